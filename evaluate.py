@@ -102,7 +102,7 @@ parser.add_argument(
 )
 
 
-def apart(words: list[str]) -> tuple[tuple[tuple[str, str], ...], list[str]]:
+def split_environment_flags(words: list[str]) -> tuple[tuple[tuple[str, str], ...], list[str]]:
     """Split the unknown arguments into environment settings (--environment.KEY VALUE) and other
     words.
     """
@@ -130,16 +130,16 @@ def apart(words: list[str]) -> tuple[tuple[tuple[str, str], ...], list[str]]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvaluationRequest:
     """Hold the settings of the evaluation's data and environment."""
 
     data: Any
     env: Any
 
 
-def environment_settings(args: argparse.Namespace, stage: Any) -> Any:
+def resolve_env_settings(args: argparse.Namespace, stage: Any) -> Any:
     """Return the requested environment, else the run's, updated with the settings in `args`."""
-    from rl.settings import EnvironmentSettings
+    from rl.config import EnvironmentSettings
 
     run_env = getattr(stage.settings, "env", None) if stage else None
     settings = run_env or EnvironmentSettings()
@@ -150,17 +150,17 @@ def environment_settings(args: argparse.Namespace, stage: Any) -> Any:
     )
 
 
-def settings(args: argparse.Namespace, stage: Any) -> tuple[Any, Any, Any]:
+def resolve_settings(args: argparse.Namespace, stage: Any) -> tuple[Any, Any, Any]:
     """Return (data settings, sampling settings, SamplingParams).
 
     Each value is from the arguments, else from the run, else the default.
     """
-    from rl.data import scored_by
+    from rl.config import DataSettings, SamplingSettings, override_settings
+    from rl.data import find_default_reward
     from rl.errors import UserError
-    from rl.settings import DataSettings, SamplingSettings, override
     from rl.types import SamplingParams
 
-    dataset_reward = scored_by(args.dataset) if args.dataset is not None else None
+    dataset_reward = find_default_reward(args.dataset) if args.dataset is not None else None
     reward = args.reward or dataset_reward
     if stage is None and not args.environment and not (args.dataset and reward):
         missing = f"{args.weights} is not a run's folder and provides no settings"
@@ -187,7 +187,7 @@ def settings(args: argparse.Namespace, stage: Any) -> tuple[Any, Any, Any]:
         )
     if reward is not None:
         data = replace(data, reward=reward, rewards=())
-    data, sampling = override((data, sampling), args.others, vars(args))
+    data, sampling = override_settings((data, sampling), args.others, vars(args))
     run_temperature = (
         sampling.temperature if sampling.eval_temperature is None else sampling.eval_temperature
     )
@@ -200,7 +200,7 @@ def settings(args: argparse.Namespace, stage: Any) -> tuple[Any, Any, Any]:
     )
 
 
-def table_of(counts: dict[str, int], figures: dict[str, float]) -> Any:
+def build_table(counts: dict[str, int], figures: dict[str, float]) -> Any:
     """Return a console table of counts and of metrics with their standard errors."""
     from rich.table import Table
 
@@ -220,23 +220,23 @@ def main(args: argparse.Namespace) -> None:
     from rich.console import Console
 
     from rl.errors import UserError
-    from rl.run import environment_of, open_weights, sandbox_kind
+    from rl.trainer import find_sandbox_kind, open_weights, resolve_environment
 
     weights = open_weights(args.weights, args.checkpoint)
-    data, sampling, params = settings(args, weights.stage)
-    request = Asked(data, environment_settings(args, weights.stage))
+    data, sampling, params = resolve_settings(args, weights.stage)
+    request = EvaluationRequest(data, resolve_env_settings(args, weights.stage))
     console = Console(highlight=False, soft_wrap=True)
-    say_what_is_trusted(args, data, request, console)
-    environment = environment_of(request)
-    problems, reward = what_to_ask(args, data, request, environment)
-    kind = None if reward is None else sandbox_kind(reward, data)
+    check_trust(args, data, request, console)
+    environment = resolve_environment(request)
+    problems, reward = load_problems_and_reward(args, data, request, environment)
+    kind = None if reward is None else find_sandbox_kind(reward, data)
     reward_name = " + ".join(f"{weight:g} {name}" for name, weight in data.rewards) or data.reward
     if environment is not None:
         reward_name = f"environment {environment.name}" + (
             f" + {reward_name}" if reward is not None else ""
         )
     seed = weights.evaluation_seed if args.seed is None else args.seed
-    problems, result = played(
+    problems, result = sample_and_score(
         args, weights, request, sampling, params, environment, problems, reward, seed
     )
     if not result.groups:
@@ -252,7 +252,7 @@ def main(args: argparse.Namespace) -> None:
     }
     summary |= {"top_k": params.top_k} if params.top_k != -1 else {}
     summary |= {"top_p": params.top_p} if params.top_p != 1 else {}
-    report(
+    write_report(
         args,
         summary | ({"sandbox": kind} if kind is not None else {}),
         problems,
@@ -262,15 +262,19 @@ def main(args: argparse.Namespace) -> None:
     )
 
 
-def say_what_is_trusted(args: argparse.Namespace, data: Any, asked: Asked, console: Any) -> None:
+def check_trust(
+    args: argparse.Namespace, data: Any, request: EvaluationRequest, console: Any
+) -> None:
     """Print which code of the run's config is imported.
 
     Raises UserError if that code is outside of the current folder and not trusted.
     """
-    from rl.run import check_trusted, environment_address, rewards_of
+    from rl.trainer import check_trusted, list_environment_addresses, list_reward_addresses
 
-    candidates = [("reward", rewards_of(data))] if args.reward is None else []
-    candidates += [("environment", environment_address(asked))] if args.environment is None else []
+    candidates = [("reward", list_reward_addresses(data))] if args.reward is None else []
+    candidates += (
+        [("environment", list_environment_addresses(request))] if args.environment is None else []
+    )
     for what, addresses in candidates:
         for notice in check_trusted(
             addresses, f"the config of {args.weights}", args.trust_run, what
@@ -278,25 +282,30 @@ def say_what_is_trusted(args: argparse.Namespace, data: Any, asked: Asked, conso
             console.print(notice, markup=False)
 
 
-def what_to_ask(
-    args: argparse.Namespace, data: Any, asked: Asked, environment: Any
+def load_problems_and_reward(
+    args: argparse.Namespace, data: Any, request: EvaluationRequest, environment: Any
 ) -> tuple[Any, Any]:
     """Return (held-out problems, reward).
 
     With an environment, the reward scores whole episodes; None if no reward does.
     """
     from rl.errors import UserError
-    from rl.run import check_scoring, episode_reward, held_out_rows, reward_of
+    from rl.trainer import (
+        check_scoring,
+        load_held_out_rows,
+        resolve_episode_reward,
+        resolve_stage_reward,
+    )
 
-    problems = held_out_rows(environment, asked)
+    problems = load_held_out_rows(environment, request)
     if problems is None:
         raise UserError(
             f"{data.dataset} has too few rows for a held-out split: pass problems with --dataset"
         )
-    reward = reward_of(data)
+    reward = resolve_stage_reward(data)
     if environment is not None:
         check_scoring(environment, data)
-        return problems, episode_reward(data)
+        return problems, resolve_episode_reward(data)
     if reward is None:
         raise UserError(
             f"{args.weights} was trained without a reward: pass --reward (such as gsm8k)"
@@ -304,10 +313,10 @@ def what_to_ask(
     return problems, reward
 
 
-def played(
+def sample_and_score(
     args: argparse.Namespace,
     weights: Any,
-    asked: Asked,
+    request: EvaluationRequest,
     sampling: Any,
     params: Any,
     environment: Any,
@@ -316,30 +325,39 @@ def played(
     seed: int,
 ) -> tuple[Any, Any]:
     """Return (the problems that fit, their scored answers)."""
-    from rl.environments import ProblemGroupBuilder
-    from rl.episodes import rollout
-    from rl.judges import with_episode_rewards
+    from rl.envs import ProblemGroupBuilder
+    from rl.judges import add_episode_rewards
     from rl.rewards import Scorer
-    from rl.run import episode_groups, make_renderer, seated, that_fit
+    from rl.rollout import rollout
+    from rl.trainer import (
+        build_episode_groups,
+        load_evaluation_opponents,
+        make_renderer,
+        select_fitting_problems,
+    )
 
-    data = asked.data
+    data = request.data
     limits: dict[str, Any] = {
         "timeout": data.reward_timeout,
         "workers": data.reward_workers,
         "environment": data.reward_env,
     }
-    with weights.service(sampler_tp=args.sampler_tp) as service, ExitStack() as stack:
-        sampler = weights.sampler(service)
+    with weights.create_service(sampler_tp=args.sampler_tp) as service, ExitStack() as stack:
+        sampler = weights.create_sampler(service)
         scorer = stack.enter_context(Scorer(reward, **limits)) if reward is not None else None
         renderer = make_renderer(sampler, data.renderer, data.template, sampling.stop)
         if environment is not None:
-            players, renderers = seated(environment.make(), asked.env, weights, service)
-            builders = episode_groups(
-                environment, asked, list(problems), args.samples, renderer, renderers
+            players, renderers = load_evaluation_opponents(
+                environment.make(), request.env, weights, service
+            )
+            builders = build_episode_groups(
+                environment, request, list(problems), args.samples, renderer, renderers
             )
             result = rollout(builders, sampler, params, seed=seed, players=players)
-            return problems, with_episode_rewards(result, scorer)
-        problems = that_fit(problems, data, sampler.info, renderer, params.max_tokens)
+            return problems, add_episode_rewards(result, scorer)
+        problems = select_fitting_problems(
+            problems, data, sampler.info, renderer, params.max_tokens
+        )
         assert scorer is not None
         group_builders = [
             ProblemGroupBuilder(problem, args.samples, renderer, scorer) for problem in problems
@@ -347,39 +365,42 @@ def played(
         return problems, rollout(group_builders, sampler, params, seed=seed, players={})
 
 
-def report(
+def write_report(
     args: argparse.Namespace,
-    what: dict[str, Any],
+    summary: dict[str, Any],
     problems: Any,
     result: Any,
     seed: int,
     console: Any,
 ) -> None:
     """Print the results and write them to --output."""
-    from rl.jsonl import finite, write_atomically
-    from rl.run import answer_rows, figures
+    from rl.jsonl import replace_nonfinite, write_atomically
+    from rl.trainer import compute_evaluation_metrics, make_response_rows
 
-    rows, metrics = answer_rows(result.groups, list(problems)), figures(result.groups, args.samples)
+    rows, metrics = (
+        make_response_rows(result.groups, list(problems)),
+        compute_evaluation_metrics(result.groups, args.samples),
+    )
     counts = {
         "problems": len(problems),
         "answers": len(rows),
         "answers whose reward failed": len(result.errors),
     }
     console.print(
-        ", ".join(f"{name} {value}" for name, value in what.items()),
-        table_of(counts, metrics),
+        ", ".join(f"{name} {value}" for name, value in summary.items()),
+        build_table(counts, metrics),
         sep="\n",
         markup=False,
     )
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        everything = finite({**what, "seed": seed, **counts, **metrics, "rows": rows})
+        everything = replace_nonfinite({**summary, "seed": seed, **counts, **metrics, "rows": rows})
         write_atomically(args.output, json.dumps(everything, indent=1) + "\n")
 
 
 if __name__ == "__main__":
     args, rest = parser.parse_known_args()
-    args.environment_settings, args.others = apart(rest)
+    args.environment_settings, args.others = split_environment_flags(rest)
     for name, least in {
         "limit": 1,
         "samples": 1,
@@ -391,13 +412,13 @@ if __name__ == "__main__":
         value = getattr(args, name)
         if value is not None and not value >= least:
             parser.error(f"{name.replace('_', '-')} is at least {least}, got {value}")
-    from rl.quick import quick
+    from rl.startup import reduce_gc
 
-    quick()
-    from rl.run import guarded
+    reduce_gc()
+    from rl.trainer import run_guarded
 
     sys.exit(
-        guarded(
+        run_guarded(
             lambda: main(args), see="python evaluate.py --help", outcome="nothing was evaluated"
         )
     )

@@ -51,10 +51,10 @@ parser.add_argument(
 def main(args: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from rl.run import described, export, push
+    from rl.trainer import describe_export, export_weights, push_to_hub
 
     console = Console(highlight=False, soft_wrap=True)
-    summary = export(
+    summary = export_weights(
         args.weights,
         args.out,
         name=args.checkpoint,
@@ -62,19 +62,21 @@ def main(args: argparse.Namespace) -> None:
         dtype=args.dtype,
         overwrite=args.overwrite,
     )
-    console.print(described(summary), markup=False)
+    console.print(describe_export(summary), markup=False)
     if args.push:
-        console.print(f"pushed to {push(args.out, args.push)}", markup=False)
+        console.print(f"pushed to {push_to_hub(args.out, args.push)}", markup=False)
     console.print(f"Next:\n  python sample.py {shlex.quote(str(args.out))}", markup=False)
 
 
 if __name__ == "__main__":
     args = parser.parse_args()
-    from rl.quick import quick
+    from rl.startup import reduce_gc
 
-    quick()
-    from rl.run import guarded
+    reduce_gc()
+    from rl.trainer import run_guarded
 
     sys.exit(
-        guarded(lambda: main(args), see="python export.py --help", outcome="nothing was exported")
+        run_guarded(
+            lambda: main(args), see="python export.py --help", outcome="nothing was exported"
+        )
     )

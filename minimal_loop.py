@@ -12,19 +12,19 @@ import random
 from rl import ServiceClient, renderers, types
 
 
-def problem(rng: random.Random) -> tuple[str, str]:
+def sample_problem(rng: random.Random) -> tuple[str, str]:
     a, b = rng.randint(10, 99), rng.randint(10, 99)
     return f"{a}+{b}=", str(a + b)
 
 
-def teach(client, renderer, rng: random.Random, steps: int) -> None:
+def fine_tune(client, renderer, rng: random.Random, steps: int) -> None:
     """Fine-tune on answers with frequent wrong digits: the model learns sums, but is often
     inaccurate.
     """
     for _ in range(steps):
         data = []
         for _ in range(256):
-            question, answer = problem(rng)
+            question, answer = sample_problem(rng)
             if rng.random() < 0.7:
                 i = rng.randrange(len(answer))
                 answer = answer[:i] + str(rng.randint(0, 9)) + answer[i + 1 :]
@@ -43,11 +43,11 @@ def main(sft_steps: int, steps: int, problems: int = 64, group: int = 8, seed: i
     client = service.create_full_training_client("tiny:addition")
     renderer = renderers.get_renderer("plain", client.get_tokenizer())
     params = types.SamplingParams(max_tokens=4, stop=renderer.get_stop_sequences())
-    teach(client, renderer, rng, sft_steps)
+    fine_tune(client, renderer, rng, sft_steps)
     mean = 0.0
     for step in range(steps):
         sampler = client.save_weights_and_get_sampling_client()
-        batch = [problem(rng) for _ in range(problems)]
+        batch = [sample_problem(rng) for _ in range(problems)]
         prompts = [
             renderer.build_generation_prompt([{"role": "user", "content": question}])
             for question, _ in batch

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from rl.errors import UserError
-from rl.report import CURVES, PICTURES, draw
+from rl.reporting import CURVES, PICTURE_SUFFIXES, draw_curves
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -35,7 +35,7 @@ def main() -> int:
     args = parser.parse_args()
     if (
         len(args.runs) > 1
-        and args.runs[-1].suffix.lower() in PICTURES
+        and args.runs[-1].suffix.lower() in PICTURE_SUFFIXES
         and not args.runs[-1].is_dir()
     ):
         *args.runs, last = args.runs
@@ -46,7 +46,7 @@ def main() -> int:
     default = first / CURVES if len(args.runs) == 1 else Path(CURVES)
     out = args.out or default
     try:
-        print(draw(args.runs, out / CURVES if out.is_dir() else out, args.labels))
+        print(draw_curves(args.runs, out / CURVES if out.is_dir() else out, args.labels))
     except (OSError, ImportError, UserError) as error:
         print(f"plot.py: {error}", file=sys.stderr)
         return 2

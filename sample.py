@@ -75,19 +75,19 @@ parser.add_argument(
 )
 
 
-def prompts(given: list[str] | None) -> Iterator[str]:
+def read_prompts(requested: list[str] | None) -> Iterator[str]:
     """Iterate over the command line's prompts; without them, over non-empty lines of standard
     input.
     """
     prefix = "> " if sys.stdin.isatty() else ""
-    while given is None:
+    while requested is None:
         try:
             line = input(prefix)
         except EOFError:
             return
         if line.strip():
             yield line
-    yield from given
+    yield from requested
 
 
 def main(args: argparse.Namespace) -> None:
@@ -96,9 +96,9 @@ def main(args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from rl.images import said
-    from rl.run import asked_with, make_renderer, open_weights
-    from rl.settings import DataSettings, SamplingSettings, override
+    from rl.config import DataSettings, SamplingSettings, override_settings
+    from rl.images import content_to_text
+    from rl.trainer import iterate_prompts, make_renderer, open_weights
     from rl.types import SamplingParams
 
     weights = open_weights(args.weights, args.checkpoint)
@@ -106,7 +106,7 @@ def main(args: argparse.Namespace) -> None:
     sampling = (
         weights.stage.settings.sampling if weights.stage else SamplingSettings(temperature=1.0)
     )
-    data, sampling = override((data, sampling), args.others, vars(args))
+    data, sampling = override_settings((data, sampling), args.others, vars(args))
     temperature = sampling.temperature if args.temperature is None else args.temperature
     data = replace(
         data,
@@ -114,8 +114,8 @@ def main(args: argparse.Namespace) -> None:
         or None,
     )
     console = Console(highlight=False, soft_wrap=True)
-    with weights.service(args.seed, args.sampler_tp) as service:
-        sampler = weights.sampler(service)
+    with weights.create_service(args.seed, args.sampler_tp) as service:
+        sampler = weights.create_sampler(service)
         renderer = make_renderer(
             sampler, args.renderer or data.renderer, data.template, sampling.stop
         )
@@ -134,13 +134,13 @@ def main(args: argparse.Namespace) -> None:
                 style="dim",
             )
         )
-        for messages in asked_with(data, prompts(args.prompt), args.dataset, args.limit):
+        for messages in iterate_prompts(data, read_prompts(args.prompt), args.dataset, args.limit):
             if args.image:
-                text = {"type": "text", "text": said(messages[-1]["content"])}
+                text = {"type": "text", "text": content_to_text(messages[-1]["content"])}
                 shown = [{"type": "image", "image": path} for path in args.image]
                 messages = [*messages[:-1], {**messages[-1], "content": [*shown, text]}]
             tokens = renderer.build_generation_prompt(messages)
-            console.print(Text(f"\n{said(messages[-1]['content'])}", style="bold cyan"))
+            console.print(Text(f"\n{content_to_text(messages[-1]['content'])}", style="bold cyan"))
             for sequence in sampler.sample(tokens, args.n, params).result().sequences:
                 message, ended = renderer.parse_response(sequence.tokens)
                 mean = sum(sequence.logprobs or []) / max(1, len(sequence.tokens))
@@ -164,11 +164,13 @@ if __name__ == "__main__":
         value = getattr(args, name)
         if value is not None and not value >= least:
             parser.error(f"{name.replace('_', '-')} is at least {least}, got {value}")
-    from rl.quick import quick
+    from rl.startup import reduce_gc
 
-    quick()
-    from rl.run import guarded
+    reduce_gc()
+    from rl.trainer import run_guarded
 
     sys.exit(
-        guarded(lambda: main(args), see="python sample.py --help", outcome="no further sampling")
+        run_guarded(
+            lambda: main(args), see="python sample.py --help", outcome="no further sampling"
+        )
     )

@@ -124,10 +124,10 @@ limits.add_argument(
 
 if __name__ == "__main__":
     args = parser.parse_args()
-    from rl.quick import quick
+    from rl.startup import reduce_gc
 
-    quick()
-    from rl.run import guarded
+    reduce_gc()
+    from rl.trainer import run_guarded
 
     def serve() -> None:
         from rl.errors import UserError
@@ -146,4 +146,4 @@ if __name__ == "__main__":
 
         main(args)
 
-    sys.exit(guarded(serve, see="python serve.py --help", outcome="nothing is served"))
+    sys.exit(run_guarded(serve, see="python serve.py --help", outcome="nothing is served"))

@@ -8,33 +8,33 @@ recipes, `METHOD --help` all settings.
 import sys
 from pathlib import Path
 
-from rl.quick import beside, quick
+from rl.startup import fork_helper, reduce_gc
 
 
-def follow(*ends):
-    """Run the slow preparations of a memory plan (rl.memory) in a helper process."""
-    from rl.memory import follow
+def run_plan_helper(*ends):
+    """Run the slow preparations of a memory plan (rl.memory_plan) in a helper process."""
+    from rl.memory_plan import serve_traces
 
-    follow(*ends)
+    serve_traces(*ends)
 
 
 if __name__ == "__main__":
-    helpers = beside(follow) if "--plan" in sys.argv else ()
+    helpers = fork_helper(run_plan_helper) if "--plan" in sys.argv else ()
 
-    from rl.environments import show_help
-    from rl.methods import METHODS
-    from rl.settings import RunSettings, parse
+    from rl.algorithms import METHODS
+    from rl.config import RunSettings, parse_run
+    from rl.envs import show_help
 
-    run = parse(
+    run = parse_run(
         sys.argv[1:],
         METHODS,
         Path(__file__).parent / "recipes" / "addition.yaml",
         options=RunSettings,
         environments=show_help,
     )
-    quick()
+    reduce_gc()
 
-    from rl.run import (
+    from rl.trainer import (
         main,
     )  # torch and all large modules, imported only after the arguments are parsed
 

@@ -8,7 +8,7 @@ import runpy
 import sys
 from pathlib import Path
 
-_HOUSE = Path(__file__).resolve().parent
+_CHECKOUT = Path(__file__).resolve().parent
 SCRIPTS = ("train", "sample", "evaluate", "export", "serve", "plot")
 
 
@@ -19,18 +19,18 @@ def main() -> int:
         unknown = name not in ("", "-h", "--help")
         message = f"whetstone: unknown command {name!r}\n" if unknown else ""
         text = (
-            f"{message}usage: whetstone {{{','.join(SCRIPTS)}}} ...\n  the scripts of {_HOUSE}, "
+            f"{message}usage: whetstone {{{','.join(SCRIPTS)}}} ...\n  the scripts of {_CHECKOUT}, "
             "by name: whetstone train --help\n"
         )
         (sys.stderr if unknown else sys.stdout).write(text)
         return 2 if unknown else 0
-    script = _HOUSE / f"{name}.py"
+    script = _CHECKOUT / f"{name}.py"
     if not script.is_file():
         sys.stderr.write(
             f"whetstone: {script} does not exist: install from a checkout, with pip install -e .\n"
         )
         return 2
     sys.argv = [str(script), *sys.argv[2:]]
-    sys.path.insert(0, str(_HOUSE))
+    sys.path.insert(0, str(_CHECKOUT))
     runpy.run_path(str(script), run_name="__main__")
     return 0

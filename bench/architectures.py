@@ -56,14 +56,14 @@ import torch  # noqa: E402
 from bench.architectures_page import main as write_page  # noqa: E402
 from bench.architectures_saved import adapter_column, saved_columns  # noqa: E402
 from bench.tiny_models import VOCAB, model_types, tiny_model  # noqa: E402
+from rl.distributed.accelerate_launch import make_accelerator  # noqa: E402
 from rl.errors import UserError  # noqa: E402
-from rl.layers import describe  # noqa: E402
+from rl.layers import describe_layers  # noqa: E402
 from rl.learner.learner import Learner, LearnerSettings  # noqa: E402
 from rl.losses.losses import get_loss  # noqa: E402
 from rl.models import add_lora  # noqa: E402
-from rl.models import load as models  # noqa: E402
-from rl.ranks.launch import make_accelerator  # noqa: E402
-from rl.sampler import Engine, Request, make_decoder  # noqa: E402
+from rl.models import model_loading as models  # noqa: E402
+from rl.sampler import Engine, SamplingRequest, make_decoder  # noqa: E402
 from rl.sampler.decoder_hf import HFDecoder  # noqa: E402
 from rl.types import Datum, LoraConfig, ModelInput, SamplingParams  # noqa: E402
 
@@ -144,12 +144,14 @@ def rounding(model: Any, datums: list[Datum], logprobs: list[np.ndarray]) -> flo
     """Return the largest difference, in nats, between the plain model's logprobs in float32 and in
     float64.
     """
-    exact, _ = alone(models._prepared(copy.deepcopy(model)).double(), datums)
+    exact, _ = alone(models._disable_randomness(copy.deepcopy(model)).double(), datums)
     return max(float(np.abs(a - b).max()) for a, b in zip(exact, logprobs, strict=True))
 
 
 def loaded_copy(model: Any, name: str) -> models.LoadedModel:
-    return models.LoadedModel(models._prepared(copy.deepcopy(model)), None, f"tiny {name}", ())
+    return models.LoadedModel(
+        models._disable_randomness(copy.deepcopy(model)), None, f"tiny {name}", ()
+    )
 
 
 def judged(
@@ -204,10 +206,14 @@ def sampled(model: Any) -> str:
     rng = np.random.default_rng(9)
     prompts = [rng.integers(3, VOCAB, n).tolist() for n in (5, 50, 31)]
     with torch.no_grad():
-        engine = Engine(make_decoder(models._prepared(copy.deepcopy(model))), (), max_context=200)
+        engine = Engine(
+            make_decoder(models._disable_randomness(copy.deepcopy(model))), (), max_context=200
+        )
         params = SamplingParams(max_tokens=12, temperature=1.0, seed=0)
         for i, prompt in enumerate(prompts):
-            engine.add(Request(prompt=prompt, num_samples=2, params=params, seed=3, problem=i))
+            engine.add(
+                SamplingRequest(prompt=prompt, num_samples=2, params=params, seed=3, problem=i)
+            )
         worst, off, count = 0.0, 0, 0
         for prompt, response in zip(prompts, engine.run(), strict=True):
             for sequence in response.sequences:
@@ -224,7 +230,11 @@ def sampled(model: Any) -> str:
                     off + int((apart > SAMPLED).sum()),
                     count + len(apart),
                 )
-    if worst > SAMPLED and describe(model).chosen and off <= CHOSEN_OTHERWISE * count:
+    if (
+        worst > SAMPLED
+        and describe_layers(model).selected_positions
+        and off <= CHOSEN_OTHERWISE * count
+    ):
         return f"exact but for {off} of {count} tokens, whose layers chose other positions to read"
     return "exact" if worst <= SAMPLED else f"WRONG: {worst:.2g} nats"
 
@@ -247,7 +257,7 @@ def attempt(work: Callable[[], Any]) -> str:
 
 def left_out(model: Any, name: str) -> str:
     found = add_lora(loaded_copy(model, name), LoraConfig(rank=2, seed=0))
-    return f"{found.unadapted:.3f}"
+    return f"{found.unadapted_share:.3f}"
 
 
 def saved(model: Any) -> dict[str, str]:
@@ -280,7 +290,7 @@ def row(name: str) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
     }
     datums, accelerator = sequences(), make_accelerator(bf16=False)
-    plain = models._prepared(copy.deepcopy(model))
+    plain = models._disable_randomness(copy.deepcopy(model))
     truth: Any = None
 
     def layout(which: str, checkpointing: bool = False) -> str:
@@ -297,7 +307,7 @@ def row(name: str) -> dict[str, Any]:
     found["sampler"] = attempt(lambda: sampled(plain))
     found.update(saved(model))
     found["rows"] = attempt(lambda: rows_of(plain)) if found["sampler"].startswith("exact") else ""
-    found["layers"] = str(describe(model))
+    found["layers"] = str(describe_layers(model))
     found["lora_left_out"] = attempt(lambda: left_out(model, name))
     found["seconds"] = round(time.perf_counter() - begin, 1)
     return found

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from bench.tiny_models import VOCAB
-from rl.learner import ModelSpec, saving
+from rl.learner import ModelSpec, learner_checkpoint
 from rl.learner.learner import Learner, LearnerSettings
 from rl.losses.losses import get_loss
 from rl.models import add_lora, load_model
-from rl.models import load as models
+from rl.models import model_loading as models
 from rl.types import AdamParams, Datum, LoraConfig
 
 NEAR = 1e-5
@@ -83,15 +83,22 @@ def saved_columns(
     """Return `resume` and `reload`, from a single training run of all weights. `model`: as
     transformers builds it; `folder`: for the written files.
     """
-    saving.write_model(model, None, folder / "base")
+    learner_checkpoint.write_model(model, None, folder / "base")
     one = _learner(_loaded(str(folder / "base"), model), accelerator)
     begun = _state(one)
     _steps(one, datums, 2)
-    saving.save_state(one, _SPEC, folder / "at2", [torch.get_rng_state()], saving.Words({}), None)
+    learner_checkpoint.save_learner_state(
+        one,
+        _SPEC,
+        folder / "at2",
+        [torch.get_rng_state()],
+        learner_checkpoint.SaveMetadata({}),
+        None,
+    )
     _steps(one, datums, 2)
-    base, _ = saving.base_of(_SPEC, str(folder / "at2"))
+    base, _ = learner_checkpoint.resolve_base_model(_SPEC, str(folder / "at2"))
     two = _learner(_loaded(base, model), accelerator)
-    saving.load_state(two, folder / "at2", True, 0)
+    learner_checkpoint.load_learner_state(two, folder / "at2", True, 0)
     _steps(two, datums, 2)
     whole, resumed = _state(one), _state(two)
     unlike = [
@@ -104,7 +111,7 @@ def saved_columns(
         if unlike
         else "exact"
     )
-    saving.write_model(one.model, None, folder / "last")
+    learner_checkpoint.write_model(one.model, None, folder / "last")
     plain = _plain(folder / "last")
     reload = _apart(_logits(plain), _logits(one.model), plain, folder / "last")
     return {"resume": "WRONG: nothing moved" if still else resume, "reload": reload}
@@ -114,13 +121,13 @@ def adapter_column(model: Any, datums: list[Datum], accelerator: Any, folder: Pa
     """Return the cell `adapter`. `folder`: for the written files."""
     from peft import PeftModel
 
-    saving.write_model(model, None, folder / "bare")
+    learner_checkpoint.write_model(model, None, folder / "bare")
     loaded = add_lora(_loaded(str(folder / "bare"), model), LoraConfig(rank=2, seed=0))
     before = _logits(loaded.model)
     learner = _learner(loaded, accelerator)
     _steps(learner, datums, 2)
     after = _logits(learner.model)
-    saving.write_model(learner.model, None, folder / "adapter")
+    learner_checkpoint.write_model(learner.model, None, folder / "adapter")
     bare = _plain(folder / "bare")
     plain = PeftModel.from_pretrained(copy.deepcopy(bare), str(folder / "adapter"))
     return (

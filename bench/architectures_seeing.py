@@ -36,13 +36,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from bench.architectures_page import SEEING  # noqa: E402
 from bench.architectures_page import main as write_page  # noqa: E402
+from rl.distributed.accelerate_launch import make_accelerator  # noqa: E402
 from rl.errors import UserError  # noqa: E402
-from rl.images import reader_of  # noqa: E402
+from rl.images import get_image_reader  # noqa: E402
 from rl.learner.learner import Learner, LearnerSettings  # noqa: E402
-from rl.models.vision import model_class  # noqa: E402
-from rl.ranks.launch import make_accelerator  # noqa: E402
+from rl.models.vision_models import select_auto_class  # noqa: E402
 from rl.renderers import get_renderer  # noqa: E402
-from rl.sampler import Engine, Request, make_decoder  # noqa: E402
+from rl.sampler import Engine, SamplingRequest, make_decoder  # noqa: E402
 from rl.types import ModelInput, SamplingParams  # noqa: E402
 
 NEAR = 1e-4
@@ -50,7 +50,7 @@ NEAR = 1e-4
 
 def measured(name: str) -> str:
     loaded, _ = tiny(name)
-    reader = reader_of(loaded.model)
+    reader = get_image_reader(loaded.model)
     assert reader is not None
     prompts = rows(loaded.tokenizer, reader, get_renderer("chat_template", loaded.tokenizer))
     learner = Learner(loaded, make_accelerator(bf16=False), LearnerSettings())
@@ -61,7 +61,9 @@ def measured(name: str) -> str:
     for i, one in enumerate(prompts):
         params = SamplingParams(max_tokens=9)
         engine.add(
-            Request(prompt=one.flat(), images=one.placed(), num_samples=2, params=params, problem=i)
+            SamplingRequest(
+                prompt=one.flat(), images=one.placed(), num_samples=2, params=params, problem=i
+            )
         )
     drawn = []
     for one, response in zip(prompts, engine.run(), strict=True):
@@ -81,7 +83,7 @@ def images_of(name: str) -> str:
     if name in FAMILIES:
         return measured(name)
     try:
-        model_class(SimpleNamespace(model_type=name, vision_config=None))
+        select_auto_class(SimpleNamespace(model_type=name, vision_config=None))
     except UserError as error:
         return f"refused: {error}"
     return "text alone"

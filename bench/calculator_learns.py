@@ -101,13 +101,13 @@ stages:
 
 def learn(folder: Path, seed: int, steps: int, sft_steps: int, digits: int) -> dict[str, float]:
     """Train both stages and return the held-out figures before and after grpo."""
-    from rl.methods import METHODS
-    from rl.run import main
-    from rl.settings import RunSettings, parse
+    from rl.algorithms import METHODS
+    from rl.config import RunSettings, parse_run
+    from rl.trainer import main
 
     begin = time.perf_counter()
     code = main(
-        parse(
+        parse_run(
             command(folder, seed, steps, sft_steps, digits),
             METHODS,
             folder / "none.yaml",

@@ -25,8 +25,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rl import ServiceClient
-from rl.clients import SampleStream
-from rl.episodes import Env, EnvGroupBuilder, StepResult, continuous_rollout, rollout
+from rl.client import SampleStream
+from rl.rollout import Env, EnvGroupBuilder, StepResult, continuous_rollout, rollout
 from rl.types import ModelInput, SampledSequence, SamplingParams
 
 
@@ -36,14 +36,14 @@ class Later:
     """
 
     def __init__(self, result: StepResult, seconds: float):
-        self.found, self.at = result, time.monotonic() + seconds
+        self.extract_answer, self.at = result, time.monotonic() + seconds
 
     def wait(self) -> None:
         time.sleep(max(0.0, self.at - time.monotonic()))
 
     def result(self) -> StepResult:
         self.wait()
-        return self.found
+        return self.extract_answer
 
 
 class Turns(Env):

@@ -45,13 +45,13 @@ class Stand:
     """Serve HTTP requests for SandboxFusion and for Vertex; `counts`: requests by kind."""
 
     def __init__(self) -> None:
-        from rl.sandbox import Limits, Sandbox
+        from rl.sandbox import Sandbox, SandboxLimits
 
         self.sandbox, self.counts = (
             Sandbox(workers=1),
             {"run_code": 0, "token": 0, "embedContent": 0},
         )
-        stand, limits = self, Limits(wall_s=20.0)
+        stand, limits = self, SandboxLimits(wall_s=20.0)
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"

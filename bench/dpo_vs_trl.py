@@ -6,7 +6,7 @@ give the same numbers.
 Both start from the same folder of random weights (tiny:addition) and train on the same pairs in the
 same order, in fp32 on a CPU, with AdamW (0.9, 0.95, eps 1e-8), a constant learning rate and
 clipping to norm 1. Each uses its native tokenization, reference model, losses and optimizer step.
-Whetstone runs `rl.run.offline.train_offline`; TRL runs `DPOTrainer.train()`. TRL's figures come
+Whetstone runs `rl.trainer.offline_loop.train_offline`; TRL runs `DPOTrainer.train()`. TRL's figures come
 from its `compute_loss`, because the logged figures are rounded. The table has a row for each step
 and loss. The exit code is 1 if any loss or reward differs by more than 1e-4
 (relative, where above 1).
@@ -36,10 +36,10 @@ def dpo_plan(args: argparse.Namespace, loss: str, model: Path) -> Any:
     """Return the same stage plan as Whetstone's command line. The TRL side takes its pairs and
     their order from this plan.
     """
-    from rl.methods.dpo import DpoSettings, PreferenceSettings
-    from rl.settings.data_tables import PreferenceDataSettings
-    from rl.settings.run_plan import StagePlan
-    from rl.settings.tables import LoopSettings, ModelSettings, OptimSettings
+    from rl.algorithms.dpo import DpoSettings, PreferenceSettings
+    from rl.config.data_config import PreferenceDataSettings
+    from rl.config.run_config import StageConfig
+    from rl.config.sections import LoopSettings, ModelSettings, OptimSettings
 
     settings = DpoSettings(
         model=ModelSettings(base_model=str(model)),
@@ -48,7 +48,7 @@ def dpo_plan(args: argparse.Namespace, loss: str, model: Path) -> Any:
         optim=OptimSettings(learning_rate=args.learning_rate),
         loop=LoopSettings(steps=args.steps, batch_size=args.pairs, eval_every=0),
     )
-    return StagePlan("dpo", "dpo", settings)
+    return StageConfig("dpo", "dpo", settings)
 
 
 def run_whetstone(
@@ -57,14 +57,14 @@ def run_whetstone(
     """Run `train_offline` on a real Stage that keeps its metrics instead of logging them, and
     return the metrics of each step.
     """
-    from rl.clients.service import ServiceClient
-    from rl.methods import METHODS
-    from rl.methods.base import Models
-    from rl.run.device_side import worker_settings
-    from rl.run.hosts import StageHosts, make_policy, make_renderer
-    from rl.run.offline import train_offline
-    from rl.run.prepare import prepare
-    from rl.run.stage import Stage
+    from rl.algorithms import METHODS
+    from rl.algorithms.method_interface import Models
+    from rl.client.service_client import ServiceClient
+    from rl.trainer.offline_loop import train_offline
+    from rl.trainer.stage import Stage
+    from rl.trainer.stage_data import prepare_stage
+    from rl.trainer.stage_models import StageModelFactory, make_policy, make_renderer
+    from rl.trainer.worker_settings import collect_worker_settings
 
     found: list[dict[str, float]] = []
 
@@ -79,13 +79,14 @@ def run_whetstone(
             pass
 
     plan = dpo_plan(args, loss, model)
-    prepared, spec = prepare(plan), METHODS["dpo"]
+    prepared, spec = prepare_stage(plan), METHODS["dpo"]
     with ServiceClient(
-        output_dir=folder, seed=args.seed, settings=worker_settings([plan])
+        output_dir=folder, seed=args.seed, settings=collect_worker_settings([plan])
     ) as service:
         policy = make_policy(service, plan.settings.model, None, None, args.seed)
-        others = spec.other_models(
-            plan.settings, StageHosts(service, policy, plan.settings.model, None, {}, args.seed)
+        others = spec.make_other_models(
+            plan.settings,
+            StageModelFactory(service, policy, plan.settings.model, None, {}, args.seed),
         )
         unused: dict[str, Any] = dict(logbook=None, console=None, keeper=None, stop_request=None)
         stage = KeptStage(
@@ -114,8 +115,8 @@ def run_trl(
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer
 
-    from rl.run.prepare import prepare
-    from rl.seeds import derive_seed
+    from rl.seed import derive_seed
+    from rl.trainer.stage_data import prepare_stage
 
     found: list[dict[str, float]] = []
 
@@ -133,7 +134,7 @@ def run_trl(
             found.append({**kept, "loss": float(value.detach())})
             return value
 
-    problems, order = prepare(dpo_plan(args, loss, model)).problems, derive_seed(args.seed, 0)
+    problems, order = prepare_stage(dpo_plan(args, loss, model)).problems, derive_seed(args.seed, 0)
     pairs = [
         problem for step in range(args.steps) for problem in problems.batch(step, args.pairs, order)
     ]
@@ -214,7 +215,7 @@ def main() -> int:
     import trl
     from transformers.utils import logging as transformers_logging
 
-    from rl.models.load import load_model
+    from rl.models.model_loading import load_model
 
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()

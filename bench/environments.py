@@ -112,9 +112,9 @@ def untrained(
 ) -> float:
     """Return the metric of the model as it is built, over 64 episodes."""
     from rl import ServiceClient
-    from rl.environments import EnvironmentGroup, Limits, resolve_environment
-    from rl.episodes import group_metrics, rollout
+    from rl.envs import EnvironmentGroup, EpisodeLimits, resolve_environment
     from rl.renderers import get_renderer
+    from rl.rollout import compute_group_metrics, rollout
     from rl.types import Problem, SamplingParams
 
     spec = resolve_environment(name, **settings)
@@ -124,12 +124,12 @@ def untrained(
         renderer = get_renderer("plain", client.get_tokenizer())
         problems = [Problem((), {"seed": 10**6 + i, **row}, index=i) for i, row in enumerate(rows)]
         builders = [
-            EnvironmentGroup(spec, problem, 1, renderer, limits=Limits(turns=turns))
+            EnvironmentGroup(spec, problem, 1, renderer, limits=EpisodeLimits(turns=turns))
             for problem in problems
         ]
         sampler = client.save_weights_and_get_sampling_client()
         groups = rollout(builders, sampler, SamplingParams(max_tokens=max_tokens), seed=seed).groups
-    return group_metrics(groups)[f"env/all/{metric}"]
+    return compute_group_metrics(groups)[f"env/all/{metric}"]
 
 
 def learn(name: str, game: Game, seed: int, folder: Path) -> dict:
@@ -148,7 +148,7 @@ def learn(name: str, game: Game, seed: int, folder: Path) -> dict:
     command = [
         sys.executable,
         "-m",
-        "rl.environments.played",
+        "rl.envs.demo_generator",
         name,
         game.player,
         "--episodes",

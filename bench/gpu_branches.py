@@ -62,11 +62,11 @@ def _verdicts(table: Any, dtype: torch.dtype, device: str) -> None:
     name = str(dtype).removeprefix("torch.")
 
     def special() -> None:
-        from kernels.linear_logprob_launch import special_tiles
+        from kernels.linear_logprob_launch import select_hopper_tiles
 
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            tiles = special_tiles(torch.zeros(16, 64, dtype=dtype, device=device))
+            tiles = select_hopper_tiles(torch.zeros(16, 64, dtype=dtype, device=device))
         words = "; ".join(str(one.message) for one in said)[:200]
         table.row(
             name,
@@ -77,13 +77,13 @@ def _verdicts(table: Any, dtype: torch.dtype, device: str) -> None:
         )
 
     def adds() -> None:
-        from kernels.device_checks import adds_in_place
+        from kernels.device_checks import supports_addmm_in_place
 
         table.row(
             name,
             "addmm into float32",
             "chosen",
-            "in place" if adds_in_place(dtype) else "mm and add_",
+            "in place" if supports_addmm_in_place(dtype) else "mm and add_",
         )
 
     table.attempt(name, "score kernels", special)
@@ -133,11 +133,13 @@ def _special(table: Any, shape: Shape, o: Operands) -> None:
 def scores_of(o: Operands, special: bool) -> Any:
     """Return the launches of a branch. Explicit tiles override the device's choice."""
     from kernels import linear_logprob_launch as launch
-    from kernels.common import Head
-    from kernels.tiles import SPECIAL, device_of, tiles_for
+    from kernels.common import HeadConfig
+    from kernels.tile_config import HOPPER_TILES, get_gpu_info, select_tile_sizes
 
-    tiles = tiles_for(o.x.shape[1], o.x.dtype, device_of(o.x))
-    return launch.Scores(o.x, o.w, o.y, None, Head(), tiles, SPECIAL if special else None)
+    tiles = select_tile_sizes(o.x.shape[1], o.x.dtype, get_gpu_info(o.x))
+    return launch.ScoreLauncher(
+        o.x, o.w, o.y, None, HeadConfig(), tiles, HOPPER_TILES if special else None
+    )
 
 
 def _score_kernels(
@@ -146,7 +148,7 @@ def _score_kernels(
     """Time a branch's launches: forward, with entropy, with kept logits [T, V], and dlogits of a
     slab.
     """
-    from kernels.linear_logprob_torch import Coefficients
+    from kernels.linear_logprob_torch import GradientCoefficients
 
     scores = table.attempt(f"{shape.model}, score kernels", name, make)
     if scores is None:
@@ -165,7 +167,7 @@ def _score_kernels(
         "forward and entropy": (lambda: scores.statistics(True), shape.V),
         "forward that keeps [T, V]": (keeps, shape.V),
         "dlogits of a slab": (
-            lambda: scores.dlogits(o.dz, 0, width, row, Coefficients(row, row, None)),
+            lambda: scores.dlogits(o.dz, 0, width, row, GradientCoefficients(row, row, None)),
             width,
         ),
     }

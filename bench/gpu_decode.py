@@ -102,7 +102,7 @@ def peer_speed(
 
 def part_decode(table: Any, dry: bool) -> None:
     from rl.sampler import make_decoder
-    from rl.sampler.choice import difference
+    from rl.sampler.engine_selection import compare_engines
 
     device, sizes, counts = (
         device_of(dry),
@@ -119,7 +119,7 @@ def part_decode(table: Any, dry: bool) -> None:
                 size,
                 "trial",
                 lambda d=decoder, s=size: table.row(
-                    s, "trial", "says", difference(d) or "the same samples"
+                    s, "trial", "says", compare_engines(d) or "the same samples"
                 ),
             )
         for rows in () if decoder is None else counts:

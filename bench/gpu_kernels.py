@@ -146,12 +146,12 @@ def part_kernels(table: Any, dry: bool) -> None:
 
 
 def part_draw(table: Any, dry: bool) -> None:
-    """Compare `kernels.draw`, from hidden states to a token, with logits, softmax and inverse CDF.
+    """Compare `kernels.sample_tokens`, from hidden states to a token, with logits, softmax and inverse CDF.
     Record the largest logprob error, the share of equal tokens and the times.
     """
-    from kernels import draw
-    from rl.sampler.token_sampling import RowSettings
-    from rl.sampler.token_sampling import draw as from_logits
+    from kernels import sample_tokens
+    from rl.sampler.token_sampling import RowSamplingSettings
+    from rl.sampler.token_sampling import sample_tokens as from_logits
 
     device = device_of(dry)
     for shape in shapes(dry):
@@ -166,9 +166,9 @@ def part_draw(table: Any, dry: bool) -> None:
                 u = torch.rand(rows, generator=g, device=device, dtype=torch.float64)
                 one = torch.ones(rows, device=device)
                 ways: dict[str, Callable[[], Any]] = {
-                    "ours": lambda: draw(x, w, one, u),
+                    "ours": lambda: sample_tokens(x, w, one, u),
                     "logits": lambda: from_logits(
-                        torch.nn.functional.linear(x, w), u, RowSettings()
+                        torch.nn.functional.linear(x, w), u, RowSamplingSettings()
                     ),
                 }
                 token, logp = ways["ours"]()

@@ -152,7 +152,7 @@ def engine_of(
     """Return an engine as `rl.sampler.make_engine` chooses it, with the prompts queued over `rows`
     rows. `kept`: state that a call passes on to the next call.
     """
-    from rl.sampler import Request, make_engine
+    from rl.sampler import SamplingRequest, make_engine
     from rl.types import SamplingParams
 
     params, counts = SamplingParams(max_tokens=new_tokens), shares(rows, len(prompts))
@@ -163,14 +163,14 @@ def engine_of(
         decoder, cache, kept=kept, sizes=sizes, kv_cache_tokens=1 << 22, max_rows=rows
     )
     for i, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
-        engine.add(Request(prompt=prompt, num_samples=count, params=params, problem=i))
+        engine.add(SamplingRequest(prompt=prompt, num_samples=count, params=params, problem=i))
     return engine
 
 
 def part_group(table: Any, dry: bool) -> None:
     """Time 16 answers to a long prompt until all have 64 tokens, compared with `generate`."""
     from bench.gpu_peers import generating
-    from rl.sampler import Kept, PagedEngine, make_decoder
+    from rl.sampler import IdleKVCachePool, PagedEngine, make_decoder
 
     device, size, length, new = (
         device_of(dry),
@@ -185,7 +185,7 @@ def part_group(table: Any, dry: bool) -> None:
     prompt = random_prompts(1, length, SIZES[size][1]["vocab_size"])
 
     def ours(name: str, cache: str) -> None:
-        decoder, kept = make_decoder(model, kind="fast"), Kept()
+        decoder, kept = make_decoder(model, kind="fast"), IdleKVCachePool()
         # The second call reuses the pages and graphs of the first, as a run's next call does.
         for _ in range(2):
             engine = engine_of(decoder, cache, 16, prompt, new, kept)

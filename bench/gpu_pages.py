@@ -46,7 +46,7 @@ def _make(given: tuple[int, ...], dry: bool) -> tuple[Any, ...]:
     """Return (queries, pages, the other arguments of `attend_pages`, bytes that a step has to
     read).
     """
-    from rl.sampler.attention_paged import pages_of
+    from rl.sampler.block_tables import make_block_tables
 
     rows, heads, key_heads, width, most, group, shared = given
     device, size, rng = device_of(dry), 16 if dry else 256, np.random.default_rng(0)
@@ -67,7 +67,7 @@ def _make(given: tuple[int, ...], dry: bool) -> tuple[Any, ...]:
     )
     q = torch.randn(rows, heads, width, generator=g, device=device, dtype=torch.bfloat16)
     read = 4.0 * key_heads * width * float(own.sum() + shared * size * (rows // group))
-    return q, kv, *pages_of(tables, own + shared * size, groups, size, kv.device), read
+    return q, kv, *make_block_tables(tables, own + shared * size, groups, size, kv.device), read
 
 
 def _ways(table: Any, case: str, made: tuple[Any, ...], dry: bool) -> None:
@@ -78,19 +78,20 @@ def _ways(table: Any, case: str, made: tuple[Any, ...], dry: bool) -> None:
         case,
         "chosen",
         lambda: table.row(
-            case, "chosen", "way", "gathered" if dry else module._way(given[0], given[1])
+            case, "chosen", "way", "gathered" if dry else module._select_backend(given[0], given[1])
         ),
     )
     exact = table.attempt(case, "float64", lambda: _exact(*given))
-    ways: dict[str, Callable[[], Tensor]] = {"ours": lambda: module._by("triton", *given)}
+    ways: dict[str, Callable[[], Tensor]] = {"ours": lambda: module._run_backend("triton", *given)}
     ways |= {
-        f"varlen, num_splits={n}": lambda n=n: module.merged(_varlen(n), *given) for n in (1, None)
+        f"varlen, num_splits={n}": lambda n=n: module.attend_and_merge(_varlen(n), *given)
+        for n in (1, None)
     }  # type: ignore[misc]
-    ways["gathered"] = lambda: module.merged(module.read_gathered, *given)
+    ways["gathered"] = lambda: module.attend_and_merge(module.attend_gathered, *given)
     for name, way in ways.items():
 
         def measure(name: str = name, way: Callable[[], Tensor] = way) -> None:
-            if "varlen" in name and not module.varlen_has_pages():
+            if "varlen" in name and not module.varlen_supports_pages():
                 raise NotImplementedError(
                     f"torch {torch.__version__} has no varlen attention over pages"
                 )
@@ -119,7 +120,7 @@ def _ways(table: Any, case: str, made: tuple[Any, ...], dry: bool) -> None:
 def _varlen(splits: int | None) -> Callable[..., tuple[Tensor, Tensor]]:
     from kernels import paged_attention as module
 
-    return lambda *given: module.read_varlen(*given, splits=splits)
+    return lambda *given: module.attend_varlen(*given, splits=splits)
 
 
 def _exact(q: Tensor, kv: Tensor, table: Tensor, length: Tensor, shared: Any) -> Tensor:

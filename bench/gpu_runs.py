@@ -74,8 +74,8 @@ def learned(
     that the output head may keep.
     """
     from rl import AdamParams, Datum, ModelInput, ServiceClient
-    from rl.clients.settings import WorkerSettings
     from rl.learner import LearnerSettings
+    from rl.runtime.rank_settings import WorkerSettings
 
     device, rng, datums = device_of(dry), np.random.default_rng(0), []
     vocab = SIZES["tiny" if dry else "0.6B"][1]["vocab_size"]
@@ -120,10 +120,10 @@ def plan_of(model: Path, count: int, length: int, kept: int | None = 0) -> Any:
     `kept`: bytes of logits that the output head may keep; None: the default on this device. Raises
     RuntimeError if the plan is for a different step.
     """
-    from rl.methods import METHODS
-    from rl.run.plan_needs import launch_of, needs_of
-    from rl.settings.cli import read
-    from rl.settings.tables import RunSettings
+    from rl.algorithms import METHODS
+    from rl.config.cli import read_run
+    from rl.config.sections import RunSettings
+    from rl.trainer.memory_requirements import compute_stage_needs, resolve_launch
 
     words = [
         "sft",
@@ -141,9 +141,9 @@ def plan_of(model: Path, count: int, length: int, kept: int | None = 0) -> Any:
     words += ["--batch-size", str(count), "--token-budget", str(count * length)]
     words += [] if kept is None else ["--kept-logits-gib", str(kept / 2**30)]
     words += ["--plan-prompt-tokens", str(length - 1), "--max-tokens", "1"]
-    run = read(words, METHODS, REPO / "recipes" / "addition.yaml", RunSettings)
-    launch, _ = launch_of(run.options, run.stages[0].settings.model.precision)
-    needs = needs_of(run, launch, run.options.plan_prompt_tokens)[0]
+    run = read_run(words, METHODS, REPO / "recipes" / "addition.yaml", RunSettings)
+    launch, _ = resolve_launch(run.options, run.stages[0].settings.model.precision)
+    needs = compute_stage_needs(run, launch, run.options.plan_prompt_tokens)[0]
     batch = needs.work.batch
     if (batch.rows, batch.length, needs.work.samples) != (count, length, False):
         raise RuntimeError(f"the plan is of another step: {needs.work}")
@@ -166,10 +166,10 @@ def compare_plan(
     Device memory that libraries take is not held in tensors, so the plan's assumption of it is
     excluded.
     """
-    from rl.memory import Plan
+    from rl.memory_plan import MemoryPlan
 
     found = plan_of(model, count, length, kept)
-    tensors = Plan(
+    tensors = MemoryPlan(
         tuple(item for item in found.items if not item.name.startswith("CUDA context")), found.host
     )
     items = ", ".join(

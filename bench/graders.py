@@ -19,7 +19,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 from rl.rewards import resolve_reward  # noqa: E402
-from rl.rewards.maths import marked_answer  # noqa: E402
+from rl.rewards.math_reward import extract_marked_answer  # noqa: E402
 
 BAR = 0.99
 
@@ -103,7 +103,7 @@ COMPARISONS = {
 
 def reason(one: Judged, found: bool) -> str:
     """Explain from the compared texts why the grades differ; "" if the reason is unknown."""
-    marked = marked_answer(one.response) or ""
+    marked = extract_marked_answer(one.response) or ""
     if found and ("m." in marked or "m." in one.answer) and one.read in marked:
         return (
             f"theirs is mistaken: it cut {marked!r} to {one.read!r} before comparing; the answer "
@@ -145,7 +145,7 @@ def main(data: Path) -> int:
         note = f"{explained} of {len(differ)} disagreements are explained" if differ else ""
         rows.append([name, reward, "all", graded, graded - len(differ), f"{share:.4f}", note])
         for one, found in differ:
-            what = f"answer {one.answer!r}, solution says {marked_answer(one.response)!r}"
+            what = f"answer {one.answer!r}, solution says {extract_marked_answer(one.response)!r}"
             why = f"published {one.correct}, ours {found}: {reason(one, found) or 'unexplained'}"
             rows.append([name, reward, one.place, "", "", "", f"{what}; {why}"])
         print(f"{name}: {graded - len(differ)} of {graded} agree ({share:.2%}); {note}")

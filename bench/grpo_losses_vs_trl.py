@@ -190,15 +190,15 @@ def run_whetstone(
     drawn: list[Completion],
 ) -> Steps:
     """Run the hooks of `grpo` on a real client and record what its worker computes."""
-    from rl.clients import crew
-    from rl.clients.service import ServiceClient
-    from rl.judges.scoring import FrozenScorer
-    from rl.methods.base import Models, Progress
-    from rl.methods.grpo import PolicyGradient
-    from rl.methods.grpo_settings import GrpoSettings, PolicyGradientSettings
-    from rl.settings.tables import KlSettings, OptimSettings, SamplingSettings
+    from rl.algorithms.grpo import PolicyGradient
+    from rl.algorithms.grpo_settings import GrpoSettings, PolicyGradientSettings
+    from rl.algorithms.method_interface import Models, Progress
+    from rl.client.service_client import ServiceClient
+    from rl.config.sections import KlSettings, OptimSettings, SamplingSettings
+    from rl.judges.token_scorers import FrozenScorer
+    from rl.runtime import worker_group
 
-    steps, execute = Steps(), crew._execute
+    steps, execute = Steps(), worker_group._execute
 
     def noting(worker: Any, verb: str, arguments: Any) -> Any:
         if verb == "optim_step":
@@ -228,18 +228,18 @@ def run_whetstone(
             optim=OptimSettings(learning_rate=args.learning_rate, grad_clip_norm=0.0),
         )
     )
-    crew._execute = noting
+    worker_group._execute = noting
     try:
         with ServiceClient(output_dir=folder, seed=args.seed) as service:
             reference = FrozenScorer(service.create_sampling_client(base_model=str(model)))
             models = Models(
                 service.create_full_training_client(str(model)), {"reference": reference}
             )
-            datums = method.credit(_groups(models.policy, drawn), models)
+            datums = method.compute_advantages(_groups(models.policy, drawn), models)
             for step in range(STEPS):
-                method.learn(models, datums, Progress(step, STEPS))
+                method.update(models, datums, Progress(step, STEPS))
     finally:
-        crew._execute = execute
+        worker_group._execute = execute
     return steps
 
 
@@ -247,8 +247,8 @@ def _groups(policy: Any, drawn: list[Completion]) -> list[Any]:
     """Build trajectory groups from the completions, scored and rewarded by Whetstone. Raises
     ValueError if a group is incomplete or has no signal.
     """
-    from rl.episodes.episode import Trajectory, TrajectoryGroup, Transition
-    from rl.episodes.rollout import is_mixed
+    from rl.rollout.lockstep import is_mixed
+    from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
     from rl.types import ModelInput, SampledSequence
 
     tokenizer, sampler = policy.get_tokenizer(), policy.save_weights_and_get_sampling_client()
@@ -325,7 +325,7 @@ def main() -> int:
     import trl
     from transformers.utils import logging as transformers_logging
 
-    from rl.models.load import load_model
+    from rl.models.model_loading import load_model
 
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()

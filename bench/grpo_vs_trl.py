@@ -10,7 +10,7 @@ machine affects both alike. A step's time is that of the peer's whole loop (data
 backward, optimizer, weight sync to the sampler); evaluation and saving are excluded on both sides.
 CPU seconds are those of the peer's process, all threads.
 
-Whetstone runs `rl.run.online.train_online`. TRL runs `GRPOTrainer.train()` with its fastest
+Whetstone runs `rl.trainer.online_loop.train_online`. TRL runs `GRPOTrainer.train()` with its fastest
 settings here: plain `generate` (its continuous batching is slower on a CPU), no reference model
 (beta 0), a single micro-batch of all completions, fp32, no gradient checkpointing, no logging, no
 saving. Both use AdamW (0.9, 0.95), a constant learning rate, clipping to norm 1, advantages divided
@@ -105,10 +105,10 @@ def grpo_plan(args: argparse.Namespace) -> Any:
     """Build the stage as Whetstone's command line does; the TRL side takes its problems, order and
     reward from this plan.
     """
-    from rl.methods.grpo_settings import GrpoSettings, PolicyGradientSettings
-    from rl.settings.data_tables import DataSettings
-    from rl.settings.run_plan import StagePlan
-    from rl.settings.tables import LoopSettings, ModelSettings, OptimSettings, SamplingSettings
+    from rl.algorithms.grpo_settings import GrpoSettings, PolicyGradientSettings
+    from rl.config.data_config import DataSettings
+    from rl.config.run_config import StageConfig
+    from rl.config.sections import LoopSettings, ModelSettings, OptimSettings, SamplingSettings
 
     settings = GrpoSettings(
         model=ModelSettings(base_model=str(args.model)),
@@ -118,22 +118,22 @@ def grpo_plan(args: argparse.Namespace) -> Any:
         optim=OptimSettings(learning_rate=args.learning_rate),
         loop=LoopSettings(steps=args.steps, batch_size=PROBLEMS),
     )
-    return StagePlan("grpo", "grpo", settings)
+    return StageConfig("grpo", "grpo", settings)
 
 
 def run_whetstone(args: argparse.Namespace, turns: Turns) -> None:
     """Run `train_online` on a real Stage with logging, evaluation and checkpoints replaced by
     `Turns`.
     """
-    from rl.clients.service import ServiceClient
-    from rl.methods import METHODS
-    from rl.methods.base import Models
-    from rl.ranks.interrupts import StopRequest
-    from rl.run.device_side import worker_settings
-    from rl.run.hosts import make_policy, make_renderer
-    from rl.run.online import train_online
-    from rl.run.prepare import prepare
-    from rl.run.stage import Stage
+    from rl.algorithms import METHODS
+    from rl.algorithms.method_interface import Models
+    from rl.client.service_client import ServiceClient
+    from rl.distributed.stop_signals import StopRequest
+    from rl.trainer.online_loop import train_online
+    from rl.trainer.stage import Stage
+    from rl.trainer.stage_data import prepare_stage
+    from rl.trainer.stage_models import make_policy, make_renderer
+    from rl.trainer.worker_settings import collect_worker_settings
 
     class TimedStage(Stage):
         def start(self) -> Any:
@@ -148,9 +148,9 @@ def run_whetstone(args: argparse.Namespace, turns: Turns) -> None:
             pass
 
     plan = grpo_plan(args)
-    prepared = prepare(plan)
+    prepared = prepare_stage(plan)
     with ServiceClient(
-        output_dir=args.folder, seed=args.seed, settings=worker_settings([plan])
+        output_dir=args.folder, seed=args.seed, settings=collect_worker_settings([plan])
     ) as service:
         policy = make_policy(service, plan.settings.model, None, None, args.seed)
         turns.save = lambda step: policy.save_weights_for_sampler(f"step-{step}").result().path
@@ -182,8 +182,8 @@ def run_trl(args: argparse.Namespace, turns: Turns) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     from rl.rewards import resolve_reward
-    from rl.run.prepare import prepare
-    from rl.seeds import derive_seed
+    from rl.seed import derive_seed
+    from rl.trainer.stage_data import prepare_stage
 
     class InTurn(TrainerCallback):
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -207,7 +207,7 @@ def run_trl(args: argparse.Namespace, turns: Turns) -> None:
         ]
 
     exact_match = resolve_reward("exact_match")
-    problems, order = prepare(grpo_plan(args)).problems, derive_seed(args.seed, 0)
+    problems, order = prepare_stage(grpo_plan(args)).problems, derive_seed(args.seed, 0)
     asked = [
         problem for step in range(args.steps) for problem in problems.batch(step, PROBLEMS, order)
     ]
@@ -337,21 +337,21 @@ def accuracies(
     """Return the held-out sampled accuracy of every weights folder: the same evaluator and the same
     random streams for all.
     """
-    from rl.clients.service import ServiceClient
-    from rl.environments import ProblemGroupBuilder
-    from rl.episodes.metrics import group_metrics
-    from rl.episodes.rollout import rollout
-    from rl.run.device_side import worker_settings
-    from rl.run.hosts import make_renderer
-    from rl.run.prepare import prepare
+    from rl.client.service_client import ServiceClient
+    from rl.envs import ProblemGroupBuilder
+    from rl.rollout.lockstep import rollout
+    from rl.rollout.rollout_metrics import compute_group_metrics
+    from rl.trainer.stage_data import prepare_stage
+    from rl.trainer.stage_models import make_renderer
+    from rl.trainer.worker_settings import collect_worker_settings
     from rl.types import SamplingParams
 
     plan = grpo_plan(args)
-    prepared = prepare(plan)
+    prepared = prepare_stage(plan)
     assert prepared.test_problems is not None
     found: dict[str, dict[int, float]] = {}
     with ServiceClient(
-        output_dir=folder, seed=args.seed, settings=worker_settings([plan])
+        output_dir=folder, seed=args.seed, settings=collect_worker_settings([plan])
     ) as service:
         for peer, report in reports.items():
             for step, weights in report["weights"].items():
@@ -367,7 +367,7 @@ def accuracies(
                     SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0),
                     seed=1,
                 )
-                found.setdefault(peer, {})[int(step)] = group_metrics(result.groups)[
+                found.setdefault(peer, {})[int(step)] = compute_group_metrics(result.groups)[
                     "env/all/correct"
                 ]
                 sampler.release()

@@ -23,7 +23,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 ENVIRONMENT = """
 import asyncio, random
-from rl.environments import Environment, Turn
+from rl.envs import Environment, TurnResult
 
 class Uneven(Environment):
     def start(self):
@@ -33,7 +33,7 @@ class Uneven(Environment):
     async def step(self, answer):
         await asyncio.sleep(random.random() * 0.3)
         self.left -= 1
-        return Turn("1+1=", reward=len(answer["content"] or "") + 0.1 * self.member, done=self.left == 0)
+        return TurnResult("1+1=", reward=len(answer["content"] or "") + 0.1 * self.member, done=self.left == 0)
 """
 
 

@@ -107,7 +107,7 @@ def main() -> int:
     args = parser.parse_args()
     from serving import BASE, Server
 
-    from rl.clients import ServiceClient
+    from rl.client import ServiceClient
     from rl.models import load_model
 
     with tempfile.TemporaryDirectory() as temporary:

@@ -5,7 +5,7 @@ and that no page leaks; count the waits of rows.
 
 The table has a row for each hundred workloads of each kind. The kind "paged beside plain" runs
 groups with few pages through `PagedEngine` and `Engine`. The other kinds run everything at once
-through `Engine`, `PagedEngine` and `SteppedEngine` (tests/sampler_anything.py): requests of all
+through `Engine`, `PagedEngine` and `MultiStepEngine` (tests/sampler_anything.py): requests of all
 kinds, steps, aborts, new weights, engines abandoned midway. If a sample differs, a page leaks, or
 more than 1.1 times the tokens plus a page per row are held, the script raises and writes no row.
 """

@@ -37,7 +37,7 @@ def measure(reward: str, repetitions: int) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    for name in ("rl.rewards.text:exact_match", "rl.rewards.maths:gsm8k"):
+    for name in ("rl.rewards.text:exact_match", "rl.rewards.math_reward:gsm8k"):
         print(
             f"{name:30} "
             f"{'{:.0f} a second, at best {:.0f}'.format(*measure(name, int((sys.argv[1:] or ['20'])[0])))}"

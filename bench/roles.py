@@ -29,8 +29,8 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO)]
-from rl.data.addition import is_test  # noqa: E402
-from rl.environments import Environment, Turn  # noqa: E402
+from rl.data.addition_dataset import is_test  # noqa: E402
+from rl.envs import Environment, TurnResult  # noqa: E402
 
 GROUPS, SIZE, SKIPPED = 16, 8, 5
 LATE = "--max-steps-off-policy 3"
@@ -62,11 +62,13 @@ class SlowSum(Environment):
                 self.sum = str(a + b)
                 return f"{a}+{b}="
 
-    async def step(self, answer: Any) -> Turn:
+    async def step(self, answer: Any) -> TurnResult:
         mean = float(os.environ.get("PYTHON_ROLES_MEAN_SECONDS", "0"))
         if mean:
             await asyncio.sleep(mean * random.lognormvariate(-0.5, 1.0))
-        return Turn("", reward=float((answer["content"] or "").strip() == self.sum), done=True)
+        return TurnResult(
+            "", reward=float((answer["content"] or "").strip() == self.sum), done=True
+        )
 
 
 def run(words: str, processes: int = 1, **env: str) -> None:

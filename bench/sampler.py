@@ -33,7 +33,7 @@ import torch  # noqa: E402
 from transformers import CONFIG_MAPPING, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from bench.tiny_models import tiny_model  # noqa: E402
-from rl.sampler import Engine, Request, make_decoder  # noqa: E402
+from rl.sampler import Engine, SamplingRequest, make_decoder  # noqa: E402
 from rl.types import SamplingParams  # noqa: E402
 
 BASE = dict(
@@ -103,7 +103,9 @@ def with_engine(decoder, prompts: list[list[int]], shape: Shape) -> int:
     )
     params = SamplingParams(max_tokens=shape.new_tokens)
     for i, prompt in enumerate(prompts):
-        engine.add(Request(prompt=prompt, num_samples=shape.samples, params=params, problem=i))
+        engine.add(
+            SamplingRequest(prompt=prompt, num_samples=shape.samples, params=params, problem=i)
+        )
     responses = engine.run()
     return sum(len(s.logprobs or []) for response in responses for s in response.sequences)
 

@@ -26,9 +26,9 @@ from hostile_grading import cheats
 from hostile_programs import ASSERTS, BENIGN, CALLS, CASES, FAMILIES, PYTESTS, Program, hostile
 from hostile_replies import IN_PLACE, SORTS
 
-from rl.sandbox import Asserts, Calls, Dialogues, Grade, Limits, Pytest, Sandbox
+from rl.sandbox import Asserts, Calls, Grade, Pytest, Sandbox, SandboxLimits, StdinStdoutTests
 
-LIMITS = Limits(
+LIMITS = SandboxLimits(
     wall_s=1.0,
     cpu_s=1.0,
     total_s=2.0,
@@ -41,7 +41,7 @@ LIMITS = Limits(
 STYLES = {
     "asserts": Asserts("import math", ASSERTS, "f"),
     "calls": Calls("f", CALLS),
-    "dialogue": Dialogues(CASES),
+    "dialogue": StdinStdoutTests(CASES),
     "pytest": Pytest(PYTESTS),
     "sorting": Asserts("", SORTS, "f"),
     "in place": Asserts("", IN_PLACE, "f"),
@@ -58,7 +58,7 @@ NEIGHBOURS = (
 )
 
 
-def grade(sandbox: Sandbox, program: Program, limits: Limits) -> Grade:
+def grade(sandbox: Sandbox, program: Program, limits: SandboxLimits) -> Grade:
     return sandbox.grade(
         program.text,
         STYLES[program.style],
@@ -131,11 +131,11 @@ def counted_gradings(sandbox: Sandbox) -> list[dict[str, object]]:
 
 
 def counted_honest(sandbox: Sandbox) -> dict[str, object]:
-    limits = Limits(wall_s=20, cpu_s=10)
+    limits = SandboxLimits(wall_s=20, cpu_s=10)
     grades = [grade(sandbox, program, limits) for program in BENIGN]
     for program in HONEST:
         tests = (
-            Dialogues(CASES, language=program.language)
+            StdinStdoutTests(CASES, language=program.language)
             if program.style == "dialogue"
             else STYLES[program.style]
         )
@@ -160,13 +160,15 @@ def beside(sandbox: Sandbox, neighbour: str, rounds: int) -> float:
 
     def keep_running() -> None:
         while not done.is_set():
-            sandbox.run(neighbour, limits=Limits(wall_s=3, cpu_s=3, memory_mb=192, processes=32))
+            sandbox.run(
+                neighbour, limits=SandboxLimits(wall_s=3, cpu_s=3, memory_mb=192, processes=32)
+            )
 
     thread = threading.Thread(target=keep_running)
     thread.start()
     time.sleep(0.2)
     for _ in range(rounds):
-        seconds.append(sandbox.run(WORK, limits=Limits(wall_s=60, cpu_s=60)).wall_s)
+        seconds.append(sandbox.run(WORK, limits=SandboxLimits(wall_s=60, cpu_s=60)).wall_s)
     done.set()
     thread.join()
     return statistics.median(seconds)

@@ -37,7 +37,9 @@ def resident_mb(pid: int) -> float:
 
 def state(sandbox: Sandbox) -> dict[str, float]:
     gc.collect()
-    zygotes = [slot.zygote.process.pid for slot in sandbox._slots._all if slot.zygote is not None]
+    zygotes = [
+        slot.zygote.process.pid for slot in sandbox._worker_pool._workers if slot.zygote is not None
+    ]
     inside = [pid for zygote in zygotes for pid in [zygote, *below(zygote)]]
     return {
         "caller_mb": round(resident_mb(os.getpid()), 1),

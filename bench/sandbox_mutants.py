@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rl.sandbox import Asserts, Limits, Sandbox
+from rl.sandbox import Asserts, Sandbox, SandboxLimits
 
 _CHUNK = 100  # mutants between two progress reports
 SWAPS: dict[type, type] = {
@@ -202,7 +202,7 @@ def agrees(sandbox: Sandbox, reference: str, mutant: str, tests: Asserts) -> boo
         for call in calls
     )
     head = f"\ncandidate = {name}\n" if name else "\n"
-    limits = Limits(wall_s=5, cpu_s=5)
+    limits = SandboxLimits(wall_s=5, cpu_s=5)
     left, right = (
         sandbox.run(code + head + lines, limits=limits).stdout for code in (reference, mutant)
     )
@@ -224,7 +224,7 @@ def main() -> None:
     chosen = chance.sample(pool, given.mutants)
     mutants = [mutate(tree, place[0]) for _, _, _, tree, place in chosen]
     rows: list[dict[str, object]] = []
-    with Sandbox(limits=Limits(wall_s=4, cpu_s=3, total_s=12)) as sandbox:
+    with Sandbox(limits=SandboxLimits(wall_s=4, cpu_s=3, total_s=12)) as sandbox:
         for first in range(0, len(chosen), _CHUNK):
             rows += judged(sandbox, mutants[first : first + _CHUNK], chosen[first : first + _CHUNK])
             report(rows)

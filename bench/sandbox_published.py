@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rl.sandbox import Asserts, Limits, Sandbox
+from rl.sandbox import Asserts, Sandbox, SandboxLimits
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
         ],
     }
     rows = []
-    with Sandbox(limits=Limits(wall_s=60, cpu_s=30, total_s=120)) as sandbox:
+    with Sandbox(limits=SandboxLimits(wall_s=60, cpu_s=30, total_s=120)) as sandbox:
         for name, items in sets.items():
             grades = sandbox.grade_many([(program, tests) for _, program, tests in items])
             failed = [

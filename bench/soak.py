@@ -34,7 +34,7 @@ WORDS = """train.py grpo --base-model tiny:addition --dataset addition --max-tok
     --reward bench/soak.py:right --curriculum success --eval-every 500 --eval-limit 16 --save-every 500 --rollouts-every 100
     --quiet""".split()
 # Sixteen samples per step: a service remembers the temperatures of 65,536 samples
-# (rl.clients.drawn), which are in memory before the second quarter begins.
+# (rl.runtime.sample_temperatures), which are in memory before the second quarter begins.
 LOOKS = 40
 # Allowed growth from the second to the last quarter: the run writes a checkpoint now and then, and
 # allocators keep freed memory.

@@ -37,10 +37,10 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", MPLBACKEND
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
+from rl.algorithms import METHODS  # noqa: E402
+from rl.config import RunSettings, parse_run  # noqa: E402
 from rl.errors import UserError  # noqa: E402
-from rl.methods import METHODS  # noqa: E402
-from rl.run.execute import execute  # noqa: E402
-from rl.settings import RunSettings, parse  # noqa: E402
+from rl.trainer.execute import execute  # noqa: E402
 
 TABLE = HERE / "results" / "two_starts.csv"
 WORDS = (
@@ -56,7 +56,7 @@ def _run(words: str, folder: Path, there: Any) -> None:
         os.dup2(nowhere.fileno(), 2)
     try:
         execute(
-            parse(
+            parse_run(
                 [*words.split(), "--output-dir", str(folder)],
                 METHODS,
                 Path("none.yaml"),

@@ -12,8 +12,8 @@ from typing import Any
 from wrapper_scripted import Found, Scripted, counted, played, refused, renderer
 from wrapper_servers import mcp_episodes, openenv_episodes
 
-from rl.environments import resolve_environment
-from rl.episodes import Rollouts, rollout
+from rl.envs import resolve_environment
+from rl.rollout import RolloutBatch, rollout
 from rl.types import SamplingParams
 
 # ---------------------------------------------------------------------------- reasoning-gym
@@ -181,7 +181,7 @@ def _turns(one: Any) -> int:
     return len(one.transitions)
 
 
-def _tokens(found: Rollouts) -> list:
+def _tokens(found: RolloutBatch) -> list:
     return [
         [turn.ob.to_ints() for turn in one.transitions]
         for group in found.groups
@@ -229,7 +229,7 @@ def tinker_groups() -> Found:
     import tinker
     from tinker_cookbook.rl import types
 
-    from rl.environments.wrappers.tinker import TinkerGroup
+    from rl.envs.wrappers.tinker_cookbook_env import TinkerGroup
 
     render = renderer()
     seen: list[Any] = []
@@ -240,7 +240,7 @@ def tinker_groups() -> Found:
 
         async def initial_observation(self) -> Any:
             await asyncio.sleep(0.01)
-            return self._asked(), [sorted(render.ends)[0]]
+            return self._asked(), [sorted(render.end_tokens)[0]]
 
         def _asked(self) -> Any:
             return tinker.ModelInput.from_ints(
@@ -258,7 +258,7 @@ def tinker_groups() -> Found:
                 float(right),
                 self.left == 0,
                 self._asked(),
-                [sorted(render.ends)[0]],
+                [sorted(render.end_tokens)[0]],
                 {"right": float(right)},
                 {"said": said},
             )

@@ -110,7 +110,7 @@ def games(count: int, seed: int) -> Iterator[dict]:
 
     Half of the guesses halve the remaining range; the others are any number.
     """
-    from rl.environments import resolve_environment
+    from rl.envs import resolve_environment
 
     spec, draw = resolve_environment("textarena", **SETTINGS["textarena"]), random.Random(seed)
     for episode in range(count):
@@ -140,7 +140,7 @@ def spelled(count: int, seed: int, careless: float = 1 / 3) -> Iterator[dict]:
 
     A share `careless` of the answers has its letters in random order.
     """
-    from rl.environments import resolve_environment
+    from rl.envs import resolve_environment
 
     spec, draw = (
         resolve_environment("reasoning_gym", **SETTINGS["reasoning_gym"]),

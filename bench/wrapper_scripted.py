@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from rl.environments import EnvironmentGroup, Limits, resolve_environment
-from rl.episodes import Rollouts, rollout
+from rl.envs import EnvironmentGroup, EpisodeLimits, resolve_environment
 from rl.models import load_model
 from rl.renderers import Renderer, get_renderer
+from rl.rollout import RolloutBatch, rollout
 from rl.types import Problem, SampledSequence, SampleResponse, SamplingParams
 
 Found = tuple[int, int, list[str]]
@@ -37,7 +37,7 @@ class Scripted:
         responses = []
         for request in requests:
             text = self.says(self.render.tokenizer.decode(list(request.prompt)))
-            tokens = [*self.render.encode(text), *sorted(self.render.ends)[:1]]
+            tokens = [*self.render.encode(text), *sorted(self.render.end_tokens)[:1]]
             one = SampledSequence(tokens, [-1.0] * len(tokens), "stop", version=0)
             responses.append(SampleResponse([one] * request.num_samples))
         return SimpleNamespace(result=lambda: (responses, {"emitted_tokens": 1}))
@@ -50,7 +50,7 @@ def played(
     rows: Sequence[dict] = ({},),
     group: int = 1,
     seconds: float = 30.0,
-) -> Rollouts:
+) -> RolloutBatch:
     """Run episodes of an environment through the rollout."""
     render = renderer()
     metas = [{k: v for k, v in row.items() if k != "messages"} for row in rows]
@@ -59,7 +59,9 @@ def played(
         for i, (row, meta) in enumerate(zip(rows, metas, strict=True))
     ]
     groups = [
-        EnvironmentGroup(spec, problem, group, render, limits=Limits(turns=40, seconds=seconds))
+        EnvironmentGroup(
+            spec, problem, group, render, limits=EpisodeLimits(turns=40, seconds=seconds)
+        )
         for problem in problems
     ]
     return rollout(groups, Scripted(render, says), SamplingParams(max_tokens=64), seed=0)

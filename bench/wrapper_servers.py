@@ -13,7 +13,7 @@ from typing import Any
 
 from wrapper_scripted import Found, costs_episode, counted, played
 
-from rl.environments import resolve_environment
+from rl.envs import resolve_environment
 
 OPENENV_SERVER = """
 import sys, uvicorn
@@ -126,8 +126,8 @@ def openenv_episodes() -> Found:
 
 def mcp_episodes() -> Found:
     command = f"{sys.executable} {_script(MCP_SERVER)}"
-    from rl.environments.tools import run_calls
-    from rl.environments.wrappers.mcp import McpServer
+    from rl.envs.tools import run_calls
+    from rl.envs.wrappers.mcp_tools import McpServer
 
     server = McpServer(command, seconds=60.0)
     try:

@@ -4,25 +4,25 @@ Each operation has Triton kernels on CUDA and a plain torch path elsewhere. The 
 gradient are torch custom ops.
 """
 
-from kernels.draw import draw
 from kernels.linear_logprob import linear_logprob, linear_logprob_reference
-from kernels.paged_attention import attend_pages
+from kernels.paged_attention import compute_paged_attention
 from kernels.policy_loss import policy_loss, policy_loss_reference
+from kernels.sample_tokens import sample_tokens
 from kernels.shared_pages import SharedPages
-from kernels.slabs import head_bytes, kept_bytes
-from kernels.soft_logprob import soft_logprob
 from kernels.token_logprob import token_logprob
+from kernels.topk_target_logprob import topk_target_logprob
+from kernels.vocab_chunks import estimate_saved_bytes, estimate_workspace_bytes
 
 __all__ = [
     "SharedPages",
-    "attend_pages",
-    "draw",
-    "head_bytes",
-    "kept_bytes",
+    "compute_paged_attention",
+    "sample_tokens",
+    "estimate_workspace_bytes",
+    "estimate_saved_bytes",
     "linear_logprob",
     "linear_logprob_reference",
     "policy_loss",
     "policy_loss_reference",
-    "soft_logprob",
+    "topk_target_logprob",
     "token_logprob",
 ]

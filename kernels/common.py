@@ -18,22 +18,24 @@ from torch import Tensor
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 # A finite substitute for minus infinity: (x - LOW) * 0 is 0, where (x - (-inf)) * 0 would be NaN.
-LOW = -1e30
+LARGE_NEGATIVE = -1e30
 # A CUDA graph cannot capture an op that waits for the device or has shapes that depend on values.
 # torch.compile reads this tag to find such ops; older torch versions have no such tag.
-WAITS = tuple(tag for name, tag in torch.Tag.__members__.items() if name == "cudagraph_unsafe")
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+CUDAGRAPH_UNSAFE_TAGS = tuple(
+    tag for name, tag in torch.Tag.__members__.items() if name == "cudagraph_unsafe"
+)
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 # A [T, V] tensor of up to this many bytes may be saved between forward and backward, if the caller
 # sets no `saved_bytes`.
-SAVED_BYTES = 64 << 20
+DEFAULT_SAVED_BYTES = 64 << 20
 # Without CUDA, float32 logits [T, V] of up to this many bytes are computed by torch's operations.
 # The Python overhead of a custom op, 0.25 ms for forward and backward, would exceed the work.
-TINY_BYTES = 4 << 20
+SMALL_PROBLEM_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class HeadConfig:
     """Hold the temperature and softcap that turn raw scores into logits.
 
     logits = softcap * tanh(raw / softcap) / temperature; the tanh is skipped if softcap is None.
@@ -68,12 +70,12 @@ def _triton_installed() -> bool:
     return find_spec("triton") is not None
 
 
-def triton_works(tensor: Tensor) -> bool:
+def can_run_triton(tensor: Tensor) -> bool:
     """Return whether Triton kernels can run on this tensor: on CUDA, with triton installed."""
     return tensor.is_cuda and _triton_installed()
 
 
-def on_device(tensor: Tensor) -> AbstractContextManager[object]:
+def device_context(tensor: Tensor) -> AbstractContextManager[object]:
     """Return a context that makes the tensor's GPU the current device.
 
     Triton launches on the current device, which may differ from the tensor's device.
@@ -133,13 +135,13 @@ def check_matmul(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None)
             f"{name}: hidden has shape {tuple(hidden.shape)}, weight {tuple(weight.shape)}; "
             "expected [..., D] and [V, D]"
         )
-    if hidden.dtype not in FLOATS or weight.dtype != hidden.dtype:
+    if hidden.dtype not in FLOAT_DTYPES or weight.dtype != hidden.dtype:
         raise TypeError(
             f"{name}: hidden is {hidden.dtype}, weight {weight.dtype}; expected float32, bfloat16 "
             "or float16, the same for both: cast "
             "hidden or weight, or run under torch.autocast"
         )
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype not in FLOATS):
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype not in FLOAT_DTYPES):
         raise ValueError(
             f"{name}: bias is {bias.dtype} {tuple(bias.shape)}; expected a floating [V] with V = "
             f"{weight.shape[0]}"
@@ -151,7 +153,7 @@ def check_target(name: str, target: Tensor, shape: torch.Size) -> None:
 
     Raises TypeError for a dtype that is not an integer, ValueError for another shape.
     """
-    if target.dtype not in INTEGERS:
+    if target.dtype not in INTEGER_DTYPES:
         raise TypeError(
             f"{name}: target is {target.dtype}; expected token ids of an integer dtype: use .long()"
         )
@@ -162,7 +164,7 @@ def check_target(name: str, target: Tensor, shape: torch.Size) -> None:
         )
 
 
-def under_autocast(*tensors: Tensor | None) -> list[Tensor | None]:
+def cast_for_autocast(*tensors: Tensor | None) -> list[Tensor | None]:
     """Return the tensors cast to autocast's dtype if autocast is on, else unchanged.
 
     torch.nn.functional.linear casts in the same way. None entries stay None.
@@ -174,7 +176,7 @@ def under_autocast(*tensors: Tensor | None) -> list[Tensor | None]:
     return [tensor if tensor is None else tensor.to(dtype) for tensor in tensors]
 
 
-def without_autocast(tensor: Tensor) -> torch.autocast:
+def disable_autocast(tensor: Tensor) -> torch.autocast:
     """Return a context with autocast off.
 
     The public functions cast their inputs once; float32 values inside them must stay float32.
@@ -182,7 +184,7 @@ def without_autocast(tensor: Tensor) -> torch.autocast:
     return torch.autocast(tensor.device.type, enabled=False)
 
 
-def target_rows(name: str, target_T: Tensor, vocab: int, ignore_index: int) -> Tensor | None:
+def find_target_rows(name: str, target_T: Tensor, vocab: int, ignore_index: int) -> Tensor | None:
     """Return the positions with a target other than `ignore_index` (int64, ascending), or None if
     these are all positions.
 
@@ -204,20 +206,20 @@ def target_rows(name: str, target_T: Tensor, vocab: int, ignore_index: int) -> T
             f"not ignore_index ({ignore_index}); check that targets come from this model's "
             "tokenizer, or set them to ignore_index"
         )
-    return rows_of(used, count)
+    return find_true_rows(used, count)
 
 
 def check_targets(name: str, target_T: Tensor, vocab: int, ignore_index: int) -> None:
-    """Check the targets as `target_rows` does, without computing positions.
+    """Check the targets as `find_target_rows` does, without computing positions.
 
     Waits for the device once. Raises ValueError naming the first target outside [0, vocab).
     """
     outside = (target_T != ignore_index) & ((target_T < 0) | (target_T >= vocab))
     if bool(outside.any()):
-        target_rows(name, target_T, vocab, ignore_index)
+        find_target_rows(name, target_T, vocab, ignore_index)
 
 
-def rows_of(used_T: Tensor, count: int | None = None) -> Tensor | None:
+def find_true_rows(used_T: Tensor, count: int | None = None) -> Tensor | None:
     """Return the positions where `used_T` is True, ascending, or None if all are True.
 
     `count`: the number of True entries, if it is known; this saves a wait for the device.
@@ -234,14 +236,14 @@ def rows_of(used_T: Tensor, count: int | None = None) -> Tensor | None:
     )
 
 
-def take(tensor: Tensor, rows: Tensor | None) -> Tensor:
+def select_rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
     """Return the rows `rows` of the tensor; None selects all rows."""
     return tensor if rows is None else tensor.index_select(0, rows)
 
 
-def put(values: Tensor, rows: Tensor | None, size: int) -> Tensor:
+def scatter_rows(values: Tensor, rows: Tensor | None, size: int) -> Tensor:
     """Return a tensor of `size` rows with `values` at `rows` and zeros elsewhere: the reverse of
-    `take`.
+    `select_rows`.
     """
     if rows is None:
         return values
@@ -268,7 +270,7 @@ def check_sequences(name: str, cu_seqlens: Tensor, tokens: int) -> None:
     the values, so wrong values cannot cause reads outside the tensors. Raises ValueError for a
     wrong shape, dtype or value.
     """
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 1 or cu_seqlens.dtype not in INTEGERS:
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 1 or cu_seqlens.dtype not in INTEGER_DTYPES:
         raise ValueError(
             f"{name}: cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}; expected "
             "integers [S + 1], "

@@ -12,13 +12,13 @@ from functools import cache
 import torch
 
 
-def _same(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+def _allclose(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
     """Return whether two tensors agree within `tolerance`, relative to the largest expectation."""
-    return bool((found - expected).abs().max() <= tolerance * (1.0 + expected.abs().max()))
+    return bool((actual - expected).abs().max() <= tolerance * (1.0 + expected.abs().max()))
 
 
 @cache
-def adds_in_place(dtype: torch.dtype) -> bool:
+def supports_addmm_in_place(dtype: torch.dtype) -> bool:
     """Return whether torch.addmm can add a product of `dtype` to a float32 tensor in place.
 
     torch 2.13 can; older versions reject `out_dtype`.
@@ -33,26 +33,26 @@ def adds_in_place(dtype: torch.dtype) -> bool:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     except (RuntimeError, TypeError):  # declared, but unsupported for this device or dtype
         return False
-    return _same(total.double(), expected, 1e-5)
+    return _allclose(total.double(), expected, 1e-5)
 
 
 @cache
-def branches_agree(
-    trial: Callable[[bool, int, torch.dtype], tuple[torch.Tensor, ...]],
+def check_kernels_agree(
+    run_kernel: Callable[[bool, int, torch.dtype], tuple[torch.Tensor, ...]],
     index: int,
     dtype: torch.dtype,
 ) -> bool:
     """Return whether a newer kernel gives the same numbers as an older kernel on this GPU.
 
-    `trial(newer, index, dtype)` runs either kernel and returns its outputs; the last output has
-    dtype `dtype`. Only the numbers are compared, not the time: the branch that a machine chooses
-    must not depend on its load.
+    `run_kernel(newer, index, dtype)` runs either kernel and returns its outputs; the last output
+    has dtype `dtype`. Only the numbers are compared, not the time: the branch that a machine
+    chooses must not depend on its load.
     """
     from triton.errors import TritonError
 
     with torch.cuda.device(index):
         try:
-            outputs = [trial(newer, index, dtype) for newer in (True, False)]
+            outputs = [run_kernel(newer, index, dtype) for newer in (True, False)]
             torch.cuda.synchronize()
         except (
             RuntimeError,
@@ -69,8 +69,8 @@ def branches_agree(
             return False
     pairs = list(zip(*outputs, strict=True))
     agree = all(
-        _same(newer_output, older_output, 1e-4) for newer_output, older_output in pairs[:-1]
-    ) and _same(pairs[-1][0], pairs[-1][1], 1e-2)
+        _allclose(newer_output, older_output, 1e-4) for newer_output, older_output in pairs[:-1]
+    ) and _allclose(pairs[-1][0], pairs[-1][1], 1e-2)
     if not agree:
         warnings.warn(
             "a newer kernel gives other numbers than the older kernel on this GPU, using the older "

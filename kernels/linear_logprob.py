@@ -27,59 +27,60 @@ from torch import Tensor
 
 from kernels import linear_logprob_torch
 from kernels.common import (
-    LOW,
-    SAVED_BYTES,
-    TINY_BYTES,
-    WAITS,
-    Head,
+    CUDAGRAPH_UNSAFE_TAGS,
+    DEFAULT_SAVED_BYTES,
+    LARGE_NEGATIVE,
+    SMALL_PROBLEM_BYTES,
+    HeadConfig,
+    can_run_triton,
+    cast_for_autocast,
     check_head,
     check_matmul,
     check_same_device,
     check_target,
-    on_device,
-    put,
-    rows_of,
-    take,
-    target_rows,
-    triton_works,
-    under_autocast,
-    without_autocast,
+    device_context,
+    disable_autocast,
+    find_target_rows,
+    find_true_rows,
+    scatter_rows,
+    select_rows,
 )
-from kernels.linear_logprob_torch import Coefficients, Gradients, coefficients
-from kernels.slabs import whole_lines
-from kernels.tiles import device_of, tiles_for
+from kernels.linear_logprob_torch import GradientCoefficients, HeadGradients, compute_coefficients
+from kernels.tile_config import get_gpu_info, select_tile_sizes
+from kernels.vocab_chunks import align_columns
 
 NAME = "linear_logprob"
-KEEPING = ("saved", "whole")  # plans that save a [T, V] tensor
+SAVING_PLANS = ("saved", "whole")  # plans that save a [T, V] tensor
 
 # ------------------------------------------------------------------------------------------- launch
 
 
 def _backend(tensor: Tensor) -> ModuleType:
     """Return the module that implements the passes for this tensor's device."""
-    if not triton_works(tensor):
+    if not can_run_triton(tensor):
         return linear_logprob_torch
     from kernels import linear_logprob_launch
 
     return linear_logprob_launch
 
 
-def _kept(hidden_TD: Tensor, vocab: int, plan: str) -> tuple[Tensor, Tensor]:
+def _empty_saved_tensors(hidden_TD: Tensor, vocab: int, plan: str) -> tuple[Tensor, Tensor]:
     """Return empty tensors for what a plan saves: (payload, exponents), both of size 0 if the plan
     saves nothing.
     """
     tokens, empty = hidden_TD.shape[0], hidden_TD.new_empty(0, dtype=torch.float32)
     if plan == "expected":
         return hidden_TD.new_empty(hidden_TD.shape, dtype=torch.float32), empty
-    if plan not in KEEPING:
+    if plan not in SAVING_PLANS:
         return hidden_TD.new_empty(0, dtype=torch.float32), empty
-    if not triton_works(hidden_TD):
+    if not can_run_triton(hidden_TD):
         return hidden_TD.new_empty((tokens, vocab), dtype=torch.float32), empty
     tiles = -(
-        -vocab // tiles_for(hidden_TD.shape[1], hidden_TD.dtype, device_of(hidden_TD)).columns
+        -vocab
+        // select_tile_sizes(hidden_TD.shape[1], hidden_TD.dtype, get_gpu_info(hidden_TD)).columns
     )
     exponents = hidden_TD.new_empty((tiles, tokens), dtype=torch.float32)
-    return hidden_TD.new_empty((tokens, whole_lines(vocab))).narrow(1, 0, vocab), exponents
+    return hidden_TD.new_empty((tokens, align_columns(vocab))).narrow(1, 0, vocab), exponents
 
 
 # --------------------------------------------------------------------------------------- custom ops
@@ -102,16 +103,16 @@ def _forward(
 
     Rows with a target of ignore_index are excluded from the work.
     """
-    head, tokens = Head(temperature, softcap), hidden.shape[0]
-    rows = None if checked else target_rows(NAME, target, weight.shape[0], ignore_index)
-    kept, exponents = _kept(hidden, weight.shape[0], plan)
-    x, y = take(hidden, rows), take(target, rows)
+    head, tokens = HeadConfig(temperature, softcap), hidden.shape[0]
+    rows = None if checked else find_target_rows(NAME, target, weight.shape[0], ignore_index)
+    kept, exponents = _empty_saved_tensors(hidden, weight.shape[0], plan)
+    x, y = select_rows(hidden, rows), select_rows(target, rows)
     if len(x) == 0:
         logp, entropies, lse = hidden.new_zeros((3, tokens), dtype=torch.float32).clone().unbind(0)
         return logp.clone(), entropies.clone(), lse.clone(), kept.zero_(), exponents
     backend = _backend(hidden)
-    with on_device(hidden):
-        if plan in KEEPING:
+    with device_context(hidden):
+        if plan in SAVING_PLANS:
             saved = (
                 (kept[: len(x)], exponents[:, : len(x)]) if exponents.numel() else (kept[: len(x)],)
             )
@@ -120,18 +121,18 @@ def _forward(
             out = backend.forward(
                 x, weight, y, bias, head, entropy=entropy, expected=plan == "expected"
             )
-    kept = put(out.expected, rows, tokens) if plan == "expected" else kept
+    kept = scatter_rows(out.expected, rows, tokens) if plan == "expected" else kept
     return (
-        put(out.logp, rows, tokens),
-        put(out.entropy, rows, tokens),
-        put(out.lse, rows, tokens),
+        scatter_rows(out.logp, rows, tokens),
+        scatter_rows(out.entropy, rows, tokens),
+        scatter_rows(out.lse, rows, tokens),
         kept,
         exponents,
     )
 
 
 forward_op = torch.library.custom_op(
-    "whetstone::linear_logprob", _forward, mutates_args=(), tags=WAITS
+    "whetstone::linear_logprob", _forward, mutates_args=(), tags=CUDAGRAPH_UNSAFE_TAGS
 )
 
 
@@ -150,7 +151,7 @@ def _(
     frozen_columns=0,
 ):
     logp, ent, lse = (hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(3))
-    return logp, ent, lse, *_kept(hidden, weight.shape[0], plan)
+    return logp, ent, lse, *_empty_saved_tensors(hidden, weight.shape[0], plan)
 
 
 def _gradients(
@@ -177,8 +178,8 @@ def _gradients(
 
     Rows without upstream gradient cost nothing.
     """
-    head, used = Head(temperature, softcap), target != ignore_index
-    co = coefficients(g_logp, g_entropy, g_lse, entropy)
+    head, used = HeadConfig(temperature, softcap), target != ignore_index
+    co = compute_coefficients(g_logp, g_entropy, g_lse, entropy)
     active = co.a != 0 if g_entropy is None and g_lse is None else (co.a != 0) | (co.b != 0)
     if co.c is None:
         count, curved = int(active.logical_and_(used).sum()), 0
@@ -186,21 +187,21 @@ def _gradients(
         has_curvature = used & (co.c != 0)
         active = has_curvature.logical_or(active & used)
         count, curved = torch.stack((active.sum(), has_curvature.sum())).tolist()
-    rows = rows_of(active, count)
+    rows = find_true_rows(active, count)
     if count == 0:
         pairs = zip((hidden, weight, bias), need, strict=True)
-        return _filled(
+        return _replace_none(
             hidden,
-            Gradients(
+            HeadGradients(
                 *(torch.zeros_like(t) if t is not None and needed else None for t, needed in pairs)
             ),
         )
-    co = Coefficients(
-        take(co.a, rows),
-        take(co.b, rows),
-        take(co.c, rows) if co.c is not None and curved else None,
+    co = GradientCoefficients(
+        select_rows(co.a, rows),
+        select_rows(co.b, rows),
+        select_rows(co.c, rows) if co.c is not None and curved else None,
     )
-    x, y, lse = take(hidden, rows), take(target, rows), take(lse, rows)
+    x, y, lse = select_rows(hidden, rows), select_rows(target, rows), select_rows(lse, rows)
     needed: dict[str, Any] = dict(zip(("need_x", "need_w", "need_bias"), need, strict=True)) | {
         "frozen_columns": frozen_columns
     }
@@ -209,32 +210,34 @@ def _gradients(
         slope = (
             None
             if softcap is None
-            else 1.0 - ((take(logp, rows) + lse) * (temperature / softcap)).square_()
+            else 1.0 - ((select_rows(logp, rows) + lse) * (temperature / softcap)).square_()
         )
-        dx = linear_logprob_torch.backward_frozen(weight, y, head, co, slope, take(kept, rows)).to(
-            hidden.dtype
-        )
-        grads = Gradients(dx, None, None)
-    elif plan in KEEPING and (co.c is None or not exponents.numel()):
+        dx = linear_logprob_torch.backward_frozen(
+            weight, y, head, co, slope, select_rows(kept, rows)
+        ).to(hidden.dtype)
+        grads = HeadGradients(dx, None, None)
+    elif plan in SAVING_PLANS and (co.c is None or not exponents.numel()):
         # Saved rows are the rows that took part in the forward, without gaps: the k-th used row is
         # row k of the saved tensor.
         at = None if rows is None else (used.cumsum(0) - 1)[rows]
-        keep = (kept, exponents, take(logp, rows)) if exponents.numel() else (kept,)
+        keep = (kept, exponents, select_rows(logp, rows)) if exponents.numel() else (kept,)
         needed |= {"whole": True} if plan == "whole" else {}
-        with on_device(hidden):
+        with device_context(hidden):
             grads = backend.saved_backward(x, weight, y, bias, head, co, lse, *keep, at, **needed)
     else:
-        with on_device(hidden):
+        with device_context(hidden):
             grads = backend.backward(x, weight, y, bias, head, co, lse, **needed)
-    return _filled(
+    return _replace_none(
         hidden,
-        Gradients(
-            None if grads.x is None else put(grads.x, rows, hidden.shape[0]), grads.w, grads.bias
+        HeadGradients(
+            None if grads.x is None else scatter_rows(grads.x, rows, hidden.shape[0]),
+            grads.w,
+            grads.bias,
         ),
     )
 
 
-def _filled(like: Tensor, grads: Gradients) -> tuple[Tensor, Tensor, Tensor]:
+def _replace_none(like: Tensor, grads: HeadGradients) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients with tensors of size 0 in place of None, as a custom op must return
     tensors.
     """
@@ -243,7 +246,7 @@ def _filled(like: Tensor, grads: Gradients) -> tuple[Tensor, Tensor, Tensor]:
 
 
 backward_op = torch.library.custom_op(
-    "whetstone::linear_logprob_backward", _gradients, mutates_args=(), tags=WAITS
+    "whetstone::linear_logprob_backward", _gradients, mutates_args=(), tags=CUDAGRAPH_UNSAFE_TAGS
 )
 
 
@@ -278,7 +281,7 @@ def _(
 # ----------------------------------------------------------------------------------------- autograd
 
 
-def _setup(ctx, inputs, output) -> None:
+def _setup_context(ctx, inputs, output) -> None:
     """Save the inputs and outputs that the backward needs."""
     hidden, weight, target, bias, temperature, softcap, ignore_index, _, plan, _, frozen_columns = (
         inputs
@@ -295,7 +298,7 @@ def _setup(ctx, inputs, output) -> None:
 def _backward(ctx, g_logp, g_entropy, g_lse, *_):
     """Call the backward op and return a gradient for each input of the forward op."""
     need = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
-    with without_autocast(ctx.saved_tensors[0]):
+    with disable_autocast(ctx.saved_tensors[0]):
         grads = backward_op(
             g_logp, g_entropy, g_lse, *ctx.saved_tensors, *ctx.settings, need, ctx.frozen_columns
         )
@@ -303,39 +306,39 @@ def _backward(ctx, g_logp, g_entropy, g_lse, *_):
     return dx, dw, None, db, *[None] * 7
 
 
-forward_op.register_autograd(_backward, setup_context=_setup)
+forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 # ---------------------------------------------------------------------------------- public function
 
 
-def _plan(hidden: Tensor, weight: Tensor, bias: Tensor | None, saved_bytes: int) -> str:
+def _select_plan(hidden: Tensor, weight: Tensor, bias: Tensor | None, saved_bytes: int) -> str:
     """Choose the plan (see the module's table) from the needed gradients and the byte budget."""
     head_learns = weight.requires_grad or (bias is not None and bias.requires_grad)
     if not torch.is_grad_enabled() or not (hidden.requires_grad or head_learns):
         return "none"
-    fused = triton_works(hidden)
+    fused = can_run_triton(hidden)
     kept = hidden.shape[0] * weight.shape[0] * (hidden.element_size() if fused else 4)
     if kept <= saved_bytes:
         return "whole" if fused and 2 * kept <= saved_bytes else "saved"
     return "recompute" if head_learns else "expected"
 
 
-def _is_tiny(x: Tensor, weight: Tensor, saved_bytes: int) -> bool:
+def _is_small_problem(x: Tensor, weight: Tensor, saved_bytes: int) -> bool:
     """Return whether torch's operations should handle the problem: a small plain tensor without
     CUDA, outside of torch.compile.
     """
     if x.is_cuda or torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
         return False
-    return x.shape[0] * weight.shape[0] * 4 <= min(TINY_BYTES, saved_bytes)
+    return x.shape[0] * weight.shape[0] * 4 <= min(SMALL_PROBLEM_BYTES, saved_bytes)
 
 
-def _tiny(
+def _compute_small_problem(
     x: Tensor,
     w: Tensor,
     y: Tensor,
     bias: Tensor | None,
-    head: Head,
+    head: HeadConfig,
     ignore_index: int,
     entropy: bool,
 ) -> tuple[Tensor, ...]:
@@ -343,10 +346,10 @@ def _tiny(
 
     For small problems the dispatch of a custom op would cost more than the work.
     """
-    total, rows = x.shape[0], target_rows(NAME, y, w.shape[0], ignore_index)
-    x, y = take(x, rows), take(y, rows)
+    total, rows = x.shape[0], find_target_rows(NAME, y, w.shape[0], ignore_index)
+    x, y = select_rows(x, rows), select_rows(y, rows)
     z = torch.nn.functional.linear(
-        x.float(), w.float(), None if bias is None else bias.float().clamp(min=LOW)
+        x.float(), w.float(), None if bias is None else bias.float().clamp(min=LARGE_NEGATIVE)
     )
     z = z if head.softcap is None else torch.tanh(z / head.softcap) * head.softcap
     z = z if head.temperature == 1.0 else z / head.temperature
@@ -354,7 +357,9 @@ def _tiny(
     logp = all_logp.gather(1, column)
     ent = -(all_logp.exp() * all_logp).sum(1) if entropy else logp.new_zeros(len(x))
     outputs = (logp.squeeze(1), ent, (z.gather(1, column) - logp).squeeze(1))
-    return outputs if rows is None else tuple(put(output, rows, total) for output in outputs)
+    return (
+        outputs if rows is None else tuple(scatter_rows(output, rows, total) for output in outputs)
+    )
 
 
 def linear_logprob(
@@ -407,23 +412,23 @@ def linear_logprob(
             "weight.full_tensor()"
         )
     check_head(NAME, temperature, softcap)
-    cast = under_autocast(hidden, weight)
+    cast = cast_for_autocast(hidden, weight)
     hidden, weight = cast[0], cast[1]  # type: ignore[assignment]
     check_matmul(NAME, hidden, weight, bias)
     check_target(NAME, target, hidden.shape[:-1])
     check_same_device(NAME, hidden=hidden, weight=weight, target=target, bias=bias)
     if saved_bytes is None:
-        saved_bytes = SAVED_BYTES
+        saved_bytes = DEFAULT_SAVED_BYTES
     flat = hidden.dim() == 2  # views add autograd nodes, which slow small problems
     x = hidden if flat else hidden.reshape(-1, hidden.shape[-1])
     y = (target if flat else target.reshape(-1)).long()
-    with without_autocast(x):
-        if _is_tiny(x, weight, saved_bytes):
-            logp, ent, lse = _tiny(
-                x, weight, y, bias, Head(temperature, softcap), ignore_index, entropy
+    with disable_autocast(x):
+        if _is_small_problem(x, weight, saved_bytes):
+            logp, ent, lse = _compute_small_problem(
+                x, weight, y, bias, HeadConfig(temperature, softcap), ignore_index, entropy
             )
         else:
-            plan = _plan(x, weight, bias, saved_bytes)
+            plan = _select_plan(x, weight, bias, saved_bytes)
             logp, ent, lse, *_ = forward_op(
                 x,
                 weight,

@@ -14,12 +14,13 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.common import LOG2E, LOW, Head
-from kernels.device_checks import branches_agree
-from kernels.linear_logprob_torch import Coefficients, Forward, Gradients
+from kernels.common import LARGE_NEGATIVE, LOG2E, HeadConfig
+from kernels.device_checks import check_kernels_agree
+from kernels.linear_logprob_hopper import _dlogits_ws_kernel, _forward_ws_kernel
+from kernels.linear_logprob_torch import ForwardOutput, GradientCoefficients, HeadGradients
 from kernels.linear_logprob_triton import (
+    CHUNK_SPLITS,
     GROUP,
-    SLAB_SPLITS,
     SPLITS,
     _align_kernel,
     _combine_kernel,
@@ -27,13 +28,24 @@ from kernels.linear_logprob_triton import (
     _forward_kernel,
     _saved_dlogits_kernel,
 )
-from kernels.linear_logprob_ws import _dlogits_ws_kernel, _forward_ws_kernel
-from kernels.operands import add_mm_, cut_rows, interpreting, matmul_options, operand
-from kernels.slabs import chunk_rows, slabs, whole_lines
-from kernels.tiles import SPECIAL, Tiles, device_of, multiprocessors, tiles_for
+from kernels.matmul_operands import (
+    add_matmul_,
+    align_operand,
+    build_matmul_options,
+    is_interpreting,
+    narrow_rows,
+)
+from kernels.tile_config import (
+    HOPPER_TILES,
+    TileConfig,
+    count_multiprocessors,
+    get_gpu_info,
+    select_tile_sizes,
+)
+from kernels.vocab_chunks import align_columns, iter_vocab_chunks, rows_per_chunk
 
 
-def special_tiles(x: Tensor) -> Tiles | None:
+def select_hopper_tiles(x: Tensor) -> TileConfig | None:
     """Return the tiles of the warp-specialized kernels for these hidden states.
 
     Returns None if the kernels do not support the dtype or GPU, or give wrong numbers on this
@@ -42,13 +54,13 @@ def special_tiles(x: Tensor) -> Tiles | None:
     if not (
         x.is_cuda
         and x.dtype in (torch.bfloat16, torch.float16)
-        and 90 <= device_of(x).capability < 100
+        and 90 <= get_gpu_info(x).capability < 100
     ):
         return None
-    return SPECIAL if branches_agree(_trial, x.device.index or 0, x.dtype) else None
+    return HOPPER_TILES if check_kernels_agree(_run_trial, x.device.index or 0, x.dtype) else None
 
 
-def _trial(special: bool, index: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _run_trial(use_hopper: bool, index: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Run forward and dlogits of a small head by either branch, at sizes that end within a tile."""
     device = torch.device("cuda", index)
     g = torch.Generator(device).manual_seed(0)
@@ -58,12 +70,18 @@ def _trial(special: bool, index: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         torch.randint(0, 5001, (300,), generator=g, device=device),
         torch.randn(300, generator=g, device=device),
     )
-    scores = Scores(
-        x, w, y, None, Head(0.8), tiles_for(328, dtype, device_of(x)), SPECIAL if special else None
+    scores = ScoreLauncher(
+        x,
+        w,
+        y,
+        None,
+        HeadConfig(0.8),
+        select_tile_sizes(328, dtype, get_gpu_info(x)),
+        HOPPER_TILES if use_hopper else None,
     )
     out = scores.combine(scores.statistics(True))
     dz = torch.zeros(300, 905, dtype=dtype, device=device)
-    scores.dlogits(dz, 4096, 5001, out.lse * LOG2E, Coefficients(a, -a, a.flip(0)))
+    scores.dlogits(dz, 4096, 5001, out.lse * LOG2E, GradientCoefficients(a, -a, a.flip(0)))
     kept, exponents = (
         dz.new_zeros(300, 5008).narrow(1, 0, 5001),
         a.new_zeros(triton.cdiv(5001, scores.tiles.columns), 300),
@@ -77,14 +95,14 @@ def _trial(special: bool, index: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return out.logp, out.entropy, out.lse, resaved.logp, resaved.entropy, torch.cat((p, dz)).float()
 
 
-def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+def _allocate_scratch(size: int, alignment: int, stream: int | None) -> Tensor:
     """Allocate the scratch memory that a launch requests: it holds descriptors that are made in a
     kernel.
     """
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-class Scores:
+class ScoreLauncher:
     """Hold the operands, tiles and options that all launches over the scores of a head share."""
 
     def __init__(
@@ -93,26 +111,26 @@ class Scores:
         w: Tensor,
         y: Tensor,
         bias: Tensor | None,
-        head: Head,
-        tiles: Tiles | None,
-        special: Tiles | None = None,
+        head: HeadConfig,
+        tiles: TileConfig | None,
+        hopper_tiles: TileConfig | None = None,
     ) -> None:
         """Prepare the operands and options.
 
-        `special`: tiles for the kernels of kernels/linear_logprob_ws.py, used by the launches that
-        these kernels support; None: the result of `special_tiles`.
+        `hopper_tiles`: tiles for the kernels of kernels/linear_logprob_hopper.py, used by the
+        launches that these kernels support; None: the result of `select_hopper_tiles`.
         """
-        self.tiles = tiles or tiles_for(x.shape[1], x.dtype, device_of(x))
-        self.D = x.shape[1]  # before `operand`, which may pad with zeros
+        self.tiles = tiles or select_tile_sizes(x.shape[1], x.dtype, get_gpu_info(x))
+        self.D = x.shape[1]  # before `align_operand`, which may pad with zeros
         self.x, self.w, self.y, self.bias, self.head = (
-            operand(x),
-            operand(w),
+            align_operand(x),
+            align_operand(w),
             y.contiguous(),
             bias,
             head,
         )
         self.N, self.V = x.shape[0], w.shape[0]
-        self.x_arg, self.w_arg, self.options = matmul_options(self.x, self.w, self.tiles)
+        self.x_arg, self.w_arg, self.options = build_matmul_options(self.x, self.w, self.tiles)
         self.options |= {
             "GROUP": GROUP,
             "HAS_BIAS": bias is not None,
@@ -121,74 +139,74 @@ class Scores:
         self.bias_arg = self.y if bias is None else bias.contiguous()
         self.at_target = torch.empty(self.N, dtype=torch.float32, device=x.device)
         plain = bias is None and head.softcap is None and tiles is None
-        self.special = special or (special_tiles(self.x) if plain else None)
+        self.hopper_tiles = hopper_tiles or (select_hopper_tiles(self.x) if plain else None)
 
-    def chunks(self, width: int) -> list[tuple[slice, Scores]]:
+    def row_chunks(self, width: int) -> list[tuple[slice, ScoreLauncher]]:
         """Return (rows, scores) pairs that cover all rows.
 
         This is `self` for all rows, unless a slab of `width` columns would be too large for them;
         then each pair covers a chunk of rows.
         """
-        step = chunk_rows(self.N, width, self.tiles.rows)
+        step = rows_per_chunk(self.N, width, self.tiles.rows)
         if step >= self.N:
             return [(slice(0, self.N), self)]
         pieces = [slice(at, min(at + step, self.N)) for at in range(0, self.N, step)]
-        cut = [(rows, cut_rows(self.x, rows), cut_rows(self.y, rows)) for rows in pieces]
+        cut = [(rows, narrow_rows(self.x, rows), narrow_rows(self.y, rows)) for rows in pieces]
         return [
-            (rows, Scores(x, self.w, y, self.bias, self.head, self.tiles, self.special))
+            (rows, ScoreLauncher(x, self.w, y, self.bias, self.head, self.tiles, self.hopper_tiles))
             for rows, x, y in cut
         ]
 
-    def blocks(self) -> int:
+    def num_row_blocks(self) -> int:
         """Return the number of row blocks."""
         return triton.cdiv(self.N, self.tiles.rows)
 
-    def parts(self, splits: int, count: int) -> Tensor:
+    def empty_partials(self, splits: int, count: int) -> Tensor:
         """Return an empty tensor for the partial statistics of `count` launches over some columns:
         [3, splits * count, N].
         """
         return torch.empty((3, splits * count, self.N), dtype=torch.float32, device=self.x.device)
 
-    def whole_splits(self) -> int:
+    def num_vocab_splits(self) -> int:
         """Return the number of splits of a launch over the full vocabulary: at most a split per
         tile.
         """
-        return min(SPLITS, triton.cdiv(self.V, (self.special or self.tiles).columns))
+        return min(SPLITS, triton.cdiv(self.V, (self.hopper_tiles or self.tiles).columns))
 
-    def special_options(self, tiles: Tiles) -> dict[str, Any]:
+    def hopper_options(self, tiles: TileConfig) -> dict[str, Any]:
         """Return the options of a warp-specialized launch, which must follow at once.
 
         The function also sets Triton's allocator: the allocator is local to the thread, and
         autograd launches from its worker threads.
         """
-        triton.set_allocator(_scratch)
+        triton.set_allocator(_allocate_scratch)
         sizes = {
             "D": self.x.shape[1],
             "BM": tiles.rows,
             "BN": tiles.columns,
             "BK": tiles.depth,
             "GROUP": GROUP,
-            "WS": not interpreting(),
+            "WS": not is_interpreting(),
         }
         sizes |= {"num_warps": tiles.warps, "num_stages": tiles.stages}
         return sizes | {name: self.options[name] for name in ("UPCAST", "PRECISION")}
 
-    def statistics(self, entropy: bool, keep: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def statistics(self, entropy: bool, saved: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Launch over all scores; return the partial statistics of every row and fill `at_target`.
 
-        `keep`: the tensors (2^(z-k), k) that the saved plan fills.
+        `saved`: the tensors (2^(z-k), k) that the saved plan fills.
         """
-        splits, tiles, x = self.whole_splits(), self.special, self.x
-        part = self.parts(splits, 1)
-        kept, exponents = keep or (part, part)
+        splits, tiles, x = self.num_vocab_splits(), self.hopper_tiles, self.x
+        part = self.empty_partials(splits, 1)
+        kept, exponents = saved or (part, part)
         if tiles is None:
             reference = (
                 None
-                if keep is None
-                else torch.full((self.N,), LOW, dtype=torch.float32, device=x.device)
+                if saved is None
+                else torch.full((self.N,), LARGE_NEGATIVE, dtype=torch.float32, device=x.device)
             )
             kwargs: dict[str, Any] = (
-                {} if keep is None else {"kept": kept, "exponents": exponents, "ref": reference}
+                {} if saved is None else {"kept": kept, "exponents": exponents, "ref": reference}
             )
             self.forward(part, 0, self.V, 0, splits, entropy=entropy, **kwargs)
         else:
@@ -212,9 +230,9 @@ class Scores:
                 self.head.in_scale,
                 SPLITS=splits,
                 ENTROPY=entropy,
-                KEEP=keep is not None,
+                KEEP=saved is not None,
                 HALVES=tiles.columns // self.tiles.columns,
-                **self.special_options(tiles),
+                **self.hopper_options(tiles),
             )
         return part
 
@@ -237,7 +255,7 @@ class Scores:
         index * splits on.
         """
         keep = kept is not None and exponents is not None
-        _forward_kernel[(self.blocks() * splits,)](
+        _forward_kernel[(self.num_row_blocks() * splits,)](
             self.x_arg,
             self.w_arg,
             self.bias_arg,
@@ -267,7 +285,7 @@ class Scores:
             **self.options,
         )
 
-    def combine(self, part: Tensor) -> Forward:
+    def combine(self, part: Tensor) -> ForwardOutput:
         """Combine the partial statistics to logp, entropy and lse, float32 [N]."""
         logp, entropy, lse = (
             torch.empty(self.N, dtype=torch.float32, device=self.x.device) for _ in range(3)
@@ -284,17 +302,19 @@ class Scores:
             BLOCK=32,
             num_warps=4,
         )
-        return Forward(logp, entropy, lse, None)
+        return ForwardOutput(logp, entropy, lse, None)
 
-    def dlogits(self, out: Tensor, lo: int, hi: int, lse2: Tensor, co: Coefficients) -> None:
+    def dlogits(
+        self, out: Tensor, lo: int, hi: int, lse2: Tensor, co: GradientCoefficients
+    ) -> None:
         """Launch the kernel that recomputes the scores of columns [lo, hi) and writes their
         gradient to `out`.
         """
-        tiles, c = self.special, co.b if co.c is None else co.c
+        tiles, c = self.hopper_tiles, co.b if co.c is None else co.c
         if tiles is not None:
             count = triton.cdiv(hi - lo, tiles.columns)
             _dlogits_ws_kernel[
-                (min(multiprocessors(self.x), triton.cdiv(self.N, tiles.rows) * count),)
+                (min(count_multiprocessors(self.x), triton.cdiv(self.N, tiles.rows) * count),)
             ](
                 self.x,
                 self.w,
@@ -313,12 +333,12 @@ class Scores:
                 out.stride(0),
                 self.head.in_scale,
                 HAS_C=co.c is not None,
-                **self.special_options(tiles),
+                **self.hopper_options(tiles),
             )
             return
         # for few rows, a program for each tile
-        splits = SLAB_SPLITS if self.blocks() >= GROUP else SPLITS
-        _dlogits_kernel[(self.blocks() * splits,)](
+        splits = CHUNK_SPLITS if self.num_row_blocks() >= GROUP else SPLITS
+        _dlogits_kernel[(self.num_row_blocks() * splits,)](
             self.x_arg,
             self.w_arg,
             self.bias_arg,
@@ -389,55 +409,55 @@ class Scores:
 
     def gradients(
         self,
-        fill: Fill,
+        fill: FillDlogits,
         need_x: bool,
         need_w: bool,
         need_bias: bool,
-        first: int = 0,
-        whole: bool = False,
-    ) -> Gradients:
+        first_column: int = 0,
+        one_chunk: bool = False,
+    ) -> HeadGradients:
         """Compute dX, dW and dbias from `fill(scores, rows, dlogits, lo, hi)`, slab by slab.
 
-        Each dW[slab] is rounded once; dX adds up in float32. dW of the columns before `first` is 0.
-        `whole`: process all columns and rows at once, as a single [N, V] tensor that two products
-        use.
+        Each dW[slab] is rounded once; dX adds up in float32. dW of the columns before
+        `first_column` is 0. `one_chunk`: process all columns and rows at once, as a single [N, V]
+        tensor that two products use.
         """
-        spans = [(0, self.V)] if whole else list(slabs(self.V, self.tiles.columns))
-        chunks = [(slice(0, self.N), self)] if whole else self.chunks(spans[0][1])
-        buffer = self.x.new_empty(chunks[0][1].N * whole_lines(spans[0][1] - spans[0][0]))
+        spans = [(0, self.V)] if one_chunk else list(iter_vocab_chunks(self.V, self.tiles.columns))
+        chunks = [(slice(0, self.N), self)] if one_chunk else self.row_chunks(spans[0][1])
+        buffer = self.x.new_empty(chunks[0][1].N * align_columns(spans[0][1] - spans[0][0]))
         dx = (
             torch.zeros(self.x.shape, dtype=torch.float32, device=self.x.device)
-            if need_x and not whole
+            if need_x and not one_chunk
             else None
         )
         dw = (
-            (torch.zeros if first else torch.empty)(
+            (torch.zeros if first_column else torch.empty)(
                 self.w.shape, dtype=self.w.dtype, device=self.w.device
             )
             if need_w
             else None
         )
-        learns = None if dw is None else dw.narrow(1, first, dw.shape[1] - first)
+        learns = None if dw is None else dw.narrow(1, first_column, dw.shape[1] - first_column)
         db = torch.zeros(self.V, dtype=torch.float32, device=self.w.device) if need_bias else None
         for lo, hi in spans:
-            direct = len(chunks) == 1 and first == 0
+            direct = len(chunks) == 1 and first_column == 0
             sums = (
                 None
                 if learns is None or direct
                 else learns.new_zeros((hi - lo, learns.shape[1]), dtype=torch.float32)
             )
             for rows, part in chunks:
-                line = whole_lines(hi - lo)
+                line = align_columns(hi - lo)
                 dz = buffer.narrow(0, 0, part.N * line).view(part.N, line).narrow(1, 0, hi - lo)
                 fill(part, rows, dz, lo, hi)
                 if sums is not None:
-                    add_mm_(sums, dz.t(), part.x.narrow(1, first, sums.shape[1]))
+                    add_matmul_(sums, dz.t(), part.x.narrow(1, first_column, sums.shape[1]))
                 elif dw is not None:
                     torch.mm(dz.t(), part.x, out=dw.narrow(0, lo, hi - lo))
-                if need_x and whole:
+                if need_x and one_chunk:
                     dx = torch.mm(dz, self.w)
                 elif dx is not None:
-                    add_mm_(cut_rows(dx, rows), dz, self.w.narrow(0, lo, hi - lo))
+                    add_matmul_(narrow_rows(dx, rows), dz, self.w.narrow(0, lo, hi - lo))
                 if db is not None:
                     db.narrow(0, lo, hi - lo).add_(torch.sum(dz, 0, dtype=torch.float32))
             if sums is not None and learns is not None:
@@ -445,25 +465,29 @@ class Scores:
                 torch.ops.aten.copy_(learns.narrow(0, lo, hi - lo), sums)
         dx = None if dx is None else dx.narrow(1, 0, self.D).to(self.x.dtype)
         dw = dw if dw is None or dw.shape[1] == self.D else dw.narrow(1, 0, self.D).contiguous()
-        return Gradients(
+        return HeadGradients(
             dx, dw, None if db is None or self.bias is None else db.to(self.bias.dtype)
         )
 
 
-Fill: TypeAlias = Callable[[Scores, slice, Tensor, int, int], None]
+FillDlogits: TypeAlias = Callable[[ScoreLauncher, slice, Tensor, int, int], None]
 
 
-def _scaled(co: Coefficients, scale: float) -> Coefficients:
+def _scale_coefficients(co: GradientCoefficients, scale: float) -> GradientCoefficients:
     """Return contiguous coefficients multiplied by `scale`."""
     a, b, c = ((t if scale == 1.0 or t is None else t * scale) for t in co)
     assert a is not None and b is not None
-    return Coefficients(a.contiguous(), b.contiguous(), None if c is None else c.contiguous())
+    return GradientCoefficients(
+        a.contiguous(), b.contiguous(), None if c is None else c.contiguous()
+    )
 
 
-def _rows(co: Coefficients, rows: slice) -> Coefficients:
+def _slice_coefficients(co: GradientCoefficients, rows: slice) -> GradientCoefficients:
     """Return the coefficients of a slice of rows."""
-    return Coefficients(
-        cut_rows(co.a, rows), cut_rows(co.b, rows), None if co.c is None else cut_rows(co.c, rows)
+    return GradientCoefficients(
+        narrow_rows(co.a, rows),
+        narrow_rows(co.b, rows),
+        None if co.c is None else narrow_rows(co.c, rows),
     )
 
 
@@ -472,29 +496,33 @@ def forward(
     w_VD: Tensor,
     y_N: Tensor,
     bias_V: Tensor | None,
-    head: Head,
+    head: HeadConfig,
     *,
     entropy: bool = True,
     expected: bool = False,
-    tiles: Tiles | None = None,
-) -> Forward:
+    tiles: TileConfig | None = None,
+) -> ForwardOutput:
     """Compute the forward as in linear_logprob_torch.py.
 
     A single launch processes all scores. With `expected`, each slab has a launch followed by a
     matrix product.
     """
-    scores = Scores(x_ND, w_VD, y_N, bias_V, head, tiles)
+    scores = ScoreLauncher(x_ND, w_VD, y_N, bias_V, head, tiles)
     if not expected:
         return scores.combine(scores.statistics(entropy))
-    spans = list(slabs(scores.V, scores.tiles.columns))
-    pieces = [_forward_expected(piece, spans, entropy) for _, piece in scores.chunks(spans[0][1])]
+    spans = list(iter_vocab_chunks(scores.V, scores.tiles.columns))
+    pieces = [
+        _forward_expected(piece, spans, entropy) for _, piece in scores.row_chunks(spans[0][1])
+    ]
     logp, ent, lse, mean = (
         torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*pieces, strict=True)
     )
-    return Forward(logp, ent, lse, mean.narrow(1, 0, scores.D))
+    return ForwardOutput(logp, ent, lse, mean.narrow(1, 0, scores.D))
 
 
-def _forward_expected(scores: Scores, spans: list[tuple[int, int]], entropy: bool) -> Forward:
+def _forward_expected(
+    scores: ScoreLauncher, spans: list[tuple[int, int]], entropy: bool
+) -> ForwardOutput:
     """Compute the forward and E_p[slope W] [N, D]: sums of 2^(z-k) of a slab times W[slab], at the
     rows' current exponents k.
 
@@ -503,8 +531,8 @@ def _forward_expected(scores: Scores, spans: list[tuple[int, int]], entropy: boo
     seldom changes and the align kernel seldom has work.
     """
     x, w, head, tile = scores.x, scores.w, scores.head, scores.tiles.columns
-    part, width = scores.parts(SLAB_SPLITS, len(spans)), spans[0][1] - spans[0][0]
-    buffer = x.new_empty(scores.N * whole_lines(width))
+    part, width = scores.empty_partials(CHUNK_SPLITS, len(spans)), spans[0][1] - spans[0][0]
+    buffer = x.new_empty(scores.N * align_columns(width))
     exponents = torch.empty(
         (triton.cdiv(width, tile), scores.N), dtype=torch.float32, device=x.device
     )
@@ -513,7 +541,7 @@ def _forward_expected(scores: Scores, spans: list[tuple[int, int]], entropy: boo
     # float16 overflows at 2^16; 2^40 is far below bfloat16's limit
     headroom = 14.0 if x.dtype == torch.float16 else 40.0
     for index, (lo, hi) in enumerate(spans):
-        line = whole_lines(hi - lo)
+        line = align_columns(hi - lo)
         kept = buffer.narrow(0, 0, scores.N * line).view(scores.N, line).narrow(1, 0, hi - lo)
         exps = exponents.narrow(0, 0, triton.cdiv(hi - lo, tile))
         scores.forward(
@@ -521,7 +549,7 @@ def _forward_expected(scores: Scores, spans: list[tuple[int, int]], entropy: boo
             lo,
             hi,
             index,
-            SLAB_SPLITS,
+            CHUNK_SPLITS,
             entropy=entropy,
             kept=kept,
             exponents=exps,
@@ -543,13 +571,15 @@ def _forward_expected(scores: Scores, spans: list[tuple[int, int]], entropy: boo
             BN=tile,
             num_warps=8,
         )
-        add_mm_(mean.mul_(torch.exp2(ref - common).unsqueeze(1)), kept, w.narrow(0, lo, hi - lo))
+        add_matmul_(
+            mean.mul_(torch.exp2(ref - common).unsqueeze(1)), kept, w.narrow(0, lo, hi - lo)
+        )
         ref = common
     out = scores.combine(part)
     return out._replace(expected=mean.mul_(torch.exp2(ref - out.lse * LOG2E).unsqueeze(1)))
 
 
-def _target_exponent(scores: Scores) -> Tensor:
+def _target_exponent(scores: ScoreLauncher) -> Tensor:
     """Return the target's logit / log 2, rounded up, float32 [N].
 
     The value is accurate to a percent, which is enough for a reference exponent.
@@ -560,7 +590,11 @@ def _target_exponent(scores: Scores) -> Tensor:
         .flatten()
         .float()
     )
-    raw = raw if scores.bias is None else raw + scores.bias[scores.y].float().clamp(min=LOW)
+    raw = (
+        raw
+        if scores.bias is None
+        else raw + scores.bias[scores.y].float().clamp(min=LARGE_NEGATIVE)
+    )
     z = (
         raw * head.in_scale
         if head.softcap is None
@@ -574,22 +608,22 @@ def saved_forward(
     w_VD: Tensor,
     y_N: Tensor,
     bias_V: Tensor | None,
-    head: Head,
+    head: HeadConfig,
     kept_NV: Tensor,
     exponents: Tensor,
     *,
     entropy: bool,
-    tiles: Tiles | None = None,
-) -> Forward:
+    tiles: TileConfig | None = None,
+) -> ForwardOutput:
     """Compute `forward`, and write 2^(z-k) of every score to `kept_NV` and k to `exponents` [tiles,
     N].
 
     In bfloat16 this saves probabilities to 2^-9 relative, whereas bfloat16 logits near 20 would
     give them to 2^-4.
     """
-    scores = Scores(x_ND, w_VD, y_N, bias_V, head, tiles)
+    scores = ScoreLauncher(x_ND, w_VD, y_N, bias_V, head, tiles)
     if kept_NV.stride(0) * kept_NV.element_size() % 16:
-        scores.special = None  # its copies need rows aligned to 16 bytes
+        scores.hopper_tiles = None  # its copies need rows aligned to 16 bytes
     return scores.combine(scores.statistics(entropy, (kept_NV, exponents)))
 
 
@@ -598,22 +632,22 @@ def backward(
     w_VD: Tensor,
     y_N: Tensor,
     bias_V: Tensor | None,
-    head: Head,
-    co: Coefficients,
+    head: HeadConfig,
+    co: GradientCoefficients,
     lse_N: Tensor,
     *,
     need_x: bool,
     need_w: bool,
     need_bias: bool,
     frozen_columns: int = 0,
-    tiles: Tiles | None = None,
-) -> Gradients:
+    tiles: TileConfig | None = None,
+) -> HeadGradients:
     """Compute the gradients from scores that are computed again, a slab at a time."""
-    scores = Scores(x_ND, w_VD, y_N, bias_V, head, tiles)
-    scaled, lse2 = _scaled(co, head.grad_scale), lse_N * LOG2E
+    scores = ScoreLauncher(x_ND, w_VD, y_N, bias_V, head, tiles)
+    scaled, lse2 = _scale_coefficients(co, head.grad_scale), lse_N * LOG2E
 
-    def fill(part: Scores, rows: slice, dz: Tensor, lo: int, hi: int) -> None:
-        part.dlogits(dz, lo, hi, cut_rows(lse2, rows), _rows(scaled, rows))
+    def fill(part: ScoreLauncher, rows: slice, dz: Tensor, lo: int, hi: int) -> None:
+        part.dlogits(dz, lo, hi, narrow_rows(lse2, rows), _slice_coefficients(scaled, rows))
 
     return scores.gradients(fill, need_x, need_w, need_bias, frozen_columns)
 
@@ -623,8 +657,8 @@ def saved_backward(
     w_VD: Tensor,
     y_N: Tensor,
     bias_V: Tensor | None,
-    head: Head,
-    co: Coefficients,
+    head: HeadConfig,
+    co: GradientCoefficients,
     lse_N: Tensor,
     kept_TV: Tensor,
     exponents: Tensor,
@@ -636,8 +670,8 @@ def saved_backward(
     need_bias: bool,
     frozen_columns: int = 0,
     whole: bool = False,
-    tiles: Tiles | None = None,
-) -> Gradients:
+    tiles: TileConfig | None = None,
+) -> HeadGradients:
     """Compute the gradients from what `saved_forward` saved; row i of x is row at_N[i] of the saved
     tensors (None: row i).
 
@@ -646,20 +680,20 @@ def saved_backward(
     use another [N, V] tensor and two products of it, instead of slabs that add up dX in float32.
     """
     assert co.c is None, "the gradient of the entropy needs scores that are computed again"
-    scores = Scores(x_ND, w_VD, y_N, bias_V, head, tiles)
-    scaled, lse2, logp2 = _scaled(co, head.grad_scale), lse_N * LOG2E, logp_N * LOG2E
+    scores = ScoreLauncher(x_ND, w_VD, y_N, bias_V, head, tiles)
+    scaled, lse2, logp2 = _scale_coefficients(co, head.grad_scale), lse_N * LOG2E, logp_N * LOG2E
 
-    def fill(part: Scores, rows: slice, dz: Tensor, lo: int, hi: int) -> None:
-        a, b, _ = _rows(scaled, rows)
+    def fill(part: ScoreLauncher, rows: slice, dz: Tensor, lo: int, hi: int) -> None:
+        a, b, _ = _slice_coefficients(scaled, rows)
         # without at_N the saved rows are the rows of x, so take them from the chunk's first row on
         first = 0 if at_N is not None else rows.start
         kept, exps = (
             kept_TV.narrow(0, first, kept_TV.shape[0] - first),
             exponents.narrow(1, first, exponents.shape[1] - first),
         )
-        at = None if at_N is None else cut_rows(at_N, rows)
+        at = None if at_N is None else narrow_rows(at_N, rows)
         part.saved_dlogits(
-            dz, lo, hi, kept, exps, at, cut_rows(logp2, rows), cut_rows(lse2, rows), a, b
+            dz, lo, hi, kept, exps, at, narrow_rows(logp2, rows), narrow_rows(lse2, rows), a, b
         )
 
     return scores.gradients(fill, need_x, need_w, need_bias, frozen_columns, whole)

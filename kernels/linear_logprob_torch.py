@@ -9,8 +9,8 @@ The gradient with respect to a logit z_i of a token with target y, for upstream 
 entropy H and lse:
     dz_i = a [i = y] + p_i (b + c log p_i)
     a = g_logp,   c = -g_entropy,   b = g_lse - g_logp - g_entropy H
-`Coefficients` holds a, b and c; the torch path and the kernels all use these three numbers for each
-token.
+`GradientCoefficients` holds a, b and c; the torch path and the kernels all use these three numbers
+for each token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.common import LN2, LOG2E, LOW, Head
+from kernels.common import LARGE_NEGATIVE, LN2, LOG2E, HeadConfig
 
 # Scores of a block. 2M float32 are 8 MiB: the five passes over a block stay in a CPU's last-level
 # cache, and the matrix products are still large enough (2048 columns x 1024 rows) to run at the
@@ -30,7 +30,7 @@ COLUMNS = 2048
 MIN_ROWS = 64
 
 
-class Coefficients(NamedTuple):
+class GradientCoefficients(NamedTuple):
     """Hold a, b, c of the module's formula, float32 [N]; c is None if no gradient comes from the
     entropy.
     """
@@ -40,22 +40,24 @@ class Coefficients(NamedTuple):
     c: Tensor | None
 
 
-def coefficients(
+def compute_coefficients(
     g_logp: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, entropy: Tensor
-) -> Coefficients:
+) -> GradientCoefficients:
     """Compute the coefficients from upstream gradients (None: no gradient) and the entropy."""
     a = torch.zeros_like(entropy) if g_logp is None else g_logp
     b = -a if g_lse is None else g_lse - a
     if g_entropy is None:
-        return Coefficients(a, b, None)
+        return GradientCoefficients(a, b, None)
     # Selected, not multiplied: the entropy of a row without gradient may be NaN.
-    return Coefficients(a, torch.where(g_entropy != 0, b - g_entropy * entropy, b), -g_entropy)
+    return GradientCoefficients(
+        a, torch.where(g_entropy != 0, b - g_entropy * entropy, b), -g_entropy
+    )
 
 
-class Blocks:
+class ScoreBlocks:
     """Compute the scores of a head block by block, into buffers that are reused."""
 
-    def __init__(self, x_ND: Tensor, w_VD: Tensor, bias_V: Tensor | None, head: Head) -> None:
+    def __init__(self, x_ND: Tensor, w_VD: Tensor, bias_V: Tensor | None, head: HeadConfig) -> None:
         self.w, self.bias, self.head = w_VD, bias_V, head
         self.columns = min(w_VD.shape[0], COLUMNS)
         self.rows = max(MIN_ROWS, min(x_ND.shape[0], BLOCK // self.columns))
@@ -73,19 +75,21 @@ class Blocks:
         z = self.scores[: x.shape[0] * w.shape[0]].view(x.shape[0], w.shape[0])
         torch.mm(x, w.t(), out=z)
         if self.bias is not None:
-            z += (self.bias[lo : lo + w.shape[0]].float() * self.head.in_scale).clamp_(min=LOW)
+            z += (self.bias[lo : lo + w.shape[0]].float() * self.head.in_scale).clamp_(
+                min=LARGE_NEGATIVE
+            )
         if self.head.softcap is None:
             return z, None
         z.tanh_()
         slope = 1.0 - z * z
         return z.mul_(self.head.out_scale), slope
 
-    def like(self, z: Tensor) -> Tensor:
+    def spare_like(self, z: Tensor) -> Tensor:
         """Return the spare buffer in the shape of `z`."""
         return self.spare[: z.numel()].view_as(z)
 
 
-class Forward(NamedTuple):
+class ForwardOutput(NamedTuple):
     """Hold logp, entropy and lse, float32 [N], and E_p[slope * W], float32 [N, D] (None if not
     computed).
     """
@@ -101,15 +105,15 @@ def forward(
     w_VD: Tensor,
     y_N: Tensor,
     bias_V: Tensor | None,
-    head: Head,
+    head: HeadConfig,
     *,
     entropy: bool = True,
     expected: bool = False,
-) -> Forward:
+) -> ForwardOutput:
     """Return logp, entropy and log-sum-exp, float32 [N]; with `expected` also E_p[slope * W],
     float32 [N, D].
     """
-    blocks = Blocks(x_ND, w_VD, bias_V, head)
+    blocks = ScoreBlocks(x_ND, w_VD, bias_V, head)
     parts = [
         _forward_rows(
             x_ND[lo : lo + blocks.rows].float() * head.in_scale,
@@ -123,16 +127,22 @@ def forward(
     logp, ent, lse = (
         torch.cat([part[i] for part in parts]) if len(parts) > 1 else parts[0][i] for i in range(3)
     )
-    return Forward(logp, ent, lse, torch.cat([part[3] for part in parts]) if expected else None)
+    return ForwardOutput(
+        logp, ent, lse, torch.cat([part[3] for part in parts]) if expected else None
+    )
 
 
 def _forward_rows(
-    x: Tensor, y: Tensor, blocks: Blocks, entropy: bool, expected: bool
+    x: Tensor, y: Tensor, blocks: ScoreBlocks, entropy: bool, expected: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Process a block of rows with running maximum m, total = sum 2^(z-m), spread = sum (z-m)
     2^(z-m).
     """
-    m, total, spread = x.new_full((len(x), 1), LOW), x.new_zeros(len(x), 1), x.new_zeros(len(x), 1)
+    m, total, spread = (
+        x.new_full((len(x), 1), LARGE_NEGATIVE),
+        x.new_zeros(len(x), 1),
+        x.new_zeros(len(x), 1),
+    )
     at_target = x.new_zeros(len(x))
     mean = x.new_zeros(x.shape if expected else 0)
     for lo in range(0, blocks.w.shape[0], blocks.columns):
@@ -144,7 +154,7 @@ def _forward_rows(
         decay = torch.exp2(m - new_m)
         spread = decay * (spread + (m - new_m) * total)
         z.sub_(new_m)
-        e = torch.exp2(z, out=blocks.like(z) if entropy else z)
+        e = torch.exp2(z, out=blocks.spare_like(z) if entropy else z)
         total = decay * total + e.sum(1, keepdim=True)
         if entropy:
             spread += z.mul_(e).sum(1, keepdim=True)
@@ -157,7 +167,7 @@ def _forward_rows(
     return (at_target - lse) * LN2, ent * LN2, lse * LN2, mean.div_(total) if expected else mean
 
 
-class Gradients(NamedTuple):
+class HeadGradients(NamedTuple):
     """Hold the gradients of hidden, weight and bias; None if not requested."""
 
     x: Tensor | None
@@ -170,20 +180,20 @@ def backward(
     w_VD: Tensor,
     y_N: Tensor,
     bias_V: Tensor | None,
-    head: Head,
-    co: Coefficients,
+    head: HeadConfig,
+    co: GradientCoefficients,
     lse_N: Tensor,
     *,
     need_x: bool,
     need_w: bool,
     need_bias: bool,
     frozen_columns: int = 0,
-) -> Gradients:
+) -> HeadGradients:
     """Compute the gradients from scores that are computed again, a slab of columns at a time.
 
     Each dW[slab] is rounded once; dX adds up in float32.
     """
-    blocks = Blocks(x_ND, w_VD, bias_V, head)
+    blocks = ScoreBlocks(x_ND, w_VD, bias_V, head)
     scaled = x_ND.float() * head.in_scale
     dx = torch.zeros_like(scaled) if need_x else None
     first = frozen_columns
@@ -208,9 +218,11 @@ def backward(
         for at in range(0, len(x_ND), blocks.rows):
             rows = slice(at, at + blocks.rows)
             z, slope = blocks.logits(scaled[rows], w, lo)
-            part = Coefficients(co.a[rows], co.b[rows], None if co.c is None else co.c[rows])
-            dz = logit_gradient(
-                z.sub_(lse2[rows]), y_N[rows] - lo, part, head.grad_scale, blocks.like(z)
+            part = GradientCoefficients(
+                co.a[rows], co.b[rows], None if co.c is None else co.c[rows]
+            )
+            dz = compute_logit_gradient(
+                z.sub_(lse2[rows]), y_N[rows] - lo, part, head.grad_scale, blocks.spare_like(z)
             )
             dz = dz if slope is None else dz.mul_(slope)
             if dx is not None:
@@ -222,15 +234,15 @@ def backward(
                 db[cols] += dz.sum(0)
         if dw is not None and dw_slab is not None and not direct:
             dw[cols, first:] = dw_slab
-    return Gradients(
+    return HeadGradients(
         None if dx is None else dx.to(x_ND.dtype),
         dw,
         None if db is None or bias_V is None else db.to(bias_V.dtype),
     )
 
 
-def logit_gradient(
-    log2p: Tensor, y: Tensor, co: Coefficients, scale: float, spare: Tensor
+def compute_logit_gradient(
+    log2p: Tensor, y: Tensor, co: GradientCoefficients, scale: float, spare: Tensor
 ) -> Tensor:
     """Return a [i = y] + p_i (b + c log p_i), times `scale`. Overwrites `log2p` (log p / log 2, [N,
     C]).
@@ -252,8 +264,8 @@ def logit_gradient(
 def backward_frozen(
     w_VD: Tensor,
     y_N: Tensor,
-    head: Head,
-    co: Coefficients,
+    head: HeadConfig,
+    co: GradientCoefficients,
     target_slope: Tensor | None,
     expected_ND: Tensor,
 ) -> Tensor:
@@ -273,21 +285,23 @@ def saved_forward(
     w_VD: Tensor,
     y_N: Tensor,
     bias_V: Tensor | None,
-    head: Head,
+    head: HeadConfig,
     kept_NV: Tensor,
     *,
     entropy: bool,
-) -> Forward:
+) -> ForwardOutput:
     """Compute `forward` for all columns at once, and write log p to `kept_NV`. For problems that
     fit the byte budget.
     """
     factor = head.out_scale * LN2 if head.softcap is not None else 1.0
     z = torch.mm(
-        _times(x_ND.float(), head.in_scale * (LN2 if head.softcap is None else 1.0)),
+        _scale_tensor(x_ND.float(), head.in_scale * (LN2 if head.softcap is None else 1.0)),
         w_VD.float().t(),
     )
     if bias_V is not None:
-        z += (bias_V.float() * (1.0 / (head.softcap or head.temperature))).clamp_(min=LOW)
+        z += (bias_V.float() * (1.0 / (head.softcap or head.temperature))).clamp_(
+            min=LARGE_NEGATIVE
+        )
     z = z if head.softcap is None else z.tanh_().mul_(factor)
     column = y_N.unsqueeze(1)
     at_target = z.gather(1, column)
@@ -298,15 +312,15 @@ def saved_forward(
         if entropy
         else z.new_zeros(len(z))
     )
-    return Forward(logp.squeeze(1), ent, (at_target - logp).squeeze(1), None)
+    return ForwardOutput(logp.squeeze(1), ent, (at_target - logp).squeeze(1), None)
 
 
-def _times(tensor: Tensor, factor: float) -> Tensor:
+def _scale_tensor(tensor: Tensor, factor: float) -> Tensor:
     """Return the tensor times the factor, without a copy if the factor is 1."""
     return tensor if factor == 1.0 else tensor * factor
 
 
-def _beside(dw: Tensor, zeros: int) -> Tensor:
+def _pad_zero_columns(dw: Tensor, zeros: int) -> Tensor:
     """Return the gradient with `zeros` columns of zeros before it."""
     return dw if zeros == 0 else torch.nn.functional.pad(dw, (zeros, 0))
 
@@ -316,8 +330,8 @@ def saved_backward(
     w_VD: Tensor,
     y_N: Tensor,
     bias_V: Tensor | None,
-    head: Head,
-    co: Coefficients,
+    head: HeadConfig,
+    co: GradientCoefficients,
     lse_N: Tensor,
     kept_TV: Tensor,
     at_N: Tensor | None,
@@ -326,7 +340,7 @@ def saved_backward(
     need_w: bool,
     need_bias: bool,
     frozen_columns: int = 0,
-) -> Gradients:
+) -> HeadGradients:
     """Compute the gradients from the log probabilities that the forward pass saved in `kept_TV`.
 
     Row i of x belongs to row at_N[i] of `kept_TV`, or to row i if `at_N` is None. The first
@@ -338,21 +352,21 @@ def saved_backward(
     if head.softcap is not None:
         slope = 1.0 - ((logp_NV + lse_N.unsqueeze(1)) * (head.temperature / head.softcap)).square_()
     if co.c is None:
-        dz = p.mul_(_times(co.b, head.grad_scale).unsqueeze(1))
+        dz = p.mul_(_scale_tensor(co.b, head.grad_scale).unsqueeze(1))
     else:
         dz = (
             (logp_NV * (co.c * head.grad_scale).unsqueeze(1))
             .add_((co.b * head.grad_scale).unsqueeze(1))
             .mul_(p)
         )
-    dz.scatter_add_(1, y_N.unsqueeze(1), _times(co.a, head.grad_scale).unsqueeze(1))
+    dz.scatter_add_(1, y_N.unsqueeze(1), _scale_tensor(co.a, head.grad_scale).unsqueeze(1))
     dz = dz if slope is None else dz.mul_(slope)
     dx = (dz @ w_VD.float()).to(x_ND.dtype) if need_x else None
     dw = (
-        _beside(dz.t() @ x_ND[:, frozen_columns:].float(), frozen_columns).to(w_VD.dtype)
+        _pad_zero_columns(dz.t() @ x_ND[:, frozen_columns:].float(), frozen_columns).to(w_VD.dtype)
         if need_w
         else None
     )
-    return Gradients(
+    return HeadGradients(
         dx, dw, dz.sum(0).to(bias_V.dtype) if need_bias and bias_V is not None else None
     )

@@ -2,7 +2,7 @@
 formula, units of log 2.
 
 Reasons for these tiles (H100: 132 SMs, 2048 bf16 multiply-adds per clock and SM, 227 KiB of shared
-memory, 64K registers; other GPUs: kernels/tiles.py):
+memory, 64K registers; other GPUs: kernels/tile_config.py):
 - A 128 x 256 tile takes 16 D clocks of tensor core. Its epilogue takes about 2048 clocks of exp2
   (16 per clock) and as many of other arithmetic, during which the tensor cores idle. At D = 4096
   that is 6%, at D = 896 it would be 25%.
@@ -30,7 +30,7 @@ from kernels.common import LN2
 # Number of splits of the vocabulary for a launch over all of it, and for a launch over a slab of
 # 16384 columns.
 SPLITS = 132
-SLAB_SPLITS = 33
+CHUNK_SPLITS = 33
 GROUP = 16
 # Arguments that change from batch to batch. Without do_not_specialize, Triton would compile a
 # variant for each argument that is 1 or a multiple of 16, in the middle of a run.

@@ -24,13 +24,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels.common import on_device, triton_works
+from kernels.common import can_run_triton, device_context
 from kernels.shared_pages import SharedPages
 
-WAYS = ("triton", "varlen", "gathered")
+BACKENDS = ("triton", "varlen", "gathered")
 
 
-def attend_pages(
+def compute_paged_attention(
     q: Tensor, kv: Tensor, table: Tensor, length: Tensor, shared: SharedPages | None = None
 ) -> Tensor:
     """Return the attention output [R, H, D], with scores scaled by D ** -0.5; no row sees another
@@ -42,15 +42,15 @@ def attend_pages(
     table int32 [R, B], the block table of each row's private pages; length int32 [R], the number of
     positions in these pages, at least 1; `shared`: the pages before them.
     """
-    backend = "gathered" if not q.is_cuda else _way(q, kv)
-    return _by(backend, q, kv, table, length, shared)
+    backend = "gathered" if not q.is_cuda else _select_backend(q, kv)
+    return _run_backend(backend, q, kv, table, length, shared)
 
 
 # ------------------------------------------------------------------------------------- torch's ways
 
 
-def merged(
-    read: Callable[..., tuple[Tensor, Tensor]],
+def attend_and_merge(
+    attend: Callable[..., tuple[Tensor, Tensor]],
     q: Tensor,
     kv: Tensor,
     table: Tensor,
@@ -61,10 +61,10 @@ def merged(
     log-sum-exp.
     """
     rows = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-    out, lse = read(q, kv, rows, None, table, length, 1)
+    out, lse = attend(q, kv, rows, None, table, length, 1)
     if shared is None:
         return out
-    shared_out, shared_lse = read(
+    shared_out, shared_lse = attend(
         q.index_select(0, shared.order),
         kv,
         shared.starts,
@@ -83,21 +83,21 @@ def merged(
     return torch.where(shared.shares.view(-1, 1, 1), combined, out)
 
 
-def read_gathered(
+def attend_gathered(
     q: Tensor,
     kv: Tensor,
     starts: Tensor,
     group: Tensor | None,
     table: Tensor,
     length: Tensor,
-    most: int,
+    max_queries: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs [R, H, D] and log-sum-exps [R, H] (float32) of queries over their
     sequences' pages.
 
     The numbers are undefined where a length is 0. `group`: the sequence of each query (None: the
-    query's index). `starts`, the start of each sequence's queries, and `most`, the most queries of
-    a sequence, hold the same information for other backends.
+    query's index). `starts`, the start of each sequence's queries, and `max_queries`, the most
+    queries of a sequence, hold the same information for other backends.
     """
     table, length = (table, length) if group is None else (table[group], length[group])
     k, v = kv[:, table.long()].flatten(2, 3).float().unbind(0)  # [R, B S, K, D]
@@ -114,17 +114,17 @@ def read_gathered(
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1)
 
 
-def read_varlen(
+def attend_varlen(
     q: Tensor,
     kv: Tensor,
     starts: Tensor,
     group: Tensor | None,
     table: Tensor,
     length: Tensor,
-    most: int,
+    max_queries: int,
     splits: int | None = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `read_gathered` by torch's varlen attention. `splits`: None selects torch's choice,
+    """Compute `attend_gathered` by torch's varlen attention. `splits`: None selects torch's choice,
     for benchmarks.
     """
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
@@ -136,7 +136,7 @@ def read_varlen(
         values,
         starts,
         None,
-        most,
+        max_queries,
         table.shape[1] * kv.shape[2],
         enable_gqa=True,
         seqused_k=length,
@@ -148,7 +148,7 @@ def read_varlen(
 
 
 @cache
-def varlen_has_pages() -> bool:
+def varlen_supports_pages() -> bool:
     """Return whether this torch's varlen attention supports block tables and a single split."""
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -162,16 +162,18 @@ def varlen_has_pages() -> bool:
 # ------------------------------------------------------------------------------------ which of them
 
 
-def _way(q: Tensor, kv: Tensor) -> str:
+def _select_backend(q: Tensor, kv: Tensor) -> str:
     """Return the backend for tensors on CUDA."""
     # without a device (fake tensors) choose the kernels
-    if not triton_works(q) or not torch.cuda.is_available():
+    if not can_run_triton(q) or not torch.cuda.is_available():
         return "triton"
-    return _tried(q.device.index or 0, q.dtype, q.shape[1], kv.shape[3], q.shape[2], kv.shape[2])
+    return _first_correct_backend(
+        q.device.index or 0, q.dtype, q.shape[1], kv.shape[3], q.shape[2], kv.shape[2]
+    )
 
 
 @cache
-def _tried(
+def _first_correct_backend(
     index: int, dtype: torch.dtype, heads: int, key_heads: int, width: int, size: int
 ) -> str:
     """Return the first backend that gives the gathered numbers on this GPU, tried at the sizes of
@@ -179,13 +181,13 @@ def _tried(
 
     Warns once for each backend that fails.
     """
-    q, kv, table, length, shared = trial_inputs(
+    q, kv, table, length, shared = make_trial_inputs(
         torch.device("cuda", index), dtype, heads, key_heads, width, size
     )
-    exact = merged(read_gathered, q.float(), kv.float(), table, length, shared)
-    for backend in WAYS[:-1] if varlen_has_pages() else WAYS[:1]:
+    exact = attend_and_merge(attend_gathered, q.float(), kv.float(), table, length, shared)
+    for backend in BACKENDS[:-1] if varlen_supports_pages() else BACKENDS[:1]:
         try:
-            output = _by(backend, q, kv, table, length, shared)
+            output = _run_backend(backend, q, kv, table, length, shared)
             difference = float((output.float() - exact).abs().max())
             problem = (
                 f"outputs are {difference:.2g} apart"
@@ -206,19 +208,21 @@ def _tried(
     return "gathered"
 
 
-def _by(
-    way: str, q: Tensor, kv: Tensor, table: Tensor, length: Tensor, shared: SharedPages | None
+def _run_backend(
+    backend: str, q: Tensor, kv: Tensor, table: Tensor, length: Tensor, shared: SharedPages | None
 ) -> Tensor:
     """Compute the attention with the backend of that name."""
-    if way == "triton":
-        from kernels.paged_attention_triton import attend_pages as attend
+    if backend == "triton":
+        from kernels.paged_attention_triton import compute_paged_attention as attend
 
-        with on_device(q):
+        with device_context(q):
             return attend(q, kv, table, length, shared)
-    return merged(read_varlen if way == "varlen" else read_gathered, q, kv, table, length, shared)
+    return attend_and_merge(
+        attend_varlen if backend == "varlen" else attend_gathered, q, kv, table, length, shared
+    )
 
 
-def trial_inputs(
+def make_trial_inputs(
     device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, width: int, size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, SharedPages]:
     """Return random queries, KV pages, page table, row lengths and shared pages for a trial of the

@@ -1,5 +1,5 @@
-"""Implement `attend_pages` in Triton: all query heads of a key head together, so that a key is read
-once for all of them.
+"""Implement `compute_paged_attention` in Triton: all query heads of a key head together, so that a
+key is read once for all of them.
 
 The positions of a sequence are divided among a fixed number of splits. This number depends on the
 number of rows only, and each split is an even share of the sequence's length, so a row's bits do
@@ -19,14 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common import LOG2E
-from kernels.operands import interpreting
+from kernels.matmul_operands import is_interpreting
 from kernels.shared_pages import SharedPages
 
 FLOOR = tl.constexpr(-1e30)
 # The least number of programs of a launch, eight for each of an H100's 132 SMs, and the most
 # splits. More than 32 splits cost more in merging than they save.
-PROGRAMS, SPLITS = 1056, 32
-QUERIES = 64  # queries (rows times heads) of a window of a group's rows
+MIN_PROGRAMS, MAX_SPLITS = 1056, 32
+WINDOW_QUERIES = 64  # queries (rows times heads) of a window of a group's rows
 # Arguments that depend on the number of rows: without do_not_specialize, a variant of each would be
 # compiled in the middle of a run.
 BATCH = ("R", "splits", "first", "parts")
@@ -102,7 +102,7 @@ def _over_pages(
 
 
 @triton.jit(do_not_specialize=BATCH)
-def _own_kernel(
+def _private_pages_kernel(
     q_ptr,
     kv_ptr,
     table_ptr,
@@ -178,7 +178,7 @@ def _own_kernel(
 
 
 @triton.jit(do_not_specialize=BATCH)
-def _shared_kernel(
+def _shared_pages_kernel(
     q_ptr,
     kv_ptr,
     order_ptr,
@@ -305,14 +305,14 @@ def _merge_kernel(
 # ------------------------------------------------------------------------------------------- launch
 
 
-def splits_for(programs: int) -> int:
+def choose_splits(programs: int) -> int:
     """Return the number of splits for each sequence, a power of two, for a launch that would have
     this many programs without splits.
     """
-    return min(1 << max((PROGRAMS // programs).bit_length() - 1, 0), SPLITS)
+    return min(1 << max((MIN_PROGRAMS // programs).bit_length() - 1, 0), MAX_SPLITS)
 
 
-def sizes(width: int, itemsize: int, repeat: int) -> tuple[dict[str, int], int, int]:
+def choose_launch_sizes(width: int, itemsize: int, repeat: int) -> tuple[dict[str, int], int, int]:
     """Choose tile and pipeline by the bytes of a key, so that they fit any GPU's shared memory and
     registers.
 
@@ -328,31 +328,37 @@ def sizes(width: int, itemsize: int, repeat: int) -> tuple[dict[str, int], int, 
         "num_warps": 4,
         "num_stages": 3 if block * itemsize <= 128 else 2,
     }
-    window = max(QUERIES // wide // heads, 1)
+    window = max(WINDOW_QUERIES // wide // heads, 1)
     return options, max(heads, 16), max(window * heads, 16)
 
 
-def attend_pages(
+def compute_paged_attention(
     q: Tensor, kv: Tensor, table: Tensor, length: Tensor, shared: SharedPages | None
 ) -> Tensor:
     """Launch the kernels; arguments and result as in paged_attention.py."""
     (R, H, D), (_, _, S, K, _) = q.shape, kv.shape
     q = q if q.stride(2) == 1 else q.contiguous()
     repeat, heads = H // K, triton.next_power_of_2(H // K)
-    tile, row_block, window_block = sizes(D, q.element_size(), repeat)
+    tile, row_block, window_block = choose_launch_sizes(D, q.element_size(), repeat)
     windows = triton.cdiv(R, window_block // heads)
-    row_splits = splits_for(R * K)
-    shared_splits = 0 if shared is None else splits_for(windows * K)
+    row_splits = choose_splits(R * K)
+    shared_splits = 0 if shared is None else choose_splits(windows * K)
     parts = row_splits + shared_splits
     out = q.new_empty((R, H, D))
     part = out if parts == 1 else q.new_empty((R, H, parts, D), dtype=torch.float32)
     lse = part if parts == 1 else q.new_empty((R, H, parts), dtype=torch.float32)
     strides = (q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), kv.stride(2))
-    options: dict[str, Any] = {"K": K, "REPEAT": repeat, "S": S, "UPCAST": interpreting(), **tile}
+    options: dict[str, Any] = {
+        "K": K,
+        "REPEAT": repeat,
+        "S": S,
+        "UPCAST": is_interpreting(),
+        **tile,
+    }
     options["PRECISION"] = "tf32x3" if q.dtype == torch.float32 else "ieee"
     scale = D**-0.5 * LOG2E
     if shared is not None:
-        _shared_kernel[(windows, K, shared_splits)](
+        _shared_pages_kernel[(windows, K, shared_splits)](
             q,
             kv,
             shared.order,
@@ -373,7 +379,7 @@ def attend_pages(
             BM=window_block,
             **options,
         )
-    _own_kernel[(R, K, row_splits)](
+    _private_pages_kernel[(R, K, row_splits)](
         q,
         kv,
         table,
@@ -391,6 +397,14 @@ def attend_pages(
     )
     if parts > 1:
         _merge_kernel[(R * H,)](
-            part, lse, out, parts, D=D, MOST=2 * SPLITS, SOME=8, BLOCK=options["BLOCK"], num_warps=1
+            part,
+            lse,
+            out,
+            parts,
+            D=D,
+            MOST=2 * MAX_SPLITS,
+            SOME=8,
+            BLOCK=options["BLOCK"],
+            num_warps=1,
         )
     return out

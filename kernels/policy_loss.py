@@ -16,7 +16,7 @@ of KL(learner || reference) is added:
     k2  (lp - ref)^2 / 2             its gradient is that of the KL, on policy
     k3  e^(ref - lp) - (ref - lp) - 1
 Each estimator is differentiated as written and not weighted by r; the clients' `kl_coef`, in
-rl.losses.terms, gives all three the gradient of the KL.
+rl.losses.loss_terms, gives all three the gradient of the KL.
 
 Inactive tokens are selected away before any exp: their values, NaN included, change nothing.
 """
@@ -26,8 +26,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.common import check_same_device, check_sequences, check_tokens, on_device, triton_works
-from kernels.policy_kinds import KINDS, KL_KINDS, METRICS
+from kernels.common import (
+    can_run_triton,
+    check_same_device,
+    check_sequences,
+    check_tokens,
+    device_context,
+)
+from kernels.policy_loss_kinds import KINDS, KL_KINDS, METRICS
 
 NAME = "policy_loss"
 Bound = float | Tensor
@@ -35,7 +41,7 @@ Bound = float | Tensor
 # --------------------------------------------------------------------------------------- torch path
 
 
-def sequence_means(d_T: Tensor, active_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+def compute_sequence_means(d_T: Tensor, active_T: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Return the mean of d over the active tokens of each token's sequence, [T]; 0 if a sequence
     has none.
     """
@@ -48,7 +54,7 @@ def sequence_means(d_T: Tensor, active_T: Tensor, cu_seqlens: Tensor) -> Tensor:
     return (zero.index_add(0, owner_T, d_T.where(active_T, 0.0)) / count)[owner_T]
 
 
-def _torch_pass(
+def _policy_loss_torch(
     lp: Tensor,
     old: Tensor,
     advantage: Tensor,
@@ -67,7 +73,9 @@ def _torch_pass(
     lp, advantage = lp.where(active, 0.0), advantage.where(active, 0.0)
     d = lp - old.where(active, 0.0)
     r = torch.exp(
-        sequence_means(d, active, cu_seqlens) if kind == "gspo" and cu_seqlens is not None else d
+        compute_sequence_means(d, active, cu_seqlens)
+        if kind == "gspo" and cu_seqlens is not None
+        else d
     )
     clipped = torch.clamp(r, low, high)  # type: ignore[arg-type]
     if kind == "dro":
@@ -125,11 +133,11 @@ def forward_op(
     kl_kind: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss (float32 scalar), the sums of METRICS and d loss / d logp [T]."""
-    if triton_works(logp):
-        from kernels.policy_loss_triton import policy_loss_pass
+    if can_run_triton(logp):
+        from kernels.policy_loss_triton import launch_policy_loss
 
-        with on_device(logp):
-            sums, grad = policy_loss_pass(
+        with device_context(logp):
+            sums, grad = launch_policy_loss(
                 logp,
                 old,
                 advantage,
@@ -153,7 +161,7 @@ def forward_op(
             lower, upper = (
                 torch.as_tensor(b, dtype=torch.float32, device=logp.device) for b in (lower, upper)
             )
-        sums, grad = _torch_pass(
+        sums, grad = _policy_loss_torch(
             flat[0],  # type: ignore[arg-type]
             flat[1],  # type: ignore[arg-type]
             flat[2],  # type: ignore[arg-type]
@@ -179,7 +187,7 @@ def _(logp, *_):
 # ----------------------------------------------------------------------------------------- autograd
 
 
-def _setup(ctx, inputs, output) -> None:
+def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(output[2])
     ctx.mark_non_differentiable(output[1], output[2])
 
@@ -189,7 +197,7 @@ def _backward(ctx, g_loss, *_):
     return (g_loss * grad).to(grad.dtype), *[None] * 13
 
 
-forward_op.register_autograd(_backward, setup_context=_setup)
+forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 # ---------------------------------------------------------------------------------- public function
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.policy_kinds import KINDS, KL_KINDS, METRICS
+from kernels.policy_loss_kinds import KINDS, KL_KINDS, METRICS
 
 # 1024 tokens for each program: 32 programs for 32k tokens, each a single wave of loads. Larger
 # blocks leave SMs idle.
@@ -130,7 +130,7 @@ def _policy_loss_kernel(
     tl.store(row + 7, tl.sum(tl.where(active, kl, 0.0), 0))
 
 
-def policy_loss_pass(
+def launch_policy_loss(
     logp: Tensor,
     old: Tensor,
     advantage: Tensor,

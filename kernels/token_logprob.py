@@ -10,53 +10,58 @@ import torch
 from torch import Tensor
 
 from kernels.common import (
-    FLOATS,
+    CUDAGRAPH_UNSAFE_TAGS,
+    FLOAT_DTYPES,
+    LARGE_NEGATIVE,
     LN2,
-    LOW,
-    WAITS,
-    Head,
+    HeadConfig,
+    can_run_triton,
     check_head,
     check_same_device,
     check_target,
     check_targets,
-    on_device,
-    put,
-    triton_works,
+    device_context,
+    scatter_rows,
 )
-from kernels.linear_logprob_torch import BLOCK, Coefficients, coefficients, logit_gradient
+from kernels.linear_logprob_torch import (
+    BLOCK,
+    GradientCoefficients,
+    compute_coefficients,
+    compute_logit_gradient,
+)
 
 NAME = "token_logprob"
 
 # --------------------------------------------------------------------------------------- torch path
 
 
-def _chunks(logits_TV: Tensor) -> range:
+def _row_chunks(logits_TV: Tensor) -> range:
     """Return the row offsets of chunks that hold at most BLOCK logits."""
     return range(0, logits_TV.shape[0], max(1, BLOCK // logits_TV.shape[1]))
 
 
-def _scaled(logits: Tensor, head: Head) -> Tensor:
+def _scale_logits(logits: Tensor, head: HeadConfig) -> Tensor:
     """Return a float32 copy of the logits / log 2 after softcap and temperature."""
-    z = (logits.float() * head.in_scale).clamp_(min=LOW)
+    z = (logits.float() * head.in_scale).clamp_(min=LARGE_NEGATIVE)
     return z if head.softcap is None else z.tanh_().mul_(head.out_scale)
 
 
-def _pick(rows: Tensor, mask: Tensor) -> Tensor:
+def _select_masked(rows: Tensor, mask: Tensor) -> Tensor:
     """Return rows[mask], without a copy if the mask selects all rows."""
     return rows if bool(mask.all()) else rows[mask]
 
 
 def _torch_forward(
-    logits_TV: Tensor, y_T: Tensor, head: Head, ignore_index: int
+    logits_TV: Tensor, y_T: Tensor, head: HeadConfig, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return logp, entropy and lse, float32 [T], in plain torch."""
     out = torch.zeros((3, len(y_T)), dtype=torch.float32, device=logits_TV.device)
-    chunks = _chunks(logits_TV)
+    chunks = _row_chunks(logits_TV)
     for lo in chunks:
         y = y_T[lo : lo + chunks.step]
         used = y != ignore_index
-        z = _scaled(_pick(logits_TV[lo : lo + chunks.step], used), head)
-        at_target = z.gather(1, _pick(y, used).unsqueeze(1)).squeeze(1)
+        z = _scale_logits(_select_masked(logits_TV[lo : lo + chunks.step], used), head)
+        at_target = z.gather(1, _select_masked(y, used).unsqueeze(1)).squeeze(1)
         m = z.amax(1, keepdim=True)
         e = torch.exp2(z.sub_(m))
         total = e.sum(1)
@@ -69,7 +74,12 @@ def _torch_forward(
 
 
 def _torch_backward(
-    logits_TV: Tensor, y_T: Tensor, head: Head, co: Coefficients, lse_T: Tensor, out_TV: Tensor
+    logits_TV: Tensor,
+    y_T: Tensor,
+    head: HeadConfig,
+    co: GradientCoefficients,
+    lse_T: Tensor,
+    out_TV: Tensor,
 ) -> None:
     """Write the gradient to `out_TV`, which may be `logits_TV`. Rows with all-zero coefficients get
     zeros.
@@ -77,17 +87,17 @@ def _torch_backward(
     active_T = (
         (co.a != 0) | (co.b != 0) if co.c is None else (co.a != 0) | (co.b != 0) | (co.c != 0)
     )
-    chunks = _chunks(logits_TV)
+    chunks = _row_chunks(logits_TV)
     for lo in chunks:
         rows = slice(lo, lo + chunks.step)
         active = active_T[rows]
-        a, b, c = (t if t is None else _pick(t[rows], active) for t in co)
-        z = _scaled(_pick(logits_TV[rows], active), head)
+        a, b, c = (t if t is None else _select_masked(t[rows], active) for t in co)
+        z = _scale_logits(_select_masked(logits_TV[rows], active), head)
         slope = None if head.softcap is None else 1.0 - (z / head.out_scale).square_()
-        z.sub_((_pick(lse_T[rows], active) / LN2).unsqueeze(1))
-        coefficients = Coefficients(a, b, c)  # type: ignore[arg-type]
-        y = _pick(y_T[rows], active)
-        dz = logit_gradient(z, y, coefficients, head.grad_scale, torch.empty_like(z))
+        z.sub_((_select_masked(lse_T[rows], active) / LN2).unsqueeze(1))
+        coefficients = GradientCoefficients(a, b, c)  # type: ignore[arg-type]
+        y = _select_masked(y_T[rows], active)
+        dz = compute_logit_gradient(z, y, coefficients, head.grad_scale, torch.empty_like(z))
         dz = dz if slope is None else dz.mul_(slope)
         if bool(active.all()):
             out_TV[rows] = dz
@@ -95,14 +105,14 @@ def _torch_backward(
             out_TV[rows] = (
                 out_TV.new_zeros(())
                 if len(dz) == 0
-                else put(dz, active.nonzero().squeeze(1), len(active))
+                else scatter_rows(dz, active.nonzero().squeeze(1), len(active))
             )
 
 
 # --------------------------------------------------------------------------------------- custom ops
 
 
-@torch.library.custom_op("whetstone::token_logprob", mutates_args=(), tags=WAITS)
+@torch.library.custom_op("whetstone::token_logprob", mutates_args=(), tags=CUDAGRAPH_UNSAFE_TAGS)
 def forward_op(
     logits: Tensor,
     target: Tensor,
@@ -113,11 +123,11 @@ def forward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return logp, entropy and lse, float32 [T]. `inplace` is for the backward."""
     check_targets(NAME, target, logits.shape[1], ignore_index)
-    head = Head(temperature, softcap)
-    if triton_works(logits) and logits.numel():
+    head = HeadConfig(temperature, softcap)
+    if can_run_triton(logits) and logits.numel():
         from kernels.token_logprob_triton import forward
 
-        with on_device(logits):
+        with device_context(logits):
             return forward(logits, target, head, ignore_index)
     return _torch_forward(logits, target, head, ignore_index)
 
@@ -128,7 +138,7 @@ def _(logits, target, temperature, softcap, ignore_index, inplace):
     return logp, entropy, lse
 
 
-def _gradient(
+def _write_gradient(
     g_logp: Tensor | None,
     g_entropy: Tensor | None,
     g_lse: Tensor | None,
@@ -145,16 +155,16 @@ def _gradient(
     used = target != ignore_index
     a, b, c = (
         t if t is None else t.where(used, 0.0)
-        for t in coefficients(g_logp, g_entropy, g_lse, entropy)
+        for t in compute_coefficients(g_logp, g_entropy, g_lse, entropy)
     )
-    co = Coefficients(a, b, c)  # type: ignore[arg-type]
-    if triton_works(logits) and logits.numel():
+    co = GradientCoefficients(a, b, c)  # type: ignore[arg-type]
+    if can_run_triton(logits) and logits.numel():
         from kernels.token_logprob_triton import backward
 
-        with on_device(logits):
-            backward(logits, target, Head(temperature, softcap), co, lse, out)
+        with device_context(logits):
+            backward(logits, target, HeadConfig(temperature, softcap), co, lse, out)
     else:
-        _torch_backward(logits, target, Head(temperature, softcap), co, lse, out)
+        _torch_backward(logits, target, HeadConfig(temperature, softcap), co, lse, out)
 
 
 @torch.library.custom_op("whetstone::token_logprob_backward", mutates_args=())
@@ -172,7 +182,7 @@ def backward_op(
 ) -> Tensor:
     """Return the gradient of the logits in a new tensor."""
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    _gradient(
+    _write_gradient(
         g_logp,
         g_entropy,
         g_lse,
@@ -210,7 +220,7 @@ def backward_inplace_op(
     ignore_index: int,
 ) -> None:
     """Write the gradient over `logits`."""
-    _gradient(
+    _write_gradient(
         g_logp,
         g_entropy,
         g_lse,
@@ -233,7 +243,7 @@ def _(*_):
 # ----------------------------------------------------------------------------------------- autograd
 
 
-def _setup(ctx, inputs, output) -> None:
+def _setup_context(ctx, inputs, output) -> None:
     logits, target, temperature, softcap, ignore_index, inplace = inputs
     ctx.save_for_backward(logits, target, *output[1:])
     ctx.settings, ctx.inplace = (temperature, softcap, ignore_index), inplace
@@ -250,7 +260,7 @@ def _backward(ctx, g_logp, g_entropy, g_lse):
     return logits, None, None, None, None, None
 
 
-forward_op.register_autograd(_backward, setup_context=_setup)
+forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 # ---------------------------------------------------------------------------------- public function
 
@@ -275,7 +285,7 @@ def token_logprob(
     naming the first target outside [0, V).
     """
     check_head(NAME, temperature, softcap)
-    if logits.dim() < 1 or logits.shape[-1] == 0 or logits.dtype not in FLOATS:
+    if logits.dim() < 1 or logits.shape[-1] == 0 or logits.dtype not in FLOAT_DTYPES:
         raise ValueError(
             f"{NAME}: logits are {logits.dtype} {tuple(logits.shape)}; expected floating [..., V] "
             "with V > 0"

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import LOG2E, Head
-from kernels.linear_logprob_torch import Coefficients
+from kernels.common import LOG2E, HeadConfig
+from kernels.linear_logprob_torch import GradientCoefficients
 from kernels.linear_logprob_triton import FLOOR, TO_NATS
 
 BLOCK = 8192
@@ -121,16 +121,16 @@ def _backward_kernel(
             )
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def _contiguous_rows(tensor: Tensor) -> Tensor:
     """Return the tensor with contiguous rows."""
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 
 def forward(
-    logits_TV: Tensor, y_T: Tensor, head: Head, ignore_index: int, block: int = BLOCK
+    logits_TV: Tensor, y_T: Tensor, head: HeadConfig, ignore_index: int, block: int = BLOCK
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the forward kernel; return logp, entropy and lse, float32 [T]."""
-    logits = _rows(logits_TV)
+    logits = _contiguous_rows(logits_TV)
     logp, entropy, lse = (
         torch.empty(len(y_T), dtype=torch.float32, device=logits.device) for _ in range(3)
     )
@@ -155,14 +155,14 @@ def forward(
 def backward(
     logits_TV: Tensor,
     y_T: Tensor,
-    head: Head,
-    co: Coefficients,
+    head: HeadConfig,
+    co: GradientCoefficients,
     lse_T: Tensor,
     out_TV: Tensor,
     block: int = BLOCK,
 ) -> None:
     """Write the gradient to `out_TV`, which may be `logits_TV`."""
-    logits, out = _rows(logits_TV), _rows(out_TV)
+    logits, out = _contiguous_rows(logits_TV), _contiguous_rows(out_TV)
     a, b, c = (t if t is None else (t * head.grad_scale).contiguous() for t in co)
     _backward_kernel[(len(y_T),)](
         logits,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl import renderers, rewards, types
-    from rl.clients import (
+    from rl.client import (
         APIFuture,
         LoRAConfig,
         LossHandle,
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
         TrainingClient,
         TrainingConfig,
     )
-    from rl.clients import SamplingClient as BackcompatSamplingClientFuture
-    from rl.clients import TrainingClient as BackcompatTrainingClientFuture
+    from rl.client import SamplingClient as BackcompatSamplingClientFuture
+    from rl.client import TrainingClient as BackcompatTrainingClientFuture
     from rl.errors import (
         APIConnectionError,
         APIError,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from rl.models import info as model_info
     from rl.models import load_tokenizer as get_tokenizer
     from rl.rewards import register_reward, resolve_reward
-    from rl.run import train
+    from rl.trainer import train
     from rl.types import (  # fmt: skip
         AdamOptimizerConfig,
         AdamParams,
@@ -79,25 +79,25 @@ if TYPE_CHECKING:
     )
 
 # name -> (module, attribute; None for the module itself)
-_FACE: dict[str, tuple[str, str | None]] = {
-    "APIFuture": ("rl.clients.futures", "APIFuture"),
-    "BackcompatSamplingClientFuture": ("rl.clients.sampling", "SamplingClient"),
-    "BackcompatTrainingClientFuture": ("rl.clients.training", "TrainingClient"),
-    "LoRAConfig": ("rl.clients.config", "LoRAConfig"),
-    "LossHandle": ("rl.clients.custom_loss", "LossHandle"),
-    "PerDatumLossFn": ("rl.clients.custom_loss", "PerDatumLossFn"),
-    "RestClient": ("rl.clients.rest_client", "RestClient"),
-    "SamplingClient": ("rl.clients.sampling", "SamplingClient"),
-    "ServiceClient": ("rl.clients.service", "ServiceClient"),
-    "TrainingClient": ("rl.clients.training", "TrainingClient"),
-    "TrainingConfig": ("rl.clients.config", "TrainingConfig"),
+_PUBLIC_NAMES: dict[str, tuple[str, str | None]] = {
+    "APIFuture": ("rl.client.api_future", "APIFuture"),
+    "BackcompatSamplingClientFuture": ("rl.client.sampling_client", "SamplingClient"),
+    "BackcompatTrainingClientFuture": ("rl.client.training_client", "TrainingClient"),
+    "LoRAConfig": ("rl.client.training_config", "LoRAConfig"),
+    "LossHandle": ("rl.client.custom_loss", "LossHandle"),
+    "PerDatumLossFn": ("rl.client.custom_loss", "PerDatumLossFn"),
+    "RestClient": ("rl.client.rest_client", "RestClient"),
+    "SamplingClient": ("rl.client.sampling_client", "SamplingClient"),
+    "ServiceClient": ("rl.client.service_client", "ServiceClient"),
+    "TrainingClient": ("rl.client.training_client", "TrainingClient"),
+    "TrainingConfig": ("rl.client.training_config", "TrainingConfig"),
     "get_tokenizer": ("rl.models", "load_tokenizer"),
     "model_info": ("rl.models.info", None),
     "register_reward": ("rl.rewards", "register_reward"),
     "renderers": ("rl.renderers", None),
     "resolve_reward": ("rl.rewards", "resolve_reward"),
     "rewards": ("rl.rewards", None),
-    "train": ("rl.run", "train"),
+    "train": ("rl.trainer", "train"),
     "types": ("rl.types", None),
 }
 _TYPES = (
@@ -113,12 +113,12 @@ _ERRORS = (
     "InternalServerError", "NotFoundError", "PermissionDeniedError", "RateLimitError",
     "RequestFailedError", "TinkerError", "UnprocessableEntityError", "UserError",
 )  # fmt: skip
-_FACE |= {name: ("rl.types", name) for name in _TYPES} | {
+_PUBLIC_NAMES |= {name: ("rl.types", name) for name in _TYPES} | {
     name: ("rl.errors", name) for name in _ERRORS
 }
 
 # Names of Tinker's client that have no meaning without its service.
-_ELSEWHERE = {
+_UNSUPPORTED = {
     "AdminClient": "organisations do not exist here",
     "auth": "accounts and keys do not exist here",
     "DimuonOptimizerConfig": "the optimizer is AdamW: types.AdamOptimizerConfig",
@@ -148,16 +148,16 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ELSEWHERE:
+    if name in _UNSUPPORTED:
         raise AttributeError(
-            f"rl has no {name}: {_ELSEWHERE[name]} (docs/tinker.md lists all differences "
+            f"rl has no {name}: {_UNSUPPORTED[name]} (docs/tinker.md lists all differences "
             "from Tinker's client)"
         )
-    if name not in _FACE:
+    if name not in _PUBLIC_NAMES:
         raise AttributeError(
             f"module 'rl' has no attribute {name!r}; its public names are {', '.join(__all__)}"
         )
-    module, attribute = _FACE[name]
+    module, attribute = _PUBLIC_NAMES[name]
     loaded = importlib.import_module(module)
     return loaded if attribute is None else getattr(loaded, attribute)
 
@@ -166,11 +166,11 @@ def __dir__() -> list[str]:
     return __all__
 
 
-class _Late(ModuleType):
+class _LazyModule(ModuleType):
     """Stand in for a module at the address that scripts import; load its attributes on access."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.modules[__name__].__getattr__(self.__name__.rpartition(".")[2]), name)
 
 
-sys.modules[f"{__name__}.model_info"] = _Late(f"{__name__}.model_info")
+sys.modules[f"{__name__}.model_info"] = _LazyModule(f"{__name__}.model_info")

@@ -104,7 +104,7 @@ class RunFolderError(UserError):
     """Reject a run's folder for the requested use. The message names the remedy."""
 
 
-class UnusedSetting(ValueError):
+class UnusedSettingError(ValueError):
     """Reject a setting that has no effect with the other settings. `name`: the setting."""
 
     def __init__(self, name: str, text: str):
@@ -112,7 +112,7 @@ class UnusedSetting(ValueError):
         self.name = name
 
 
-class FailedElsewhere(Exception):
+class OtherRankFailed(Exception):
     """End this rank after another rank failed. Never shown: the other rank's error is."""
 
 
@@ -123,7 +123,7 @@ class RankLost(RuntimeError):
     """
 
 
-def remark(text: str, stacklevel: int = 3) -> None:
+def warn_on_rank_zero(text: str, stacklevel: int = 3) -> None:
     """Warn on rank 0 only, since every rank detects the same condition.
 
     `stacklevel` as in `warnings.warn`; 3 names the caller's caller.

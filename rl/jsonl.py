@@ -13,7 +13,7 @@ import numpy as np
 
 from rl.errors import UserError
 
-METRICS = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -31,27 +31,27 @@ def write_atomically(path: Path, text: str) -> None:
         os.close(folder)
 
 
-def finite(value: Any) -> Any:
+def replace_nonfinite(value: Any) -> Any:
     """Convert numbers to Python's types, and NaN and infinity, which strict JSON lacks, to None."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, Mapping):
-        return {str(key): finite(item) for key, item in value.items()}
+        return {str(key): replace_nonfinite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
+        return [replace_nonfinite(item) for item in value]
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, (np.generic, np.ndarray)):
-        return finite(value.tolist())
+        return replace_nonfinite(value.tolist())
     number = float(value)
     return number if math.isfinite(number) else None
 
 
-def json_line(row: Mapping[str, Any]) -> str:
+def format_json_line(row: Mapping[str, Any]) -> str:
     """Return a line of strict JSON, with keys in their order.
 
     Half of a surrogate pair, which UTF-8 cannot encode, is written as a JSON escape. Raises
-    ValueError for NaN and infinity: pass the row through `finite`.
+    ValueError for NaN and infinity: pass the row through `replace_nonfinite`.
     """
     return (
         json.dumps(row, ensure_ascii=False, allow_nan=False)
@@ -61,7 +61,7 @@ def json_line(row: Mapping[str, Any]) -> str:
     )
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a .jsonl file.
 
     An unfinished last line (of a killed writer) is skipped; any other malformed line raises
@@ -74,16 +74,16 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     unfinished = lines.pop()  # b"" if the last line is complete
-    rows = [_row(line, f"{path} line {number}") for number, line in enumerate(lines, start=1)]
+    rows = [_parse_row(line, f"{path} line {number}") for number, line in enumerate(lines, start=1)]
     if unfinished:
         try:
-            rows.append(_row(unfinished, ""))
+            rows.append(_parse_row(unfinished, ""))
         except UserError:
             pass
     return rows
 
 
-def _row(line: bytes, where: str) -> dict[str, Any]:
+def _parse_row(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -101,7 +101,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     "step" is ascending, "stage" is a string, other values are numbers, strings or null. Raises
     UserError naming the first invalid line.
     """
-    rows = read_rows(path)
+    rows = read_jsonl(path)
     last = 0
     for number, row in enumerate(rows, start=1):
         step, problem = row.get("step"), None

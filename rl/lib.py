@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from rl.clients import (
+from rl.client import (
     APIFuture,
     LossHandle,
     PerDatumLossFn,

@@ -1,4 +1,4 @@
-"""The alarms' formulas over every row of a stage, as lists: the judge of `rl.report.alarms`, which
+"""The alarms' formulas over every row of a stage, as lists: the judge of `rl.reporting.alarm_monitor`, which
 keeps a bounded part of them.
 
 Each check sees all rows so far, the newest last. `brute_force` gives a stage's metrics and texts
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pvariance
 from typing import Any
 
-from rl.episodes.metrics import largest
+from rl.rollout.rollout_metrics import max_or_nan
 
 Row = Mapping[str, Any]
 Check = Callable[[Sequence[Row]], str | None]
@@ -90,7 +90,7 @@ def mastered(rows: Sequence[Row]) -> bool:
 
 def kl_above(level: float) -> Check:
     def check(rows: Sequence[Row]) -> str | None:
-        value = largest([abs(number(rows[-1], KL[0])), number(rows[-1], KL[1])])
+        value = max_or_nan([abs(number(rows[-1], KL[0])), number(rows[-1], KL[1])])
         # nan is not below
         return (
             None
@@ -182,7 +182,7 @@ def entropy_collapse(rows: Sequence[Row]) -> str | None:
     if mastered(rows):
         return None
     newest = [number(row, ENTROPY) * number(row, LENGTH) for row in rows[-SOME:]]
-    if len(newest) == SOME and largest(newest) < CERTAIN:
+    if len(newest) == SOME and max_or_nan(newest) < CERTAIN:
         return f"answers are certain: {fmean(newest):.2g} nats of entropy an answer"
     found = ends(rows, ENTROPY, SOME)
     if found is None:

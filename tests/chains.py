@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from whole_runs import train
 
 from bench.tiny_models import tiny_model
-from rl.learner import saving
+from rl.learner import learner_checkpoint
 from rl.models import load_tokenizer
-from rl.run import export
+from rl.trainer import export_weights
 
 CHAINED = (
     "llama",
@@ -68,7 +68,7 @@ def chain(name: str, tied: bool, folder: Path) -> tuple[float, float]:
     """
     model = tiny_model(name, tie_word_embeddings=tied)
     model.config.eos_token_id = model.generation_config.eos_token_id = 1
-    saving.write_model(model, load_tokenizer("tiny:addition"), folder / "base")
+    learner_checkpoint.write_model(model, load_tokenizer("tiny:addition"), folder / "base")
     assert AutoModelForCausalLM.from_pretrained(folder / "base").config.tie_word_embeddings == tied
     train(f"sft {_WORDS} --base-model {folder / 'base'} --lora-rank 4", folder / "sft")
     train(f"dpo {_WORDS} --base-model {folder / 'sft'}", folder / "dpo")
@@ -76,10 +76,10 @@ def chain(name: str, tied: bool, folder: Path) -> tuple[float, float]:
         f"grpo {_WORDS} --group-size 4 --base-model {folder / 'dpo'} --lora-rank 2 --no-train-mlp",
         folder / "grpo",
     )
-    export(str(folder / "grpo"), folder / "out", merged=True)
+    export_weights(str(folder / "grpo"), folder / "out", merged=True)
     got = logits(AutoModelForCausalLM.from_pretrained(folder / "out").eval())
     last = folder / "grpo" / "checkpoints" / "grpo-final"
-    own = logits(saving.load_for_sampling(str(last), None)[0].model)
+    own = logits(learner_checkpoint.load_for_sampling(str(last), None)[0].model)
     exact = by_hand(
         folder / "base", [folder / "dpo" / "checkpoints" / "dpo-final" / "model", last / "model"]
     )

@@ -9,9 +9,16 @@ import random
 
 import numpy as np
 
-from rl.environments import Environment, EnvironmentGroup, Limits, Turn, resolve_environment, tool
-from rl.episodes import EnvGroupBuilder, rollout, trajectory_to_datums
+from rl.envs import (
+    Environment,
+    EnvironmentGroup,
+    EpisodeLimits,
+    TurnResult,
+    resolve_environment,
+    tool,
+)
 from rl.renderers import Renderer, get_renderer
+from rl.rollout import EnvGroupBuilder, rollout, trajectory_to_datums
 from rl.types import Problem, SampledSequence, SampleResponse, SamplingParams
 
 WORDS = (
@@ -118,8 +125,8 @@ class Talk(Environment):
         self.turns -= 1
         reward = self.rng.random()
         if self.turns <= 0:
-            return Turn(reward=reward, done=True, truncated=self.rng.random() < 0.3)
-        return Turn(self.say(), reward=reward)
+            return TurnResult(reward=reward, done=True, truncated=self.rng.random() < 0.3)
+        return TurnResult(self.say(), reward=reward)
 
 
 class Writer:
@@ -144,7 +151,7 @@ class Writer:
         special = {
             *tokenizer.all_special_ids,
             *getattr(tokenizer, "added_tokens_decoder", {}),
-            *renderer.ends,
+            *renderer.end_tokens,
         }
         self.ordinary = [i for i in range(len(tokenizer)) if i not in special]
         self.drawn: list[list[int]] = []
@@ -171,8 +178,8 @@ class Writer:
             )
         else:
             tokens = self.encode(text(rng, self.ascii_only, odd=kind == 3))
-        tokens = [t for t in tokens if t not in self.renderer.ends] or self.ordinary[:1]
-        ends = [mark] * 3 + [[end] for end in sorted(self.renderer.ends)] + [[]]
+        tokens = [t for t in tokens if t not in self.renderer.end_tokens] or self.ordinary[:1]
+        ends = [mark] * 3 + [[end] for end in sorted(self.renderer.end_tokens)] + [[]]
         return [*tokens, *rng.choice(ends)]
 
     def sample_many(self, requests, /):
@@ -200,7 +207,7 @@ def groups(
         resolve_environment(Talk, ascii_only=ascii_only, tools=tools, odd=odd)
         for tools in (False, True)
     ]
-    limits = Limits(turns=12, seconds=60)
+    limits = EpisodeLimits(turns=12, seconds=60)
     problems = [Problem((), {"seed": first + i}, index=first + i) for i in range(count)]
     return [EnvironmentGroup(kinds[p.index % 2], p, 1, renderer, limits=limits) for p in problems]
 

@@ -24,11 +24,11 @@ from helpers import random_datums  # noqa: E402
 from torch.distributed.distributed_c10d import _world  # noqa: E402
 
 from rl import ServiceClient, types  # noqa: E402
-from rl.clients import crew  # noqa: E402
-from rl.clients.training import TrainingClient  # noqa: E402
-from rl.clients.worker import Worker, WorkerSettings  # noqa: E402
+from rl.client.training_client import TrainingClient  # noqa: E402
+from rl.distributed.accelerate_launch import make_accelerator  # noqa: E402
 from rl.learner.learner import LearnerSettings  # noqa: E402
-from rl.ranks.launch import make_accelerator  # noqa: E402
+from rl.runtime import worker_group  # noqa: E402
+from rl.runtime.training_worker import TrainingWorker, WorkerSettings  # noqa: E402
 from rl.types import AdamParams, Datum, ModelInput  # noqa: E402
 
 DIVISOR = 7.0
@@ -149,7 +149,7 @@ def update_datums(step: int) -> list[Datum]:
     return random_datums(3 + step, seed=20 + step)
 
 
-class CaseWorker(Worker):
+class CaseWorker(TrainingWorker):
     """A worker with verbs that look inside and change what a launch fixes."""
 
     def configure(self, settings: dict[str, Any]) -> None:
@@ -208,7 +208,7 @@ class CaseWorker(Worker):
         return found, norm
 
     def micro_batches(self, model_id: int, datums: Sequence[Datum]) -> int:
-        return len(self.learners[model_id]._my_batches(datums))
+        return len(self.learners[model_id]._local_micro_batches(datums))
 
     def plant_divisor(self, model_id: int, divisor: float) -> None:
         """A defect: every loss is divided by `divisor` once too often."""
@@ -418,7 +418,7 @@ class Launch:
 
 def main(starts: Path, out: Path, also: str | None) -> None:
     torch.set_num_threads(1)
-    crew.Worker = CaseWorker  # what the driver and the serving ranks make
+    worker_group.TrainingWorker = CaseWorker  # what the driver and the serving ranks make
     launch = Launch(starts, out)
     launch.gradients(list(GRADIENTS))
     launch.unequal_shares()

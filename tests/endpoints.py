@@ -7,13 +7,13 @@ import asyncio
 from starlette.applications import Starlette
 
 from rl import ServiceClient
-from rl.clients import SampleStream
+from rl.client import SampleStream
 from rl.models import load_tokenizer
 from rl.renderers import get_renderer
-from rl.serve.chat_routes import routes
-from rl.serve.desk import ServedModel
-from rl.serve.episodes import Sessions
-from rl.serve.episodes_server import LoopServer
+from rl.serve.agent_sessions import AgentSessions
+from rl.serve.loop_server import LoopServer
+from rl.serve.openai_routes import make_openai_routes
+from rl.serve.serving_engine import ServedModel
 from rl.types import ModelInput, SampledSequence, SampleResponse
 
 
@@ -43,7 +43,7 @@ class TinyDesk:
         show = what.pop("show", None)
         self.asked.append((list(prompt_ids), num_samples, sampling_params, what))
         if show is not None:
-            request = self.client.request(
+            request = self.client.make_request(
                 ModelInput.from_ints(list(prompt_ids)), num_samples, sampling_params, **what
             )
             return await asyncio.to_thread(self._shown, request, show)
@@ -56,8 +56,8 @@ class TinyDesk:
         """The same a step at a time; after each, what there is so far is shown."""
         with SampleStream(self.client) as stream:
             ticket = stream.add(request)
-            while ticket not in (part := stream.slice(1, shows=True)).finished:
-                show(part.drawn.get(ticket, {}))
+            while ticket not in (part := stream.run_steps(1, partial_tickets=True)).finished:
+                show(part.partial_output.get(ticket, {}))
         if isinstance(part.finished[ticket], ValueError):
             raise part.finished[ticket]
         return part.finished[ticket]
@@ -142,9 +142,9 @@ class Endpoint:
     """The desk, its sessions and where they are served."""
 
     def __init__(self, desk):
-        self.desk, self.sessions = desk, Sessions()
+        self.engine, self.sessions = desk, AgentSessions()
         self.server = LoopServer(
-            lambda: Starlette(routes=routes(desk, self.sessions)), "the test's endpoint"
+            lambda: Starlette(routes=make_openai_routes(desk, self.sessions)), "the test's endpoint"
         )
         self.url = self.server.url
 

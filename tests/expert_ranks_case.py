@@ -17,9 +17,9 @@ from distributed_cases import CaseWorker  # noqa: E402
 from helpers import random_datums  # noqa: E402
 
 from rl import ServiceClient  # noqa: E402
-from rl.clients import crew  # noqa: E402
-from rl.clients.worker import WorkerSettings  # noqa: E402
 from rl.learner.learner import LearnerSettings  # noqa: E402
+from rl.runtime import worker_group  # noqa: E402
+from rl.runtime.training_worker import WorkerSettings  # noqa: E402
 
 COLUMNS = {"qwen3_moe": 8, "dbrx": 8, "deepseek_v3": 6}  # experts a token over all layers
 CASES = ("qwen3_moe", "deepseek_v3", "qwen3_moe lora", "dbrx")
@@ -36,7 +36,7 @@ def data(columns: int) -> list:
 
 def main(starts: Path, out: Path) -> None:
     torch.set_num_threads(1)
-    crew.Worker = CaseWorker
+    worker_group.TrainingWorker = CaseWorker
     settings = WorkerSettings(
         timeout_seconds=60,
         dtype="fp32",

@@ -5,10 +5,10 @@ each seat read.
 import random
 from dataclasses import dataclass, field
 
-from rl.environments import EnvironmentGroup, Limits, resolve_environment
-from rl.episodes import rollout
-from rl.models.load import load_tokenizer
+from rl.envs import EnvironmentGroup, EpisodeLimits, resolve_environment
+from rl.models.model_loading import load_tokenizer
 from rl.renderers import get_renderer
+from rl.rollout import rollout
 from rl.types import Problem, SampledSequence, SampleResponse, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=12)
@@ -89,7 +89,7 @@ def play(
     problems = [Problem((), {"seed": 100 * seed + i}, tag=name, index=i) for i in range(groups)]
     builders = [
         EnvironmentGroup(
-            spec, one, members, rendered, limits=Limits(turns=turns), renderers=renderers
+            spec, one, members, rendered, limits=EpisodeLimits(turns=turns), renderers=renderers
         )
         for one in problems
     ]

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import torch
 
-from rl.clients.settings import SamplerSettings, WorkerSettings
-from rl.clients.worker import ModelSpec, Worker
 from rl.learner.learner import LearnerSettings
-from rl.models.presets import get_preset
+from rl.models.tiny_models import get_model_preset
+from rl.runtime.rank_settings import SamplerSettings, WorkerSettings
+from rl.runtime.training_worker import ModelSpec, TrainingWorker
 from rl.types import AdamParams, Datum, ModelInput
 
 VOCABULARY = 14  # of tiny:addition
@@ -18,11 +18,13 @@ VOCABULARY = 14  # of tiny:addition
 
 def make_worker(
     base: str = "tiny:addition", *, lora=None, seed: int = 1, value_head: bool = False, **learner
-) -> Worker:
+) -> TrainingWorker:
     """A worker with model 0, perturbed so that no weight is at its initial zero or one (a LoRA's B
     is 0, norms are 1).
     """
-    worker = Worker(WorkerSettings(learner=LearnerSettings(**learner), sampler=SamplerSettings()))
+    worker = TrainingWorker(
+        WorkerSettings(learner=LearnerSettings(**learner), sampler=SamplerSettings())
+    )
     worker.create_model(
         0, ModelSpec(base, lora=lora, seed=seed, value_head=value_head), None, False
     )
@@ -33,7 +35,7 @@ def make_worker(
     return worker
 
 
-def call(worker: Worker, verb: str, *arguments):
+def call(worker: TrainingWorker, verb: str, *arguments):
     """A verb as the driver runs it on one process."""
     return worker.merge(verb, [getattr(worker, verb)(*arguments)])
 
@@ -64,7 +66,7 @@ def random_datums(
     return datums
 
 
-def gradient(worker: Worker) -> torch.Tensor:
+def gradient(worker: TrainingWorker) -> torch.Tensor:
     """All gradients of model 0 as one vector."""
     return torch.cat([p.grad.reshape(-1) for p in worker.learners[0].trainable.values()])
 
@@ -88,7 +90,7 @@ def path_terms(base: str = "tiny:addition", tokens: int = 16, vocabulary: int = 
     """`terms` of a gradient of a tiny preset: a forward's sums over `tokens` positions, and again
     those of its backward.
     """
-    preset = get_preset(base)
+    preset = get_model_preset(base)
     head = preset.hidden // preset.heads
     # projections in, scores, softmax and its mix, projection out
     attention = preset.hidden + head + 2 * tokens + preset.hidden

@@ -7,7 +7,7 @@ earns honestly: `earns`.
 
 from typing import NamedTuple
 
-from rl.sandbox import Asserts, Calls, Dialogues, Pytest, Tests, helpers_of
+from rl.sandbox import Asserts, Calls, Pytest, StdinStdoutTests, Tests, extract_helpers
 
 
 class Cheat(NamedTuple):
@@ -138,7 +138,7 @@ STARS = {
 def _replacing() -> list[Cheat]:
     found = []
     for number, (head, name, check) in HEADS.items():
-        tests = Asserts(helpers_of(head, name), [check], name)
+        tests = Asserts(extract_helpers(head, name), [check], name)
         found += [
             Cheat(16, f"HumanEval/{number}, {i}", f"{head}    pass\n{text}", tests)
             for i, text in enumerate(REPLACED[number])
@@ -217,7 +217,7 @@ def _almost() -> list[Cheat]:
                     17,
                     f"{compare}, printed: {code}",
                     f"print({code})",
-                    Dialogues([("", expected)], compare),
+                    StdinStdoutTests([("", expected)], compare),
                 )
             )
     return found

@@ -18,10 +18,10 @@ from distributed_cases import CaseWorker  # noqa: E402
 from seeing import chunk, spelt  # noqa: E402
 
 from rl import ServiceClient  # noqa: E402
-from rl.clients import crew  # noqa: E402
-from rl.clients.worker import WorkerSettings  # noqa: E402
-from rl.images import reader_of  # noqa: E402
+from rl.images import get_image_reader  # noqa: E402
 from rl.learner.learner import LearnerSettings  # noqa: E402
+from rl.runtime import worker_group  # noqa: E402
+from rl.runtime.training_worker import WorkerSettings  # noqa: E402
 from rl.types import Datum, SamplingParams  # noqa: E402
 
 # (images of each row, loss, what is trained)
@@ -45,7 +45,7 @@ def row(tokenizer, images: int, seed: int):
             "<|vision_end|>",
         ]
     text = "how many?" + "so " * (seed % 4)
-    return reader_of(tokenizer).settled(
+    return get_image_reader(tokenizer).resolve_tokens(
         spelt(tokenizer, *parts, f"{text}<|end|><|assistant|>{seed}")
     )
 
@@ -65,13 +65,13 @@ def data(tokenizer, counts, loss: str) -> list[Datum]:
             }
         else:
             fields |= {"weights": mask * rng.uniform(0.5, 1.0, n)}
-        found.append(Datum(whole.cut(n), fields))
+        found.append(Datum(whole.truncate(n), fields))
     return found
 
 
 def main(start: Path, out: Path) -> None:
     torch.set_num_threads(1)
-    crew.Worker = CaseWorker
+    worker_group.TrainingWorker = CaseWorker
     settings = WorkerSettings(
         timeout_seconds=90, dtype="fp32", learner=LearnerSettings(token_budget=120)
     )

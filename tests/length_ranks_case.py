@@ -18,8 +18,8 @@ import torch  # noqa: E402
 from distributed_cases import CaseWorker  # noqa: E402
 
 from rl import ServiceClient  # noqa: E402
-from rl.clients import WorkerSettings, crew  # noqa: E402
 from rl.learner import LearnerSettings  # noqa: E402
+from rl.runtime import WorkerSettings, worker_group  # noqa: E402
 from rl.types import Datum, ModelInput  # noqa: E402
 
 # pairs by the lengths of prompt, chosen and rejected; rows of more than 32 tokens have other
@@ -51,7 +51,7 @@ def pairs(lengths: Sequence[tuple[int, int, int]]) -> list[Datum]:
 
 def main(start: Path, out: Path) -> None:
     torch.set_num_threads(1)
-    crew.Worker = CaseWorker
+    worker_group.TrainingWorker = CaseWorker
     settings = WorkerSettings(
         timeout_seconds=90, dtype="fp32", learner=LearnerSettings(token_budget=130)
     )

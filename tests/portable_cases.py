@@ -13,20 +13,20 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 from helpers import random_datums  # noqa: E402
 
 from rl import ServiceClient, types  # noqa: E402
-from rl.clients.worker import Worker  # noqa: E402
+from rl.runtime.training_worker import TrainingWorker  # noqa: E402
 
 
-def whole_at_once(worker: Worker, model_id: int) -> list[list[int]]:
+def whole_at_once(worker: TrainingWorker, model_id: int) -> list[list[int]]:
     """A verb: for each piece of the weights on its way to the sampler, [its elements, elements in
     memory of all parameters].
     """
     learner = worker.learners[model_id]
     held = lambda: sum(p.numel() for p in learner.model.parameters())  # noqa: E731  # a sharded one's is 0 until it is gathered
-    return [[tensor.numel(), held()] for _, tensor in learner.weights(frozen=True)]
+    return [[tensor.numel(), held()] for _, tensor in learner.iter_weights(frozen=True)]
 
 
 def main(out: Path, state: str | None) -> None:
-    Worker.whole_at_once = whole_at_once
+    TrainingWorker.whole_at_once = whole_at_once
     service = ServiceClient(output_dir=out)
     if state is None:
         client = service.create_full_training_client("tiny:addition", seed=2)

@@ -22,8 +22,8 @@ TAG = "PYTHON_WHETSTONE_TAG"
 REPO = Path(__file__).resolve().parent.parent
 TRAIN = str(REPO / "train.py")
 EARLY = (
-    "rl.run",
-    "rl.run.entry",
+    "rl.trainer",
+    "rl.trainer.entry_point",
     "accelerate",
     "safetensors.torch",
     "huggingface_hub",
@@ -86,7 +86,7 @@ def serve(*modules: str) -> None:
     for name in (*EARLY, *modules):
         importlib.import_module(name)
     # seconds, for a picture that nobody here looks at
-    sys.modules["rl.report.plots"].draw = lambda *arguments: None
+    sys.modules["rl.reporting.metric_plots"].draw = lambda *arguments: None
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         order = json.loads(line)

@@ -11,8 +11,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rl import ServiceClient
-from rl.clients import SamplerSettings, WorkerSettings
-from rl.sampler import Request
+from rl.runtime import SamplerSettings, WorkerSettings
+from rl.sampler import SamplingRequest
 from rl.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
 
 PROMPTS = [[3, 12, 5], [7, 12, 4, 13], [9], [4, 4, 12]]
@@ -21,7 +21,7 @@ PARAMS = SamplingParams(max_tokens=6, temperature=0.8, stop=[])
 
 def drawn(client, seed: int) -> list:
     requests = [
-        Request(prompt=p, num_samples=3, params=PARAMS, seed=seed, problem=i)
+        SamplingRequest(prompt=p, num_samples=3, params=PARAMS, seed=seed, problem=i)
         for i, p in enumerate(PROMPTS)
     ]
     responses, _ = client.sample_many(requests).result()

@@ -16,8 +16,15 @@ import torch
 from sampler_models import tiny_model
 from test_sampler_paged import check
 
-from rl.sampler import Engine, Kept, PagedEngine, Request, SteppedEngine, make_decoder
-from rl.sampler.streams import as_uint64, uniforms
+from rl.sampler import (
+    Engine,
+    IdleKVCachePool,
+    MultiStepEngine,
+    PagedEngine,
+    SamplingRequest,
+    make_decoder,
+)
+from rl.sampler.philox import as_uint64, philox_uniforms
 from rl.types import SampledSequence, SamplingParams
 
 EOS = (3,)
@@ -48,9 +55,9 @@ class Alone:
     def __init__(self, decoder: Any):
         self.decoder = decoder
         # the request, lest another is given its id
-        self.known = dict[int, tuple[Request, list[SampledSequence]]]()
+        self.known = dict[int, tuple[SamplingRequest, list[SampledSequence]]]()
 
-    def __call__(self, request: Request) -> list[SampledSequence]:
+    def __call__(self, request: SamplingRequest) -> list[SampledSequence]:
         if id(request) not in self.known:
             engine = Engine(self.decoder, EOS, Letters())
             engine.add(request)
@@ -71,9 +78,9 @@ class Asked:
             rng.integers(0, self.vocab, int(rng.integers(1, most // 3))).tolist() for _ in range(3)
         ]
         self.talks: dict[str, list[int]] = {}  # what has been said in them
-        self.made: list[Request] = []
+        self.made: list[SamplingRequest] = []
 
-    def one(self) -> Request:
+    def one(self) -> SamplingRequest:
         rng, how = self.rng, self.rng.random()
         prompt, more = list(self.prompts[int(rng.integers(3))]), dict[str, Any]()
         if how < 0.25:
@@ -85,7 +92,7 @@ class Asked:
         params = self._params(int(rng.integers(1, min(26, room + 1))))
         several = 1 if more else int(rng.integers(1, 5))
         more |= dict(problem=len(self.made), seed=4, first_index=int(rng.integers(3)))
-        request = Request(prompt=prompt, num_samples=several, params=params, **more)
+        request = SamplingRequest(prompt=prompt, num_samples=several, params=params, **more)
         if how > 0.85:
             request = self._begun(request, more)
         self.made.append(request)
@@ -112,21 +119,23 @@ class Asked:
             untruncated_logprobs=bool(rng.random() < 0.3),
         )
 
-    def _begun(self, request: Request, more: dict[str, Any]) -> Request:
+    def _begun(self, request: SamplingRequest, more: dict[str, Any]) -> SamplingRequest:
         """The same with some of its first sample drawn before it was asked; it ends as it would
         have ended.
         """
-        alone = Request(prompt=request.prompt, params=request.params, **more)
+        alone = SamplingRequest(prompt=request.prompt, params=request.params, **more)
         whole = self.alone(alone)[0]
         if len(whole.tokens) < 2 or whole.logprobs is None:
             return alone
         upto = int(self.rng.integers(1, len(whole.tokens)))
         begun = SampledSequence(whole.tokens[:upto], whole.logprobs[:upto], version=0)
-        going = Request(prompt=request.prompt, params=request.params, begun=begun, **more)
+        going = SamplingRequest(
+            prompt=request.prompt, params=request.params, resume_from=begun, **more
+        )
         self.alone.known[id(going)] = going, [whole]
         return going
 
-    def _said(self, request: Request, name: str) -> None:
+    def _said(self, request: SamplingRequest, name: str) -> None:
         told = [
             *request.prompt,
             *self.alone(request)[0].tokens,
@@ -148,7 +157,7 @@ def engine_of(
     most: int,
     page: int,
     version: int = 0,
-    kept: Kept | None = None,
+    kept: IdleKVCachePool | None = None,
 ) -> Engine:
     """An engine with room for little more than one request."""
     pages, max_rows, look = (
@@ -173,7 +182,7 @@ def engine_of(
     )
     settings["kept"] = kept
     if kind == "stepped":
-        return SteppedEngine(decoder, EOS, Letters(), look=look, **settings)
+        return MultiStepEngine(decoder, EOS, Letters(), steps_per_sync=look, **settings)
     return PagedEngine(decoder, EOS, Letters(), **settings)
 
 
@@ -190,7 +199,7 @@ class Play:
         self.page, self.most = int(self.rng.choice(PAGES)), int(self.rng.integers(20, 60))
         self.asked = Asked(asking, alone, self.most)
         self.version, self.decoder = 0, decoders[0]
-        self.between = Kept()  # what an engine that is left leaves to the next
+        self.between = IdleKVCachePool()  # what an engine that is left leaves to the next
         self.engine = engine_of(
             kind, decoders[0], self.rng, self.most, self.page, kept=self.between
         )
@@ -208,13 +217,15 @@ class Play:
         while self.engine.busy:
             self._step()
         self._count()
-        tables = getattr(self.engine._state, "tables", None)
+        tables = getattr(self.engine._state, "block_manager", None)
         for name in self.asked.talks:
-            self.engine.forget(name)
-        self.engine._forget_conversations()
+            self.engine.evict_conversation(name)
+        self.engine._evict_conversations()
         if tables is not None:
             assert (
-                tables.pool.free == len(tables.pool.held) and not tables.rows and not tables.prompts
+                tables.pool.num_free == len(tables.pool.ref_counts)
+                and not tables.rows
+                and not tables.prompts
             )
         wanted = set(range(len(self.asked.made))) - self.dropped
         assert set(self.finished) == wanted, (set(self.finished) ^ wanted, self.dropped)
@@ -229,7 +240,7 @@ class Play:
                 self._step()
         elif what < 0.82 and self.place:
             number = int(self.rng.choice(list(self.place)))
-            engine.drop(number)
+            engine.cancel(number)
             self.happened["dropped"] += 1
             self.dropped.add(self.place.pop(number))
         elif what < 0.90 and self.change != "none":
@@ -244,24 +255,26 @@ class Play:
         else:
             self._look()
 
-    def _ask(self, request: Request, place: int) -> None:
+    def _ask(self, request: SamplingRequest, place: int) -> None:
         self.place[self.engine.add(request)] = place
         self.first_seen.setdefault(place, self.version)
-        self.happened["begun"] += request.begun is not None
+        self.happened["begun"] += request.resume_from is not None
 
     def _step(self) -> None:
-        if isinstance(self.engine, SteppedEngine):
-            self.engine.most = None if self.rng.random() < 0.8 else int(self.rng.integers(1, 4))
+        if isinstance(self.engine, MultiStepEngine):
+            self.engine.max_steps = (
+                None if self.rng.random() < 0.8 else int(self.rng.integers(1, 4))
+            )
         for done in self.engine.step():
             place = self.place.pop(done.request_id)
             assert place not in self.finished
-            self.finished[place] = done.given().sequences
+            self.finished[place] = done.result().sequences
         if isinstance(self.engine, PagedEngine):
-            check(self.engine._state.tables)
+            check(self.engine._state.block_manager)
 
     def _move(self) -> None:
         """To another engine, as far as it has come; what several samples have drawn is drawn again."""
-        unfinished = self.engine.unfinished()
+        unfinished = self.engine.unfinished_requests()
         assert [self.place.get(number) for number, _ in unfinished] == list(self.place.values())
         self._count()
         if isinstance(self.engine, PagedEngine):
@@ -278,7 +291,7 @@ class Play:
         """What is drawn so far is the beginning of what it gives in the end; nothing moves by
         asking.
         """
-        once, again = self.engine.drawn(), self.engine.drawn()
+        once, again = self.engine.partial_samples(), self.engine.partial_samples()
         assert {
             key: {s: one.tokens for s, one in samples.items()} for key, samples in once.items()
         } == {key: {s: one.tokens for s, one in samples.items()} for key, samples in again.items()}
@@ -290,12 +303,12 @@ class Play:
                 assert one.tokens == alone[sample].tokens[: len(one.tokens)]
 
     def _count(self) -> None:
-        self.happened["waited"] += getattr(self.engine, "evictions", 0)
-        self.happened["looks"] += getattr(self.engine, "looks", 0)
+        self.happened["waited"] += getattr(self.engine, "preemptions", 0)
+        self.happened["looks"] += getattr(self.engine, "num_syncs", 0)
         self.happened["kept"] += self.engine.counters.kept_tokens
 
 
-def on_a_border(decoder: Any, request: Request, index: int, drawn: list[int]) -> bool:
+def on_a_border(decoder: Any, request: SamplingRequest, index: int, drawn: list[int]) -> bool:
     """Whether the random number of the token after these lies within 1e-6 of where one token ends
     and the next begins: rounding, which differs with what is computed beside it, decides then. Seen
     once in some 200,000 tokens, 9e-8 from the border.
@@ -310,7 +323,7 @@ def on_a_border(decoder: Any, request: Request, index: int, drawn: list[int]) ->
         as_uint64(n)
         for n in (request.seed, request.problem, request.first_index + index, len(drawn))
     )
-    return bool((ends - float(uniforms(seed, problem, member, place))).abs().min() < 1e-6)
+    return bool((ends - float(philox_uniforms(seed, problem, member, place))).abs().min() < 1e-6)
 
 
 def same(
@@ -361,7 +374,7 @@ def play(kind: str, seed: int, decoders: tuple[Any, Any], change: str) -> dict[s
                 same(mine, alone(request)[i], None, partial(on_a_border, decoders[0], request, i))
                 compared += len(mine.tokens)
             elif (
-                request.begun is None
+                request.resume_from is None
                 and len(set(v % 2 for v in versions)) == 1
                 and max(versions) - min(versions) < 2
             ):
@@ -369,7 +382,7 @@ def play(kind: str, seed: int, decoders: tuple[Any, Any], change: str) -> dict[s
                 # of one kind of weights from its prompt on
                 same(mine, (alone, others)[versions[0] % 2](request)[i], None, border)
                 compared += len(mine.tokens)
-            elif request.begun is None:
+            elif request.resume_from is None:
                 first = next(n for n, v in enumerate(versions) if v != versions[0])
                 same(mine, (alone, others)[versions[0] % 2](request)[i], first)
                 compared += first

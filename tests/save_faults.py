@@ -20,13 +20,13 @@ import torch  # noqa: E402
 from helpers import ADAM, make_worker, random_datums  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from rl.clients.futures import APIFuture  # noqa: E402
-from rl.jsonl import read_rows  # noqa: E402
-from rl.ranks import checkpoint  # noqa: E402
-from rl.report.logbook import CHECKPOINTS, Logbook  # noqa: E402
-from rl.run.inventory import StageSteps, completed  # noqa: E402
-from rl.run.keeper import Keeper  # noqa: E402
-from rl.run.position import Position, make_way  # noqa: E402
+from rl.client.api_future import APIFuture  # noqa: E402
+from rl.distributed import checkpoint_folder  # noqa: E402
+from rl.jsonl import read_jsonl  # noqa: E402
+from rl.reporting.logbook import CHECKPOINTS, Logbook  # noqa: E402
+from rl.trainer.checkpoint_manager import CheckpointManager  # noqa: E402
+from rl.trainer.checkpoint_scan import StageSteps, complete_checkpoint_list  # noqa: E402
+from rl.trainer.resume import ResumePoint, remove_later_checkpoints  # noqa: E402
 from rl.types import SaveWeightsResponse  # noqa: E402
 
 DISK = ctypes.CDLL(None)
@@ -41,7 +41,7 @@ class Policy:
     def __init__(self, worker, folder: Path):
         self.worker, self.folder = worker, folder
 
-    def save_state(self, name, metadata, beside=None):
+    def save_state(self, name, metadata, companions=None):
         from concurrent.futures import Future
 
         done: Future = Future()
@@ -63,7 +63,7 @@ def save(worker, folder: Path, step: int) -> None:
     with open(os.devnull, "w"):
         logbook = Logbook(folder, resume_step=step - 1)
     logbook.log(step, {"stage": "grpo", "value": step})
-    Keeper(logbook).save(
+    CheckpointManager(logbook).save(
         Policy(worker, folder), step, "grpo", {"first_step": 0, "next_batch": step}, keep_last=1
     )
     logbook._metrics.close()  # not close(), which draws curves
@@ -79,9 +79,9 @@ def digest(folder: Path, step: int) -> dict[str, str]:
     header names them is left open.
     """
     place = folder / "checkpoints" / f"grpo-{step:06d}"
-    checkpoint.verify(place)
+    checkpoint_folder.verify_checkpoint(place)
     found = {}
-    for name in sorted(json.loads((place / checkpoint.MANIFEST).read_text())["files"]):
+    for name in sorted(json.loads((place / checkpoint_folder.MANIFEST).read_text())["files"]):
         content = hashlib.sha256()
         if name.endswith(".safetensors"):
             for key, tensor in sorted(load_file(str(place / name)).items()):
@@ -108,7 +108,7 @@ def in_child(worker, folder: Path, k: int, mode: int) -> int:
         DISK.disarm()
     except Exception as error:  # every kind is judged here
         DISK.disarm()
-        if checkpoint.is_disk_full(error) or isinstance(error, checkpoint.DiskFull):
+        if checkpoint_folder.is_disk_full(error) or isinstance(error, checkpoint_folder.DiskFull):
             os._exit(3)
         import traceback
 
@@ -121,21 +121,21 @@ def resume(worker, folder: Path, whole: dict[int, dict]) -> int:
     """Goes on as a run does that is started again. Returns the step it went on from; every promise
     is checked on the way.
     """
-    rows, _ = completed(folder, [StageSteps("grpo", 0, 9)])
-    found = Keeper.newest_whole(folder, rows, Console())
+    rows, _ = complete_checkpoint_list(folder, [StageSteps("grpo", 0, 9)])
+    found = CheckpointManager.find_newest_intact(folder, rows, Console())
     assert found is not None, "nothing to go on from"
     step = found[0]["batch"]
     assert digest(folder, step) == whole[step], (
         f"the checkpoint of step {step} is another than was saved"
     )
     here = rows.index(found[0])
-    make_way(folder, Position(stale=rows[here + 1 :]))
+    remove_later_checkpoints(folder, ResumePoint(stale=rows[here + 1 :]))
     logbook = Logbook(folder, resume_step=step, checkpoints=rows[: here + 1])
     logbook._metrics.close()
     if step == 1:
         save(worker, folder, 2)
     there = sorted(p.name for p in (folder / "checkpoints").iterdir())
-    noted = [row["name"] for row in read_rows(folder / CHECKPOINTS)]
+    noted = [row["name"] for row in read_jsonl(folder / CHECKPOINTS)]
     # killed between noting the new one and forgetting the old one, both are there: the next save
     # removes the old one
     assert there == noted and noted in (
@@ -144,7 +144,7 @@ def resume(worker, folder: Path, whole: dict[int, dict]) -> int:
     ), f"from step {step}: {there}, {noted}"
     changed = [name for name, entry in digest(folder, 2).items() if entry != whole[2].get(name)]
     assert not changed, f"the resumed run saved something else: {changed}"
-    assert [row["step"] for row in read_rows(folder / "metrics.jsonl")] == [1, 2]
+    assert [row["step"] for row in read_jsonl(folder / "metrics.jsonl")] == [1, 2]
     return step
 
 

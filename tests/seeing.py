@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from rl.images import ImageReader, as_chunk, note_reader, reader_of
-from rl.models.load import LoadedModel, _prepared
-from rl.models.tokenizers import character_tokenizer
+from rl.images import ImageReader, attach_image_reader, get_image_reader, make_image_chunk
+from rl.models.model_loading import LoadedModel, _disable_randomness
+from rl.models.tokenizer_loading import build_character_tokenizer
 from rl.types import EncodedTextChunk, ModelInput
 
 LETTERS = "\n " + "".join(chr(c) for c in range(33, 127))
@@ -29,7 +29,7 @@ def png(seed, width=32, height=32, form="PNG"):
 
 
 def chunk(seed, width=32, height=32):
-    return as_chunk(picture(seed, width, height))
+    return make_image_chunk(picture(seed, width, height))
 
 
 def permuted(given, seed=0):
@@ -38,7 +38,7 @@ def permuted(given, seed=0):
     flat = pixels.reshape(-1, 3)[
         np.random.default_rng(seed).permutation(pixels.shape[0] * pixels.shape[1])
     ]
-    return as_chunk(Image.fromarray(flat.reshape(pixels.shape)))
+    return make_image_chunk(Image.fromarray(flat.reshape(pixels.shape)))
 
 
 def spelt(tokenizer, *parts):
@@ -61,7 +61,7 @@ def alone(model, reader, given):
     images = [Image.open(io.BytesIO(image.data)).convert("RGB") for _, image in given.placed()]
     inputs = {}
     if images:
-        tiles = reader.family.types_as == ""
+        tiles = reader.family.token_types_name == ""
         inputs = dict(
             reader.family.image_processor(images=[images] if tiles else images, return_tensors="pt")
         )
@@ -71,13 +71,13 @@ def alone(model, reader, given):
             if name in ("pixel_values", "image_grid_thw", "pixel_attention_mask")
         }
         if not tiles:
-            inputs[reader.family.types_as] = (ids == reader.image_token_id).long()
+            inputs[reader.family.token_types_name] = (ids == reader.image_token_id).long()
     with torch.no_grad():
         return model(input_ids=ids, **inputs).logits[0]
 
 
 def _marks(*words):
-    tokenizer = character_tokenizer(LETTERS, words, words[0])
+    tokenizer = build_character_tokenizer(LETTERS, words, words[0])
     return tokenizer, {word: tokenizer.convert_tokens_to_ids(word) for word in words}
 
 
@@ -308,7 +308,7 @@ def tiny(family, seed=0):
     """(a tiny model of the family with its reader, the marks that stand around an image)."""
     model_class, config, tokenizer, processor, marks = FAMILIES[family]()
     torch.manual_seed(seed)
-    model = _prepared(model_class(config))
+    model = _disable_randomness(model_class(config))
     with torch.no_grad():  # fresh weights say nearly the same whatever they see
         for parameter in model.parameters():
             if parameter.ndim >= 2:
@@ -317,9 +317,19 @@ def tiny(family, seed=0):
                 if not parameter.any():
                     parameter.normal_(std=0.1)
     reader = ImageReader(config, tokenizer, processor)
-    note_reader(model, reader)
-    note_reader(tokenizer, reader)
+    attach_image_reader(model, reader)
+    attach_image_reader(tokenizer, reader)
     return LoadedModel(model, tokenizer, family, (tokenizer.eos_token_id,)), marks
 
 
-__all__ = ["FAMILIES", "alone", "chunk", "permuted", "picture", "png", "reader_of", "spelt", "tiny"]
+__all__ = [
+    "FAMILIES",
+    "alone",
+    "chunk",
+    "permuted",
+    "picture",
+    "png",
+    "get_image_reader",
+    "spelt",
+    "tiny",
+]

@@ -23,7 +23,7 @@ from serving import BASE, Wire, server  # noqa: E402
 from test_serve import texts  # noqa: E402
 
 from rl.models import load_model  # noqa: E402
-from rl.serve import Served  # noqa: E402
+from rl.serve import ModelServer  # noqa: E402
 
 DISK = ctypes.CDLL(None)
 
@@ -37,7 +37,7 @@ def score(wires: Wire, model: str, seq: int) -> list[float]:
     ]
 
 
-def opened(one: Served, session: str | None = None) -> tuple[Wire, str]:
+def opened(one: ModelServer, session: str | None = None) -> tuple[Wire, str]:
     wires = Wire(one)
     wires.session = session or wires.open()
     return wires, f"{wires.session}:train:0" if session else wires.model()
@@ -83,8 +83,8 @@ def full(folder: Path, stride: int) -> dict[str, int]:
             counts["undone" if "error" in answer else "done"] += 1
             scores.append(score(wires, model, next(seq)))
             assert (
-                one.book.live_state(one.book.models[model])["last"]["seq"]
-                == one.book.models[model].last["seq"]
+                one.session_store.read_live_metadata(one.session_store.models[model])["last"]["seq"]
+                == one.session_store.models[model].last_update["seq"]
             )
             k += stride
     assert plain_scores(folder / "plain", len(scores) - 1) == scores
@@ -131,8 +131,8 @@ def kill(folder: Path, stride: int) -> dict[str, int]:
             wires, model = opened(one, (folder / "session").read_text())
             left = [path.name for path in place.rglob("*.partial*")]
             assert not left, f"{left} was left behind"
-            happened = one.book.models[model].next_seq == 5
-            assert happened or one.book.models[model].next_seq == 3
+            happened = one.session_store.models[model].next_seq == 5
+            assert happened or one.session_store.models[model].next_seq == 3
             if happened:
                 answer = wires.wait(wires.step(model, 4))
                 assert answer["metrics"]["grad_norm"] > 0, "it is answered as it was"

@@ -19,9 +19,9 @@ TestClient = pytest.importorskip(
 ).TestClient
 pytest.importorskip("google.protobuf", reason="pip install -r requirements-serve.txt")
 
-from rl.clients import WorkerSettings  # noqa: E402
 from rl.learner import LearnerSettings  # noqa: E402
-from rl.serve import Limits, Served, ServedBase, ServeSettings, wire  # noqa: E402
+from rl.runtime import WorkerSettings  # noqa: E402
+from rl.serve import ModelServer, ServedBaseModel, ServeLimits, ServeSettings, tinker_protobuf  # noqa: E402
 from rl.types import Datum  # noqa: E402
 
 BASE = "tiny:ascii-small"
@@ -29,7 +29,7 @@ PROTOBUF = "application/x-protobuf"
 
 
 @contextmanager
-def held(served: Served) -> Iterator[None]:
+def held(served: ModelServer) -> Iterator[None]:
     """What is asked for within waits, however busy the machine is, and is there together when the
     desk's thread goes on.
     """
@@ -40,7 +40,7 @@ def held(served: Served) -> Iterator[None]:
         gate.wait(60)
         yield
 
-    served.desk.submit("local", "hold", "hold", hold)
+    served.engine.submit("local", "hold", "hold", hold)
     assert begun.wait(60)
     try:
         yield
@@ -50,11 +50,11 @@ def held(served: Served) -> Iterator[None]:
 
 @contextmanager
 def server(folder: Path, *, keys: Sequence[str] = (), token_budget: int = 16384, resume: bool = False, durable: bool = False,
-           base: str = BASE, **limits: Any) -> Iterator[Served]:  # fmt: skip
+           base: str = BASE, **limits: Any) -> Iterator[ModelServer]:  # fmt: skip
     worker = WorkerSettings(learner=LearnerSettings(token_budget=token_budget))
-    bounds = Limits(**{"poll_seconds": 5.0, **limits})
-    bases = (ServedBase(base, base),)
-    served = Served.of(
+    bounds = ServeLimits(**{"poll_seconds": 5.0, **limits})
+    bases = (ServedBaseModel(base, base),)
+    served = ModelServer.create(
         ServeSettings(
             bases,
             folder,
@@ -65,19 +65,19 @@ def server(folder: Path, *, keys: Sequence[str] = (), token_budget: int = 16384,
             worker=worker,
         )
     )
-    served.desk.start()
+    served.engine.start()
     try:
         yield served
     finally:
-        served.end()
+        served.shut_down()
 
 
 def datum_message(datum: Datum) -> Any:
-    message = wire.MESSAGES["Datum"]()
+    message = tinker_protobuf.MESSAGES["Datum"]()
     for chunk in datum.model_input.chunks:
         if chunk.type == "image":
             message.model_input.add().image.MergeFrom(
-                wire.MESSAGES["ImageChunk"](data=chunk.data, format=chunk.format)
+                tinker_protobuf.MESSAGES["ImageChunk"](data=chunk.data, format=chunk.format)
             )
         else:
             message.model_input.add().encoded_text.tokens = np.asarray(
@@ -87,7 +87,7 @@ def datum_message(datum: Datum) -> Any:
         tensor = message.loss_fn_inputs[name]
         tensor.dense, tensor.dtype = (
             data.array.tobytes(),
-            wire.FLOAT32 if data.dtype == "float32" else wire.INT64,
+            tinker_protobuf.FLOAT32 if data.dtype == "float32" else tinker_protobuf.INT64,
         )
         tensor.shape.extend(data.array.shape)
     return message
@@ -96,7 +96,7 @@ def datum_message(datum: Datum) -> Any:
 class Wire:
     """One client of a server: a session, and what the SDK would send."""
 
-    def __init__(self, served: Served, key: str = "tml-nobody"):
+    def __init__(self, served: ModelServer, key: str = "tml-nobody"):
         self.http: Any = TestClient(
             served.app, headers={"x-api-key": key}, raise_server_exceptions=False
         )
@@ -130,7 +130,7 @@ class Wire:
 
     def ask(self, model: str, seq: int, data: Sequence[Datum], loss: str = "cross_entropy", config: Mapping[str, float] | None = None,
             *, forward_only: bool = False, status: int = 200) -> dict[str, Any]:  # fmt: skip
-        message = wire.MESSAGES["ForwardBackwardRequest"](
+        message = tinker_protobuf.MESSAGES["ForwardBackwardRequest"](
             model_id=model, seq_id=seq, loss_fn=loss, forward_only=forward_only
         )
         message.data.extend(datum_message(one) for one in data)
@@ -161,7 +161,7 @@ class Wire:
                 break
         assert answer.status_code == 200, (answer.status_code, answer.text)
         return (
-            wire.parse(kind, answer.content)
+            tinker_protobuf.parse_message(kind, answer.content)
             if kind and PROTOBUF in answer.headers["content-type"]
             else answer.json()
         )

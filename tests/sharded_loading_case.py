@@ -20,8 +20,8 @@ import torch  # noqa: E402
 from helpers import random_datums  # noqa: E402
 
 from rl import ServiceClient  # noqa: E402
-from rl.clients import crew  # noqa: E402
-from rl.clients.worker import Worker, WorkerSettings  # noqa: E402
+from rl.runtime import worker_group  # noqa: E402
+from rl.runtime.training_worker import TrainingWorker, WorkerSettings  # noqa: E402
 from rl.types import AdamParams  # noqa: E402
 
 UPDATE = AdamParams(1e-3, eps=1e-3)
@@ -32,7 +32,7 @@ def status(name: str) -> int:
     return 1024 * int(re.findall(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[0])
 
 
-class Measured(Worker):
+class Measured(TrainingWorker):
     def create_model(self, *arguments):
         import deepspeed  # noqa: F401  (what is imported is not counted)
         import peft  # noqa: F401
@@ -50,7 +50,7 @@ class Measured(Worker):
 
 def main() -> None:
     torch.set_num_threads(1)
-    crew.Worker = Measured
+    worker_group.TrainingWorker = Measured
     base, out, kind = sys.argv[1:4]
     service = ServiceClient(output_dir=out, settings=WorkerSettings(timeout_seconds=120))
     client = (

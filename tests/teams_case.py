@@ -20,32 +20,35 @@ import torch
 from roles_case import PROMPTS, datums, drawn
 
 from rl import ServiceClient
-from rl.clients import SamplerSettings, SampleStream, WorkerSettings, crew, prove
-from rl.clients.worker import Worker
+from rl.client import SampleStream
+from rl.distributed import collectives
 from rl.errors import UserError
-from rl.ranks import distributed
-from rl.sampler import Request
+from rl.runtime import SamplerSettings, WorkerSettings, check_sync, worker_group
+from rl.runtime.training_worker import TrainingWorker
+from rl.sampler import SamplingRequest
 from rl.types import AdamParams, ModelInput, SamplingParams
 
 CASES = {"qwen3": 0, "qwen2": 4, "llama": 4}  # rank of the adapter; 0: all weights are trained
 
 
-class CaseWorker(Worker):
+class CaseWorker(TrainingWorker):
     """With verbs that look inside, and one that breaks what is between the ranks."""
 
     def held(self, model_id: int) -> dict:
         """Numbers that this rank's sampler holds."""
-        sizes = [buffer.numel() for buffer in self.latest[model_id].weights.buffers.values()]  # type: ignore[attr-defined]
+        sizes = [
+            buffer.numel() for buffer in self.latest_decoders[model_id].weights.buffers.values()
+        ]  # type: ignore[attr-defined]
         return {"numbers": sum(sizes)}
 
     def hold(self, tp: int) -> None:
         """From now on so many ranks hold a sampler together, as if launched with that."""
         self.settings = replace(self.settings, sampler=SamplerSettings(tp=tp))
-        self.team = distributed.team(tp, 60)
-        self.speaks = self.team is None or self.team.rank == 0
+        self.tp_group = collectives.get_tensor_parallel_group(tp, 60)
+        self.reports_results = self.tp_group is None or self.tp_group.rank == 0
 
     def leave_sums_out(self) -> None:
-        distributed.Team.sum_ = lambda self, x: x  # type: ignore[method-assign]
+        collectives.ProcessTensorParallelGroup.all_reduce_ = lambda self, x: x  # type: ignore[method-assign]
 
     def merge(self, verb, parts):
         return [part["numbers"] for part in parts] if verb == "held" else super().merge(verb, parts)
@@ -59,13 +62,15 @@ def streamed(client) -> list:
         tickets = []
         for i, prompt in enumerate(PROMPTS):
             tickets.append(
-                stream.add(Request(prompt=prompt, num_samples=2, params=params, seed=4, problem=i))
+                stream.add(
+                    SamplingRequest(prompt=prompt, num_samples=2, params=params, seed=4, problem=i)
+                )
             )
-            found |= stream.slice(2, shows=True).finished
+            found |= stream.run_steps(2, partial_tickets=True).finished
         left = stream.unfinished()
         assert set(left) == set(tickets) - set(found)
         while stream.busy:
-            found |= stream.slice().finished
+            found |= stream.run_steps().finished
         return [
             [s.tokens, s.logprobs, s.version] for ticket in tickets for s in found[ticket].sequences
         ]
@@ -98,7 +103,7 @@ def flow(service: ServiceClient, folder: Path, lora: int) -> dict:
     found["scores"] = sampler.compute_logprobs_many(
         [ModelInput.from_ints(p) for p in PROMPTS]
     ).result()
-    seen = prove(made, sampler, datums(found["by the last weights"])[:4], 1.0)
+    seen = check_sync(made, sampler, datums(found["by the last weights"])[:4], 1.0)
     pairs = [(seen.learner, seen.sampler), (seen.learner_moved, seen.sampler_moved)]
     found["off"] = [
         max(float(abs(learner[i] - sampler[i]).max()) for i in learner)
@@ -114,7 +119,7 @@ def flow(service: ServiceClient, folder: Path, lora: int) -> dict:
 
 def main(models: Path, out: Path) -> None:
     torch.set_num_threads(1)
-    crew.Worker = CaseWorker  # type: ignore[misc]
+    worker_group.TrainingWorker = CaseWorker  # type: ignore[misc]
     result: dict = {}
     service = ServiceClient(seed=3, settings=WorkerSettings(timeout_seconds=60, dtype="fp32"))
     for name, tp in (("alone", 1), ("together", 2)):

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from rl.episodes import Admission
+from rl.rollout import StalenessController
 
 
 def simulate(seed: int, apart: bool):
@@ -19,7 +19,7 @@ def simulate(seed: int, apart: bool):
     """
     chance = random.Random(seed)
     size, bound, steps = chance.randint(1, 5), chance.randint(0, 4), chance.randint(1, 12)
-    admission = Admission(size, bound, size * steps, redraw=chance.random() < 0.5)
+    admission = StalenessController(size, bound, size * steps, resample=chance.random() < 0.5)
     spread = chance.choice([0.0, 1.0, 3.0])  # all alike, to a few that take a hundred times as long
     now, events, attempt, batches, learning = 0.0, [], {}, [], False
     # weights are on their way; an update waits for those before its own to be there
@@ -34,10 +34,10 @@ def simulate(seed: int, apart: bool):
         )
 
     for _ in range(100_000):
-        for number in admission.begin():
+        for number in admission.start_groups():
             start(number)
         if not learning:
-            batch, again = admission.take()
+            batch, again = admission.take_batch()
             for number in again:
                 start(number)
             if batch:
@@ -51,7 +51,7 @@ def simulate(seed: int, apart: bool):
         # IndexError: everybody waits for everybody
         now, kind, number, which = heapq.heappop(events)
         if kind == "landed":
-            admission.updated()
+            admission.advance_version()
             arriving = False
         if kind == "learned" or (kind == "landed" and ended):
             ended = arriving
@@ -62,15 +62,17 @@ def simulate(seed: int, apart: bool):
                 arriving = True
                 heapq.heappush(events, (now + chance.lognormvariate(0, spread), "landed", -1, 0))
                 continue
-            admission.updated()
+            admission.advance_version()
             if chance.random() < 0.3:  # a run that goes on from a checkpoint
                 state = admission.state()
-                counts = admission.awaited, admission.redrawn
-                admission = Admission(size, bound, size * steps, redraw=admission.redraw)
+                counts = admission.awaited_groups, admission.rescheduled_groups
+                admission = StalenessController(
+                    size, bound, size * steps, resample=admission.resample
+                )
                 admission.load_state(state)
-                admission.awaited, admission.redrawn = counts
+                admission.awaited_groups, admission.rescheduled_groups = counts
         elif kind == "ended" and which == attempt[number]:
-            admission.end(number)
+            admission.mark_ended(number)
     return admission, batches, size, bound, steps
 
 
@@ -89,7 +91,7 @@ def test_no_token_is_ever_older_than_the_bound_and_every_group_is_trained_once(f
             for _, began in batch:
                 assert 0 <= version - began <= bound
                 ages.add(version - began)
-        waited, redrawn = waited + admission.awaited, redrawn + admission.redrawn
+        waited, redrawn = waited + admission.awaited_groups, redrawn + admission.rescheduled_groups
         if bound == 0:  # in step: each batch is the problems of its own step, in order
             in_order = [list(range(i * size, i * size + size)) for i in range(steps)]
             assert [[number for number, _ in batch] for _, batch in batches] == in_order
@@ -97,26 +99,30 @@ def test_no_token_is_ever_older_than_the_bound_and_every_group_is_trained_once(f
 
 
 def test_a_batch_is_of_those_that_are_there_until_one_may_wait_no_longer():
-    admission = Admission(batch_size=2, bound=1, total=8)
-    assert admission.begin() == [0, 1, 2, 3] and admission.begin() == []
+    admission = StalenessController(batch_size=2, max_staleness=1, num_groups=8)
+    assert admission.start_groups() == [0, 1, 2, 3] and admission.start_groups() == []
     for number in (1, 2):
-        admission.end(number)
-    assert admission.take() == ([1, 2], [])  # 0 and 3 are late, and may be
-    assert admission.begin() == []  # which would be trained two updates after this one
-    admission.updated()
-    assert admission.begin() == [4, 5]
+        admission.mark_ended(number)
+    assert admission.take_batch() == ([1, 2], [])  # 0 and 3 are late, and may be
+    assert admission.start_groups() == []  # which would be trained two updates after this one
+    admission.advance_version()
+    assert admission.start_groups() == [4, 5]
     for number in (4, 5):
-        admission.end(number)
+        admission.mark_ended(number)
     # trained after this update they would be two versions old
-    assert admission.take() == ([], []) and admission.awaited == 2
-    admission.end(0)
-    admission.end(3)
-    assert admission.take() == ([0, 3], []) and admission.awaited == 2
-    again = Admission(batch_size=1, bound=1, total=3, redraw=True)
-    again.begin()
-    again.end(1)
-    assert again.take() == ([1], [])
-    again.updated()
-    assert again.begin() == [2]
-    again.end(2)
-    assert again.take() == ([2], [0]) and again.redrawn == 1 and again.since == {0: 1}
+    assert admission.take_batch() == ([], []) and admission.awaited_groups == 2
+    admission.mark_ended(0)
+    admission.mark_ended(3)
+    assert admission.take_batch() == ([0, 3], []) and admission.awaited_groups == 2
+    again = StalenessController(batch_size=1, max_staleness=1, num_groups=3, resample=True)
+    again.start_groups()
+    again.mark_ended(1)
+    assert again.take_batch() == ([1], [])
+    again.advance_version()
+    assert again.start_groups() == [2]
+    again.mark_ended(2)
+    assert (
+        again.take_batch() == ([2], [0])
+        and again.rescheduled_groups == 1
+        and again.start_versions == {0: 1}
+    )

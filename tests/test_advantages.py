@@ -3,48 +3,48 @@
 import numpy as np
 import pytest
 
-from rl.credit.advantages import (
-    RunningMean,
-    centred,
-    centred_by_std,
+from rl.algorithms.advantages import (
+    RunningMeanBaseline,
     has_signal,
     leave_one_out,
-    without_baseline,
+    normalize_by_std,
+    subtract_mean,
+    use_raw_rewards,
 )
 
 
 def test_centred_by_hand():
-    assert centred([1.0, 0.0, 0.0, 1.0]).tolist() == [0.5, -0.5, -0.5, 0.5]
-    assert centred([1.0, 0.5, 0.0, 1.0]).tolist() == [0.375, -0.125, -0.625, 0.375]
+    assert subtract_mean([1.0, 0.0, 0.0, 1.0]).tolist() == [0.5, -0.5, -0.5, 0.5]
+    assert subtract_mean([1.0, 0.5, 0.0, 1.0]).tolist() == [0.375, -0.125, -0.625, 0.375]
 
 
 def test_equal_rewards_are_exactly_zero_even_where_the_mean_rounds():
     rewards = [0.1] * 7  # their floating-point mean is not 0.1
     assert (np.asarray(rewards) - np.asarray(rewards).mean()).any()
-    assert centred(rewards).tolist() == [0.0] * 7
-    assert centred_by_std(rewards).tolist() == [0.0] * 7  # and no 0/0
+    assert subtract_mean(rewards).tolist() == [0.0] * 7
+    assert normalize_by_std(rewards).tolist() == [0.0] * 7  # and no 0/0
     assert not has_signal(rewards) and has_signal([0.1, 0.1, 0.1 + 1e-17, 0.2])
 
 
 def test_a_group_of_one_is_defined():
-    for function in (centred, centred_by_std, leave_one_out):
+    for function in (subtract_mean, normalize_by_std, leave_one_out):
         assert function([3.0]).tolist() == [0.0]
-    assert without_baseline([3.0]).tolist() == [3.0]
+    assert use_raw_rewards([3.0]).tolist() == [3.0]
 
 
 def test_leave_one_out_is_a_multiple_of_centred():
     rewards = np.random.default_rng(0).random(6)
     by_hand = [r - np.delete(rewards, i).mean() for i, r in enumerate(rewards)]
     np.testing.assert_allclose(leave_one_out(rewards), by_hand, rtol=1e-12)
-    np.testing.assert_allclose(leave_one_out(rewards), 6 / 5 * centred(rewards), rtol=1e-12)
+    np.testing.assert_allclose(leave_one_out(rewards), 6 / 5 * subtract_mean(rewards), rtol=1e-12)
 
 
 def test_std_normalised_has_unit_std():
-    assert centred_by_std([0.0, 1.0, 2.0, 5.0]).std() == pytest.approx(1.0, rel=1e-5)
+    assert normalize_by_std([0.0, 1.0, 2.0, 5.0]).std() == pytest.approx(1.0, rel=1e-5)
 
 
 def test_running_mean_by_hand():
-    baseline = RunningMean(decay=0.5)
+    baseline = RunningMeanBaseline(decay=0.5)
     # its own mean at first
     assert [a.tolist() for a in baseline([[1.0, 0.0], [1.0, 0.0]])] == [[0.5, -0.5], [0.5, -0.5]]
     assert baseline.value == 0.5

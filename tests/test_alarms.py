@@ -12,19 +12,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl.episodes.episode import Trajectory, TrajectoryGroup, Transition
-from rl.episodes.metrics import credited_share, largest, sampled_metrics
-from rl.methods import METHODS
-from rl.methods.base import Models, Progress
-from rl.methods.distill import Distill
-from rl.methods.distill_settings import DistillationSettings
-from rl.methods.grpo import PolicyGradient
-from rl.methods.ppo_settings import PpoOptions
-from rl.report.alarms import ALARMS, Alarms
-from rl.run.execute import execute
-from rl.settings.cli import parse
-from rl.settings.fields import fields_of
-from rl.settings.tables import LoopSettings, OptimSettings, RunSettings
+from rl.algorithms import METHODS
+from rl.algorithms.distillation import Distillation
+from rl.algorithms.distillation_settings import DistillationSettings
+from rl.algorithms.grpo import PolicyGradient
+from rl.algorithms.method_interface import Models, Progress
+from rl.algorithms.ppo_settings import PpoOptions
+from rl.config.cli import parse_run
+from rl.config.fields import get_fields
+from rl.config.sections import LoopSettings, OptimSettings, RunSettings
+from rl.reporting.alarm_monitor import ALARMS, AlarmMonitor
+from rl.rollout.rollout_metrics import compute_credited_share, compute_sample_metrics, max_or_nan
+from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
+from rl.trainer.execute import execute
 from rl.types import Datum, ForwardBackwardOutput, ModelInput, SampledSequence, TensorData
 
 REPO = Path(__file__).resolve().parent.parent
@@ -65,7 +65,7 @@ def play(
     """(steps at which each alarm was on, what was said when) of a healthy stream with a fault
     planted by `edit`.
     """
-    draw, alarms, on, said = random.Random(seed), Alarms(), {}, []
+    draw, alarms, on, said = random.Random(seed), AlarmMonitor(), {}, []
     for step in range(steps):
         row = healthy(step, draw)
         edit(row, step)
@@ -274,18 +274,18 @@ def test_alarms_go_on_from_the_rows_of_the_metrics_file(cut):
     rows = [healthy(step, draw) for step in range(STEPS)]
     for step, row in enumerate(rows):
         fault(reward=jitter(0.3), entropy=0.01, v2=0.02)(row, step)
-    whole = Alarms()
+    whole = AlarmMonitor()
     undisturbed = [whole(row) for row in rows]
     written = [
         json.loads(json.dumps({**row, **metrics}))
         for row, (metrics, _) in zip(rows, undisturbed, strict=True)
     ]
-    resumed = Alarms(written[:cut])
+    resumed = AlarmMonitor(written[:cut])
     assert [resumed(row) for row in rows[cut:]] == undisturbed[cut:]
 
 
 def test_only_what_a_row_has_is_judged():
-    metrics, _ = Alarms()({"optim/grad_norm": 1.0, "optim/loss": 2.0})
+    metrics, _ = AlarmMonitor()({"optim/grad_norm": 1.0, "optim/loss": 2.0})
     assert metrics == {"alarm/grad_norm": 0.0}
     assert len({alarm.name for alarm in ALARMS}) == len(ALARMS)
 
@@ -304,12 +304,14 @@ def test_metrics_of_samples_by_hand():
     groups.append(
         TrajectoryGroup([trajectory("y" + long, 4), trajectory("", 1)], [0.0] * 2, [{}] * 2)
     )
-    assert sampled_metrics(groups) == {
+    assert compute_sample_metrics(groups) == {
         "env/all/total_groups": 2,
         "env/all/distinct_beginnings": 3 / 4,
     }
     fields = {"target_tokens": [1, 2, 3], "advantages": [0.0, 0.5, -1.0], "mask": [0.0, 1.0, 1.0]}
-    assert credited_share(groups, [Datum(ModelInput.from_ints([1, 2, 3]), fields)]) == 2 / 10
+    assert (
+        compute_credited_share(groups, [Datum(ModelInput.from_ints([1, 2, 3]), fields)]) == 2 / 10
+    )
 
 
 def test_the_recorded_default_run_is_silent():
@@ -325,7 +327,7 @@ def test_the_recorded_default_run_is_silent():
     ]
     judged, norms = {}, []
     for stage in ("sft", "grpo"):
-        alarms = Alarms()
+        alarms = AlarmMonitor()
         for row in (row for row in recorded if row["stage"] == stage and "optim/grad_norm" in row):
             row = dict(row)
             if stage == "grpo":
@@ -364,7 +366,7 @@ def test_remedies_name_flags_that_the_method_has():
     """A flag that not all methods with rewards have stands before "(grpo)"; one that others lack is
     said to be of RL.
     """
-    flags = {name: set(fields_of(spec.settings)) for name, spec in METHODS.items()}
+    flags = {name: set(get_fields(spec.settings)) for name, spec in METHODS.items()}
     every = set.union(*flags.values())
     of_rl = flags["reinforce"] & flags["ppo"] & flags["rlhf"] & flags["grpo"]
     for alarm in ALARMS:
@@ -382,14 +384,14 @@ def test_remedies_name_flags_that_the_method_has():
 
 def test_the_largest_norm_is_not_a_number_where_one_is_not():
     assert (
-        largest([]) == 0.0
-        and largest([2.0, 3.0, 1.0]) == 3.0
-        and largest([1.0, math.inf]) == math.inf
+        max_or_nan([]) == 0.0
+        and max_or_nan([2.0, 3.0, 1.0]) == 3.0
+        and max_or_nan([1.0, math.inf]) == math.inf
     )
     for place in range(3):
         norms = [1.0, 2.0, 3.0]
         norms[place] = math.nan
-        assert math.isnan(largest(norms)), place
+        assert math.isnan(max_or_nan(norms)), place
 
 
 @pytest.mark.parametrize("bad", [0, 1])
@@ -427,14 +429,14 @@ def test_a_gradient_that_is_not_finite_is_said_by_every_method(method, bad, monk
     given |= (
         {"distillation": DistillationSettings(learn_from="teacher")} if method == "distill" else {}
     )
-    monkeypatch.setattr(Distill, "_mixture", lambda *_: {"loss": 1.0, "tokens": 2})
+    monkeypatch.setattr(Distillation, "_accumulate_mixture", lambda *_: {"loss": 1.0, "tokens": 2})
     hooks = METHODS[method].hooks(METHODS[method].settings(**given))
     datums = [Datum(ModelInput.from_ints([1, 2]), fields) for _ in range(4)]
-    metrics = hooks.learn(Models(policy), datums, Progress(0, 5))
+    metrics = hooks.update(Models(policy), datums, Progress(0, 5))
     assert math.isnan(metrics["optim/grad_norm"]) and metrics["optim/skipped_nonfinite"] == 1
-    assert Alarms()(metrics)[0]["alarm/grad_norm"] == 1
+    assert AlarmMonitor()(metrics)[0]["alarm/grad_norm"] == 1
     del metrics["optim/skipped_nonfinite"]
-    assert Alarms()(metrics)[0]["alarm/grad_norm"] == 1, "either says so alone"
+    assert AlarmMonitor()(metrics)[0]["alarm/grad_norm"] == 1, "either says so alone"
 
 
 # ---------------------------------------------------------------------------- through the real loop
@@ -481,7 +483,7 @@ def run(folder: Path, *words: str, method: str = "grpo") -> list[dict[str, float
         --output-dir""".split()
     groups = [] if method == "sft" else ["--group-size", "4"]
     every = [method, *common, str(folder / "run"), *groups, *words]
-    execute(parse(every, METHODS, REPO / "recipes" / "addition.yaml", options=RunSettings))
+    execute(parse_run(every, METHODS, REPO / "recipes" / "addition.yaml", options=RunSettings))
     return [
         json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
     ]
@@ -538,12 +540,12 @@ def test_a_learner_that_scores_at_another_temperature_is_said_by_a_real_run(
     tmp_path, capsys, monkeypatch, sampled, learnt, expected
 ):
     class Mistaken(PolicyGradient):
-        def learn(self, models, datums, progress):
+        def update(self, models, datums, progress):
             right = self.settings
             self.settings = dataclasses.replace(
                 right, sampling=dataclasses.replace(right.sampling, temperature=learnt)
             )
-            metrics = super().learn(models, datums, progress)
+            metrics = super().update(models, datums, progress)
             self.settings = right
             return metrics
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from alarms_brute_force import CHECKS, brute_force
 
-from rl.report.alarms import ALARMS, Alarms
+from rl.reporting.alarm_monitor import ALARMS, AlarmMonitor
 
-NEEDS = {alarm.name: alarm.needs for alarm in ALARMS}
+NEEDS = {alarm.name: alarm.required_metrics for alarm in ALARMS}
 REMEDIES = {alarm.name: alarm.remedy for alarm in ALARMS}
 
 
@@ -67,7 +67,7 @@ def series(seed: int, steps: int) -> list[dict[str, Any]]:
 
 
 def told(
-    alarms: Alarms, rows: list[dict[str, Any]]
+    alarms: AlarmMonitor, rows: list[dict[str, Any]]
 ) -> Iterator[tuple[Mapping[str, float], list[str]]]:
     """What `alarms` says, without its remedies."""
     for row in rows:
@@ -89,20 +89,22 @@ def told(
 def test_bounded_windows_say_what_the_formulas_over_all_rows_say(seed: int) -> None:
     rows = series(seed, 90)
     expected = brute_force(rows, NEEDS)
-    assert list(told(Alarms(), rows)) == expected
+    assert list(told(AlarmMonitor(), rows)) == expected
     written = [
         json.loads(json.dumps({**row, **metrics}))
         for row, (metrics, _) in zip(rows, expected, strict=True)
     ]
     cut = 5 + 7 * seed
-    assert list(told(Alarms(written[:cut]), rows[cut:])) == expected[cut:], "and so after a resume"
+    assert list(told(AlarmMonitor(written[:cut]), rows[cut:])) == expected[cut:], (
+        "and so after a resume"
+    )
 
 
 def test_the_random_series_set_off_every_alarm_and_leave_each_off_at_times() -> None:
     """Else the equivalence above would say little."""
     on: dict[str, set[float]] = {}
     for seed in range(12):
-        for metrics, _ in told(Alarms(), series(seed, 90)):
+        for metrics, _ in told(AlarmMonitor(), series(seed, 90)):
             for name, value in metrics.items():
                 on.setdefault(name.removeprefix("alarm/"), set()).add(value)
     assert on == {name: {0.0, 1.0} for name in CHECKS}
@@ -128,7 +130,7 @@ def _size(thing: Any, seen: set[int]) -> int:
 
 def test_what_is_kept_and_a_rows_time_do_not_grow_with_the_rows() -> None:
     rows = series(3, 200)
-    alarms, sizes, seconds = Alarms(), [], []
+    alarms, sizes, seconds = AlarmMonitor(), [], []
     for _ in range(10):
         start = time.process_time()
         for row in rows:

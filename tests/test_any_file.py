@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from rl.data import Mixture, NoSplit, load_problems
-from rl.data.problem_set import joined
+from rl.data import MissingSplit, Mixture, load_problems
+from rl.data.problem_set import concatenate_sets
 from rl.errors import UserError
 
 
@@ -164,7 +164,7 @@ def test_what_datasets_saved_and_a_downloaded_repository(tmp_path, monkeypatch):
         row["prompt"] for row in test_rows
     ]
     assert len(load_problems(tmp_path / "saved")) == len(load_problems(tmp_path / "one")) == 5
-    with pytest.raises(NoSplit):
+    with pytest.raises(MissingSplit):
         load_problems(tmp_path / "one", split="test")
     repo = tmp_path / "repo"
     (repo / "data").mkdir(parents=True)
@@ -227,7 +227,7 @@ def test_a_mixture_gives_each_set_its_share_and_all_its_rows(tmp_path):
 
 def test_changed_rows_stay_changed_in_joined_sets_and_mixtures(tmp_path):
     sets = [load_problems(write(tmp_path / f"{name}.jsonl", sums(3))) for name in "ab"]
-    for whole in (joined(sets), Mixture(sets, [1, 1])):
+    for whole in (concatenate_sets(sets), Mixture(sets, [1, 1])):
         other = whole[4].__class__(({"role": "user", "content": "new"},), tag="b", index=4)
         found = whole.with_rows({4: other})
         assert (

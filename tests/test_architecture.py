@@ -13,12 +13,14 @@ REPO = Path(__file__).resolve().parent.parent
 # A package may import packages of lower layers, never of its layer or above. Files directly in rl/
 # are the base: every package may import them.
 LAYERS = {
-    7: ["run", "rlvr"],
-    6: ["methods"],
-    5: ["judges", "serve"],
-    4: ["clients", "credit", "environments", "report", "memory"],
-    3: ["learner", "episodes", "data"],
-    2: ["sampler", "models", "losses", "rewards", "renderers", "settings", "ranks"],
+    9: ["trainer", "rlvr"],
+    8: ["algorithms"],
+    7: ["judges", "serve"],
+    6: ["client"],
+    5: ["envs", "reporting", "memory_plan", "runtime"],
+    4: ["learner", "rollout", "data"],
+    3: ["sampler"],
+    2: ["models", "losses", "rewards", "renderers", "config", "distributed"],
     1: ["sandbox", "layers", "images"],
 }
 # Modules for scripts, which re-export what packages export: no package imports from them.
@@ -221,7 +223,7 @@ def test_kernels_import_nothing_of_rl():
 
 
 def test_only_one_module_imports_torch_distributed():
-    assert ARCHITECTURE.users_of_torch_distributed() == ["rl.ranks.distributed"]
+    assert ARCHITECTURE.users_of_torch_distributed() == ["rl.distributed.collectives"]
 
 
 def test_help_needs_no_torch():
@@ -229,7 +231,7 @@ def test_help_needs_no_torch():
     transformers.
     """
     heavy = ("torch", "transformers", "accelerate")
-    code = f"import sys; import rl, rl.methods, rl.settings; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys; import rl, rl.algorithms, rl.config; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run(
         [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True
     )
@@ -249,12 +251,12 @@ SMALL = {  # two layers and a package beside them: everything as it should be
     "rl/lower/__init__.py": '"""Below."""\nfrom rl.lower.tools import tool\n__all__ = ["tool"]',
     "rl/lower/tools.py": "from rl.errors import x\nfrom kernels.sums import s\ntool = 1\nother = 2",
     "rl/beside/__init__.py": '"""Beside."""\nthing = 1\n__all__ = ["thing"]',
-    "rl/ranks/__init__.py": '"""Ranks."""',
-    "rl/ranks/distributed.py": "import torch.distributed as dist",
+    "rl/distributed/__init__.py": '"""Ranks."""',
+    "rl/distributed/collectives.py": "import torch.distributed as dist",
     "kernels/__init__.py": "",
     "kernels/sums.py": "s = 1",
 }
-SMALL_LAYERS = {3: ["upper"], 2: ["lower", "beside", "ranks"]}
+SMALL_LAYERS = {3: ["upper"], 2: ["lower", "beside", "distributed"]}
 IF_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
 LATE = "def f():\n    "
 PLANTS = {  # name: (files that differ, what the fault says)
@@ -349,7 +351,9 @@ def test_a_planted_fault_is_seen(name, tmp_path):
         *architecture.cycles(),
         *architecture.kernels_that_import_rl(),
     ]
-    faults += [m for m in architecture.users_of_torch_distributed() if m != "rl.ranks.distributed"]
+    faults += [
+        m for m in architecture.users_of_torch_distributed() if m != "rl.distributed.collectives"
+    ]
     for module in architecture.modules:
         if (
             module.startswith("rl.")

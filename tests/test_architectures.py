@@ -13,13 +13,13 @@ import torch
 
 from bench.tiny_models import VOCAB, tiny_model
 from rl import ServiceClient
-from rl.episodes import trajectory_to_datums
-from rl.episodes.episode import Trajectory, Transition
 from rl.errors import UserError
-from rl.layers import config_number, width
+from rl.layers import get_config_number, get_hidden_size
 from rl.learner import Learner, LearnerSettings
-from rl.losses import VALUES, get_loss
-from rl.models import add_lora, load
+from rl.losses import CUSTOM_VALUE_LOSS, get_loss
+from rl.models import add_lora, model_loading
+from rl.rollout import trajectory_to_datums
+from rl.rollout.rollout_types import Trajectory, Transition
 from rl.types import Datum, LoraConfig, ModelInput, SamplingParams
 
 LAYOUTS = ("auto", "padded", "packed", "shared")
@@ -78,7 +78,9 @@ def accelerator(bf16: bool = False):
 
 
 def make_learner(model, *, bf16: bool = False, **settings) -> Learner:
-    loaded = load.LoadedModel(load._prepared(copy.deepcopy(model)), None, "tiny", ())
+    loaded = model_loading.LoadedModel(
+        model_loading._disable_randomness(copy.deepcopy(model)), None, "tiny", ()
+    )
     return Learner(loaded, accelerator(bf16), LearnerSettings(**{"token_budget": 300, **settings}))
 
 
@@ -140,7 +142,7 @@ def gradient_error(learner, gradient) -> float:
 
 
 def model_of(name: str, attention: str | None = None):
-    model = load._prepared(tiny_model(name, **KINDS.get(name, ({}, ALL))[0]))
+    model = model_loading._disable_randomness(tiny_model(name, **KINDS.get(name, ({}, ALL))[0]))
     if attention is not None:
         model.set_attn_implementation(attention)
     return model
@@ -182,8 +184,10 @@ def test_a_layout_is_exact_or_refused_elsewhere(name):
 def test_width_and_length_are_read_by_whatever_name_a_config_has_for_them(name):
     """Beside the embeddings themselves; a number that stands for "no limit" is none."""
     model = model_of(name)
-    assert width(model) == model.get_input_embeddings().weight.shape[-1]
-    limit = config_number(model, "max_position_embeddings", "n_positions", "max_target_positions")
+    assert get_hidden_size(model) == model.get_input_embeddings().weight.shape[-1]
+    limit = get_config_number(
+        model, "max_position_embeddings", "n_positions", "max_target_positions"
+    )
     places = [
         module
         for place, module in model.named_modules()
@@ -318,7 +322,7 @@ def longrope(name: str = "phi3"):
         "original_max_position_embeddings": 32,
         **factors,
     }
-    return load._prepared(
+    return model_loading._disable_randomness(
         tiny_model(
             name, rope_parameters=rope, sliding_window=None, original_max_position_embeddings=32
         )
@@ -424,8 +428,8 @@ def test_the_parts_of_such_a_call_are_the_whole():
     how = {"temperature": 1.0, "divisor": 1.0, "backward": True}
     outputs, sums = whole.run(flat, get_loss("dpo"), {}, **how)
     number, total, found = 0, 0.0, {}
-    while number == 0 or number < parts.parts:
-        rows, metrics = parts.run(flat, get_loss("dpo"), {}, part=number, **how)
+    while number == 0 or number < parts.num_micro_batches:
+        rows, metrics = parts.run(flat, get_loss("dpo"), {}, micro_batch=number, **how)
         number, total, found = number + 1, total + metrics["loss:sum"], found | rows
     assert number > 1 and total == sums["loss:sum"] and found.keys() == outputs.keys()
     assert all(np.array_equal(found[i]["logprobs"], outputs[i]["logprobs"]) for i in outputs)
@@ -437,10 +441,10 @@ def test_the_parts_of_such_a_call_are_the_whole():
 def test_rewards_of_such_a_pair_are_those_of_each_answer_alone():
     """Bradley-Terry reads the value head, at the last position of each answer."""
     pairs = [pair_of(*lengths, seed) for seed, lengths in enumerate(PAIRS)]
-    loaded = load.add_value_head(load.LoadedModel(longrope(), None, "tiny", ()))
+    loaded = model_loading.add_value_head(model_loading.LoadedModel(longrope(), None, "tiny", ()))
     learner = Learner(loaded, accelerator(False), LearnerSettings(token_budget=300))
     with torch.no_grad():
-        for name in learner.values:
+        for name in learner.value_head_names:
             learner.trainable[name].add_(
                 torch.randn(
                     learner.trainable[name].shape, generator=torch.Generator().manual_seed(1)
@@ -455,7 +459,8 @@ def test_rewards_of_such_a_pair_are_those_of_each_answer_alone():
     ]
     how = {"temperature": 1.0, "divisor": 1.0, "backward": False}
     alone = [
-        [learner.run([d], VALUES, {}, **how)[0][0]["values"][-1] for d in pair] for pair in bare
+        [learner.run([d], CUSTOM_VALUE_LOSS, {}, **how)[0][0]["values"][-1] for d in pair]
+        for pair in bare
     ]
     outputs, sums = learner.run(
         [d for pair in bare for d in pair], get_loss("bradley_terry"), {}, **how
@@ -522,14 +527,14 @@ def test_rows_beyond_the_length_of_dynamic_frequencies_are_an_error():
 
 
 def test_lora_says_which_share_it_leaves_out():
-    loaded = load.LoadedModel(tiny_model("qwen3_moe"), None, "tiny", ())
+    loaded = model_loading.LoadedModel(tiny_model("qwen3_moe"), None, "tiny", ())
     names = dict(loaded.model.named_parameters())
     experts = sum(
         p.numel() for n, p in names.items() if ".experts." in n or n.endswith("mlp.gate.weight")
     )
     share = experts / sum(p.numel() for p in names.values())
     with pytest.warns(UserWarning, match=f"{share:.0%} of the weights of tiny"):
-        assert add_lora(loaded, LoraConfig(rank=2)).unadapted == pytest.approx(share)
+        assert add_lora(loaded, LoraConfig(rank=2)).unadapted_share == pytest.approx(share)
     assert share > 0.3
 
 
@@ -537,13 +542,13 @@ def test_lora_on_a_dense_model_leaves_nothing_out():
     for name in ("gpt2", "llama"):
         assert (
             add_lora(
-                load.LoadedModel(tiny_model(name), None, "tiny", ()), LoraConfig(rank=2)
-            ).unadapted
+                model_loading.LoadedModel(tiny_model(name), None, "tiny", ()), LoraConfig(rank=2)
+            ).unadapted_share
             == 0
         )
 
 
 def test_lora_on_experts_alone_is_an_error():
-    loaded = load.LoadedModel(tiny_model("qwen3_moe"), None, "tiny", ())
+    loaded = model_loading.LoadedModel(tiny_model("qwen3_moe"), None, "tiny", ())
     with pytest.raises(UserError, match="no adapter for experts.*train_attn"):
         add_lora(loaded, LoraConfig(rank=2, train_attn=False, train_unembed=False))

@@ -7,12 +7,16 @@ from test_architectures import accelerator, one_thread  # noqa: F401  (a fixture
 from test_images import alone, datum, learnt, of_logits, rows, tiny
 
 from bench import architectures_seeing as table
-from rl.images import ImageReader, families, reader_of
+from rl.images import ImageReader, get_image_reader, vision_families
 from rl.learner import Learner, LearnerSettings
 from rl.renderers import get_renderer
-from rl.sampler import make_decoder, score
+from rl.sampler import make_decoder, score_sequences
 
-KINDS = {"qwen3_vl": families.Grids, "gemma3": families.Gemma3, "smolvlm": families.Tiles}
+KINDS = {
+    "qwen3_vl": vision_families.QwenVisionFamily,
+    "gemma3": vision_families.Gemma3Family,
+    "smolvlm": vision_families.TiledFamily,
+}
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -33,28 +37,28 @@ def test_two_images_that_are_swapped_turn_a_row_red(name, monkeypatch):
 
 
 def test_one_wrong_position_of_an_image_turns_a_row_red(monkeypatch):
-    positions = families.Grids.positions
+    positions = vision_families.QwenVisionFamily.positions
 
     def faulty(self, model, row, types, images):
         found = positions(self, model, row, types, images).clone()
         found[1, int(types.argmax())] += 1  # the height of an image's first token
         return found
 
-    monkeypatch.setattr(families.Grids, "positions", faulty)
+    monkeypatch.setattr(vision_families.QwenVisionFamily, "positions", faulty)
     said = table.measured("qwen3_vl")
     assert said.startswith("WRONG") and "learner" in said and "sampler" in said
 
 
 def test_an_image_that_stands_for_another_turns_a_row_red(monkeypatch):
     """A reader that keeps images under their size alone."""
-    read, kept = ImageReader.read, {}
+    read, kept = ImageReader.process, {}
 
     def faulty(self, chunk):
         found = read(self, chunk)
         return kept.setdefault(found.count, found)
 
     assert table.measured("gemma3") == "exact"  # all of its images have one size
-    monkeypatch.setattr(ImageReader, "read", faulty)
+    monkeypatch.setattr(ImageReader, "process", faulty)
     assert table.measured("gemma3").startswith("WRONG")
 
 
@@ -64,7 +68,7 @@ def test_in_bf16_rows_with_images_are_no_further_off_than_the_model_alone(name):
     measure: the model alone under autocast.
     """
     loaded, _ = tiny(name)
-    reader = reader_of(loaded.model)
+    reader = get_image_reader(loaded.model)
     prompts = rows(loaded.tokenizer, reader, get_renderer("chat_template", loaded.tokenizer))
 
     def by_itself():
@@ -75,7 +79,7 @@ def test_in_bf16_rows_with_images_are_no_further_off_than_the_model_alone(name):
         rounded = by_itself()
     spread = float(np.sqrt(np.mean((rounded - exact) ** 2)))
     assert spread > 1e-3
-    read = score(
+    read = score_sequences(
         make_decoder(loaded.model, dtype=torch.bfloat16),
         [one.flat() for one in prompts],
         1.0,

@@ -11,11 +11,11 @@ from test_architectures import one_thread  # noqa: F401  (a fixture of its own)
 from bench import architectures as table
 from bench import architectures_saved as saved
 from bench.tiny_models import tiny_model
-from rl.learner import packing, saving
+from rl.distributed.accelerate_launch import make_accelerator
+from rl.learner import learner_checkpoint, packing
 from rl.learner.learner import Learner
-from rl.models import load, lora_targets
-from rl.ranks.launch import make_accelerator
-from rl.sampler.cache_slots import SlotState
+from rl.models import lora_targets, model_loading
+from rl.sampler.recurrent_state import RecurrentState
 from rl.types import LoraConfig
 
 # Full, sliding, chunked, ALiBi and learned positions; experts; linear attention, state space,
@@ -56,7 +56,7 @@ def test_a_row_is_exact_or_refused(name):
 
 def judged(name, layout):
     model, datums = tiny_model(name), table.sequences()
-    plain = load._prepared(copy.deepcopy(model))
+    plain = model_loading._disable_randomness(copy.deepcopy(model))
     settings = table.LearnerSettings(token_budget=400, layout=layout)
     return table.judged(
         model, name, datums, table.alone(plain, datums), make_accelerator(bf16=False), settings
@@ -66,7 +66,7 @@ def judged(name, layout):
 @pytest.fixture
 def untried(monkeypatch):
     """Learners that believe every layout exact: what the table then says is its own finding."""
-    monkeypatch.setattr(Learner, "_exact_layouts", lambda self, model: {"padded", "packed"})
+    monkeypatch.setattr(Learner, "_find_exact_layouts", lambda self, model: {"padded", "packed"})
 
 
 def test_one_wrong_position_turns_a_row_red(untried, monkeypatch):
@@ -90,9 +90,9 @@ def test_a_state_that_runs_on_turns_a_row_red(untried):
 
 def test_a_state_of_another_row_turns_a_row_red(monkeypatch):
     """Planted once the decoder has been tried out."""
-    model = load._prepared(tiny_model("falcon_h1"))
+    model = model_loading._disable_randomness(tiny_model("falcon_h1"))
     assert table.sampled(model) == "exact"
-    make, enter = table.make_decoder, SlotState.enter
+    make, enter = table.make_decoder, RecurrentState.add_rows
 
     def faulty(self, prompt_of_row):
         enter(self, prompt_of_row)
@@ -105,7 +105,7 @@ def test_a_state_of_another_row_turns_a_row_red(monkeypatch):
 
     def tried(one):
         decoder = make(one)
-        monkeypatch.setattr(SlotState, "enter", faulty)
+        monkeypatch.setattr(RecurrentState, "add_rows", faulty)
         return decoder
 
     monkeypatch.setattr(table, "make_decoder", tried)
@@ -113,10 +113,10 @@ def test_a_state_of_another_row_turns_a_row_red(monkeypatch):
 
 
 def test_an_optimizer_that_is_not_read_turns_a_row_red(monkeypatch):
-    load_state = saving.load_state
+    load_state = learner_checkpoint.load_learner_state
     monkeypatch.setattr(
-        saved.saving,
-        "load_state",
+        saved.learner_checkpoint,
+        "load_learner_state",
         lambda learner, path, with_optimizer, rank: load_state(learner, path, False, rank),
     )
     found = table.saved(tiny_model("llama"))
@@ -124,7 +124,7 @@ def test_an_optimizer_that_is_not_read_turns_a_row_red(monkeypatch):
 
 
 def test_a_weight_that_is_written_otherwise_turns_a_row_red(monkeypatch):
-    write = saving.write_model
+    write = learner_checkpoint.write_model
 
     def faulty(model, tokenizer, folder, **how):
         write(model, tokenizer, folder, **how)
@@ -134,7 +134,7 @@ def test_a_weight_that_is_written_otherwise_turns_a_row_red(monkeypatch):
             tensors[next(name for name in tensors if "v_proj" in name)] += 0.05
             save_file(tensors, str(file), {"format": "pt"})
 
-    monkeypatch.setattr(saved.saving, "write_model", faulty)
+    monkeypatch.setattr(saved.learner_checkpoint, "write_model", faulty)
     found = table.saved(tiny_model("llama"))
     assert (
         found["resume"] == "exact"
@@ -151,11 +151,11 @@ def test_layers_whose_adapters_would_not_come_back_get_none(name):
     model = tiny_model(name)
     none = {
         key
-        for key in lora_targets.left_out(model, LoraConfig())
+        for key in lora_targets.find_unadaptable(model, LoraConfig())
         if "shared_experts" in key or "o_a_proj" in key
     }
     assert none and not {key.removesuffix(".weight") for key in none} & set(
-        lora_targets.targets(model, LoraConfig())
+        lora_targets.find_lora_targets(model, LoraConfig())
     )
     assert table.saved(model)["adapter"] == "exact"
 
@@ -163,9 +163,12 @@ def test_layers_whose_adapters_would_not_come_back_get_none(name):
 def test_a_config_without_an_end_of_text_can_be_read(tmp_path):
     """CPM-Ant's names none."""
     model = tiny_model("cpmant")
-    assert not hasattr(model.config, "eos_token_id") and load.eos_token_ids(model, None) == ()
-    saving.write_model(model, None, tmp_path / "m")
-    assert load.load_model(str(tmp_path / "m")).eos_token_ids == ()
+    assert (
+        not hasattr(model.config, "eos_token_id")
+        and model_loading.collect_eos_token_ids(model, None) == ()
+    )
+    learner_checkpoint.write_model(model, None, tmp_path / "m")
+    assert model_loading.load_model(str(tmp_path / "m")).eos_token_ids == ()
 
 
 def test_a_padding_row_is_read_as_it_was_written():

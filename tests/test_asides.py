@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from rl.methods import METHODS
-from rl.plain import printable
-from rl.report import html, plots
-from rl.report.console import Console
-from rl.report.logbook import Logbook
-from rl.settings.cli import read
-from rl.settings.fields import SettingsError
-from rl.settings.help_pages import fail
-from rl.settings.tables import RunSettings
+from rl.algorithms import METHODS
+from rl.config.cli import read_run
+from rl.config.fields import SettingsError
+from rl.config.format_help import exit_with_problems
+from rl.config.sections import RunSettings
+from rl.reporting import metric_plots, rollout_html
+from rl.reporting.console import Console
+from rl.reporting.logbook import Logbook
+from rl.sanitize import sanitize_message
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "addition.yaml"
 
@@ -42,10 +42,10 @@ def test_a_page_that_cannot_be_written_costs_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ear = Ear()
-    monkeypatch.setattr(html, "page", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(rollout_html, "render_page", lambda *_, **__: 1 / 0)
     with Logbook(tmp_path / "run", console=ear) as logbook:
-        logbook.rollouts(1, [{"prompt": "a", "response": "b", "reward": 1.0}])
-        logbook.rollouts(2, [{"prompt": "a", "response": "b", "reward": 1.0}])
+        logbook.write_rollouts(1, [{"prompt": "a", "response": "b", "reward": 1.0}])
+        logbook.write_rollouts(2, [{"prompt": "a", "response": "b", "reward": 1.0}])
     assert [path.name for path in sorted((tmp_path / "run" / "rollouts").iterdir())] == [
         "step_000001.jsonl",
         "step_000002.jsonl",
@@ -61,7 +61,7 @@ def test_a_broken_plot_backend_never_fails_a_finished_run(
     def broken(*_: Any) -> None:
         raise RuntimeError("no such backend")
 
-    monkeypatch.setattr(plots, "draw", broken)
+    monkeypatch.setattr(metric_plots, "draw_curves", broken)
     with Logbook(tmp_path / "run", console=ear) as logbook:
         logbook.log(1, {"stage": "sft", "optim/loss": 1.0})
     assert len(ear.heard) == 1 and "curves.png" in ear.heard[0]
@@ -77,13 +77,13 @@ def test_a_folders_name_with_dollars_is_drawn_as_it_stands(tmp_path: Path, name:
                     step + 10 * (stage != "sft"), {"stage": stage, "optim/loss": 1.0 / (1 + step)}
                 )
     assert not ear.heard and (tmp_path / name / "curves.png").stat().st_size > 1000
-    plots.draw([tmp_path / name, tmp_path / name], tmp_path / "both.png")
+    metric_plots.draw_curves([tmp_path / name, tmp_path / name], tmp_path / "both.png")
 
 
 def test_a_metrics_name_that_cannot_be_encoded_is_written_all_the_same(tmp_path: Path) -> None:
     with Logbook(tmp_path / "run") as logbook:
         logbook.log(1, {"stage": "sft", "env/\ud800/reward": 1.0, "optim/loss": 2.0})
-        logbook.rollouts(1, [{"prompt": "\ud800", "response": "\udfff", "reward": 1.0}])
+        logbook.write_rollouts(1, [{"prompt": "\ud800", "response": "\udfff", "reward": 1.0}])
     (row,) = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
@@ -109,18 +109,18 @@ def test_a_metrics_name_that_cannot_be_encoded_is_written_all_the_same(tmp_path:
     ],
 )
 def test_printable(text: str, shown: str) -> None:
-    assert printable(text) == shown
+    assert sanitize_message(text) == shown
 
 
 def test_printable_bounds_and_encodes() -> None:
-    long = printable("x" * 10_000_000)
+    long = sanitize_message("x" * 10_000_000)
     assert len(long) < 4100 and "9996000 characters omitted" in long
-    assert printable("é日", encoding="ascii") == "\\xe9\\u65e5"
+    assert sanitize_message("é日", encoding="ascii") == "\\xe9\\u65e5"
 
 
 def test_a_box_shows_no_control_sequences_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        fail(
+        exit_with_problems(
             ["\x1b[2Jspoilt \ud800" + "y" * 100_000, *(f"problem {i}" for i in range(500))],
             see="\x1b[5mhelp",
         )
@@ -204,7 +204,7 @@ def test_a_recipe_that_is_none_is_told_in_words(name: str, tmp_path: Path) -> No
     path = tmp_path / "r.yaml"
     path.write_bytes(data)
     with pytest.raises(SettingsError) as caught:
-        read([str(path)], METHODS, RECIPE, RunSettings)
+        read_run([str(path)], METHODS, RECIPE, RunSettings)
     assert any(words in problem for problem in caught.value.problems), caught.value.problems
     assert len(str(caught.value)) < 20_000
 
@@ -212,7 +212,7 @@ def test_a_recipe_that_is_none_is_told_in_words(name: str, tmp_path: Path) -> No
 def test_a_recipe_with_a_byte_order_mark_and_aliases_is_one(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_bytes(b"\xef\xbb\xbfmethod: grpo\nsteps: &n 7\nwarmup_steps: *n\n")
-    (stage,) = read([str(path)], METHODS, RECIPE, RunSettings).stages
+    (stage,) = read_run([str(path)], METHODS, RECIPE, RunSettings).stages
     assert stage.settings.loop.steps == stage.settings.optim.warmup_steps == 7
 
 
@@ -220,7 +220,7 @@ def test_a_recipe_may_escape_what_lies_beyond_16_bits_as_json_does(tmp_path: Pat
     path = tmp_path / "r.yaml"
     path.write_text('method: grpo\nanswer_column: "\\ud83e\\udd8a"\n')
     assert (
-        read([str(path)], METHODS, RECIPE, RunSettings).stages[0].settings.data.answer_column
+        read_run([str(path)], METHODS, RECIPE, RunSettings).stages[0].settings.data.answer_column
         == "🦊"
     )
 
@@ -232,11 +232,11 @@ def test_a_recipe_that_is_no_file_keeps_nobody_waiting(tmp_path: Path) -> None:
     os.mkfifo(recipes / "pipe.yaml")
     (recipes / "broken.yaml").symlink_to(recipes / "nowhere")
     with pytest.raises(SettingsError, match="no recipe file"):
-        read([str(recipes / "pipe.yaml")], METHODS, recipes / "addition.yaml", RunSettings)
+        read_run([str(recipes / "pipe.yaml")], METHODS, recipes / "addition.yaml", RunSettings)
     code = (
-        "from pathlib import Path; from rl.settings.cli import parse; from rl.methods import "
-        "METHODS; from rl.settings import RunSettings; "
-        f"parse(['--help'], METHODS, Path({str(recipes / 'addition.yaml')!r}), options=RunSettings)"
+        "from pathlib import Path; from rl.config.cli import parse_run; from rl.algorithms import "
+        "METHODS; from rl.config import RunSettings; "
+        f"parse_run(['--help'], METHODS, Path({str(recipes / 'addition.yaml')!r}), options=RunSettings)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, timeout=120, cwd=RECIPE.parent.parent

@@ -17,22 +17,22 @@ from sampler_models import reference_logprobs
 from transformers import AutoModelForCausalLM
 from whole_runs import updates_end_while_answers_are_drawn
 
-from rl.clients import SamplingClient
-from rl.episodes import Rollouts, Trajectory, TrajectoryGroup, Transition
+from rl.algorithms import METHODS
+from rl.algorithms.grpo_settings import variant_settings
+from rl.client import SamplingClient
+from rl.config import AsyncRolloutSettings, RunSettings, SettingsError, parse_run
+from rl.distributed import RunStopped
 from rl.errors import UserError
-from rl.methods import METHODS
-from rl.methods.grpo_settings import variant_settings
-from rl.ranks import Stopped
-from rl.run import asynchronous
-from rl.run.execute import execute
-from rl.run.samples import Samples
-from rl.run.stage import Stage
-from rl.settings import FlowSettings, RunSettings, SettingsError, parse
+from rl.rollout import RolloutBatch, Trajectory, TrajectoryGroup, Transition
+from rl.trainer import async_source
+from rl.trainer.execute import execute
+from rl.trainer.stage import Stage
+from rl.trainer.stage_sampling import StageSampler
 from rl.types import ModelInput, SampledSequence
 
 ENVIRONMENT = '''
 import asyncio, random
-from rl.environments import Environment, Turn
+from rl.envs import Environment, TurnResult
 
 class Uneven(Environment):
     """One to three answers, each of which takes a while; rewards differ."""
@@ -45,7 +45,7 @@ class Uneven(Environment):
         await asyncio.sleep(random.random() * 0.04)
         self.left -= 1
         text = answer["content"] or ""
-        return Turn(f"{len(text)}+1=", reward=sum(map(ord, text)) % 5 / 4 + 0.1 * self.member, done=self.left == 0)
+        return TurnResult(f"{len(text)}+1=", reward=sum(map(ord, text)) % 5 / 4 + 0.1 * self.member, done=self.left == 0)
 '''
 RECIPE = Path(__file__).parents[1] / "recipes" / "addition.yaml"
 LINE = (
@@ -66,7 +66,7 @@ def trained(tmp_path_factory):
 
     def go(name: str, words: str = "") -> Path:
         execute(
-            parse(
+            parse_run(
                 f"{common} --output-dir {home / name} {words}".split(),
                 METHODS,
                 RECIPE,
@@ -159,7 +159,7 @@ def test_episodes_that_go_on_by_themselves_train_every_method_alike(method, tmp_
 
     def go(name: str, words: str = "") -> Path:
         execute(
-            parse(
+            parse_run(
                 f"{common} --output-dir {tmp_path / name} {words}".split(),
                 METHODS,
                 RECIPE,
@@ -264,7 +264,7 @@ def test_with_a_cache_that_is_read_again_every_logprob_is_that_of_the_weights_it
 def test_a_token_older_than_the_bound_or_of_a_version_yet_to_come_ends_the_run():
     """A stale label, or a scheduler that lost count, is not trained on in silence."""
     given = SimpleNamespace(settings=SimpleNamespace(), environment=None)
-    samples = Samples(given, None)
+    samples = StageSampler(given, None)
 
     def rollouts(*versions):
         actions = [
@@ -275,7 +275,7 @@ def test_a_token_older_than_the_bound_or_of_a_version_yet_to_come_ends_the_run()
             Trajectory([Transition(ModelInput.from_ints([1]), action, 1.0, True)])
             for action in actions
         ]
-        return Rollouts(
+        return RolloutBatch(
             [TrajectoryGroup(episodes, [0.0] * len(episodes), [{}] * len(episodes))],
             [],
             {},
@@ -283,10 +283,10 @@ def test_a_token_older_than_the_bound_or_of_a_version_yet_to_come_ends_the_run()
             0.0,
         )
 
-    samples.check(rollouts((5, 5), (4, 5), (3, 4)), 5, 2)
+    samples.check_rollouts(rollouts((5, 5), (4, 5), (3, 4)), 5, 2)
     for wrong, oldest in (((3, 4), 1), ((2, 5), 2), ((5, 6), 2), ((4, 4), 0)):
         with pytest.raises(RuntimeError, match="samples come from weight versions"):
-            samples.check(rollouts((5, 5), wrong), 5, oldest)
+            samples.check_rollouts(rollouts((5, 5), wrong), 5, oldest)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_what_does_not_go_together_is_refused_by_name(given, says):
         variant_settings("dr_grpo", **given)
     for alone in ({"max_waiting": 3}, {"on_stale": "resample"}, {"recompute_cache": True}):
         with pytest.raises(ValueError, match="no effect"):
-            FlowSettings(**alone)
+            AsyncRolloutSettings(**alone)
 
 
 @pytest.mark.slow
@@ -316,7 +316,7 @@ def test_an_update_begins_while_the_weights_of_the_one_before_are_on_their_way(
     """As with ranks that sample: nothing arrives before the next update has begun, and a replay
     where all is there at once repeats it.
     """
-    there, calls, begun, credit = set(), {}, [], asynchronous._learn
+    there, calls, begun, credit = set(), {}, [], async_source._update_policy
 
     def arrive(client):
         there.add(client)
@@ -331,11 +331,11 @@ def test_an_update_begins_while_the_weights_of_the_one_before_are_on_their_way(
         return *found[:2], stage.models.policy.save_weights_and_get_sampling_client()
 
     with monkeypatch.context() as patched:
-        patched.setattr(asynchronous, "_learn", learn)
-        patched.setattr(SamplingClient, "there", property(lambda client: client in there))
+        patched.setattr(async_source, "_update_policy", learn)
+        patched.setattr(SamplingClient, "ready", property(lambda client: client in there))
         patched.setattr(
             SamplingClient,
-            "when_there",
+            "on_ready",
             lambda client, call: calls.setdefault(client, []).append(call),
         )
         first = trained("far", f"{LATE} --steps 6 --save-every 3")
@@ -363,9 +363,9 @@ def test_a_checkpoint_where_weights_were_on_their_way_is_said_to_go_on_otherwise
         found = credit(stage, batch, rollouts, datums, before)
         return *found[:2], stage.models.policy.save_weights_and_get_sampling_client()
 
-    credit = asynchronous._learn
+    credit = async_source._update_policy
     with monkeypatch.context() as patched:
-        patched.setattr(asynchronous, "_learn", learn)
+        patched.setattr(async_source, "_update_policy", learn)
         first = trained("whole-way", f"{LATE} --save-every 0")
     capsys.readouterr()
     again = trained("saved-on-the-way", f"{LATE} --save-every 1 --replay {first}")
@@ -399,7 +399,7 @@ def test_a_run_that_was_stopped_between_two_checkpoints_is_repeated(trained, mon
 
     with monkeypatch.context() as patched:
         patched.setattr(Stage, "end_batch", stopping)
-        with pytest.raises(Stopped):
+        with pytest.raises(RunStopped):
             trained("stopped", f"{LATE} --steps 4 --save-every 0")
     first = trained("stopped", f"{LATE} --steps 4 --save-every 0 --resume")
     again = trained("stopped-again", f"{LATE} --steps 4 --save-every 0 --replay {first}")

@@ -15,13 +15,13 @@ import torch
 from helpers import make_worker, random_datums, relative_difference
 from safetensors.torch import load_file
 
-from rl.clients.parts import share
-from rl.learner import saving
-from rl.learner.adamw import adam_state, load_adam_state, new_adamw, set_adam
+from rl.distributed import collectives
+from rl.learner import learner_checkpoint
+from rl.learner.adamw import get_adam_state, load_adam_state, make_adamw, set_adam_params
 from rl.learner.backend_deepspeed import DeepSpeedBackend
 from rl.learner.backend_replicated import ReplicatedBackend
 from rl.losses.losses import get_loss
-from rl.ranks import distributed
+from rl.runtime.sharding import assign_indices
 from rl.types import AdamParams
 
 PARAMS = AdamParams(
@@ -88,8 +88,8 @@ def two_ranks(monkeypatch):
     def all_reduce(flat):
         flat.add_(others.pop(0).to(flat.dtype))
 
-    monkeypatch.setattr(distributed, "world", lambda: 2)
-    monkeypatch.setattr(distributed.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(collectives, "world", lambda: 2)
+    monkeypatch.setattr(collectives.dist, "all_reduce", all_reduce)
     return others
 
 
@@ -101,7 +101,7 @@ def test_a_message_is_the_sum_of_the_ranks_in_each_dtype(two_ranks):
     ]
     # by dtype: float32, then int64
     two_ranks += [torch.tensor([10.0, 20.0, 40.0]), torch.tensor([30])]
-    distributed.all_sum_(tensors)
+    collectives.all_sum_(tensors)
     assert [t.tolist() for t in tensors] == [[[11.0, 22.0]], [33], [44.0]] and not two_ranks
 
 
@@ -158,7 +158,7 @@ def test_ddp_reduces_nothing_while_micro_batches_run(monkeypatch, two_ranks):
 @pytest.mark.parametrize("world", [1, 4])
 def test_deepspeed_is_given_its_mean_times_the_ranks(monkeypatch, world):
     """It averages gradients over ranks, so each loss goes in `world` times."""
-    monkeypatch.setattr(distributed, "world", lambda: world)
+    monkeypatch.setattr(collectives, "world", lambda: world)
     engine = DeepSpeedBackend.__new__(DeepSpeedBackend)
     seen = []
     engine.wrapped = SimpleNamespace(backward=lambda value: seen.append(float(value)))
@@ -176,7 +176,7 @@ def test_deepspeed_stage_0_steps_on_the_sum_that_it_then_averages(monkeypatch, t
     engine.stage, engine.trainable, engine.adam, engine.bf16_stage1 = (
         0,
         trainable,
-        new_adamw(trainable),
+        make_adamw(trainable),
         True,
     )
     engine.wrapped = SimpleNamespace(
@@ -226,11 +226,11 @@ def test_ranks_deal_micro_batches_out_among_themselves(monkeypatch):
     nothing.
     """
     worker, datums = make_worker(token_budget=12), random_datums(9)
-    monkeypatch.setattr(distributed, "world", lambda: 3)
+    monkeypatch.setattr(collectives, "world", lambda: 3)
     shares = []
     for rank in range(3):
-        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-        shares.append(worker.learners[0]._my_batches(datums))
+        monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
+        shares.append(worker.learners[0]._local_micro_batches(datums))
     assert len({len(share) for share in shares}) == 1
     assert sorted(
         i for share in shares for batch in share if batch.scale for i in batch.datum_index
@@ -240,10 +240,10 @@ def test_ranks_deal_micro_batches_out_among_themselves(monkeypatch):
 
 def test_ranks_deal_samples_out_among_themselves(monkeypatch):
     costs, taken = [5, 1, 9, 3, 3, 8, 2], []
-    monkeypatch.setattr(distributed, "world", lambda: 3)
+    monkeypatch.setattr(collectives, "world", lambda: 3)
     for rank in range(3):
-        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-        taken.append(share(costs))
+        monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
+        taken.append(assign_indices(costs))
     assert sorted(i for mine in taken for i in mine) == list(range(7))
     loads = [sum(costs[i] for i in mine) for mine in taken]
     assert max(loads) - min(loads) <= 3
@@ -267,15 +267,15 @@ def test_each_rank_goes_on_with_its_own_generator(monkeypatch, tmp_path):
         torch.equal(saved[f"rank{r}"], states[r]) for r in range(3)
     )
     for rank in (2, 0, 1):
-        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
         torch.manual_seed(99)
         worker.load_state(0, str(tmp_path / "all"), True)
         assert torch.equal(torch.get_rng_state(), states[rank])
     torch.manual_seed(99)
     before = torch.get_rng_state()
-    saving.load_state(worker.learners[0], tmp_path / "all", True, 7)
+    learner_checkpoint.load_learner_state(worker.learners[0], tmp_path / "all", True, 7)
     assert torch.equal(torch.get_rng_state(), before)
-    monkeypatch.setattr(distributed, "rank", lambda: 1)
+    monkeypatch.setattr(collectives, "rank", lambda: 1)
     worker.load_state(0, str(tmp_path / "all"), False)  # weights alone leave it
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -287,22 +287,26 @@ def test_an_optimizers_state_goes_on_to_the_bit():
 
     def step(model, optimizer, gradient):
         model.weight.grad = gradient.clone()
-        set_adam(optimizer, PARAMS)
+        set_adam_params(optimizer, PARAMS)
         optimizer.step()
 
     whole, trainable = linear()
-    optimizer = new_adamw(trainable)
+    optimizer = make_adamw(trainable)
     for gradient in gradients[:2]:
         step(whole, optimizer, gradient)
     resumed, own = linear(seed=1)
     resumed.load_state_dict(whole.state_dict())
-    other = new_adamw(own)
+    other = make_adamw(own)
     load_adam_state(
         other,
         own,
-        {name: tensor.clone() for name, tensor in adam_state(optimizer, trainable).items()},
+        {name: tensor.clone() for name, tensor in get_adam_state(optimizer, trainable).items()},
     )
-    assert sorted(adam_state(other, own)) == ["weight/exp_avg", "weight/exp_avg_sq", "weight/step"]
+    assert sorted(get_adam_state(other, own)) == [
+        "weight/exp_avg",
+        "weight/exp_avg_sq",
+        "weight/step",
+    ]
     for gradient in gradients[2:]:
         step(whole, optimizer, gradient), step(resumed, other, gradient)
     assert torch.equal(whole.weight, resumed.weight)
@@ -321,7 +325,7 @@ def test_a_sampler_that_is_in_use_keeps_its_weights():
     worker.snapshot(0, 2)
     assert worker.versions[2].decoder is not first
     assert all(torch.equal(tensor, before[name]) for name, tensor in first.weights.buffers.items())
-    worker.forget_version(1), worker.forget_version(2)
-    latest = worker.latest[0]
+    worker.free_version(1), worker.free_version(2)
+    latest = worker.latest_decoders[0]
     worker.snapshot(0, 3)
     assert worker.versions[3].decoder is latest and len(worker.versions) == 1

@@ -10,10 +10,10 @@ from accelerate.state import AcceleratorState
 from helpers import call, random_datums
 from sampler_population import VOCAB, build
 
-from rl.clients.worker import ModelSpec, Worker, WorkerSettings
 from rl.errors import UserError
-from rl.learner.base import chosen
-from rl.models import inner_model
+from rl.learner.frozen_base import choose_base_dtype
+from rl.models import unwrap_model
+from rl.runtime.training_worker import ModelSpec, TrainingWorker, WorkerSettings
 from rl.types import LoraConfig
 
 TIED = dict(tie_word_embeddings=True)
@@ -59,9 +59,9 @@ def learner_of(
     dtype: str = "bf16",
     lora: LoraConfig | None = LORA,
     value_head: bool = False,
-) -> Worker:
+) -> TrainingWorker:
     AcceleratorState._reset_state()
-    worker = Worker(WorkerSettings(dtype=dtype))
+    worker = TrainingWorker(WorkerSettings(dtype=dtype))
     worker.create_model(
         0,
         ModelSpec(base, lora=lora, seed=1, value_head=value_head, base_dtype=held_in),
@@ -75,7 +75,7 @@ def learner_of(
     return worker
 
 
-def look(worker: Worker, vocabulary: int = VOCAB) -> tuple[torch.Tensor, torch.Tensor]:
+def look(worker: TrainingWorker, vocabulary: int = VOCAB) -> tuple[torch.Tensor, torch.Tensor]:
     """(logprobs, all gradients of the adapters) of the sum of some logprobs."""
     outputs, _ = call(
         worker,
@@ -91,16 +91,16 @@ def look(worker: Worker, vocabulary: int = VOCAB) -> tuple[torch.Tensor, torch.T
     return logprobs, torch.cat([p.grad.reshape(-1) for p in worker.learners[0].trainable.values()])
 
 
-def reference(worker: Worker, vocabulary: int = VOCAB) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(worker: TrainingWorker, vocabulary: int = VOCAB) -> tuple[torch.Tensor, torch.Tensor]:
     """The same by float64, in plain torch, of the numbers that the learner holds."""
     learner = worker.learners[0]
-    with learner.whole_model(adapter_only=False) as found:
+    with learner.full_model(adapter_only=False) as found:
         model = copy.deepcopy(found).double()
     for module in model.modules():
         vars(module).pop("forward", None)  # embeddings that give float32
     model.config._attn_implementation = "eager"
     # the other ones have no products in float64
-    inner_model(model).set_experts_implementation("eager")
+    unwrap_model(model).set_experts_implementation("eager")
     total, logprobs = torch.zeros((), dtype=torch.float64), []
     for datum in random_datums(4, vocabulary=vocabulary):
         fields = {name: data.to_torch() for name, data in datum.loss_fn_inputs.items()}
@@ -160,10 +160,10 @@ def test_a_base_in_bf16_is_one_in_fp32_of_its_numbers(kind, changes, tmp_path):
 
 
 def test_what_auto_is():
-    assert chosen("auto", lora=True, bf16=True, deepspeed=False) == "bf16"
+    assert choose_base_dtype("auto", lora=True, bf16=True, deepspeed=False) == "bf16"
     assert (
-        chosen("auto", lora=True, bf16=False, deepspeed=False)
-        == chosen("auto", lora=False, bf16=True, deepspeed=False)
+        choose_base_dtype("auto", lora=True, bf16=False, deepspeed=False)
+        == choose_base_dtype("auto", lora=False, bf16=True, deepspeed=False)
         == "fp32"
     )
     for asked, where, words in [
@@ -174,4 +174,4 @@ def test_what_auto_is():
         ("int8", dict(lora=True, bf16=True, deepspeed=False), "auto, fp32, bf16 or 4bit"),
     ]:
         with pytest.raises(UserError, match=words):
-            chosen(asked, **where)
+            choose_base_dtype(asked, **where)

@@ -13,9 +13,9 @@ from test_export import logits, own
 from transformers import AutoModelForCausalLM
 from whole_runs import two_and_two
 
-from rl.learner import saving
+from rl.learner import learner_checkpoint
 from rl.models import load_model
-from rl.run.export import export
+from rl.trainer.export import export_weights
 
 LOW = ["bf16", "4bit"]
 PAIRS = (
@@ -44,7 +44,7 @@ def any_precision():
 def base(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("base")
     made = load_model("tiny:addition", seed=3)
-    saving.write_model(made.model, made.tokenizer, folder / "base")
+    learner_checkpoint.write_model(made.model, made.tokenizer, folder / "base")
     return folder / "base"
 
 
@@ -66,14 +66,14 @@ def test_dpo_resumes_to_the_bit_and_leaves_as_its_own_weights(held_in, base, tmp
     assert held_in in json.dumps(config)
     expected = own(run / "checkpoints" / "dpo-final")
     assert (expected - logits(load_model(str(base)).model)).abs().max() > 1e-2
-    export(str(run), tmp_path / "merged", merged=True)
+    export_weights(str(run), tmp_path / "merged", merged=True)
     torch.testing.assert_close(
         logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")),
         expected,
         rtol=0,
         atol=1e-5,
     )
-    export(str(run), tmp_path / "adapter")
+    export_weights(str(run), tmp_path / "adapter")
     from peft import AutoPeftModelForCausalLM
 
     torch.testing.assert_close(
@@ -100,7 +100,7 @@ def test_what_is_sampled_is_what_is_trained_and_the_run_proves_it(held_in, base,
 
 @pytest.fixture(scope="module")
 def ranks():
-    server = Ranks("rl.methods.dpo", "test_base_dtype")
+    server = Ranks("rl.algorithms.dpo", "test_base_dtype")
     yield server
     server.close()
 

@@ -187,11 +187,11 @@ def test_a_peer_is_timed_without_its_prompts_and_has_to_give_every_token(tmp_pat
 
 
 def test_a_kernel_that_fails_costs_one_row(tmp_path, monkeypatch):
-    from kernels.tiles import SPECIAL
+    from kernels.tile_config import HOPPER_TILES
 
     class Scores:
         def __init__(self, special):
-            self.special, self.tiles = special, SPECIAL
+            self.special, self.tiles = special, HOPPER_TILES
 
         def statistics(self, entropy, keep=None):
             if entropy and self.special:

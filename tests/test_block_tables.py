@@ -14,7 +14,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from rl.sampler.pages import OutOfPages, PromptPages, RowPages, Tables
+from rl.sampler.block_manager import BlockManager, OutOfBlocks, PromptBlockTable, RowBlockTable
 
 
 class Memory:
@@ -22,8 +22,8 @@ class Memory:
 
     def __init__(self, rng: np.random.Generator):
         self.rng, self.size = rng, int(rng.choice([1, 2, 3, 5, 8]))
-        self.tables = Tables(int(rng.integers(6, 40)), self.size)
-        self.pages = np.full((len(self.tables.pool.held), self.size), -1, np.int64)
+        self.tables = BlockManager(int(rng.integers(6, 40)), self.size)
+        self.pages = np.full((len(self.tables.pool.ref_counts), self.size), -1, np.int64)
         self.rows: list[list[int]] = []
         self.prompts: list[list[int]] = []
         self.copies = 0
@@ -48,17 +48,17 @@ class Memory:
 
     def add_prompt(self) -> bool:
         length = int(self.rng.integers(1, 3 * self.size + 2))
-        if self.tables.pages_for(length) > self.tables.pool.free:
-            with pytest.raises(OutOfPages):
+        if self.tables.num_blocks_for(length) > self.tables.pool.num_free:
+            with pytest.raises(OutOfBlocks):
                 self.tables.add_prompt(length)
             return False
         prompt = self.tables.add_prompt(length)
         self.prompts.append(self.numbers(length))
-        self.write(prompt.pages, 0, self.prompts[-1])
+        self.write(prompt.block_table, 0, self.prompts[-1])
         return True
 
     def add_row(self) -> bool:
-        slot = self.pick([i for i, p in enumerate(self.tables.prompts) if p.rows or p.pages])
+        slot = self.pick([i for i, p in enumerate(self.tables.prompts) if p.rows or p.block_table])
         if slot is None:
             return False
         self.tables.add_row(slot)
@@ -71,10 +71,10 @@ class Memory:
         if slot is None:
             return False
         values = [*self.prompts[slot], *self.numbers(int(self.rng.integers(0, 2 * self.size + 1)))]
-        if self.tables.pages_for(len(values)) > self.tables.pool.free:
+        if self.tables.num_blocks_for(len(values)) > self.tables.pool.num_free:
             return False
-        row = self.tables.add_whole(slot, len(values))
-        self.write(row.pages, 0, values)
+        row = self.tables.add_resumed_row(slot, len(values))
+        self.write(row.block_table, 0, values)
         self.rows.append(values)
         return True
 
@@ -84,24 +84,24 @@ class Memory:
         counts = self.rng.integers(
             1, 2 if self.rng.random() < 0.5 else 2 * self.size + 2, len(tables.rows)
         ).tolist()
-        if not counts or tables.needed(counts) > tables.pool.free:
+        if not counts or tables.blocks_needed(counts) > tables.pool.num_free:
             return False
-        before, copies = tables.pool.free, self.copies
-        taken = tables.needed(counts)
+        before, copies = tables.pool.num_free, self.copies
+        taken = tables.blocks_needed(counts)
         for row, values, count in zip(tables.rows, self.rows, counts, strict=True):
             first = row.length
             if count == 1 and self.rng.random() < 0.5:
-                page, place, move = tables.make_room(row)
-                assert (page, place) == (row.pages[first // self.size], first % self.size)
+                page, place, move = tables.append_position(row)
+                assert (page, place) == (row.block_table[first // self.size], first % self.size)
             else:
-                move = tables.grow(row, count)
+                move = tables.append_positions(row, count)
             self.copy(move)
             new = self.numbers(count)
-            self.write(row.pages, first, new)
+            self.write(row.block_table, first, new)
             values += new
-        assert before - tables.pool.free == taken, (
+        assert before - tables.pool.num_free == taken, (
             before,
-            tables.pool.free,
+            tables.pool.num_free,
             taken,
             self.copies - copies,
         )
@@ -131,55 +131,56 @@ class Memory:
         if index is None:
             return False
         length = int(self.rng.integers(1, len(self.rows[index]) + 1))
-        self.tables.keep_row(self.tables.rows[index], length)
+        self.tables.cache_row(self.tables.rows[index], length)
         self.prompts.append(self.rows[index][:length])
         return True
 
     def extend(self) -> bool:
         """The next turn of a conversation is read behind what is there."""
         tables, count = self.tables, int(self.rng.integers(1, 2 * self.size + 2))
-        slot = self.pick([i for i, p in enumerate(tables.prompts) if p.rows == 0 and p.pages])
+        slot = self.pick([i for i, p in enumerate(tables.prompts) if p.rows == 0 and p.block_table])
         if (
             slot is None
-            or tables.pages_for(tables.prompts[slot].length + count)
-            - len(tables.prompts[slot].pages)
+            or tables.num_blocks_for(tables.prompts[slot].length + count)
+            - len(tables.prompts[slot].block_table)
             + 1
-            > tables.pool.free
+            > tables.pool.num_free
         ):
             return False
         prompt, new = tables.prompts[slot], self.numbers(count)
         first = prompt.length
-        self.copy(tables.extend(slot, count))
-        self.write(prompt.pages, first, new)
+        self.copy(tables.extend_prompt(slot, count))
+        self.write(prompt.block_table, first, new)
         self.prompts[slot] += new
         return True
 
-    def reads(self, holder: RowPages | PromptPages) -> list[int]:
-        return self.pages[holder.pages].ravel()[: holder.length].tolist()
+    def reads(self, holder: RowBlockTable | PromptBlockTable) -> list[int]:
+        return self.pages[holder.block_table].ravel()[: holder.length].tolist()
 
     def check(self) -> None:
         tables = self.tables
         held = Counter(
             itertools.chain(
-                *(row.pages for row in tables.rows), *(prompt.pages for prompt in tables.prompts)
+                *(row.block_table for row in tables.rows),
+                *(prompt.block_table for prompt in tables.prompts),
             )
         )
-        assert [held[page] for page in range(len(tables.pool.held))] == tables.pool.held
-        assert tables.pool.free == tables.pool.held.count(0)
+        assert [held[page] for page in range(len(tables.pool.ref_counts))] == tables.pool.ref_counts
+        assert tables.pool.num_free == tables.pool.ref_counts.count(0)
         for row, values in zip(tables.rows, self.rows, strict=True):
             assert row.length == len(values) and self.reads(row) == values
         for prompt, values in zip(tables.prompts, self.prompts, strict=True):
             assert prompt.length == len(values) and prompt.rows == sum(
                 row.prompt is prompt for row in tables.rows
             )
-            if prompt.rows == 0 and prompt.pages:
+            if prompt.rows == 0 and prompt.block_table:
                 assert self.reads(prompt) == values
         together: Counter[int] = Counter()
-        for rows, pages in tables.shared_pages():
+        for rows, pages in tables.shared_prefixes():
             together.update(rows)
             assert len(rows) > 1 and pages
             for row in rows:
-                assert tables.rows[row].pages[: len(pages)] == pages
+                assert tables.rows[row].block_table[: len(pages)] == pages
                 assert len(pages) * self.size <= tables.rows[row].prompt.length
         assert max(together.values(), default=1) == 1, "a row is read with one group alone"
 
@@ -209,7 +210,7 @@ def population(seeds: range, steps: int = 60) -> Counter:
             memory.end_row()
         while memory.tables.prompts:
             memory.end_prompt()
-        assert memory.tables.pool.free == len(memory.tables.pool.held), "a page was lost"
+        assert memory.tables.pool.num_free == len(memory.tables.pool.ref_counts), "a page was lost"
     return done
 
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from rl.renderers.call_forms import form_of
+from rl.renderers.tool_call_formats import find_call_format
 
 TYPES = {"a": "integer", "text": "string", "list": "array", "b": "boolean", "o": "object"}
 TOOLS = [
@@ -20,10 +20,10 @@ TOOLS = [
     }
 ]
 FORM = {
-    "glm": form_of("<tool_call>{function-name}<arg_key>"),
-    "gemma": form_of("{{- '<|tool_call>call:' + function['name'] }}"),
-    "lfm": form_of("""{{- "<|tool_call_start|>[" + x }}"""),
-    "llama": form_of("""{{- '"parameters": ' }}"""),
+    "glm": find_call_format("<tool_call>{function-name}<arg_key>"),
+    "gemma": find_call_format("{{- '<|tool_call>call:' + function['name'] }}"),
+    "lfm": find_call_format("""{{- "<|tool_call_start|>[" + x }}"""),
+    "llama": find_call_format("""{{- '"parameters": ' }}"""),
 }
 
 
@@ -122,7 +122,7 @@ def test_what_is_written_is_read_back(name):
         calls = [random_call(rng) for _ in range(1 if name == "llama" else rng.randrange(1, 4))]
         said = "" if name == "llama" else rng.choice(["", "So.", "é 数"])
         text = WRITE[name](calls) + said if name == "gemma" else said + WRITE[name](calls)
-        assert FORM[name].take(text, TOOLS) == (said, calls, []), text
+        assert FORM[name].parse(text, TOOLS) == (said, calls, []), text
 
 
 @pytest.mark.parametrize("name", FORM)
@@ -133,7 +133,7 @@ def test_what_is_cut_off_or_damaged_is_named_and_stays_as_text(name):
     written = WRITE[name]([call(a=7, text="q w")])
     begun = FORM[name].begin if name != "llama" else '{"name":'
     for upto in range(len(written)):
-        content, calls, unparsed = FORM[name].take(written[:upto], TOOLS)
+        content, calls, unparsed = FORM[name].parse(written[:upto], TOOLS)
         assert content == written[:upto] and calls == []
         if begun in written[:upto]:
             assert (
@@ -144,7 +144,7 @@ def test_what_is_cut_off_or_damaged_is_named_and_stays_as_text(name):
     counted = 0
     for at in range(len(written)):
         damaged = written[:at] + written[at + 1 :]
-        content, calls, unparsed = FORM[name].take(damaged, TOOLS)
+        content, calls, unparsed = FORM[name].parse(damaged, TOOLS)
         assert len(calls) <= 1 and (calls or content == damaged)
         counted += bool(unparsed)
     assert counted > 10
@@ -173,12 +173,12 @@ def test_what_is_cut_off_or_damaged_is_named_and_stays_as_text(name):
     ],
 )
 def test_what_is_no_call_says_why(name, text, why):
-    content, calls, unparsed = FORM[name].take(text, TOOLS)
+    content, calls, unparsed = FORM[name].parse(text, TOOLS)
     assert (content, calls) == (text, []) and len(unparsed) == 1 and why in unparsed[0]["error"]
 
 
 def test_a_whole_answer_of_llama_is_a_call_only_where_there_are_tools():
-    take = FORM["llama"].take
+    take = FORM["llama"].parse
     assert take('{"name": "add", "parameters": {"a": 1}}', []) == (
         '{"name": "add", "parameters": {"a": 1}}',
         [],
@@ -194,13 +194,13 @@ def test_a_whole_answer_of_llama_is_a_call_only_where_there_are_tools():
 
 def test_an_end_mark_within_a_text_ends_nothing():
     one = call(text="a<|tool_call_end|>b")
-    assert FORM["lfm"].take(lfm([one]) + "x", TOOLS) == ("x", [one], [])
+    assert FORM["lfm"].parse(lfm([one]) + "x", TOOLS) == ("x", [one], [])
     one = call(text="a<tool_call|>b")
-    assert FORM["gemma"].take(gemma([one]), TOOLS) == ("", [one], [])
+    assert FORM["gemma"].parse(gemma([one]), TOOLS) == ("", [one], [])
 
 
 def test_other_templates_have_none_of_these_forms():
     assert (
-        form_of("<tool_call>\n{{ tool_call | tojson }}\n</tool_call>") is None
-        and form_of("") is None
+        find_call_format("<tool_call>\n{{ tool_call | tojson }}\n</tool_call>") is None
+        and find_call_format("") is None
     )

@@ -19,9 +19,9 @@ from typing import Literal
 import pytest
 import tyro
 
-from rl.settings import cli, run_plan
-from rl.settings.fields import SettingsError, as_flags, fields_of
-from rl.settings.help_pages import fail
+from rl.config import cli, run_config
+from rl.config.fields import SettingsError, format_as_flags, get_fields
+from rl.config.format_help import exit_with_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +126,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def read(*argv: str) -> cli.Run:
-    return cli.read(list(argv), METHODS, Path("recipes/addition.yaml"), RunSettings)
+def read(*argv: str) -> cli.RunConfig:
+    return cli.read_run(list(argv), METHODS, Path("recipes/addition.yaml"), RunSettings)
 
 
 def problems(*argv: str) -> list[str]:
@@ -163,13 +163,13 @@ def test_a_line_means_what_tyro_says(line: list[str]) -> None:
 
 
 def test_every_setting_is_known_by_its_flat_name() -> None:
-    assert list(fields_of(Grpo)) == [
+    assert list(get_fields(Grpo)) == [
         *("learning_rate", "betas", "schedule"),
         *("max_tokens", "stop", "shuffle", "parts", "base_model"),
         "group_size",
     ]
     # the method's own default, not the section's 1e-4
-    assert fields_of(Grpo)["learning_rate"].default == 3e-4
+    assert get_fields(Grpo)["learning_rate"].default == 3e-4
 
 
 def test_names_that_occur_twice_are_refused() -> None:
@@ -181,7 +181,7 @@ def test_names_that_occur_twice_are_refused() -> None:
     # Names are resolved in this module, not in the function.
     Twice.__annotations__ = {"optim": Optim, "learning_rate": float}
     with pytest.raises(TypeError, match="two settings named 'learning_rate'"):
-        fields_of(Twice)
+        get_fields(Twice)
 
 
 # ------------------------------------------------------------------------------------------ recipes
@@ -327,7 +327,7 @@ def test_settings_of_a_recipe_are_named_as_it_writes_them_and_flags_as_they_are_
     assert problems(path, "--group-size", "0") == ["--group-size is at least 2, got 0"]
     # group_size is looked at after it
     assert problems(path, "--learning-rate", "-1") == ["--learning-rate is positive, got -1.0"]
-    named = as_flags(
+    named = format_as_flags(
         "batch_size 7 (not --batch-size, my_batch_size, 'batch_size' or batch_sizes)",
         ["batch_size", "size"],
     )
@@ -336,7 +336,7 @@ def test_settings_of_a_recipe_are_named_as_it_writes_them_and_flags_as_they_are_
         "no folder runs/train_limit, train_limit/x or train_limit.yaml; train.py train_limit; "
         "stage train_limit: lower train_limit."
     )
-    assert as_flags(paths, ["train_limit"]) == paths.replace(
+    assert format_as_flags(paths, ["train_limit"]) == paths.replace(
         "lower train_limit.", "lower --train-limit."
     )
 
@@ -346,7 +346,7 @@ def test_all_problems_are_shown_at_once_in_one_box(capsys: pytest.CaptureFixture
         "learning_rate: fast\ngroupsize: 3\nstages:\n- method: sft\n  noise: loud\n- method: grpo\n"
     )
     with pytest.raises(SystemExit) as caught:
-        cli.parse(
+        cli.parse_run(
             [path, "--sed", "1", "--betas", "1"],
             METHODS,
             Path("recipes/addition.yaml"),
@@ -375,11 +375,11 @@ def test_the_box_says_whether_anything_began(
     """`execute` fails before or after it says that it begins; names of settings are flags where no
     recipe was named.
     """
+    from rl.algorithms import METHODS as real
+    from rl.config.sections import RunSettings as RealSettings
     from rl.errors import UserError
-    from rl.methods import METHODS as real
-    from rl.run import entry
-    from rl.run import execute as run_module
-    from rl.settings.tables import RunSettings as RealSettings
+    from rl.trainer import entry_point
+    from rl.trainer import execute as run_module
 
     def execute(run: object, begins: Callable[[], None]) -> None:
         if begun:
@@ -388,7 +388,7 @@ def test_the_box_says_whether_anything_began(
 
     monkeypatch.setattr(run_module, "execute", execute)
     with pytest.raises(SystemExit) as caught:
-        entry.main(cli.read(["grpo"], real, Path("recipes/addition.yaml"), RealSettings))
+        entry_point.main(cli.read_run(["grpo"], real, Path("recipes/addition.yaml"), RealSettings))
     err = capsys.readouterr().err
     assert (
         caught.value.code == 2
@@ -402,11 +402,11 @@ def test_only_rank_0_prints(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit):
-        fail(["x"])
+        exit_with_problems(["x"])
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit):
-        fail(["[bold]not markup[/]"])
+        exit_with_problems(["[bold]not markup[/]"])
     assert "[bold]not markup[/]" in capsys.readouterr().err
 
 
@@ -415,7 +415,7 @@ def test_only_rank_0_prints(
 
 def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     with pytest.raises(SystemExit) as caught:
-        cli.parse(list(argv), METHODS, Path("recipes/addition.yaml"), options=RunSettings)
+        cli.parse_run(list(argv), METHODS, Path("recipes/addition.yaml"), options=RunSettings)
     assert caught.value.code == 0
     return re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
 
@@ -437,7 +437,7 @@ def test_help_of_a_method_has_every_setting_with_help_and_default(
 ) -> None:
     page = shown(capsys, method, "--help")
     for cls in (METHODS[method].settings, RunSettings):
-        for name in fields_of(cls):
+        for name in get_fields(cls):
             assert f"--{name.replace('_', '-')}" in page
     assert "Seed. (default: 0)" in page
     if method == "grpo":
@@ -470,7 +470,7 @@ def test_help_whose_reader_has_left_ends_quietly(words: list[str]) -> None:
 
 def test_help_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from rl.settings import cli; from rl.settings.help_pages import index\n"
+        "import sys; from rl.config import cli; from rl.config.format_help import print_index\n"
         "assert not {'torch', 'transformers', 'accelerate', 'datasets', 'matplotlib'} & "
         "set(sys.modules)"
     )
@@ -488,8 +488,8 @@ def test_resolved_settings_survive_json() -> None:
     run = read(
         path, "--parts", "a", "inf", "--output-dir", "somewhere/else", "--max-tokens", "None"
     )
-    config = json.loads(json.dumps(run_plan.resolved(run), allow_nan=False))
-    assert run_plan.from_resolved(config, METHODS, options=RunSettings) == run
+    config = json.loads(json.dumps(run_config.resolve_config(run), allow_nan=False))
+    assert run_config.load_resolved_config(config, METHODS, options=RunSettings) == run
     assert config["stages"][1]["settings"]["max_tokens"] is None
     assert config["options"] == {
         "name": None,
@@ -500,34 +500,34 @@ def test_resolved_settings_survive_json() -> None:
 
 
 def test_a_saved_config_that_no_longer_fits_says_where() -> None:
-    config = run_plan.resolved(read("sft"))
+    config = run_config.resolve_config(read("sft"))
     config["stages"][0]["settings"] |= {"noize": 1, "learning_rate": "fast"}
     with pytest.raises(SettingsError) as caught:
-        run_plan.from_resolved(config, METHODS, options=RunSettings)
+        run_config.load_resolved_config(config, METHODS, options=RunSettings)
     assert len(caught.value.problems) == 2
     assert (
         "config.json stage sft: unknown setting 'noize'; did you mean 'noise'?"
         in caught.value.problems[0]
     )
     with pytest.raises(SettingsError, match="is this file the config.json of a run"):
-        run_plan.from_resolved({"model_type": "qwen3"}, METHODS, options=RunSettings)
+        run_config.load_resolved_config({"model_type": "qwen3"}, METHODS, options=RunSettings)
 
 
 def test_difference_names_each_changed_setting() -> None:
     two = recipe("stages:\n- method: sft\n- method: grpo\n")
-    saved = run_plan.resolved(read(two))
+    saved = run_config.resolve_config(read(two))
     # to resume is no change of settings
-    assert run_plan.difference(saved, run_plan.resolved(read(two, "--resume"))) == []
-    asked = run_plan.resolved(
+    assert run_config.diff_configs(saved, run_config.resolve_config(read(two, "--resume"))) == []
+    asked = run_config.resolve_config(
         read(two, "--learning-rate", "0.5", "--seed", "1", "--stop", "a", "b")
     )
-    assert run_plan.difference(saved, asked) == [
+    assert run_config.diff_configs(saved, asked) == [
         "seed 0 -> 1",
         "stage sft: learning_rate 0.0001 -> 0.5",
         "stage grpo: learning_rate 0.0003 -> 0.5",
         "stage grpo: stop (none) -> a b",
     ]
-    assert run_plan.difference(saved, run_plan.resolved(read("sft"))) == [
+    assert run_config.diff_configs(saved, run_config.resolve_config(read("sft"))) == [
         "stages sft (sft), grpo (grpo) -> sft (sft)"
     ]
 
@@ -536,7 +536,7 @@ def test_a_setting_that_an_older_config_lacks_had_its_default() -> None:
     """One at a time, every setting: asked for as it is by default it is no change, asked for
     otherwise it is.
     """
-    asked = run_plan.resolved(read("sft"))
+    asked = run_config.resolve_config(read("sft"))
     table = {"methods": METHODS, "options": RunSettings}
     for part, name in [
         ("options", "seed"),
@@ -545,14 +545,14 @@ def test_a_setting_that_an_older_config_lacks_had_its_default() -> None:
         saved = json.loads(json.dumps(asked))
         held = saved["options"] if part == "options" else saved["stages"][0]["settings"]
         default = held.pop(name)
-        assert run_plan.difference(saved, asked, **table) == []
+        assert run_config.diff_configs(saved, asked, **table) == []
         other = json.loads(json.dumps(asked))
         (other["options"] if part == "options" else other["stages"][0]["settings"])[name] = (
             "another"
         )
-        assert run_plan.difference(saved, other, **table) == [
-            f"{name} {run_plan.show(default)} -> another"
+        assert run_config.diff_configs(saved, other, **table) == [
+            f"{name} {run_config.format_value(default)} -> another"
         ]
-        assert run_plan.difference(asked, saved, **table) == [
-            f"{name} {run_plan.show(default)} -> (not set)"
+        assert run_config.diff_configs(asked, saved, **table) == [
+            f"{name} {run_config.format_value(default)} -> (not set)"
         ]

@@ -15,9 +15,9 @@ import torch
 from helpers import random_datums, relative_difference
 
 from rl import ServiceClient, TensorData, renderers, types
+from rl.distributed.checkpoint_folder import DamagedCheckpoint
 from rl.losses.losses import get_loss
 from rl.models import info as model_info
-from rl.ranks.checkpoint import DamagedCheckpoint
 from rl.types import AdamParams, Datum, ModelInput, SamplingParams
 
 ADAM = AdamParams(learning_rate=3e-3, eps=1e-8)
@@ -47,15 +47,15 @@ _workers: dict = {}
 @pytest.fixture(autouse=True)
 def keep_worker(monkeypatch):
     """Remembers the worker behind each driver, so that a test can look at weights and gradients."""
-    from rl.clients import crew
+    from rl.runtime import worker_group
 
-    original = crew._execute
+    original = worker_group._execute
 
     def execute(worker, verb, arguments):
         _workers[None] = worker
         return original(worker, verb, arguments)
 
-    monkeypatch.setattr(crew, "_execute", execute)
+    monkeypatch.setattr(worker_group, "_execute", execute)
     yield
     _workers.clear()
 
@@ -526,7 +526,7 @@ def test_what_is_saved_for_the_sampler_loads_in_transformers_and_peft(client):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from rl.models.load import load_model
+    from rl.models.model_loading import load_model
 
     train(client)
     expected = logits_of(_workers[None].learners[0].model)
@@ -629,7 +629,7 @@ def test_wrong_addresses_are_told_what_is_right(service, tmp_path):
 
 
 def test_a_folder_without_tokenizer_works_with_ids(service, tmp_path):
-    from rl.models.load import load_model
+    from rl.models.model_loading import load_model
 
     load_model("tiny:addition").model.save_pretrained(tmp_path / "bare")
     client = service.create_full_training_client(str(tmp_path / "bare"))

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from rl.config import DataSettings
 from rl.data import load_problems
 from rl.errors import UserError
 from rl.rewards import RewardResult, Scorer, code, resolve_reward
-from rl.run.prepare import reward_of, sandbox_kind
-from rl.sandbox import Asserts, Calls, Dialogues, Pytest, Sandbox
-from rl.settings import DataSettings
+from rl.sandbox import Asserts, Calls, Pytest, Sandbox, StdinStdoutTests
+from rl.trainer.stage_data import find_sandbox_kind, resolve_stage_reward
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -67,19 +67,19 @@ def scorers(kind: str) -> Any:
     ],
 )
 def test_what_is_taken_for_the_program(response: str, fenced: str | None, any_: str | None):
-    assert code.program_in(response, "fenced") == fenced
-    assert code.program_in(response, "any") == any_
+    assert code.extract_program(response, "fenced") == fenced
+    assert code.extract_program(response, "any") == any_
 
 
 def test_blocks_of_other_languages():
     both = "```python\nprint(1)\n```\n```cpp\nint main() {}\n```\n```text\nabc\n```"
     assert (
-        code.program_in(both, "fenced", "c++") == "int main() {}\n"
-        and code.program_in(both, "fenced", "bash") is None
+        code.extract_program(both, "fenced", "c++") == "int main() {}\n"
+        and code.extract_program(both, "fenced", "bash") is None
     )
     names = {"cpp": "c++", "C++": "c++", "js": "javascript", "sh": "bash", None: "python"}
-    assert {name: code.language_of({"language": name}) for name in names} == names
-    assert code.language_of(None) == "python" and code.language_of({"language": "ada"}) == "ada"
+    assert {name: code.get_language({"language": name}) for name in names} == names
+    assert code.get_language(None) == "python" and code.get_language({"language": "ada"}) == "ada"
 
 
 def test_a_body_is_put_below_its_head_and_a_whole_function_beside_its_helpers():
@@ -90,34 +90,36 @@ def test_a_body_is_put_below_its_head_and_a_whole_function_beside_its_helpers():
         "\n    return helper(x)\n\nprint('more')\ndef other(): pass\n",
     ):
         scope: dict[str, Any] = {}
-        exec(code.completed(head, program, "f"), scope)  # of our own making
+        exec(code.complete_program(head, program, "f"), scope)  # of our own making
         assert scope["f"](1) == 2 and "other" not in scope
     scope = {}
-    exec(code.completed(head, "def f(x):\n    return helper(pi)\n", "f"), scope)
+    exec(code.complete_program(head, "def f(x):\n    return helper(pi)\n", "f"), scope)
     assert scope["f"](0) == pytest.approx(4.14159, abs=1e-4)
 
 
 def test_the_forms_of_tests():
-    assert code.tests_of({"tests": ["assert f() == 1"]}) == (
+    assert code.parse_tests({"tests": ["assert f() == 1"]}) == (
         Asserts("", ["assert f() == 1"], None),
         None,
     )
-    assert code.tests_of({"test_list": ["assert f()"]})[0] == Asserts("", ["assert f()"], None)
-    assert code.tests_of({"tests": json.dumps(["assert f()"])})[0] == Asserts(
+    assert code.parse_tests({"test_list": ["assert f()"]})[0] == Asserts("", ["assert f()"], None)
+    assert code.parse_tests({"tests": json.dumps(["assert f()"])})[0] == Asserts(
         "", ["assert f()"], None
     )
-    assert code.tests_of({"tests": "assert f()"})[0] == Asserts("", ["assert f()"], None)
+    assert code.parse_tests({"tests": "assert f()"})[0] == Asserts("", ["assert f()"], None)
     dialogues = {"style": "dialogues", "cases": [["1", "2"]], "compare": "floats"}
-    assert code.tests_of({"tests": dialogues}, "bash")[0] == Dialogues(
+    assert code.parse_tests({"tests": dialogues}, "bash")[0] == StdinStdoutTests(
         [("1", "2")], "floats", "bash"
     )
-    assert code.tests_of({"tests": {"style": "calls", "function": "f", "cases": [[[1], 2]]}}) == (
+    assert code.parse_tests(
+        {"tests": {"style": "calls", "function": "f", "cases": [[[1], 2]]}}
+    ) == (
         Calls("f", [([1], 2)]),
         "f",
     )
-    assert code.tests_of({"tests": {"style": "pytest", "files": {"test_a.py": "x"}}})[0] == Pytest(
-        {"test_a.py": "x"}
-    )
+    assert code.parse_tests({"tests": {"style": "pytest", "files": {"test_a.py": "x"}}})[
+        0
+    ] == Pytest({"test_a.py": "x"})
     for tests, said in (
         (None, "problem has no tests"),
         ([], "at least 1 assert"),
@@ -134,11 +136,11 @@ def test_the_forms_of_tests():
         ({"style": "asserts", "asserts": ["x"], "timeout": 3}, "got asserts, timeout"),
     ):
         with pytest.raises(ValueError, match=said):
-            code.tests_of({"tests": tests} if tests is not None else {"answer": "3"})
+            code.parse_tests({"tests": tests} if tests is not None else {"answer": "3"})
     with pytest.raises(
         ValueError, match="of style asserts is for Python, but meta\\['language'\\] is 'cpp'"
     ):
-        code.tests_of({"tests": ["assert f()"]}, "cpp")
+        code.parse_tests({"tests": ["assert f()"]}, "cpp")
 
 
 # ------------------------------------------------------------------------------------ what it earns
@@ -246,8 +248,8 @@ def test_settings_reach_the_reward():
         sandbox="rlimits",
         reward_timeout=5.0,
     )
-    found = reward_of(data).function  # type: ignore[union-attr]
-    assert (found.score, found.block, found.mode, found.seconds) == (
+    found = resolve_stage_reward(data).function  # type: ignore[union-attr]
+    assert (found.score, found.block, found.sandbox_mode, found.seconds) == (
         "fraction",
         "any",
         "rlimits",
@@ -255,8 +257,8 @@ def test_settings_reach_the_reward():
     )
     both = DataSettings(rewards=(("code_tests", 1.0), ("length_penalty", 0.0)), code_block="any")
     with pytest.raises(UserError, match="length_penalty"):  # which has a setting that it needs
-        reward_of(both)
-    composite = reward_of(
+        resolve_stage_reward(both)
+    composite = resolve_stage_reward(
         DataSettings(rewards=(("code_tests", 1.0), ("exact_match", 0.5)), code_block="any")
     )
     (program, _) = composite.parts()  # type: ignore[union-attr]
@@ -282,18 +284,18 @@ def test_a_sandbox_stays_where_it_was_made(kind: str):
 
 def test_the_kind_of_sandbox_is_found_before_anything_is_loaded(kind: str):
     data = DataSettings(reward="code_tests")
-    assert sandbox_kind(reward_of(data), data) == kind  # type: ignore[arg-type]
-    assert sandbox_kind("exact_match", data) is None
+    assert find_sandbox_kind(resolve_stage_reward(data), data) == kind  # type: ignore[arg-type]
+    assert find_sandbox_kind("exact_match", data) is None
     unknown = DataSettings(reward="code_tests", sandbox="chroot")
     with pytest.raises(UserError, match="'chroot' is unknown"):
-        sandbox_kind(reward_of(unknown), unknown)  # type: ignore[arg-type]
+        find_sandbox_kind(resolve_stage_reward(unknown), unknown)  # type: ignore[arg-type]
 
 
 WITHOUT = """
 import sys
-import rl.sandbox.launch as launch, rl.sandbox.probe as probe
+import rl.sandbox.zygote_launch as launch, rl.sandbox.isolation_probe as probe
 launch.find_bubblewrap = probe.find_bubblewrap = lambda: None
-import rl.run.prepare as prepare
+import rl.trainer.stage_data as prepare
 def loaded(*a, **k): raise SystemExit("data were loaded")
 prepare.load_problems = loaded
 sys.argv = ["train.py", *sys.argv[1:]]

@@ -14,19 +14,26 @@ import pytest
 from test_rollout import PARAMS, Countdown, Countdowns, check_owed, owed_kinds, owing_group, said
 
 from rl import ServiceClient
-from rl.clients import SampleStream
-from rl.environments import (
+from rl.client import SampleStream
+from rl.envs import (
     Environment,
     EnvironmentGroup,
     ProblemGroupBuilder,
-    Turn,
-    environment_from_words,
+    TurnResult,
+    parse_environment,
     resolve_environment,
 )
-from rl.environments.wrappers.tinker import TinkerGroup
-from rl.episodes import Clock, EpisodeFailed, Replayed, Waiters, continuous_rollout, rollout
+from rl.envs.wrappers.tinker_cookbook_env import TinkerGroup
 from rl.renderers import get_renderer
 from rl.rewards import Scorer
+from rl.rollout import (
+    EnvExecutor,
+    EpisodeFailed,
+    EventLog,
+    ReplayedEventLog,
+    continuous_rollout,
+    rollout,
+)
 from rl.types import Problem, SamplingParams
 
 
@@ -39,7 +46,7 @@ def sampler(tmp_path_factory):
 
 def continuous(builders, sampler, **more):
     return continuous_rollout(
-        builders, sampler, more.pop("params", PARAMS), stream_of=SampleStream, **more
+        builders, sampler, more.pop("params", PARAMS), make_stream=SampleStream, **more
     )
 
 
@@ -112,7 +119,7 @@ def test_the_same_samples_as_turn_by_turn_whoever_is_slow(sampler, kind):
             [Of(kind, i, t, limit=i == 1) for i, t in enumerate(turns)],
             sampler,
             seed=5,
-            limit=limit,
+            max_environments=limit,
             steps=steps,
         )
         assert facts(found) == facts(expected)
@@ -140,7 +147,7 @@ def test_answers_to_problems_are_scored_as_they_come(sampler, place):
 
 def test_a_built_in_game_and_tools_play_alike(sampler):
     renderer = get_renderer("plain", sampler.get_tokenizer())
-    spec = environment_from_words("guess_number", {})
+    spec = parse_environment("guess_number", {})
     groups = [
         EnvironmentGroup(spec, Problem((), {"seed": i}, index=i), 3, renderer) for i in range(3)
     ]
@@ -171,7 +178,11 @@ class Hangs(Countdown):
 def test_an_environment_that_never_answers_costs_its_episode_within_its_limit(sampler):
     start = time.monotonic()
     found = continuous(
-        [Of(Hangs, 0, [1, 2, 3, 1]), Of(Hangs, 1, [1, 1])], sampler, seed=1, limit=2, seconds=0.5
+        [Of(Hangs, 0, [1, 2, 3, 1]), Of(Hangs, 1, [1, 1])],
+        sampler,
+        seed=1,
+        max_environments=2,
+        env_timeout=0.5,
     )
     assert time.monotonic() - start < 10
     assert [len(g.trajectories_G) for g in found.groups] == [2, 2]
@@ -182,7 +193,7 @@ def test_an_environment_that_never_answers_costs_its_episode_within_its_limit(sa
 
 
 def test_waiters_hold_a_limit_and_go_on_without_the_lost():
-    waiters, working, most, lock = Waiters(3), [0], [0], threading.Lock()
+    waiters, working, most, lock = EnvExecutor(3), [0], [0], threading.Lock()
 
     def work():
         with lock:
@@ -194,15 +205,15 @@ def test_waiters_hold_a_limit_and_go_on_without_the_lost():
         return 7
 
     for i in range(4):
-        waiters.begin((0, i), threading.Event().wait, 0.05)  # never
+        waiters.submit((0, i), threading.Event().wait, 0.05)  # never
     for i in range(20):
-        waiters.begin((1, i), work)
+        waiters.submit((1, i), work)
     keys = waiters.keys()
-    while set(waiters.ready()) != keys:
+    while set(waiters.finished_keys()) != keys:
         waiters.wait(keys)
-    assert most[0] <= 3 and all(waiters.take((1, i)) == 7 for i in range(20))
+    assert most[0] <= 3 and all(waiters.take_result((1, i)) == 7 for i in range(20))
     with pytest.raises(EpisodeFailed, match="within its timeout of 0.05 s"):
-        waiters.take((0, 0))
+        waiters.take_result((0, 0))
     waiters.close()
 
 
@@ -236,8 +247,8 @@ def test_a_rollout_repeated_from_its_log_is_the_same_bit_for_bit(sampler):
         sampler,
         seed=3,
         steps=2,
-        seconds=0.6,
-        clock=Clock(log.append),
+        env_timeout=0.6,
+        event_log=EventLog(log.append),
     )
     second: list = []
     again = continuous(
@@ -245,8 +256,8 @@ def test_a_rollout_repeated_from_its_log_is_the_same_bit_for_bit(sampler):
         sampler,
         seed=3,
         steps=2,
-        seconds=9,
-        clock=Replayed(log, second.append),
+        env_timeout=9,
+        event_log=ReplayedEventLog(log, second.append),
     )
     assert (
         len(first.errors) == 1
@@ -255,14 +266,16 @@ def test_a_rollout_repeated_from_its_log_is_the_same_bit_for_bit(sampler):
         and second == log
     )
     assert again.counters == first.counters and len(log) > 5
-    other = continuous(groups(random.Random(2), False), sampler, seed=3, steps=2, clock=Clock())
+    other = continuous(
+        groups(random.Random(2), False), sampler, seed=3, steps=2, event_log=EventLog()
+    )
     assert said(other.groups[0]) == said(first.groups[0])
 
 
 def test_a_log_of_another_run_is_refused(sampler):
     log = [{"tick": 0, "arrived": [[0, 0], [0, 1]]}, {"tick": 1, "arrived": [[5, 0]]}]
     with pytest.raises(Exception, match="log of decisions belongs to another run"):
-        continuous([Countdowns(0, [2, 2])], sampler, seed=3, clock=Replayed(log))
+        continuous([Countdowns(0, [2, 2])], sampler, seed=3, event_log=ReplayedEventLog(log))
 
 
 class Strays(Environment):
@@ -275,7 +288,11 @@ class Strays(Environment):
         return "1+"
 
     def step(self, answer):
-        return Turn("2", reward=1.0, seat=1) if self.member == 1 else Turn(reward=2.0, done=True)
+        return (
+            TurnResult("2", reward=1.0, seat=1)
+            if self.member == 1
+            else TurnResult(reward=2.0, done=True)
+        )
 
 
 def test_a_seat_of_nobody_costs_its_episode_and_a_group_that_is_not_made_itself(sampler):

@@ -8,20 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl.credit.shaping import RewardShaper, RunningStatistics, overlong_penalty
-from rl.data.addition import addition
+from rl.algorithms import METHODS
+from rl.algorithms.reward_shaping import RewardShaper, RunningStatistics, overlong_penalty
+from rl.config.cli import read_run
+from rl.config.data_config import DataSettings
+from rl.config.fields import SettingsError, flatten_settings, unflatten_settings
+from rl.config.sections import RunSettings, ShapingSettings
+from rl.data.addition_dataset import addition
 from rl.data.curriculum import Curriculum
 from rl.data.problem_set import ProblemSet
-from rl.episodes.episode import Trajectory, TrajectoryGroup, Transition
 from rl.errors import UserError
-from rl.methods import METHODS
-from rl.run.keeper import Keeper
-from rl.run.prepare import reward_of
-from rl.schedules import lora_learning_rate, scaled_by_batch
-from rl.settings.cli import read
-from rl.settings.data_tables import DataSettings
-from rl.settings.fields import SettingsError, flatten, unflatten
-from rl.settings.tables import RunSettings, ShapingSettings
+from rl.lr_schedule import lora_learning_rate, scale_lr_by_batch
+from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
+from rl.trainer.checkpoint_manager import CheckpointManager
+from rl.trainer.stage_data import resolve_stage_reward
 from rl.types import ModelInput, Problem, SampledSequence
 
 REPO = Path(__file__).resolve().parent.parent
@@ -45,7 +45,7 @@ def settings(*words: str, method: str = "grpo"):
 
 
 def stages_of(*words: str):
-    return read(list(words), METHODS, REPO / "recipes" / "addition.yaml", RunSettings).stages
+    return read_run(list(words), METHODS, REPO / "recipes" / "addition.yaml", RunSettings).stages
 
 
 # ------------------------------------------------------------------------------------------ shaping
@@ -78,50 +78,58 @@ def test_overlong_penalty_by_hand():
 def test_shaping_by_hand_and_as_the_guide_does_it():
     rewards = [[3.0], [1.0], [0.0], [0.0]]
     groups = [group(*rewards[:2], tokens=10), group(*rewards[2:], tokens=5)]
-    assert RewardShaper(ShapingSettings(), 10).totals(groups) == [[3.0, 1.0], [0.0, 0.0]]
-    assert RewardShaper(ShapingSettings(reward_scale=2.0, reward_clip=4.0), 10).totals(groups) == [
+    assert RewardShaper(ShapingSettings(), 10).shape_totals(groups) == [[3.0, 1.0], [0.0, 0.0]]
+    assert RewardShaper(ShapingSettings(reward_scale=2.0, reward_clip=4.0), 10).shape_totals(
+        groups
+    ) == [
         [4.0, 2.0],
         [0.0, 0.0],
     ]
-    assert RewardShaper(ShapingSettings(overlong_share=0.5, overlong_penalty=0.5), 10).totals(
+    assert RewardShaper(ShapingSettings(overlong_share=0.5, overlong_penalty=0.5), 10).shape_totals(
         groups
     ) == [[2.5, 0.5], [0.0, 0.0]]
     groups[0].trajectories_G[1].transitions[-1].ac.stop_reason = "length"  # cut off: it alone pays
-    assert RewardShaper(ShapingSettings(cut_off_penalty=2.0), 10).totals(groups) == [
+    assert RewardShaper(ShapingSettings(cut_off_penalty=2.0), 10).shape_totals(groups) == [
         [3.0, -1.0],
         [0.0, 0.0],
     ]
     shaper = RewardShaper(ShapingSettings(cut_off_penalty=2.0), 10)
-    assert shaper.steps(groups)[0] == [[3.0], [-1.0]] and shaper.metrics == {
+    assert shaper.shape_steps(groups)[0] == [[3.0], [-1.0]] and shaper.metrics == {
         "reward/cut_off_penalty": 0.5
     }
     guide = np.array([3.0, 1.0, 0.0, 0.0])
     guide = np.clip((guide - guide.mean()) / (guide.std() + 1e-8), -1.2, 1.2)
     shaper = RewardShaper(ShapingSettings(normalise_rewards=True, reward_clip=1.2), 10)
-    np.testing.assert_allclose(np.array(shaper.totals(groups)).ravel(), guide, rtol=1e-12)
+    np.testing.assert_allclose(np.array(shaper.shape_totals(groups)).ravel(), guide, rtol=1e-12)
     assert shaper.metrics["reward/running_mean"] == 1.0
-    shaper.totals([group([5.0])])
+    shaper.shape_totals([group([5.0])])
     assert shaper.statistics.mean == pytest.approx(9 / 5)
 
 
 def test_the_overlong_penalty_is_of_the_longest_turn():
     """max_tokens bounds each turn: three turns of half of it are not long."""
     shaper = RewardShaper(ShapingSettings(overlong_share=0.5, overlong_penalty=1.0), 10)
-    assert shaper.totals([group([1.0, 1.0, 1.0], tokens=5)]) == [[3.0]]
-    assert shaper.totals([group([1.0, 1.0, 1.0], tokens=9)]) == [[pytest.approx(3.0 - 4 / 5)]]
+    assert shaper.shape_totals([group([1.0, 1.0, 1.0], tokens=5)]) == [[3.0]]
+    assert shaper.shape_totals([group([1.0, 1.0, 1.0], tokens=9)]) == [[pytest.approx(3.0 - 4 / 5)]]
 
 
 def test_rewards_that_never_differed_are_not_divided_by_nothing():
     shaper = RewardShaper(ShapingSettings(normalise_rewards=True), 10)
-    assert shaper.steps([group([0.1]), group([0.1]), group([0.1])]) == [[[0.1]], [[0.1]], [[0.1]]]
-    assert shaper.steps([group([2.1])])[0][0][0] == pytest.approx(
+    assert shaper.shape_steps([group([0.1]), group([0.1]), group([0.1])]) == [
+        [[0.1]],
+        [[0.1]],
+        [[0.1]],
+    ]
+    assert shaper.shape_steps([group([2.1])])[0][0][0] == pytest.approx(
         2.1 / np.std([0.1, 0.1, 0.1, 2.1])
     )
 
 
 def test_step_rewards_keep_their_place():
     shaper = RewardShaper(ShapingSettings(reward_scale=2.0), 10)
-    assert shaper.steps([group([1.0, 0.0, 2.0], [0.5], final=0.25)]) == [[[2.0, 0.0, 4.5], [1.5]]]
+    assert shaper.shape_steps([group([1.0, 0.0, 2.0], [0.5], final=0.25)]) == [
+        [[2.0, 0.0, 4.5], [1.5]]
+    ]
 
 
 # --------------------------------------------------------------------------------------- curriculum
@@ -183,7 +191,7 @@ def test_by_success_up_and_back():
         0.1,
         0.1,
     ]:
-        curriculum.learn(success)
+        curriculum.record_success(success)
         levels.append(curriculum.level)
     #       1.0 .7 | .9 .5 .3 .0 | 1. .9 | 1. 1. | 1.(top) .1 .2 | 0. .1 | .1 .1 (bottom)
     assert levels == [0, 1, 1, 1, 1, 0, 0, 1, 1, 2, 2, 2, 1, 1, 0, 0, 0]
@@ -194,11 +202,11 @@ def test_its_state_goes_on_in_the_middle_of_a_window():
     given = {"curriculum": "success", "curriculum_window": 3}
     whole, first, second = levelled(**given), levelled(**given), levelled(**given)
     for success in (0.9, 0.9):
-        whole.learn(success)
-        first.learn(success)
+        whole.record_success(success)
+        first.record_success(success)
     second.load_state(first.state())
     for curriculum in (whole, second):
-        curriculum.learn(0.9)
+        curriculum.record_success(0.9)
     assert whole.level == second.level == 1 and whole.batch(7, 20, 5) == second.batch(7, 20, 5)
 
 
@@ -256,15 +264,15 @@ def test_several_rewards_are_weighted_and_logged(tmp_path):
         "def short(prompt, response, meta):\n    return -len(response)\n"
     )
     data = settings("--rewards", "exact_match", "1", f"{tmp_path / 'mine.py'}:short", "0.1").data
-    result = reward_of(data).evaluate("1+1=", "2", {"answer": "2"})
+    result = resolve_stage_reward(data).evaluate("1+1=", "2", {"answer": "2"})
     assert result.reward == pytest.approx(0.9) and result.metrics == {
         "exact_match": 1.0,
         "correct": 1.0,
         "short": -1.0,
     }
-    assert reward_of(DataSettings()) == "exact_match"
+    assert resolve_stage_reward(DataSettings()) == "exact_match"
     (tmp_path / "r.yaml").write_text("method: grpo\nrewards: {exact_match: 1.0, gsm8k: 0.5}\n")
-    (stage,) = read(
+    (stage,) = read_run(
         [str(tmp_path / "r.yaml")], METHODS, REPO / "recipes" / "addition.yaml", RunSettings
     ).stages
     assert stage.settings.data.rewards == (("exact_match", 1.0), ("gsm8k", 0.5))
@@ -280,7 +288,7 @@ def test_best_weights_by_the_highest_or_the_lowest(tmp_path):
         def checkpoints(self):
             return self.rows
 
-        def checkpoint(self, row):
+        def add_checkpoint(self, row):
             self.rows.append(row)
 
     class Policy:
@@ -294,9 +302,9 @@ def test_best_weights_by_the_highest_or_the_lowest(tmp_path):
         path = "somewhere"
 
     for mode, kept in (("max", [1, 2, 5]), ("min", [1, 3])):
-        keeper = Keeper(Book())
+        keeper = CheckpointManager(Book())
         for step, value in enumerate([0.5, 0.7, 0.1, math.nan, 0.9, 0.9], start=1):
-            keeper.best(Policy(), step, "grpo", "optim/loss", value, mode=mode)
+            keeper.save_best(Policy(), step, "grpo", "optim/loss", value, mode=mode)
         assert [row["batch"] for row in keeper.logbook.rows] == kept
 
 
@@ -307,8 +315,8 @@ def test_learning_rate_rules_by_hand():
     with pytest.raises(ValueError, match="qwen, llama"):
         lora_learning_rate(100, "gpt2")
     assert (
-        scaled_by_batch(4e-5, 32, 128) == pytest.approx(2e-5)
-        and scaled_by_batch(4e-5, 128, 128) == 4e-5
+        scale_lr_by_batch(4e-5, 32, 128) == pytest.approx(2e-5)
+        and scale_lr_by_batch(4e-5, 128, 128) == 4e-5
     )
 
 
@@ -347,7 +355,7 @@ def test_defaults_are_those_of_the_guide():
         False,
         5e-7,
     )
-    assert METHODS["dpo"].keeps_beginning(dpo)  # the reference
+    assert METHODS["dpo"].needs_initial_policy(dpo)  # the reference
     distill = settings(method="distill")
     how = distill.distillation
     assert (how.distill_temperature, how.alpha, how.group_size, distill.learning_rate) == (
@@ -483,7 +491,7 @@ def test_a_flag_that_some_stages_use_is_taken_by_those(recipe, words):
     flag, value = words.split()
     name = flag.removeprefix("--").replace("-", "_")
     stages = {
-        stage.name: flatten(stage.settings)[name]
+        stage.name: flatten_settings(stage.settings)[name]
         for stage in stages_of(str(REPO / "recipes" / f"{recipe}.yaml"), *words.split())
     }
     left = {
@@ -497,9 +505,9 @@ def test_a_flag_that_some_stages_use_is_taken_by_those(recipe, words):
 def test_settings_that_were_saved_before_they_were_errors_still_open():
     plain = settings(method="ppo")
     # refused on the line, without critic_model
-    saved = flatten(plain) | {"critic_learning_rate": 1e-3}
+    saved = flatten_settings(plain) | {"critic_learning_rate": 1e-3}
     problems = []
-    assert unflatten(type(plain), saved, problems, "config.json") == plain and not problems
+    assert unflatten_settings(type(plain), saved, problems, "config.json") == plain and not problems
 
 
 def test_what_is_given_for_all_stages_is_for_those_that_use_it(tmp_path):
@@ -552,8 +560,10 @@ def test_former_names_of_settings_are_read(former, current, tmp_path):
     words = ["grpo", "--base-model", "tiny:addition", "--dataset", "addition", *former.split()]
 
     def settings_of(argv):
-        return flatten(
-            read(argv, METHODS, REPO / "recipes" / "addition.yaml", RunSettings).stages[0].settings
+        return flatten_settings(
+            read_run(argv, METHODS, REPO / "recipes" / "addition.yaml", RunSettings)
+            .stages[0]
+            .settings
         )
 
     settings = settings_of(words)
@@ -574,4 +584,4 @@ def test_a_former_name_beside_the_current_one_is_an_error(tmp_path):
         "kl_in: loss\nkl_placement: loss\n"
     )
     with pytest.raises(SettingsError, match="line 5: kl_in and kl_placement are the same setting"):
-        read([str(recipe)], METHODS, REPO / "recipes" / "addition.yaml", RunSettings)
+        read_run([str(recipe)], METHODS, REPO / "recipes" / "addition.yaml", RunSettings)

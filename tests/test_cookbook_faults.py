@@ -11,10 +11,10 @@ import pytest
 from games import MadeUp, tokenizer
 
 from rl import ServiceClient
-from rl.clients import SampleStream
-from rl.environments.wrappers.tinker import Tinker, TinkerGroup
-from rl.episodes import Clock, Replayed, continuous_rollout, rollout
+from rl.client import SampleStream
+from rl.envs.wrappers.tinker_cookbook_env import Tinker, TinkerGroup
 from rl.renderers import get_renderer
+from rl.rollout import EventLog, ReplayedEventLog, continuous_rollout, rollout
 from rl.types import Problem, SampledSequence, SamplingParams
 
 TOKENIZER = tokenizer()
@@ -228,10 +228,15 @@ def test_a_failure_of_the_run_that_is_repeated_is_left_out_of_the_comparison(tmp
             "tiny:ascii-small", seed=1
         ).save_weights_and_get_sampling_client()
         for fails in (True, False):
-            group, clock = Noted(fails), Clock(log.append) if fails else Replayed(log)
+            group, clock = Noted(fails), EventLog(log.append) if fails else ReplayedEventLog(log)
             params = SamplingParams(max_tokens=2)
             rollouts = continuous_rollout(
-                [TinkerGroup(group)], sampler, params, stream_of=SampleStream, seed=3, clock=clock
+                [TinkerGroup(group)],
+                sampler,
+                params,
+                make_stream=SampleStream,
+                seed=3,
+                event_log=clock,
             )
             found.append(
                 (

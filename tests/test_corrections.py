@@ -14,18 +14,17 @@ import pytest
 import torch
 from whole_runs import RECIPE, train
 
-from rl.credit import Correction, corrected, episodes
-from rl.credit.corrections import KINDS, LEVELS, ratios
+from rl.algorithms import METHODS, ImportanceCorrection, apply_correction, index_episodes
+from rl.algorithms.importance_correction import CORRECTION_KINDS, CORRECTION_LEVELS, compute_ratios
+from rl.algorithms.update import add_proximal_weight, correct_datums
+from rl.config import RunSettings, SettingsError
+from rl.config.cli import read_run
 from rl.losses.losses import get_loss
-from rl.methods import METHODS
-from rl.methods.steps import corrected_datums, with_proximal_share
-from rl.settings import RunSettings, SettingsError
-from rl.settings.cli import read
 from rl.types import Datum, ForwardBackwardOutput, ModelInput
 
 VALID = [
     c
-    for c in itertools.product(KINDS, LEVELS)
+    for c in itertools.product(CORRECTION_KINDS, CORRECTION_LEVELS)
     if not (c[0] in ("truncate", "icepop") and c[1] == "geometric")
 ]
 
@@ -58,8 +57,8 @@ def test_verl_closed_forms(kind, level, seed):
     ) / (4 if level == "sequence" else 1)
     low, high = (0.0, 1.6) if kind == "truncate" else (0.6, 1.6)
     expected_weights, expected_mask = verl(gap, mask, kind, level, low, high)
-    weights, kept, metrics = corrected(
-        list(gap), list(mask != 0), list(range(6)), Correction(kind, level, low, high)
+    weights, kept, metrics = apply_correction(
+        list(gap), list(mask != 0), list(range(6)), ImportanceCorrection(kind, level, low, high)
     )
     found = np.stack(weights) * mask
     np.testing.assert_allclose(found, expected_weights.numpy(), rtol=1e-12)
@@ -70,7 +69,7 @@ def test_verl_closed_forms(kind, level, seed):
     assert metrics["optim/correction_ess"] == pytest.approx(
         applied.sum() ** 2 / squares / len(applied) if squares else 0.0
     )
-    ratio = np.stack(ratios(list(gap), list(mask != 0), list(range(6)), level))[mask != 0]
+    ratio = np.stack(compute_ratios(list(gap), list(mask != 0), list(range(6)), level))[mask != 0]
     assert (
         metrics["optim/correction_high"] == (ratio > high).mean()
         and metrics["optim/correction_low"] == (ratio < low).mean()
@@ -82,22 +81,30 @@ def test_verl_mask_case():
     2 leave out the first, half of all.
     """
     gaps, masks = [np.full(5, -1.0), np.full(5, 0.5)], [np.ones(5, bool)] * 2
-    for level in LEVELS[:1] + LEVELS[2:]:
-        weights, kept, metrics = corrected(gaps, masks, [0, 1], Correction("mask", level, 0.5, 2.0))
+    for level in CORRECTION_LEVELS[:1] + CORRECTION_LEVELS[2:]:
+        weights, kept, metrics = apply_correction(
+            gaps, masks, [0, 1], ImportanceCorrection("mask", level, 0.5, 2.0)
+        )
         assert not kept[0].any() and kept[1].all() and metrics["optim/correction_low"] == 0.5
         assert all((w == 1).all() for w in weights)
-    assert ratios(gaps, masks, [0, 1], "token")[0][0] == pytest.approx(0.368, abs=1e-3)
-    assert ratios(gaps, masks, [0, 1], "token")[1][0] == pytest.approx(1.649, abs=1e-3)
+    assert compute_ratios(gaps, masks, [0, 1], "token")[0][0] == pytest.approx(0.368, abs=1e-3)
+    assert compute_ratios(gaps, masks, [0, 1], "token")[1][0] == pytest.approx(1.649, abs=1e-3)
 
 
 def test_a_catastrophic_token_overflows_nothing():
     """Its veto case is e^-15; here also e^800, which float64 has no number for."""
     gaps, masks = [np.array([0.0, -15.0, 800.0])], [np.ones(3, bool)]
-    (w,), (kept,), metrics = corrected(gaps, masks, [0], Correction("truncate", "token", 0.0, 2.0))
+    (w,), (kept,), metrics = apply_correction(
+        gaps, masks, [0], ImportanceCorrection("truncate", "token", 0.0, 2.0)
+    )
     assert w.tolist() == pytest.approx([1.0, np.exp(-15.0), 2.0]) and kept.all()
-    (w,), _, _ = corrected(gaps, masks, [0], Correction("icepop", "token", 0.5, 2.0))
+    (w,), _, _ = apply_correction(
+        gaps, masks, [0], ImportanceCorrection("icepop", "token", 0.5, 2.0)
+    )
     assert w.tolist() == [1.0, 0.0, 0.0]
-    _, (kept,), metrics = corrected(gaps, masks, [0], Correction("mask", "sequence", 0.5, 2.0))
+    _, (kept,), metrics = apply_correction(
+        gaps, masks, [0], ImportanceCorrection("mask", "sequence", 0.5, 2.0)
+    )
     assert (
         not kept.any()
         and metrics["optim/correction_ess"] == 0.0
@@ -125,8 +132,11 @@ def test_sequence_weights_are_unbiased():
             expected[t, x] += pi[a] * reward[a]
 
     def estimate(level):
-        weights, _, _ = corrected(
-            gaps, [np.ones(3, bool)] * 27, list(range(27)), Correction("truncate", level, 0.0, 1e5)
+        weights, _, _ = apply_correction(
+            gaps,
+            [np.ones(3, bool)] * 27,
+            list(range(27)),
+            ImportanceCorrection("truncate", level, 0.0, 1e5),
         )
         found = np.zeros((3, 3))
         for a, weight in zip(answers, weights, strict=True):
@@ -157,7 +167,9 @@ def datums_of(rng, shares):
 def test_an_episode_of_several_datums_is_one_sequence():
     """The same episodes in one datum each, and cut up: the same weights, the same tokens kept."""
     rng = np.random.default_rng(3)
-    assert episodes(datums_of(rng, [1.0, 0.25, 0.5, 0.25, 1.0, 1 / 3, 1 / 3, 1 / 3, 1.0])) == [
+    assert index_episodes(
+        datums_of(rng, [1.0, 0.25, 0.5, 0.25, 1.0, 1 / 3, 1 / 3, 1 / 3, 1.0])
+    ) == [
         0,
         1,
         1,
@@ -174,9 +186,9 @@ def test_an_episode_of_several_datums_is_one_sequence():
         for part, m in zip(np.split(gap, [3, 6]), np.split(mask, [3, 6]), strict=True):
             cut, masks, owners = [*cut, part], [*masks, m], [*owners, episode]
     for kind, level in VALID:
-        how = Correction(kind, level, 0.0 if kind == "truncate" else 0.7, 1.4)
-        a = corrected([g for g, _ in whole], [m for _, m in whole], [0, 1, 2], how)
-        b = corrected(cut, masks, owners, how)
+        how = ImportanceCorrection(kind, level, 0.0 if kind == "truncate" else 0.7, 1.4)
+        a = apply_correction([g for g, _ in whole], [m for _, m in whole], [0, 1, 2], how)
+        b = apply_correction(cut, masks, owners, how)
         np.testing.assert_allclose(np.concatenate(a[0]), np.concatenate(b[0]), rtol=1e-12)
         np.testing.assert_array_equal(np.concatenate(a[1]), np.concatenate(b[1]))
         assert a[2] == pytest.approx(b[2])
@@ -214,8 +226,8 @@ def test_datums_carry_the_correction(kind, level, against_learner):
         + rng.normal(0, 0.5, len(d.loss_fn_inputs["mask"])).astype(np.float32)
         for d in datums
     ]
-    how = Correction(kind, level, 0.0 if kind == "truncate" else 0.7, 1.3)
-    found, metrics = corrected_datums(
+    how = ImportanceCorrection(kind, level, 0.0 if kind == "truncate" else 0.7, 1.3)
+    found, metrics = correct_datums(
         Scores(learner), datums, how, against_learner=against_learner, temperature=1.0
     )
     masks = [d.loss_fn_inputs["mask"].array != 0 for d in datums]
@@ -223,7 +235,7 @@ def test_datums_carry_the_correction(kind, level, against_learner):
         lp.astype(np.float64) - d.loss_fn_inputs["logprobs"].array
         for lp, d in zip(learner, datums, strict=True)
     ]
-    weights, kept, _ = corrected(gaps, masks, [0, 1, 1, 2], how)
+    weights, kept, _ = apply_correction(gaps, masks, [0, 1, 1, 2], how)
     for datum, new, lp, mask, weight, stays in zip(
         datums, found, learner, masks, weights, kept, strict=True
     ):
@@ -271,7 +283,7 @@ def test_an_interpolated_proximal_policy(loss):
     several = Datum(
         ModelInput.from_ints(range(7)), {**fields, "versions": versions.astype(np.float32)}
     )
-    new = with_proximal_share([several], 10)[0].loss_fn_inputs
+    new = add_proximal_weight([several], 10)[0].loss_fn_inputs
     share = np.where(mask != 0, ages / (ages + 1), 0)
     np.testing.assert_allclose(new["proximal_share"].array, share, rtol=1e-6)
     inputs = {
@@ -331,8 +343,8 @@ def test_an_interpolated_proximal_policy(loss):
     ],
 )
 def test_it_is_the_default_for_the_loss_that_was_measured(words, so):
-    run = read(f"grpo --dataset addition {words}".split(), METHODS, RECIPE, RunSettings)
-    assert run.stages[-1].settings.interpolates == so
+    run = read_run(f"grpo --dataset addition {words}".split(), METHODS, RECIPE, RunSettings)
+    assert run.stages[-1].settings.interpolates_proximal == so
 
 
 def test_what_one_version_drew_is_of_one_age():
@@ -347,7 +359,7 @@ def test_what_one_version_drew_is_of_one_age():
     ]
     shares = [
         one.loss_fn_inputs["proximal_share"].array.tolist()
-        for one in with_proximal_share(datums, 4)
+        for one in add_proximal_weight(datums, 4)
     ]
     assert shares == [[0, 0, 0], [0, 0.5, 0.5], [0, 0.75, 0.75]]
     assert datums[2].with_inputs(fields).version == 1
@@ -372,7 +384,7 @@ REFUSED = [
 @pytest.mark.parametrize(("words", "message"), REFUSED)
 def test_settings_that_mean_nothing_are_refused(method, words, message):
     with pytest.raises(SettingsError) as error:
-        read([method, *words.split()], METHODS, RECIPE, RunSettings)
+        read_run([method, *words.split()], METHODS, RECIPE, RunSettings)
     assert message in " ".join(error.value.problems).replace("-", "_").replace(
         "correction_is", "correction is"
     )
@@ -384,7 +396,7 @@ def test_settings_that_mean_nothing_are_refused(method, words, message):
 )
 def test_truncated_is_and_a_correction_are_one_thing(other):
     with pytest.raises(SettingsError) as error:
-        read(f"grpo --truncated-is 2 {other}".split(), METHODS, RECIPE, RunSettings)
+        read_run(f"grpo --truncated-is 2 {other}".split(), METHODS, RECIPE, RunSettings)
     assert "set either of the two" in str(error.value.problems)
 
 
@@ -399,7 +411,7 @@ def test_truncated_is_and_a_correction_are_one_thing(other):
 )
 def test_a_correction_that_is_none(values):
     with pytest.raises(ValueError):
-        Correction(*values)
+        ImportanceCorrection(*values)
 
 
 WORDS = (

@@ -18,8 +18,8 @@ from rank_server import REPO, TAG, Launch, Ranks
 from safetensors.torch import load_file, save_file
 from test_run import assert_same, command, environment, rows, write
 
-from rl.ranks import checkpoint
-from rl.run.keeper import Keeper
+from rl.distributed import checkpoint_folder
+from rl.trainer.checkpoint_manager import CheckpointManager
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="looks into /proc, preloads a library"
@@ -89,7 +89,7 @@ def state_of(value: float) -> dict:
 
 
 def write_checkpoint(folder: Path, value: float) -> None:
-    with checkpoint.writing(folder) as aside:
+    with checkpoint_folder.write_checkpoint(folder) as aside:
         (aside / "model").mkdir()
         save_file({"w": torch.full((40,), value)}, str(aside / "model" / "model.safetensors"))
         (aside / "state.json").write_text(json.dumps(state_of(value)))
@@ -114,7 +114,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_used(tmp_path, name):
     for damaged in damages:
         file.write_bytes(damaged)
         console = Heard()
-        found = Keeper.newest_whole(tmp_path, named, console)
+        found = CheckpointManager.find_newest_intact(tmp_path, named, console)
         assert found is not None
         if console.said:
             refused += 1
@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_used(tmp_path, name):
             )
     assert refused == len(damages) if name != "manifest.json" else refused > 0.8 * len(damages)
     file.write_bytes(whole)
-    assert Keeper.newest_whole(tmp_path, named, Heard())[0]["name"] == "s-2"
+    assert CheckpointManager.find_newest_intact(tmp_path, named, Heard())[0]["name"] == "s-2"
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
@@ -145,23 +145,23 @@ def test_a_replaced_checkpoint_is_there_under_its_name_whenever_its_writer_dies(
     folder, left = tmp_path / "mine", []
 
     def save(text):
-        with checkpoint.writing(folder, replace=True) as aside:
+        with checkpoint_folder.write_checkpoint(folder, replace=True) as aside:
             (aside / "state.json").write_text(text)
 
     save('{"is": "old"}')
     if (child := os.fork()) == 0:
         rename = os.rename
         if not exchanges:
-            checkpoint._exchanged = lambda one, other: False
+            checkpoint_folder._swap_folders = lambda one, other: False
         calls = {"the first rename": 0, "the second rename": 1}.get(dies_before)
-        exchange = checkpoint._exchanged
+        exchange = checkpoint_folder._swap_folders
 
         def dying(*folders):
             left.append(folders)
             return os._exit(9) if len(left) - 1 == calls else rename(*folders)
 
         if calls == 0 and exchanges:
-            checkpoint._exchanged = lambda one, other: os._exit(9)
+            checkpoint_folder._swap_folders = lambda one, other: os._exit(9)
         elif calls is None:
             removed = shutil.rmtree
             shutil.rmtree = lambda path, **how: (
@@ -174,41 +174,41 @@ def test_a_replaced_checkpoint_is_there_under_its_name_whenever_its_writer_dies(
     # in one step, there is no second
     assert code == (0 if exchanges and dies_before == "the second rename" else 9)
     new = dies_before == "what was is removed" or code == 0
-    assert checkpoint.read_state(folder) == {"is": "new" if new else "old"}
+    assert checkpoint_folder.read_verified_state(folder) == {"is": "new" if new else "old"}
     save('{"is": "newer"}')
-    assert checkpoint.read_state(folder) == {"is": "newer"}
+    assert checkpoint_folder.read_verified_state(folder) == {"is": "newer"}
 
 
 def test_an_unchanged_checkpoint_is_read_once(tmp_path, monkeypatch):
     """However often it is looked at; a file that was written to, or put in the place of another, is
     read anew.
     """
-    with checkpoint.writing(tmp_path / "c") as aside:
+    with checkpoint_folder.write_checkpoint(tmp_path / "c") as aside:
         (aside / "state.json").write_text("{}")
     path, read = tmp_path / "c" / "state.json", []
-    checksum = checkpoint._read_checksum
+    checksum = checkpoint_folder._read_checksum
     monkeypatch.setattr(
-        checkpoint, "_read_checksum", lambda file: (read.append(file), checksum(file))[1]
+        checkpoint_folder, "_read_checksum", lambda file: (read.append(file), checksum(file))[1]
     )
-    checkpoint.verify(tmp_path / "c")
-    checkpoint.verify(tmp_path / "c")
+    checkpoint_folder.verify_checkpoint(tmp_path / "c")
+    checkpoint_folder.verify_checkpoint(tmp_path / "c")
     assert len(read) == 2  # just written: not trusted to stay as it is
-    monkeypatch.setattr(checkpoint, "_SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr(checkpoint_folder, "_SETTLED_SECONDS", -1.0)
     for _ in range(3):
-        checkpoint.verify(tmp_path / "c")
+        checkpoint_folder.verify_checkpoint(tmp_path / "c")
     assert len(read) == 3
     time.sleep(0.05)
     was = path.stat()
     path.write_text("[]")
     os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))  # as a copy that keeps times
-    with pytest.raises(checkpoint.DamagedCheckpoint, match="does not match the checksum"):
-        checkpoint.verify(tmp_path / "c")
+    with pytest.raises(checkpoint_folder.DamagedCheckpoint, match="does not match the checksum"):
+        checkpoint_folder.verify_checkpoint(tmp_path / "c")
 
 
 def test_no_room_is_known_before_anything_is_written(tmp_path):
     write_checkpoint(tmp_path / "first", 1.0)
-    with pytest.raises(checkpoint.DiskFull, match="MiB free.*free disk space"):
-        with checkpoint.writing(tmp_path / "second", expected_bytes=2**60):
+    with pytest.raises(checkpoint_folder.DiskFull, match="MiB free.*free disk space"):
+        with checkpoint_folder.write_checkpoint(tmp_path / "second", expected_bytes=2**60):
             raise AssertionError("nothing is to be written")
     assert [p.name for p in tmp_path.iterdir()] == ["first"]
 
@@ -218,9 +218,9 @@ def test_no_room_is_known_before_anything_is_written(tmp_path):
 LISTEN = """
 import os, sys, time
 sys.path.insert(0, {repo!r})
-from rl.ranks.interrupts import StopRequest
+from rl.distributed.stop_signals import StopRequest
 with StopRequest(float(sys.argv[1])) as request:
-    request.working = len(sys.argv) < 4
+    request.has_started = len(sys.argv) < 4
     print("listening", flush=True)
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
@@ -399,13 +399,13 @@ def test_a_step_that_does_not_fit_into_the_grace_time_is_left_out(ranks, undistu
     script.write_text(f"""
 import runpy, sys, time
 sys.path.insert(0, {str(REPO)!r})
-from rl.methods import grpo
-learn = grpo.PolicyGradient.learn
+from rl.algorithms import grpo
+update = grpo.PolicyGradient.update
 def slow(self, models, datums, progress):
     if progress.batch >= 1:
         time.sleep(2.0)
-    return learn(self, models, datums, progress)
-grpo.PolicyGradient.learn = slow
+    return update(self, models, datums, progress)
+grpo.PolicyGradient.update = slow
 runpy.run_path({str(REPO / "train.py")!r}, run_name="__main__")
 """)
     launch = ranks.start(
@@ -473,12 +473,12 @@ def test_a_model_that_is_missing_on_another_machine_keeps_nobody_waiting(ranks, 
 import os, sys
 sys.path.insert(0, {str(REPO)!r})
 from rl import ServiceClient
-from rl.learner import saving
+from rl.learner import learner_checkpoint
 from rl.errors import UserError
 if os.environ["RANK"] == "1":
-    right, wrong = saving.base_of, lambda spec, state: ("./not-here", None)
+    right, wrong = learner_checkpoint.resolve_base_model, lambda spec, state: ("./not-here", None)
     answers = [wrong, right]
-    saving.base_of = lambda spec, state: answers.pop(0)(spec, state)
+    learner_checkpoint.resolve_base_model = lambda spec, state: answers.pop(0)(spec, state)
 service = ServiceClient()  # which would wait for half an hour
 try:
     service.create_full_training_client("tiny:addition").result()

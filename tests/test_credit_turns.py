@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rl.credit import has_signal
-from rl.episodes import Trajectory, TrajectoryGroup
-from rl.episodes.episode import Transition
-from rl.methods.base import Models
-from rl.methods.grpo import PolicyGradient
-from rl.methods.grpo_settings import GrpoSettings, PolicyGradientSettings
-from rl.methods.ppo import Ppo
-from rl.methods.ppo_settings import PpoOptions, PpoSettings
-from rl.settings import KlSettings
+from rl.algorithms import has_signal
+from rl.algorithms.grpo import PolicyGradient
+from rl.algorithms.grpo_settings import GrpoSettings, PolicyGradientSettings
+from rl.algorithms.method_interface import Models
+from rl.algorithms.ppo import Ppo
+from rl.algorithms.ppo_settings import PpoOptions, PpoSettings
+from rl.config import KlSettings
+from rl.rollout import Trajectory, TrajectoryGroup
+from rl.rollout.rollout_types import Transition
 from rl.types import ModelInput, SampledSequence
 
 
@@ -95,7 +95,9 @@ def test_groups_are_compared_and_turns_discounted(advantage, step_rewards, disco
         advantage=advantage, step_rewards=step_rewards, reward_discount=discount, group_size=4
     )
     found = trained(
-        PolicyGradient(GrpoSettings(policy_gradient=pg)).credit(groups, Models(SimpleNamespace()))
+        PolicyGradient(GrpoSettings(policy_gradient=pg)).compute_advantages(
+            groups, Models(SimpleNamespace())
+        )
     )
     wanted: list[float] = []
     for group in groups:
@@ -156,7 +158,9 @@ def test_generalised_advantages_run_over_actions_across_what_was_observed(gamma,
         normalise_advantages=False, gamma=gamma, gae_lambda=lam, truncated="bootstrap"
     )
     found = trained(
-        Ppo(PpoSettings(ppo=options, kl=KlSettings(kl_coef=0.0))).credit(groups, Models(Values()))
+        Ppo(PpoSettings(ppo=options, kl=KlSettings(kl_coef=0.0))).compute_advantages(
+            groups, Models(Values())
+        )
     )
     wanted: list[float] = []
     for group in groups:

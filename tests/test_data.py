@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rl.data import ProblemSet, load_problems
-from rl.data.rollouts import load_rollouts
+from rl.data.rollout_file import load_rollouts
 from rl.rewards import resolve_reward
 from rl.types import Problem
 
@@ -255,7 +255,7 @@ def test_many_bad_rows_are_counted_and_the_first_five_shown(tmp_path):
     ],
 )
 def test_a_missing_path_is_not_taken_for_a_hub_name(source, message, monkeypatch):
-    monkeypatch.setattr("rl.data.load.read_hub", lambda *a: pytest.fail("asked the hub"))
+    monkeypatch.setattr("rl.data.problem_loader.read_hub", lambda *a: pytest.fail("asked the hub"))
     with pytest.raises(ValueError, match=message):
         load_problems(source)
 
@@ -264,12 +264,12 @@ def test_hub_names_reach_the_hub_with_their_config(monkeypatch):
     asked = []
 
     def read_hub(name, config, split):
-        from rl.data.rows import Row
+        from rl.data.row_readers import Row
 
         asked.append((name, config, split))
         return iter([Row("row 1", {"question": "q", "answer": "1+1=<<1+1=2>>2\n#### 2"})])
 
-    monkeypatch.setattr("rl.data.load.read_hub", read_hub)
+    monkeypatch.setattr("rl.data.problem_loader.read_hub", read_hub)
     problems = load_problems("openai/gsm8k", split="test")
     assert problems[0].meta == {"answer": "2"} and problems[0].tag == "gsm8k"
     assert problems[0].response == "1+1=2\nThe answer is \\boxed{2}."

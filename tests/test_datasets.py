@@ -16,19 +16,19 @@ from typing import Any
 import pytest
 
 from rl.data import (
-    CATALOGUE,
+    DATASET_REGISTRY,
     ProblemSet,
     countdown,
+    find_contamination,
+    find_default_reward,
+    has_row_splits,
     load_problems,
     oneliners,
-    overlap,
-    scored_by,
-    tells_splits,
 )
-from rl.data import rows as rows_module
+from rl.data import row_readers as rows_module
 from rl.errors import UserError
 from rl.rewards import resolve_reward
-from rl.rewards.countdown import evaluated
+from rl.rewards.countdown_reward import evaluate_arithmetic
 from rl.types import Problem
 
 
@@ -222,10 +222,10 @@ def test_mbpps_files_have_their_published_splits(shared_data: Path):
                 and not numbers & seen
             )
             seen |= numbers
-        assert tells_splits(path)
-    assert not tells_splits(shared_data / "humaneval" / "HumanEval.jsonl.gz") and not tells_splits(
-        shared_data / "math"
-    )
+        assert has_row_splits(path)
+    assert not has_row_splits(
+        shared_data / "humaneval" / "HumanEval.jsonl.gz"
+    ) and not has_row_splits(shared_data / "math")
 
 
 def test_whole_data_sets_are_read(shared_data: Path):
@@ -247,12 +247,12 @@ def test_short_names_are_hub_names_with_their_config_and_splits(monkeypatch: pyt
         asked.append(words)
         return iter([rows_module.Row("row 0", {"problem": "p", "answer": "1"})])
 
-    monkeypatch.setattr("rl.data.load.read_hub", read_hub)
-    for name, found in CATALOGUE.items():
+    monkeypatch.setattr("rl.data.problem_loader.read_hub", read_hub)
+    for name, found in DATASET_REGISTRY.items():
         for split in found.splits:
             load_problems(name, split=split)
             assert asked.pop() == (found.hub, found.config, split)
-        assert scored_by(name) == scored_by(found.hub) == found.reward
+        assert find_default_reward(name) == find_default_reward(found.hub) == found.reward
         resolve_reward(found.reward)
     load_problems("openai/gsm8k", config="socratic")
     assert asked.pop() == ("openai/gsm8k", "socratic", "train")
@@ -328,8 +328,8 @@ def test_countdown_by_hand(response: str, correct: int, has_format: int):
 
 
 def test_what_countdown_evaluates_is_exact():
-    assert evaluated("1/3+1/3+1/3") == (1, [1, 3, 1, 3, 1, 3])
-    assert evaluated("-(2-5)*2") == (6, [2, 5, 2])
+    assert evaluate_arithmetic("1/3+1/3+1/3") == (1, [1, 3, 1, 3, 1, 3])
+    assert evaluate_arithmetic("-(2-5)*2") == (6, [2, 5, 2])
 
 
 def test_one_liners_do_what_their_tests_say():
@@ -385,24 +385,26 @@ def test_an_overlap_is_found_by_thirteen_words_and_not_by_twelve():
     train = told(" ".join(words), "another thing altogether", "12+34=")
     for length, shared in ((13, 1), (12, 0)):
         test = told("begin " + ", ".join(words[5 : 5 + length]).upper() + "! end", "12+35=")
-        found = overlap(train, test)
+        found = find_contamination(train, test)
         assert (
             len(found.shared) == shared == len(by_brute_force(train, test))
             and found.held_out == 2
             and found.trained == 3
         )
-    assert overlap(train, told("1 2+34=")).shared == (("t 0", "t 2"),)  # the whole text
-    assert overlap(train, told("12-34=")).shared == ()
+    assert find_contamination(train, told("1 2+34=")).shared == (("t 0", "t 2"),)  # the whole text
+    assert find_contamination(train, told("12-34=")).shared == ()
     assert "1 of 1 held-out problems share 13 words in a row" in str(
-        overlap(train, told(" ".join(words)))
+        find_contamination(train, told(" ".join(words)))
     )
 
 
 def test_a_form_of_words_is_no_overlap():
     instruction = " ".join(f"i{i}" for i in range(20))
     train = told(*(f"problem {i} is this\n\n{instruction}" for i in range(30)))
-    assert overlap(train, told(f"problem 99 is that\n\n{instruction}")).shared == ()
-    assert overlap(train, told(f"problem 7 is this\n\n{instruction}")).shared == (("t 0", "t 7"),)
+    assert find_contamination(train, told(f"problem 99 is that\n\n{instruction}")).shared == ()
+    assert find_contamination(train, told(f"problem 7 is this\n\n{instruction}")).shared == (
+        ("t 0", "t 7"),
+    )
 
 
 @pytest.mark.slow
@@ -412,17 +414,19 @@ def test_the_overlaps_of_published_splits_are_those_of_a_brute_force_search(shar
         told(*(str(p.messages[-1]["content"]).split("\n\nReason step")[0] for p in part))
         for part in (train, test)
     ]
-    assert len(overlap(train, test).shared) == 3
+    assert len(find_contamination(train, test).shared) == 3
     near = [test[i] for i in (581, 602, 632)]
-    found = overlap(train, test)
+    found = find_contamination(train, test)
     assert [pair[0] for pair in found.shared] == [p.place for p in near]
     sample = bare[1].subset([581, 602, 632, *range(0, 40)])
     some = bare[0].subset([406, 1314, 20, *range(100, 160)])
     assert by_brute_force(some, sample) == {0, 1, 2}
-    assert len(overlap(some, sample).shared) == 3
+    assert len(find_contamination(some, sample).shared) == 3
 
 
 def test_math500_is_not_all_new_to_who_trains_on_the_whole_of_math(shared_data: Path):
     rows = json.loads((shared_data / "math" / "math500_test.json").read_text())[:5]
     test = told(*(row["problem"] for row in rows))
-    assert [a for a, _ in overlap(told("nothing", rows[3]["problem"]), test).shared] == ["t 3"]
+    assert [a for a, _ in find_contamination(told("nothing", rows[3]["problem"]), test).shared] == [
+        "t 3"
+    ]

@@ -3,8 +3,13 @@
 import numpy as np
 import pytest
 
-from rl.episodes.datums import action_tokens, check_datum, supervised_datum, trajectory_to_datums
-from rl.episodes.episode import Trajectory, Transition
+from rl.rollout.datum_builder import (
+    check_datum,
+    count_action_tokens,
+    supervised_datum,
+    trajectory_to_datums,
+)
+from rl.rollout.rollout_types import Trajectory, Transition
 from rl.types import Datum, EncodedTextChunk, ModelInput, SampledSequence, TensorData
 
 
@@ -158,7 +163,7 @@ def test_property_every_action_token_is_trained_once_in_its_place(seed):
     np.testing.assert_allclose(
         logprobs, [p for transition in turns for p in transition.ac.logprobs], rtol=1e-6
     )
-    assert action_tokens(datums) == len(tokens)
+    assert count_action_tokens(datums) == len(tokens)
 
 
 def test_supervised_by_hand():
@@ -170,7 +175,7 @@ def test_supervised_by_hand():
 def check(
     datum: Datum, required=("target_tokens", "advantages", "logprobs"), known=None, soft=False
 ):
-    check_datum(3, datum, required=required, known=known, soft_targets=soft, vocab_size=10)
+    check_datum(3, datum, required=required, accepted=known, soft_targets=soft, vocab_size=10)
 
 
 def datum_of(n: int = 4, **fields_) -> Datum:

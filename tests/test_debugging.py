@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from rl.environments import resolve_environment
-from rl.environments.rules import bugs
+from rl.envs import resolve_environment
+from rl.envs.rules import bug_generator
 from rl.errors import UserError
 from rl.sandbox import Sandbox
 
@@ -24,21 +24,21 @@ def begun(seed=0, **settings):
     return match, match.start()
 
 
-@pytest.mark.parametrize("level", bugs.LEVELS)
+@pytest.mark.parametrize("level", bug_generator.LEVELS)
 def test_the_right_line_is_enough_and_a_wrong_one_shows_what_fails(level):
     match, turn = begun(3, levels=(level,))
     case, bug = match.bug.cases[0], match.bug
     assert (
-        bug.numbered() in turn.messages
-        and f"{case.call} should be {case.expected!r}, is {bug.got!r}" in turn.messages
+        bug.numbered_source() in turn.messages
+        and f"{case.call} should be {case.expected!r}, is {bug.wrong_result!r}" in turn.messages
     )
     turn = match.step({"content": f"{bug.line}: {bug.lines[bug.line - 1].strip()}"})  # as it was
     assert (
         not turn.done
         and turn.reward == 0
-        and f"{case.call} should be {case.expected!r}, is {bug.got!r}" in turn.messages
+        and f"{case.call} should be {case.expected!r}, is {bug.wrong_result!r}" in turn.messages
     )
-    turn = match.step({"content": bugs.fix_of(bug)})
+    turn = match.step({"content": bug_generator.make_fix(bug)})
     assert (
         turn.done
         and turn.reward == 1

@@ -71,7 +71,7 @@ def accuracy_by_generate(model: Path, *, sample: bool) -> float:
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from rl.data.addition import is_test
+    from rl.data.addition_dataset import is_test
 
     tokenizer, net = (
         AutoTokenizer.from_pretrained(model),

@@ -14,18 +14,22 @@ from helpers import make_worker
 from whole_runs import train
 
 from rl import ServiceClient
-from rl.data.addition import addition
-from rl.episodes.episode import Trajectory, TrajectoryGroup, Transition
+from rl.algorithms.distillation import Distillation, find_teacher, make_soft_targets
+from rl.algorithms.distillation_settings import (
+    DistillationSettings,
+    DistillSettings,
+    parse_teachers,
+)
+from rl.algorithms.method_interface import Models, Progress
+from rl.config.sections import ModelSettings
+from rl.data.addition_dataset import addition
 from rl.errors import UserError
-from rl.judges.scoring import vocabulary_difference
+from rl.judges.token_scorers import describe_vocabulary_difference
 from rl.losses.losses import get_loss
-from rl.methods.base import Models, Progress
-from rl.methods.distill import Distill, soft_targets, teacher_of
-from rl.methods.distill_settings import DistillationSettings, DistillSettings, named_teachers
-from rl.models.load import load_model, load_tokenizer
+from rl.models.model_loading import load_model, load_tokenizer
 from rl.renderers import get_renderer
-from rl.run.hosts import StageHosts
-from rl.settings.tables import ModelSettings
+from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
+from rl.trainer.stage_models import StageModelFactory
 from rl.types import AdamParams, Datum, LoraConfig, ModelInput, SampledSequence
 
 
@@ -87,14 +91,16 @@ def test_the_expected_gradient_is_that_of_the_kl_to_the_teacher(discount):
         kl = rows[0] + (logp[0].exp().detach() * rows[1:]).sum()
     (truth,) = torch.autograd.grad(kl, logits, retain_graph=True)
 
-    method = Distill(settings(kl_discount=discount))
+    method = Distillation(settings(kl_discount=discount))
     chosen = [torch.stack([logp[0, a], logp[1 + a, b]]) for a, b in answers]
     group = TrajectoryGroup(
         [trajectory(x, lp.detach()) for x, lp in zip(answers, chosen, strict=True)],
         [0.0] * 9,
         [{}] * 9,
     )
-    datums = method.credit([group], Models(None, {"teachers": {"": TableScorer(teacher)}}))
+    datums = method.compute_advantages(
+        [group], Models(None, {"teachers": {"": TableScorer(teacher)}})
+    )
     total = torch.zeros_like(logits)
     for datum, lp in zip(datums, chosen, strict=True):
         inputs = {
@@ -109,8 +115,10 @@ def test_the_expected_gradient_is_that_of_the_kl_to_the_teacher(discount):
 def test_advantages_and_metrics_by_hand():
     teacher = torch.log(torch.tensor([[0.5, 0.25, 0.25]] * 4))
     group = TrajectoryGroup([trajectory([0, 1], np.log([0.25, 0.5]))], [0.0], [{}])
-    method = Distill(settings(kl_discount=0.5))
-    (datum,) = method.credit([group], Models(None, {"teachers": {"": TableScorer(teacher)}}))
+    method = Distillation(settings(kl_discount=0.5))
+    (datum,) = method.compute_advantages(
+        [group], Models(None, {"teachers": {"": TableScorer(teacher)}})
+    )
     ln2 = float(np.log(2))
     # gaps: log 1/4 - log 1/2 = -ln 2, then log 1/2 - log 1/4 = ln 2; half of the second counts for
     # the first
@@ -134,17 +142,17 @@ def test_each_data_set_has_its_teacher():
         TrajectoryGroup([trajectory([0, 1], [-3.0, -3.0])], [0.0], [{}], tag=tag)
         for tag in ("sums", "other", "sums")
     ]
-    datums = Distill(settings()).credit(groups, models)
+    datums = Distillation(settings()).compute_advantages(groups, models)
     found = sorted(float(d.loss_fn_inputs["advantages"].array[0]) for d in datums)
     assert found == [2.0, 3.0, 3.0]
-    assert [teacher_of(models, tag) for tag in ("sums", "other")] == ["sums", ""]
-    assert named_teachers(
+    assert [find_teacher(models, tag) for tag in ("sums", "other")] == ["sums", ""]
+    assert parse_teachers(
         DistillSettings(distillation=DistillationSettings(teacher=("a=x/y", "z")))
     ) == {"a": "x/y", "": "z"}
     with pytest.raises(UserError, match="two teachers"):
-        named_teachers(DistillSettings(distillation=DistillationSettings(teacher=("x", "y"))))
+        parse_teachers(DistillSettings(distillation=DistillationSettings(teacher=("x", "y"))))
     with pytest.raises(UserError, match="--teacher"):
-        named_teachers(DistillSettings())
+        parse_teachers(DistillSettings())
 
 
 # --------------------------------------------------------------------------------------- off-policy
@@ -166,7 +174,7 @@ SEQUENCES = [([3, 12, 4, 13], [5, 6, 1]), ([7, 13], [2, 1]), ([9, 9, 12, 3, 13],
 
 
 def supervised(prompt, answer) -> Datum:
-    from rl.episodes.datums import supervised_datum
+    from rl.rollout.datum_builder import supervised_datum
 
     return supervised_datum([*prompt, *answer], [0.0] * len(prompt) + [1.0] * len(answer))
 
@@ -197,7 +205,7 @@ def test_the_base_under_the_students_adapter_can_be_the_teacher(tmp_path):
     with ServiceClient(output_dir=tmp_path / "out") as service:
         loaded = service.create_sampling_client(base_model=str(tmp_path / "base"))
         student = service.create_lora_training_client(str(tmp_path / "base"), rank=4, seed=3)
-        hosts = StageHosts(
+        hosts = StageModelFactory(
             service,
             student,
             ModelSettings(base_model=str(tmp_path / "base"), lora_rank=4),
@@ -233,12 +241,12 @@ def test_the_mixture_is_the_formula_on_whole_logits(clients, alpha, temperature)
     float64 autograd.
     """
     student, teacher = clients
-    method = Distill(
+    method = Distillation(
         settings(learn_from="data", alpha=alpha, distill_temperature=temperature, teacher_top_k=14)
     )
     plain = [supervised(*pair) for pair in SEQUENCES]
-    datums = soft_targets(teacher, plain, top_k=14, alpha=alpha, temperature=temperature)
-    sums = method._mixture(Models(student), datums)
+    datums = make_soft_targets(teacher, plain, top_k=14, alpha=alpha, temperature=temperature)
+    sums = method._accumulate_mixture(Models(student), datums)
     norm = student.optim_step(_still()).result().metrics["grad_norm"]
 
     model = load_model("tiny:addition", seed=1).model.double()
@@ -280,7 +288,7 @@ def _still():
 
 def test_fewer_teacher_tokens_are_renormalised(clients):
     _, teacher = clients
-    (datum,) = soft_targets(
+    (datum,) = make_soft_targets(
         teacher, [supervised(*SEQUENCES[1])], top_k=3, alpha=1.0, temperature=2.0
     )
     targets, weights = (datum.loss_fn_inputs[name].array for name in ("target_tokens", "weights"))
@@ -300,7 +308,7 @@ def test_fewer_teacher_tokens_are_renormalised(clients):
 
 def test_the_teacher_answers_each_prompt_so_many_times(clients):
     student, teacher = clients
-    method = Distill(settings(learn_from="teacher", group_size=3))
+    method = Distillation(settings(learn_from="teacher", group_size=3))
     renderer = get_renderer("plain", student.get_tokenizer())
     rows = list(addition("train"))[:2]
     models = Models(student, {"teachers": {"": teacher}})
@@ -313,7 +321,7 @@ def test_the_teacher_answers_each_prompt_so_many_times(clients):
     assert all(list(a[: len(prompt)]) == prompt for a in answers) and len(answers) > 1
     weights = datums[0].loss_fn_inputs["weights"].array
     assert not weights[: len(prompt) - 1].any() and (weights[len(prompt) - 1 :, -1] == 0.5).all()
-    metrics = method.learn(models, datums, Progress(0, 1))
+    metrics = method.update(models, datums, Progress(0, 1))
     assert metrics["optim/kl"] > 0 and metrics["optim/loss"] == pytest.approx(
         2 * metrics["optim/kl"] + 0.5 * metrics["optim/ce"], rel=1e-5
     )
@@ -326,15 +334,15 @@ def test_vocabularies_that_differ_are_told_apart_by_their_tokens():
     student, teacher = (
         load_tokenizer(name).get_vocab() for name in ("tiny:addition", "tiny:ascii")
     )
-    assert vocabulary_difference(student, dict(student)) == ""
-    said = vocabulary_difference(student, teacher)
+    assert describe_vocabulary_difference(student, dict(student)) == ""
+    said = describe_vocabulary_difference(student, teacher)
     assert (
         "12 tokens have other ids ('0' is 2 in the policy's and 19 in the other, '1' is 3 in the policy's and 20 in the other"
         in said
     )
     assert r"84 tokens are only in the other ('\n', ' ', '!', " in said
     assert (
-        vocabulary_difference({"a": 0, "b": 1}, {"a": 0})
+        describe_vocabulary_difference({"a": 0, "b": 1}, {"a": 0})
         == "1 tokens are only in the policy's ('b')"
     )
 

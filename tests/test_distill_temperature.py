@@ -10,14 +10,14 @@ import pytest
 import torch
 from test_distill import Ready, TableScorer, trajectory
 
-from rl.data.addition import addition
-from rl.episodes.episode import TrajectoryGroup
-from rl.methods.base import Models, Progress
-from rl.methods.distill import Distill
-from rl.methods.distill_settings import DistillationSettings, DistillSettings
-from rl.models.load import load_tokenizer
+from rl.algorithms.distillation import Distillation
+from rl.algorithms.distillation_settings import DistillationSettings, DistillSettings
+from rl.algorithms.method_interface import Models, Progress
+from rl.config.sections import SamplingSettings
+from rl.data.addition_dataset import addition
+from rl.models.model_loading import load_tokenizer
 from rl.renderers import get_renderer
-from rl.settings.tables import SamplingSettings
+from rl.rollout.rollout_types import TrajectoryGroup
 from rl.types import ForwardBackwardOutput, OptimStepResponse, SampledSequence, SampleResponse
 
 
@@ -26,14 +26,16 @@ def test_both_sides_are_taken_at_the_temperature_of_the_samples():
     well.
     """
     teacher = torch.log(torch.tensor([[0.5, 0.25, 0.25]] * 4))
-    method = Distill(
+    method = Distillation(
         DistillSettings(
             distillation=DistillationSettings(teacher=("t",)),
             sampling=SamplingSettings(temperature=0.5),
         )
     )
     group = TrajectoryGroup([trajectory([0, 1], np.log([0.25, 0.5]))], [0.0], [{}])
-    (datum,) = method.credit([group], Models(None, {"teachers": {"": TableScorer(teacher)}}))
+    (datum,) = method.compute_advantages(
+        [group], Models(None, {"teachers": {"": TableScorer(teacher)}})
+    )
     assert datum.loss_fn_inputs["advantages"].array == pytest.approx(
         np.log([(2 / 3) / 0.25, (1 / 6) / 0.5]), abs=1e-6
     )
@@ -50,7 +52,7 @@ def test_both_sides_are_taken_at_the_temperature_of_the_samples():
         forward_backward=forward_backward,
         optim_step=lambda p: Ready(OptimStepResponse({"grad_norm": 1.0})),
     )
-    method.learn(Models(policy), [datum], Progress(0, 1))
+    method.update(Models(policy), [datum], Progress(0, 1))
     assert asked == [("importance_sampling", 0.5, 2)]
 
 
@@ -70,7 +72,7 @@ def test_a_teachers_answers_are_drawn_as_the_settings_say():
         )
 
     how = DistillationSettings(teacher=("t",), learn_from="teacher", group_size=2)
-    method = Distill(
+    method = Distillation(
         DistillSettings(distillation=how, sampling=SamplingSettings(temperature=0.7, max_tokens=5))
     )
     rows, renderer = (
@@ -79,7 +81,7 @@ def test_a_teachers_answers_are_drawn_as_the_settings_say():
     )
     rows[2] = replace(rows[0], tag="other")  # another data set, which counts alike
     teacher = SimpleNamespace(sample_many=sample_many)
-    found = method._sampled(rows, renderer, teacher, 11)
+    found = method._sample_teacher(rows, renderer, teacher, 11)
     assert [(r.params.temperature, r.params.max_tokens, r.seed, r.num_samples) for r in asked] == [
         (0.7, 5, 11, 2)
     ] * 3
@@ -87,5 +89,5 @@ def test_a_teachers_answers_are_drawn_as_the_settings_say():
     streams = [r.problem for r in asked]
     assert len(set(streams)) == 3
     asked.clear()
-    method._sampled(rows[1:], renderer, teacher, 11)
+    method._sample_teacher(rows[1:], renderer, teacher, 11)
     assert [r.problem for r in asked] == streams[1:]  # whatever rows stand beside

@@ -30,9 +30,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from rl.distributed.accelerate_launch import make_accelerator
 from rl.errors import UserError
-from rl.models.load import load_model
-from rl.ranks.launch import make_accelerator
+from rl.models.model_loading import load_model
 from rl.types import Datum, LoraConfig
 
 pytestmark = pytest.mark.slow

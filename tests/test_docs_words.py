@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from rl.methods import METHODS
-from rl.settings import RunSettings, SettingsError
-from rl.settings.cli import read
-from rl.settings.fields import fields_of
+from rl.algorithms import METHODS
+from rl.config import RunSettings, SettingsError
+from rl.config.cli import read_run
+from rl.config.fields import get_fields
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = ["evaluate", "export", "plot", "sample", "serve", "minimal_loop"]
-SCRIPTS += ["rl/environments/played"]
+SCRIPTS += ["rl/envs/demo_generator"]
 # Of other programs that the pages name: accelerate, Slurm, pip, lm-evaluation-harness, TRL
 # (docs/coming_from.md).
 OTHERS = {
@@ -32,8 +32,8 @@ OTHERS = {
 BENCH = {"gpu", "campaign"}  # scripts of bench/ whose flags are named
 IN_CODE = re.compile(r"```.*?```|`[^`\n]+`|^    .*$", re.S | re.M)
 FLAG = re.compile(r"(?<![\w-])--([a-z][\w.-]*)")
-SETTINGS = {key for method in METHODS.values() for key in fields_of(method.settings)} | set(
-    fields_of(RunSettings)
+SETTINGS = {key for method in METHODS.values() for key in get_fields(method.settings)} | set(
+    get_fields(RunSettings)
 )
 
 
@@ -89,7 +89,7 @@ def commands() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("page", "line"), commands())
 def test_a_command_line_is_taken(page, line, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert read(
+    assert read_run(
         shlex.split(line, comments=True), METHODS, ROOT / "recipes" / "addition.yaml", RunSettings
     ).stages
 
@@ -104,6 +104,6 @@ def test_what_is_read_of_a_page():
 
 def test_a_setting_that_is_gone_would_be_seen(monkeypatch):
     with pytest.raises(SettingsError, match="no such setting"):
-        read(
+        read_run(
             ["grpo", "--group-sizes", "4"], METHODS, ROOT / "recipes" / "addition.yaml", RunSettings
         )

@@ -14,13 +14,13 @@ from helpers import VOCABULARY, call, gradient, make_worker, relative_difference
 from whole_runs import train
 
 from rl import ServiceClient
+from rl.algorithms.dpo import DpoSettings, make_pair_datums
+from rl.config.sections import ModelSettings
 from rl.data import addition
-from rl.learner.packing import LAYOUTS, block_cost, blocks, plan
+from rl.distributed import collectives
+from rl.learner.packing import LAYOUTS, block_cost, make_blocks, plan_micro_batches
 from rl.losses.losses import get_loss
-from rl.methods.dpo import DpoSettings, pair_datums
-from rl.ranks import distributed
-from rl.run.hosts import StageHosts, make_policy, make_renderer
-from rl.settings.tables import ModelSettings
+from rl.trainer.stage_models import StageModelFactory, make_policy, make_renderer
 from rl.types import AdamParams, Datum, ModelInput
 
 # --------------------------------------------------------------------------------------- the losses
@@ -163,12 +163,12 @@ def test_a_policy_that_is_its_reference_has_loss_ln_2_exactly_and_smoothing_chan
 @pytest.mark.parametrize("budget", [1, 20, 1000])
 def test_blocks_hold_every_pair_whole_in_order(layout, budget):
     datums = pairs(9)
-    found = blocks(datums, layout, budget, 2)
+    found = make_blocks(datums, layout, budget, 2)
     assert [[i for unit in block for i in unit] for block in found] == [
         [i, i + 1] for i in range(0, 18, 2)
     ]
     costs = [block_cost(datums, block, layout) for block in found]
-    for chunk in plan(costs, budget, layout):
+    for chunk in plan_micro_batches(costs, budget, layout):
         lengths = [datums[i].model_input.length for j in chunk for unit in found[j] for i in unit]
         held = sum(lengths) if layout == "packed" else len(lengths) * max(lengths)
         assert len(chunk) == 1 or layout == "shared" or held <= budget
@@ -177,11 +177,11 @@ def test_blocks_hold_every_pair_whole_in_order(layout, budget):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_share_whole_pairs_in_as_many_micro_batches(layout, monkeypatch):
     datums, learner = pairs(4), make_worker(layout=layout, token_budget=1).learners[0]
-    monkeypatch.setattr(distributed, "world", lambda: 3)
+    monkeypatch.setattr(collectives, "world", lambda: 3)
     shares = []
     for rank in range(3):
-        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-        shares.append(learner._my_batches(datums, 2))
+        monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
+        shares.append(learner._local_micro_batches(datums, 2))
     assert [len(share) for share in shares] == [2, 2, 2]
     batches = [batch for share in shares for batch in share]
     assert all(
@@ -325,10 +325,12 @@ def test_updates_do_not_move_the_reference(lora, tmp_path):
     settings = DpoSettings(model=ModelSettings(lora_rank=lora))
     with ServiceClient(output_dir=tmp_path) as service:
         policy = make_policy(service, settings.model, None, None, 5)
-        reference = StageHosts(service, policy, settings.model, None, {}, 5).beginning()
+        reference = StageModelFactory(service, policy, settings.model, None, {}, 5).initial_policy()
         renderer = make_renderer(policy, None)
         datums = [
-            datum for row in list(addition("train"))[:4] for datum in pair_datums(row, renderer)
+            datum
+            for row in list(addition("train"))[:4]
+            for datum in make_pair_datums(row, renderer)
         ]
         before = reference.logprobs(datums)
         policies = [_logprobs(policy, datums)]

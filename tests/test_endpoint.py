@@ -15,7 +15,7 @@ pytest.importorskip("uvicorn", reason="needs requirements-serve.txt")
 
 from endpoints import Endpoint, ScriptedDesk, TinyDesk  # noqa: E402
 
-from rl.episodes import trajectory_to_datums  # noqa: E402
+from rl.rollout import trajectory_to_datums  # noqa: E402
 from rl.types import ModelInput, SamplingParams  # noqa: E402
 
 ASK = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello?"}]
@@ -78,8 +78,8 @@ def test_answers_are_the_clients_own_to_the_bit(tiny):
     said = chat(
         tiny, n=3, seed=7, temperature=0.7, max_tokens=6, logprobs=True, return_token_ids=True
     )
-    prompt = tiny.desk._renderer.build_generation_prompt(ASK)
-    own = tiny.desk.client.sample(
+    prompt = tiny.engine._renderer.build_generation_prompt(ASK)
+    own = tiny.engine.client.sample(
         prompt, 3, SamplingParams(max_tokens=6, temperature=0.7, seed=7, stop=[1])
     ).result()
     assert said["prompt_token_ids"] == prompt.to_ints() and said["object"] == "chat.completion"
@@ -93,7 +93,7 @@ def test_answers_are_the_clients_own_to_the_bit(tiny):
         assert choice["finish_reason"] == sequence.stop_reason
         assert (
             choice["message"]["content"]
-            == tiny.desk._renderer.parse_response(sequence.tokens)[0]["content"]
+            == tiny.engine._renderer.parse_response(sequence.tokens)[0]["content"]
         )
     drawn = sum(len(sequence.tokens) for sequence in own.sequences)
     assert said["usage"] == {
@@ -152,7 +152,7 @@ def test_logprobs_are_of_the_untruncated_distribution_at_the_temperature(tiny, t
             token = int(one["token"].removeprefix("token_id:"))
             sequences.append(ModelInput.from_ints([*prompt, *choice["token_ids"][:i], token]))
             found.append(one["logprob"])
-    scores = tiny.desk.client.compute_logprobs_many(sequences, temperature or 1.0).result()
+    scores = tiny.engine.client.compute_logprobs_many(sequences, temperature or 1.0).result()
     assert found == pytest.approx([score[-1] for score in scores], abs=2e-5)
 
 
@@ -222,20 +222,20 @@ def test_tools_are_called_and_answered(scripted):
         second["choices"][0]["message"]["content"] == "It is 3."
         and second["choices"][0]["finish_reason"] == "stop"
     )
-    (one, one_answer), (two, _) = endpoint.desk.drawn
+    (one, one_answer), (two, _) = endpoint.engine.drawn
     # as it was drawn, not as it would be written
     assert two[: len(one) + len(one_answer)] == [*one, *one_answer]
-    assert "<tool_response>\n3\n</tool_response>" in endpoint.desk.tokenizer(None, "").decode(two)
+    assert "<tool_response>\n3\n</tool_response>" in endpoint.engine.tokenizer(None, "").decode(two)
     third = chat(endpoint, tools=TOOLS, tool_choice="none")
     assert third["choices"][0]["message"]["content"] == "No tools."
-    assert "Adds." not in endpoint.desk.tokenizer(None, "").decode(endpoint.desk.drawn[-1][0])
+    assert "Adds." not in endpoint.engine.tokenizer(None, "").decode(endpoint.engine.drawn[-1][0])
 
 
 @pytest.mark.parametrize("wish", [{"stop": "lo"}, {"stop": ["zz", "lo"]}])
 def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(scripted, wish):
     # the script plays the sampler, which ends with the text that stopped it
     endpoint = scripted(lambda *_: "Hello...")
-    endpoint.desk.reason = "stop"
+    endpoint.engine.reason = "stop"
     choice = chat(endpoint, **wish)["choices"][0]
     assert choice["message"]["content"] == "Hel" and choice["finish_reason"] == "stop"
     body = {"prompt": "x", **wish}
@@ -250,7 +250,7 @@ def test_loglikelihoods_as_a_harness_asks_for_them(tiny, most):
     """The request and the reading of lm-evaluation-harness's local-completions: sums of
     token_logprobs[context:end], and is_greedy.
     """
-    greedy = tiny.desk.client.sample(
+    greedy = tiny.engine.client.sample(
         ModelInput.from_ints([20, 30]), 1, SamplingParams(max_tokens=3, temperature=0.0, stop=[])
     ).result()
     rows = [([20, 30], greedy.sequences[0].tokens), ([5], [9, 9]), ([40, 41, 42], [7])]
@@ -266,7 +266,7 @@ def test_loglikelihoods_as_a_harness_asks_for_them(tiny, most):
     said = tiny.http.post("/v1/completions", json=body)
     assert said.status_code == 200, said.text
     choices = sorted(said.json()["choices"], key=lambda one: one["index"])
-    own = tiny.desk.client.compute_logprobs_many(
+    own = tiny.engine.client.compute_logprobs_many(
         [ModelInput.from_ints([*context, *answer]) for context, answer in rows]
     ).result()
     for (context, answer), choice, scores in zip(rows, choices, own, strict=True):
@@ -287,7 +287,7 @@ def test_loglikelihoods_as_a_harness_asks_for_them(tiny, most):
         pairs = list(zip(found["tokens"], found["top_logprobs"], strict=True))[len(context) : end]
         assert all(max(top, key=top.get) == token for token, top in pairs) == (answer is rows[0][1])
         if most == 0:
-            assert choice["text"] == tiny.desk.tokenizer(None, "").decode([*context, *answer])
+            assert choice["text"] == tiny.engine.tokenizer(None, "").decode([*context, *answer])
 
 
 def test_several_texts_are_continued(tiny):
@@ -303,8 +303,8 @@ def test_several_texts_are_continued(tiny):
     choices = tiny.http.post("/v1/completions", json=body).json()["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
     for p, text in enumerate(body["prompt"]):
-        prompt = tiny.desk.tokenizer(None, "").encode(text)
-        own = tiny.desk.client.sample(
+        prompt = tiny.engine.tokenizer(None, "").encode(text)
+        own = tiny.engine.client.sample(
             ModelInput.from_ints(prompt), 2, SamplingParams(max_tokens=3, seed=1, temperature=1.5)
         ).result()
         for choice, sequence in zip(choices[2 * p : 2 * p + 2], own.sequences, strict=True):
@@ -401,7 +401,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("path, body, named", REFUSED)
 def test_what_is_not_supported_is_refused_by_name(tiny, path, body, named):
-    before = len(tiny.desk.asked)
+    before = len(tiny.engine.asked)
     reply = tiny.http.post(path, json={**FINE[path], **body})
     error = reply.json()["error"]
     assert (
@@ -409,7 +409,9 @@ def test_what_is_not_supported_is_refused_by_name(tiny, path, body, named):
         and error["type"] == "invalid_request_error"
         and error["param"] == named
     )
-    assert named.split(".")[-1].split("[")[0] in error["message"] and len(tiny.desk.asked) == before
+    assert (
+        named.split(".")[-1].split("[")[0] in error["message"] and len(tiny.engine.asked) == before
+    )
 
 
 REASONS = {
@@ -451,7 +453,7 @@ def test_how_tokens_are_drawn_is_the_clients_own_to_the_bit(tiny, how):
         else {}
     )
     usual = SamplingParams(max_tokens=8, temperature=0.8, seed=3, untruncated_logprobs=True)
-    start, client = ModelInput.from_ints(prompt), tiny.desk.client
+    start, client = ModelInput.from_ints(prompt), tiny.engine.client
     own, plain = (
         client.sample(start, 4, one).result().sequences for one in (replace(usual, **params), usual)
     )
@@ -491,7 +493,7 @@ def test_a_chat_takes_them_too(tiny):
         max_tokens=6, seed=1, stop=[1], logit_bias={5: 4.0}, untruncated_logprobs=True, **how
     )
     (own,) = (
-        tiny.desk.client.sample(tiny.desk._renderer.build_generation_prompt(ASK), 1, params)
+        tiny.engine.client.sample(tiny.engine._renderer.build_generation_prompt(ASK), 1, params)
         .result()
         .sequences
     )
@@ -507,7 +509,7 @@ def test_chat_template_kwargs_reach_the_template(scripted):
     has not is refused by name.
     """
     endpoint = scripted(lambda *_: "hm")
-    tokenizer = endpoint.desk._renderer.tokenizer
+    tokenizer = endpoint.engine._renderer.tokenizer
     for settings in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
         said = chat(endpoint, chat_template_kwargs=settings, return_token_ids=True)
         own = tokenizer.apply_chat_template(
@@ -643,16 +645,16 @@ def test_no_body_makes_the_server_stumble(tiny):
 
 
 def test_a_server_that_ends_or_is_full_says_try_again():
-    from rl.serve.chat import answer_of, as_refused
-    from rl.serve.refusals import Interrupted, Refused
+    from rl.serve.http_errors import HttpError, ShutdownError
+    from rl.serve.openai_serving import make_openai_error_response, to_openai_error
 
     for error, status in (
-        (Interrupted(), 503),
-        (Refused(429, "too many requests are waiting", retry_after=2.0), 429),
+        (ShutdownError(), 503),
+        (HttpError(429, "too many requests are waiting", retry_after=2.0), 429),
     ):
-        reply = answer_of(as_refused(error))
+        reply = make_openai_error_response(to_openai_error(error))
         assert reply.status_code == status and float(reply.headers["retry-after"]) > 0
-    reply = as_refused(RuntimeError("a secret prompt"))
+    reply = to_openai_error(RuntimeError("a secret prompt"))
     assert reply.status == 500 and "secret" not in reply.message and reply.kind == "server_error"
 
 
@@ -699,19 +701,19 @@ def test_turns_of_a_session_are_trained_as_they_were_drawn(scripted, renderer, t
     again as drawn, not as written.
     """
     endpoint = scripted(lambda *_: "It is so.", renderer, tokenizer)
-    endpoint.desk.by_character = True
+    endpoint.engine.by_character = True
     conversation(endpoint, 3, {"X-Session-ID": "s"})
     session = endpoint.sessions.find("", "s")
-    trajectory = session.trajectory()
+    trajectory = session.make_trajectory()
     assert [turn.ac.tokens for turn in trajectory.transitions] == [
-        answer for _, answer in endpoint.desk.drawn
+        answer for _, answer in endpoint.engine.drawn
     ]
     assert [turn.ob.to_ints() for turn in trajectory.transitions] == [
-        prompt for prompt, _ in endpoint.desk.drawn
+        prompt for prompt, _ in endpoint.engine.drawn
     ]
     trajectory.advantage = 1.0
     datums = trajectory_to_datums(trajectory)
-    drawn = [token for _, answer in endpoint.desk.drawn for token in answer]
+    drawn = [token for _, answer in endpoint.engine.drawn for token in answer]
     masks = [datum.loss_fn_inputs["mask"].array.astype(bool) for datum in datums]
     targets = [
         datum.loss_fn_inputs["target_tokens"].array[mask].tolist()
@@ -723,7 +725,7 @@ def test_turns_of_a_session_are_trained_as_they_were_drawn(scripted, renderer, t
         None
     )
     assert [turn["token_ids"] for turn in shown["turns"]] == [
-        answer for _, answer in endpoint.desk.drawn
+        answer for _, answer in endpoint.engine.drawn
     ]
 
 
@@ -759,11 +761,11 @@ def test_thoughts_that_clients_drop_are_read_as_the_template_says(scripted):
         0,
         None,
     ]
-    trajectory = endpoint.sessions.find("", "t").trajectory()
+    trajectory = endpoint.sessions.find("", "t").make_trajectory()
     trajectory.advantage = 1.0
     datums = trajectory_to_datums(trajectory)
     assert len(datums) == 2 and trained_tokens(datums) == sorted(
-        token for _, answer in endpoint.desk.drawn for token in answer
+        token for _, answer in endpoint.engine.drawn for token in answer
     )
 
 
@@ -785,12 +787,12 @@ def test_history_that_was_rewritten_begins_a_branch_and_nothing_is_trained_twice
         None,
         0,
     ]
-    trajectory = endpoint.sessions.find("", "b").trajectory()
+    trajectory = endpoint.sessions.find("", "b").make_trajectory()
     trajectory.advantage = 1.0
     datums = trajectory_to_datums(trajectory)
     assert len(datums) == 3 and sum(d.episode_share for d in datums) == pytest.approx(1.0)
     assert trained_tokens(datums) == sorted(
-        token for _, answer in endpoint.desk.drawn for token in answer
+        token for _, answer in endpoint.engine.drawn for token in answer
     )
 
 
@@ -804,7 +806,7 @@ def test_two_conversations_that_take_turns_are_two_sequences(scripted):
                 {"role": "assistant", "content": said["content"]},
                 {"role": "user", "content": "And?"},
             ]
-    trajectory = endpoint.sessions.find("", "both").trajectory()
+    trajectory = endpoint.sessions.find("", "both").make_trajectory()
     trajectory.advantage = 1.0
     first, second = trajectory_to_datums(trajectory)
     assert first.loss_fn_inputs["mask"].array.sum() == second.loss_fn_inputs["mask"].array.sum() > 0
@@ -827,7 +829,7 @@ def test_a_session_is_scored_shown_and_dropped(tiny):
     shown = tiny.http.get("/session/x").json()
     assert shown["reward"] == 0.5 and shown["metrics"] == {"steps": 3.0} and shown["done"]
     assert "x" in tiny.http.get("/sessions").json()["sessions"]
-    last = tiny.sessions.find("", "x").trajectory().transitions[-1]
+    last = tiny.sessions.find("", "x").make_trajectory().transitions[-1]
     assert last.reward == 0.5 and last.episode_done and last.metrics["steps"] == 3.0
     assert tiny.http.delete("/session/x").json() == {"deleted": True}
     assert tiny.http.get("/session/x").json()["error"]["code"] == "session_not_found"
@@ -845,18 +847,18 @@ def test_a_request_that_comes_again_after_a_lost_answer_is_drawn_once(tiny):
 
 
 def test_nobody_sees_anothers_session():
-    from rl.serve.chat_fields import Refused
-    from rl.serve.episodes import Sessions
+    from rl.serve.agent_sessions import AgentSessions
+    from rl.serve.request_fields import OpenAIRequestError
 
-    sessions = Sessions(most=3)
-    mine = sessions.open("me", "s")
-    assert sessions.open("you", "s") is not mine and sessions.names("you") == ["s"]
-    with pytest.raises(Refused):
+    sessions = AgentSessions(max_sessions=3)
+    mine = sessions.get_or_create("me", "s")
+    assert sessions.get_or_create("you", "s") is not mine and sessions.list_names("you") == ["s"]
+    with pytest.raises(OpenAIRequestError):
         sessions.find("they", "s")
     for name in "abc":
-        sessions.open("me", name)
+        sessions.get_or_create("me", name)
     # the oldest of whoever has most are forgotten
-    assert sessions.names("me") == ["b", "c"] and sessions.names("you") == ["s"]
+    assert sessions.list_names("me") == ["b", "c"] and sessions.list_names("you") == ["s"]
     for bad in ("", "a/b", "x" * 201, "a\nb"):
-        with pytest.raises(Refused):
-            sessions.open("me", bad)
+        with pytest.raises(OpenAIRequestError):
+            sessions.get_or_create("me", bad)

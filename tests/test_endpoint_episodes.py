@@ -17,12 +17,12 @@ pytest.importorskip("uvicorn", reason="needs requirements-serve.txt")
 
 from scripted import Scripted  # noqa: E402
 
-from rl.environments import Limits, environment_from_words, resolve_environment  # noqa: E402
-from rl.episodes import rollout, trajectory_to_datums  # noqa: E402
+from rl.config import SettingsError  # noqa: E402
+from rl.envs import EpisodeLimits, parse_environment, resolve_environment  # noqa: E402
 from rl.errors import UserError  # noqa: E402
 from rl.models import load_tokenizer  # noqa: E402
 from rl.renderers import get_renderer  # noqa: E402
-from rl.settings import SettingsError  # noqa: E402
+from rl.rollout import rollout, trajectory_to_datums  # noqa: E402
 from rl.types import Problem, SamplingParams  # noqa: E402
 
 REPO = Path(__file__).resolve().parent.parent
@@ -83,7 +83,7 @@ def play(tmp_path, tokenizer):
                 tag="endpoint",
                 index=i,
             )
-            own = {"limits": limits or Limits(seconds=20.0), "system_prompt": prompt}
+            own = {"limits": limits or EpisodeLimits(seconds=20.0), "system_prompt": prompt}
             groups.append(
                 spec.token_level(problem, members, get_renderer("plain", tokenizer), **own)
             )
@@ -165,7 +165,7 @@ def test_what_goes_wrong_costs_its_own_episode_and_is_named(play):
     loud = "answer([user('a')])\nfor _ in range(100): sys.stdout.write('x' * 1000000)\nscore(3.0)"
     start = time.monotonic()
     found = play(
-        [TALK, loud, *(program for program, _ in WRONG.values())], limits=Limits(seconds=8.0)
+        [TALK, loud, *(program for program, _ in WRONG.values())], limits=EpisodeLimits(seconds=8.0)
     )
     assert [group.get_total_rewards() for group in found.groups] == [[7.25], [3.0]]
     assert len(found.errors) == len(WRONG)
@@ -195,7 +195,7 @@ def test_what_a_program_starts_ends_with_it(play, tmp_path):
     """
     found = play(
         [daemon.replace("SECONDS", "0"), daemon.replace("SECONDS", "600")],
-        limits=Limits(seconds=8.0),
+        limits=EpisodeLimits(seconds=8.0),
     )
     assert len(found.groups) == 1 and len(found.errors) == 1 and "within its 8 s" in found.errors[0]
     left = [int(line) for line in pids.read_text().split()]
@@ -218,7 +218,7 @@ def test_turns_are_limited_and_the_program_may_come_to_its_end(play):
     """
     # falls over the refusal: cut short, and earns nothing
     stubborn = "while True: answer([user('more')])"
-    found = play([counting, stubborn], limits=Limits(turns=3, seconds=20.0))
+    found = play([counting, stubborn], limits=EpisodeLimits(turns=3, seconds=20.0))
     assert not found.errors and [group.get_total_rewards() for group in found.groups] == [
         [3.0],
         [0.0],
@@ -244,7 +244,7 @@ def test_where_there_is_no_room_the_program_is_told_and_scored(play, tokenizer, 
         score(given)
     """
     sampler = Scripted(tokenizer, lambda *_: "ok", max_context=context)
-    found = play([growing], limits=Limits(tokens=tokens, seconds=20.0), sampler=sampler)
+    found = play([growing], limits=EpisodeLimits(tokens=tokens, seconds=20.0), sampler=sampler)
     (group,) = found.groups
     (trajectory,) = group.trajectories_G
     # 10 are asked and 3 answered (with the end mark), again and again: the fourth answer of 16
@@ -349,16 +349,16 @@ def test_answers_that_are_asked_for_side_by_side(play):
 
 
 def test_a_program_is_named_behind_a_colon():
-    spec = environment_from_words(
+    spec = parse_environment(
         f"endpoint:{sys.executable} 'my agent.py'", [("arguments", "--seed '{seed}'")]
     )
-    assert spec.name == "endpoint" and spec.make().words == [
+    assert spec.name == "endpoint" and spec.make().command == [
         sys.executable,
         "my agent.py",
         "--seed",
         "{seed}",
     ]
-    assert resolve_environment(f"endpoint:{sys.executable} a.py").make().words == [
+    assert resolve_environment(f"endpoint:{sys.executable} a.py").make().command == [
         sys.executable,
         "a.py",
     ]
@@ -373,9 +373,9 @@ def test_a_program_is_named_behind_a_colon():
     }
     for wrong, said in wrongs.items():
         with pytest.raises((UserError, SettingsError), match=said):
-            environment_from_words(wrong, [])
+            parse_environment(wrong, [])
     with pytest.raises(SettingsError, match="did you mean --environment.arguments"):
-        environment_from_words("endpoint:python a.py", [("argumets", "x")])
+        parse_environment("endpoint:python a.py", [("argumets", "x")])
     with pytest.raises(SettingsError, match="needs the setting 'program'"):
         resolve_environment("endpoint")
 

@@ -42,7 +42,7 @@ def seen(shared_data):
         command = [python, str(script), tiny.url, "tiny:ascii", scripted.url]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr[-3000:]
-        yield json.loads(done.stdout.splitlines()[-1]), tiny.desk, tiny.sessions
+        yield json.loads(done.stdout.splitlines()[-1]), tiny.engine, tiny.sessions
     finally:
         tiny.close()
         scripted.close()

@@ -16,8 +16,8 @@ from endpoints import Endpoint, ScriptedDesk, TinyDesk  # noqa: E402
 from serving import BASE, server  # noqa: E402
 
 from rl.models import load_tokenizer  # noqa: E402
-from rl.renderers import StopsAt, get_renderer, opens_thoughts, shown  # noqa: E402
-from rl.renderers.call_forms import form_of  # noqa: E402
+from rl.renderers import StopTextRenderer, get_renderer, parse_partial_answer, prompt_opens_thoughts  # noqa: E402
+from rl.renderers.tool_call_formats import find_call_format  # noqa: E402
 from rl.types import SamplingParams  # noqa: E402
 
 ASK = [{"role": "user", "content": "Hello?"}]
@@ -82,8 +82,8 @@ def test_what_is_certain_of_an_answer_is_a_beginning_of_it(
 ):
     """Every prefix of every answer, in the tokenizer's own tokens and one character at a time."""
     base = get_renderer(name, load_tokenizer(str(shared_data / "tokenizers" / tokenizer)))
-    renderer = StopsAt(base.with_tools(TOOLS) if with_tools else base, ["lo and", "zz"])
-    within = opens_thoughts(renderer, renderer.build_generation_prompt(ASK).to_ints())
+    renderer = StopTextRenderer(base.with_tools(TOOLS) if with_tools else base, ["lo and", "zz"])
+    within = prompt_opens_thoughts(renderer, renderer.build_generation_prompt(ASK).to_ints())
     assert not within
     begun = 0
     for text in ANSWERS:
@@ -103,7 +103,7 @@ def test_what_is_certain_of_an_answer_is_a_beginning_of_it(
 
 
 def seen(renderer, tokens, within, ended=False):
-    found = shown(renderer, tokens, within, ended)
+    found = parse_partial_answer(renderer, tokens, within, ended)
     calls = [
         (call["function"]["name"], call["function"]["arguments"])
         for call in found.get("tool_calls", ())
@@ -256,8 +256,8 @@ def test_what_is_certain_of_an_answer_with_calls_of_other_forms(shared_data, sig
     """
     tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "qwen2.5"))
     renderer = get_renderer("chat_template", tokenizer).with_tools(TOOLS)
-    renderer._form = form_of(sign)
-    for wrapped in (renderer, StopsAt(renderer, ["zz"])):
+    renderer._call_format = find_call_format(sign)
+    for wrapped in (renderer, StopTextRenderer(renderer, ["zz"])):
         for text in (*FORMS[sign], "No call <at> all, 🙂 {"):
             tokens = [
                 token
@@ -283,7 +283,7 @@ def test_thoughts_that_the_prompt_opened_are_thoughts(shared_data, text, content
         *renderer.encode("x"),
         *renderer.tokenizer.encode("<think>\n"),
     ]
-    assert opens_thoughts(renderer, prompt) and not opens_thoughts(
+    assert prompt_opens_thoughts(renderer, prompt) and not prompt_opens_thoughts(
         renderer, [*prompt, *renderer.tokenizer.encode("</think>")]
     )
     tokens = [token for piece in text for token in renderer.tokenizer.encode(piece)]
@@ -417,11 +417,11 @@ def test_several_completions_are_streamed_side_by_side():
 def test_the_desk_shows_what_it_has_drawn_and_draws_the_same(tmp_path):
     with server(tmp_path) as served:
         params, shown = SamplingParams(max_tokens=24, seed=1, stop=[]), []
-        whole = asyncio.run(served.desk.sample(BASE, [5, 6, 7], 2, params))
-        seen = asyncio.run(served.desk.sample(BASE, [5, 6, 7], 2, params, show=shown.append))
+        whole = asyncio.run(served.engine.sample(BASE, [5, 6, 7], 2, params))
+        seen = asyncio.run(served.engine.sample(BASE, [5, 6, 7], 2, params, show=shown.append))
         # costs nobody's answer
         gone = asyncio.run(
-            served.desk.sample(BASE, [5, 6, 7], 2, params, show=lambda samples: 1 / 0)
+            served.engine.sample(BASE, [5, 6, 7], 2, params, show=lambda samples: 1 / 0)
         )
     assert [one.tokens for one in gone.sequences] == [one.tokens for one in whole.sequences]
     assert [one.tokens for one in seen.sequences] == [one.tokens for one in whole.sequences]

@@ -1,4 +1,4 @@
-"""Whatever an environment gives where a Turn's fields stand costs its own episode, by threads and
+"""Whatever an environment gives where a TurnResult's fields stand costs its own episode, by threads and
 by processes, and is named.
 """
 
@@ -7,9 +7,9 @@ import textwrap
 import pytest
 from games import MadeUp, tokenizer
 
-from rl.environments import EnvironmentGroup, Limits, environment_from_words, isolated
-from rl.episodes import group_metrics, rollout
+from rl.envs import EnvironmentGroup, EpisodeLimits, isolate_environment, parse_environment
 from rl.renderers import get_renderer
+from rl.rollout import compute_group_metrics, rollout
 from rl.types import Problem, SamplingParams
 
 TOKENIZER = tokenizer()
@@ -18,7 +18,7 @@ TOKENIZER = tokenizer()
 # what came of it.
 FILE = textwrap.dedent("""
     import numpy, random
-    from rl.environments import Environment, Turn
+    from rl.envs import Environment, TurnResult
 
     class Mute:
         def __repr__(self): raise RuntimeError("no word")
@@ -35,10 +35,10 @@ FILE = textwrap.dedent("""
         def step(self, answer):
             if self.member == 1 and self.row["when"] == "step":
                 return eval(self.row["code"])
-            return Turn(reward=1.0, done=True, metrics={"first": 1.0, "drawn": self.drawn[0], "other": self.drawn[1]})
+            return TurnResult(reward=1.0, done=True, metrics={"first": 1.0, "drawn": self.drawn[0], "other": self.drawn[1]})
     class Reason(Environment):
         def start(self): return "go"
-        def step(self, answer): return Turn(reward=1.0, done=True, truncated="time limit", logs_of={0: {"own": "kept"}})
+        def step(self, answer): return TurnResult(reward=1.0, done=True, truncated="time limit", logs_of={0: {"own": "kept"}})
     class Talk(Environment):
         seats = (None, None)
         def start(self):
@@ -47,48 +47,48 @@ FILE = textwrap.dedent("""
         def step(self, answer):
             self.turns += 1
             if self.turns < 3:
-                return Turn("on", reward=0.25, seat=self.turns % 2, rewards={1: -0.5})
-            return Turn(done=True, metrics={"m": 1.0}, logs={"l": "first"}, metrics_of={1: {"m": 2.0}}, logs_of={1: {"l": "second"}})
+                return TurnResult("on", reward=0.25, seat=self.turns % 2, rewards={1: -0.5})
+            return TurnResult(done=True, metrics={"m": 1.0}, logs={"l": "first"}, metrics_of={1: {"m": 2.0}}, logs_of={1: {"l": "second"}})
 """)
 
 NONSENSE = {
-    "Turn(done=True, metrics=None)": "gave the metrics None",
-    "Turn(done=True, metrics=[('a', 1.0)])": "gave the metrics [",
-    "Turn(done=True, metrics={'a': 'much'})": "gave the metric 'a' 'much'",
-    "Turn(done=True, metrics={'a': numpy.zeros(2)})": "gave the metric 'a' ",
-    "Turn(done=True, reward=[1.0])": "gave the reward [1.0]",
-    "Turn(done=True, reward=1j)": "",
-    "Turn(done=True, reward=Mute())": "",
-    "Turn(done=True, reward=10**400)": "",
-    "Turn(done=True, rewards=3)": "gave the rewards",
-    "Turn(done=True, rewards={7: 1.0})": "gives results for the seat 7; "
+    "TurnResult(done=True, metrics=None)": "gave the metrics None",
+    "TurnResult(done=True, metrics=[('a', 1.0)])": "gave the metrics [",
+    "TurnResult(done=True, metrics={'a': 'much'})": "gave the metric 'a' 'much'",
+    "TurnResult(done=True, metrics={'a': numpy.zeros(2)})": "gave the metric 'a' ",
+    "TurnResult(done=True, reward=[1.0])": "gave the reward [1.0]",
+    "TurnResult(done=True, reward=1j)": "",
+    "TurnResult(done=True, reward=Mute())": "",
+    "TurnResult(done=True, reward=10**400)": "",
+    "TurnResult(done=True, rewards=3)": "gave the rewards",
+    "TurnResult(done=True, rewards={7: 1.0})": "gives results for the seat 7; "
     "seats are numbered from 0 and their count is 2",
-    "Turn(done=True, rewards={1: float('nan')})": "gave the reward of seat 1",
-    "Turn(done=True, metrics_of={1: 5})": "gave the metric of seat 1",
-    "Turn(done=True, metrics_of={1: {'a': float('inf')}})": "gave the metric of seat 1, 'a'",
-    "Turn(done=True, logs_of={1: {'a': float}})": "",
-    "Turn(done=True, logs=5)": "gave the logs 5",
-    "Turn(done=True, logs_of='all')": "gave the logs_of",
-    "Turn([{'role': 'user', 'content': 5}])": "cannot be rendered",
-    "Turn([{'role': 'user', 'content': None}])": "cannot be rendered",
-    "Turn([{'role': 'user'}])": "cannot be rendered",
-    "Turn([{'role': 'user', 'content': [{'type': 'text'}]}])": "cannot be rendered",
-    "Turn([{'role': 'user', 'content': [{'type': 'text', 'text': 'a' * 10**7}]}])": "characters",
-    "Turn({'role': 'user', 'content': 'a'})": "neither a text nor a list",
-    "Turn('a', seat='x')": "names the seat 'x'",
-    "Turn('a', seat=None)": "names the seat None",
-    "Turn(done=numpy.zeros(2))": "gave for done ",
-    "Turn(done=True, truncated=numpy.zeros(2))": "gave for truncated ",
-    "Turn('\\ud800')": "half of a surrogate pair",
-    "Turn(done=True, metrics={Mute(): 1.0})": "",
-    "Turn(done=True, logs={'a': [Mute()]})": "",
-    "[Turn(done=True)]": "",
+    "TurnResult(done=True, rewards={1: float('nan')})": "gave the reward of seat 1",
+    "TurnResult(done=True, metrics_of={1: 5})": "gave the metric of seat 1",
+    "TurnResult(done=True, metrics_of={1: {'a': float('inf')}})": "gave the metric of seat 1, 'a'",
+    "TurnResult(done=True, logs_of={1: {'a': float}})": "",
+    "TurnResult(done=True, logs=5)": "gave the logs 5",
+    "TurnResult(done=True, logs_of='all')": "gave the logs_of",
+    "TurnResult([{'role': 'user', 'content': 5}])": "cannot be rendered",
+    "TurnResult([{'role': 'user', 'content': None}])": "cannot be rendered",
+    "TurnResult([{'role': 'user'}])": "cannot be rendered",
+    "TurnResult([{'role': 'user', 'content': [{'type': 'text'}]}])": "cannot be rendered",
+    "TurnResult([{'role': 'user', 'content': [{'type': 'text', 'text': 'a' * 10**7}]}])": "characters",
+    "TurnResult({'role': 'user', 'content': 'a'})": "neither a text nor a list",
+    "TurnResult('a', seat='x')": "names the seat 'x'",
+    "TurnResult('a', seat=None)": "names the seat None",
+    "TurnResult(done=numpy.zeros(2))": "gave for done ",
+    "TurnResult(done=True, truncated=numpy.zeros(2))": "gave for truncated ",
+    "TurnResult('\\ud800')": "half of a surrogate pair",
+    "TurnResult(done=True, metrics={Mute(): 1.0})": "",
+    "TurnResult(done=True, logs={'a': [Mute()]})": "",
+    "[TurnResult(done=True)]": "",
     "Mute()": "",
     "type": "",
 }
 AT_START = {
-    "Turn('a', seat=9)": "names the seat 9",
-    "Turn('a', rewards={3: 1.0})": "gives results for the seat 3",
+    "TurnResult('a', seat=9)": "names the seat 9",
+    "TurnResult('a', rewards={3: 1.0})": "gives results for the seat 3",
     "Mute()": "",
     "self.seats = 5": "",
     "self.seats = ()": "names the seat 0; seats are numbered from 0 and their count is 0",
@@ -103,10 +103,8 @@ AT_START = {
 def specs(tmp_path_factory):
     file = tmp_path_factory.mktemp("pair") / "pair.py"
     file.write_text(FILE)
-    threads = {
-        name: environment_from_words(f"{file}:{name}", []) for name in ("Pair", "Talk", "Reason")
-    }
-    processes = {name: isolated(spec) for name, spec in threads.items()}
+    threads = {name: parse_environment(f"{file}:{name}", []) for name in ("Pair", "Talk", "Reason")}
+    processes = {name: isolate_environment(spec) for name, spec in threads.items()}
     yield {"threads": threads, "processes": processes}
     for spec in processes.values():
         spec.root.close()
@@ -114,7 +112,7 @@ def specs(tmp_path_factory):
 
 def played(spec, rows, members):
     problems = [Problem((), row, index=i) for i, row in enumerate(rows)]
-    renderer, limits = get_renderer("plain", TOKENIZER), Limits(seconds=20)
+    renderer, limits = get_renderer("plain", TOKENIZER), EpisodeLimits(seconds=20)
     builders = [
         EnvironmentGroup(spec, problem, members, renderer, limits=limits) for problem in problems
     ]
@@ -141,7 +139,7 @@ def test_nonsense_costs_its_own_episode_and_is_named(specs, where):
         assert wanted in error and len(error) < 2000, (row, error)
     assert len(found.errors) == len(rows)
     assert [group.get_total_rewards() for group in found.groups] == [[1.0, 1.0]] * len(rows)
-    assert group_metrics(found.groups)["env/all/first"] == 1.0
+    assert compute_group_metrics(found.groups)["env/all/first"] == 1.0
 
 
 @pytest.mark.parametrize("where", ["threads", "processes"])

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from whole_runs import RECIPE, train, two_and_two
 
-from rl.environments.python import Python
+from rl.algorithms import METHODS
+from rl.config import RunSettings, SettingsError, parse_run
+from rl.config.cli import read_run
+from rl.envs.python_env import Python
 from rl.errors import UserError
-from rl.methods import METHODS
 from rl.sandbox import Sandbox
-from rl.settings import RunSettings, SettingsError, parse
-from rl.settings.cli import read
 
 REPO = Path(__file__).resolve().parent.parent
 SMALL = (
@@ -29,7 +29,7 @@ LEVELS = "--curriculum success --curriculum-up 0.01 --curriculum-down 0 --curric
 # Rewards by turn, an end of its own at random, truncations, a tool, a level; member 2 breaks at
 # times.
 WALK = '''
-from rl.environments import Environment, Turn, tool
+from rl.envs import Environment, TurnResult, tool
 
 def length(text: str) -> int:
     """Counts.
@@ -53,7 +53,7 @@ class Walk(Environment):
             raise RuntimeError("broken")
         self.left -= 1
         reward = sum(map(ord, answer["content"])) % 7 / 7 + 0.1 * self.row["level"]
-        return Turn("on ", reward=reward, done=self.left <= 0, metrics={"correct": reward}, logs={"left": self.left})
+        return TurnResult("on ", reward=reward, done=self.left <= 0, metrics={"correct": reward}, logs={"left": self.left})
 '''
 
 
@@ -225,7 +225,9 @@ def settings_of(words: str, tmp_path: Path, recipe: str | None = None):
     if recipe is not None:
         (tmp_path / "r.yaml").write_text(textwrap.dedent(recipe))
         words = f"{tmp_path / 'r.yaml'} {words}"
-    return [stage.settings for stage in read(words.split(), METHODS, RECIPE, RunSettings).stages]
+    return [
+        stage.settings for stage in read_run(words.split(), METHODS, RECIPE, RunSettings).stages
+    ]
 
 
 def test_settings_of_environments_on_the_line_and_in_recipes(tmp_path):
@@ -260,10 +262,10 @@ def test_settings_of_environments_on_the_line_and_in_recipes(tmp_path):
 
 
 def test_help_shows_an_environments_settings(capsys):
-    from rl.environments import show_help
+    from rl.envs import show_help
 
     with pytest.raises(SystemExit):
-        parse(
+        parse_run(
             ["grpo", "--environment", "calculator", "--help"],
             METHODS,
             RECIPE,
@@ -277,7 +279,7 @@ def test_help_shows_an_environments_settings(capsys):
         and "--group-size" in said
     )
     with pytest.raises(SystemExit):
-        parse(["--help"], METHODS, RECIPE, options=RunSettings, environments=show_help)
+        parse_run(["--help"], METHODS, RECIPE, options=RunSettings, environments=show_help)
     assert "calculator" in capsys.readouterr().out
 
 
@@ -328,10 +330,10 @@ class Counter:
 def test_trl_objects_work_as_they_are(tmp_path):
     from scripted import Scripted
 
-    from rl.environments import EnvironmentGroup, isolated, resolve_environment
-    from rl.episodes import rollout
+    from rl.envs import EnvironmentGroup, isolate_environment, resolve_environment
     from rl.models import load_tokenizer
     from rl.renderers import get_renderer
+    from rl.rollout import rollout
     from rl.types import Problem, SamplingParams
 
     file = tmp_path / "counter.py"
@@ -339,7 +341,7 @@ def test_trl_objects_work_as_they_are(tmp_path):
     tokenizer = load_tokenizer("tiny:ascii")
     spec = resolve_environment(f"{file}:Counter")
     assert spec.needs_rows
-    for one in (spec, isolated(spec)):
+    for one in (spec, isolate_environment(spec)):
         problem = Problem(({"role": "user", "content": "Hello."},), {"target": 5}, index=0)
         group = EnvironmentGroup(one, problem, 2, get_renderer("plain", tokenizer))
         say = {

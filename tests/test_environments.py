@@ -14,24 +14,24 @@ from functools import partial
 import pytest
 from scripted import Scripted
 
-from rl.environments import (
+from rl.envs import (
     Environment,
     EnvironmentGroup,
-    Limits,
-    Turn,
-    environment_from_words,
-    isolated,
+    EpisodeLimits,
+    TurnResult,
+    isolate_environment,
+    list_environments,
+    parse_environment,
     register_environment,
-    registered_environments,
     resolve_environment,
     tool,
 )
-from rl.episodes import group_metrics, rollout, rollout_rows, trajectory_to_datums
 from rl.errors import UserError
 from rl.models import load_tokenizer
 from rl.renderers import get_renderer
 from rl.rewards import Scorer, resolve_reward
-from rl.seeds import derive_seed
+from rl.rollout import build_rollout_rows, compute_group_metrics, rollout, trajectory_to_datums
+from rl.seed import derive_seed
 from rl.types import Problem, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=200, temperature=1.0)
@@ -74,8 +74,10 @@ class Guess(Environment):
     def step(self, answer):
         guess = int(answer["content"])
         if guess == self.number:
-            return Turn(reward=1.0, done=True, metrics={"found": 1.0}, logs={"number": self.number})
-        return Turn("higher" if guess < self.number else "lower", reward=-0.1)
+            return TurnResult(
+                reward=1.0, done=True, metrics={"found": 1.0}, logs={"number": self.number}
+            )
+        return TurnResult("higher" if guess < self.number else "lower", reward=-0.1)
 
 
 def bisect(prompt, *_):
@@ -101,13 +103,13 @@ def test_a_files_place_does_not_change_its_episodes(tmp_path):
         (tmp_path / folder).mkdir()
         file = tmp_path / folder / "mine.py"
         file.write_text(
-            "from rl.environments.calculator import Calculator\nclass Mine(Calculator):\n    pass\n"
+            "from rl.envs.calculator_env import CalculatorEnv\nclass Mine(Calculator):\n    pass\n"
         )
         spec = resolve_environment(f"{file}:Mine")
         group = EnvironmentGroup(spec, Problem((), {}, index=3), 1, None)
-        seeds.append((spec.stream, group.seed))
+        seeds.append((spec.seed_stream, group.seed))
     assert seeds[0] == seeds[1] == ("mine.py:Mine", derive_seed("environment", "mine.py:Mine", 3))
-    assert resolve_environment("calculator").stream == "calculator"
+    assert resolve_environment("calculator").seed_stream == "calculator"
 
 
 def test_a_conversation_is_played_to_its_end(play):
@@ -131,7 +133,7 @@ def test_a_conversation_is_played_to_its_end(play):
         )
     numbers = {group.trajectories_G[0].transitions[-1].logs["number"] for group in found.groups}
     assert len(numbers) > 1
-    assert group_metrics(found.groups)["env/all/found"] == 1.0
+    assert compute_group_metrics(found.groups)["env/all/found"] == 1.0
 
 
 def test_rows_tell_an_episode_turn_by_turn(play, ascii_tokenizer):
@@ -140,7 +142,7 @@ def test_rows_tell_an_episode_turn_by_turn(play, ascii_tokenizer):
     (episode,) = group.trajectories_G
     episode.advantage = 0.5
     (row,) = json.loads(
-        json.dumps(list(rollout_rows(found, get_renderer("plain", ascii_tokenizer), 1.0)))
+        json.dumps(list(build_rollout_rows(found, get_renderer("plain", ascii_tokenizer), 1.0)))
     )
     turns = row["turns"]
     assert [turn["role"] for turn in turns] == ["user", "assistant"] * len(episode.transitions)
@@ -169,11 +171,11 @@ class Endless(Environment):
         return [{"role": "system", "content": "S"}, {"role": "user", "content": "go"}]
 
     def step(self, answer):
-        return Turn("more", reward=1.0, metrics={"cut": float("cut_off" in answer)})
+        return TurnResult("more", reward=1.0, metrics={"cut": float("cut_off" in answer)})
 
 
 def test_turns_and_tokens_are_limited_and_what_was_earned_counts(play):
-    (group,) = play(Endless, lambda *_: "a", limits=Limits(turns=3)).groups
+    (group,) = play(Endless, lambda *_: "a", limits=EpisodeLimits(turns=3)).groups
     (episode,) = group.trajectories_G
     assert [t.reward for t in episode.transitions] == [1.0] * 3
     assert [(t.episode_done, t.truncated) for t in episode.transitions] == [(False, False)] * 2 + [
@@ -182,18 +184,18 @@ def test_turns_and_tokens_are_limited_and_what_was_earned_counts(play):
     assert episode.transitions[-1].metrics["truncated"] == 1.0
     # "Sgo" is 3 tokens, each turn adds an answer, its end and "more", 6: after n turns the prompt
     # has 3 + 6 n, and room is kept for 200
-    (group,) = play(Endless, lambda *_: "a", limits=Limits(turns=99, tokens=215)).groups
+    (group,) = play(Endless, lambda *_: "a", limits=EpisodeLimits(turns=99, tokens=215)).groups
     (episode,) = group.trajectories_G
     assert len(episode.transitions) == 3 and episode.transitions[-1].truncated
     assert episode.transitions[-1].metrics[
         "context_overflow"
     ] == 1.0 and group.get_total_rewards() == [3.0]
-    none = play(Endless, lambda *_: "a", limits=Limits(tokens=202))
+    none = play(Endless, lambda *_: "a", limits=EpisodeLimits(tokens=202))
     assert not none.groups and "episode's limit of 202" in none.errors[0]
 
 
 def test_an_answer_that_was_cut_off_is_known_as_such(play):
-    (group,) = play(Endless, lambda *_: "abc...", limits=Limits(turns=2)).groups
+    (group,) = play(Endless, lambda *_: "abc...", limits=EpisodeLimits(turns=2)).groups
     (episode,) = group.trajectories_G
     assert [t.metrics["cut"] for t in episode.transitions] == [1.0, 1.0] and episode.transitions[
         0
@@ -214,7 +216,7 @@ def test_system_prompts_and_async_environments(play):
         async def step(self, answer):
             assert asyncio.get_running_loop() is self.loop
             await asyncio.sleep(0.01)
-            return Turn(reward=2.0, done=True)
+            return TurnResult(reward=2.0, done=True)
 
         async def close(self):
             closed.append(asyncio.get_running_loop() is self.loop)
@@ -242,7 +244,7 @@ def test_what_a_group_shares_is_made_once(play):
             return "q"
 
         def step(self, answer):
-            return Turn(reward=self.shared["words"][0], done=True)
+            return TurnResult(reward=self.shared["words"][0], done=True)
 
     found = play(Sharing, lambda *_: "a", members=4, rows=[{"seed": 5}, {"seed": 6}])
     assert sorted(made) == [5, 6]
@@ -276,7 +278,7 @@ class WithTools(Environment):
         return "go"
 
     def step(self, answer):
-        return Turn(reward=len(self.calls), done=True, logs={"notes": self.notes})
+        return TurnResult(reward=len(self.calls), done=True, logs={"notes": self.notes})
 
 
 def nap(seconds: float) -> str:
@@ -332,7 +334,9 @@ def test_calls_are_answered_each_within_its_limits(play, name):
     said, wanted = CALLS[name]
     begin = time.monotonic()
     found = play(
-        WithTools, lambda prompt, turn, *_: said if turn == 0 else "done", limits=Limits(seconds=30)
+        WithTools,
+        lambda prompt, turn, *_: said if turn == 0 else "done",
+        limits=EpisodeLimits(seconds=30),
     )
     assert not found.errors and time.monotonic() - begin < 15
     (group,) = found.groups
@@ -359,7 +363,7 @@ def test_the_tools_descriptions_are_those_of_transformers():
 
     from transformers.utils import get_json_schema
 
-    from rl.environments.schema import schema_of
+    from rl.envs.tool_schema import make_tool_schema
 
     def plain(a: int, b: float = 1.0, c: bool = False) -> str:
         """Adds.
@@ -404,7 +408,7 @@ def test_the_tools_descriptions_are_those_of_transformers():
         if function is chosen:
             kind = wanted["function"]["parameters"]["properties"]["kind"]
             assert kind["enum"] == ["a", "b"]
-        assert schema_of(function) == wanted
+        assert make_tool_schema(function) == wanted
 
     def untyped(a):
         """Does it.
@@ -425,7 +429,7 @@ def test_the_tools_descriptions_are_those_of_transformers():
         (silent, "no docstring"),
     ):
         with pytest.raises(UserError, match=said):
-            schema_of(function)
+            make_tool_schema(function)
 
 
 # ---------------------------------------------------------------------------------- names, settings
@@ -434,7 +438,7 @@ def test_the_tools_descriptions_are_those_of_transformers():
 def test_environments_are_found_by_name_and_address(tmp_path):
     # others need a package, rows or a server
     alone = {"calculator", "debate", "guess_number", "tic_tac_toe", "twenty_questions"}
-    assert alone < set(registered_environments())
+    assert alone < set(list_environments())
     for name in alone:
         assert resolve_environment(name).make() is not None
     with pytest.raises(UserError, match="did you mean 'calculator'"):
@@ -443,15 +447,15 @@ def test_environments_are_found_by_name_and_address(tmp_path):
     source = (
         "class Mine(Environment):\n    def __init__(self, size: int, *, on: bool = False): ...\n"
     )
-    file.write_text(f"from rl.environments import Environment\n{source}")
-    spec = environment_from_words(f"{file}:Mine", [("size", "3"), ("on", "True")])
+    file.write_text(f"from rl.envs import Environment\n{source}")
+    spec = parse_environment(f"{file}:Mine", [("size", "3"), ("on", "True")])
     assert spec.settings == {"size": 3, "on": True} and spec.address == f"{file}:Mine"
     assert (
-        environment_from_words(f"{file}:Mine", [("size", "3"), ("no_on", "True")]).settings["on"]
+        parse_environment(f"{file}:Mine", [("size", "3"), ("no_on", "True")]).settings["on"]
         is False
     )
     with pytest.raises(UserError) as error:
-        environment_from_words(f"{file}:Mine", [("sizes", "x"), ("on", "maybe")])
+        parse_environment(f"{file}:Mine", [("sizes", "x"), ("on", "maybe")])
     said = str(error.value)
     assert (
         "did you mean --environment.size?" in said
@@ -474,7 +478,7 @@ def test_environments_are_found_by_name_and_address(tmp_path):
 
 BAD = textwrap.dedent('''
     import os, time, sys
-    from rl.environments import Environment, Turn, tool
+    from rl.envs import Environment, TurnResult, tool
 
     def dies() -> str:
         """Dies."""
@@ -509,11 +513,11 @@ BAD = textwrap.dedent('''
         def step(self, answer):
             if self.member == 1 and self.when == "step":
                 self.misbehave()
-                wrong = {"nothing": None, "nan": Turn(reward=float("nan"), done=True), "text": Turn(reward="much", done=True),
-                         "metric": Turn(done=True, metrics={"a": float("inf")}), "silent": Turn(), "seat": Turn("a", seat=3),
-                         "logs": Turn(done=True, logs={"a": object()}), "much": Turn("a" * 100_000_000), "tuple": ("a", 1.0)}
+                wrong = {"nothing": None, "nan": TurnResult(reward=float("nan"), done=True), "text": TurnResult(reward="much", done=True),
+                         "metric": TurnResult(done=True, metrics={"a": float("inf")}), "silent": TurnResult(), "seat": TurnResult("a", seat=3),
+                         "logs": TurnResult(done=True, logs={"a": object()}), "much": TurnResult("a" * 100_000_000), "tuple": ("a", 1.0)}
                 if self.how in wrong: return wrong[self.how]
-            return Turn(reward=float(self.member), done=True)
+            return TurnResult(reward=float(self.member), done=True)
         def close(self):
             if self.member == 1 and self.when == "close": self.misbehave()
 ''')
@@ -565,7 +569,7 @@ def bad_file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bad_process(bad_file):
-    spec = isolated(environment_from_words(f"{bad_file}:Bad", []))
+    spec = isolate_environment(parse_environment(f"{bad_file}:Bad", []))
     yield spec
     spec.root.close()
 
@@ -592,9 +596,13 @@ def check_damage(found, how):
 )
 def test_what_breaks_costs_its_own_episode(play, bad_file, how, when):
     begin = time.monotonic()
-    spec = environment_from_words(f"{bad_file}:Bad", [])
+    spec = parse_environment(f"{bad_file}:Bad", [])
     found = play(
-        spec, lambda *_: "a", members=3, rows=[{"how": how, "when": when}], limits=Limits(seconds=2)
+        spec,
+        lambda *_: "a",
+        members=3,
+        rows=[{"how": how, "when": when}],
+        limits=EpisodeLimits(seconds=2),
     )
     check_damage(found, "fine" if when == "close" else how)
     assert time.monotonic() - begin < 30
@@ -616,7 +624,7 @@ def test_in_processes_death_costs_no_more(play, bad_process, how, when):
         lambda *_: "a",
         members=3,
         rows=[{"how": how, "when": when}],
-        limits=Limits(seconds=2),
+        limits=EpisodeLimits(seconds=2),
     )
     check_damage(found, "fine" if when == "close" else how)
     assert time.monotonic() - begin < 60
@@ -650,7 +658,7 @@ def test_the_process_gone_it_is_begun_again(play, bad_process):
 
 COUNTING = textwrap.dedent('''
     import os
-    from rl.environments import Environment, Turn
+    from rl.envs import Environment, TurnResult
 
     EPISODES = []
 
@@ -662,7 +670,7 @@ COUNTING = textwrap.dedent('''
             EPISODES.append(self.seed)
             return "go"
         def step(self, answer):
-            return Turn(reward=float(len(EPISODES)), done=True, metrics={"elsewhere": float(os.getpid() != self.row["pid"])})
+            return TurnResult(reward=float(len(EPISODES)), done=True, metrics={"elsewhere": float(os.getpid() != self.row["pid"])})
 ''')
 
 
@@ -691,7 +699,7 @@ def test_an_environment_of_a_file_dies_without_the_script(play, resolve, bad_fil
             lambda *_: "a",
             members=3,
             rows=[{"how": how, "when": "step"}],
-            limits=Limits(seconds=2),
+            limits=EpisodeLimits(seconds=2),
         ),
         how,
     )
@@ -752,7 +760,7 @@ def test_what_a_group_shares_is_made_once_in_its_own_process(play, tmp_path):
     file.write_text(
         textwrap.dedent("""
         import os
-        from rl.environments import Environment, Turn
+        from rl.envs import Environment, TurnResult
         class Sharing(Environment):
             def share(self):
                 return {"by": os.getpid(), "number": self.rng.random()}
@@ -760,10 +768,10 @@ def test_what_a_group_shares_is_made_once_in_its_own_process(play, tmp_path):
                 return "q"
             def step(self, answer):
                 metrics = {"by": self.shared["by"], "mine": os.getpid(), "above": os.getppid()}
-                return Turn(reward=self.shared["number"], done=True, metrics=metrics)
+                return TurnResult(reward=self.shared["number"], done=True, metrics=metrics)
     """)
     )
-    spec = isolated(environment_from_words(f"{file}:Sharing", []))
+    spec = isolate_environment(parse_environment(f"{file}:Sharing", []))
     found = play(spec, lambda *_: "a", members=3, rows=[{}, {}])
     spec.root.close()
     assert not found.errors
@@ -790,8 +798,8 @@ def test_a_grader_that_spins_for_ever_scores_0_and_the_next_episode_is_graded(
     could not be ended.
     """
     endless = resolve_reward("format_compliance", patterns=["^(a+)+$"])
-    monkeypatch.setattr("rl.environments.graders.resolve_reward", lambda name: endless)
-    monkeypatch.setattr("rl.environments.graders.Scorer", partial(Scorer, timeout=1.0, workers=1))
+    monkeypatch.setattr("rl.envs.answer_score.resolve_reward", lambda name: endless)
+    monkeypatch.setattr("rl.envs.answer_score.Scorer", partial(Scorer, timeout=1.0, workers=1))
     rows = [asked_row(""), asked_row("")]
     answers = iter(["a" * 40 + "b", "aaa"])
     spec = resolve_environment(name, grader=f"spins in {name}")

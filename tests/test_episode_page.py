@@ -6,9 +6,9 @@ import re
 import pytest
 from test_logbook import Page
 
-from rl.data.rollouts import _files as stored_files
-from rl.report import html
-from rl.report.logbook import Logbook
+from rl.data.rollout_file import _find_rollout_files as stored_files
+from rl.reporting import rollout_html
+from rl.reporting.logbook import Logbook
 
 EVIL = "</pre></details><script>alert('x')</script>\"'&amp;<img src=x onerror=y>"
 
@@ -64,7 +64,9 @@ def episode(first="call", **more):
 
 
 def test_an_episode_is_shown_turn_by_turn():
-    text = html.page([episode(), episode(index=1, reward=0.0, advantage=-0.5)], title="t", step=3)
+    text = rollout_html.render_page(
+        [episode(), episode(index=1, reward=0.0, advantage=-0.5)], title="t", step=3
+    )
     page = Page(text)
     assert page.tags.count("article") == 2 and page.tags.count("section") == 1
     (first, _) = page.articles
@@ -84,7 +86,7 @@ def test_an_episode_is_shown_turn_by_turn():
 
 def test_what_the_model_reads_at_a_turn_stands_before_it_and_a_tools_answer_with_its_call():
     page = Page(
-        html.page(
+        rollout_html.render_page(
             [row([said("user", "one?"), turn("first"), said("user", "two?"), turn("second")])],
             title="",
             step=1,
@@ -100,7 +102,10 @@ def test_what_the_model_reads_at_a_turn_stands_before_it_and_a_tools_answer_with
             turn("second"),
         ]
     )
-    assert "tool clock: from a tool" in Page(html.page([alone], title="", step=1)).articles[0]
+    assert (
+        "tool clock: from a tool"
+        in Page(rollout_html.render_page([alone], title="", step=1)).articles[0]
+    )
 
 
 def test_failed_and_malformed_calls_say_so():
@@ -108,7 +113,9 @@ def test_failed_and_malformed_calls_say_so():
         {**CALL, "error": "division by zero"},
         {"name": "", "arguments": {}, "error": "is no call", "malformed": True},
     ]
-    text = html.page([row([said("user", "?"), turn("x", tool_calls=calls)])], title="", step=1)
+    text = rollout_html.render_page(
+        [row([said("user", "?"), turn("x", tool_calls=calls)])], title="", step=1
+    )
     assert (
         'class="failed"' in text
         and "error: division by zero" in text
@@ -124,7 +131,7 @@ def test_seats_stand_side_by_side_and_others_are_grey():
         turn("theirs", seat=1, sampled=False),
     ]
     turns += [said("user", "board 3"), turn("again", seat=0, reward=-1.0)]
-    text = html.page([row(turns, seats=[None, "random"])], title="", step=1)
+    text = rollout_html.render_page([row(turns, seats=[None, "random"])], title="", step=1)
     page = Page(text)
     assert "grid-template-columns:repeat(2, minmax(0, 1fr))" in text
     assert "seat 0: the policy" in page.articles[0] and "seat 1: random" in page.articles[0]
@@ -177,7 +184,7 @@ def test_hostile_texts_are_text_wherever_they_stand(place):
         episode(group=1),
     ]
     # which checks that every tag is closed where it belongs
-    page = Page(html.page(rows, title=EVIL, step=1))
+    page = Page(rollout_html.render_page(rows, title=EVIL, step=1))
     assert not {"script", "img"} & set(page.tags) and page.loads == []
 
 
@@ -188,7 +195,7 @@ def test_filters_hide_by_tag_reward_and_stop_reason_without_a_script():
         episode(tag="b", group=2, reward=0.0),
     ]
     rows[2]["turns"][-1]["metrics"] = {"truncated": 1.0}
-    text = html.page(rows, title="", step=1)
+    text = rollout_html.render_page(rows, title="", step=1)
     labels = dict(re.findall(r'<label for="(f\d+)">([^<]+)</label>', text))
     assert list(labels.values()) == ["a", "b", "0", "above 0", "below 0", "stop", "truncated"]
     articles = re.findall(r'<article class="([^"]*)"', text)
@@ -197,13 +204,15 @@ def test_filters_hide_by_tag_reward_and_stop_reason_without_a_script():
     for kind in labels:
         assert f'<input type="checkbox" id="{kind}" checked>' in text
         assert f"#{kind}:not(:checked) ~ main .{kind} {{ display: none; }}" in text
-    assert "checkbox" not in html.page(rows[:1], title="", step=1)  # nothing to choose from
+    assert "checkbox" not in rollout_html.render_page(
+        rows[:1], title="", step=1
+    )  # nothing to choose from
 
 
 def test_pages_of_a_run_link_to_each_other(tmp_path):
     with Logbook(tmp_path / "run") as logbook:
         for step in (1, 6, 11):
-            logbook.rollouts(step, [episode()])
+            logbook.write_rollouts(step, [episode()])
     pages = {
         step: (tmp_path / "run" / "rollouts" / f"step_{step:06d}.html").read_text()
         for step in (1, 6, 11)
@@ -213,7 +222,7 @@ def test_pages_of_a_run_link_to_each_other(tmp_path):
     assert links[1] == [(six, "step 6 &rarr;")] and links[11] == [(six, "&larr; step 6")]
     assert links[6] == [(one, "&larr; step 1"), (eleven, "step 11 &rarr;")]
     with Logbook(tmp_path / "run", resume_step=6) as logbook:
-        logbook.rollouts(8, [episode()])
+        logbook.write_rollouts(8, [episode()])
     assert 'href="step_000008.html">step 8' in (tmp_path / "run" / "rollouts" / six).read_text()
     assert "step_000011" not in (tmp_path / "run" / "rollouts" / six).read_text()
 
@@ -222,7 +231,7 @@ def test_the_files_of_a_later_stage_say_its_name(tmp_path):
     folder = tmp_path / "run" / "rollouts"
     with Logbook(tmp_path / "run") as logbook:
         for step, stage in ((3, ""), (4, "grpo"), (5, "grpo")):
-            logbook.rollouts(step, [episode()], stage)
+            logbook.write_rollouts(step, [episode()], stage)
     assert sorted(path.stem for path in folder.glob("*.jsonl")) == [
         "step_000003",
         "step_000004_grpo",
@@ -242,5 +251,5 @@ def test_the_files_of_a_later_stage_say_its_name(tmp_path):
 def test_rows_without_turns_and_of_real_runs_are_shown_as_before(shared_data):
     files = sorted(shared_data.glob("rollouts/**/*.jsonl"))
     rows = [json.loads(line) for path in files[:2] for line in path.read_text().splitlines()[:20]]
-    page = Page(html.page(rows, title="", step=1))
+    page = Page(rollout_html.render_page(rows, title="", step=1))
     assert len(page.articles) > 0 and "script" not in page.tags

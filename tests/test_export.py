@@ -16,10 +16,10 @@ from whole_runs import train
 
 from bench.tiny_models import tiny_model
 from rl.errors import UserError
-from rl.learner import saving
-from rl.models import add_lora, load, merge
-from rl.models.lora_targets import left_out, targets
-from rl.run import described, export, push
+from rl.learner import learner_checkpoint
+from rl.models import add_lora, merge_adapter, model_loading
+from rl.models.lora_targets import find_lora_targets, find_unadaptable
+from rl.trainer import describe_export, export_weights, push_to_hub
 from rl.types import LoraConfig
 
 REPO = Path(__file__).resolve().parent.parent
@@ -33,7 +33,7 @@ def logits(model) -> torch.Tensor:
 
 def own(checkpoint: Path) -> torch.Tensor:
     """What the run itself scores: adapters on their bases, unmerged."""
-    return logits(saving.load_for_sampling(str(checkpoint), None)[0].model)
+    return logits(learner_checkpoint.load_for_sampling(str(checkpoint), None)[0].model)
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +43,8 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     words += " --eval-every 2 --eval-limit 4 --max-tokens 4 --save-every 0"
     train(f"{words} --lora-rank 4", folder / "lora")
     train(words, folder / "full")
-    base = load.load_model("tiny:addition", seed=3)
-    saving.write_model(base.model, base.tokenizer, folder / "base")
+    base = model_loading.load_model("tiny:addition", seed=3)
+    learner_checkpoint.write_model(base.model, base.tokenizer, folder / "base")
     train(f"{words} --base-model {folder / 'base'} --lora-rank 4", folder / "on_folder")
     return {name: folder / name for name in ("lora", "full", "on_folder", "base")}
 
@@ -54,7 +54,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
 def test_an_export_gives_the_runs_own_logits_in_plain_transformers(
     runs, name, dtype, atol, tmp_path
 ):
-    found = export(str(runs[name]), tmp_path / "out", merged=True, dtype=dtype)
+    found = export_weights(str(runs[name]), tmp_path / "out", merged=True, dtype=dtype)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     expected = own(runs[name] / "checkpoints" / "sft-final")
@@ -62,13 +62,13 @@ def test_an_export_gives_the_runs_own_logits_in_plain_transformers(
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=atol)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").decode([2, 3]) == "01"
     assert found.untied == (name != "full") and model.config.tie_word_embeddings == (name == "full")
-    assert ("separate matrix" in described(found)) == found.untied
+    assert ("separate matrix" in describe_export(found)) == found.untied
 
 
 def test_an_adapter_stays_one_and_another_run_goes_on_with_it(runs, tmp_path):
     from peft import AutoPeftModelForCausalLM
 
-    export(str(runs["on_folder"]), tmp_path / "out")
+    export_weights(str(runs["on_folder"]), tmp_path / "out")
     model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(
         logits(model), own(runs["on_folder"] / "checkpoints/sft-final"), rtol=0, atol=1e-5
@@ -88,8 +88,8 @@ def test_an_adapter_stays_one_and_another_run_goes_on_with_it(runs, tmp_path):
 
 
 def test_an_adapter_that_nobody_could_use_alone_is_merged_and_says_why(runs, tmp_path):
-    assert "merged, since its base tiny:addition is built at run time" in described(
-        export(str(runs["lora"]), tmp_path / "out")
+    assert "merged, since its base tiny:addition is built at run time" in describe_export(
+        export_weights(str(runs["lora"]), tmp_path / "out")
     )
     torch.testing.assert_close(
         logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")),
@@ -105,7 +105,7 @@ def test_an_adapter_that_nobody_could_use_alone_is_merged_and_says_why(runs, tmp
 
 
 def test_the_card_has_recipe_data_and_figures(runs, tmp_path):
-    export(
+    export_weights(
         str(runs["lora"]),
         tmp_path / "out",
         name="best" if (runs["lora"] / "sampler_weights").is_dir() else None,
@@ -133,25 +133,25 @@ def test_what_cannot_be_exported_is_said_and_nothing_is_written(runs, what, tmp_
     else:
         name = "sft-000099"
     with pytest.raises(UserError):
-        export(target, out, name=name)
+        export_weights(target, out, name=name)
     assert what in ("is there", "a file") or not out.exists()
 
 
 def test_only_an_earlier_export_is_replaced_and_only_where_that_is_asked_for(runs, tmp_path):
     out = tmp_path / "out"
-    export(str(runs["full"]), out)
+    export_weights(str(runs["full"]), out)
     with pytest.raises(
         UserError, match="not empty: .* or replace the earlier export with --overwrite"
     ):
-        export(str(runs["lora"]), out, merged=True)
-    export(str(runs["lora"]), out, merged=True, overwrite=True)
+        export_weights(str(runs["lora"]), out, merged=True)
+    export_weights(str(runs["lora"]), out, merged=True, overwrite=True)
     expected = own(runs["lora"] / "checkpoints" / "sft-final")
     torch.testing.assert_close(
         logits(AutoModelForCausalLM.from_pretrained(out)), expected, rtol=0, atol=1e-5
     )
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     with pytest.raises(UserError, match="from itself"):
-        export(str(out), out, overwrite=True)
+        export_weights(str(out), out, overwrite=True)
     saved = runs["full"] / "checkpoints" / "sft-final"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "README.md").touch()
@@ -160,7 +160,7 @@ def test_only_an_earlier_export_is_replaced_and_only_where_that_is_asked_for(run
         with pytest.raises(
             UserError, match="no earlier export, and --overwrite replaces only exports"
         ):
-            export(str(runs["lora"]), other, overwrite=True)
+            export_weights(str(runs["lora"]), other, overwrite=True)
         assert sorted(path.name for path in other.rglob("*")) == before
 
 
@@ -175,9 +175,9 @@ def test_pushing_makes_a_private_repository_and_says_what_went_wrong(runs, tmp_p
         def upload_folder(self, **how):
             calls.append(how)
 
-    export(str(runs["full"]), tmp_path / "out")
+    export_weights(str(runs["full"]), tmp_path / "out")
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
-    assert push(tmp_path / "out", "mine") == "https://hub/me/mine"
+    assert push_to_hub(tmp_path / "out", "mine") == "https://hub/me/mine"
     assert (
         calls[0] == ("mine", {"private": True, "exist_ok": True})
         and calls[1]["repo_id"] == "me/mine"
@@ -186,7 +186,7 @@ def test_pushing_makes_a_private_repository_and_says_what_went_wrong(runs, tmp_p
         Api, "upload_folder", lambda self, **how: (_ for _ in ()).throw(OSError("no way"))
     )
     with pytest.raises(UserError, match="is written, but could not be pushed to mine: no way"):
-        push(tmp_path / "out", "mine")
+        push_to_hub(tmp_path / "out", "mine")
 
 
 @pytest.mark.slow
@@ -213,7 +213,9 @@ def merged_as_trained(name: str, folder: Path) -> float:
     """How far logits of merged and reloaded weights are from the adapted model's, over the largest
     of these.
     """
-    loaded = load.LoadedModel(load._prepared(tiny_model(name)), None, f"tiny {name}", ())
+    loaded = model_loading.LoadedModel(
+        model_loading._disable_randomness(tiny_model(name)), None, f"tiny {name}", ()
+    )
     model = add_lora(loaded, LoraConfig(rank=2, seed=0)).model
     before = logits(model)
     generator = torch.Generator().manual_seed(1)
@@ -223,9 +225,9 @@ def merged_as_trained(name: str, folder: Path) -> float:
                 parameter.normal_(0, 0.1, generator=generator)
     expected = logits(model)
     assert (expected - before).abs().max() > 1e-4, "the adapter does nothing"
-    merged = merge(copy.deepcopy(model))
+    merged = merge_adapter(copy.deepcopy(model))
     worst = float((logits(merged) - expected).abs().max())
-    saving.write_model(merged, None, folder)
+    learner_checkpoint.write_model(merged, None, folder)
     worst = max(
         worst,
         float((logits(AutoModelForCausalLM.from_pretrained(folder).eval()) - expected).abs().max()),
@@ -247,7 +249,9 @@ def test_merging_is_right_for_a_tied_head(name, tmp_path):
 def test_adapters_of_layers_that_share_a_matrix_are_not_merged(name):
     """PEFT adds them all to it. The adapter itself leaves as it is."""
     model = add_lora(
-        load.LoadedModel(load._prepared(tiny_model(name)), None, f"tiny {name}", ()),
+        model_loading.LoadedModel(
+            model_loading._disable_randomness(tiny_model(name)), None, f"tiny {name}", ()
+        ),
         LoraConfig(rank=2, seed=0),
     ).model
     with pytest.raises(
@@ -257,7 +261,7 @@ def test_adapters_of_layers_that_share_a_matrix_are_not_merged(name):
             r"without --merge"
         ),
     ):
-        merge(model)
+        merge_adapter(model)
 
 
 def test_a_layer_of_groups_is_left_without_an_adapter_and_named(tmp_path):
@@ -266,9 +270,9 @@ def test_a_layer_of_groups_is_left_without_an_adapter_and_named(tmp_path):
     """
     assert merged_as_trained("deepseek_v4", tmp_path / "out") < 1e-5
     model, lora = tiny_model("deepseek_v4"), LoraConfig(rank=2)
-    missed = {name for name in left_out(model, lora) if "o_a_proj" in name}
+    missed = {name for name in find_unadaptable(model, lora) if "o_a_proj" in name}
     assert len(missed) == model.config.num_hidden_layers and not [
-        name for name in targets(model, lora) if "o_a_proj" in name
+        name for name in find_lora_targets(model, lora) if "o_a_proj" in name
     ]
 
 
@@ -284,8 +288,8 @@ def test_a_layer_whose_weight_is_read_past_it_is_left_without_an_adapter(name, l
     there = {own for own, _ in model.named_modules() if own.endswith(f".{layer}")}
     assert (
         there
-        and not there & set(targets(model, lora))
-        and {f"{own}.weight" for own in there} <= set(left_out(model, lora))
+        and not there & set(find_lora_targets(model, lora))
+        and {f"{own}.weight" for own in there} <= set(find_unadaptable(model, lora))
     )
     assert merged_as_trained(name, tmp_path / "out") < 1e-5
 

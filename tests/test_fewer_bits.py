@@ -8,11 +8,11 @@ from helpers import call, random_datums
 from test_base_dtype import any_precision, learner_of, look, reference, rounded_folder
 from transformers import AutoModelForCausalLM
 
-from rl.clients.worker import ModelSpec, Worker, WorkerSettings
 from rl.errors import UserError
 from rl.learner import adamw
-from rl.learner.adamw import check_kind, new_adamw, set_adam
+from rl.learner.adamw import check_optimizer, make_adamw, set_adam_params
 from rl.learner.learner import LearnerSettings
+from rl.runtime.training_worker import ModelSpec, TrainingWorker, WorkerSettings
 from rl.types import AdamParams
 
 __all__ = ["any_precision"]  # a fixture
@@ -22,29 +22,29 @@ CPU = torch.device("cpu")
 def test_what_cannot_be_had_is_said(monkeypatch):
     monkeypatch.setattr(adamw.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="requirements-bitsandbytes.txt"):
-        check_kind("adamw_8bit", CPU, sharded=False)
+        check_optimizer("adamw_8bit", CPU, sharded=False)
     with pytest.raises(UserError, match="requirements-bitsandbytes.txt"):
         learner_of("tiny:addition", "4bit")
     monkeypatch.undo()
     with pytest.raises(UserError, match="ZeRO and FSDP2"):
-        check_kind("adamw_8bit", CPU, sharded=True)
+        check_optimizer("adamw_8bit", CPU, sharded=True)
     with pytest.raises(UserError, match="adamw, adamw_8bit, paged_adamw_8bit"):
-        check_kind("adam", CPU, sharded=False)
-    check_kind("adamw", CPU, sharded=True)
+        check_optimizer("adam", CPU, sharded=False)
+    check_optimizer("adamw", CPU, sharded=True)
 
 
 def test_pages_need_a_gpu():
     pytest.importorskip("bitsandbytes")
     with pytest.raises(UserError, match="use adamw_8bit"):
-        check_kind("paged_adamw_8bit", CPU, sharded=False)
+        check_optimizer("paged_adamw_8bit", CPU, sharded=False)
 
 
 # -------------------------------------------------------------------------------------------- 4 bit
 
 
-def unpacked_copy(worker: Worker, folder) -> str:
+def unpacked_copy(worker: TrainingWorker, folder) -> str:
     """The base model of the numbers that the learner's 4 bit stand for, saved."""
-    with worker.learners[0].whole_model(adapter_only=False) as model:
+    with worker.learners[0].full_model(adapter_only=False) as model:
         weights = {
             name.replace("base_model.model.", "").replace(".base_layer.", "."): p.detach().clone()
             for name, p in model.named_parameters()
@@ -111,14 +111,14 @@ def test_adamw_in_8_bit_follows_adamw():
     trained = {name: torch.nn.Parameter(value.clone()) for name, value in start.items()}
     exact = {name: torch.nn.Parameter(value.double()) for name, value in start.items()}
     packed, plain = (
-        new_adamw(trained, "adamw_8bit"),
+        make_adamw(trained, "adamw_8bit"),
         torch.optim.AdamW(list(exact.values()), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1),
     )
     for _ in range(10):
         for name, parameter in trained.items():
             gradient = torch.randn(parameter.shape) + 0.5
             parameter.grad, exact[name].grad = gradient, gradient.double()
-        set_adam(packed, ADAM)
+        set_adam_params(packed, ADAM)
         packed.step()
         plain.step()
     assert packed.state[trained["large"]]["state1"].dtype == torch.uint8
@@ -132,13 +132,13 @@ def test_adamw_in_8_bit_follows_adamw():
     )
 
 
-def trainer(kind: str, state: str | None = None) -> Worker:
-    worker = Worker(WorkerSettings(learner=LearnerSettings(optimizer=kind)))
+def trainer(kind: str, state: str | None = None) -> TrainingWorker:
+    worker = TrainingWorker(WorkerSettings(learner=LearnerSettings(optimizer=kind)))
     worker.create_model(0, ModelSpec("tiny:addition", seed=1), state, state is not None)
     return worker
 
 
-def step(worker: Worker, seed: int) -> None:
+def step(worker: TrainingWorker, seed: int) -> None:
     call(
         worker,
         "forward_backward",

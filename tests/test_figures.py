@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from rl.report import plots
-from rl.report.console import headline, held_out
+from rl.reporting import metric_plots
+from rl.reporting.console import format_headline, format_held_out
 
 LOGGED = {
     "grpo": (
@@ -48,24 +48,24 @@ LOGGED = {
 @pytest.mark.parametrize("kind", LOGGED)
 def test_the_console_shows_a_figure_of_every_method_and_says_which_kl_it_is(kind):
     metrics, shown = LOGGED[kind]
-    assert headline(metrics) == shown
+    assert format_headline(metrics) == shown
 
 
 def test_held_out_figures_of_every_kind_are_shown_while_a_run_goes_on():
-    assert held_out({"optim/loss": 1.0}) == ""
+    assert format_held_out({"optim/loss": 1.0}) == ""
     assert (
-        held_out({"test/env/all/correct": 0.5, "test/env/all/reward/total": 0.7})
+        format_held_out({"test/env/all/correct": 0.5, "test/env/all/reward/total": 0.7})
         == "held-out accuracy 0.500"
     )
-    assert held_out({"test/env/all/reward/total": 0.7}) == "held-out reward 0.700", (
+    assert format_held_out({"test/env/all/reward/total": 0.7}) == "held-out reward 0.700", (
         "a reward of one's own tells no accuracy"
     )
     assert (
-        held_out({"test/loss": 1.5, "test/token_accuracy": 0.25})
+        format_held_out({"test/loss": 1.5, "test/token_accuracy": 0.25})
         == "held-out loss 1.500, token accuracy 0.250"
     )
     assert (
-        held_out({"test/rewards/accuracies": 0.75, "test/loss": 0.5})
+        format_held_out({"test/rewards/accuracies": 0.75, "test/loss": 0.5})
         == "held-out accuracy 0.750, loss 0.500"
     )
 
@@ -86,10 +86,10 @@ def test_parts_of_a_reward_length_share_cut_off_and_the_reference_have_curves(tm
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps({"step": i, **row}) + "\n" for i in range(3))
     )
-    curve = plots.read_curve(tmp_path)
+    curve = metric_plots.read_curve(tmp_path)
     shown = {
         panel.title
-        for panel in [*plots.PANELS, *plots.reward_parts([curve])]
+        for panel in [*metric_plots.PANELS, *metric_plots.find_reward_panels([curve])]
         if curve.series(panel)[0]
     }
     own = {"reward", "reward: style", "reward: correct"}
@@ -98,5 +98,5 @@ def test_parts_of_a_reward_length_share_cut_off_and_the_reference_have_curves(tm
         "share of answers cut off",
         "KL to reference (nats a token)",
     }
-    drawn = plots.draw(tmp_path, tmp_path / "curves.png")
+    drawn = metric_plots.draw_curves(tmp_path, tmp_path / "curves.png")
     assert drawn.read_bytes().startswith(b"\x89PNG")

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import rl
+from rl.algorithms import METHODS
+from rl.config import SettingsError
 from rl.errors import UserError
-from rl.methods import METHODS
-from rl.run import open_weights
-from rl.run.notebook import asked_for
-from rl.settings import SettingsError
+from rl.trainer import open_weights
+from rl.trainer.train_function import resolve_run
 
 REPO = Path(__file__).resolve().parent.parent
 SMALL = {
@@ -26,7 +26,7 @@ SMALL = {
 }
 OWN = '''
 from dataclasses import dataclass, field, replace
-from rl.methods import GrpoSettings, PolicyGradient, PolicyGradientSettings
+from rl.algorithms import GrpoSettings, PolicyGradient, PolicyGradientSettings
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(GrpoSettings):
@@ -37,8 +37,8 @@ class Twice(PolicyGradient):
     """Learns from the same answers, and says how often it looked."""
     Settings = Settings
 
-    def learn(self, models, datums, progress):
-        return {**super().learn(models, datums, progress), "own/looks": float(self.settings.looks)}
+    def update(self, models, datums, progress):
+        return {**super().update(models, datums, progress), "own/looks": float(self.settings.looks)}
 
 class Broken:
     Settings = Settings
@@ -71,7 +71,7 @@ def test_a_run_from_python_with_a_function_as_reward(here):
 
 def test_a_call_says_what_a_line_would():
     rewards = {"gsm8k": 1, "exact_match": 0.5}
-    run = asked_for(
+    run = resolve_run(
         "grpo",
         {"learning_rate": 1e-3, "system_prompt": "--no", "rewards": rewards, "train_limit": None},
     )
@@ -81,14 +81,14 @@ def test_a_call_says_what_a_line_would():
         and settings.data.system_prompt == "--no"
     )
     assert settings.optim.learning_rate == 1e-3 and settings.data.train_limit is None
-    assert [stage.settings.loop.steps for stage in asked_for("", {"grpo.steps": 3}).stages] == [
+    assert [stage.settings.loop.steps for stage in resolve_run("", {"grpo.steps": 3}).stages] == [
         750,
         3,
     ]
     with pytest.raises(
         UserError, match="learning_rte: no such setting; did you mean --learning-rate"
     ):
-        asked_for("grpo", {"learning_rte": 1})
+        resolve_run("grpo", {"learning_rte": 1})
 
 
 def test_a_method_of_ones_own(here):
@@ -106,15 +106,18 @@ def test_a_method_of_ones_own(here):
     "method,problem",
     [
         ("mine.py:Twise", "has no class Twise; its classes: Settings, Twice, Broken"),
-        ("mine.py:Broken", "has no learn and no state and no load_state and no credit"),
+        (
+            "mine.py:Broken",
+            "has no update and no state and no load_state and no compute_advantages",
+        ),
         ("not_there.py:X", "no such file"),
-        ("mine.py:Settings", "has no learn"),
+        ("mine.py:Settings", "has no update"),
         ("no_such_module:X", "importing no_such_module failed"),
     ],
 )
 def test_what_is_no_method_is_said(here, method, problem):
     with pytest.raises(SettingsError, match=problem):
-        asked_for(method, {})
+        resolve_run(method, {})
 
 
 def test_a_run_of_anothers_method_is_opened_in_its_folder_alone(here, monkeypatch):

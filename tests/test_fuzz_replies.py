@@ -15,7 +15,15 @@ import pytest
 from fuzzing import ACCEPTED, REFUSED, run_family
 
 from rl.rewards import RewardResult, Scorer
-from rl.rewards.frames import MAX_REPLY, BadReply, Frames, Reply, decode_reply, encode_reply, frame
+from rl.rewards.worker_protocol import (
+    MAX_REPLY_BYTES,
+    FrameReader,
+    InvalidReply,
+    RewardReply,
+    decode_reply,
+    encode_frame,
+    encode_reply,
+)
 
 NONCE = "0123456789abcdef" * 2
 PID = os.getpid()
@@ -83,7 +91,7 @@ def hostile_message(rng: random.Random) -> bytes:
         return header(
             good,
             length=rng.choice(
-                [2**63, 2**64 - 1, MAX_REPLY + 1, rng.randrange(MAX_REPLY + 1, 2**64)]
+                [2**63, 2**64 - 1, MAX_REPLY_BYTES + 1, rng.randrange(MAX_REPLY_BYTES + 1, 2**64)]
             ),
         )
     if way == 2:
@@ -96,10 +104,10 @@ def hostile_message(rng: random.Random) -> bytes:
         damaged = bytearray(good)
         for _ in range(rng.randrange(1, 4)):
             damaged[rng.randrange(len(damaged))] = rng.randrange(256)
-        return frame(bytes(damaged))
+        return encode_frame(bytes(damaged))
     if way == 6:
         depth = rng.choice([100, 10_000, 200_000])
-        return frame(
+        return encode_frame(
             rng.choice(
                 [
                     b"[" * depth,
@@ -122,13 +130,13 @@ def hostile_message(rng: random.Random) -> bytes:
                 "null",
             ]
         )
-        return frame(good.replace(b"0.5", text.encode()))
+        return encode_frame(good.replace(b"0.5", text.encode()))
     if way == 8:
-        return frame(
+        return encode_frame(
             json.dumps({**GOOD, rng.choice([*GOOD, "another"]): hostile_value(rng)}).encode()
         )
     if way == 9:
-        return frame(
+        return encode_frame(
             json.dumps(
                 {
                     **GOOD,
@@ -141,7 +149,7 @@ def hostile_message(rng: random.Random) -> bytes:
     fields = dict(GOOD)
     for name in rng.sample(sorted(GOOD), rng.randrange(1, 4)):
         fields.pop(name)
-    return frame(json.dumps(fields).encode())
+    return encode_frame(json.dumps(fields).encode())
 
 
 def in_pieces(rng: random.Random, data: bytes):
@@ -164,7 +172,7 @@ NOT_ALL_THERE = "waited for"  # it is read on, for as long as the item has time
 def check(item) -> str:
     """Whatever is taken has the right nonce, process and item, and plain, finite content."""
     data, pieces = item
-    frames, payload = Frames(MAX_REPLY), None
+    frames, payload = FrameReader(MAX_REPLY_BYTES), None
     try:
         for piece in in_pieces(random.Random(pieces), data):
             frames.feed(piece)
@@ -172,11 +180,11 @@ def check(item) -> str:
         if payload is None:
             assert (
                 len(data) < 14
-                or len(data) < 14 + struct.unpack_from(">Q", data, 2)[0] <= 14 + MAX_REPLY
+                or len(data) < 14 + struct.unpack_from(">Q", data, 2)[0] <= 14 + MAX_REPLY_BYTES
             )
             return NOT_ALL_THERE
         reply, sender = decode_reply(payload, 7, PID, NONCE)
-    except BadReply as error:
+    except InvalidReply as error:
         assert len(str(error)) < 500
         str(error).encode("utf-8")
         assert "\x1b" not in str(error)
@@ -213,9 +221,9 @@ def test_the_reader_takes_what_is_right_and_names_what_is_not(seed):
 
 def test_replies_come_back_as_they_were_sent():
     rng = random.Random(3)
-    frames = Frames(MAX_REPLY)
+    frames = FrameReader(MAX_REPLY_BYTES)
     sent = [
-        Reply(
+        RewardReply(
             RewardResult(
                 rng.uniform(-1e6, 1e6), {f"m{i}": rng.gauss(0, 1) for i in range(rng.randrange(4))}
             )
@@ -223,8 +231,8 @@ def test_replies_come_back_as_they_were_sent():
         for _ in range(200)
     ]
     sent += [
-        Reply(None, "error", "raised ä and 中"),
-        Reply(RewardResult(5e-324, {"x": math.inf, "y": -math.inf})),
+        RewardReply(None, "error", "raised ä and 中"),
+        RewardReply(RewardResult(5e-324, {"x": math.inf, "y": -math.inf})),
     ]
     stream = b"".join(encode_reply(number, NONCE, reply) for number, reply in enumerate(sent))
     got = []
@@ -237,8 +245,10 @@ def test_replies_come_back_as_they_were_sent():
 
 def test_a_reward_that_is_no_number_has_a_name():
     for value, text in ((math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")):
-        payload = encode_reply(7, NONCE, Reply(RewardResult(value)))[14:]
-        assert decode_reply(payload, 7, PID, NONCE)[0] == Reply(None, "nan", f"returned {text}")
+        payload = encode_reply(7, NONCE, RewardReply(RewardResult(value)))[14:]
+        assert decode_reply(payload, 7, PID, NONCE)[0] == RewardReply(
+            None, "nan", f"returned {text}"
+        )
 
 
 # ------------------------------------------------------------------------------- from a live worker

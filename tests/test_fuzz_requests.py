@@ -121,7 +121,7 @@ class Ground:
 
     def settle(self):
         """Drops what the requests have left, and looks whether the model is as it was."""
-        self.client._backwards.clear()
+        self.client._pending_backwards.clear()
         self.client.optim_step(KEEP).result(60)
         self.still_works()
 
@@ -153,7 +153,7 @@ def fields_for(loss: str, rng: random.Random) -> Datum:
         for name, value in {**inputs, **extra}.items()
         if name in known and (name in required or rng.random() < 0.7)
     }
-    if LOSSES[loss].masked and "mask" not in inputs:
+    if LOSSES[loss].needs_mask and "mask" not in inputs:
         inputs["mask"] = [1.0] * n
     return Datum(datum.model_input, inputs)
 
@@ -414,12 +414,12 @@ def test_names_and_custom_losses(ground):
     for odd in ODD:
         ground.attempt(
             f"saved as {shown(odd)}",
-            lambda odd=odd: client._path("checkpoints", odd, None),
+            lambda odd=odd: client._make_save_path("checkpoints", odd, None),
             lambda path: None,
         )
         ground.attempt(
             f"for {shown(odd)} s",
-            lambda odd=odd: client._path("checkpoints", "a", odd),
+            lambda odd=odd: client._make_save_path("checkpoints", "a", odd),
             lambda path: None,
         )
         answers = {

@@ -20,9 +20,9 @@ import pytest
 from fuzzing import ACCEPTED, REFUSED
 
 from rl.data import load_problems
-from rl.data.rollouts import load_rollouts
+from rl.data.rollout_file import load_rollouts
 from rl.errors import UserError
-from rl.jsonl import json_line
+from rl.jsonl import format_json_line
 from rl.renderers import get_renderer
 
 USER, SAID = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}
@@ -262,7 +262,7 @@ def check_problem(problem, renderer):
     if problem.response is not None:
         said = {"role": "assistant", "content": problem.response}
         assert renderer.build_supervised_example([*problem.messages, said])[1].any()
-    json_line({"meta": repr(problem.meta)}).encode()
+    format_json_line({"meta": repr(problem.meta)}).encode()
     repr(json.dumps(problem.meta)).encode()
     for answer in problem.answers:
         assert (

@@ -23,14 +23,14 @@ from fuzzing import ACCEPTED, REFUSED
 from test_run_folder import Heard, asked, recipe, whole
 from whole_runs import train
 
+from rl.distributed import checkpoint_folder
 from rl.errors import UserError
-from rl.learner.saving import read_spec, read_state
+from rl.learner.learner_checkpoint import read_learner_state, read_spec
 from rl.models import check_model_folder
-from rl.ranks import checkpoint
-from rl.report.logbook import check_claim
-from rl.report.plots import read_curve
-from rl.run.position import find, make_way
-from rl.run.reopen import open_weights
+from rl.reporting.logbook import check_claim_folder
+from rl.reporting.metric_plots import read_curve
+from rl.trainer.resume import find_resume_point, remove_later_checkpoints
+from rl.trainer.saved_weights import open_weights
 
 ODD = [
     None,
@@ -137,8 +137,8 @@ def done(tmp_path_factory) -> Path:
 
 
 def resumed(folder: Path, plan):
-    position = find(plan, folder, Heard())
-    make_way(folder, position)
+    position = find_resume_point(plan, folder, Heard())
+    remove_later_checkpoints(folder, position)
     return position
 
 
@@ -153,9 +153,9 @@ def opened(folder: Path):
 
 
 def claimed(folder: Path):
-    check_claim(folder, resume=True)
+    check_claim_folder(folder, resume=True)
     try:
-        check_claim(folder)
+        check_claim_folder(folder)
     except UserError as error:
         assert str(folder) in str(error)
 
@@ -200,7 +200,7 @@ class Damaged:
             ("drawn", drawn, (folder,)),
             ("opened", opened, (folder,)),
             ("claimed", claimed, (folder,)),
-            ("state", read_state, (self.newest,)),
+            ("state", read_learner_state, (self.newest,)),
             ("resumed", resumed, (folder, self.plan)),
         )
 
@@ -243,14 +243,14 @@ class Damaged:
             table = json.loads(kept)
             table["files"]["state.json"] = {
                 "bytes": path.stat().st_size,
-                "sha256": checkpoint._checksum(path),
+                "sha256": checkpoint_folder._file_checksum(path),
             }
             del table["sha256"]
             manifest.write_text(json.dumps(table))
         own = str(path.parent.relative_to(self.folder))
         still = [one for one in self.whole if own != one and not own.startswith(f"{one}/")]
         # else it is no state that a run could go on from, and makes way
-        if forged and outcome(read_state, path.parent)[1] is None:
+        if forged and outcome(read_learner_state, path.parent)[1] is None:
             still.append(own)
         try:
             seen = [self._read(name, forged, *reader) for reader in self.readers()]

@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 from fuzzing import ACCEPTED, ODD_NUMBERS, REFUSED, damaged, run_family
 
-from rl.methods import METHODS
-from rl.plain import printable
-from rl.settings.cli import read
-from rl.settings.fields import Field, SettingsError, fields_of
-from rl.settings.run_plan import from_resolved, resolved
-from rl.settings.tables import RunSettings
+from rl.algorithms import METHODS
+from rl.config.cli import read_run
+from rl.config.fields import SettingField, SettingsError, get_fields
+from rl.config.run_config import load_resolved_config, resolve_config
+from rl.config.sections import RunSettings
+from rl.sanitize import sanitize_message
 
 REPO = Path(__file__).resolve().parent.parent
 DEFAULT = REPO / "recipes" / "addition.yaml"
@@ -96,7 +96,7 @@ class Asked:
 # ------------------------------------------------------------------------------------------- inputs
 
 
-def _value(field: Field, rng: random.Random) -> list[str]:
+def _value(field: SettingField, rng: random.Random) -> list[str]:
     """Words for a setting: often right, often of the wrong kind, count or size."""
     kind = rng.random()
     if kind < 0.25 and field.spec.choices:
@@ -128,7 +128,7 @@ def _misspelt(name: str, rng: random.Random) -> str:
 
 def _line(rng: random.Random) -> Asked:
     method = rng.choice(list(METHODS))
-    table = {**fields_of(METHODS[method].settings), **fields_of(RunSettings)}
+    table = {**get_fields(METHODS[method].settings), **get_fields(RunSettings)}
     words, numbers = [method] if rng.random() < 0.95 else [rng.choice(_TEXTS)], []
     # of equal flags the last wins, and the others are not read
     for name in rng.sample(list(table), rng.choice([0, 1, 1, 1, 2, 3, 6])):
@@ -159,8 +159,8 @@ def _yaml(rng: random.Random) -> Asked:
 
     def settings(method: str, indent: str) -> list[str]:
         table = {
-            **fields_of(METHODS[method].settings),
-            **(fields_of(RunSettings) if not indent else {}),
+            **get_fields(METHODS[method].settings),
+            **(get_fields(RunSettings) if not indent else {}),
         }
         lines = []
         for _ in range(rng.choice([0, 1, 1, 2, 4])):
@@ -222,7 +222,7 @@ def inputs(seed: int, count: int) -> Iterator[Asked]:
 # -------------------------------------------------------------------------------------------- check
 
 
-def _check_numbers(value: Any, field: Field) -> None:
+def _check_numbers(value: Any, field: SettingField) -> None:
     """What was accepted is finite, of its kind and within its range."""
     if isinstance(value, tuple):
         for item in value:
@@ -236,13 +236,13 @@ def _check_numbers(value: Any, field: Field) -> None:
 
 def _check_run(run: Any, asked: Asked) -> None:
     for holder in (run.options, *(stage.settings for stage in run.stages)):
-        for name, field in fields_of(type(holder)).items():
+        for name, field in get_fields(type(holder)).items():
             _check_numbers(
                 getattr(holder if field.section is None else getattr(holder, field.section), name),
                 field,
             )
-    config = json.loads(json.dumps(resolved(run), allow_nan=False))
-    again = from_resolved(config, METHODS, options=RunSettings)
+    config = json.loads(json.dumps(resolve_config(run), allow_nan=False))
+    again = load_resolved_config(config, METHODS, options=RunSettings)
     assert again.stages == run.stages and again.options == run.options, (
         "config.json gives the same run back"
     )
@@ -264,13 +264,13 @@ def check(asked: Asked) -> str:
             path.write_bytes(asked.recipe)
         words = [str(path) if word == "PATH" else word for word in asked.words]
         try:
-            run = read(words, METHODS, DEFAULT, RunSettings)
+            run = read_run(words, METHODS, DEFAULT, RunSettings)
         except SettingsError as error:
             assert error.problems and all(problem.strip() for problem in error.problems)
             assert all(len(problem) < 4000 for problem in error.problems), max(
                 error.problems, key=len
             )
-            printable(str(error))
+            sanitize_message(str(error))
             return REFUSED
     _check_run(run, asked)
     return ACCEPTED
@@ -311,14 +311,14 @@ def test_the_check_finds_what_it_looks_for(monkeypatch: pytest.MonkeyPatch) -> N
     """A parser that takes nan, and one that falls over."""
     import test_fuzz_settings as here
 
-    sound = read
+    sound = read_run
 
     def lenient(words: Any, *rest: Any) -> Any:
         run = sound(["grpo"], *rest)
         object.__setattr__(run.stages[0].settings.optim, "learning_rate", math.nan)
         return run
 
-    monkeypatch.setattr(here, "read", lenient)
+    monkeypatch.setattr(here, "read_run", lenient)
     assert len(run_family(here.inputs, here.check, seed=0, count=5).faults) == 5
-    monkeypatch.setattr(here, "read", lambda *_: {}["x"])
+    monkeypatch.setattr(here, "read_run", lambda *_: {}["x"])
     assert "KeyError" in run_family(here.inputs, here.check, seed=0, count=1).faults[0][2]

@@ -7,12 +7,12 @@ from collections import Counter
 import pytest
 from games import MadeUp, play, tokenizer
 
-from rl.environments import played, resolve_environment
-from rl.environments.rules import debate as debates
-from rl.environments.rules import twenty_questions as questions
-from rl.episodes import trajectory_to_datums
+from rl.envs import generate_demonstrations, resolve_environment
+from rl.envs.rules import debate_rules as debates
+from rl.envs.rules import twenty_questions_rules as questions
 from rl.errors import UserError
 from rl.renderers import get_renderer
+from rl.rollout import trajectory_to_datums
 
 TOKENIZER = tokenizer()
 
@@ -310,13 +310,13 @@ def test_ends_of_guess_number(guess, correct):
 def test_rules_play_the_policys_part_and_win(name, player, settings, moves):
     """The conversations that the policy would have had, each seat's whole."""
     spec = resolve_environment(name, **settings)
-    rows = [row["messages"] for row in played(spec, player, 30)]
+    rows = [row["messages"] for row in generate_demonstrations(spec, player, 30)]
     for row in rows:
         assert [message["role"] for message in row] == ["user", "assistant"] * (len(row) // 2)
     assert (
         rows
-        == [row["messages"] for row in played(spec, player, 30)]
-        != [row["messages"] for row in played(spec, player, 30, seed=1)]
+        == [row["messages"] for row in generate_demonstrations(spec, player, 30)]
+        != [row["messages"] for row in generate_demonstrations(spec, player, 30, seed=1)]
     )
     seats = 2 if settings.get("opponent") == "policy" or name == "debate" else 1
     assert len(rows) == 30 * seats
@@ -348,9 +348,13 @@ def test_what_is_asked_for_wrongly_is_named():
     with pytest.raises(
         UserError, match="has no rule 'clever' .* it has halving, careless, any_left, any_number"
     ):
-        list(played(resolve_environment("guess_number"), "clever", 1))
+        list(generate_demonstrations(resolve_environment("guess_number"), "clever", 1))
     with pytest.raises(UserError, match="tiny:ascii has a seat"):
-        list(played(resolve_environment("tic_tac_toe", opponent="tiny:ascii"), "random", 1))
+        list(
+            generate_demonstrations(
+                resolve_environment("tic_tac_toe", opponent="tiny:ascii"), "random", 1
+            )
+        )
 
 
 def test_random_numbers_are_the_rows_and_not_the_members():

@@ -8,7 +8,7 @@ import pytest
 from learning import clears, seed
 from whole_runs import train
 
-from rl.environments import played, resolve_environment
+from rl.envs import generate_demonstrations, resolve_environment
 
 HIGH = 4  # numbers; the environment's own limit is floor(log2 4) + 1 guesses
 
@@ -18,7 +18,9 @@ HIGH = 4  # numbers; the environment's own limit is floor(log2 4) + 1 guesses
 def test_guess_number_is_learnt(tmp_path):
     """bench/environments.py has the longer proofs of the other games."""
     base, data = "tiny:ascii-small", tmp_path / "games.jsonl"
-    rows = played(resolve_environment("guess_number", high=HIGH), "careless", 1500, seed())
+    rows = generate_demonstrations(
+        resolve_environment("guess_number", high=HIGH), "careless", 1500, seed()
+    )
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     form = (
         "--batch-size 32 --learning-rate 3e-3 --schedule cosine --warmup-steps 10 --beta2 0.99 "

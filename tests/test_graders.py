@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.graders import compare, math500, math500_shuffled, qwen, reason
-from rl.rewards.maths import boxed_answer, marked_answer
+from rl.rewards.math_reward import extract_boxed_answer, extract_marked_answer
 
 
 @pytest.mark.parametrize(
@@ -34,17 +34,17 @@ from rl.rewards.maths import boxed_answer, marked_answer
     ],
 )
 def test_boxes_as_math_writes_them(text: str, answer: str | None):
-    assert boxed_answer(text) == marked_answer(text) == answer
+    assert extract_boxed_answer(text) == extract_marked_answer(text) == answer
 
 
 def test_a_rule_or_noise_of_hashes_is_no_mark():
-    assert marked_answer("\\boxed{25}. ######\n rest") == "25"
-    assert marked_answer("##### 5") is None and marked_answer("#### 5") == "5"
+    assert extract_marked_answer("\\boxed{25}. ######\n rest") == "25"
+    assert extract_marked_answer("##### 5") is None and extract_marked_answer("#### 5") == "5"
 
 
 def test_every_box_of_maths_solutions_is_read(shared_data: Path):
     rows = json.loads((shared_data / "math" / "math500_test.json").read_text())
-    assert [boxed_answer(row["solution"]) for row in rows] == [
+    assert [extract_boxed_answer(row["solution"]) for row in rows] == [
         row["answer"].strip() for row in rows
     ]
 

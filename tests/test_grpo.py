@@ -14,39 +14,39 @@ import pytest
 import torch
 from helpers import call, make_worker, random_datums
 
-from rl.credit.advantages import (
+from rl.algorithms import METHODS
+from rl.algorithms.advantages import (
     ADVANTAGES,
-    Estimator,
-    PerProblemMean,
-    batch_normalised,
-    centred,
-    centred_by_batch_std,
-    centred_by_std,
+    AdvantageEstimator,
+    PerProblemBaseline,
+    compute_returns_to_go,
     leave_one_out,
-    returns_to_go,
+    normalize_by_batch,
+    normalize_by_std,
+    subtract_mean,
+    subtract_mean_divide_by_batch_std,
 )
-from rl.episodes.episode import Trajectory, TrajectoryGroup, Transition
-from rl.episodes.metrics import group_metrics
-from rl.episodes.rollout import Rollouts
-from rl.errors import UnusedSetting, UserError
-from rl.losses.losses import LOSSES, LossSpec, get_loss, importance_sampling, ppo
-from rl.methods import METHODS
-from rl.methods.grpo import PolicyGradient
-from rl.methods.grpo_settings import (
+from rl.algorithms.grpo import PolicyGradient
+from rl.algorithms.grpo_settings import (
     VARIANTS,
     GrpoSettings,
     PolicyGradientSettings,
     variant_settings,
 )
-from rl.methods.steps import divisor, truncated_importance_sampling, weighted_by_sequence
-from rl.run import samples as samples_module
-from rl.run.said import Said
-from rl.run.samples import EveryRewardFailed, Samples
-from rl.run.stage import Stage
-from rl.settings.cli import read
-from rl.settings.flow_tables import FlowSettings
-from rl.settings.run_plan import from_resolved, resolved
-from rl.settings.tables import KlSettings, LoopSettings, RunSettings, SamplingSettings
+from rl.algorithms.update import apply_truncated_is, compute_divisor, weight_by_sequence
+from rl.config.cli import read_run
+from rl.config.rollout_config import AsyncRolloutSettings
+from rl.config.run_config import load_resolved_config, resolve_config
+from rl.config.sections import KlSettings, LoopSettings, RunSettings, SamplingSettings
+from rl.errors import UnusedSettingError, UserError
+from rl.losses.losses import LOSSES, LossSpec, get_loss, importance_sampling, ppo
+from rl.rollout.lockstep import RolloutBatch
+from rl.rollout.rollout_metrics import compute_group_metrics
+from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
+from rl.trainer import stage_sampling as samples_module
+from rl.trainer.stage import Stage
+from rl.trainer.stage_sampling import AllRewardsFailed, StageSampler
+from rl.trainer.warn_once import WarnOnce
 from rl.types import ModelInput, SampledSequence, TensorData
 
 REPO = Path(__file__).resolve().parent.parent
@@ -88,13 +88,15 @@ def method(*, entropy: float = 0.0, **given) -> PolicyGradient:
 def test_advantages_over_a_batch_by_hand():
     rewards_P_G = [[1.0, 0.0], [3.0, 0.0]]
     mean, std = 1.0, math.sqrt((0 + 1 + 4 + 1) / 4)
-    for got, rewards in zip(batch_normalised(rewards_P_G), rewards_P_G, strict=True):
+    for got, rewards in zip(normalize_by_batch(rewards_P_G), rewards_P_G, strict=True):
         np.testing.assert_allclose(got, (np.array(rewards) - mean) / std, rtol=1e-7)
     std = math.sqrt((0.25 + 0.25 + 2.25 + 2.25) / 4)
     np.testing.assert_allclose(
-        centred_by_batch_std(rewards_P_G), np.array([[0.5, -0.5], [1.5, -1.5]]) / std, rtol=1e-7
+        subtract_mean_divide_by_batch_std(rewards_P_G),
+        np.array([[0.5, -0.5], [1.5, -1.5]]) / std,
+        rtol=1e-7,
     )
-    for function in (batch_normalised, centred_by_batch_std):
+    for function in (normalize_by_batch, subtract_mean_divide_by_batch_std):
         # exactly, though their mean rounds
         assert np.concatenate(function([[0.1] * 3, [0.1] * 4])).tolist() == [0.0] * 7
 
@@ -104,19 +106,19 @@ def test_identities_between_advantages():
     for n in (2, 3, 8):
         rewards = rng.random(n)
         np.testing.assert_allclose(
-            leave_one_out(rewards), n / (n - 1) * centred(rewards), atol=1e-12
+            leave_one_out(rewards), n / (n - 1) * subtract_mean(rewards), atol=1e-12
         )
         # one group: GRPO's
         np.testing.assert_allclose(
-            centred_by_batch_std([rewards])[0], centred_by_std(rewards), rtol=1e-4
+            subtract_mean_divide_by_batch_std([rewards])[0], normalize_by_std(rewards), rtol=1e-4
         )
         np.testing.assert_allclose(
-            batch_normalised([rewards])[0], centred_by_std(rewards), rtol=1e-4
+            normalize_by_batch([rewards])[0], normalize_by_std(rewards), rtol=1e-4
         )
 
 
 def test_a_baseline_for_each_problem_by_hand():
-    baseline = PerProblemMean(decay=0.5)
+    baseline = PerProblemBaseline(decay=0.5)
     first = baseline([[1.0], [0.0]], ["a", "b"])
     assert [a.tolist() for a in first] == [[0.5], [-0.5]]  # never asked before: the batch's mean
     again = baseline([[0.0], [1.0]], ["a", "c"])
@@ -129,7 +131,7 @@ def test_returns_to_go_against_the_sum():
     rewards = [1.0, -2.0, 0.5, 4.0]
     for discount in (1.0, 0.9, 0.0):
         brute = [sum(discount ** (k - t) * rewards[k] for k in range(t, 4)) for t in range(4)]
-        assert returns_to_go(rewards, discount) == pytest.approx(brute)
+        assert compute_returns_to_go(rewards, discount) == pytest.approx(brute)
 
 
 # ------------------------------------------------------------------------------------------- credit
@@ -147,13 +149,13 @@ def test_process_rewards_reach_the_tokens_of_their_turn():
     earned beyond that.
     """
     groups = [group([1.0, 0.0, 2.0], [0.0, 2.0])]
-    datums = method(step_rewards="process_supervision").credit(groups, None)
+    datums = method(step_rewards="process_supervision").compute_advantages(groups, None)
     assert advantages(datums) == [[0.0, 0.0, 0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0]]
-    discounted = method(step_rewards="process_supervision", reward_discount=0.5).credit(
+    discounted = method(step_rewards="process_supervision", reward_discount=0.5).compute_advantages(
         groups, None
     )
     assert advantages(discounted)[0] == [-0.25, -0.25, -0.5, -0.5, 1.0, 1.0]
-    whole = method().credit([group([1.0, 0.0, 2.0], [0.0, 2.0])], None)
+    whole = method().compute_advantages([group([1.0, 0.0, 2.0], [0.0, 2.0])], None)
     assert advantages(whole) == [[0.5] * 6, [-0.5] * 4]
 
 
@@ -162,9 +164,9 @@ def test_each_turn_is_compared_with_the_others_at_that_turn_by_hand():
     second, 2 of one alone at the third.
     """
     groups = [group([1.0, 0.0, 2.0], [0.0, 2.0])]
-    datums = method(step_rewards="to_go").credit(groups, None)
+    datums = method(step_rewards="to_go").compute_advantages(groups, None)
     assert advantages(datums) == [[0.5, 0.5, 0.0, 0.0, 0.0, 0.0], [-0.5, -0.5, 0.0, 0.0]]
-    discounted = method(step_rewards="to_go", reward_discount=0.5).credit(
+    discounted = method(step_rewards="to_go", reward_discount=0.5).compute_advantages(
         [group([1.0, 0.0, 2.0], [0.0, 2.0])], None
     )
     assert advantages(discounted) == [[0.25, 0.25, -0.5, -0.5, 0.0, 0.0], [-0.25, -0.25, 0.5, 0.5]]
@@ -179,9 +181,11 @@ def test_equal_returns_earn_nothing_however_many_turns_they_took(advantage):
     which a batch's std needs.
     """
     groups = [group([1.0], [0.0, 1.0], [0.0, 0.0, 1.0]), group([1.0], [0.0], problem=1)]
-    datums = method(advantage=advantage, step_rewards="to_go", entropy=0.01).credit(groups, None)
+    datums = method(advantage=advantage, step_rewards="to_go", entropy=0.01).compute_advantages(
+        groups, None
+    )
     assert [any(a) for a in advantages(datums)] == [False, False, False, True, True]
-    paper = method(advantage="mean", step_rewards="process_supervision").credit(
+    paper = method(advantage="mean", step_rewards="process_supervision").compute_advantages(
         [group([1.0], [0.0, 1.0], [0.0, 0.0, 1.0])], None
     )
     assert any(any(a) for a in advantages(paper))  # the paper's form credits them differently
@@ -195,7 +199,7 @@ def test_process_and_outcome_rewards_are_one_where_an_episode_has_one_step(advan
     groups = [group([1.0], [0.0], [0.5]), group([0.25], [0.0], [1.0], problem=1)]
     kinds = ("sum", "to_go", "process_supervision")
     every = [
-        advantages(method(advantage=advantage, step_rewards=kind).credit(groups, None))
+        advantages(method(advantage=advantage, step_rewards=kind).compute_advantages(groups, None))
         for kind in kinds
     ]
     assert every[0] == every[1] == every[2]
@@ -205,7 +209,7 @@ def test_a_new_estimator_is_one_entry(monkeypatch):
     """Its properties come with it: streaming, groups of one and groups without signal know it at
     once.
     """
-    best = Estimator(
+    best = AdvantageEstimator(
         lambda rewards_G: np.asarray(rewards_G) - max(rewards_G),
         scope="group",
         compares_members=True,
@@ -213,7 +217,10 @@ def test_a_new_estimator_is_one_entry(monkeypatch):
     monkeypatch.setitem(ADVANTAGES, "best", best)
     groups = [group([1.0], [1.0]), group([1.0], [0.25], problem=1)]
     # the first group has no signal
-    assert advantages(method(advantage="best").credit(groups, None)) == [[0.0, 0.0], [-0.75, -0.75]]
+    assert advantages(method(advantage="best").compute_advantages(groups, None)) == [
+        [0.0, 0.0],
+        [-0.75, -0.75],
+    ]
     with pytest.raises(
         ValueError,
         match="a group of 1 answer has no other answers to compare with: advantage 'best'",
@@ -224,10 +231,13 @@ def test_a_new_estimator_is_one_entry(monkeypatch):
         "best",
         replace(best, scope="batch", fn=lambda rewards_P_G: [best.fn(r) for r in rewards_P_G]),
     )
-    assert advantages(method(advantage="best").credit(groups, None)) == [[0.0, 0.0], [-0.75, -0.75]]
+    assert advantages(method(advantage="best").compute_advantages(groups, None)) == [
+        [0.0, 0.0],
+        [-0.75, -0.75],
+    ]
     pg = PolicyGradientSettings(advantage="best")
     with pytest.raises(ValueError, match="advantage best compares the answers of the whole batch"):
-        GrpoSettings(policy_gradient=pg, flow=FlowSettings(stream_minibatches=2))
+        GrpoSettings(policy_gradient=pg, flow=AsyncRolloutSettings(stream_minibatches=2))
     with pytest.raises(ValueError, match="unknown advantage 'worst': expected mean, "):
         PolicyGradientSettings(advantage="worst")
 
@@ -239,19 +249,21 @@ def test_every_estimator_is_a_choice_of_the_line():
 def test_what_an_estimator_remembers_survives_a_checkpoint():
     for name in ("running_mean", "per_problem"):
         went, back = method(advantage=name), method(advantage=name)
-        went.credit([group([1.0], [0.0]), group([1.0], [1.0], problem=1)], None)
+        went.compute_advantages([group([1.0], [0.0]), group([1.0], [1.0], problem=1)], None)
         back.load_state(json.loads(json.dumps(went.state())))
         later = [[group([0.5], [0.0]), group([1.0], [0.25], problem=2)] for _ in range(2)]
-        assert advantages(went.credit(later[0], None)) == advantages(back.credit(later[1], None))
+        assert advantages(went.compute_advantages(later[0], None)) == advantages(
+            back.compute_advantages(later[1], None)
+        )
     # the names in earlier checkpoints
     assert set(went.state()) == {"baseline", "per_problem", "reward_statistics", "kl_coef"}
 
 
 def test_groups_without_signal_stay_where_another_term_needs_them():
     groups = [group([1.0], [1.0]), group([1.0], [0.0], problem=1)]
-    assert len(method().credit(groups, None)) == 2
-    assert len(method(entropy=0.01).credit(groups, None)) == 4
-    assert len(method(advantage="running_mean").credit(groups, None)) == 4
+    assert len(method().compute_advantages(groups, None)) == 2
+    assert len(method(entropy=0.01).compute_advantages(groups, None)) == 4
+    assert len(method(advantage="running_mean").compute_advantages(groups, None)) == 4
 
 
 def test_kl_is_charged_in_the_reward_or_handed_to_the_loss():
@@ -266,7 +278,7 @@ def test_kl_is_charged_in_the_reward_or_handed_to_the_loss():
     def credited(**kl):
         pg = PolicyGradientSettings(kl_discount=kl.pop("discount", 1.0))
         made = PolicyGradient(GrpoSettings(policy_gradient=pg, kl=KlSettings(**kl)))
-        return made.credit([group([1.0], [0.0])], models)
+        return made.compute_advantages([group([1.0], [0.0])], models)
 
     assert advantages(credited(kl_coef=0.2, discount=0.0)) == [
         pytest.approx([0.5 + 0.1, 0.5 - 0.1]),
@@ -284,7 +296,7 @@ def test_kl_is_charged_in_the_reward_or_handed_to_the_loss():
 def test_kl_is_off_until_a_reference_is_named():
     def coefficient(**kl) -> tuple[bool, float]:
         found = PolicyGradient(GrpoSettings(kl=KlSettings(**kl))).kl
-        return found.active, found.coefficient
+        return found.needs_reference, found.coefficient
 
     assert coefficient() == (False, 0.0) and coefficient(reference_model="x") == (True, 0.1)
     assert coefficient(reference_model="x", kl_coef=0.02) == (True, 0.02) and coefficient(
@@ -299,7 +311,7 @@ def test_divisors():
     datums = random_datums(3)
     tokens = sum(int((d.loss_fn_inputs["mask"].array != 0).sum()) for d in datums)
     assert [
-        divisor(datums, kind, 50)
+        compute_divisor(datums, kind, 50)
         for kind in ("tokens", "sequences", "sequence_means", "constant", "sum")
     ] == [tokens, 3, 3, 150, 1]
 
@@ -325,7 +337,7 @@ def test_sequence_means_against_the_mean_of_each_sequences_mean(loss):
         worker,
         "forward_backward",
         0,
-        weighted_by_sequence(datums),
+        weight_by_sequence(datums),
         get_loss(loss),
         config,
         1.0,
@@ -344,14 +356,12 @@ def test_truncated_importance_sampling_by_hand():
     """The learner says 2 and 10 times the sampler's probability: weights 2 and, capped, 3; ratios
     start from 1.
     """
-    datums = method(advantage="none").credit([group([1.0])], None)
+    datums = method(advantage="none").compute_advantages([group([1.0])], None)
     q = datums[0].loss_fn_inputs["logprobs"].array
     learner = (q + np.log([2.0, 10.0])).astype(np.float32)
     output = SimpleNamespace(loss_fn_outputs=[{"logprobs": TensorData(learner, "float32")}])
     policy = SimpleNamespace(forward=lambda *_: SimpleNamespace(result=lambda: output))
-    (weighted,), metrics = truncated_importance_sampling(
-        SimpleNamespace(policy=policy), datums, 3.0, 1.0
-    )
+    (weighted,), metrics = apply_truncated_is(SimpleNamespace(policy=policy), datums, 3.0, 1.0)
     assert weighted.loss_fn_inputs["advantages"].array.tolist() == pytest.approx([2.0, 3.0])
     assert weighted.loss_fn_inputs["logprobs"].array.tolist() == learner.tolist()
     # by which a KL in the loss is weighted
@@ -379,17 +389,22 @@ def test_truncated_importance_sampling_by_hand():
 
 
 def stage_settings(*words: str):
-    return read(list(words), METHODS, RECIPE, RunSettings).stages[0].settings
+    return read_run(list(words), METHODS, RECIPE, RunSettings).stages[0].settings
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_variant_is_its_settings_and_what_is_given_wins(variant):
-    run = read(["grpo", "--variant", variant], METHODS, RECIPE, RunSettings)
-    flat = resolved(run)["stages"][0]["settings"]
+    run = read_run(["grpo", "--variant", variant], METHODS, RECIPE, RunSettings)
+    flat = resolve_config(run)["stages"][0]["settings"]
     assert {key: flat[key] for key in VARIANTS[variant]} == VARIANTS[variant] and flat[
         "variant"
     ] == variant
-    assert from_resolved(json.loads(json.dumps(resolved(run))), METHODS, options=RunSettings) == run
+    assert (
+        load_resolved_config(
+            json.loads(json.dumps(resolve_config(run))), METHODS, options=RunSettings
+        )
+        == run
+    )
     given = stage_settings(
         "grpo", "--variant", variant, "--normalise", "sum", "--max-tokens", "9"
     ).policy_gradient
@@ -448,9 +463,9 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_variant_is_what_its_paper_says(variant):
-    flat = resolved(read(["grpo", "--variant", variant], METHODS, RECIPE, RunSettings))["stages"][
-        0
-    ]["settings"]
+    flat = resolve_config(read_run(["grpo", "--variant", variant], METHODS, RECIPE, RunSettings))[
+        "stages"
+    ][0]["settings"]
     assert {key: flat[key] for key in PUBLISHED[variant]} == PUBLISHED[variant]
     assert (flat["dynamic_sampling"] > 0) == (variant == "dapo")
 
@@ -490,7 +505,7 @@ def test_a_variant_in_a_recipe_yields_to_the_line(tmp_path):
 # --------------------------------------------------------------------------------- dynamic sampling
 
 
-def filling(bound: int, wanted: int) -> Samples:
+def filling(bound: int, wanted: int) -> StageSampler:
     """`fill` and `check` with no more than they need, of problems that stand for their own groups."""
     given = SimpleNamespace(
         settings=GrpoSettings(sampling=SamplingSettings(dynamic_sampling=bound)),
@@ -504,17 +519,17 @@ def filling(bound: int, wanted: int) -> Samples:
         environment=None,
         opponents=None,
     )
-    samples = Samples(given, Said(SimpleNamespace(warn=lambda text: None)))
-    samples.groups = lambda problems, size: problems
+    samples = StageSampler(given, WarnOnce(SimpleNamespace(warn=lambda text: None)))
+    samples.build_groups = lambda problems, size: problems
     return samples
 
 
 def test_dynamic_sampling_does_not_go_on_where_every_reward_fails(monkeypatch):
-    rounds: list[Rollouts] = []
+    rounds: list[RolloutBatch] = []
 
     def broken(*_, **__):
         rounds.append(
-            Rollouts(
+            RolloutBatch(
                 [], ["reward 'r' raised KeyError (prompt 'x')"], {"emitted_tokens": 5}, 1.0, 0.5
             )
         )
@@ -522,12 +537,12 @@ def test_dynamic_sampling_does_not_go_on_where_every_reward_fails(monkeypatch):
 
     monkeypatch.setattr(samples_module, "rollout", broken)
     samples = filling(bound=10, wanted=3)
-    filled = samples.fill(broken(), 4, None)
+    filled = samples.fill_mixed_groups(broken(), 4, None)
     assert len(rounds) == 1  # the batch's own: none was added
-    with pytest.raises(EveryRewardFailed, match="raised KeyError"):
-        samples.check(filled, 0)
-    worked = Rollouts([group([1.0], [0.0])], [], {"emitted_tokens": 5}, 1.0, 0.5)
-    filled = samples.fill(worked, 4, None)  # a reward that stops working on the way
+    with pytest.raises(AllRewardsFailed, match="raised KeyError"):
+        samples.check_rollouts(filled, 0)
+    worked = RolloutBatch([group([1.0], [0.0])], [], {"emitted_tokens": 5}, 1.0, 0.5)
+    filled = samples.fill_mixed_groups(worked, 4, None)  # a reward that stops working on the way
     assert len(rounds) == 2 and len(filled.groups) == 1 and filled.counters["extra_rounds"] == 1
 
 
@@ -538,7 +553,7 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups_within_its_bound(mon
 
     def sampled(builders, sampler, params, *, seed, players):
         drawn.append((builders, seed))
-        return Rollouts(
+        return RolloutBatch(
             [mixed(len(drawn)), alike(0), mixed(len(drawn))],
             ["lost"],
             {"emitted_tokens": 5},
@@ -548,37 +563,45 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups_within_its_bound(mon
 
     monkeypatch.setattr(samples_module, "rollout", sampled)
     samples = filling(bound=2, wanted=3)
-    start = Rollouts([alike(8), mixed(9), alike(8)], [], {"emitted_tokens": 7}, 2.0, 1.0)
-    full = samples.fill(start, 4, None)
+    start = RolloutBatch([alike(8), mixed(9), alike(8)], [], {"emitted_tokens": 7}, 2.0, 1.0)
+    full = samples.fill_mixed_groups(start, 4, None)
     assert (
         [g.problem_index for g in full.groups] == [9, 1, 1]
-        and len(full.left_out) == 3
-        and len(full.sampled) == 6
+        and len(full.untrained_groups) == 3
+        and len(full.all_groups) == 6
     )
     assert (
         full.counters == {"emitted_tokens": 12, "extra_rounds": 1}
         and full.errors == ["lost"]
         and full.sample_seconds == 3.0
     )
-    samples.given.loop.batch_size = 50
+    samples.context.loop.batch_size = 50
     # two rounds, and no more
-    assert [g.problem_index for g in samples.fill(start, 4, None).groups] == [9, 2, 2, 3, 3]
+    assert [g.problem_index for g in samples.fill_mixed_groups(start, 4, None).groups] == [
+        9,
+        2,
+        2,
+        3,
+        3,
+    ]
     assert len({seed for _, seed in drawn}) == 2 and len({builders for builders, _ in drawn}) == 3
     monkeypatch.setattr(
-        samples_module, "rollout", lambda *_, **__: Rollouts([alike(1)], [], {}, 0.0, 0.0)
+        samples_module, "rollout", lambda *_, **__: RolloutBatch([alike(1)], [], {}, 0.0, 0.0)
     )
-    nothing = samples.fill(Rollouts([alike(0)], [], {}, 0.0, 0.0), 4, None)
+    nothing = samples.fill_mixed_groups(RolloutBatch([alike(0)], [], {}, 0.0, 0.0), 4, None)
     # nothing is mixed
-    assert [g.problem_index for g in nothing.groups] == [0, 1, 1] and not nothing.left_out
-    samples.given.loop.batch_size = 2
-    nothing = samples.fill(Rollouts([alike(0)], [], {}, 0.0, 0.0), 4, None)
+    assert [g.problem_index for g in nothing.groups] == [0, 1, 1] and not nothing.untrained_groups
+    samples.context.loop.batch_size = 2
+    nothing = samples.fill_mixed_groups(RolloutBatch([alike(0)], [], {}, 0.0, 0.0), 4, None)
     # no more is trained on than batch_size groups
-    assert len(nothing.groups) == 2 and len(nothing.left_out) == 1
-    samples.given.settings = GrpoSettings()
-    assert samples.fill(start, 4, None) is start
+    assert len(nothing.groups) == 2 and len(nothing.untrained_groups) == 1
+    samples.context.settings = GrpoSettings()
+    assert samples.fill_mixed_groups(start, 4, None) is start
 
 
-@pytest.mark.parametrize("judge", [None, SimpleNamespace(scores_alone=False, take_seconds=dict)])
+@pytest.mark.parametrize(
+    "judge", [None, SimpleNamespace(scores_single_answers=False, take_seconds=dict)]
+)
 def test_a_batch_that_a_model_scored_has_a_reward_though_no_function_gave_one(judge):
     """Without anything that scores, a row says nothing of rewards; with a reward model in the loop
     it does.
@@ -602,12 +625,15 @@ def test_a_batch_that_a_model_scored_has_a_reward_though_no_function_gave_one(ju
         done=0,
         logbook=SimpleNamespace(log=lambda step, row: rows.append(row)),
         console=SimpleNamespace(update=lambda step, row: None, warn=lambda text: None),
-        keeper=None,
+        checkpoints=None,
         stop_request=SimpleNamespace(exit_code=None),
     )
     groups = [group([1.0], [0.0])]
     stage.end_batch(
-        0, group_metrics(groups), None, Rollouts(groups, [], {"emitted_tokens": 4}, 1.0, 0.5)
+        0,
+        compute_group_metrics(groups),
+        None,
+        RolloutBatch(groups, [], {"emitted_tokens": 4}, 1.0, 0.5),
     )
     assert (
         (rows[0].get("reward/total") == 0.5)
@@ -636,7 +662,7 @@ def test_a_coefficient_that_a_registered_loss_does_not_read_is_rejected(monkeypa
             if name in reads[loss]:
                 PolicyGradientSettings(loss=loss, **{name: value})
                 continue
-            with pytest.raises(UnusedSetting, match=f"{name} .* has no effect: loss {loss}"):
+            with pytest.raises(UnusedSettingError, match=f"{name} .* has no effect: loss {loss}"):
                 PolicyGradientSettings(loss=loss, **{name: value})
         settings = GrpoSettings(policy_gradient=PolicyGradientSettings(loss=loss))
         config = PolicyGradient(settings).loss_config()

@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl.methods import METHODS
-from rl.run.beginnings import names_its_model
-from rl.settings import cli
-from rl.settings.tables import RunSettings
+from rl.algorithms import METHODS
+from rl.config import cli
+from rl.config.sections import RunSettings
+from rl.trainer.initial_weights import begins_from_base_model
 
 REPO = Path(__file__).resolve().parent.parent
 GSM8K = REPO / "recipes" / "gsm8k.yaml"
@@ -58,8 +58,8 @@ stages:
 """
 
 
-def read(*words: str) -> cli.Run:
-    return cli.read([str(GSM8K), *words], METHODS, GSM8K, RunSettings)
+def read(*words: str) -> cli.RunConfig:
+    return cli.read_run([str(GSM8K), *words], METHODS, GSM8K, RunSettings)
 
 
 def environment() -> dict[str, str]:
@@ -96,8 +96,8 @@ def test_a_model_for_all_stages_is_where_the_first_begins(tmp_path: Path):
             f"  - method: sft\n{f'    base_model: {s}' if s else ''}\n" for s in stages
         )
         (tmp_path / "r.yaml").write_text(text)
-        run = cli.read([str(tmp_path / "r.yaml"), *words], METHODS, GSM8K, RunSettings)
-        return [names_its_model(run.stages, i) for i in range(len(run.stages))]
+        run = cli.read_run([str(tmp_path / "r.yaml"), *words], METHODS, GSM8K, RunSettings)
+        return [begins_from_base_model(run.stages, i) for i in range(len(run.stages))]
 
     assert begins("base_model: tiny:chat", "", "", "") == [True, False, False]
     assert begins("seed: 1", "tiny:addition", "") == [True, False]

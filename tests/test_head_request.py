@@ -10,7 +10,7 @@ from test_kernel_tripwire import Tripwire
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rl.learner.logprobs import HeadRequest, LogprobHead
+from rl.learner.logprob_head import HeadRequest, LogprobHead
 from rl.losses.losses import LOSSES
 from rl.types import Datum, ModelInput
 

@@ -14,9 +14,9 @@ from test_architectures import alone, datums, gradient_error, learnt, make_learn
 from whole_runs import final_weights, run, stage, train
 
 from bench.tiny_models import VOCAB, tiny_model
-from rl.models import add_lora, load, load_model
-from rl.sampler import Engine, Request, make_decoder, probe
-from rl.sampler.cache_slots import SlotState
+from rl.models import add_lora, load_model, model_loading
+from rl.sampler import Engine, SamplingRequest, make_decoder, verify_decoder
+from rl.sampler.recurrent_state import RecurrentState
 from rl.types import LoraConfig, SamplingParams
 
 QUICK = ("lfm2", "falcon_h1")
@@ -34,7 +34,7 @@ def one_thread():
 
 
 def model_of(name: str, **changes):
-    return load._prepared(tiny_model(name, **changes))
+    return model_loading._disable_randomness(tiny_model(name, **changes))
 
 
 def in_float64(name: str):
@@ -52,7 +52,9 @@ def check_samples(model, engine: Engine, temperature: float = 1.0) -> None:
     prompts = random_prompts([1, 2, 9, 21, 9], VOCAB)
     for problem, (prompt, samples) in enumerate(zip(prompts, (2, 1, 3, 2, 1), strict=True)):
         params = SamplingParams(max_tokens=5 + 3 * problem, temperature=temperature)
-        engine.add(Request(prompt=prompt, num_samples=samples, params=params, problem=problem))
+        engine.add(
+            SamplingRequest(prompt=prompt, num_samples=samples, params=params, problem=problem)
+        )
     worst = 0.0
     for prompt, response in zip(prompts, engine.run(), strict=True):
         for sequence in response.sequences:
@@ -103,7 +105,7 @@ def test_limits_of_time_steps_hold_for_single_steps_too(name, limit):
     "fault", ["a state of another row", "a state that is not reset", "keys of another row"]
 )
 def test_a_state_in_the_wrong_slot_is_seen_by_the_trial(fault, monkeypatch):
-    enter = SlotState.enter
+    enter = RecurrentState.add_rows
 
     def faulty(self, prompt_of_row):
         before = self.cache
@@ -127,9 +129,9 @@ def test_a_state_in_the_wrong_slot_is_seen_by_the_trial(fault, monkeypatch):
                 layer.keys = layer.keys.roll(1, 0)
 
     model = model_of("falcon_h1")
-    assert probe.find_plan(probe.small(model)[0]).rows == "slots"
-    monkeypatch.setattr(SlotState, "enter", faulty)
-    assert probe.find_plan(probe.small(model)[0]).rows != "slots"
+    assert verify_decoder.find_batching(verify_decoder.truncated_copy(model)[0]).rows == "slots"
+    monkeypatch.setattr(RecurrentState, "add_rows", faulty)
+    assert verify_decoder.find_batching(verify_decoder.truncated_copy(model)[0]).rows != "slots"
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -166,7 +168,9 @@ def test_every_adapter_of_a_lora_learns_and_is_sampled_with(name, tmp_path):
                 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
             )
     learner.model.save_pretrained(str(tmp_path / "adapter"))
-    base = load._prepared(type(model_of(name)).from_pretrained(str(tmp_path / "base")))
+    base = model_loading._disable_randomness(
+        type(model_of(name)).from_pretrained(str(tmp_path / "base"))
+    )
     plain = PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path / "adapter")).eval()
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():

@@ -28,10 +28,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    from rl.learner import saving
+    from rl.learner import learner_checkpoint
 
     folder, loaded = tmp_path_factory.mktemp("start") / "eyes", load_model("tiny:vision", seed=3)
-    saving.write_model(loaded.model, loaded.tokenizer, folder)
+    learner_checkpoint.write_model(loaded.model, loaded.tokenizer, folder)
     return folder
 
 

@@ -13,16 +13,16 @@ import torch
 from PIL import Image
 from seeing import chunk, permuted, picture, png, spelt
 
-from rl.clients.call_checks import settled, with_images
+from rl.client.check_arguments import resolve_datum_images, resolve_images
 from rl.data import load_problems
-from rl.data.shapes import COLOURS
-from rl.episodes.datums import trajectory_to_datums
-from rl.episodes.episode import Trajectory, Transition
+from rl.data.shape_images import COLOURS
 from rl.errors import UserError
-from rl.images import as_chunk, opened, reader_of
+from rl.images import get_image_reader, make_image_chunk, open_image
 from rl.models import load_tokenizer
 from rl.renderers import get_renderer
-from rl.report.html import page
+from rl.reporting.rollout_html import render_page
+from rl.rollout.datum_builder import trajectory_to_datums
+from rl.rollout.rollout_types import Trajectory, Transition
 from rl.types import (
     Datum,
     EncodedTextChunk,
@@ -76,10 +76,10 @@ def test_every_form_of_an_image_is_the_same_pixels(tmp_path):
     forms += [{"url": f"data:image/png;base64,{text}"}, png(1, form="BMP"), png(1, form="TIFF")]
     expected = np.asarray(picture(1))
     for form in forms:
-        assert np.array_equal(np.asarray(opened(as_chunk(form))), expected), type(form)
+        assert np.array_equal(np.asarray(open_image(make_image_chunk(form))), expected), type(form)
     assert (
-        as_chunk(png(1, form="JPEG")).format == "jpeg"
-        and as_chunk("a.png", tmp_path).format == "png"
+        make_image_chunk(png(1, form="JPEG")).format == "jpeg"
+        and make_image_chunk("a.png", tmp_path).format == "png"
     )
 
 
@@ -90,7 +90,7 @@ def test_what_is_no_image_is_an_error_that_says_so(tmp_path):
     wrong |= {"not an image, or": b"hello", "data: address of the form": "data:image/png,abc"}
     for said, form in wrong.items():
         with pytest.raises(UserError, match=said):
-            as_chunk(form, tmp_path)
+            make_image_chunk(form, tmp_path)
 
 
 def test_an_image_lies_upright_and_on_white():
@@ -100,9 +100,9 @@ def test_an_image_lies_upright_and_on_white():
     exif[274] = 6  # to be turned by a quarter
     buffer = io.BytesIO()
     image.save(buffer, "PNG", exif=exif)
-    assert opened(as_chunk(buffer.getvalue())).size == (16, 8)
+    assert open_image(make_image_chunk(buffer.getvalue())).size == (16, 8)
     clear = Image.new("RGBA", (4, 4), (0, 0, 0, 0))
-    assert np.asarray(opened(as_chunk(clear))).min() == 255
+    assert np.asarray(open_image(make_image_chunk(clear))).min() == 255
 
 
 # ----------------------------------------------------------------------- inputs, as Tinker has them
@@ -110,11 +110,11 @@ def test_an_image_lies_upright_and_on_white():
 
 def test_an_image_chunk_takes_the_tokens_that_the_model_makes_of_it(tokenizer):
     """By hand: 64 x 24 pixels are 16 x 6 patches of 4, merged 2 x 2: 24 tokens."""
-    reader = reader_of(tokenizer)
+    reader = get_image_reader(tokenizer)
     given = spelt(tokenizer, "see ", chunk(1, 64, 24), ".")
     with pytest.raises(ValueError, match="depends on the model"):
         _ = given.length
-    found = settled(given, {"tokenizer": tokenizer, "base_model": "tiny:vision"})
+    found = resolve_images(given, {"tokenizer": tokenizer, "base_model": "tiny:vision"})
     assert found.length == 4 + 24 + 1 and found.placed()[0][0] == 4
     assert found.flat() == [
         *tokenizer.encode("see "),
@@ -124,21 +124,23 @@ def test_an_image_chunk_takes_the_tokens_that_the_model_makes_of_it(tokenizer):
     with pytest.raises(ValueError, match="image chunk"):
         found.to_ints()  # who forgets the images does not go on without them
     expected = ModelInput([ImageChunk(given.chunks[1].data, "png", expected_tokens=24)])
-    assert reader.settled(expected).length == 24
+    assert reader.resolve_tokens(expected).length == 24
     with pytest.raises(ValueError, match="takes 24 tokens in this model, expected_tokens is 25"):
-        reader.settled(ModelInput([ImageChunk(given.chunks[1].data, "png", expected_tokens=25)]))
+        reader.resolve_tokens(
+            ModelInput([ImageChunk(given.chunks[1].data, "png", expected_tokens=25)])
+        )
     with pytest.raises(ValueError, match="is not local"):
-        reader.settled(ModelInput([ImageAssetPointerChunk("png", "tinker://x")]))
-    assert pickle.loads(pickle.dumps(reader)).settled(given) == found
+        reader.resolve_tokens(ModelInput([ImageAssetPointerChunk("png", "tinker://x")]))
+    assert pickle.loads(pickle.dumps(reader)).resolve_tokens(given) == found
 
 
 def test_a_model_of_text_says_that_it_cannot_see(tokenizer):
     plain = load_tokenizer("tiny:ascii")
     given = ModelInput([EncodedTextChunk([3]), chunk(1)])
     with pytest.raises(UserError, match="tiny:ascii supports only text, but got an image"):
-        settled(given, {"tokenizer": plain, "base_model": "tiny:ascii"})
+        resolve_images(given, {"tokenizer": plain, "base_model": "tiny:ascii"})
     with pytest.raises(UserError, match="tiny:ascii supports only text"):
-        with_images(
+        resolve_datum_images(
             [Datum(ModelInput.from_ints([1])), Datum(given)],
             {"tokenizer": plain, "base_model": "tiny:ascii"},
         )
@@ -173,7 +175,7 @@ def test_an_architecture_whose_images_are_not_known_is_refused_by_name(tmp_path)
 
 
 def test_an_input_is_cut_and_joined_without_losing_an_image(tokenizer):
-    found = reader_of(tokenizer).settled(
+    found = get_image_reader(tokenizer).resolve_tokens(
         spelt(tokenizer, "ab", chunk(1), "cd", chunk(2, 16, 40), "e")
     )
     tokens, placed = found.flat(), found.placed()
@@ -182,9 +184,9 @@ def test_an_input_is_cut_and_joined_without_losing_an_image(tokenizer):
         inside = any(at < length < at + image.length for at, image in placed)
         if inside:
             with pytest.raises(ValueError, match="are not at position"):
-                found.cut(length)
+                found.truncate(length)
         else:
-            part = found.cut(length)
+            part = found.truncate(length)
             assert part.flat() == tokens[:length] and part.placed() == tuple(
                 p for p in placed if p[0] < length
             )
@@ -207,9 +209,9 @@ def test_images_stand_where_the_template_has_them(tokenizer, renderer):
     prompt = renderer.build_generation_prompt(messages)
     assert tokenizer.decode(prompt.flat()) == f"{before}<|assistant|>"
     assert [image.data for _, image in prompt.placed()] == [
-        as_chunk(picture(1)).data,
+        make_image_chunk(picture(1)).data,
         png(2, 16, 40),
-        as_chunk(picture(1)).data,
+        make_image_chunk(picture(1)).data,
     ]
     example, weights = renderer.build_supervised_example(
         [*messages, {"role": "assistant", "content": "no"}], "all_assistant"
@@ -218,14 +220,14 @@ def test_images_stand_where_the_template_has_them(tokenizer, renderer):
         tokenizer.decode([t for t, w in zip(example.flat(), weights, strict=True) if w])
         == "yes<|end|>no<|end|>"
     )
-    assert example.cut(prompt.length) == prompt and len(example.placed()) == 3
+    assert example.truncate(prompt.length) == prompt and len(example.placed()) == 3
 
 
 def test_a_turn_is_bridged_to_the_next_with_the_images_of_both(tokenizer, renderer):
     first = asked({"type": "image", "image": picture(1)}, "what?")
     new = asked("and", {"type": "image", "image": picture(2)})
     prompt, answer = renderer.build_generation_prompt(first), tokenizer.encode("cat<|end|>")
-    bridged = renderer.bridge(first, prompt.flat(), answer, new)
+    bridged = renderer.extend_prompt(first, prompt.flat(), answer, new)
     whole = ModelInput.of(bridged.flat(), [*prompt.placed(), *bridged.placed()])
     assert whole == renderer.build_generation_prompt(
         [*first, {"role": "assistant", "content": "cat"}, *new]
@@ -237,7 +239,7 @@ def test_text_that_spells_an_image_token_is_text(tokenizer, renderer):
     prompt = renderer.build_generation_prompt(
         asked({"type": "image", "image": picture(1)}, spelt_out)
     )
-    assert prompt.flat().count(reader_of(tokenizer).image_token_id) == 16
+    assert prompt.flat().count(get_image_reader(tokenizer).image_token_id) == 16
     assert spelt_out in tokenizer.decode(prompt.flat())[-60:]
 
 
@@ -302,7 +304,7 @@ def pixels(problem):
         for part in message["content"]
         if part["type"] == "image"
     ]
-    return [np.asarray(opened(as_chunk(part["image"]))) for part in parts]
+    return [np.asarray(open_image(make_image_chunk(part["image"]))) for part in parts]
 
 
 def test_rows_bring_images_in_columns_and_messages(tmp_path):
@@ -403,7 +405,7 @@ def test_shapes_are_what_their_answers_say():
         return number
 
     found, blind = load_problems("shapes:rows=60"), load_problems("shapes:rows=60,blind=1")
-    images = [opened(p.messages[0]["content"][0]["image"]) for p in found]
+    images = [open_image(p.messages[0]["content"][0]["image"]) for p in found]
     assert [str(count(image)) for image in images] == [p.response for p in found]
     assert all(p.rejected != p.response for p in found) and {p.response for p in found} == {
         "1",
@@ -412,7 +414,7 @@ def test_shapes_are_what_their_answers_say():
         "4",
     }
     for problem, shuffled, image in zip(found, blind, images, strict=True):
-        other = np.asarray(opened(shuffled.messages[0]["content"][0]["image"])).reshape(-1, 3)
+        other = np.asarray(open_image(shuffled.messages[0]["content"][0]["image"])).reshape(-1, 3)
         assert shuffled.response == problem.response and sorted(map(tuple, other)) == sorted(
             map(tuple, np.asarray(image).reshape(-1, 3))
         )
@@ -426,7 +428,7 @@ def test_shapes_are_what_their_answers_say():
     }
     assert max(areas.values()) < 1.5 * min(areas.values())
     for problem in load_problems("shapes:ask=colour,rows=20"):
-        image = np.asarray(opened(problem.messages[0]["content"][0]["image"])).reshape(-1, 3)
+        image = np.asarray(open_image(problem.messages[0]["content"][0]["image"])).reshape(-1, 3)
         assert (image == COLOURS[problem.response]).all(-1).sum() > 50
     for options in ("ask=size", "rows=x", "blind=2", "hue=1", "noise=2", "noise=x", "from=-1"):
         with pytest.raises(UserError, match="shapes takes the options"):
@@ -478,7 +480,7 @@ def test_the_page_shows_what_was_seen():
         "reward": 1.0,
         "images": ["data:image/png;base64,AAAA", "https://a.b/c.png"],
     }
-    made = page([row], title="t", step=1)
+    made = render_page([row], title="t", step=1)
     assert (
         '<img alt="image 1" src="data:image/png;base64,AAAA">' in made and "https://a.b" not in made
     )

@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from seeing import chunk, spelt
 from whole_runs import train, two_and_two
 
-from rl.images import reader_of
-from rl.learner import Learner, LearnerSettings, saving
+from rl.images import get_image_reader
+from rl.learner import Learner, LearnerSettings, learner_checkpoint
 from rl.losses import get_loss
 from rl.models import add_lora, load_model
 from rl.types import Datum, LoraConfig
@@ -24,7 +24,7 @@ SMALL = (
 
 
 def example(tokenizer):
-    found = reader_of(tokenizer).settled(
+    found = get_image_reader(tokenizer).resolve_tokens(
         spelt(
             tokenizer,
             "<|user|><|vision_start|>",
@@ -33,7 +33,7 @@ def example(tokenizer):
         )
     )
     return Datum(
-        found.cut(found.length - 1),
+        found.truncate(found.length - 1),
         {"target_tokens": found.flat()[1:], "weights": np.ones(found.length - 1, np.float32)},
     )
 
@@ -53,14 +53,14 @@ def test_lora_leaves_the_vision_tower_alone_unless_asked(train_vision):
         divisor=1.0,
         backward=True,
     )
-    moved = {name for name, size in learner.backend.gradient_sizes().items() if size > 0}
+    moved = {name for name, size in learner.backend.max_gradient_magnitudes().items() if size > 0}
     assert {name for name in learner.trainable if ".lora_B." in name} <= moved
 
 
 @pytest.mark.slow
 def test_what_is_saved_sees_again_here_and_in_plain_transformers(tmp_path):
     loaded = load_model("tiny:vision", seed=3)
-    saving.write_model(loaded.model, loaded.tokenizer, tmp_path / "m")
+    learner_checkpoint.write_model(loaded.model, loaded.tokenizer, tmp_path / "m")
     again = load_model(str(tmp_path / "m"))
     one = example(loaded.tokenizer)
     found = []

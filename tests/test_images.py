@@ -8,11 +8,11 @@ import torch
 from accelerate import Accelerator
 from seeing import FAMILIES, alone, chunk, permuted, picture, tiny
 
-from rl.images import reader_of
+from rl.images import get_image_reader
 from rl.learner import Learner, LearnerSettings
 from rl.losses import get_loss
 from rl.renderers import get_renderer
-from rl.sampler import Engine, Request, make_decoder, score
+from rl.sampler import Engine, SamplingRequest, make_decoder, score_sequences
 from rl.types import Datum, ModelInput, SamplingParams
 
 SIZES = [(32, 32), (64, 24), (16, 40)]
@@ -38,7 +38,7 @@ def rows(tokenizer, reader, renderer):
 def datum(given):
     """Every token of an input as its own target."""
     return Datum(
-        given.cut(given.length - 1),
+        given.truncate(given.length - 1),
         {"target_tokens": given.flat()[1:], "weights": np.ones(given.length - 1, np.float32)},
     )
 
@@ -62,7 +62,10 @@ def of_logits(logits, given, temperature=1.0):
 )
 def seeing(request):
     loaded, _ = tiny(request.param)
-    reader, renderer = reader_of(loaded.model), get_renderer("chat_template", loaded.tokenizer)
+    reader, renderer = (
+        get_image_reader(loaded.model),
+        get_renderer("chat_template", loaded.tokenizer),
+    )
     learner = Learner(loaded, Accelerator(cpu=True), LearnerSettings())
     return loaded, reader, renderer, learner
 
@@ -79,7 +82,7 @@ def test_learner_sampler_and_the_model_alone_agree(seeing):
         for i, prompt in enumerate(prompts):
             params = SamplingParams(max_tokens=9, temperature=temperature)
             engine.add(
-                Request(
+                SamplingRequest(
                     prompt=prompt.flat(),
                     images=prompt.placed(),
                     num_samples=3,
@@ -97,7 +100,7 @@ def test_learner_sampler_and_the_model_alone_agree(seeing):
                     drawn.append(np.array(sequence.logprobs))
         assert len(whole) >= 8
         found = learnt(learner, [datum(one) for one in whole], temperature)
-        read = score(
+        read = score_sequences(
             decoder, [one.flat() for one in whole], temperature, [one.placed() for one in whole]
         )
         for one, logprobs, mine, sampler in zip(whole, drawn, found, read, strict=True):
@@ -123,13 +126,15 @@ def test_permuted_pixels_and_swapped_images_change_the_logprobs(seeing):
     for other in (swapped, blind):
         assert np.abs(right[-6:] - other[-6:]).max() > 1e-4  # of text after both images
     decoder = make_decoder(loaded.model)
-    seen = score(decoder, [one.flat() for one in inputs], 1.0, [one.placed() for one in inputs])
+    seen = score_sequences(
+        decoder, [one.flat() for one in inputs], 1.0, [one.placed() for one in inputs]
+    )
     for mine, sampler in zip((right, swapped, blind), seen, strict=True):
         assert np.abs(mine - np.array(sampler[1:])).max() < 2e-5
     engine = Engine(decoder, loaded.eos_token_ids, max_context=1024)
     for one in inputs:  # of the same tokens, side by side in one batch
         engine.add(
-            Request(
+            SamplingRequest(
                 prompt=one.flat(), images=one.placed(), params=SamplingParams(max_tokens=4), seed=7
             )
         )
@@ -172,13 +177,16 @@ def test_an_image_token_that_was_drawn_is_read_alike_by_both_sides():
     another, in sampler and learner.
     """
     loaded, _ = tiny("qwen3_vl")
-    reader, renderer = reader_of(loaded.model), get_renderer("chat_template", loaded.tokenizer)
+    reader, renderer = (
+        get_image_reader(loaded.model),
+        get_renderer("chat_template", loaded.tokenizer),
+    )
     with torch.no_grad():  # it draws little else
         loaded.model.get_output_embeddings().weight[reader.image_token_id] += 0.5
     prompt = rows(loaded.tokenizer, reader, renderer)[1]
     engine = Engine(make_decoder(loaded.model), max_context=1024)
     engine.add(
-        Request(
+        SamplingRequest(
             prompt=prompt.flat(),
             images=prompt.placed(),
             num_samples=8,

@@ -9,16 +9,22 @@ import torch
 from helpers import ADAM, make_worker, random_datums
 from test_memory_plan import REPO, SHAPE
 
-from kernels import kept_bytes
-from rl.learner import Sharing, default_kept, gradient_bytes, keeping, optimizer_bytes
-from rl.memory import Held, Launch, MicroBatch, kept_logits
-from rl.methods import METHODS
-from rl.models.load import load_model
-from rl.ranks import distributed
-from rl.run.plan_changes import remedies
-from rl.run.plan_needs import launch_of, needs_of
-from rl.settings.cli import read
-from rl.settings.tables import RunSettings
+from kernels import estimate_saved_bytes
+from rl.algorithms import METHODS
+from rl.config.cli import read_run
+from rl.config.sections import RunSettings
+from rl.distributed import collectives
+from rl.learner import (
+    ShardingSpec,
+    default_kept_bytes,
+    gradient_bytes,
+    head_memory,
+    optimizer_bytes,
+)
+from rl.memory_plan import LaunchShape, MicroBatch, MicroBatchMemory, saved_logits_bytes
+from rl.models.model_loading import load_model
+from rl.trainer.memory_requirements import compute_stage_needs, resolve_launch
+from rl.trainer.memory_savings import find_savings
 from rl.types import LoraConfig
 
 GIB = 1 << 30
@@ -34,7 +40,7 @@ def test_a_quarter_of_what_stays_free_down_to_a_power_of_two():
         (3, 0),
         (4, 1),
     ):
-        assert default_kept(80 * GIB, 80 * GIB - left) == kept
+        assert default_kept_bytes(80 * GIB, 80 * GIB - left) == kept
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(4)])
@@ -43,17 +49,17 @@ def test_the_optimizers_state_is_left_room_before_it_exists(monkeypatch, lora):
     update makes.
     """
     left = []
-    monkeypatch.setattr(keeping, "_memory", lambda device: 80.0 * GIB)
+    monkeypatch.setattr(head_memory, "_device_memory", lambda device: 80.0 * GIB)
     monkeypatch.setattr(
-        keeping,
-        "default_kept",
-        lambda memory, stays: left.append(stays) or default_kept(memory, stays),
+        head_memory,
+        "default_kept_bytes",
+        lambda memory, stays: left.append(stays) or default_kept_bytes(memory, stays),
     )
     worker = make_worker(lora=lora)
     learner = worker.learners[0]
     assert (
         not learner.backend.adam.state
-        and learner.head.kept_bytes == default_kept(80.0 * GIB, left[0]) == 16 * GIB
+        and learner.head.kept_bytes == default_kept_bytes(80.0 * GIB, left[0]) == 16 * GIB
     )
     worker.forward_backward(0, random_datums(4), "importance_sampling", {}, 1.0, True)
     held = sum(p.nbytes for p in learner.model.parameters()) + sum(
@@ -74,17 +80,20 @@ def test_all_ranks_take_the_least(monkeypatch):
     accelerator = type(
         "Accelerator", (), {"device": torch.device("cpu"), "mixed_precision": "bf16"}
     )()
-    monkeypatch.setattr(keeping, "_memory", lambda device: 80.0 * GIB)
-    monkeypatch.setattr(distributed, "world", lambda: 3)
-    monkeypatch.setattr(distributed, "rank", lambda: 1)
+    monkeypatch.setattr(head_memory, "_device_memory", lambda device: 80.0 * GIB)
+    monkeypatch.setattr(collectives, "world", lambda: 3)
+    monkeypatch.setattr(collectives, "rank", lambda: 1)
 
     def sum_(tensors):
         assert tensors[0].tolist() == [0, 16 * GIB, 0]
         tensors[0].copy_(torch.tensor([32 * GIB, 16 * GIB, 4 * GIB]))
 
-    monkeypatch.setattr(distributed, "all_sum_", sum_)
-    assert keeping.settled(None, model, shapes, list(shapes), accelerator, "adamw") == 4 * GIB
-    assert keeping.settled(7, model, shapes, list(shapes), accelerator, "adamw") == 7
+    monkeypatch.setattr(collectives, "all_sum_", sum_)
+    assert (
+        head_memory.choose_kept_bytes(None, model, shapes, list(shapes), accelerator, "adamw")
+        == 4 * GIB
+    )
+    assert head_memory.choose_kept_bytes(7, model, shapes, list(shapes), accelerator, "adamw") == 7
 
 
 def test_what_is_not_on_a_gpu_is_left_to_the_kernels():
@@ -93,9 +102,9 @@ def test_what_is_not_on_a_gpu_is_left_to_the_kernels():
 
 def test_bytes_of_what_is_trained_by_hand():
     for how, optimizer, gradient in (
-        (Sharing(), 8, 4), (Sharing(world=4), 8, 4), (Sharing(world=4, fsdp=True), 2, 1), (Sharing(world=4, zero=1), 3, 4),
-        (Sharing(world=4, zero=2), 3, 1), (Sharing(world=4, zero=3), 3, 1), (Sharing(world=4, zero=3, offload=True), 0, 0),
-        (Sharing(optimizer="adamw_8bit"), 2 + 8 / 256, 4), (Sharing(optimizer="paged_adamw_8bit"), 0, 4),
+        (ShardingSpec(), 8, 4), (ShardingSpec(world=4), 8, 4), (ShardingSpec(world=4, fsdp=True), 2, 1), (ShardingSpec(world=4, zero_stage=1), 3, 4),
+        (ShardingSpec(world=4, zero_stage=2), 3, 1), (ShardingSpec(world=4, zero_stage=3), 3, 1), (ShardingSpec(world=4, zero_stage=3, offload=True), 0, 0),
+        (ShardingSpec(optimizer="adamw_8bit"), 2 + 8 / 256, 4), (ShardingSpec(optimizer="paged_adamw_8bit"), 0, 4),
     ):  # fmt: skip
         assert (optimizer_bytes(1000, how), gradient_bytes(1000, how)) == (
             1000 * optimizer,
@@ -105,33 +114,33 @@ def test_bytes_of_what_is_trained_by_hand():
 
 def test_kept_logits_by_hand():
     batch, shape = MicroBatch(8, 1024, 8192), replace(SHAPE, vocab=150_000)
-    one, scores = Launch(cuda=True, bf16=True, memory=80.0 * GIB), 8192 * 150_000 * 2
+    one, scores = LaunchShape(cuda=True, bf16=True, memory=80.0 * GIB), 8192 * 150_000 * 2
     exponents = 8192 * 4 * 1172
     # the gradient of the scores in one piece, too
-    assert kept_logits(shape, one, batch, None) == 2 * scores + exponents
+    assert saved_logits_bytes(shape, one, batch, None) == 2 * scores + exponents
     assert (
-        kept_logits(shape, one, batch, 2 * scores - 1)
+        saved_logits_bytes(shape, one, batch, 2 * scores - 1)
         == scores + exponents
-        == kept_bytes(8192, 150_000, 2, scores)
+        == estimate_saved_bytes(8192, 150_000, 2, scores)
     )
     assert (
-        kept_logits(shape, one, batch, scores)
+        saved_logits_bytes(shape, one, batch, scores)
         > 0
-        == kept_logits(shape, one, batch, scores - 1)
-        == kept_logits(shape, one, batch, 0)
+        == saved_logits_bytes(shape, one, batch, scores - 1)
+        == saved_logits_bytes(shape, one, batch, 0)
     )
-    assert kept_logits(shape, replace(one, bf16=False), batch, None) == kept_bytes(
+    assert saved_logits_bytes(shape, replace(one, bf16=False), batch, None) == estimate_saved_bytes(
         8192, 150_000, 4, 1 << 40
     )
-    assert kept_logits(shape, replace(one, cuda=False), batch, None) == 0
+    assert saved_logits_bytes(shape, replace(one, cuda=False), batch, None) == 0
     # 16 bytes of each and 2 of a copy: little is left
     grown = replace(shape, parameters=4_500_000_000, trainable=4_500_000_000)
     assert (
-        kept_logits(grown, one, batch, None)
+        saved_logits_bytes(grown, one, batch, None)
         == 0
-        < kept_logits(grown, replace(one, memory=141.0 * GIB), batch, None)
+        < saved_logits_bytes(grown, replace(one, memory=141.0 * GIB), batch, None)
     )
-    assert kept_logits(grown, replace(one, world=8, fsdp=True), batch, None) > 0
+    assert saved_logits_bytes(grown, replace(one, world=8, fsdp=True), batch, None) > 0
 
 
 LINE = (
@@ -140,10 +149,12 @@ LINE = (
 )
 
 
-def train_item(*words: str) -> tuple[float, Launch, object]:
-    run = read([*LINE.split(), *words], METHODS, REPO / "recipes" / "addition.yaml", RunSettings)
-    launch, _ = launch_of(run.options, "auto")
-    found = needs_of(run, launch, 16, holds=lambda *_: Held())[0]
+def train_item(*words: str) -> tuple[float, LaunchShape, object]:
+    run = read_run(
+        [*LINE.split(), *words], METHODS, REPO / "recipes" / "addition.yaml", RunSettings
+    )
+    launch, _ = resolve_launch(run.options, "auto")
+    found = compute_stage_needs(run, launch, 16, measure=lambda *_: MicroBatchMemory())[0]
     return (
         next(
             item.train for item in found.plan.items if item.name == "logits kept for the backward"
@@ -163,8 +174,8 @@ def test_the_plan_counts_what_the_setting_keeps():
 def test_to_keep_nothing_is_named_where_that_helps(monkeypatch):
     """A vocabulary that is most of what a micro-batch holds."""
     monkeypatch.setattr(
-        "rl.run.plan_needs.kept_logits",
-        lambda shape, launch, batch, asked: 0.0 if asked == 0 else 4.0 * GIB,
+        "rl.trainer.memory_requirements.saved_logits_bytes",
+        lambda shape, launch, batch, max_bytes: 0.0 if max_bytes == 0 else 4.0 * GIB,
     )
     _, launch, run = train_item()
-    assert "--kept-logits-gib 0" in [change.words for change in remedies(run, launch, 16)]
+    assert "--kept-logits-gib 0" in [change.command for change in find_savings(run, launch, 16)]

@@ -45,7 +45,7 @@ def assembled(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kernels.tiles import Device
+    from kernels.tile_config import GpuInfo
 
     kinds = (
         dict.fromkeys(INTS.split(), "i32")
@@ -84,7 +84,7 @@ def assembled(
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": warps, "num_stages": stages},
     )
-    assert compiled.metadata.shared <= Device(capability).shared
+    assert compiled.metadata.shared <= GpuInfo(capability).shared_memory_bytes
     ptx = tmp_path / "kernel.ptx"
     ptx.write_text(compiled.asm["ptx"])
     name = re.search(r"\.target (sm_\w+)", compiled.asm["ptx"])[1]
@@ -97,9 +97,9 @@ def assembled(
 
 def head_options(D, dtype, descriptors, capability=90):
     from kernels.linear_logprob_triton import GROUP, SPLITS
-    from kernels.tiles import Device, tiles_for
+    from kernels.tile_config import GpuInfo, select_tile_sizes
 
-    tiles = tiles_for(D, NAMES[dtype], Device(capability))
+    tiles = select_tile_sizes(D, NAMES[dtype], GpuInfo(capability))
     constants = {
         "D": D,
         "BM": tiles.rows,
@@ -238,7 +238,7 @@ def test_linear_logprob_kernels_on_other_gpus(dtype, capability, D, tmp_path):
     GPU has 99 KiB a block, not 227.
     """
     from kernels import linear_logprob_triton as kernels
-    from kernels.tiles import Device
+    from kernels.tile_config import GpuInfo
 
     copies = "cp.async.bulk.tensor" if capability >= 90 else "cp.async.cg"
     products = {90: "wgmma", 100: "tcgen05.mma"}.get(capability, "mma.sync")
@@ -260,7 +260,7 @@ def test_linear_logprob_kernels_on_other_gpus(dtype, capability, D, tmp_path):
         (kernels._dlogits_kernel, full | {"HAS_C": True}, bent),
     ]
     for kernel, options, allowed in variants:
-        constants, kinds, tiles = head_options(D, dtype, Device(capability).descriptors, capability)
+        constants, kinds, tiles = head_options(D, dtype, GpuInfo(capability).has_tma, capability)
         data = ("bias_ptr", "kept_ptr", "out_ptr")
         compiled, spilled = build(
             kernel,
@@ -289,7 +289,7 @@ SETTLED |= set(
     "ignore_index stride".split()
 )
 MODULES = (
-    "linear_logprob_triton linear_logprob_ws draw_triton step_triton paged_attention_triton "
+    "linear_logprob_triton linear_logprob_hopper sample_tokens_triton decode_ops_triton paged_attention_triton "
     "token_logprob_triton policy_loss_triton"
 )
 
@@ -382,14 +382,14 @@ def test_kernels_without_products(capability, tmp_path):
     products.
     """
     from kernels import linear_logprob_triton, policy_loss_triton, token_logprob_triton
-    from kernels.tiles import Device, tiles_for
+    from kernels.tile_config import GpuInfo, select_tile_sizes
 
     cases = [
         (linear_logprob_triton._combine_kernel, {"PARTS": 32, "BLOCK": 32}, (), 4),
         (policy_loss_triton._sequence_mean_kernel, {"HAS_MASK": True, "BLOCK": 1024}, (), 4),
     ]
     for kind, dtype in NAMES.items():
-        for BN in {tiles_for(D, dtype, Device(capability)).columns for D in (896, 4096)}:
+        for BN in {select_tile_sizes(D, dtype, GpuInfo(capability)).columns for D in (896, 4096)}:
             cases += [
                 (
                     linear_logprob_triton._align_kernel,
@@ -441,19 +441,26 @@ def sampler_kernels(capability):
     """(kernel, constants, data, warps, stages, kinds, spills allowed) of the draw and of a decoding
     step, at the sizes of a real model.
     """
-    from kernels import draw_triton, step_triton
-    from kernels.tiles import Device, tiles_for
+    from kernels import decode_ops_triton, sample_tokens_triton
+    from kernels.tile_config import GpuInfo, select_tile_sizes
 
     longs = dict.fromkeys(("position_ptr", "page_ptr", "place_ptr", "token_ptr"), "*i64")
     other = SAMPLER_INTS | longs | {"slice_ptr": "*i32", "greedy_ptr": "*u8", "eps": "fp32"}
     wide = dict.fromkeys(("uniform_ptr", "rest_ptr"), "*fp64")
-    constants, kinds, tiles = head_options(2048, "bf16", Device(capability).descriptors, capability)
-    assert tiles == tiles_for(2048, torch.bfloat16, Device(capability))
+    constants, kinds, tiles = head_options(2048, "bf16", GpuInfo(capability).has_tma, capability)
+    assert tiles == select_tile_sizes(2048, torch.bfloat16, GpuInfo(capability))
     cases = [
-        (draw_triton._slices_kernel, constants | {"SUB": 64}, (), tiles.warps, kinds, 300),
-        (draw_triton._pick_kernel, {"HAS_GREEDY": True, "BM": 8, "BS": 64}, (), 4, wide, 0),
+        (sample_tokens_triton._slices_kernel, constants | {"SUB": 64}, (), tiles.warps, kinds, 300),
         (
-            draw_triton._search_kernel,
+            sample_tokens_triton._pick_kernel,
+            {"HAS_GREEDY": True, "BM": 8, "BS": 64},
+            (),
+            4,
+            wide,
+            0,
+        ),
+        (
+            sample_tokens_triton._search_kernel,
             {"D": 2048, "BM": 1, "SUB": 64, "BK": 64, "HAS_GREEDY": True, "TYPE": "bf16"},
             ("x_ptr", "w_ptr"),
             4,
@@ -461,7 +468,7 @@ def sampler_kernels(capability):
             0,
         ),
         (
-            step_triton._residual_rms_kernel,
+            decode_ops_triton._fused_add_rms_norm_kernel,
             {"E": 4096, "HAS_X": True, "BLOCK": 4096, "TYPE": "bf16"},
             ("x_ptr", "residual_ptr", "weight_ptr", "out_ptr"),
             8,
@@ -469,7 +476,7 @@ def sampler_kernels(capability):
             0,
         ),
         (
-            step_triton._silu_mul_kernel,
+            decode_ops_triton._silu_mul_kernel,
             {"F": 4864, "BLOCK": 1024, "TYPE": "bf16"},
             ("gate_up_ptr", "out_ptr"),
             4,
@@ -477,7 +484,7 @@ def sampler_kernels(capability):
             0,
         ),
         (
-            step_triton._rope_append_kernel,
+            decode_ops_triton._rope_to_cache_kernel,
             {"H": 16, "K": 8, "D": 128, "HAS_NORM": True, "BLOCK": 128, "TYPE": "bf16"},
             ("qkv_ptr", "norm_ptr", "rope_ptr", "q_ptr", "kv_ptr"),
             1,
@@ -485,7 +492,7 @@ def sampler_kernels(capability):
             0,
         ),
     ]
-    stages = dict.fromkeys([draw_triton._slices_kernel], tiles.stages)
+    stages = dict.fromkeys([sample_tokens_triton._slices_kernel], tiles.stages)
     for kernel, constants, data, warps, kinds, allowed in cases:
         yield kernel, dict(constants), data, warps, stages.get(kernel, 3), other | kinds, allowed
 
@@ -502,13 +509,13 @@ def hoppers_kernels():
     """(kernel, constants, data, warps, stages, spilled bytes allowed) of the warp-specialised
     branch, for heads of real models.
     """
-    from kernels import linear_logprob_ws as kernels
-    from kernels.tiles import SPECIAL
+    from kernels import linear_logprob_hopper as kernels
+    from kernels.tile_config import HOPPER_TILES
 
     base = {
-        "BM": SPECIAL.rows,
-        "BN": SPECIAL.columns,
-        "BK": SPECIAL.depth,
+        "BM": HOPPER_TILES.rows,
+        "BN": HOPPER_TILES.columns,
+        "BK": HOPPER_TILES.depth,
         "GROUP": 16,
         "UPCAST": False,
     }
@@ -533,8 +540,8 @@ def hoppers_kernels():
                 kernel,
                 {**base, **options, "TYPE": kind, "D": D},
                 data,
-                SPECIAL.warps,
-                SPECIAL.stages,
+                HOPPER_TILES.warps,
+                HOPPER_TILES.stages,
                 allowed,
             )
 

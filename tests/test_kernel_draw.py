@@ -1,4 +1,4 @@
-"""`draw`: its torch path, and its kernels in Triton's interpreter, against the path from whole
+"""`sample_tokens`: its torch path, and its kernels in Triton's interpreter, against the path from whole
 logits for the same random numbers.
 """
 
@@ -7,10 +7,10 @@ import pytest
 import torch
 from interpreting import INTERPRETED, inside, run_interpreted
 
-from kernels import draw
-from rl.sampler.streams import uniforms
-from rl.sampler.token_sampling import draw as from_logits
-from rl.sampler.token_sampling import row_settings
+from kernels import sample_tokens
+from rl.sampler.philox import philox_uniforms
+from rl.sampler.token_sampling import make_row_settings
+from rl.sampler.token_sampling import sample_tokens as from_logits
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -29,25 +29,25 @@ def stream(count: int, seed: int = 0) -> torch.Tensor:
         np.full(count, 7, np.uint64),
         np.arange(count, dtype=np.uint64),
     ]
-    return torch.from_numpy(uniforms(*names, np.zeros(count, np.uint64)))
+    return torch.from_numpy(philox_uniforms(*names, np.zeros(count, np.uint64)))
 
 
 def kernels(x, w, temperature, uniform, greedy=None):
     """The launches at sizes that the interpreter goes through quickly."""
     from interpreting import patch_once
 
-    from kernels.draw_triton import draw as launch
-    from kernels.tiles import Tiles
+    from kernels.sample_tokens_triton import sample_tokens as launch
+    from kernels.tile_config import TileConfig
 
     patch_once()
 
-    tiles = Tiles(64 if len(x) < 500 else 1024, 64 if len(w) < 500 else 1024, 16, 4, 1)
+    tiles = TileConfig(64 if len(x) < 500 else 1024, 64 if len(w) < 500 else 1024, 16, 4, 1)
     return launch(
         x, w, temperature, uniform, greedy, tiles=tiles, splits=2, pick=(1024, 16), search=(512, 16)
     )
 
 
-WAYS = {"torch": draw, "kernels": kernels}
+WAYS = {"torch": sample_tokens, "kernels": kernels}
 WAY = "kernels" if INTERPRETED else "torch"
 
 
@@ -61,7 +61,9 @@ def test_equal_tokens_to_the_path_from_logits():
         g = torch.Generator().manual_seed(seed)
         x, w = torch.randn(N, D, generator=g), torch.randn(V, D, generator=g)
         temperatures = np.where(np.arange(N) % 5 == 3, 0.0, 0.3 + np.arange(N) % 4 * 0.4)
-        settings = row_settings(temperatures, np.full(N, -1), np.ones(N), vocab=V, device=x.device)
+        settings = make_row_settings(
+            temperatures, np.full(N, -1), np.ones(N), vocab=V, device=x.device
+        )
         expected = from_logits(x @ w.t(), stream(N, seed), settings)
         greedy = torch.from_numpy(temperatures == 0)
         temperature = torch.where(greedy, 1.0, torch.from_numpy(temperatures).float())

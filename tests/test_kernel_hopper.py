@@ -20,12 +20,12 @@ if INTERPRETED:
     from interpreting import patch_once
 
     from kernels import linear_logprob_launch as launch
-    from kernels.common import LOG2E, Head
-    from kernels.linear_logprob_torch import Coefficients
-    from kernels.tiles import Tiles
+    from kernels.common import LOG2E, HeadConfig
+    from kernels.linear_logprob_torch import GradientCoefficients
+    from kernels.tile_config import TileConfig
 
     patch_once()
-    SPECIAL = Tiles(16, 32, 16, 4, 1)
+    SPECIAL = TileConfig(16, 32, 16, 4, 1)
     # of a kept value: its own rounding, which the interpreter truncates; of a score: the products
     # of rounded operands are exact in float32
     ROUNDING = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
@@ -65,7 +65,9 @@ def test_what_is_kept(small, dtype, columns, N, D, V, scale):
     keeps nothing.
     """
     x, w, y = problem(dtype, N, D, V, scale)
-    scores = launch.Scores(x, w, y, None, Head(0.8), Tiles(16, columns, 16, 4, 1), SPECIAL)
+    scores = launch.ScoreLauncher(
+        x, w, y, None, HeadConfig(0.8), TileConfig(16, columns, 16, 4, 1), SPECIAL
+    )
     kept, exponents = room(dtype, N, V, columns)
     out, plain = (
         scores.combine(scores.statistics(True, (kept, exponents))),
@@ -103,14 +105,16 @@ def test_a_tokens_bits_are_those_of_every_plan(small, monkeypatch):
     """
     x, w, y = problem(torch.bfloat16, 40, 24, 96)
     x, w = (8 * x).round() / 8, (8 * w).round() / 8
-    monkeypatch.setattr(launch, "special_tiles", lambda hidden: SPECIAL)
-    monkeypatch.setattr(launch, "tiles_for", lambda D, dtype, device: Tiles(16, 16, 16, 4, 1))
+    monkeypatch.setattr(launch, "select_hopper_tiles", lambda hidden: SPECIAL)
+    monkeypatch.setattr(
+        launch, "select_tile_sizes", lambda D, dtype, device: TileConfig(16, 16, 16, 4, 1)
+    )
     keep = room(torch.bfloat16, 40, 96, 16)
     found = [
-        launch.forward(x, w, y, None, Head(0.7)),
-        launch.saved_forward(x, w, y, None, Head(0.7), *keep, entropy=True),
+        launch.forward(x, w, y, None, HeadConfig(0.7)),
+        launch.saved_forward(x, w, y, None, HeadConfig(0.7), *keep, entropy=True),
     ]
-    found.append(launch.forward(x[7:], w, y[7:], None, Head(0.7)))
+    found.append(launch.forward(x[7:], w, y[7:], None, HeadConfig(0.7)))
     for name in ("logp", "entropy", "lse"):
         first, kept, part = (getattr(out, name) for out in found)
         assert torch.equal(first, kept) and torch.equal(first[7:], part)
@@ -120,11 +124,13 @@ def test_a_tokens_bits_are_those_of_every_plan(small, monkeypatch):
 def test_rows_that_do_not_begin_at_16_bytes_are_kept_by_the_other_branch(small, monkeypatch):
     """The copy engine cannot write them."""
     x, w, y = problem(torch.bfloat16, 9, 24, 33)
-    monkeypatch.setattr(launch, "special_tiles", lambda hidden: SPECIAL)
+    monkeypatch.setattr(launch, "select_hopper_tiles", lambda hidden: SPECIAL)
     monkeypatch.setattr(launch, "_forward_ws_kernel", None)
-    monkeypatch.setattr(launch, "tiles_for", lambda D, dtype, device: Tiles(16, 32, 16, 4, 1))
+    monkeypatch.setattr(
+        launch, "select_tile_sizes", lambda D, dtype, device: TileConfig(16, 32, 16, 4, 1)
+    )
     kept, exponents = torch.empty(9, 33, dtype=torch.bfloat16), torch.empty(2, 9)
-    out = launch.saved_forward(x, w, y, None, Head(0.7), kept, exponents, entropy=True)
+    out = launch.saved_forward(x, w, y, None, HeadConfig(0.7), kept, exponents, entropy=True)
     truth = (x.double() @ w.double().t() / 0.7).log_softmax(-1).gather(1, y[:, None])[:, 0]
     assert float((out.logp.double() - truth).abs().max()) < 1e-4
 
@@ -136,9 +142,11 @@ def test_a_slabs_gradient_is_the_same_whoever_computes_it(small, monkeypatch, pr
     x, w, y = problem(torch.float16, 70, 24, 200)
     a, found = torch.randn(70, generator=torch.Generator().manual_seed(0)), []
     for count in (programs, 7):
-        monkeypatch.setattr(launch, "multiprocessors", lambda tensor, count=count: count)
-        scores = launch.Scores(x, w, y, None, Head(0.7), Tiles(16, 32, 16, 4, 1), SPECIAL)
+        monkeypatch.setattr(launch, "count_multiprocessors", lambda tensor, count=count: count)
+        scores = launch.ScoreLauncher(
+            x, w, y, None, HeadConfig(0.7), TileConfig(16, 32, 16, 4, 1), SPECIAL
+        )
         dz = torch.full((70, 136), torch.nan, dtype=torch.float16)
-        scores.dlogits(dz, 64, 200, torch.full((70,), 30.0), Coefficients(a, -a, a.flip(0)))
+        scores.dlogits(dz, 64, 200, torch.full((70,), 30.0), GradientCoefficients(a, -a, a.flip(0)))
         found.append(dz)
     assert torch.equal(*found) and found[0].isfinite().all()

@@ -29,12 +29,12 @@ if INTERPRETED:
 
     from kernels import linear_logprob_launch as launch
     from kernels import linear_logprob_torch as path
-    from kernels import operands, slabs
-    from kernels.common import Head
-    from kernels.tiles import Device, Tiles
+    from kernels import matmul_operands, vocab_chunks
+    from kernels.common import HeadConfig
+    from kernels.tile_config import GpuInfo, TileConfig
 
     patch_once()
-    TILES = Tiles(16, 32, 16, 4, 1)
+    TILES = TileConfig(16, 32, 16, 4, 1)
     ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 3e-2}
 
 
@@ -57,8 +57,8 @@ def close(mine, truth, tolerance):
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(launch, "SPLITS", 2)
-    monkeypatch.setattr(launch, "SLAB_SPLITS", 2)
-    monkeypatch.setattr(slabs, "SLAB_COLUMNS", 64)
+    monkeypatch.setattr(launch, "CHUNK_SPLITS", 2)
+    monkeypatch.setattr(vocab_chunks, "CHUNK_COLUMNS", 64)
 
 
 QUICK = [(torch.float32, 90, 24, None, False), (torch.bfloat16, 80, 23, 3.0, True)]
@@ -78,9 +78,9 @@ def test_linear_logprob(small, monkeypatch, dtype, capability, D, softcap, bias)
     """Through descriptors (90) and pointers (80), with rows that begin at 16 bytes (24) and rows
     that do not (23).
     """
-    monkeypatch.setattr(operands, "device_of", lambda tensor: Device(capability))
+    monkeypatch.setattr(matmul_operands, "get_gpu_info", lambda tensor: GpuInfo(capability))
     x, w, y, b = problem(D=D, dtype=dtype, bias=bias)
-    head, N = Head(0.7, softcap), len(x)
+    head, N = HeadConfig(0.7, softcap), len(x)
     truth = path.forward(x, w, y, b, head, expected=True)
     # A logit is a sum of D products that each side rounds in an order of its own, and a probability
     # is off by as much, relatively.
@@ -100,7 +100,7 @@ def test_linear_logprob(small, monkeypatch, dtype, capability, D, softcap, bias)
     close(frozen.expected, truth.expected, ROUNDING[dtype])
     need = {"need_x": True, "need_w": True, "need_bias": bias}
     for g_entropy in (None, torch.randn(N)):
-        co = path.coefficients(torch.randn(N), g_entropy, None, truth.entropy)
+        co = path.compute_coefficients(torch.randn(N), g_entropy, None, truth.entropy)
         expected = path.backward(x, w, y, b, head, co, truth.lse, **need)
         found = [launch.backward(x, w, y, b, head, co, truth.lse, tiles=TILES, **need)]
         if g_entropy is None:
@@ -121,10 +121,10 @@ def test_linear_logprob(small, monkeypatch, dtype, capability, D, softcap, bias)
 def test_saved_backward_maps_rows(small):
     """Every second row, from a forward over all rows."""
     x, w, y, _ = problem()
-    head, rows = Head(1.0, None), torch.arange(0, len(x), 2)
+    head, rows = HeadConfig(1.0, None), torch.arange(0, len(x), 2)
     kept, exponents = torch.empty(len(x), len(w)), torch.empty(-(-len(w) // TILES.columns), len(x))
     out = launch.saved_forward(x, w, y, None, head, kept, exponents, entropy=True, tiles=TILES)
-    co = path.coefficients(torch.randn(len(rows)), None, None, out.entropy[rows])
+    co = path.compute_coefficients(torch.randn(len(rows)), None, None, out.entropy[rows])
     need = {"need_x": True, "need_w": True, "need_bias": False}
     keep = (kept, exponents, out.logp[rows], rows)
     exact = path.backward(x[rows], w, y[rows], None, head, co, out.lse[rows], **need)
@@ -152,9 +152,9 @@ def test_many_tokens_go_through_a_slab_in_chunks(small, monkeypatch):
     frozen path are its own.
     """
     x, w, y, b = problem(bias=True)
-    x, w, head = (8 * x).round() / 8, (8 * w).round() / 8, Head(0.7, None)
+    x, w, head = (8 * x).round() / 8, (8 * w).round() / 8, HeadConfig(0.7, None)
     alone = launch.forward(x[17:18].contiguous(), w, y[17:18], b, head, expected=True, tiles=TILES)
-    monkeypatch.setattr(slabs, "SLAB_ELEMENTS", 16 * 32)
+    monkeypatch.setattr(vocab_chunks, "CHUNK_ELEMENTS", 16 * 32)
     truth = path.forward(x, w, y, b, head, expected=True)
     found = launch.forward(x, w, y, b, head, expected=True, tiles=TILES)
     close(found.logp, truth.logp, 3e-6)
@@ -164,7 +164,7 @@ def test_many_tokens_go_through_a_slab_in_chunks(small, monkeypatch):
     )
     kept, exponents = torch.empty(len(x), len(w)), torch.empty(-(-len(w) // TILES.columns), len(x))
     launch.saved_forward(x, w, y, b, head, kept, exponents, entropy=True, tiles=TILES)
-    co = path.coefficients(torch.randn(len(x)), None, None, truth.entropy)
+    co = path.compute_coefficients(torch.randn(len(x)), None, None, truth.entropy)
     need = {"need_x": True, "need_w": True, "need_bias": True}
     expected = path.backward(x, w, y, b, head, co, truth.lse, **need)
     keep = (kept, exponents, truth.logp, None)
@@ -184,24 +184,28 @@ def test_many_tokens_go_through_a_slab_in_chunks(small, monkeypatch):
 @pytest.mark.parametrize("V", [70, 96, 20])
 def test_hoppers_branch_gives_the_others_numbers(small, V):
     """A vocabulary that ends within a tile, at a tile's end, and within the first."""
-    from kernels.linear_logprob_torch import Coefficients
+    from kernels.linear_logprob_torch import GradientCoefficients
 
     x, w, y, _ = problem(V=V)
     a, found = torch.randn(len(x)), []
     for special in (None, TILES):
-        scores = launch.Scores(x, w, y, None, Head(0.7), TILES, special)
+        scores = launch.ScoreLauncher(x, w, y, None, HeadConfig(0.7), TILES, special)
         out = scores.combine(scores.statistics(True))
         slabs_of = [
             torch.zeros(len(x), hi - lo) for lo, hi in ((0, min(32, V)), (32, V)) if hi > lo
         ]
         for dz, lo in zip(slabs_of, (0, 32), strict=False):
             scores.dlogits(
-                dz, lo, lo + dz.shape[1], out.lse * launch.LOG2E, Coefficients(a, -a, a.flip(0))
+                dz,
+                lo,
+                lo + dz.shape[1],
+                out.lse * launch.LOG2E,
+                GradientCoefficients(a, -a, a.flip(0)),
             )
         found.append((out.logp, out.entropy, out.lse, *slabs_of))
     for mine, other in zip(*found, strict=True):
         close(mine, other, 3e-6)
-    close(found[0][0], path.forward(x, w, y, None, Head(0.7)).logp, 3e-6)
+    close(found[0][0], path.forward(x, w, y, None, HeadConfig(0.7)).logp, 3e-6)
 
 
 @inside
@@ -211,7 +215,7 @@ def test_a_hundred_random_cases_of_hoppers_branch_against_float64(small):
     entropy: logprobs, entropies, and the gradient of a slab of scores. Operands are rounded before,
     so that scores differ by float32's sums alone.
     """
-    from kernels.linear_logprob_torch import coefficients
+    from kernels.linear_logprob_torch import compute_coefficients
 
     g = torch.Generator().manual_seed(1)
 
@@ -231,7 +235,7 @@ def test_a_hundred_random_cases_of_hoppers_branch_against_float64(small):
         every = z.log_softmax(-1)
         logp, entropy = every.gather(1, y[:, None])[:, 0], -(every.exp() * every).sum(-1)
         ((logp * upstream[0]).sum() + (entropy * upstream[1]).sum() * bent).backward()
-        scores = launch.Scores(x, w, y, None, Head(temperature), TILES, TILES)
+        scores = launch.ScoreLauncher(x, w, y, None, HeadConfig(temperature), TILES, TILES)
         keep = (
             (
                 torch.zeros(N, -(-V // 16) * 16, dtype=dtype)[:, :V],
@@ -260,7 +264,7 @@ def test_a_hundred_random_cases_of_hoppers_branch_against_float64(small):
                 lo,
                 V,
                 out.lse * launch.LOG2E,
-                coefficients(upstream[0], upstream[1] if bent else None, None, out.entropy),
+                compute_coefficients(upstream[0], upstream[1] if bent else None, None, out.entropy),
             )
             # of storing it: 2^-11, 2^-8
             close(
@@ -281,10 +285,10 @@ def forced(small, monkeypatch, request):
 
     public = sys.modules["kernels.linear_logprob"]
     for module in (launch, public):
-        monkeypatch.setattr(module, "tiles_for", lambda D, dtype, device: TILES)
-    monkeypatch.setattr(public, "triton_works", lambda tensor: True)
-    monkeypatch.setattr(public, "_is_tiny", lambda *_: False)
-    monkeypatch.setattr(public, "_plan", lambda *_: request.param)
+        monkeypatch.setattr(module, "select_tile_sizes", lambda D, dtype, device: TILES)
+    monkeypatch.setattr(public, "can_run_triton", lambda tensor: True)
+    monkeypatch.setattr(public, "_is_small_problem", lambda *_: False)
+    monkeypatch.setattr(public, "_select_plan", lambda *_: request.param)
     return partial(linear_logprob, saved_bytes=1 << 40)
 
 
@@ -368,7 +372,7 @@ def test_confident_tokens_have_no_noise_in_their_gradient(forced, dtype, softcap
 def test_defects_1_and_2_phantom_columns_and_far_logits(small, offset):
     """V = 97 is three tiles and one column; all logits far below (above) 0."""
     x, w, y, b = problem(V=97, bias=True)
-    head = Head(1.0, None)
+    head = HeadConfig(1.0, None)
     expected = path.forward(x, w, y, b, head)
     out = launch.forward(x, w, y, b + offset, head, tiles=TILES)
     assert (out.logp <= 0).all()
@@ -385,7 +389,7 @@ def test_exponents_move_when_the_target_is_far_below_the_maximum(small):
     """
     x, w, y, _ = problem(V=600, scale=20.0)
     y = (x @ w.t()).argmin(1)
-    head = Head(1.0, None)
+    head = HeadConfig(1.0, None)
     spread = ((x @ w.t()).amax(1) - (x @ w.t()).amin(1)).max() * 1.4427
     assert spread > 128
     truth = path.forward(x, w, y, None, head, expected=True)
@@ -401,8 +405,8 @@ def test_banned_tokens(small):
     x, w, y, b = problem(bias=True)
     b[10:] = float("-inf")
     y = y % 10
-    truth = path.forward(x, w[:10], y, b[:10], Head())
-    out = launch.forward(x, w, y, b, Head(), tiles=TILES)
+    truth = path.forward(x, w[:10], y, b[:10], HeadConfig())
+    out = launch.forward(x, w, y, b, HeadConfig(), tiles=TILES)
     for i in range(3):
         close(out[i], truth[i], 1e-5)
 
@@ -414,7 +418,7 @@ def test_defect_16_logprobs_do_not_depend_on_the_batch_or_the_run(small):
     """
     x, w, y, _ = problem(N=40)
     x, w = (8 * x).round() / 8, (8 * w).round() / 8
-    head = Head(0.7, None)
+    head = HeadConfig(0.7, None)
     whole = launch.forward(x, w, y, None, head, tiles=TILES)
     for _ in range(2):
         again = launch.forward(x, w, y, None, head, tiles=TILES)
@@ -438,7 +442,11 @@ def test_token_logprob(softcap, dtype):
     g = torch.Generator().manual_seed(0)
     wide = (3 * torch.randn(9, 160, generator=g)).to(dtype)
     # rows that are not contiguous
-    logits, y, head = wide[:, :150], torch.randint(0, 150, (9,), generator=g), Head(0.7, softcap)
+    logits, y, head = (
+        wide[:, :150],
+        torch.randint(0, 150, (9,), generator=g),
+        HeadConfig(0.7, softcap),
+    )
     y[3] = -100
     truth = _torch_forward(logits, y, head, -100)
     for mine, exact in zip(
@@ -446,7 +454,7 @@ def test_token_logprob(softcap, dtype):
     ):
         close(mine, exact, 1e-5)
     for g_entropy in (None, torch.randn(9) * (y >= 0)):
-        co = path.coefficients(torch.randn(9) * (y >= 0), g_entropy, None, truth[1])
+        co = path.compute_coefficients(torch.randn(9) * (y >= 0), g_entropy, None, truth[1])
         expected, inplace = torch.empty(9, 150, dtype=dtype), logits.clone()
         _torch_backward(logits, y, head, co, truth[2], expected)
         token_logprob_triton.backward(inplace, y, head, co, truth[2], inplace, block=64)
@@ -456,8 +464,8 @@ def test_token_logprob(softcap, dtype):
 
 @inside
 def test_policy_loss():
-    from kernels.policy_loss import KINDS, KL_KINDS, _torch_pass
-    from kernels.policy_loss_triton import policy_loss_pass
+    from kernels.policy_loss import KINDS, KL_KINDS, _policy_loss_torch
+    from kernels.policy_loss_triton import launch_policy_loss
 
     g = torch.Generator().manual_seed(0)
     lp, old, adv, ref, low = (torch.randn(37, generator=g) for _ in range(5))
@@ -469,7 +477,7 @@ def test_policy_loss():
     old = torch.where(mask, lp + 0.3 * old, float("nan"))  # defect 13
     for kind, kl_kind in [(kind, "k3") for kind in KINDS] + [("ppo", kl) for kl in KL_KINDS]:
         for lower, reference in ((None, None), (low, ref)):
-            expected = _torch_pass(
+            expected = _policy_loss_torch(
                 lp,
                 old,
                 adv,
@@ -483,7 +491,7 @@ def test_policy_loss():
                 0.1,
                 kl_kind,
             )
-            mine = policy_loss_pass(
+            mine = launch_policy_loss(
                 lp,
                 old,
                 adv,
@@ -518,7 +526,7 @@ def test_a_datums_mask_decides_in_every_fused_loss(monkeypatch, mask_name):
     calls = []
     monkeypatch.setattr(
         sys.modules["kernels.policy_loss"],
-        "triton_works",
+        "can_run_triton",
         lambda tensor: calls.append(tensor) or True,
     )
     for name in by_hand.POLICY:
@@ -526,7 +534,7 @@ def test_a_datums_mask_decides_in_every_fused_loss(monkeypatch, mask_name):
         exact, leaf = logp.clone().requires_grad_(True), logp.float().requires_grad_(True)
         expected, counted = by_hand.reference(name, exact, inputs, mask_name)
         fields = {field: value.float() for field, value in inputs.items()}
-        value, metrics = get_loss(name).fused(
+        value, metrics = get_loss(name).fused_function(
             leaf, torch.zeros(11), fields, torch.tensor(by_hand.CU), {}
         )
         close(value, expected, 1e-5)
@@ -540,8 +548,8 @@ def test_a_nan_in_the_policy_loss_is_not_dropped():
     """At an active token of any field: the loss is NaN, and the token's own gradient. (The compile
     test sees to the device's min.)
     """
-    from kernels.policy_loss import KINDS, _torch_pass
-    from kernels.policy_loss_triton import policy_loss_pass
+    from kernels.policy_loss import KINDS, _policy_loss_torch
+    from kernels.policy_loss_triton import launch_policy_loss
 
     cu, mask = torch.tensor([0, 3, 5]), torch.ones(5)
     for kind in KINDS:
@@ -555,8 +563,8 @@ def test_a_nan_in_the_policy_loss_is_not_dropped():
             rest = (mask, None, None, None, cu, kind, 0.8, 1.2, 0.05, 0.0, "k2")
             plain = (mask, None, 0.8, 1.2, cu, kind, 0.05, 0.0, "k2")
             for sums, grad in (
-                policy_loss_pass(*fields, *rest, block=16),
-                _torch_pass(*fields, *plain),
+                launch_policy_loss(*fields, *rest, block=16),
+                _policy_loss_torch(*fields, *plain),
             ):
                 assert sums[0].isnan() and grad[1].isnan() and not grad[3:].isnan().any(), (
                     kind,

@@ -7,9 +7,9 @@ import pytest
 import torch
 from interpreting import INTERPRETED, run_interpreted
 
-from kernels import SharedPages, attend_pages
-from kernels.paged_attention import trial_inputs
-from rl.sampler.attention_paged import pages_of
+from kernels import SharedPages, compute_paged_attention
+from kernels.paged_attention import make_trial_inputs
+from rl.sampler.block_tables import make_block_tables
 
 pytest.importorskip("triton", reason="triton is not installed")
 # of the largest value: float32's sums; what rounding the weights of values to the operands' dtype,
@@ -29,7 +29,7 @@ test_paged_attention_in_the_interpreter.__test__ = not INTERPRETED  # type: igno
 def way(monkeypatch):
     """The function under test, of so many programs at most: each costs 10 ms in the interpreter."""
     if not INTERPRETED:
-        return lambda programs=24: attend_pages
+        return lambda programs=24: compute_paged_attention
     from interpreting import patch_once
 
     from kernels import paged_attention_triton
@@ -37,8 +37,8 @@ def way(monkeypatch):
     patch_once()
 
     def sized(programs=24):
-        monkeypatch.setattr(paged_attention_triton, "PROGRAMS", programs)
-        return paged_attention_triton.attend_pages
+        monkeypatch.setattr(paged_attention_triton, "MIN_PROGRAMS", programs)
+        return paged_attention_triton.compute_paged_attention
 
     return sized
 
@@ -99,7 +99,7 @@ def test_against_whole_softmaxes(way):
             torch.nan
         )
         found = way(int(rng.choice([1, 8, 40])))(
-            q, kv, *pages_of(tables, lengths, shared, size, kv.device)
+            q, kv, *make_block_tables(tables, lengths, shared, size, kv.device)
         )
         truth = exact(q, kv, tables, lengths)
         assert found.dtype == dtype and found.shape == truth.shape
@@ -113,7 +113,9 @@ def test_against_whole_softmaxes(way):
 
 def test_what_lies_behind_a_sequence_says_nothing(way):
     """NaN and infinities in the rest of a page, in pages past the table's end, and in rows beside."""
-    q, kv, table, length, shared = trial_inputs(torch.device("cpu"), torch.float32, 4, 2, 16, 8)
+    q, kv, table, length, shared = make_trial_inputs(
+        torch.device("cpu"), torch.float32, 4, 2, 16, 8
+    )
     clean = way()(q, kv, table, length, shared)
     for i in range(7):
         for at in range(int(length[i]), 16):
@@ -130,7 +132,9 @@ def test_scores_far_from_zero(way, sign):
     """All of them near -300, or 300, where a sum of exponentials that nothing is taken from has no
     number.
     """
-    q, kv, table, length, shared = trial_inputs(torch.device("cpu"), torch.float32, 4, 2, 16, 8)
+    q, kv, table, length, shared = make_trial_inputs(
+        torch.device("cpu"), torch.float32, 4, 2, 16, 8
+    )
     q, kv = sign * (300 + q), (kv / 10).add_(torch.tensor([0.25, 0.0]).view(2, 1, 1, 1, 1))
     every = shared.table[shared.group[shared.place]].long()
     tables, lengths = [], []
@@ -150,7 +154,9 @@ def test_scores_far_from_zero(way, sign):
 
 def test_a_rows_bits_do_not_hang_on_its_neighbours(way):
     """The same number of rows, all others changed: their queries, their lengths, their pages."""
-    q, kv, table, length, shared = trial_inputs(torch.device("cpu"), torch.bfloat16, 6, 2, 32, 64)
+    q, kv, table, length, shared = make_trial_inputs(
+        torch.device("cpu"), torch.bfloat16, 6, 2, 32, 64
+    )
     row = 4  # of no group
     found = way()(q, kv, table, length, shared)
     other = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q.dtype)
@@ -169,9 +175,9 @@ def test_a_rows_bits_do_not_hang_on_its_neighbours(way):
 
 
 def test_splits_hang_on_the_number_of_rows_alone():
-    from kernels.paged_attention_triton import SPLITS, splits_for
+    from kernels.paged_attention_triton import MAX_SPLITS, choose_splits
 
-    assert [splits_for(n) for n in (1, 8, 33, 64, 528, 529, 1056, 1057, 32_768)] == [
+    assert [choose_splits(n) for n in (1, 8, 33, 64, 528, 529, 1056, 1057, 32_768)] == [
         32,
         32,
         32,
@@ -182,7 +188,7 @@ def test_splits_hang_on_the_number_of_rows_alone():
         1,
         1,
     ]
-    assert SPLITS == 32
+    assert MAX_SPLITS == 32
 
 
 def test_a_way_that_fails_or_differs_is_not_taken(monkeypatch):
@@ -192,9 +198,9 @@ def test_a_way_that_fails_or_differs_is_not_taken(monkeypatch):
     from kernels import paged_attention as module
 
     here = torch.device("cpu")
-    inputs = trial_inputs(here, torch.bfloat16, 4, 2, 16, 8)
-    monkeypatch.setattr(module, "trial_inputs", lambda device, *rest: inputs)
-    right = module.merged(module.read_gathered, *inputs)
+    inputs = make_trial_inputs(here, torch.bfloat16, 4, 2, 16, 8)
+    monkeypatch.setattr(module, "make_trial_inputs", lambda device, *rest: inputs)
+    right = module.attend_and_merge(module.attend_gathered, *inputs)
 
     def taken(triton, varlen, has_varlen=True):
         def by(way, *args):
@@ -203,13 +209,13 @@ def test_a_way_that_fails_or_differs_is_not_taken(monkeypatch):
                 raise found
             return found
 
-        monkeypatch.setattr(module, "_by", by)
-        monkeypatch.setattr(module, "varlen_has_pages", lambda: has_varlen)
-        module._tried.cache_clear()
+        monkeypatch.setattr(module, "_run_backend", by)
+        monkeypatch.setattr(module, "varlen_supports_pages", lambda: has_varlen)
+        module._first_correct_backend.cache_clear()
         try:
-            return module._tried(0, torch.bfloat16, 4, 2, 16, 8)
+            return module._first_correct_backend(0, torch.bfloat16, 4, 2, 16, 8)
         finally:
-            module._tried.cache_clear()
+            module._first_correct_backend.cache_clear()
 
     assert taken(right, right) == "triton"
     with pytest.warns(

@@ -20,7 +20,9 @@ def paged_kernels(heads, key_heads, width, dtype):
     """
     from kernels import paged_attention_triton as kernels
 
-    tile, one, several = kernels.sizes(width, 4 if dtype == "fp32" else 2, heads // key_heads)
+    tile, one, several = kernels.choose_launch_sizes(
+        width, 4 if dtype == "fp32" else 2, heads // key_heads
+    )
     warps, stages = tile.pop("num_warps"), tile.pop("num_stages")
     some = {"K": key_heads, "REPEAT": heads // key_heads, "S": 256, "UPCAST": False, **tile}
     some["PRECISION"] = "tf32x3" if dtype == "fp32" else "ieee"
@@ -33,10 +35,24 @@ def paged_kernels(heads, key_heads, width, dtype):
     alone, few = kinds | {"out_ptr": f"*{dtype}"}, 32 if dtype == "fp32" else 16
     merge = {"D": width, "MOST": 64, "SOME": 8, "BLOCK": tile["BLOCK"]}
     return [
-        (kernels._own_kernel, some | {"BM": one, "PARTIAL": False}, warps, stages, alone, few),
-        (kernels._own_kernel, some | {"BM": one, "PARTIAL": True}, warps, stages, kinds, few),
         (
-            kernels._shared_kernel,
+            kernels._private_pages_kernel,
+            some | {"BM": one, "PARTIAL": False},
+            warps,
+            stages,
+            alone,
+            few,
+        ),
+        (
+            kernels._private_pages_kernel,
+            some | {"BM": one, "PARTIAL": True},
+            warps,
+            stages,
+            kinds,
+            few,
+        ),
+        (
+            kernels._shared_pages_kernel,
             some | {"BM": several, "HEADS": triton.next_power_of_2(heads // key_heads)},
             warps,
             stages,

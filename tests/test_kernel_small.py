@@ -35,7 +35,7 @@ def test_attention_never_goes_through_cudnn():
     """
     from helpers import make_worker
 
-    from rl.models.load import load_model
+    from rl.models.model_loading import load_model
     from rl.sampler import make_decoder
 
     for start in (make_worker, lambda: make_decoder(load_model("tiny:addition", seed=0).model)):
@@ -52,7 +52,7 @@ def test_logprobs_of_several_tokens_without_logits(softcap, frozen):
     """
     from test_kernel_tripwire import Tripwire
 
-    from kernels import soft_logprob
+    from kernels import topk_target_logprob
 
     g = torch.Generator().manual_seed(0)
     T, D, V, K = 40, 12, 30_000, 5
@@ -71,7 +71,9 @@ def test_logprobs_of_several_tokens_without_logits(softcap, frozen):
     truth.backward(upstream)
     ours = [t.float().requires_grad_(not frozen or t is x) for t in (x, w, bias)]
     with Tripwire() as wire:
-        logp, entropy = soft_logprob(ours[0], ours[1], y, ours[2], 0.7, softcap, saved_bytes=0)
+        logp, entropy = topk_target_logprob(
+            ours[0], ours[1], y, ours[2], 0.7, softcap, saved_bytes=0
+        )
         found = torch.cat([logp, entropy[:, None]], 1)
         found.backward(upstream.float())
     assert wire.largest < T * V
@@ -85,13 +87,16 @@ def test_logprobs_of_several_tokens_without_logits(softcap, frozen):
 @pytest.mark.parametrize("wrong", [-100, -1, 50])
 def test_a_target_outside_the_vocabulary_is_named_in_every_column(column, wrong):
     """Those behind the first of K were read from wherever they pointed to."""
-    from kernels import soft_logprob
+    from kernels import topk_target_logprob
 
     targets = torch.randint(0, 50, (6, 4))
     targets[3, column] = wrong
     with pytest.raises(ValueError, match=rf"target\[3, {column}\] is {wrong}, outside \[0, 50\)"):
-        soft_logprob(torch.randn(6, 8), torch.randn(50, 8), targets)
-    assert soft_logprob(torch.randn(0, 8), torch.randn(50, 8), targets[:0])[0].shape == (0, 4)
+        topk_target_logprob(torch.randn(6, 8), torch.randn(50, 8), targets)
+    assert topk_target_logprob(torch.randn(0, 8), torch.randn(50, 8), targets[:0])[0].shape == (
+        0,
+        4,
+    )
 
 
 def test_the_setting_reaches_the_head(monkeypatch):
@@ -120,12 +125,12 @@ def test_logprobs_from_logits_on_a_gpu_are_the_plain_ones(entropy):
     """What a head that cannot be fused goes through on CUDA, here by its torch path: values and
     gradients.
     """
-    from rl.learner.logprobs import kernel_logprobs, plain_logprobs
+    from rl.learner.logprob_head import compute_logprobs, compute_logprobs_with_kernel
 
     g = torch.Generator().manual_seed(0)
     targets, found = torch.randint(0, 50, (9,), generator=g), []
     logits, upstream = 3 * torch.randn(9, 50, generator=g), torch.randn(2, 9, generator=g)
-    for way in (kernel_logprobs, plain_logprobs):
+    for way in (compute_logprobs_with_kernel, compute_logprobs):
         leaf = logits.clone().requires_grad_()
         logp, ent = way(leaf, targets, 0.7, entropy)
         torch.autograd.backward((logp, ent), tuple(upstream)) if entropy else logp.backward(
@@ -140,7 +145,7 @@ def test_a_branch_that_fails_or_differs_is_not_taken(monkeypatch):
     """The check's answer, by trials that agree, differ by more than rounding, raise, and give NaN."""
     from contextlib import nullcontext
 
-    from kernels.device_checks import branches_agree
+    from kernels.device_checks import check_kernels_agree
 
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -157,14 +162,14 @@ def test_a_branch_that_fails_or_differs_is_not_taken(monkeypatch):
 
         return trial
 
-    assert branches_agree(giving(1.001), 0, torch.bfloat16)
+    assert check_kernels_agree(giving(1.001), 0, torch.bfloat16)
     for trial in (giving(1.1), giving(float("nan"))):
         with pytest.warns(UserWarning, match="gives other numbers than the older kernel"):
-            assert not branches_agree(trial, 0, torch.bfloat16)
+            assert not check_kernels_agree(trial, 0, torch.bfloat16)
     for kind in (RuntimeError, AttributeError, TypeError):
         with pytest.warns(
             UserWarning,
             match=r"does not run on this GPU, using the older kernel "
             rf"\({kind.__name__}: PassManager::run failed\)",
         ):
-            assert not branches_agree(raising(kind), 0, torch.bfloat16)
+            assert not check_kernels_agree(raising(kind), 0, torch.bfloat16)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from interpreting import INTERPRETED, run_interpreted
 
-from kernels import step
+from kernels import decode_ops
 
 pytest.importorskip("triton", reason="triton is not installed")
 ROUNDING = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 3e-2}
@@ -23,13 +23,13 @@ test_the_step_in_the_interpreter.__test__ = not INTERPRETED  # type: ignore[attr
 
 def ways():
     if not INTERPRETED:
-        return step
+        return decode_ops
     from interpreting import patch_once
 
-    from kernels import step_triton
+    from kernels import decode_ops_triton
 
     patch_once()
-    return step_triton
+    return decode_ops_triton
 
 
 def cases(count: int = 100):
@@ -53,7 +53,7 @@ def test_residual_and_norm():
         given = None if rng.random() < 0.2 else x
         total = residual.double() if given is None else residual.double() + x.double()
         exact = total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-        close(ways().residual_rms(given, residual, weight, 1e-5), exact, dtype)
+        close(ways().fused_add_rms_norm(given, residual, weight, 1e-5), exact, dtype)
         close(residual, total, dtype)
 
 
@@ -90,7 +90,7 @@ def test_rotation_and_cache():
         a, b = qk.chunk(2, dim=-1)
         c, s = cos[position][:, None], sin[position][:, None]
         turned = torch.cat([a * c - b * s, b * c + a * s], -1)
-        found = ways().rope_append(qkv, norm, 1e-5, rope, position, kv, page, place, heads)
+        found = ways().rope_to_cache(qkv, norm, 1e-5, rope, position, kv, page, place, heads)
         close(found, turned[:, :heads], dtype)
         close(kv[0, page, place], turned[:, heads:], dtype)
         assert torch.equal(kv[1, page, place], v.to(dtype))

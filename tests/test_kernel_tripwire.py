@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import linear_logprob
-from kernels.common import Head
-from kernels.linear_logprob_torch import Coefficients
-from kernels.tiles import SPECIAL
+from kernels.common import HeadConfig
+from kernels.linear_logprob_torch import GradientCoefficients
+from kernels.tile_config import HOPPER_TILES
 
 T, D, V = 1024, 32, 65536
 CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -129,24 +129,26 @@ def launches(monkeypatch):
     monkeypatch.setattr(launch, "_dlogits_kernel", Counter(log, dlogits_flops))
     for name in ("_combine_kernel", "_align_kernel", "_saved_dlogits_kernel"):
         monkeypatch.setattr(launch, name, Counter(log, lambda args, options: 0))
-    from kernels import operands
-    from kernels.tiles import Device, tiles_for
+    from kernels import matmul_operands
+    from kernels.tile_config import GpuInfo, select_tile_sizes
 
     # pointers: descriptors look at addresses
-    monkeypatch.setattr(operands, "device_of", lambda tensor: Device(80))
-    monkeypatch.setattr(launch, "device_of", lambda tensor: Device(80))
-    monkeypatch.setattr(launch, "tiles_for", lambda D, dtype, device: tiles_for(D, dtype))
+    monkeypatch.setattr(matmul_operands, "get_gpu_info", lambda tensor: GpuInfo(80))
+    monkeypatch.setattr(launch, "get_gpu_info", lambda tensor: GpuInfo(80))
+    monkeypatch.setattr(
+        launch, "select_tile_sizes", lambda D, dtype, device: select_tile_sizes(D, dtype)
+    )
     return launch, log
 
 
 def fake_run(launch, log, tokens, vocab, frozen=False, saved=False, hidden=896):
-    head = Head()
+    head = HeadConfig()
     with FakeTensorMode(), Tripwire() as wire:
         x = torch.empty(tokens, hidden, device="cuda", dtype=torch.bfloat16)
         w = torch.empty(vocab, hidden, device="cuda", dtype=torch.bfloat16)
         y = torch.empty(tokens, device="cuda", dtype=torch.int64)
         row = torch.empty(tokens, device="cuda")
-        co = Coefficients(row, row, None)
+        co = GradientCoefficients(row, row, None)
         wire.largest = 0
         if saved:
             kept = torch.empty(tokens, vocab, device="cuda", dtype=torch.bfloat16)
@@ -212,7 +214,7 @@ def test_every_thread_that_launches_gives_descriptors_their_memory(launches, mon
 
     for name in ("_forward_ws_kernel", "_dlogits_ws_kernel"):
         monkeypatch.setattr(launch, name, Asking())
-    monkeypatch.setattr(launch, "special_tiles", lambda x: SPECIAL)
+    monkeypatch.setattr(launch, "select_hopper_tiles", lambda x: HOPPER_TILES)
 
     def run():
         with FakeTensorMode():
@@ -222,18 +224,18 @@ def test_every_thread_that_launches_gives_descriptors_their_memory(launches, mon
                 torch.empty(512, device="cuda"),
             )
             if where == "forward":
-                launch.forward(x, w, y, None, Head(), expected=False)
+                launch.forward(x, w, y, None, HeadConfig(), expected=False)
             else:
-                co = Coefficients(row, row, None)
+                co = GradientCoefficients(row, row, None)
                 launch.backward(
-                    x, w, y, None, Head(), co, row, need_x=True, need_w=True, need_bias=False
+                    x, w, y, None, HeadConfig(), co, row, need_x=True, need_w=True, need_bias=False
                 )
 
     run()  # here, and then in a thread that has seen nothing of it
     here = len(asked)
     with ThreadPoolExecutor(1) as other:
         other.submit(run).result()
-    assert here > 0 and len(asked) == 2 * here and set(asked) == {launch._scratch}
+    assert here > 0 and len(asked) == 2 * here and set(asked) == {launch._allocate_scratch}
 
 
 def test_fake_cuda_extra_memory_is_flat_in_v(launches):
@@ -286,7 +288,7 @@ def peak_bytes(launch, tokens, vocab, hidden, frozen):
         y = torch.empty(tokens, device="cuda", dtype=torch.int64)
         row = torch.empty(tokens, device="cuda")
         with Peak(x, w, y, row) as forward:
-            launch.forward(x, w, y, None, Head(), expected=frozen)
+            launch.forward(x, w, y, None, HeadConfig(), expected=frozen)
         if frozen:
             return forward.peak
         with Peak(x, w, y, row) as backward:
@@ -295,8 +297,8 @@ def peak_bytes(launch, tokens, vocab, hidden, frozen):
                 w,
                 y,
                 None,
-                Head(),
-                Coefficients(row, row, None),
+                HeadConfig(),
+                GradientCoefficients(row, row, None),
                 row,
                 need_x=True,
                 need_w=True,
@@ -327,11 +329,11 @@ SIZES = [
 @pytest.mark.parametrize(("tokens", "D", "V"), SIZES)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_memory_plan_counts_what_the_kernels_hold(launches, tokens, D, V, frozen):
-    from kernels import head_bytes
+    from kernels import estimate_workspace_bytes
 
     launch, _ = launches
     held = peak_bytes(launch, tokens, V, D, frozen)
-    assert 0.9 * held <= head_bytes(tokens, D, V, 2, frozen=frozen) <= 1.15 * held
+    assert 0.9 * held <= estimate_workspace_bytes(tokens, D, V, 2, frozen=frozen) <= 1.15 * held
 
 
 @pytest.mark.parametrize(
@@ -342,13 +344,15 @@ def test_operands_rows_are_what_copies_and_loads_take_for_aligned(monkeypatch, c
     """16 bytes for the copy engine; multiples of 16 elements where Triton has to know it of a
     stride.
     """
-    operands = pytest.importorskip("kernels.operands", reason="triton is not installed")
-    from kernels.tiles import Device
+    matmul_operands = pytest.importorskip(
+        "kernels.matmul_operands", reason="triton is not installed"
+    )
+    from kernels.tile_config import GpuInfo
 
-    monkeypatch.setattr(operands, "device_of", lambda tensor: Device(capability))
+    monkeypatch.setattr(matmul_operands, "get_gpu_info", lambda tensor: GpuInfo(capability))
     for width, whole in widths.items():
         x = torch.randn(5, width).bfloat16()
-        found = operands.operand(x)
+        found = matmul_operands.align_operand(x)
         assert (
             found.shape == (5, whole)
             and torch.equal(found[:, :width], x)
@@ -380,22 +384,22 @@ def test_every_row_of_scores_begins_at_16_elements(launches, monkeypatch):
     ):
         monkeypatch.setattr(launch, name, Stores(at))
     head = sys.modules["kernels.linear_logprob"]
-    monkeypatch.setattr(head, "triton_works", lambda tensor: True)
+    monkeypatch.setattr(head, "can_run_triton", lambda tensor: True)
     with FakeTensorMode():
         x, w = (torch.empty(n, 896, device="cuda", dtype=torch.bfloat16) for n in (512, 50_257))
         y, row = torch.empty(512, device="cuda", dtype=torch.int64), torch.empty(512, device="cuda")
         co, need = (
-            Coefficients(row, row, None),
+            GradientCoefficients(row, row, None),
             {"need_x": True, "need_w": True, "need_bias": False},
         )
-        launch.forward(x, w, y, None, Head(), expected=True)
-        launch.backward(x, w, y, None, Head(), co, row, **need)
-        kept = head._kept(x, 50_257, "saved")
+        launch.forward(x, w, y, None, HeadConfig(), expected=True)
+        launch.backward(x, w, y, None, HeadConfig(), co, row, **need)
+        kept = head._empty_saved_tensors(x, 50_257, "saved")
         assert kept[0].shape == (512, 50_257)
-        launch.saved_forward(x, w, y, None, Head(), *kept, entropy=True)
+        launch.saved_forward(x, w, y, None, HeadConfig(), *kept, entropy=True)
         for whole in (False, True):
             launch.saved_backward(
-                x, w, y, None, Head(), co, row, *kept, row, None, whole=whole, **need
+                x, w, y, None, HeadConfig(), co, row, *kept, row, None, whole=whole, **need
             )
     assert len(strides) > 30 and not [stride for stride in strides if stride % 16]
 
@@ -407,19 +411,21 @@ def test_the_memory_plan_counts_what_is_kept(launches, monkeypatch, tokens, D, V
     """[T, V] and its exponents; the backward from them holds no more beside them than the one that
     computes scores again, and where all of its own [T, V] may be there at once, that.
     """
-    from kernels import head_bytes, kept_bytes
+    from kernels import estimate_saved_bytes, estimate_workspace_bytes
 
     launch, _ = launches
     head = sys.modules["kernels.linear_logprob"]
-    monkeypatch.setattr(head, "triton_works", lambda tensor: True)
+    monkeypatch.setattr(head, "can_run_triton", lambda tensor: True)
     with FakeTensorMode():
         x, w = (
             torch.empty(tokens, D, device="cuda", dtype=dtype),
             torch.empty(V, D, device="cuda", dtype=dtype),
         )
-        kept = head._kept(x, V, "whole" if whole else "saved")
+        kept = head._empty_saved_tensors(x, V, "whole" if whole else "saved")
         scores, size = tokens * V * x.element_size(), sum(tensor.nbytes for tensor in kept)
-        assert size <= kept_bytes(tokens, V, x.element_size(), 2 * scores - 1) <= 1.02 * size
+        assert (
+            size <= estimate_saved_bytes(tokens, V, x.element_size(), 2 * scores - 1) <= 1.02 * size
+        )
         y, row = (
             torch.empty(tokens, device="cuda", dtype=torch.int64),
             torch.empty(tokens, device="cuda"),
@@ -430,8 +436,8 @@ def test_the_memory_plan_counts_what_is_kept(launches, monkeypatch, tokens, D, V
                 w,
                 y,
                 None,
-                Head(),
-                Coefficients(row, row, None),
+                HeadConfig(),
+                GradientCoefficients(row, row, None),
                 row,
                 *kept,
                 row,
@@ -441,15 +447,16 @@ def test_the_memory_plan_counts_what_is_kept(launches, monkeypatch, tokens, D, V
                 need_bias=False,
                 whole=whole,
             )
-    beside = head_bytes(tokens, D, V, x.element_size())
+    beside = estimate_workspace_bytes(tokens, D, V, x.element_size())
     held = wire.peak - w.nbytes
     assert held <= 1.15 * beside + scores * whole
     if whole:
         assert (
             scores <= held
-            and size + held <= kept_bytes(tokens, V, x.element_size(), 2 * scores) + 1.15 * beside
+            and size + held
+            <= estimate_saved_bytes(tokens, V, x.element_size(), 2 * scores) + 1.15 * beside
         )
-    assert kept_bytes(tokens, V, x.element_size(), scores - 1) == 0
+    assert estimate_saved_bytes(tokens, V, x.element_size(), scores - 1) == 0
 
 
 def test_few_rows_fill_the_gpu(launches):

@@ -5,7 +5,7 @@ between the turns of an episode.
 import numpy as np
 import pytest
 
-from rl.credit import penalised
+from rl.algorithms import apply_kl_penalty
 from rl.types import Datum, ModelInput
 
 
@@ -42,7 +42,7 @@ def test_observations_between_actions_discount_nothing(discount):
     mean = np.concatenate(
         [charge[mask] for charge, mask in zip(charges, masks, strict=True)]
     ).mean()
-    found, _ = penalised(datums, references, 0.3, discount)
+    found, _ = apply_kl_penalty(datums, references, 0.3, discount)
     for datum, charge, mask in zip(found, charges, masks, strict=True):
         expected = np.where(mask, 0.25 + 0.3 * (mean - charge), 0.0)
         np.testing.assert_allclose(datum.loss_fn_inputs["advantages"].array, expected, atol=1e-6)

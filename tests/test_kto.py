@@ -11,12 +11,12 @@ import pytest
 from helpers import ADAM
 
 from rl import ServiceClient
-from rl.episodes import supervised_datum
-from rl.methods import Models, Progress
-from rl.methods.kto import Kto, KtoSettings
-from rl.methods.steps import with_fields
+from rl.algorithms import Models, Progress
+from rl.algorithms.kto import Kto, KtoSettings
+from rl.algorithms.update import add_loss_inputs
+from rl.config import LoopSettings, OptimSettings
 from rl.renderers import get_renderer
-from rl.settings import LoopSettings, OptimSettings
+from rl.rollout import supervised_datum
 from rl.types import Datum, Problem
 
 ANSWERS = ["3", "11", "7", "105"]
@@ -70,7 +70,7 @@ def test_z_is_of_other_prompts_answers_and_never_below_zero(sign, pairs, tmp_pat
             sign * (1 + 5 * (i % 2)) * d.loss_fn_inputs["weights"].array for i, d in enumerate(own)
         ]
         policy.forward_backward(
-            [with_fields(d, weights=w) for d, w in zip(own, weights, strict=True)],
+            [add_loss_inputs(d, weights=w) for d, w in zip(own, weights, strict=True)],
             "cross_entropy",
             divisor=len(own),
         )
@@ -97,5 +97,5 @@ def test_z_is_of_other_prompts_answers_and_never_below_zero(sign, pairs, tmp_pat
             policy, {"reference": SimpleNamespace(logprobs=lambda datums: logprobs(frozen, datums))}
         )
         method = Kto(settings)
-        metrics = method.learn(models, method.datums(rows, renderer, models, 0), Progress(0, 1))
+        metrics = method.update(models, method.datums(rows, renderer, models, 0), Progress(0, 1))
         assert metrics["optim/kl_ref_k1"] == pytest.approx(max(0.0, expected), abs=1e-5)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from bench.tiny_models import tiny_model
-from rl.layers import cut_, describe, shallow
-from rl.learner.probe import find_faults
-from rl.models import load
+from rl.layers import describe_layers, truncate_layers_, truncated_layers
+from rl.learner.layout_probe import find_layout_faults
+from rl.models import model_loading
 
 FULL, SLIDING = ("full",) * 4, ("sliding",) * 4
 # By hand, from the published architectures: kinds of the layers, positions, (experts, experts a
@@ -44,15 +44,15 @@ KNOWN = {
 def test_what_is_read_is_what_the_architecture_is(name):
     changes = {"sliding_window": None} if name in ("mixtral", "qwen3_moe") else {}
     model = tiny_model(name, **changes)
-    found, (kinds, positions, experts) = describe(model), KNOWN[name]
+    found, (kinds, positions, experts) = describe_layers(model), KNOWN[name]
     assert (found.kinds, found.positions) == (kinds, positions)
     assert (
         found.experts is None
         if experts is None
         else ((found.experts.count, found.experts.per_token, len(found.experts.blocks)) == experts)
     )
-    assert found.states == any(kind not in ("full", "sliding", "chunked") for kind in kinds)
-    assert found.keeping_keys == sum(
+    assert found.has_state == any(kind not in ("full", "sliding", "chunked") for kind in kinds)
+    assert found.num_kv_layers == sum(
         "full" in kind or kind in ("sliding", "chunked") for kind in kinds
     )
     assert found.takes_positions == (name not in ("bloom", "mpt", "mamba2"))
@@ -61,11 +61,11 @@ def test_what_is_read_is_what_the_architecture_is(name):
 def test_experts_are_counted_in_numbers():
     model = tiny_model("qwen3_moe", sliding_window=None)
     # layers, experts, gate and up, down
-    assert describe(model).experts.parameters == 4 * 4 * (2 * 24 * 32 + 32 * 24)
+    assert describe_layers(model).experts.num_parameters == 4 * 4 * (2 * 24 * 32 + 32 * 24)
 
 
 def depth(model) -> int:
-    return cut_(copy.deepcopy(model))
+    return truncate_layers_(copy.deepcopy(model))
 
 
 def test_the_first_layers_of_every_make_stand_for_all():
@@ -95,14 +95,14 @@ def test_the_model_is_whole_again_afterwards():
     layers, ids = model.model.layers, torch.arange(9)[None]
     with torch.no_grad():
         before = model(input_ids=ids).logits
-        with shallow(model):
+        with truncated_layers(model):
             assert not torch.equal(model(input_ids=ids).logits, before)
         assert model.model.layers is layers and torch.equal(model(input_ids=ids).logits, before)
 
 
 @pytest.mark.parametrize("at", [0, 9])
 def test_a_fault_in_one_late_layer_is_seen(at):
-    model = load._prepared(tiny_model("llama", num_hidden_layers=10))
+    model = model_loading._disable_randomness(tiny_model("llama", num_hidden_layers=10))
     attention = model.model.layers[at].self_attn
     forward = attention.forward
 
@@ -111,4 +111,4 @@ def test_a_fault_in_one_late_layer_is_seen(at):
         return out + 1e-3 * out.mean(1, keepdim=True), *rest
 
     attention.forward = leaking
-    assert "to its right" in find_faults(model, ["padded"])["padded"]
+    assert "to its right" in find_layout_faults(model, ["padded"])["padded"]

@@ -8,13 +8,13 @@ import torch
 from helpers import call, make_worker
 from test_datums import turn
 
-from rl.episodes.episode import Trajectory, TrajectoryGroup
+from rl.algorithms.grpo import PolicyGradient
+from rl.algorithms.grpo_settings import GrpoSettings, PolicyGradientSettings, variant_settings
+from rl.algorithms.method_interface import Models, Progress
+from rl.algorithms.update import compute_divisor, split_into_substeps, weight_by_sequence
+from rl.config.sections import OptimSettings
 from rl.losses.losses import get_loss
-from rl.methods.base import Models, Progress
-from rl.methods.grpo import PolicyGradient
-from rl.methods.grpo_settings import GrpoSettings, PolicyGradientSettings, variant_settings
-from rl.methods.steps import divisor, substeps, weighted_by_sequence
-from rl.settings.tables import OptimSettings
+from rl.rollout.rollout_types import Trajectory, TrajectoryGroup
 from rl.types import Datum, ForwardBackwardOutput, ModelInput, OptimStepResponse, TensorData
 
 
@@ -63,7 +63,7 @@ def learn(policy, datums, *, optim=None, **given):
         policy_gradient=PolicyGradientSettings(**given),
         optim=optim or OptimSettings(learning_rate=1e-2),
     )
-    return PolicyGradient(settings).learn(Models(policy), datums, Progress(0, 1))
+    return PolicyGradient(settings).update(Models(policy), datums, Progress(0, 1))
 
 
 def datum(advantages):
@@ -135,7 +135,7 @@ def test_clip_bounds_are_those_of_the_settings(policy_gradient, ratio, advantage
     method = PolicyGradient(
         GrpoSettings(policy_gradient=policy_gradient, optim=OptimSettings(learning_rate=1e-2))
     )
-    metrics = method.learn(Models(policy), [drifted(policy, ratio, advantage)], Progress(0, 1))
+    metrics = method.update(Models(policy), [drifted(policy, ratio, advantage)], Progress(0, 1))
     assert (metrics["optim/grad_norm"] > 0) == learns and (
         metrics["optim/clip_frac"] == 0
     ) == learns
@@ -152,7 +152,7 @@ def credited(*, cut):
     first = Trajectory([turn([1, 2], [3], [-1.0]), second])
     members = [first, Trajectory([turn([1, 2], [4, 5], [-1.0] * 2)])]
     members[0].transitions[-1].reward = 1.0
-    return PolicyGradient(GrpoSettings()).credit(
+    return PolicyGradient(GrpoSettings()).compute_advantages(
         [TrajectoryGroup(members, [0.0] * 2, [{}] * 2)], None
     )
 
@@ -162,10 +162,10 @@ def weights_of(datums, normalise, parts=1):
     optimizer step's divisor.
     """
     if normalise == "sequence_means":
-        datums = weighted_by_sequence(datums)
+        datums = weight_by_sequence(datums)
     found = []
-    for part in substeps(datums, parts):
-        size = divisor(part, normalise, 10)
+    for part in split_into_substeps(datums, parts):
+        size = compute_divisor(part, normalise, 10)
         found += [
             a / size
             for d in part

@@ -15,11 +15,11 @@ from helpers import (
     relative_difference,
 )
 
-from rl.learner.logprobs import plain_logprobs
-from rl.learner.packing import choose_layout, collate, plan, unit_cost, units
+from rl.learner.logprob_head import compute_logprobs
+from rl.learner.packing import choose_layout, collate, make_units, plan_micro_batches, unit_cost
 from rl.losses.losses import get_loss
-from rl.models.load import load_model
-from rl.sampler.prompt_logprobs import PromptReader
+from rl.models.model_loading import load_model
+from rl.sampler.prompt_logprobs import PromptLogprobs
 from rl.types import AdamParams, Datum, LoraConfig, ModelInput
 
 LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo"]
@@ -206,9 +206,9 @@ def test_logprobs_over_a_large_vocabulary_are_exact_to_1e_5():
     logits = 4 * torch.randn(8, 151_665, generator=torch.Generator().manual_seed(0))
     targets = torch.arange(8) * 1000
     expected = torch.log_softmax(logits.double(), -1).gather(-1, targets[:, None])[:, 0]
-    assert (plain_logprobs(logits, targets, 1.0, False)[0] - expected).abs().max() < 1e-5
-    reader = PromptReader([0, *targets.tolist()])
-    reader.read(0, logits)
+    assert (compute_logprobs(logits, targets, 1.0, False)[0] - expected).abs().max() < 1e-5
+    reader = PromptLogprobs([0, *targets.tolist()])
+    reader.add_logits(0, logits)
     assert (torch.tensor(reader.logprobs[1:]) - expected).abs().max() < 1e-5
 
 
@@ -216,13 +216,13 @@ def test_logprobs_over_a_large_vocabulary_are_exact_to_1e_5():
 
 
 def test_plan_by_hand():
-    assert plan([3, 9, 4, 2], 10, "packed") == [[1], [2, 0, 3]]
+    assert plan_micro_batches([3, 9, 4, 2], 10, "packed") == [[1], [2, 0, 3]]
     # two rows of 4 are 8 positions, three would be 12
-    assert plan([3, 9, 4, 2], 10, "padded") == [[1], [2, 0], [3]]
+    assert plan_micro_batches([3, 9, 4, 2], 10, "padded") == [[1], [2, 0], [3]]
     # longer than the budget: alone
-    assert plan([50], 10, "packed") == plan([50], 10, "padded") == [[0]]
+    assert plan_micro_batches([50], 10, "packed") == plan_micro_batches([50], 10, "padded") == [[0]]
     with pytest.raises(ValueError, match="at least 1"):
-        plan([1], 0, "packed")
+        plan_micro_batches([1], 0, "packed")
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
@@ -230,7 +230,7 @@ def test_plan_by_hand():
 def test_property_a_plan_holds_every_datum_once_within_its_budget(layout, seed):
     rng = np.random.default_rng(seed)
     lengths, budget = rng.integers(1, 60, 40).tolist(), int(rng.integers(1, 200))
-    batches = plan(lengths, budget, layout)
+    batches = plan_micro_batches(lengths, budget, layout)
     assert sorted(i for batch in batches for i in batch) == list(range(40))
     for batch in batches:
         cost = (
@@ -270,7 +270,7 @@ def test_shared_prompts_by_hand():
         Datum(ModelInput.from_ints(t), {"target_tokens": t, "mask": m})
         for t, m in zip(answers, masks, strict=True)
     ]
-    together = units(datums, "shared", 100)
+    together = make_units(datums, "shared", 100)
     assert together == [[0, 1], [2]] and [unit_cost(datums, unit) for unit in together] == [
         2 + 1 + 2,
         1,
@@ -296,7 +296,9 @@ def test_a_unit_does_not_outgrow_the_budget():
         )
         for _ in range(4)
     ]
-    assert units(datums, "shared", 6) == [[0, 1], [2, 3]] and units(datums, "shared", 3) == [
+    assert make_units(datums, "shared", 6) == [[0, 1], [2, 3]] and make_units(
+        datums, "shared", 3
+    ) == [
         [0],
         [1],
         [2],
@@ -325,7 +327,7 @@ def test_a_sliding_window_is_not_given_a_mask_of_its_own(tmp_path):
     tiny_model("mistral", sliding_window=4).save_pretrained(tmp_path / "m")
     learner = make_worker(str(tmp_path / "m")).learners[0]
     assert learner.layouts == {"padded"} and all(
-        batch.attention_mask is None for batch in learner._my_batches(random_datums(8))
+        batch.attention_mask is None for batch in learner._local_micro_batches(random_datums(8))
     )
     with pytest.raises(ValueError, match="layout shared is not exact.*MistralForCausalLM"):
         make_worker(str(tmp_path / "m"), layout="shared")
@@ -343,7 +345,7 @@ def test_shared_prompts_on_other_architectures(name):
         tokens = prompt + rng.integers(0, 8, n).tolist()
         mask = np.concatenate([np.zeros(5), np.ones(n + 1)])
         datums.append(Datum(ModelInput.from_ints(tokens), {"target_tokens": tokens, "mask": mask}))
-    batch = collate(datums, units(datums, "shared", 100), "shared")
+    batch = collate(datums, make_units(datums, "shared", 100), "shared")
     out = model(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
@@ -420,7 +422,7 @@ def test_a_loss_that_is_not_finite_is_an_error_and_drops_the_gradient():
 
 def test_decode_cost_is_not_changed_by_gradient_checkpointing():
     """Checkpointing lives in the learner; the sampler keeps its cache (a known trap elsewhere)."""
-    from rl.sampler import Request
+    from rl.sampler import SamplingRequest
     from rl.types import SamplingParams
 
     fed = []
@@ -431,7 +433,11 @@ def test_decode_cost_is_not_changed_by_gradient_checkpointing():
             worker,
             "sample",
             1,
-            [Request(prompt=[3, 4], num_samples=2, params=SamplingParams(max_tokens=20, stop=[]))],
+            [
+                SamplingRequest(
+                    prompt=[3, 4], num_samples=2, params=SamplingParams(max_tokens=20, stop=[])
+                )
+            ],
         )
         fed.append(counters["fed_tokens"])
     assert fed == [2 * 19, 2 * 19]  # one token a row and step: nothing is recomputed

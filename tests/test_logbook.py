@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from rl.errors import RunFolderError, UserError
-from rl.jsonl import read_rows, write_atomically
-from rl.report import console, html
-from rl.report.logbook import Logbook, claim
+from rl.jsonl import read_jsonl, write_atomically
+from rl.reporting import console, rollout_html
+from rl.reporting.logbook import Logbook, claim_folder
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -37,8 +37,8 @@ def one_step(book: Logbook, step: int) -> None:
     norm = float("nan") if step == 3 else 0.1 * step
     book.log(step, {"stage": "grpo", "reward/total": math.sin(step) / 3, "optim/grad_norm": norm})
     if step % 2 == 0:
-        book.rollouts(step, [row(response=str(step))])
-        book.checkpoint(
+        book.write_rollouts(step, [row(response=str(step))])
+        book.add_checkpoint(
             {"name": f"step-{step}", "batch": step, "state_path": f"s/{step}", "sampler_path": None}
         )
 
@@ -55,11 +55,11 @@ def test_a_killed_and_resumed_run_leaves_the_files_of_an_undisturbed_one(
     for step in range(6):
         # killed here: never closed; the newest whole checkpoint is that of step 4
         one_step(first, step)
-    first.checkpoint({"name": "lost", "batch": 5, "state_path": "s/5", "sampler_path": None})
-    first.rollouts(5, [row(response="lost")])
+    first.add_checkpoint({"name": "lost", "batch": 5, "state_path": "s/5", "sampler_path": None})
+    first.write_rollouts(5, [row(response="lost")])
     with (broken / "metrics.jsonl").open("a") as file:
         file.write(torn)
-    first.rollouts(6, [row(response="never trained on")])
+    first.write_rollouts(6, [row(response="never trained on")])
     with Logbook(broken, resume_step=4) as second:
         assert [kept["batch"] for kept in second.checkpoints()] == [0, 2, 4]
         for step in range(5, 9):
@@ -91,14 +91,14 @@ def test_a_bad_line_in_the_middle_is_named(tmp_path: Path) -> None:
 def test_a_checkpoint_noted_twice_is_there_once(tmp_path: Path) -> None:
     book = Logbook(tmp_path)
     for path in ("a", "b"):
-        book.checkpoint({"name": "last", "batch": 3, "state_path": path, "sampler_path": None})
+        book.add_checkpoint({"name": "last", "batch": 3, "state_path": path, "sampler_path": None})
     assert book.checkpoints() == [
         {"name": "last", "batch": 3, "state_path": "b", "sampler_path": None}
     ]
     with pytest.raises(ValueError, match="needs"):
-        book.checkpoint({"name": "x"})
-    book.checkpoint({"name": "other", "batch": 4})
-    book.forget_checkpoint("last")
+        book.add_checkpoint({"name": "x"})
+    book.add_checkpoint({"name": "other", "batch": 4})
+    book.remove_checkpoint("last")
     assert [row["name"] for row in book.checkpoints()] == ["other"]
 
 
@@ -128,17 +128,17 @@ CONFIG: dict[str, Any] = {
 
 def test_a_folder_is_claimed_once(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "x"
-    assert claim(folder, CONFIG) is None
+    assert claim_folder(folder, CONFIG) is None
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(RunFolderError, match="--resume continues it, --overwrite deletes it"):
-        claim(folder, CONFIG)
+        claim_folder(folder, CONFIG)
     # the saved one, untouched
-    assert claim(folder, CONFIG | {"name": "other"}, resume=True) == CONFIG
+    assert claim_folder(folder, CONFIG | {"name": "other"}, resume=True) == CONFIG
     assert json.loads((folder / "config.json").read_text()) == CONFIG
-    assert claim(folder, CONFIG | {"name": "new"}, overwrite=True) is None
+    assert claim_folder(folder, CONFIG | {"name": "new"}, overwrite=True) is None
     assert [path.name for path in folder.iterdir()] == ["config.json"]
     with pytest.raises(RunFolderError, match="nothing to resume"):
-        claim(tmp_path / "nothing", CONFIG, resume=True)
+        claim_folder(tmp_path / "nothing", CONFIG, resume=True)
 
 
 def test_overwrite_deletes_runs_only(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_overwrite_deletes_runs_only(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_text("weights")
     for overwrite in (False, True):
         with pytest.raises(RunFolderError, match="holds no run"):
-            claim(tmp_path, CONFIG, overwrite=overwrite)
+            claim_folder(tmp_path, CONFIG, overwrite=overwrite)
     assert (tmp_path / "model.safetensors").read_text() == "weights"
 
 
@@ -243,7 +243,7 @@ def test_the_page_shows_each_answer_escaped_and_loads_nothing() -> None:
         row(tag="maths", problem=4, reward=None, advantage=None, group=1),
         row(tag="maths", problem=4, group=2),  # the same problem again, in a group of its own
     ]
-    page = Page(html.page(rows, title="run & step", step=7))
+    page = Page(rollout_html.render_page(rows, title="run & step", step=7))
     # two answers side by side, then single ones
     assert page.tags.count("section") == 3 and len(page.articles) == 4
     assert (
@@ -254,7 +254,7 @@ def test_the_page_shows_each_answer_escaped_and_loads_nothing() -> None:
     assert (
         "script" not in page.tags
         and page.loads == []
-        and "url(" not in html.page(rows, title="", step=0)
+        and "url(" not in rollout_html.render_page(rows, title="", step=0)
     )
     assert "reward n/a" in page.articles[2]
     # p = 0.999 is the band of what was expected (5), p = 0.0067 that of surprises (0); None was not
@@ -264,7 +264,7 @@ def test_the_page_shows_each_answer_escaped_and_loads_nothing() -> None:
 
 def test_the_page_says_what_it_leaves_out() -> None:
     rows = [row(problem=i, tokens=["x"] * 10, logprobs=[-1.0] * 10) for i in range(10)]
-    page = html.page(rows, title="", step=12, max_tokens=35)
+    page = rollout_html.render_page(rows, title="", step=12, max_tokens=35)
     assert len(Page(page).articles) == 3
     assert (
         "10 problems, 10 answers, mean reward 1; the first 3 problems are shown, all are in "
@@ -361,14 +361,14 @@ def test_a_terminal_gets_a_bar_and_boxes() -> None:
     [(0, "0:00"), (59.6, "1:00"), (125, "2:05"), (3725, "1:02:05"), (-1, "0:00")],
 )
 def test_durations(seconds: float, expected: str) -> None:
-    assert console.duration(seconds) == expected
+    assert console.format_duration(seconds) == expected
 
 
 @pytest.mark.parametrize(
     ("count", "expected"), [(7, "7"), (999.6, "1k"), (12345, "12.3k"), (4.512e6, "4.51M")]
 )
 def test_counts(count: float, expected: str) -> None:
-    assert console.compact(count) == expected
+    assert console.format_count(count) == expected
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def test_round_intervals(total: int, interval: int) -> None:
 def test_unfinished_lines_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}')
-    assert read_rows(path) == [{"a": 1}, {"a": 2}]  # whole, only its newline is missing
+    assert read_jsonl(path) == [{"a": 1}, {"a": 2}]  # whole, only its newline is missing
     path.write_text('{"a": 1}\n{"a": ')
-    assert read_rows(path) == [{"a": 1}]
-    assert read_rows(tmp_path / "absent.jsonl") == []
+    assert read_jsonl(path) == [{"a": 1}]
+    assert read_jsonl(tmp_path / "absent.jsonl") == []

@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
+from rl.algorithms import METHODS
+from rl.algorithms.method_interface import Models
+from rl.config import DataSettings, LoopSettings
 from rl.data.curriculum import Curriculum
 from rl.data.problem_set import ProblemSet
-from rl.methods import METHODS
-from rl.methods.base import Models
-from rl.report.console import Console
-from rl.report.logbook import Logbook
-from rl.run.keeper import Keeper
-from rl.run.stage import Stage
-from rl.settings import DataSettings, LoopSettings
+from rl.reporting.console import Console
+from rl.reporting.logbook import Logbook
+from rl.trainer.checkpoint_manager import CheckpointManager
+from rl.trainer.stage import Stage
 from rl.types import Problem
 
 
@@ -72,7 +72,7 @@ def stage_of(folder: Path, console: Console, logbook: Logbook, steps: int) -> St
         done=0,
         logbook=logbook,
         console=console,
-        keeper=Keeper(logbook),
+        checkpoints=CheckpointManager(logbook),
         stop_request=SimpleNamespace(exit_code=None),  # type: ignore[arg-type]
     )
 
@@ -154,4 +154,4 @@ def test_errors_that_differ_at_every_step_are_not_kept_nor_said_without_end(tmp_
                 ),  # type: ignore[arg-type]
                 SimpleNamespace(version=1),
             )  # type: ignore[arg-type]
-    assert len(warned) == 20 and len(stage.samples._said.kinds) == 20
+    assert len(warned) == 20 and len(stage.stage_sampler._warn_once.printed_kinds) == 20

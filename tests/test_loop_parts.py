@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 from test_controls import levelled
 
-from rl.episodes.rollout import Rollouts
-from rl.methods.grpo_settings import GrpoSettings
-from rl.methods.steps import adam_params
-from rl.run import evaluator, online, samples
-from rl.run.held_out import HeldOut
-from rl.run.stage import Stage
-from rl.settings.tables import LoopSettings, OptimSettings, SamplingSettings
+from rl.algorithms.grpo_settings import GrpoSettings
+from rl.algorithms.update import make_adam_params
+from rl.config.sections import LoopSettings, OptimSettings, SamplingSettings
+from rl.rollout.lockstep import RolloutBatch
+from rl.trainer import evaluator, online_loop, stage_sampling
+from rl.trainer.held_out_metrics import HeldOutMetrics
+from rl.trainer.stage import Stage
 
 SETTINGS = GrpoSettings(
     loop=LoopSettings(eval_every=2), sampling=SamplingSettings(max_tokens=4, temperature=0.8)
@@ -43,11 +43,13 @@ def bare_stage(
         done=0,
         logbook=None,
         console=None,
-        keeper=keeper,
+        checkpoints=keeper,
         stop_request=None,
     )
-    stage.samples.groups = lambda problems, size: [(problem, size) for problem in problems]
-    stage.samples.check = lambda result, sampler: None
+    stage.stage_sampler.build_groups = lambda problems, size: [
+        (problem, size) for problem in problems
+    ]
+    stage.stage_sampler.check_rollouts = lambda result, sampler: None
     for name, value in overridden.items():
         setattr(stage, name, value)
     return stage
@@ -61,19 +63,19 @@ def test_held_out_answers_are_always_drawn_with_the_same_streams(monkeypatch):
 
     def rollout(builders, sampler, params, *, seed, players):
         drawn.append((tuple(builders), params.temperature, seed))
-        return Rollouts([], [], {}, 0.0, 0.0)
+        return RolloutBatch([], [], {}, 0.0, 0.0)
 
     monkeypatch.setattr(evaluator, "rollout", rollout)
     stage = bare_stage()
     for done, version in ((0, 0), (7, 9), (40, 41)):
         stage.done = done
-        stage.evaluator.sampled(SimpleNamespace(version=version))
-        stage.evaluator.greedy(SimpleNamespace(version=version))
+        stage.evaluator.evaluate_sampled(SimpleNamespace(version=version))
+        stage.evaluator.evaluate_greedy(SimpleNamespace(version=version))
     assert (
         len(set(drawn)) == 2 and drawn[0][:2] == ((("a", 1), ("b", 1)), 0.8) and drawn[1][1] == 0.0
     )
     # another run's are other streams
-    bare_stage(seed=6).evaluator.sampled(SimpleNamespace(version=0))
+    bare_stage(seed=6).evaluator.evaluate_sampled(SimpleNamespace(version=0))
     assert drawn[-1] not in drawn[:-1] and drawn[-1][:2] == drawn[0][:2]
 
 
@@ -81,14 +83,14 @@ def test_training_samples_have_streams_of_their_own_at_each_batch(monkeypatch):
     """Neither those of another batch nor those that held-out answers are drawn with."""
     drawn = []
     monkeypatch.setattr(
-        samples,
+        stage_sampling,
         "rollout",
-        lambda *_, seed, players: drawn.append(seed) or Rollouts([], [], {}, 0, 0),
+        lambda *_, seed, players: drawn.append(seed) or RolloutBatch([], [], {}, 0, 0),
     )
     monkeypatch.setattr(
         evaluator,
         "rollout",
-        lambda *_, seed, players: drawn.append(seed) or Rollouts([], [], {}, 0, 0),
+        lambda *_, seed, players: drawn.append(seed) or RolloutBatch([], [], {}, 0, 0),
     )
     nothing = {
         name: lambda *_, **__: None for name in ("stop_if_late", "check", "end_batch", "end")
@@ -101,13 +103,15 @@ def test_training_samples_have_streams_of_their_own_at_each_batch(monkeypatch):
         fill=lambda rollouts, *_: rollouts,
         problems=SimpleNamespace(batch=lambda step, size, seed: []),
         progress=lambda batch: None,
-        method=SimpleNamespace(group_size=2, credit=lambda groups, models: [], learn=lambda *_: {}),
+        method=SimpleNamespace(
+            group_size=2, compute_advantages=lambda groups, models: [], update=lambda *_: {}
+        ),
     )
-    online.train_online(stage)
-    stage.evaluator.sampled(SimpleNamespace(version=0))
+    online_loop.train_online(stage)
+    stage.evaluator.evaluate_sampled(SimpleNamespace(version=0))
     assert len(drawn) == len(set(drawn)) == 5
     again = drawn.copy()
-    online.train_online(stage)
+    online_loop.train_online(stage)
     assert drawn[5:] == again[:4]
 
 
@@ -152,17 +156,17 @@ def test_what_a_stage_saves_is_where_it_goes_on(curriculum):
             {"curriculum_window": 3} if curriculum == "success" else {"curriculum_steps": (2, 4)}
         )
         problems = None if curriculum is None else levelled(curriculum=curriculum, **given)
-        models = SimpleNamespace(policy=None, learning={}, opponents=None)
+        models = SimpleNamespace(policy=None, trainable={}, opponents=None)
         return bare_stage(problems=problems, method=Notes(), keeper=keeper, models=models)
 
     first, second = fresh(), fresh()
     first.evaluator.held_out, first.method.method = (
-        HeldOut(0.25, 0.5, 0.3, 0.6, "reward", "loss", {"": (2.0, 1.0)}),
+        HeldOutMetrics(0.25, 0.5, 0.3, 0.6, "reward", "loss", {"": (2.0, 1.0)}),
         {"kl_coef": 0.7},
     )
     for success in (0.9, 0.9, 0.9, 0.9, 0.9):
         if curriculum:
-            first.problems.learn(success)
+            first.problems.record_success(success)
     first.save(17)
     state = keeper.saved
     assert (state["stage"], state["next_batch"], state["first_step"]) == (1, 17, 3)
@@ -175,7 +179,7 @@ def test_what_a_stage_saves_is_where_it_goes_on(curriculum):
             or curriculum == "steps"
         )
         for success in (0.9, 0.9):
-            first.problems.learn(success), second.problems.learn(success)
+            first.problems.record_success(success), second.problems.record_success(success)
         assert (
             second.problems.level == first.problems.level == (2 if curriculum == "success" else 0)
         )
@@ -191,7 +195,7 @@ def test_every_setting_of_adam_reaches_the_update():
         warmup_steps=4,
         schedule="linear",
     )
-    params = adam_params(optim, LoopSettings(steps=24), 14, 0.02)
+    params = make_adam_params(optim, LoopSettings(steps=24), 14, 0.02)
     assert (params.beta1, params.beta2, params.eps, params.weight_decay, params.grad_clip_norm) == (
         0.7,
         0.8,
@@ -200,7 +204,7 @@ def test_every_setting_of_adam_reaches_the_update():
         0.4,
     )
     assert params.learning_rate == pytest.approx(0.02 * (1 - 10 / 20))
-    assert adam_params(optim, LoopSettings(steps=24), 1, 0.02).learning_rate == pytest.approx(
+    assert make_adam_params(optim, LoopSettings(steps=24), 1, 0.02).learning_rate == pytest.approx(
         0.02 * 2 / 5
     )
 
@@ -222,7 +226,7 @@ def test_held_out_answers_have_the_temperature_asked_for():
             done=0,
             logbook=None,
             console=None,
-            keeper=None,
+            checkpoints=None,
             stop_request=None,
         )
         assert (stage.sampling_params.temperature, stage.eval_params.temperature) == (0.6, expected)

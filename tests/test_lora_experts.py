@@ -13,11 +13,11 @@ from torch.func import functional_call
 
 from bench.tiny_models import VOCAB, tiny_model
 from rl.errors import UserError
-from rl.learner import Learner, LearnerSettings, saving
-from rl.learner.spec import ModelSpec
+from rl.learner import Learner, LearnerSettings, learner_checkpoint
+from rl.learner.model_spec import ModelSpec
 from rl.losses import get_loss
-from rl.models import add_lora, load, load_model, merge
-from rl.sampler import Engine, Request, make_decoder
+from rl.models import add_lora, load_model, merge_adapter, model_loading
+from rl.sampler import Engine, SamplingRequest, make_decoder
 from rl.types import AdamParams, Datum, LoraConfig, ModelInput, SamplingParams
 
 RANK, ALPHA = 2, 3.0
@@ -86,7 +86,7 @@ def some(names, quick=QUICK):
 
 
 def base_of(name: str, **changes):
-    return load._prepared(tiny_model(name, **CHANGES.get(name, {}), **changes))
+    return model_loading._disable_randomness(tiny_model(name, **CHANGES.get(name, {}), **changes))
 
 
 def adapted(base, moved: bool = True, **parts):
@@ -101,7 +101,7 @@ def adapted(base, moved: bool = True, **parts):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = add_lora(
-            load.LoadedModel(copy.deepcopy(base), None, "tiny", ()),
+            model_loading.LoadedModel(copy.deepcopy(base), None, "tiny", ()),
             LoraConfig(RANK, 0, alpha=ALPHA, **asked),
         ).model
     generator = torch.Generator().manual_seed(1)
@@ -201,7 +201,7 @@ def test_every_stack_of_experts_has_an_adapter_that_is_seen_and_merges(name):
     }
     assert {names[id(p)] for p, *_ in pairs(model)} == stacks and len(stacks) > 1
     with torch.no_grad():
-        before, merged = forward(base), forward(merge(copy.deepcopy(model)))
+        before, merged = forward(base), forward(merge_adapter(copy.deepcopy(model)))
     logits = forward(model)
     assert float((logits.detach() - before).abs().max()) > 1e-2
     torch.testing.assert_close(logits, merged, atol=2e-5, rtol=1e-4)
@@ -266,21 +266,28 @@ def test_it_is_sampled_with_saved_read_by_plain_peft_and_gone_on_with(name, tmp_
 
     learner = made()
     updates(learner, range(2))
-    saving.save_state(
-        learner, spec, tmp_path / "state", [torch.get_rng_state()], saving.Words({}), None
+    learner_checkpoint.save_learner_state(
+        learner,
+        spec,
+        tmp_path / "state",
+        [torch.get_rng_state()],
+        learner_checkpoint.SaveMetadata({}),
+        None,
     )
     updates(learner, range(2, 4))
-    saving.save_for_sampler(
-        learner, spec, tmp_path / "adapter", False, None, False, saving.Words({})
+    learner_checkpoint.save_sampler_weights(
+        learner, spec, tmp_path / "adapter", False, None, False, learner_checkpoint.SaveMetadata({})
     )
 
     other = made()
-    saving.load_state(other, tmp_path / "state", True, 0)
+    learner_checkpoint.load_learner_state(other, tmp_path / "state", True, 0)
     updates(other, range(2, 4))
     for key, parameter in learner.trainable.items():
         assert torch.equal(parameter, other.trainable[key]), key  # to the bit
 
-    plain = load._prepared(type(base_of(name)).from_pretrained(str(tmp_path / "base")))
+    plain = model_loading._disable_randomness(
+        type(base_of(name)).from_pretrained(str(tmp_path / "base"))
+    )
     with torch.no_grad():
         before = forward(plain)
         reread = PeftModel.from_pretrained(plain, str(tmp_path / "adapter")).eval()
@@ -288,12 +295,12 @@ def test_it_is_sampled_with_saved_read_by_plain_peft_and_gone_on_with(name, tmp_
     assert float((found - own).abs().max()) < 1e-5 < 1e-2 < float((found - before).abs().max())
 
     decoder = make_decoder(made().model)  # as it was made, then told what was learnt
-    decoder.load_(learner.weights())
+    decoder.load_(learner.iter_weights())
     engine = Engine(decoder, eos_token_ids=(2,), max_rows=3)
     prompts = [[5, 9, 4, 7, 11], [6, 3]]
     for i, prompt in enumerate(prompts):
         engine.add(
-            Request(
+            SamplingRequest(
                 prompt=prompt,
                 num_samples=3,
                 params=SamplingParams(max_tokens=8, temperature=0.7),
@@ -352,10 +359,10 @@ def test_the_share_without_an_adapter_is_that_of_the_routers():
     routers = sum(size for n, size in sizes.items() if n.endswith("mlp.gate.weight")) / sum(
         sizes.values()
     )
-    loaded = load.LoadedModel(base, None, "tiny", ())
+    loaded = model_loading.LoadedModel(base, None, "tiny", ())
     with pytest.warns(UserWarning, match="--train-experts adds adapters to them"):
-        add_lora(load.LoadedModel(copy.deepcopy(base), None, "tiny", ()), LoraConfig(RANK))
+        add_lora(model_loading.LoadedModel(copy.deepcopy(base), None, "tiny", ()), LoraConfig(RANK))
     assert routers < 0.02
-    assert add_lora(loaded, LoraConfig(RANK, train_experts=True)).unadapted == pytest.approx(
+    assert add_lora(loaded, LoraConfig(RANK, train_experts=True)).unadapted_share == pytest.approx(
         routers
     )

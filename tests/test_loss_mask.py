@@ -10,7 +10,7 @@ from helpers import gradient, make_worker, random_datums, relative_difference
 from rl.losses.losses import LOSSES, get_loss
 from rl.types import Datum
 
-POLICY = [name for name, spec in LOSSES.items() if spec.fused is not None]
+POLICY = [name for name, spec in LOSSES.items() if spec.fused_function is not None]
 CU = [0, 4, 5, 11]
 CLIPPED = ("ppo", "cispo", "gspo")
 
@@ -79,7 +79,7 @@ def test_the_mask_decides_what_is_trained_and_counted(name, mask_name, form):
         spec, dtype = get_loss(name), torch.float64 if form == "plain" else torch.float32
         leaf = logp.to(dtype).requires_grad_(True)
         fields = {field: value.to(dtype) for field, value in inputs.items()}
-        value, metrics = (spec.fn if form == "plain" else spec.fused)(
+        value, metrics = (spec.fn if form == "plain" else spec.fused_function)(
             leaf, torch.zeros(11), fields, torch.tensor(CU), {}
         )
         (found,) = torch.autograd.grad(value, leaf)
@@ -106,7 +106,7 @@ def test_what_stands_outside_the_mask_changes_nothing(name, form):
             leaf[out] = float("nan")
         leaf.requires_grad_(True)
         spec = get_loss(name)
-        value, metrics = (spec.fn if form == "plain" else spec.fused)(
+        value, metrics = (spec.fn if form == "plain" else spec.fused_function)(
             leaf, torch.zeros(11), fields, torch.tensor(CU), {}
         )
         results.append((value, torch.autograd.grad(value, leaf)[0], metrics))

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
+from rl.losses.loss_terms import KL_KINDS, estimate_kl, value_loss
 from rl.losses.losses import LOSSES, get_loss
-from rl.losses.terms import KL_KINDS, kl_estimate, value_loss
 
 CU = torch.tensor([0, 3, 3, 8])  # one datum is empty
 MASK = torch.tensor([0.0, 1, 1, 1, 0, 0, 1, 1], dtype=torch.float64)
@@ -92,7 +92,7 @@ def test_the_fused_and_plain_forms_are_the_formula_sequence_by_sequence(name, se
     truth = torch.autograd.grad(expected, leaf)[0]
     spoiled = inputs | {"logprobs": torch.where(MASK == 0, float("nan"), inputs["logprobs"])}
     found = []
-    for function in (get_loss(name).fn, get_loss(name).fused):
+    for function in (get_loss(name).fn, get_loss(name).fused_function):
         value, metrics = function(leaf, torch.zeros(8), spoiled, CU, config)
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(torch.autograd.grad(value, leaf)[0], truth, rtol=1e-5, atol=1e-6)
@@ -145,7 +145,7 @@ def test_expected_gradient_of_each_kl_estimator_by_enumeration(kind):
     truth = torch.autograd.grad(
         forward_kl if kind == "k3_pathwise" else reverse_kl, logits, retain_graph=True
     )[0]
-    expected = (logp.detach().exp() * kl_estimate(logp, ref, kind)).sum()
+    expected = (logp.detach().exp() * estimate_kl(logp, ref, kind)).sum()
     found = torch.autograd.grad(expected, logits)[0]
     torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
     assert (truth.abs() > 0.05).any()
@@ -197,7 +197,7 @@ def test_the_kl_term_over_stale_samples_is_deepseeks_unbiased_estimate():
         atol=1e-12,
     )
     now = bare | {"logprobs": logp.detach()}
-    unweighted = (MASK * kl_estimate(logp, ref, "k3")).sum()
+    unweighted = (MASK * estimate_kl(logp, ref, "k3")).sum()
     loss = compute("ppo", logp, now, config)[0]
     assert loss.item() == pytest.approx(unweighted.item(), rel=1e-12)
     torch.testing.assert_close(

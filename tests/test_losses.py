@@ -12,9 +12,9 @@ import pytest
 import torch
 from helpers import call, make_worker, random_datums
 
-from kernels.policy_kinds import KINDS
+from kernels.policy_loss_kinds import KINDS
+from rl.algorithms.update import add_loss_inputs, has_gradient
 from rl.losses.losses import LOSSES, LossSpec, get_loss
-from rl.methods.steps import has_signal, with_fields
 
 CU = torch.tensor([0, 3, 6])
 RL_LOSSES = ["importance_sampling", "ppo", "cispo"]
@@ -203,7 +203,7 @@ def test_the_fused_form_has_the_same_value_gradient_and_metrics(name, seed, case
     if case == "nan where masked":
         inputs["logprobs"][inputs["advantages"] == 0] = float("nan")
     results = []
-    for function in (spec.fn, spec.fused):
+    for function in (spec.fn, spec.fused_function):
         leaf = logp.clone().requires_grad_(True)
         value, metrics = function(leaf, torch.zeros(6), inputs, CU, config)
         results.append(
@@ -221,9 +221,10 @@ GPU = torch.device("cuda")
 def test_a_loss_has_a_kernel_where_its_entry_names_one(name):
     spec = LOSSES[name]
     assert spec.fused_kind is None or spec.fused_kind in KINDS
-    assert (spec.on(GPU, fused=True) is spec.fn) == (spec.fused_kind is None)
+    assert (spec.select_function(GPU, fused=True) is spec.fn) == (spec.fused_kind is None)
     assert (
-        spec.on(GPU, fused=False) is spec.fn and spec.on(torch.device("cpu"), fused=True) is spec.fn
+        spec.select_function(GPU, fused=False) is spec.fn
+        and spec.select_function(torch.device("cpu"), fused=True) is spec.fn
     )
 
 
@@ -271,14 +272,14 @@ def test_a_loss_without_a_kernel_is_one_entry_and_runs_where_a_gpu_would_choose_
         soft_gate,
         ("target_tokens", "advantages", "logprobs"),
         needs_advantages=True,
-        as_sampled=True,
+        at_sampling_temperature=True,
         terms=True,
-        masked=True,
+        needs_mask=True,
     )
     monkeypatch.setitem(LOSSES, "soft_gate", spec)
-    choose = LossSpec.on
+    choose = LossSpec.select_function
     monkeypatch.setattr(
-        LossSpec, "on", lambda self, device, *, fused: choose(self, GPU, fused=True)
+        LossSpec, "select_function", lambda self, device, *, fused: choose(self, GPU, fused=True)
     )
     datums = random_datums(3)
     worker = make_worker()
@@ -304,13 +305,15 @@ def test_a_loss_without_a_kernel_is_one_entry_and_runs_where_a_gpu_would_choose_
         )
     assert metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
     assert any(p.grad is not None and p.grad.any() for p in worker.learners[0].trainable.values())
-    assert not has_signal(
-        [with_fields(d, advantages=np.zeros(d.model_input.length)) for d in datums], "soft_gate", {}
+    assert not has_gradient(
+        [add_loss_inputs(d, advantages=np.zeros(d.model_input.length)) for d in datums],
+        "soft_gate",
+        {},
     )
-    assert has_signal(datums, "soft_gate", {})
+    assert has_gradient(datums, "soft_gate", {})
     unknown = replace(spec, fused_kind="soft_gate")  # what every entry was taken to have
     with pytest.raises(ValueError, match="soft_gate"):
-        unknown.on(GPU, fused=True)(
+        unknown.select_function(GPU, fused=True)(
             torch.zeros(2),
             torch.zeros(2),
             {"advantages": torch.ones(2), "mask": torch.ones(2)},

@@ -9,26 +9,26 @@ import numpy as np
 import pytest
 from sampler_models import one_thread, random_prompts, tiny_model  # noqa: F401
 
-from rl.memory import Launch, given, pool_pages, step
-from rl.memory.step import rows_let_in, sampled_at_once
-from rl.methods import METHODS
+from rl.algorithms import METHODS
+from rl.config import read_run
+from rl.config.sections import RunSettings
+from rl.memory_plan import LaunchShape, count_pool_pages, shapes, step_shapes
+from rl.memory_plan.step_shapes import compute_concurrent_rows, count_admitted_rows
 from rl.models import load_model
-from rl.run.plan_needs import _in_pages, needs_of
 from rl.sampler import (
-    PAGE,
+    BLOCK_SIZE,
+    MultiStepEngine,
     PagedEngine,
-    Request,
-    SteppedEngine,
+    SamplingRequest,
+    choose_pool_size,
     make_decoder,
-    pages_at_most,
-    pool_size,
+    max_blocks,
 )
-from rl.settings import read
-from rl.settings.tables import RunSettings
+from rl.trainer.memory_requirements import _uses_paged_cache, compute_stage_needs
 from rl.types import SamplingParams
 
 REPO = Path(__file__).resolve().parent.parent
-HERE, GPU = Launch(cuda=False, bf16=False), Launch(cuda=True, bf16=True)
+HERE, GPU = LaunchShape(cuda=False, bf16=False), LaunchShape(cuda=True, bf16=True)
 LINE = [
     "grpo",
     "--dataset",
@@ -43,13 +43,13 @@ LINE = [
 
 
 def asked(*words):
-    return read([*LINE, *words], METHODS, REPO / "recipes" / "addition.yaml", RunSettings)
+    return read_run([*LINE, *words], METHODS, REPO / "recipes" / "addition.yaml", RunSettings)
 
 
 def cache_of(launch, *words, prompt=20):
     return next(
         item.sample
-        for item in needs_of(asked(*words), launch, prompt)[0].plan.items
+        for item in compute_stage_needs(asked(*words), launch, prompt)[0].plan.items
         if item.name == "KV cache"
     )
 
@@ -82,13 +82,15 @@ def test_the_rows_of_a_step_are_those_that_the_engine_lets_in(monkeypatch):
         for i, tokens in enumerate(random_prompts([prompt] * groups)):
             params = SamplingParams(max_tokens=answer, stop=[])
             engine.add(
-                Request(prompt=[i, *tokens[1:]], num_samples=group, problem=i, params=params)
+                SamplingRequest(
+                    prompt=[i, *tokens[1:]], num_samples=group, problem=i, params=params
+                )
             )
         engine.step()
-        monkeypatch.setattr(step, "PAGE", page)
+        monkeypatch.setattr(step_shapes, "BLOCK_SIZE", page)
         lengths = {"groups": groups, "group": group, "prompt": prompt, "answer": answer}
         limits = {"kv_cache_tokens": engine.kv_cache_tokens, "max_rows": most, "world": 1}
-        assert sampled_at_once(**lengths, **limits, paged=True) == (
+        assert compute_concurrent_rows(**lengths, **limits, paged=True) == (
             len(engine._prompts),
             len(engine._rows),
         )
@@ -100,7 +102,7 @@ def test_rows_let_in_by_hand():
     """Prompts of 2 pages, groups of 3: 5 pages a group. 12 hold two groups, and a third's prompt
     without a row; 13 its first.
     """
-    assert [rows_let_in(pages, 2, 3) for pages in (1, 2, 3, 4, 5, 10, 12, 13, 14, 15)] == [
+    assert [count_admitted_rows(pages, 2, 3) for pages in (1, 2, 3, 4, 5, 10, 12, 13, 14, 15)] == [
         1,
         1,
         1,
@@ -129,19 +131,19 @@ def test_requests_never_hold_more_pages_than_were_counted_for_them():
             (int(rng.integers(1, 20)), int(rng.integers(1, 5)), int(rng.integers(1, 20)))
             for _ in range(int(rng.integers(1, 6)))
         ]
-        need = pages_at_most(asked, page, most)
+        need = max_blocks(asked, page, most)
         engine = PagedEngine(decoder, kv_cache_tokens=need * page, max_rows=most, page=page)
         for i, (prompt, count, answer) in enumerate(asked):
             tokens, params = (
                 random_prompts([prompt], seed=i)[0],
                 SamplingParams(max_tokens=answer, stop=[]),
             )
-            engine.add(Request(prompt=tokens, num_samples=count, problem=i, params=params))
+            engine.add(SamplingRequest(prompt=tokens, num_samples=count, problem=i, params=params))
         least = need
         while engine.busy:
             engine.step()
-            least = min(least, engine._state.tables.pool.free)
-        assert engine.evictions == 0
+            least = min(least, engine._state.block_manager.pool.num_free)
+        assert engine.preemptions == 0
         tight += least <= 0.4 * need
     assert tight > 10  # not so large that it says nothing
 
@@ -150,11 +152,18 @@ def test_pages_of_requests_by_hand():
     """Pages of 4. A prompt of 10 with 3 answers of 6: 2 full pages once; each row 4 pages less 2; a
     prompt waits with 3.
     """
-    assert pages_at_most([(10, 3, 6)], 4, 8) == 2 + 3 * 2 + 3
-    assert pages_at_most([(10, 3, 6)], 4, 2) == 2 + 2 * 2 + 3
-    assert pages_at_most([(10, 3, 6), (3, 1, 1)], 4, 8) == 2 + 3 * 2 + 1 + 3
-    assert pages_at_most([], 4, 8) == 1
-    assert [pool_size(100, need) for need in (None, 1, 5, 64, 65, 1000)] == [100, 1, 5, 64, 72, 100]
+    assert max_blocks([(10, 3, 6)], 4, 8) == 2 + 3 * 2 + 3
+    assert max_blocks([(10, 3, 6)], 4, 2) == 2 + 2 * 2 + 3
+    assert max_blocks([(10, 3, 6), (3, 1, 1)], 4, 8) == 2 + 3 * 2 + 1 + 3
+    assert max_blocks([], 4, 8) == 1
+    assert [choose_pool_size(100, need) for need in (None, 1, 5, 64, 65, 1000)] == [
+        100,
+        1,
+        5,
+        64,
+        72,
+        100,
+    ]
 
 
 @pytest.mark.parametrize("tokens", [256, 1000, 5000])
@@ -166,7 +175,7 @@ def test_the_pool_is_counted_as_the_engine_takes_it(tokens):
     words = ["--base-model", "tiny:addition", "--kv-cache-tokens", str(tokens), "--eval-limit", "2"]
     paged = [*words, "--sampler-cache", "paged"]
     for more, sizes in (([], [(20, 4, 24)] * 8), (["--rollout-mode", "async"], None)):
-        engine = SteppedEngine(decoder, kv_cache_tokens=tokens, sizes=sizes)
+        engine = MultiStepEngine(decoder, kv_cache_tokens=tokens, sizes=sizes)
         counted = cache_of(HERE, *paged, *more)
         assert counted == sum(kv.nbytes for kv in engine._state.kv)
         assert cache_of(HERE, *words, *more) < counted  # a plain cache follows what is drawn
@@ -176,19 +185,19 @@ def test_the_pool_is_counted_as_the_engine_takes_it(tokens):
 def test_a_larger_call_has_a_larger_pool_up_to_the_budget():
     limits = {"prompt": 300, "answer": 500, "max_rows": 1024, "world": 2, "streams": False}
     found = [
-        pool_pages(groups=n, group=8, kv_cache_tokens=262_144, **limits)
+        count_pool_pages(groups=n, group=8, kv_cache_tokens=262_144, **limits)
         for n in (1, 4, 16, 64, 256)
     ]
     assert (
         found == [28, 52, 208, 832, 1024]
-        and pages_at_most([(300, 8, 500)], PAGE, 1024) == 1 + 8 * 3 + 2
+        and max_blocks([(300, 8, 500)], BLOCK_SIZE, 1024) == 1 + 8 * 3 + 2
     )
 
 
 def test_where_the_engine_keeps_no_pages_none_are_counted():
     """As `make_engine` and `engine_of` choose."""
     stage = asked("--base-model", "tiny:addition").stages[0].settings
-    shape = given.ModelShape(
+    shape = shapes.ModelShape(
         name="x",
         parameters=1,
         trainable=1,
@@ -207,11 +216,11 @@ def test_where_the_engine_keeps_no_pages_none_are_counted():
         windowed=False,
     )
     sampling, model = stage.sampling, stage.model
-    assert _in_pages(sampling, model, shape, GPU, 1) and not _in_pages(
+    assert _uses_paged_cache(sampling, model, shape, GPU, 1) and not _uses_paged_cache(
         sampling, model, shape, HERE, 1
     )
-    assert not _in_pages(replace(sampling, sampler_cache="plain"), model, shape, GPU, 1)
-    assert not _in_pages(replace(sampling, sampler="hf"), model, shape, GPU, 1)
-    assert not _in_pages(sampling, replace(model, router_replay=True), shape, GPU, 1)
-    assert not _in_pages(sampling, model, replace(shape, fast=False), GPU, 1)
-    assert not _in_pages(sampling, model, shape, GPU, 2)
+    assert not _uses_paged_cache(replace(sampling, sampler_cache="plain"), model, shape, GPU, 1)
+    assert not _uses_paged_cache(replace(sampling, sampler="hf"), model, shape, GPU, 1)
+    assert not _uses_paged_cache(sampling, replace(model, router_replay=True), shape, GPU, 1)
+    assert not _uses_paged_cache(sampling, model, replace(shape, fast=False), GPU, 1)
+    assert not _uses_paged_cache(sampling, model, shape, GPU, 2)

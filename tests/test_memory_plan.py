@@ -12,18 +12,18 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from rl.memory.given import Held, Launch, MicroBatch, ModelShape, Work
-from rl.memory.plan import Plan, plan
-from rl.memory.step import micro_batch, sampled_at_once
-from rl.memory.storages import Storages
-from rl.memory.trace import HEAD_BLOCKS, Arithmetic, Skeleton
-from rl.methods import METHODS
-from rl.run.plan_changes import remedies, shown, together
-from rl.run.plan_needs import launch_of, needs_of
-from rl.run.plan_page import _launch_words
-from rl.settings.cli import read
-from rl.settings.run_plan import Run
-from rl.settings.tables import RunSettings
+from rl.algorithms import METHODS
+from rl.config.cli import read_run
+from rl.config.run_config import RunConfig
+from rl.config.sections import RunSettings
+from rl.memory_plan.activations import StorageTracker
+from rl.memory_plan.byte_counts import MemoryPlan, plan_memory
+from rl.memory_plan.shapes import LaunchShape, MicroBatch, MicroBatchMemory, ModelShape, StepWork
+from rl.memory_plan.step_shapes import compute_concurrent_rows, largest_micro_batch
+from rl.memory_plan.tracing import HEAD_BLOCKS, ComputeConfig, ModelSkeleton
+from rl.trainer.memory_requirements import compute_stage_needs, resolve_launch
+from rl.trainer.memory_savings import find_combination, find_savings, select_listed
+from rl.trainer.memory_table import _describe_launch
 from rl.types import LoraConfig
 
 REPO = Path(__file__).resolve().parent.parent
@@ -78,11 +78,11 @@ def folder_of(model: dict, path: Path) -> str:
     return str(path)
 
 
-def planned(folder: str, s: dict, zero: int | None, fsdp: bool) -> Plan:
+def planned(folder: str, s: dict, zero: int | None, fsdp: bool) -> MemoryPlan:
     lora = LoraConfig(s["lora_rank"]) if s["lora_rank"] else None
-    skeleton = Skeleton(folder, None, lora)
+    skeleton = ModelSkeleton(folder, None, lora)
     length = s["prompt"] + s["answer"]
-    batch = micro_batch(
+    batch = largest_micro_batch(
         groups=s["datums"],
         group=1,
         prompt=s["prompt"],
@@ -93,17 +93,17 @@ def planned(folder: str, s: dict, zero: int | None, fsdp: bool) -> Plan:
         hidden=s["hidden_size"],
     )
     assert batch.rows * length == s["budget"]
-    how = Arithmetic(
+    how = ComputeConfig(
         fused=s["fused"],
         checkpointing=s["checkpointing"],
         keeps_gradients=zero is None and not fsdp,
     )
-    work = Work(batch=batch, samples=True, prompts=s["groups"] // s["world"], prompt=s["prompt"],
+    work = StepWork(batch=batch, samples=True, prompts=s["groups"] // s["world"], prompt=s["prompt"],
                 rows=s["groups"] * s["group"] // s["world"], answer=s["answer"])  # fmt: skip
-    launch = Launch(
-        cuda=False, bf16=False, world=s["world"], per_node=s["world"], zero=zero, fsdp=fsdp
+    launch = LaunchShape(
+        cuda=False, bf16=False, world=s["world"], per_node=s["world"], zero_stage=zero, fsdp=fsdp
     )
-    return plan(skeleton.shape, skeleton.held(batch, how), launch, work)
+    return plan_memory(skeleton.shape, skeleton.measure_micro_batch(batch, how), launch, work)
 
 
 def measured(folder: str, s: dict, out: Path, config: str | None) -> list[int]:
@@ -178,17 +178,17 @@ SHAPE = ModelShape(
     fast=True,
     windowed=False,
 )
-WORKING = Work(batch=MicroBatch(1, 8, 8), samples=True, prompts=3, prompt=10, rows=6, answer=5)
+WORKING = StepWork(batch=MicroBatch(1, 8, 8), samples=True, prompts=3, prompt=10, rows=6, answer=5)
 
 
-def items(launch: Launch, shape: ModelShape = SHAPE) -> dict[str, tuple[float, float, float]]:
-    found = plan(shape, Held(), launch, WORKING)
+def items(launch: LaunchShape, shape: ModelShape = SHAPE) -> dict[str, tuple[float, float, float]]:
+    found = plan_memory(shape, MicroBatchMemory(), launch, WORKING)
     return {item.name.split(" ")[0]: (item.sample, item.train, item.update) for item in found.items}
 
 
 def test_bytes_of_each_launch_by_hand():
     million = 1_000_000.0
-    alone = items(Launch(cuda=True, bf16=True))
+    alone = items(LaunchShape(cuda=True, bf16=True))
     assert alone["weights"] == (4 * million,) * 3
     assert alone["optimizer"] == (8 * million,) * 3
     assert alone["gradients"] == (0, 4 * million, 4 * million)
@@ -196,59 +196,72 @@ def test_bytes_of_each_launch_by_hand():
     # bf16: prompts once, and all but the last token of each answer
     assert alone["KV"] == (16 * 2 * (3 * 10 + 6 * 4), 0, 0)
     assert alone["temporary"] == (0, 0, 0)
-    ddp = items(Launch(cuda=True, bf16=True, world=4))
+    ddp = items(LaunchShape(cuda=True, bf16=True, world=4))
     # DDP's buckets, and all gradients end to end
     assert ddp["temporary"] == (4 * million, 4 * million, 8 * million)
-    zero2 = items(Launch(cuda=True, bf16=True, world=4, zero=2))
+    zero2 = items(LaunchShape(cuda=True, bf16=True, world=4, zero_stage=2))
     assert zero2["weights"] == (2 * million,) * 3
     assert zero2["optimizer"] == (3 * million,) * 3  # 8 and an fp32 copy of 4, a quarter of them
     assert zero2["gradients"] == (0, million, million)
     assert zero2["sampler's"] == (2 * million,) * 3  # never sharded
-    zero3 = items(Launch(cuda=True, bf16=True, world=4, zero=3))
+    zero3 = items(LaunchShape(cuda=True, bf16=True, world=4, zero_stage=3))
     assert zero3["weights"] == (million / 2,) * 3
     assert zero3["gradients"] == (million,) * 3
     # the bucket; all weights gathered; gradients to send
     assert zero3["temporary"] == (2e9, 2e9 + 2 * million, 2e9 + 6 * million)
-    offload = items(Launch(cuda=True, bf16=True, world=4, zero=3, offload=True))
+    offload = items(LaunchShape(cuda=True, bf16=True, world=4, zero_stage=3, offload=True))
     assert offload["optimizer"] == offload["gradients"] == (0, 0, 0)
-    fsdp = items(Launch(cuda=True, bf16=True, world=4, fsdp=True), replace(SHAPE, layer=300_000))
+    fsdp = items(
+        LaunchShape(cuda=True, bf16=True, world=4, fsdp=True), replace(SHAPE, layer=300_000)
+    )
     # fp32, a quarter
     assert fsdp["weights"] == (million,) * 3 and fsdp["optimizer"] == (2 * million,) * 3
     assert fsdp["gradients"] == (0, million, million)
     # in bf16 what is outside of the two layers and both layers; the larger's gradients once more in
     # fp32, to be summed
     assert fsdp["temporary"] == (0, 2 * (400_000 + 600_000) + 4 * 400_000, 0)
-    cpu = items(Launch(cuda=False, bf16=False))
+    cpu = items(LaunchShape(cuda=False, bf16=False))
     assert cpu["sampler's"] == (4 * million,) * 3 and cpu["CUDA"] == (0, 0, 0)
 
 
 def test_a_low_base_and_an_optimizer_of_8_bit_by_hand():
     shape = replace(SHAPE, trainable=100_000, adapters=100_000, matrices=800_000, linears=500_000)
-    one = Launch(cuda=True, bf16=True)
+    one = LaunchShape(cuda=True, bf16=True)
     weights = {
-        base: items(replace(one, base=base), shape)["weights"][0]
+        base: items(replace(one, base_dtype=base), shape)["weights"][0]
         for base in ("fp32", "bf16", "4bit")
     }
     assert weights["fp32"] == 4e6 and weights["bf16"] == 4e6 - 2 * 8e5
     # QLoRA's figure: 0.127 bits a parameter for the scales
     assert weights["4bit"] == pytest.approx(4e6 - 2 * 8e5 - 5e5 * (2 - (4 + 0.127) / 8), rel=1e-5)
     assert (
-        items(Launch(cuda=True, bf16=True, world=4, fsdp=True, base="bf16"), shape)["weights"][0]
+        items(LaunchShape(cuda=True, bf16=True, world=4, fsdp=True, base_dtype="bf16"), shape)[
+            "weights"
+        ][0]
         == weights["bf16"] / 4
     )
     # all of it
-    assert items(Launch(cuda=True, bf16=True, zero=1, base="bf16"), shape)["weights"][0] == 2e6
+    assert (
+        items(LaunchShape(cuda=True, bf16=True, zero_stage=1, base_dtype="bf16"), shape)["weights"][
+            0
+        ]
+        == 2e6
+    )
     assert items(replace(one, optimizer="adamw_8bit"), shape)["optimizer"][0] == 1e5 * (2 + 8 / 256)
-    paged = plan(shape, Held(), replace(one, optimizer="paged_adamw_8bit"), WORKING)
+    paged = plan_memory(
+        shape, MicroBatchMemory(), replace(one, optimizer="paged_adamw_8bit"), WORKING
+    )
     assert not any(item.train for item in paged.items if item.name.startswith("optimizer"))
     assert dict(paged.host)["optimizer pages that do not fit on the GPU, at most"] == 1e5 * (
         2 + 8 / 256
     )
     reading = dict(
-        plan(
+        plan_memory(
             SHAPE,
-            Held(),
-            Launch(cuda=True, bf16=True, world=8, per_node=8, zero=3, in_parts=True),
+            MicroBatchMemory(),
+            LaunchShape(
+                cuda=True, bf16=True, world=8, per_node=8, zero_stage=3, loads_in_shards=True
+            ),
             WORKING,
         ).host
     )
@@ -259,10 +272,10 @@ def test_a_low_base_and_an_optimizer_of_8_bit_by_hand():
 
 def test_the_base_of_a_stage_is_what_its_settings_and_launch_make_it(tmp_path):
     folder = folder_of({**MODEL, "num_hidden_layers": 2}, tmp_path)
-    one = Launch(cuda=True, bf16=True)
+    one = LaunchShape(cuda=True, bf16=True)
 
-    def weights(*words: str, launch: Launch = one) -> float:
-        plan = needs_of(
+    def weights(*words: str, launch: LaunchShape = one) -> float:
+        plan = compute_stage_needs(
             asked(
                 "sft", "--dataset", "addition", "--base-model", folder, "--max-tokens", "8", *words
             ),
@@ -276,7 +289,7 @@ def test_the_base_of_a_stage_is_what_its_settings_and_launch_make_it(tmp_path):
     assert (
         0.5 < low / high < 0.55 and weights("--lora-rank", "4", "--base-dtype", "4bit") < 0.8 * low
     )
-    assert weights("--lora-rank", "4", launch=Launch(cuda=False, bf16=False)) == high
+    assert weights("--lora-rank", "4", launch=LaunchShape(cuda=False, bf16=False)) == high
 
 
 def test_a_smaller_cache_is_named_where_the_cache_does_not_fit(tmp_path):
@@ -302,16 +315,18 @@ def test_a_smaller_cache_is_named_where_the_cache_does_not_fit(tmp_path):
         "--lora-rank",
         "4",
     ]
-    launch, run = Launch(cuda=True, bf16=True), asked(*words)
-    whole = max(needs.plan.peak for needs in needs_of(run, launch, 512))
+    launch, run = LaunchShape(cuda=True, bf16=True), asked(*words)
+    whole = max(needs.plan.peak for needs in compute_stage_needs(run, launch, 512))
     cache = next(
-        item.sample for item in needs_of(run, launch, 512)[0].plan.items if item.name == "KV cache"
+        item.sample
+        for item in compute_stage_needs(run, launch, 512)[0].plan.items
+        if item.name == "KV cache"
     )
     assert cache > 0.7 * whole
     room = whole - 0.9 * cache  # a quarter of the cache is still too much
     (named,) = [
         change
-        for change in shown(remedies(run, launch, 512), room)
+        for change in select_listed(find_savings(run, launch, 512), room)
         if change.kind == "kv_cache_tokens"
     ]
     at = words.index("--kv-cache-tokens") + 1
@@ -320,46 +335,50 @@ def test_a_smaller_cache_is_named_where_the_cache_does_not_fit(tmp_path):
         for i in (1, 2, 3, 4, 5)
     }
     peaks = {
-        size: max(needs.plan.peak for needs in needs_of(one, launch, 512))
+        size: max(needs.plan.peak for needs in compute_stage_needs(one, launch, 512))
         for size, one in sizes.items()
     }
     largest = max(size for size, peak in peaks.items() if peak <= room)
     assert (
         peaks[1 << 21] > room
-        and named.words == f"--kv-cache-tokens {largest}"
+        and named.command == f"--kv-cache-tokens {largest}"
         and named.peak == peaks[largest] <= room
     )
-    changes = [change for change in remedies(run, launch, 512) if change.kind == "kv_cache_tokens"]
-    taken, peak = together(run, launch, 512, changes, room)
-    assert [change.words for change in taken] == [named.words] and peak <= room
+    changes = [
+        change for change in find_savings(run, launch, 512) if change.kind == "kv_cache_tokens"
+    ]
+    taken, peak = find_combination(run, launch, 512, changes, room)
+    assert [change.command for change in taken] == [named.command] and peak <= room
 
 
-def asked(*words: str) -> Run:
-    return read(words, METHODS, REPO / "recipes" / "addition.yaml", RunSettings)
+def asked(*words: str) -> RunConfig:
+    return read_run(words, METHODS, REPO / "recipes" / "addition.yaml", RunSettings)
 
 
 def test_layers_of_a_hybrid_that_carry_a_state_keep_no_keys():
     hybrid = replace(SHAPE, caching=1)
-    launch = Launch(cuda=True, bf16=True)
+    launch = LaunchShape(cuda=True, bf16=True)
     assert items(launch, hybrid)["KV"][0] == items(launch)["KV"][0] / 2
 
 
 def test_a_launch_under_fsdp_is_planned_as_one(monkeypatch):
     for name, value in {"ACCELERATE_USE_FSDP": "true", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    launch, _ = launch_of(asked("--plan-gpus", "8").options, "auto")
-    assert _launch_words(launch) == "8 processes, FSDP2, bf16"
-    assert not launch_of(asked("--plan-gpus", "8", "--plan-zero", "2").options, "auto")[0].fsdp
+    launch, _ = resolve_launch(asked("--plan-gpus", "8").options, "auto")
+    assert _describe_launch(launch) == "8 processes, FSDP2, bf16"
+    assert not resolve_launch(asked("--plan-gpus", "8", "--plan-zero", "2").options, "auto")[0].fsdp
 
 
 def test_a_critic_and_a_frozen_policy_are_counted():
     """With all weights a critic takes what the policy takes, a reference one more copy to sample
     from; under an adapter it takes none.
     """
-    launch = Launch(cuda=True, bf16=True, world=2, zero=2)
+    launch = LaunchShape(cuda=True, bf16=True, world=2, zero_stage=2)
     words = ["ppo", "--dataset", "addition", "--critic-model", "policy"]
     full, adapted, free = (
-        needs_of(asked(*words, "--lora-rank", rank, "--kl-coef", price), launch, 16)[0].plan
+        compute_stage_needs(asked(*words, "--lora-rank", rank, "--kl-coef", price), launch, 16)[
+            0
+        ].plan
         for rank, price in (("0", "0.1"), ("4", "0.1"), ("0", "0"))
     )
     sizes = {item.name.split(" ")[0]: item for item in full.items}
@@ -379,49 +398,55 @@ def test_a_critic_and_a_frozen_policy_are_counted():
 
 def test_micro_batches_and_samples_by_hand():
     step = {"groups": 4, "group": 8, "prompt": 100, "answer": 28, "hidden": 64}
-    assert micro_batch(**step, budget=1000, layout="padded", world=1) == MicroBatch(7, 128, 7 * 128)
+    assert largest_micro_batch(**step, budget=1000, layout="padded", world=1) == MicroBatch(
+        7, 128, 7 * 128
+    )
     # a rank's share
-    assert micro_batch(**step, budget=100_000, layout="padded", world=4) == MicroBatch(
+    assert largest_micro_batch(**step, budget=100_000, layout="padded", world=4) == MicroBatch(
         8, 128, 8 * 128
     )
-    assert micro_batch(**step, budget=1000, layout="shared", world=1) == MicroBatch(
+    assert largest_micro_batch(**step, budget=1000, layout="shared", world=1) == MicroBatch(
         3, 100 + 8 * 28, 3 * 8 * 128, masked=True
     )
     # the prompt once instead of eight times
-    assert micro_batch(**step, budget=1000, layout="auto", world=1).masked
-    assert not micro_batch(
+    assert largest_micro_batch(**step, budget=1000, layout="auto", world=1).masked
+    assert not largest_micro_batch(
         **{**step, "prompt": 1, "answer": 400}, budget=4000, layout="auto", world=1
     ).masked
     # a row has to be trained on somehow
-    assert micro_batch(**step, budget=10, layout="padded", world=1) == MicroBatch(1, 128, 128)
+    assert largest_micro_batch(**step, budget=10, layout="padded", world=1) == MicroBatch(
+        1, 128, 128
+    )
     drawn = {"groups": 64, "group": 8, "prompt": 100, "answer": 51, "world": 2}
-    assert sampled_at_once(**drawn, kv_cache_tokens=10**9, max_rows=1024) == (32, 256)
+    assert compute_concurrent_rows(**drawn, kv_cache_tokens=10**9, max_rows=1024) == (32, 256)
     # 100 + 8 x 50 tokens a group
-    assert sampled_at_once(**drawn, kv_cache_tokens=5000, max_rows=1024) == (10, 80)
-    assert sampled_at_once(**drawn, kv_cache_tokens=10**9, max_rows=20) == (3, 20)
+    assert compute_concurrent_rows(**drawn, kv_cache_tokens=5000, max_rows=1024) == (10, 80)
+    assert compute_concurrent_rows(**drawn, kv_cache_tokens=10**9, max_rows=20) == (3, 20)
 
 
 def test_the_trace_finds_what_is_known(tmp_path):
     """The plain head holds whole logits; checkpointing holds less; the weights' casts are 2 bytes
     of each matrix; no weight is made.
     """
-    skeleton = Skeleton(folder_of({**MODEL, "num_hidden_layers": 2}, tmp_path), None, None)
+    skeleton = ModelSkeleton(folder_of({**MODEL, "num_hidden_layers": 2}, tmp_path), None, None)
     assert (
         skeleton.shape.parameters
         == 16_000 * 512 + 2 * (512 * 64 * 4 * 8 + 3 * 512 * 1536 + 2 * 512 + 2 * 64) + 512
     )
     batch = MicroBatch(4, 64, 256)
-    plain, fused = (skeleton.held(batch, Arithmetic(fused=on)) for on in (False, True))
+    plain, fused = (
+        skeleton.measure_micro_batch(batch, ComputeConfig(fused=on)) for on in (False, True)
+    )
     one = 256 * 16_000 * 4
     assert plain.logits % one == 0 and 3 * one <= plain.logits <= 6 * one
     # at most what it keeps for the backward (below 64 MiB)
     assert fused.logits - HEAD_BLOCKS < one + 256 * 512 * 4 + 10_000
     large = MicroBatch(32, 64, 2048)
     assert (
-        skeleton.held(large, Arithmetic(checkpointing=True)).total
-        < 0.8 * skeleton.held(large, Arithmetic()).total
+        skeleton.measure_micro_batch(large, ComputeConfig(checkpointing=True)).total
+        < 0.8 * skeleton.measure_micro_batch(large, ComputeConfig()).total
     )
-    casts = skeleton.held(batch, Arithmetic(autocast=True)).casts
+    casts = skeleton.measure_micro_batch(batch, ComputeConfig(autocast=True)).casts
     # the layers' matrices; the head's cast is gone by then
     assert casts == 2 * 2 * (512 * 64 * 4 * 8 + 3 * 512 * 1536)
 
@@ -466,11 +491,11 @@ DEEP = {
     },
 }
 RUNS = {
-    "plain": Arithmetic(),
-    "autocast": Arithmetic(autocast=True, low_base=True),
-    "checkpointing": Arithmetic(autocast=True, checkpointing=True),
-    "whole logits": Arithmetic(fused=False),
-    "sharded": Arithmetic(dtype=torch.bfloat16, keeps_gradients=False),
+    "plain": ComputeConfig(),
+    "autocast": ComputeConfig(autocast=True, bf16_base=True),
+    "checkpointing": ComputeConfig(autocast=True, checkpointing=True),
+    "whole logits": ComputeConfig(fused=False),
+    "sharded": ComputeConfig(dtype=torch.bfloat16, keeps_gradients=False),
 }
 EACH = [
     ("qwen3", None, "plain"),
@@ -500,24 +525,30 @@ def test_a_deep_model_is_worked_out_from_short_ones(kind, rank, run, tmp_path):
     AutoConfig.for_model(kind, **DEEP[kind]).save_pretrained(tmp_path)
     lora = None if rank is None else LoraConfig(rank)
     skeleton, whole = (
-        Skeleton(str(tmp_path), None, lora),
-        Skeleton(str(tmp_path), None, lora, whole=True),
+        ModelSkeleton(str(tmp_path), None, lora),
+        ModelSkeleton(str(tmp_path), None, lora, all_layers=True),
     )
-    assert skeleton._two is not None and whole._two is None and skeleton._depth < whole._depth
+    assert (
+        skeleton._short_depths is not None
+        and whole._short_depths is None
+        and skeleton._depth < whole._depth
+    )
     assert skeleton.shape == whole.shape
     # torch runs a fake operation otherwise the first time: a tensor of 96 bytes less
-    skeleton.held(MicroBatch(1, 4, 3), RUNS[run])
+    skeleton.measure_micro_batch(MicroBatch(1, 4, 3), RUNS[run])
     for batch in (MicroBatch(1, 4, 3), MicroBatch(4, 64, 256)):
-        assert skeleton.held(batch, RUNS[run]) == whole.held(batch, RUNS[run]), batch
+        assert skeleton.measure_micro_batch(batch, RUNS[run]) == whole.measure_micro_batch(
+            batch, RUNS[run]
+        ), batch
 
 
 def test_layers_that_cannot_be_marked_are_worked_out_from_two_depths(tmp_path, monkeypatch):
     AutoConfig.for_model("gpt2", **DEEP["gpt2"]).save_pretrained(tmp_path)
-    skeleton, batch = Skeleton(str(tmp_path), None, None), MicroBatch(4, 64, 256)
-    skeleton.held(batch, RUNS["plain"])
-    marked = skeleton.held(batch, RUNS["plain"])
-    monkeypatch.setattr(Storages, "mark", lambda self, layers: None)
-    assert skeleton.held(batch, RUNS["plain"]) == marked
+    skeleton, batch = ModelSkeleton(str(tmp_path), None, None), MicroBatch(4, 64, 256)
+    skeleton.measure_micro_batch(batch, RUNS["plain"])
+    marked = skeleton.measure_micro_batch(batch, RUNS["plain"])
+    monkeypatch.setattr(StorageTracker, "mark_layers", lambda self, layers: None)
+    assert skeleton.measure_micro_batch(batch, RUNS["plain"]) == marked
 
 
 def train(*words: object, env: dict | None = None) -> subprocess.CompletedProcess:
@@ -599,13 +630,15 @@ def scaling(monkeypatch):
 
 
 def test_traffic_by_hand(scaling):
-    sent = scaling.payload(SHAPE, Launch(cuda=True, bf16=True, world=4, zero=3), micro_batches=3)
+    sent = scaling.payload(
+        SHAPE, LaunchShape(cuda=True, bf16=True, world=4, zero_stage=3), micro_batches=3
+    )
     assert sent == {"all_reduce": 0.0, "all_gather": 2e6 * (3 + 1), "reduce_scatter": 3 * 4e6}
     assert scaling.on_the_wire(sent, 4) == 0.75 * (8e6 + 12e6)
     assert (
         scaling.on_the_wire({"all_reduce": 4e6, "all_gather": 0.0, "reduce_scatter": 0.0}, 2) == 4e6
     )
-    assert sum(scaling.payload(SHAPE, Launch(cuda=True, bf16=True), 3).values()) == 0
+    assert sum(scaling.payload(SHAPE, LaunchShape(cuda=True, bf16=True), 3).values()) == 0
 
 
 def test_step_times_by_hand(scaling):

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from rl.environments import resolve_environment
+from rl.algorithms import METHODS
+from rl.config import DataSettings, RunSettings, SettingsError, parse_run
+from rl.config.cli import override_settings
+from rl.config.run_config import diff_configs
+from rl.envs import resolve_environment
 from rl.errors import UserError
-from rl.methods import METHODS
 from rl.rewards import resolve_reward
-from rl.run.held_out import HeldOut
-from rl.settings import DataSettings, RunSettings, SettingsError, parse
-from rl.settings.cli import override
-from rl.settings.run_plan import difference
+from rl.trainer.held_out_metrics import HeldOutMetrics
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "addition.yaml"
 
@@ -22,7 +22,7 @@ RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "addition.yaml"
     ("name", "says"),
     [
         ("Nope", "has no class Nope; its classes: Method"),
-        ("Method", "has no learn"),
+        ("Method", "has no update"),
         ("nofile.py:Method", "no such file"),
     ],
 )
@@ -31,7 +31,7 @@ def test_a_method_that_is_none(name, says, tmp_path, capsys):
     file.write_text("class Method:\n    pass\n")
     address = f"{tmp_path}/{name}" if ":" in name else f"{file}:{name}"
     with pytest.raises(SystemExit) as ended:
-        parse([address, "--steps", "2"], METHODS, RECIPE, options=RunSettings)
+        parse_run([address, "--steps", "2"], METHODS, RECIPE, options=RunSettings)
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert ended.value.code == 2 and says.split()[-1] in said and "Traceback" not in said, said
 
@@ -40,7 +40,7 @@ def test_what_a_file_imports_is_not_offered_as_its_own(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "from functools import partial\nfrom math import sqrt\nfrom pathlib import Path\n"
-        "from rl.environments import Environment, Match\n\n"
+        "from rl.envs import Environment, Game\n\n"
         "def good(prompt, response, meta):\n    return 1.0\n\nhalf = partial(good, meta=None)\n\n"
         "class Room(Environment):\n    pass\n"
     )
@@ -52,7 +52,7 @@ def test_what_a_file_imports_is_not_offered_as_its_own(tmp_path):
 
 def test_a_mistyped_flag_of_a_script_is_recognised():
     with pytest.raises(SettingsError) as error:
-        override(
+        override_settings(
             (DataSettings(dataset="addition"),),
             ["--limt", "5", "--evl-limit", "3"],
             {"limit": 1, "samples": 1},
@@ -76,15 +76,15 @@ def test_a_setting_that_was_left_out_is_said_to_be_not_set():
             {"name": "sft", "method": "sft", "settings": {"learning_rate": 1e-5, "top_p": 1.0}}
         ],
     }
-    assert [line.rpartition(": ")[2] for line in difference(was, now)] == [
+    assert [line.rpartition(": ")[2] for line in diff_configs(was, now)] == [
         "learning_rate (not set) -> 1e-05"
     ]
 
 
 def test_several_held_out_sets_are_told_each():
-    found = HeldOut()
+    found = HeldOutMetrics()
     for loss in (2.0, 1.0):
-        found.note_rows(
+        found.record_rows(
             "test/loss",
             {
                 "test/loss": loss,
@@ -94,8 +94,8 @@ def test_several_held_out_sets_are_told_each():
             },
         )
     assert found.headline == "loss" and found.rows == {"": (2.0, 1.0), "msgs": (3.0, 2.0)}
-    found = HeldOut()
-    found.note_rows(
+    found = HeldOutMetrics()
+    found.record_rows(
         "test/rewards/accuracies",
         {"test/rewards/accuracies": 0.5, "test/a/rewards/accuracies": 0.25},
     )
@@ -107,9 +107,9 @@ def test_several_held_out_sets_are_told_each():
 
 def test_held_out_figures_of_a_checkpoint_that_knew_one_of_them():
     was = {"before": 0.25, "what": "reward"}
-    assert HeldOut.of(was | {"rows": ("test/loss", 2.0, 1.0)}) == HeldOut(
+    assert HeldOutMetrics.from_state(was | {"rows": ("test/loss", 2.0, 1.0)}) == HeldOutMetrics(
         0.25, what="reward", headline="loss", rows={"": (2.0, 1.0)}
     )
-    assert HeldOut.of(was | {"rows": None}) == HeldOut(0.25, what="reward")
-    kept = HeldOut(0.25, headline="loss", rows={"msgs": (2.0, 1.0)})
-    assert HeldOut.of(vars(kept)) == kept
+    assert HeldOutMetrics.from_state(was | {"rows": None}) == HeldOutMetrics(0.25, what="reward")
+    kept = HeldOutMetrics(0.25, headline="loss", rows={"msgs": (2.0, 1.0)})
+    assert HeldOutMetrics.from_state(vars(kept)) == kept

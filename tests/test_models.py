@@ -12,7 +12,7 @@ from sampler_models import VOCAB, tiny_model
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from rl.errors import UserError
-from rl.models.load import load_model, load_skeleton
+from rl.models.model_loading import load_model, load_skeleton
 from rl.types import LoraConfig
 
 

@@ -9,24 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from rl.methods import METHODS
-from rl.run.execute import execute
-from rl.settings.cli import parse
-from rl.settings.tables import RunSettings
+from rl.algorithms import METHODS
+from rl.config.cli import parse_run
+from rl.config.sections import RunSettings
+from rl.trainer.execute import execute
 
 REPO = Path(__file__).resolve().parent.parent
 SMALL = "--steps 1 --batch-size 4 --save-every 0 --eval-limit 4"
 SAMPLED = f"{SMALL} --group-size 2 --max-tokens 4"
 REWARD = "def score(prompt, response, meta=None):\n    return float(len(response) % 2)\n"
 ENVIRONMENT = """
-from rl.environments import Environment, Turn
+from rl.envs import Environment, TurnResult
 
 class Guess(Environment):
     def start(self):
         return "1+1="
 
     def step(self, answer):
-        return Turn(reward=float(len(answer["content"]) % 2), done=True)
+        return TurnResult(reward=float(len(answer["content"]) % 2), done=True)
 """
 STAGES = """
 stages:
@@ -115,7 +115,7 @@ def test_printed_commands_run_as_printed(kind, checkout, tmp_path, capsys, monke
     write_inputs(here)
     words, count = RUNS[kind]
     words = words.format(here=here)
-    run = parse(
+    run = parse_run(
         [*words.split(), "--output-dir", "runs/it"],
         METHODS,
         REPO / "recipes" / "addition.yaml",

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from rl.algorithms import METHODS
+from rl.config.cli import parse_run
+from rl.config.sections import RunSettings
 from rl.learner.learner import Learner
-from rl.methods import METHODS
-from rl.run.entry import main
-from rl.settings.cli import parse
-from rl.settings.tables import RunSettings
+from rl.trainer.entry_point import main
 
 REPO = Path(__file__).resolve().parent.parent
 COMMON = """--base-model tiny:addition --dataset addition --max-tokens 4 --batch-size 4 --eval-every 0 --rollouts-every 0 --save-every 2
@@ -38,7 +38,7 @@ def run(method: str, folder: Path, *more: str) -> int:
         "--quiet",
         *more,
     ]
-    return main(parse(words, METHODS, REPO / "recipes" / "addition.yaml", options=RunSettings))
+    return main(parse_run(words, METHODS, REPO / "recipes" / "addition.yaml", options=RunSettings))
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

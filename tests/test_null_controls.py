@@ -1,6 +1,6 @@
 """What learns must be the reward: from one taught model, true rewards raise held-out accuracy,
 permuted ones do not, negated ones lower it. Every run is a whole run of the product; only the
-rewards that reach `credit` are edited.
+rewards that reach `compute_advantages` are edited.
 """
 
 import dataclasses
@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 from test_default_recipe import RECIPE, taught_model
 
-from rl.clients.service import ServiceClient
-from rl.data.addition import addition
-from rl.environments import ProblemGroupBuilder
-from rl.episodes.episode import Trajectory, TrajectoryGroup, Transition
-from rl.episodes.metrics import group_metrics
-from rl.episodes.rollout import rollout
-from rl.methods import METHODS
-from rl.methods.grpo import PolicyGradient
+from rl.algorithms import METHODS
+from rl.algorithms.grpo import PolicyGradient
+from rl.client.service_client import ServiceClient
+from rl.config.cli import parse_run
+from rl.config.sections import RunSettings
+from rl.data.addition_dataset import addition
+from rl.envs import ProblemGroupBuilder
 from rl.rewards import Scorer
-from rl.run.execute import execute
-from rl.run.hosts import make_renderer
-from rl.settings.cli import parse
-from rl.settings.tables import RunSettings
+from rl.rollout.lockstep import rollout
+from rl.rollout.rollout_metrics import compute_group_metrics
+from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
+from rl.trainer.execute import execute
+from rl.trainer.stage_models import make_renderer
 from rl.types import ModelInput, SampledSequence, SamplingParams
 
 STEPS = 40
@@ -56,7 +56,7 @@ def accuracy(model: Path, folder: Path) -> float:
             ProblemGroupBuilder(problem, SAMPLES, renderer, scorer) for problem in addition("test")
         ]
         groups = rollout(builders, sampler, SamplingParams(max_tokens=4), seed=7).groups
-    return group_metrics(groups)["env/all/correct"]
+    return compute_group_metrics(groups)["env/all/correct"]
 
 
 def gain(taught: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, edit: Edit | None) -> float:
@@ -65,8 +65,10 @@ def gain(taught: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, edit: Edit
     """
 
     class Edited(PolicyGradient):
-        def credit(self, groups, models):
-            return super().credit(with_rewards(groups, edit) if edit else groups, models)
+        def compute_advantages(self, groups, models):
+            return super().compute_advantages(
+                with_rewards(groups, edit) if edit else groups, models
+            )
 
     monkeypatch.setitem(METHODS, "grpo", dataclasses.replace(METHODS["grpo"], hooks=Edited))
     # The default recipe's second stage at a low learning rate: at 3e-4 the noise of permuted
@@ -74,7 +76,7 @@ def gain(taught: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, edit: Edit
     words = f"""grpo --base-model {taught} --dataset addition --reward exact_match --max-tokens 4 --temperature 1.0 --batch-size 64
         --group-size 8 --advantage mean_std --learning-rate 5e-5 --steps {STEPS} --eval-every 0 --save-every 0 --rollouts-every 0
         --seed {learning.seed()} --output-dir {folder / "run"} --quiet""".split()
-    execute(parse(words, METHODS, RECIPE, options=RunSettings))
+    execute(parse_run(words, METHODS, RECIPE, options=RunSettings))
     # once for all
     return accuracy(folder / "run" / "checkpoints" / "grpo-final" / "model", folder) - accuracy(
         taught, taught.parent
@@ -97,7 +99,7 @@ def test_edited_rewards_are_those_that_credit_sees():
     edited = with_rewards(groups, lambda rewards: rewards[::-1])
     assert [g.get_total_rewards() for g in groups] == [[1.0, 0.0], [2.0, 0.5]]
     assert [g.get_total_rewards() for g in edited] == [[0.5, 2.0], [0.0, 1.0]]
-    datums = PolicyGradient(METHODS["grpo"].settings()).credit(edited, None)  # type: ignore[arg-type]  # it needs no models
+    datums = PolicyGradient(METHODS["grpo"].settings()).compute_advantages(edited, None)  # type: ignore[arg-type]  # it needs no models
     assert [float(d.loss_fn_inputs["advantages"].array[-1]) for d in datums] == [
         -0.75,
         0.75,

@@ -14,20 +14,20 @@ import torch
 from whole_runs import RECIPE, train
 
 from rl import ServiceClient
+from rl.algorithms import METHODS
+from rl.algorithms.method_interface import Models
+from rl.algorithms.offline import Offline, check_stored_answer
+from rl.algorithms.offline_settings import OfflineOptions, OfflineSettings
+from rl.config.cli import parse_run
+from rl.config.sections import LoopSettings, RunSettings
 from rl.data.problem_set import ProblemSet
-from rl.data.rollouts import filtered, load_rollouts
+from rl.data.rollout_file import filter_answers, load_rollouts
 from rl.errors import UserError
 from rl.losses.losses import get_loss
-from rl.methods import METHODS
-from rl.methods.base import Models
-from rl.methods.offline import Offline, check_answer
-from rl.methods.offline_settings import OfflineOptions, OfflineSettings
 from rl.renderers import get_renderer
-from rl.run import execute as run
-from rl.run import stage
-from rl.run.hosts import make_renderer
-from rl.settings.cli import parse
-from rl.settings.tables import LoopSettings, RunSettings
+from rl.trainer import execute as run
+from rl.trainer import stage
+from rl.trainer.stage_models import make_renderer
 from rl.types import Problem, StoredAnswer
 
 # --------------------------------------------------------------------------------------------- rows
@@ -172,7 +172,7 @@ def test_a_published_file_is_trained_on_as_it_is(shared_data, tmp_path, capsys):
         f"offline --dataset {data} {model} --train-limit 3 --steps 1 --batch-size 2 --output-dir "
         f"{tmp_path / 'run'}"
     )
-    run.execute(parse(words.split(), METHODS, RECIPE, options=RunSettings))
+    run.execute(parse_run(words.split(), METHODS, RECIPE, options=RunSettings))
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert (
         abs(row["optim/kl_behaviour_v1"]) < 1e-5
@@ -218,7 +218,7 @@ def stored(*rewards, **more):
 )
 def test_filters_keep_the_best_and_their_ties(top_fraction, threshold, kept):
     problems = ProblemSet([stored(0.9, 0.1, 0.5), stored(0.2, 1.0, 0.5), stored(0.0, 0.0)])
-    found = filtered(problems, top_fraction, threshold)
+    found = filter_answers(problems, top_fraction, threshold)
     assert [[a.reward for a in p.answers] for p in found] == kept and [
         p.index for p in found
     ] == list(range(len(kept)))
@@ -226,7 +226,7 @@ def test_filters_keep_the_best_and_their_ties(top_fraction, threshold, kept):
 
 def test_a_filter_that_keeps_nothing_says_what_there_was():
     with pytest.raises(UserError, match="reward of 2 or more; the best has 0.9"):
-        filtered(ProblemSet([stored(0.9)]), None, 2.0)
+        filter_answers(ProblemSet([stored(0.9)]), None, 2.0)
 
 
 # ------------------------------------------------------------------------------------------- datums
@@ -625,7 +625,7 @@ def test_answers_that_cannot_be_learnt_are_named(tmp_path):
         ):
             row = Problem([{"role": "user", "content": "1+1="}], answers=(answer,))
             with pytest.raises(UserError, match=says):
-                check_answer(OfflineSettings(), policy.info, renderer, row, answer)
+                check_stored_answer(OfflineSettings(), policy.info, renderer, row, answer)
 
 
 @pytest.mark.parametrize(

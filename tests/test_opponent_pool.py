@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from rl.environments.pool import OpponentPool, expected_score
+from rl.envs.opponent_pool import OpponentPool, compute_expected_score
 
 
 def filled(by, size=4, steps=range(0, 60, 10)):
@@ -16,17 +16,17 @@ def filled(by, size=4, steps=range(0, 60, 10)):
     for step in steps:
         pool.add(step)
         # it grows stronger: the newest loses to it, and it gains
-        pool.note([(pool.opponents[-1].name, 1.0)] * 3)
+        pool.record_results([(pool.opponents[-1].name, 1.0)] * 3)
     return pool
 
 
 def test_ratings_are_elos_by_hand():
-    assert expected_score(1000, 1000) == 0.5 and expected_score(1400, 1000) == pytest.approx(
-        10 / 11
-    )
+    assert compute_expected_score(1000, 1000) == 0.5 and compute_expected_score(
+        1400, 1000
+    ) == pytest.approx(10 / 11)
     pool = OpponentPool(3, k=32)
     pool.add(0)
-    pool.note([("step-000000", 1.0), ("step-000000", 0.5), ("unknown", 0.0)])
+    pool.record_results([("step-000000", 1.0), ("step-000000", 0.5), ("unknown", 0.0)])
     # 1016 against 984 after the win; then expected 0.5459 and half a point
     expected = 1 / (1 + 10 ** (-32 / 400))
     assert pool.rating == pytest.approx(1016 + 32 * (0.5 - expected))
@@ -44,7 +44,7 @@ def test_it_never_holds_more_than_its_size_nor_loses_its_newest(by):
     for step in range(20):
         gone += pool.add(step)
         assert len(pool.opponents) == min(3, step + 1) and pool.opponents[-1].step == step
-        pool.note([(pool.opponents[step % len(pool.opponents)].name, step % 2)])
+        pool.record_results([(pool.opponents[step % len(pool.opponents)].name, step % 2)])
     assert {one.step for one in gone} | {one.step for one in pool.opponents} == set(
         range(20)
     ) and len(gone) == 17
@@ -56,14 +56,14 @@ def test_the_weakest_goes_by_elo():
     pool = OpponentPool(3, "elo")
     for step in (1, 2, 3):
         pool.add(step)
-    pool.note([("step-000002", 1.0)] * 5)
+    pool.record_results([("step-000002", 1.0)] * 5)
     assert [one.step for one in pool.add(4)] == [2]
 
 
 @pytest.mark.parametrize("by", ["elo", "age", "any"])
 def test_it_is_chosen_as_often_as_its_weight_says(by):
     pool = filled(by)
-    draws = Counter(pool.choose(seed).step for seed in range(4000))
+    draws = Counter(pool.sample(seed).step for seed in range(4000))
     weights = pool.weights()
     if by == "age":
         assert weights == [0.125, 0.25, 0.5, 1.0]
@@ -83,10 +83,10 @@ def test_what_its_state_says_goes_on_bit_for_bit(by):
     again = OpponentPool(4, by)
     again.load_state(json.loads(json.dumps(first.state())))
     for pool in (whole, again):
-        pool.note([(pool.opponents[1].name, 0.5)])
+        pool.record_results([(pool.opponents[1].name, 0.5)])
         pool.add(99)
-    assert again.state() == whole.state() and [again.choose(s) for s in range(50)] == [
-        whole.choose(s) for s in range(50)
+    assert again.state() == whole.state() and [again.sample(s) for s in range(50)] == [
+        whole.sample(s) for s in range(50)
     ]
 
 
@@ -97,7 +97,7 @@ def test_what_is_wrong_is_said():
         OpponentPool(0)
     pool = OpponentPool()
     with pytest.raises(ValueError, match="the pool is empty"):
-        pool.choose(0)
+        pool.sample(0)
     pool.add(5)
     with pytest.raises(ValueError, match="newest is of step 5; 5 is not after it"):
         pool.add(5)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from whole_runs import train, two_and_two
 
 from rl.errors import RunFolderError, UserError
-from rl.run import opponents as opponents_room
+from rl.trainer import opponent_models as opponents_room
 
 REPO = Path(__file__).resolve().parent.parent
 SMALL = (
@@ -43,13 +43,13 @@ def test_two_steps_and_two_resumed_are_four_to_the_bit_with_the_pool(by, tmp_pat
     second still names.
     """
     played: dict[str, list[str]] = {}
-    load = opponents_room.Opponents._load
+    load = opponents_room.OpponentModels._load
 
     def noted(self, name):
         played.setdefault(self.folder.name, []).append(name)
         return load(self, name)
 
-    monkeypatch.setattr(opponents_room.Opponents, "_load", noted)
+    monkeypatch.setattr(opponents_room.OpponentModels, "_load", noted)
     rows = two_and_two(f"{POOL} --opponents-by {by} --eval-every 0", tmp_path)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert len(played["whole"]) == 4 and played["cut"] == played["whole"][:3] + played["whole"][2:]

@@ -11,12 +11,17 @@ from learning import clears
 from test_learn import Policy
 from whole_runs import train
 
-from rl.episodes.episode import Trajectory, TrajectoryGroup, Transition
+from rl.algorithms.best_of_n import BestOfN, BestOfNSettings, SelectionSettings, select_best
+from rl.algorithms.method_interface import Models, Progress
+from rl.algorithms.online_dpo import (
+    OnlineDpo,
+    OnlineDpoSettings,
+    OnlinePreferenceSettings,
+    make_pairs,
+)
+from rl.config.sections import OptimSettings, SamplingSettings
 from rl.errors import UserError
-from rl.methods.base import Models, Progress
-from rl.methods.best_of_n import BestOfN, BestOfNSettings, SelectionSettings, chosen
-from rl.methods.online_dpo import OnlineDpo, OnlineDpoSettings, OnlinePreferenceSettings, pairs_of
-from rl.settings.tables import OptimSettings, SamplingSettings
+from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
 from rl.types import ModelInput, SampledSequence
 
 TEMPERATURE = 0.7
@@ -96,7 +101,7 @@ def test_online_dpo_is_dpos_loss_on_the_better_and_the_worse_answer(loss, pairs)
     method = OnlineDpo(OnlineDpoSettings(preference=preference, sampling=sampling, optim=LOOK))
     models = Models(policy, {"reference": reference})
     rewards = [[0.0, 1.0, 0.25], [0.5, 0.5, 0.5]]
-    datums = method.credit(groups(rewards), models)
+    datums = method.compute_advantages(groups(rewards), models)
     expected_pairs = {"best_worst": [(0, 1, 0)], "all": [(0, 1, 0), (0, 1, 2), (0, 2, 0)]}[pairs]
     model, other = (
         copy.deepcopy(one.learners[0].model).double() for one in (policy.worker, reference.worker)
@@ -114,7 +119,7 @@ def test_online_dpo_is_dpos_loss_on_the_better_and_the_worse_answer(loss, pairs)
             else (delta - 1 / 0.6) ** 2
         )
     total = total / len(expected_pairs)
-    metrics = method.learn(models, datums, Progress(0, 1))
+    metrics = method.update(models, datums, Progress(0, 1))
     assert metrics["optim/pairs"] == len(expected_pairs) and metrics["optim/loss"] == pytest.approx(
         float(total), rel=1e-5
     )
@@ -129,10 +134,10 @@ def test_best_of_n_is_the_mean_of_the_best_answers_tokens():
     method = BestOfN(
         BestOfNSettings(selection=SelectionSettings(group_size=3), sampling=sampling, optim=LOOK)
     )
-    datums = method.credit(groups([[0.0, 1.0, 1.0], [0.2, 0.1, 0.3]]), Models(policy))
+    datums = method.compute_advantages(groups([[0.0, 1.0, 1.0], [0.2, 0.1, 0.3]]), Models(policy))
     model = copy.deepcopy(policy.worker.learners[0].model).double()
     total = -(sums(model, 0, 1, TEMPERATURE) + sums(model, 1, 2, TEMPERATURE)) / (3 + 4)
-    metrics = method.learn(Models(policy), datums, Progress(0, 1))
+    metrics = method.update(Models(policy), datums, Progress(0, 1))
     assert metrics["optim/loss"] == pytest.approx(float(total), rel=1e-5)
     assert metrics["optim/answers_kept"] == 2 and metrics["reward/kept"] == pytest.approx(0.65)
     expected = gradients(model, total)
@@ -140,14 +145,14 @@ def test_best_of_n_is_the_mean_of_the_best_answers_tokens():
 
 
 def test_which_answers_are_chosen_by_hand():
-    assert pairs_of([1.0, 3.0, 2.0, 1.0], "best_worst") == [(1, 0)]
-    assert pairs_of([1.0, 3.0, 1.0], "all") == [(1, 0), (1, 2)]
-    assert pairs_of([2.0, 2.0], "best_worst") == pairs_of([2.0, 2.0], "all") == []
-    assert chosen([0.0, 2.0, 1.0, 2.0], SelectionSettings(group_size=4)) == [1]
-    assert chosen([0.0, 2.0, 1.0, 2.0], SelectionSettings(group_size=4, keep=3)) == [1, 3, 2]
-    assert chosen([1.0, 1.0], SelectionSettings(group_size=2)) == []
-    assert chosen([1.0, 1.0], SelectionSettings(group_size=2, min_reward=1.0)) == [0]
-    assert chosen([0.0, 0.5], SelectionSettings(group_size=2, min_reward=1.0)) == []
+    assert make_pairs([1.0, 3.0, 2.0, 1.0], "best_worst") == [(1, 0)]
+    assert make_pairs([1.0, 3.0, 1.0], "all") == [(1, 0), (1, 2)]
+    assert make_pairs([2.0, 2.0], "best_worst") == make_pairs([2.0, 2.0], "all") == []
+    assert select_best([0.0, 2.0, 1.0, 2.0], SelectionSettings(group_size=4)) == [1]
+    assert select_best([0.0, 2.0, 1.0, 2.0], SelectionSettings(group_size=4, keep=3)) == [1, 3, 2]
+    assert select_best([1.0, 1.0], SelectionSettings(group_size=2)) == []
+    assert select_best([1.0, 1.0], SelectionSettings(group_size=2, min_reward=1.0)) == [0]
+    assert select_best([0.0, 0.5], SelectionSettings(group_size=2, min_reward=1.0)) == []
     for wrong in (dict(keep=4, group_size=4), dict(keep=9)):
         with pytest.raises(ValueError, match="all of them"):
             SelectionSettings(**wrong)
@@ -172,12 +177,14 @@ def test_answers_that_all_earn_the_same_move_no_weight(name):
             )
         )
     models = Models(policy, {"reference": Reference()})
-    method.learn(
-        models, method.credit(groups([[0.0, 1.0, 0.5], [0.0, 0.0, 1.0]]), models), Progress(0, 2)
+    method.update(
+        models,
+        method.compute_advantages(groups([[0.0, 1.0, 0.5], [0.0, 0.0, 1.0]]), models),
+        Progress(0, 2),
     )
     before = policy.weights()
-    metrics = method.learn(
-        models, method.credit(groups([[1.0] * 3, [0.0] * 3]), models), Progress(1, 2)
+    metrics = method.update(
+        models, method.compute_advantages(groups([[1.0] * 3, [0.0] * 3]), models), Progress(1, 2)
     )
     assert torch.equal(policy.weights(), before) and metrics["optim/skipped_no_signal"] == 1
     assert policy.worker.learners[0].version == 2
@@ -194,7 +201,9 @@ def test_an_episode_of_several_sequences_is_refused_by_online_dpo():
     group.trajectories_G[1].transitions.append(again)
     preference = OnlinePreferenceSettings(group_size=3, reference_free=True)
     with pytest.raises(UserError, match="a single sequence of tokens"):
-        OnlineDpo(OnlineDpoSettings(preference=preference)).credit([group], Models(Policy()))
+        OnlineDpo(OnlineDpoSettings(preference=preference)).compute_advantages(
+            [group], Models(Policy())
+        )
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ method.
 import pytest
 
 import rl
+from rl.algorithms import METHODS
 from rl.errors import UserError
-from rl.methods import METHODS
 
 SMALL = {
     "steps": 1,
@@ -17,9 +17,9 @@ SMALL = {
     "quiet": True,
 }
 FILE = '''
-from rl.episodes import trajectory_to_datums
-from rl.methods import GrpoSettings, METHODS, PolicyGradient
-from rl.methods.steps import one_pass
+from rl.rollout import trajectory_to_datums
+from rl.algorithms import GrpoSettings, METHODS, PolicyGradient
+from rl.algorithms.update import train_single_pass
 
 class Derived(PolicyGradient):
     Settings = GrpoSettings
@@ -32,7 +32,7 @@ class Whole:
     def __init__(self, settings):
         self.settings, self.group_size = settings, settings.policy_gradient.group_size
 
-    def credit(self, groups, models):
+    def compute_advantages(self, groups, models):
         datums = []
         for group in groups:
             for trajectory, reward in zip(group.trajectories_G, group.get_total_rewards()):
@@ -42,9 +42,9 @@ class Whole:
             models.reference.logprobs(datums)
         return datums
 
-    def learn(self, models, datums, progress):
+    def update(self, models, datums, progress):
         s = self.settings
-        return one_pass(models, datums, loss="ppo", config={}, normalise="tokens", optim=s.optim, loop=s.loop, progress=progress, peak=1e-3)
+        return train_single_pass(models, datums, loss="ppo", config={}, normalise="tokens", optim=s.optim, loop=s.loop, progress=progress, peak_learning_rate=1e-3)
 
     def state(self):
         return {}
@@ -110,13 +110,13 @@ def test_a_derived_class_is_prepared_as_its_parent(here, name):
     properties = (
         "reads",
         "needs_reward",
-        "ranks_held_out",
-        "ranks_where_there",
+        "reads_held_out_answers",
+        "reads_optional_answers",
         "clients",
         "weights",
         "value_head",
         "critic",
-        "keeps_beginning",
+        "needs_initial_policy",
         "remark",
         "variants",
     )

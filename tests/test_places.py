@@ -126,8 +126,8 @@ def test_the_architecture_page_lists_every_package():
     [
         ("see rl.probe):", False),
         ("from rl.interrupts import StopRequest", False),
-        ("rl.learner.probe.Sequences", True),
-        ("rl.rewards.nothing", False),
+        ("rl.learner.layout_probe.ProbeSequences", True),
+        ("rl.rewards.measure_nothing", False),
         ("rl.rewards.Scorer", True),
         ("rl.ServiceClient", True),
         ("rl.Nothing", False),

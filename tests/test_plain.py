@@ -5,7 +5,7 @@ import unicodedata
 
 import pytest
 
-from rl.plain import plain_text, says
+from rl.sanitize import describe_error, sanitize_text
 
 
 @pytest.mark.parametrize("given, shown", [
@@ -24,7 +24,7 @@ from rl.plain import plain_text, says
     ("", ""),
 ])  # fmt: skip
 def test_by_hand(given, shown):
-    assert plain_text(given, 1000) == shown
+    assert sanitize_text(given, 1000) == shown
 
 
 def test_any_text_is_bounded_printable_and_stays_as_it_is_the_second_time():
@@ -49,16 +49,16 @@ def test_any_text_is_bounded_printable_and_stays_as_it_is_the_second_time():
     ]
     for _ in range(500):
         text = "".join(rng.choice(kinds) for _ in range(rng.randrange(60)))
-        plain = plain_text(text, 1000)
+        plain = sanitize_text(text, 1000)
         assert all(c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs") for c in plain), (
             text,
             plain,
         )
-        assert plain.encode("utf-8") and plain_text(plain, 10_000) == plain or not plain
+        assert plain.encode("utf-8") and sanitize_text(plain, 10_000) == plain or not plain
 
 
 def test_what_is_left_out_is_counted():
-    text = plain_text("x" * 1_000_000 + "end", 100)
+    text = sanitize_text("x" * 1_000_000 + "end", 100)
     assert (
         text.startswith("x" * 75 + " [... 999903 characters omitted ...] ")
         and text.endswith("end")
@@ -72,6 +72,6 @@ def test_an_exceptions_text_may_fail():
             raise KeyError("x")
 
     assert (
-        says(Bad()) == "Bad: (its text could not be computed: KeyError)"
-        and says(ValueError("why")) == "ValueError: why"
+        describe_error(Bad()) == "Bad: (its text could not be computed: KeyError)"
+        and describe_error(ValueError("why")) == "ValueError: why"
     )

@@ -12,9 +12,9 @@ import torch
 
 from bench.tiny_models import tiny_config
 from rl.errors import UserError
-from rl.memory import storages, trace
-from rl.memory.given import MicroBatch
-from rl.memory.trace import Arithmetic, Skeleton
+from rl.memory_plan import activations, tracing
+from rl.memory_plan.shapes import MicroBatch
+from rl.memory_plan.tracing import ComputeConfig, ModelSkeleton
 from rl.types import LoraConfig
 
 REPO = Path(__file__).resolve().parent.parent
@@ -48,7 +48,9 @@ def deep_config(name):
 def skeletons(folder, lora=None):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return Skeleton(str(folder), None, lora), Skeleton(str(folder), None, lora, whole=True)
+        return ModelSkeleton(str(folder), None, lora), ModelSkeleton(
+            str(folder), None, lora, all_layers=True
+        )
 
 
 @pytest.mark.parametrize(
@@ -76,9 +78,9 @@ REFUSED = {
     ("minimax", torch.bfloat16),
 }
 HOW = {
-    "fp32": Arithmetic(fused=False),
-    "bf16": Arithmetic(dtype=torch.bfloat16, fused=False),
-    "autocast": Arithmetic(autocast=True, fused=False),
+    "fp32": ComputeConfig(fused=False),
+    "bf16": ComputeConfig(dtype=torch.bfloat16, fused=False),
+    "autocast": ComputeConfig(autocast=True, fused=False),
 }
 
 
@@ -89,20 +91,22 @@ def test_a_mixture_of_experts_is_planned_in_every_precision(name, how, tmp_path,
     them; or it is said why not.
     """
     tiny_config(name).save_pretrained(tmp_path)
-    skeleton, way = Skeleton(str(tmp_path), None, None), HOW[how]
+    skeleton, way = ModelSkeleton(str(tmp_path), None, None), HOW[how]
     if {name, (name, way.dtype)} & REFUSED:
         with pytest.raises(UserError, match="cannot be computed without weights.*--steps 1"):
-            skeleton.held(BATCH, way)
+            skeleton.measure_micro_batch(BATCH, way)
         return
-    planned = skeleton.held(BATCH, way)
-    monkeypatch.setattr(trace, "FakeTensorMode", lambda **_: contextlib.nullcontext())
-    monkeypatch.setattr(trace.torch, "empty", torch.zeros)
+    planned = skeleton.measure_micro_batch(BATCH, way)
+    monkeypatch.setattr(tracing, "FakeTensorMode", lambda **_: contextlib.nullcontext())
+    monkeypatch.setattr(tracing.torch, "empty", torch.zeros)
     # real tensors do not run: its own code mixes precisions
     if (name, how) == ("inkling2_text", "bf16"):
         with pytest.raises(UserError, match="to have the same dtype"):
-            skeleton.held(BATCH, way)
+            skeleton.measure_micro_batch(BATCH, way)
     else:  # torch cuts some operations up on the one and not on the other
-        assert planned.total == pytest.approx(skeleton.held(BATCH, way).total, rel=0.07)
+        assert planned.total == pytest.approx(
+            skeleton.measure_micro_batch(BATCH, way).total, rel=0.07
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -122,5 +126,5 @@ def test_a_grouped_product_has_the_shape_of_the_real_one(a, b, dtype):
         torch.zeros(b, dtype=dtype).transpose(-2, -1).contiguous().transpose(-2, -1),
     )
     real = torch.nn.functional.grouped_mm(a_, b_, offs=offs)
-    ours = storages._grouped_product(a_, b_, offs)
+    ours = activations._empty_grouped_mm(a_, b_, offs)
     assert (ours.shape, ours.dtype) == (real.shape, real.dtype)

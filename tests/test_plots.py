@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from rl.report import plots
-from rl.report.logbook import Logbook
+from rl.reporting import metric_plots
+from rl.reporting.logbook import Logbook
 
 pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
 REPO = Path(__file__).resolve().parent.parent
@@ -48,9 +48,11 @@ def is_png(path: Path, least: int = 5_000) -> bool:
     return data.startswith(b"\x89PNG\r\n") and len(data) > least
 
 
-def axes_by_title(curves: Sequence[plots.Curve]) -> dict[str, Any]:
-    panels = [panel for panel in plots.PANELS if any(curve.series(panel)[0] for curve in curves)]
-    figure = plots._figure(curves, panels)
+def axes_by_title(curves: Sequence[metric_plots.RunCurve]) -> dict[str, Any]:
+    panels = [
+        panel for panel in metric_plots.PANELS if any(curve.series(panel)[0] for curve in curves)
+    ]
+    figure = metric_plots._build_figure(curves, panels)
     return {axis.get_title(loc="left"): axis for axis in figure.axes if axis.get_title(loc="left")}
 
 
@@ -59,7 +61,7 @@ def drawn(axis: Any) -> list[tuple[list[float], list[float]]]:
 
 
 def test_what_is_drawn_is_what_was_logged(tmp_path: Path) -> None:
-    curve = plots.read_curve(write(tmp_path / "a", two_stages()))
+    curve = metric_plots.read_curve(write(tmp_path / "a", two_stages()))
     axes = axes_by_title([curve])
     # across the stages, unsmoothed
     assert drawn(axes["held-out accuracy"]) == [([60, 100], [0.3, 0.5])]
@@ -78,7 +80,7 @@ def test_what_is_drawn_is_what_was_logged(tmp_path: Path) -> None:
 
 
 def test_no_line_and_no_mean_runs_over_the_end_of_a_stage(tmp_path: Path) -> None:
-    axes = axes_by_title([plots.read_curve(write(tmp_path / "a", two_stages()))])
+    axes = axes_by_title([metric_plots.read_curve(write(tmp_path / "a", two_stages()))])
     lines = drawn(axes["gradient norm, before clipping"])
     assert sorted({(min(xs), max(xs)) for xs, _ in lines}) == [(1, 60), (61, 100)]
     # a mean over both would show values between
@@ -90,8 +92,8 @@ def test_no_line_and_no_mean_runs_over_the_end_of_a_stage(tmp_path: Path) -> Non
 
 
 def test_smoothing_against_hand_values() -> None:
-    assert plots.smoothed([0, 3, 6, 0, 9], 3) == [1.5, 3, 3, 5, 4.5]
-    assert plots.smoothed([1, 2], 1) == [1, 2]
+    assert metric_plots.moving_average([0, 3, 6, 0, 9], 3) == [1.5, 3, 3, 5, 4.5]
+    assert metric_plots.moving_average([1, 2], 1) == [1, 2]
 
 
 def test_null_and_missing_values_are_left_out(tmp_path: Path) -> None:
@@ -100,7 +102,7 @@ def test_null_and_missing_values_are_left_out(tmp_path: Path) -> None:
         {"step": 1, "reward/total": 0.5},
         {"step": 2, "optim/entropy": 1.0},
     ]
-    axes = axes_by_title([plots.read_curve(write(tmp_path / "a", rows))])
+    axes = axes_by_title([metric_plots.read_curve(write(tmp_path / "a", rows))])
     assert set(axes) == {"reward", "entropy (nats a token)"}
     assert drawn(axes["reward"]) == [([1], [0.5])]
 
@@ -110,18 +112,20 @@ def test_odd_folders_draw(tmp_path: Path) -> None:
         tmp_path / "one", [{"step": 3, "test/env/all/correct": 0.5, "optim/grad_norm": 0.0}]
     )
     two = write(tmp_path / "two", two_stages())
-    assert is_png(plots.draw(one, tmp_path / "one.png"))
+    assert is_png(metric_plots.draw_curves(one, tmp_path / "one.png"))
     assert is_png(
-        plots.draw([one, two / "metrics.jsonl"], tmp_path / "both.png", labels=["a", "b"])
+        metric_plots.draw_curves(
+            [one, two / "metrics.jsonl"], tmp_path / "both.png", labels=["a", "b"]
+        )
     )
     none = write(tmp_path / "none", [{"step": 1, "something": 1.0}])
-    with pytest.raises(plots.NothingToDraw, match="none"):
-        plots.draw(none, tmp_path / "none.png")
+    with pytest.raises(metric_plots.NoCurvesError, match="none"):
+        metric_plots.draw_curves(none, tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
     with pytest.raises(FileNotFoundError, match="expected a run's folder"):
-        plots.draw(tmp_path / "absent", tmp_path / "x.png")
+        metric_plots.draw_curves(tmp_path / "absent", tmp_path / "x.png")
     with pytest.raises(ValueError, match="1 labels for 2 runs"):
-        plots.draw([one, two], tmp_path / "x.png", labels=["a"])
+        metric_plots.draw_curves([one, two], tmp_path / "x.png", labels=["a"])
 
 
 class Ear:

@@ -14,17 +14,18 @@ import torch
 from helpers import random_datums
 
 from rl import ServiceClient
-from rl.credit.advantages import token_advantages
-from rl.credit.kl import AdaptiveKL, gaps, kl_metrics, penalised
-from rl.episodes.episode import Trajectory, TrajectoryGroup, Transition
-from rl.methods.base import Models, Progress
-from rl.methods.ppo import Ppo
-from rl.methods.ppo_settings import PpoOptions, PpoSettings
-from rl.methods.tally import Tally
-from rl.run.hosts import StageHosts, make_policy
-from rl.run.stage import Stage
-from rl.seeds import derive_seed
-from rl.settings.tables import (
+from rl.algorithms.advantages import compute_gae
+from rl.algorithms.kl_penalty import (
+    AdaptiveKL,
+    apply_kl_penalty,
+    compute_kl_metrics,
+    compute_logprob_gaps,
+)
+from rl.algorithms.method_interface import Models, Progress
+from rl.algorithms.metric_sums import MetricSums
+from rl.algorithms.ppo import Ppo
+from rl.algorithms.ppo_settings import PpoOptions, PpoSettings
+from rl.config.sections import (
     KlSettings,
     LoopSettings,
     ModelSettings,
@@ -32,6 +33,10 @@ from rl.settings.tables import (
     SamplingSettings,
     ShapingSettings,
 )
+from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
+from rl.seed import derive_seed
+from rl.trainer.stage import Stage
+from rl.trainer.stage_models import StageModelFactory, make_policy
 from rl.types import (
     AdamParams,
     Datum,
@@ -63,7 +68,7 @@ def brute_force(rewards, values, gamma, lam, bootstrap):
 def test_token_advantages_are_the_written_out_sums(gamma, lam, bootstrap):
     rng = np.random.default_rng(0)
     rewards, values = rng.standard_normal(17), rng.standard_normal(17)
-    found = token_advantages(rewards, values, gamma=gamma, lam=lam, bootstrap=bootstrap)
+    found = compute_gae(rewards, values, gamma=gamma, lam=lam, bootstrap=bootstrap)
     np.testing.assert_allclose(
         found, brute_force(rewards, values, gamma, lam, bootstrap), rtol=0, atol=1e-12
     )
@@ -89,13 +94,16 @@ def test_penalty_by_hand():
     ]
     ref = [np.array([9.0, -1.5, -1.0]), np.array([-2.0, 9.0])]
     # g at actions: 0.5, -1.0, -1.0; their mean -0.5
-    assert [g.tolist() for g in gaps(datums, ref)] == [[0.0, 0.5, -1.0], [-1.0, 0.0]]
-    plain, metrics = penalised(datums, ref, 0.1)
+    assert [g.tolist() for g in compute_logprob_gaps(datums, ref)] == [
+        [0.0, 0.5, -1.0],
+        [-1.0, 0.0],
+    ]
+    plain, metrics = apply_kl_penalty(datums, ref, 0.1)
     np.testing.assert_allclose(
         plain[0].loss_fn_inputs["advantages"].array, [0.0, 0.5 - 0.1, 0.5 + 0.05], atol=1e-7
     )
     np.testing.assert_allclose(plain[1].loss_fn_inputs["advantages"].array, [0.05, 0.0], atol=1e-7)
-    later, _ = penalised(datums, ref, 0.1, discount=0.5)
+    later, _ = apply_kl_penalty(datums, ref, 0.1, discount=0.5)
     # with half of what comes later: 0, -1.0, -1.0; their mean -2/3
     np.testing.assert_allclose(
         later[0].loss_fn_inputs["advantages"].array, [0.0, 0.5 - 0.2 / 3, 0.5 + 0.1 / 3], atol=1e-7
@@ -139,7 +147,7 @@ def test_a_penalty_with_full_discount_has_the_gradient_of_the_kl_of_answers():
     )
     datums = [datum(one.tolist(), [1.0] * len(one)) for one in lp]
     for discount, right in ((1.0, True), (0.0, False)):
-        credited, _ = penalised(datums, [one.numpy() for one in ref_lp], 1.0, discount)
+        credited, _ = apply_kl_penalty(datums, [one.numpy() for one in ref_lp], 1.0, discount)
         credits = [one.loss_fn_inputs["advantages"].to_torch().double() for one in credited]
         loss = -sum(
             p.detach() * (credit * one).sum()
@@ -152,9 +160,9 @@ def test_a_penalty_with_full_discount_has_the_gradient_of_the_kl_of_answers():
 def test_the_adaptive_coefficient():
     control = AdaptiveKL(0.0, 0.1)
     control.update(0.05)
-    assert control.active and control.coefficient == 0.0
+    assert control.needs_reference and control.coefficient == 0.0
     control.update(1.0)
-    assert control.coefficient == pytest.approx(AdaptiveKL.FLOOR * 1.02)  # leaves zero
+    assert control.coefficient == pytest.approx(AdaptiveKL.MIN_COEFFICIENT * 1.02)  # leaves zero
     for _ in range(400):
         control.update(1.0)
     assert control.coefficient > 1.0
@@ -163,7 +171,7 @@ def test_the_adaptive_coefficient():
     assert control.coefficient == pytest.approx(high * 0.99)
     constant = AdaptiveKL(0.3, None)
     constant.update(5.0)
-    assert constant.coefficient == 0.3 and not AdaptiveKL(0.0, None).active
+    assert constant.coefficient == 0.3 and not AdaptiveKL(0.0, None).needs_reference
 
 
 # ------------------------------------------------------------------------------------------- credit
@@ -252,7 +260,7 @@ def expected(trajectory, final, coef, cut):
 def test_credit_by_walking_the_episodes(truncated, kl):
     method = Ppo(settings(ppo={"truncated": truncated}, kl=kl))
     models = Models(Values(), {"reference": Reference()})
-    datums = method.credit([TrajectoryGroup(EPISODES, list(FINAL), [{}] * 4)], models)
+    datums = method.compute_advantages([TrajectoryGroup(EPISODES, list(FINAL), [{}] * 4)], models)
     assert len(datums) == 5  # the second episode makes two
     charged = 0.3 if kl == {"kl_placement": "reward"} else 0.0
     advantages, values = [], []
@@ -285,7 +293,7 @@ def test_credit_follows_the_turns_of_two_conversations(truncated):
         stop="length",
     )
     method = Ppo(settings(ppo={"truncated": truncated}))
-    datums = method.credit(
+    datums = method.compute_advantages(
         [TrajectoryGroup([trajectory], [0.25], [{}])], Models(Values(), {"reference": Reference()})
     )
     advantages, values = expected(trajectory, 0.25, 0.3, truncated == "bootstrap")
@@ -301,15 +309,15 @@ def test_credit_follows_the_turns_of_two_conversations(truncated):
 
 
 def test_a_minibatch_that_a_correction_leaves_empty_adds_nothing_to_the_means():
-    tally = Tally()
+    tally = MetricSums()
     tally.add("", {"loss:sum": 6.0, "policy_loss:sum": 6.0}, {"grad_norm": 1.0}, 3)
     tally.add("", {"loss:sum": 0.0, "policy_loss:sum": 0.0}, {"grad_norm": 0.0}, 0)
-    assert tally.summary()["optim/policy_loss"] == tally.summary()["optim/loss"] == 2.0
+    assert tally.summarize()["optim/policy_loss"] == tally.summarize()["optim/loss"] == 2.0
 
 
 def test_normalised_advantages_have_mean_0_and_std_1_over_actions():
     plain, scaled = (
-        Ppo(settings(ppo={"normalise_advantages": on})).credit(
+        Ppo(settings(ppo={"normalise_advantages": on})).compute_advantages(
             [TrajectoryGroup(EPISODES, list(FINAL), [{}] * 4)],
             Models(Values(), {"reference": Reference()}),
         )
@@ -325,7 +333,7 @@ def test_normalised_advantages_have_mean_0_and_std_1_over_actions():
 
 def test_rewards_are_scaled_by_running_statistics():
     method = Ppo(settings(shaping=ShapingSettings(normalise_rewards=True), kl={"kl_coef": 0.0}))
-    method.credit([TrajectoryGroup(EPISODES, list(FINAL), [{}] * 4)], Models(Values()))
+    method.compute_advantages([TrajectoryGroup(EPISODES, list(FINAL), [{}] * 4)], Models(Values()))
     totals = [1.5, 1.25, 0.125, 0.5]
     assert method.state()["reward_statistics"] == pytest.approx(
         {"count": 4, "mean": np.mean(totals), "m2": 4 * np.var(totals)}
@@ -371,7 +379,11 @@ def learn_once(service, critic=False, reference=True, **ppo):
     )
     policy = service.create_full_training_client("tiny:addition", seed=2, value_head=not critic)
     others = (
-        {"reference": StageHosts(service, policy, ModelSettings(), None, {}, 2).beginning()}
+        {
+            "reference": StageModelFactory(
+                service, policy, ModelSettings(), None, {}, 2
+            ).initial_policy()
+        }
         if reference
         else {}
     )
@@ -380,9 +392,9 @@ def learn_once(service, critic=False, reference=True, **ppo):
             "tiny:addition", seed=5, value_head=True
         )
     models = Models(policy, others)
-    datums = method.credit(sampled_groups(policy), models)
+    datums = method.compute_advantages(sampled_groups(policy), models)
     before = (models.critic or policy).compute_values([d.model_input for d in datums]).result()
-    metrics = method.learn(models, datums, Progress(0, 5))
+    metrics = method.update(models, datums, Progress(0, 5))
     return method, models, datums, metrics, before
 
 
@@ -408,7 +420,7 @@ def test_minibatches_are_dealt_out_by_the_runs_seed():
 
     def order(batch, seed):
         seen.clear()
-        method.learn(Models(policy), datums, Progress(batch, 5, seed))
+        method.update(Models(policy), datums, Progress(batch, 5, seed))
         # without the whole batch, after each epoch
         return [part for part in seen if len(part) < 12]
 
@@ -433,7 +445,7 @@ def test_minibatches_are_dealt_out_by_the_runs_seed():
         done=0,
         logbook=None,
         console=None,
-        keeper=None,
+        checkpoints=None,
         stop_request=None,
     )
     assert stage.progress(3) == Progress(3, 9, derive_seed(77, 2))
@@ -449,8 +461,10 @@ def test_epochs_end_where_the_policy_is_target_kl_away(service):
             .result()
             .loss_fn_outputs
         )
-        truth = kl_metrics(
-            datums, gaps(datums, [o["logprobs"].array for o in after]), "optim/approx_kl"
+        truth = compute_kl_metrics(
+            datums,
+            compute_logprob_gaps(datums, [o["logprobs"].array for o in after]),
+            "optim/approx_kl",
         )
         # of the weights as they are now, not as they were
         assert {k: metrics[k] for k in truth} == truth
@@ -495,8 +509,8 @@ def test_the_reference_stays_what_it_was(service, rank):
     """While the policy's weights are replaced, and made again as a resumed run does."""
     model = ModelSettings(lora_rank=rank)
     policy = make_policy(service, model, None, None, 7, value_head=True)
-    hosts = StageHosts(service, policy, model, None, {}, 7)
-    reference = hosts.beginning()
+    hosts = StageModelFactory(service, policy, model, None, {}, 7)
+    reference = hosts.initial_policy()
     datums = [whole_sequence(d) for d in random_datums(3)]
     first = reference.logprobs(datums, 0.8)
     own = (
@@ -517,7 +531,10 @@ def test_the_reference_stays_what_it_was(service, rank):
         > 0.01
     )
     resumed = make_policy(service, model, None, path, 7)
-    for scorer in (reference, StageHosts(service, resumed, model, None, {}, 7, path).beginning()):
+    for scorer in (
+        reference,
+        StageModelFactory(service, resumed, model, None, {}, 7, path).initial_policy(),
+    ):
         np.testing.assert_array_equal(
             np.concatenate(scorer.logprobs(datums, 0.8)), np.concatenate(first)
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rl.data import addition, load_problems
-from rl.data.problem_set import joined
+from rl.data.problem_set import concatenate_sets
 from rl.errors import UserError
 
 USER = {"role": "user", "content": "Hi?"}
@@ -141,7 +141,7 @@ def test_generated_sums_come_with_a_wrong_one():
 
 def test_joined_sets_keep_their_rows_tags_and_variants():
     plain, noisy = addition("test", tag="plain"), addition("train", {"noise": "1"}, tag="noisy")
-    both = joined([plain, noisy])
+    both = concatenate_sets([plain, noisy])
     assert len(both) == len(plain) + len(noisy) and [p.index for p in both] == list(
         range(len(both))
     )
@@ -154,4 +154,4 @@ def test_joined_sets_keep_their_rows_tags_and_variants():
         noisy.at(7, epoch).response for epoch in range(5)
     ]
     assert len({both.at(at, epoch).response for epoch in range(20)}) > 3
-    assert joined([plain]) is plain
+    assert concatenate_sets([plain]) is plain

@@ -10,8 +10,8 @@ import torch
 from test_dpo import pairs
 from whole_runs import train
 
+from rl.algorithms.kto import list_labeled_answers
 from rl.losses.losses import get_loss
-from rl.methods.kto import labelled
 from rl.types import Problem, TensorData
 
 
@@ -146,8 +146,11 @@ def test_hand_values():
 
 def test_a_row_has_a_label_or_is_a_pair():
     asked = ({"role": "user", "content": "a"},)
-    assert labelled(Problem(asked, {"label": False}, "x")) == [("x", False)]
-    assert labelled(Problem(asked, {}, "x", rejected="y")) == [("x", True), ("y", False)]
+    assert list_labeled_answers(Problem(asked, {"label": False}, "x")) == [("x", False)]
+    assert list_labeled_answers(Problem(asked, {}, "x", rejected="y")) == [
+        ("x", True),
+        ("y", False),
+    ]
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from bench.tiny_models import tiny_model
-from rl.learner.probe import find_faults
-from rl.models import load
+from rl.learner.layout_probe import find_layout_faults
+from rl.models import model_loading
 
 LAYOUTS = ("padded", "packed", "shared")
 
@@ -22,7 +22,7 @@ def one_thread():
 
 
 def model_of(name: str = "llama", **changes):
-    return load._prepared(tiny_model(name, **changes))
+    return model_loading._disable_randomness(tiny_model(name, **changes))
 
 
 def spoil(model, change) -> None:
@@ -41,14 +41,14 @@ def spoil(model, change) -> None:
 def test_a_faint_leak_from_the_right_is_seen(strength):
     model = model_of()
     spoil(model, lambda out: out + strength * out.mean(1, keepdim=True))
-    assert "depends on tokens to its right" in find_faults(model, ["padded"])["padded"]
+    assert "depends on tokens to its right" in find_layout_faults(model, ["padded"])["padded"]
 
 
 @pytest.mark.parametrize("strength", [1.0, 1e-5])
 def test_a_faint_state_that_goes_on_is_seen(strength):
     model = model_of()
     spoil(model, lambda out: out + strength * out.cumsum(1))
-    faults = find_faults(model, LAYOUTS)
+    faults = find_layout_faults(model, LAYOUTS)
     assert faults.keys() == {"packed", "shared"} and all(
         "a sequence depends on" in why for why in faults.values()
     )
@@ -63,7 +63,7 @@ def test_positions_that_are_not_heeded_are_seen():
     table.register_forward_pre_hook(
         lambda module, args: (torch.arange(args[0].shape[-1])[None].expand_as(args[0]),)
     )
-    faults = find_faults(model, LAYOUTS)
+    faults = find_layout_faults(model, LAYOUTS)
     assert (
         faults.keys() == {"packed", "shared"}
         and "differ from those of a separate forward" in faults["packed"]
@@ -84,7 +84,9 @@ def test_weights_as_they_begin_are_judged_like_large_ones(bf16):
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             assert (
                 set(LAYOUTS)
-                - find_faults(load._prepared(tiny_model(name, large=False)), LAYOUTS).keys()
+                - find_layout_faults(
+                    model_loading._disable_randomness(tiny_model(name, large=False)), LAYOUTS
+                ).keys()
                 == taken
             ), name
 
@@ -95,11 +97,12 @@ def test_a_window_is_proved_by_making_it_small_or_not_used():
         model_of("mistral", sliding_window=100_000, max_position_embeddings=200_000),
     )
     for model in (near, far):
-        faults = find_faults(model, LAYOUTS)
+        faults = find_layout_faults(model, LAYOUTS)
         assert faults.keys() == {"shared"} and "differ" in faults["shared"]
     assert far.config.sliding_window == 100_000  # and is as it was
     assert (
-        "window_size=40 reaches farther" in find_faults(model_of("gpt_neo"), ["packed"])["packed"]
+        "window_size=40 reaches farther"
+        in find_layout_faults(model_of("gpt_neo"), ["packed"])["packed"]
     )
 
 
@@ -119,8 +122,8 @@ def test_randomness_under_any_name_is_found_in_training_mode():
     model.model.layers[1].mlp.down_proj = nn.Sequential(
         model.model.layers[1].mlp.down_proj, Shaky()
     )
-    assert find_faults(model, ["padded"]) == {}
-    assert find_faults(model, ["padded"], training=True).keys() == {"training"}
+    assert find_layout_faults(model, ["padded"]) == {}
+    assert find_layout_faults(model, ["padded"], training=True).keys() == {"training"}
 
 
 def test_randomness_that_seldom_matters_is_found():
@@ -134,10 +137,10 @@ def test_randomness_that_seldom_matters_is_found():
     model.model.layers[1].mlp.down_proj = nn.Sequential(model.model.layers[1].mlp.down_proj, Rare())
     assert (
         "uses random numbers (rand_like)"
-        in find_faults(model, ["padded"], training=True)["training"]
+        in find_layout_faults(model, ["padded"], training=True)["training"]
     )
     # it draws a number a layer, to no effect
-    assert find_faults(model_of("opt", layerdrop=0.5), ["padded"], training=True) == {}
+    assert find_layout_faults(model_of("opt", layerdrop=0.5), ["padded"], training=True) == {}
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -149,7 +152,7 @@ def test_it_leaves_no_trace(training):
     model.model.register_forward_hook(lambda module, args, out: model.seen.add_(1) and None)
     modes, state = [m.training for m in model.modules()], copy.deepcopy(model.state_dict())
     config, rng = model.config.to_dict(), torch.get_rng_state()
-    find_faults(model, LAYOUTS, training=True)
+    find_layout_faults(model, LAYOUTS, training=True)
     assert (
         torch.equal(torch.get_rng_state(), rng) and [m.training for m in model.modules()] == modes
     )

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from kernels.token_logprob import token_logprob
-from rl.credit.advantages import ADVANTAGES, returns_to_go, token_advantages
+from rl.algorithms.advantages import ADVANTAGES, compute_gae, compute_returns_to_go
+from rl.algorithms.update import apply_truncated_is, compute_divisor, weight_by_sequence
 from rl.losses.losses import LOSSES
-from rl.methods.steps import divisor, truncated_importance_sampling, weighted_by_sequence
 from rl.types import Datum, ForwardBackwardOutput, ModelInput
 
 F64 = torch.float64
@@ -43,7 +43,7 @@ def advantages(rewards, discounts, values, bootstrap, lam):
             units[:-1] * values[start:end],
             float(units[-1] * last),
         )
-        found.append(token_advantages(r, v, gamma=1.0, lam=lam, bootstrap=after) / units[:-1])
+        found.append(compute_gae(r, v, gamma=1.0, lam=lam, bootstrap=after) / units[:-1])
     return np.concatenate(found)
 
 
@@ -112,9 +112,7 @@ TD = [(d, v) for v in (0.0, 1.0, 2.0) for d in (0.0, 0.5, 1.0)]
 def test_td_learning(case, expected):
     discount, after = case
     one = np.array([-1.0]), np.array([1.0])
-    assert token_advantages(*one, gamma=discount, lam=0.3, bootstrap=after) == pytest.approx(
-        [expected]
-    )
+    assert compute_gae(*one, gamma=discount, lam=0.3, bootstrap=after) == pytest.approx([expected])
     value = torch.ones(1, requires_grad=True)
     inputs = {"values": value, "returns": torch.tensor([1.0 + expected]), "mask": torch.ones(1)}
     loss, _ = LOSSES["value"].fn(value.detach(), value.detach(), inputs, torch.tensor([0, 1]), {})
@@ -172,7 +170,7 @@ SCANS = [
 def test_trfl_scan_discounted_sum(sequence, decays, after, expected):
     units = np.concatenate([[1.0], np.cumprod(decays)])
     items = units * np.array([*sequence, after], dtype=np.float64)
-    assert np.array(returns_to_go(items, 1.0))[:-1] / units[:-1] == pytest.approx(
+    assert np.array(compute_returns_to_go(items, 1.0))[:-1] / units[:-1] == pytest.approx(
         expected, rel=1e-12
     )
 
@@ -305,7 +303,7 @@ def test_verl_gae_steps_over_observations():
         total = rewards[t] + 0.9 * after - values[t] + 0.9 * 0.7 * running
         after, running = (values[t], total) if mask[t] else (after, running)
         expected[t] = running
-    found = token_advantages(rewards[mask], values[mask], gamma=0.9, lam=0.7)
+    found = compute_gae(rewards[mask], values[mask], gamma=0.9, lam=0.7)
     np.testing.assert_allclose(found, expected[mask], rtol=1e-12)
 
 
@@ -382,7 +380,7 @@ def test_verl_truncated_importance_weights():
     """
     lp, q = [-2.0] * 3, [-1.0, -2.5, -4.0]
     fields = {"target_tokens": [1] * 3, "advantages": [1.0] * 3, "logprobs": q, "mask": [1.0] * 3}
-    weighted, metrics = truncated_importance_sampling(
+    weighted, metrics = apply_truncated_is(
         _Scores([lp]), [Datum(ModelInput.from_ints([1, 2, 3]), fields)], 2.0, 1.0
     )
     assert weighted[0].loss_fn_inputs["advantages"].tolist() == pytest.approx(
@@ -489,7 +487,7 @@ def test_liger_grpo(normalise, beta):
     leaf = torch.tensor(lp, requires_grad=True)
     expected = liger(leaf)
     (slope,) = torch.autograd.grad(expected, leaf)
-    used = weighted_by_sequence(datums) if normalise == "sequence_means" else datums
+    used = weight_by_sequence(datums) if normalise == "sequence_means" else datums
     fields = {
         name: np.concatenate([d.loss_fn_inputs[name].array for d in used])
         for name in ("advantages", "mask")
@@ -500,7 +498,7 @@ def test_liger_grpo(normalise, beta):
     found, ours = loss_of(
         "ppo", lp, np.cumsum([0, *lengths]), config, logprobs=old, ref_logprobs=ref, **fields
     )
-    size = divisor(datums, normalise, 16)
+    size = compute_divisor(datums, normalise, 16)
     # a datum's fields are float32: 2^-24 each, and sixteen of them
     rounding = 4e-7 if normalise == "sequence_means" else 1e-12
     assert found / size == pytest.approx(float(expected), rel=rounding)
@@ -554,7 +552,7 @@ def test_areal_packed_gae():
             ahead = v[t + 1] * (bootstrap if t == length - 1 else 1)
             running = r[t] + gamma * ahead - v[t] + gamma * lam * running
             expected.append(running)
-        found = token_advantages(r, v[:-1], gamma=gamma, lam=lam, bootstrap=v[-1] * bootstrap)
+        found = compute_gae(r, v[:-1], gamma=gamma, lam=lam, bootstrap=v[-1] * bootstrap)
         np.testing.assert_allclose(found, expected[::-1], rtol=1e-12, atol=1e-12)
 
 
@@ -571,9 +569,7 @@ def test_areal_decoupled_policy_loss():
         datum.loss_fn_inputs["logprobs"] = Datum(
             ModelInput.empty(), {"x": behaviour[s]}
         ).loss_fn_inputs["x"]
-    weighted, _ = truncated_importance_sampling(
-        _Scores([proximal[s] for s in parts]), datums, 1e9, 1.0
-    )
+    weighted, _ = apply_truncated_is(_Scores([proximal[s] for s in parts]), datums, 1e9, 1.0)
     fields = {
         name: np.concatenate([d.loss_fn_inputs[name].array for d in weighted])
         for name in ("advantages", "logprobs", "mask")

@@ -12,10 +12,10 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 from whole_runs import train
 
 from rl import ServiceClient
-from rl.episodes.episode import Trajectory, TrajectoryGroup, Transition
 from rl.errors import UserError
 from rl.judges import PublishedRewardModel, WeightedRewardModels
-from rl.models import classifier_size
+from rl.models import count_classifier_parameters
+from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
 from rl.types import ModelInput, SampledSequence
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:!?+=<>|_/\n"
@@ -331,5 +331,5 @@ def test_settings_that_contradict_each_other_are_refused(words, says, tmp_path, 
 def test_the_plan_counts_its_parameters(tmp_path):
     folder = write_model(tmp_path / "model", "DebertaV2")
     model = AutoModelForSequenceClassification.from_pretrained(folder)
-    assert classifier_size(folder) == sum(p.numel() for p in model.parameters())
-    assert classifier_size("tiny:addition") is None
+    assert count_classifier_parameters(folder) == sum(p.numel() for p in model.parameters())
+    assert count_classifier_parameters("tiny:addition") is None

@@ -1,4 +1,4 @@
-"""A short command does not spend its time on Python's collector: `rl.quick`."""
+"""A short command does not spend its time on Python's collector: `rl.startup`."""
 
 import subprocess
 import sys
@@ -9,8 +9,8 @@ REPO = Path(__file__).resolve().parent.parent
 AT_THE_END = """
 import atexit, gc
 atexit.register(lambda: print("frozen at the end:", gc.get_freeze_count() > 0))  # registered before, so called after
-from rl.quick import quick
-quick()
+from rl.startup import reduce_gc
+reduce_gc()
 print("looks less often:", gc.get_threshold()[0] > 10_000, "looks:", gc.isenabled(), "frozen now:", gc.get_freeze_count() > 0)
 atexit.register(lambda: print("frozen while others end:", gc.get_freeze_count() > 0))
 """
@@ -30,4 +30,4 @@ def test_the_collector_looks_less_often_and_not_at_the_end():
 def test_every_script_that_imports_torch_begins_so():
     for name in ("train", "sample", "evaluate", "export", "serve"):
         lines = (REPO / f"{name}.py").read_text().split('if __name__ == "__main__":')[1]
-        assert 0 < lines.index("quick()") < lines.index("from rl.run import"), name
+        assert 0 < lines.index("reduce_gc()") < lines.index("from rl.trainer import"), name

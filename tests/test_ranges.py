@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
-from rl.clients.service import MAX_RANK
-from rl.methods import METHODS
+from rl.algorithms import METHODS
+from rl.client.service_client import MAX_RANK
+from rl.config import cli
+from rl.config.cli import read_run
+from rl.config.fields import SettingsError, get_fields, unflatten_settings
+from rl.config.number_range import Range, check_ranges
+from rl.config.sections import ModelSettings, OptimSettings, RunSettings
 from rl.rlvr import PPOConfig, REINFORCEConfig
-from rl.run.entry import main
-from rl.settings import cli
-from rl.settings.cli import read
-from rl.settings.fields import SettingsError, fields_of, unflatten
-from rl.settings.ranges import Range, check_ranges
-from rl.settings.tables import ModelSettings, OptimSettings, RunSettings
+from rl.trainer.entry_point import main
 from rl.types import AdamParams
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "addition.yaml"
@@ -233,12 +233,12 @@ def test_the_population_is_all_there_is() -> None:
 def test_every_number_has_a_range() -> None:
     missing = []
     for method, name, _, _ in NUMBERS:
-        field = fields_of(RunSettings if method == "run" else METHODS[method].settings)[name]
+        field = get_fields(RunSettings if method == "run" else METHODS[method].settings)[name]
         if not isinstance(field.range, Range):
             missing.append(f"{method}: {name}")
     assert not missing
     for method, spec in METHODS.items():  # and what has one is a number
-        assert {n for n, f in fields_of(spec.settings).items() if f.range} == {
+        assert {n for n, f in get_fields(spec.settings).items() if f.range} == {
             n for m, n, _, _ in NUMBERS if m == method
         }
 
@@ -258,7 +258,7 @@ def test_every_number_refuses_it_on_the_line_and_names_the_flag(
     for method, name, _, annotation in NUMBERS if every_method else ONCE:
         flag = "--" + name.replace("_", "-")
         try:
-            read(
+            read_run(
                 ["grpo" if method == "run" else method, flag, *words(name, annotation, value)],
                 METHODS,
                 RECIPE,
@@ -286,12 +286,14 @@ def test_every_number_refuses_it_on_the_line_and_names_the_flag(
 def test_the_list_names_nothing_that_is_refused() -> None:
     """A setting that only has an effect beside another is built alone."""
     tables = {
-        name: field for spec in METHODS.values() for name, field in fields_of(spec.settings).items()
-    } | fields_of(RunSettings)
+        name: field
+        for spec in METHODS.values()
+        for name, field in get_fields(spec.settings).items()
+    } | get_fields(RunSettings)
     for value, names in ALLOWED.items():
         for name in names:
             allowed = tables[name].range
-            assert allowed is not None and allowed.holds(float(value)), (value, name)
+            assert allowed is not None and allowed.contains(float(value)), (value, name)
 
 
 @pytest.mark.parametrize(
@@ -337,7 +339,7 @@ def test_every_number_refuses_it_in_a_runs_config() -> None:
             continue
         problems: list[str] = []
         cls = RunSettings if method == "run" else METHODS[method].settings
-        unflatten(cls, {name: "nan"}, problems, "config.json")
+        unflatten_settings(cls, {name: "nan"}, problems, "config.json")
         assert any(name in problem for problem in problems), (method, name)
 
 
@@ -348,7 +350,7 @@ def test_a_recipe_names_the_line(tmp_path: Path) -> None:
         "2]\nrewards: {gsm8k: inf}\n"
     )
     with pytest.raises(SettingsError) as caught:
-        read([str(path)], METHODS, RECIPE, RunSettings)
+        read_run([str(path)], METHODS, RECIPE, RunSettings)
     said = sorted(caught.value.problems)
     assert [problem.partition(" line ")[2].partition(" ")[0] for problem in said] == [
         "3,",
@@ -380,7 +382,7 @@ def test_a_recipe_names_the_line(tmp_path: Path) -> None:
     ],
 )
 def test_a_range_says_what_it_expects(allowed: Range, value: float, expected: str) -> None:
-    assert allowed.expected(value) == expected and not allowed.holds(value)
+    assert allowed.describe_violation(value) == expected and not allowed.contains(value)
 
 
 def test_numpys_numbers_are_numbers() -> None:
@@ -426,7 +428,7 @@ def test_sizes_that_cannot_fit_are_refused_before_any_work(
     monkeypatch.setenv("COLUMNS", "400")
     with pytest.raises(SystemExit) as ended:
         more = ["--output-dir", str(tmp_path / "run"), "--base-model", "tiny:addition", "--quiet"]
-        main(cli.parse([*words.split(), *more], METHODS, RECIPE, options=RunSettings))
+        main(cli.parse_run([*words.split(), *more], METHODS, RECIPE, options=RunSettings))
     text = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert ended.value.code == 2 and said in text and "nothing was started" in text
     assert not (tmp_path / "run").exists()

@@ -18,12 +18,12 @@ import pytest
 from rank_server import TAG, Ranks
 from test_run import write
 
-from rl.clients.settings import SamplerSettings, WorkerSettings
-from rl.ranks import agreement, beats, zero_settings
-from rl.ranks.agreement import described, differences
-from rl.ranks.beats import Drum, Watch
-from rl.run.changed import FREE_OPTIONS as FREE
-from rl.settings.run_plan import difference
+from rl.config.run_config import diff_configs
+from rl.distributed import get_zero_settings, heartbeat, launch_agreement
+from rl.distributed.heartbeat import HeartbeatMonitor, HeartbeatSender
+from rl.distributed.launch_agreement import collect_launch_info, find_differences
+from rl.runtime.rank_settings import SamplerSettings, WorkerSettings
+from rl.trainer.config_diff import CHANGEABLE_OPTIONS as FREE
 
 REPO = Path(__file__).resolve().parent.parent
 TIMEOUT = 4  # so a beat each second
@@ -34,17 +34,17 @@ TIMEOUT = 4  # so a beat each second
 WATCHER = """
 import sys, time
 sys.path.insert(0, {repo!r})
-from rl.ranks.beats import Watch
-Watch(["127.0.0.1"], int(sys.argv[1]), sys.argv[2], every=0.2, timeout=0.8, lost=lambda seconds: f"lost after {{seconds:.1f}}")
+from rl.distributed.heartbeat import HeartbeatMonitor
+HeartbeatMonitor(["127.0.0.1"], int(sys.argv[1]), sys.argv[2], interval_seconds=0.2, timeout=0.8, lost_message=lambda seconds: f"lost after {{seconds:.1f}}")
 print("watching", flush=True)
 time.sleep(30)
 """
 DRUMMER = """
 import sys, time
 sys.path.insert(0, {repo!r})
-from rl.ranks.beats import Drum
-drum = Drum(0.2)
-print(drum.port, drum.word, flush=True)
+from rl.distributed.heartbeat import HeartbeatSender
+drum = HeartbeatSender(0.2)
+print(drum.port, drum.token, flush=True)
 if sys.argv[1] == "say goodbye":
     sys.stdin.readline()
     drum.close()
@@ -89,8 +89,8 @@ def test_a_watcher_ends_with_a_stopped_or_killed_drummer_and_not_with_one_that_s
 
 
 def test_a_watcher_that_was_itself_stopped_for_long_goes_on():
-    drum = Drum(0.2)
-    with python(WATCHER, str(drum.port), drum.word) as watcher:
+    drum = HeartbeatSender(0.2)
+    with python(WATCHER, str(drum.port), drum.token) as watcher:
         assert watcher.stdout.readline() == "watching\n"
         watcher.send_signal(signal.SIGSTOP)
         time.sleep(1.5)
@@ -102,7 +102,7 @@ def test_a_watcher_that_was_itself_stopped_for_long_goes_on():
 
 
 WAITS = WATCHER.replace("print(", "watch.waiting_since = time.monotonic()\nprint(").replace(
-    "\nWatch(", "\nwatch = Watch("
+    "\nHeartbeatMonitor(", "\nwatch = HeartbeatMonitor("
 )
 
 
@@ -111,9 +111,9 @@ def test_a_watcher_left_waiting_by_a_drummer_that_beats_ends_unless_that_waits_f
     collecting,
 ):
     """A driver that hangs in code of its own still beats, since beats have a thread of their own."""
-    drum = Drum(0.2)
+    drum = HeartbeatSender(0.2)
     drum.collecting = collecting
-    with python(WAITS, str(drum.port), drum.word) as watcher:
+    with python(WAITS, str(drum.port), drum.token) as watcher:
         assert watcher.stdout.readline() == "watching\n"
         begin = time.monotonic()
         if collecting:
@@ -126,7 +126,7 @@ def test_a_watcher_left_waiting_by_a_drummer_that_beats_ends_unless_that_waits_f
 
 
 def test_strangers_get_no_beats_and_keep_nobody_from_them():
-    drum = Drum(0.1)
+    drum = HeartbeatSender(0.1)
     silent = [socket.create_connection(("127.0.0.1", drum.port)) for _ in range(5)]
     wrong = socket.create_connection(("127.0.0.1", drum.port))
     wrong.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -136,9 +136,9 @@ def test_strangers_get_no_beats_and_keep_nobody_from_them():
     except ConnectionResetError:
         pass
     right = socket.create_connection(("127.0.0.1", drum.port))
-    right.sendall(drum.word[:7].encode())  # in pieces
+    right.sendall(drum.token[:7].encode())  # in pieces
     time.sleep(0.3)
-    right.sendall(drum.word[7:].encode())
+    right.sendall(drum.token[7:].encode())
     right.settimeout(5.0)
     assert right.recv(1) == b"."
     drum.close()
@@ -149,10 +149,12 @@ def test_strangers_get_no_beats_and_keep_nobody_from_them():
 
 
 def test_no_connection_is_said_and_not_waited_for(monkeypatch, capsys):
-    monkeypatch.setattr("rl.ranks.beats._CONNECT_SECONDS", 0.3)
+    monkeypatch.setattr("rl.distributed.heartbeat._CONNECT_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    Watch(["127.0.0.1"], port, "word", every=1.0, timeout=4.0, lost=str)
+    HeartbeatMonitor(
+        ["127.0.0.1"], port, "word", interval_seconds=1.0, timeout=4.0, lost_message=str
+    )
     assert f"no connection to port {port} of 127.0.0.1" in capsys.readouterr().err
 
 
@@ -165,7 +167,7 @@ def test_each_setting_that_differs_is_found_and_named():
     names = ["rank 0 (process 1 on a)", "rank 1 (process 2 on b)"]
     changed = 0
     for path, settings in every_change(base):
-        found = differences([described(base), described(settings)], names)
+        found = find_differences([collect_launch_info(base), collect_launch_info(settings)], names)
         assert (
             len(found) == 1
             and found[0].startswith(f"the setting {path} is ")
@@ -174,7 +176,10 @@ def test_each_setting_that_differs_is_found_and_named():
         assert names[1] in found[0]
         changed += 1
     assert changed >= 10
-    assert differences([described(base), described(WorkerSettings())], names) == []
+    assert (
+        find_differences([collect_launch_info(base), collect_launch_info(WorkerSettings())], names)
+        == []
+    )
 
 
 def every_change(settings, prefix=""):
@@ -199,10 +204,10 @@ def every_change(settings, prefix=""):
 
 def test_what_one_side_alone_has_differs():
     """Of rank 0 or of another: an older version knows fewer settings."""
-    assert differences([{"a": "1"}, {"a": "1", "b": "2"}], ["r0", "r1"]) == [
+    assert find_differences([{"a": "1"}, {"a": "1", "b": "2"}], ["r0", "r1"]) == [
         "b is 2 on r1 and none on r0"
     ]
-    assert differences([{"a": "1", "b": "2"}, {"a": "1"}], ["r0", "r1"]) == [
+    assert find_differences([{"a": "1", "b": "2"}, {"a": "1"}], ["r0", "r1"]) == [
         "b is none on r1 and 2 on r0"
     ]
 
@@ -226,32 +231,32 @@ def test_silences_count_only_while_nothing_comes_between(monkeypatch, heard, end
                 case ".":
                     raise TimeoutError
                 case "g":
-                    return beats._GOODBYE
-            return beats._BEAT
+                    return heartbeat._GOODBYE
+            return heartbeat._BEAT
 
-    watch, exits = Watch.__new__(Watch), []
-    watch._every, watch._beats, watch._lost, watch._over = (
+    watch, exits = HeartbeatMonitor.__new__(HeartbeatMonitor), []
+    watch._interval_seconds, watch._max_missed, watch._lost_message, watch._closed = (
         0.001,
         3,
         "{} s".format,
         threading.Event(),
     )
     watch._timeout = 60.0
-    monkeypatch.setattr(beats.os, "_exit", exits.append)
-    monkeypatch.setattr(beats.os, "write", lambda *_: None)
+    monkeypatch.setattr(heartbeat.os, "_exit", exits.append)
+    monkeypatch.setattr(heartbeat.os, "write", lambda *_: None)
     watch._run(Connection())
     assert exits == ([1] if ends else [])
 
 
 def test_versions_and_code_are_compared():
     names = ["rank 0", "rank 1"]
-    one = described(WorkerSettings())
+    one = collect_launch_info(WorkerSettings())
     other = {
         **one,
         "the version of torch": "1.0",
         "the code of this project (checksum)": "00000000",
     }
-    found = differences([one, other], names)
+    found = find_differences([one, other], names)
     assert (
         len(found) == 2
         and f"the version of torch is 1.0 on rank 1 and {one['the version of torch']} on rank 0"
@@ -264,22 +269,22 @@ def test_the_checksum_is_of_every_source_of_the_project(tmp_path, monkeypatch):
         shutil.copytree(
             REPO / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__")
         )
-    here = agreement._checksum()
-    monkeypatch.setattr(agreement, "_ROOT", tmp_path)
-    assert agreement._checksum() == here
+    here = launch_agreement._source_checksum()
+    monkeypatch.setattr(launch_agreement, "_ROOT", tmp_path)
+    assert launch_agreement._source_checksum() == here
     for path in sorted(tmp_path.rglob("*.py"))[::29]:
         text = path.read_text()
         path.write_text(text + "\n")
-        assert agreement._checksum() != here, path
+        assert launch_agreement._source_checksum() != here, path
         path.write_text(text)
-    assert agreement._checksum() == here
+    assert launch_agreement._source_checksum() == here
 
 
 def test_a_deepspeed_config_is_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ds_configs/zero3.json")
-    assert zero_settings() == (3, False)
+    assert get_zero_settings() == (3, False)
 
 
 # ------------------------------------------------------------------------------------ two processes
@@ -296,9 +301,9 @@ STOPPED = """
 import os, signal, sys, time
 sys.path.insert(0, {repo!r})
 from rl import ServiceClient
-from rl.clients.settings import WorkerSettings
-from rl.clients.worker import Worker
-make = Worker.create_model
+from rl.runtime.rank_settings import WorkerSettings
+from rl.runtime.training_worker import TrainingWorker
+make = TrainingWorker.create_model
 def stops(self, *arguments):
     made = make(self, *arguments)
     if os.environ["RANK"] == "0":
@@ -306,7 +311,7 @@ def stops(self, *arguments):
         os.kill(os.getpid(), signal.SIGSTOP)
     return made
 if {where!r} == "in a verb":
-    Worker.create_model = stops
+    TrainingWorker.create_model = stops
 service = ServiceClient(settings=WorkerSettings(timeout_seconds={timeout}))
 service.create_full_training_client("tiny:addition").result()
 print("stopping at", time.time(), flush=True)
@@ -339,7 +344,7 @@ UNLIKE = """
 import os, sys
 sys.path.insert(0, {repo!r})
 from rl import ServiceClient
-from rl.clients.settings import SamplerSettings, WorkerSettings
+from rl.runtime.rank_settings import SamplerSettings, WorkerSettings
 mine = SamplerSettings(max_rows=7 if os.environ["RANK"] == "1" else 1024)
 try:
     service = ServiceClient(settings=WorkerSettings(sampler=mine, timeout_seconds=60))
@@ -471,7 +476,7 @@ def test_what_rewards_get_of_the_environment_may_change_when_a_run_is_resumed():
     stage = {"name": "grpo", "method": "grpo", "settings": {"learning_rate": 1.0}}
     later = {**stage, "settings": {"learning_rate": 1.0, "reward_env": ["MY_SETTING"]}}
     assert (
-        difference(
+        diff_configs(
             {"options": {}, "stages": [stage]}, {"options": {}, "stages": [later]}, ignore=FREE
         )
         == []

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from helpers import random_datums
 
-from rl.clients import ServiceClient
-from rl.episodes import Trajectory, TrajectoryGroup
-from rl.episodes.episode import Transition
-from rl.methods.base import Models, Progress
-from rl.methods.grpo import PolicyGradient
-from rl.methods.grpo_settings import GrpoSettings, PolicyGradientSettings
-from rl.methods.ppo import Ppo
-from rl.methods.ppo_settings import PpoOptions, PpoSettings
-from rl.methods.rlhf import RlhfSettings
-from rl.methods.steps import divisor, sequences, weighted_by_sequence
-from rl.methods.streaming import StreamedStep
-from rl.settings import CorrectionSettings, KlSettings, LoopSettings, OptimSettings
+from rl.algorithms.grpo import PolicyGradient
+from rl.algorithms.grpo_settings import GrpoSettings, PolicyGradientSettings
+from rl.algorithms.method_interface import Models, Progress
+from rl.algorithms.ppo import Ppo
+from rl.algorithms.ppo_settings import PpoOptions, PpoSettings
+from rl.algorithms.rlhf import RlhfSettings
+from rl.algorithms.streamed_step import StreamedStep
+from rl.algorithms.update import compute_divisor, count_sequences, weight_by_sequence
+from rl.client import ServiceClient
+from rl.config import CorrectionSettings, KlSettings, LoopSettings, OptimSettings
+from rl.rollout import Trajectory, TrajectoryGroup
+from rl.rollout.rollout_types import Transition
 from rl.types import ModelInput, SampledSequence
 
 RATE = 1e-3
@@ -95,13 +95,13 @@ def test_lengths_and_counts_are_of_what_remains(service, correction):
     """
     method, policy = method_of(correction, "sequences"), learner_of(service)
     groups = groups_of()
-    datums = method.credit(groups, Models(policy))
+    datums = method.compute_advantages(groups, Models(policy))
     config = {"temperature": method.settings.sampling.temperature}
     learner = [
         o["logprobs"].array
         for o in policy.forward(datums, "importance_sampling", config).result().loss_fn_outputs
     ]
-    found, _ = method.prepared(datums, Models(policy))
+    found, _ = method.prepare_datums(datums, Models(policy))
     trained = [t for i, group in enumerate(groups) if i != 1 for t in group.trajectories_G]
     owners = [i for i, trajectory in enumerate(trained) for _ in trajectory.transitions]
     gaps = [
@@ -132,12 +132,12 @@ def test_lengths_and_counts_are_of_what_remains(service, correction):
         if correction.correction_level == "token"
         else live < len(trained)
     )
-    assert sequences(found) == pytest.approx(live)
+    assert count_sequences(found) == pytest.approx(live)
     assert (
-        divisor(found, "constant", 8) == pytest.approx(8 * live)
-        and divisor(found, "tokens") == lengths.sum()
+        compute_divisor(found, "constant", 8) == pytest.approx(8 * live)
+        and compute_divisor(found, "tokens") == lengths.sum()
     )
-    for d, owner, kept in zip(weighted_by_sequence(found), owners, stays, strict=True):
+    for d, owner, kept in zip(weight_by_sequence(found), owners, stays, strict=True):
         expected = np.where(kept, trained[owner].advantage / max(1.0, lengths[owner]), 0.0)
         np.testing.assert_allclose(d.loss_fn_inputs["advantages"].array, expected, rtol=1e-6)
         np.testing.assert_allclose(
@@ -171,7 +171,9 @@ def test_a_batch_in_parts_is_the_whole_batch(service, kind, normalise):
         seen.append(step.finish())
     policy, method = learner_of(service), method_of(KINDS[kind], normalise)
     models = Models(policy)
-    seen.append(method.learn(models, method.credit(groups_of(), models), Progress(0, 3)))
+    seen.append(
+        method.update(models, method.compute_advantages(groups_of(), models), Progress(0, 3))
+    )
     for other in seen[1:]:
         for name in set(seen[0]) - {"optim/minibatches"}:
             assert other[name] == pytest.approx(seen[0][name], rel=2e-5, abs=1e-7), name
@@ -234,11 +236,13 @@ def test_ppo_goes_on_where_a_correction_removes_every_token(service, settings, c
     first = Ppo(
         settings(ppo=how, kl=KlSettings(kl_coef=0.0), optim=OptimSettings(learning_rate=RATE))
     )
-    assert "optim/skipped_no_signal" not in first.learn(
-        models, first.credit(groups_of(), models), Progress(0, 3)
+    assert "optim/skipped_no_signal" not in first.update(
+        models, first.compute_advantages(groups_of(), models), Progress(0, 3)
     )
     before = weights_of(policy)
-    metrics = method.learn(models, method.credit(surprised(groups_of()), models), Progress(1, 3))
+    metrics = method.update(
+        models, method.compute_advantages(surprised(groups_of()), models), Progress(1, 3)
+    )
     np.testing.assert_array_equal(weights_of(policy), before)
     assert (
         metrics["optim/skipped_no_signal"] == metrics["optim/substeps"] == 2
@@ -258,11 +262,11 @@ def test_grpo_goes_on_where_a_correction_removes_every_token(service, parts, giv
     policy = learner_of(service)
     models = Models(policy)
     first = method_of(CorrectionSettings(), "tokens")
-    first.learn(models, first.credit(groups_of(), models), Progress(0, 3))
+    first.update(models, first.compute_advantages(groups_of(), models), Progress(0, 3))
     before, method = weights_of(policy), method_of(ALL, "sequence_means", **given)
     groups = surprised(groups_of())
     if parts == 1:
-        metrics = method.learn(models, method.credit(groups, models), Progress(1, 3))
+        metrics = method.update(models, method.compute_advantages(groups, models), Progress(1, 3))
     else:
         step = StreamedStep(method, models, Progress(1, 3))
         for start in (0, 2):

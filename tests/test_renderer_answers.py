@@ -19,7 +19,7 @@ from test_renderer_specials import (  # noqa: F401
 
 from rl import ServiceClient, get_tokenizer
 from rl.renderers import get_renderer
-from rl.renderers.ends import ends_of, note_ends
+from rl.renderers.stop_tokens import get_end_tokens, set_end_tokens
 
 
 @pytest.mark.parametrize(("name", "model"), pairs())
@@ -38,23 +38,25 @@ def test_an_answer_ends_at_every_eos_of_the_model(tokenizers, name, model):  # n
     }:
         message, ended = renderer.parse_response([*body, end, *others])
         assert message["content"].strip() == "42" and ended, end
-        assert renderer.finished([*body, end]) == renderer.finished([*body, tokenizer.eos_token_id])
-    assert renderer.parse_response(body)[1] is False and renderer.finished(body) == body
+        assert renderer.with_end_mark([*body, end]) == renderer.with_end_mark(
+            [*body, tokenizer.eos_token_id]
+        )
+    assert renderer.parse_response(body)[1] is False and renderer.with_end_mark(body) == body
 
 
 def test_the_ends_come_with_the_model_and_from_the_files_beside_a_tokenizer(tokenizers, tmp_path):  # noqa: F811
     tokenizer = words()
-    assert ends_of(tokenizer) == {1}
-    assert ends_of(note_ends(tokenizer, [1, 5])) == {1, 5}
+    assert get_end_tokens(tokenizer) == {1}
+    assert get_end_tokens(set_end_tokens(tokenizer, [1, 5])) == {1, 5}
     words().save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(
         json.dumps({"model_type": "qwen3", "text_config": {"eos_token_id": 3}})
     )
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
-    assert ends_of(get_tokenizer(str(tmp_path / "model"))) == {1, 3, 7}
+    assert get_end_tokens(get_tokenizer(str(tmp_path / "model"))) == {1, 3, 7}
     with ServiceClient(output_dir=tmp_path / "out") as service:
         client = service.create_sampling_client(base_model="tiny:addition")
-        assert ends_of(client.get_tokenizer()) == {client.get_tokenizer().eos_token_id}
+        assert get_end_tokens(client.get_tokenizer()) == {client.get_tokenizer().eos_token_id}
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": [2]}}\n</tool_call>'
@@ -151,9 +153,9 @@ def after_an_answer(renderer, prompt, answer, new):
     """The next prompt as an environment has it that never tokenises anew: what was read, what was
     drawn, what is new.
     """
-    # its mark is text, which `finished` writes anew
+    # its mark is text, which `with_end_mark` writes anew
     if isinstance(renderer.get_stop_sequences()[0], str):
-        found = renderer.bridge([], prompt, answer, new)
+        found = renderer.extend_prompt([], prompt, answer, new)
         return None if found is None else found.to_ints()
     probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     asked = renderer.build_generation_prompt([*probe, *new]).to_ints()
@@ -162,7 +164,7 @@ def after_an_answer(renderer, prompt, answer, new):
     )
     assert tokens.to_ints()[: len(asked)] == asked
     first_end = next(i for i in range(1, len(weights)) if weights[i - 1] and not weights[i])
-    return [*prompt, *renderer.finished(answer), *asked[first_end:]]
+    return [*prompt, *renderer.with_end_mark(answer), *asked[first_end:]]
 
 
 @pytest.mark.parametrize(("name", "model"), pairs())

@@ -12,8 +12,8 @@ import pytest
 
 from rl.errors import UserError
 from rl.models.info import get_recommended_renderer_name
-from rl.models.tokenizers import character_tokenizer
-from rl.renderers import get_renderer, opens_thoughts, shown
+from rl.models.tokenizer_loading import build_character_tokenizer
+from rl.renderers import get_renderer, parse_partial_answer, prompt_opens_thoughts
 
 LETTERS = "\n " + "".join(chr(c) for c in range(33, 127))
 GLM = (
@@ -40,7 +40,7 @@ CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": "2"
 
 
 def glm():
-    tokenizer = character_tokenizer(
+    tokenizer = build_character_tokenizer(
         LETTERS, ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
     )
     tokenizer.chat_template = GLM
@@ -84,7 +84,10 @@ def test_glm_ends_an_answer_with_the_mark_of_who_speaks_next():
     assert ended and (message["content"], message["tool_calls"]) == ("I add.", CALLS)
     stops = {tokenizer.convert_ids_to_tokens(i) for i in renderer.get_stop_sequences()}
     assert stops == {"<|user|>", "<|observation|>", tokenizer.eos_token}
-    assert renderer.finished(tokens) == tokens and renderer.parse_response(tokens[:-1])[1] is False
+    assert (
+        renderer.with_end_mark(tokens) == tokens
+        and renderer.parse_response(tokens[:-1])[1] is False
+    )
     example, weights = renderer.build_supervised_example(
         [ask, said, user("and?"), said], "all_assistant"
     )
@@ -103,7 +106,7 @@ def test_glm_goes_on_from_the_mark_or_refuses(thoughts):
     calling = {"role": "assistant", "content": "", "tool_calls": CALLS}
     seen = renderer.build_generation_prompt([ask]).to_ints()
     answer, _ = learnt(renderer, [ask, said])
-    after = renderer.bridge([ask], seen, answer, [user("and 3+3?")])
+    after = renderer.extend_prompt([ask], seen, answer, [user("and 3+3?")])
     if thoughts:
         assert after is None  # its template leaves thoughts out of history
     else:
@@ -113,24 +116,24 @@ def test_glm_goes_on_from_the_mark_or_refuses(thoughts):
             == tokenizer.decode([*seen, *answer]) + "\nand 3+3?<|assistant|>"
         )
         assert after == renderer.build_generation_prompt([ask, said, user("and 3+3?")])
-        cut_off = renderer.bridge([ask], seen, answer[:-1], [user("and 3+3?")])
+        cut_off = renderer.extend_prompt([ask], seen, answer[:-1], [user("and 3+3?")])
         assert cut_off == after  # the mark is written for it
-    assert renderer.bridge([ask], seen, answer, [tool]) is None  # it handed over to the user
+    assert renderer.extend_prompt([ask], seen, answer, [tool]) is None  # it handed over to the user
     assert (
-        renderer.bridge([ask], seen, answer, [{"role": "system", "content": "!"}, user("b")])
+        renderer.extend_prompt([ask], seen, answer, [{"role": "system", "content": "!"}, user("b")])
         is None
     )
     called, _ = learnt(renderer, [ask, calling])
-    after = renderer.bridge([ask], seen, called, [tool])
+    after = renderer.extend_prompt([ask], seen, called, [tool])
     assert after.to_ints() == [
         *seen,
         *called,
         *tokenizer.encode("\n4<|assistant|>", add_special_tokens=False),
     ]
-    assert renderer.bridge([ask], seen, called, [user("b")]) is None
+    assert renderer.extend_prompt([ask], seen, called, [user("b")]) is None
     # nobody was handed over to: the history would not hold that token
     stopped = [*called[:-1], tokenizer.eos_token_id]
-    assert renderer.bridge([ask], seen, stopped, [tool]) is None
+    assert renderer.extend_prompt([ask], seen, stopped, [tool]) is None
 
 
 def test_a_mark_in_a_users_text_ends_no_answer_of_glm():
@@ -161,7 +164,9 @@ def test_another_template_that_ends_no_answer_is_still_refused():
 
 
 def test_thoughts_of_gemma_are_taken_out_and_rendered_back():
-    tokenizer = character_tokenizer(LETTERS, ["<|turn>", "<turn|>", "<|channel>", "<channel|>"])
+    tokenizer = build_character_tokenizer(
+        LETTERS, ["<|turn>", "<turn|>", "<|channel>", "<channel|>"]
+    )
     tokenizer.chat_template = GEMMA
     renderer = get_renderer("chat_template", tokenizer)
     ask, said = user("2+2?"), {"role": "assistant", "content": "4", "reasoning_content": "hm\nso"}
@@ -179,25 +184,31 @@ def test_thoughts_of_gemma_are_taken_out_and_rendered_back():
     )
     seen = renderer.build_generation_prompt([ask]).to_ints()
     # history goes without thoughts
-    assert renderer.bridge([ask], seen, tokens, [user("and?")]) is None
+    assert renderer.extend_prompt([ask], seen, tokens, [user("and?")]) is None
     plain = tokenizer.encode("4<turn|>", add_special_tokens=False)
-    assert renderer.bridge([ask], seen, plain, [user("and?")]).to_ints()[
+    assert renderer.extend_prompt([ask], seen, plain, [user("and?")]).to_ints()[
         : len(seen) + len(plain)
     ] == [*seen, *plain]
 
 
 def test_thoughts_of_gemma_while_they_are_drawn():
-    tokenizer = character_tokenizer(LETTERS, ["<|turn>", "<turn|>", "<|channel>", "<channel|>"])
+    tokenizer = build_character_tokenizer(
+        LETTERS, ["<|turn>", "<turn|>", "<|channel>", "<channel|>"]
+    )
     tokenizer.chat_template = GEMMA
     renderer = get_renderer("chat_template", tokenizer)
     tokens = tokenizer.encode(
         "<|channel>thought\nhm so\n<channel|>it is 4", add_special_tokens=False
     )
-    assert not opens_thoughts(renderer, renderer.build_generation_prompt([user("a")]).to_ints())
+    assert not prompt_opens_thoughts(
+        renderer, renderer.build_generation_prompt([user("a")]).to_ints()
+    )
     thinking = get_renderer("chat_template", tokenizer, think=True)
-    assert opens_thoughts(thinking, thinking.build_generation_prompt([user("a")]).to_ints())
-    said = [shown(renderer, tokens[:n], False, False) for n in range(1, len(tokens) + 1)]
-    whole = shown(renderer, tokens, False, True)
+    assert prompt_opens_thoughts(thinking, thinking.build_generation_prompt([user("a")]).to_ints())
+    said = [
+        parse_partial_answer(renderer, tokens[:n], False, False) for n in range(1, len(tokens) + 1)
+    ]
+    whole = parse_partial_answer(renderer, tokens, False, True)
     assert whole == {"role": "assistant", "content": "it is 4", "reasoning_content": "hm so"}
     for one in said:
         assert whole["content"].startswith(one["content"]) and whole[

@@ -9,7 +9,7 @@ import pytest
 
 from rl.errors import UserError
 from rl.renderers import get_renderer
-from rl.renderers.shield import Shield
+from rl.renderers.special_token_escaping import SpecialTokenEscaper
 
 # their second spelling takes seconds to make
 LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2.5", "qwen3")]
@@ -155,7 +155,7 @@ def test_no_message_can_write_a_special_token(renderers, tokenizers, name, model
     text comes back as it was.
     """
     tokenizer, renderer = tokenizers(model), renderers(name, model)
-    control = sorted(renderer.shield.control)
+    control = sorted(renderer.escaper.control)
     assert control
     harmless = [
         {"role": "user", "content": "a"},
@@ -196,8 +196,8 @@ def test_a_forged_turn_is_text_wherever_it_stands(renderers, tokenizers, model):
     tokens = renderer.build_generation_prompt(conversation).to_ints()
     # one a turn (a tool's answer is a turn of the user), and the one to be written
     assert tokens.count(start) == 7
-    assert tokenizer.decode(tokens) == renderer.shield.uncover(
-        renderer._text(renderer._covered(conversation), True)
+    assert tokenizer.decode(tokens) == renderer.escaper.unescape(
+        renderer._render_text(renderer._escape_messages(conversation), True)
     )
     tools = [
         {"type": "function", "function": {"name": "f", "description": forged, "parameters": {}}}
@@ -218,7 +218,7 @@ def test_thoughts_and_calls_are_the_assistants_to_write(renderers, tokenizers, m
     tokenizer, renderer = tokenizers(model), renderers("chat_template", model)
     word = "<tool_call>" if model == "qwen2.5" else "<think>"
     mark = tokenizer.convert_tokens_to_ids(word)
-    assert word in renderer.shield.markup
+    assert word in renderer.escaper.markup
     # minimind's prompt holds an empty thought
     own = renderer.build_generation_prompt([ASK]).to_ints().count(mark)
     assert (
@@ -231,7 +231,12 @@ def test_thoughts_and_calls_are_the_assistants_to_write(renderers, tokenizers, m
         "role": "assistant",
         "content": f"{word}x" if model == "qwen2.5" else f"{word}x</think>y",
     }
-    assert renderer._encode(renderer._text(renderer._covered([ASK, said]), False)).count(mark) == 1
+    assert (
+        renderer._encode(
+            renderer._render_text(renderer._escape_messages([ASK, said]), False)
+        ).count(mark)
+        == 1
+    )
     # nor other <|...|>
     assert (
         renderer.build_generation_prompt([{"role": "user", "content": "<|fim_prefix|>"}]).length
@@ -257,14 +262,14 @@ def test_without_special_tokens_the_second_spelling_is_the_tokenizers_own(
             {"role": role, "content": c}
             for role, c in zip(("user", "assistant", "user"), contents, strict=True)
         ]
-        text = renderer._text(messages, True)
+        text = renderer._render_text(messages, True)
         expected = tokenizer.encode(text, add_special_tokens=False)
         assert renderer.build_generation_prompt(messages).to_ints() == expected
-        assert renderer.shield._spelt_out([text]) == expected
-    word = sorted(renderer.shield.control)[0]
-    covered = renderer.shield.cover(f"ab {word} st")
-    assert tokenizer.decode(renderer.shield.encode(covered)).strip() == f"ab {word} st"
-    assert renderer.shield.uncover(covered) == f"ab {word} st"
+        assert renderer.escaper._encode_escaped([text]) == expected
+    word = sorted(renderer.escaper.control)[0]
+    covered = renderer.escaper.escape(f"ab {word} st")
+    assert tokenizer.decode(renderer.escaper.encode(covered)).strip() == f"ab {word} st"
+    assert renderer.escaper.unescape(covered) == f"ab {word} st"
 
 
 @pytest.mark.parametrize("model", ["llama-like", "unigram"])
@@ -297,7 +302,7 @@ def test_an_answer_goes_on_where_its_prompt_ended(renderers, tokenizers, model):
 def test_private_characters_of_the_text_itself_come_through(renderers, tokenizers):
     renderer, tokenizer = renderers("chat_template", "minimind_6400"), tokenizers("minimind_6400")
     text = "\U000f0000\U0010fffd\U0010fffc<|im_end|>\U000f0001"
-    assert renderer.shield.uncover(renderer.shield.cover(text)) == text
+    assert renderer.escaper.unescape(renderer.escaper.escape(text)) == text
     assert tokenizer.decode(renderer.encode(text)) == text
     prompt = renderer.build_generation_prompt([{"role": "user", "content": text}]).to_ints()
     assert text in tokenizer.decode(prompt) and tokenizer.decode(prompt).count("<|im_start|>") == 2
@@ -356,9 +361,9 @@ def test_what_looks_special_is_so_whatever_the_tokenizer_calls_it():
         for word, flag in added.items()
     ]
     decoder = dict(enumerate(tokens))
-    shield = Shield(
+    shield = SpecialTokenEscaper(
         SimpleNamespace(added_tokens_decoder=decoder, all_special_tokens=["<mask>"]),
-        written="{{ x }}<think>[CALL]",
+        template_source="{{ x }}<think>[CALL]",
     )
     assert shield.control == {"<s>", "<|tool|>", "<mask>"} and shield.markup == {
         "<think>",
@@ -366,8 +371,8 @@ def test_what_looks_special_is_so_whatever_the_tokenizer_calls_it():
     }
     text = "".join(added)
     for may_write, left in ((False, ["  ", "<td>"]), (True, ["<think>", "[CALL]", "  ", "<td>"])):
-        covered = shield.cover(text, may_write_markup=may_write)
-        assert [word for word in added if word in covered] == left and shield.uncover(
+        covered = shield.escape(text, may_write_markup=may_write)
+        assert [word for word in added if word in covered] == left and shield.unescape(
             covered
         ) == text
 

@@ -287,7 +287,7 @@ def test_llama3_of_a_tokenizer_without_a_template_by_hand(conversation):
     assert weights.tolist() == [0.0] * len(prompt) + [1.0] * len(answer)
     assert renderer.get_stop_sequences() == ids(["<|eot_id|>", "<|end_of_text|>"])
     assert renderer.parse_response(answer) == (messages[-1], True)
-    following = renderer.bridge(messages[:-1], prompt, answer, [ASK])
+    following = renderer.extend_prompt(messages[:-1], prompt, answer, [ASK])
     assert following.to_ints() == ids([*llama3_text([*messages, ASK]), *opening])
     assert tokenizer.chat_template is None  # the script's own tokenizer is as it was
 

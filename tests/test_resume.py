@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from test_offline import mixed_answers
 from whole_runs import train, two_and_two
 
-from rl.methods import METHODS
+from rl.algorithms import METHODS
 
 pytestmark = pytest.mark.slow
 

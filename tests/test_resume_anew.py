@@ -10,12 +10,12 @@ import pytest
 import torch
 from whole_runs import RECIPE, final_weights, train
 
+from rl.algorithms import METHODS
+from rl.config import RunSettings, SettingsError
+from rl.config.cli import read_run
 from rl.errors import RunFolderError
-from rl.methods import METHODS
-from rl.report import Console
-from rl.schedules import factor
-from rl.settings import RunSettings, SettingsError
-from rl.settings.cli import read
+from rl.lr_schedule import compute_lr_factor
+from rl.reporting import Console
 
 WORDS = (
     "grpo --batch-size 4 --group-size 2 --learning-rate 1e-2 --eval-every 2 --eval-limit 4 "
@@ -43,7 +43,7 @@ def same_weights(one: Path, other: Path) -> bool:
 
 
 def asked(words: str):
-    return read(words.split(), METHODS, RECIPE, RunSettings)
+    return read_run(words.split(), METHODS, RECIPE, RunSettings)
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def test_a_schedule_that_ends_says_what_more_steps_do(tmp_path, said):
         for t in said
     )
     assert [row["optim/lr"] for row in rows if row["step"] > 2] == pytest.approx(
-        [1e-2 * factor("linear", i, 4) for i in (2, 3)]
+        [1e-2 * compute_lr_factor("linear", i, 4) for i in (2, 3)]
     )
 
 
@@ -241,15 +241,15 @@ def test_words_of_other_libraries_are_answered(word, here, tmp_path):
 
 
 def test_every_word_of_other_libraries_leads_to_a_setting():
-    from rl.settings.fields import fields_of
-    from rl.settings.other_words import _WORDS
+    from rl.config.aliases import _FOREIGN_NAMES
+    from rl.config.fields import get_fields
 
     known = {
-        *fields_of(RunSettings),
-        *(key for method in METHODS.values() for key in fields_of(method.settings)),
+        *get_fields(RunSettings),
+        *(key for method in METHODS.values() for key in get_fields(method.settings)),
     }
-    assert {here for here, _ in _WORDS.values() if here} <= known
-    assert known & _WORDS.keys() == {"beta"}  # dpo's, offline's
+    assert {here for here, _ in _FOREIGN_NAMES.values() if here} <= known
+    assert known & _FOREIGN_NAMES.keys() == {"beta"}  # dpo's, offline's
 
 
 def test_reward_beside_rewards_is_no_longer_ignored(tmp_path):

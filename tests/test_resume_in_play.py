@@ -9,12 +9,12 @@ import pytest
 import torch
 from whole_runs import final_weights, train
 
-from rl.clients import SamplingClient
+from rl.client import SamplingClient
 
 # Two seats, several turns, levels; who the older version is depends on the pool, how long it lasts
 # on what both say.
 DUEL = '''
-from rl.environments import Environment, Turn
+from rl.envs import Environment, TurnResult
 
 class Duel(Environment):
     """Whose letters are later in the alphabet gets the turn's point."""
@@ -24,18 +24,18 @@ class Duel(Environment):
     def start(self):
         self.said, self.points, self.rounds = {}, 0, 2 + self.row["level"]
         self.asked = f"{self.row['level']}{self.rng.choice('abc')}"
-        return Turn(self.asked, seat=0)
+        return TurnResult(self.asked, seat=0)
     def step(self, answer):
         seat = len(self.said)
         self.said[seat] = sum(map(ord, answer["content"])) % 11
         if seat == 0:
-            return Turn(self.asked, seat=1)
+            return TurnResult(self.asked, seat=1)
         won = (self.said[0] > self.said[1]) - (self.said[0] < self.said[1])
         self.points, self.rounds, self.said = self.points + won, self.rounds - 1, {}
         if self.rounds:
-            return Turn("+" if won > 0 else "-", seat=0, rewards={0: float(won)})
+            return TurnResult("+" if won > 0 else "-", seat=0, rewards={0: float(won)})
         figures = {"won": float(self.points > 0), "drawn": float(self.points == 0), "correct": float(self.points > 0)}
-        return Turn(done=True, rewards={0: float(won)}, metrics_of={0: figures})
+        return TurnResult(done=True, rewards={0: float(won)}, metrics_of={0: figures})
 '''
 
 

@@ -48,9 +48,9 @@ def reward(prompt, response, meta=None):
 SCRIPT = """
 import os, signal, sys, time
 sys.path[:0] = [{repo!r}, {here!r}]
-from rl.ranks.interrupts import end_with_the_launcher
+from rl.distributed.stop_signals import end_with_launcher
 from rl.rewards import Scorer
-end_with_the_launcher()
+end_with_launcher()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
 way = sys.argv[1]
 responses = {{"error": "raise", "reward timeout": "hang", "worker crash": "crash", "worker exit": "die"}}

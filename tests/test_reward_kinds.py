@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from whole_runs import train
 
-from rl.environments import ProblemGroupBuilder
-from rl.episodes import Rollouts, Trajectory, TrajectoryGroup
-from rl.episodes.episode import Transition
+from rl.envs import ProblemGroupBuilder
 from rl.errors import UserError
-from rl.judges import episode_of, with_episode_rewards
+from rl.judges import add_episode_rewards, make_episode
 from rl.models import load_model
 from rl.renderers import get_renderer
-from rl.rewards import Episode, RewardResult, Scorer, Turn, register_reward, resolve_reward
+from rl.rewards import Episode, EpisodeTurn, RewardResult, Scorer, register_reward, resolve_reward
+from rl.rollout import RolloutBatch, Trajectory, TrajectoryGroup
+from rl.rollout.rollout_types import Transition
 from rl.types import ModelInput, Problem, SampledSequence
 
 RIGHT = [("p", "x" * n, {"n": n}) for n in range(12)]
@@ -154,13 +154,13 @@ EPISODE = Episode(
         {"role": "tool", "content": "6"},
         {"role": "assistant", "content": "6"},
     ],
-    [Turn("calc", 0.25, 3), Turn("6", 0.5, 1, "length")],
+    [EpisodeTurn("calc", 0.25, 3), EpisodeTurn("6", 0.5, 1, "length")],
 )
 
 
 def test_a_reward_sees_the_whole_episode(mine):
     reward = resolve_reward(f"{mine}:turns", factor=3.0)
-    assert reward.episode and not reward.together
+    assert reward.episode and not reward.batched
     with Scorer(reward) as scorer:
         pending = scorer.submit("2*3?", "6", {}, EPISODE)
         without = scorer.submit("2*3?", "6", {}).result()
@@ -181,7 +181,7 @@ def test_a_sum_of_all_kinds_at_once(mine):
         f"{mine}:turns": 10.0,
     }
     reward = resolve_reward("composite", weights=weights)
-    assert reward.together and reward.episode and not reward.bounded
+    assert reward.batched and reward.episode and not reward.inline_safe
     with Scorer(reward) as scorer:
         items = [
             ("6", {"answer": "6", "n": 1}),
@@ -261,7 +261,7 @@ def test_length_by_correctness_is_the_papers_curve():
     result = reward.evaluate("", "46", {"answer": "46"})
     assert (
         result.metrics == {"exact_match": 1.0, "correct": 1.0, "length": 1.0}
-        and reward.bounded is True
+        and reward.inline_safe is True
     )
 
 
@@ -342,7 +342,7 @@ def test_whole_episodes_earn_beside_what_their_environment_gave(mine):
         ([("system", "s"), ("user", "2*3?")], "call", 0.25), ([("tool", "6")], "6", 0.5)
     )
     second = trajectory(([("user", "2*3?")], "6", 1.0))
-    episode = episode_of(first, "sums")
+    episode = make_episode(first, "sums")
     assert [m["role"] for m in episode.messages] == [
         "system",
         "user",
@@ -355,16 +355,16 @@ def test_whole_episodes_earn_beside_what_their_environment_gave(mine):
         and episode.reward == 0.75
         and episode.tag == "sums"
     )
-    given = Rollouts(
+    given = RolloutBatch(
         [TrajectoryGroup([first, second], [0.0, 2.0], [{}, {"x": 1.0}], "sums", 4)],
         ["lost"],
         {},
         0.0,
         0.0,
     )
-    assert with_episode_rewards(given, None) is given
+    assert add_episode_rewards(given, None) is given
     with Scorer(resolve_reward(f"{mine}:turns", factor=10.0)) as scorer:
-        found = with_episode_rewards(given, scorer)
+        found = add_episode_rewards(given, scorer)
     (group,) = found.groups
     assert group.get_total_rewards() == [0.75 + 20, 1 + 2 + 10] and found.errors == ["lost"]
     assert group.metrics_G == [
@@ -387,7 +387,7 @@ def test_an_episode_on_which_a_reward_fails_is_left_out_and_named():
         TrajectoryGroup([one], [0.0], [{}]),
     ]
     with Scorer(reward) as scorer:
-        found = with_episode_rewards(Rollouts(groups, [], {}, 0.0, 0.0), scorer)
+        found = add_episode_rewards(RolloutBatch(groups, [], {}, 0.0, 0.0), scorer)
     assert [g.get_total_rewards() for g in found.groups] == [[3.0]]
     assert len(found.errors) == 2 and all("ZeroDivisionError" in error for error in found.errors)
 

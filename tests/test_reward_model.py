@@ -18,30 +18,34 @@ from test_dpo import largest_digit_pairs
 from whole_runs import final_weights, train
 
 from rl import ServiceClient
-from rl.clients.worker import ModelSpec
-from rl.data.addition import addition
-from rl.environments import ProblemGroupBuilder
-from rl.episodes.episode import Trajectory, TrajectoryGroup, Transition
-from rl.episodes.metrics import calibration_error
-from rl.errors import UserError
-from rl.judges.comparison import (
-    LABELS,
-    Comparison,
-    ComparisonModel,
-    Verdict,
-    comparison_messages,
-    swapped,
+from rl.algorithms import METHODS
+from rl.algorithms.reward_model import (
+    compute_preference_metrics,
+    make_comparison_pair,
+    make_scored_pair,
 )
-from rl.judges.learned import ComparedInGroup, LearnedRewards, RewardModel
+from rl.config import cli
+from rl.config.sections import RunSettings
+from rl.data.addition_dataset import addition
+from rl.distributed import checkpoint_folder
+from rl.envs import ProblemGroupBuilder
+from rl.errors import UserError
+from rl.judges.comparison_judge import (
+    VERDICT_LABELS,
+    AnswerComparison,
+    ComparisonModel,
+    ComparisonVerdict,
+    make_comparison_prompt,
+    swap_answers,
+)
+from rl.judges.learned_rewards import LearnedRewards, PairwiseJudge, RewardModel
 from rl.learner.packing import LAYOUTS
 from rl.losses.losses import get_loss
-from rl.methods import METHODS
-from rl.methods.reward_model import compared_pair, preference_metrics, scored_pair
-from rl.ranks import checkpoint
-from rl.run.beginnings import begins_after, check_weights
-from rl.run.hosts import make_renderer
-from rl.settings import cli
-from rl.settings.tables import RunSettings
+from rl.rollout.rollout_metrics import compute_calibration_error
+from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
+from rl.runtime.training_worker import ModelSpec
+from rl.trainer.initial_weights import check_initial_weights, find_previous_stage
+from rl.trainer.stage_models import make_renderer
 from rl.types import Datum, ModelInput, Problem, SampledSequence
 
 # ----------------------------------------------------------------------------------------- the loss
@@ -143,9 +147,13 @@ def test_the_gradient_does_not_depend_on_how_pairs_are_cut(layout):
 def test_calibration_and_metrics_by_hand():
     # two bins of 0.5 to 1: {0.6, 0.7} with one of two right, {0.8, 0.9, 1.0} all right
     p, right = [0.6, 0.7, 0.8, 0.9, 1.0], [1, 0, 1, 1, 1]
-    assert calibration_error(p, right, bins=2) == pytest.approx((abs(1 - 1.3) + abs(3 - 2.7)) / 5)
-    assert calibration_error([0.5] * 4, [1, 0, 1, 0]) == 0
-    metrics = preference_metrics(np.array([math.log(3), -math.log(4), 0.0]))  # P: 3/4, 1/5, 1/2
+    assert compute_calibration_error(p, right, bins=2) == pytest.approx(
+        (abs(1 - 1.3) + abs(3 - 2.7)) / 5
+    )
+    assert compute_calibration_error([0.5] * 4, [1, 0, 1, 0]) == 0
+    metrics = compute_preference_metrics(
+        np.array([math.log(3), -math.log(4), 0.0])
+    )  # P: 3/4, 1/5, 1/2
     assert metrics["test/loss"] == pytest.approx(
         -(math.log(0.75) + math.log(0.2) + math.log(0.5)) / 3
     )
@@ -158,8 +166,10 @@ def test_a_well_calibrated_model_has_a_small_error():
     rng = np.random.default_rng(0)
     p = rng.uniform(0.5, 1, 20_000)
     right = rng.random(20_000) < p
-    assert calibration_error(p.tolist(), right.tolist()) < 0.02
-    assert calibration_error((0.5 + p / 2).tolist(), right.tolist()) > 0.1  # too sure of itself
+    assert compute_calibration_error(p.tolist(), right.tolist()) < 0.02
+    assert (
+        compute_calibration_error((0.5 + p / 2).tolist(), right.tolist()) > 0.1
+    )  # too sure of itself
 
 
 # ------------------------------------------------------------------------------ the comparing judge
@@ -184,7 +194,7 @@ class Judge:
         asked, label = text.rsplit("\n", 1)
         first = asked.split("[Answer A]\n")[1].split("\n")[0]
         second = asked.split("[Answer B]\n")[1].split("\n")[0]
-        logp = self.prefers(first, second)[LABELS.index(label.rstrip("$"))]
+        logp = self.prefers(first, second)[VERDICT_LABELS.index(label.rstrip("$"))]
         return [None, *[-9.0] * (len(asked)), *[logp / len(label)] * len(label)]
 
 
@@ -207,13 +217,13 @@ def test_both_orders_are_read_and_averaged():
     def prefers(first, second):
         return np.log([6, 1, 1]) + 2.0 if len(first) > len(second) else np.log([2, 1, 1])
 
-    one = Comparison([{"role": "user", "content": "Hi?"}], "long answer", "short")
-    (verdict,) = ComparisonModel(Judge(prefers), Letters()).verdicts([one])
+    one = AnswerComparison([{"role": "user", "content": "Hi?"}], "long answer", "short")
+    (verdict,) = ComparisonModel(Judge(prefers), Letters()).compare([one])
     assert verdict.first == pytest.approx((6 / 8 + 1 / 4) / 2) and verdict.second == pytest.approx(
         (1 / 8 + 2 / 4) / 2
     )
     assert verdict.tie == pytest.approx((1 / 8 + 1 / 4) / 2) and not verdict.consistent
-    (other,) = ComparisonModel(Judge(prefers), Letters()).verdicts([swapped(one)])
+    (other,) = ComparisonModel(Judge(prefers), Letters()).compare([swap_answers(one)])
     assert (other.first, other.second, other.tie) == pytest.approx(
         (verdict.second, verdict.first, verdict.tie)
     )
@@ -225,7 +235,7 @@ def test_conversations_are_shown_with_roles():
         {"role": "assistant", "content": "Yes?"},
         {"role": "user", "content": "Tell"},
     ]
-    ((message),) = comparison_messages(Comparison(said, "one", "two"))
+    ((message),) = make_comparison_prompt(AnswerComparison(said, "one", "two"))
     text = message["content"]
     assert (
         text.index("User: Hi")
@@ -250,7 +260,7 @@ def test_scores_within_a_group_are_shares_of_wins():
         gap = np.clip(len(first) - len(second), -1, 1)
         return np.log([[0.2, 0.6, 0.2], [1 / 3] * 3, [0.6, 0.2, 0.2]][gap + 1])
 
-    judge = ComparedInGroup(ComparisonModel(Judge(prefers), Letters()))
+    judge = PairwiseJudge(ComparisonModel(Judge(prefers), Letters()))
     (scores, alone) = judge.scores([group("a", "bbb", "a", "cc"), group("x")])
     # longer beats shorter 0.6 + 0.2 / 2 = 0.7 to 0.3; equal texts tie at 0.5
     assert scores == pytest.approx(
@@ -278,25 +288,25 @@ def test_a_judge_in_the_loop_is_asked_what_the_comparison_form_is_trained_on(tmp
         Transition(ModelInput.empty(), one, 0.0, True, {}, r.logs)
         for one, r in zip(sampled, results, strict=True)
     ]
-    asked: list[Comparison] = []
-    verdict = Verdict(0.5, 0.5, 0.0, True)
+    asked: list[AnswerComparison] = []
+    verdict = ComparisonVerdict(0.5, 0.5, 0.0, True)
     judge = SimpleNamespace(
-        verdicts=lambda comparisons: asked.extend(comparisons) or [verdict for _ in comparisons]
+        compare=lambda comparisons: asked.extend(comparisons) or [verdict for _ in comparisons]
     )
-    ComparedInGroup(judge).scores(
+    PairwiseJudge(judge).scores(
         [TrajectoryGroup([Trajectory([turn]) for turn in turns], [0.0, 0.0], [{}, {}])]
     )
     (in_the_loop,) = asked
-    trained_on = compared_pair(Problem(said, response="2", rejected="33"), renderer)[0]
+    trained_on = make_comparison_pair(Problem(said, response="2", rejected="33"), renderer)[0]
     ((shown),) = (
         renderer.build_supervised_example(
-            [*comparison_messages(in_the_loop), {"role": "assistant", "content": "A"}]
+            [*make_comparison_prompt(in_the_loop), {"role": "assistant", "content": "A"}]
         )[0],
     )
     assert shown.to_ints()[:-1] == trained_on.model_input.to_ints()
     assert (
         "System: Be brief.\n\nUser: Hi\n\nAssistant: Yes?\n\nUser: 1+1="
-        in comparison_messages(in_the_loop)[0]["content"]
+        in make_comparison_prompt(in_the_loop)[0]["content"]
     )
 
 
@@ -325,17 +335,17 @@ def test_each_member_of_several_turns_is_judged_by_its_own_conversation(told):
         spoken(("2+2?", "4!"), told=told),
     ]
     seen: list[str] = []
-    verdict = Verdict(1.0, 0.0, 0.0, True)
+    verdict = ComparisonVerdict(1.0, 0.0, 0.0, True)
 
     def verdicts(comparisons):
         seen.extend(
-            str(comparison_messages(shown)[0]["content"])
+            str(make_comparison_prompt(shown)[0]["content"])
             for one in comparisons
-            for shown in (one, swapped(one))
+            for shown in (one, swap_answers(one))
         )
         return [verdict for _ in comparisons]
 
-    (scores,) = ComparedInGroup(SimpleNamespace(verdicts=verdicts)).scores(
+    (scores,) = PairwiseJudge(SimpleNamespace(compare=verdicts)).scores(
         [TrajectoryGroup(members, [0.0] * 3, [{}] * 3)]
     )
     assert scores == [1.0, 0.5, 0.0]
@@ -359,15 +369,17 @@ def test_episodes_are_compared_from_where_they_part():
     """A shared first turn belongs to the conversation; the same last answer after other turns is
     not the same episode.
     """
-    asked: list[Comparison] = []
+    asked: list[AnswerComparison] = []
     judge = SimpleNamespace(
-        verdicts=lambda found: asked.extend(found) or [Verdict(0.5, 0.5, 0.0, True) for _ in found]
+        compare=lambda found: (
+            asked.extend(found) or [ComparisonVerdict(0.5, 0.5, 0.0, True) for _ in found]
+        )
     )
     members = [
         spoken(("a", first), ("c", last))
         for first, last in (("b", "d"), ("b", "e"), ("x", "d"), ("b", "d"))
     ]
-    ComparedInGroup(judge).scores([TrajectoryGroup(members, [0.0] * 4, [{}] * 4)])
+    PairwiseJudge(judge).scores([TrajectoryGroup(members, [0.0] * 4, [{}] * 4)])
     assert len(asked) == 5  # the first and the last are equal
     whole = [
         {"role": "user", "content": "a"},
@@ -384,7 +396,7 @@ def test_episodes_are_compared_from_where_they_part():
 
 
 class Scores:
-    scores_alone = True
+    scores_single_answers = True
 
     def __init__(self, *scores):
         self.found = [list(s) for s in scores]
@@ -414,7 +426,7 @@ def test_a_model_in_the_loop_gives_what_it_gives_alone(tmp_path):
         client = service.create_full_training_client("tiny:addition", seed=2, value_head=True)
         renderer = make_renderer(client, None)
         rows = list(addition("train"))[:8]
-        datums = [d for row in rows for d in scored_pair(row, renderer)]
+        datums = [d for row in rows for d in make_scored_pair(row, renderer)]
         client.forward_backward(datums, "bradley_terry").result()
         client.optim_step(ADAM).result()
         scores = RewardModel(client, "rm", renderer).scores([group("a", "b"), group("c")])
@@ -537,7 +549,7 @@ def reward_model(folder: Path, *, constant: float | None = None) -> Path:
             },
             str(head),
         )
-        checkpoint._write_manifest(final, None)
+        checkpoint_folder._write_manifest(final, None)
     return folder
 
 
@@ -741,9 +753,9 @@ def test_a_policy_does_not_begin_from_the_reward_model_before_it(tmp_path):
         recipe.write_text(
             "stages:\n" + "".join(f"  - {{{stage}}}\n" for stage in stages) + f"steps: 1\n{top}\n"
         )
-        run = cli.read([str(recipe)], METHODS, recipe, RunSettings)
-        check_weights(run.stages)
-        return [begins_after(run.stages, i) for i in range(len(run.stages))]
+        run = cli.read_run([str(recipe)], METHODS, recipe, RunSettings)
+        check_initial_weights(run.stages)
+        return [find_previous_stage(run.stages, i) for i in range(len(run.stages))]
 
     rm, rlhf = "method: reward_model", "method: rlhf, reward_model: reward_model"
     assert begins("base_model: tiny:ascii", "method: sft", rm, rlhf) == [None, 0, 0]
@@ -791,4 +803,6 @@ def test_stages_begin_from_the_stage_they_name(tmp_path):
     names = models["sft"].keys()
     assert all(torch.allclose(models["sft"][n], models["rlhf"][n], atol=1e-6) for n in names)
     assert any((models["sft"][n] - models["reward_model"][n]).abs().max() > 1e-4 for n in names)
-    assert checkpoint.read_state(folder / "reward_model-final")["spec"]["value_head"]
+    assert checkpoint_folder.read_verified_state(folder / "reward_model-final")["spec"][
+        "value_head"
+    ]

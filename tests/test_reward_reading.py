@@ -12,20 +12,25 @@ from helpers import ADAM
 from test_renderer_specials import pairs, renderers, tokenizers  # noqa: F401  (fixtures)
 
 from rl import ServiceClient
-from rl.environments import (
+from rl.algorithms.method_interface import Models
+from rl.algorithms.reward_model import (
+    BradleyTerry,
+    RewardModelSettings,
+    make_comparison_pair,
+    make_scored_pair,
+)
+from rl.envs import (
     Environment,
     EnvironmentGroup,
     ProblemGroupBuilder,
-    Turn,
+    TurnResult,
     resolve_environment,
 )
-from rl.episodes.episode import Trajectory, TrajectoryGroup, Transition
-from rl.judges.comparison import Comparison, comparison_messages
-from rl.judges.learned import ComparedInGroup, RewardModel
-from rl.methods.base import Models
-from rl.methods.reward_model import BradleyTerry, RewardModelSettings, compared_pair, scored_pair
+from rl.judges.comparison_judge import AnswerComparison, make_comparison_prompt
+from rl.judges.learned_rewards import PairwiseJudge, RewardModel
 from rl.renderers import get_renderer
-from rl.run.hosts import StageHosts
+from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
+from rl.trainer.stage_models import StageModelFactory
 from rl.types import Problem, SampledSequence
 
 ROLE_COLON = [
@@ -57,10 +62,10 @@ def sampled(renderer, problem, text, end, *, logs=True):
     ids; empty: cut off).
     """
     builder = ProblemGroupBuilder(problem, 1, renderer, None)
-    drawn = [*renderer._encode(renderer.shield.cover(text), continuing=True), *end]
+    drawn = [*renderer._encode(renderer.escaper.escape(text), continuing=True), *end]
     if len(end) > 1:  # a mark in words: drawn as it is learnt, in one piece with what it ends
         drawn = renderer._encode(
-            renderer.shield.cover(text) + renderer._decode(end), continuing=True
+            renderer.escaper.escape(text) + renderer._decode(end), continuing=True
         )
     action = SampledSequence(drawn, [-1.0] * len(drawn), "stop" if end else "length")
     result = builder.make_envs()[0].step(action)
@@ -75,7 +80,7 @@ def as_drawn(renderer, name, text):
 
 def ways_to_end(renderer, name):
     """Every token that may end a sample; role_colon's mark as well."""
-    ends = [[end] for end in sorted(renderer.ends)]
+    ends = [[end] for end in sorted(renderer.end_tokens)]
     return [*ends, renderer._encode("\n\nUser:", continuing=True)] if name == "role_colon" else ends
 
 
@@ -98,7 +103,7 @@ def test_an_answer_is_read_as_it_was_in_training(renderers, tokenizers, name, mo
             response=rng.choice(["4", "ab st", "7 (a)."]),
             rejected=rng.choice(["5", "st\nab"]),
         )
-        trained = [datum.model_input.to_ints() for datum in scored_pair(problem, renderer)]
+        trained = [datum.model_input.to_ints() for datum in make_scored_pair(problem, renderer)]
         for answer, wanted in zip((problem.response, problem.rejected), trained, strict=True):
             text = as_drawn(renderer, name, ("<think>\n\n</think>\n\n" if thinks else "") + answer)
             if thinks:  # written by the model, as a token
@@ -127,7 +132,7 @@ def test_the_mask_tells_where_the_prompt_ends(renderers, name, model):  # noqa: 
     renderer = renderers(name, model)
     problem = Problem([{"role": "user", "content": "2+2?"}], response="4", rejected="5 st")
     prompt = renderer.build_generation_prompt(problem.messages).to_ints()
-    for datum in scored_pair(problem, renderer):
+    for datum in make_scored_pair(problem, renderer):
         mask, tokens = datum.loss_fn_inputs["mask"].array, datum.model_input.to_ints()
         assert tokens[: len(prompt)] == prompt
         assert mask.tolist() == [0.0] * (len(prompt) - 1) + [1.0] * (len(tokens) - len(prompt) + 1)
@@ -142,7 +147,7 @@ def test_role_colons_mark_is_read_as_in_training_however_it_was_tokenised(render
     renderer = renderers("role_colon", model)
     for response in ("4.", "ab st.", "7 (a)", "st"):
         problem = Problem([{"role": "user", "content": "2+2?"}], response=response, rejected="5")
-        wanted = scored_pair(problem, renderer)[0].model_input.to_ints()
+        wanted = make_scored_pair(problem, renderer)[0].model_input.to_ints()
         prompt = renderer.build_generation_prompt(problem.messages).to_ints()
         text = f" {response}\n\nUser:"
         for pieces in (
@@ -157,7 +162,7 @@ def test_role_colons_mark_is_read_as_in_training_however_it_was_tokenised(render
             if renderer._decode(drawn) != text:
                 # a tokenizer that joins words by spaces of its own: those tokens are another text
                 continue
-            assert renderer.judged(prompt, drawn).to_ints() == wanted, pieces
+            assert renderer.reward_model_input(prompt, drawn).to_ints() == wanted, pieces
 
 
 @pytest.mark.parametrize("policy", ["plain", "role_colon", "chat_template"])
@@ -165,7 +170,7 @@ def test_role_colons_mark_is_read_as_in_training_however_it_was_tokenised(render
 def test_a_policy_with_another_renderer_is_read_in_the_models_own(renderers, policy, judge):  # noqa: F811
     own, other = renderers(judge, "llama-like"), renderers(policy, "llama-like")
     problem = Problem([{"role": "user", "content": "2+2?"}], response="ab 4", rejected="5")
-    wanted = scored_pair(problem, own)[0].model_input.to_ints()
+    wanted = make_scored_pair(problem, own)[0].model_input.to_ints()
     end = (
         other._encode("\n\nUser:", continuing=True)
         if policy == "role_colon"
@@ -195,7 +200,7 @@ def test_a_model_of_another_vocabulary_reads_all_turns_of_an_episode(renderers, 
         {"role": "assistant", "content": "4"},
         {"role": "user", "content": "ab?"},
     ]
-    expected = scored_pair(Problem(talk, response="st", rejected="x"), renderer)[
+    expected = make_scored_pair(Problem(talk, response="st", rejected="x"), renderer)[
         0
     ].model_input.to_ints()
     turns = []
@@ -230,7 +235,7 @@ def test_the_held_out_margin_is_the_one_that_rlhf_reads(renderers, name, shared_
         )
         renderer = get_renderer(name, client.get_tokenizer())
         client.forward_backward(
-            [d for row in rows for d in scored_pair(row, renderer)], "bradley_terry"
+            [d for row in rows for d in make_scored_pair(row, renderer)], "bradley_terry"
         ).result()
         client.optim_step(ADAM).result()
         held_out = BradleyTerry(RewardModelSettings()).evaluate(rows, renderer, Models(client, {}))
@@ -266,19 +271,19 @@ def test_a_judge_is_shown_answers_as_it_was_in_training(renderers, answer):  # n
     group[0].trajectories_G[0].transitions[-1].logs = logs
     asked = []
     judge = SimpleNamespace(
-        verdicts=lambda comparisons: (
+        compare=lambda comparisons: (
             asked.extend(comparisons) or [SimpleNamespace(first=1.0, second=0.0)]
         )
     )
     both = TrajectoryGroup([one.trajectories_G[0] for one in group], [0.0, 0.0], [{}, {}])
-    ComparedInGroup(judge).scores([both])
+    PairwiseJudge(judge).scores([both])
     shown, _ = renderer.build_supervised_example(
-        [*comparison_messages(asked[0]), {"role": "assistant", "content": "A"}]
+        [*make_comparison_prompt(asked[0]), {"role": "assistant", "content": "A"}]
     )
-    assert shown.to_ints()[:-1] == compared_pair(problem, renderer)[0].model_input.to_ints()
+    assert shown.to_ints()[:-1] == make_comparison_pair(problem, renderer)[0].model_input.to_ints()
     parts = [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}]
-    assert comparison_messages(Comparison(parts, "4", "5")) == comparison_messages(
-        Comparison(problem.messages, "4", "5")
+    assert make_comparison_prompt(AnswerComparison(parts, "4", "5")) == make_comparison_prompt(
+        AnswerComparison(problem.messages, "4", "5")
     )
 
 
@@ -292,13 +297,13 @@ def test_a_policy_of_another_vocabulary_is_read_as_text(logs, tokenizers):  # no
         get_renderer("chat_template", tokenizers("qwen3"), enable_thinking=False),
     )
     problem = Problem([{"role": "user", "content": "2+2?"}], response="It is 4.", rejected="5")
-    group = sampled(theirs, problem, " It is 4.", [min(theirs.ends)])
+    group = sampled(theirs, problem, " It is 4.", [min(theirs.end_tokens)])
     if not logs:
         turn = group.trajectories_G[0].transitions[-1]
         turn.logs = {"prompt": "2+2?", "response": turn.logs["response"]}
     reader = Reader()
     RewardModel(reader, "rm", own, shares_vocabulary=False).scores([group])
-    assert reader.read == [scored_pair(problem, own)[0].model_input.to_ints()]
+    assert reader.read == [make_scored_pair(problem, own)[0].model_input.to_ints()]
 
 
 def test_reward_models_and_judges_keep_the_renderer_that_they_were_trained_with(monkeypatch):
@@ -308,10 +313,10 @@ def test_reward_models_and_judges_keep_the_renderer_that_they_were_trained_with(
         settings=SimpleNamespace(data=SimpleNamespace(renderer="role_colon", template=()))
     )
     monkeypatch.setattr(
-        "rl.run.hosts.open_weights",
+        "rl.trainer.stage_models.open_weights",
         lambda target: asked.append(target) or SimpleNamespace(stage=stage),
     )
-    hosts = StageHosts.__new__(StageHosts)
+    hosts = StageModelFactory.__new__(StageModelFactory)
     hosts.earlier = {"rm": "runs/a/checkpoints/rm-final"}
     assert [hosts.renderer_of(name) for name in ("rm", "runs/b")] == [
         ("role_colon", ()),
@@ -337,7 +342,7 @@ class Remembers(Environment):
 
     def step(self, answer):
         self.turns += 1
-        return Turn("ab?", done=self.turns > 1)
+        return TurnResult("ab?", done=self.turns > 1)
 
 
 def played(renderer, name, answers, *, cut=False, tools=False):
@@ -384,7 +389,9 @@ def test_an_episode_of_an_environment_is_read_in_the_models_own_renderer(
         {"role": "assistant", "content": "4"},
         {"role": "user", "content": "ab?"},
     ]
-    wanted = scored_pair(Problem(talk, response="st", rejected="x"), own)[0].model_input.to_ints()
+    wanted = make_scored_pair(Problem(talk, response="st", rejected="x"), own)[
+        0
+    ].model_input.to_ints()
     known = {"policy_renderer": other} if knows_policy else {}
     reader = Reader()
     RewardModel(reader, "rm", own, **known).scores([played(other, policy, ["4", "st"])])
@@ -404,11 +411,11 @@ def test_an_episode_in_the_models_own_format_is_read_with_its_tools(renderers): 
     assert "Look at a place" in renderer._decode(last.ob.to_ints())
     reader = Reader()
     RewardModel(reader, "rm", renderer, policy_renderer=renderer).scores([group])
-    assert reader.read == [renderer.judged(last.ob.flat(), last.ac.tokens).to_ints()]
+    assert reader.read == [renderer.reward_model_input(last.ob.flat(), last.ac.tokens).to_ints()]
 
 
 def test_a_run_tells_its_reward_model_the_policys_renderer(monkeypatch):
-    hosts = StageHosts.__new__(StageHosts)
+    hosts = StageModelFactory.__new__(StageModelFactory)
     hosts.__dict__.update(
         earlier={},
         policy=None,
@@ -417,14 +424,17 @@ def test_a_run_tells_its_reward_model_the_policys_renderer(monkeypatch):
     )
     where = SimpleNamespace(stage=None, path=Path("rm"))
     given = {}
-    monkeypatch.setattr("rl.run.hosts.open_weights", lambda target: where)
-    monkeypatch.setattr("rl.run.hosts.is_published", lambda found: False)
-    monkeypatch.setattr("rl.run.hosts.Path.is_file", lambda path: True)
+    monkeypatch.setattr("rl.trainer.stage_models.open_weights", lambda target: where)
+    monkeypatch.setattr("rl.trainer.stage_models.is_published_reward_model", lambda found: False)
+    monkeypatch.setattr("rl.trainer.stage_models.Path.is_file", lambda path: True)
     monkeypatch.setattr(
-        "rl.run.hosts.checkpoint.read_state", lambda path: {"spec": {"value_head": True}}
+        "rl.trainer.stage_models.checkpoint_folder.read_verified_state",
+        lambda path: {"spec": {"value_head": True}},
     )
-    monkeypatch.setattr("rl.run.hosts.shares_vocabulary", lambda *words: True)
-    monkeypatch.setattr("rl.run.hosts.make_renderer", lambda *words: "its own")
-    monkeypatch.setattr("rl.run.hosts.RewardModel", lambda *words, **more: given.update(more))
-    hosts._reward_model("rm")
+    monkeypatch.setattr("rl.trainer.stage_models.shares_vocabulary", lambda *words: True)
+    monkeypatch.setattr("rl.trainer.stage_models.make_renderer", lambda *words: "its own")
+    monkeypatch.setattr(
+        "rl.trainer.stage_models.RewardModel", lambda *words, **more: given.update(more)
+    )
+    hosts._load_reward_model("rm")
     assert given == {"shares_vocabulary": True, "policy_renderer": "the policy's"}

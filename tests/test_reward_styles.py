@@ -7,15 +7,15 @@ import textwrap
 
 import pytest
 
-from rl.environments import ProblemGroupBuilder
+from rl.algorithms import METHODS
+from rl.config import RunSettings
+from rl.config.cli import read_run
+from rl.envs import ProblemGroupBuilder
 from rl.errors import UserError
-from rl.methods import METHODS
-from rl.report.alarms import Alarms
+from rl.reporting.alarm_monitor import AlarmMonitor
 from rl.rewards import CONVERSATION, RewardResult, Scorer, resolve_reward
-from rl.run.prepare import prepare
-from rl.run.trial import try_reward
-from rl.settings import RunSettings
-from rl.settings.cli import read
+from rl.trainer.reward_check import check_reward
+from rl.trainer.stage_data import prepare_stage
 from rl.types import Problem
 
 FILE = """
@@ -90,7 +90,7 @@ def file(tmp_path_factory):
 
 def test_functions_of_lists_get_columns_and_settings_and_batches(file):
     reward = resolve_reward(f"{file}:by_list")
-    assert reward.together and reward.columns == ("answer",)
+    assert reward.batched and reward.columns == ("answer",)
     assert (
         reward("p", "4", {"answer": 4}) == 1.0
         and reward("p", "5", {"answer": "4", "other": 1}) == 0.0
@@ -173,7 +173,7 @@ def test_none_is_left_out_of_a_sum_and_the_failing_part_is_named(file):
     with pytest.raises(TypeError, match="NoneType.*--rewards adds up several"):
         resolve_reward(f"{file}:sometimes")("", "x", {})
     listed = resolve_reward("composite", weights={f"{file}:by_list": 1.0, f"{file}:sometimes": 1.0})
-    assert listed.together and listed.columns == ("answer",)
+    assert listed.batched and listed.columns == ("answer",)
     assert [
         r.reward for r in listed.evaluate_many([("", "2", {"answer": 2}), ("", "x", {"answer": 2})])
     ] == [3.0, 0.0]
@@ -214,7 +214,7 @@ ROWS = [
 
 def tried(spec, rows=ROWS):
     with Scorer(spec, workers=1) as scorer:
-        return try_reward(scorer, rows)
+        return check_reward(scorer, rows)
 
 
 def test_a_reward_is_tried_on_rows_with_their_own_answers(file):
@@ -257,20 +257,20 @@ def test_a_broken_reward_is_said_before_a_model_is_looked_for(tmp_path, file):
         "--base-model",
         "./no/such",
     ]
-    run = read(words, METHODS, path, RunSettings)
+    run = read_run(words, METHODS, path, RunSettings)
     with pytest.raises(UserError, match="KeyError: 'colour'"):
-        prepare(run.stages[0])
+        prepare_stage(run.stages[0])
 
 
 def test_many_failures_are_an_alarm():
     def row(failed):
         return {"reward/failed": failed, "env/all/total_episodes": 90.0}
 
-    alarms = Alarms()
+    alarms = AlarmMonitor()
     assert [
         alarms(row(failed))[0]["alarm/rewards_failing"] for failed in (0, 9, 9, 15, 0, 0, 0)
     ] == [0, 0, 0, 1, 0, 0, 0]
-    alarms = Alarms()
+    alarms = AlarmMonitor()
     said = [text for _ in range(4) for text in alarms(row(30))[1]]
     assert (
         len(said) == 1

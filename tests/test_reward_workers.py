@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from rl.rewards import RewardResult, RewardsLost, Scorer
-from rl.rewards.frames import MAX_ERROR, BadReply, decode_reply
-from rl.rewards.printed import Printed
-from rl.rewards.workers import ENVIRONMENT, WorkerFailedToStart, environment_of_rewards
+from rl.rewards.captured_output import RewardOutput
+from rl.rewards.reward_workers import ENVIRONMENT, WorkerStartError, build_worker_environment
+from rl.rewards.worker_protocol import MAX_ERROR_CHARACTERS, InvalidReply, decode_reply
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -258,7 +258,7 @@ def test_what_a_closure_prints_is_bounded_and_plain_and_what_others_print_is_the
 def test_prints_of_many_workers_share_one_bound(monkeypatch):
     out = io.StringIO()
     monkeypatch.setattr(sys, "stderr", out)
-    printed = Printed("name", most=1000)
+    printed = RewardOutput("name", limit=1000)
     for _ in range(100):
         printed(b"a line\n" * 10)
     assert len(out.getvalue()) < 1200 and out.getvalue().count("the rest is dropped") == 1
@@ -307,7 +307,7 @@ def test_names_that_begin_like_those_handed_over_are_not(monkeypatch):
             monkeypatch.setenv(f"{name}_KEY", "secret")
             monkeypatch.setenv(f"MY_{name}", "secret")
     wild = tuple(name[:-1] for name in ENVIRONMENT if name.endswith("*"))
-    secret = {name for name, value in environment_of_rewards().items() if value == "secret"}
+    secret = {name for name, value in build_worker_environment().items() if value == "secret"}
     assert all(name.startswith(wild) for name in secret)
 
 
@@ -337,18 +337,18 @@ def test_a_reply_is_of_its_worker_to_its_item_and_bounded():
         {"more": 1},
         {"reward": "1"},
     ):
-        with pytest.raises(BadReply):
+        with pytest.raises(InvalidReply):
             read(**change)
     # and how much was left out
-    assert len(read(failure="error", error="x" * 50_000).error) < MAX_ERROR + 100
+    assert len(read(failure="error", error="x" * 50_000).error) < MAX_ERROR_CHARACTERS + 100
     (name,) = read(metrics={"m" * 5_000: 1.0}).result.metrics
     assert len(name) < 300
 
 
 def test_a_named_variable_wins_over_the_defaults(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert environment_of_rewards()["CUDA_VISIBLE_DEVICES"] == ""
-    assert environment_of_rewards(["CUDA_VISIBLE_DEVICES"])["CUDA_VISIBLE_DEVICES"] == "3"
+    assert build_worker_environment()["CUDA_VISIBLE_DEVICES"] == ""
+    assert build_worker_environment(["CUDA_VISIBLE_DEVICES"])["CUDA_VISIBLE_DEVICES"] == "3"
 
 
 @pytest.mark.parametrize("name, word", [("stops", "stop"), ("closes", "close")])
@@ -366,7 +366,7 @@ def test_a_worker_that_stops_itself_or_closes_its_socket_costs_its_item(bomb, na
 
 
 def test_a_pool_that_cannot_be_restored_ends_with_the_cause(bomb, monkeypatch):
-    monkeypatch.setattr("rl.rewards.scorer._RESTART_SECONDS", (0.05,))
+    monkeypatch.setattr("rl.rewards.reward_scorer._RESTART_SECONDS", (0.05,))
     scorer = Scorer("hostile:dies_for_good", timeout=20, workers=2)
     pending = [scorer.submit("ask", f"n {i}", None) for i in range(40)]
     begin = time.monotonic()
@@ -389,14 +389,14 @@ def test_a_pool_that_cannot_be_restored_ends_with_the_cause(bomb, monkeypatch):
     [BlockingIOError(11, "Resource temporarily unavailable"), RuntimeError("a fault of our own")],
 )
 def test_whatever_keeps_a_worker_from_starting_ends_every_wait(bomb, monkeypatch, error):
-    monkeypatch.setattr("rl.rewards.scorer._RESTART_SECONDS", (0.05,))
+    monkeypatch.setattr("rl.rewards.reward_scorer._RESTART_SECONDS", (0.05,))
     with Scorer("hostile:closes", timeout=20, workers=2) as scorer:
         assert scorer.submit("ask", "n 1", None).result(30).reward == 1.0
 
         def fails(*arguments, **options):
             raise error
 
-        monkeypatch.setattr("rl.rewards.workers.subprocess.Popen", fails)
+        monkeypatch.setattr("rl.rewards.reward_workers.subprocess.Popen", fails)
         outcomes = []
         for each in [scorer.submit("ask", f"close {i}", None) for i in range(6)]:
             try:
@@ -408,7 +408,7 @@ def test_whatever_keeps_a_worker_from_starting_ends_every_wait(bomb, monkeypatch
 
 
 def test_why_a_workers_interpreter_does_not_start_is_said(bomb, monkeypatch):
-    monkeypatch.setattr("rl.rewards.scorer._RESTART_SECONDS", (0.05,))
+    monkeypatch.setattr("rl.rewards.reward_scorer._RESTART_SECONDS", (0.05,))
     with Scorer("hostile:closes", timeout=20, workers=1) as scorer:
         scorer._environment["PYTHONHOME"] = "/nowhere"
         assert scorer.submit("ask", "close 1", None).result(30).failure == "death"
@@ -417,14 +417,14 @@ def test_why_a_workers_interpreter_does_not_start_is_said(bomb, monkeypatch):
 
 
 def test_one_worker_that_cannot_come_back_leaves_its_items_to_the_others(bomb, monkeypatch):
-    monkeypatch.setattr("rl.rewards.scorer._RESTART_SECONDS", (0.05,))
+    monkeypatch.setattr("rl.rewards.reward_scorer._RESTART_SECONDS", (0.05,))
     scorer = Scorer("hostile:closes", timeout=20, workers=2)
     ours = threading.local()
     make = Scorer._make_worker
 
     def first_alone(self):
         if threading.current_thread().name != "scorer 0" or getattr(ours, "made", False):
-            raise WorkerFailedToStart("no room")
+            raise WorkerStartError("no room")
         ours.made = True
         return make(self)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rl.rewards import RewardResult, Scorer, register_reward, registered_rewards, resolve_reward
-from rl.rewards.maths import marked_answer, parse_number
-from rl.rewards.registry import _REGISTRY
+from rl.rewards.math_reward import extract_marked_answer, parse_number
+from rl.rewards.reward_registry import _REGISTRY
 
 
 @pytest.fixture
@@ -157,9 +157,9 @@ def test_composite_is_the_weighted_sum_and_logs_each_part():
         "length_penalty": pytest.approx(-0.02),
         "length": 1.0,
     }
-    assert reward.bounded and not reward.needs
+    assert reward.inline_safe and not reward.needs
     heavy = resolve_reward("composite", weights={"math_correctness": 1.0, "exact_match": 1.0})
-    assert not heavy.bounded and heavy.needs == ("math_verify",)
+    assert not heavy.inline_safe and heavy.needs == ("math_verify",)
 
 
 @pytest.mark.parametrize(
@@ -178,14 +178,14 @@ def test_composite_is_the_weighted_sum_and_logs_each_part():
     ],
 )
 def test_where_an_answer_stands(response, answer):
-    assert marked_answer(response) == answer
+    assert extract_marked_answer(response) == answer
 
 
 def test_finding_an_answer_takes_linear_time():
     import time
 
     begin = time.perf_counter()
-    marked_answer(r"\boxed{" * 100_000)
+    extract_marked_answer(r"\boxed{" * 100_000)
     # a search from each brace to the end would take an hour
     assert time.perf_counter() - begin < 2.0
 

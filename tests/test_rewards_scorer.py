@@ -243,7 +243,7 @@ def test_rewards_that_cannot_hang_run_inline_and_others_elsewhere():
 def test_a_registered_function_of_a_module_runs_in_a_process_alone_and_in_a_composite(module):
     import misbehaving
 
-    from rl.rewards.registry import _REGISTRY
+    from rl.rewards.reward_registry import _REGISTRY
 
     register_reward("tidy")(misbehaving.misbehave)
     try:
@@ -307,7 +307,7 @@ def test_math_works_away_from_the_main_thread_and_a_tower_of_powers_is_wrong():
 
 
 def test_a_worker_starts_without_torch_or_transformers():
-    modules = "rl.rewards, rl.rewards.workers, rl.data, rl.renderers"
+    modules = "rl.rewards, rl.rewards.reward_workers, rl.data, rl.renderers"
     code = f"import sys, {modules}; print('torch' in sys.modules or 'transformers' in sys.modules)"
     out = subprocess.run(
         [sys.executable, "-c", code],

@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from rl import LoRAConfig, ServiceClient, TrainingConfig, UserError
-from rl.ranks import checkpoint
+from rl.distributed import checkpoint_folder
 from rl.rlvr import (
     PPO,
     REINFORCE,
@@ -138,7 +138,7 @@ def test_a_script_learns(tmp_path, algorithm, updates):
         learning.clears(
             "mean reward of the last four updates", statistics.fmean(means[-4:]), above=0.9
         )
-        saved = checkpoint.read_state(best[1].artifact_id)
+        saved = checkpoint_folder.read_verified_state(best[1].artifact_id)
         assert (
             saved["metadata"]["reward"] == max(means)
             and saved["version"] >= saved["metadata"]["update"] + 1
@@ -548,6 +548,6 @@ def test_the_cookbooks_script_runs_with_other_imports_and_a_real_sampler(shared_
     said = re.findall(r"New best! Reward: (-?[\d.]+), Checkpoint: (\S+)", done.stdout)
     assert said and done.stdout.rstrip().endswith("Training complete!")
     for reward, where in said:
-        assert checkpoint.read_state(tmp_path / where)["metadata"]["reward"] == pytest.approx(
-            float(reward), abs=6e-4
-        )
+        assert checkpoint_folder.read_verified_state(tmp_path / where)["metadata"][
+            "reward"
+        ] == pytest.approx(float(reward), abs=6e-4)

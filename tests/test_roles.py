@@ -16,20 +16,27 @@ import torch
 from rank_server import REPO, Ranks
 from test_asynchronous import ENVIRONMENT, metrics, same
 
-from rl.clients.crew import OPEN, Gone, Samplers
-from rl.clients.far import Far
-from rl.clients.landing import Landing, Piece, Staged, raw_bytes
-from rl.clients.settings import WorkerSettings
+from rl.algorithms import METHODS
+from rl.algorithms.grpo_settings import variant_settings
+from rl.config import RunSettings, parse_run
+from rl.distributed import check_roles, rank_roles
 from rl.errors import UserError
 from rl.learner import ModelSpec
-from rl.memory import Held, Launch, MicroBatch, ModelShape, Work, plan_sampler
-from rl.methods import METHODS
-from rl.methods.grpo_settings import variant_settings
-from rl.ranks import check_roles, roles
-from rl.run import conclusion
-from rl.run.device_side import worker_settings
-from rl.run.plan import show
-from rl.settings import RunSettings, parse
+from rl.memory_plan import (
+    LaunchShape,
+    MicroBatch,
+    MicroBatchMemory,
+    ModelShape,
+    StepWork,
+    plan_sampler_memory,
+)
+from rl.runtime.rank_settings import WorkerSettings
+from rl.runtime.router import VerbRouter
+from rl.runtime.weight_sync import WeightChunk, WeightSnapshot, WeightTransfer, view_bytes
+from rl.runtime.worker_group import OPEN_SERVICE, ClosedService, SamplerGroup
+from rl.trainer import run_summary
+from rl.trainer.memory_report import report_memory
+from rl.trainer.worker_settings import collect_worker_settings
 from rl.types import SamplingParams
 
 CASE = str(REPO / "tests" / "roles_case.py")
@@ -55,7 +62,7 @@ class Shelf:
         self.loaded |= {name: tensor.clone() for name, tensor in named}
 
 
-def staged() -> Staged:
+def staged() -> WeightSnapshot:
     torch.manual_seed(0)
     tensors = {
         "large": torch.randn(37, 11),
@@ -64,23 +71,25 @@ def staged() -> Staged:
         "number": torch.tensor(2.5),
         "last": torch.randn(5).double(),
     }
-    return Staged(
+    return WeightSnapshot(
         0, ModelSpec("tiny:addition", None, None, 0, False), ("tiny:addition", None, 0), 7, tensors
     )
 
 
-def landing(sent: Staged) -> Landing:
-    return Landing(sent.manifest(), Shelf(), None, 0.0, sent.manifest().sizes())
+def landing(sent: WeightSnapshot) -> WeightTransfer:
+    return WeightTransfer(
+        sent.make_manifest(), Shelf(), None, 0.0, sent.make_manifest().tensor_bytes()
+    )
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1628, 10**6])
 def test_weights_in_pieces_of_any_size_are_the_weights(size):
     sent = staged()
-    here, pieces = landing(sent), list(sent.pieces(size))
+    here, pieces = landing(sent), list(sent.iter_chunks(size))
     assert all(sum(len(raw) for _, _, raw in piece.parts) == size for piece in pieces[:-1])
     for piece in pieces:
-        here.take(piece)
-    here.check()
+        here.receive(piece)
+    here.check_complete()
     assert here.decoder.loaded.keys() == sent.tensors.keys()
     for name, tensor in sent.tensors.items():
         assert here.decoder.loaded[name].dtype == tensor.dtype and torch.equal(
@@ -100,20 +109,20 @@ def test_weights_cross_in_the_dtype_that_they_are_kept_in(size):
         "transposed": torch.float32,
         "number": torch.bfloat16,
     }
-    dtypes = sent.manifest().narrower(SimpleNamespace(held_in=kept.get))
+    dtypes = sent.make_manifest().find_narrower_dtypes(SimpleNamespace(dtype_of=kept.get))
     assert dtypes == {"large": torch.bfloat16, "number": torch.bfloat16}
-    manifest = sent.manifest().crossing(dtypes)
+    manifest = sent.make_manifest().with_dtypes(dtypes)
     here, pieces = (
-        Landing(manifest, Shelf(), None, 0.0, manifest.sizes()),
-        list(sent.pieces(size, dtypes)),
+        WeightTransfer(manifest, Shelf(), None, 0.0, manifest.tensor_bytes()),
+        list(sent.iter_chunks(size, dtypes)),
     )
     assert (
         sum(len(raw) for piece in pieces for _, _, raw in piece.parts)
         == 2 * 37 * 11 + 2 * 9 * 3 + 4 * 4 * 6 + 2 + 8 * 5
     )
     for piece in pieces:
-        here.take(piece)
-    here.check()
+        here.receive(piece)
+    here.check_complete()
     for name, tensor in sent.tensors.items():
         assert torch.equal(here.decoder.loaded[name], tensor.to(dtypes.get(name, tensor.dtype))), (
             name
@@ -123,25 +132,25 @@ def test_weights_cross_in_the_dtype_that_they_are_kept_in(size):
 @pytest.mark.parametrize("lost", [0, 3, -1])
 def test_a_piece_that_does_not_come_is_named_and_a_damaged_one_refused(lost):
     sent = staged()
-    here, pieces = landing(sent), list(sent.pieces(100))
+    here, pieces = landing(sent), list(sent.iter_chunks(100))
     del pieces[lost]
     for piece in pieces:
-        here.take(piece)
+        here.receive(piece)
     with pytest.raises(
         RuntimeError,
         match="transfer of version 7 is incomplete: . tensors are missing, .'(large|last|half)",
     ):
-        here.check()
-    good = next(sent.pieces(100))
+        here.check_complete()
+    good = next(sent.iter_chunks(100))
     name, at, raw = good.parts[0]
     for wrong in ([(name, at, raw + 1)], [(name, at + 1, raw)], [("half", at, raw)]):
         with pytest.raises(RuntimeError, match="were corrupted in transfer"):
-            landing(sent).take(Piece(wrong, good.checksum))
+            landing(sent).receive(WeightChunk(wrong, good.checksum))
 
 
 def test_bytes_of_a_tensor_are_its_own():
     tensor = torch.zeros(3)
-    raw_bytes(tensor)[4:8] = raw_bytes(torch.ones(1))
+    view_bytes(tensor)[4:8] = view_bytes(torch.ones(1))
     assert tensor.tolist() == [0.0, 1.0, 0.0]
 
 
@@ -154,7 +163,7 @@ class Counter(queue.Queue):
     """
 
     def put(self, item):
-        if item[1] == OPEN:
+        if item[1] == OPEN_SERVICE:
             item[-1].set_result("cpu")
         else:
             super().put(item)
@@ -167,13 +176,13 @@ class Counter(queue.Queue):
 
 @pytest.fixture
 def between(monkeypatch):
-    """(a Far, the samplers' queue, what the learners are asked, in order)"""
+    """(the router, the samplers' queue, what the learners are asked, in order)"""
     counter, near = Counter(), []
     crew = SimpleNamespace(queue=counter, thread=SimpleNamespace(is_alive=lambda: True))
-    monkeypatch.setattr(Samplers, "join", classmethod(lambda cls, settings: (crew, 0)))
+    monkeypatch.setattr(SamplerGroup, "join", classmethod(lambda cls, settings: (crew, 0)))
     settings = WorkerSettings(sampler_ranks=1)
     return (
-        Far(
+        VerbRouter(
             settings, lambda verb, arguments, after, future: near.append((verb, arguments, future))
         ),
         counter,
@@ -183,7 +192,7 @@ def between(monkeypatch):
 
 def put(far, verb, *arguments) -> Future:
     future: Future = Future()
-    assert far.put(verb, arguments, (), future)
+    assert far.route(verb, arguments, (), future)
     return future
 
 
@@ -191,23 +200,23 @@ def test_what_names_weights_on_their_way_waits_for_them_and_other_work_does_not(
     far, counter, near = between
     fresh = put(far, "snapshot", 0, 5)
     (verb, arguments, there) = near.pop()
-    assert (verb, arguments) == ("stage", (0, True))
-    waiting = [put(far, "compute_logprobs", 5, []), put(far, "forget_version", 5)]
-    older = put(far, "sample_slice", 1, 4, SimpleNamespace(arrived=[]))
+    assert (verb, arguments) == ("take_snapshot", (0, True))
+    waiting = [put(far, "compute_logprobs", 5, []), put(far, "free_version", 5)]
+    older = put(far, "run_steps", 1, 4, SimpleNamespace(new_requests=[]))
     assert (
-        counter.next("of the old weights") == "sample_slice 1"
+        counter.next("of the old weights") == "run_steps 1"
         and older.result() == "of the old weights"
     )
     there.set_result(staged())
-    assert counter.next() == "begin_landing 5"
-    put(far, "sample_slice", 1, 4, SimpleNamespace(arrived=[]))
+    assert counter.next() == "begin_transfer 5"
+    put(far, "run_steps", 1, 4, SimpleNamespace(new_requests=[]))
     found = [counter.next() for _ in range(2)]
-    assert sorted(found) == ["land 5", "sample_slice 1"]
+    assert sorted(found) == ["receive_chunk 5", "run_steps 1"]
     assert not any(future.done() for future in (fresh, *waiting))
-    assert counter.next({"version": 7}) == "end_landing 5" and fresh.result() == {"version": 7}
-    assert [counter.next(), counter.next()] == ["compute_logprobs 5", "forget_version 5"]
+    assert counter.next({"version": 7}) == "end_transfer 5" and fresh.result() == {"version": 7}
+    assert [counter.next(), counter.next()] == ["compute_logprobs 5", "free_version 5"]
     put(far, "snapshot", 0, 6)
-    assert near.pop()[:2] == ("stage", (0, False))  # what is frozen they have
+    assert near.pop()[:2] == ("take_snapshot", (0, False))  # what is frozen they have
 
 
 def test_weights_that_cannot_be_staged_fail_what_waits_for_them(between):
@@ -221,24 +230,24 @@ def test_weights_that_cannot_be_staged_fail_what_waits_for_them(between):
 
 def test_what_is_on_its_way_arrives_before_the_service_is_left(between):
     far, counter, near = between
-    far._crew.leave = lambda number, timeout: counter.put(
-        (number, "leave", (number,), (), Future())
+    far._group.close_service = lambda number, timeout: counter.put(
+        (number, "close", (number,), (), Future())
     )
     fresh = put(far, "snapshot", 0, 5)
-    leaving = threading.Thread(target=far.leave, args=(30,))
+    leaving = threading.Thread(target=far.close, args=(30,))
     leaving.start()
     near.pop()[2].set_result(staged())
     assert [counter.next() for _ in range(3)] == [
-        "begin_landing 5",
-        "land 5",
-        "end_landing 5",
+        "begin_transfer 5",
+        "receive_chunk 5",
+        "end_transfer 5",
     ] and fresh.done()
     leaving.join(10)
-    assert counter.next() == "leave 0"
+    assert counter.next() == "close 0"
     put(far, "snapshot", 0, 6)
     begin = time.monotonic()
-    far.leave(0.2)  # what never comes is not waited for longer than asked
-    assert 0.2 <= time.monotonic() - begin < 5 and counter.next() == "leave 0"
+    far.close(0.2)  # what never comes is not waited for longer than asked
+    assert 0.2 <= time.monotonic() - begin < 5 and counter.next() == "close 0"
 
 
 def test_a_hand_over_that_failed_leaves_nothing_and_the_next_is_whole(between):
@@ -246,27 +255,25 @@ def test_a_hand_over_that_failed_leaves_nothing_and_the_next_is_whole(between):
     fresh = put(far, "snapshot", 0, 5)
     near.pop()[2].set_result(staged())
     counter.get_nowait()[-1].set_exception(RuntimeError("were corrupted in transfer"))
-    assert (
-        "corrupted in transfer" in str(fresh.exception()) and counter.next() == "forget_version 5"
-    )
+    assert "corrupted in transfer" in str(fresh.exception()) and counter.next() == "free_version 5"
     put(far, "snapshot", 0, 6)
-    assert near.pop()[:2] == ("stage", (0, True)), "what is frozen never came"
+    assert near.pop()[:2] == ("take_snapshot", (0, True)), "what is frozen never came"
 
 
 def test_a_model_is_forgotten_after_what_was_staged_of_it(between):
     far, counter, near = between
     put(far, "snapshot", 0, 5)
     forgotten: Future = Future()
-    assert not far.put("forget_model", (0,), (), forgotten), "the learners forget it as well"
+    assert not far.route("free_model", (0,), (), forgotten), "the learners forget it as well"
     near.pop()[2].set_result(staged())
     forgotten.set_result(None)
-    assert [counter.next(), counter.next()] == ["begin_landing 5", "forget_model 0"]
+    assert [counter.next(), counter.next()] == ["begin_transfer 5", "free_model 0"]
 
 
 def test_a_verb_of_a_service_that_was_left_is_an_error_and_no_dead_rank():
-    gone = Gone(None, 3)
-    with pytest.raises(RuntimeError, match="begin_landing was called after its service"):
-        gone.begin_landing(1, None)
+    gone = ClosedService(None, 3)
+    with pytest.raises(RuntimeError, match="begin_transfer was called after its service"):
+        gone.begin_transfer(1, None)
 
 
 def test_learners_are_told_once_how_is_drawn_from_their_weights(between):
@@ -278,7 +285,7 @@ def test_learners_are_told_once_how_is_drawn_from_their_weights(between):
     request = SimpleNamespace(params=SamplingParams(temperature=0.7))
     for _ in range(3):
         put(far, "sample", 5, [request, request])
-    assert [(verb, arguments[:2]) for verb, arguments, _ in near] == [("note_drawn", (3, 7))]
+    assert [(verb, arguments[:2]) for verb, arguments, _ in near] == [("record_params", (3, 7))]
 
 
 # ------------------------------------------------------------------------------------------ refused
@@ -304,7 +311,7 @@ def test_launches_that_cannot_spare_ranks_are_refused_with_what_to_type(
 
 
 def test_a_later_service_cannot_ask_for_other_roles(monkeypatch):
-    monkeypatch.setattr(roles, "_taken", roles.Role(1, False, None))
+    monkeypatch.setattr(rank_roles, "_current_role", rank_roles.RankRole(1, False, None))
     check_roles(1)
     with pytest.raises(UserError, match="comes too late.* which is 1 here"):
         check_roles(2)
@@ -316,9 +323,9 @@ def test_roles_hold_for_the_whole_run():
     def stage(ranks: int) -> SimpleNamespace:
         return SimpleNamespace(settings=variant_settings("dr_grpo", sampler_ranks=ranks))
 
-    assert worker_settings([stage(2), stage(2)]).sampler_ranks == 2
+    assert collect_worker_settings([stage(2), stage(2)]).sampler_ranks == 2
     with pytest.raises(UserError, match="sampler_ranks applies to the whole run"):
-        worker_settings([stage(2), stage(0)])
+        collect_worker_settings([stage(2), stage(0)])
 
 
 # -------------------------------------------------------------------------------- worked out before
@@ -332,14 +339,14 @@ def test_what_a_sampler_holds_by_hand():
     """All of it trained in bf16: two bytes a number, three times; LoRA: further versions are its
     adapters in fp32 alone.
     """
-    work = Work(batch=MicroBatch(1, 8, 8), samples=True, prompts=2, prompt=10, rows=6, answer=5)
-    launch = Launch(cuda=True, bf16=True)
-    found = {item.name: item for item in plan_sampler(SHAPE, launch, work).items}
+    work = StepWork(batch=MicroBatch(1, 8, 8), samples=True, prompts=2, prompt=10, rows=6, answer=5)
+    launch = LaunchShape(cuda=True, bf16=True)
+    found = {item.name: item for item in plan_sampler_memory(SHAPE, launch, work).items}
     arriving = "pending weight versions (at most two)"
     assert found["sampler's copy of the weights"].sample == 2e6 and found[arriving].sample == 4e6
     assert found["KV cache"].sample == (2 * 10 + 6 * 4) * 2 * 4 * 2 * 16 * 2
     lora = replace(SHAPE, parameters=1_010_000, trainable=10_000, adapters=10_000)
-    found = {item.name: item for item in plan_sampler(lora, launch, work, [SHAPE]).items}
+    found = {item.name: item for item in plan_sampler_memory(lora, launch, work, [SHAPE]).items}
     assert (
         found["sampler's copy of the weights"].sample == 2e6 + 4e4 and found[arriving].sample == 8e4
     )
@@ -353,8 +360,8 @@ def test_a_plan_tells_both_sides_and_refuses_a_side_without_ranks(capsys):
     ).split()
 
     def plan(ranks: int) -> str:
-        show(
-            parse(
+        report_memory(
+            parse_run(
                 [*words, "--sampler-ranks", str(ranks)],
                 METHODS,
                 REPO / "recipes" / "addition.yaml",
@@ -396,8 +403,8 @@ def test_the_scaling_model_splits_a_launch_by_hand(monkeypatch):
     found = scaling_roles.sides(
         "m",
         SHAPE,
-        Held(),
-        Launch(cuda=True, bf16=True, world=4, per_node=4),
+        MicroBatchMemory(),
+        LaunchShape(cuda=True, bf16=True, world=4, per_node=4),
         load,
         hardware,
         free,
@@ -411,8 +418,8 @@ def test_the_scaling_model_splits_a_launch_by_hand(monkeypatch):
     half = scaling_roles.split(
         "m",
         SHAPE,
-        Held(),
-        Launch(cuda=True, bf16=True, world=4, per_node=4),
+        MicroBatchMemory(),
+        LaunchShape(cuda=True, bf16=True, world=4, per_node=4),
         2,
         load,
         hardware,
@@ -589,21 +596,21 @@ FAULTY = """
 import runpy, sys
 sys.path.insert(0, {repo!r})
 from types import SimpleNamespace
-from rl.clients import landing
-real = landing.Landing.take
-def take(self, piece):
+from rl.runtime import weight_sync
+real = weight_sync.WeightTransfer.receive
+def receive(self, chunk):
     if {fault!r} == "nothing arrives":
         self.decoder = SimpleNamespace(load_=lambda named: None)
     elif {fault!r} == "a tensor is left out":
-        piece = landing.Piece.of([part for part in piece.parts if "layers.1.mlp.down_proj" not in part[0]])
-    real(self, piece)
-def end_landing(self, version_id):
-    self.landings[version_id].decoder = self.decoders[self.landings[version_id].manifest.model_id][0]
+        chunk = weight_sync.WeightChunk.from_parts([part for part in chunk.parts if "layers.1.mlp.down_proj" not in part[0]])
+    real(self, chunk)
+def end_transfer(self, version_id):
+    self.transfers[version_id].decoder = self.decoders[self.transfers[version_id].manifest.model_id][0]
     return ended(self, version_id)
-ended = landing.Hangar.end_landing
-landing.Landing.take = take
+ended = weight_sync.SamplerWorker.end_transfer
+weight_sync.WeightTransfer.receive = receive
 if {fault!r} == "nothing arrives":
-    landing.Hangar.end_landing = end_landing
+    weight_sync.SamplerWorker.end_transfer = end_transfer
 sys.argv[0] = {train!r}
 runpy.run_path({train!r}, run_name="__main__")
 """
@@ -637,10 +644,12 @@ def test_a_hand_over_that_loses_something_is_caught_by_name_before_the_first_ste
 
 
 def test_the_console_says_who_does_what():
-    assert [conclusion._processes(1, 0), conclusion._processes(3, 0)] == [
+    assert [run_summary._describe_processes(1, 0), run_summary._describe_processes(3, 0)] == [
         "1 process",
         "3 processes",
     ]
-    assert conclusion._processes(1, 1) == "1 process that learns, 1 that samples"
-    assert conclusion._processes(3, 2) == "3 processes that learn, 2 that sample"
-    assert conclusion._processes(8, 0, 4) == "8 processes, every 4 of which share a sampler"
+    assert run_summary._describe_processes(1, 1) == "1 process that learns, 1 that samples"
+    assert run_summary._describe_processes(3, 2) == "3 processes that learn, 2 that sample"
+    assert (
+        run_summary._describe_processes(8, 0, 4) == "8 processes, every 4 of which share a sampler"
+    )

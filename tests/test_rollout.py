@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from rl import ServiceClient
-from rl.episodes.datums import trajectory_to_datums
-from rl.episodes.episode import Env, EnvGroupBuilder, EpisodeFailed, StepResult
-from rl.episodes.metrics import group_metrics
-from rl.episodes.rollout import rollout
+from rl.rollout.datum_builder import trajectory_to_datums
+from rl.rollout.lockstep import rollout
+from rl.rollout.rollout_metrics import compute_group_metrics
+from rl.rollout.rollout_types import Env, EnvGroupBuilder, EpisodeFailed, StepResult
 from rl.types import ModelInput, SampledSequence, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=3, temperature=1.0, stop=[])
@@ -195,7 +195,7 @@ def test_an_episode_that_outgrows_the_context_ends_alone(sampler):
                 and last.metrics == {"turn": len(episode.transitions), "context_overflow": 1.0}
             )
             assert episode.final_ob.length + 3 > limit + 1
-        assert group_metrics(found.groups)["env/all/context_overflow"] == 2 / 4
+        assert compute_group_metrics(found.groups)["env/all/context_overflow"] == 2 / 4
         # the steps' rewards so far and the group's
         assert grown.get_total_rewards() == ([1 + 2 + 20] * 2 if room == 0 else [1 + 10] * 2)
         assert said(other) == said(

@@ -12,9 +12,9 @@ from test_lora_experts import STACKED, some
 
 from bench.tiny_models import tiny_model
 from rl.errors import UserError
-from rl.layers import balance_loss, describe, router_scores, routers
+from rl.layers import compute_router_aux_loss, describe_layers, find_routers, record_router_scores
 from rl.losses import get_loss
-from rl.models import load
+from rl.models import model_loading
 from rl.types import Datum
 
 COEF = 0.3
@@ -27,7 +27,7 @@ EVERYTHING = {
 
 
 def model_of(name):
-    return load._prepared(
+    return model_loading._disable_randomness(
         tiny_model(name, **({"sliding_window": None} if name in EVERYTHING else {}))
     )
 
@@ -61,7 +61,7 @@ def theirs(model, data):
             inputs["mask" if "mask" in inputs else "weights"].array != 0
         ).float()
     out = model(input_ids=ids, use_cache=False, output_router_logits=True)
-    experts = describe(model).experts
+    experts = describe_layers(model).experts
     logits = tuple(one.reshape(-1, one.shape[-1]) for one in out.router_logits)
     return module.load_balancing_loss_func(logits, experts.count, experts.per_token, mask)
 
@@ -124,13 +124,17 @@ def test_by_hand():
     not count change nothing.
     """
     far = torch.tensor([[50.0, -50.0], [50.0, -50.0], [-50.0, 50.0]])
-    assert float(balance_loss([far], 1, torch.tensor([True, True, False]))) == pytest.approx(2.0)
-    assert float(balance_loss([far], 1, torch.tensor([True, False, True]))) == pytest.approx(1.0)
+    assert float(
+        compute_router_aux_loss([far], 1, torch.tensor([True, True, False]))
+    ) == pytest.approx(2.0)
+    assert float(
+        compute_router_aux_loss([far], 1, torch.tensor([True, False, True]))
+    ) == pytest.approx(1.0)
     # over all layers
     assert float(
-        balance_loss([far, far.flip(1)], 1, torch.tensor([True, True, False]))
+        compute_router_aux_loss([far, far.flip(1)], 1, torch.tensor([True, True, False]))
     ) == pytest.approx(1.0)
-    assert float(balance_loss([far], 1, torch.tensor([False] * 3))) == 0.0
+    assert float(compute_router_aux_loss([far], 1, torch.tensor([False] * 3))) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -138,8 +142,8 @@ def test_by_hand():
 )
 def test_the_scores_of_every_familys_routers_are_found(name):
     model = model_of(name)
-    experts = describe(model).experts
-    with router_scores(model) as scores:
+    experts = describe_layers(model).experts
+    with record_router_scores(model) as scores:
         model(input_ids=torch.arange(3, 15)[None], use_cache=False)
     # its other layers choose by a token's id and score nothing
     scored = 1 if name == "deepseek_v4" else len(experts.blocks)
@@ -150,4 +154,4 @@ def test_the_scores_of_every_familys_routers_are_found(name):
 def test_a_model_without_experts_is_refused():
     with pytest.raises(UserError, match="router_aux_loss_coef is for models with experts"):
         make_learner(tiny_model("llama"), router_aux_loss_coef=COEF)
-    assert not routers(tiny_model("llama"))
+    assert not find_routers(tiny_model("llama"))

@@ -15,13 +15,13 @@ from test_asynchronous import ENVIRONMENT, same
 from whole_runs import train, two_and_two, updates_end_while_answers_are_drawn
 
 from bench.tiny_models import VOCAB, tiny_model
-from rl.data.rollouts import load_rollouts
-from rl.episodes import trajectory_to_datums
-from rl.episodes.episode import Trajectory, Transition
+from rl.data.rollout_file import load_rollouts
 from rl.errors import UserError
-from rl.layers import describe, given, noted
-from rl.models import load
-from rl.sampler import Request, RoutedEngine, make_decoder, note_experts
+from rl.layers import describe_layers, record_experts, replay_experts
+from rl.models import model_loading
+from rl.rollout import trajectory_to_datums
+from rl.rollout.rollout_types import Trajectory, Transition
+from rl.sampler import ExpertRecordingEngine, SamplingRequest, enable_expert_recording, make_decoder
 from rl.types import (
     Datum,
     ModelInput,
@@ -41,7 +41,7 @@ def one_thread():
 
 
 def model_of(name: str = "qwen3_moe", **changes):
-    return load._prepared(
+    return model_loading._disable_randomness(
         tiny_model(
             name,
             **({"sliding_window": None} if name in ("qwen3_moe", "mixtral") else {}),
@@ -52,7 +52,7 @@ def model_of(name: str = "qwen3_moe", **changes):
 
 def own_choices(model, tokens) -> np.ndarray:
     """[tokens, blocks * experts a token] of a plain forward."""
-    with torch.no_grad(), noted(model, describe(model).experts) as chosen:
+    with torch.no_grad(), record_experts(model, describe_layers(model).experts) as chosen:
         model(input_ids=torch.tensor([tokens]), use_cache=False)
     return chosen().flatten(1).numpy()
 
@@ -62,13 +62,13 @@ def sampled(model, dtype=None, samples: int = 3):
     sequence) of each sample.
     """
     decoder = make_decoder(model, dtype=dtype)
-    note_experts(decoder)
-    engine = RoutedEngine(decoder, eos_token_ids=(1, 2, 3), max_rows=4)
+    enable_expert_recording(decoder)
+    engine = ExpertRecordingEngine(decoder, eos_token_ids=(1, 2, 3), max_rows=4)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(4, VOCAB, n).tolist() for n in (5, 11, 2)]
     for i, prompt in enumerate(prompts):
         engine.add(
-            Request(
+            SamplingRequest(
                 prompt=prompt,
                 num_samples=samples,
                 params=SamplingParams(max_tokens=8 + i),
@@ -122,7 +122,7 @@ def test_experts_that_are_given_are_taken_in_every_layout_and_in_the_backward(
     each sequence alone, given the same.
     """
     model, data, rng = model_of(), datums(((9, (7, 5)), (4, (3, 12)))), np.random.default_rng(3)
-    experts = describe(model).experts
+    experts = describe_layers(model).experts
     prompts: dict[tuple, np.ndarray] = {}
     for datum in data:  # a prompt has one choice, whoever answers it
         tokens = datum.model_input.to_ints()
@@ -138,7 +138,9 @@ def test_experts_that_are_given_are_taken_in_every_layout_and_in_the_backward(
     model.zero_grad()
     expected = []
     for datum in data:
-        with given(model, experts, torch.from_numpy(datum.experts).long().unflatten(1, (-1, 2))):
+        with replay_experts(
+            model, experts, torch.from_numpy(datum.experts).long().unflatten(1, (-1, 2))
+        ):
             logits = (
                 model(input_ids=torch.tensor([datum.model_input.to_ints()]), use_cache=False)
                 .logits[0]
@@ -243,11 +245,11 @@ def test_turns_keep_the_experts_of_the_turn_that_read_them_first():
 
 def test_a_model_whose_experts_cannot_be_told_is_refused_by_name():
     with pytest.raises(UserError, match="router_replay needs a model with experts"):
-        note_experts(make_decoder(model_of("llama")))
+        enable_expert_recording(make_decoder(model_of("llama")))
     with pytest.raises(
         UserError, match=r"PhimoeForCausalLM cannot replay the choice of experts.*turn it off"
     ):
-        note_experts(make_decoder(model_of("phimoe")))
+        enable_expert_recording(make_decoder(model_of("phimoe")))
     learner, data = make_learner(model_of(), router_replay=True), datums(((9, (7,)),))
     data[0].experts = np.zeros((data[0].model_input.length, 6), np.int16)
     with pytest.raises(ValueError, match="datums with 6 experts a token do not fit this model"):
@@ -260,7 +262,7 @@ def test_the_model_is_as_it_was_afterwards():
     ids = torch.arange(4, 12)[None]
     with torch.no_grad():
         logits = model(input_ids=ids).logits
-        with noted(model, describe(model).experts):
+        with record_experts(model, describe_layers(model).experts):
             assert torch.equal(model(input_ids=ids).logits, logits)
         assert not any("forward" in vars(module) for module in model.modules()) and torch.equal(
             model(input_ids=ids).logits, logits
@@ -327,12 +329,12 @@ def test_what_was_drawn_elsewhere_keeps_its_experts_and_new_weights_are_noted_as
             if key.endswith("gate.weight"):
                 value.copy_(-value)
     prompt, drawn_first = [5, 9, 4, 11, 6], 6
-    request = Request(prompt=prompt, params=SamplingParams(max_tokens=14), seed=3)
+    request = SamplingRequest(prompt=prompt, params=SamplingParams(max_tokens=14), seed=3)
 
     def engine_of(model):
         decoder = make_decoder(model)
-        note_experts(decoder)
-        return RoutedEngine(decoder, eos_token_ids=(), max_rows=4)
+        enable_expert_recording(decoder)
+        return ExpertRecordingEngine(decoder, eos_token_ids=(), max_rows=4)
 
     def half(engine):
         engine.add(request)
@@ -349,12 +351,13 @@ def test_what_was_drawn_elsewhere_keeps_its_experts_and_new_weights_are_noted_as
     changed = half(engine_of(one))
     # a version of the weights that nobody has asked for experts yet
     changed.change_weights(make_decoder(other), 1)
-    ((_, left),) = half(engine_of(one)).unfinished()
+    ((_, left),) = half(engine_of(one)).unfinished_requests()
     left = replace(
-        left, begun=SampledSequence.from_json(json.loads(json.dumps(left.begun.as_json())))
+        left,
+        resume_from=SampledSequence.from_json(json.loads(json.dumps(left.resume_from.as_json()))),
     )
-    assert len(left.begun.experts) == first and np.array_equal(
-        left.begun.experts, whole.experts[:first]
+    assert len(left.resume_from.experts) == first and np.array_equal(
+        left.resume_from.experts, whole.experts[:first]
     )
     going_on = engine_of(other)
     going_on.add(left)

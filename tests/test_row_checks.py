@@ -11,17 +11,17 @@ from test_fuzz_rows import byte_renderer
 from test_renderer_specials import llama_like
 from whole_runs import train
 
+from rl.algorithms.offline import check_stored_answer
+from rl.algorithms.offline_settings import OfflineSettings
+from rl.algorithms.reward_model import BradleyTerry, RewardModelling, RewardModelSettings
 from rl.data import addition, load_problems
-from rl.data.problem_set import joined
-from rl.data.rollouts import load_rollouts
-from rl.data.row_checks import RowCheck, answers_check, good_rows
-from rl.episodes.playing import Playing, finished
+from rl.data.problem_set import concatenate_sets
+from rl.data.rollout_file import load_rollouts
+from rl.data.row_checks import RowCheck, make_answers_check, select_good_rows
 from rl.errors import UserError
-from rl.jsonl import json_line, read_rows
-from rl.methods.offline import check_answer
-from rl.methods.offline_settings import OfflineSettings
-from rl.methods.reward_model import BradleyTerry, RewardModelling, RewardModelSettings
+from rl.jsonl import format_json_line, read_jsonl
 from rl.renderers import get_renderer
+from rl.rollout.episode_state import EpisodeState, build_groups
 from rl.types import ModelInput
 
 USER, SAID = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}
@@ -186,15 +186,15 @@ def test_rows_that_do_not_fit_or_cannot_be_rendered_are_named_or_left_out(tmp_pa
         ):
             check(problems[line - 1])
     with pytest.raises(UserError, match="rows.jsonl line 2"):
-        good_rows(problems, check, "error")
+        select_good_rows(problems, check, "error")
     with caplog.at_level(logging.WARNING):
-        kept = good_rows(problems, check, "skip")
+        kept = select_good_rows(problems, check, "skip")
     assert contents(kept) == ["a?", "z"] and all(
         f"rows.jsonl line {line}" in caplog.text for line in expected
     )
-    assert good_rows(kept, check, "skip") is kept
+    assert select_good_rows(kept, check, "skip") is kept
     with pytest.raises(UserError, match="no row is left"):
-        good_rows(problems.subset([1, 2]), check, "skip")
+        select_good_rows(problems.subset([1, 2]), check, "skip")
 
 
 def test_pairs_that_fit_alone_and_not_side_by_side(tmp_path, renderer):
@@ -208,13 +208,13 @@ def test_pairs_that_fit_alone_and_not_side_by_side(tmp_path, renderer):
         form: RowCheck(INFO, renderer, "x", ["response", "rejected"], 0, hooks.longest)
         for form, hooks in asked.items()
     }
-    assert len(good_rows(problems, checks["scalar"], "error")) == 2
+    assert len(select_good_rows(problems, checks["scalar"], "error")) == 2
     with pytest.raises(
         UserError,
         match=r"row 1 of x \(rows.jsonl line 2\) does not fit: its prompt with both answers takes",
     ):
-        good_rows(problems, checks["comparison"], "error")
-    assert len(good_rows(problems, checks["comparison"], "skip")) == 1
+        select_good_rows(problems, checks["comparison"], "error")
+    assert len(select_good_rows(problems, checks["comparison"], "skip")) == 1
 
 
 def test_what_is_left_out_of_joined_sets_leaves_variants_and_order(tmp_path, renderer):
@@ -226,10 +226,10 @@ def test_what_is_left_out_of_joined_sets_leaves_variants_and_order(tmp_path, ren
         {"prompt": "a", "response": "b"},
         {"prompt": "x" * 300, "response": "b"},
     )
-    both = joined(
+    both = concatenate_sets(
         [load_problems(path, response_column="response"), addition("test", {"noise": "1"})]
     )
-    kept = good_rows(both, RowCheck(INFO, renderer, both.name, ["response"], 0), "skip")
+    kept = select_good_rows(both, RowCheck(INFO, renderer, both.name, ["response"], 0), "skip")
     assert len(kept) == len(both) - 1
     assert [(p.index, p.response) for p in (kept.at(i, 3) for i in range(1, 40))] == [
         (p.index, p.response) for p in (both.at(i, 3) for i in range(2, 41))
@@ -246,15 +246,15 @@ def test_stored_answers_that_are_too_long_are_skipped_one_by_one(tmp_path, rende
     problems = load_rollouts(write(tmp_path / "rows.jsonl", *rows))
 
     def check(row, answer):
-        check_answer(OfflineSettings(), INFO, renderer, row, answer)
+        check_stored_answer(OfflineSettings(), INFO, renderer, row, answer)
 
     with pytest.raises(
         UserError,
         match="rows.jsonl line 2: prompt and answer take 3.. tokens, but the model's context holds 200",
     ):
-        good_rows(problems, answers_check(check, "error"), "error")
+        select_good_rows(problems, make_answers_check(check, "error"), "error")
     with caplog.at_level(logging.WARNING):
-        kept = good_rows(problems, answers_check(check, "skip"), "skip")
+        kept = select_good_rows(problems, make_answers_check(check, "skip"), "skip")
     assert [[answer.text for answer in problem.answers] for problem in kept] == [
         ["fits"],
         ["y", "w"],
@@ -388,18 +388,18 @@ def test_a_run_that_skips_goes_on_without_what_is_too_long(tmp_path):
 def test_half_a_surrogate_pair_is_written_as_an_escape_and_read_back(tmp_path):
     """A sample's error may hold any text of the user's code."""
     row = {"error": "a\ud800b\udfff", "text": "é数"}
-    line = json_line(row)
+    line = format_json_line(row)
     assert line.encode() and json.loads(line) == row and "é数" in line
     path = tmp_path / "metrics.jsonl"
     path.write_text(line * 2, encoding="utf-8")
-    assert read_rows(path) == [row, row]
+    assert read_jsonl(path) == [row, row]
 
 
 def test_an_error_that_cannot_be_encoded_is_kept_as_it_can_be_shown():
-    episode = Playing(
+    episode = EpisodeState(
         0, 0, SimpleNamespace(), ModelInput.empty(), None, [], "reward raised ValueError: \ud800"
     )
-    _, errors = finished([SimpleNamespace()], [episode])
+    _, errors = build_groups([SimpleNamespace()], [episode])
     assert errors == ["reward raised ValueError: \\ud800"] and errors[0].encode()
 
 
@@ -415,7 +415,7 @@ def test_a_damaged_line_of_a_runs_file_is_named(tmp_path, text, says):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(text)
     with pytest.raises(UserError, match=f"metrics.jsonl {says}.*repair or delete that line"):
-        read_rows(path)
+        read_jsonl(path)
     # the last line of a writer that was killed, perhaps within a character
     path.write_bytes(text.rstrip(b"\n"))
-    assert read_rows(path) == [{"a": 1}]
+    assert read_jsonl(path) == [{"a": 1}]

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from rl import ServiceClient
-from rl.judges.scoring import full_tokens
-from rl.methods.base import Models, Progress
-from rl.methods.kto import Kto, KtoSettings
-from rl.methods.offline import Offline
-from rl.methods.offline_settings import OfflineOptions, OfflineSettings
-from rl.methods.reward_model import BradleyTerry, RewardModelling, RewardModelSettings
-from rl.run.hosts import StageHosts, make_renderer
-from rl.settings import LoopSettings, ModelSettings, OptimSettings, RowLoopSettings
+from rl.algorithms.kto import Kto, KtoSettings
+from rl.algorithms.method_interface import Models, Progress
+from rl.algorithms.offline import Offline
+from rl.algorithms.offline_settings import OfflineOptions, OfflineSettings
+from rl.algorithms.reward_model import BradleyTerry, RewardModelling, RewardModelSettings
+from rl.config import LoopSettings, ModelSettings, OptimSettings, RowLoopSettings
+from rl.judges.token_scorers import restore_full_tokens
+from rl.trainer.stage_models import StageModelFactory, make_renderer
 from rl.types import Problem, StoredAnswer
 
 ROWS = 8
@@ -77,11 +77,13 @@ class Noted:
 
 def learn(service, method, rows, reference=False):
     policy = Noted(service.create_full_training_client("tiny:ascii", seed=2))
-    hosts = StageHosts(service, policy._policy, ModelSettings(base_model="tiny:ascii"), None, {}, 2)
+    hosts = StageModelFactory(
+        service, policy._policy, ModelSettings(base_model="tiny:ascii"), None, {}, 2
+    )
     models = Models(policy, method.clients(method.settings, hosts) if reference else {})
     renderer = make_renderer(policy._policy, None)
     datums = method.datums(rows, renderer, models, 0)
-    metrics = method.learn(models, datums, Progress(0, 4))
+    metrics = method.update(models, datums, Progress(0, 4))
     return datums, policy.steps, metrics, models
 
 
@@ -103,7 +105,7 @@ def test_kto_on_pairs_sees_good_and_bad_answers_in_every_step(service, steps):
         labels = [float(d.loss_fn_inputs["labels"].array[0]) for d in part]
         assert labels.count(1.0) == labels.count(-1.0) == ROWS // steps
     if steps == 1:  # z in float64: own prompts with answers of the next row
-        beside = method._beside
+        beside = method._mismatched
         for i, other in enumerate(beside):
             mask = other.loss_fn_inputs["mask"].array != 0
             said = other.loss_fn_inputs["target_tokens"].array[mask].tolist()
@@ -116,8 +118,8 @@ def test_kto_on_pairs_sees_good_and_bad_answers_in_every_step(service, steps):
             )
             # its own prompt
             assert (
-                full_tokens(other)[: int(np.argmax(mask)) + 1]
-                == full_tokens(datums[i])[: int(np.argmax(mask)) + 1]
+                restore_full_tokens(other)[: int(np.argmax(mask)) + 1]
+                == restore_full_tokens(datums[i])[: int(np.argmax(mask)) + 1]
             )
 
 
@@ -129,9 +131,9 @@ def test_no_prompt_of_a_mixed_batch_stands_beside_an_answer_of_its_own(service):
     ):
         method = Kto(KtoSettings(optim=optim(1), loop=RowLoopSettings(steps=4, batch_size=4)))
         datums, _, _, _ = learn(service, method, rows, reference=True)
-        own = {tuple(full_tokens(d)) for d in datums}
-        assert len(method._beside) == len(datums)
-        assert not own & {tuple(full_tokens(d)) for d in method._beside}
+        own = {tuple(restore_full_tokens(d)) for d in datums}
+        assert len(method._mismatched) == len(datums)
+        assert not own & {tuple(restore_full_tokens(d)) for d in method._mismatched}
 
 
 @pytest.mark.parametrize("steps", [2, 4])
@@ -152,7 +154,7 @@ def test_a_comparing_reward_model_sees_both_orders_in_every_step(service, steps)
     policy = service.create_full_training_client("tiny:ascii", seed=2)
     for k in range(steps):
         members = plain.datums(rows[k::steps], make_renderer(policy, None), Models(policy), 0)
-        plain.learn(Models(policy), members, Progress(0, 4))
+        plain.update(Models(policy), members, Progress(0, 4))
     after = [
         client.forward(datums, "cross_entropy").result().loss_fn_outputs
         for client in (models.policy, policy)

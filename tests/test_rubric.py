@@ -12,16 +12,16 @@ from test_reward_model import Letters, group
 from whole_runs import RECIPE, train
 
 from rl import ServiceClient
-from rl.episodes import Rollouts
+from rl.algorithms import METHODS
+from rl.config.cli import parse_run
+from rl.config.reward_model_config import LearnedRewardSettings
+from rl.config.sections import RunSettings
 from rl.errors import UserError
-from rl.judges import LearnedRewards, Question, Rubric, RubricJudge, judged
-from rl.judges.rubric import read_score, rubric_messages
-from rl.methods import METHODS
+from rl.judges import LearnedRewards, Rubric, RubricJudge, RubricQuestion, apply_learned_rewards
+from rl.judges.rubric_judge import make_rubric_prompt, parse_score
 from rl.rewards import Score
-from rl.run.hosts import make_renderer
-from rl.settings.cli import parse
-from rl.settings.judge_tables import LearnedRewardSettings
-from rl.settings.tables import RunSettings
+from rl.rollout import RolloutBatch
+from rl.trainer.stage_models import make_renderer
 
 POLITE_RIGHT = (("Is the answer polite?", 1.0), ("Is it right?", 3.0))
 
@@ -61,7 +61,7 @@ def likes(answer, question):
 
 def test_a_rubrics_score_is_the_weighted_mean_of_yes_against_no():
     client = YesNo(likes)
-    judge = RubricJudge(client, Letters(), Rubric.of(POLITE_RIGHT))
+    judge = RubricJudge(client, Letters(), Rubric.from_weights(POLITE_RIGHT))
     (first, second) = judge.scores([group("aaa", "b", "aaa"), group("cc")])
     for score, length in zip([*first, *second], [3, 1, 3, 2], strict=True):
         polite = length / (length + 1)
@@ -75,14 +75,17 @@ def test_a_rubrics_score_is_the_weighted_mean_of_yes_against_no():
 
 def test_a_bad_thing_has_a_negative_weight():
     rubric = Rubric(
-        (Question("Is it right?", 1.0, "right"), Question("Is it polite?", -1.0, "polite"))
+        (
+            RubricQuestion("Is it right?", 1.0, "right"),
+            RubricQuestion("Is it polite?", -1.0, "polite"),
+        )
     )
     ((score,),) = RubricJudge(YesNo(likes), Letters(), rubric).scores([group("aaa")])
     assert score.reward == pytest.approx((0.25 - 0.75) / 2)
 
 
 def test_names_come_from_the_questions_and_differ():
-    rubric = Rubric.of(
+    rubric = Rubric.from_weights(
         (("Is the answer right and polite?", 1), ("Is the answer right and short?", 1), ("?!", 2))
     )
     assert [q.name for q in rubric.questions] == [
@@ -108,7 +111,7 @@ def test_names_come_from_the_questions_and_differ():
     ],
 )
 def test_a_written_score_is_the_last_one_and_on_the_scale(text, share):
-    assert read_score(text, 10.0) == (None if share is None else pytest.approx(share))
+    assert parse_score(text, 10.0) == (None if share is None else pytest.approx(share))
 
 
 class Writes:
@@ -150,11 +153,11 @@ def test_an_answer_for_which_the_judge_writes_no_score_costs_itself_alone():
 
     client = Writes(says)
     judge = RubricJudge(
-        client, Writing(), Rubric.of(POLITE_RIGHT, "score", scale=5.0, max_tokens=9)
+        client, Writing(), Rubric.from_weights(POLITE_RIGHT, "score", scale=5.0, max_tokens=9)
     )
-    given = Rollouts([group("a", "bb", "a"), group("bb")], [], {}, 0.0, 0.0)
+    given = RolloutBatch([group("a", "bb", "a"), group("bb")], [], {}, 0.0, 0.0)
     rewards = LearnedRewards(judge, 0.0)
-    found = judged(given, rewards)
+    found = apply_learned_rewards(given, rewards)
     ((kept),) = found.groups
     assert kept.get_total_rewards() == pytest.approx([(0.4 + 3 * 0.8) / 4] * 2)
     assert len(found.errors) == 2 and all(
@@ -167,7 +170,7 @@ def test_an_answer_for_which_the_judge_writes_no_score_costs_itself_alone():
 
 def test_scores_without_metrics_and_with_stand_side_by_side():
     judge = SimpleNamespace(
-        scores_alone=True, scores=lambda groups: [[0.5, Score(2.0, {"x": 1.0})]]
+        scores_single_answers=True, scores=lambda groups: [[0.5, Score(2.0, {"x": 1.0})]]
     )
     ((one),) = LearnedRewards(judge, 1.0)([group("a", "b", rewards=[1.0, 2.0])])
     assert one.get_total_rewards() == [1.5, 4.0]
@@ -182,7 +185,7 @@ def test_the_probability_of_yes_is_that_of_a_model_run_by_itself(tmp_path):
     with ServiceClient(output_dir=tmp_path, seed=3) as service:
         client = service.create_sampling_client(base_model="tiny:ascii", seed=5)
         renderer = make_renderer(client, None)
-        rubric = Rubric.of(POLITE_RIGHT)
+        rubric = Rubric.from_weights(POLITE_RIGHT)
         one = group("A kind answer.")
         one.trajectories_G[0].transitions[0].logs["messages"] = said = [
             {"role": "user", "content": "Hi?"}
@@ -191,7 +194,7 @@ def test_the_probability_of_yes_is_that_of_a_model_run_by_itself(tmp_path):
         for question in rubric.questions:
             logp = []
             for word in ("yes", "no"):
-                prompt = rubric_messages(said, "A kind answer.", question, rubric)
+                prompt = make_rubric_prompt(said, "A kind answer.", question, rubric)
                 whole = renderer.build_supervised_example(
                     [*prompt, {"role": "assistant", "content": word}]
                 )[0]
@@ -206,7 +209,7 @@ def test_a_conversation_too_long_for_the_judge_names_the_remedy():
     client = YesNo(likes)
     client.info = {"max_context": 20, "base_model": "stub"}
     with pytest.raises(UserError, match="reads at most 20 tokens.*longer context"):
-        RubricJudge(client, Letters(), Rubric.of(POLITE_RIGHT)).scores([group("a")])
+        RubricJudge(client, Letters(), Rubric.from_weights(POLITE_RIGHT)).scores([group("a")])
 
 
 @pytest.mark.parametrize(
@@ -238,7 +241,7 @@ def test_a_rubric_on_the_line():
         "Is it right?",
         "-2",
     ]
-    (stage,) = parse(words, METHODS, RECIPE, options=RunSettings).stages
+    (stage,) = parse_run(words, METHODS, RECIPE, options=RunSettings).stages
     assert stage.settings.learned.rubric == (("Is it polite?", 1.0), ("Is it right?", -2.0))
 
 

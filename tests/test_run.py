@@ -219,7 +219,7 @@ def test_a_run_stopped_in_the_last_step_of_a_stage_ends_as_if_it_had_not_been(
 import os, signal, sys
 sys.argv = ["train.py", {str(recipe)!r}, "--output-dir", "out"]
 sys.path.insert(0, {str(REPO)!r})
-from rl.run import stage
+from rl.trainer import stage
 original = stage.Stage._log
 def log(self, done, metrics):
     original(self, done, metrics)

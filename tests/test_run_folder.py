@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from whole_runs import final_weights, train
 
+from rl.config.run_config import load_resolved_config
+from rl.distributed import checkpoint_folder
 from rl.errors import RunFolderError, UserError
-from rl.ranks import checkpoint
-from rl.report.console import Console
-from rl.report.logbook import CHECKPOINTS
-from rl.run import execute as run
-from rl.run.inventory import completed, stage_steps
-from rl.run.position import find, make_way
-from rl.settings.run_plan import from_resolved
+from rl.reporting.console import Console
+from rl.reporting.logbook import CHECKPOINTS
+from rl.trainer import execute as run
+from rl.trainer.checkpoint_scan import complete_checkpoint_list, read_stage_steps
+from rl.trainer.resume import find_resume_point, remove_later_checkpoints
 
 REPO = Path(__file__).resolve().parent.parent
 RECIPE = """
@@ -71,7 +71,7 @@ def whole(folder: Path) -> list[str]:
     found = []
     for manifest in sorted(folder.rglob("manifest.json")):
         try:
-            checkpoint.verify(manifest.parent)
+            checkpoint_folder.verify_checkpoint(manifest.parent)
         except UserError:
             continue
         found.append(str(manifest.parent.relative_to(folder)))
@@ -83,15 +83,15 @@ class Heard(Console):
         super().__init__(quiet=True)
         self.said: list[str] = []
 
-    def _box(self, kind: str, text: str, colour: str) -> None:
+    def _print_message(self, kind: str, text: str, colour: str) -> None:
         self.said.append(text)
 
 
 def asked(folder: Path):
-    from rl.methods import METHODS
-    from rl.settings.tables import RunSettings
+    from rl.algorithms import METHODS
+    from rl.config.sections import RunSettings
 
-    return from_resolved(
+    return load_resolved_config(
         json.loads((folder / "config.json").read_text()), METHODS, options=RunSettings
     )
 
@@ -101,16 +101,18 @@ def test_rows_are_looked_through_once_for_each_model(tmp_path, monkeypatch, chan
     """Those of a later stage before the first step; when it begins, again only if its model is not
     what it was taken for.
     """
-    from rl.run import prepare, rehearsal
+    from rl.trainer import pipeline, stage_data
 
-    seen, good_rows = [], prepare.good_rows
+    seen, good_rows = [], stage_data.select_good_rows
     monkeypatch.setattr(
-        prepare, "good_rows", lambda rows, *how: (seen.append(rows.name), good_rows(rows, *how))[1]
+        stage_data,
+        "select_good_rows",
+        lambda rows, *how: (seen.append(rows.name), good_rows(rows, *how))[1],
     )
     if change:
-        sound = rehearsal._skeleton
+        sound = pipeline._load_outline
         monkeypatch.setattr(
-            rehearsal, "_skeleton", lambda *model: (sound(*model)[0], 99, sound(*model)[2])
+            pipeline, "_load_outline", lambda *model: (sound(*model)[0], 99, sound(*model)[2])
         )
     train(
         str(
@@ -190,7 +192,7 @@ def survives(done: Path, to: Path, count: int, seed: int) -> int:
     os.symlink(outside, folder / "sampler_weights" / "grpo-best-linked")
     text = (folder / CHECKPOINTS).read_text()
     before, plan = whole(to), asked(folder)
-    right = find(plan, folder, Heard())
+    right = find_resume_point(plan, folder, Heard())
     assert len(before) >= 7 and right.step == 8
     noticed = 0
     for damaged in damages(text, count, seed):
@@ -199,9 +201,9 @@ def survives(done: Path, to: Path, count: int, seed: int) -> int:
         else:
             (folder / CHECKPOINTS).write_bytes(damaged)
         console = Heard()
-        position = find(plan, folder, console)
+        position = find_resume_point(plan, folder, console)
         assert position == right, damaged
-        make_way(folder, position)
+        remove_later_checkpoints(folder, position)
         noticed += len(console.said) > 0
     assert whole(to) == before and (outside / "thesis.txt").read_text() == "years of work"
     return noticed
@@ -231,9 +233,9 @@ def test_a_lost_list_is_made_again_as_it_was(done, tmp_path):
         )
     assert made == rows and {row["kind"] for row in made} == {"last", "final", "best"}
     # also what the metrics alone know
-    steps = stage_steps(json.loads((folder / "config.json").read_text())["stages"])
+    steps = read_stage_steps(json.loads((folder / "config.json").read_text())["stages"])
     (folder / "metrics.jsonl").unlink()
-    best = next(row for row in completed(folder, steps)[0] if row["kind"] == "best")
+    best = next(row for row in complete_checkpoint_list(folder, steps)[0] if row["kind"] == "best")
     # as the list has it
     assert best["value"] == next(row["value"] for row in rows if row["kind"] == "best")
 
@@ -254,7 +256,7 @@ def test_a_link_in_the_way_is_left_alone_and_named(done, tmp_path):
     shutil.copytree(folder / "checkpoints" / "sft-final", folder / "checkpoints" / "grpo-final")
     with pytest.raises(RunFolderError, match="grpo-final is in the way.*not from this run"):
         again(folder)
-    checkpoint.verify(folder / "checkpoints" / "grpo-final")
+    checkpoint_folder.verify_checkpoint(folder / "checkpoints" / "grpo-final")
 
 
 def test_what_lies_at_the_step_gone_on_from_is_in_the_way_where_it_is_none_of_its_own(
@@ -266,28 +268,30 @@ def test_what_lies_at_the_step_gone_on_from_is_in_the_way_where_it_is_none_of_it
     folder = copied(done, tmp_path)
     os.rename(folder / "checkpoints" / "grpo-final", folder / "checkpoints" / "grpo-000008")
     plan = asked(folder)
-    assert find(plan, folder, Heard()).step == 8
+    assert find_resume_point(plan, folder, Heard()).step == 8
     shutil.copytree(folder / "checkpoints" / "sft-final", folder / "checkpoints" / "grpo-final")
     with pytest.raises(
         RunFolderError, match="grpo-final is in the way.*its step 8.*not from this run"
     ):
-        find(plan, folder, Heard())
-    checkpoint.verify(folder / "checkpoints" / "grpo-final")
+        find_resume_point(plan, folder, Heard())
+    checkpoint_folder.verify_checkpoint(folder / "checkpoints" / "grpo-final")
 
 
 def test_a_checkpoint_is_never_looked_for_outside_of_the_folder(tmp_path):
     for name in ("../x", "/etc", "..", ".", "", "a/b", "a" * 300, "x.partial-1", "x y", 3, None):
-        with pytest.raises(checkpoint.DamagedCheckpoint):
-            checkpoint.below(tmp_path, name)
+        with pytest.raises(checkpoint_folder.DamagedCheckpoint):
+            checkpoint_folder.checkpoint_path(tmp_path, name)
     (tmp_path / "outside.txt").write_text("x")
     folder = tmp_path / "c"
     folder.mkdir()
     (folder / "state.json").write_text("{}")
     for name in ("../outside.txt", "/etc/hostname", "a/../../outside.txt", ""):
-        files = {name: {"bytes": 1, "sha256": checkpoint._checksum(tmp_path / "outside.txt")}}
+        files = {
+            name: {"bytes": 1, "sha256": checkpoint_folder._file_checksum(tmp_path / "outside.txt")}
+        }
         (folder / "manifest.json").write_text(json.dumps({"files": files, "expires_at": None}))
-        with pytest.raises(checkpoint.DamagedCheckpoint, match="not a file of this folder"):
-            checkpoint.verify(folder)
+        with pytest.raises(checkpoint_folder.DamagedCheckpoint, match="not a file of this folder"):
+            checkpoint_folder.verify_checkpoint(folder)
 
 
 # -------------------------------------------------------------------------------------- whose it is
@@ -303,11 +307,11 @@ def swap(folder: Path, name: str, change) -> None:
     size = (place / "state.json").stat().st_size
     manifest["files"]["state.json"] = {
         "bytes": size,
-        "sha256": checkpoint._checksum(place / "state.json"),
+        "sha256": checkpoint_folder._file_checksum(place / "state.json"),
     }
     manifest.pop("sha256", None)
     (place / "manifest.json").write_text(json.dumps(manifest))
-    checkpoint.verify(place)
+    checkpoint_folder.verify_checkpoint(place)
 
 
 def put(key: str, value, *path: str):
@@ -353,7 +357,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_what_differs(done, tmp_path
         remedy in str(error.value)
         for remedy in ("--base-model", "Move it out", "Move it elsewhere")
     )
-    checkpoint.verify(folder / "checkpoints" / "grpo-000006")
+    checkpoint_folder.verify_checkpoint(folder / "checkpoints" / "grpo-000006")
 
 
 @pytest.mark.slow
@@ -558,7 +562,7 @@ def test_a_damaged_end_of_a_stage_is_made_again_from_the_checkpoint_before(done,
     file = folder / "checkpoints" / "sft-final" / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x00")
     again(folder)
-    checkpoint.verify(folder / "checkpoints" / "sft-final")
+    checkpoint_folder.verify_checkpoint(folder / "checkpoints" / "sft-final")
     assert all(
         (final_weights_of(folder)[key] == value).all()
         for key, value in final_weights_of(done / "run").items()
@@ -698,7 +702,7 @@ def test_a_folder_that_cannot_be_is_known_before_work(folder, tmp_path, monkeypa
     def never(*args, **kwargs):
         raise AssertionError("work before the folder was looked at")
 
-    monkeypatch.setattr(run, "prepared_stages", never)
+    monkeypatch.setattr(run, "prepare_stages", never)
     before = sorted(tmp_path.iterdir())
     # at the line, or when the folder is looked at
     with pytest.raises((UserError, SystemExit)) as found:
@@ -726,12 +730,12 @@ def test_a_home_folder_and_dollars_in_names(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_broken_plot_backend_never_fails_a_finished_run(tmp_path, monkeypatch, capsys):
-    from rl.report import plots
+    from rl.reporting import metric_plots
 
     def broken(*args):
         raise RuntimeError("no fonts here")
 
-    monkeypatch.setattr(plots, "_figure", broken)
+    monkeypatch.setattr(metric_plots, "_build_figure", broken)
     words = (
         "sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 2 --batch-size "
         "2 --eval-every 0"
@@ -779,9 +783,9 @@ def test_a_tracker_never_ends_a_run(when, tmp_path, monkeypatch, capsys):
 
 
 def test_a_tracker_that_is_not_installed_is_known_before_work(tmp_path, monkeypatch):
-    from rl.report import tracker
+    from rl.reporting import wandb_tracker
 
-    monkeypatch.setattr(tracker.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(wandb_tracker.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RunFolderError, match="pip install wandb"):
         train(
             "sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 2 "

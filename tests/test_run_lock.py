@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from rl.errors import RunFolderError
-from rl.run.lock import RunLock
+from rl.trainer.run_lock import RunLock
 
 REPO = Path(__file__).resolve().parent.parent
 HOLD = f"""
 import sys, time
 sys.path.insert(0, {str(REPO)!r})
 from pathlib import Path
-from rl.run.lock import RunLock
-lock = RunLock(Path(sys.argv[1]), beat=0.1, stale=1.0)
+from rl.trainer.run_lock import RunLock
+lock = RunLock(Path(sys.argv[1]), heartbeat_seconds=0.1, stale_seconds=1.0)
 lock.acquire(lambda text: print(text, flush=True))
 print("held", flush=True)
 time.sleep(float(sys.argv[2]))
@@ -78,7 +78,7 @@ def test_a_second_process_is_refused_and_told_who_has_it(tmp_path):
         )
         assert said == [f"{told}. Its lock is taken over; no action is needed"]
         assert left(tmp_path) == ["run.lock"]
-        lock.held()
+        lock.check_held()
     assert left(tmp_path) == []
 
 
@@ -128,7 +128,7 @@ def test_a_requeued_job_waits_until_it_knows_and_takes_over_its_own_earlier_star
 ):
     another_hosts(tmp_path, 0)
     begin, said = time.monotonic(), []
-    with RunLock(tmp_path, patient=True, beat=0.1, stale=1.0) as lock:
+    with RunLock(tmp_path, patient=True, heartbeat_seconds=0.1, stale_seconds=1.0) as lock:
         lock.acquire(said.append)
     assert (
         0.8 < time.monotonic() - begin < 30
@@ -154,22 +154,22 @@ def test_a_heart_that_beats_again_is_alive(tmp_path):
     )
     beating = subprocess.Popen([sys.executable, "-c", code])
     with pytest.raises(RunFolderError, match="last heartbeat 0 s ago"):
-        RunLock(tmp_path, patient=True, beat=0.5, stale=8.0).acquire()
+        RunLock(tmp_path, patient=True, heartbeat_seconds=0.5, stale_seconds=8.0).acquire()
     beating.kill()
     beating.wait()
 
 
 def test_who_lost_the_folder_writes_nothing_more_there(tmp_path):
-    lock = RunLock(tmp_path, beat=0.05, stale=1.0)
+    lock = RunLock(tmp_path, heartbeat_seconds=0.05, stale_seconds=1.0)
     lock.acquire()
-    lock.held()
+    lock.check_held()
     (tmp_path / "new").write_text(json.dumps({"host": "node17", "pid": 4242, "nonce": "theirs"}))
     os.replace(tmp_path / "new", tmp_path / "run.lock")
     deadline = time.monotonic() + 20
     while lock._lost_to is None and time.monotonic() < deadline:
         time.sleep(0.02)
     with pytest.raises(RunFolderError, match="taken over by process 4242 on node17"):
-        lock.held()
+        lock.check_held()
     lock.release()
     assert json.loads((tmp_path / "run.lock").read_text())["nonce"] == "theirs"  # whose it is now
 
@@ -198,11 +198,11 @@ import os, random, sys, time
 sys.path.insert(0, {str(REPO)!r})
 from pathlib import Path
 from rl.errors import RunFolderError
-from rl.run.lock import RunLock
+from rl.trainer.run_lock import RunLock
 folder, rng = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
 had, end = 0, time.monotonic() + 8
 while time.monotonic() < end or had == 0:
-    lock = RunLock(folder, beat=0.05, stale=2.0)
+    lock = RunLock(folder, heartbeat_seconds=0.05, stale_seconds=2.0)
     try:
         lock.acquire()
     except RunFolderError:
@@ -246,18 +246,18 @@ def test_who_takes_a_dead_owners_place_looks_again_whether_it_is_still_his(tmp_p
     """
     another_hosts(tmp_path, 61)
     first, second = RunLock(tmp_path), RunLock(tmp_path)
-    verdict = first._is_over
+    verdict = first._find_end_reason
 
     def slow(owner, age):
         if owner.get("nonce") == "theirs":
             second.acquire()
         return verdict(owner, age)
 
-    first._is_over = slow
+    first._find_end_reason = slow
     with pytest.raises(RunFolderError, match="in use by"):
         first.acquire()
-    assert json.loads((tmp_path / "run.lock").read_text())["nonce"] == second._me["nonce"]
+    assert json.loads((tmp_path / "run.lock").read_text())["nonce"] == second._record["nonce"]
     assert left(tmp_path) == ["run.lock"]
-    second.held()
+    second.check_held()
     second.release()
     assert left(tmp_path) == []

@@ -15,17 +15,17 @@ import torch
 from peft import PeftModel
 from whole_runs import RECIPE, train
 
-from rl.clients import ServiceClient
+from rl.algorithms import METHODS
+from rl.client import ServiceClient
+from rl.config import RunSettings, parse_run
 from rl.errors import UserError
-from rl.learner import saving
-from rl.methods import METHODS
-from rl.models import load_model, merge
-from rl.report import Console
-from rl.run.conclusion import resume_command
-from rl.run.execute import execute
-from rl.run.origins import settled
-from rl.run.plan_needs import launch_of, needs_of
-from rl.settings import RunSettings, parse
+from rl.learner import learner_checkpoint
+from rl.models import load_model, merge_adapter
+from rl.reporting import Console
+from rl.trainer.execute import execute
+from rl.trainer.memory_requirements import compute_stage_needs, resolve_launch
+from rl.trainer.resolve_weights import resolve_initial_weights
+from rl.trainer.run_summary import format_resume_command
 
 SFT = "sft --steps 2 --batch-size 4 --learning-rate 1e-2 --eval-every 0 --max-tokens 4"
 GRPO = (
@@ -41,7 +41,7 @@ def logits(model) -> torch.Tensor:
 
 def of(checkpoint: Path) -> torch.Tensor:
     """What the run itself scores: the adapter on its base, unmerged."""
-    return logits(saving.load_for_sampling(str(checkpoint), None)[0].model)
+    return logits(learner_checkpoint.load_for_sampling(str(checkpoint), None)[0].model)
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ def test_a_chain_of_stages_under_other_adapters_is_one_of_merged_weights(tmp_pat
         tmp_path / "moved" / "checkpoints" / f"{name}-final" for name in ("sft", "second", "grpo")
     )
     base = load_model("tiny:addition", seed=spec(first.parents[1], first.name)["seed"]).model
-    merged = merge(PeftModel.from_pretrained(base, str(first / "model")))
+    merged = merge_adapter(PeftModel.from_pretrained(base, str(first / "model")))
     assert not merged.config.tie_word_embeddings
     for stage in (second, last):
         expected = logits(PeftModel.from_pretrained(copy.deepcopy(merged), str(stage / "model")))
@@ -241,20 +241,20 @@ def test_a_reward_model_is_no_policy(tmp_path):
 
 
 def test_the_plan_knows_what_a_run_begins_from(adapter):
-    run = parse(
+    run = parse_run(
         [*f"{GRPO} --base-model {adapter} --plan".split()], METHODS, RECIPE, options=RunSettings
     )
     held = show_needs(run)
     other = show_needs(
-        parse([*f"{GRPO} --lora-rank 4 --plan".split()], METHODS, RECIPE, options=RunSettings)
+        parse_run([*f"{GRPO} --lora-rank 4 --plan".split()], METHODS, RECIPE, options=RunSettings)
     )
     assert held == other
 
 
 def show_needs(run) -> dict:
-    run, _ = settled(run)
-    launch, _ = launch_of(run.options, "auto")
-    return needs_of(run, launch, 16)[0].plan.sums
+    run, _ = resolve_initial_weights(run)
+    launch, _ = resolve_launch(run.options, "auto")
+    return compute_stage_needs(run, launch, 16)[0].plan.sums
 
 
 def test_commands_at_the_end_are_whole_and_quoted(adapter, tmp_path, monkeypatch):
@@ -262,7 +262,7 @@ def test_commands_at_the_end_are_whole_and_quoted(adapter, tmp_path, monkeypatch
     shown = {}
     monkeypatch.setattr(Console, "end", lambda self, title, **what: shown.update(what))
     folder = tmp_path / "my runs" / "it's"
-    run = parse(
+    run = parse_run(
         [*f"{GRPO} --base-model {adapter} --steps 1".split(), "--output-dir", str(folder)],
         METHODS,
         RECIPE,
@@ -288,10 +288,10 @@ def test_commands_at_the_end_are_whole_and_quoted(adapter, tmp_path, monkeypatch
     ):
         if mark is not None:
             monkeypatch.setenv(mark, "0")
-        again = shlex.split(resume_command(folder))
+        again = shlex.split(format_resume_command(folder))
         assert again[: len(started) + 1] == [*started, "train.py"]
         assert (
-            parse(
+            parse_run(
                 again[len(started) + 1 :], METHODS, RECIPE, options=RunSettings
             ).options.output_dir
             == folder
@@ -303,7 +303,7 @@ def test_a_client_loads_without_bars_or_words_about_the_future(adapter, tmp_path
 
     bars.enable_progress_bar()
     loaded = load_model(str(adapter / "checkpoints/sft-final/model"))
-    saving.write_model(loaded.model, loaded.tokenizer, tmp_path / "base")
+    learner_checkpoint.write_model(loaded.model, loaded.tokenizer, tmp_path / "base")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with ServiceClient(output_dir=tmp_path / "out") as service:

@@ -10,15 +10,15 @@ from helpers import ADAM, random_datums
 from sampler_models import one_thread, random_prompts, reference_logprobs, tiny_model  # noqa: F401
 
 from rl import ServiceClient
-from rl.clients import SampleStream
-from rl.sampler import Engine, Request, make_decoder
+from rl.client import SampleStream
+from rl.sampler import Engine, SamplingRequest, make_decoder
 from rl.types import ModelInput, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=9, temperature=1.0, stop=[])
 
 
-def asked(i: int, **changes) -> Request:
-    return Request(
+def asked(i: int, **changes) -> SamplingRequest:
+    return SamplingRequest(
         **{
             "prompt": [3 + i % 5, 4, 12] + [5] * (i % 3),
             "params": PARAMS,
@@ -36,7 +36,7 @@ def told(responses):
 def to_the_end(stream: SampleStream, steps: int = 4) -> dict:
     found = {}
     while stream.busy:
-        found |= stream.slice(steps).finished
+        found |= stream.run_steps(steps).finished
     return found
 
 
@@ -55,7 +55,7 @@ def test_requests_that_join_while_others_run_get_the_samples_they_would_have_got
             if slices and len(tickets) < 6:
                 tickets.append(stream.add(asked(len(tickets), num_samples=1 + len(tickets) % 3)))
             slices += 1
-            found |= stream.slice(3).finished
+            found |= stream.run_steps(3).finished
             client.sample_many([asked(40)]).result()  # another verb between two slices
     assert slices > 4 and told(found[t] for t in tickets) == told(expected)
     for ticket, response in zip(tickets, expected, strict=True):
@@ -75,7 +75,7 @@ def test_what_was_dropped_or_refused_costs_no_other(policy):
         )
         early = stream.add(asked(3))
         stream.drop(early)  # before it was ever let in
-        assert isinstance(stream.slice(2).finished[wrong], ValueError)
+        assert isinstance(stream.run_steps(2).finished[wrong], ValueError)
         stream.drop(gone)
         stream.drop(gone)
         found = to_the_end(stream)
@@ -86,11 +86,14 @@ def test_a_slice_shows_what_is_drawn_so_far(policy):
     with SampleStream(policy.save_weights_and_get_sampling_client()) as stream:
         ticket, lengths = stream.add(asked(0, num_samples=2)), []
         while stream.busy:
-            found = stream.slice(4, shows=True)
+            found = stream.run_steps(4, partial_tickets=True)
             lengths.append(
-                {sample: len(s.tokens) for sample, s in found.drawn.get(ticket, {}).items()}
+                {
+                    sample: len(s.tokens)
+                    for sample, s in found.partial_output.get(ticket, {}).items()
+                }
             )
-            last = found.drawn.get(ticket) or last  # noqa: F821
+            last = found.partial_output.get(ticket) or last  # noqa: F821
     assert lengths == [{0: 4, 1: 4}, {0: 8, 1: 8}, {}]
     assert all(
         last[i].tokens == sequence.tokens[:8]
@@ -107,11 +110,11 @@ def test_new_weights_reach_running_samples_at_a_token_and_each_token_says_which_
     v = old.version
     with SampleStream(old) as stream:
         tickets = [stream.add(asked(i)) for i in range(3)]
-        stream.slice(4)
+        stream.run_steps(4)
         policy.forward_backward(datums, "importance_sampling")
         policy.optim_step(ADAM.__class__(learning_rate=0.05)).result()
         new = policy.save_weights_and_get_sampling_client()
-        stream.switch(new, anew=anew)
+        stream.switch_weights(new, recompute=anew)
         # the same prompt, which the new weights read for themselves
         late = stream.add(asked(0, problem=50))
         found = to_the_end(stream)
@@ -140,11 +143,11 @@ def test_a_stream_whose_weights_are_gone_says_so_instead_of_drawing_under_a_stal
     client = policy.save_weights_and_get_sampling_client()
     with SampleStream(client) as stream:
         stream.add(asked(0))
-        stream.slice(2)
+        stream.run_steps(2)
         client.release()
         policy.save_weights_and_get_sampling_client()
         with pytest.raises(Exception, match=r"weights have been freed"):
-            stream.slice(2)
+            stream.run_steps(2)
 
 
 def test_what_is_unfinished_goes_on_in_another_stream_as_it_would_have(policy):
@@ -152,11 +155,15 @@ def test_what_is_unfinished_goes_on_in_another_stream_as_it_would_have(policy):
     expected, _ = client.sample_many([asked(i) for i in range(3)]).result()
     with SampleStream(client) as stream:
         tickets = [stream.add(asked(i)) for i in range(2)]
-        stream.slice(5)
+        stream.run_steps(5)
         tickets.append(stream.add(asked(2)))
         left = stream.unfinished()
-        assert [len(r.begun.tokens) if r.begun else 0 for r in left.values()] == [5, 5, 0]
-        stream.renew()
+        assert [len(r.resume_from.tokens) if r.resume_from else 0 for r in left.values()] == [
+            5,
+            5,
+            0,
+        ]
+        stream.recompute_cache()
         here = to_the_end(stream)
     with SampleStream(client) as other:
         again = {other.add(request): ticket for ticket, request in left.items()}
@@ -176,13 +183,13 @@ def test_every_decoder_goes_on_where_a_sample_was_cut(kind):
     params = SamplingParams(max_tokens=12, temperature=0.9)
     engine = Engine(make_decoder(model, kind=kind), eos_token_ids=(3,), max_rows=2)
     for problem, prompt in enumerate(prompts):
-        engine.add(Request(prompt=prompt, params=params, problem=problem))
+        engine.add(SamplingRequest(prompt=prompt, params=params, problem=problem))
     whole = {done.request_id: done.response for _ in range(40) for done in engine.step()}
     for problem, prompt in enumerate(prompts):
-        engine.add(Request(prompt=prompt, params=params, problem=problem))
+        engine.add(SamplingRequest(prompt=prompt, params=params, problem=problem))
     done = [one for _ in range(6) for one in engine.step()]
-    left = engine.unfinished()
-    assert any(request.begun for _, request in left)
+    left = engine.unfinished_requests()
+    assert any(request.resume_from for _, request in left)
     other = Engine(make_decoder(model, kind=kind), eos_token_ids=(3,), max_rows=3)
     numbers = {other.add(request): number for number, request in left}
     while other.busy:
@@ -213,7 +220,9 @@ class Talk:
                 params = SamplingParams(max_tokens=4 + i, temperature=1.0, stop=[])
                 numbers[
                     self.engine.add(
-                        Request(prompt=said, params=params, seed=turn, problem=i, conversation=name)
+                        SamplingRequest(
+                            prompt=said, params=params, seed=turn, problem=i, conversation=name
+                        )
                     )
                 ] = i
         while self.engine.busy:
@@ -270,7 +279,7 @@ def test_conversations_make_room_end_and_are_not_taken_for_others():
     assert 0 < tight.engine.counters.peak_cache_tokens <= 60
     talk = Talk(Engine(make_decoder(model, kind="fast")), 3)
     talk.turn(0)
-    talk.engine.forget("talk 0")
+    talk.engine.evict_conversation("talk 0")
     talk.said[1] = [9, *talk.said[1][1:]]  # written anew: nothing of it is in the cache
     before = talk.engine.counters.kept_tokens
     talk.turn(1)

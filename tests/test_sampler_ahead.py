@@ -13,9 +13,9 @@ import torch
 from sampler_models import one_thread, random_prompts, tiny_model  # noqa: F401
 from test_sampler_stepped import answers, same, tight
 
-from rl.sampler import Engine, Request, SteppedEngine, make_decoder
-from rl.sampler.cache_paged import PagedState
-from rl.sampler.step_graphs import Steps
+from rl.sampler import Engine, MultiStepEngine, SamplingRequest, make_decoder
+from rl.sampler.cuda_graphs import CUDAGraphRunner
+from rl.sampler.paged_state import PagedState
 from rl.types import SamplingParams
 
 
@@ -25,7 +25,12 @@ def events(monkeypatch):
     how many sequences, brought before).
     """
     found, queue = [], []
-    run, wait, bring, read = Steps.run, SteppedEngine._wait, PagedState.bring, PagedState._read
+    run, wait, bring, read = (
+        CUDAGraphRunner.run,
+        MultiStepEngine._copy_results,
+        PagedState.copy_ahead,
+        PagedState._prefill_into,
+    )
 
     def launch(*given):
         found.append("launched")
@@ -45,14 +50,14 @@ def events(monkeypatch):
     def reads(self, prompts, readers, tables):
         assert not queue
         found.append(
-            ("read", len(prompts), sum(tuple(prompt) in self._brought for prompt in prompts))
+            ("read", len(prompts), sum(tuple(prompt) in self._copied_tokens for prompt in prompts))
         )
         return read(self, prompts, readers, tables)
 
-    monkeypatch.setattr(Steps, "run", launch)
-    monkeypatch.setattr(SteppedEngine, "_wait", staticmethod(waited))
-    monkeypatch.setattr(PagedState, "bring", brought)
-    monkeypatch.setattr(PagedState, "_read", reads)
+    monkeypatch.setattr(CUDAGraphRunner, "run", launch)
+    monkeypatch.setattr(MultiStepEngine, "_copy_results", staticmethod(waited))
+    monkeypatch.setattr(PagedState, "copy_ahead", brought)
+    monkeypatch.setattr(PagedState, "_prefill_into", reads)
     return found
 
 
@@ -67,7 +72,7 @@ def test_the_next_requests_are_prepared_before_the_wait(decoder, events):
     """
     prompts = random_prompts([6, 9, 4, 12, 7, 5])
     requests = [
-        Request(
+        SamplingRequest(
             prompt=prompt,
             num_samples=2,
             problem=i,
@@ -75,7 +80,7 @@ def test_the_next_requests_are_prepared_before_the_wait(decoder, events):
         )
         for i, prompt in enumerate(prompts)
     ]
-    found = answers(SteppedEngine(decoder, page=4, max_rows=4, look=5), requests)
+    found = answers(MultiStepEngine(decoder, page=4, max_rows=4, steps_per_sync=5), requests)
     same(found, answers(Engine(decoder), requests))
     looks = [i for i, event in enumerate(events) if event == "launched"]
     assert len(looks) > 4
@@ -91,9 +96,9 @@ def test_the_next_requests_are_prepared_before_the_wait(decoder, events):
 
 def test_rows_that_wait_for_pages_are_prepared_first(decoder, events):
     """They come back before anything new, by reading prompt and response again."""
-    engine = SteppedEngine(decoder, page=4, kv_cache_tokens=40, max_rows=6, look=2)
+    engine = MultiStepEngine(decoder, page=4, kv_cache_tokens=40, max_rows=6, steps_per_sync=2)
     requests = [
-        Request(
+        SamplingRequest(
             prompt=prompt, num_samples=2, problem=i, params=SamplingParams(max_tokens=20, stop=[])
         )
         for i, prompt in enumerate(random_prompts([9, 6, 5]))
@@ -106,18 +111,18 @@ def test_rows_that_wait_for_pages_are_prepared_first(decoder, events):
         for one in event[1]
         if list(one) not in [r.prompt for r in requests]
     ]
-    assert engine.evictions and begun and any(event[0] == "read" and event[2] for event in events)
+    assert engine.preemptions and begun and any(event[0] == "read" and event[2] for event in events)
 
 
 def test_as_much_is_prepared_as_there_may_be_room_for(decoder, events):
     """Four places, all of which may come free within a look: prompts of the next four samples in
     line, if they are not there.
     """
-    engine = SteppedEngine(decoder, page=4, max_rows=4, look=4)
+    engine = MultiStepEngine(decoder, page=4, max_rows=4, steps_per_sync=4)
     prompts = random_prompts([6] * 9)
     for i, (which, n) in enumerate([(0, 1), (1, 3), (1, 2), (2, 1), (2, 1), (3, 1)]):
         engine.add(
-            Request(
+            SamplingRequest(
                 prompt=prompts[which],
                 num_samples=n,
                 problem=i,
@@ -132,27 +137,29 @@ def test_as_much_is_prepared_as_there_may_be_room_for(decoder, events):
 
 
 def test_what_is_prepared_has_a_bound_and_is_sent_once(decoder, monkeypatch):
-    from rl.sampler import cache_paged, engine_stepped
+    from rl.sampler import multistep_engine, paged_state
 
-    sent, send = [], cache_paged.sent
-    monkeypatch.setattr(engine_stepped, "_AHEAD", 10)
+    sent, send = [], paged_state.copy_to_device
+    monkeypatch.setattr(multistep_engine, "_PREFETCH_TOKENS", 10)
     monkeypatch.setattr(
-        cache_paged,
-        "sent",
+        paged_state,
+        "copy_to_device",
         lambda numbers, device: sent.append(tuple(numbers)) or send(numbers, device),
     )
-    engine = SteppedEngine(decoder, page=4, max_rows=2, look=2)
+    engine = MultiStepEngine(decoder, page=4, max_rows=2, steps_per_sync=2)
     prompts = random_prompts([6, 7, 8, 9, 5])
     for i, prompt in enumerate(prompts):
-        engine.add(Request(prompt=prompt, problem=i, params=SamplingParams(max_tokens=12, stop=[])))
+        engine.add(
+            SamplingRequest(prompt=prompt, problem=i, params=SamplingParams(max_tokens=12, stop=[]))
+        )
     for _ in range(3):
         engine.step()
     # two places; 17 tokens are past the bound of 10
-    assert list(engine._state._brought) == [tuple(prompts[2]), tuple(prompts[3])]
+    assert list(engine._state._copied_tokens) == [tuple(prompts[2]), tuple(prompts[3])]
     engine.max_rows = 5
-    monkeypatch.setattr(engine, "_lets_in", lambda: False)
+    monkeypatch.setattr(engine, "_may_admit", lambda: False)
     engine.step()
-    assert list(engine._state._brought) == [tuple(prompts[2]), tuple(prompts[3])]
+    assert list(engine._state._copied_tokens) == [tuple(prompts[2]), tuple(prompts[3])]
     assert sent.count(tuple(prompts[2])) == 1
 
 
@@ -163,7 +170,7 @@ def test_the_samples_are_the_same_however_late_the_device_is(decoder, events, se
     """
     engine, requests = tight(np.random.default_rng(seed), decoder)
     same(answers(engine, requests), answers(Engine(decoder, (3,)), requests))
-    assert engine.looks == events.count("launched") == events.count("waited")
+    assert engine.num_syncs == events.count("launched") == events.count("waited")
 
 
 def test_a_brought_prompt_is_read_as_any_other(decoder):
@@ -175,5 +182,5 @@ def test_a_brought_prompt_is_read_as_any_other(decoder):
     there = [torch.tensor(prompt) for prompt in prompts]
     for given in (there, [*there[:2], None, None]):
         assert torch.equal(
-            decoder.forward_prompts(prompts, [None] * 4, None, there=given), expected
+            decoder.forward_prompts(prompts, [None] * 4, None, uploaded_tokens=given), expected
         )

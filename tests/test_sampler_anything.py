@@ -6,7 +6,7 @@ import pytest
 from sampler_anything import KINDS, Alone, play, same, two_weights
 from sampler_models import one_thread, random_prompts  # noqa: F401
 
-from rl.sampler import Engine, PagedEngine, Request, SteppedEngine
+from rl.sampler import Engine, MultiStepEngine, PagedEngine, SamplingRequest
 from rl.types import SamplingParams
 
 
@@ -50,34 +50,34 @@ def test_a_prompt_of_a_row_that_waited_through_new_weights_is_read_anew(decoders
     engine = PagedEngine(old, (3,), page=4, kv_cache_tokens=32)
     first, second = random_prompts([4, 5])
     params = SamplingParams(max_tokens=20, stop=[])
-    engine.add(Request(prompt=first, params=params))
-    waiting = engine.add(Request(prompt=second, problem=1, params=params))
-    while not engine.evictions:
+    engine.add(SamplingRequest(prompt=first, params=params))
+    waiting = engine.add(SamplingRequest(prompt=second, problem=1, params=params))
+    while not engine.preemptions:
         engine.step()
     engine.change_weights(new, 1)
-    while engine._parked:
+    while engine._preempted:
         engine.step()
-    assert waiting in engine.drawn()
-    late = Request(prompt=second, problem=2, params=SamplingParams(max_tokens=2, stop=[]))
+    assert waiting in engine.partial_samples()
+    late = SamplingRequest(prompt=second, problem=2, params=SamplingParams(max_tokens=2, stop=[]))
     number = engine.add(late)
     finished = {}
     while engine.busy:
-        finished.update({done.request_id: done.given() for done in engine.step()})
+        finished.update({done.request_id: done.result() for done in engine.step()})
     same(finished[number].sequences[0], Alone(new)(late)[0])
 
 
-@pytest.mark.parametrize("kind", [Engine, PagedEngine, SteppedEngine])
+@pytest.mark.parametrize("kind", [Engine, PagedEngine, MultiStepEngine])
 def test_one_of_two_that_go_on_with_a_conversation_reads_it_anew(kind, decoders):
     """Both come in at once, after the same turn and with other words: the cache is the first one's
     to write to.
     """
     alone, engine = Alone(decoders[0]), kind(decoders[0], (3,))
     params = SamplingParams(max_tokens=6, stop=[])
-    first = Request(prompt=random_prompts([7])[0], params=params, conversation="one")
+    first = SamplingRequest(prompt=random_prompts([7])[0], params=params, conversation="one")
     engine.add(first)
     said = [*first.prompt, *engine.run()[0].sequences[0].tokens]
     nexts = [
-        Request(prompt=[*said, *more], problem=i, params=params, conversation="one")
+        SamplingRequest(prompt=[*said, *more], problem=i, params=params, conversation="one")
         for i, more in enumerate([(5, 9), (8,)])
     ]
     for request in nexts:
@@ -91,11 +91,11 @@ def test_what_was_read_with_other_weights_is_no_conversations_beginning(decoders
     """New weights come midway; the next turn is drawn by them, so it is read with them."""
     engine = Engine(decoders[0], (3,))
     params = SamplingParams(max_tokens=6, stop=[])
-    first = Request(prompt=random_prompts([7])[0], params=params, conversation="one")
+    first = SamplingRequest(prompt=random_prompts([7])[0], params=params, conversation="one")
     engine.add(first)
     engine.step()
     engine.change_weights(decoders[1], 1)
-    after = Request(
+    after = SamplingRequest(
         prompt=[*first.prompt, *engine.run()[0].sequences[0].tokens, 5, 9],
         params=params,
         conversation="one",

@@ -13,14 +13,14 @@ from helpers import ADAM
 from sampler_models import VOCAB, one_thread, random_prompts, tiny_model  # noqa: F401
 
 from rl import ServiceClient
-from rl.sampler import Engine, Request, make_decoder
-from rl.sampler.engine_stepped import SteppedEngine
-from rl.sampler.token_sampling import draw, row_settings
+from rl.sampler import Engine, SamplingRequest, make_decoder
+from rl.sampler.multistep_engine import MultiStepEngine
+from rl.sampler.token_sampling import make_row_settings, sample_tokens
 from rl.types import Datum, ModelInput, SamplingParams
 
 EOS = (1, 2, 3, 5, 8)
 BIAS = {4: 3.5, 1: 2.0, 9: -100.0, 11: 1.25}
-KINDS = {"fast": Engine, "hf": Engine, "stepped": SteppedEngine}
+KINDS = {"fast": Engine, "hf": Engine, "stepped": MultiStepEngine}
 
 
 def sampled(kind, params, samples=12, others=(), decoder=None):
@@ -32,10 +32,14 @@ def sampled(kind, params, samples=12, others=(), decoder=None):
     prompts = random_prompts([5, 9, 7])
     for problem, prompt in enumerate(prompts):
         engine.add(
-            Request(prompt=prompt, num_samples=samples, params=params, seed=3, problem=problem)
+            SamplingRequest(
+                prompt=prompt, num_samples=samples, params=params, seed=3, problem=problem
+            )
         )
     for number, other in enumerate(others):
-        engine.add(Request(prompt=prompts[0], num_samples=2, params=other, seed=4, problem=number))
+        engine.add(
+            SamplingRequest(prompt=prompts[0], num_samples=2, params=other, seed=4, problem=number)
+        )
     return prompts, [response.sequences for response in engine.run()]
 
 
@@ -144,13 +148,13 @@ def test_a_request_that_has_begun_counts_what_it_drew():
     """
     params = SamplingParams(max_tokens=12, min_tokens=7, logit_bias=BIAS)
     decoder, prompt = make_decoder(tiny_model("qwen3")), random_prompts([6])[0]
-    request = Request(prompt=prompt, params=params, seed=1)
+    request = SamplingRequest(prompt=prompt, params=params, seed=1)
     engines = [Engine(decoder, eos_token_ids=EOS) for _ in range(3)]
     engines[0].add(request)
     engines[1].add(request)
     for _ in range(4):
         engines[1].step()
-    ((_, begun),) = engines[1].unfinished()
+    ((_, begun),) = engines[1].unfinished_requests()
     engines[2].add(begun)
     (whole,), (rest,) = (engine.run()[0].sequences for engine in (engines[0], engines[2]))
     assert whole.tokens == rest.tokens and whole.logprobs == pytest.approx(rest.logprobs, abs=1e-5)
@@ -162,8 +166,8 @@ def test_min_p_against_plain_python(min_p, top_k, top_p):
     torch.manual_seed(1)
     logits, uniform = torch.randn(30, 12) * 2, torch.rand(30, dtype=torch.float64)
     columns = [np.full(30, value) for value in (0.9, top_k, top_p, False, min_p)]
-    tokens, logprobs = draw(
-        logits, uniform, row_settings(*columns, vocab=12, device=torch.device("cpu"))
+    tokens, logprobs = sample_tokens(
+        logits, uniform, make_row_settings(*columns, vocab=12, device=torch.device("cpu"))
     )
     for row in range(30):
         weights = [math.exp(x / 0.9) for x in logits[row].tolist()]
@@ -240,5 +244,7 @@ def test_a_bias_for_a_token_that_the_model_has_not_is_an_error():
         ValueError, match=f"names the token {VOCAB}, and the model's ids are 0 to {VOCAB - 1}"
     ):
         engine.add(
-            Request(prompt=[1], params=SamplingParams(max_tokens=2, logit_bias={VOCAB: 1.0}))
+            SamplingRequest(
+                prompt=[1], params=SamplingParams(max_tokens=2, logit_bias={VOCAB: 1.0})
+            )
         )

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from rl.sampler import cpu_kernels
-from rl.sampler.token_sampling import draw, draw_by_torch, row_settings
+from rl.sampler.token_sampling import make_row_settings, sample_tokens, sample_with_torch
 
-pytestmark = pytest.mark.skipif(cpu_kernels.load() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(cpu_kernels.load_cpu_kernels() is None, reason="no C++ compiler")
 
 
 @pytest.fixture
 def kernels() -> cpu_kernels.CpuKernels:
-    found = cpu_kernels.load()
+    found = cpu_kernels.load_cpu_kernels()
     assert found is not None
     return found
 
@@ -24,9 +24,9 @@ def kernels() -> cpu_kernels.CpuKernels:
 @pytest.fixture
 def fresh():
     """Nothing loaded before, and what is loaded here forgotten afterwards."""
-    cpu_kernels.load.cache_clear()
+    cpu_kernels.load_cpu_kernels.cache_clear()
     yield
-    cpu_kernels.load.cache_clear()
+    cpu_kernels.load_cpu_kernels.cache_clear()
 
 
 def test_rms_norm(kernels):
@@ -177,7 +177,7 @@ def test_without_a_compiler_it_says_so(fresh, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(cpu_kernels.shutil, "which", lambda name: None)
     with pytest.warns(UserWarning, match="no C\\+\\+ compiler"):
-        assert cpu_kernels.load() is None
+        assert cpu_kernels.load_cpu_kernels() is None
 
 
 def test_a_compiler_that_fails_is_named_with_what_it_said(fresh, monkeypatch, tmp_path):
@@ -186,7 +186,7 @@ def test_a_compiler_that_fails_is_named_with_what_it_said(fresh, monkeypatch, tm
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
     with pytest.warns(UserWarning, match="no such flag"):
-        assert cpu_kernels.load() is None
+        assert cpu_kernels.load_cpu_kernels() is None
 
 
 def test_a_folder_that_cannot_be_written_is_gone_round(fresh, monkeypatch):
@@ -195,7 +195,7 @@ def test_a_folder_that_cannot_be_written_is_gone_round(fresh, monkeypatch):
 
     monkeypatch.setattr(cpu_kernels, "_FLAGS", (*cpu_kernels._FLAGS, "-DANOTHER_KEY"))
     monkeypatch.setattr(cpu_kernels.os, "replace", refuse)
-    found = cpu_kernels.load()
+    found = cpu_kernels.load_cpu_kernels()
     assert found is not None and found.silu_mul(torch.zeros(1, 4)).shape == (1, 2)
 
 
@@ -219,7 +219,7 @@ def test_the_draw_is_that_of_exact_sums(kernels, vocab, threads):
     greedy = torch.tensor([False] * 8 + [True, True] + [False] * 2)
     torch.set_num_threads(threads)
     try:
-        token, logprob = kernels.draw(logits, uniform, temperature, greedy)
+        token, logprob = kernels.sample(logits, uniform, temperature, greedy)
     finally:
         torch.set_num_threads(1)
     for i in range(rows):
@@ -251,7 +251,10 @@ def test_the_draw_follows_the_weights(kernels, vocab):
     logits, draws = torch.randn(1, vocab, generator=generator), 40_000
     uniform = torch.rand(draws, dtype=torch.float64, generator=generator)
     token = torch.cat(
-        [kernels.draw(logits.repeat(1000, 1), some, None, None)[0] for some in uniform.split(1000)]
+        [
+            kernels.sample(logits.repeat(1000, 1), some, None, None)[0]
+            for some in uniform.split(1000)
+        ]
     )
     weight = logits[0].double().softmax(-1)
     bins = min(vocab, 100)
@@ -268,9 +271,9 @@ def test_logits_that_are_no_numbers_give_a_logprob_that_is_none(kernels, bad):
     """The engine refuses such a logprob; a row beside it is what it would be alone."""
     logits = torch.randn(3, 700, generator=torch.Generator().manual_seed(0))
     uniform = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
-    fine, fine_logprob = kernels.draw(logits[2:].contiguous(), uniform[2:], None, None)
+    fine, fine_logprob = kernels.sample(logits[2:].contiguous(), uniform[2:], None, None)
     logits[0, 3], logits[1] = bad, bad
-    token, logprob = kernels.draw(logits, uniform, None, torch.tensor([False, True, False]))
+    token, logprob = kernels.sample(logits, uniform, None, torch.tensor([False, True, False]))
     assert logprob[:2].isnan().all() and ((token >= 0) & (token < 700)).all()
     assert token[2] == fine[0] and logprob[2] == fine_logprob[0]
 
@@ -297,13 +300,13 @@ def test_a_row_is_drawn_alike_whoever_is_beside_it():
 
     def settings(some):
         columns = [np.array(column) for column in zip(*some, strict=True)]
-        return row_settings(
+        return make_row_settings(
             *columns[:3], columns[3].astype(bool), vocab=vocab, device=torch.device("cpu")
         )
 
-    token, logprob = draw(logits, uniform, settings(kinds))
-    by_torch, torchs_logprob = draw_by_torch(logits, uniform, settings(kinds))
+    token, logprob = sample_tokens(logits, uniform, settings(kinds))
+    by_torch, torchs_logprob = sample_with_torch(logits, uniform, settings(kinds))
     assert token.tolist() == by_torch.tolist() and (logprob - torchs_logprob).abs().max() < 2e-6
     for i, kind in enumerate(kinds):
-        one, its_logprob = draw(logits[i : i + 1], uniform[i : i + 1], settings([kind]))
+        one, its_logprob = sample_tokens(logits[i : i + 1], uniform[i : i + 1], settings([kind]))
         assert one[0] == token[i] and its_logprob[0] == logprob[i]

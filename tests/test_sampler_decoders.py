@@ -11,9 +11,15 @@ import pytest
 import torch
 from sampler_models import VOCAB, add_lora, one_thread, random_prompts, tiny_model  # noqa: F401
 
-from rl.sampler import attention, cache_fast, cpu_kernels, make_decoder, score
-from rl.sampler.cache import compaction
-from rl.sampler.decoder import Decoder, prompt_batches
+from rl.sampler import (
+    contiguous_state,
+    cpu_kernels,
+    make_decoder,
+    prefix_attention,
+    score_sequences,
+)
+from rl.sampler.decode_state import compact_slots
+from rl.sampler.decoder import Decoder, batch_prompts
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.decoder_hf import HFDecoder
 
@@ -73,15 +79,15 @@ def teacher_forced(
     owner = np.repeat(np.arange(len(prompts)), [len(group) for group in responses])
     state.reserve(len(prompts), max(map(len, prompts)), len(flat), max(map(len, flat)))
     first = state.prefill(prompts, [None] * len(prompts))
-    state.enter(owner)
+    state.add_rows(owner)
     logits = [[first[prompt]] for prompt in owner]
     rows, step = np.arange(len(flat)), 0
     while True:
         keep = np.array([len(flat[i]) > step + 1 for i in rows])
-        source = compaction(keep)
+        source = compact_slots(keep)
         used = np.zeros(len(state.prompt_lengths), bool)
         used[state.prompt_of_row[source]] = True
-        state.leave(source, compaction(used))
+        state.retain(source, compact_slots(used))
         rows = rows[source]
         if not len(rows):
             return [torch.stack(row) for row in logits]
@@ -118,7 +124,7 @@ def check_against_model(decoder: Decoder, model, tolerance: float = 1e-5) -> Non
 @pytest.fixture
 def torch_path(monkeypatch):
     """The fast decoder as it is on a GPU, or on a CPU without a compiler."""
-    monkeypatch.setattr(cpu_kernels, "load", lambda: None)
+    monkeypatch.setattr(cpu_kernels, "load_cpu_kernels", lambda: None)
 
 
 @pytest.mark.parametrize("name", FAMILY)
@@ -170,10 +176,12 @@ def test_one_sample_each_reads_prompt_and_response_in_one_go(torch_path):
 @pytest.mark.parametrize("slack", [0, 40])
 def test_prompts_cut_into_bands_equal_the_model(torch_path, monkeypatch, slack):
     """Very different lengths and group sizes: without slack the prompts fall into several bands."""
-    monkeypatch.setattr(attention, "_SLACK", slack)
+    monkeypatch.setattr(prefix_attention, "_MAX_WASTED_PAIRS", slack)
     made = []
     monkeypatch.setattr(
-        cache_fast, "make_bands", lambda *args: made.append(attention.make_bands(*args)) or made[-1]
+        contiguous_state,
+        "make_bands",
+        lambda *args: made.append(prefix_attention.make_bands(*args)) or made[-1],
     )
     model = tiny_model("qwen3")
     check_against_model(make_decoder(model), model)
@@ -196,18 +204,20 @@ def test_bands_hold_every_row_once_in_grids_that_are_not_much_too_large():
         lengths = np.sort(generator.integers(1, 3000, prompts))
         owner = np.repeat(np.arange(prompts), generator.choice([0, 1, 2, 8, 200], prompts))
         owner = generator.permutation(np.append(owner, 0))
-        bands = attention.make_bands(owner, lengths, torch.device("cpu"))
+        bands = prefix_attention.make_bands(owner, lengths, torch.device("cpu"))
         rows = [
             band.rows_n.tolist() if band.rows_n is not None else list(range(len(owner)))
             for band in bands
         ]
         assert sorted(sum(rows, [])) == list(range(len(owner)))
-        assert len(bands) <= attention._MOST_BANDS
+        assert len(bands) <= prefix_attention._MAX_BANDS
         cells = sum(band.prompts * band.width * band.length for band in bands)
         one_grid = prompts * np.bincount(owner).max() * lengths.max()
         assert cells <= one_grid
-        if len(bands) < attention._MOST_BANDS // 2:  # the slack was not raised
-            assert cells <= 2 * lengths[owner].sum() + attention._SLACK * len(bands)
+        if len(bands) < prefix_attention._MAX_BANDS // 2:  # the slack was not raised
+            assert cells <= 2 * lengths[owner].sum() + prefix_attention._MAX_WASTED_PAIRS * len(
+                bands
+            )
 
 
 @pytest.mark.parametrize(
@@ -263,14 +273,14 @@ def test_training_the_model_does_not_change_the_decoder_and_load_does(kind):
     model = tiny_model("qwen3")
     prompts = random_prompts([12])
     decoder = make_decoder(model, kind=kind)
-    before = score(decoder, prompts)
+    before = score_sequences(decoder, prompts)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    assert score(decoder, prompts) == before
+    assert score_sequences(decoder, prompts) == before
     old = decoder.fork()
     decoder.load_((name, parameter) for name, parameter in model.named_parameters())
-    assert score(old, prompts) == before != score(decoder, prompts)
+    assert score_sequences(old, prompts) == before != score_sequences(decoder, prompts)
     check_against_model(decoder, model)
 
 
@@ -362,7 +372,7 @@ def test_fork_shares_frozen_weights_and_copies_adapters(kind):
     model = add_lora(tiny_model("qwen3"), LINEAR)
     prompts = random_prompts([12])
     first = make_decoder(model, kind=kind)
-    before = score(first, prompts)
+    before = score_sequences(first, prompts)
     second = first.fork()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -370,7 +380,7 @@ def test_fork_shares_frozen_weights_and_copies_adapters(kind):
                 parameter.normal_(0, 0.3)
     # frozen ones too, unchanged
     second.load_((name, parameter) for name, parameter in model.named_parameters())
-    assert score(first, prompts) == before
+    assert score_sequences(first, prompts) == before
     check_against_model(second, model, tolerance=2e-5)
     if kind == "fast":
         shared = [
@@ -383,7 +393,7 @@ def test_fork_shares_frozen_weights_and_copies_adapters(kind):
     frozen = dict(model.named_parameters())[name].detach()
     with pytest.raises(ValueError, match="frozen and shared"):
         second.load_([(name, frozen + 1)])
-    assert score(first, prompts) == before
+    assert score_sequences(first, prompts) == before
 
 
 @pytest.mark.parametrize("changes", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}])
@@ -401,7 +411,7 @@ def test_compaction_moves_the_fewest_rows():
     generator = np.random.default_rng(0)
     for _ in range(50):
         keep = generator.random(generator.integers(1, 12)) < 0.6
-        source = compaction(keep)
+        source = compact_slots(keep)
         assert sorted(source) == np.flatnonzero(keep).tolist()
         stay = [i for i in range(keep.sum()) if keep[i]]
         assert all(source[i] == i for i in stay)
@@ -409,7 +419,7 @@ def test_compaction_moves_the_fewest_rows():
 
 def test_prompt_batches_hold_every_prompt_once_within_the_bound():
     lengths = [1, 500, 480, 30, 29, 7, 500, 3, 120]
-    batches = prompt_batches(lengths, 1000)
+    batches = batch_prompts(lengths, 1000)
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
     for batch in batches:
         longest = max(lengths[i] for i in batch)
@@ -453,7 +463,7 @@ def test_room_for_keys_and_values_is_zero_and_aligned():
         ((2, 0, 4, 0, 6), torch.float32),
         ((7, 3), torch.bfloat16),
     ):
-        room = cache_fast.zeros_at_need(shape, dtype)
+        room = contiguous_state.lazy_zeros(shape, dtype)
         assert (
             room.shape == shape
             and room.dtype == dtype

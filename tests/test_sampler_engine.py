@@ -19,7 +19,7 @@ from sampler_models import (  # noqa: F401
     tiny_model,
 )
 
-from rl.sampler import Engine, Request, make_decoder, score
+from rl.sampler import Engine, SamplingRequest, make_decoder, score_sequences
 from rl.types import SampledSequence, SamplingParams
 
 
@@ -31,7 +31,9 @@ def sample(
     params = params or SamplingParams(max_tokens=8)
     for problem, prompt in enumerate(prompts):
         engine.add(
-            Request(prompt=prompt, num_samples=samples, params=params, seed=seed, problem=problem)
+            SamplingRequest(
+                prompt=prompt, num_samples=samples, params=params, seed=seed, problem=problem
+            )
         )
     return [response.sequences for response in engine.run()]
 
@@ -48,7 +50,7 @@ def test_a_prompt_is_read_once_for_its_group_and_no_row_is_decoded_in_vain(kind)
     model = tiny_model("qwen3", max_position_embeddings=600)
     engine = Engine(make_decoder(model, kind=kind), eos_token_ids=(1, 2, 3), max_rows=16)
     engine.add(
-        Request(
+        SamplingRequest(
             prompt=random_prompts([512])[0], num_samples=16, params=SamplingParams(max_tokens=24)
         )
     )
@@ -80,7 +82,7 @@ def test_a_prompt_stays_while_samples_of_its_group_wait(kind):
     engine = Engine(make_decoder(tiny_model("qwen3"), kind=kind), max_rows=3)
     for problem, prompt in enumerate(random_prompts([9, 12, 5])):
         engine.add(
-            Request(
+            SamplingRequest(
                 prompt=prompt, num_samples=4, params=SamplingParams(max_tokens=3), problem=problem
             )
         )
@@ -94,7 +96,7 @@ def test_identical_prompts_waiting_together_are_read_once():
     prompt = random_prompts([20])[0]
     for first_index in (0, 4):
         engine.add(
-            Request(
+            SamplingRequest(
                 prompt=prompt,
                 num_samples=4,
                 params=SamplingParams(max_tokens=3),
@@ -206,7 +208,7 @@ def test_a_sample_does_not_depend_on_the_batch_around_it(kind):
     for problem, index in itertools.product(range(len(prompts)), range(4)):
         engine = Engine(decoder, eos_token_ids=(3,))
         engine.add(
-            Request(
+            SamplingRequest(
                 prompt=prompts[problem], params=params, seed=9, problem=problem, first_index=index
             )
         )
@@ -224,7 +226,7 @@ def test_requests_may_arrive_while_others_run():
     at_once = tokens_of(sample(decoder, prompts, 3, params=params))
     engine, finished = Engine(decoder), {}
     for problem, prompt in enumerate(prompts):
-        engine.add(Request(prompt=prompt, num_samples=3, params=params, problem=problem))
+        engine.add(SamplingRequest(prompt=prompt, num_samples=3, params=params, problem=problem))
         for _ in range(3):  # longer prompts come in while shorter ones are half way
             finished.update({done.request_id: done.response for done in engine.step()})
     while len(finished) < len(prompts):
@@ -312,7 +314,9 @@ def test_stop_strings_end_a_response_at_the_token_that_completes_them(shared_dat
         reasons.append(cut.stop_reason)
     assert "stop" in reasons
     with pytest.raises(ValueError, match="need a tokenizer"):
-        Engine(decoder).add(Request(prompt=[1], params=SamplingParams(max_tokens=3, stop="e")))
+        Engine(decoder).add(
+            SamplingRequest(prompt=[1], params=SamplingParams(max_tokens=3, stop="e"))
+        )
 
 
 # ------------------------------------------------------------------------------------------- budget
@@ -325,7 +329,7 @@ def test_the_budget_holds_and_rows_wait_for_it(kind):
     engine = Engine(decoder, kv_cache_tokens=120, max_rows=100)
     for problem, prompt in enumerate(prompts):
         engine.add(
-            Request(
+            SamplingRequest(
                 prompt=prompt,
                 num_samples=8,
                 params=SamplingParams(max_tokens=4 + problem),
@@ -359,13 +363,13 @@ def test_what_can_never_fit_is_an_error_with_numbers():
         ValueError,
         match=r"30-token prompt with max_tokens=20 takes 49 tokens.*kv_cache_tokens is 40",
     ):
-        engine.add(Request(prompt=[1] * 30, params=SamplingParams(max_tokens=20)))
+        engine.add(SamplingRequest(prompt=[1] * 30, params=SamplingParams(max_tokens=20)))
     with pytest.raises(ValueError, match=r"90 tokens and max_tokens=8 exceed the context of 96"):
-        Engine(decoder).add(Request(prompt=[1] * 90, params=SamplingParams(max_tokens=8)))
+        Engine(decoder).add(SamplingRequest(prompt=[1] * 90, params=SamplingParams(max_tokens=8)))
     with pytest.raises(ValueError, match="empty"):
-        engine.add(Request(prompt=[]))
+        engine.add(SamplingRequest(prompt=[]))
     with pytest.raises(ValueError, match=rf"\[0, {VOCAB}\), got 1 to 99"):
-        engine.add(Request(prompt=[1, 99]))
+        engine.add(SamplingRequest(prompt=[1, 99]))
 
 
 def test_max_tokens_none_goes_up_to_the_context():
@@ -426,7 +430,7 @@ def test_prompt_logprobs_and_score(kind):
     engine = Engine(decoder)
     for prompt in prompts:
         engine.add(
-            Request(
+            SamplingRequest(
                 prompt=prompt,
                 num_samples=2,
                 params=SamplingParams(max_tokens=2),
@@ -434,11 +438,11 @@ def test_prompt_logprobs_and_score(kind):
                 topk_prompt_logprobs=3,
             )
         )
-    engine.add(Request(prompt=prompts[0], params=SamplingParams(max_tokens=2)))
+    engine.add(SamplingRequest(prompt=prompts[0], params=SamplingParams(max_tokens=2)))
     *responses, bare = engine.run()
     assert bare.prompt_logprobs is None and bare.topk_prompt_logprobs is None
     for prompt, response, scored in zip(
-        prompts, responses, score(decoder, prompts, temperature=0.7), strict=True
+        prompts, responses, score_sequences(decoder, prompts, temperature=0.7), strict=True
     ):
         assert response.prompt_logprobs is not None and response.topk_prompt_logprobs is not None
         assert (
@@ -472,6 +476,6 @@ def test_long_prompts_are_shown_to_the_reader_in_slices(monkeypatch):
 
     decoder = make_decoder(tiny_model("qwen3"))
     prompts = random_prompts([40])
-    whole = score(decoder, prompts)
-    monkeypatch.setattr(forward_fast, "_LOGITS_AT_ONCE", 7 * VOCAB)
-    assert np.allclose(score(decoder, prompts)[0][1:], whole[0][1:], atol=1e-5)
+    whole = score_sequences(decoder, prompts)
+    monkeypatch.setattr(forward_fast, "_MAX_LOGITS_PER_SLICE", 7 * VOCAB)
+    assert np.allclose(score_sequences(decoder, prompts)[0][1:], whole[0][1:], atol=1e-5)

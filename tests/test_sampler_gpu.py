@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import draw, step
-from rl.sampler.token_sampling import draw as from_logits
-from rl.sampler.token_sampling import row_settings
+from kernels import decode_ops, sample_tokens
+from rl.sampler.token_sampling import make_row_settings
+from rl.sampler.token_sampling import sample_tokens as from_logits
 
 pytestmark = pytest.mark.gpu
 
@@ -23,11 +23,11 @@ def test_equal_tokens_to_the_path_from_logits(N, D, V):
     )
     u = torch.rand(N, generator=g, device="cuda", dtype=torch.float64)
     temperatures = np.where(np.arange(N) % 5 == 3, 0.0, 0.8)
-    settings = row_settings(temperatures, np.full(N, -1), np.ones(N), vocab=V, device=x.device)
+    settings = make_row_settings(temperatures, np.full(N, -1), np.ones(N), vocab=V, device=x.device)
     z = x.double() @ w.double().t()
     expected = from_logits(z.float(), u, settings)
     greedy = torch.from_numpy(temperatures == 0).cuda()
-    token, logp = draw(
+    token, logp = sample_tokens(
         x, w, torch.where(greedy, 1.0, torch.from_numpy(temperatures).float().cuda()), u, greedy
     )
     p = (z / torch.where(greedy, 1.0, 0.8)[:, None]).softmax(-1)
@@ -63,8 +63,11 @@ def test_step_kernels_are_torchs_path(dtype):
             t.to(dtype).to(device, copy=True)
             for t in (x, residual, weight, gate_up, qkv, norm, rope, kv)
         )
-        normed, gated = step.residual_rms(x2, residual2, weight2, 1e-6), step.silu_mul(gate2)
-        q = step.rope_append(
+        normed, gated = (
+            decode_ops.fused_add_rms_norm(x2, residual2, weight2, 1e-6),
+            decode_ops.silu_mul(gate2),
+        )
+        q = decode_ops.rope_to_cache(
             qkv2, norm2, 1e-6, rope2, at[0].to(device), kv2, at[1].to(device), at[2].to(device), 14
         )
         found.append([t.float().cpu() for t in (normed, residual2, gated, q, kv2)])
@@ -84,30 +87,30 @@ def test_attention_over_pages_is_the_gathered_one(heads, dtype):
     """
     from kernels import paged_attention as module
 
-    given = module.trial_inputs(torch.device("cuda"), dtype, *heads, 256)
+    given = module.make_trial_inputs(torch.device("cuda"), dtype, *heads, 256)
     q, kv, table, length, shared = given
-    exact = module.merged(
-        module.read_gathered, q.double(), kv.double(), table, length, shared
+    exact = module.attend_and_merge(
+        module.attend_gathered, q.double(), kv.double(), table, length, shared
     ).float()
     ways = ["triton"] + ["varlen"] * (
-        module.varlen_has_pages() and dtype != torch.float32 and heads[2] <= 256
+        module.varlen_supports_pages() and dtype != torch.float32 and heads[2] <= 256
     )
     for way in ways:
-        found = module._by(way, *given)
+        found = module._run_backend(way, *given)
         torch.testing.assert_close(
             found.float(), exact, atol=1e-4 if dtype == torch.float32 else 2e-2, rtol=0
         )
         other = torch.randn_like(q).index_copy(0, torch.tensor([4], device="cuda"), q[4:5])
-        assert torch.equal(module._by(way, other, kv, table, length, shared)[4], found[4])
-    module._tried.cache_clear()
-    assert module._tried(0, dtype, *heads, 256) == "triton"
+        assert torch.equal(module._run_backend(way, other, kv, table, length, shared)[4], found[4])
+    module._first_correct_backend.cache_clear()
+    assert module._first_correct_backend(0, dtype, *heads, 256) == "triton"
 
 
 @pytest.mark.parametrize(("rows", "context"), [(1, 9000), (3, 1200), (64, 700), (600, 300)])
 def test_attention_over_pages_at_every_number_of_splits(rows, context):
     """From 32 splits of each sequence to one, with a group over half of the rows and without."""
     from kernels import paged_attention as module
-    from rl.sampler.attention_paged import pages_of
+    from rl.sampler.block_tables import make_block_tables
 
     g, pages = torch.Generator("cuda").manual_seed(0), -(-context // 256)
     kv = torch.randn(2, rows * pages + 1, 256, 2, 64, generator=g, device="cuda").bfloat16()
@@ -118,16 +121,16 @@ def test_attention_over_pages_at_every_number_of_splits(rows, context):
         tables[row][0] = tables[0][0]
     lengths = np.random.default_rng(0).integers(257, context + 1, rows)
     for shared in ([(members, tables[0][:1])] if rows > 1 else [], []):
-        given = (q, kv, *pages_of(tables, lengths, shared, 256, kv.device))
-        exact = module.merged(module.read_gathered, *given)
-        torch.testing.assert_close(module._by("triton", *given), exact, atol=2e-2, rtol=0)
+        given = (q, kv, *make_block_tables(tables, lengths, shared, 256, kv.device))
+        exact = module.attend_and_merge(module.attend_gathered, *given)
+        torch.testing.assert_close(module._run_backend("triton", *given), exact, atol=2e-2, rtol=0)
 
 
 def test_the_engine_over_pages_samples_what_the_plain_one_does():
     """bf16: the same tokens until rounding parts them; logprobs of the tokens before that agree."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from rl.sampler import Engine, PagedEngine, Request, make_decoder
+    from rl.sampler import Engine, PagedEngine, SamplingRequest, make_decoder
     from rl.types import SamplingParams
 
     sizes = dict(
@@ -147,7 +150,7 @@ def test_the_engine_over_pages_samples_what_the_plain_one_does():
     ):
         for i in range(3):
             engine.add(
-                Request(
+                SamplingRequest(
                     prompt=list(range(1, 300 + i)),
                     num_samples=3,
                     params=SamplingParams(max_tokens=40),
@@ -185,38 +188,38 @@ def small_decoder(dtype=torch.bfloat16):
 
 def test_this_device_samples_over_pages_with_graphs():
     """What decides which engine a run gets; CPU twin: test_sampler_choice.py."""
-    from rl.sampler.choice import difference
+    from rl.sampler.engine_selection import compare_engines
 
-    assert difference(small_decoder()) is None
+    assert compare_engines(small_decoder()) is None
 
 
 def test_graphs_draw_what_the_same_step_draws_without_one(monkeypatch):
     """To the bit, for rows that leave one bucket after the other, also after new weights were
     loaded in place.
     """
-    from rl.sampler import Request, SteppedEngine
-    from rl.sampler.step_graphs import Steps, run_step
+    from rl.sampler import MultiStepEngine, SamplingRequest
+    from rl.sampler.cuda_graphs import CUDAGraphRunner, decode_step
     from rl.types import SamplingParams
 
     def eager(self, rows, width, shared, count):
         self.buffers.at.zero_()
         for _ in range(count):
-            run_step(
+            decode_step(
                 self.model, self.kv, self.rope, self.buffers, rows, self.pages, shared and rows > 1
             )
 
     decoder, found = small_decoder(), []
     engines = [
-        SteppedEngine(decoder, (5, 6, 7), kv_cache_tokens=256 * 60, max_rows=24) for _ in range(2)
+        MultiStepEngine(decoder, (5, 6, 7), kv_cache_tokens=256 * 60, max_rows=24) for _ in range(2)
     ]
     for change in (1.0, 1.05):
         name = "model.layers.1.mlp.down_proj.weight"
         decoder.load_([(name, decoder.weights.view(name) * change)])
-        for engine, run in zip(engines, (Steps.run, eager), strict=True):
-            monkeypatch.setattr(Steps, "run", run)
+        for engine, run in zip(engines, (CUDAGraphRunner.run, eager), strict=True):
+            monkeypatch.setattr(CUDAGraphRunner, "run", run)
             for i in range(6):
                 engine.add(
-                    Request(
+                    SamplingRequest(
                         prompt=list(range(1, 250 + 20 * i)),
                         num_samples=4,
                         params=SamplingParams(max_tokens=60),
@@ -232,18 +235,20 @@ def test_graphs_draw_what_the_same_step_draws_without_one(monkeypatch):
 
 def test_steps_between_two_looks_wait_for_nothing():
     """torch's own alarm for waits, on while a captured batch goes through its replays."""
-    from rl.sampler import Request, SteppedEngine
+    from rl.sampler import MultiStepEngine, SamplingRequest
     from rl.types import SamplingParams
 
-    engine = SteppedEngine(small_decoder(), kv_cache_tokens=256 * 20, max_rows=8)
-    engine.add(Request(prompt=[1, 2, 3], num_samples=8, params=SamplingParams(max_tokens=60)))
+    engine = MultiStepEngine(small_decoder(), kv_cache_tokens=256 * 20, max_rows=8)
+    engine.add(
+        SamplingRequest(prompt=[1, 2, 3], num_samples=8, params=SamplingParams(max_tokens=60))
+    )
     for _ in range(3):
         engine.step()
     steps, before = engine._steps, torch.cuda.memory_allocated()
     torch.cuda.set_sync_debug_mode("error")
     try:
         steps.run(8, 2, False, 4)
-        engine._state.bring([(1, 2, 3)])
+        engine._state.copy_ahead([(1, 2, 3)])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
@@ -254,22 +259,24 @@ def test_a_second_call_with_new_weights_captures_nothing(monkeypatch):
     """CPU twin: test_sampler_kept.py. To the bit what an engine draws that captured its graphs for
     these weights.
     """
-    from rl.sampler import Kept, Request, SteppedEngine
-    from rl.sampler.step_graphs import Steps
+    from rl.sampler import IdleKVCachePool, MultiStepEngine, SamplingRequest
+    from rl.sampler.cuda_graphs import CUDAGraphRunner
     from rl.types import SamplingParams
 
-    captured, capture = [], Steps._capture
+    captured, capture = [], CUDAGraphRunner._capture
     monkeypatch.setattr(
-        Steps,
+        CUDAGraphRunner,
         "_capture",
         lambda self, rows, shared: captured.append((rows, shared)) or capture(self, rows, shared),
     )
 
     def drawn(kept):
-        engine = SteppedEngine(decoder, (5, 6, 7), kv_cache_tokens=256 * 60, max_rows=24, kept=kept)
+        engine = MultiStepEngine(
+            decoder, (5, 6, 7), kv_cache_tokens=256 * 60, max_rows=24, kept=kept
+        )
         for i in range(6):
             engine.add(
-                Request(
+                SamplingRequest(
                     prompt=list(range(1, 250 + 20 * i)),
                     num_samples=4,
                     params=SamplingParams(max_tokens=60),
@@ -280,7 +287,7 @@ def test_a_second_call_with_new_weights_captures_nothing(monkeypatch):
         engine.close()
         return found
 
-    decoder, between, counts = small_decoder(), Kept(), []
+    decoder, between, counts = small_decoder(), IdleKVCachePool(), []
     for _ in range(3):
         name = "model.layers.1.mlp.down_proj.weight"
         decoder.load_([(name, decoder.weights.view(name) * 1.05)])

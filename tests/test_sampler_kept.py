@@ -16,13 +16,20 @@ import torch
 from helpers import ADAM, random_datums
 from sampler_models import add_lora, one_thread, random_prompts, tiny_model  # noqa: F401
 
-from rl.clients.settings import SamplerSettings, WorkerSettings
-from rl.clients.slices import Asked
-from rl.clients.worker import Worker
 from rl.learner import ModelSpec
-from rl.sampler import Engine, Kept, Request, SteppedEngine, kept, make_decoder
-from rl.sampler.step_buffers import run_step
-from rl.sampler.step_graphs import Steps
+from rl.runtime.rank_settings import SamplerSettings, WorkerSettings
+from rl.runtime.stream_worker import StepRequest
+from rl.runtime.training_worker import TrainingWorker
+from rl.sampler import (
+    Engine,
+    IdleKVCachePool,
+    MultiStepEngine,
+    SamplingRequest,
+    kv_cache_pool,
+    make_decoder,
+)
+from rl.sampler.cuda_graphs import CUDAGraphRunner
+from rl.sampler.decode_inputs import decode_step
 from rl.types import SamplingParams
 
 LORA = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -31,11 +38,19 @@ LORA = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 class Played:
     """A step over the tensors that were there when it was captured."""
 
-    def __init__(self, steps: Steps, rows: int, shared: bool):
-        self.given = (steps.model, steps.kv, steps.rope, steps.buffers, rows, steps.pages, shared)
+    def __init__(self, steps: CUDAGraphRunner, rows: int, shared: bool):
+        self.given = (
+            steps.model,
+            steps.kv,
+            steps.rope,
+            steps.buffers,
+            rows,
+            steps.max_blocks,
+            shared,
+        )
 
     def replay(self) -> None:
-        run_step(*self.given)
+        decode_step(*self.given)
 
 
 @pytest.fixture
@@ -45,22 +60,22 @@ def captured(monkeypatch):
 
     def capture(steps, rows, shared):
         found.append((id(steps.model), rows, shared))
-        steps.buffers.left.zero_()  # a capture runs steps of its own
+        steps.buffers.remaining.zero_()  # a capture runs steps of its own
         steps.buffers.at.fill_(3)
         return Played(steps, rows, shared)
 
-    monkeypatch.setattr(Steps, "captures", True)
-    monkeypatch.setattr(Steps, "_capture", capture)
+    monkeypatch.setattr(CUDAGraphRunner, "uses_graphs", True)
+    monkeypatch.setattr(CUDAGraphRunner, "_capture", capture)
     return found
 
 
-def requests(seed: int = 0, groups: tuple[int, ...] = (4, 1, 3)) -> list[Request]:
+def requests(seed: int = 0, groups: tuple[int, ...] = (4, 1, 3)) -> list[SamplingRequest]:
     """Groups and single rows that end one after the other, so that a batch goes down through the
     buckets.
     """
     prompts = random_prompts([9, 6, 13][: len(groups)])
     return [
-        Request(
+        SamplingRequest(
             prompt=prompt,
             num_samples=n,
             problem=i,
@@ -90,9 +105,9 @@ def test_three_calls_with_new_weights_between_capture_once(captured, kind):
     """
     name, _, more = kind.partition(" with ")
     model = add_lora(tiny_model(name), LORA) if more else tiny_model(name)
-    decoder, between, pages, seen = make_decoder(model, kind="fast"), Kept(), set(), []
+    decoder, between, pages, seen = make_decoder(model, kind="fast"), IdleKVCachePool(), set(), []
     for call in range(3):
-        engine = SteppedEngine(decoder, page=4, kv_cache_tokens=400, max_rows=16, kept=between)
+        engine = MultiStepEngine(decoder, page=4, kv_cache_tokens=400, max_rows=16, kept=between)
         found = drawn(engine, requests(call))
         pages.add(engine._state.kv[0].data_ptr())
         engine.close()
@@ -110,7 +125,7 @@ def test_a_batchs_graphs_are_captured_the_largest_first(captured):
     """All that it will shrink through at once, so that the smaller ones find their memory in the
     largest one's pool.
     """
-    engine = SteppedEngine(
+    engine = MultiStepEngine(
         make_decoder(tiny_model("qwen3"), kind="fast"), page=4, kv_cache_tokens=400, max_rows=16
     )
     drawn(engine, requests(groups=(5,)))
@@ -124,7 +139,7 @@ def test_engines_that_leave_nothing_capture_anew(captured):
     """Planted: without a place between the calls each of them captures all of its graphs."""
     decoder = make_decoder(tiny_model("qwen3"), kind="fast")
     for _ in range(2):
-        engine = SteppedEngine(decoder, page=4, kv_cache_tokens=400, max_rows=16)
+        engine = MultiStepEngine(decoder, page=4, kv_cache_tokens=400, max_rows=16)
         drawn(engine, requests())
         engine.close()
     assert len(captured) == 2 * len(set(captured))
@@ -135,16 +150,16 @@ def test_another_decoder_has_graphs_of_its_own_over_the_same_pages(captured):
     back.
     """
     first = make_decoder(tiny_model("qwen3"), kind="fast")
-    second, between = first.fork(), Kept()
-    second.load_((name, first.weights.view(name) * 1.2) for name in first.weights.pieces)
+    second, between = first.fork(), IdleKVCachePool()
+    second.load_((name, first.weights.view(name) * 1.2) for name in first.weights.slices)
     expected = [drawn(Engine(decoder), requests()) for decoder in (first, second)]
     for turn in (0, 1, 0, 1):
-        engine = SteppedEngine(
+        engine = MultiStepEngine(
             (first, second)[turn], page=4, kv_cache_tokens=400, max_rows=16, kept=between
         )
         same(drawn(engine, requests()), expected[turn])
         engine.close()
-    engine = SteppedEngine(first, page=4, kv_cache_tokens=400, max_rows=16, kept=between)
+    engine = MultiStepEngine(first, page=4, kv_cache_tokens=400, max_rows=16, kept=between)
     for turn in (0, 1, 0):
         engine.change_weights((first, second)[turn], turn)
         same(drawn(engine, requests()), expected[turn])
@@ -158,10 +173,10 @@ def test_stops_of_another_engine_are_not_the_next_ones():
     """The table of stops lies in the buffers that both use; one of more kinds than there is room
     for needs others.
     """
-    decoder, between = make_decoder(tiny_model("qwen3"), kind="fast"), Kept()
+    decoder, between = make_decoder(tiny_model("qwen3"), kind="fast"), IdleKVCachePool()
     for stops in ([[5]], [[7, 9], [11]], [[k] for k in range(3, 25)]):
         asked = [
-            Request(
+            SamplingRequest(
                 prompt=[4, 9, 2],
                 num_samples=2,
                 problem=i,
@@ -169,16 +184,16 @@ def test_stops_of_another_engine_are_not_the_next_ones():
             )
             for i, stop in enumerate(stops)
         ]
-        engine = SteppedEngine(decoder, page=4, kv_cache_tokens=4000, max_rows=64, kept=between)
+        engine = MultiStepEngine(decoder, page=4, kv_cache_tokens=4000, max_rows=64, kept=between)
         same(drawn(engine, asked), drawn(Engine(decoder), asked))
         engine.close()
 
 
 def test_what_a_decoder_captured_goes_with_it():
-    decoder, between = make_decoder(tiny_model("qwen3"), kind="fast"), Kept()
+    decoder, between = make_decoder(tiny_model("qwen3"), kind="fast"), IdleKVCachePool()
     other = decoder.fork()
     for one in (decoder, other):
-        engine = SteppedEngine(one, page=4, kv_cache_tokens=400, kept=between)
+        engine = MultiStepEngine(one, page=4, kv_cache_tokens=400, kept=between)
         drawn(engine, requests())
         engine.close()
     gone = weakref.ref(other)
@@ -188,8 +203,8 @@ def test_what_a_decoder_captured_goes_with_it():
 
 
 def test_one_pool_lies_idle_at_most_and_gives_way_before_another_is_made(monkeypatch):
-    decoder, between, alive = make_decoder(tiny_model("qwen3"), kind="fast"), Kept(), []
-    make = kept.Pages.__init__
+    decoder, between, alive = make_decoder(tiny_model("qwen3"), kind="fast"), IdleKVCachePool(), []
+    make = kv_cache_pool.KVCachePool.__init__
 
     def counted(self, *given):
         gc.collect()
@@ -198,16 +213,16 @@ def test_one_pool_lies_idle_at_most_and_gives_way_before_another_is_made(monkeyp
         make(self, *given)
 
     pools = []
-    monkeypatch.setattr(kept.Pages, "__init__", counted)
+    monkeypatch.setattr(kv_cache_pool.KVCachePool, "__init__", counted)
     for tokens in (400, 400, 800, 400):
-        engine = SteppedEngine(decoder, page=4, kv_cache_tokens=tokens, kept=between)
+        engine = MultiStepEngine(decoder, page=4, kv_cache_tokens=tokens, kept=between)
         drawn(engine, requests())
         engine.close()
         engine.close()  # twice is once
         del engine
     assert alive == [0, 0, 0]
     with_one, two = (
-        SteppedEngine(decoder, page=4, kv_cache_tokens=400, kept=between) for _ in range(2)
+        MultiStepEngine(decoder, page=4, kv_cache_tokens=400, kept=between) for _ in range(2)
     )
     assert with_one._state.kv[0] is not two._state.kv[0]
     with_one.close()
@@ -225,26 +240,26 @@ def test_a_learner_gets_the_memory_until_it_has_left_room():
         asked.append(size)
         return answer
 
-    between = Kept(room)
+    between = IdleKVCachePool(room)
 
     def sample():
-        engine = SteppedEngine(decoder, page=4, kv_cache_tokens=400, kept=between)
-        size = engine._pages.bytes
+        engine = MultiStepEngine(decoder, page=4, kv_cache_tokens=400, kept=between)
+        size = engine._pool.bytes
         engine.close()
         return size
 
     size = sample()
-    between.make_room()
+    between.free_for_learner()
     assert between._idle is None and not asked  # what learning takes is not known yet
-    between.learned()
+    between.record_update()
     sample()
     for _ in range(2):
-        between.make_room()
+        between.free_for_learner()
     assert between._idle is not None and asked == [size, 0]
     answer = False
-    between.make_room()
+    between.free_for_learner()
     assert between._idle is None and asked[2:] == [0]
-    assert not kept.leaves_room(torch.device("cpu"), 0)
+    assert not kv_cache_pool.has_free_memory(torch.device("cpu"), 0)
 
 
 def test_room_is_what_this_process_may_have_less_the_most_it_took(monkeypatch):
@@ -252,15 +267,15 @@ def test_room_is_what_this_process_may_have_less_the_most_it_took(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 80))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 40)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 35)
-    assert kept.leaves_room(torch.device("cuda"), 24) and not kept.leaves_room(
-        torch.device("cuda"), 25
-    )
+    assert kv_cache_pool.has_free_memory(
+        torch.device("cuda"), 24
+    ) and not kv_cache_pool.has_free_memory(torch.device("cuda"), 25)
 
 
-def sums(seed: int = 0) -> list[Request]:
+def sums(seed: int = 0) -> list[SamplingRequest]:
     """As `requests`, of words and lengths that the smallest model knows."""
     return [
-        Request(
+        SamplingRequest(
             prompt=[3 + i, 4, 12],
             num_samples=n,
             problem=i,
@@ -273,12 +288,12 @@ def sums(seed: int = 0) -> list[Request]:
 
 @pytest.fixture
 def worker():
-    made = Worker(
+    made = TrainingWorker(
         WorkerSettings(sampler=SamplerSettings(cache="paged", kv_cache_tokens=1024, max_rows=16))
     )
     made.create_model(0, ModelSpec("tiny:addition", seed=1), None, False)
     yield made
-    made.forget_all()
+    made.free_all()
 
 
 def learn(worker):
@@ -290,7 +305,7 @@ def test_a_rank_keeps_them_over_its_verbs(captured, worker):
     """Sample, update, hand over, three times: with room for both the second and third time capture
     nothing.
     """
-    worker.kept._room = lambda device, size: True
+    worker.kv_cache_pool._has_room = lambda device, size: True
     counts, tokens = [], []
     for version in range(4):
         worker.snapshot(0, version)
@@ -303,7 +318,7 @@ def test_a_rank_keeps_them_over_its_verbs(captured, worker):
         assert tokens[-1] == [one for one, _ in plain]
         counts.append(len(captured))
         learn(worker)
-        worker.forget_version(version)
+        worker.free_version(version)
     # the first update is made with nothing lying there
     assert counts[0] > 0 and counts[1] == 2 * counts[0]
     assert counts[3] == counts[2] == counts[1]
@@ -312,35 +327,35 @@ def test_a_rank_keeps_them_over_its_verbs(captured, worker):
 def test_on_a_host_a_learner_finds_what_it_found_before(worker):
     worker.snapshot(0, 0)
     worker.sample(0, sums())
-    assert worker.kept._idle is not None
+    assert worker.kv_cache_pool._idle is not None
     learn(worker)
-    assert worker.kept._idle is None
+    assert worker.kv_cache_pool._idle is None
     worker.sample(0, sums())
-    worker.forget_all()
-    assert worker.kept._idle is None
+    worker.free_all()
+    assert worker.kv_cache_pool._idle is None
 
 
 def test_a_call_that_failed_leaves_nothing(worker):
     """What lies in its pages may be no numbers, and they would be another's padding."""
     worker.snapshot(0, 0)
     name = next(
-        name for name in worker.versions[0].decoder.weights.pieces if name.endswith("norm.weight")
+        name for name in worker.versions[0].decoder.weights.slices if name.endswith("norm.weight")
     )
     worker.versions[0].decoder.weights.view(name).fill_(torch.nan)
     with pytest.raises(FloatingPointError, match="diverged"):
         worker.sample(0, sums())
-    assert worker.kept._idle is None
+    assert worker.kv_cache_pool._idle is None
 
 
 def test_a_stream_that_is_closed_or_begun_anew_gives_its_pages_on(worker):
     worker.snapshot(0, 0)
     asked = [(ticket, 0, request) for ticket, request in enumerate(sums())]
-    worker.sample_slice(7, 0, Asked(steps=3, arrived=asked))
-    pages = worker.streams[7].engine._pages
-    done = worker.sample_slice(7, 0, Asked(steps=1000, anew=True))
-    assert worker.streams[7].engine._pages is pages and sorted(done.finished) == [0, 1, 2]
+    worker.run_steps(7, 0, StepRequest(steps=3, new_requests=asked))
+    pages = worker.streams[7].engine._pool
+    done = worker.run_steps(7, 0, StepRequest(steps=1000, recompute=True))
+    assert worker.streams[7].engine._pool is pages and sorted(done.finished) == [0, 1, 2]
     worker.close_stream(7)
-    assert worker.kept._idle is pages
+    assert worker.kv_cache_pool._idle is pages
 
 
 @pytest.mark.parametrize("left", ["closed", "begun anew"])
@@ -351,18 +366,18 @@ def test_a_stream_of_weights_that_diverged_leaves_nothing_to_those_that_have_not
     worker.snapshot(0, 0)
     worker.snapshot(0, 1)
     name = next(
-        name for name in worker.versions[0].decoder.weights.pieces if name.endswith("norm.weight")
+        name for name in worker.versions[0].decoder.weights.slices if name.endswith("norm.weight")
     )
     worker.versions[0].decoder.weights.view(name).fill_(torch.nan)
     asked = [(ticket, 0, request) for ticket, request in enumerate(sums())]
     with pytest.raises(FloatingPointError, match="diverged"):
-        worker.sample_slice(7, 0, Asked(steps=3, arrived=asked))
-    bad = worker.streams[7].engine._pages
+        worker.run_steps(7, 0, StepRequest(steps=3, new_requests=asked))
+    bad = worker.streams[7].engine._pool
     if left == "closed":
         worker.close_stream(7)
     else:
-        worker.streams[7].anew(lambda: Engine(worker.versions[1].decoder, ()))
-    assert worker.kept._idle is None
+        worker.streams[7].move_to_new_engine(lambda: Engine(worker.versions[1].decoder, ()))
+    assert worker.kv_cache_pool._idle is None
     responses, _ = worker.sample(1, sums())
     plain = drawn(
         Engine(worker.versions[1].decoder, worker.versions[1].loaded.eos_token_ids), sums()
@@ -375,8 +390,8 @@ def test_a_stream_of_weights_that_diverged_leaves_nothing_to_those_that_have_not
 
 def test_what_lies_behind_a_rows_last_position_is_not_seen_whatever_it_is():
     decoder, asked = make_decoder(tiny_model("qwen3"), kind="fast"), requests()
-    engine = SteppedEngine(decoder, page=16, kv_cache_tokens=640, max_rows=16)
-    for block in engine._pages.kv:
+    engine = MultiStepEngine(decoder, page=16, kv_cache_tokens=640, max_rows=16)
+    for block in engine._pool.kv:
         block.fill_(torch.nan)
     same(drawn(engine, asked), drawn(Engine(decoder), asked))
 
@@ -385,16 +400,16 @@ def test_what_another_learner_takes_is_seen_anew(worker):
     """Also of one that did not get the memory it asked for: that is not part of the most that was
     ever taken.
     """
-    worker.kept._room = lambda device, size: True
+    worker.kv_cache_pool._has_room = lambda device, size: True
     learn(worker)
     worker.snapshot(0, 0)
     worker.sample(0, sums())
     learn(worker)
-    assert worker.kept._idle is not None and worker.kept._learned
+    assert worker.kv_cache_pool._idle is not None and worker.kv_cache_pool._has_learned
     worker.create_model(1, ModelSpec("tiny:addition", seed=2), None, False)
     worker.sample(0, sums())
     worker.forward_backward(1, random_datums(4), "cross_entropy", {}, 4.0, True)
-    assert worker.kept._idle is None
+    assert worker.kv_cache_pool._idle is None
     worker.optim_step(1, ADAM)
     worker.sample(0, sums())
     for verb in ("run", "step"):
@@ -403,7 +418,7 @@ def test_what_another_learner_takes_is_seen_anew(worker):
             worker.sample(0, sums())
             with pytest.raises(torch.OutOfMemoryError):
                 learn(worker)
-        assert worker.kept._idle is None and not worker.kept._learned
+        assert worker.kv_cache_pool._idle is None and not worker.kv_cache_pool._has_learned
         learn(worker)
 
 

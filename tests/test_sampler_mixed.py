@@ -13,7 +13,13 @@ import torch
 from sampler_models import add_lora, one_thread, random_prompts, tiny_model  # noqa: F401
 
 from rl.errors import UserError
-from rl.sampler import Engine, MixedDecoder, MixedEngine, Request, make_decoder
+from rl.sampler import (
+    Engine,
+    MultiAdapterDecoder,
+    MultiAdapterEngine,
+    SamplingRequest,
+    make_decoder,
+)
 from rl.sampler.decoder_fast import FastDecoder
 from rl.types import SamplingParams
 
@@ -45,15 +51,15 @@ def family(kind: str, count: int = 4) -> tuple[FastDecoder, list[FastDecoder]]:
     return base, decoders
 
 
-def mixed(base: FastDecoder, decoders: list[FastDecoder], **settings: Any) -> MixedEngine:
+def mixed(base: FastDecoder, decoders: list[FastDecoder], **settings: Any) -> MultiAdapterEngine:
     """Number 0 is the bare base, 1, 2, ... the adapters."""
-    decoder = MixedDecoder(base)
+    decoder = MultiAdapterDecoder(base)
     for number, one in enumerate([base, *decoders]):
-        decoder.put(number, one, version=10 + number)
-    return MixedEngine(decoder, eos_token_ids=(3,), **settings)
+        decoder.add_adapter(number, one, version=10 + number)
+    return MultiAdapterEngine(decoder, eos_token_ids=(3,), **settings)
 
 
-def alone(decoder: FastDecoder, request: Request) -> Any:
+def alone(decoder: FastDecoder, request: SamplingRequest) -> Any:
     engine = Engine(decoder, eos_token_ids=(3,))
     engine.add(request)
     return engine.run()[0]
@@ -93,14 +99,14 @@ def test_weights_that_are_not_the_bases_are_not_shared():
         decoder.base is None and decoder.weights.buffers["norm"] is not base.weights.buffers["norm"]
     )
     with pytest.raises(UserError, match=r"another base"):
-        MixedDecoder(base).put(1, decoder, 0)
+        MultiAdapterDecoder(base).add_adapter(1, decoder, 0)
 
 
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
 def test_each_model_draws_in_a_mixed_batch_what_it_draws_alone(kind, kernels, monkeypatch):
     if not kernels:
-        monkeypatch.setattr("rl.sampler.cpu_kernels.load", lambda: None)
+        monkeypatch.setattr("rl.sampler.cpu_kernels.load_cpu_kernels", lambda: None)
     base, decoders = family(kind)
     engine = mixed(base, decoders, max_rows=9)
     prompts = random_prompts([5, 17, 9, 5, 12, 3, 30, 8, 11, 2])
@@ -111,20 +117,20 @@ def test_each_model_draws_in_a_mixed_batch_what_it_draws_alone(kind, kernels, mo
             max_tokens=4 + i, temperature=0.9 if i % 3 else 0.0, top_p=0.8 if i % 4 == 1 else 1.0
         )
         requests.append(
-            Request(
+            SamplingRequest(
                 prompt=prompt,
                 params=params,
                 num_samples=1 + i % 3,
                 seed=3,
                 problem=i,
-                weights=i % 5,
+                adapter_id=i % 5,
                 include_prompt_logprobs=i % 2 == 0,
             )
         )
         engine.add(requests[-1])
     for request, response in zip(requests, engine.run(), strict=True):
-        check(response, alone([base, *decoders][request.weights], request))
-        assert {s.version for s in response.sequences} == {10 + request.weights}
+        check(response, alone([base, *decoders][request.adapter_id], request))
+        assert {s.version for s in response.sequences} == {10 + request.adapter_id}
     assert engine.counters.peak_rows == 9  # they ran together, and some waited
 
 
@@ -143,7 +149,7 @@ def test_random_workloads(seed):
     )
     known = dict(enumerate([base, *decoders]))
     newest = dict(enumerate(known))  # a model's newest number
-    asked: dict[int, Request] = {}
+    asked: dict[int, SamplingRequest] = {}
     answers, dropped, told = {}, set(), {}
     talks: dict[tuple[str, int], list[int]] = {}
     for step in range(60):
@@ -156,23 +162,23 @@ def test_random_workloads(seed):
             params = SamplingParams(
                 max_tokens=int(rng.integers(1, 12)), temperature=float(rng.choice([0.0, 0.7, 1.0]))
             )
-            request = Request(
+            request = SamplingRequest(
                 prompt=prompt[-60:] if name is None else prompt[:60],
                 params=params,
                 seed=seed,
                 problem=len(asked),
                 num_samples=1 if name else int(rng.integers(1, 4)),
                 conversation=name,
-                weights=newest[model],
+                adapter_id=newest[model],
             )
             asked[engine.add(request)] = request
         if rng.random() < 0.15 and asked:
-            engine.drop(gone := int(rng.choice(list(asked))))
+            engine.cancel(gone := int(rng.choice(list(asked))))
             dropped |= {gone} - answers.keys()
         if rng.random() < 0.2:
             model, number = int(rng.integers(1, 5)), len(known)
             changed = known[newest[model]].fork()
-            pieces = changed.weights.pieces.items()
+            pieces = changed.weights.slices.items()
             changed.load_(
                 [
                     (name, torch.randn(changed.weights.view(name).shape) * 0.2)
@@ -181,14 +187,14 @@ def test_random_workloads(seed):
                 ]
             )
             known[number] = changed
-            engine.decoder.put(number, changed, 10 + number)
+            engine.decoder.add_adapter(number, changed, 10 + number)
             newest[model] = number
             engine.keep_weights(newest.values())
         for done in engine.step():
             answers[done.request_id] = done.response
             request = asked[done.request_id]
             if request.conversation is not None:
-                talks[request.conversation, request.weights] = [
+                talks[request.conversation, request.adapter_id] = [
                     *request.prompt,
                     *done.response.sequences[0].tokens,
                 ]
@@ -196,9 +202,9 @@ def test_random_workloads(seed):
         answers |= {done.request_id: done.response for done in engine.step()}
     assert answers.keys() == asked.keys() - dropped and len(answers) > 15
     for number, response in answers.items():
-        check(response, alone(known[asked[number].weights], asked[number]))
+        check(response, alone(known[asked[number].adapter_id], asked[number]))
     told = {s.version - 10 for response in answers.values() for s in response.sequences}
-    assert told == {asked[number].weights for number in answers} and max(told) > 4, (
+    assert told == {asked[number].adapter_id for number in answers} and max(told) > 4, (
         "no changed weights were drawn from"
     )
 
@@ -208,10 +214,10 @@ def test_one_whose_weights_give_no_numbers_fails_alone_and_leaves_nothing_behind
     kernels, samples, monkeypatch
 ):
     if not kernels:
-        monkeypatch.setattr("rl.sampler.cpu_kernels.load", lambda: None)
+        monkeypatch.setattr("rl.sampler.cpu_kernels.load_cpu_kernels", lambda: None)
     base, decoders = family("qwen3")
     decoders = [decoder.fork() for decoder in decoders[:2]]
-    for name, piece in decoders[0].weights.pieces.items():
+    for name, piece in decoders[0].weights.slices.items():
         if piece.trainable and "layers.0.self_attn.v_proj" in name:
             decoders[0].weights.view(name).fill_(float("nan"))
     engine = mixed(base, decoders, max_rows=4)
@@ -220,31 +226,31 @@ def test_one_whose_weights_give_no_numbers_fails_alone_and_leaves_nothing_behind
     params = SamplingParams(max_tokens=10)
     requests = {}
     for i, prompt in enumerate(prompts):  # they enter again and again, and others take their places
-        request = Request(
+        request = SamplingRequest(
             prompt=prompt,
             params=params,
             num_samples=samples,
             problem=i,
-            weights=(1, 0, 1, 2)[i % 4],
+            adapter_id=(1, 0, 1, 2)[i % 4],
         )
         requests[engine.add(request)] = request
     found = {}
     while engine.busy:
         found |= {done.request_id: done.response for done in engine.step()}
     for number, request in requests.items():
-        if request.weights == 1:
+        if request.adapter_id == 1:
             assert isinstance(found[number], FloatingPointError) and "NaN" in str(found[number])
         else:
-            check(found[number], alone([base, *decoders][request.weights], request))
+            check(found[number], alone([base, *decoders][request.adapter_id], request))
 
 
 def test_weights_that_nobody_knows_are_refused_and_forgotten_ones_given_back():
     base, decoders = family("llama")
     engine = mixed(base, decoders)
     with pytest.raises(ValueError, match=r"unknown weights 7"):
-        engine.add(Request(prompt=[5], weights=7))
+        engine.add(SamplingRequest(prompt=[5], adapter_id=7))
     params = SamplingParams(max_tokens=3, stop=[])
-    engine.add(Request(prompt=[5, 6], params=params, weights=1, conversation="a"))
+    engine.add(SamplingRequest(prompt=[5, 6], params=params, adapter_id=1, conversation="a"))
     engine.step()
     engine.keep_weights([2])
     assert sorted(engine.decoder.decoders) == [1, 2]  # somebody still draws from 1
@@ -252,4 +258,4 @@ def test_weights_that_nobody_knows_are_refused_and_forgotten_ones_given_back():
     assert len(engine._prompts) == 1  # the conversation waits for its next turn
     engine.keep_weights([2])
     assert sorted(engine.decoder.decoders) == [2] and not engine._prompts
-    assert all(set(part.others) <= {2} for part in engine.decoder.parts())
+    assert all(set(part.row_lora) <= {2} for part in engine.decoder.iter_adaptable_modules())

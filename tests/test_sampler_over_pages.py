@@ -8,8 +8,8 @@ import test_sampler_engine as engine
 from sampler_models import one_thread, tiny_model  # noqa: F401
 from test_sample_stream import policy  # noqa: F401
 
-from rl.clients import versions
-from rl.sampler import Engine, PagedEngine, Request, SteppedEngine, make_decoder
+from rl.runtime import sampler_versions
+from rl.sampler import Engine, MultiStepEngine, PagedEngine, SamplingRequest, make_decoder
 from rl.sampler.decoder_fast import FastDecoder
 from rl.types import SamplingParams
 
@@ -35,7 +35,9 @@ def pages(monkeypatch, request):
             }
             return Engine(decoder, *args, **settings)
         kind, more = (
-            (SteppedEngine, {"look": 3}) if request.param == "stepped" else (PagedEngine, {})
+            (MultiStepEngine, {"steps_per_sync": 3})
+            if request.param == "stepped"
+            else (PagedEngine, {})
         )
         made.append(kind(decoder, *args, page=PAGE, **settings, **more))
         return made[-1]
@@ -45,14 +47,16 @@ def pages(monkeypatch, request):
     for module in (engine, streams):
         monkeypatch.setattr(module, "Engine", over_pages)
     monkeypatch.setattr(
-        versions, "make_engine", lambda decoder, cache, **settings: over_pages(decoder, **settings)
+        sampler_versions,
+        "make_engine",
+        lambda decoder, cache, **settings: over_pages(decoder, **settings),
     )
     yield
     for one in made:  # nothing stays behind but what conversations keep
-        tables = one._state.tables
+        tables = one._state.block_manager
         assert not tables.rows or one.busy
-        held = {page for part in (*tables.rows, *tables.prompts) for page in part.pages}
-        assert len(tables.pool.held) - tables.pool.free == len(held)
+        held = {page for part in (*tables.rows, *tables.prompts) for page in part.block_table}
+        assert len(tables.pool.ref_counts) - tables.pool.num_free == len(held)
     made.clear()
 
 
@@ -74,4 +78,4 @@ def test_what_can_never_fit_in_whole_pages_is_an_error_with_numbers():
         ValueError,
         match=r"30-token prompt with max_tokens=20 takes 52 tokens.*kv_cache_tokens is 51",
     ):
-        paged.add(Request(prompt=[1] * 30, params=SamplingParams(max_tokens=20)))
+        paged.add(SamplingRequest(prompt=[1] * 30, params=SamplingParams(max_tokens=20)))

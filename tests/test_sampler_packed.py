@@ -9,7 +9,7 @@ import pytest
 import torch
 from sampler_models import add_lora, one_thread, random_prompts, reference_logprobs, tiny_model  # noqa: F401
 
-from rl.sampler import Engine, Request, make_decoder, packed
+from rl.sampler import Engine, SamplingRequest, make_decoder, mkldnn_layout
 from rl.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(
@@ -27,7 +27,9 @@ def wide(kind="qwen3"):
 
 def answer(decoder, prompt=(4, 9, 2)):
     engine = Engine(decoder)
-    engine.add(Request(prompt=list(prompt), num_samples=3, params=SamplingParams(max_tokens=6)))
+    engine.add(
+        SamplingRequest(prompt=list(prompt), num_samples=3, params=SamplingParams(max_tokens=6))
+    )
     return [(s.tokens, s.logprobs) for s in engine.run()[0].sequences]
 
 
@@ -38,7 +40,7 @@ def test_products_are_float64s(rows, biased):
     x, weight = torch.randn(*rows, 600, generator=g), torch.randn(700, 600, generator=g)
     bias = torch.randn(700, generator=g) if biased else None
     with torch.inference_mode():
-        found = packed.product(x, packed.layout(weight)[1], bias)
+        found = mkldnn_layout.packed_linear(x, mkldnn_layout.get_layout(weight)[1], bias)
     exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     bound = 600 * 2.0**-24 * (x.double().abs() @ weight.double().abs().t() + 4)
     assert found.dtype == torch.float32 and bool(((found.double() - exact).abs() <= bound).all())
@@ -46,9 +48,9 @@ def test_products_are_float64s(rows, biased):
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
 def test_a_wide_model_samples_what_transformers_scores(kind, monkeypatch):
-    calls, product = [], packed.product
+    calls, product = [], mkldnn_layout.packed_linear
     monkeypatch.setattr(
-        packed, "product", lambda *given: calls.append(product(*given)) or calls[-1]
+        mkldnn_layout, "packed_linear", lambda *given: calls.append(product(*given)) or calls[-1]
     )
     model = wide(kind)
     for tokens, logprobs in answer(make_decoder(model, kind="fast")):
@@ -80,28 +82,36 @@ def test_forks_share_the_layout_of_what_they_share():
     """
     decoder = make_decoder(add_lora(wide(), ["q_proj", "down_proj"]), kind="fast")
     answer(decoder)
-    held = len(packed._made)
+    held = len(mkldnn_layout._layouts)
     other = decoder.fork()
-    assert answer(other) == answer(decoder) and len(packed._made) == held
+    assert answer(other) == answer(decoder) and len(mkldnn_layout._layouts) == held
     del decoder, other
-    assert len(packed._made) < held
+    assert len(mkldnn_layout._layouts) < held
 
 
 def test_small_low_and_large_matrices_stay_as_they_are(monkeypatch):
     small, large = torch.zeros(8, 8), torch.zeros(512, 512)
-    assert packed.layout(small) is None
-    assert packed.layout(large.bfloat16()) is None
+    assert mkldnn_layout.get_layout(small) is None
+    assert mkldnn_layout.get_layout(large.bfloat16()) is None
     with torch.inference_mode():
-        assert packed.layout(torch.zeros(512, 512)) is None  # its changes are not counted
-    assert packed.fits([large, small]) and not packed.fits([small]) and not packed.fits([])
-    monkeypatch.setattr(packed, "MOST", large.nbytes)
-    assert packed.fits([large]) and not packed.fits([large, large])
-    assert not make_decoder(wide(), kind="fast").head.packs
+        assert (
+            mkldnn_layout.get_layout(torch.zeros(512, 512)) is None
+        )  # its changes are not counted
+    assert (
+        mkldnn_layout.fits_budget([large, small])
+        and not mkldnn_layout.fits_budget([small])
+        and not mkldnn_layout.fits_budget([])
+    )
+    monkeypatch.setattr(mkldnn_layout, "MAX_BYTES", large.nbytes)
+    assert mkldnn_layout.fits_budget([large]) and not mkldnn_layout.fits_budget([large, large])
+    assert not make_decoder(wide(), kind="fast").head.may_pack
 
 
 def test_the_plan_counts_what_is_held_twice():
     """The layouts that a decoder has made, in bytes; none on a GPU, in bfloat16, or past the most."""
-    plan = import_module("rl.memory.plan")  # its room's door hands on a function of that name
+    plan = import_module(
+        "rl.memory_plan.byte_counts"
+    )  # its room's door hands on a function of that name
 
     model = wide()
     c = model.config
@@ -121,14 +131,19 @@ def test_the_plan_counts_what_is_held_twice():
         one.weight.nbytes
         for layer in decoder.layers
         for one in (layer.qkv, layer.out, layer.gate_up, layer.down, decoder.head)
-        if one.packs and one.weight.numel() >= packed.LEAST
+        if one.may_pack and one.weight.numel() >= mkldnn_layout.MIN_ELEMENTS
     )
-    launch = plan.Launch(cuda=False, bf16=False, world=1, per_node=1, zero=None, fsdp=False)
-    assert held > 0 and plan.packed_copy(shape, launch) == held
-    assert (plan.PACKED_LEAST, plan.PACKED_MOST) == (packed.LEAST, packed.MOST)
+    launch = plan.LaunchShape(
+        cuda=False, bf16=False, world=1, per_node=1, zero_stage=None, fsdp=False
+    )
+    assert held > 0 and plan.packed_copy_bytes(shape, launch) == held
+    assert (plan.PACKED_MIN_SIZE, plan.PACKED_MAX_SIZE) == (
+        mkldnn_layout.MIN_ELEMENTS,
+        mkldnn_layout.MAX_BYTES,
+    )
     assert (
-        plan.packed_copy(shape, replace(launch, bf16=True))
-        == plan.packed_copy(shape, replace(launch, cuda=True))
+        plan.packed_copy_bytes(shape, replace(launch, bf16=True))
+        == plan.packed_copy_bytes(shape, replace(launch, cuda=True))
         == 0
     )
-    assert plan.packed_copy(replace(shape, layers=2000), launch) == 0
+    assert plan.packed_copy_bytes(replace(shape, layers=2000), launch) == 0

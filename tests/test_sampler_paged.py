@@ -11,31 +11,40 @@ import pytest
 import torch
 from sampler_models import one_thread  # noqa: F401
 
-from rl.models.load import load_model
-from rl.sampler import Engine, PagedEngine, Request, make_decoder
-from rl.sampler.pages import OutOfPages, PagePool, Tables
+from rl.models.model_loading import load_model
+from rl.sampler import Engine, PagedEngine, SamplingRequest, make_decoder
+from rl.sampler.block_manager import BlockManager, BlockPool, OutOfBlocks
 from rl.types import SamplingParams
 
 
-def check(tables: Tables) -> None:
+def check(tables: BlockManager) -> None:
     """Every page is counted by who holds it, and no more than 1.1 times the tokens and a page a row
     are held.
 
     A prompt that waits for rows counts as one.
     """
-    held = [0] * len(tables.pool.held)
+    held = [0] * len(tables.pool.ref_counts)
     for page in itertools.chain(
-        *(row.pages for row in tables.rows), *(prompt.pages for prompt in tables.prompts)
+        *(row.block_table for row in tables.rows),
+        *(prompt.block_table for prompt in tables.prompts),
     ):
         held[page] += 1
-    assert held == tables.pool.held
-    assert tables.pool.free == held.count(0)
-    full = {page for row in tables.rows for page in row.pages[: row.length // tables.size]}
-    ends = sum(row.length % tables.size for row in tables.rows)
+    assert held == tables.pool.ref_counts
+    assert tables.pool.num_free == held.count(0)
+    full = {
+        page for row in tables.rows for page in row.block_table[: row.length // tables.block_size]
+    }
+    ends = sum(row.length % tables.block_size for row in tables.rows)
     alone = [prompt for prompt in tables.prompts if prompt.rows == 0]
-    tokens = len(full) * tables.size + ends + sum(prompt.length for prompt in alone if prompt.pages)
-    used = len(held) - tables.pool.free
-    assert used * tables.size <= 1.1 * tokens + tables.size * (len(tables.rows) + len(alone))
+    tokens = (
+        len(full) * tables.block_size
+        + ends
+        + sum(prompt.length for prompt in alone if prompt.block_table)
+    )
+    used = len(held) - tables.pool.num_free
+    assert used * tables.block_size <= 1.1 * tokens + tables.block_size * (
+        len(tables.rows) + len(alone)
+    )
 
 
 @pytest.mark.parametrize("size", [1, 4, 7, 256])
@@ -46,38 +55,40 @@ def test_a_thousand_random_workloads_leak_no_page(size):
     """
     rng = np.random.default_rng(size)
     for _ in range(1000 // 4):
-        tables = Tables(int(rng.integers(8, 40)), size)
-        content = np.full((len(tables.pool.held), size), -1)  # of each page's places: who wrote
+        tables = BlockManager(int(rng.integers(8, 40)), size)
+        content = np.full(
+            (len(tables.pool.ref_counts), size), -1
+        )  # of each page's places: who wrote
         expected: list[list[int]] = []  # of each row, in order
         prompts: list[list[int]] = []
         for step in range(25):
             what = rng.random()
-            if what < 0.25 and tables.pool.free:
+            if what < 0.25 and tables.pool.num_free:
                 length = int(rng.integers(1, 3 * size + 2))
-                if tables.pages_for(length) <= tables.pool.free:
+                if tables.num_blocks_for(length) <= tables.pool.num_free:
                     prompt = tables.add_prompt(length)
                     prompts.append([1000 * step + i for i in range(length)])
                     for i, token in enumerate(prompts[-1]):
-                        content[prompt.pages[i // size], i % size] = token
+                        content[prompt.block_table[i // size], i % size] = token
             elif what < 0.5 and tables.prompts:
                 slot = int(rng.integers(len(tables.prompts)))
-                if tables.prompts[slot].rows or tables.prompts[slot].pages:
+                if tables.prompts[slot].rows or tables.prompts[slot].block_table:
                     tables.add_row(slot)
                     expected.append(list(prompts[slot]))
             elif what < 0.85 and tables.rows:
                 counts = rng.integers(1, size if size > 10 else 2, len(tables.rows)).tolist()
-                if tables.needed(counts) > tables.pool.free:
+                if tables.blocks_needed(counts) > tables.pool.num_free:
                     continue
                 for row, told, count in zip(tables.rows, expected, counts, strict=True):
                     if count == 1:
-                        _, _, copy = tables.make_room(row)
+                        _, _, copy = tables.append_position(row)
                     else:
-                        copy = tables.grow(row, count)
+                        copy = tables.append_positions(row, count)
                     if copy is not None:
                         content[copy[1]] = content[copy[0]]
                     told += rng.integers(1 << 30, size=count).tolist()
                     for at in range(row.length - count, row.length):
-                        content[row.pages[at // size], at % size] = told[at]
+                        content[row.block_table[at // size], at % size] = told[at]
             elif what < 0.95 and tables.rows:
                 gone = int(rng.integers(len(tables.rows)))
                 tables.drop_row(tables.rows.pop(gone))
@@ -89,22 +100,24 @@ def test_a_thousand_random_workloads_leak_no_page(size):
                     prompts.pop(slot)
             check(tables)
             for row, told in zip(tables.rows, expected, strict=True):
-                assert content[row.pages].ravel()[: row.length].tolist() == told
+                assert content[row.block_table].ravel()[: row.length].tolist() == told
         while tables.rows:
             tables.drop_row(tables.rows.pop())
         for prompt in tables.prompts:
             tables.drop_prompt(prompt)
-        assert tables.pool.free == len(tables.pool.held) and not any(tables.pool.held)
+        assert tables.pool.num_free == len(tables.pool.ref_counts) and not any(
+            tables.pool.ref_counts
+        )
 
 
 def test_a_pool_says_when_it_is_empty():
-    pool = PagePool(2)
-    pages = [pool.take(), pool.take()]
-    with pytest.raises(OutOfPages):
-        pool.take()
+    pool = BlockPool(2)
+    pages = [pool.allocate(), pool.allocate()]
+    with pytest.raises(OutOfBlocks):
+        pool.allocate()
     pool.share(pages[:1])
     pool.release(pages)
-    assert pool.free == 1
+    assert pool.num_free == 1
 
 
 def perturbed_decoder():
@@ -122,10 +135,10 @@ def decoder():
     return perturbed_decoder()
 
 
-def workload(rng: np.random.Generator) -> list[Request]:
+def workload(rng: np.random.Generator) -> list[SamplingRequest]:
     prompts = [rng.integers(0, 14, int(rng.integers(1, 14))).tolist() for _ in range(3)]
     return [
-        Request(
+        SamplingRequest(
             prompt=prompts[int(rng.integers(3))],
             num_samples=int(rng.integers(1, 5)),
             problem=i,
@@ -140,7 +153,9 @@ def workload(rng: np.random.Generator) -> list[Request]:
     ]
 
 
-def answers(engine: Engine, requests: list[Request]) -> list[list[tuple[list[int], list[float]]]]:
+def answers(
+    engine: Engine, requests: list[SamplingRequest]
+) -> list[list[tuple[list[int], list[float]]]]:
     for request in requests:
         engine.add(request)
     return [[(s.tokens, s.logprobs) for s in response.sequences] for response in engine.run()]
@@ -164,9 +179,9 @@ def same_samples(decoder, seeds: range) -> int:
         for mine, plain in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
             assert mine[0] == plain[0]
             np.testing.assert_allclose(mine[1], plain[1], atol=1e-4)
-        tables = paged._state.tables
-        assert tables.pool.free == len(tables.pool.held) and not tables.rows
-        waited += paged.evictions
+        tables = paged._state.block_manager
+        assert tables.pool.num_free == len(tables.pool.ref_counts) and not tables.rows
+        waited += paged.preemptions
     return waited
 
 

@@ -8,15 +8,15 @@ import pytest
 from sampler_models import one_thread, random_prompts  # noqa: F401
 
 from rl import ServiceClient
-from rl.clients.worker import Worker, WorkerSettings
-from rl.episodes.episode import Env, EnvGroupBuilder, StepResult
-from rl.episodes.rollout import rollout
-from rl.methods.distill import Distill
-from rl.methods.distill_settings import DistillationSettings, DistillSettings
-from rl.models.load import load_model
-from rl.ranks import distributed
-from rl.sampler import Request
-from rl.seeds import derive_seed
+from rl.algorithms.distillation import Distillation
+from rl.algorithms.distillation_settings import DistillationSettings, DistillSettings
+from rl.distributed import collectives
+from rl.models.model_loading import load_model
+from rl.rollout.lockstep import rollout
+from rl.rollout.rollout_types import Env, EnvGroupBuilder, StepResult
+from rl.runtime.training_worker import TrainingWorker, WorkerSettings
+from rl.sampler import SamplingRequest
+from rl.seed import derive_seed
 from rl.types import ModelInput, Problem, SamplingParams
 
 ENDS = {
@@ -111,7 +111,7 @@ def test_each_turn_of_an_episode_has_a_random_stream_of_its_own(tmp_path):
         for turn in range(3):  # and which: by name, not by what was drawn before
             for member in range(4):
                 plain = SamplingParams(max_tokens=6, stop=[])
-                request = Request(
+                request = SamplingRequest(
                     prompt=[3, 4, 12],
                     params=plain,
                     seed=derive_seed(9, turn),
@@ -138,14 +138,14 @@ def test_a_teachers_answers_do_not_depend_on_the_batch_around_them(tmp_path):
         for i in range(3)
         for tag in ("sums", "words")
     ]
-    method = Distill(
+    method = Distillation(
         DistillSettings(
             distillation=DistillationSettings(teacher=("t",), learn_from="teacher", group_size=3)
         )
     )
 
     def answers(teacher, chosen, seed=7):
-        datums = method._sampled(chosen, Digits(), teacher, seed)
+        datums = method._sample_teacher(chosen, Digits(), teacher, seed)
         return [
             [d.loss_fn_inputs["target_tokens"].array.tolist() for d in datums[i : i + 3]]
             for i in range(0, len(datums), 3)
@@ -166,10 +166,10 @@ def test_samples_do_not_depend_on_the_number_of_ranks(monkeypatch):
     """The sampling verb of each rank of two, one after the other in this process, against that of
     one.
     """
-    worker = Worker(WorkerSettings())
+    worker = TrainingWorker(WorkerSettings())
     worker.load_sampler(1, None, "tiny:addition")
     requests = [
-        Request(
+        SamplingRequest(
             prompt=prompt,
             num_samples=1 + i % 3,
             params=SamplingParams(max_tokens=5 + i),
@@ -182,8 +182,8 @@ def test_samples_do_not_depend_on_the_number_of_ranks(monkeypatch):
     for world in (2, 3):
         parts = []
         for rank in range(world):
-            monkeypatch.setattr(distributed, "world", lambda world=world: world)
-            monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+            monkeypatch.setattr(collectives, "world", lambda world=world: world)
+            monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
             parts.append(worker.sample(1, requests))
         assert all(0 < len(responses) < len(requests) for responses, _ in parts)
         merged, counters = worker.merge("sample", parts)

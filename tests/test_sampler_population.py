@@ -14,9 +14,9 @@ from sampler_models import add_lora, one_thread, random_prompts, reference_logpr
 from sampler_population import POPULATION, VOCAB, build
 
 from rl.errors import UserError
-from rl.sampler import Engine, Request, make_decoder, probe, score
+from rl.sampler import Engine, SamplingRequest, make_decoder, score_sequences, verify_decoder
 from rl.sampler.decoder_hf import HFDecoder
-from rl.sampler.forward_hf import Plan
+from rl.sampler.forward_hf import BatchingPlan
 from rl.types import SamplingParams
 
 QUICK = ("gpt2", "lfm2")
@@ -36,7 +36,7 @@ def check_sampled(decoder, model, bound: float = 1e-4) -> None:
     prompts = random_prompts([9, 3, 21, 9], VOCAB)
     for problem, (prompt, samples) in enumerate(zip(prompts, (2, 3, 2, 1), strict=True)):
         engine.add(
-            Request(
+            SamplingRequest(
                 prompt=prompt,
                 num_samples=samples,
                 params=SamplingParams(max_tokens=5 + 3 * problem),
@@ -53,7 +53,7 @@ def check_sampled(decoder, model, bound: float = 1e-4) -> None:
 
 def check_scored(decoder, model, bound: float = 1e-4) -> None:
     prompts = random_prompts([4, 17, 16, 2, 30], VOCAB)
-    for prompt, found in zip(prompts, score(decoder, prompts), strict=True):
+    for prompt, found in zip(prompts, score_sequences(decoder, prompts), strict=True):
         expected = reference_logprobs(model, prompt[:1], prompt[1:])
         assert found[0] is None and float((torch.tensor(found[1:]) - expected).abs().max()) < bound
 
@@ -84,7 +84,7 @@ def test_rows_that_leave_one_by_one_leave_the_others_as_they_were(kind):
         Engine(decoder_of(model), eos_token_ids=range(1, 8)),
         random_prompts([6], VOCAB),
     )
-    engine.add(Request(prompt=prompt, num_samples=14, params=SamplingParams(max_tokens=12)))
+    engine.add(SamplingRequest(prompt=prompt, num_samples=14, params=SamplingParams(max_tokens=12)))
     (response,) = engine.run()
     assert len({len(sequence.tokens) for sequence in response.sequences}) >= 4
     for sequence in response.sequences:
@@ -176,7 +176,7 @@ def test_longrope_on_both_sides_of_the_original_length():
     engine = Engine(decoder)
     for problem, prompt in enumerate(prompts):
         engine.add(
-            Request(
+            SamplingRequest(
                 prompt=prompt, num_samples=2, params=SamplingParams(max_tokens=12), problem=problem
             )
         )
@@ -192,7 +192,7 @@ def test_longrope_on_both_sides_of_the_original_length():
             expected = logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None]).squeeze(1)
             assert float((torch.tensor(sequence.logprobs) - expected).abs().max()) < 1e-4
     around = random_prompts([31, 32, 33, 34, 60], VOCAB)
-    for tokens, found in zip(around, score(decoder, around), strict=True):
+    for tokens, found in zip(around, score_sequences(decoder, around), strict=True):
         with torch.no_grad():
             logits = (
                 model(input_ids=torch.tensor([tokens[:-1]]), use_cache=False).logits[0].double()
@@ -204,10 +204,10 @@ def test_longrope_on_both_sides_of_the_original_length():
 def test_a_sample_that_would_cross_the_switch_is_refused_by_name_and_none_means_up_to_it():
     engine = Engine(make_decoder(build("phi3 longrope")))
     # 30 + 3 - 1 positions are fed
-    engine.add(Request(prompt=[3] * 30, params=SamplingParams(max_tokens=3)))
+    engine.add(SamplingRequest(prompt=[3] * 30, params=SamplingParams(max_tokens=3)))
     with pytest.raises(ValueError, match=r"longrope.*exceeds 32 tokens.*max_tokens to 3 or less"):
-        engine.add(Request(prompt=[3] * 30, params=SamplingParams(max_tokens=4)))
-    engine.add(Request(prompt=[3] * 30, params=SamplingParams(max_tokens=None)))
+        engine.add(SamplingRequest(prompt=[3] * 30, params=SamplingParams(max_tokens=4)))
+    engine.add(SamplingRequest(prompt=[3] * 30, params=SamplingParams(max_tokens=None)))
     assert [len(response.sequences[0].tokens) for response in engine.run()] == [3, 3]
 
 
@@ -225,7 +225,9 @@ def test_what_may_be_sampled_is_what_the_model_reads_with_one_set_of_frequencies
     assert len(set(sets.values())) == 2
     for prompt in range(29, 36):
         for max_tokens in range(1, 6):
-            request = Request(prompt=[3] * prompt, params=SamplingParams(max_tokens=max_tokens))
+            request = SamplingRequest(
+                prompt=[3] * prompt, params=SamplingParams(max_tokens=max_tokens)
+            )
             one_set = sets[prompt] == sets[prompt + max_tokens - 1]  # the last token is not fed
             with (
                 contextlib.nullcontext() if one_set else pytest.raises(ValueError, match="longrope")
@@ -241,9 +243,9 @@ def test_dynamic_frequencies_are_refused_beyond_the_original_length():
     check_sampled(decoder, model)
     decoder.max_positions = 200
     with pytest.raises(ValueError, match=r"dynamic.*stay within 96"):
-        Engine(decoder).add(Request(prompt=[3] * 90, params=SamplingParams(max_tokens=8)))
+        Engine(decoder).add(SamplingRequest(prompt=[3] * 90, params=SamplingParams(max_tokens=8)))
     with pytest.raises(ValueError, match=r"dynamic.*stay within 96"):
-        score(decoder, [[3] * 98])
+        score_sequences(decoder, [[3] * 98])
 
 
 # ----------------------------------------------------------------------------------- half precision
@@ -264,7 +266,7 @@ def decoded_logprobs(decoder, prompt: list[int], response: list[int]) -> torch.T
         state = decoder.new_state(10_000)
         state.reserve(1, len(prompt), 1, len(response))
         logits = [state.prefill([prompt], [None])[0]]
-        state.enter(np.array([0]))
+        state.add_rows(np.array([0]))
         logits += [state.decode(np.array([token]))[0] for token in response[:-1]]
     assert all(one.dtype == torch.float32 for one in logits)
     return torch.stack(logits).log_softmax(-1).gather(1, torch.tensor(response)[:, None]).squeeze(1)
@@ -337,7 +339,7 @@ def test_bfloat16_at_positions_beyond_five_hundred(name, kind, adapter):
     assert 1e-3 < noise and middle < 0.05
     most = 4 * noise if name not in ("gpt_oss", "qwen3_moe", "deepseek_v3") else float("inf")
     decoder = make_decoder(model, dtype=torch.bfloat16, kind=kind)
-    scored = torch.tensor(score(decoder, [tokens])[0][1:])
+    scored = torch.tensor(score_sequences(decoder, [tokens])[0][1:])
     decoded = decoded_logprobs(decoder, tokens[:740], tokens[740:])
     for expected in (learner, exact):
         assert float((scored - expected).abs().max()) < most
@@ -368,7 +370,7 @@ def test_only_matrices_are_cast():
     assert experts and set(experts) == {torch.bfloat16}
     twin = decoder.fork()
     assert twin.plan == decoder.plan
-    assert score(twin, [[3, 4, 5, 6]]) == score(decoder, [[3, 4, 5, 6]])
+    assert score_sequences(twin, [[3, 4, 5, 6]]) == score_sequences(decoder, [[3, 4, 5, 6]])
 
 
 def test_matrices_that_a_model_wants_in_float32_stay_so(tmp_path, monkeypatch):
@@ -395,12 +397,12 @@ def test_logits_of_a_bfloat16_decoder_are_not_rounded_to_bfloat16(kind):
     model = tiny_model("llama", tie_word_embeddings=True)
     decoder = make_decoder(model, dtype=torch.bfloat16, kind="fast" if kind == "fast" else "hf")
     if kind != "fast":
-        decoder.plan = Plan(rows=kind)
+        decoder.plan = BatchingPlan(rows=kind)
     state = decoder.new_state(100)
     state.reserve(1, 4, 1, 4)
     with torch.inference_mode():
         state.prefill([[3, 4, 5]], [None])
-        state.enter(np.array([0]))
+        state.add_rows(np.array([0]))
         logits = state.decode(np.array([6]))[0]
     assert logits.dtype == torch.float32
     assert float((logits - logits.bfloat16().float()).abs().max()) > 1e-4 * float(
@@ -430,9 +432,11 @@ def test_linear_fp32_is_the_float64_product_over_more_columns_than_one_block():
 
 def test_a_step_of_the_trial_feels_windows_that_are_longer_than_it():
     """The trial makes windows short in its own copy, so that a few tokens cross them."""
-    trial = HFDecoder.around(build("mistral", sliding_window=512))
-    probe._shorten_windows(trial.model)
-    rows = probe._rows(trial)
-    short = probe._alone(trial, rows)
-    whole = probe._alone(HFDecoder.around(build("mistral", sliding_window=512)), rows)
+    trial = HFDecoder.sharing_weights_of(build("mistral", sliding_window=512))
+    verify_decoder._shorten_windows(trial.model)
+    rows = verify_decoder._probe_rows(trial)
+    short = verify_decoder._reference_logits(trial, rows)
+    whole = verify_decoder._reference_logits(
+        HFDecoder.sharing_weights_of(build("mistral", sliding_window=512)), rows
+    )
     assert float((short[1] - whole[1]).abs().max()) > 1e-2

@@ -28,13 +28,13 @@ from sampler_models import (  # noqa: F401
 from rl.errors import UserError
 from rl.sampler import (
     Engine,
-    MixedDecoder,
-    MixedEngine,
+    MultiAdapterDecoder,
+    MultiAdapterEngine,
     PagedEngine,
-    Request,
-    make_base,
+    SamplingRequest,
+    make_base_decoder,
     make_decoder,
-    score,
+    score_sequences,
 )
 from rl.sampler.decoder_fast import FastDecoder
 from rl.types import SamplingParams
@@ -79,15 +79,15 @@ class Threads:
         self.meeting.wait(60)
         return found
 
-    def sum_(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
         self.sums += 1
         total = functools.reduce(torch.add, self._all(x))
         return x if self.fault is not None and self.sums > self.fault else x.copy_(total)
 
-    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         return self._all(x)
 
-    def first_(self, x: torch.Tensor) -> torch.Tensor:
+    def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(self._all(x)[0])
 
 
@@ -114,7 +114,7 @@ def on_ranks(size: int, run: Callable[[Threads], Any], fault: int | None = None)
 
 
 def split(model: torch.nn.Module, team: Threads, **settings: Any) -> FastDecoder:
-    decoder = make_decoder(copy.deepcopy(model), kind="fast", team=team, **settings)
+    decoder = make_decoder(copy.deepcopy(model), kind="fast", tp_group=team, **settings)
     assert isinstance(decoder, FastDecoder)
     return decoder
 
@@ -127,7 +127,7 @@ def drawn(decoder: FastDecoder, kind: type[Engine] = Engine, **settings: Any) ->
     for i, prompt in enumerate(random_prompts([4, 11, 1, 7])):
         params = SamplingParams(max_tokens=9, temperature=0.9, top_k=7 if i == 3 else -1)
         engine.add(
-            Request(
+            SamplingRequest(
                 prompt=prompt,
                 num_samples=3,
                 params=params,
@@ -205,23 +205,23 @@ def test_several_adapters_on_one_base_in_one_batch():
         models.append(add_lora(copy.deepcopy(plain), targets, r=2 + i))
 
     def run(team: Any) -> list[Any]:
-        base = make_base(copy.deepcopy(plain), None, None, team=team)
+        base = make_base_decoder(copy.deepcopy(plain), None, None, tp_group=team)
         assert isinstance(base, FastDecoder)
-        decoder = MixedDecoder(base)
+        decoder = MultiAdapterDecoder(base)
         for number, model in enumerate(models):
-            own = make_decoder(copy.deepcopy(model), kind="fast", base=base, team=team)
+            own = make_decoder(copy.deepcopy(model), kind="fast", base=base, tp_group=team)
             assert own.base is base
-            decoder.put(number, own, 0)
-        engine = MixedEngine(decoder, eos_token_ids=(3,))
+            decoder.add_adapter(number, own, 0)
+        engine = MultiAdapterEngine(decoder, eos_token_ids=(3,))
         for i, prompt in enumerate(random_prompts([4, 6, 3, 5])):
             engine.add(
-                Request(
+                SamplingRequest(
                     prompt=prompt,
                     num_samples=2,
                     params=SamplingParams(max_tokens=7),
                     seed=1,
                     problem=i,
-                    weights=i % 3,
+                    adapter_id=i % 3,
                 )
             )
         return engine.run()
@@ -233,8 +233,8 @@ def test_several_adapters_on_one_base_in_one_batch():
 
 def test_logprobs_of_texts():
     model, texts = tiny_model("llama"), random_prompts([5, 12, 2])
-    expected = score(make_decoder(model, kind="fast"), texts, 0.7)
-    for found in on_ranks(2, lambda team: score(split(model, team), texts, 0.7)):
+    expected = score_sequences(make_decoder(model, kind="fast"), texts, 0.7)
+    for found in on_ranks(2, lambda team: score_sequences(split(model, team), texts, 0.7)):
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_allclose(
                 np.array(one[1:], float), np.array(other[1:], float), atol=1e-5
@@ -351,7 +351,7 @@ def test_what_only_the_generic_decoder_samples(kind):
         UserError,
         match="sampler_tp 2 requires the fast decoder .* leave sampler_tp at 1",
     ):
-        on_ranks(2, lambda team: make_decoder(copy.deepcopy(model), kind=kind, team=team))
+        on_ranks(2, lambda team: make_decoder(copy.deepcopy(model), kind=kind, tp_group=team))
 
 
 def test_the_words_are_all_there():

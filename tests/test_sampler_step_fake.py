@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.sampler import make_decoder
+from rl.sampler.decode_inputs import DecodeInputs, decode_step
 from rl.sampler.decoder_fast import FastDecoder
-from rl.sampler.step_buffers import StepBuffers, run_step
-from rl.sampler.weights import Weights
+from rl.sampler.decoder_weights import DecoderWeights
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -111,7 +111,13 @@ def recorder(monkeypatch):
     """
     import triton
 
-    from kernels import draw_triton, paged_attention, paged_attention_triton, step, step_triton
+    from kernels import (
+        decode_ops,
+        decode_ops_triton,
+        paged_attention,
+        paged_attention_triton,
+        sample_tokens_triton,
+    )
 
     wire = Recorder()
 
@@ -125,24 +131,30 @@ def recorder(monkeypatch):
 
         return launch
 
-    for module in (step_triton, draw_triton, paged_attention_triton):
+    for module in (decode_ops_triton, sample_tokens_triton, paged_attention_triton):
         for name, one in list(vars(module).items()):
             if isinstance(one, triton.JITFunction) and name.endswith("_kernel"):
                 monkeypatch.setattr(
                     module, name, Launched(wire, name.strip("_").removesuffix("_kernel"))
                 )
-        for name in ("residual_rms", "silu_mul", "rope_append", "draw", "attend_pages"):
+        for name in (
+            "fused_add_rms_norm",
+            "silu_mul",
+            "rope_to_cache",
+            "sample_tokens",
+            "compute_paged_attention",
+        ):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, marked(getattr(module, name)))
-    for module in (step, paged_attention, sys.modules["kernels.draw"]):
-        monkeypatch.setattr(module, "on_device", lambda tensor: nullcontext())
+    for module in (decode_ops, paged_attention, sys.modules["kernels.sample_tokens"]):
+        monkeypatch.setattr(module, "device_context", lambda tensor: nullcontext())
     return wire
 
 
 def fake_decoder(real: FastDecoder) -> FastDecoder:
     """The same on fake CUDA tensors."""
-    weights = Weights()
-    weights.pieces = real.weights.pieces
+    weights = DecoderWeights()
+    weights.slices = real.weights.slices
     weights.buffers = {
         key: torch.empty(buffer.shape, dtype=buffer.dtype, device="cuda")
         for key, buffer in real.weights.buffers.items()
@@ -150,7 +162,7 @@ def fake_decoder(real: FastDecoder) -> FastDecoder:
     return FastDecoder(real.architecture, weights)
 
 
-def two_steps(wire, model, rows, shared) -> tuple[list, int, StepBuffers]:
+def two_steps(wire, model, rows, shared) -> tuple[list, int, DecodeInputs]:
     """The operations of a step, which must be those of the next one; the layers."""
     real = make_decoder(model, dtype=torch.bfloat16, kind="fast")
     with FakeTensorMode():
@@ -161,13 +173,13 @@ def two_steps(wire, model, rows, shared) -> tuple[list, int, StepBuffers]:
             for _ in decoder.layers
         ]
         rope = torch.empty(2, 2048, a.head_width, dtype=torch.bfloat16, device="cuda")
-        buffers = StepBuffers.make(1024, 8, 8, 16, decoder.vocab_size, torch.device("cuda"))
+        buffers = DecodeInputs.allocate(1024, 8, 8, 16, decoder.vocab_size, torch.device("cuda"))
         found = []
         for _ in range(2):
             wire.done.clear()
             wire.born.clear()
             with wire:
-                run_step(decoder, kv, rope, buffers, rows, 8, shared)
+                decode_step(decoder, kv, rope, buffers, rows, 8, shared)
             found.append(list(wire.done))
             gc.collect()
             wire.stayed += [one for one in wire.born if one() is not None]
@@ -197,14 +209,14 @@ def test_a_step_waits_for_nothing_makes_nothing_and_is_the_same_every_time(recor
     assert recorder.made == [] and recorder.born and recorder.stayed == []
     # two steps of two layers
     layers = {
-        "residual_rms": 2 * 5,
+        "fused_add_rms_norm": 2 * 5,
         "silu_mul": 2 * 2,
-        "rope_append": 2 * 2,
-        "own": 2 * 2,
+        "rope_to_cache": 2 * 2,
+        "private_pages": 2 * 2,
         "merge": 2 * 2,
     }
     draws = {} if "head" in more else {"slices": 2, "pick": 2, "search": 2}
-    assert recorder.launched == layers | draws | ({"shared": 2 * 2} if shared else {})
+    assert recorder.launched == layers | draws | ({"shared_pages": 2 * 2} if shared else {})
 
 
 def test_the_count_sees_what_a_graph_cannot_have(recorder):

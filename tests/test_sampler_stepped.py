@@ -11,8 +11,8 @@ import pytest
 import torch
 from sampler_models import add_lora, one_thread, random_prompts, reference_logprobs, tiny_model  # noqa: F401
 
-from rl.sampler import Engine, Request, SteppedEngine, make_decoder
-from rl.sampler.step_graphs import buckets
+from rl.sampler import Engine, MultiStepEngine, SamplingRequest, make_decoder
+from rl.sampler.cuda_graphs import row_buckets
 from rl.types import SamplingParams
 
 LORA = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -33,7 +33,7 @@ def same(found, expected):
         np.testing.assert_allclose(mine[1], plain[1], atol=1e-4)
 
 
-def workload(rng: np.random.Generator, vocab: int) -> list[Request]:
+def workload(rng: np.random.Generator, vocab: int) -> list[SamplingRequest]:
     """Groups on prompts of any length, greedy rows, temperatures, stops of several kinds, now and
     then top-k.
     """
@@ -49,22 +49,22 @@ def workload(rng: np.random.Generator, vocab: int) -> list[Request]:
         params = SamplingParams(max_tokens=int(rng.integers(1, 25)), **how)
         prompt = prompts[int(rng.integers(3))]
         requests.append(
-            Request(
+            SamplingRequest(
                 prompt=prompt, num_samples=int(rng.integers(1, 5)), problem=i, seed=4, params=params
             )
         )
     return requests
 
 
-def tight(rng: np.random.Generator, decoder) -> tuple[SteppedEngine, list[Request]]:
+def tight(rng: np.random.Generator, decoder) -> tuple[MultiStepEngine, list[SamplingRequest]]:
     """Requests, and an engine of few pages and few places for them."""
     requests, page = workload(rng, decoder.vocab_size), int(rng.choice([2, 4, 8]))
     most = max(-(-(len(r.prompt) + r.params.max_tokens) // page) for r in requests)
     limits = dict(
         kv_cache_tokens=page * (most + int(rng.integers(0, 12))), max_rows=int(rng.integers(1, 12))
     )
-    return SteppedEngine(
-        decoder, (3,), page=page, look=int(rng.integers(1, 10)), **limits
+    return MultiStepEngine(
+        decoder, (3,), page=page, steps_per_sync=int(rng.integers(1, 10)), **limits
     ), requests
 
 
@@ -77,11 +77,11 @@ def random_workloads(decoder, seeds) -> tuple[int, int, int]:
         rng = np.random.default_rng(seed)
         engine, requests = tight(rng, decoder)
         same(answers(engine, requests), answers(Engine(decoder, (3,)), requests))
-        tables = engine._state.tables
-        assert tables.pool.free == len(tables.pool.held) and not tables.rows
+        tables = engine._state.block_manager
+        assert tables.pool.num_free == len(tables.pool.ref_counts) and not tables.rows
         waited, looks, steps = (
-            waited + engine.evictions,
-            looks + engine.looks,
+            waited + engine.preemptions,
+            looks + engine.num_syncs,
             steps + engine.counters.steps,
         )
     return waited, looks, steps
@@ -124,7 +124,7 @@ def test_every_family_and_adapters_by_every_look(kind):
         model = add_lora(model, ["lm_head", "q_proj"] if "head" in more else LORA)
     decoder = make_decoder(model, kind="fast")
     requests = [
-        Request(
+        SamplingRequest(
             prompt=prompt,
             num_samples=n,
             problem=i,
@@ -136,10 +136,10 @@ def test_every_family_and_adapters_by_every_look(kind):
     ]
     expected = answers(Engine(decoder, (3, 4)), requests)
     for look in (1, 5, 32):
-        engine = SteppedEngine(decoder, (3, 4), page=4, look=look, max_rows=9)
+        engine = MultiStepEngine(decoder, (3, 4), page=4, steps_per_sync=look, max_rows=9)
         same(answers(engine, requests), expected)
-        assert engine.looks <= engine.counters.steps and (
-            look == 1 or engine.looks < engine.counters.steps / 2
+        assert engine.num_syncs <= engine.counters.steps and (
+            look == 1 or engine.num_syncs < engine.counters.steps / 2
         )
 
 
@@ -150,11 +150,11 @@ def test_in_bfloat16_too():
     decoder = make_decoder(tiny_model("qwen3"), dtype=torch.bfloat16, kind="fast")
     params, prompts = SamplingParams(max_tokens=12), random_prompts([5, 17])
     requests = [
-        Request(prompt=prompt, num_samples=3, problem=i, params=params)
+        SamplingRequest(prompt=prompt, num_samples=3, problem=i, params=params)
         for i, prompt in enumerate(prompts)
     ]
     mine, plain = (
-        answers(engine, requests) for engine in (SteppedEngine(decoder, page=4), Engine(decoder))
+        answers(engine, requests) for engine in (MultiStepEngine(decoder, page=4), Engine(decoder))
     )
     together = 0
     for one, other in zip(itertools.chain(*mine), itertools.chain(*plain), strict=True):
@@ -171,8 +171,8 @@ def test_weights_that_are_loaded_in_place_are_the_next_steps(decoder):
     """Nothing is made anew for them: what a captured graph would read has been written."""
     model = tiny_model("qwen3")
     decoder = make_decoder(model, kind="fast")
-    engine = SteppedEngine(decoder, page=4)
-    request = Request(prompt=[4, 9, 2], num_samples=2, params=SamplingParams(max_tokens=10))
+    engine = MultiStepEngine(decoder, page=4)
+    request = SamplingRequest(prompt=[4, 9, 2], num_samples=2, params=SamplingParams(max_tokens=10))
     answers(engine, [request])
     steps, before = (
         engine._steps,
@@ -194,16 +194,20 @@ def test_rows_that_ended_write_to_no_page_of_another(decoder):
     """
     found = []
     for look in (1, 16):
-        engine = SteppedEngine(decoder, (3, 4, 5, 6, 7, 8), page=4, look=look, kv_cache_tokens=400)
+        engine = MultiStepEngine(
+            decoder, (3, 4, 5, 6, 7, 8), page=4, steps_per_sync=look, kv_cache_tokens=400
+        )
         for i, prompt in enumerate(random_prompts([6, 11, 9])):
             engine.add(
-                Request(
+                SamplingRequest(
                     prompt=prompt, num_samples=4, problem=i, params=SamplingParams(max_tokens=30)
                 )
             )
         engine.run()
         engine.add(
-            Request(prompt=random_prompts([13])[0], params=SamplingParams(max_tokens=18, stop=[]))
+            SamplingRequest(
+                prompt=random_prompts([13])[0], params=SamplingParams(max_tokens=18, stop=[])
+            )
         )
         response = engine.run()[0].sequences[0]
         found.append((response.tokens, response.logprobs))
@@ -213,8 +217,8 @@ def test_rows_that_ended_write_to_no_page_of_another(decoder):
 
 def test_what_is_not_a_number_is_an_error_within_a_look():
     decoder = make_decoder(tiny_model("qwen3"), kind="fast")
-    engine = SteppedEngine(decoder, page=4)
-    engine.add(Request(prompt=[3, 4], params=SamplingParams(max_tokens=20)))
+    engine = MultiStepEngine(decoder, page=4)
+    engine.add(SamplingRequest(prompt=[3, 4], params=SamplingParams(max_tokens=20)))
     engine.step()
     decoder.load_([("model.norm.weight", torch.full((32,), torch.nan))])
     with pytest.raises(FloatingPointError, match="diverged"):
@@ -223,13 +227,13 @@ def test_what_is_not_a_number_is_an_error_within_a_look():
 
 def test_buckets_hold_every_number_of_rows():
     assert (
-        buckets(1) == [1]
-        and buckets(3) == [1, 2, 4]
-        and buckets(24) == [1, 2, 4, 8, 16, 24]
-        and buckets(1024)[-3:] == [512, 768, 1024]
+        row_buckets(1) == [1]
+        and row_buckets(3) == [1, 2, 4]
+        and row_buckets(24) == [1, 2, 4, 8, 16, 24]
+        and row_buckets(1024)[-3:] == [512, 768, 1024]
     )
     for most in range(1, 70):
-        sizes = buckets(most)
+        sizes = row_buckets(most)
         assert (
             sizes == sorted(set(sizes))
             and sizes[-1] >= most
@@ -241,15 +245,18 @@ def test_ends_are_found_where_the_steps_are_made(decoder, monkeypatch):
     """Read from the buffers before the host looks: a row that ended stands at its last token, and
     was not carried on.
     """
-    engine, ended = SteppedEngine(decoder, tuple(range(3, 12)), page=4, look=12), 0
+    engine, ended = MultiStepEngine(decoder, tuple(range(3, 12)), page=4, steps_per_sync=12), 0
     for i, prompt in enumerate(random_prompts([6, 11])):
         engine.add(
-            Request(
+            SamplingRequest(
                 prompt=prompt, num_samples=6, problem=i, params=SamplingParams(max_tokens=7 + 9 * i)
             )
         )
     engine.step()
-    rows, run = {name: engine._rows[name].copy() for name in ("max_tokens", "drawn")}, engine._run
+    rows, run = (
+        {name: engine._rows[name].copy() for name in ("max_tokens", "drawn")},
+        engine._run_steps,
+    )
     written = (
         engine._state.prompt_lengths[engine._state.prompt_of_row] + engine._state.response_lengths
     )
@@ -262,13 +269,13 @@ def test_ends_are_found_where_the_steps_are_made(decoder, monkeypatch):
             stops = [i + 1 for i, token in enumerate(tokens[:, row].tolist()) if 3 <= token < 12]
             fed = min([count, int(left[row]), *stops[:1]])
             over = fed == left[row] or stops[:1] == [fed]
-            assert b.left[row] == (0 if over else left[row] - fed)
+            assert b.remaining[row] == (0 if over else left[row] - fed)
             assert b.position[row] == written[row] + fed and b.token[row] == tokens[fed - 1, row]
             assert (tokens[fed:, row] == tokens[fed - 1, row]).all() if over else True
             ended += bool(over and fed < count)
-        assert not b.left[len(left) : engine._steps.bucket(len(left))].any()
+        assert not b.remaining[len(left) : engine._steps.bucket_for(len(left))].any()
         return tokens, logprobs
 
-    monkeypatch.setattr(engine, "_run", seen)
+    monkeypatch.setattr(engine, "_run_steps", seen)
     engine.step()
     assert ended > 3

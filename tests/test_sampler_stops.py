@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl.sampler.stops import StopStrings, StopTable, stop_condition
+from rl.sampler.stop_conditions import StopStringMatcher, StopTable, build_stop_condition
 
 TOKENIZERS = ["qwen2.5", "gpt2", "minimind_6400"]
 
@@ -19,22 +19,26 @@ def load_tokenizer(path):
 
 def test_meaning_of_stop():
     eos = (2, 5)
-    assert stop_condition(None, eos).token_ids == {2, 5}
+    assert build_stop_condition(None, eos).token_ids == {2, 5}
     assert (
-        stop_condition([], eos).token_ids == frozenset() and stop_condition([], eos).strings == ()
+        build_stop_condition([], eos).token_ids == frozenset()
+        and build_stop_condition([], eos).strings == ()
     )
-    assert stop_condition("end", eos).token_ids == {2, 5} and stop_condition(
+    assert build_stop_condition("end", eos).token_ids == {2, 5} and build_stop_condition(
         "end", eos
     ).strings == ("end",)
-    assert stop_condition([7, 9], eos).token_ids == {2, 5, 7, 9}
+    assert build_stop_condition([7, 9], eos).token_ids == {2, 5, 7, 9}
     with pytest.raises(ValueError, match="empty string"):
-        stop_condition(["a", ""], eos)
+        build_stop_condition(["a", ""], eos)
 
 
 def test_table_looks_up_rows_of_tokens_and_shares_equal_conditions():
     table = StopTable(10)
-    first, none = table.row(stop_condition([4], (2,))), table.row(stop_condition([], (2,)))
-    assert table.row(stop_condition([4], (2,))) == first != none
+    first, none = (
+        table.row_of(build_stop_condition([4], (2,))),
+        table.row_of(build_stop_condition([], (2,))),
+    )
+    assert table.row_of(build_stop_condition([4], (2,))) == first != none
     tokens = np.array([2, 4, 5, 2])
     assert table.table[np.array([first, first, first, none]), tokens].tolist() == [
         True,
@@ -51,8 +55,8 @@ def test_every_id_of_the_vocabulary_can_stop():
     table = StopTable(6)
     for token in range(6):
         for row in (
-            table.row(stop_condition([token], ())),
-            table.row(stop_condition(None, (token, 6, 99))),
+            table.row_of(build_stop_condition([token], ())),
+            table.row_of(build_stop_condition(None, (token, 6, 99))),
         ):
             assert np.flatnonzero(table.table[row]).tolist() == [token]
 
@@ -96,10 +100,10 @@ def test_stop_strings_equal_full_decoding(shared_data, name):
     hits = 0
     for tokens in streams:
         for strings in conditions:
-            finder = StopStrings(tokenizer)
+            finder = StopStringMatcher(tokenizer)
             array = np.array(tokens)
             found = next(
-                (n for n in range(1, len(tokens) + 1) if finder.found(strings, array[:n])), None
+                (n for n in range(1, len(tokens) + 1) if finder.matches(strings, array[:n])), None
             )
             expected = first_hit_by_full_decoding(tokenizer, strings, tokens)
             assert found == expected, (strings, tokens)
@@ -109,7 +113,7 @@ def test_stop_strings_equal_full_decoding(shared_data, name):
 
 def test_the_cost_does_not_grow_with_the_response(shared_data):
     tokenizer = load_tokenizer(shared_data / "tokenizers" / "minimind_6400")
-    finder = StopStrings(tokenizer)
+    finder = StopStringMatcher(tokenizer)
     decoded: list[int] = []
     plain = finder.decode
 
@@ -120,5 +124,5 @@ def test_the_cost_does_not_grow_with_the_response(shared_data):
     finder.decode = counting  # type: ignore[method-assign]
     tokens = np.array(tokenizer.encode("a b c d e > f ") * 60)
     for n in range(1, len(tokens) + 1):
-        assert not finder.found(("</answer>",), tokens[:n])
+        assert not finder.matches(("</answer>",), tokens[:n])
     assert max(decoded) <= 4 * len("</answer>")

@@ -5,8 +5,8 @@ batch.
 import numpy as np
 import pytest
 
-from rl.sampler.rows import Rows
-from rl.sampler.streams import as_uint64, philox4x32, uniforms
+from rl.sampler.philox import as_uint64, philox4x32, philox_uniforms
+from rl.sampler.running_rows import RunningRows
 
 
 @pytest.mark.parametrize(
@@ -30,11 +30,14 @@ def test_philox_known_answers(counter, key, expected):
 
 def test_every_coordinate_changes_the_number_and_batches_do_not():
     base = dict(seed=5, problem=7, index=2, position=11)
-    alone = uniforms(*(np.array([value], np.uint64) for value in base.values()))[0]
+    alone = philox_uniforms(*(np.array([value], np.uint64) for value in base.values()))[0]
     for name in base:
         changed = {**base, name: base[name] + 1}
-        assert uniforms(*(np.array([value], np.uint64) for value in changed.values()))[0] != alone
-    many = uniforms(
+        assert (
+            philox_uniforms(*(np.array([value], np.uint64) for value in changed.values()))[0]
+            != alone
+        )
+    many = philox_uniforms(
         np.uint64(5),
         np.arange(50, dtype=np.uint64)[:, None],
         np.uint64(2),
@@ -47,13 +50,13 @@ def test_every_coordinate_changes_the_number_and_batches_do_not():
 def test_every_bit_of_seed_and_problem_counts():
     """Seeds and streams of a repeated problem are numbers of 63 bits."""
     bits = np.uint64(1) << np.arange(64, dtype=np.uint64)
-    by_seed = uniforms(bits, np.uint64(7), np.uint64(2), np.uint64(11))
-    by_problem = uniforms(np.uint64(5), bits, np.uint64(2), np.uint64(11))
+    by_seed = philox_uniforms(bits, np.uint64(7), np.uint64(2), np.uint64(11))
+    by_problem = philox_uniforms(np.uint64(5), bits, np.uint64(2), np.uint64(11))
     assert len(np.unique(np.concatenate([by_seed, by_problem]))) == 128
 
 
 def test_uniform_moments_and_range():
-    u = uniforms(
+    u = philox_uniforms(
         np.uint64(1),
         np.arange(200, dtype=np.uint64)[:, None],
         np.uint64(0),
@@ -80,7 +83,7 @@ def test_rows_know_their_next_uniform_however_far_they_went_without_asking():
     rng = np.random.default_rng(3)
     for _ in range(50):
         rows, nothing = (
-            Rows(),
+            RunningRows(),
             dict(max_tokens=[99], stop_row=[0], has_strings=[False], temperature=[1.0]),
         )
         nothing |= dict(
@@ -92,16 +95,16 @@ def test_rows_know_their_next_uniform_however_far_they_went_without_asking():
             untruncated_logprobs=[False],
         )
         for job, (seed, problem) in enumerate([(4, 0), (4, 1), (9, 1)]):
-            rows.enter([0], [2], [job], job=[job], seed=[seed], problem=[problem], **nothing)
+            rows.add([0], [2], [job], job=[job], seed=[seed], problem=[problem], **nothing)
         for _ in range(12):
-            found = rows.uniforms()
+            found = rows.next_uniforms()
             assert np.array_equal(
                 found,
-                uniforms(
+                philox_uniforms(
                     rows["seed"], rows["problem"], rows["index"], rows["drawn"].astype(np.uint64)
                 ),
             )
             for _ in range(int(rng.integers(1, 30))):
                 rows.record(np.zeros(len(rows), np.int64), np.zeros(len(rows)))
             if len(rows) > 1 and rng.random() < 0.2:
-                rows.keep(np.sort(rng.permutation(len(rows))[:-1]))
+                rows.keep_rows(np.sort(rng.permutation(len(rows))[:-1]))

@@ -17,10 +17,11 @@ from sampler_models import tiny_model
 from teams_case import CASES
 from test_distributed import REPO, run, sharded
 
-from rl.clients import SamplerSettings, ServiceClient, WorkerSettings
+from rl.client import ServiceClient
+from rl.distributed import check_tensor_parallel
 from rl.errors import BadRequestError, UserError
-from rl.models.load import load_model
-from rl.ranks import check_team
+from rl.models.model_loading import load_model
+from rl.runtime import SamplerSettings, WorkerSettings
 
 SAME = (
     "drawn 0",
@@ -148,12 +149,12 @@ def test_launches_that_cannot_be_cut_up(tp, ranks, world, local, said, monkeypat
         if value is not None:
             monkeypatch.setenv(name, str(value))
     with pytest.raises(UserError, match=said):
-        check_team(tp, ranks)
+        check_tensor_parallel(tp, ranks)
 
 
 def test_no_process_is_no_team():
     with pytest.raises(BadRequestError, match="sampler_tp is a whole number of processes .*got 0"):
-        check_team(0)
+        check_tensor_parallel(0)
 
 
 def test_a_service_says_so_before_anything_is_made(monkeypatch, tmp_path):

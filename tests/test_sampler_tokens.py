@@ -6,16 +6,22 @@ import numpy as np
 import pytest
 import torch
 
-from rl.sampler.token_sampling import RowSettings, draw, inverse_cdf, row_settings, truncate
+from rl.sampler.token_sampling import (
+    RowSamplingSettings,
+    make_row_settings,
+    sample_inverse_cdf,
+    sample_tokens,
+    truncate_logits,
+)
 
 CPU = torch.device("cpu")
 
 
-def settings_of(rows: list[tuple], vocab: int) -> RowSettings:
+def settings_of(rows: list[tuple], vocab: int) -> RowSamplingSettings:
     """Of (temperature, top_k, top_p), and where it is given whether logprobs are of the whole
     distribution.
     """
-    return row_settings(
+    return make_row_settings(
         *(np.array(column) for column in zip(*rows, strict=True)), vocab=vocab, device=CPU
     )
 
@@ -50,7 +56,7 @@ def test_cuts_and_logprobs_against_brute_force(temperature, top_k, top_p):
     logits[0, 3] = logits[0, 7]  # a tie
     settings = settings_of([(temperature, top_k, top_p)] * 40, 12)
     uniform = torch.rand(40, dtype=torch.float64)
-    tokens, logprobs = draw(logits, uniform, settings)
+    tokens, logprobs = sample_tokens(logits, uniform, settings)
     for row in range(40):
         expected = brute_distribution(logits[row].tolist(), temperature, top_k, top_p)
         cumulative = np.cumsum(expected)
@@ -72,8 +78,8 @@ def test_logprobs_of_the_whole_distribution_beside_cuts(temperature):
         torch.rand(len(cuts) * 2, dtype=torch.float64),
     )
     rows = [(temperature, *cut, whole) for cut in cuts for whole in (True, False)]
-    tokens, logprobs = draw(logits, uniform, settings_of(rows, 12))
-    usual_tokens, usual = draw(logits, uniform, settings_of([row[:3] for row in rows], 12))
+    tokens, logprobs = sample_tokens(logits, uniform, settings_of(rows, 12))
+    usual_tokens, usual = sample_tokens(logits, uniform, settings_of([row[:3] for row in rows], 12))
     assert tokens.tolist() == usual_tokens.tolist()
     for i, (_, _, _, whole) in enumerate(rows):
         expected = brute_distribution(logits[i].tolist(), temperature or 1.0, -1, 1.0)[tokens[i]]
@@ -88,15 +94,17 @@ def test_rows_with_their_own_settings_do_not_disturb_each_other():
     torch.manual_seed(1)
     rows = [(1.0, -1, 1.0), (0.0, -1, 1.0), (0.7, 3, 1.0), (2.0, -1, 0.5), (0.0, 2, 0.3)]
     logits, uniform = torch.randn(5, 30), torch.rand(5, dtype=torch.float64)
-    tokens, logprobs = draw(logits, uniform, settings_of(rows, 30))
+    tokens, logprobs = sample_tokens(logits, uniform, settings_of(rows, 30))
     for i, row in enumerate(rows):
-        token, logprob = draw(logits[i : i + 1], uniform[i : i + 1], settings_of([row], 30))
+        token, logprob = sample_tokens(
+            logits[i : i + 1], uniform[i : i + 1], settings_of([row], 30)
+        )
         assert token[0] == tokens[i] and abs(logprob[0] - logprobs[i]) < 1e-6
 
 
 def test_greedy_takes_the_lowest_of_equal_logits_and_reports_the_untempered_logprob():
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0]])
-    tokens, logprobs = draw(
+    tokens, logprobs = sample_tokens(
         logits, torch.tensor([0.99], dtype=torch.float64), settings_of([(0.0, -1, 1.0)], 4)
     )
     assert tokens.tolist() == [1]
@@ -104,7 +112,7 @@ def test_greedy_takes_the_lowest_of_equal_logits_and_reports_the_untempered_logp
 
 
 def test_top_k_ties_keep_the_lowest_ids():
-    cut = truncate(
+    cut = truncate_logits(
         torch.tensor([[1.0, 1.0, 1.0, 0.0]]),
         torch.tensor([2]),
         torch.tensor([1.0], dtype=torch.float64),
@@ -121,7 +129,7 @@ def test_inverse_cdf_equals_exact_sums_and_never_takes_weight_zero(vocab):
     weights[5] = 0
     weights[5, vocab - 2] = 1e-30  # alone, tiny, near the end
     uniform = torch.tensor([0.0, 1 - 2**-53, 0.5, 0.123456, 0.999999, 0.7], dtype=torch.float64)
-    tokens, totals = inverse_cdf(weights, uniform)
+    tokens, totals = sample_inverse_cdf(weights, uniform)
     for row in range(6):
         exact = np.cumsum(weights[row].numpy().astype(np.longdouble))
         assert weights[row, tokens[row]] > 0
@@ -139,7 +147,7 @@ def test_large_vocabulary_draws_follow_the_weights():
     generator = torch.Generator().manual_seed(0)
     weights = torch.rand(vocab, generator=generator)
     uniform = torch.rand(draws, dtype=torch.float64, generator=generator)
-    tokens, _ = inverse_cdf(weights.expand(draws, -1), uniform)
+    tokens, _ = sample_inverse_cdf(weights.expand(draws, -1), uniform)
     counts = np.bincount(tokens.numpy() // 20, minlength=100)  # a hundred bins of twenty tokens
     expected = weights.double().view(100, 20).sum(1).numpy() / weights.double().sum().item() * draws
     chi2 = ((counts - expected) ** 2 / expected).sum()
@@ -149,6 +157,8 @@ def test_large_vocabulary_draws_follow_the_weights():
 def test_half_precision_logits_are_normalised_in_float32():
     torch.manual_seed(0)
     logits = (torch.randn(3, 2000) * 3).bfloat16()
-    tokens, logprobs = draw(logits, torch.rand(3, dtype=torch.float64), RowSettings())
+    tokens, logprobs = sample_tokens(
+        logits, torch.rand(3, dtype=torch.float64), RowSamplingSettings()
+    )
     expected = logits.double().log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
     assert (logprobs - expected).abs().max() < 1e-5

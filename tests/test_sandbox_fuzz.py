@@ -15,8 +15,8 @@ from fractions import Fraction
 import pytest
 from adversary import adversary
 
-from rl.sandbox import Asserts, Calls, Limits, Sandbox, grading
-from rl.sandbox.inside import tester, values
+from rl.sandbox import Asserts, Calls, Sandbox, SandboxLimits, grade_tests
+from rl.sandbox.inside import tester, value_codec
 
 _TAGS = [
     "l",
@@ -179,7 +179,7 @@ def frame(draw: random.Random, number: int) -> bytes:
     elif kind < 0.6:
         message = any_json(draw)
     else:
-        value = values.encode(plain(draw))
+        value = value_codec.encode(plain(draw))
         message = draw.choice(
             [
                 {"id": number, "value": value},
@@ -203,7 +203,7 @@ class Claims:
     def __init__(self, frames: list[str]):
         self.frames, self.ends = iter(frames), 0
 
-    def ask(self, message, seconds):
+    def request(self, message, seconds):
         if message["do"] == "end":
             self.ends += 1
             return {"ended": None}
@@ -228,7 +228,7 @@ def check_calls(count: int, seed: int) -> Counter:
         compare=draw.choice(["exact", "trimmed", "tokens", "floats", "sets"]),
     )
     for body, (ok, reason) in zip(
-        bodies, grading.verdicts(job, tests, Limits(total_s=1e6), False), strict=True
+        bodies, grade_tests.grade_tests(job, tests, SandboxLimits(total_s=1e6), False), strict=True
     ):
         assert not ok and len(reason) < 700, (body, reason)
         reason.encode("utf-8", "surrogatepass")
@@ -261,11 +261,11 @@ def check_link(count: int, seed: int) -> Counter:
         replies, theirs = os.pipe()
         os.write(theirs, len(body).to_bytes(8, "big") + body)
         os.close(theirs)
-        link, argument = tester.Link(sink, replies, 1 << 20, end), [3, 1]
+        link, argument = tester.CandidateClient(sink, replies, 1 << 20, end), [3, 1]
         link.functions["f0"] = lambda *_: None
         start = time.thread_time()
         try:
-            link.ask("call", 0, (argument,))
+            link.request("call", 0, (argument,))
             words["value"] += 1
         except Ended as ended:
             words[str(ended)] += 1
@@ -291,11 +291,14 @@ def check_values(count: int, seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(count):
         value = plain(draw)
-        back = values.decode(json.loads(json.dumps(values.encode(value))))
+        back = value_codec.decode(json.loads(json.dumps(value_codec.encode(value))))
         assert type(back) is type(value) and back == value, value
-        body = json.dumps({"id": 1, "value": values.encode(value)})
-        (verdict,) = grading.verdicts(
-            Claims([body]), Calls("f", [([1], value)], compare=lambda a, b: a == b), Limits(), False
+        body = json.dumps({"id": 1, "value": value_codec.encode(value)})
+        (verdict,) = grade_tests.grade_tests(
+            Claims([body]),
+            Calls("f", [([1], value)], compare=lambda a, b: a == b),
+            SandboxLimits(),
+            False,
         )
         assert (
             verdict == (True, "ok") or "a range over more" in verdict[1] and "range(" in repr(value)
@@ -320,7 +323,7 @@ def test_random_bytes_from_the_candidates_process():
     half as they are.
     """
     draw = random.Random(4)
-    with Sandbox(workers=1, limits=Limits(wall_s=2, cpu_s=5, total_s=120)) as sandbox:
+    with Sandbox(workers=1, limits=SandboxLimits(wall_s=2, cpu_s=5, total_s=120)) as sandbox:
         for bare in (False, True):
             raw = [
                 draw.randbytes(draw.randrange(60)) if bare else frame(draw, draw.randrange(3))

@@ -10,11 +10,11 @@ from hostile_grading import DEATHS, FAMILIES, HEADS, STYLES, cheats
 
 from rl.data import load_problems
 from rl.rewards import resolve_reward
-from rl.sandbox import COMPARERS, Asserts, Calls, Limits, Pytest, Sandbox, helpers_of
+from rl.sandbox import COMPARERS, Asserts, Calls, Pytest, Sandbox, SandboxLimits, extract_helpers
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 
-LIMITS = Limits(wall_s=2.0, cpu_s=2.0, total_s=20.0, memory_mb=192, output_kb=256)
+LIMITS = SandboxLimits(wall_s=2.0, cpu_s=2.0, total_s=20.0, memory_mb=192, output_kb=256)
 HONEST = "def f(n):\n    return n * n + 1\n"
 
 
@@ -72,7 +72,7 @@ def test_a_program_that_ends_while_tests_are_collected_fails(sandbox):
         "def f(n): raise ValueError",
         "import time\ndef f(n): time.sleep(60)",
     ):
-        grade = sandbox.grade(text, at_import, limits=Limits(wall_s=0.5, total_s=2))
+        grade = sandbox.grade(text, at_import, limits=SandboxLimits(wall_s=0.5, total_s=2))
         assert grade.passed and not any(grade.passed), grade.reasons
     parts = {
         "test_a.py": "def test_free(): pass\n",
@@ -105,7 +105,7 @@ SOLUTIONS = {
 @pytest.mark.parametrize("number", HEADS)
 def test_honest_programs_pass_where_helpers_are_the_tests_own(sandbox, number):
     head, name, check = HEADS[number]
-    helpers = helpers_of(head, name)
+    helpers = extract_helpers(head, name)
     assert name not in helpers and "def " in helpers
     assert sandbox.grade(
         f"{head}    pass\n{SOLUTIONS[number]}", Asserts(helpers, [check], name)
@@ -114,21 +114,21 @@ def test_honest_programs_pass_where_helpers_are_the_tests_own(sandbox, number):
 
 def test_helpers_of_a_head():
     # nothing that a test could call
-    assert helpers_of('import math\n\ndef f(x):\n    """Doc."""\n', "f") == ""
+    assert extract_helpers('import math\n\ndef f(x):\n    """Doc."""\n', "f") == ""
     head = (
         "import math\nN = 3\n\n@staticmethod\ndef g():\n    return 'é'  # kept\n\nasync def "
         "f(x):\n    '''Doc.'''\n"
     )
     head += "\nclass A:\n    pass\n"
-    assert helpers_of(head, "f") == (
+    assert extract_helpers(head, "f") == (
         "import math\nN = 3\n@staticmethod\ndef g():\n    return 'é'  # kept\nclass A:\n    pass\n"
     )
     # a head without a body
     assert (
-        helpers_of("def helper(x):\n    return x\n\ndef f(x):\n", "f")
+        extract_helpers("def helper(x):\n    return x\n\ndef f(x):\n", "f")
         == "def helper(x):\n    return x\n"
     )
-    assert helpers_of("no Python at all", "f") == ""
+    assert extract_helpers("no Python at all", "f") == ""
 
 
 @pytest.mark.parametrize("number", HEADS)
@@ -144,7 +144,7 @@ def test_a_row_of_humaneval_gives_no_reward_for_a_replaced_helper(tmp_path, numb
     (tmp_path / "human.jsonl").write_text(json.dumps(row) + "\n")
     (problem,) = load_problems(tmp_path / "human.jsonl", split="test")
     reward = resolve_reward("code_tests")
-    assert problem.meta["tests"]["setup"] == helpers_of(head, name) != ""
+    assert problem.meta["tests"]["setup"] == extract_helpers(head, name) != ""
     rows = [
         problem.meta,
         {"head": head, "tests": {"style": "asserts", "asserts": [check], "entry_point": name}},

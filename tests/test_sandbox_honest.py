@@ -10,12 +10,12 @@ from hostile_programs import ASSERTS, BENIGN, CALLS, CASES
 
 from rl.errors import UserError
 from rl.rewards import code, resolve_reward
-from rl.sandbox import Asserts, Calls, Dialogues, Limits, Pytest, Sandbox
-from rl.sandbox.languages import command_of
+from rl.sandbox import Asserts, Calls, Pytest, Sandbox, SandboxLimits, StdinStdoutTests
+from rl.sandbox.program_language import find_command
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 
-LIMITS = Limits(wall_s=30.0, cpu_s=10.0, total_s=90.0)
+LIMITS = SandboxLimits(wall_s=30.0, cpu_s=10.0, total_s=90.0)
 STAR = {
     "test_it.py": (
         "from solution import *\ndef test_two(): assert f(2) == 5\ndef test_three(): assert "
@@ -45,7 +45,7 @@ def test_there_are_more_than_a_hundred():
 )
 def test_an_honest_program_gets_its_reward(sandbox: Sandbox, program: Honest):
     try:
-        command_of(program.language)
+        find_command(program.language)
     except UserError as error:
         pytest.skip(str(error))
     if program.package and importlib.util.find_spec(program.package) is None:
@@ -53,7 +53,7 @@ def test_an_honest_program_gets_its_reward(sandbox: Sandbox, program: Honest):
     tests = {
         "asserts": Asserts("import math", ASSERTS, "f"),
         "calls": Calls("f", CALLS),
-        "dialogue": Dialogues(CASES, "trimmed", program.language),
+        "dialogue": StdinStdoutTests(CASES, "trimmed", program.language),
         "pytest": Pytest(STAR),
     }[program.style]
     grade = sandbox.grade(program.text, tests)
@@ -72,7 +72,7 @@ def test_as_many_threads_as_memory_has_room_for(sandbox: Sandbox, memory_mb: int
         f"t = [threading.Thread(target=work) for _ in range({threads})]\n[x.start() for x in t]\n"
         f"[x.join() for x in t]\nprint(len(r))"
     )
-    run = sandbox.run(text, limits=Limits(memory_mb=memory_mb, wall_s=20, cpu_s=10))
+    run = sandbox.run(text, limits=SandboxLimits(memory_mb=memory_mb, wall_s=20, cpu_s=10))
     assert run.stdout == f"{threads}\n", run
 
 
@@ -183,14 +183,14 @@ def test_packages_that_are_not_there_are_named():
 
 
 def test_a_reward_offers_the_packages_of_its_settings():
-    from rl.run.prepare import reward_of
-    from rl.settings import DataSettings
+    from rl.config import DataSettings
+    from rl.trainer.stage_data import resolve_stage_reward
 
     program = "```python\nimport numpy as np\ndef f(n): return np.int64(n + 1)\n```"
     meta = {"tests": ["assert f(1) == 2"]}
     for packages, reward in ((("numpy",), 1.0), ((), 0.0)):
         data = DataSettings(reward="code_tests", sandbox_packages=packages)
-        made = reward_of(data)
+        made = resolve_stage_reward(data)
         assert made.evaluate("", program, meta).reward == reward  # type: ignore[union-attr]
     assert resolve_reward("code_tests").evaluate("", program, meta).reward == 1.0
     with pytest.raises(ValueError, match="no reward runs programs"):
@@ -200,10 +200,10 @@ def test_a_reward_offers_the_packages_of_its_settings():
 def test_a_byte_order_mark_is_no_part_of_a_program():
     fenced = "```python\nx = 1\n```"
     assert (
-        code.program_in("\ufeff" + fenced, "fenced")
-        == code.program_in(fenced.replace("x", "\ufeffx"), "fenced")
+        code.extract_program("\ufeff" + fenced, "fenced")
+        == code.extract_program(fenced.replace("x", "\ufeffx"), "fenced")
         == "x = 1\n"
     )
-    assert code.program_in("\ufeffx = 1", "any") == "x = 1"
+    assert code.extract_program("\ufeffx = 1", "any") == "x = 1"
     with Sandbox(workers=1) as sandbox, sandbox.session() as python:
         assert python.run("\ufeff6 * 7").value == "42"

@@ -13,11 +13,11 @@ import pytest
 from hostile_programs import ASSERTS, BENIGN, CALLS, CASES, FAMILIES, PYTESTS, Program, hostile
 from hostile_replies import IN_PLACE, SORTS
 
-from rl.sandbox import Asserts, Calls, Dialogues, Grade, Limits, Pytest, Sandbox
+from rl.sandbox import Asserts, Calls, Grade, Pytest, Sandbox, SandboxLimits, StdinStdoutTests
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("bubblewrap")]
 
-LIMITS = Limits(
+LIMITS = SandboxLimits(
     wall_s=1.0,
     cpu_s=1.0,
     total_s=2.0,
@@ -27,15 +27,15 @@ LIMITS = Limits(
     files=300,
     output_kb=1024,
 )
-GENEROUS = Limits(wall_s=20.0, cpu_s=10.0, total_s=60.0)
+GENEROUS = SandboxLimits(wall_s=20.0, cpu_s=10.0, total_s=60.0)
 SECRET = "SECRET-" + "3fd1c9"
 
 
-def grade(sandbox: Sandbox, program: Program, limits: Limits) -> Grade:
+def grade(sandbox: Sandbox, program: Program, limits: SandboxLimits) -> Grade:
     tests = {
         "asserts": Asserts("import math", ASSERTS, "f"),
         "calls": Calls("f", CALLS),
-        "dialogue": Dialogues(CASES),
+        "dialogue": StdinStdoutTests(CASES),
         "pytest": Pytest(PYTESTS),
         "sorting": Asserts("", SORTS, "f"),
         "in place": Asserts("", IN_PLACE, "f"),
@@ -163,7 +163,7 @@ def test_no_hostile_program_gets_anything(sandbox, planted):
     assert left_behind() == before
     left = [
         len(below(slot.zygote.process.pid))
-        for slot in sandbox._slots._all
+        for slot in sandbox._worker_pool._workers
         if slot.zygote is not None
     ]
     assert all(count <= 2 for count in left), left  # bubblewrap's own and the zygote

@@ -7,11 +7,11 @@ import json
 
 import pytest
 
-from rl.sandbox import Asserts, Limits, Sandbox
+from rl.sandbox import Asserts, Sandbox, SandboxLimits
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("bubblewrap")]
 
-LIMITS = Limits(wall_s=40, cpu_s=30, total_s=120)  # one of them works for seconds
+LIMITS = SandboxLimits(wall_s=40, cpu_s=30, total_s=120)  # one of them works for seconds
 
 
 @pytest.mark.timeout(400)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from rl.sandbox import Limits, Sandbox
+from rl.sandbox import Sandbox, SandboxLimits
 
 SYSCALL = "import ctypes\nl = ctypes.CDLL(None)\n"
 
@@ -65,7 +65,7 @@ def port():
 
 def goes_through(escape: Escape, without: tuple[str, ...], port: int) -> bool:
     with Sandbox(
-        "bubblewrap", Limits(wall_s=10, memory_mb=128), workers=1, without=without
+        "bubblewrap", SandboxLimits(wall_s=10, memory_mb=128), workers=1, without=without
     ) as sandbox:
         assert all(wall in sandbox.kind for wall in without)
         if escape.first:
@@ -87,6 +87,6 @@ def test_a_wall_taken_down_lets_its_escape_through(wall, port, monkeypatch):
 
 
 def test_every_wall_has_its_escape():
-    from rl.sandbox.inside import walls
+    from rl.sandbox.inside import isolation
 
-    assert set(ESCAPES) == set(walls.ALL)
+    assert set(ESCAPES) == set(isolation.ALL_LAYERS)

@@ -12,8 +12,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.tiny_models import VOCAB, tiny_model
-from rl.memory.given import Launch
-from rl.memory.trace import Skeleton
+from rl.memory_plan.shapes import LaunchShape
+from rl.memory_plan.tracing import ModelSkeleton
 from rl.types import LoraConfig
 
 REPO = Path(__file__).resolve().parent.parent
@@ -40,7 +40,7 @@ def mixture(per_token: int):
 
 def shape_of(model, folder, lora: LoraConfig | None = None):
     model.config.save_pretrained(folder)
-    return Skeleton(str(folder), None, lora).shape
+    return ModelSkeleton(str(folder), None, lora).shape
 
 
 def counted(model, **inputs) -> int:
@@ -56,14 +56,14 @@ def test_a_mixture_computes_with_the_experts_that_a_token_is_sent_to(per_token, 
     experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
     assert (
         shape.parameters == sum(p.numel() for p in model.parameters())
-        and shape.idle == experts * (4 - per_token) // 4
+        and shape.idle_experts == experts * (4 - per_token) // 4
     )
     ids = torch.arange(TOKENS)[None]
     attention = 4 * TOKENS**2 * shape.heads * shape.head_width * shape.layers
     table = VOCAB * shape.hidden  # rows of it are looked up, not multiplied
     found = counted(model, input_ids=ids, use_cache=False) - attention
     # norms are no products
-    assert found == pytest.approx(2 * TOKENS * (shape.active - table), rel=0.02)
+    assert found == pytest.approx(2 * TOKENS * (shape.active_parameters - table), rel=0.02)
     assert found < 0.9 * 2 * TOKENS * (shape.parameters - table)
 
 
@@ -73,21 +73,21 @@ def test_a_token_sent_to_two_experts_more_costs_those_and_nothing_else(tmp_path)
     more = counted(mixture(3), input_ids=ids, use_cache=False) - counted(
         mixture(1), input_ids=ids, use_cache=False
     )
-    assert more == 2 * TOKENS * (shapes[3].active - shapes[1].active) > 0
+    assert more == 2 * TOKENS * (shapes[3].active_parameters - shapes[1].active_parameters) > 0
 
 
 def test_all_experts_are_sent_and_gathered_and_few_are_computed_with(scaling, tmp_path):
     shape, load = shape_of(mixture(1), tmp_path), scaling.Load()
-    dense = replace(shape, idle=0)
+    dense = replace(shape, idle_experts=0)
     for zero in (None, 1, 2, 3):
-        launch = Launch(cuda=True, bf16=True, world=4, zero=zero)
+        launch = LaunchShape(cuda=True, bf16=True, world=4, zero_stage=zero)
         assert scaling.payload(shape, launch, 3) == scaling.payload(dense, launch, 3)
-    ddp = scaling.payload(shape, Launch(cuda=True, bf16=True, world=4), 3)
+    ddp = scaling.payload(shape, LaunchShape(cuda=True, bf16=True, world=4), 3)
     # gradients of experts that nobody reached as well
     assert ddp["all_reduce"] == 4 * shape.parameters
     assert (
         scaling.arithmetic(dense, load) - scaling.arithmetic(shape, load)
-        == 8 * shape.idle * load.tokens
+        == 8 * shape.idle_experts * load.tokens
     )
 
 
@@ -103,7 +103,10 @@ def test_a_tower_runs_over_patches_and_learns_only_where_it_is_trained(scaling, 
     model.set_attn_implementation("eager")
     own = shape_of(model, tmp_path / "all")
     tower = sum(p.numel() for p in model.model.visual.parameters())
-    assert own.seeing == own.seeing_trained == tower and own.active == own.parameters - tower
+    assert (
+        own.seeing == own.seeing_trained == tower
+        and own.active_parameters == own.parameters - tower
+    )
     frozen = shape_of(model, tmp_path / "lora", LoraConfig(2))
     assert frozen.seeing == tower and frozen.seeing_trained == 0
     side = 4  # patches: a picture of 16 x 16
@@ -114,7 +117,7 @@ def test_a_tower_runs_over_patches_and_learns_only_where_it_is_trained(scaling, 
     assert 0.6 * 2 * tower * side**2 < found < 1.1 * 2 * tower * side**2
     load = scaling.Load(patches=256)
     blind = scaling.arithmetic(own, scaling.Load())
-    assert blind == 8 * own.active * load.tokens
+    assert blind == 8 * own.active_parameters * load.tokens
     assert scaling.arithmetic(own, load) - blind == 8 * tower * load.answers * 256
     assert (
         scaling.arithmetic(frozen, load) - scaling.arithmetic(frozen, scaling.Load())
@@ -132,20 +135,20 @@ class Counting:
         self.team, self.rank, self.size = team, team.rank, team.size
         self.calls = self.summed = self.gathered = self.copied = 0
 
-    def sum_(self, x):
+    def all_reduce_(self, x):
         self.calls, self.summed = self.calls + 1, self.summed + x.numel() * x.element_size()
-        return self.team.sum_(x)
+        return self.team.all_reduce_(x)
 
-    def gather(self, x):
+    def all_gather(self, x):
         self.calls, self.gathered = (
             self.calls + 1,
             self.gathered + self.size * x.numel() * x.element_size(),
         )
-        return self.team.gather(x)
+        return self.team.all_gather(x)
 
-    def first_(self, x):
+    def broadcast_(self, x):
         self.calls, self.copied = self.calls + 1, self.copied + x.numel() * x.element_size()
-        return self.team.first_(x)
+        return self.team.broadcast_(x)
 
 
 def test_a_teams_traffic_is_what_its_ranks_send(scaling, tmp_path):
@@ -156,7 +159,7 @@ def test_a_teams_traffic_is_what_its_ranks_send(scaling, tmp_path):
     from sampler_models import tiny_model as seen_model
     from test_sampler_split import on_ranks, split
 
-    from rl.sampler import Engine, Request
+    from rl.sampler import Engine, SamplingRequest
     from rl.types import SamplingParams
 
     model = seen_model("qwen3", vocab_size=48, tie_word_embeddings=False)
@@ -171,7 +174,7 @@ def test_a_teams_traffic_is_what_its_ranks_send(scaling, tmp_path):
         assert team.calls == 0
         for i in range(4):
             engine.add(
-                Request(
+                SamplingRequest(
                     prompt=[i + 1] * 6,
                     num_samples=2,
                     params=SamplingParams(max_tokens=5, stop=[]),
@@ -184,7 +187,7 @@ def test_a_teams_traffic_is_what_its_ranks_send(scaling, tmp_path):
 
     shape = shape_of(model, tmp_path)
     modelled = scaling_teams.of_a_step(
-        shape, Launch(cuda=False, bf16=False, world=2, team=2), load, rows=8
+        shape, LaunchShape(cuda=False, bf16=False, world=2, sampler_tp=2), load, rows=8
     )
     for team in on_ranks(2, counted):
         assert (team.calls, team.summed, team.gathered, team.copied) == (
@@ -204,15 +207,22 @@ def test_seconds_of_a_team_by_hand(scaling):
 
 
 def test_a_32b_policy_is_sampled_by_as_few_gpus_together_as_fit(scaling):
-    from rl.memory.given import Held
+    from rl.memory_plan.shapes import MicroBatchMemory
 
     shape = scaling.skeletons(["32B"])["32B"].shape
     load, hardware, driver = scaling.Load(), scaling.Hardware(), scaling.Driver()
 
     def step(gpus: int, memory: float = 80.0):
-        launch = Launch(cuda=True, bf16=True, world=gpus, per_node=8, zero=3)
+        launch = LaunchShape(cuda=True, bf16=True, world=gpus, per_node=8, zero_stage=3)
         return scaling.step(
-            "32B", shape, Held(), launch, load, replace(hardware, memory_gib=memory), driver, 1200.0
+            "32B",
+            shape,
+            MicroBatchMemory(),
+            launch,
+            load,
+            replace(hardware, memory_gib=memory),
+            driver,
+            1200.0,
         )
 
     found = step(64)

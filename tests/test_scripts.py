@@ -17,14 +17,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rl.algorithms import METHODS
+from rl.config import cli
+from rl.config.run_config import resolve_config
+from rl.config.sections import RunSettings
 from rl.errors import UserError
-from rl.methods import METHODS
-from rl.run.evaluation import pass_at_k, pass_figures
-from rl.run.reopen import open_weights
-from rl.run.trust import check_trusted
-from rl.settings import cli
-from rl.settings.run_plan import resolved
-from rl.settings.tables import RunSettings
+from rl.trainer.code_trust import check_trusted
+from rl.trainer.evaluation_metrics import compute_pass_at_k, pass_at_k
+from rl.trainer.saved_weights import open_weights
 
 REPO = Path(__file__).resolve().parent.parent
 RECIPE = """
@@ -96,7 +96,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer():
 
 
 def test_pass_figures_leave_out_problems_whose_rewards_failed_in_part():
-    figures = pass_figures([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0]], 3)
+    figures = compute_pass_at_k([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0]], 3)
     means = {"pass@1": 1 / 6, "pass@2": (2 / 3) / 2, "pass@3": 0.5}
     # of two values, the standard error of their mean is half of what they differ by
     errors = {
@@ -106,8 +106,8 @@ def test_pass_figures_leave_out_problems_whose_rewards_failed_in_part():
     }
     assert figures == pytest.approx({**means, **errors})
     # of one problem nothing is known of others
-    assert pass_figures([[1.0, 0.0]], 2) == {"pass@1": 0.5, "pass@2": 1.0}
-    assert pass_figures([[1.0]], 2) == {}
+    assert compute_pass_at_k([[1.0, 0.0]], 2) == {"pass@1": 0.5, "pass@2": 1.0}
+    assert compute_pass_at_k([[1.0]], 2) == {}
 
 
 @pytest.mark.parametrize("name", ["sample.py", "evaluate.py"])
@@ -125,9 +125,9 @@ def test_help_imports_nothing_heavy(name: str, tmp_path: Path):
 
 
 def unsaved_run(folder: Path) -> Path:
-    asked = cli.read(["sft"], METHODS, folder / "none.yaml", RunSettings)
+    asked = cli.read_run(["sft"], METHODS, folder / "none.yaml", RunSettings)
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(resolved(asked)))
+    (folder / "config.json").write_text(json.dumps(resolve_config(asked)))
     return folder
 
 

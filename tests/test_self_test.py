@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from whole_runs import train
 
 from rl import ServiceClient
-from rl.clients import proof, worker
 from rl.renderers import get_renderer
-from rl.run import self_test as module
-from rl.run.self_test import SelfTestFailed, self_test
+from rl.runtime import consistency, training_worker
+from rl.trainer import self_test as module
+from rl.trainer.self_test import SelfTestFailed, self_test
 from rl.types import AdamParams, SamplingParams, TensorData
 
 QUESTIONS = [[{"role": "user", "content": text}] for text in ("3+4=", "5+16=")]
@@ -97,14 +97,14 @@ def test_what_is_right_passes(run, policy, sampler):
 
 def decoders(monkeypatch, change):
     """The decoder that is looked at takes weights through `change` from here on."""
-    real = worker.look
+    real = training_worker.measure
 
     def look(learner, decoder, *rest):
         load = decoder.load_
         monkeypatch.setattr(decoder, "load_", lambda pieces: load(change(pieces)), raising=False)
         return real(learner, decoder, *rest)
 
-    monkeypatch.setattr(worker, "look", look)
+    monkeypatch.setattr(training_worker, "measure", look)
 
 
 def test_a_hand_over_that_delivers_nothing(run, monkeypatch):
@@ -175,10 +175,10 @@ def test_a_mask_or_logprobs_shifted_by_one(run, monkeypatch, names, by):
 
 
 def drawn_otherwise(monkeypatch, change):
-    real = module._draw
+    real = module._sample_answers
     monkeypatch.setattr(
         module,
-        "_draw",
+        "_sample_answers",
         lambda *args: [(prompt, change(sequence)) for prompt, sequence in real(*args)],
     )
 
@@ -195,10 +195,10 @@ def test_a_fragment_taken_for_an_ended_answer(run, monkeypatch):
 
 @ONE
 def test_another_temperature_than_that_which_is_trained_at(run, monkeypatch):
-    real = module.prove
+    real = module.check_sync
     monkeypatch.setattr(
         module,
-        "prove",
+        "check_sync",
         lambda policy, sampler, datums, temperature: real(policy, sampler, datums, 1.0),
     )
     with pytest.raises(SelfTestFailed, match="disagree on the logprobs of the same tokens"):
@@ -206,16 +206,18 @@ def test_another_temperature_than_that_which_is_trained_at(run, monkeypatch):
 
 
 def test_gradients_that_do_not_arrive_or_reach_what_is_frozen(run, policy, monkeypatch):
-    real = proof._gradient
+    real = consistency._measure_gradient
 
     def one_less(*args):
         sizes, frozen = real(*args)
         return {**sizes, next(iter(sizes)): 0.0}, frozen
 
-    monkeypatch.setattr(proof, "_gradient", one_less)
+    monkeypatch.setattr(consistency, "_measure_gradient", one_less)
     with pytest.raises(SelfTestFailed, match="no gradient reaches 1 of"):
         run()
-    monkeypatch.setattr(proof, "_gradient", lambda *args: (real(*args)[0], ["model.norm.weight"]))
+    monkeypatch.setattr(
+        consistency, "_measure_gradient", lambda *args: (real(*args)[0], ["model.norm.weight"])
+    )
     with pytest.raises(SelfTestFailed, match="frozen tensors have a gradient: model.norm.weight"):
         run()
 
@@ -227,7 +229,7 @@ def test_nothing_stays_of_a_self_test_that_fails(run, policy, monkeypatch):
         policy.forward(datums, "importance_sampling", {"temperature": 1.0}).result().loss_fn_outputs
     )
     with monkeypatch.context() as patch:
-        patch.setattr(proof, "_gradient", lambda *args: 1 / 0)
+        patch.setattr(consistency, "_measure_gradient", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run()
     after = (
@@ -240,11 +242,11 @@ def test_nothing_stays_of_a_self_test_that_fails(run, policy, monkeypatch):
 
 def test_moved_tensors_are_all_of_them_or_as_many_as_memory_holds(monkeypatch):
     shapes = {f"t{i}": torch.Size([100]) for i in range(10)}
-    assert proof._within(shapes, list(shapes)) == list(shapes)
-    monkeypatch.setattr(proof, "MOVED_BYTES", 1300)
-    assert proof._within(shapes, list(shapes)) == ["t0", "t4", "t8"]
-    assert not torch.equal(proof._elsewhere(torch.zeros(4)), torch.zeros(4))
-    moved = proof._elsewhere(torch.full((64,), -3.0)) + 3.0
+    assert consistency._select_within_limit(shapes, list(shapes)) == list(shapes)
+    monkeypatch.setattr(consistency, "MAX_PERTURBED_BYTES", 1300)
+    assert consistency._select_within_limit(shapes, list(shapes)) == ["t0", "t4", "t8"]
+    assert not torch.equal(consistency._perturb(torch.zeros(4)), torch.zeros(4))
+    moved = consistency._perturb(torch.full((64,), -3.0)) + 3.0
     assert 0.5 < float(moved.abs().max()) <= 0.75
 
 

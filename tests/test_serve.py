@@ -13,13 +13,14 @@ import pytest
 from seeing import chunk, spelt
 from serving import BASE, PROTOBUF, Wire, datum_message, held, server
 
-from rl.clients import ServiceClient, WorkerSettings
-from rl.images import reader_of
+from rl.client import ServiceClient
+from rl.images import get_image_reader
 from rl.learner import LearnerSettings
 from rl.losses import LOSSES
-from rl.serve import wire
-from rl.serve.promises import Promise, Promises
-from rl.serve.tenants import end_session
+from rl.runtime import WorkerSettings
+from rl.serve import tinker_protobuf
+from rl.serve.request_store import PendingRequest, RequestStore
+from rl.serve.served_models import end_session
 from rl.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
 
 KEYS = ("tml-first-tenants-key", "tml-second-tenants-key")
@@ -191,7 +192,7 @@ def test_a_checkpoint_of_alpha_equal_to_the_rank_goes_on_over_the_wire_as_it_was
     """
     data = texts()
     with server(tmp_path / "served") as one:
-        own, made = one.desk.service, []
+        own, made = one.engine.service, []
         before, wires = own.create_lora_training_client, Wire(one)
         own.create_lora_training_client = lambda *given, **more: (
             made.append(before(*given, alpha=None, **more)) or made[-1]
@@ -327,13 +328,15 @@ def test_samples_are_drawn_between_the_micro_batches_of_a_call(tmp_path):
         sampler = wires.sampler(model, 1)
         wires.sample(sampler, 0, [4, 5])
         order, slices = [], []
-        plain = one.desk._slice
-        one.desk._slice = lambda job: (slices.append(job.what), plain(job))[1]
+        plain = one.engine._run_job_slice
+        one.engine._run_job_slice = lambda job: (slices.append(job.verb), plain(job))[1]
         trained = wires.ask(model, 2, texts(300))
         asked = wires.ask_sample(sampler, 1, [4, 5], max_tokens=4)
         for name, request in (("sample", asked), ("train", trained)):
-            promise = one.promises.find(request["request_id"], "local")
-            promise.ready.add_done_callback(lambda _, name=name: order.append((name, len(slices))))
+            promise = one.request_store.find_request(request["request_id"], "local")
+            promise.result_future.add_done_callback(
+                lambda _, name=name: order.append((name, len(slices)))
+            )
         rows, metrics = wires.output(trained)
         assert [name for name, _ in order] == ["sample", "train"], order
         assert order[0][1] + 5 < order[1][1], "it did not wait for the call"
@@ -376,10 +379,10 @@ def test_a_model_that_is_written_out_and_read_back_goes_on_to_the_bit(tmp_path):
 
     with server(tmp_path / "narrow", models_in_memory=1) as one:
         narrow = lives(one, True)
-        assert one.desk.tally.value("written_out_total", which="read_back") >= 4
+        assert one.engine.metrics.get_value("written_out_total", which="read_back") >= 4
     with server(tmp_path / "wide") as one:
         assert lives(one, False) == narrow
-        assert one.desk.tally.value("written_out_total", which="read_back") == 0
+        assert one.engine.metrics.get_value("written_out_total", which="read_back") == 0
 
 
 def test_a_server_that_goes_on_keeps_models_paths_and_what_was_trained(tmp_path):
@@ -415,7 +418,7 @@ def test_a_server_that_goes_on_keeps_models_paths_and_what_was_trained(tmp_path)
 
 
 def test_a_gradient_that_a_restart_lost_is_told_and_no_number_is_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl.serve.tenants._GAP_SECONDS", 0.1)
+    monkeypatch.setattr("rl.serve.served_models._GAP_SECONDS", 0.1)
     with server(tmp_path / "a", durable=True) as one:
         wires = Wire(one)
         wires.open()
@@ -432,7 +435,7 @@ def test_a_gradient_that_a_restart_lost_is_told_and_no_number_is_waited_for(tmp_
         ), "applied once, told again"
         asked = again.step(model, 4)
         time.sleep(0.2)
-        one.tenants.pass_gaps()
+        one.model_manager.skip_lost_numbers()
         assert "repeat the forward_backward" in again.wait(asked)["error"]
         again.output(again.ask(model, 5, texts()))
         assert again.wait(again.step(model, 6))["metrics"]["grad_norm"] > 0
@@ -514,7 +517,7 @@ def test_what_is_anothers_does_not_exist(tmp_path):
 
 
 def test_nothing_leads_out_of_the_folder_and_no_body_breaks_in(wires, served):
-    root = served.book.root
+    root = served.session_store.root
     model, session = wires.model(), wires.session
     before = {path for path in root.parent.iterdir()}
     for path in ("tinker://../../etc", "tinker://../../etc/weights/passwd", f"tinker://{model}/weights/..", f"tinker://{model}/../x",
@@ -542,7 +545,7 @@ def test_nothing_leads_out_of_the_folder_and_no_body_breaks_in(wires, served):
         f"/api/v1/files/9999999999/{'0' * 64}/{model}/weights/a/state.json",
     ):
         assert wires.http.get(path).status_code == 404
-    good = wire.MESSAGES["ForwardBackwardRequest"](
+    good = tinker_protobuf.MESSAGES["ForwardBackwardRequest"](
         model_id=model, seq_id=1, loss_fn="cross_entropy"
     )
     rng = np.random.default_rng(0)
@@ -712,23 +715,23 @@ def test_a_client_that_dies_between_two_chunks_leaves_nothing_behind(tmp_path):
         assert other.wait(other.step(theirs, 2))["metrics"]["grad_norm"] > 0, (
             "another's requests wait for nothing"
         )
-        session = one.book.sessions[dying.session]
-        end_session(one.desk, one.tenants, session, "silent")
+        session = one.session_store.sessions[dying.session]
+        end_session(one.engine, one.model_manager, session, "silent")
         for waited in (rest, step):
             assert "ended (silent)" in dying.wait(waited)["error"]
         dying.post("optim_step", 410, model_id=model, seq_id=2, adam_params={"learning_rate": 1.0})
-        held = one.book.models[model]
-        assert not held.waiting and not held.gradient
+        held = one.session_store.models[model]
+        assert not held.queued_jobs and not held.has_gradient
         assert other.wait(other.step(theirs, 3))["metrics"]["skipped"] == 1.0
-        assert len(one.desk.turns) == 0
+        assert len(one.engine.queue) == 0
 
 
 def test_settings_that_would_open_the_door_are_refused():
     from rl.errors import UserError
-    from rl.serve import ServedBase, ServeSettings
+    from rl.serve import ServedBaseModel, ServeSettings
 
-    bases = (ServedBase.parse("Qwen/Qwen3-0.6B=tiny:chat,/tokenizer"),)
-    assert bases[0] == ServedBase("Qwen/Qwen3-0.6B", "tiny:chat", "/tokenizer")
+    bases = (ServedBaseModel.parse("Qwen/Qwen3-0.6B=tiny:chat,/tokenizer"),)
+    assert bases[0] == ServedBaseModel("Qwen/Qwen3-0.6B", "tiny:chat", "/tokenizer")
     wrong = (
         ({"host": "0.0.0.0"}, "keys"),
         ({"keys": ("short",)}, "16"),
@@ -751,9 +754,11 @@ def test_images_travel_and_are_what_they_are_in_this_process(tmp_path):
         head = spelt(
             words, "<|user|><|vision_start|>", chunk(1), "<|vision_end|>what?<|end|><|assistant|>"
         )
-        whole = reader_of(words).settled(ModelInput([*head.chunks, *spelt(words, "3").chunks]))
+        whole = get_image_reader(words).resolve_tokens(
+            ModelInput([*head.chunks, *spelt(words, "3").chunks])
+        )
         datum = Datum(
-            whole.cut(whole.length - 1),
+            whole.truncate(whole.length - 1),
             {"target_tokens": whole.flat()[1:], "weights": np.ones(whole.length - 1)},
         )
         mine = (
@@ -806,7 +811,7 @@ def test_logprobs_of_given_tokens_in_the_place_of_a_prompts(wires, served):
     rows = {"data": [token for *_, token in listed], "dtype": "int64", "shape": [3, 2]}
     rows |= {"sparse_crow_indices": [0, 1, 1, 3], "sparse_col_indices": [j for _, j, _ in listed]}
     sampler = wires.sampler(wires.model(), 1)
-    client = served.tenants.sampling_client(served.book.samplers[sampler])
+    client = served.model_manager.sampling_client(served.session_store.samplers[sampler])
     here = client.sample(
         ModelInput.from_ints(prompt),
         1,
@@ -848,10 +853,10 @@ def test_an_error_that_a_client_was_told_is_no_complaint_in_the_log():
         asyncio.get_running_loop().set_exception_handler(
             lambda loop, context: complaints.append(context["message"])
         )
-        promise = Promises(60.0).add(Promise("one", "owner", "sample"))
+        promise = RequestStore(60.0).add(PendingRequest("one", "owner", "sample"))
         asked = [asyncio.create_task(promise.wait(30.0)) for _ in range(2)]
         await asyncio.sleep(0)
-        promise.done.set_exception(ValueError("told"))
+        promise.work_future.set_exception(ValueError("told"))
         assert await asyncio.gather(*asked) == [True, True]
         del promise, asked
         gc.collect()
@@ -867,7 +872,7 @@ def test_a_compressed_forward_backward_is_read_and_a_bomb_is_not(tmp_path):
         client = Wire(served)
         client.open()
         model, other, data = client.model(0), client.model(1), rewarded(3)
-        message = wire.MESSAGES["ForwardBackwardRequest"](
+        message = tinker_protobuf.MESSAGES["ForwardBackwardRequest"](
             model_id=model, seq_id=1, loss_fn="importance_sampling"
         )
         message.data.extend(datum_message(one) for one in data)

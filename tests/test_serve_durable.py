@@ -78,7 +78,7 @@ def test_a_session_and_a_model_that_cannot_be_written_leave_nothing_behind(tmp_p
         for call in ("fsync", "replace"):
             refuse(call)
             answer = wires.http.post("/api/v1/create_session", json={"tags": []})
-            assert answer.status_code == 500 and not files() and not one.book.sessions
+            assert answer.status_code == 500 and not files() and not one.session_store.sessions
             monkeypatch.undo()
         wires.open()
         before = files()
@@ -94,7 +94,7 @@ def test_a_session_and_a_model_that_cannot_be_written_leave_nothing_behind(tmp_p
                 answer = wires.wait(wires.post("create_model", **body))
                 monkeypatch.undo()
             assert answer["category"] == "server" and files() == before, (call, answer, files())
-        assert not one.book.models
+        assert not one.session_store.models
         wires.model(7)
 
 
@@ -113,7 +113,7 @@ def test_a_load_that_is_undone_names_the_gradient_that_went_with_it(tmp_path, mo
             raise OSError(errno.ENOSPC, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(one.tenants, "write_out", full)
+            patch.setattr(one.model_manager, "write_model", full)
             undone = wires.wait(
                 wires.post("load_weights", model_id=model, seq_id=3, path=path, optimizer=True)
             )

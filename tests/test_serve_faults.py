@@ -12,10 +12,11 @@ import pytest
 from serving import BASE, server
 from test_serve_sdk import outputs, sampled, texts
 
-from rl.clients import ServiceClient, WorkerSettings
+from rl.client import ServiceClient
 from rl.learner import LearnerSettings
-from rl.serve.app import refusal
-from rl.serve.episodes_server import LoopServer
+from rl.runtime import WorkerSettings
+from rl.serve.app import make_error_response
+from rl.serve.loop_server import LoopServer
 from rl.types import AdamParams, ModelInput, SamplingParams
 
 pytestmark = [pytest.mark.sdk, pytest.mark.slow]
@@ -64,7 +65,7 @@ class Faulty:
             )
             await send({"type": "http.response.body", "body": b"{", "more_body": True})
         else:
-            await refusal(status, "not now: try again")(scope, receive, send)
+            await make_error_response(status, "not now: try again")(scope, receive, send)
 
 
 async def _nowhere(message):
@@ -94,7 +95,7 @@ def seen(tmp_path_factory):
             "requirements-sdk.txt into a venv of its own)"
         )
     with server(tmp_path_factory.mktemp("served"), keys=KEYS, token_budget=BUDGET) as one:
-        _breaks_once(one.tenants)
+        _breaks_once(one.model_manager)
         faulty = Faulty(one.app)
         listening = LoopServer(lambda: faulty, "the test's server")
         try:
@@ -129,12 +130,12 @@ def test_what_the_sdk_does_again_after_a_fault_is_done_once(seen, here):
         assert client.optim_step(ADAM).result().metrics == found[f"stepped {step}"]
     sampler = client.save_weights_and_get_sampling_client()
     assert [sampled(sampler, [5, 9, 30 + i], 2, 11 + i) for i in range(2)] == found["sampled"]
-    owner, beside = one.book.models_of, seen[0]["beside"]
+    owner, beside = one.session_store.list_models, seen[0]["beside"]
     assert len([model for key in one.app._keys for model in owner(key[1])]) == 3, (
         "a model that was asked for twice was made twice"
     )
     done = {
-        verb: one.desk.tally.value("work_total", verb=verb, outcome="done")
+        verb: one.engine.metrics.value("work_total", verb=verb, outcome="done")
         for verb in ("forward_backward", "optim_step", "forward")
     }
     assert done == {"forward_backward": 4, "optim_step": 4, "forward": 1}, (
@@ -143,7 +144,7 @@ def test_what_the_sdk_does_again_after_a_fault_is_done_once(seen, here):
     rows = [row for rows in (*found["sampled"], *beside["alone"]) for row, _ in rows] + beside[
         "wave"
     ]
-    assert one.desk.tally.value("sampled_tokens_total") == sum(map(len, rows)), (
+    assert one.engine.metrics.value("sampled_tokens_total") == sum(map(len, rows)), (
         "a sample was drawn twice"
     )
 

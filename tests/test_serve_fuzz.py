@@ -16,7 +16,7 @@ from serving import BASE, PROTOBUF, Wire, server
 from test_serve import KEYS, rewarded, texts
 
 from rl.losses import LOSSES
-from rl.serve import wire
+from rl.serve import tinker_protobuf
 
 pytestmark = pytest.mark.slow
 COUNT = 2100
@@ -107,7 +107,16 @@ def bent(rng, tree, foreign):
 
 
 def wild_tensor(rng, tensor):
-    dtype = rng.choice([wire.FLOAT32, wire.INT64, wire.INT32, wire.BFLOAT16, 0, 77])
+    dtype = rng.choice(
+        [
+            tinker_protobuf.FLOAT32,
+            tinker_protobuf.INT64,
+            tinker_protobuf.INT32,
+            tinker_protobuf.BFLOAT16,
+            0,
+            77,
+        ]
+    )
     values = rng.choice([0, -1, 3, 89, 90, 2**31, 2**62, -(2**63)], int(rng.integers(0, 6)))
     floats = rng.choice([0, 1, -1, np.nan, np.inf, -np.inf, 1e38, 1e-45], len(values)).astype("<f4")
     tensor.dtype = int(dtype)
@@ -164,7 +173,7 @@ def wild_chunk(rng, chunk):
 def wild_training(rng, model, seq):
     """A ForwardBackwardRequest that parses: a good one of which something is wild."""
     losses = [*LOSSES, "stable_reinforce", "", "../x"]
-    message = wire.MESSAGES["ForwardBackwardRequest"](
+    message = tinker_protobuf.MESSAGES["ForwardBackwardRequest"](
         model_id=model, seq_id=seq, loss_fn=str(rng.choice(losses))
     )
     message.forward_only = bool(rng.random() < 0.4)
@@ -195,7 +204,7 @@ def wild_training(rng, model, seq):
                 tensor = datum.loss_fn_inputs[name]
                 tensor.dense, tensor.dtype = (
                     good.tobytes(),
-                    wire.INT64 if name == "target_tokens" else wire.FLOAT32,
+                    tinker_protobuf.INT64 if name == "target_tokens" else tinker_protobuf.FLOAT32,
                 )
         for spans in (datum.model_input_spans, datum.loss_fn_input_spans):
             if rng.random() < 0.1:
@@ -569,7 +578,7 @@ def test_wild_values_are_refused_and_nobody_else_notices(tmp_path, caplog):
         assert not kinds, f"{len(fuzzer.wrong)} answers that should not be: " + "\n".join(
             map(str, kinds.items())
         )
-        assert one.desk._thread.is_alive() and fuzzer.wire.http.get("/healthz").json() == {
+        assert one.engine._thread.is_alive() and fuzzer.wire.http.get("/healthz").json() == {
             "status": "ok"
         }
         assert {path for path in tmp_path.iterdir()} == {tmp_path / "wild"}

@@ -13,8 +13,8 @@ import numpy as np
 from serving import BASE, Wire, held, server
 from test_serve import KEYS, rewarded, texts
 
-from rl.serve.promises import Promise, Promises
-from rl.serve.turns import SampleJob
+from rl.serve.request_store import PendingRequest, RequestStore
+from rl.serve.scheduler import SamplingJob
 
 LONG = 200  # tokens, of what is given up
 
@@ -45,31 +45,31 @@ def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_a
         )
         asks = [(i, [4, 5 + i], {"seed": i, "max_tokens": 40, "stop": []}) for i in range(3)]
         alone = [drawn(staying.sample(mine, i, prompt, 2, **fields)) for i, prompt, fields in asks]
-        before = one.desk.tally.value("sampled_tokens_total")
+        before = one.engine.metrics.get_value("sampled_tokens_total")
         kept, slices, begun, go, draw = (
             weakref.WeakSet(),
             [],
             threading.Event(),
             threading.Event(),
-            one.desk._draw,
+            one.engine._run_batch_slice,
         )
 
         def watched(drawing):
-            tickets = one.desk._streams[drawing][1]
+            tickets = one.engine._streams[drawing][1]
             draw(drawing)
             slices.append(len(tickets))
             if len(slices) == 1:  # all are in the midst of it
                 begun.set()
                 assert go.wait(60)
 
-        made = SampleJob.__init__
+        made = SamplingJob.__init__
         monkeypatch.setattr(
-            SampleJob,
+            SamplingJob,
             "__init__",
             lambda job, *given, **named: (made(job, *given, **named), kept.add(job))[0],
         )
-        monkeypatch.setattr(SampleJob, "__hash__", object.__hash__)
-        monkeypatch.setattr(one.desk, "_draw", watched)
+        monkeypatch.setattr(SamplingJob, "__hash__", object.__hash__)
+        monkeypatch.setattr(one.engine, "_run_batch_slice", watched)
         with held(one):
             tickets = [
                 staying.ask_sample(mine, 10 + i, prompt, 2, **fields) for i, prompt, fields in asks
@@ -95,17 +95,17 @@ def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_a
                 np.testing.assert_allclose(
                     np.frombuffer(got, "<f4"), np.frombuffer(wanted, "<f4"), atol=1e-5
                 )
-        assert until(lambda: not one.desk._streams), "something is drawn still"
+        assert until(lambda: not one.engine._streams), "something is drawn still"
         assert set(slices[1:]) <= {3, 2, 1, 0}, (
             f"requests in each slice after they had gone: {slices}"
         )
         assert len(slices) <= 6, f"{len(slices)} slices of 16 tokens for 40"
         tokens = sum(len(one) // 4 for rows in found for one, _, _ in rows)
-        assert one.desk.tally.value("sampled_tokens_total") - before == tokens
+        assert one.engine.metrics.get_value("sampled_tokens_total") - before == tokens
         for ticket in gone:
             assert going.wait(ticket)["category"] == "user"
         gc.collect()
-        assert not one.desk.turns._held and not kept, "what was asked for is kept"
+        assert not one.engine.queue._tenant_counts and not kept, "what was asked for is kept"
         assert drawn(going.sample(theirs, 50, [4, 5], 1, seed=1)) == drawn(
             going.sample(theirs, 51, [4, 5], 1, seed=1)
         )
@@ -152,7 +152,7 @@ def test_cancelled_samples_give_their_places_in_the_queue_back(tmp_path):
             for request_id in taken:
                 wires.post("cancel_future", 204, request_id=request_id)
             assert len(ask(20)) == 2
-        assert until(lambda: len(one.desk.turns) == 0)
+        assert until(lambda: len(one.engine.queue) == 0)
 
 
 def _over_http(one, work):
@@ -168,14 +168,14 @@ def _over_http(one, work):
 
 def test_a_request_of_many_prompts_of_which_one_fails_draws_none_of_the_others(tmp_path):
     with server(tmp_path, keys=KEYS) as one:
-        slices, draw = [], one.desk._draw
+        slices, draw = [], one.engine._run_batch_slice
 
         def slowly(drawing):
             slices.append(drawing)
             time.sleep(0.1)  # so that the loop that answers has its turn between two slices
             draw(drawing)
 
-        one.desk._draw = slowly
+        one.engine._run_batch_slice = slowly
         prompts = [[5, 6 + i] for i in range(30)]
 
         def ask(*more):
@@ -184,7 +184,7 @@ def test_a_request_of_many_prompts_of_which_one_fails_draws_none_of_the_others(t
             # whose loop goes on as a server's does: what it has forgotten is drawn to its end
             async def asked(http):
                 answer = await http.post("/v1/completions", json=many)
-                assert await asyncio.to_thread(until, lambda: not one.desk._streams)
+                assert await asyncio.to_thread(until, lambda: not one.engine._streams)
                 return answer
 
             return _over_http(one, asked), len(slices)
@@ -207,14 +207,14 @@ def test_whoever_hangs_up_is_drawn_for_no_longer(tmp_path):
     is free.
     """
     with server(tmp_path, keys=KEYS) as one:
-        began, draw = threading.Event(), one.desk._draw
+        began, draw = threading.Event(), one.engine._run_batch_slice
 
         def slowly(drawing):
             began.set()
             time.sleep(0.15)
             draw(drawing)
 
-        one.desk._draw = slowly
+        one.engine._run_batch_slice = slowly
         sent, hung_up = [], asyncio.Event
 
         async def hang_up():
@@ -254,26 +254,29 @@ def test_whoever_hangs_up_is_drawn_for_no_longer(tmp_path):
 
         asyncio.run(hang_up())
         assert hung_up and sent[0]["status"] == 499
-        assert until(lambda: not one.desk._streams), "it is drawn still"
-        assert one.desk.tally.value("sampled_tokens_total") == 0 and not one.desk.turns._held
+        assert until(lambda: not one.engine._streams), "it is drawn still"
+        assert (
+            one.engine.metrics.get_value("sampled_tokens_total") == 0
+            and not one.engine.queue._tenant_counts
+        )
 
 
 def test_answers_that_nobody_asks_after_are_forgotten_though_one_before_them_never_ends():
-    promises = Promises(0.2)
-    waiting = promises.add(Promise("never", "a", "sample"))
+    promises = RequestStore(0.2)
+    waiting = promises.add(PendingRequest("never", "a", "sample"))
     for i in range(5):
-        promises.add(Promise(f"{i}", "a", "sample")).done.set_result(bytes(1000))
-    asked = promises.find("0", "a")
-    asked.told = time.monotonic() + 60  # told just now, say
+        promises.add(PendingRequest(f"{i}", "a", "sample")).work_future.set_result(bytes(1000))
+    asked = promises.find_request("0", "a")
+    asked.sent_at = time.monotonic() + 60  # told just now, say
     time.sleep(0.05)
-    promises.add(Promise("late", "a", "sample"))
+    promises.add(PendingRequest("late", "a", "sample"))
     assert len(promises) == 7, "an answer can be asked for again for a while"
     time.sleep(0.3)
-    promises.add(Promise("later", "a", "sample"))
+    promises.add(PendingRequest("later", "a", "sample"))
     assert (
         len(promises) == 4
-        and promises.find("0", "a") is asked
-        and promises.find("never", "a") is waiting
+        and promises.find_request("0", "a") is asked
+        and promises.find_request("never", "a") is waiting
     )
 
 
@@ -287,13 +290,13 @@ def test_a_client_that_never_asks_after_its_answers_holds_nothing_up(tmp_path):
         for i in range(6):
             careless.ask_sample(sampler, i, [4, 5])
             careless.ask(model, 2 + i, rewarded(), "importance_sampling", forward_only=True)
-        assert until(lambda: len(one.desk.turns) == 0 and not one.desk._streams)
+        assert until(lambda: len(one.engine.queue) == 0 and not one.engine._streams)
         other.output(other.ask(theirs, 1, texts(), forward_only=True))
         time.sleep(0.4)
         other.output(other.ask(theirs, 2, texts(), forward_only=True))
         time.sleep(0.4)
         other.ask(theirs, 3, texts(), forward_only=True)
-        kept = {promise.request_id for promise in one.promises._all.values()}
+        kept = {promise.request_id for promise in one.request_store._requests.values()}
         assert (
             early["request_id"] in kept
             and not any(":sample:" in name for name in kept)

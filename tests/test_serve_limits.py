@@ -11,8 +11,8 @@ import pytest
 from serving import BASE, Wire, held, server
 from test_serve import KEYS, texts
 
-from rl.serve import desk
-from rl.serve.tenants import end_session
+from rl.serve import serving_engine
+from rl.serve.served_models import end_session
 
 
 def test_the_model_that_was_used_longest_ago_is_written_out(tmp_path):
@@ -23,13 +23,13 @@ def test_the_model_that_was_used_longest_ago_is_written_out(tmp_path):
         # b is the one that was used longest ago
         wires.output(wires.ask(a, 1, texts(), forward_only=True))
         c = wires.model(2)
-        assert [one.book.models[model].client is not None for model in (a, b, c)] == [
+        assert [one.session_store.models[model].client is not None for model in (a, b, c)] == [
             True,
             False,
             True,
         ]
         wires.output(wires.ask(b, 1, texts(), forward_only=True))
-        assert [one.book.models[model].client is not None for model in (a, b, c)] == [
+        assert [one.session_store.models[model].client is not None for model in (a, b, c)] == [
             False,
             True,
             True,
@@ -60,7 +60,7 @@ def test_a_sampler_that_was_given_back_is_read_again(tmp_path):
             for s in samplers
         ]
         assert first[0] != first[1]
-        assert sum(one.book.samplers[s].client is not None for s in samplers) == 1
+        assert sum(one.session_store.samplers[s].client is not None for s in samplers) == 1
         again = [
             [one.tokens for one in wires.sample(s, 1, [4, 5], 4, seed=3, max_tokens=12).sequences]
             for s in samplers
@@ -104,12 +104,14 @@ def test_sessions_models_tokens_and_open_requests_are_bounded(tmp_path):
                     status == 200
                     or "the limit of a request is 40" in answer.json()["error"]["message"]
                 )
-        one.app.open = 3
+        one.app.open_count = 3
         assert wires.http.get("/api/v1/sessions").status_code == 503
         assert wires.http.get("/healthz").status_code == 200
-        one.app.open = 0
+        one.app.open_count = 0
         assert wires.http.get("/api/v1/sessions").status_code == 200
-        end_session(one.desk, one.tenants, one.book.sessions[wires.session], "done")
+        end_session(
+            one.engine, one.model_manager, one.session_store.sessions[wires.session], "done"
+        )
         other.open()  # there is room again
 
 
@@ -145,8 +147,8 @@ def test_what_a_server_that_ends_has_not_begun_is_told_to_come_again(tmp_path):
                 wires.ask(model, 9, texts()),
             ]
             drawn = wires.ask_sample(sampler, 0, [4, 5])
-            one.desk.end()
-            one.tenants.give_up_waiting()
+            one.engine.shut_down()
+            one.model_manager.interrupt_waiting()
         for asked in (*waiting, drawn):
             answer = wires.http.post(
                 "/api/v1/retrieve_future", json={"request_id": asked["request_id"]}
@@ -174,7 +176,7 @@ def test_what_a_server_that_ends_has_not_begun_is_told_to_come_again(tmp_path):
 def test_sessions_that_fall_silent_are_ended_though_a_look_failed(tmp_path, monkeypatch):
     with server(tmp_path, session_seconds=0.5) as one:
         wires = Wire(one)
-        session, looks, keep = wires.open(), [], one.book.keep
+        session, looks, keep = wires.open(), [], one.session_store.save_session
 
         def fails_once(what):
             looks.append(what)
@@ -183,18 +185,18 @@ def test_sessions_that_fall_silent_are_ended_though_a_look_failed(tmp_path, monk
             keep(what)
 
         second = Wire(one).open()
-        monkeypatch.setattr(one.book, "keep", fails_once)
+        monkeypatch.setattr(one.session_store, "save_session", fails_once)
         for name in (session, second):
-            one.book.sessions[name].beat -= 60
+            one.session_store.sessions[name].beat -= 60
 
         async def looked_after():
-            task = asyncio.create_task(one.look_after())
+            task = asyncio.create_task(one.run_upkeep())
             await asyncio.sleep(2.5)
             assert not task.done()
             task.cancel()
 
         asyncio.run(looked_after())
-        assert one.book.sessions[second].finished == "silent"
+        assert one.session_store.sessions[second].finished == "silent"
 
 
 def test_models_of_one_key_are_none_to_another_on_the_openai_routes(tmp_path):
@@ -218,15 +220,17 @@ def test_a_wave_of_coroutines_is_one_batch(tmp_path, monkeypatch):
     """Sixteen that are asked for side by side are drawn in one stream, the first of them too; also
     where they come just as work ends.
     """
-    monkeypatch.setattr(desk, "_GATHER_SECONDS", 0.8)  # however busy the machine is
-    monkeypatch.setattr(desk, "_MOST_GATHER_SECONDS", 20.0)
+    monkeypatch.setattr(serving_engine, "_BATCH_WAIT_SECONDS", 0.8)  # however busy the machine is
+    monkeypatch.setattr(serving_engine, "_MAX_BATCH_WAIT_SECONDS", 20.0)
     with server(tmp_path) as one:
         wires = Wire(one)
         wires.open()
         sampler = wires.sampler(wires.model(), 1)
-        rounds, let_in = [], one.desk._let_in
+        rounds, let_in = [], one.engine._admit_samples
         monkeypatch.setattr(
-            one.desk, "_let_in", lambda samples: (rounds.append(len(samples)), let_in(samples))
+            one.engine,
+            "_admit_samples",
+            lambda samples: (rounds.append(len(samples)), let_in(samples)),
         )
 
         async def wave(first=0, count=16):
@@ -255,7 +259,7 @@ def test_a_wave_of_coroutines_is_one_batch(tmp_path, monkeypatch):
         assert all(len(wires.wait(one, "SampleResponse").sequences) == 1 for one in asked)
         assert [count for count in rounds if count] == [16], rounds
         del rounds[:]
-        finish, ended, asked = one.desk.turns.finish, threading.Event(), []
+        finish, ended, asked = one.engine.queue.finish_job, threading.Event(), []
 
         # the first half comes just before the desk looks for samples once more, the other half just
         # after
@@ -270,7 +274,7 @@ def test_a_wave_of_coroutines_is_one_batch(tmp_path, monkeypatch):
             time.sleep(0.4)
             asked.extend(asyncio.run(wave(24, 8)))
 
-        monkeypatch.setattr(one.desk.turns, "finish", slowly)
+        monkeypatch.setattr(one.engine.queue, "finish_job", slowly)
         asking = threading.Thread(target=halves)
         asking.start()
         with held(one):

@@ -13,8 +13,8 @@ from serving import Wire, server
 from starlette.testclient import TestClient
 from test_serve import KEYS
 
-from rl.ranks import checkpoint
-from rl.serve.app import JsonLines
+from rl.distributed import checkpoint_folder
+from rl.serve.app import JsonLineFormatter
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_a_download_goes_to_a_link_that_needs_no_key(saved):
     assert 3500 < left <= 3600
     stranger = TestClient(one.app)
     tar = tarfile.open(fileobj=io.BytesIO(stranger.get(answer.headers["location"]).content))
-    folder = one.book.models[model].folder / "weights" / "a"
+    folder = one.session_store.models[model].folder / "weights" / "a"
     files = {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in folder.rglob("*")
@@ -61,7 +61,9 @@ def test_a_download_goes_to_a_link_that_needs_no_key(saved):
     for name, url in urls.items():
         assert (
             stranger.get(url).content
-            == (one.book.models[model].folder / "external_weights" / "b" / name).read_bytes()
+            == (
+                one.session_store.models[model].folder / "external_weights" / "b" / name
+            ).read_bytes()
         )
 
 
@@ -94,7 +96,7 @@ def test_no_link_stands_in_the_log(saved, caplog):
     sign = link.split("/files/")[1].split("/")[1]
     for url in (link, link.replace("/a/", "/none/"), link + "/..", link.replace("/weights/", "//")):
         TestClient(one.app, raise_server_exceptions=False).get(url)
-    lines = [JsonLines().format(record) for record in caplog.records]
+    lines = [JsonLineFormatter().format(record) for record in caplog.records]
     assert sum("/api/v1/files/" in line for line in lines) >= 3, lines
     assert not [line for line in lines if sign in line or sign[:16] in line]
 
@@ -108,14 +110,14 @@ def test_an_archive_that_is_removed_before_its_files_are_open_is_not_there(saved
         "path"
     ]
     link = archive(wires, model, "weights/soon-gone").headers["location"]
-    look = one.book.folder_of
+    look = one.session_store.find_folder
 
     def then_gone(*arguments, **named):
         found = look(*arguments, **named)
-        checkpoint.remove(found[1])
+        checkpoint_folder.remove_checkpoint(found[1])
         return found
 
-    monkeypatch.setattr(one.book, "folder_of", then_gone)
+    monkeypatch.setattr(one.session_store, "find_folder", then_gone)
     answer = wires.http.get(link)
     assert answer.status_code == 404 and path in answer.text
 
@@ -136,10 +138,10 @@ def test_a_link_counts_for_the_tenant_who_created_it(tmp_path):
         forged = links[0].replace(links[0].split("/files/")[1].split("/")[1], "0" * 64)
         for index, owner in enumerate(owners):
             assert not any(word in link for word in (*KEYS, owner) for link in links)
-            one.app.open, one.app._open_of[owner] = 3, 3  # which wait for their answers
+            one.app.open_count, one.app._open_by_owner[owner] = 3, 3  # which wait for their answers
             statuses = [stranger.get(link).status_code for link in (*links, forged)]
             expected = [200, 200, 404]
             expected[index] = 429
             assert statuses == expected, "the tenant's own links are refused, and no others"
-            one.app.open, one.app._open_of[owner] = 0, 0
+            one.app.open_count, one.app._open_by_owner[owner] = 0, 0
         assert [stranger.get(link).status_code for link in links] == [200, 200]

@@ -14,9 +14,9 @@ from serving import BASE, Wire, held, server
 from test_serve import KEYS, texts
 from test_serve_gone import until
 
-from rl.serve import book, shares, tenants, wire
-from rl.serve.book import Sampler
-from rl.serve.promises import Promise, Promises
+from rl.serve import served_models, session_store, tenant_queue, tinker_protobuf
+from rl.serve.request_store import PendingRequest, RequestStore
+from rl.serve.session_store import SamplerRecord
 from rl.types import Datum, ModelInput, SampledSequence, SampleResponse
 
 TOKENS = 5_000  # of a large request: 60 KB on the wire
@@ -74,23 +74,23 @@ def test_failed_requests_keep_no_body(tmp_path):
 def test_an_error_in_the_server_keeps_nothing_of_its_frames(caplog):
     # pytest keeps what is logged, traceback and all
     caplog.set_level(logging.CRITICAL, "whetstone.serve")
-    promises, words = Promises(60.0), []
+    promises, words = RequestStore(60.0), []
 
     def fails(body):
         raise RuntimeError("broken") from ValueError("because")
 
-    from rl.serve.desk import _settle
+    from rl.serve.serving_engine import _resolve
 
     gc.collect()
     tracemalloc.start()
     try:
         for i in range(20):
-            promise = promises.add(Promise(str(i), "me", "work"))
+            promise = promises.add(PendingRequest(str(i), "me", "work"))
             try:
                 fails(np.zeros(1 << 20, np.uint8))
             except RuntimeError as error:
-                _settle(promise.done, None, error, "work")
-            words.append(promise.answer.body)
+                _resolve(promise.work_future, None, error, "work")
+            words.append(promise.encoded_result.body)
         kept, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -99,7 +99,7 @@ def test_an_error_in_the_server_keeps_nothing_of_its_frames(caplog):
 
 def test_a_stored_answer_takes_eight_bytes_a_token():
     """An int32 and a float32, as they travel; an object for each number takes 67 bytes."""
-    promises, tokens = Promises(3600.0), 20_000
+    promises, tokens = RequestStore(3600.0), 20_000
 
     def drawn(seed):
         rng = np.random.default_rng(seed)
@@ -108,16 +108,18 @@ def test_a_stored_answer_takes_eight_bytes_a_token():
     tracemalloc.start()
     try:
         for i in range(10):
-            promise = promises.add(Promise(str(i), "me", "sample", tenant="me"))
-            promise.done.set_result(SampleResponse([SampledSequence(*drawn(i), "length")]))
+            promise = promises.add(PendingRequest(str(i), "me", "sample", tenant="me"))
+            promise.work_future.set_result(SampleResponse([SampledSequence(*drawn(i), "length")]))
         del promise
         gc.collect()
         kept, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert kept / (10 * tokens) < 10, f"{kept / (10 * tokens):.1f} bytes a token"
-    assert promises.held == pytest.approx(10 * tokens * 8, rel=0.01)
-    message = wire.parse("SampleResponse", promises.find("9", "me").answer.body)
+    assert promises.total_bytes == pytest.approx(10 * tokens * 8, rel=0.01)
+    message = tinker_protobuf.parse_message(
+        "SampleResponse", promises.find_request("9", "me").encoded_result.body
+    )
     ids, logprobs = drawn(9)
     assert np.frombuffer(message.sequences[0].tokens, "<i4").tolist() == ids
     np.testing.assert_allclose(
@@ -135,11 +137,11 @@ def test_a_sent_answer_can_be_asked_for_again_for_a_while_and_an_unsent_one_for_
         unsent = wires.ask(model, 2, texts(), forward_only=True)
         assert wires.wait(sent) == first, "whose connection broke asks again"
         time.sleep(1.2)
-        one.look()
+        one.do_upkeep()
         gone = wires.http.post("/api/v1/retrieve_future", json={"request_id": sent["request_id"]})
         assert gone.status_code == 410 and "expired" in gone.text
         assert wires.wait(unsent) == first
-    assert one.promises.told_seconds == 1.0 and Promises(3600.0).told_seconds == 60.0
+    assert one.request_store.resend_seconds == 1.0 and RequestStore(3600.0).resend_seconds == 60.0
 
 
 def test_bytes_are_bounded_and_shared_like_everything_else(tmp_path):
@@ -153,7 +155,7 @@ def test_bytes_are_bounded_and_shared_like_everything_else(tmp_path):
 
         def send(wires, model, seq, tokens=2000):  # 24 KB and a bit
             ids = (np.arange(tokens) % 50 + 4).tolist()
-            message = wire.MESSAGES["ForwardBackwardRequest"](
+            message = tinker_protobuf.MESSAGES["ForwardBackwardRequest"](
                 model_id=model, seq_id=seq, loss_fn="cross_entropy", forward_only=True
             )
             for begin in range(0, tokens, 20):
@@ -164,7 +166,7 @@ def test_bytes_are_bounded_and_shared_like_everything_else(tmp_path):
                 tensor = datum.loss_fn_inputs["target_tokens"]
                 tensor.dense, tensor.dtype = (
                     np.asarray(ids[begin : begin + 20], "<i8").tobytes(),
-                    wire.INT64,
+                    tinker_protobuf.INT64,
                 )
                 tensor.shape.append(20)
             headers = {"content-type": "application/x-protobuf"}
@@ -190,7 +192,7 @@ def test_bytes_are_bounded_and_shared_like_everything_else(tmp_path):
         # nobody ever asks for these: the oldest make room for the newest
         for seq in range(len(taken) + 2, 16):
             assert until(lambda seq=seq: send(greedy, model, seq).status_code == 200, 10.0), seq
-        assert one.promises.held <= 240_000
+        assert one.request_store.total_bytes <= 240_000
 
 
 def test_a_cancel_while_an_answer_is_stored_loses_no_answer():
@@ -198,28 +200,28 @@ def test_a_cancel_while_an_answer_is_stored_loses_no_answer():
 
     class Late(Future):
         def set_result(self, result):
-            promise.done.cancel()
+            promise.work_future.cancel()
             super().set_result(result)
 
-    promises = Promises(3600.0)
-    promise = promises.add(Promise("1", "me", "sample", tenant="me", ready=Late()))
-    promise.done.set_result({"fine": 1})
-    assert promises.find("1", "me").answer.body == b'{"fine":1}'
+    promises = RequestStore(3600.0)
+    promise = promises.add(PendingRequest("1", "me", "sample", tenant="me", result_future=Late()))
+    promise.work_future.set_result({"fine": 1})
+    assert promises.find_request("1", "me").encoded_result.body == b'{"fine":1}'
 
 
 def test_kept_answers_are_looked_through_only_where_room_is_short(monkeypatch):
-    promises, scans = Promises(3600.0, 0.0, held_bytes=100), []
-    look = promises._late
-    monkeypatch.setattr(promises, "_late", lambda: scans.append(1) or look())
+    promises, scans = RequestStore(3600.0, 0.0, held_bytes=100), []
+    look = promises._unfetched_requests
+    monkeypatch.setattr(promises, "_unfetched_requests", lambda: scans.append(1) or look())
     for number in range(3):
-        promises.check_room("me", 20)
+        promises.check_capacity("me", 20)
         # 30 bytes with its quotes
-        promises.add(Promise(str(number), "me", "sample", tenant="me", size=20)).done.set_result(
-            "x" * 28
-        )
-    assert promises.held == 90 and not scans
-    promises.check_room("me", 50)
-    assert len(scans) == 1 and promises.held == 30 and promises.find("2", "me"), (
+        promises.add(
+            PendingRequest(str(number), "me", "sample", tenant="me", size=20)
+        ).work_future.set_result("x" * 28)
+    assert promises.total_bytes == 90 and not scans
+    promises.check_capacity("me", 50)
+    assert len(scans) == 1 and promises.total_bytes == 30 and promises.find_request("2", "me"), (
         "the two oldest went"
     )
 
@@ -250,13 +252,13 @@ def test_a_model_is_made_once_even_where_its_answer_has_been_forgotten(tmp_path)
                 "type": "load_weights",
             },
         ]
-        one.book.models[made].written = False  # as with no --durable
+        one.session_store.models[made].is_written_out = False  # as with no --durable
 
         def again(wires, served):
             for (verb, body), answer in zip(calls, answers, strict=True):
                 time.sleep(0.1)
-                served.look()
-                assert f"{answer['model_id']}:0" not in served.promises._all
+                served.do_upkeep()
+                assert f"{answer['model_id']}:0" not in served.request_store._requests
                 wires.post(verb, 400, **{**body, "user_metadata": {"other": "words"}})
                 assert wires.wait(wires.post(verb, **body)) == answer
 
@@ -272,21 +274,21 @@ def test_a_model_is_made_once_even_where_its_answer_has_been_forgotten(tmp_path)
 def test_samplers_that_two_threads_forget_at_once_are_no_error(tmp_path, monkeypatch):
     """One thread takes away what the other has just chosen to forget."""
     with server(tmp_path, samplers=1, samplers_in_memory=1) as one:
-        base, chosen = one.desk.settings.bases[0], []
+        base, chosen = one.engine.settings.bases[0], []
 
         def surplus(holders, oldest_first, count):
-            names = shares.surplus(holders, oldest_first, count)
+            names = tenant_queue.choose_evictions(holders, oldest_first, count)
             chosen.extend(names)
             for name in names:
-                one.book.samplers.pop(name, None)
+                one.session_store.samplers.pop(name, None)
             return names
 
-        for module in (book, tenants):
-            monkeypatch.setattr(module, "surplus", surplus)
-        first, second = (Sampler(name, "local", "s", base, client=object()) for name in "ab")
-        one.book.add_sampler(first)
-        one.book.add_sampler(second)
-        assert chosen == ["a"] and list(one.book.samplers) == ["b"]
-        one.book.samplers["a"] = first
-        one.tenants._forget_samplers()
+        for module in (session_store, served_models):
+            monkeypatch.setattr(module, "choose_evictions", surplus)
+        first, second = (SamplerRecord(name, "local", "s", base, client=object()) for name in "ab")
+        one.session_store.add_sampler(first)
+        one.session_store.add_sampler(second)
+        assert chosen == ["a"] and list(one.session_store.samplers) == ["b"]
+        one.session_store.samplers["a"] = first
+        one.model_manager._evict_samplers()
         assert len(chosen) == 2 and sum(sampler.client is None for sampler in (first, second)) == 1

@@ -12,10 +12,11 @@ from helpers import random_datums
 from sampler_models import one_thread  # noqa: F401
 from serving import BASE, PROTOBUF, Wire, held, server
 
-from rl.clients import SampleStream, ServiceClient, WorkerSettings
-from rl.clients.settings import SamplerSettings
+from rl.client import SampleStream, ServiceClient
 from rl.errors import UserError
-from rl.sampler import MixedEngine, Request
+from rl.runtime import WorkerSettings
+from rl.runtime.rank_settings import SamplerSettings
+from rl.sampler import MultiAdapterEngine, SamplingRequest
 from rl.types import AdamParams, SamplingParams
 
 KEYS = ("tml-0123456789abcdef", "tml-fedcba9876543210")
@@ -25,15 +26,15 @@ LEARN = AdamParams(learning_rate=0.05)
 @pytest.fixture
 def together(monkeypatch):
     """Which weights drew in the same step of an engine, as often as there were several."""
-    seen, step = [], MixedEngine.step
+    seen, step = [], MultiAdapterEngine.step
 
     def noting(self):
-        numbers = {job.request.weights for job in (*self._jobs.values(), *self._waiting)}
+        numbers = {job.request.adapter_id for job in (*self._running.values(), *self._waiting)}
         if len(numbers) > 1:
             seen.append(numbers)
         return step(self)
 
-    monkeypatch.setattr(MixedEngine, "step", noting)
+    monkeypatch.setattr(MultiAdapterEngine, "step", noting)
     return seen
 
 
@@ -53,9 +54,9 @@ def trained(service, rank, seed, **parts):
     return client
 
 
-def asked(i: int) -> Request:
+def asked(i: int) -> SamplingRequest:
     params = SamplingParams(max_tokens=5 + i % 7, temperature=0.0 if i % 4 == 0 else 1.0, stop=[])
-    return Request(
+    return SamplingRequest(
         prompt=[3 + i % 5, 4, 12] + [5] * (i % 3),
         params=params,
         seed=7,
@@ -86,8 +87,8 @@ def test_a_mixed_stream_draws_for_each_what_it_draws_alone_while_one_learns(
         service.create_sampling_client(base_model=BASE),
         service.create_sampling_client(model_path=saved),
     ]
-    assert len({client.mixes for client in clients}) == 1 and clients[0].mixes is not None
-    asking: list[tuple[int, Request]] = [(i % len(clients), asked(i)) for i in range(20)]
+    assert len({client.mix_group for client in clients}) == 1 and clients[0].mix_group is not None
+    asking: list[tuple[int, SamplingRequest]] = [(i % len(clients), asked(i)) for i in range(20)]
     found, tickets, late = {}, {}, None
     with SampleStream(clients[0], mixed=True) as stream:
         while asking or stream.busy:
@@ -100,7 +101,7 @@ def test_a_mixed_stream_draws_for_each_what_it_draws_alone_while_one_learns(
                 models[0].optim_step(LEARN).result()
                 late = models[0].save_weights_and_get_sampling_client()
                 tickets[stream.add(asked(50), late)] = (late, asked(50))
-            found |= stream.slice(3).finished
+            found |= stream.run_steps(3).finished
     assert late is not None and found.keys() == tickets.keys() and max(map(len, together)) >= 4
     for ticket, (client, request) in tickets.items():
         check(found[ticket], client.sample_many([request]).result()[0][0])
@@ -116,7 +117,7 @@ def test_a_mixed_stream_draws_for_each_what_it_draws_alone_while_one_learns(
 def test_what_cannot_be_mixed_says_so(service, tmp_path):
     one, full = trained(service, 2, 2), service.create_full_training_client(BASE)
     client, other = (model.save_weights_and_get_sampling_client() for model in (one, full))
-    assert client.mixes is not None and other.mixes is None
+    assert client.mix_group is not None and other.mix_group is None
     with pytest.raises(UserError, match=r"mixed=False"):
         SampleStream(other, mixed=True)
     with SampleStream(client, mixed=True) as stream:
@@ -128,7 +129,7 @@ def test_what_cannot_be_mixed_says_so(service, tmp_path):
         stream.add(asked(0), other)
     hf = WorkerSettings(share_bases=True, sampler=SamplerSettings(kind="hf"))
     with ServiceClient(output_dir=tmp_path, seed=1, settings=hf) as generic:
-        assert trained(generic, 2, 2).save_weights_and_get_sampling_client().mixes is None
+        assert trained(generic, 2, 2).save_weights_and_get_sampling_client().mix_group is None
 
 
 def learn(client: Wire, model: str, seq: int, **params: float) -> None:

@@ -15,7 +15,7 @@ pytest.importorskip("starlette", reason="needs requirements-serve.txt")
 
 from endpoints import Endpoint, ScriptedDesk  # noqa: E402
 
-from rl.serve.episodes_server import LoopServer  # noqa: E402
+from rl.serve.loop_server import LoopServer  # noqa: E402
 from rl.types import Datum, ModelInput, SamplingParams  # noqa: E402
 
 pytestmark = [pytest.mark.sdk, pytest.mark.slow]
@@ -59,7 +59,7 @@ def seen(tmp_path_factory, shared_data):
         wires = Wire(one, KEY)
         wires.open()
         model = wires.model(base=BASE)
-        prompt = one.desk.renderer(None).build_generation_prompt(PROBE).to_ints()
+        prompt = one.engine.renderer(None).build_generation_prompt(PROBE).to_ints()
         seq = learn_to_begin(wires, model, prompt, [40, 40, 40, 41])
         path = wires.wait(
             wires.post("save_weights_for_sampler", model_id=model, seq_id=seq, path="trained")
@@ -128,7 +128,9 @@ def test_a_rollout_through_its_capture_server_is_one_that_a_trainer_takes(seen):
     assert rollout["rows"] and all(trainable for trainable, _, _ in rollout["rows"]), rollout[
         "rows"
     ]
-    client = one.tenants.by_name(path, one.book.models_of(one.app._keys[0][1])[0].owner)()
+    client = one.model_manager.resolve_name(
+        path, one.session_store.list_models(one.app._keys[0][1])[0].owner
+    )()
     assert len(rollout["records"]) == 3
     for prompt, drawn, logprobs in rollout["records"]:
         scored = client.compute_logprobs(ModelInput.from_ints([*prompt, *drawn])).result()[
@@ -141,7 +143,9 @@ def test_turns_by_ids_pass_the_same_checks_as_one_sequence(seen):
     found, path, one = seen
     ids = found["ids"]
     assert ids["fatal"] == [] and ids["stats"]["n_turns"] == 3 and ids["stats"]["n_roots"] == 1
-    client = one.tenants.by_name(path, one.book.models_of(one.app._keys[0][1])[0].owner)()
+    client = one.model_manager.resolve_name(
+        path, one.session_store.list_models(one.app._keys[0][1])[0].owner
+    )()
     rows = client.sample(
         ModelInput.from_ints(ids["ids"]),
         1,

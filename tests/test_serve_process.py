@@ -24,38 +24,38 @@ from serving import BASE, Wire, server  # noqa: E402
 from test_serve import texts  # noqa: E402
 
 from rl.errors import UserError  # noqa: E402
-from rl.serve.door import check_certificate, let_go, listen_soon, take_address  # noqa: E402
-from rl.serve.main import Served, settings_of  # noqa: E402
-from rl.serve.settings import ServedBase, ServeSettings  # noqa: E402
+from rl.serve.http_socket import allow_port_reuse, bind_sockets, check_certificate, close_sockets  # noqa: E402
+from rl.serve.serve_settings import ServedBaseModel, ServeSettings  # noqa: E402
+from rl.serve.server import ModelServer, read_serve_settings  # noqa: E402
 
 REPO = Path(__file__).resolve().parent.parent
 KEYS = ("tml-of-the-first-tenant", "tml-of-the-second-one")
 
 
 def at(tmp_path, host="127.0.0.1", port=0):
-    return ServeSettings((ServedBase(BASE, BASE),), tmp_path, host=host, port=port, keys=KEYS)
+    return ServeSettings((ServedBaseModel(BASE, BASE),), tmp_path, host=host, port=port, keys=KEYS)
 
 
 def test_an_address_that_cannot_be_had_is_named(tmp_path):
-    (first,) = taken = take_address(at(tmp_path))
+    (first,) = taken = bind_sockets(at(tmp_path))
     port = first.getsockname()[1]
     with pytest.raises(ConnectionRefusedError):  # until it serves
         socket.create_connection(("127.0.0.1", port), 5)
     # two that load side by side, and one that serves
-    for begins in (lambda: None, lambda: listen_soon(taken), first.listen):
+    for begins in (lambda: None, lambda: allow_port_reuse(taken), first.listen):
         begins()
         if begins is first.listen or not first.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR):
             with pytest.raises(UserError, match=f"--port {port}: the port is in use"):
-                take_address(at(tmp_path, port=port))
+                bind_sockets(at(tmp_path, port=port))
     # the server ends first, and its side of this waits on
     with socket.create_connection(("127.0.0.1", port), 5) as client:
         served, _ = first.accept()
-        let_go(taken)
+        close_sockets(taken)
         served.close()
         client.recv(1)
-    (again,) = taken = take_address(at(tmp_path, port=port))
+    (again,) = taken = bind_sockets(at(tmp_path, port=port))
     assert again.getsockname()[1] == port
-    let_go(taken)
+    close_sockets(taken)
 
 
 def test_a_name_is_every_address_that_it_has_here(tmp_path, monkeypatch):
@@ -65,20 +65,20 @@ def test_a_name_is_every_address_that_it_has_here(tmp_path, monkeypatch):
         "getaddrinfo",
         lambda *_, **__: [(family, socket.SOCK_STREAM, 6, "", where) for family, where in kinds],
     )
-    taken = take_address(at(tmp_path, host="localhost"))
+    taken = bind_sockets(at(tmp_path, host="localhost"))
     assert taken[0].family == socket.AF_INET and len({one.getsockname()[1] for one in taken}) == 1
-    let_go(taken)
+    close_sockets(taken)
     kinds[0] = (socket.AF_INET6, ("2001:db8::1", 0, 0, 0))  # of no machine (RFC 3849)
-    (only,) = taken = take_address(at(tmp_path, host="localhost"))
+    (only,) = taken = bind_sockets(at(tmp_path, host="localhost"))
     assert only.family == socket.AF_INET
-    let_go(taken)
+    close_sockets(taken)
 
 
 def test_a_name_that_is_none_and_an_address_of_others_are_named(tmp_path):
     with pytest.raises(UserError, match="--host no.such.host.invalid"):
-        take_address(at(tmp_path, host="no.such.host.invalid"))
+        bind_sockets(at(tmp_path, host="no.such.host.invalid"))
     with pytest.raises(UserError, match="no such address"):
-        take_address(at(tmp_path, host="192.0.2.1"))  # of no machine (RFC 5737)
+        bind_sockets(at(tmp_path, host="192.0.2.1"))  # of no machine (RFC 5737)
 
 
 @pytest.fixture(scope="module")
@@ -357,7 +357,7 @@ def test_an_architecture_that_sampler_tp_cannot_split_is_refused_before_loading(
         sampler_tp=2,
         stop_grace=60.0,
     )
-    settings = settings_of(args)
+    settings = read_serve_settings(args)
     assert settings.worker.sampler.tp == 2
     with pytest.raises(UserError, match="fast decoder .*is not supported by it"):
-        Served.of(settings)
+        ModelServer.create(settings)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl.clients import ServiceClient
+from rl.client import ServiceClient
 from rl.types import AdamParams, Datum, ModelInput, SamplingParams
 
 REPO = Path(__file__).resolve().parent.parent
@@ -167,7 +167,7 @@ def test_what_was_saved_is_listed_given_a_time_to_live_and_removed(seen):
 def test_our_messages_are_the_sdks_on_the_wire(seen):
     from google.protobuf import descriptor_pb2
 
-    from rl.serve import wire
+    from rl.serve import tinker_protobuf
 
     def fields(file):
         found = {}
@@ -201,6 +201,6 @@ def test_our_messages_are_the_sdks_on_the_wire(seen):
     theirs, their_enums = fields(
         descriptor_pb2.FileDescriptorProto.FromString(bytes.fromhex(seen["schema"]))
     )
-    ours, enums = fields(wire.schema())
+    ours, enums = fields(tinker_protobuf.build_schema())
     assert enums == their_enums and len(ours) > 20
     assert {name: theirs[name] for name in ours} == ours

@@ -7,11 +7,11 @@ import pytest
 from serving import BASE, Wire, server
 from test_serve import KEYS
 
-from rl.serve.book import Sampler
-from rl.serve.chat_fields import Refused as ChatRefused
-from rl.serve.episodes import Sessions
-from rl.serve.refusals import Refused
-from rl.serve.shares import check_share, surplus
+from rl.serve.agent_sessions import AgentSessions
+from rl.serve.http_errors import HttpError
+from rl.serve.request_fields import OpenAIRequestError as ChatRefused
+from rl.serve.session_store import SamplerRecord
+from rl.serve.tenant_queue import check_share, choose_evictions
 
 
 @pytest.mark.parametrize("limit", [2, 7, 64])
@@ -25,7 +25,7 @@ def test_whoever_comes_next_finds_room_however_greedy_those_before_are(limit):
         while True:
             try:
                 check_share("things", limit, sum(held.values()), held[tenant], True)
-            except Refused as refused:
+            except HttpError as refused:
                 assert refused.status == 429 and refused.retry_after > 0
                 break
             held[tenant] += 1
@@ -35,20 +35,26 @@ def test_whoever_comes_next_finds_room_however_greedy_those_before_are(limit):
     while alone < limit:
         check_share("things", limit, alone, alone, False)
         alone += 1
-    with pytest.raises(Refused):
+    with pytest.raises(HttpError):
         check_share("things", limit, alone, alone, False)
 
 
 def test_who_holds_most_gives_up_first_and_the_oldest_of_it():
     holders = {"a1": "a", "b1": "b", "a2": "a", "a3": "a"}
-    assert surplus(holders, list(holders), 0) == surplus(holders, list(holders), -3) == []
-    assert surplus(holders, list(holders), 2) == ["a1", "a2"]
     assert (
-        sorted(surplus(holders, list(holders), 4))
-        == sorted(holders)
-        == sorted(surplus(holders, list(holders), 9))
+        choose_evictions(holders, list(holders), 0)
+        == choose_evictions(holders, list(holders), -3)
+        == []
     )
-    assert surplus({"b1": "b", "a1": "a"}, ["b1", "a1"], 1) == ["b1"], "equals: the oldest of all"
+    assert choose_evictions(holders, list(holders), 2) == ["a1", "a2"]
+    assert (
+        sorted(choose_evictions(holders, list(holders), 4))
+        == sorted(holders)
+        == sorted(choose_evictions(holders, list(holders), 9))
+    )
+    assert choose_evictions({"b1": "b", "a1": "a"}, ["b1", "a1"], 1) == ["b1"], (
+        "equals: the oldest of all"
+    )
 
 
 def test_one_key_cannot_take_all_sessions_models_and_open_requests(tmp_path):
@@ -84,11 +90,11 @@ def test_one_key_cannot_take_all_sessions_models_and_open_requests(tmp_path):
         ] and "--models" in answers[2].text
         assert other.model()
         mine = one.app._keys[0][1]
-        one.app.open, one.app._open_of[mine] = 3, 3  # which wait for their answers
+        one.app.open_count, one.app._open_by_owner[mine] = 3, 3  # which wait for their answers
         refused = greedy.http.get("/api/v1/sessions")
         assert refused.status_code == 429 and "--open-requests" in refused.text
         assert other.http.get("/api/v1/sessions").status_code == 200
-        one.app.open, one.app._open_of[mine] = 0, 0
+        one.app.open_count, one.app._open_by_owner[mine] = 0, 0
         assert greedy.http.get("/api/v1/sessions").status_code == 200
 
 
@@ -101,8 +107,8 @@ def test_one_key_cannot_push_anothers_samplers_out(tmp_path):
         model = greedy.model()
         for i in range(8):
             sampler = greedy.sampler(model, 1 + i, number=i)
-        assert len(one.book.samplers) <= 6 and mine in one.book.samplers
-        assert sum(found.client is not None for found in one.book.samplers.values()) <= 3
+        assert len(one.session_store.samplers) <= 6 and mine in one.session_store.samplers
+        assert sum(found.client is not None for found in one.session_store.samplers.values()) <= 3
         assert (
             careful.sample(mine, 0, [4, 5]).sequences
             and greedy.sample(sampler, 0, [4, 5]).sequences
@@ -113,18 +119,22 @@ def test_a_sampler_that_was_just_made_is_not_the_one_that_is_forgotten(tmp_path)
     with server(tmp_path, samplers=1) as one:
         wires = Wire(one)
         wires.open()
-        base = one.desk.settings.bases[0]
+        base = one.engine.settings.bases[0]
         for name in "ab":
-            one.book.add_sampler(Sampler(name, "local", wires.session, base))
-        assert "b" in one.book.samplers
+            one.session_store.add_sampler(SamplerRecord(name, "local", wires.session, base))
+        assert "b" in one.session_store.samplers
 
 
 def test_one_owner_cannot_push_anothers_episodes_out():
-    sessions = Sessions(most=4)
-    sessions.open("careful", "mine")
+    sessions = AgentSessions(max_sessions=4)
+    sessions.get_or_create("careful", "mine")
     for i in range(20):
-        sessions.open("greedy", str(i))
-    assert sessions.names("careful") == ["mine"] and sessions.names("greedy") == ["17", "18", "19"]
+        sessions.get_or_create("greedy", str(i))
+    assert sessions.list_names("careful") == ["mine"] and sessions.list_names("greedy") == [
+        "17",
+        "18",
+        "19",
+    ]
     with pytest.raises(ChatRefused):
         sessions.find("greedy", "0")
 

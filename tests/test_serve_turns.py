@@ -12,13 +12,13 @@ import pytest
 from serving import Wire, held, server
 from test_serve import KEYS, rewarded, texts
 
-from rl.clients import SampleStream
+from rl.client import SampleStream
 from rl.errors import UserError
-from rl.serve.body import json_of
-from rl.serve.book import Model
-from rl.serve.refusals import Refused
-from rl.serve.tenants import Tenants
-from rl.serve.turns import Job, SampleJob, Turns
+from rl.serve.http_errors import HttpError
+from rl.serve.scheduler import EngineJob, FairQueue, SamplingJob
+from rl.serve.schemas import parse_json
+from rl.serve.served_models import ModelManager
+from rl.serve.session_store import ModelRecord
 
 
 def nothing():
@@ -38,7 +38,7 @@ def test_a_sample_waits_for_one_slice_of_others_training_and_no_second(tmp_path,
             sampling.sample(sampler, i, [4, 5 + i], seed=i).sequences[0].tokens for i in range(12)
         ]
         begun, running, came, waited = [0], [0], {}, []
-        slice_, add, draw = one.desk._slice, one.desk.turns.add_sample, SampleStream.add
+        slice_, add, draw = one.engine._run_job_slice, one.engine.queue.add_sample, SampleStream.add
 
         def counting(job):
             begun[0] += 1
@@ -56,15 +56,15 @@ def test_a_sample_waits_for_one_slice_of_others_training_and_no_second(tmp_path,
             waited.append(begun[0] - before + ran)
             return draw(stream, request, client)
 
-        monkeypatch.setattr(one.desk, "_slice", counting)
-        monkeypatch.setattr(one.desk.turns, "add_sample", coming)
+        monkeypatch.setattr(one.engine, "_run_job_slice", counting)
+        monkeypatch.setattr(one.engine.queue, "add_sample", coming)
         monkeypatch.setattr(SampleStream, "add", drawing)
         asked = [training.ask(model, 1, texts(150, i)) for i, model in enumerate(models)]
-        owner, drawn = one.book.models[models[0]].owner, []
-        kept = [one.promises.find(ask["request_id"], owner) for ask in asked]
+        owner, drawn = one.session_store.models[models[0]].owner, []
+        kept = [one.request_store.find_request(ask["request_id"], owner) for ask in asked]
         for i in range(12):
             drawn.append(sampling.sample(sampler, 100 + i, [4, 5 + i], seed=i).sequences[0].tokens)
-            assert not all(promise.done.done() for promise in kept), (
+            assert not all(promise.work_future.done() for promise in kept), (
                 "training ended before the samples were asked for"
             )
             time.sleep(0.004 * (i % 3))  # so that they come at different moments of a slice
@@ -83,7 +83,7 @@ def test_a_sample_that_comes_within_a_slice_is_drawn_before_the_next(tmp_path, m
         models = [wires.model(i, seed=i) for i in range(2)]
         sampler = wires.sampler(models[0], 1)
         order, within, go = [], threading.Event(), threading.Event()
-        slice_, draw = one.desk._slice, one.desk._draw
+        slice_, draw = one.engine._run_job_slice, one.engine._run_batch_slice
 
         def slow(job):
             order.append("train")
@@ -92,9 +92,9 @@ def test_a_sample_that_comes_within_a_slice_is_drawn_before_the_next(tmp_path, m
                 assert go.wait(60)
             slice_(job)
 
-        monkeypatch.setattr(one.desk, "_slice", slow)
+        monkeypatch.setattr(one.engine, "_run_job_slice", slow)
         monkeypatch.setattr(
-            one.desk, "_draw", lambda drawing: (order.append("draw"), draw(drawing))
+            one.engine, "_run_batch_slice", lambda drawing: (order.append("draw"), draw(drawing))
         )
         asked = [wires.ask(models[0], 2, texts(60)), wires.ask(models[1], 1, texts(60))]
         assert within.wait(60)
@@ -107,41 +107,41 @@ def test_a_sample_that_comes_within_a_slice_is_drawn_before_the_next(tmp_path, m
 
 
 def test_no_tenant_fills_the_queue_while_there_are_others():
-    turns = Turns(16)
-    turns.others = lambda tenant: True
+    turns = FairQueue(16)
+    turns.has_others = lambda tenant: True
 
     def fill(tenant, add):
         count = 0
         while True:
             try:
-                turns.check_room(tenant)
-            except Refused as refused:
+                turns.check_capacity(tenant)
+            except HttpError as refused:
                 assert refused.status == 429 and refused.retry_after
                 return count
             add(tenant)
             count += 1
 
     def job(tenant):
-        turns.add(Job(tenant, f"{tenant}'s", "work", nothing))
+        turns.add(EngineJob(tenant, f"{tenant}'s", "work", nothing))
 
     def sample(tenant):
-        turns.add_sample(SampleJob(tenant, lambda: None, {}))
+        turns.add_sample(SamplingJob(tenant, lambda: None, {}))
 
     assert [fill("a", job), fill("b", sample), fill("c", job), fill("d", sample)] == [8, 4, 2, 1], (
         "half of what others leave"
     )
-    assert len(turns.samples()) == 5 and fill("b", sample) == 3, "what has left makes room"
+    assert len(turns.take_samples()) == 5 and fill("b", sample) == 3, "what has left makes room"
     for _ in range(8):
-        while (taken := turns.next()).owner != "a":
+        while (taken := turns.next_job()).owner != "a":
             pass
-        turns.finish(taken)
+        turns.finish_job(taken)
     assert fill("a", job) == 5  # of 16, 3 and 2 are others'
     jobs, samples = turns.drain()
     assert (len(jobs), len(samples), len(turns)) == (7, 3, 0) and fill("d", job) == 8
-    turns = Turns(16)
+    turns = FairQueue(16)
     assert fill("a", job) == 16, "nobody else is there"
-    turns = Turns(16)
-    turns.early("a", 10)
+    turns = FairQueue(16)
+    turns.add_early("a", 10)
     assert fill("a", job) == 6, "what waits for its number takes up room as well"
 
 
@@ -192,7 +192,11 @@ def test_one_key_that_floods_refuses_itself_alone(tmp_path):
         calm.output(forward)
         flood.post(f"sessions/{flood.session}/finish", 204)
         calm.wait(calm.step(mine, 4))
-        assert not one.desk.turns._held and not one.desk.turns._early and len(one.desk.turns) == 0
+        assert (
+            not one.engine.queue._tenant_counts
+            and not one.engine.queue._early_counts
+            and len(one.engine.queue) == 0
+        )
 
 
 def test_sessions_are_the_tenants_where_there_are_no_keys_and_a_lone_one_has_it_all(tmp_path):
@@ -219,7 +223,7 @@ def test_sessions_are_the_tenants_where_there_are_no_keys_and_a_lone_one_has_it_
             gate.wait(60)
             yield
 
-        one.desk.submit("local", "hold", "hold", hold, tenant=alone.session)
+        one.engine.submit("local", "hold", "hold", hold, tenant=alone.session)
         assert begun.wait(60)
         assert steps(alone, model, 1) == 8  # of nine, one holds the desk
         gate.set()
@@ -246,10 +250,14 @@ def test_the_number_that_others_wait_for_finds_room(tmp_path):
 
         with held(one):
             assert [step(seq) for seq in range(1, 9)] == [200] * 7 + [429]
-        assert until(lambda: one.book.models[model].ran == 7 and not len(one.desk.turns))
+        assert until(
+            lambda: (
+                one.session_store.models[model].last_started_seq == 7 and not len(one.engine.queue)
+            )
+        )
         assert [step(seq) for seq in range(9, 19)] == [200] * 8 + [429] * 2
         assert step(8) == 200
-        assert until(lambda: one.book.models[model].ran == 16)
+        assert until(lambda: one.session_store.models[model].last_started_seq == 16)
 
 
 def until(holds, seconds=60.0):
@@ -263,21 +271,23 @@ def test_what_waits_for_a_model_that_cannot_be_made_is_told_so(tmp_path):
     with server(tmp_path) as one:
         wires = Wire(one)
         wires.open()
-        tenants, done = Tenants(one.desk, one.book), Future()
-        model = one.book.models["m"] = Model(
-            "m", "local", wires.session, tmp_path / "m", one.desk.settings.bases[0], {}
+        tenants, done = ModelManager(one.engine, one.session_store), Future()
+        model = one.session_store.models["m"] = ModelRecord(
+            "m", "local", wires.session, tmp_path / "m", one.engine.settings.bases[0], {}
         )
-        tenants.ask(model, 2, SimpleNamespace(what="optim_step", done=done), nothing)
-        assert not done.done() and one.desk.turns._early
+        tenants.enqueue_request(
+            model, 2, SimpleNamespace(verb="optim_step", work_future=done), nothing
+        )
+        assert not done.done() and one.engine.queue._early_counts
 
         def make():
             raise OSError("no such folder")
 
         with pytest.raises(OSError, match="no such folder"):
-            list(tenants.create(model, make))
+            list(tenants.create_model(model, make))
         with pytest.raises(UserError, match="m could not be made: no such folder"):
             done.result(0)
-        assert not one.desk.turns._early and "m" not in one.book.models
+        assert not one.engine.queue._early_counts and "m" not in one.session_store.models
 
 
 @pytest.mark.parametrize(
@@ -287,8 +297,8 @@ def test_what_waits_for_a_model_that_cannot_be_made_is_told_so(tmp_path):
 def test_bytes_that_are_no_text_are_no_json(tmp_path, raw):
     """Half of a surrogate pair as bytes, as an escape; another encoding."""
     with pytest.raises(ValueError):
-        json_of(raw)
-    assert json_of(b'\xef\xbb\xbf{"a": "\\ud83d\\ude00 \xe2\x82\xac"}') == {
+        parse_json(raw)
+    assert parse_json(b'\xef\xbb\xbf{"a": "\\ud83d\\ude00 \xe2\x82\xac"}') == {
         "a": "\U0001f600 \u20ac"
     }
     with server(tmp_path) as one:

@@ -19,11 +19,11 @@ from test_serve import texts
 from test_serve_gone import until
 from transformers import PreTrainedTokenizerFast
 
-from rl.clients import ServiceClient
+from rl.client import ServiceClient
+from rl.distributed import checkpoint_folder
 from rl.errors import UserError
-from rl.ranks import checkpoint
-from rl.serve import Served, ServedBase, ServeSettings, wire
-from rl.serve.time_limits import limited_protocol
+from rl.serve import ModelServer, ServedBaseModel, ServeSettings, tinker_protobuf
+from rl.serve.request_timeouts import make_timeout_protocol
 
 uvicorn = pytest.importorskip("uvicorn", reason="pip install -r requirements-serve.txt")
 
@@ -60,8 +60,12 @@ def test_long_work_on_the_disk_runs_beside_the_event_loop(tmp_path, monkeypatch)
         wires.open()
         model = wires.model()
         path = wires.wait(wires.post("save_weights", model_id=model, seq_id=1, path="a"))["path"]
-        monkeypatch.setattr(checkpoint, "verify", slowly(checkpoint.verify))
-        monkeypatch.setattr(checkpoint, "remove_expired", slowly(checkpoint.remove_expired))
+        monkeypatch.setattr(
+            checkpoint_folder, "verify_checkpoint", slowly(checkpoint_folder.verify_checkpoint)
+        )
+        monkeypatch.setattr(
+            checkpoint_folder, "remove_expired", slowly(checkpoint_folder.remove_expired)
+        )
         run = f"/api/v1/training_runs/{model}"
         sampling = {"session_id": wires.session, "sampling_session_seq_id": 3, "model_path": path}
         calls = {
@@ -125,13 +129,13 @@ def test_a_short_request_cannot_ask_for_much_memory(tmp_path):
         begin = time.perf_counter()
         answer = wires.wait(wires.ask_sample(sampler, 0, [4, 5, 6], target_prompt_logprobs=empty))
         assert answer["category"] == "user" and "cells" in answer["error"]
-        message = wire.MESSAGES["ForwardBackwardRequest"](
+        message = tinker_protobuf.MESSAGES["ForwardBackwardRequest"](
             model_id=model, seq_id=2, loss_fn="cross_entropy"
         )
         datum = message.data.add()
         datum.model_input.add().encoded_text.tokens = np.asarray([4, 5], "<i4").tobytes()
         tensor = datum.loss_fn_inputs["target_tokens"]
-        tensor.dtype = wire.INT64
+        tensor.dtype = tinker_protobuf.INT64
         tensor.shape.extend([2, 2**26])
         tensor.sparse_csr.crow_indices = np.zeros(3, "<i8").tobytes()
         answer = wires.wait(wires.send(message.SerializeToString()))
@@ -144,7 +148,7 @@ def served_by_uvicorn(app, header_seconds, work):
 
     async def both():
         config = uvicorn.Config(
-            app, http=limited_protocol(header_seconds), port=0, log_config=None, lifespan="off"
+            app, http=make_timeout_protocol(header_seconds), port=0, log_config=None, lifespan="off"
         )
         running = uvicorn.Server(config)
         serving = asyncio.create_task(running.serve())
@@ -250,10 +254,10 @@ def test_a_base_that_cannot_be_served_is_named_before_anything_is(folder, tmp_pa
     (odd / "config.json").write_text(json.dumps({"model_type": "no such type"}))
     for where in ("/no/such/folder", "tiny:nothing", str(bare), str(odd), str(tmp_path)):
         settings = ServeSettings(
-            (ServedBase("good", BASE), ServedBase("bad", where)), tmp_path / "out"
+            (ServedBaseModel("good", BASE), ServedBaseModel("bad", where)), tmp_path / "out"
         )
         with pytest.raises(UserError, match="--base-model bad cannot be served"):
-            Served.of(settings)
+            ModelServer.create(settings)
     assert not (tmp_path / "out").exists()
 
 
@@ -262,10 +266,12 @@ def test_a_base_whose_weights_are_damaged_keeps_no_other_from_anybody(folder, tm
     shutil.copytree(folder, broken)
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    one = Served.of(
-        ServeSettings((ServedBase("bad", str(broken)), ServedBase("good", BASE)), tmp_path / "out")
+    one = ModelServer.create(
+        ServeSettings(
+            (ServedBaseModel("bad", str(broken)), ServedBaseModel("good", BASE)), tmp_path / "out"
+        )
     )
-    one.desk.start()
+    one.engine.start()
     try:
         http = Wire(one).http
         listed = http.get("/v1/models").json()["data"]
@@ -280,23 +286,25 @@ def test_a_base_whose_weights_are_damaged_keeps_no_other_from_anybody(folder, tm
             "mended, and not asked for again"
         )
     finally:
-        one.end()
+        one.shut_down()
 
 
 def test_a_base_is_loaded_once_however_many_ask_for_it_first(tmp_path, monkeypatch):
     with server(tmp_path) as one:
-        plain, made = one.desk.service.create_sampling_client, []
+        plain, made = one.engine.service.create_sampling_client, []
 
         def slowly(**named):
             made.append(named)
             time.sleep(0.2)
             return plain(**named)
 
-        monkeypatch.setattr(one.desk.service, "create_sampling_client", slowly)
+        monkeypatch.setattr(one.engine.service, "create_sampling_client", slowly)
         found = []
         threads = [
             threading.Thread(
-                target=lambda: found.append(one.desk.base_client(one.desk.settings.bases[0]))
+                target=lambda: found.append(
+                    one.engine.get_base_client(one.engine.settings.bases[0])
+                )
             )
             for _ in range(6)
         ]
@@ -320,18 +328,18 @@ def test_a_server_ends_in_time_and_writes_its_models_though_work_never_ends(tmp_
                 time.sleep(0.02)
                 yield
 
-        done = one.desk.submit("local", "endless", "endless", endless)
-        assert until(lambda: len(one.desk.turns) == 1)
+        done = one.engine.submit("local", "endless", "endless", endless)
+        assert until(lambda: len(one.engine.queue) == 1)
         begin = time.monotonic()
-        one.end(3.0)
+        one.shut_down(3.0)
         assert time.monotonic() - begin < 6.0
-        assert "Interrupted" in type(done.exception()).__name__
-    assert (one.book.models[model].live / checkpoint.MANIFEST).is_file()
+        assert "ShutdownError" in type(done.exception()).__name__
+    assert (one.session_store.models[model].live_folder / checkpoint_folder.MANIFEST).is_file()
 
 
 @pytest.mark.slow
 def test_a_process_that_cannot_end_is_ended(tmp_path):
-    code = "import time; from rl.serve.main import exit_in_time; exit_in_time(0.5); time.sleep(60)"
+    code = "import time; from rl.serve.server import exit_after; exit_after(0.5); time.sleep(60)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=Path(__file__).parent.parent,

@@ -12,10 +12,10 @@ import pytest
 import two_services
 
 from rl import ServiceClient
-from rl.clients.crew import Crew
-from rl.clients.driver import Driver
-from rl.clients.worker import WorkerSettings
 from rl.errors import UserError
+from rl.runtime.driver import Driver
+from rl.runtime.training_worker import WorkerSettings
+from rl.runtime.worker_group import WorkerGroup
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -124,7 +124,7 @@ def test_a_service_made_while_the_last_one_closes_works(monkeypatch):
     """
     made: list[Driver] = []
     newcomer = threading.Thread(target=lambda: made.append(Driver(WorkerSettings())))
-    end = Crew.end
+    end = WorkerGroup.shut_down
 
     def interrupted(self, timeout=60.0):
         if newcomer.ident is None:
@@ -132,12 +132,12 @@ def test_a_service_made_while_the_last_one_closes_works(monkeypatch):
             newcomer.join(1.0)  # as far as it gets
         end(self, timeout)
 
-    monkeypatch.setattr(Crew, "_at_work", None)
+    monkeypatch.setattr(WorkerGroup, "_running", None)
     first = Driver(WorkerSettings())
-    monkeypatch.setattr(Crew, "end", interrupted)
+    monkeypatch.setattr(WorkerGroup, "shut_down", interrupted)
     first.close()
     newcomer.join(60.0)
-    monkeypatch.setattr(Crew, "end", end)
+    monkeypatch.setattr(WorkerGroup, "shut_down", end)
     assert made and not made[0].closed
     made[0].close()
 
@@ -146,16 +146,16 @@ UNDER_WAY = """
 import sys, time
 import torch
 from rl import ServiceClient
-from rl.clients import crew
-from rl.clients.worker import Worker
+from rl.runtime import worker_group
+from rl.runtime.training_worker import TrainingWorker
 
-class Busy(Worker):
+class Busy(TrainingWorker):
     def work(self, seconds):
         a, end = torch.randn(300, 300), time.monotonic() + seconds
         while time.monotonic() < end:
             torch.mm(a, a)
 
-crew.Worker, crew.Crew.patience = Busy, 0.5
+worker_group.TrainingWorker, worker_group.WorkerGroup.exit_timeout = Busy, 0.5
 service = ServiceClient(output_dir=sys.argv[1])
 service._driver.submit("work", float(sys.argv[2]))
 print("the script's last line")

@@ -19,12 +19,12 @@ from test_streaming import off_the_policy
 from transformers import AutoModelForCausalLM
 
 from rl import ServiceClient
-from rl.episodes import Trajectory, TrajectoryGroup, Transition
-from rl.methods import Models, Progress
-from rl.methods.grpo import PolicyGradient
-from rl.methods.grpo_settings import GrpoSettings
-from rl.methods.streaming import StreamedStep
-from rl.settings import unflatten
+from rl.algorithms import Models, Progress
+from rl.algorithms.grpo import PolicyGradient
+from rl.algorithms.grpo_settings import GrpoSettings
+from rl.algorithms.streamed_step import StreamedStep
+from rl.config import unflatten_settings
+from rl.rollout import Trajectory, TrajectoryGroup, Transition
 from rl.types import ModelInput, SampledSequence
 
 MAX_TOKENS, GROUPS, MEMBERS, TEMPERATURE = 6, 4, 3, 0.8
@@ -116,7 +116,7 @@ def settings_of(row: Row) -> GrpoSettings:
         else {}
     )
     problems: list[str] = []
-    settings = unflatten(GrpoSettings, flat, problems, "a test")
+    settings = unflatten_settings(GrpoSettings, flat, problems, "a test")
     assert not problems, problems
     return settings
 
@@ -309,7 +309,11 @@ def policy_at(tmp_path_factory):
         off_the_policy(policy, groups, np.random.default_rng(98))
         method = PolicyGradient(settings_of(("none", "tokens", "whole", "ppo-mean")))
         for batch in range(3):  # versions 0 to 2 are behind it
-            method.learn(Models(policy), method.credit(groups, Models(policy)), Progress(batch, 2))
+            method.update(
+                Models(policy),
+                method.compute_advantages(groups, Models(policy)),
+                Progress(batch, 2),
+            )
         path = policy.save_state("beginning").result().path
         yield (
             policy,
@@ -341,7 +345,9 @@ def two_steps(policy_at, row: Row, folder, seed: int = 5) -> None:
             step.add(groups[GROUPS // 2 :])
             metrics = step.finish()
         else:
-            metrics = method.learn(models, method.credit(groups, models), Progress(0, 1))
+            metrics = method.update(
+                models, method.compute_advantages(groups, models), Progress(0, 1)
+            )
         wanted = expected(model, groups, row, baseline, version)
         found = {name: metrics[name] for name in wanted}
         assert found == pytest.approx(wanted, rel=3e-4, abs=1e-6), (row, batch)

@@ -14,19 +14,19 @@ import pytest
 from scripted import Scripted
 from test_reward_model import Letters
 
-from rl.environments import Environment, EnvironmentGroup, Turn, resolve_environment
-from rl.episodes import Rollouts, rollout
+from rl.envs import Environment, EnvironmentGroup, TurnResult, resolve_environment
 from rl.judges import (
-    ComparedInGroup,
     ComparisonModel,
     LearnedRewards,
+    PairwiseJudge,
     RewardModel,
     Rubric,
     RubricJudge,
-    judged,
+    apply_learned_rewards,
 )
-from rl.models.tokenizers import load_tokenizer
+from rl.models.tokenizer_loading import load_tokenizer
 from rl.renderers import get_renderer
+from rl.rollout import RolloutBatch, rollout
 from rl.types import ModelInput, Problem, SamplingParams
 
 MEMBERS, ROWS = 3, 2
@@ -44,10 +44,10 @@ class Interview(Environment):
         self.turn += 1
         done = self.turn > self.row["turns"]
         question = f"<row {self.row['number']} member {self.member} turn {self.turn}>"
-        return Turn(reward=0.25, done=True) if done else Turn(question, reward=0.5)
+        return TurnResult(reward=0.25, done=True) if done else TurnResult(question, reward=0.5)
 
 
-def played(turns: int) -> Rollouts:
+def played(turns: int) -> RolloutBatch:
     """Every answer is a number of its own."""
     tokenizer = load_tokenizer("tiny:ascii")
     count = iter(range(10**6))
@@ -113,7 +113,7 @@ class Characters(Letters):
     def parse_response(self, tokens):
         return {"role": "assistant", "content": "".join(map(chr, tokens))}, True
 
-    def judged(self, prompt, answer):
+    def reward_model_input(self, prompt, answer):
         tokenizer = load_tokenizer("tiny:ascii")
         return ModelInput.from_ints([ord(c) for c in tokenizer.decode([*prompt, *answer])])
 
@@ -121,20 +121,20 @@ class Characters(Letters):
 def judge_of(kind: str, client: Shown):
     match kind:
         case "comparison":
-            return ComparedInGroup(ComparisonModel(client, Characters()))
+            return PairwiseJudge(ComparisonModel(client, Characters()))
         case "reward":
             own = Characters()
             return RewardModel(client, "a stand-in", own, policy_renderer=own)
         case "rubric-yes_no":
-            return RubricJudge(client, Characters(), Rubric.of((("Is it right?", 1.0),)))
-    return RubricJudge(client, Characters(), Rubric.of((("Is it right?", 1.0),), "score"))
+            return RubricJudge(client, Characters(), Rubric.from_weights((("Is it right?", 1.0),)))
+    return RubricJudge(client, Characters(), Rubric.from_weights((("Is it right?", 1.0),), "score"))
 
 
 @pytest.mark.parametrize("turns", TURNS)
 @pytest.mark.parametrize("kind", ["comparison", "reward", "rubric-yes_no", "rubric-score"])
 def test_an_answer_is_judged_beside_its_own_conversation(kind, turns):
     rollouts, client = played(turns), Shown()
-    found = judged(rollouts, LearnedRewards(judge_of(kind, client), 0.5))
+    found = apply_learned_rewards(rollouts, LearnedRewards(judge_of(kind, client), 0.5))
     assert not found.errors and len(found.groups) == ROWS
     conversations = {}  # by the last answer: all that is said in it, and in whose group it stands
     for row, group in enumerate(rollouts.groups):

@@ -28,10 +28,10 @@ from test_streaming import off_the_policy, scored
 from transformers import AutoModelForCausalLM
 
 from rl import ServiceClient
-from rl.episodes import Rollouts, Trajectory, TrajectoryGroup, Transition
-from rl.judges import FrozenScorer, LearnedRewards, RewardModel, judged
-from rl.methods import METHODS, Models, Progress
-from rl.settings import unflatten
+from rl.algorithms import METHODS, Models, Progress
+from rl.config import unflatten_settings
+from rl.judges import FrozenScorer, LearnedRewards, RewardModel, apply_learned_rewards
+from rl.rollout import RolloutBatch, Trajectory, TrajectoryGroup, Transition
 from rl.types import AdamParams, Datum, ModelInput, SampledSequence
 
 GROUPS, MEMBERS, MAX_TOKENS, TEMPERATURE = 4, 2, 5, 0.8
@@ -125,7 +125,7 @@ def method_of(row: Row):
             "correction_high": high,
         }
     problems: list[str] = []
-    settings = unflatten(METHODS[method].settings, flat, problems, "a test")
+    settings = unflatten_settings(METHODS[method].settings, flat, problems, "a test")
     assert not problems, problems
     return METHODS[method].hooks(settings)
 
@@ -559,7 +559,7 @@ def two_batches(beginnings, row: Row, seed: int) -> None:
     models = Models(policy, others)
     truth = Reference(row, paths)
     renderer = SimpleNamespace(
-        judged=lambda prompt, answer: ModelInput.from_ints([*prompt, *answer])
+        reward_model_input=lambda prompt, answer: ModelInput.from_ints([*prompt, *answer])
     )
     rewards = LearnedRewards(
         RewardModel(clients["rewards"], "a reward model", renderer), OTHER_WEIGHT
@@ -569,9 +569,11 @@ def two_batches(beginnings, row: Row, seed: int) -> None:
         groups = groups_of(rng)
         off_the_policy(client, groups, rng)
         policy.parts.clear()
-        sampled = Rollouts(groups, [], {}, 0.0, 0.0)
-        rewarded = judged(sampled, rewards if row[0] == "rlhf" else None).groups
-        metrics = method.learn(models, method.credit(rewarded, models), Progress(batch, 2, seed))
+        sampled = RolloutBatch(groups, [], {}, 0.0, 0.0)
+        rewarded = apply_learned_rewards(sampled, rewards if row[0] == "rlhf" else None).groups
+        metrics = method.update(
+            models, method.compute_advantages(rewarded, models), Progress(batch, 2, seed)
+        )
         expected = truth.learn(groups, policy.parts)
         assert {name: metrics[name] for name in expected} == pytest.approx(
             expected, rel=1e-3, abs=2e-6

@@ -16,8 +16,8 @@ from test_architectures import longrope
 
 from bench.tiny_models import VOCAB
 from rl import ServiceClient
-from rl.methods import METHODS, Models, Progress
-from rl.settings import unflatten
+from rl.algorithms import METHODS, Models, Progress
+from rl.config import unflatten_settings
 from rl.types import Datum, ModelInput, Problem
 
 ROWS, ORIGINAL = 6, 32
@@ -44,7 +44,7 @@ class Numbers:
             [0.0] * len(prompt) + [1.0] * len(answer)
         )
 
-    def judged(self, prompt, answer):
+    def reward_model_input(self, prompt, answer):
         return ModelInput.from_ints([*prompt, *answer])
 
 
@@ -111,7 +111,7 @@ def method_of(name: str, substeps: int, batch: int):
         "learning_rate": 1e-3,
         "adam_eps": 1e-3,
     }
-    settings = unflatten(spec.settings, flat, problems, "a test")
+    settings = unflatten_settings(spec.settings, flat, problems, "a test")
     assert not problems, problems
     return spec.hooks(settings)
 
@@ -222,12 +222,14 @@ def two_ways(place, model, name: str, substeps: int, lengths: str) -> None:
         rows = rows_of(lengths, 10 * batch + substeps)
         reference = {"reference": Reference(model)}
         models = Models(one, reference)
-        metrics = whole.learn(models, whole.datums(rows, Numbers(), models, 0), Progress(0, 1))
+        metrics = whole.update(models, whole.datums(rows, Numbers(), models, 0), Progress(0, 1))
         parts = [rows[i::substeps] for i in range(substeps)]
         plain = []
         for own in parts:
             models = Models(other, reference)
-            plain.append(part.learn(models, part.datums(own, Numbers(), models, 0), Progress(0, 1)))
+            plain.append(
+                part.update(models, part.datums(own, Numbers(), models, 0), Progress(0, 1))
+            )
         assert metrics["optim/grad_norm"] == pytest.approx(
             max(each["optim/grad_norm"] for each in plain), rel=1e-4
         )

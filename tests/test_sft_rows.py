@@ -14,16 +14,22 @@ from helpers import call, make_worker
 from test_any_file import contents, sums, write
 from whole_runs import train
 
-from rl.data import Limits, RowCheck, good_rows, load_problems
-from rl.episodes import supervised_datum
+from rl.algorithms import METHODS
+from rl.algorithms.sft import Sft, SftOptions, SftSettings, make_response_datum
+from rl.config import (
+    AnswerDataSettings,
+    DataSettings,
+    RunSettings,
+    SettingsError,
+    override_settings,
+)
+from rl.config.cli import read_run
+from rl.data import LengthLimits, RowCheck, load_problems, select_good_rows
 from rl.errors import UserError
-from rl.methods import METHODS
-from rl.methods.sft import Sft, SftOptions, SftSettings, response_datum
-from rl.models.load import load_skeleton
-from rl.renderers import StopsAt, get_renderer
-from rl.run.sources import held_out_problems, training_problems
-from rl.settings import AnswerDataSettings, DataSettings, RunSettings, SettingsError, override
-from rl.settings.cli import read
+from rl.models.model_loading import load_skeleton
+from rl.renderers import StopTextRenderer, get_renderer
+from rl.rollout import supervised_datum
+from rl.trainer.data_source import load_held_out_problems, load_training_problems
 from rl.types import Problem
 
 
@@ -35,7 +41,7 @@ def tokenizer():
 def test_a_folder_without_a_test_split_holds_out_its_last_tenth(tmp_path):
     write(tmp_path / "d" / "part-1.jsonl", sums(20))
     write(tmp_path / "d" / "part-2.jsonl", sums(20, 40))
-    rows, held_out = training_problems(DataSettings(dataset=str(tmp_path / "d")), True)
+    rows, held_out = load_training_problems(DataSettings(dataset=str(tmp_path / "d")), True)
     assert (len(rows), len(held_out)) == (36, 4)
     assert not set(contents(rows)) & set(contents(held_out))
 
@@ -48,12 +54,14 @@ def test_several_held_out_sets_keep_their_names(tmp_path):
     data = DataSettings(
         dataset=files["main"], eval_dataset=files["easy"], more_eval_datasets=(files["hard"],)
     )
-    assert Counter(p.tag for p in held_out_problems(data)) == {"easy": 3, "hard": 5}
-    assert Counter(p.tag for p in training_problems(data, True)[1]) == {"easy": 3, "hard": 5}
+    assert Counter(p.tag for p in load_held_out_problems(data)) == {"easy": 3, "hard": 5}
+    assert Counter(p.tag for p in load_training_problems(data, True)[1]) == {"easy": 3, "hard": 5}
 
 
 def check(renderer, sampled=0, reads=("response",), **limits):
-    return RowCheck({"max_context": 200}, renderer, "rows", reads, sampled, limits=Limits(**limits))
+    return RowCheck(
+        {"max_context": 200}, renderer, "rows", reads, sampled, limits=LengthLimits(**limits)
+    )
 
 
 def test_too_long_rows_are_named_counted_skipped_or_cut(tmp_path, caplog, tokenizer):
@@ -61,27 +69,29 @@ def test_too_long_rows_are_named_counted_skipped_or_cut(tmp_path, caplog, tokeni
     rows = [{"prompt": "1" * n + "=", "completion": "2" * m} for n, m in ((3, 2), (30, 2), (3, 30))]
     problems = load_problems(write(tmp_path / "rows.jsonl", rows))
     with caplog.at_level(logging.WARNING):
-        left = good_rows(problems, check(plain, max_prompt_tokens=10, max_row_tokens=20), "error")
+        left = select_good_rows(
+            problems, check(plain, max_prompt_tokens=10, max_row_tokens=20), "error"
+        )
     assert contents(left) == ["111="] and "2 bad rows beside 1 good" in caplog.text
     assert "rows.jsonl line 2" in caplog.text and "rows.jsonl line 3" in caplog.text
     with pytest.raises(
         UserError,
         match=r"line 2.*prompt of 31 tokens, more than max_prompt_tokens 10.*--on-too-long",
     ):
-        good_rows(problems, check(plain, max_prompt_tokens=10, on_too_long="error"), "error")
-    cut = good_rows(
+        select_good_rows(problems, check(plain, max_prompt_tokens=10, on_too_long="error"), "error")
+    cut = select_good_rows(
         problems, check(plain, max_prompt_tokens=10, max_row_tokens=20, on_too_long="cut"), "error"
     )
     assert contents(cut) == ["111=", "1" * 9 + "=", "111="] and [p.index for p in cut] == [0, 1, 2]
     settings = SftSettings(data=AnswerDataSettings(max_row_tokens=20, on_too_long="cut"))
     datum = Sft(settings).datums([cut[2]], plain, None, 0)[0]
-    whole = response_datum(cut[2], plain)
+    whole = make_response_datum(cut[2], plain)
     assert (
         datum.model_input.to_ints() == whole.model_input.to_ints()[:19]
         and datum.loss_fn_inputs["weights"].array.sum() == 16
     )
     # sampled: room for max_tokens
-    asks = good_rows(problems, check(plain, sampled=8, reads=(), max_row_tokens=20), "error")
+    asks = select_good_rows(problems, check(plain, sampled=8, reads=(), max_row_tokens=20), "error")
     assert contents(asks) == ["111=", "111="]
 
 
@@ -90,30 +100,30 @@ def test_the_models_context_is_as_on_bad_row_says(tmp_path, tokenizer):
     rows = [{"prompt": "1=", "completion": "2"}, {"prompt": "1" * 300, "completion": "2"}]
     problems = load_problems(write(tmp_path / "rows.jsonl", rows))
     with pytest.raises(UserError, match="does not fit"):
-        good_rows(problems, check(plain), "error")
-    assert len(good_rows(problems, check(plain), "skip")) == 1
-    assert len(good_rows(problems, check(plain, on_too_long="skip"), "error")) == 1
+        select_good_rows(problems, check(plain), "error")
+    assert len(select_good_rows(problems, check(plain), "skip")) == 1
+    assert len(select_good_rows(problems, check(plain, on_too_long="skip"), "error")) == 1
 
 
 def test_flags_with_dots_reach_the_template_and_evaluate_takes_data_flags(tmp_path):
     words = ["grpo", "--template.enable_thinking", "false", "--template.x", "1", "--stop", "\n"]
-    run = read(words, METHODS, tmp_path / "no.yaml", RunSettings)
+    run = read_run(words, METHODS, tmp_path / "no.yaml", RunSettings)
     settings = run.stages[0].settings
     assert settings.data.template == (
         ("enable_thinking", "false"),
         ("x", "1"),
     ) and settings.sampling.stop == ("\n",)
-    data, sampling = override(
+    data, sampling = override_settings(
         (settings.data, settings.sampling),
         ["--prompt-column", "q", "--stop", "a", "b", "--template.y", "2"],
     )
     assert (data.prompt_column, sampling.stop, data.template) == ("q", ("a", "b"), (("y", "2"),))
     with pytest.raises(SettingsError, match="did you mean --prompt-column"):
-        override((data, sampling), ["--prompt-colum", "q"])
+        override_settings((data, sampling), ["--prompt-colum", "q"])
 
 
 def test_stop_strings_end_an_answer_before_them(tokenizer):
-    renderer = StopsAt(get_renderer("plain", tokenizer), ["3", "+"])
+    renderer = StopTextRenderer(get_renderer("plain", tokenizer), ["3", "+"])
     tokens = tokenizer.encode("124+53", add_special_tokens=False)
     assert renderer.parse_response(tokens) == ({"role": "assistant", "content": "124"}, True)
     assert renderer.parse_response(tokens[:2]) == ({"role": "assistant", "content": "12"}, False)

@@ -16,11 +16,11 @@ from sampler_population import build
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rl.errors import UserError
-from rl.learner.backend_shared import first_layers
-from rl.learner.logprobs import LogprobHead
-from rl.learner.probe import find_faults
-from rl.models import add_lora, load_model, load_unread
-from rl.models.stored import Lazy, in_folder, shape_of
+from rl.learner.backend_common import load_first_layers
+from rl.learner.layout_probe import find_layout_faults
+from rl.learner.logprob_head import LogprobHead
+from rl.models import add_lora, load_model, load_model_lazily
+from rl.models.lazy_safetensors import LazyTensors, get_tensor_shape, open_lazy_tensors
 from rl.types import LoraConfig
 
 REPO = Path(__file__).resolve().parent.parent
@@ -46,14 +46,14 @@ def test_tensors_read_one_by_one_are_those_of_a_whole_load(kind, tmp_path):
     build(kind).save_pretrained(str(tmp_path), max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     whole = AutoModelForCausalLM.from_pretrained(str(tmp_path))
-    loaded = load_unread(str(tmp_path))
-    assert loaded is not None and loaded.stored is not None
-    unread = loaded.stored.under(loaded.model)
+    loaded = load_model_lazily(str(tmp_path))
+    assert loaded is not None and loaded.lazy_weights is not None
+    unread = loaded.lazy_weights.for_wrapped_model(loaded.model)
     expected, own = dict(whole.named_parameters()), dict(loaded.model.named_parameters())
     assert expected.keys() == own.keys()
     for name, parameter in expected.items():
-        assert torch.equal(unread.whole(name).float(), parameter) and torch.equal(
-            unread.rows(name, 1, 3).float(), parameter[1:3]
+        assert torch.equal(unread.read(name).float(), parameter) and torch.equal(
+            unread.read_rows(name, 1, 3).float(), parameter[1:3]
         ), name
         assert own[name].shape == parameter.shape
     theirs, ours = dict(whole.named_buffers()), dict(loaded.model.named_buffers())
@@ -64,12 +64,14 @@ def test_tensors_read_one_by_one_are_those_of_a_whole_load(kind, tmp_path):
 
 def test_a_model_that_sees_stays_in_its_files_too(tmp_path):
     load_model("tiny:vision", seed=3).model.save_pretrained(str(tmp_path))
-    whole, loaded = load_model(str(tmp_path)), load_unread(str(tmp_path))
+    whole, loaded = load_model(str(tmp_path)), load_model_lazily(str(tmp_path))
     assert (
-        loaded is not None and loaded.stored is not None and type(loaded.model) is type(whole.model)
+        loaded is not None
+        and loaded.lazy_weights is not None
+        and type(loaded.model) is type(whole.model)
     )
-    unread = loaded.stored.under(loaded.model)
-    assert all(torch.equal(unread.whole(name), p) for name, p in whole.model.named_parameters())
+    unread = loaded.lazy_weights.for_wrapped_model(loaded.model)
+    assert all(torch.equal(unread.read(name), p) for name, p in whole.model.named_parameters())
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_moe", "mamba", "gpt_neo"])
@@ -79,11 +81,11 @@ def test_the_first_layers_tell_what_the_whole_model_does(kind, lora, tmp_path):
     are read.
     """
     build(kind).save_pretrained(str(tmp_path))
-    whole, loaded = load_model(str(tmp_path)), load_unread(str(tmp_path))
+    whole, loaded = load_model(str(tmp_path)), load_model_lazily(str(tmp_path))
     if lora and kind != "mamba":
         whole, loaded = (add_lora(one, LoraConfig(rank=2, seed=1)) for one in (whole, loaded))
-    trial = first_layers(loaded.model, loaded.stored.under(loaded.model))
-    assert find_faults(trial, LAYOUTS) == find_faults(whole.model, LAYOUTS)
+    trial = load_first_layers(loaded.model, loaded.lazy_weights.for_wrapped_model(loaded.model))
+    assert find_layout_faults(trial, LAYOUTS) == find_layout_faults(whole.model, LAYOUTS)
     assert LogprobHead(trial).fused == LogprobHead(whole.model).fused
     assert all(p.dtype == torch.float32 for p in loaded.model.parameters())
 
@@ -98,43 +100,43 @@ def test_a_hub_name_is_brought_to_the_cache_and_read_from_there(tmp_path, monkey
     (at / "refs" / "main").write_text(commit)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    loaded = load_unread("owner/small")
-    assert loaded is not None and loaded.stored is not None
-    unread = loaded.stored.under(loaded.model)
-    assert all(torch.equal(unread.whole(name), p) for name, p in model.named_parameters())
+    loaded = load_model_lazily("owner/small")
+    assert loaded is not None and loaded.lazy_weights is not None
+    unread = loaded.lazy_weights.for_wrapped_model(loaded.model)
+    assert all(torch.equal(unread.read(name), p) for name, p in model.named_parameters())
     (at / "snapshots" / commit / "model.safetensors.index.json").unlink()
-    assert load_unread("owner/small") is None  # load_model says what is missing
+    assert load_model_lazily("owner/small") is None  # load_model says what is missing
 
 
 def test_what_cannot_be_read_so_is_read_whole_or_refused(tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert load_unread("tiny:addition") is None and load_unread("owner/model") is None
+    assert load_model_lazily("tiny:addition") is None and load_model_lazily("owner/model") is None
     model = build("llama", tie_word_embeddings=False)
     model.save_pretrained(str(tmp_path / "bare"))
     weights = {name: p for name, p in model.state_dict().items() if "lm_head" not in name}
     model.save_pretrained(str(tmp_path / "lacks"), state_dict=weights)
-    assert load_unread(str(tmp_path / "lacks")) is None  # load_model says what is missing
+    assert load_model_lazily(str(tmp_path / "lacks")) is None  # load_model says what is missing
     (file,) = (tmp_path / "bare").glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(UserError, match="damaged or truncated"):
-        load_unread(str(tmp_path / "bare"))
+        load_model_lazily(str(tmp_path / "bare"))
 
 
 def test_lazy_tensors(tmp_path):
     model = build("llama")
     model.save_pretrained(str(tmp_path))
     names = [name for name, _ in model.named_parameters()]
-    found = in_folder(tmp_path, names)
-    assert found is not None and in_folder(tmp_path, [*names, "other"]) is None
-    together = found.and_here({"head": torch.ones(2)})
+    found = open_lazy_tensors(tmp_path, names)
+    assert found is not None and open_lazy_tensors(tmp_path, [*names, "other"]) is None
+    together = found.with_tensors({"head": torch.ones(2)})
     assert set(together) == {*names, "head"} and len(together) == len(names) + 1
-    assert shape_of(together, "head") == (2,) and shape_of(together, names[0]) == tuple(
-        model.get_parameter(names[0]).shape
-    )
+    assert get_tensor_shape(together, "head") == (2,) and get_tensor_shape(
+        together, names[0]
+    ) == tuple(model.get_parameter(names[0]).shape)
     assert all(torch.equal(found[name], p) for name, p in model.named_parameters())
-    assert isinstance(found, Lazy)
+    assert isinstance(found, LazyTensors)
 
 
 # ---------------------------------------------------------------------------------------- two ranks

@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 import slurm_cluster
 
+from rl.config.sections import RunSettings
 from rl.errors import RunFolderError
-from rl.report.logbook import check_claim, claim
-from rl.settings.tables import RunSettings
+from rl.reporting.logbook import check_claim_folder, claim_folder
 
 REPO = Path(__file__).resolve().parent.parent
 BATCH = ["one_node.sbatch", "many_nodes.sbatch"]
@@ -210,14 +210,14 @@ def test_logs_are_no_run_and_survive_one(tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-0.log").write_text("hello")
     (tmp_path / "config.json.tmp").write_text('{"na')
-    check_claim(tmp_path)
-    claim(tmp_path, {"name": "x", "stages": []})
-    check_claim(tmp_path)  # which never took a step
+    check_claim_folder(tmp_path)
+    claim_folder(tmp_path, {"name": "x", "stages": []})
+    check_claim_folder(tmp_path)  # which never took a step
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(RunFolderError, match="holds a run"):
-        check_claim(tmp_path)
+        check_claim_folder(tmp_path)
     (tmp_path / "rollouts").mkdir()
-    claim(tmp_path, {"name": "y", "stages": []}, overwrite=True)
+    claim_folder(tmp_path, {"name": "y", "stages": []}, overwrite=True)
     assert {p.name for p in tmp_path.iterdir()} == {"logs", "config.json"} and (
         tmp_path / "logs" / "rank-0.log"
     ).exists()

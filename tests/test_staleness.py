@@ -18,11 +18,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl.episodes import Clock, Env, EnvGroupBuilder, Flow, Seat, StepResult, Waiters
-from rl.run.asynchronous import train_asynchronous
-from rl.run.samples import Samples
-from rl.sampler import Request
-from rl.seeds import derive_seed
+from rl.rollout import (
+    Env,
+    EnvExecutor,
+    EnvGroupBuilder,
+    EventLog,
+    PlayerStream,
+    RolloutEngine,
+    StepResult,
+)
+from rl.sampler import SamplingRequest
+from rl.seed import derive_seed
+from rl.trainer.async_source import train_asynchronous
+from rl.trainer.stage_sampling import StageSampler
 from rl.types import ModelInput, SampledSequence, SampleResponse, SamplingParams
 
 STAGE_SEED, CODES = 11, 1 << 20
@@ -66,22 +74,22 @@ class Client:
     """Weights of one version. `wait`: blocks until they are there."""
 
     def __init__(self, version: int, wait=None):
-        self._version, self.there, self._wait = version, wait is None, wait
+        self._version, self.ready, self._wait = version, wait is None, wait
         self.info = {"max_context": None}
 
     @property
     def version(self) -> int:
-        if not self.there:
+        if not self.ready:
             self._wait()
-            self.there = True
+            self.ready = True
         return self._version
 
-    def when_there(self, call) -> None:
+    def on_ready(self, call) -> None:
         def arrive():
             _ = self.version
             call()
 
-        call() if self.there else threading.Thread(target=arrive, daemon=True).start()
+        call() if self.ready else threading.Thread(target=arrive, daemon=True).start()
 
     def release(self) -> None:
         pass
@@ -94,7 +102,7 @@ class FakeStream:
 
     def __init__(self, client: Client, plan: Plan):
         self.version, self.plan = client.version, plan
-        self.running: dict[int, tuple[Request, SampledSequence, int]] = {}
+        self.running: dict[int, tuple[SamplingRequest, SampledSequence, int]] = {}
         self.tickets = self.slices = 0
         self.first_seeds: dict[str, list[int]] = {}  # of each conversation's first turn
 
@@ -102,9 +110,9 @@ class FakeStream:
     def busy(self) -> bool:
         return bool(self.running)
 
-    def add(self, request: Request) -> int:
+    def add(self, request: SamplingRequest) -> int:
         self.tickets += 1
-        begun = request.begun or SampledSequence([], [], "length")
+        begun = request.resume_from or SampledSequence([], [], "length")
         versions = list(begun.versions or [begun.version] * len(begun.tokens))
         length = self.plan.length(request.seed, request.problem, request.first_index)
         sequence = SampledSequence(
@@ -114,7 +122,7 @@ class FakeStream:
             version=begun.version,
             versions=versions,
         )
-        if len(request.prompt) == 1 and request.begun is None:
+        if len(request.prompt) == 1 and request.resume_from is None:
             self.first_seeds.setdefault(request.conversation, []).append(request.seed)
         self.running[self.tickets] = (request, sequence, length)
         return self.tickets
@@ -122,22 +130,25 @@ class FakeStream:
     def drop(self, ticket: int) -> None:
         self.running.pop(ticket, None)
 
-    def leave(self, conversation: str) -> None:
+    def end_conversation(self, conversation: str) -> None:
         pass
 
-    def renew(self) -> None:
+    def recompute_cache(self) -> None:
         pass
 
-    def switch(self, client: Client, *, anew: bool) -> None:
-        assert anew == self.plan.recompute_cache
+    def switch_weights(self, client: Client, *, recompute: bool) -> None:
+        assert recompute == self.plan.recompute_cache
         self.version = client.version
 
-    def unfinished(self) -> dict[int, Request]:
+    def unfinished(self) -> dict[int, SamplingRequest]:
         found = {}
         for ticket, (request, sequence, _) in self.running.items():
             begun = self._labelled(sequence) if sequence.tokens else None
-            found[ticket] = Request(
-                **{**{f: getattr(request, f) for f in Request.__slots__}, "begun": begun}
+            found[ticket] = SamplingRequest(
+                **{
+                    **{f: getattr(request, f) for f in SamplingRequest.__slots__},
+                    "resume_from": begun,
+                }
             )
         return found
 
@@ -153,7 +164,7 @@ class FakeStream:
             versions=several,
         )
 
-    def slice(self, steps: int) -> SimpleNamespace:
+    def run_steps(self, steps: int) -> SimpleNamespace:
         self.slices += 1
         finished = {}
         for ticket, (request, sequence, length) in list(self.running.items()):
@@ -220,24 +231,28 @@ class Loop:
         )
         self.loop = SimpleNamespace(batch_size=plan.size, steps=plan.steps)
         self.settings = SimpleNamespace(flow=flow)
-        self.given = SimpleNamespace(
-            decisions=SimpleNamespace(batch=0, clock=lambda tick, whole: Clock(tick=tick)),
+        self.context = SimpleNamespace(
+            replay_log=SimpleNamespace(
+                batch=0, create_event_log=lambda tick, whole_stage: EventLog(tick=tick)
+            ),
             environment=None,
         )
-        self.saves = SimpleNamespace(in_flight=state, is_due=plan.due, state_of_flow=None)
-        checks = Samples(SimpleNamespace(settings=SimpleNamespace(), environment=None), None)
-        self.samples = SimpleNamespace(
-            players=lambda batch: {},
-            flow=self.flow,
-            judged=lambda rollouts: rollouts,
-            check=checks.check,
+        self.stage_checkpoints = SimpleNamespace(
+            in_flight=state, is_due=plan.due, get_engine_state=None
+        )
+        checks = StageSampler(SimpleNamespace(settings=SimpleNamespace(), environment=None), None)
+        self.stage_sampler = SimpleNamespace(
+            load_players=lambda batch: {},
+            start_engine=self.flow,
+            add_judgements=lambda rollouts: rollouts,
+            check_rollouts=checks.check_rollouts,
         )
         self.policy = SimpleNamespace(
             version=done, save_weights_and_get_sampling_client=self._client
         )
         self.models = SimpleNamespace(policy=self.policy)
         self.method = SimpleNamespace(
-            group_size=plan.group, credit=lambda groups, models: [], learn=self.learn
+            group_size=plan.group, compute_advantages=lambda groups, models: [], update=self.update
         )
         self.stop_request, self.samples_held_out = SimpleNamespace(exit_code=None), False
         self.problems = SimpleNamespace(batch=self._problems)
@@ -251,10 +266,10 @@ class Loop:
         return Client(self.done)
 
     @contextmanager
-    def flow(self, samplers, clock) -> Iterator[Flow]:
-        waiters, self.stream = Waiters(4), FakeStream(samplers[None], self.plan)
-        yield Flow(
-            {None: Seat(self.stream, None)},
+    def flow(self, samplers, clock) -> Iterator[RolloutEngine]:
+        waiters, self.stream = EnvExecutor(4), FakeStream(samplers[None], self.plan)
+        yield RolloutEngine(
+            {None: PlayerStream(self.stream, None)},
             SamplingParams(max_tokens=99),
             waiters,
             clock,
@@ -268,7 +283,7 @@ class Loop:
     def _problems(self, batch: int, size: int, seed: int):
         return [SimpleNamespace(index=batch * size + i) for i in range(size)]
 
-    def groups(self, problems, group_size):
+    def build_groups(self, problems, group_size):
         return [Talks(problem.index, self.plan.turns[problem.index]) for problem in problems]
 
     def progress(self, batch: int) -> int:
@@ -280,7 +295,7 @@ class Loop:
         while self.stream.slices < until and self.stream.busy:
             time.sleep(0)
 
-    def learn(self, models, datums, progress) -> dict[str, float]:
+    def update(self, models, datums, progress) -> dict[str, float]:
         self._slices(self.plan.slow_update)
         self.policy.version += 1
         return {}
@@ -310,7 +325,7 @@ class Loop:
         self.batches_seen.append((batch, versions, problems))
         self.done = batch + 1
         if self.plan.due(self.done) and self.done < self.plan.steps:
-            self.saved = json.loads(json.dumps(self.saves.state_of_flow()))
+            self.saved = json.loads(json.dumps(self.stage_checkpoints.get_engine_state()))
             if self.done in self.plan.kills:
                 self.plan.kills.discard(self.done)
                 raise Killed

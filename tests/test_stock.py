@@ -6,9 +6,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from rl.data import ProblemSet
-from rl.run.identity import fingerprint
-from rl.run.inventory import StageSteps, take_stock
-from rl.run.keeper import Keeper
+from rl.trainer.checkpoint_manager import CheckpointManager
+from rl.trainer.checkpoint_scan import StageSteps, scan_checkpoints
+from rl.trainer.same_run import compute_data_fingerprint
 from rl.types import Problem
 
 
@@ -21,7 +21,7 @@ def test_checkpoints_are_listed_in_the_order_of_their_steps(tmp_path):
     for name in names:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     (tmp_path / "sampler_weights" / "z-best-000004").mkdir(parents=True)
-    found = [row["name"] for row in take_stock(tmp_path, stages)]
+    found = [row["name"] for row in scan_checkpoints(tmp_path, stages)]
     assert found == ["z-000002", "z-best-000004", "z-000004", "z-final", *names[3:]]
 
 
@@ -35,8 +35,8 @@ def test_everything_that_is_asked_or_answered_counts_in_the_fingerprint():
         )
         for i in range(5)
     ]
-    known = fingerprint(ProblemSet(rows))
-    assert fingerprint(ProblemSet(list(rows))) == known
+    known = compute_data_fingerprint(ProblemSet(rows))
+    assert compute_data_fingerprint(ProblemSet(list(rows))) == known
     changes = {
         "messages": [{"role": "user", "content": "3+1=?"}],
         "response": "5",
@@ -45,9 +45,10 @@ def test_everything_that_is_asked_or_answered_counts_in_the_fingerprint():
     }
     for name, value in changes.items():
         changed = [*rows[:3], replace(rows[3], **{name: value}), rows[4]]
-        assert fingerprint(ProblemSet(changed)) != known, name
+        assert compute_data_fingerprint(ProblemSet(changed)) != known, name
     assert (
-        fingerprint(ProblemSet(rows[:4])) != known and fingerprint(ProblemSet(rows[::-1])) != known
+        compute_data_fingerprint(ProblemSet(rows[:4])) != known
+        and compute_data_fingerprint(ProblemSet(rows[::-1])) != known
     )
 
 
@@ -60,10 +61,10 @@ class Book:
     def checkpoints(self):
         return list(self.rows)
 
-    def checkpoint(self, row):
+    def add_checkpoint(self, row):
         self.rows.append(row)
 
-    def forget_checkpoint(self, name):
+    def remove_checkpoint(self, name):
         self.rows = [row for row in self.rows if row["name"] != name]
 
     def sync(self):
@@ -80,14 +81,14 @@ def test_each_stage_keeps_the_best_weights_of_its_own(tmp_path):
 
         return write
 
-    keeper = Keeper(Book(tmp_path))
+    keeper = CheckpointManager(Book(tmp_path))
     policy = SimpleNamespace(
         save_state=written("checkpoints"), save_weights_for_sampler=written("sampler_weights")
     )
     for stage, first in (("a", 1), ("b", 3)):
         for step, value in ((first, 0.5), (first + 1, 0.6)):
-            keeper.best(policy, step, stage, "test/env/all/correct", value)
-        keeper.save(policy, first + 1, stage, {}, keep_last=2, last=True)
+            keeper.save_best(policy, step, stage, "test/env/all/correct", value)
+        keeper.save(policy, first + 1, stage, {}, keep_last=2, final=True)
     kept = ["a-best-000002", "b-best-000004"]
     assert sorted(path.name for path in (tmp_path / "sampler_weights").iterdir()) == kept
     assert [row["name"] for row in keeper.logbook.rows if row["kind"] == "best"] == kept

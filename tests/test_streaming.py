@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from rl import ServiceClient
-from rl.episodes import Trajectory, TrajectoryGroup, Transition
-from rl.methods import Models, Progress
-from rl.methods.grpo import PolicyGradient
-from rl.methods.grpo_settings import GrpoSettings
-from rl.methods.streaming import StreamedStep
-from rl.settings import unflatten
+from rl.algorithms import Models, Progress
+from rl.algorithms.grpo import PolicyGradient
+from rl.algorithms.grpo_settings import GrpoSettings
+from rl.algorithms.streamed_step import StreamedStep
+from rl.config import unflatten_settings
+from rl.rollout import Trajectory, TrajectoryGroup, Transition
 from rl.types import Datum, ModelInput, SampledSequence
 
 LOSSES = {
@@ -70,7 +70,7 @@ PARTS = (2, 4, 6)  # the second part is groups 2 and 3
 
 def method_of(loss: str, correction: str) -> PolicyGradient:
     problems: list[str] = []
-    settings = unflatten(
+    settings = unflatten_settings(
         GrpoSettings, {**OFTEN, **LOSSES[loss], **CORRECTIONS[correction]}, problems, "a test"
     )
     assert not problems, problems
@@ -155,7 +155,7 @@ def compare(clients, loss: str, correction: str, seed: int, silent: set[int]) ->
     groups, progress = episodes_of(np.random.default_rng(seed), silent), Progress(0, 1)
     off_the_policy(at_once, groups, np.random.default_rng(seed + 1))
     whole, method = Models(at_once), method_of(loss, correction)
-    expected = method.learn(whole, method.credit(groups, whole), progress)
+    expected = method.update(whole, method.compute_advantages(groups, whole), progress)
     step = StreamedStep(method_of(loss, correction), Models(in_parts), progress)
     for low, high in zip((0, *PARTS[:-1]), PARTS, strict=True):
         step.add(groups[low:high])

@@ -10,12 +10,12 @@ import pytest
 from helpers import random_datums
 
 from rl import ServiceClient
-from rl.clients import drawn
-from rl.clients.drawn import DrawnSamples
-from rl.episodes import Trajectory
-from rl.episodes.datums import trajectory_to_datums
-from rl.episodes.episode import Transition
 from rl.losses.losses import LOSSES
+from rl.rollout import Trajectory
+from rl.rollout.datum_builder import trajectory_to_datums
+from rl.rollout.rollout_types import Transition
+from rl.runtime import sample_temperatures
+from rl.runtime.sample_temperatures import SampleTemperatures
 from rl.types import (
     AdamParams,
     Datum,
@@ -91,8 +91,8 @@ def test_evaluating_at_one_temperature_and_training_at_another_needs_no_word(cli
 def test_greedy_samples_are_scored_as_their_logprobs_are(client):
     """At 1: there is no distribution at 0. Beside samples that were drawn, and remembered or said."""
     sampler = client.save_weights_and_get_sampling_client()
-    greedy, drawn = draw(sampler, 0.0, 1), draw(sampler, 0.7, 2)
-    datums = [plain_datum(s) for s in (*drawn, *greedy)]
+    greedy, sampled = draw(sampler, 0.0, 1), draw(sampler, 0.7, 2)
+    datums = [plain_datum(s) for s in (*sampled, *greedy)]
     said = Datum(datums[-1].model_input, datums[-1].loss_fn_inputs, temperature=0.0)
     assert (
         worst(client.forward([*datums, said], "importance_sampling").result(), [*datums, said])
@@ -101,7 +101,8 @@ def test_greedy_samples_are_scored_as_their_logprobs_are(client):
 
 
 @pytest.mark.parametrize(
-    "name", [n for n, spec in LOSSES.items() if spec.as_sampled and not spec.masked]
+    "name",
+    [n for n, spec in LOSSES.items() if spec.at_sampling_temperature and not spec.needs_mask],
 )
 def test_a_batch_may_mix_them(client, name):
     """Scores and gradients are those of each part alone at its own temperature."""
@@ -194,7 +195,7 @@ def test_samples_are_told_apart_by_all_of_their_logprobs():
     """The same tokens with the same sure ending, drawn at two temperatures: the part that differs
     may be far from the end.
     """
-    rng, drawn = np.random.default_rng(0), DrawnSamples(limit=200)
+    rng, temperatures = np.random.default_rng(0), SampleTemperatures(limit=200)
     ending, sequences = [0.0] * 9, []
     for i in range(100):
         start = (-3 * rng.random(int(rng.integers(1, 6)))).tolist()
@@ -207,7 +208,7 @@ def test_samples_are_told_apart_by_all_of_their_logprobs():
                 temperature=float(rng.choice([0.5, 1.0])),
             )
         )
-        drawn.note(sequences[-1])
+        temperatures.record(sequences[-1])
     for i, one in enumerate(sequences):
         prompt = int(rng.integers(1, 5))
         fields = {
@@ -215,7 +216,7 @@ def test_samples_are_told_apart_by_all_of_their_logprobs():
             "logprobs": [0.0] * prompt + one.logprobs,
         }
         datum = Datum(ModelInput.from_ints([1] * (prompt + len(one.tokens))), fields)
-        assert drawn.temperature_of(datum) == one.temperature
+        assert temperatures.find_temperature(datum) == one.temperature
         spans = [
             PromptProvenanceSpan(sequence_id=str(i), length=prompt),
             SampledProvenanceSpan(sequence_id=str(i), length=len(one.tokens)),
@@ -223,18 +224,21 @@ def test_samples_are_told_apart_by_all_of_their_logprobs():
         bare = Datum(datum.model_input, {"target_tokens": fields["target_tokens"]}).with_provenance(
             spans, spans
         )
-        assert drawn.temperature_of(bare) == one.temperature
+        assert temperatures.find_temperature(bare) == one.temperature
     for i in range(300):  # the oldest are forgotten, and nothing of them is kept
-        drawn.note(SampledSequence([3], [-float(i)], sequence_id=f"new{i}", temperature=1.0))
+        temperatures.record(
+            SampledSequence([3], [-float(i)], sequence_id=f"new{i}", temperature=1.0)
+        )
     assert (
-        drawn.temperature_of(datum) is None and len(drawn._by_content) == len(drawn._by_id) == 200
+        temperatures.find_temperature(datum) is None
+        and len(temperatures._by_content) == len(temperatures._by_id) == 200
     )
-    assert sum(sum(lengths.values()) for lengths in drawn._lengths.values()) == 200
+    assert sum(sum(lengths.values()) for lengths in temperatures._length_counts.values()) == 200
 
 
 def test_many_samples_with_one_sure_end_do_not_slow_the_search(monkeypatch):
     """The last token of all of them was drawn with the logprob 0, and each has a length of its own."""
-    rng, note = np.random.default_rng(0), DrawnSamples()
+    rng, note = np.random.default_rng(0), SampleTemperatures()
     sequences = []
     for i in range(300):
         logprobs = [*(-rng.random(20 + i)).tolist(), 0.0]
@@ -243,26 +247,28 @@ def test_many_samples_with_one_sure_end_do_not_slow_the_search(monkeypatch):
                 [1] * len(logprobs), logprobs, sequence_id=str(i), temperature=0.5 + i / 1000
             )
         )
-        note.note(sequences[-1])
-    read, digest = [], drawn._digest
+        note.record(sequences[-1])
+    read, digest = [], sample_temperatures._compute_digest
     monkeypatch.setattr(
-        drawn,
-        "_digest",
+        sample_temperatures,
+        "_compute_digest",
         lambda tokens, logprobs: read.append(len(tokens)) or digest(tokens, logprobs),
     )
     for one in sequences[::50]:
         read.clear()
         fields = {"target_tokens": [7] * 400 + one.tokens, "logprobs": [0.0] * 400 + one.logprobs}
         assert (
-            note.temperature_of(Datum(ModelInput.from_ints([1] * (400 + len(one.tokens))), fields))
+            note.find_temperature(
+                Datum(ModelInput.from_ints([1] * (400 + len(one.tokens))), fields)
+            )
             == one.temperature
         )
         assert sum(read) < len(one.tokens) + 200
 
 
 def test_a_greedy_sample_is_known_by_its_name_as_well():
-    note = DrawnSamples()
-    note.note(SampledSequence([3, 4], [-1.0, -2.0], sequence_id="greedy", temperature=0.0))
+    note = SampleTemperatures()
+    note.record(SampledSequence([3, 4], [-1.0, -2.0], sequence_id="greedy", temperature=0.0))
     spans = [
         PromptProvenanceSpan(sequence_id="greedy", length=1),
         SampledProvenanceSpan(sequence_id="greedy", length=2),
@@ -270,7 +276,7 @@ def test_a_greedy_sample_is_known_by_its_name_as_well():
     datum = Datum(ModelInput.from_ints([1, 3, 4]), {"target_tokens": [7, 3, 4]}).with_provenance(
         spans, spans
     )
-    assert note.temperature_of(datum) == 0.0
+    assert note.find_temperature(datum) == 0.0
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 9e-4, -1.0, float("nan"), True])
@@ -293,13 +299,14 @@ def test_a_sample_is_told_from_shorter_ones_that_are_its_end(order):
         SampledSequence(tokens[-n:], logprobs[-n:], sequence_id=str(n), temperature=t)
         for n, t in of.items()
     ]
-    drawn = DrawnSamples()
+    temperatures = SampleTemperatures()
     for i in order:
-        drawn.note(samples[i])
+        temperatures.record(samples[i])
     for n, temperature in of.items():
         fields = {"target_tokens": [9, 9, 9, *tokens[-n:]], "logprobs": [0.0] * 3 + logprobs[-n:]}
         assert (
-            drawn.temperature_of(Datum(ModelInput.from_ints([1] * (3 + n)), fields)) == temperature
+            temperatures.find_temperature(Datum(ModelInput.from_ints([1] * (3 + n)), fields))
+            == temperature
         )
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from rl.errors import UserError
 from rl.renderers import get_renderer
-from rl.renderers.call_forms import form_of
-from rl.renderers.parsing import split_calls, split_channels
+from rl.renderers.response_parsing import split_calls, split_channels
+from rl.renderers.tool_call_formats import find_call_format
 
 COUNT = 200
 WORDS = (
@@ -210,14 +210,14 @@ def thought_aloud(renderer, messages, thought, answer):
     seen = renderer.build_generation_prompt(messages[:-1]).to_ints()
     written = (
         renderer.tokenizer.encode(f"{thought}\n</think>\n\n{answer}", add_special_tokens=False)
-        + sorted(renderer.ends)[:1]
+        + sorted(renderer.end_tokens)[:1]
     )
     message, ended = renderer.parse_response(written)
     assert ended and (message["reasoning_content"].strip(), message["content"].strip()) == (
         thought.strip(),
         answer.strip(),
     ), message
-    following = renderer.bridge(
+    following = renderer.extend_prompt(
         messages[:-1], seen, written, [{"role": "user", "content": thought}]
     )
     if following is not None:
@@ -230,7 +230,7 @@ def check(renderer, name):
     tokenizer, settings = renderer.tokenizer, FOLDER.get(name, {})
     rng, can = random.Random(name), abilities(renderer, name)
     with_tools = renderer.with_tools([TOOL]) if "tools" in can else renderer
-    words = sorted(renderer.shield.control)
+    words = sorted(renderer.escaper.control)
     control = {tokenizer.convert_tokens_to_ids(word) for word in words}
     counts = dict.fromkeys(("prompts", "forged", "answers", "bridged", "anew"), 0)
     for _ in range(COUNT):
@@ -285,7 +285,7 @@ def check(renderer, name):
             else {"role": "user", "content": said(rng)}
         ]
         seen = one.build_generation_prompt(harmless[:-1]).to_ints()
-        following = one.bridge(harmless[:-1], seen, learnt, new)
+        following = one.extend_prompt(harmless[:-1], seen, learnt, new)
         counts["anew" if following is None else "bridged"] += 1
         if following is not None:
             assert following.to_ints()[: len(seen) + len(learnt)] == [*seen, *learnt]
@@ -363,14 +363,14 @@ def test_calls_of_glm_are_read_as_its_template_writes_them(shared_data):
 
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers" / "minimind_6400")
     tokenizer.chat_template = package_template("glm4moe")
-    form, rng = form_of(tokenizer.chat_template), random.Random("glm")
+    form, rng = find_call_format(tokenizer.chat_template), random.Random("glm")
     for _ in range(COUNT):
         message = answer(rng, set(), call=True)
         message["tool_calls"] = [
             answer(rng, set(), call=True)["tool_calls"][0] for _ in range(rng.randrange(1, 4))
         ]
         text = whole(tokenizer, [{"role": "user", "content": "a"}, message], {}, True, False)
-        content, calls, unparsed = form.take(text.rpartition("</think>")[2], [TOOL])
+        content, calls, unparsed = form.parse(text.rpartition("</think>")[2], [TOOL])
         assert (content.strip(), calls, unparsed) == (message["content"], message["tool_calls"], [])
 
 

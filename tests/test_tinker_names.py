@@ -18,7 +18,7 @@ from helpers import random_datums
 
 import rl
 from rl import ServiceClient, types
-from rl.ranks.checkpoint import read_state
+from rl.distributed.checkpoint_folder import read_verified_state
 
 TOP = """ServiceClient TrainingClient SamplingClient RestClient APIFuture BackcompatTrainingClientFuture BackcompatSamplingClientFuture
 LossHandle PerDatumLossFn AdamOptimizerConfig AdamParams OptimParams Checkpoint CheckpointType Datum EncodedTextChunk
@@ -239,7 +239,7 @@ def test_words_saved_with_a_checkpoint_are_read_again_and_it_can_be_written_over
     )
     path = client.save_state("worded", user_metadata={"when": "now"}).result().path
     expected = {"who": "me", "what": "a test", "when": "now"}
-    assert read_state(path)["user_metadata"] == expected
+    assert read_verified_state(path)["user_metadata"] == expected
     rest = service.create_rest_client()
     run = rest.get_training_run_by_tinker_path(path).result()
     assert (
@@ -254,7 +254,10 @@ def test_words_saved_with_a_checkpoint_are_read_again_and_it_can_be_written_over
     with pytest.raises(rl.UserError, match="exists already"):
         client.save_state("worded").result()
     assert client.save_state("worded", overwrite=True).result().path == path
-    assert read_state(path)["version"] == 1 and "when" not in read_state(path)["user_metadata"]
+    assert (
+        read_verified_state(path)["version"] == 1
+        and "when" not in read_verified_state(path)["user_metadata"]
+    )
     rest.delete_checkpoint_from_tinker_path(path).result()
     with pytest.raises(rl.UserError, match="not a checkpoint"):
         rest.delete_checkpoint_from_tinker_path(path)

@@ -19,10 +19,10 @@ import torch
 from helpers import ADAM, call, make_worker, random_datums
 from sampler_models import VOCAB, one_thread, random_prompts, reference_logprobs, tiny_model  # noqa: F401
 
-from rl.clients.landing import Hangar
-from rl.clients.settings import SamplerSettings, WorkerSettings
-from rl.clients.slices import Asked
-from rl.sampler import Engine, PagedEngine, Request, make_decoder, score
+from rl.runtime.rank_settings import SamplerSettings, WorkerSettings
+from rl.runtime.stream_worker import StepRequest
+from rl.runtime.weight_sync import SamplerWorker
+from rl.sampler import Engine, PagedEngine, SamplingRequest, make_decoder, score_sequences
 from rl.types import SampledSequence, SamplingParams
 
 VERSIONS = 5
@@ -65,10 +65,10 @@ class Events:
     mixed: int = 0  # sequences of several versions
 
 
-def requests_of(rng: np.random.Generator) -> list[Request]:
+def requests_of(rng: np.random.Generator) -> list[SamplingRequest]:
     lengths = rng.integers(1, 9, 8).tolist()
     return [
-        Request(
+        SamplingRequest(
             prompt=prompt,
             num_samples=int(rng.choice([1, 1, 3])),
             seed=int(rng.integers(99)),
@@ -81,7 +81,7 @@ def requests_of(rng: np.random.Generator) -> list[Request]:
     ]
 
 
-def play(decoders, seed: int, events: Events) -> list[tuple[Request, SampledSequence]]:
+def play(decoders, seed: int, events: Events) -> list[tuple[SamplingRequest, SampledSequence]]:
     """A random schedule over one stream of requests; every sequence that finished, with its
     request.
     """
@@ -109,23 +109,23 @@ def play(decoders, seed: int, events: Events) -> list[tuple[Request, SampledSequ
             tickets[engine.add(request)] = request
         elif what < 0.4 and version < VERSIONS - 1:
             version += 1
-            events.preempted += len(engine._parked) if paged else 0
+            events.preempted += len(engine._preempted) if paged else 0
             engine.change_weights(decoders[version], version)
         elif what < 0.44 and tickets:
             number = int(rng.choice(list(tickets)))
-            engine.drop(number)
+            engine.cancel(number)
             del tickets[number]
             events.dropped += 1
         elif what < 0.48:
-            under_way = engine.unfinished()
+            under_way = engine.unfinished_requests()
             owners, tickets = tickets, {}
             engine = new_engine()
             for number, request in under_way:
-                if request.begun is not None:
+                if request.resume_from is not None:
                     begun = SampledSequence.from_json(
-                        json.loads(json.dumps(request.begun.as_json()))
+                        json.loads(json.dumps(request.resume_from.as_json()))
                     )
-                    request = replace(request, begun=begun)
+                    request = replace(request, resume_from=begun)
                     events.moved += 1
                 tickets[engine.add(request)] = owners[number]
         else:
@@ -137,7 +137,7 @@ def play(decoders, seed: int, events: Events) -> list[tuple[Request, SampledSequ
     return finished
 
 
-def check(models, request: Request, sequence: SampledSequence) -> int:
+def check(models, request: SamplingRequest, sequence: SampledSequence) -> int:
     """Compare every logprob with one plain forward of the model of its version; the number of
     versions of the sequence.
     """
@@ -190,22 +190,24 @@ def test_weights_never_land_in_a_decoder_that_a_stream_draws_from():
     """The client of the stream's weights may be released before the slice that switches the stream
     to newer ones.
     """
-    learner, hangar = make_worker(), Hangar(WorkerSettings(sampler=SamplerSettings()))
-    asked = Request(prompt=[3, 4, 12], params=SamplingParams(max_tokens=12, stop=[]), seed=1)
+    learner, hangar = make_worker(), SamplerWorker(WorkerSettings(sampler=SamplerSettings()))
+    asked = SamplingRequest(
+        prompt=[3, 4, 12], params=SamplingParams(max_tokens=12, stop=[]), seed=1
+    )
 
     def land(version: int) -> None:
-        sent = learner.stage(0, version == 0)
-        hangar.begin_landing(version, sent.manifest())
-        for piece in sent.pieces():
-            hangar.land(version, piece)
+        sent = learner.take_snapshot(0, version == 0)
+        hangar.begin_transfer(version, sent.make_manifest())
+        for piece in sent.iter_chunks():
+            hangar.receive_chunk(version, piece)
 
     land(0)
-    hangar.end_landing(0)
-    hangar.sample_slice(5, 0, Asked(4, [(0, 0, asked)]))
+    hangar.end_transfer(0)
+    hangar.run_steps(5, 0, StepRequest(4, [(0, 0, asked)]))
     ((_, half),) = hangar.unfinished(5).items()
     drawn_from = hangar.streams[5].engine.decoder
-    before = score(drawn_from, [[3, 4, 12, 5, 1]])
-    hangar.forget_version(0)
+    before = score_sequences(drawn_from, [[3, 4, 12, 5, 1]])
+    hangar.free_version(0)
     call(
         learner,
         "forward_backward",
@@ -218,10 +220,10 @@ def test_weights_never_land_in_a_decoder_that_a_stream_draws_from():
     )
     learner.optim_step(0, ADAM)
     land(1)
-    assert score(drawn_from, [[3, 4, 12, 5, 1]]) == before, (
+    assert score_sequences(drawn_from, [[3, 4, 12, 5, 1]]) == before, (
         "a decoder was filled that a stream draws from"
     )
-    hangar.end_landing(1)
-    done = hangar.sample_slice(5, 1, Asked(99)).finished[0].sequences[0]
-    assert len(half.begun.tokens) == 4 and done.versions == [0] * 4 + [1] * 8
-    hangar.forget_all()
+    hangar.end_transfer(1)
+    done = hangar.run_steps(5, 1, StepRequest(99)).finished[0].sequences[0]
+    assert len(half.resume_from.tokens) == 4 and done.versions == [0] * 4 + [1] * 8
+    hangar.free_all()

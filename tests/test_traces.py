@@ -14,40 +14,40 @@ REPO = Path(__file__).resolve().parent.parent
 
 SCRIPT = """
 import os, signal, sys
-from rl.quick import beside
+from rl.startup import fork_helper
 
 def follow(*ends):
-    from rl.memory import follow
-    follow(*ends)
+    from rl.memory_plan import serve_traces
+    serve_traces(*ends)
 
-ends = beside(follow)
+ends = fork_helper(follow)
 assert len(ends) == (2 if len(os.sched_getaffinity(0)) > 1 else 0)
 (child,) = map(int, open(f"/proc/self/task/{os.getpid()}/children").read().split())
 print("child", child, flush=True)
 
 from rl.errors import UserError
-from rl.memory import Arithmetic, MicroBatch, Traces
+from rl.memory_plan import ComputeConfig, MicroBatch, TraceCache
 from rl.types import LoraConfig
 
 model, refused = ("tiny:addition", None, LoraConfig(4)), ("/nowhere/at/all", None, None)
-runs = [(model, MicroBatch(rows, 16, rows * 16), Arithmetic(checkpointing=on)) for rows in (1, 2, 3) for on in (False, True)]
-alone, helped = Traces(), Traces()
-expected = [alone.held(run) for run in runs]
-with helped.helped(ends):
+runs = [(model, MicroBatch(rows, 16, rows * 16), ComputeConfig(checkpointing=on)) for rows in (1, 2, 3) for on in (False, True)]
+alone, helped = TraceCache(), TraceCache()
+expected = [alone.get_memory(run) for run in runs]
+with helped.use_helpers(ends):
     try:
-        helped.shape(refused)
+        helped.get_shape(refused)
     except UserError as error:
-        print("refused", "no model folder" in str(error) and helped.are_helped)
-    print("shape", helped.shape(model) == alone.shape(model))
-    helped.want(runs)
-    print("first", helped.held(runs[-1]) == expected[-1])
-    helped.want(runs[:3])
-    print("three", [helped.held(run) for run in runs[:3]] == expected[:3], "by others", not helped._skeletons)
+        print("refused", "no model folder" in str(error) and helped.has_helpers)
+    print("shape", helped.get_shape(model) == alone.get_shape(model))
+    helped.queue_runs(runs)
+    print("first", helped.get_memory(runs[-1]) == expected[-1])
+    helped.queue_runs(runs[:3])
+    print("three", [helped.get_memory(run) for run in runs[:3]] == expected[:3], "by others", not helped._skeletons)
     if "kill" in sys.argv:
-        helped.want(runs)
+        helped.queue_runs(runs)
         os.kill(child, signal.SIGKILL)
-    print("all", [helped.held(run) for run in runs] == expected, "by others", not helped._skeletons)
-print("after", [helped.held(run) for run in runs] == expected, helped.are_helped)
+    print("all", [helped.get_memory(run) for run in runs] == expected, "by others", not helped._skeletons)
+print("after", [helped.get_memory(run) for run in runs] == expected, helped.has_helpers)
 """
 
 

@@ -9,12 +9,12 @@ import pytest
 from scripted import Scripted
 from whole_runs import train
 
-from rl.environments import EnvironmentGroup, environment_from_words, isolated, resolve_environment
-from rl.environments.trl import class_of
-from rl.episodes import rollout
+from rl.envs import EnvironmentGroup, isolate_environment, parse_environment, resolve_environment
+from rl.envs.trl_env import wrap_factory
 from rl.errors import UserError
 from rl.models import load_tokenizer
 from rl.renderers import get_renderer
+from rl.rollout import rollout
 from rl.types import Problem, SamplingParams
 
 FILE = textwrap.dedent('''
@@ -134,7 +134,7 @@ def played():
 
     def run(spec, answers, *, process):
         if process:
-            spec = isolated(spec)
+            spec = isolate_environment(spec)
             roots.append(spec.root)
         problem = Problem(({"role": "user", "content": "Hello."},), {"target": 5}, index=0)
         group = EnvironmentGroup(spec, problem, 1, get_renderer("plain", tokenizer))
@@ -211,7 +211,7 @@ def test_a_factory_may_be_a_function(file, name, settings, reward, process):
     """With its arguments as settings; its objects may bring their own episodes, as a class's may."""
     spec = resolve_environment(f"{file}:{name}", **settings)
     assert spec.can_make_rows
-    spec = isolated(spec) if process else spec
+    spec = isolate_environment(spec) if process else spec
     group = EnvironmentGroup(
         spec,
         Problem((), {"seed": 3}, index=0),
@@ -224,8 +224,8 @@ def test_a_factory_may_be_a_function(file, name, settings, reward, process):
         spec.root.close()
     assert not found.errors and found.groups[0].get_total_rewards() == [reward, reward]
     with pytest.raises(UserError, match="did you mean --environment.size"):
-        environment_from_words(f"{file}:made", [("sise", "1")])
-    assert environment_from_words(f"{file}:made", [("size", "2")]).settings == {"size": 2.0}
+        parse_environment(f"{file}:made", [("sise", "1")])
+    assert parse_environment(f"{file}:made", [("size", "2")]).settings == {"size": 2.0}
 
 
 @pytest.mark.parametrize("process", [False, True])
@@ -235,7 +235,7 @@ def test_a_dictionary_of_factories_is_chosen_from_by_the_row(file, process):
     """
     spec = resolve_environment(f"{file}:several")
     assert spec.needs_rows and not spec.can_make_rows
-    spec = isolated(spec) if process else spec
+    spec = isolate_environment(spec) if process else spec
     tokenizer = load_tokenizer("tiny:ascii")
     renderer = get_renderer("plain", tokenizer)
     rows = [
@@ -284,7 +284,7 @@ def test_a_dictionary_of_factories_is_chosen_from_by_the_row(file, process):
 
 def test_what_can_be_called_but_says_not_how_is_a_factory_that_takes_nothing():
     """dict.fromkeys, iter: written in C, some without a signature."""
-    made = class_of(iter, "Made")
+    made = wrap_factory(iter, "Made")
     assert isinstance(made, type)
     with pytest.raises(TypeError):
         made()
@@ -295,6 +295,6 @@ def test_an_environment_of_a_dictionary_has_the_episodes_seed():
         def reset(self, seed):
             return str(seed)
 
-    several = class_of({"one": Seeded}, "Several")()
+    several = wrap_factory({"one": Seeded}, "Several")()
     several.row, several.seed = {"environment": "one"}, 77
     assert asyncio.run(several.start()) == [{"role": "user", "content": "77"}]

@@ -12,8 +12,15 @@ import pytest
 from hostile_answers import ANSWERS, GOLD
 
 import rl
-from rl.rewards import Scorer, guard, maths, register_reward, registered_rewards, resolve_reward
-from rl.rewards.registry import _REGISTRY
+from rl.rewards import (
+    Scorer,
+    math_reward,
+    reaper,
+    register_reward,
+    registered_rewards,
+    resolve_reward,
+)
+from rl.rewards.reward_registry import _REGISTRY
 
 SETTINGS = {
     "exact_match": {},
@@ -91,11 +98,11 @@ def test_a_built_in_grader_that_hangs_scores_0_and_the_next_answer_is_graded():
 def test_a_built_in_grader_whose_worker_is_killed_scores_0():
     with Scorer(resolve_reward("format_compliance", **ENDLESS), timeout=60.0, workers=1) as scorer:
         pending = scorer.submit("", "a" * 40 + "b", {})
-        others = set(guard.descendants(os.getpid()))
+        others = set(reaper.find_descendants(os.getpid()))
         with pytest.raises(TimeoutError):
             pending.result(timeout=1.0)
         for pid in others:
-            guard.kill(pid)
+            reaper.kill_process(pid)
         score = pending.result(timeout=30.0)
     assert (
         score.reward == 0.0 and score.metrics == {"gave_up": 1.0} and scorer.counts["deaths"] == 1
@@ -107,7 +114,7 @@ def breaks():
     """The name of a built-in reward that raises or overflows."""
 
     def breaks(prompt, response, meta=None):
-        return maths.RewardResult(10**400 if response == "large" else {}[response], {})
+        return math_reward.RewardResult(10**400 if response == "large" else {}[response], {})
 
     breaks.__module__ = "rl.rewards.breaks"
     before = dict(_REGISTRY)

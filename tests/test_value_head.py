@@ -22,15 +22,15 @@ _workers: list = []
 @pytest.fixture(autouse=True)
 def keep_worker(monkeypatch):
     """Remembers the worker behind the driver, so that a test can look at weights and gradients."""
-    from rl.clients import crew
+    from rl.runtime import worker_group
 
-    original = crew._execute
+    original = worker_group._execute
 
     def execute(worker, verb, arguments):
         _workers[:] = [worker]
         return original(worker, verb, arguments)
 
-    monkeypatch.setattr(crew, "_execute", execute)
+    monkeypatch.setattr(worker_group, "_execute", execute)
     yield
     _workers.clear()
 
@@ -308,7 +308,7 @@ def test_what_needs_values_says_so(service):
 def test_without_the_fused_head_too(tmp_path):
     from helpers import call, make_worker
 
-    from rl.clients.worker import ModelSpec
+    from rl.runtime.training_worker import ModelSpec
 
     found = []
     for fused in (True, False):

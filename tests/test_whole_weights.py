@@ -14,11 +14,11 @@ import torch
 from helpers import ADAM, call, make_worker, random_datums
 from safetensors.torch import load_file, save_file
 
-from rl.clients import ServiceClient
-from rl.clients.worker import ModelSpec
+from rl.client import ServiceClient
+from rl.distributed import checkpoint_folder
 from rl.errors import UserError
-from rl.models.load import load_model
-from rl.ranks import checkpoint
+from rl.models.model_loading import load_model
+from rl.runtime.training_worker import ModelSpec
 from rl.types import LoraConfig, ModelInput
 
 
@@ -194,11 +194,14 @@ def forge(folder: Path, file: str, change) -> None:
     """
     damage(folder, change, file)
     manifest = json.loads((folder / "manifest.json").read_text())
-    entry = {"bytes": (folder / file).stat().st_size, "sha256": checkpoint._checksum(folder / file)}
+    entry = {
+        "bytes": (folder / file).stat().st_size,
+        "sha256": checkpoint_folder._file_checksum(folder / file),
+    }
     manifest["files"][file] = entry
     manifest.pop("sha256", None)
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    checkpoint.verify(folder)
+    checkpoint_folder.verify_checkpoint(folder)
 
 
 def saved(folder: Path, how: str):

@@ -16,15 +16,15 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from rl.environments import EnvironmentGroup, Limits, resolve_environment
-from rl.environments.registry import environment_from_words
-from rl.environments.wrappers.sessions import Session
-from rl.environments.wrappers.tinker import TinkerGroup
-from rl.episodes import EpisodeFailed, rollout
+from rl.config import SettingsError
+from rl.envs import EnvironmentGroup, EpisodeLimits, resolve_environment
+from rl.envs.environment_registry import parse_environment
+from rl.envs.wrappers.client_session import ClientSession
+from rl.envs.wrappers.tinker_cookbook_env import TinkerGroup
 from rl.errors import UserError
 from rl.models import load_model
 from rl.renderers import get_renderer
-from rl.settings import SettingsError
+from rl.rollout import EpisodeFailed, rollout
 from rl.types import ModelInput, Problem, SampledSequence, SampleResponse, SamplingParams
 
 REPO = Path(__file__).resolve().parent.parent
@@ -45,7 +45,7 @@ class Scripted:
         found = []
         for request in requests:
             text = self.says(self.renderer.tokenizer.decode(list(request.prompt)))
-            tokens = [*self.renderer.encode(text), sorted(self.renderer.ends)[0]]
+            tokens = [*self.renderer.encode(text), sorted(self.renderer.end_tokens)[0]]
             found.append(
                 SampleResponse(
                     [SampledSequence(tokens, [-1.0] * len(tokens), "stop", version=0)]
@@ -61,7 +61,9 @@ def played(renderer, spec, says, rows=({},), group=1, seconds=20.0):
         for i, row in enumerate(rows)
     ]
     groups = [
-        EnvironmentGroup(spec, one, group, renderer, limits=Limits(turns=20, seconds=seconds))
+        EnvironmentGroup(
+            spec, one, group, renderer, limits=EpisodeLimits(turns=20, seconds=seconds)
+        )
         for one in problems
     ]
     return rollout(groups, Scripted(renderer, says), SamplingParams(max_tokens=32), seed=0)
@@ -493,7 +495,7 @@ def test_a_session_takes_calls_of_many_threads_and_says_what_failed():
         await asyncio.sleep(0.1)
         return n * 10
 
-    session = Session(lambda: Client("x"), 5.0)
+    session = ClientSession(lambda: Client("x"), 5.0)
     found, begin = {}, time.monotonic()
     threads = [
         threading.Thread(
@@ -515,7 +517,7 @@ def test_a_session_takes_calls_of_many_threads_and_says_what_failed():
             raise ConnectionRefusedError("nobody")
 
     with pytest.raises(ConnectionRefusedError, match="nobody"):
-        Session(lambda: Refuses("x"), 5.0)
+        ClientSession(lambda: Refuses("x"), 5.0)
 
 
 def test_a_client_is_called_inside_its_event_loop():
@@ -532,7 +534,7 @@ def test_a_client_is_called_inside_its_event_loop():
             self.steps += 1
             return self.steps
 
-    session = Session(lambda: Counts("x"), 5.0)
+    session = ClientSession(lambda: Counts("x"), 5.0)
     assert [session.call(lambda client: client.step()) for _ in range(3)] == [1, 2, 3]
     session.close()
 
@@ -562,7 +564,7 @@ class McpClient(Client):
 
 
 def test_the_tools_of_a_server_are_a_models_tools(package):
-    from rl.environments.tools import run_calls
+    from rl.envs.tools import run_calls
 
     package("mcp", Client=McpClient, StdioServerParameters=lambda command, args: (command, *args))
     made = resolve_environment("mcp", server="python 'my server.py' -x").make()
@@ -720,7 +722,7 @@ def test_a_required_setting_is_named_by_its_flag():
         if name == "endpoint":
             pytest.importorskip("starlette", reason="needs requirements-serve.txt")
         with pytest.raises(SettingsError, match=rf"set it with --environment\.{setting} STR"):
-            environment_from_words(name, [])
+            parse_environment(name, [])
 
 
 @pytest.mark.parametrize(
@@ -744,8 +746,8 @@ class Hidden:
         if name.partition(".")[0] in {hidden}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Hidden())
-from rl.environments import resolve_environment
-from rl.environments.wrappers.mcp import McpServer
+from rl.envs import resolve_environment
+from rl.envs.wrappers.mcp_tools import McpServer
 {code}
 """
     done = subprocess.run(

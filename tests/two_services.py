@@ -11,8 +11,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 from helpers import random_datums  # noqa: E402
 
 from rl import ServiceClient, types  # noqa: E402
-from rl.clients import WorkerSettings  # noqa: E402
 from rl.errors import UserError  # noqa: E402
+from rl.runtime import WorkerSettings  # noqa: E402
 
 PROMPT = types.ModelInput.from_ints([3, 4, 12, 5, 6, 13])
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rl.episodes import Flow
-from rl.methods import METHODS
-from rl.run import execute as run
-from rl.run import stage
-from rl.run.execute import execute
-from rl.settings.cli import parse
-from rl.settings.tables import RunSettings
+from rl.algorithms import METHODS
+from rl.config.cli import parse_run
+from rl.config.sections import RunSettings
+from rl.rollout import RolloutEngine
+from rl.trainer import execute as run
+from rl.trainer import stage
+from rl.trainer.execute import execute
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "addition.yaml"
 
@@ -26,7 +26,7 @@ def train(words: str, folder: Path) -> list[dict]:
     """What `train.py WORDS` does; its metrics, without what depends on the clock."""
     others = ["--seed", str(learning.seed())] if learning.seed() and "--seed" not in words else []
     execute(
-        parse(
+        parse_run(
             [*words.split(), *others, "--output-dir", str(folder), "--quiet"],
             METHODS,
             RECIPE,
@@ -53,30 +53,32 @@ def updates_end_while_answers_are_drawn() -> Iterator[None]:
     where none will be.
     """
 
-    def tick(flow: Flow):
+    def tick(flow: RolloutEngine):
         def half_drawn() -> bool:
             return any(
-                request.begun is not None and request.begun.tokens
-                for request in flow.seats[None].stream.unfinished().values()
+                request.resume_from is not None and request.resume_from.tokens
+                for request in flow.player_streams[None].stream.unfinished().values()
             )
 
         def ended() -> bool:
             return learned() and (
-                half_drawn() or not (flow.seats[None].stream.busy or len(flow.waiters))
+                half_drawn() or not (flow.player_streams[None].stream.busy or len(flow.executor))
             )
 
-        learned = flow.learned
-        while flow.learning() and not learned() and flow.landed() is None and half_drawn():
+        learned = flow.update_ended
+        while (
+            flow.is_updating() and not learned() and flow.weights_arrived() is None and half_drawn()
+        ):
             time.sleep(0.001)
-        flow.learned = ended
+        flow.update_ended = ended
         try:
             return ticked(flow)
         finally:
-            flow.learned = learned
+            flow.update_ended = learned
 
-    ticked = Flow.tick
+    ticked = RolloutEngine.tick
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Flow, "tick", tick)
+        patch.setattr(RolloutEngine, "tick", tick)
         yield
 
 

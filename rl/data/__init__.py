@@ -1,46 +1,46 @@
 """Read rows as problems, in an order that the seed and the step determine."""
 
-from rl.data.addition import addition
-from rl.data.catalogue import CATALOGUE, GENERATED_REWARDS, known
-from rl.data.countdown import countdown
+from rl.data.addition_dataset import addition
+from rl.data.contamination import ContaminationResult, find_contamination
+from rl.data.countdown_dataset import countdown
 from rl.data.curriculum import Curriculum
-from rl.data.load import load_problems, scored_by, tells_splits
+from rl.data.dataset_registry import DATASET_REGISTRY, GENERATED_REWARDS, find_dataset
+from rl.data.length_limits import LengthLimits, RowTooLong
 from rl.data.mixture import Mixture
-from rl.data.oneliners import oneliners
-from rl.data.overlap import Overlap, overlap
-from rl.data.problem_set import ProblemSet, joined
-from rl.data.prompts import Dress
-from rl.data.rollouts import filtered, load_rollouts
-from rl.data.row_checks import RowCheck, answers_check, good_rows
-from rl.data.rows import FaultyRows, NoSplit
-from rl.data.streamed import Streamed
-from rl.data.too_long import Limits, TooLong
+from rl.data.one_line_functions import oneliners
+from rl.data.problem_loader import find_default_reward, has_row_splits, load_problems
+from rl.data.problem_set import ProblemSet, concatenate_sets
+from rl.data.prompt_template import PromptTemplate
+from rl.data.rollout_file import filter_answers, load_rollouts
+from rl.data.row_checks import RowCheck, make_answers_check, select_good_rows
+from rl.data.row_readers import FaultyRows, MissingSplit
+from rl.data.streaming import StreamedProblemSet
 
 __all__ = [
-    "CATALOGUE",
+    "DATASET_REGISTRY",
     "GENERATED_REWARDS",
     "Curriculum",
-    "Dress",
+    "PromptTemplate",
     "FaultyRows",
-    "Limits",
+    "LengthLimits",
     "Mixture",
-    "NoSplit",
-    "Overlap",
+    "MissingSplit",
+    "ContaminationResult",
     "ProblemSet",
     "RowCheck",
-    "Streamed",
-    "TooLong",
+    "StreamedProblemSet",
+    "RowTooLong",
     "addition",
-    "answers_check",
+    "make_answers_check",
     "countdown",
-    "filtered",
-    "good_rows",
-    "joined",
-    "known",
+    "filter_answers",
+    "select_good_rows",
+    "concatenate_sets",
+    "find_dataset",
     "load_problems",
     "load_rollouts",
     "oneliners",
-    "overlap",
-    "scored_by",
-    "tells_splits",
+    "find_contamination",
+    "find_default_reward",
+    "has_row_splits",
 ]

@@ -19,9 +19,9 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl.data.formats import Read, RowFormat
-from rl.data.rows import BadRow, NoColumn
-from rl.sandbox import helpers_of
+from rl.data.row_formats import ParsedRow, RowFormat
+from rl.data.row_readers import BadRow, MissingColumn
+from rl.sandbox import extract_helpers
 
 INSTRUCTION = "\n\nWrite Python, the whole of it in one block between ```python and ```."
 _TRAIN, _VALIDATION, _TEST, _FEW_SHOT = (
@@ -41,7 +41,7 @@ class MBPP(RowFormat):
     The prompt shows the first assert, which names the function; all asserts test it.
     """
 
-    def read(self, columns: Mapping[str, Any]) -> Read:
+    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
         description = _text(columns, "text" if "text" in columns else "prompt")
         asserts, solution = (
             _texts(columns, "test_list"),
@@ -83,7 +83,7 @@ class HumanEval(RowFormat):
     them for the tests.
     """
 
-    def read(self, columns: Mapping[str, Any]) -> Read:
+    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
         head, test, name = (
             _text(columns, "prompt"),
             _text(columns, "test"),
@@ -95,7 +95,7 @@ class HumanEval(RowFormat):
             raise BadRow("'test' is no Python that defines check(candidate)")
         tests = {
             "style": "asserts",
-            "setup": helpers_of(head, name),
+            "setup": extract_helpers(head, name),
             "asserts": [test],
             "entry_point": name,
         }
@@ -113,7 +113,7 @@ class APPS(RowFormat):
     starter_code, solutions (JSON, a list).
     """
 
-    def read(self, columns: Mapping[str, Any]) -> Read:
+    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
         question, cases = _text(columns, "question"), _json(columns, "input_output", dict)
         inputs, outputs, function = cases.get("inputs"), cases.get("outputs"), cases.get("fn_name")
         if (
@@ -126,7 +126,7 @@ class APPS(RowFormat):
         if function is None:
             tests = _dialogues(
                 [
-                    (_joined(arguments), _joined(output))
+                    (_join_lines(arguments), _join_lines(output))
                     for arguments, output in zip(inputs, outputs, strict=True)
                 ]
             )
@@ -149,7 +149,7 @@ class APPS(RowFormat):
         solution = next(
             (text for text in solutions if isinstance(text, str) and text.strip()), None
         )
-        prompt = _asked(question, columns.get("starter_code"), function)
+        prompt = _build_prompt(question, columns.get("starter_code"), function)
         return _problem(
             prompt,
             tests,
@@ -167,13 +167,13 @@ class LiveCodeBench(RowFormat):
     pickled text); only a text is unpickled.
     """
 
-    def read(self, columns: Mapping[str, Any]) -> Read:
+    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
         question, cases = (
             _text(columns, "question_content"),
             _json(columns, "public_test_cases", list),
         )
         if columns.get("private_test_cases"):
-            cases = [*cases, *_private(columns["private_test_cases"])]
+            cases = [*cases, *_unpack_private_tests(columns["private_test_cases"])]
         if not cases or not all(
             isinstance(case, dict) and {"input", "output"} <= case.keys() for case in cases
         ):
@@ -196,7 +196,7 @@ class LiveCodeBench(RowFormat):
                 f"'testtype' is stdin or functional, the same for all tests of a problem; "
                 f"received {sorted(map(str, kinds))}"
             )
-        prompt = _asked(question, columns.get("starter_code"), function)
+        prompt = _build_prompt(question, columns.get("starter_code"), function)
         used = (
             "question_content",
             "public_test_cases",
@@ -207,7 +207,7 @@ class LiveCodeBench(RowFormat):
         return _problem(prompt, tests, None, columns, used)
 
 
-def looks_like(columns: Mapping[str, Any]) -> str | None:
+def detect_code_format(columns: Mapping[str, Any]) -> str | None:
     """Return the name of the format that a row has by its columns; None for any other row."""
     shapes = {
         "humaneval": {"prompt", "entry_point", "test"},
@@ -224,16 +224,16 @@ def _problem(
     solution: str | None,
     columns: Mapping[str, Any],
     used: Sequence[str],
-) -> Read:
+) -> ParsedRow:
     meta = {
         **{name: value for name, value in columns.items() if name not in used},
         "tests": dict(tests),
     }
     response = None if solution is None else f"```python\n{solution.strip(chr(10))}\n```"
-    return Read([{"role": "user", "content": prompt}], meta, response)
+    return ParsedRow([{"role": "user", "content": prompt}], meta, response)
 
 
-def _asked(question: str, starter: Any, function: str | None) -> str:
+def _build_prompt(question: str, starter: Any, function: str | None) -> str:
     task = (
         f"Define {function}."
         if function is not None
@@ -255,7 +255,7 @@ def _calls(function: str, cases: list[Any]) -> dict[str, Any]:
     return {"style": "calls", "function": function, "cases": cases, "compare": "floats"}
 
 
-def _joined(value: Any) -> str:
+def _join_lines(value: Any) -> str:
     """Return a text; a list of lines is joined."""
     if isinstance(value, list):
         return "\n".join(str(line) for line in value)
@@ -271,7 +271,7 @@ def _call(case: Mapping[str, Any]) -> list[Any]:
         raise BadRow(f"a test's input or output is no JSON ({error}): {str(case)[:80]!r}") from None
 
 
-def _private(packed: Any) -> list[Any]:
+def _unpack_private_tests(packed: Any) -> list[Any]:
     """Unpack private tests: JSON, or base64 of zlib of a pickled JSON text."""
     if not isinstance(packed, str):
         raise BadRow(f"'private_test_cases' is a {type(packed).__name__}, text is expected")
@@ -324,7 +324,7 @@ def _is_python(text: str) -> bool:
 
 def _text(columns: Mapping[str, Any], name: str) -> str:
     """Return the text of a column. Raises BadRow if it is absent, empty or not text."""
-    value = _there(columns, name)
+    value = _require_column(columns, name)
     if not isinstance(value, str) or not value.strip():
         raise BadRow(f"{name!r} is empty or no text: {str(value)[:60]!r}")
     return value
@@ -332,7 +332,7 @@ def _text(columns: Mapping[str, Any], name: str) -> str:
 
 def _texts(columns: Mapping[str, Any], name: str) -> list[str]:
     """Return the texts of a column. Raises BadRow if it is absent or no list of texts."""
-    value = _there(columns, name)
+    value = _require_column(columns, name)
     if not isinstance(value, (list, tuple)) or not all(isinstance(text, str) for text in value):
         raise BadRow(f"{name!r} is a list of texts, this is {str(value)[:60]!r}")
     return list(value)
@@ -343,7 +343,7 @@ def _json(columns: Mapping[str, Any], name: str, kind: type) -> Any:
 
     Raises BadRow if the column is absent, or holds no JSON or another type.
     """
-    value = _there(columns, name)
+    value = _require_column(columns, name)
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -354,7 +354,7 @@ def _json(columns: Mapping[str, Any], name: str, kind: type) -> Any:
     return value
 
 
-def _there(columns: Mapping[str, Any], name: str) -> Any:
+def _require_column(columns: Mapping[str, Any], name: str) -> Any:
     if name not in columns:
-        raise NoColumn(name, columns)
+        raise MissingColumn(name, columns)
     return columns[name]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rl.config import DataSettings
 from rl.data.problem_set import ProblemSet
 from rl.errors import UserError
-from rl.settings import DataSettings
 from rl.types import Problem
 
 
@@ -81,7 +81,7 @@ class Curriculum:
         """Return the epochs of the current level's problems in `step` batches."""
         return self._sets[self.level].epoch(step, batch_size)
 
-    def learn(self, success: float) -> None:
+    def record_success(self, success: float) -> None:
         """Record a batch's success rate; change the level if the curriculum is by success.
 
         A level change clears the window of success rates.

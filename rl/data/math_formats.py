@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rl.data.formats import Read, RowFormat, meta_of, text_of
-from rl.data.rows import BadRow
-from rl.rewards import maths
+from rl.data.row_formats import ParsedRow, RowFormat, collect_meta, read_text
+from rl.data.row_readers import BadRow
+from rl.rewards import math_reward
 
 GSM8K_INSTRUCTION = "\n\nReason step by step, then write the final number alone inside \\boxed{}."
 MATH_INSTRUCTION = "\n\nReason step by step, then write the final answer inside \\boxed{}."
@@ -21,15 +21,15 @@ class GSM8K(RowFormat):
     ending in \\boxed{N}.
     """
 
-    def read(self, columns: Mapping[str, Any]) -> Read:
-        question, worked = text_of(columns, "question"), text_of(columns, "answer")
+    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+        question, worked = read_text(columns, "question"), read_text(columns, "answer")
         solution, marker, number = worked.rpartition("####")
         number = number.strip().replace(",", "")
         if not marker or not re.fullmatch(r"[-+]?\d+(\.\d+)?", number):
             raise BadRow(f"'answer' does not end in '#### ' and a number: {worked[-40:]!r}")
         solution = re.sub(r"<<[^<>]*>>", "", solution).strip()
         response = f"{solution}\nThe answer is \\boxed{{{number}}}.".lstrip()
-        return Read(
+        return ParsedRow(
             [{"role": "user", "content": question + GSM8K_INSTRUCTION}],
             {"answer": number},
             response,
@@ -42,17 +42,21 @@ class MATH(RowFormat):
     This is the format of MATH, MATH-500 and similar data sets.
     """
 
-    def read(self, columns: Mapping[str, Any]) -> Read:
+    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
         solution = columns.get("solution")
         worked = solution if isinstance(solution, str) and solution.strip() else None
-        answer = columns["answer"] if "answer" in columns else maths.boxed_answer(worked or "")
+        answer = (
+            columns["answer"]
+            if "answer" in columns
+            else math_reward.extract_boxed_answer(worked or "")
+        )
         if answer is None or not str(answer).strip():
             unmarked = f"'solution' ends without an answer in \\boxed{{}}: {str(solution)[-40:]!r}"
             raise BadRow("'answer' is empty" if "answer" in columns else unmarked)
-        meta = {**meta_of(columns, None, {"problem", "solution"}), "answer": str(answer)}
-        prompt = text_of(columns, "problem") + MATH_INSTRUCTION
-        boxed = worked is not None and maths.boxed_answer(worked) is not None
+        meta = {**collect_meta(columns, None, {"problem", "solution"}), "answer": str(answer)}
+        prompt = read_text(columns, "problem") + MATH_INSTRUCTION
+        boxed = worked is not None and math_reward.extract_boxed_answer(worked) is not None
         response = (
             worked if boxed or worked is None else f"{worked}\nThe answer is \\boxed{{{answer}}}."
         )
-        return Read([{"role": "user", "content": prompt}], meta, response)
+        return ParsedRow([{"role": "user", "content": prompt}], meta, response)

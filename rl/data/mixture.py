@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from rl.data.problem_set import ProblemSet, joined
+from rl.data.problem_set import ProblemSet, concatenate_sets
 from rl.types import Problem
 
 _CYCLE = 1000  # rows within which the share of each set is exact
@@ -23,11 +23,11 @@ class Mixture(ProblemSet):
     """
 
     def __init__(self, sets: Sequence[ProblemSet], weights: Sequence[float]):
-        whole = joined(sets)
+        whole = concatenate_sets(sets)
         super().__init__(list(whole), name=whole.name, variant=whole._variant)
         self.sets, self.weights = list(sets), list(weights)
         self._firsts = list(accumulate((len(part) for part in sets), initial=0))
-        self._counts = _shares(self.weights)
+        self._counts = _rows_per_cycle(self.weights)
         self._cycles: dict[tuple[int, int], np.ndarray] = {}
 
     def batch(self, step: int, batch_size: int, seed: int) -> list[Problem]:
@@ -39,7 +39,7 @@ class Mixture(ProblemSet):
         problems = []
         for position in range(step * batch_size, (step + 1) * batch_size):
             cycle, offset = divmod(position, _CYCLE)
-            owners = self._owners(seed, cycle)
+            owners = self._set_indices(seed, cycle)
             part = int(owners[offset])
             place = cycle * self._counts[part] + int((owners[:offset] == part).sum())
             epoch, row = divmod(place, len(self.sets[part]))
@@ -81,7 +81,7 @@ class Mixture(ProblemSet):
             parts.append(part.with_rows(part_rows) if part_rows else part)
         return Mixture(parts, self.weights)
 
-    def _owners(self, seed: int, cycle: int) -> np.ndarray:
+    def _set_indices(self, seed: int, cycle: int) -> np.ndarray:
         """Return the set index of each of the 1000 rows of a cycle, shape (1000,)."""
         key = (seed, cycle)
         if key not in self._cycles:
@@ -94,7 +94,7 @@ class Mixture(ProblemSet):
         return self._cycles[key]
 
 
-def _shares(weights: Sequence[float]) -> list[int]:
+def _rows_per_cycle(weights: Sequence[float]) -> list[int]:
     """Return each set's rows per _CYCLE: rounded by largest remainders, at least 1 row."""
     exact = [weight / sum(weights) * _CYCLE for weight in weights]
     counts = [max(1, int(share)) for share in exact]

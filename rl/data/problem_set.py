@@ -81,13 +81,13 @@ class ProblemSet(Sequence[Problem]):
             variant=self._variant,
         )
 
-    def checked(self, check: Callable[[Problem], Problem], on_bad_row: str) -> ProblemSet:
+    def with_check(self, check: Callable[[Problem], Problem], on_bad_row: str) -> ProblemSet:
         """Return a lazy set that applies `check` to each problem on access.
 
         Raises NotImplementedError if the rows of this set are not read on access.
         """
         raise NotImplementedError(
-            f"the rows of {self.name} are already loaded: check them with rl.data.good_rows"
+            f"the rows of {self.name} are already loaded: check them with rl.data.select_good_rows"
         )
 
     def batch(self, step: int, batch_size: int, seed: int) -> list[Problem]:
@@ -126,7 +126,7 @@ class ProblemSet(Sequence[Problem]):
         return self._orders[key]
 
 
-def joined(sets: Sequence[ProblemSet]) -> ProblemSet:
+def concatenate_sets(sets: Sequence[ProblemSet]) -> ProblemSet:
     """Concatenate several sets, with consecutive indices; each problem keeps its tag.
 
     A single set is returned unchanged.

@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rl.data.length_limits import LengthLimits, RowTooLong, cut_prompt
 from rl.data.problem_set import ProblemSet
-from rl.data.rows import BadRow, BadRows, FaultyRows, OnBadRow, kind_of_fault
-from rl.data.too_long import Limits, TooLong, cut_prompt
+from rl.data.row_readers import BadRow, BadRowCollector, FaultyRows, OnBadRow, kind_of_fault
 from rl.errors import UserError
 from rl.renderers import Renderer
 from rl.types import Problem, StoredAnswer
 
 logger = logging.getLogger(__name__)
 
-_HOW = {
+_REMEDIES = {
     "response": "no response to learn: name its column with --response-column",
     "rejected": (
         "no pair of answers: name their columns with --chosen-column and --rejected-column, or "
@@ -27,7 +27,7 @@ _EXAMPLES = {
     "response": '{"prompt": "2+2=", "completion": "4"}',
     "rejected": '{"prompt": "2+2=", "chosen": "4", "rejected": "5"}',
 }
-_MOST = 1000  # number of faulty rows after which the check stops
+_MAX_FAULTS = 1000  # number of faulty rows after which the check stops
 _TEMPLATE = 256  # tokens that a chat template may add around the messages
 
 
@@ -51,10 +51,14 @@ class RowCheck:
         sampled: int,
         longest: Callable[[Problem, Renderer], int] | None = None,
         *,
-        limits: Limits | None = None,
-        where_there: bool = False,
+        limits: LengthLimits | None = None,
+        skip_missing: bool = False,
     ):
-        self.longest, self.limits, self.where_there = longest, limits or Limits(), where_there
+        self.longest, self.limits, self.skip_missing = (
+            longest,
+            limits or LengthLimits(),
+            skip_missing,
+        )
         self.limit, self.renderer, self.name, self.reads, self.sampled = (
             info["max_context"],
             renderer,
@@ -66,28 +70,28 @@ class RowCheck:
     def __call__(self, problem: Problem) -> Problem:
         """Return the row, with its prompt cut if on_too_long is "cut".
 
-        Raises UserError if the row cannot be rendered or lacks an answer; TooLong if it exceeds the
-        model's context or a limit. Each row of a file is rendered. A generated row is not rendered
-        if it must fit by its number of bytes, since a token has at least 1 byte.
+        Raises UserError if the row cannot be rendered or lacks an answer; RowTooLong if it exceeds
+        the model's context or a limit. Each row of a file is rendered. A generated row is not
+        rendered if it must fit by its number of bytes, since a token has at least 1 byte.
         """
         where = f"row {problem.index} of {self.name}" + (
             f" ({problem.place})" if problem.place else ""
         )
         answers = {field: getattr(problem, field) for field in self.reads}
-        if self.where_there:
+        if self.skip_missing:
             answers = {field: answer for field, answer in answers.items() if answer is not None}
         for field, answer in answers.items():
             if answer is None:
                 others = ", ".join(map(repr, problem.meta)) or "nothing"
                 shape = f"beside its prompt it has {others}; such a row is {_EXAMPLES[field]}"
-                raise UserError(f"{where} has {_HOW[field]} ({shape})")
+                raise UserError(f"{where} has {_REMEDIES[field]} ({shape})")
         if self.sampled and not problem.messages:
             raise UserError(
                 f"{where} is a text without a prompt, but an answer to a prompt is to be sampled: "
                 "name the prompt's column with --prompt-column"
             )
         if (
-            not self.limits.any
+            not self.limits.has_limits
             and not problem.place
             and self._must_fit(problem, list(answers.values()))
         ):
@@ -112,7 +116,7 @@ class RowCheck:
         return problem
 
     def _with_prompt(self, problem: Problem, where: str) -> Problem:
-        """Return the problem, its prompt cut to the limit if allowed. Raises TooLong otherwise."""
+        """Return the problem, its prompt cut to the limit if allowed, or raise RowTooLong."""
         limit, setting = self.limits.prompt_limit(self.sampled)
         if limit is None or not problem.messages:
             return problem
@@ -121,19 +125,21 @@ class RowCheck:
             return problem
         if self.limits.on_too_long == "cut" and limit > 0:
             return cut_prompt(problem, self.renderer, limit, where)
-        raise self.limits.refuse(f"{where} has a prompt of {length} tokens, more than {setting}")
+        raise self.limits.limit_error(
+            f"{where} has a prompt of {length} tokens, more than {setting}"
+        )
 
-    def _check_length(self, length: int, what: str, where: str, samples: bool) -> None:
-        """Raise TooLong if `length` tokens exceed the row limit or the model's context."""
+    def _check_length(self, length: int, parts: str, where: str, samples: bool) -> None:
+        """Raise RowTooLong if `length` tokens exceed the row limit or the model's context."""
         # For samples, `_with_prompt` has checked the prompt.
         longest = None if samples else self.limits.max_row_tokens
         if longest is not None and length > longest:
-            raise self.limits.refuse(
-                f"{where} is too long: {what} {length} tokens, more than max_row_tokens {longest}"
+            raise self.limits.limit_error(
+                f"{where} is too long: {parts} {length} tokens, more than max_row_tokens {longest}"
             )
         if self.limit is not None and length > self.limit:
-            raise self.limits.beyond_context(
-                f"{where} does not fit: {what} {length} tokens, the model's context holds "
+            raise self.limits.context_error(
+                f"{where} does not fit: {parts} {length} tokens, the model's context holds "
                 f"{self.limit}; shorten the row, or leave such rows out with --on-too-long skip"
                 + (", or lower --max-tokens" if samples else "")
             )
@@ -167,7 +173,7 @@ class RowCheck:
             raise UserError(f"{where}: {error}") from error
 
 
-def good_rows(
+def select_good_rows(
     problems: ProblemSet, check: Callable[[Problem], Problem], on_bad_row: OnBadRow
 ) -> ProblemSet:
     """Return the rows that pass `check`, each as `check` returns it.
@@ -178,18 +184,18 @@ def good_rows(
     Rows that are too long are skipped (see Limits), logged and counted, too.
     """
     if problems.is_lazy:
-        return problems.checked(check, on_bad_row)
-    bad, long, good_indices = BadRows(on_bad_row), BadRows("skip"), []
+        return problems.with_check(check, on_bad_row)
+    bad, long, good_indices = BadRowCollector(on_bad_row), BadRowCollector("skip"), []
     changed: dict[int, Problem] = {}
     faults: list[UserError] = []
     for i, problem in enumerate(problems):
         try:
             checked = check(problem)
         except UserError as error:
-            skipped = isinstance(error, TooLong) and error.skip
+            skipped = isinstance(error, RowTooLong) and error.skip
             if on_bad_row == "error" and not skipped:
                 faults.append(error)
-                if len(faults) == _MOST:
+                if len(faults) == _MAX_FAULTS:
                     break
                 continue
             (long if skipped else bad).add(problem.place or f"row {i}", BadRow(str(error)))
@@ -198,26 +204,29 @@ def good_rows(
         if checked is not problem:
             changed[i] = checked
     if faults:
-        raise _faulty([str(fault) for fault in faults], len(good_indices)) from faults[0]
-    bad.settle(len(good_indices), {})
-    long.settle(len(good_indices), {})
+        raise _faulty_rows_error([str(fault) for fault in faults], len(good_indices)) from faults[0]
+    bad.raise_or_log(len(good_indices), {})
+    long.raise_or_log(len(good_indices), {})
     if changed:
         problems = problems.with_rows(changed)
     return problems if len(good_indices) == len(problems) else problems.subset(good_indices)
 
 
-def _faulty(texts: Sequence[str], good: int) -> FaultyRows:
+def _faulty_rows_error(texts: Sequence[str], good: int) -> FaultyRows:
     """Return the error for faulty rows: the fault itself if all rows share it, else a listing."""
     alike = not good and len({kind_of_fault(text) for text in texts}) == 1
     text = texts[0] + (
         f"\nAll {len(texts)} rows have this fault." if alike and len(texts) > 1 else ""
     )
     return FaultyRows(
-        texts, good, least=len(texts) == _MOST, text=text if alike or len(texts) == 1 else ""
+        texts,
+        good,
+        is_partial=len(texts) == _MAX_FAULTS,
+        text=text if alike or len(texts) == 1 else "",
     )
 
 
-def answers_check(
+def make_answers_check(
     check: Callable[[Problem, StoredAnswer], None], on_bad_row: OnBadRow
 ) -> Callable[[Problem], Problem]:
     """Return a check of rows that applies `check` to each stored answer.
@@ -226,12 +235,12 @@ def answers_check(
     """
 
     def whole(problem: Problem) -> Problem:
-        bad, good, long = BadRows(on_bad_row), [], []
+        bad, good, long = BadRowCollector(on_bad_row), [], []
         for answer in problem.answers:
             try:
                 check(problem, answer)
             except UserError as error:
-                skipped = isinstance(error, TooLong) and error.skip
+                skipped = isinstance(error, RowTooLong) and error.skip
                 if on_bad_row == "error" and not skipped:
                     raise
                 reason = str(error).removeprefix(f"{answer.place}: ")
@@ -242,9 +251,9 @@ def answers_check(
                 continue
             good.append(answer)
         if long and not good:
-            raise TooLong(long[0], skip=True)
-        bad.found += long if on_bad_row == "skip" else []
-        bad.settle(len(good), {})
+            raise RowTooLong(long[0], skip=True)
+        bad.faults += long if on_bad_row == "skip" else []
+        bad.raise_or_log(len(good), {})
         if long and on_bad_row != "skip":
             logger.warning("left out %d stored answers that are too long: %s", len(long), long[0])
         return replace(problem, answers=tuple(good))

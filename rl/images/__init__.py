@@ -3,31 +3,36 @@
 Driver, learner and sampler share an `ImageReader`, which processes an image once.
 """
 
-from rl.images.families import FAMILIES
-from rl.images.given import (
+from rl.images.image_input import (
     IMAGE_KEYS,
-    as_chunk,
+    content_to_text,
+    get_image,
     has_images,
-    image_of,
     is_image_part,
-    opened,
-    said,
-    shown,
+    make_image_chunk,
+    open_image,
+    to_data_url,
 )
-from rl.images.reader import ImageReader, note_reader, reader_of, without_reader
+from rl.images.image_reader import (
+    ImageReader,
+    attach_image_reader,
+    get_image_reader,
+    make_no_images_error,
+)
+from rl.images.vision_families import VISION_FAMILIES
 
 __all__ = [
-    "FAMILIES",
+    "VISION_FAMILIES",
     "IMAGE_KEYS",
     "ImageReader",
-    "as_chunk",
+    "make_image_chunk",
     "has_images",
-    "image_of",
+    "get_image",
     "is_image_part",
-    "note_reader",
-    "opened",
-    "reader_of",
-    "said",
-    "shown",
-    "without_reader",
+    "attach_image_reader",
+    "open_image",
+    "get_image_reader",
+    "content_to_text",
+    "to_data_url",
+    "make_no_images_error",
 ]

@@ -2,51 +2,56 @@
 rubric.
 """
 
-from rl.judges.comparison import (
-    Comparison,
+from rl.judges.comparison_judge import (
+    AnswerComparison,
     ComparisonModel,
-    comparison_messages,
-    swapped,
-    verdict_examples,
+    make_comparison_prompt,
+    make_verdict_examples,
+    swap_answers,
 )
-from rl.judges.episode_rewards import episode_of, with_episode_rewards
-from rl.judges.learned import ComparedInGroup, LearnedRewards, RewardModel, judged
-from rl.judges.published import PublishedRewardModel, WeightedRewardModels
-from rl.judges.reward_scores import scores_of
-from rl.judges.rubric import Question, Rubric, RubricJudge
-from rl.judges.scoring import (
-    BaseScorer,
+from rl.judges.episode_rewards import add_episode_rewards, make_episode
+from rl.judges.learned_rewards import (
+    LearnedRewards,
+    PairwiseJudge,
+    RewardModel,
+    apply_learned_rewards,
+)
+from rl.judges.published_reward_models import PublishedRewardModel, WeightedRewardModels
+from rl.judges.reward_scores import compute_reward_scores
+from rl.judges.rubric_judge import Rubric, RubricJudge, RubricQuestion
+from rl.judges.token_scorers import (
+    BaseModelScorer,
     FrozenScorer,
     TokenScorer,
     check_vocabulary,
-    full_input,
-    full_tokens,
+    restore_full_input,
+    restore_full_tokens,
     shares_vocabulary,
 )
 
 __all__ = [
-    "verdict_examples",
-    "BaseScorer",
-    "ComparedInGroup",
-    "Comparison",
+    "make_verdict_examples",
+    "BaseModelScorer",
+    "PairwiseJudge",
+    "AnswerComparison",
     "ComparisonModel",
     "FrozenScorer",
     "LearnedRewards",
     "PublishedRewardModel",
-    "Question",
+    "RubricQuestion",
     "RewardModel",
     "Rubric",
     "RubricJudge",
     "TokenScorer",
     "WeightedRewardModels",
     "check_vocabulary",
-    "comparison_messages",
-    "episode_of",
-    "full_input",
-    "full_tokens",
-    "judged",
-    "scores_of",
+    "make_comparison_prompt",
+    "make_episode",
+    "restore_full_input",
+    "restore_full_tokens",
+    "apply_learned_rewards",
+    "compute_reward_scores",
     "shares_vocabulary",
-    "swapped",
-    "with_episode_rewards",
+    "swap_answers",
+    "add_episode_rewards",
 ]

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rl.episodes import Rollouts, Trajectory, TrajectoryGroup
-from rl.rewards import Episode, Scorer, Turn
+from rl.rewards import Episode, EpisodeTurn, Scorer
+from rl.rollout import RolloutBatch, Trajectory, TrajectoryGroup
 from rl.types import Message
 
 
-def episode_of(trajectory: Trajectory, tag: str = "problem") -> Episode:
+def make_episode(trajectory: Trajectory, tag: str = "problem") -> Episode:
     """Return a trajectory as a reward receives it: the messages to the model and its answers, in
     order.
     """
@@ -33,7 +33,7 @@ def episode_of(trajectory: Trajectory, tag: str = "problem") -> Episode:
         messages += [dict(message) for message in new_messages]
         messages.append({"role": "assistant", "content": str(logs.get("response", ""))})
         turns.append(
-            Turn(
+            EpisodeTurn(
                 str(logs.get("response", "")),
                 transition.reward,
                 len(transition.ac.tokens),
@@ -44,9 +44,11 @@ def episode_of(trajectory: Trajectory, tag: str = "problem") -> Episode:
     return Episode(messages, turns, tag)
 
 
-def with_episode_rewards(
-    rollouts: Rollouts, scorer: Scorer | None, metas: Mapping[int, Mapping[str, Any]] | None = None
-) -> Rollouts:
+def add_episode_rewards(
+    rollouts: RolloutBatch,
+    scorer: Scorer | None,
+    metas: Mapping[int, Mapping[str, Any]] | None = None,
+) -> RolloutBatch:
     """Return the rollouts with the scorer's reward added at each episode's end.
 
     An episode for which the scorer fails is removed and its error reported. `metas` maps a
@@ -55,7 +57,7 @@ def with_episode_rewards(
     if scorer is None:
         return rollouts
     pending = [
-        [_submit(scorer, member, group, metas or {}) for member in group.trajectories_G]
+        [_submit_episode(scorer, member, group, metas or {}) for member in group.trajectories_G]
         for group in rollouts.groups
     ]
     groups, errors = [], list(rollouts.errors)
@@ -64,15 +66,18 @@ def with_episode_rewards(
         errors += [score.error for score in scores if score.error is not None]
         kept = [i for i, score in enumerate(scores) if score.reward is not None]
         if kept:
-            groups.append(_rewarded(group, kept, scores))
+            groups.append(_add_episode_scores(group, kept, scores))
     return replace(rollouts, groups=groups, errors=errors)
 
 
-def _submit(
-    scorer: Scorer, one: Trajectory, group: TrajectoryGroup, metas: Mapping[int, Mapping[str, Any]]
+def _submit_episode(
+    scorer: Scorer,
+    trajectory: Trajectory,
+    group: TrajectoryGroup,
+    metas: Mapping[int, Mapping[str, Any]],
 ) -> Any:
     """Submit an episode to the scorer. Returns a future."""
-    episode = episode_of(one, group.tag)
+    episode = make_episode(trajectory, group.tag)
     prompt = next(
         (str(m["content"]) for m in reversed(episode.messages) if m["role"] == "user"), ""
     )
@@ -81,7 +86,7 @@ def _submit(
     )
 
 
-def _rewarded(
+def _add_episode_scores(
     group: TrajectoryGroup, kept: Sequence[int], scores: Sequence[Any]
 ) -> TrajectoryGroup:
     """Return a group's kept episodes with their scores added."""

@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING
 from rl.types import ModelInput
 
 if TYPE_CHECKING:
-    from rl.clients import TrainingClient
+    from rl.client import TrainingClient
 
-AT_ONCE = 512  # sequences per call
+JUDGE_BATCH_SIZE = 512  # sequences per call
 
 
-def scores_of(client: TrainingClient, inputs: Sequence[ModelInput]) -> list[float]:
-    """Return the score of each input (`Renderer.judged`): the value at its last position, which the
-    Bradley-Terry loss reads too.
+def compute_reward_scores(client: TrainingClient, inputs: Sequence[ModelInput]) -> list[float]:
+    """Return the score of each input (`Renderer.reward_model_input`): the value at its last
+    position, which the Bradley-Terry loss reads too.
     """
     scores: list[float] = []
-    for i in range(0, len(inputs), AT_ONCE):
+    for i in range(0, len(inputs), JUDGE_BATCH_SIZE):
         scores += [
-            float(values[-1]) for values in client.compute_values(inputs[i : i + AT_ONCE]).result()
+            float(values[-1])
+            for values in client.compute_values(inputs[i : i + JUDGE_BATCH_SIZE]).result()
         ]
     return scores

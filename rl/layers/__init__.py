@@ -3,39 +3,44 @@
 Learner, sampler and memory plan use the same description.
 """
 
-from rl.layers.balance import balance_loss, router_scores, routers
-from rl.layers.describe import (
-    Experts,
-    Layers,
-    cut_,
-    describe,
-    first_layers_,
-    layer_list,
-    rhythm,
-    shallow,
-    share_weights,
+from rl.layers.expert_balance import compute_router_aux_loss, find_routers, record_router_scores
+from rl.layers.layer_kinds import (
+    ExpertLayout,
+    ModelLayers,
+    describe_layers,
+    find_layer_list,
+    find_layer_period,
+    keep_first_layers_,
+    layers_share_tensors,
+    truncate_layers_,
+    truncated_layers,
 )
-from rl.layers.reach import config_number, inner_model, shrunk, width
-from rl.layers.routing import Replay, given, noted
+from rl.layers.receptive_field import (
+    get_config_number,
+    get_hidden_size,
+    shrink_window,
+    unwrap_model,
+)
+from rl.layers.router_replay import ExpertReplay, record_experts, replay_experts
 
 __all__ = [
-    "Experts",
-    "Layers",
-    "Replay",
-    "balance_loss",
-    "config_number",
-    "cut_",
-    "describe",
-    "first_layers_",
-    "given",
-    "inner_model",
-    "layer_list",
-    "noted",
-    "rhythm",
-    "router_scores",
-    "routers",
-    "shallow",
-    "share_weights",
-    "shrunk",
-    "width",
+    "ExpertLayout",
+    "ModelLayers",
+    "ExpertReplay",
+    "compute_router_aux_loss",
+    "get_config_number",
+    "truncate_layers_",
+    "describe_layers",
+    "keep_first_layers_",
+    "replay_experts",
+    "unwrap_model",
+    "find_layer_list",
+    "record_experts",
+    "find_layer_period",
+    "record_router_scores",
+    "find_routers",
+    "truncated_layers",
+    "layers_share_tensors",
+    "shrink_window",
+    "get_hidden_size",
 ]

@@ -1,39 +1,39 @@
 """Hold a rank's share of a trained model: forward, backward, optimizer, sharding, saving."""
 
-from rl.learner import saving
-from rl.learner.adamw import check_kind
-from rl.learner.backend import reads_in_parts
-from rl.learner.base import chosen
-from rl.learner.keeping import (
-    ADAM,
-    ADAM_8BIT,
-    Sharing,
-    default_kept,
+from rl.learner import learner_checkpoint
+from rl.learner.adamw import check_optimizer
+from rl.learner.backend import loads_shards
+from rl.learner.frozen_base import choose_base_dtype
+from rl.learner.head_memory import (
+    ADAM_8BIT_BYTES,
+    ADAM_BYTES,
+    ShardingSpec,
+    default_kept_bytes,
     gradient_bytes,
-    kept_of_gib,
+    kept_bytes_from_gib,
     optimizer_bytes,
 )
 from rl.learner.learner import Learner, LearnerSettings
-from rl.learner.logprobs import HeadRequest, LogprobHead
-from rl.learner.saving import read_state
-from rl.learner.spec import ModelSpec
+from rl.learner.learner_checkpoint import read_learner_state
+from rl.learner.logprob_head import HeadRequest, LogprobHead
+from rl.learner.model_spec import ModelSpec
 
 __all__ = [
-    "ADAM",
-    "ADAM_8BIT",
+    "ADAM_BYTES",
+    "ADAM_8BIT_BYTES",
     "HeadRequest",
     "Learner",
     "LearnerSettings",
     "LogprobHead",
     "ModelSpec",
-    "Sharing",
-    "check_kind",
-    "chosen",
-    "default_kept",
+    "ShardingSpec",
+    "check_optimizer",
+    "choose_base_dtype",
+    "default_kept_bytes",
     "gradient_bytes",
-    "kept_of_gib",
+    "kept_bytes_from_gib",
     "optimizer_bytes",
-    "read_state",
-    "saving",
-    "reads_in_parts",
+    "read_learner_state",
+    "learner_checkpoint",
+    "loads_shards",
 ]

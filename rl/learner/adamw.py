@@ -20,19 +20,19 @@ from torch import Tensor
 from rl.errors import UserError
 from rl.types import AdamParams
 
-KINDS = ("adamw", "adamw_8bit", "paged_adamw_8bit")
+OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit")
 PACKAGE = "bitsandbytes"
 # A parameter of few numbers stays in fp32 and has no scales.
-IN_8BIT = ("state1", "state2", "absmax1", "absmax2")
+STATE_KEYS_8BIT = ("state1", "state2", "absmax1", "absmax2")
 
 
-def check_kind(kind: str, device: torch.device, *, sharded: bool) -> None:
+def check_optimizer(kind: str, device: torch.device, *, sharded: bool) -> None:
     """Check that an optimizer is available in this launch.
 
     `sharded`: the launch uses DeepSpeed or FSDP2. Raises UserError, with the remedy, if it is not.
     """
-    if kind not in KINDS:
-        raise UserError(f"optimizer must be {', '.join(KINDS)}, got {kind!r}")
+    if kind not in OPTIMIZERS:
+        raise UserError(f"optimizer must be {', '.join(OPTIMIZERS)}, got {kind!r}")
     if kind == "adamw":
         return
     if sharded:
@@ -52,7 +52,7 @@ def check_kind(kind: str, device: torch.device, *, sharded: bool) -> None:
         )
 
 
-def new_adamw(trainable: Mapping[str, Tensor], kind: str = "adamw") -> Any:
+def make_adamw(trainable: Mapping[str, Tensor], kind: str = "adamw") -> Any:
     """Return an AdamW optimizer; each step's AdamParams set its hyperparameters."""
     kwargs: dict[str, Any] = {"lr": 0.0, "betas": (0.9, 0.95), "eps": 1e-12}
     if kind == "adamw":
@@ -64,7 +64,7 @@ def new_adamw(trainable: Mapping[str, Tensor], kind: str = "adamw") -> Any:
     )
 
 
-def set_adam(optimizer: Any, params: AdamParams) -> None:
+def set_adam_params(optimizer: Any, params: AdamParams) -> None:
     """Set the hyperparameters of the next step."""
     for group in optimizer.param_groups:
         group.update(
@@ -75,7 +75,7 @@ def set_adam(optimizer: Any, params: AdamParams) -> None:
         )
 
 
-def adam_state(optimizer: Any, trainable: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def get_adam_state(optimizer: Any, trainable: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the state of an optimizer over the parameters themselves.
 
     The format is that of `Backend.optimizer_tensors`.
@@ -93,7 +93,7 @@ def adam_state(optimizer: Any, trainable: Mapping[str, Tensor]) -> dict[str, Ten
 def load_adam_state(
     optimizer: Any, trainable: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Replace the optimizer's state by `tensors`, in the format of `adam_state`."""
+    """Replace the optimizer's state by `tensors`, in the format of `get_adam_state`."""
     optimizer.state.clear()
     if not isinstance(optimizer, torch.optim.AdamW):
         return _load_8bit(optimizer, trainable, tensors)
@@ -113,13 +113,13 @@ def _load_8bit(
             continue
         optimizer.init_state(group, parameter, 0, i)
         state = optimizer.state[parameter]
-        for key in IN_8BIT:
+        for key in STATE_KEYS_8BIT:
             if key in state:
                 state[key].copy_(tensors[f"{name}/{key}"])
         state["step"] = int(tensors[f"{name}/step"])
 
 
-def shapes_of_state(
+def expected_state_shapes(
     kind: str, name: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes that a state file must hold for a parameter, by tensor name.
@@ -138,8 +138,8 @@ def shapes_of_state(
     shapes = {f"{name}/step": () if step is None or step.numel() != 1 else tuple(step.shape)}
     if not packed:
         return {**shapes, f"{name}/exp_avg": shape, f"{name}/exp_avg_sq": shape}
-    shapes |= {f"{name}/{key}": shape for key in IN_8BIT[:2]}
+    shapes |= {f"{name}/{key}": shape for key in STATE_KEYS_8BIT[:2]}
     if tensors[f"{name}/state1"].dtype == torch.uint8:
         blocks = -(-tensors[f"{name}/state1"].numel() // 256)
-        shapes |= {f"{name}/{key}": (blocks,) for key in IN_8BIT[2:]}
+        shapes |= {f"{name}/{key}": (blocks,) for key in STATE_KEYS_8BIT[2:]}
     return shapes

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from rl.learner.backend_packed import PackedBackend
+from rl.distributed import collectives, uses_fsdp
+from rl.learner.backend_4bit import FourBitBackend
 from rl.learner.backend_replicated import ReplicatedBackend
-from rl.models import Unread
-from rl.ranks import asks_for_fsdp, distributed
+from rl.models import UnloadedParameters
 from rl.types import AdamParams
 
 
@@ -51,27 +51,27 @@ class Backend(Protocol):
         """Discard the accumulated gradients."""
         ...
 
-    def pieces(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    def iter_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield the named full parameters in turn, as a forward uses them.
 
         Each tensor is valid until the next is requested.
         """
         ...
 
-    def exact(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    def iter_master_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield a copy of each named trained parameter, full, at the optimizer's
         precision.
         """
         ...
 
-    def gradient_sizes(self) -> dict[str, float]:
+    def max_gradient_magnitudes(self) -> dict[str, float]:
         """Return the largest magnitude of each trained parameter's accumulated gradient.
 
         It covers this rank's shard only, and is 0 for a parameter without a gradient.
         """
         ...
 
-    def whole_model(self, names: Collection[str]) -> AbstractContextManager[Any | None]:
+    def full_model(self, names: Collection[str]) -> AbstractContextManager[Any | None]:
         """Yield on rank 0 the model with at least the named parameters full, at full precision.
 
         Other ranks get None.
@@ -79,7 +79,7 @@ class Backend(Protocol):
         ...
 
     @property
-    def shell(self) -> Any:
+    def skeleton(self) -> Any:
         """Return the model's modules with parameters of the right shapes; their values are
         meaningless.
         """
@@ -108,23 +108,23 @@ class Backend(Protocol):
         ...
 
 
-def place(model: nn.Module, accelerator: Any) -> None:
+def move_to_device(model: nn.Module, accelerator: Any) -> None:
     """Move a model to its device, unless its sharding backend does so.
 
     A sharding backend moves it in less memory than the full model takes.
     """
-    if accelerator.distributed_type.value != "DEEPSPEED" and not asks_for_fsdp():
+    if accelerator.distributed_type.value != "DEEPSPEED" and not uses_fsdp():
         model.to(accelerator.device)
 
 
-def reads_in_parts(accelerator: Any) -> bool:
+def loads_shards(accelerator: Any) -> bool:
     """Return whether each rank of this launch holds only a shard of the weights and reads only that
     shard.
     """
     if accelerator.distributed_type.value == "DEEPSPEED":
         stage = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"]
-        return stage == 3 and distributed.world() > 1
-    return asks_for_fsdp()
+        return stage == 3 and collectives.world() > 1
+    return uses_fsdp()
 
 
 def make_backend(
@@ -132,25 +132,27 @@ def make_backend(
     trainable: Mapping[str, Tensor],
     accelerator: Any,
     optimizer: str = "adamw",
-    shell: Any = None,
-    unread: Unread | None = None,
+    skeleton: Any = None,
+    lazy_weights: UnloadedParameters | None = None,
 ) -> Backend:
     """Return the backend that this launch requests.
 
-    `optimizer`: its kind, see rl.learner.adamw. `shell`: for a model with 4-bit matrices, its
-    modules before quantization. `unread`: for a model without values (`reads_in_parts`), the source
-    of its weights.
+    `optimizer`: its kind, see rl.learner.adamw. `skeleton`: for a model with 4-bit matrices, its
+    modules before quantization. `lazy_weights`: for a model without values (`loads_shards`), the
+    source of its weights.
     """
-    if shell is not None:
-        return PackedBackend(model, trainable, accelerator, shell, optimizer)
+    if skeleton is not None:
+        return FourBitBackend(model, trainable, accelerator, skeleton, optimizer)
     if accelerator.distributed_type.value == "DEEPSPEED":
         from rl.learner.backend_deepspeed import DeepSpeedBackend
 
         return DeepSpeedBackend(
-            model, trainable, accelerator.state.deepspeed_plugin.deepspeed_config, unread
+            model, trainable, accelerator.state.deepspeed_plugin.deepspeed_config, lazy_weights
         )
-    if asks_for_fsdp():
+    if uses_fsdp():
         from rl.learner.backend_fsdp import FSDPBackend
 
-        return FSDPBackend(model, bf16=accelerator.mixed_precision == "bf16", unread=unread)
+        return FSDPBackend(
+            model, bf16=accelerator.mixed_precision == "bf16", lazy_weights=lazy_weights
+        )
     return ReplicatedBackend(model, trainable, accelerator, optimizer)

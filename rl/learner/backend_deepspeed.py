@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl.layers import describe, inner_model
-from rl.learner.adamw import adam_state, load_adam_state, new_adamw, set_adam
-from rl.learner.backend_shared import filled, hollow, summed_gradients
-from rl.models import Unread
-from rl.ranks import distributed
+from rl.distributed import collectives
+from rl.layers import describe_layers, unwrap_model
+from rl.learner.adamw import get_adam_state, load_adam_state, make_adamw, set_adam_params
+from rl.learner.backend_common import fill_skeleton, make_skeleton, sum_gradients
+from rl.models import UnloadedParameters
 from rl.types import AdamParams
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -30,7 +30,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class DeepSpeedBackend:
     """Implement `rl.learner.backend.Backend` with DeepSpeed; see the module.
 
-    `config`: the result of `rl.ranks.launch.engine_config`.
+    `config`: the result of `rl.distributed.accelerate_launch.make_engine_config`.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class DeepSpeedBackend:
         model: Any,
         trainable: Mapping[str, Tensor],
         config: dict[str, Any],
-        unread: Unread | None = None,
+        lazy_weights: UnloadedParameters | None = None,
     ):
         import deepspeed
         from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -46,12 +46,12 @@ class DeepSpeedBackend:
         self.model, self.trainable = model, trainable
         self.stage: int = config["zero_optimization"]["stage"]
         # Modules can be copied only before the weights are sharded.
-        self.shell = hollow(model)
+        self.skeleton = make_skeleton(model)
         if self.stage == 3:
-            _keep_together(model)
-        if unread is not None:
-            _shard_one_by_one(model, config, unread)
-        self.adam = new_adamw(trainable)
+            _set_expert_leaf_modules(model)
+        if lazy_weights is not None:
+            _shard_parameters(model, config, lazy_weights)
+        self.adam = make_adamw(trainable)
         # accelerator.prepare would make an engine per accelerator and plugin; each backend needs
         # a separate engine.
         self.wrapped, self.optimizer, *_ = deepspeed.initialize(
@@ -65,12 +65,12 @@ class DeepSpeedBackend:
         return contextlib.nullcontext()
 
     def backward(self, value: Tensor) -> None:
-        self.wrapped.backward(value * distributed.world())
+        self.wrapped.backward(value * collectives.world())
 
     # ----------------------------------------------------------------------------------------- step
 
     def step(self, params: AdamParams) -> tuple[float, bool]:
-        set_adam(self.adam, params)
+        set_adam_params(self.adam, params)
         if self.stage == 0:
             return self._step_unsharded(params)
         self.optimizer.clip_grad = params.grad_clip_norm
@@ -84,8 +84,8 @@ class DeepSpeedBackend:
 
         DeepSpeed's stage 0 reports no norm and would also step on a gradient that is not finite.
         """
-        gradients = summed_gradients(list(self.trainable.values()))
-        torch._foreach_div_(gradients, distributed.world())
+        gradients = sum_gradients(list(self.trainable.values()))
+        torch._foreach_div_(gradients, collectives.world())
         norm = torch.nn.utils.get_total_norm(gradients)
         finite = bool(torch.isfinite(norm))
         if finite:
@@ -119,7 +119,7 @@ class DeepSpeedBackend:
 
     # -------------------------------------------------------------------------------------- weights
 
-    def _gathered(
+    def _gather_parameter(
         self, parameter: Tensor, writer: int | None = None
     ) -> contextlib.AbstractContextManager:
         import deepspeed
@@ -128,16 +128,18 @@ class DeepSpeedBackend:
             return contextlib.nullcontext()
         return deepspeed.zero.GatheredParameters([parameter], modifier_rank=writer)
 
-    def pieces(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    def iter_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:
-            with self._gathered(self.parameters[name]):
+            with self._gather_parameter(self.parameters[name]):
                 yield name, self.parameters[name].detach()
 
-    def whole_model(self, names: Collection[str]) -> contextlib.AbstractContextManager[Any | None]:
+    def full_model(self, names: Collection[str]) -> contextlib.AbstractContextManager[Any | None]:
         """Yield the full model on rank 0; the copy lies in CPU memory and is freed afterwards."""
-        return filled(self.shell, ((name, self._exact(name)) for name in names))
+        return fill_skeleton(
+            self.skeleton, ((name, self._full_fp32_parameter(name)) for name in names)
+        )
 
-    def _exact(self, name: str) -> Tensor:
+    def _full_fp32_parameter(self, name: str) -> Tensor:
         """Return a parameter at the optimizer's precision (in bf16 training its fp32 master
         copy).
         """
@@ -145,12 +147,12 @@ class DeepSpeedBackend:
 
         if name in self.trainable and self.stage > 0:
             return safe_get_full_fp32_param(self.trainable[name])
-        return next(tensor.clone() for _, tensor in self.pieces([name]))
+        return next(tensor.clone() for _, tensor in self.iter_weights([name]))
 
-    def exact(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        return ((name, self._exact(name).detach().clone()) for name in names)
+    def iter_master_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self._full_fp32_parameter(name).detach().clone()) for name in names)
 
-    def gradient_sizes(self) -> dict[str, float]:
+    def max_gradient_magnitudes(self) -> dict[str, float]:
         from deepspeed.utils import safe_get_full_grad
 
         sizes: dict[str, float] = {}
@@ -170,22 +172,22 @@ class DeepSpeedBackend:
 
         for name, tensor in tensors.items():
             parameter = self.trainable[name]
-            with self._gathered(parameter, writer=0):
+            with self._gather_parameter(parameter, writer=0):
                 parameter.data.copy_(tensor)
             whole = tensor.to(self.wrapped.device, torch.float32)
             if self.stage == 3:
-                safe_set_local_fp32_param(parameter, self._my_part(parameter, whole))
+                safe_set_local_fp32_param(parameter, self._local_partition(parameter, whole))
             elif self.stage > 0:
                 safe_set_full_fp32_param(parameter, whole)
 
     @staticmethod
-    def _my_part(parameter: Any, whole: Tensor) -> Tensor:
+    def _local_partition(parameter: Any, whole: Tensor) -> Tensor:
         """Return this rank's partition of a full ZeRO-3 tensor; the last partition is padded with
         zeros.
         """
         size = parameter.ds_tensor.numel()
-        flat = nn.functional.pad(whole.reshape(-1), (0, size * distributed.world() - whole.numel()))
-        return flat[size * distributed.rank() :][:size]
+        flat = nn.functional.pad(whole.reshape(-1), (0, size * collectives.world() - whole.numel()))
+        return flat[size * collectives.rank() :][:size]
 
     # ------------------------------------------------------------------------------------ optimizer
 
@@ -203,7 +205,7 @@ class DeepSpeedBackend:
         from deepspeed.utils import safe_get_full_optimizer_state
 
         if self.stage == 0:
-            return adam_state(self.adam, self.trainable)
+            return get_adam_state(self.adam, self.trainable)
         states = [
             state
             for state in (self.adam.state.get(flat) for flat in self._flat_parameters())
@@ -215,7 +217,7 @@ class DeepSpeedBackend:
         for name, parameter in self.trainable.items():
             # a collective call: every rank takes part
             full_states = {key: safe_get_full_optimizer_state(parameter, key) for key in _MOMENTS}
-            if distributed.rank() == 0:
+            if collectives.rank() == 0:
                 tensors |= {
                     f"{name}/{key}": whole.to("cpu", copy=True)
                     for key, whole in full_states.items()
@@ -245,17 +247,19 @@ class DeepSpeedBackend:
             for key in _MOMENTS:
                 whole = tensors[f"{name}/{key}"].to(self.wrapped.device, torch.float32)
                 if self.stage == 3:
-                    safe_set_local_optimizer_state(parameter, self._my_part(parameter, whole), key)
+                    safe_set_local_optimizer_state(
+                        parameter, self._local_partition(parameter, whole), key
+                    )
                 else:
                     safe_set_full_optimizer_state(parameter, whole, key)
 
     def release(self) -> None:
         self.wrapped.destroy()
-        del self.wrapped, self.optimizer, self.adam, self.shell
+        del self.wrapped, self.optimizer, self.adam, self.skeleton
         gc.collect()  # engine and optimizer refer to each other
 
 
-def _keep_together(model: nn.Module) -> None:
+def _set_expert_leaf_modules(model: nn.Module) -> None:
     """Gather and release each layer's experts together, if they are separate modules.
 
     The same holds for experts under adapters. The experts that run depend on a rank's tokens, and
@@ -263,9 +267,9 @@ def _keep_together(model: nn.Module) -> None:
     """
     from deepspeed.utils import set_z3_leaf_modules
 
-    moe = describe(model).experts
+    moe = describe_layers(model).experts
     expert_modules = (
-        [inner_model(model).get_submodule(name).experts for name in moe.blocks]
+        [unwrap_model(model).get_submodule(name).experts for name in moe.blocks]
         if moe is not None
         else []
     )
@@ -278,7 +282,9 @@ def _keep_together(model: nn.Module) -> None:
         set_z3_leaf_modules(model, list(kinds))
 
 
-def _shard_one_by_one(model: nn.Module, config: dict[str, Any], unread: Unread) -> None:
+def _shard_parameters(
+    model: nn.Module, config: dict[str, Any], lazy_weights: UnloadedParameters
+) -> None:
     """Create the ZeRO-3 partitions of a model without values, parameter by parameter.
 
     Rank 0 reads a tensor and broadcasts it, each rank keeps its partition, then the next tensor
@@ -295,8 +301,8 @@ def _shard_one_by_one(model: nn.Module, config: dict[str, Any], unread: Unread) 
     first: Any = None
     for name, parameter in model.named_parameters():
         whole = torch.empty(parameter.shape, dtype=dtype, device=device)
-        if distributed.rank() == 0:
-            whole.copy_(unread.whole(name) if name in unread else parameter.detach())
+        if collectives.rank() == 0:
+            whole.copy_(lazy_weights.read(name) if name in lazy_weights else parameter.detach())
         parameter.data = whole
         del whole
         if first is None:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl.learner.adamw import new_adamw, set_adam
-from rl.learner.backend_shared import filled, hollow
-from rl.models import Unread, inner_model
-from rl.ranks import distributed
+from rl.distributed import collectives
+from rl.learner.adamw import make_adamw, set_adam_params
+from rl.learner.backend_common import fill_skeleton, make_skeleton
+from rl.models import UnloadedParameters, unwrap_model
 from rl.types import AdamParams
 
 
@@ -28,30 +28,30 @@ class FSDPBackend:
     `bf16`: layers compute in bf16; sums over ranks stay fp32.
     """
 
-    def __init__(self, model: Any, *, bf16: bool, unread: Unread | None = None):
+    def __init__(self, model: Any, *, bf16: bool, lazy_weights: UnloadedParameters | None = None):
         # Modules can be copied only before the weights are sharded.
-        self.shell = hollow(model)
-        kinds = set(inner_model(model)._no_split_modules or ())
+        self.skeleton = make_skeleton(model)
+        kinds = set(unwrap_model(model)._no_split_modules or ())
         layers = [module for module in model.modules() if type(module).__name__ in kinds]
-        distributed.shard_fully(model, layers, bf16=bf16)
+        collectives.shard_model(model, layers, bf16=bf16)
         self.wrapped = model
         self.parameters: dict[str, Any] = dict(model.named_parameters())
         self.trainable: Mapping[str, Any] = {
             name: p for name, p in self.parameters.items() if p.requires_grad
         }
-        if unread is not None:
-            self._read(unread)
-        self.adam = new_adamw(self.trainable)
+        if lazy_weights is not None:
+            self._load_shards(lazy_weights)
+        self.adam = make_adamw(self.trainable)
 
     @torch.no_grad()
-    def _read(self, unread: Unread) -> None:
+    def _load_shards(self, lazy_weights: UnloadedParameters) -> None:
         """Read this rank's shard of each tensor, and no other part of it."""
         for name, parameter in self.parameters.items():
-            if name in unread:
-                size = -(-len(parameter) // distributed.world())  # same split as torch.chunk
-                start, local_shard = size * distributed.rank(), parameter.to_local()
+            if name in lazy_weights:
+                size = -(-len(parameter) // collectives.world())  # same split as torch.chunk
+                start, local_shard = size * collectives.rank(), parameter.to_local()
                 if len(local_shard):
-                    local_shard.copy_(unread.rows(name, start, start + len(local_shard)))
+                    local_shard.copy_(lazy_weights.read_rows(name, start, start + len(local_shard)))
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -69,13 +69,13 @@ class FSDPBackend:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad.to_local() for p in self.trainable.values()]
         square = torch.nn.utils.get_total_norm(gradients).square()
-        distributed.all_sum_([square])
+        collectives.all_sum_([square])
         norm = float(square.sqrt())
         finite = bool(torch.isfinite(square))
         if finite:
             if params.grad_clip_norm > 0:
                 torch._foreach_mul_(gradients, min(1.0, params.grad_clip_norm / (norm + 1e-6)))
-            set_adam(self.adam, params)
+            set_adam_params(self.adam, params)
             self.adam.step()
         self.drop_gradients()
         return norm, finite
@@ -83,14 +83,14 @@ class FSDPBackend:
     def drop_gradients(self) -> None:
         self.adam.zero_grad()
 
-    def pieces(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    def iter_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:
             yield name, self.parameters[name].detach().full_tensor()
 
-    def exact(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    def iter_master_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         return ((name, self.trainable[name].detach().full_tensor().clone()) for name in names)
 
-    def gradient_sizes(self) -> dict[str, float]:
+    def max_gradient_magnitudes(self) -> dict[str, float]:
         local_grads = {
             name: None if p.grad is None else p.grad.to_local()
             for name, p in self.trainable.items()
@@ -100,25 +100,25 @@ class FSDPBackend:
             for name, grad in local_grads.items()
         }
 
-    def whole_model(self, names: Collection[str]) -> contextlib.AbstractContextManager[Any | None]:
+    def full_model(self, names: Collection[str]) -> contextlib.AbstractContextManager[Any | None]:
         """Yield the full model on rank 0; the copy lies in CPU memory and is freed afterwards."""
-        return filled(self.shell, self.pieces(names))
+        return fill_skeleton(self.skeleton, self.iter_weights(names))
 
     @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
-            self._put(self.trainable[name], tensor)
+            self._copy_shard(self.trainable[name], tensor)
 
     @staticmethod
-    def _put(parameter: Any, whole: Tensor) -> None:
+    def _copy_shard(parameter: Any, whole: Tensor) -> None:
         """Copy this rank's shard of a full tensor into a sharded parameter.
 
         The shards of the last ranks may be empty.
         """
         local_shard = parameter.to_local()
-        shares = whole.chunk(distributed.world())
+        shares = whole.chunk(collectives.world())
         local_shard.copy_(
-            shares[distributed.rank()] if distributed.rank() < len(shares) else whole[:0]
+            shares[collectives.rank()] if collectives.rank() < len(shares) else whole[:0]
         )
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
@@ -126,7 +126,7 @@ class FSDPBackend:
         for name, parameter in self.trainable.items():
             for key, value in self.adam.state.get(parameter, {}).items():
                 whole = value if key == "step" else value.full_tensor()  # a collective
-                if distributed.rank() == 0:
+                if collectives.rank() == 0:
                     tensors[f"{name}/{key}"] = whole.to("cpu", copy=True)
         return tensors
 
@@ -141,8 +141,8 @@ class FSDPBackend:
                 state[key] = value.to(parameter.device, copy=True)
             else:
                 state[key] = torch.zeros_like(parameter)
-                self._put(state[key], value)
+                self._copy_shard(state[key], value)
 
     def release(self) -> None:
-        del self.wrapped, self.parameters, self.trainable, self.adam, self.shell
+        del self.wrapped, self.parameters, self.trainable, self.adam, self.skeleton
         gc.collect()  # FSDP's hooks and modules refer to each other

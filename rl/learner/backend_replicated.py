@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl.learner.adamw import adam_state, load_adam_state, new_adamw, set_adam
-from rl.learner.backend_shared import summed_gradients
-from rl.ranks import distributed
+from rl.distributed import collectives
+from rl.learner.adamw import get_adam_state, load_adam_state, make_adamw, set_adam_params
+from rl.learner.backend_common import sum_gradients
 from rl.types import AdamParams
 
 
@@ -31,10 +31,10 @@ class ReplicatedBackend:
         """Wrap `model` for this launch. `optimizer`: its kind, see rl.learner.adamw."""
         self.model, self.trainable, self.accelerator = model, trainable, accelerator
         self.wrapped = model
-        if distributed.world() > 1:
+        if collectives.world() > 1:
             devices = [accelerator.device] if accelerator.device.type == "cuda" else None
             self.wrapped = nn.parallel.DistributedDataParallel(model, device_ids=devices)
-        self.adam = new_adamw(trainable, optimizer)
+        self.adam = make_adamw(trainable, optimizer)
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -42,7 +42,7 @@ class ReplicatedBackend:
 
         The number of backward calls is not known in advance.
         """
-        no_sync = self.wrapped.no_sync() if distributed.world() > 1 else contextlib.nullcontext()
+        no_sync = self.wrapped.no_sync() if collectives.world() > 1 else contextlib.nullcontext()
         with no_sync, self.accelerator.autocast():
             yield
 
@@ -51,12 +51,12 @@ class ReplicatedBackend:
 
     def step(self, params: AdamParams) -> tuple[float, bool]:
         parameters = list(self.trainable.values())
-        norm = torch.nn.utils.get_total_norm(summed_gradients(parameters))
+        norm = torch.nn.utils.get_total_norm(sum_gradients(parameters))
         finite = bool(torch.isfinite(norm))
         if finite:
             if params.grad_clip_norm > 0:
                 torch.nn.utils.clip_grads_with_norm_(parameters, params.grad_clip_norm, norm)
-            set_adam(self.adam, params)
+            set_adam_params(self.adam, params)
             self.adam.step()
         self.drop_gradients()
         return float(norm), finite
@@ -64,25 +64,25 @@ class ReplicatedBackend:
     def drop_gradients(self) -> None:
         self.adam.zero_grad()
 
-    def pieces(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    def iter_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         named = dict(self.model.named_parameters())
         for name in names:
             yield name, named[name].detach()
 
-    def exact(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    def iter_master_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         return ((name, self.trainable[name].detach().clone()) for name in names)
 
-    def gradient_sizes(self) -> dict[str, float]:
+    def max_gradient_magnitudes(self) -> dict[str, float]:
         return {
             name: 0.0 if p.grad is None else float(p.grad.abs().max())
             for name, p in self.trainable.items()
         }
 
-    def whole_model(self, names: Collection[str]) -> contextlib.AbstractContextManager[Any | None]:
-        return contextlib.nullcontext(self.model if distributed.rank() == 0 else None)
+    def full_model(self, names: Collection[str]) -> contextlib.AbstractContextManager[Any | None]:
+        return contextlib.nullcontext(self.model if collectives.rank() == 0 else None)
 
     @property
-    def shell(self) -> Any:
+    def skeleton(self) -> Any:
         return self.model
 
     @torch.no_grad()
@@ -91,7 +91,7 @@ class ReplicatedBackend:
             self.trainable[name].copy_(tensor)
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        return adam_state(self.adam, self.trainable)
+        return get_adam_state(self.adam, self.trainable)
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         load_adam_state(self.adam, self.trainable, tensors)

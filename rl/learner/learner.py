@@ -18,33 +18,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl.distributed import collectives
 from rl.errors import UserError
-from rl.images import reader_of
-from rl.layers import Replay, describe, given, width
-from rl.learner.backend import Backend, make_backend, place
-from rl.learner.backend_shared import first_layers, hollow
-from rl.learner.balancing import Balancing
-from rl.learner.base import lower_
-from rl.learner.dealing import Dealing, batches, collect, in_order, summed_terms
-from rl.learner.keeping import settled
-from rl.learner.logprobs import HeadRequest, LogprobHead
+from rl.images import get_image_reader
+from rl.layers import ExpertReplay, describe_layers, get_hidden_size, replay_experts
+from rl.learner.backend import Backend, make_backend, move_to_device
+from rl.learner.backend_common import load_first_layers, make_skeleton
+from rl.learner.frozen_base import convert_frozen_
+from rl.learner.head_memory import choose_kept_bytes
+from rl.learner.layout_probe import find_layout_faults_on_all_ranks, use_cpu_attention
+from rl.learner.logprob_head import HeadRequest, LogprobHead
+from rl.learner.microbatches import (
+    MicroBatchPlanner,
+    make_micro_batches,
+    merge_sub_batches,
+    split_outputs,
+    sum_terms,
+)
 from rl.learner.packing import PackedBatch
-from rl.learner.probe import agreed_faults, runnable
-from rl.learner.sampled import Sampled
+from rl.learner.router_aux_loss import RouterAuxLoss
+from rl.learner.sampling_record import SamplingRecord
 from rl.losses import LossSpec
 from rl.models import (
     LoadedModel,
-    attention_mask_for,
-    inner_model,
+    get_tensor_shape,
     is_lora,
-    is_value_head,
-    shape_of,
+    is_value_head_parameter,
+    make_attention_mask,
+    unwrap_model,
     uses_flash_attention,
 )
-from rl.ranks import distributed
-from rl.sampler import length_switch
+from rl.sampler import find_rope_switch
 from rl.types import AdamParams, Datum
-from rl.types.checked import target_ids
+from rl.types.number_checks import validate_target_ids
 
 
 @dataclass(frozen=True)
@@ -52,9 +58,9 @@ class LearnerSettings:
     """Hold the settings of a learner.
 
     token_budget: positions in a micro-batch. layout: see packing. fused: kernels for logprobs.
-    kept_bytes: see linear_logprob; None: see rl.learner.keeping. optimizer: see rl.learner.adamw.
-    router_replay: tokens with recorded experts in their datum are routed to those experts.
-    router_aux_loss_coef: see rl.learner.balancing.
+    kept_bytes: see linear_logprob; None: see rl.learner.head_memory. optimizer: see
+    rl.learner.adamw. router_replay: tokens with recorded experts in their datum are routed to those
+    experts. router_aux_loss_coef: see rl.learner.router_aux_loss.
     """
 
     token_budget: int = 16384
@@ -67,13 +73,13 @@ class LearnerSettings:
     kept_bytes: int | None = None
 
 
-def _checkpoint(loaded: LoadedModel) -> None:
+def _enable_gradient_checkpointing(loaded: LoadedModel) -> None:
     """Enable gradient checkpointing, which transformers applies in training mode only.
 
     The probe verifies that nothing else changes. Raises UserError if the model does not support it.
     """
-    if not inner_model(loaded.model).supports_gradient_checkpointing:
-        kind = type(inner_model(loaded.model)).__name__
+    if not unwrap_model(loaded.model).supports_gradient_checkpointing:
+        kind = type(unwrap_model(loaded.model)).__name__
         raise UserError(
             f"{kind} ({loaded.name}) has no gradient checkpointing: turn it off (and lower "
             "token_budget, if memory is short)"
@@ -91,94 +97,103 @@ class Learner:
     """
 
     def __init__(
-        self, loaded: LoadedModel, accelerator: Any, settings: LearnerSettings, base: str = "fp32"
+        self,
+        loaded: LoadedModel,
+        accelerator: Any,
+        settings: LearnerSettings,
+        base_dtype: str = "fp32",
     ):
-        """Set up the backend and the output head. `base`: storage type of frozen matrices
-        (rl.learner.base).
+        """Set up the backend and the output head. `base_dtype`: storage type of frozen matrices
+        (rl.learner.frozen_base).
         """
         self.loaded = loaded
         self.accelerator = accelerator
         self.settings = settings
         self.model = loaded.model
         if settings.gradient_checkpointing:
-            _checkpoint(loaded)
+            _enable_gradient_checkpointing(loaded)
         self.trainable: dict[str, Tensor] = {
             n: p for n, p in self.model.named_parameters() if p.requires_grad
         }
         # Sharding replaces a parameter's shape.
         self.parameter_shapes = {n: p.shape for n, p in self.model.named_parameters()}
-        self.flash = uses_flash_attention(self.model)
-        self.layers = describe(self.model)
-        self.balancing = Balancing(
+        self.uses_flash_attention = uses_flash_attention(self.model)
+        self.layers = describe_layers(self.model)
+        self.router_aux_loss = RouterAuxLoss(
             self.model, self.layers.experts, settings.router_aux_loss_coef, loaded.name
         )
-        self.reader = reader_of(inner_model(self.model))
+        self.reader = get_image_reader(unwrap_model(self.model))
         self.vocabulary = loaded.vocab_size
-        self.length_switch = length_switch(self.model)
-        if loaded.stored is not None:
-            self.backend = self._read_in_parts(base)
+        self.length_switch = find_rope_switch(self.model)
+        if loaded.lazy_weights is not None:
+            self.backend = self._make_sharded_backend(base_dtype)
         else:
-            self.backend = self._whole(base)
+            self.backend = self._make_full_backend(base_dtype)
         kept_bytes, kind = settings.kept_bytes, settings.optimizer
-        self.head.kept_bytes = settled(
+        self.head.kept_bytes = choose_kept_bytes(
             kept_bytes, self.model, self.parameter_shapes, self.trainable, accelerator, kind
         )
         # FSDP replaces parameters by shards: drop the references to the full parameters.
         self.trainable = dict(self.backend.trainable)
         self.is_lora = is_lora(self.model)
         # the value head's parameters; the sampler has no value head
-        self.values = [name for name in self.trainable if is_value_head(name)]
+        self.value_head_names = [name for name in self.trainable if is_value_head_parameter(name)]
         self.version = 0  # number of updates; samples and datums are compared by it
         self.has_gradient = False
-        self.parts = 0  # number of micro-batches of a rank in the last call
-        self.sampled = Sampled()
+        self.num_micro_batches = 0  # number of micro-batches of a rank in the last call
+        self.sampling_record = SamplingRecord()
 
-    def _whole(self, base: str) -> Backend:
+    def _make_full_backend(self, base_dtype: str) -> Backend:
         """Return the backend of a loaded model, after probing it.
 
         The probe comes before sharding, because a sharded model may not run it.
         """
         model, accelerator = self.model, self.accelerator
-        if base == "fp32":
-            place(model, accelerator)
+        if base_dtype == "fp32":
+            move_to_device(model, accelerator)
         # Autocast as in training: flash attention does not accept fp32.
-        with accelerator.autocast(), runnable(model):
-            self.layouts = self._exact_layouts(model)
+        with accelerator.autocast(), use_cpu_attention(model):
+            self.layouts = self._find_exact_layouts(model)
             # The head also runs a check on the model.
             self.head = LogprobHead(
                 model, fused=self.settings.fused, kept_bytes=self.settings.kept_bytes
             )
-        shell = hollow(model) if base == "4bit" else None
+        shell = make_skeleton(model) if base_dtype == "4bit" else None
         # The probe runs in fp32, which shows faults best, and on the CPU, because the model may not
         # fit the device in fp32.
-        if base != "fp32":
-            lower_(model, base, accelerator.device)
-            place(model, accelerator)
+        if base_dtype != "fp32":
+            convert_frozen_(model, base_dtype, accelerator.device)
+            move_to_device(model, accelerator)
         return make_backend(model, self.trainable, accelerator, self.settings.optimizer, shell)
 
-    def _read_in_parts(self, base: str) -> Backend:
+    def _make_sharded_backend(self, base_dtype: str) -> Backend:
         """Return the backend of a model with weights still in files: each rank reads its shard.
 
         Rank 0 first probes the first layers.
         """
         model, accelerator, settings = self.model, self.accelerator, self.settings
-        assert self.loaded.stored is not None
-        unread, self.loaded.stored = self.loaded.stored.under(model), None
-        with distributed.all_or_none(accelerator.device):
-            trial = first_layers(model, unread) if distributed.rank() == 0 else None
+        assert self.loaded.lazy_weights is not None
+        unread, self.loaded.lazy_weights = self.loaded.lazy_weights.for_wrapped_model(model), None
+        with collectives.all_or_none(accelerator.device):
+            trial = load_first_layers(model, unread) if collectives.rank() == 0 else None
         fused = torch.zeros(1, device=accelerator.device)
-        with accelerator.autocast(), contextlib.nullcontext() if trial is None else runnable(trial):
-            self.layouts = self._exact_layouts(trial)
+        with (
+            accelerator.autocast(),
+            contextlib.nullcontext() if trial is None else use_cpu_attention(trial),
+        ):
+            self.layouts = self._find_exact_layouts(trial)
             if trial is not None:
                 fused += LogprobHead(trial, fused=settings.fused).fused
         del trial
-        distributed.all_sum_([fused])
-        self.head = LogprobHead.untried(model, fused=bool(fused), kept_bytes=settings.kept_bytes)
-        lower_(model, base, accelerator.device, hollow=True)
-        return make_backend(model, self.trainable, accelerator, unread=unread)
+        collectives.all_sum_([fused])
+        self.head = LogprobHead.without_check(
+            model, fused=bool(fused), kept_bytes=settings.kept_bytes
+        )
+        convert_frozen_(model, base_dtype, accelerator.device, empty=True)
+        return make_backend(model, self.trainable, accelerator, lazy_weights=unread)
 
-    def _exact_layouts(self, model: Any | None) -> set[str]:
-        """Return the exact layouts, determined by probing `model` (rl.learner.probe).
+    def _find_exact_layouts(self, model: Any | None) -> set[str]:
+        """Return the exact layouts, determined by probing `model` (rl.learner.layout_probe).
 
         `model` is None on a rank that does not probe. Raises UserError if the requested layout is
         not exact.
@@ -186,12 +201,16 @@ class Learner:
         requested, training = self.settings.layout, self.settings.gradient_checkpointing
         candidates = [
             "padded",
-            requested if requested != "auto" else "packed" if self.flash else "shared",
+            requested
+            if requested != "auto"
+            else "packed"
+            if self.uses_flash_attention
+            else "shared",
         ]
-        faults = agreed_faults(
+        faults = find_layout_faults_on_all_ranks(
             model, sorted(set(candidates)), training=training, device=self.accelerator.device
         )
-        kind = type(inner_model(self.model)).__name__
+        kind = type(unwrap_model(self.model)).__name__
         if "padded" in faults:
             raise UserError(
                 f"{self.loaded.name} ({kind}) cannot be trained: sequences in a batch must not "
@@ -225,16 +244,16 @@ class Learner:
         divisor: float,
         backward: bool,
         entropy: bool = False,
-        adapters: bool = True,
-        part: int | None = None,
+        use_adapters: bool = True,
+        micro_batch: int | None = None,
     ) -> tuple[dict[int, dict[str, np.ndarray]], dict[str, float]]:
         """Return this rank's part of a call: outputs by datum index and sums of metrics.
 
-        Outputs are logprobs, entropy and values. `part`: run only that item of the call's
-        `self.parts` micro-batches; all of them in order equal the full call, bit for bit.
-        `temperature`: a number for all datums, or a number for each datum (the datums of a pair use
-        that of the first). `adapters`: False scores with the LoRA adapter disabled, like the base
-        model; never together with `backward`.
+        Outputs are logprobs, entropy and values. `micro_batch`: run only that item of the call's
+        `self.num_micro_batches` micro-batches; all of them in order equal the full call, bit for
+        bit. `temperature`: a number for all datums, or a number for each datum (the datums of a
+        pair use that of the first). `use_adapters`: False scores with the LoRA adapter disabled,
+        like the base model; never together with `backward`.
 
         Raises ValueError for a target that is not a token id of the model, before anything is
         computed. Raises FloatingPointError if the loss is not finite; the gradients since the last
@@ -243,14 +262,16 @@ class Learner:
         # Every rank checks all datums, so that no rank waits for a failed rank. The head does not
         # check them again.
         for i, datum in enumerate(datums):
-            target_ids(f"datum {i}", datum.loss_fn_inputs["target_tokens"].array, self.vocabulary)
+            validate_target_ids(
+                f"datum {i}", datum.loss_fn_inputs["target_tokens"].array, self.vocabulary
+            )
         outputs: dict[int, dict[str, np.ndarray]] = {}
         sums: dict[str, Tensor] = {}
-        for batch in self._my_batches(datums, loss.group, temperature, part):
-            replaying = self._replaying(batch if adapters else None)
+        for batch in self._local_micro_batches(datums, loss.group, temperature, micro_batch):
+            replaying = self._router_replay(batch if use_adapters else None)
             with (
                 torch.set_grad_enabled(backward),
-                self._adapters(adapters),
+                self._adapters_enabled(use_adapters),
                 self.backend.micro_batch(),
                 replaying as replay,
             ):
@@ -268,11 +289,11 @@ class Learner:
                 sums[name] = (
                     sums[name] + metric.double() if name in sums else metric.detach().double()
                 )
-            collect(outputs, batch, token_outputs)
+            split_outputs(outputs, batch, token_outputs)
         totals = {name: float(value) for name, value in sums.items()}
         loss_sum = torch.tensor([totals.get("loss:sum", 0.0)], device=self.accelerator.device)
         # Every rank gets the sum: otherwise ranks without the bad datum would wait for the rest.
-        distributed.all_sum_([loss_sum])
+        collectives.all_sum_([loss_sum])
         if not math.isfinite(float(loss_sum)):
             self.drop_gradients()
             raise FloatingPointError(
@@ -294,7 +315,7 @@ class Learner:
         """Return (loss, outputs of each token by name, metrics) of a micro-batch."""
         likeliest = bool(config.get("token_accuracy"))
         parts, balances = [], []
-        for side in batch.sides or (batch,):
+        for side in batch.sub_batches or (batch,):
             targets, wants_entropy = (
                 side.inputs["target_tokens"],
                 entropy or loss.needs_entropy(config),
@@ -302,16 +323,16 @@ class Learner:
             request = HeadRequest(
                 targets, side.token_index, temperature, wants_entropy, loss.logprobs, likeliest
             )
-            with self.balancing.watching() as balance:
-                parts.append(self.head(self.backend.wrapped, request, **self._read(side)))
+            with self.router_aux_loss.record() as balance:
+                parts.append(self.head(self.backend.wrapped, request, **self._model_inputs(side)))
             balances += [] if balance is None else [balance(side, loss)]
-        logp, entropy_T, values_T = in_order(parts, batch.side_order)
+        logp, entropy_T, values_T = merge_sub_batches(parts, batch.sub_batch_order)
         fields = batch.inputs if values_T is None else {**batch.inputs, "values": values_T}
         value, metrics = loss.compute(
             logp, entropy_T, fields, batch.cu_seqlens, config, fused=self.settings.fused
         )
         if balances:
-            aux_loss, aux_metrics = summed_terms(balances)
+            aux_loss, aux_metrics = sum_terms(balances)
             value, metrics = (
                 value + aux_loss,
                 {**metrics, "loss:sum": value.detach(), **aux_metrics},
@@ -333,7 +354,9 @@ class Learner:
             metrics,
         )
 
-    def _replaying(self, batch: PackedBatch | None) -> AbstractContextManager[Replay | None]:
+    def _router_replay(
+        self, batch: PackedBatch | None
+    ) -> AbstractContextManager[ExpertReplay | None]:
         """Return a context that replays the routers, if enabled and the batch records its experts.
 
         Raises ValueError if the experts are another model's.
@@ -351,53 +374,55 @@ class Learner:
                 f"datums with {columns} experts a token do not fit this model ({self.layers}): "
                 "were they sampled from another model?"
             )
-        return given(self.model, experts, batch.experts.unflatten(1, (-1, experts.per_token)))
+        return replay_experts(
+            self.model, experts, batch.experts.unflatten(1, (-1, experts.per_token))
+        )
 
-    def _read(self, batch: PackedBatch) -> dict[str, Any]:
+    def _model_inputs(self, batch: PackedBatch) -> dict[str, Any]:
         """Return the forward's inputs: the tokens and images of a micro-batch."""
         inputs: dict[str, Any] = {"input_ids": batch.input_ids}
         if self.reader is not None and batch.images is not None:
             rows, lengths = zip(*batch.images, strict=True)
-            inputs = self.reader.inputs(
-                inner_model(self.model), batch.input_ids, rows, [0] * len(rows), lengths
+            inputs = self.reader.model_inputs(
+                unwrap_model(self.model), batch.input_ids, rows, [0] * len(rows), lengths
             )
         if batch.position_ids is not None:
             inputs["position_ids"] = batch.position_ids
         if batch.attention_mask is not None:
-            inputs["attention_mask"] = attention_mask_for(self.model, batch.attention_mask)
+            inputs["attention_mask"] = make_attention_mask(self.model, batch.attention_mask)
         return inputs
 
     @contextlib.contextmanager
-    def _adapters(self, on: bool) -> Iterator[None]:
-        """Disable the LoRA adapter inside the block unless `on`."""
-        with contextlib.nullcontext() if on else self.model.disable_adapter():
+    def _adapters_enabled(self, enabled: bool) -> Iterator[None]:
+        """Disable the LoRA adapter inside the block unless `enabled`."""
+        with contextlib.nullcontext() if enabled else self.model.disable_adapter():
             yield
 
-    def _my_batches(
+    def _local_micro_batches(
         self,
         datums: Sequence[Datum],
         group: int = 1,
         temperature: float | Sequence[float] = 1.0,
-        part: int | None = None,
+        micro_batch: int | None = None,
     ) -> list[PackedBatch]:
-        """Return this rank's micro-batches (rl.learner.dealing); `part`: only that
+        """Return this rank's micro-batches (rl.learner.microbatches); `micro_batch`: only that
         index.
         """
         drawn_at = (
             [temperature] * len(datums) if isinstance(temperature, (int, float)) else temperature
         )
-        dealing = Dealing(
+        dealing = MicroBatchPlanner(
             self.settings.token_budget,
             self.settings.layout,
             frozenset(self.layouts),
-            width(self.model),
+            get_hidden_size(self.model),
             self.length_switch,
             self.reader is not None,
         )
-        rounds = dealing.rounds(datums, group, drawn_at)
-        self.parts = len(rounds)
-        selected = rounds if part is None else rounds[part : part + 1]
-        return batches(
+        rounds = dealing.plan_rounds(datums, group, drawn_at)
+        self.num_micro_batches = len(rounds)
+        selected = rounds if micro_batch is None else rounds[micro_batch : micro_batch + 1]
+        return make_micro_batches(
             datums, selected, group, drawn_at, self.accelerator.device, self.length_switch
         )
 
@@ -442,25 +467,27 @@ class Learner:
     # ---------------------------------------------------------------------------------------- state
 
     @property
-    def shell(self) -> Any:
+    def skeleton(self) -> Any:
         """Return the model's modules, shapes and names; its weights may be meaningless."""
-        return self.backend.shell
+        return self.backend.skeleton
 
-    def weights(self, *, frozen: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def iter_weights(self, *, frozen: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the full trained parameters in turn, without the value head: the sampler's
         weights.
 
         `frozen`: yield all parameters. All ranks iterate together.
         """
         names = self.parameter_shapes if frozen else self.trainable
-        return self.backend.pieces([name for name in names if not is_value_head(name)])
+        return self.backend.iter_weights(
+            [name for name in names if not is_value_head_parameter(name)]
+        )
 
-    def whole_model(self, *, adapter_only: bool) -> AbstractContextManager[Any | None]:
+    def full_model(self, *, adapter_only: bool) -> AbstractContextManager[Any | None]:
         """Yield the model with all its weights (or only its adapter's) on rank 0, None elsewhere.
 
         All ranks enter together.
         """
-        return self.backend.whole_model(
+        return self.backend.full_model(
             list(self.trainable if adapter_only else self.parameter_shapes)
         )
 
@@ -494,7 +521,7 @@ class Learner:
         for name in self.trainable:
             expected_shape, saved_shape = (
                 tuple(self.parameter_shapes[name]),
-                shape_of(tensors, name),
+                get_tensor_shape(tensors, name),
             )
             if expected_shape != saved_shape:
                 raise ValueError(

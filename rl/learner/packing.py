@@ -1,7 +1,7 @@
 """Cut datums into micro-batches by a token budget and lay a micro-batch out as tensors.
 
 Three layouts of the same micro-batch give the same logprobs and gradients on the models that
-support them (see rl.learner.probe):
+support them (see rl.learner.layout_probe):
 
   "padded"  [rows, longest], right-padded. Causal attention never looks right, so no mask is needed,
             and padding is not read: the head runs on real tokens only. Best if attention costs
@@ -43,14 +43,15 @@ class PackedBatch:
     datum_index     the position of each datum in the caller's list
     scale           1.0, or 0.0 for a batch that only keeps a rank in step with the others
     temperature     the temperature at which all of its datums are scored
-    experts         int64 [positions of input_ids, B * K] recorded experts (see rl.layers.routing),
+    experts         int64 [positions of input_ids, B * K] recorded experts (see
+    rl.layers.router_replay),
                     -1 for positions without a record; or None
     images          of each row (padded only): its placed images and its length; None if no datum
                     has images
     sides           the batches, a forward each, of a batch with rows that cannot share a forward;
                     else empty
     side_order      int64 [T] position of each token of this batch in the concatenated tokens of
-                    `sides`; None without sides
+                    `sub_batches`; None without sides
     """
 
     input_ids: Tensor
@@ -64,8 +65,8 @@ class PackedBatch:
     temperature: float = 1.0
     experts: Tensor | None = None
     images: list[tuple[tuple[PlacedImage, ...], int]] | None = None
-    sides: Sequence[PackedBatch] = ()
-    side_order: Tensor | None = None
+    sub_batches: Sequence[PackedBatch] = ()
+    sub_batch_order: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -73,7 +74,7 @@ class PackedBatch:
         return int(self.cu_seqlens[-1])
 
 
-def units(datums: Sequence[Datum], layout: str, token_budget: int) -> list[list[int]]:
+def make_units(datums: Sequence[Datum], layout: str, token_budget: int) -> list[list[int]]:
     """Return the units that must stay together.
 
     A unit is neighboring datums with the same prompt if the layout shares it, else a single datum.
@@ -98,7 +99,7 @@ def units(datums: Sequence[Datum], layout: str, token_budget: int) -> list[list[
     return result
 
 
-def blocks(
+def make_blocks(
     datums: Sequence[Datum], layout: str, token_budget: int, group: int = 1
 ) -> list[list[list[int]]]:
     """Return the units in blocks, each of which stays in the same micro-batch on the same rank.
@@ -106,10 +107,10 @@ def blocks(
     A block has `group` consecutive datums (a pair, for example).
     """
     if group == 1:
-        return [[unit] for unit in units(datums, layout, token_budget)]
+        return [[unit] for unit in make_units(datums, layout, token_budget)]
     result = []
     for first in range(0, len(datums), group):
-        group_units = units(datums[first : first + group], layout, token_budget)
+        group_units = make_units(datums[first : first + group], layout, token_budget)
         result.append([[first + i for i in unit] for unit in group_units])
     return result
 
@@ -131,7 +132,7 @@ def choose_layout(datums: Sequence[Datum], token_budget: int, hidden_size: int) 
     tokens costs L (1 + L / 12 D), or L (1 + L / 6 D) shared.
     """
     lengths = [datum.model_input.length for datum in datums]
-    together = units(datums, "shared", token_budget)
+    together = make_units(datums, "shared", token_budget)
     rows = [unit_cost(datums, unit) for unit in together]
     padded = sum(n * (1 + n / (12 * hidden_size)) for n in lengths)
     shared = sum(n * (1 + n / (6 * hidden_size)) for n in rows)
@@ -157,7 +158,7 @@ def unit_cost(datums: Sequence[Datum], unit: Sequence[int]) -> int:
     return shared + sum(datums[i].model_input.length - shared for i in unit)
 
 
-def plan(lengths: Sequence[int], token_budget: int, layout: str) -> list[list[int]]:
+def plan_micro_batches(lengths: Sequence[int], token_budget: int, layout: str) -> list[list[int]]:
     """Return the units of each micro-batch as lists of indices, at most `token_budget` positions
     each.
 

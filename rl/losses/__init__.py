@@ -1,16 +1,16 @@
 """Export the losses: sums over tokens, pairs or answers."""
 
-from rl.losses.losses import CUSTOM, LOSSES, VALUES, LossSpec, get_loss
-from rl.losses.terms import KL_KINDS, MASKS, check_config, switched_on
+from rl.losses.loss_terms import KL_KINDS, MASK_FIELDS, check_term_config, list_enabled_terms
+from rl.losses.losses import CUSTOM_LOSS, CUSTOM_VALUE_LOSS, LOSSES, LossSpec, get_loss
 
 __all__ = [
-    "CUSTOM",
+    "CUSTOM_LOSS",
     "KL_KINDS",
     "LOSSES",
     "LossSpec",
-    "MASKS",
-    "VALUES",
-    "check_config",
+    "MASK_FIELDS",
+    "CUSTOM_VALUE_LOSS",
+    "check_term_config",
     "get_loss",
-    "switched_on",
+    "list_enabled_terms",
 ]

@@ -19,11 +19,11 @@ With lp = learner logprob, q = behavior logprob (of the sampler), r = exp(lp - q
 A datum's `mask` (or `sequence_ratio_mask`), if it has a mask, selects the tokens that a policy loss
 trains and counts: tokens with a nonzero mask, for any advantage. Without a mask these are the
 tokens with a nonzero advantage. Some losses must know the actions exactly (`dro`, `gspo`, entropy,
-KL, values); rl.clients.action_masks adds a mask to their datums beforehand. Masked positions are
+KL, values); rl.client.action_masks adds a mask to their datums beforehand. Masked positions are
 selected away, never multiplied by zero: a NaN at a masked position changes nothing.
 
-rl.losses.terms holds what is added to a policy-gradient loss: entropy, KL to a reference, value
-loss.
+rl.losses.loss_terms holds what is added to a policy-gradient loss: entropy, KL to a reference,
+value loss.
 """
 
 from __future__ import annotations
@@ -37,33 +37,37 @@ import torch
 from torch import Tensor
 
 from rl.errors import BadRequestError
-from rl.losses import pairs as pair_losses
-from rl.losses import preferences as preference_losses
-from rl.losses import q as q_losses
-from rl.losses.terms import (
-    MASKS,
+from rl.losses import ilql as q_losses
+from rl.losses import pairwise_losses as pair_losses
+from rl.losses import preference_losses as preference_losses
+from rl.losses.loss_terms import (
+    MASK_FIELDS,
     TERM_CONFIG,
     TERM_FIELDS,
     Config,
     Inputs,
     Metrics,
-    actions,
-    add_value_loss,
-    against_proximal,
-    needed_fields,
-    switched_on,
-    terms,
+    compute_terms,
+    get_action_mask,
+    get_required_fields,
+    list_enabled_terms,
+    sum_value_loss,
+    with_proximal_logprobs,
 )
-from rl.losses.terms import where as _where
+from rl.losses.loss_terms import select_masked as _where
 
 LossFn = Callable[[Tensor, Tensor, Inputs, Tensor, Config], tuple[Tensor, Metrics]]
 
 
-def _trained(inputs: Inputs) -> Tensor:
+def _trained_mask(inputs: Inputs) -> Tensor:
     """Return the trained tokens, bool [T]: the actions if a mask marks them, else the tokens with a
     nonzero advantage.
     """
-    return actions(inputs) if any(name in inputs for name in MASKS) else inputs["advantages"] != 0
+    return (
+        get_action_mask(inputs)
+        if any(name in inputs for name in MASK_FIELDS)
+        else inputs["advantages"] != 0
+    )
 
 
 def _log_ratio(logp_T: Tensor, inputs: Inputs, active_T: Tensor) -> Tensor:
@@ -125,7 +129,7 @@ def importance_sampling(
     """Compute -sum r A. Without behavior logprobs this is REINFORCE (r = 1, its gradient A grad
     lp).
     """
-    active_T = _trained(inputs)
+    active_T = _trained_mask(inputs)
     advantages_T = _where(active_T, inputs["advantages"])
     ratio_T = _log_ratio(logp_T, inputs, active_T).exp()
     return -(ratio_T * advantages_T).sum(), {"active_tokens:sum": active_T.sum()}
@@ -138,7 +142,7 @@ def ppo(
 
     The datum may hold a threshold per token.
     """
-    active_T = _trained(inputs)
+    active_T = _trained_mask(inputs)
     advantages_T = _where(active_T, inputs["advantages"])
     ratio_T = _log_ratio(logp_T, inputs, active_T).exp()
     low, high = _clip_bounds(inputs, config)
@@ -152,7 +156,7 @@ def cispo(
     """Compute -sum sg(clip(r, lo, hi)) lp A (CISPO, arXiv 2506.13585, equation 4): clipped tokens
     keep a gradient.
     """
-    active_T = _trained(inputs)
+    active_T = _trained_mask(inputs)
     advantages_T = _where(active_T, inputs["advantages"])
     ratio_T = _log_ratio(logp_T, inputs, active_T).exp().detach()
     low, high = _clip_bounds(inputs, config)
@@ -168,7 +172,7 @@ def dro(
 
     The pull acts on every action, for any advantage; hence the loss needs the mask.
     """
-    active_T = _trained(inputs)
+    active_T = _trained_mask(inputs)
     gap_T = _log_ratio(logp_T, inputs, active_T)
     advantages_T = _where(active_T, inputs["advantages"])
     loss = (
@@ -186,7 +190,7 @@ def gspo(
     GSPO-token, arXiv 2507.18071, equations 7 and 14. The mean is used and not the sum: exp(sum)
     would clip long sequences only because of noise.
     """
-    active_T = _trained(inputs)
+    active_T = _trained_mask(inputs)
     advantages_T = _where(active_T, inputs["advantages"])
     gap_T = _log_ratio(logp_T, inputs, active_T).detach()
     owner_T = torch.repeat_interleave(
@@ -208,7 +212,7 @@ def value(
     """Compute sum (V - R)^2 / 2 over actions, for a separate critic; `value_clip` limits the
     distance of V from `values_old`.
     """
-    return add_value_loss(inputs, config)
+    return sum_value_loss(inputs, config)
 
 
 def custom(
@@ -227,7 +231,7 @@ def custom(
     return total, {}
 
 
-def one_pass(
+def fused_policy_loss(
     kind: str,
     logp_T: Tensor,
     entropy_T: Tensor,
@@ -235,13 +239,13 @@ def one_pass(
     cu_seqlens: Tensor,
     config: Config,
     *,
-    clips: bool,
+    with_clip_metrics: bool,
 ) -> tuple[Tensor, Metrics]:
     """Compute the loss that the kernel calls `kind` in a single pass over the tokens, with gradient
     and metrics (kernels.policy_loss).
 
     The numbers equal those of the plain function, which is the definition and is used without a
-    GPU. `clips`: also return the metrics of clipping.
+    GPU. `with_clip_metrics`: also return the metrics of clipping.
     """
     from kernels import policy_loss
 
@@ -251,14 +255,14 @@ def one_pass(
         inputs.get("logprobs", logp_T.detach()),
         inputs["advantages"],
         kind=kind,
-        mask_T=_trained(inputs),
+        mask_T=_trained_mask(inputs),
         cu_seqlens=cu_seqlens,
         clip_low=low,
         clip_high=high,
         beta=config.get("beta", 0.05),
     )
     metrics = {"active_tokens:sum": sums["tokens"]}
-    if clips:
+    if with_clip_metrics:
         metrics |= {
             "clipped_low:sum": sums["clipped_low"],
             "clipped_high:sum": sums["clipped_high"],
@@ -277,7 +281,8 @@ class LossSpec:
                       term has a gradient
     as_sampled        evaluated at the temperature of the last sampling, unless the config sets a
                       temperature
-    terms             accepts the terms of rl.losses.terms: their fields and config keys are also
+    terms             accepts the terms of rl.losses.loss_terms: their fields and config keys are
+    also
                       valid
     masked            needs to know which tokens are actions
     values            reads the learner's values, so it needs a value head
@@ -295,28 +300,36 @@ class LossSpec:
     soft_targets: bool = False
     fused_kind: str | None = None
     needs_advantages: bool = False
-    as_sampled: bool = False
+    at_sampling_temperature: bool = False
     terms: bool = False
-    masked: bool = False
+    needs_mask: bool = False
     values: bool = False
     logprobs: bool = True
     group: int = 1
     unit: Literal["token", "group", "own"] = "token"
 
     @property
-    def fused(self) -> LossFn | None:
+    def fused_function(self) -> LossFn | None:
         """Return the kernel implementation, or None if no kernel exists."""
         return (
             None
             if self.fused_kind is None
-            else partial(one_pass, self.fused_kind, clips="clip_low_threshold" in self.config)
+            else partial(
+                fused_policy_loss,
+                self.fused_kind,
+                with_clip_metrics="clip_low_threshold" in self.config,
+            )
         )
 
-    def on(self, device: torch.device, *, fused: bool) -> LossFn:
+    def select_function(self, device: torch.device, *, fused: bool) -> LossFn:
         """Return the function to call on `device`: the kernel on a GPU if it exists, else the plain
         formula.
         """
-        return self.fused if fused and self.fused is not None and device.type == "cuda" else self.fn
+        return (
+            self.fused_function
+            if fused and self.fused_function is not None and device.type == "cuda"
+            else self.fn
+        )
 
     def compute(
         self,
@@ -330,12 +343,12 @@ class LossSpec:
     ) -> tuple[Tensor, Metrics]:
         """Return the sum of the loss and the terms that `config` adds, and the metrics of both."""
         if self.terms:
-            inputs = against_proximal(logp_T, inputs)
-        total, metrics = self.on(logp_T.device, fused=fused)(
+            inputs = with_proximal_logprobs(logp_T, inputs)
+        total, metrics = self.select_function(logp_T.device, fused=fused)(
             logp_T, entropy_T, inputs, cu_seqlens, config
         )
-        if self.terms and switched_on(config):
-            term_loss, term_metrics = terms(logp_T, entropy_T, inputs, config)
+        if self.terms and list_enabled_terms(config):
+            term_loss, term_metrics = compute_terms(logp_T, entropy_T, inputs, config)
             total, metrics = (
                 total + term_loss,
                 {**metrics, "policy_loss:sum": total.detach(), **term_metrics},
@@ -366,8 +379,8 @@ class LossSpec:
         Raises BadRequestError (a ValueError) naming the datum and the missing field, with the way
         to add it.
         """
-        enabled = switched_on(config) if self.terms else []
-        if (self.masked or enabled) and not any(name in fields for name in MASKS):
+        enabled = list_enabled_terms(config) if self.terms else []
+        if (self.needs_mask or enabled) and not any(name in fields for name in MASK_FIELDS):
             raise BadRequestError(
                 f"datum {index} lacks loss_fn_inputs['mask'], which "
                 f"{' and '.join(enabled) or 'this loss'} needs to know the actions: "
@@ -375,7 +388,7 @@ class LossSpec:
                 "length - 1) + [1.0] * response length"
             )
         needed = (
-            needed_fields(config)
+            get_required_fields(config)
             if self.terms
             else {"values_old": "value_clip"}
             if "value_clip" in config
@@ -389,13 +402,13 @@ class LossSpec:
                 )
 
 
-_CLIP = ("clip_low_threshold", "clip_high_threshold")
-_RL = ("target_tokens", "advantages")
+_CLIP_FIELDS = ("clip_low_threshold", "clip_high_threshold")
+_POLICY_FIELDS = ("target_tokens", "advantages")
 # required and optional fields of a loss on pairs
-_PAIR = ("target_tokens", "mask"), ("ref_logprobs",)
+_PAIR_FIELDS = ("target_tokens", "mask"), ("ref_logprobs",)
 
 
-def _policy_gradient(
+def _policy_gradient_spec(
     fn: LossFn,
     *,
     needs_advantages: bool,
@@ -408,7 +421,7 @@ def _policy_gradient(
     """Return the spec of a loss with advantages. `logprobs`: whether behavior logprobs are required
     (else optional).
     """
-    required = (*_RL, "logprobs") if logprobs else _RL
+    required = (*_POLICY_FIELDS, "logprobs") if logprobs else _POLICY_FIELDS
     return LossSpec(
         fn,
         required,
@@ -416,9 +429,9 @@ def _policy_gradient(
         config,
         fused_kind=fused_kind,
         needs_advantages=needs_advantages,
-        as_sampled=True,
+        at_sampling_temperature=True,
         terms=True,
-        masked=masked,
+        needs_mask=masked,
     )
 
 
@@ -426,38 +439,45 @@ LOSSES: dict[str, LossSpec] = {
     "cross_entropy": LossSpec(
         cross_entropy, ("target_tokens",), ("weights",), ("token_accuracy",), soft_targets=True
     ),
-    "importance_sampling": _policy_gradient(
+    "importance_sampling": _policy_gradient_spec(
         importance_sampling, needs_advantages=True, fused_kind="importance_sampling", logprobs=False
     ),
-    "ppo": _policy_gradient(
-        ppo, needs_advantages=True, fused_kind="ppo", fields=_CLIP, config=_CLIP
+    "ppo": _policy_gradient_spec(
+        ppo, needs_advantages=True, fused_kind="ppo", fields=_CLIP_FIELDS, config=_CLIP_FIELDS
     ),
-    "cispo": _policy_gradient(
-        cispo, needs_advantages=True, fused_kind="cispo", fields=_CLIP, config=_CLIP
+    "cispo": _policy_gradient_spec(
+        cispo, needs_advantages=True, fused_kind="cispo", fields=_CLIP_FIELDS, config=_CLIP_FIELDS
     ),
-    "dro": _policy_gradient(
+    "dro": _policy_gradient_spec(
         dro, needs_advantages=False, fused_kind="dro", config=("beta",), masked=True
     ),
-    "gspo": _policy_gradient(
-        gspo, needs_advantages=True, fused_kind="gspo", fields=_CLIP, config=_CLIP, masked=True
+    "gspo": _policy_gradient_spec(
+        gspo,
+        needs_advantages=True,
+        fused_kind="gspo",
+        fields=_CLIP_FIELDS,
+        config=_CLIP_FIELDS,
+        masked=True,
     ),
     "value": LossSpec(
         value,
         ("target_tokens", "returns"),
         ("advantages", "logprobs", *(name for name in TERM_FIELDS if name != "returns")),
         ("value_clip",),
-        masked=True,
+        needs_mask=True,
         values=True,
         logprobs=False,
     ),
     "dpo": LossSpec(
         pair_losses.dpo,
-        *_PAIR,
+        *_PAIR_FIELDS,
         ("beta", "label_smoothing", "length_normalise"),
         group=2,
         unit="group",
     ),
-    "ipo": LossSpec(pair_losses.ipo, *_PAIR, ("beta", "length_normalise"), group=2, unit="group"),
+    "ipo": LossSpec(
+        pair_losses.ipo, *_PAIR_FIELDS, ("beta", "length_normalise"), group=2, unit="group"
+    ),
     "orpo": LossSpec(
         preference_losses.orpo, ("target_tokens", "mask"), (), ("beta",), group=2, unit="group"
     ),
@@ -491,20 +511,20 @@ LOSSES: dict[str, LossSpec] = {
         ("target_tokens", "mask", "logprobs", "advantages", "returns"),
         (),
         ("tau", "cql_coef", "value_coef", "expectile"),
-        masked=True,
+        needs_mask=True,
         values=True,
     ),
 }
 # the loss that forward_backward_custom runs
-CUSTOM = LossSpec(
+CUSTOM_LOSS = LossSpec(
     custom,
     ("target_tokens",),
     ("weights", "value_weights"),
     soft_targets=True,
-    as_sampled=True,
+    at_sampling_temperature=True,
     unit="own",
 )
-VALUES = replace(CUSTOM, logprobs=False)  # the same loss on values only
+CUSTOM_VALUE_LOSS = replace(CUSTOM_LOSS, logprobs=False)  # the same loss on values only
 
 
 def get_loss(name: str) -> LossSpec:

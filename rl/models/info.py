@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl.errors import UserError
-from rl.models.presets import get_preset
+from rl.models.tiny_models import get_model_preset
 
 Family = Literal["qwen", "llama"]
 _EXPONENTS: dict[str, float] = {"qwen": 0.0775, "llama": 0.781}
@@ -22,7 +22,9 @@ _BASE_FAMILIES = frozenset(
 _BASE_NAMES = frozenset(("phi-1", "phi-1_5", "phi-2"))
 # Parts of such a name that tell size, version, format or layout: 8b, v0.1, 17b, 16e, e4b, hf,
 # scout, neo, deduped ...
-_NEUTRAL = re.compile(r"[vea]?\d[\w.]*|hf|scout|maverick|nemo|neo|neox|j|medium|large|xl|deduped")
+_SIZE_OR_FORMAT = re.compile(
+    r"[vea]?\d[\w.]*|hf|scout|maverick|nemo|neo|neox|j|medium|large|xl|deduped"
+)
 
 
 def get_recommended_renderer_name(model_name: str) -> str:
@@ -36,7 +38,7 @@ def get_recommended_renderer_name(model_name: str) -> str:
                 in the cache, else "role_colon".
     """
     if model_name.startswith("tiny:"):
-        return "plain" if get_preset(model_name).eyes is None else "chat_template"
+        return "plain" if get_model_preset(model_name).vision is None else "chat_template"
     folder = Path(model_name).expanduser()
     if folder.is_dir():
         return "chat_template" if _has_template(folder) else "plain"
@@ -56,7 +58,7 @@ def is_base_name(model_name: str) -> bool:
     if {"base", "pt"} & set(parts):
         return not {"instruct", "chat", "it"} & set(parts)
     return name in _BASE_NAMES or (
-        parts[0] in _BASE_FAMILIES and all(_NEUTRAL.fullmatch(part) for part in parts[1:])
+        parts[0] in _BASE_FAMILIES and all(_SIZE_OR_FORMAT.fullmatch(part) for part in parts[1:])
     )
 
 

@@ -13,27 +13,31 @@ import torch
 from torch import Tensor, nn
 
 from rl.errors import UserError
-from rl.layers import describe
+from rl.layers import describe_layers
 from rl.types import LoraConfig
 
 # fields of LoraConfig that select what is adapted
-PARTS = ("train_mlp", "train_attn", "train_unembed", "train_vision", "train_experts")
+LORA_PARTS = ("train_mlp", "train_attn", "train_unembed", "train_vision", "train_experts")
 # fields missing in older checkpoints, with the values that these used
-LATER_PARTS = {"train_vision": False, "train_experts": False}
+LEGACY_PART_DEFAULTS = {"train_vision": False, "train_experts": False}
 _NO_MATRIX = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.GroupNorm)
 
 
-def targets(model: Any, lora: LoraConfig) -> list[str]:
+def find_lora_targets(model: Any, lora: LoraConfig) -> list[str]:
     """Return the full names of the linear layers of attention and MLP, and of the head, that get an
     adapter.
 
     Raises UserError if no module is selected and experts are not trained: all parts are off, or no
     adapter fits those selected.
     """
-    names = [name for name, module in _linear(model) if _wanted(model, name, module, lora)]
+    names = [
+        name
+        for name, module in _iter_linear_layers(model)
+        if _is_selected(model, name, module, lora)
+    ]
     if names or lora.train_experts:
         return names
-    missed = left_out(model, lora)
+    missed = find_unadaptable(model, lora)
     if missed:
         raise UserError(
             "LoRA on linear layers has no adapter for experts stored as a single tensor "
@@ -47,21 +51,21 @@ def targets(model: Any, lora: LoraConfig) -> list[str]:
     )
 
 
-def expert_targets(model: Any, lora: LoraConfig) -> list[str]:
+def find_expert_targets(model: Any, lora: LoraConfig) -> list[str]:
     """Return the full names of the expert tensors that get an adapter, PEFT's `target_parameters`.
 
     [] unless `train_experts` is set. Raises UserError if it is set and PEFT can adapt none.
     """
     if not lora.train_experts:
         return []
-    if expert_names := list(stacked_experts(model)):
+    if expert_names := list(iter_stacked_experts(model)):
         return expert_names
-    experts = describe(model).experts
+    experts = describe_layers(model).experts
     if experts is None:
         raise UserError(
             "train_experts is for models with experts, and this model has none: turn it off"
         )
-    names = {name for name, _ in _linear(model)}
+    names = {name for name, _ in _iter_linear_layers(model)}
     if any(name.startswith(f"{block}.experts.") for block in experts.blocks for name in names):
         raise UserError(
             "the experts of this model are linear layers, which train_mlp adapts with the "
@@ -74,7 +78,7 @@ def expert_targets(model: Any, lora: LoraConfig) -> list[str]:
     )
 
 
-def stacked_experts(model: Any) -> Iterator[str]:
+def iter_stacked_experts(model: Any) -> Iterator[str]:
     """Yield the names of the tensors [experts, .., ..] that hold a matrix of every expert."""
     for name, module in model.named_modules():
         if "expert" not in f"{name}.{type(module).__name__}".lower() or isinstance(
@@ -86,18 +90,18 @@ def stacked_experts(model: Any) -> Iterator[str]:
                 yield f"{name}.{key}"
 
 
-def left_out(model: Any, lora: LoraConfig) -> dict[str, int]:
+def find_unadaptable(model: Any, lora: LoraConfig) -> dict[str, int]:
     """Return the size of each selected matrix that cannot get an adapter, as no linear layer holds
     it.
 
     Sizes are numbers of elements, by name. Mostly experts in a three-dimensional tensor (unless
     `train_experts` is set), and their routers; layers with weights that are read bypassing the
-    layer (see `_read_as_numbers`); layers of groups (see `_gives_rows`); layers that PEFT could not
-    find again (see `_read_under_other_names`).
+    layer (see `_iter_directly_read`); layers of groups (see `_maps_rows`); layers that PEFT could
+    not find again (see `_iter_renamed_at_load`).
     """
     linear, adapted = (
-        {name for name, _ in _linear(model)},
-        set(stacked_experts(model)) if lora.train_experts else set(),
+        {name for name, _ in _iter_linear_layers(model)},
+        set(iter_stacked_experts(model)) if lora.train_experts else set(),
     )
     missed = {}
     for name, module in model.named_modules():
@@ -113,22 +117,22 @@ def left_out(model: Any, lora: LoraConfig) -> dict[str, int]:
                 and min(parameter.shape[-2:]) > 1
                 and f"{name}.{key}" not in adapted
             )
-            if matrix and _wanted(model, name, module, lora):
+            if matrix and _is_selected(model, name, module, lora):
                 missed[f"{name}.{key}"] = parameter.numel()
     return missed
 
 
-def _linear(model: Any) -> Iterator[tuple[str, nn.Module]]:
+def _iter_linear_layers(model: Any) -> Iterator[tuple[str, nn.Module]]:
     """Yield (name, module) of each linear layer that an adapter can be added to."""
     from transformers.pytorch_utils import Conv1D
 
-    none = {*_read_as_numbers(model), *_read_under_other_names(model)}
+    none = {*_iter_directly_read(model), *_iter_renamed_at_load(model)}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | Conv1D) and name not in none and _gives_rows(module):
+        if isinstance(module, nn.Linear | Conv1D) and name not in none and _maps_rows(module):
             yield name, module
 
 
-def _gives_rows(module: nn.Module) -> bool:
+def _maps_rows(module: nn.Module) -> bool:
     """Return whether a layer with a custom forward maps rows [1, in] to rows [1, out].
 
     Otherwise an adapter's output cannot be added. Llama 4's router returns a pair; DeepSeek V4's
@@ -153,7 +157,7 @@ def _gives_rows(module: nn.Module) -> bool:
     return isinstance(output, Tensor) and output.shape == (1, weight.shape[0])
 
 
-def _read_as_numbers(model: Any) -> Iterator[str]:
+def _iter_directly_read(model: Any) -> Iterator[str]:
     """Yield the linear layers with weights that other code reads directly.
 
     An adapter would have no effect on such reads until it is merged. These are the layers that
@@ -169,7 +173,7 @@ def _read_as_numbers(model: Any) -> Iterator[str]:
         unadaptable |= {
             key
             for key in ("x_proj", "classifier", "correction_coefs")
-            if _reads(module.__class__, key)
+            if _reads_weight(module.__class__, key)
         }
         yield from (
             f"{name}.{key}"
@@ -179,17 +183,17 @@ def _read_as_numbers(model: Any) -> Iterator[str]:
 
 
 @cache
-def _reads(kind: type, own: str) -> bool:
-    """Return whether a transformers class reads the weight of its layer `own` directly."""
+def _reads_weight(kind: type, layer_name: str) -> bool:
+    """Return whether a transformers class reads the weight of its layer `layer_name` directly."""
     if not kind.__module__.startswith("transformers.models."):
         return False
     try:
-        return f"self.{own}.weight" in inspect.getsource(kind)
+        return f"self.{layer_name}.weight" in inspect.getsource(kind)
     except (OSError, TypeError):
         return False
 
 
-def _read_under_other_names(model: Any) -> Iterator[str]:
+def _iter_renamed_at_load(model: Any) -> Iterator[str]:
     """Yield the linear layers with adapters that PEFT could not load again.
 
     transformers renames them at load (Laguna's shared experts).
@@ -215,7 +219,7 @@ def _read_under_other_names(model: Any) -> Iterator[str]:
 
 
 # Parts of a vision-language model outside its text model, by the names that architectures use.
-_SEES = {
+_VISION_PARTS = {
     "visual",
     "vision_tower",
     "vision_model",
@@ -226,16 +230,16 @@ _SEES = {
 }
 
 
-def belongs_to_eyes(name: str) -> bool:
+def is_vision_parameter(name: str) -> bool:
     """Return whether a module or parameter belongs to the vision tower or its projector."""
-    return bool(_SEES & set(name.split(".")))
+    return bool(_VISION_PARTS & set(name.split(".")))
 
 
-def _wanted(model: Any, name: str, module: nn.Module, lora: LoraConfig) -> bool:
+def _is_selected(model: Any, name: str, module: nn.Module, lora: LoraConfig) -> bool:
     """Return whether `lora` selects this module."""
     if module is model.get_output_embeddings():
         return lora.train_unembed
-    if not lora.train_vision and belongs_to_eyes(name):
+    if not lora.train_vision and is_vision_parameter(name):
         return False
     if "attn" in name or "attention" in name:
         return lora.train_attn

@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from typing import Any
 
 from rl.errors import UserError
-from rl.renderers.base import Renderer, TrainOn, content_text, texts
-from rl.renderers.begun import opens_thoughts, shown
-from rl.renderers.begun_calls import certain_text
 from rl.renderers.chat_template import ChatTemplateRenderer
-from rl.renderers.conversation import ConversationRenderer
-from rl.renderers.ends import note_ends
-from rl.renderers.family_templates import with_family_template
-from rl.renderers.parsing import broken_call, split_thoughts, with_calls
-from rl.renderers.stops import StopsAt
-from rl.renderers.text import PlainRenderer, RoleColonRenderer
+from rl.renderers.chat_template_families import add_family_template
+from rl.renderers.conversation_renderer import ConversationRenderer
+from rl.renderers.renderer import Renderer, TrainOn, get_content_text, normalize_messages
+from rl.renderers.response_parsing import format_broken_call, format_with_calls, split_thoughts
+from rl.renderers.stop_texts import StopTextRenderer
+from rl.renderers.stop_tokens import set_end_tokens
+from rl.renderers.streaming_calls import trim_uncertain_end
+from rl.renderers.streaming_parser import parse_partial_answer, prompt_opens_thoughts
+from rl.renderers.text_renderers import PlainRenderer, RoleColonRenderer
 
 __all__ = [
     "ConversationRenderer",
@@ -25,18 +25,18 @@ __all__ = [
     "RENDERER_NAMES",
     "Renderer",
     "RoleColonRenderer",
-    "StopsAt",
+    "StopTextRenderer",
     "TrainOn",
-    "broken_call",
-    "certain_text",
-    "content_text",
+    "format_broken_call",
+    "trim_uncertain_end",
+    "get_content_text",
     "get_renderer",
-    "note_ends",
-    "opens_thoughts",
-    "shown",
+    "set_end_tokens",
+    "prompt_opens_thoughts",
+    "parse_partial_answer",
     "split_thoughts",
-    "texts",
-    "with_calls",
+    "normalize_messages",
+    "format_with_calls",
 ]
 
 # Families render with the tokenizer's template; their names exist for scripts that pass them.
@@ -63,7 +63,7 @@ def get_renderer(
     it came with the model (`client.get_tokenizer()`) or if the model's config is in its folder.
     """
     if name in _TEMPLATE_NAMES:
-        tokenizer = with_family_template(tokenizer, name)
+        tokenizer = add_family_template(tokenizer, name)
         return ChatTemplateRenderer(
             tokenizer, eos_token_ids, **{**_TEMPLATE_NAMES[name], **template_settings}
         )

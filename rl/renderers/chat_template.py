@@ -10,28 +10,35 @@ from typing import Any
 import numpy as np
 
 from rl.errors import UserError
-from rl.images import reader_of
-from rl.renderers.base import Renderer, Span, TrainOn, texts, trained_indices, weighted_example
-from rl.renderers.call_forms import CallForm, form_of
-from rl.renderers.parsing import (
+from rl.images import get_image_reader
+from rl.renderers.image_parts import expand_images, iter_texts, place_images, prepare_for_template
+from rl.renderers.renderer import (
+    Renderer,
+    Span,
+    TrainOn,
+    build_weighted_example,
+    find_trained_messages,
+    normalize_messages,
+)
+from rl.renderers.response_parsing import (
     CALL_BEGIN,
     CHANNEL,
     CHANNEL_TEXT,
+    find_thought_marks,
     split_calls,
     split_channels,
     split_thoughts,
-    thought_marks,
 )
-from rl.renderers.pictures import expanded, for_template, located, written_texts
+from rl.renderers.tool_call_formats import ToolCallFormat, find_call_format
 from rl.types import Message, ModelInput
 
 _CALL_MARK = "<|call|>"  # ends a call in formats with channels
 _PROBE = "zqPROBEqz"  # a content that no template contains
-_NEXT = "zqNEXTqz"
+_NEXT_PROBE = "zqNEXTqz"
 # roles with contents that templates may split or quote
-_WRITES_ITS_OWN = ("assistant", "tool", "ipython", "function")
+_REWRITTEN_ROLES = ("assistant", "tool", "ipython", "function")
 # variables of templates that are not settings of a request
-_NO_SETTINGS = {
+_RESERVED_NAMES = {
     "messages",
     "tools",
     "add_generation_prompt",
@@ -56,7 +63,7 @@ class ChatTemplateRenderer(Renderer):
     `reasoning_content`, the field that such templates read, and calls in
     "<tool_call>...</tool_call>" into `tool_calls`. An unfinished thought or call and an invalid
     call stay in the content; such calls are listed in `unparsed_tool_calls`. Other formats of
-    calls: see `rl.renderers.call_forms`.
+    calls: see `rl.renderers.tool_call_formats`.
 
     GLM has no end-of-turn token: it writes the mark of the next role, <|user|>, or <|observation|>
     after a call. That mark ends an answer here, is trained with it, and is also the start of the
@@ -64,7 +71,7 @@ class ChatTemplateRenderer(Renderer):
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = (), **template_settings: Any):
-        super().__init__(tokenizer, eos_token_ids, written=str(tokenizer.chat_template))
+        super().__init__(tokenizer, eos_token_ids, template_source=str(tokenizer.chat_template))
         if tokenizer.chat_template is None:
             raise UserError(
                 f"the tokenizer {tokenizer.name_or_path!r} has no chat template: use the renderer "
@@ -74,32 +81,40 @@ class ChatTemplateRenderer(Renderer):
         self.template_settings = template_settings
         outside = ("tools", "documents")  # settings with text from outside
         self._settings = {
-            name: self.shield.cover(value) if name in outside else value
+            name: self.escaper.escape(value) if name in outside else value
             for name, value in template_settings.items()
         }
-        self._thinks = thought_marks(str(tokenizer.chat_template))
+        self._thought_marks = find_thought_marks(str(tokenizer.chat_template))
         self._calls_tools = CALL_BEGIN in str(tokenizer.chat_template)
-        self._form = form_of(str(tokenizer.chat_template))
-        self._channels = f"{CHANNEL}final{CHANNEL_TEXT}" in str(tokenizer.chat_template)
-        self._reader = reader_of(tokenizer)
-        self._in_parts = self._reader is not None and not self._writes_strings()
+        self._call_format = find_call_format(str(tokenizer.chat_template))
+        self._has_channels = f"{CHANNEL}final{CHANNEL_TEXT}" in str(tokenizer.chat_template)
+        self._image_reader = get_image_reader(tokenizer)
+        self._contents_in_parts = self._image_reader is not None and not self._accepts_strings()
         self._end_begins_next = False  # whether an answer ends with the mark of the next message
         self._end_of_turn = self._find_end_of_turn()
         self._end_id: int = tokenizer.convert_tokens_to_ids(self._end_of_turn)
         self._call_mark = (
-            _CALL_MARK if self._channels else self._form.end if self._form is not None else None
+            _CALL_MARK
+            if self._has_channels
+            else self._call_format.end
+            if self._call_format is not None
+            else None
         )
-        known = self._call_mark in self.shield.control
+        known = self._call_mark in self.escaper.control
         self._call_id: int | None = (
             tokenizer.convert_tokens_to_ids(self._call_mark) if known else None
         )
-        self.ends |= {self._end_id} if self._call_id is None else {self._end_id, self._call_id}
-        self._check_read_back()
+        self.end_tokens |= (
+            {self._end_id} if self._call_id is None else {self._end_id, self._call_id}
+        )
+        self._check_parsing()
 
     def build_generation_prompt(self, messages: Sequence[Message]) -> ModelInput:
         """Return the prompt of the next assistant message, with images at their positions."""
-        messages = self._covered(messages)
-        return located(self._encode(self._text(messages, generation=True)), messages, self._reader)
+        messages = self._escape_messages(messages)
+        return place_images(
+            self._encode(self._render_text(messages, generation=True)), messages, self._image_reader
+        )
 
     def build_supervised_example(
         self, messages: Sequence[Message], train_on: TrainOn = "last_assistant"
@@ -110,75 +125,78 @@ class ChatTemplateRenderer(Renderer):
         Raises UserError if the template renders a message differently from the text that the model
         would have seen when it wrote the message.
         """
-        messages = self._covered(messages)
-        text = self._text(messages, generation=False)
+        messages = self._escape_messages(messages)
+        text = self._render_text(messages, generation=False)
         if self._end_begins_next:
             text += self._next_mark(messages[-1])
-        spans = [self._span(text, messages, index) for index in trained_indices(messages, train_on)]
+        spans = [
+            self._find_span(text, messages, index)
+            for index in find_trained_messages(messages, train_on)
+        ]
         cuts = [cut for span in spans for cut in span]
         pieces = self.encode_in_pieces(text, cuts)
-        example, weights = weighted_example(
+        example, weights = build_weighted_example(
             [(piece, float(number % 2)) for number, piece in enumerate(pieces)]
         )
-        return located(example.flat(), messages, self._reader), weights
+        return place_images(example.flat(), messages, self._image_reader), weights
 
     def get_stop_sequences(self) -> list[int]:
-        return [self._end_id, *sorted(self.ends - {self._end_id})]
+        return [self._end_id, *sorted(self.end_tokens - {self._end_id})]
 
     def thought_marks(self) -> tuple[str, str] | None:
-        return None if self._channels else self._thinks
+        return None if self._has_channels else self._thought_marks
 
     def marks(self) -> tuple[str, ...]:
-        if self._channels:
+        if self._has_channels:
             return (CHANNEL, "<|end|>", "<|start|>assistant")
         call = (
-            (self._form.begin,)
-            if self._form is not None
+            (self._call_format.begin,)
+            if self._call_format is not None
             else (CALL_BEGIN,)
             if self._calls_tools
             else ()
         )
-        return (*(self._thinks or ()), *call)
+        return (*(self._thought_marks or ()), *call)
 
-    def call_form(self) -> CallForm | None:
-        return self._form
+    def call_format(self) -> ToolCallFormat | None:
+        return self._call_format
 
-    def offered(self) -> Sequence[Mapping[str, Any]]:
+    def available_tools(self) -> Sequence[Mapping[str, Any]]:
         return self.template_settings.get("tools") or ()
 
     def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
-        before, ended = self._until_end(tokens)
-        return self._read(self._decode(before)), ended
+        before, ended = self._split_at_end(tokens)
+        return self._parse_text(self._decode(before)), ended
 
-    def _read(self, content: str) -> Message:
+    def _parse_text(self, content: str) -> Message:
         """Return the text of an answer without its end mark as a message."""
         message: Message = {"role": "assistant", "content": content}
-        if self._channels:
+        if self._has_channels:
             content, thoughts, calls, unparsed = split_channels(content)
             message |= {"content": content} | (
                 {"reasoning_content": thoughts} if thoughts is not None else {}
             )
             message |= {"tool_calls": calls} if calls else {}
             return message | ({"unparsed_tool_calls": unparsed} if unparsed else {})
-        if self._thinks is not None:
-            content, thoughts = split_thoughts(content, self._thinks)
+        if self._thought_marks is not None:
+            content, thoughts = split_thoughts(content, self._thought_marks)
             if thoughts is not None:
                 message |= {"content": content, "reasoning_content": thoughts}
-        if self._calls_tools or self._form is not None:
-            take = split_calls if self._form is None else self._form.take
+        if self._calls_tools or self._call_format is not None:
+            take = split_calls if self._call_format is None else self._call_format.parse
             content, calls, unparsed = take(content, self.template_settings.get("tools") or ())
             message["content"] = content
             message |= {"tool_calls": calls} if calls else {}
             message |= {"unparsed_tool_calls": unparsed} if unparsed else {}
         return message
 
-    def finished(self, tokens: Sequence[int]) -> list[int]:
-        before, ended = self._until_end(tokens)
+    def with_end_mark(self, tokens: Sequence[int]) -> list[int]:
+        before, ended = self._split_at_end(tokens)
         if ended and tokens[len(before)] == self._call_id:
             return list(tokens[: len(before) + 1])
         return [*before, self._end_id] if ended else before
 
-    def bridge(
+    def extend_prompt(
         self,
         messages: Sequence[Message],
         seen: Sequence[int],
@@ -188,24 +206,24 @@ class ChatTemplateRenderer(Renderer):
         """Extend the prompt; see `Renderer`. The text between the answer and the next prompt is
         determined with a probe in place of the answer.
         """
-        if self._channels:
+        if self._has_channels:
             return None  # gpt-oss removes thoughts from history and ends its messages differently
         message = self.parse_response(answer)[0]
         probe: Message = {**message, "content": _PROBE}
-        before = self._covered(messages)
-        prompt = self._text(before, generation=True)
-        text = self._text([*before, *self._covered([probe, *new])], generation=True)
+        before = self._escape_messages(messages)
+        prompt = self._render_text(before, generation=True)
+        text = self._render_text([*before, *self._escape_messages([probe, *new])], generation=True)
         at = text.find(_PROBE, len(prompt))
         if not text.startswith(prompt) or at < 0:
             return None
-        thoughts = self.shield.cover(
+        thoughts = self.escaper.escape(
             str(message.get("reasoning_content") or ""), may_write_markup=True
         )
         between = text[len(prompt) : at]
         if (
-            self._thinks is not None
-            and self._thinks[1] in self._decode(answer)
-            and self._thinks[1] not in between
+            self._thought_marks is not None
+            and self._thought_marks[1] in self._decode(answer)
+            and self._thought_marks[1] not in between
         ):
             return None  # the template also removes an empty thought
         if (
@@ -214,7 +232,11 @@ class ChatTemplateRenderer(Renderer):
             else bool(between.strip()) and "reasoning_content" not in message
         ):
             return None
-        if self._form is not None and message.get("tool_calls") and self._form.begin in between:
+        if (
+            self._call_format is not None
+            and message.get("tool_calls")
+            and self._call_format.begin in between
+        ):
             # Gemma 4 renders calls and their results before the text of the same message
             return None
         mark = (
@@ -223,11 +245,15 @@ class ChatTemplateRenderer(Renderer):
             else self._next_mark({**message, "role": "assistant"})
         )
         end = text.find(mark, at)
-        ended = bool(answer) and answer[-1] in self.ends
-        if end < 0 or (self._end_begins_next and not self._goes_on(text[at:end], answer, mark)):
+        ended = bool(answer) and answer[-1] in self.end_tokens
+        if end < 0 or (
+            self._end_begins_next and not self._next_message_follows(text[at:end], answer, mark)
+        ):
             return None
         tail = text[end + len(mark) :] if ended else text[end:]
-        following = located(self._encode(tail, continuing=True), self._covered(new), self._reader)
+        following = place_images(
+            self._encode(tail, continuing=True), self._escape_messages(new), self._image_reader
+        )
         begin = len(seen) + len(answer)
         return ModelInput.of(
             [*seen, *answer, *following.flat()],
@@ -244,18 +270,18 @@ class ChatTemplateRenderer(Renderer):
                 "the renderer 'role_colon', which describes the tools in text"
             )
         renderer = ChatTemplateRenderer(
-            self.tokenizer, self.ends, **{**self.template_settings, "tools": list(tools)}
+            self.tokenizer, self.end_tokens, **{**self.template_settings, "tools": list(tools)}
         )
         # Reuse the renamed tokenizer: it takes a second to build, and each group of episodes with
         # tools calls this method.
-        renderer.shield = self.shield
+        renderer.escaper = self.escaper
         return renderer
 
     def with_settings(self, settings: Mapping[str, Any]) -> ChatTemplateRenderer:
         if not settings:
             return self
         for name in settings:
-            if name in _NO_SETTINGS or not re.search(
+            if name in _RESERVED_NAMES or not re.search(
                 rf"\b{re.escape(name)}\b", str(self.tokenizer.chat_template)
             ):
                 model = self.tokenizer.name_or_path
@@ -264,20 +290,20 @@ class ChatTemplateRenderer(Renderer):
                     "effect: leave it out"
                 )
         renderer = ChatTemplateRenderer(
-            self.tokenizer, self.ends, **{**self.template_settings, **settings}
+            self.tokenizer, self.end_tokens, **{**self.template_settings, **settings}
         )
-        renderer.shield = self.shield
+        renderer.escaper = self.escaper
         return renderer
 
-    def _covered(self, messages: Sequence[Message]) -> list[Message]:
+    def _escape_messages(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages as text (and images) with escaped special tokens."""
-        read = texts(messages, sees=self._reader is not None)
+        read = normalize_messages(messages, allow_images=self._image_reader is not None)
         return [
-            self.shield.cover(message, may_write_markup=message["role"] == "assistant")
+            self.escaper.escape(message, may_write_markup=message["role"] == "assistant")
             for message in read
         ]
 
-    def _text(self, messages: Sequence[Message], generation: bool) -> str:
+    def _render_text(self, messages: Sequence[Message], generation: bool) -> str:
         """Return the rendered text of escaped messages. Raises UserError if the template fails or
         leaves out a message.
         """
@@ -287,7 +313,7 @@ class ChatTemplateRenderer(Renderer):
 
         try:
             text = self.tokenizer.apply_chat_template(
-                for_template(messages, all_in_parts=self._in_parts),
+                prepare_for_template(messages, all_in_parts=self._contents_in_parts),
                 tokenize=False,
                 add_generation_prompt=generation,
                 **self._settings,
@@ -308,18 +334,22 @@ class ChatTemplateRenderer(Renderer):
         assert isinstance(text, str)
         for number, message in enumerate(messages):
             missing = [
-                content_text for content_text in written_texts(message) if content_text not in text
+                content_text for content_text in iter_texts(message) if content_text not in text
             ]
-            if message["role"] not in _WRITES_ITS_OWN and missing:
+            if message["role"] not in _REWRITTEN_ROLES and missing:
                 role, content = message["role"], missing[0][:60]
                 raise UserError(
                     f"the model's chat template leaves out message {number}, of role {role!r}: "
                     f"{content!r}; use a role that the "
                     "template supports (system, user, assistant), or the renderer 'role_colon'"
                 )
-        return text if self._reader is None else expanded(text, messages, self._reader)
+        return (
+            text
+            if self._image_reader is None
+            else expand_images(text, messages, self._image_reader)
+        )
 
-    def _writes_strings(self) -> bool:
+    def _accepts_strings(self) -> bool:
         """Return whether the template accepts contents that are strings; some templates of
         vision-language models accept only lists of parts.
         """
@@ -343,27 +373,29 @@ class ChatTemplateRenderer(Renderer):
             else self._end_of_turn
         )
 
-    def _goes_on(self, between: str, answer: Sequence[int], mark: str) -> bool:
+    def _next_message_follows(self, between: str, answer: Sequence[int], mark: str) -> bool:
         """Return whether the next message starts right after the answer with `mark`. `between` is
         the rendered text between the answer's content and `mark`; the answer must not end with
         another mark.
         """
         expected = self.tokenizer.convert_tokens_to_ids(mark)
-        announced_other = bool(answer) and answer[-1] in self.ends and answer[-1] != expected
-        return not announced_other and not any(word in between for word in self.shield.control)
+        announced_other = bool(answer) and answer[-1] in self.end_tokens and answer[-1] != expected
+        return not announced_other and not any(word in between for word in self.escaper.control)
 
     def _find_end_of_turn(self) -> str:
         """Return the special token that the template writes after an assistant's content; for GLM,
         the mark before the next user message. Raises UserError if none exists.
         """
         conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
-        after = self._text(conversation, generation=False).partition(_PROBE)[2]
+        after = self._render_text(conversation, generation=False).partition(_PROBE)[2]
         if (mark := self._first_special(after)) is not None:
             return mark
-        if self._form is not None and self._form.name == "glm":
-            conversation.append({"role": "user", "content": _NEXT})
+        if self._call_format is not None and self._call_format.name == "glm":
+            conversation.append({"role": "user", "content": _NEXT_PROBE})
             between = (
-                self._text(conversation, generation=False).partition(_PROBE)[2].partition(_NEXT)[0]
+                self._render_text(conversation, generation=False)
+                .partition(_PROBE)[2]
+                .partition(_NEXT_PROBE)[0]
             )
             if (mark := self._first_special(between)) is not None:
                 self._end_begins_next = True
@@ -382,17 +414,17 @@ class ChatTemplateRenderer(Renderer):
         special_id = next((token for token in self._encode(text) if token in special), None)
         return None if special_id is None else str(self.tokenizer.convert_ids_to_tokens(special_id))
 
-    def _check_read_back(self) -> None:
+    def _check_parsing(self) -> None:
         """Raise UserError if the template wraps an answer in marks that this class does not parse,
         because rewards would see the marks.
         """
         question: list[Message] = [{"role": "user", "content": "a"}]
         prompt, text = (
-            self._text(question, True),
-            self._text([*question, {"role": "assistant", "content": _PROBE}], False),
+            self._render_text(question, True),
+            self._render_text([*question, {"role": "assistant", "content": _PROBE}], False),
         )
         written = text[len(prompt) :].partition(self._end_of_turn)[0]
-        if text.startswith(prompt) and str(self._read(written)["content"]).strip() != _PROBE:
+        if text.startswith(prompt) and str(self._parse_text(written)["content"]).strip() != _PROBE:
             raise UserError(
                 f"the chat template of {self.tokenizer.name_or_path!r} writes an answer as "
                 f"{written!r}, an unsupported form: "
@@ -400,35 +432,37 @@ class ChatTemplateRenderer(Renderer):
             )
 
     @cached_property
-    def _ends_history_otherwise(self) -> bool:
+    def _history_end_differs(self) -> bool:
         """Return whether an answer that is not the last ends with a different mark (gpt-oss), which
         a model must not learn.
         """
         conversation: list[Message] = [
             {"role": "user", "content": "a"},
             {"role": "assistant", "content": _PROBE},
-            {"role": "user", "content": _NEXT},
+            {"role": "user", "content": _NEXT_PROBE},
         ]
         return (
             self._end_of_turn
-            not in self._text(conversation, False).partition(_PROBE)[2].partition(_NEXT)[0]
+            not in self._render_text(conversation, False)
+            .partition(_PROBE)[2]
+            .partition(_NEXT_PROBE)[0]
         )
 
-    def _span(self, text: str, messages: Sequence[Message], index: int) -> Span:
+    def _find_span(self, text: str, messages: Sequence[Message], index: int) -> Span:
         """Return the start and end in `text` of the part of message `index` that the model writes,
         including its end-of-turn mark. Raises UserError if the part cannot be located.
         """
-        if index < len(messages) - 1 and self._ends_history_otherwise:
+        if index < len(messages) - 1 and self._history_end_differs:
             raise UserError(
                 "the chat template ends an answer that other messages follow with another mark "
                 f"than {self._end_of_turn!r}, and a model would learn "
                 "that mark: train only on 'last_assistant'"
             )
-        prompt = self._text(messages[:index], generation=True)
+        prompt = self._render_text(messages[:index], generation=True)
         begin = (
             len(prompt)
             if text.startswith(prompt)
-            else self._begin_of_content(text, messages, index)
+            else self._find_content_start(text, messages, index)
         )
         content = messages[index]["content"].strip()
         at = text.find(content, begin)
@@ -444,12 +478,12 @@ class ChatTemplateRenderer(Renderer):
             )
         return begin, end + len(mark)
 
-    def _begin_of_content(self, text: str, messages: Sequence[Message], index: int) -> int:
+    def _find_content_start(self, text: str, messages: Sequence[Message], index: int) -> int:
         """Return the start of message `index` for a template that renders history differently from
         prompts (without thoughts). Raises UserError if the start is ambiguous.
         """
         if index == len(messages) - 1:
-            prompt = self._text(messages[:-1], generation=True)
+            prompt = self._render_text(messages[:-1], generation=True)
             raise UserError(
                 "the chat template renders this conversation differently from the prompt of its "
                 "last message, so the model would "
@@ -458,7 +492,7 @@ class ChatTemplateRenderer(Renderer):
                 "setting that keeps them"
             )
         probed = [*messages[:index], {**messages[index], "content": _PROBE}, *messages[index + 1 :]]
-        before, _, after = self._text(probed, generation=False).partition(_PROBE)
+        before, _, after = self._render_text(probed, generation=False).partition(_PROBE)
         if not (text.startswith(before) and text.endswith(after)):
             raise UserError(
                 f"the chat template mixes message {index} with others: train only on "

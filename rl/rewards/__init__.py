@@ -4,36 +4,42 @@
 `scorer` runs rewards.
 """
 
-from rl.rewards import code, countdown, maths, style, text
-from rl.rewards.calls import Episode, RewardResult, Turn
-from rl.rewards.files import load_file
-from rl.rewards.guarded import GuardedProgram
-from rl.rewards.pending import PendingScore, RewardsLost, Score
-from rl.rewards.registry import GAVE_UP, Reward, register_reward, registered_rewards, resolve_reward
-from rl.rewards.scorer import Scorer
-from rl.rewards.styles import CONVERSATION
-from rl.rewards.workers import environment_of_rewards
+from rl.rewards import code, countdown_reward, math_reward, text, text_quality
+from rl.rewards.module_loader import load_file
+from rl.rewards.reward_calls import Episode, EpisodeTurn, RewardResult
+from rl.rewards.reward_futures import PendingScore, RewardsLost, Score
+from rl.rewards.reward_registry import (
+    GAVE_UP,
+    Reward,
+    register_reward,
+    registered_rewards,
+    resolve_reward,
+)
+from rl.rewards.reward_scorer import Scorer
+from rl.rewards.reward_workers import build_worker_environment
+from rl.rewards.supervised_process import SupervisedProcess
+from rl.rewards.trl_adapter import CONVERSATION
 
 __all__ = [
     "CONVERSATION",
     "GAVE_UP",
     "Episode",
-    "GuardedProgram",
+    "SupervisedProcess",
     "PendingScore",
     "Reward",
     "RewardResult",
     "RewardsLost",
     "Score",
     "Scorer",
-    "Turn",
+    "EpisodeTurn",
     "load_file",
     "code",
-    "environment_of_rewards",
-    "countdown",
-    "maths",
+    "build_worker_environment",
+    "countdown_reward",
+    "math_reward",
     "register_reward",
     "registered_rewards",
     "resolve_reward",
-    "style",
+    "text_quality",
     "text",
 ]

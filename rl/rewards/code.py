@@ -13,22 +13,22 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl.errors import UserError
-from rl.rewards.registry import RewardResult, Starts, register_reward
+from rl.rewards.reward_registry import ResourceReward, RewardResult, register_reward
 from rl.rewards.text import expected_answer
 
 if TYPE_CHECKING:
     from rl.sandbox import Grade, Sandbox, Tests
 
-Score = Literal["all", "fraction"]
-Block = Literal["fenced", "any"]
+ScoreMode = Literal["all", "fraction"]
+BlockMode = Literal["fenced", "any"]
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*$", re.MULTILINE)
-_NAMES = {  # accepted code block tags of each language
+_LANGUAGE_NAMES = {  # accepted code block tags of each language
     "python": ("python", "py", "python3", ""),
     "c++": ("cpp", "c++", "cc", ""),
     "bash": ("bash", "sh", "shell", ""),
     "javascript": ("javascript", "js", "node", ""),
 }
-_KEYS = {
+_TEST_KEYS = {
     "asserts": ({"asserts"}, {"setup", "entry_point"}),
     "dialogues": ({"cases"}, {"compare"}),
     "calls": ({"function", "cases"}, {"compare"}),
@@ -36,7 +36,7 @@ _KEYS = {
 }
 
 
-class _Programs(Starts):
+class _ProgramReward(ResourceReward):
     """Hold the settings and the sandbox that all program rewards share.
 
     The sandbox is created on first use. score: "all" gives 1 if every test passes, "fraction" the
@@ -50,8 +50,8 @@ class _Programs(Starts):
     def __init__(
         self,
         *,
-        score: Score = "all",
-        block: Block = "fenced",
+        score: ScoreMode = "all",
+        block: BlockMode = "fenced",
         sandbox: str = "auto",
         seconds: float = 8.0,
         packages: Sequence[str] | None = None,
@@ -62,7 +62,7 @@ class _Programs(Starts):
             raise UserError(f"block is 'fenced' or 'any', got {block!r}")
         if not seconds > 0:
             raise UserError(f"seconds is a positive number, got {seconds}")
-        self.score, self.block, self.mode, self.seconds, self.packages = (
+        self.score, self.block, self.sandbox_mode, self.seconds, self.packages = (
             score,
             block,
             sandbox,
@@ -74,7 +74,7 @@ class _Programs(Starts):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_sandbox": None}  # a worker creates its own sandbox
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Start the sandbox before the first item, so that its start does not count against the
         item's time limit.
         """
@@ -86,14 +86,14 @@ class _Programs(Starts):
         Raises UserError, with the remedy, if this host does not support the requested kind.
         """
         if self._sandbox is None:
-            self._sandbox = make_sandbox(self.mode, self.seconds, self.packages)
+            self._sandbox = make_sandbox(self.sandbox_mode, self.seconds, self.packages)
         return self._sandbox
 
-    def graded(self, program: str | None, tests: Tests) -> RewardResult:
+    def score_program(self, program: str | None, tests: Tests) -> RewardResult:
         """Return the reward of a program; None means that the response contains no program."""
         has_format, correct, passed = float(program is not None), 0.0, 0.0
         if program is not None and program.strip():
-            grade = self._grade(program, tests)
+            grade = self._run_tests(program, tests)
             correct, passed = float(grade.all), grade.fraction
         if self.score == "all":
             return RewardResult(
@@ -104,7 +104,7 @@ class _Programs(Starts):
             {"correct": correct, "format": has_format, "tests_passed": passed},
         )
 
-    def _grade(self, program: str, tests: Tests) -> Grade:
+    def _run_tests(self, program: str, tests: Tests) -> Grade:
         """Run the tests on a program; retry if the sandbox itself was lost.
 
         A program that loses the sandbox twice fails.
@@ -116,7 +116,7 @@ class _Programs(Starts):
 
 
 @register_reward("code_tests", reports=("correct", "format"))
-class CodeTests(_Programs):
+class CodeTests(_ProgramReward):
     """Score a program by meta["tests"]: asserts, stdin/stdout dialogues, function calls, or pytest
     files.
 
@@ -132,24 +132,24 @@ class CodeTests(_Programs):
     def __call__(
         self, prompt: str, response: str, meta: Mapping[str, Any] | None = None
     ) -> RewardResult:
-        from rl.sandbox import Asserts, helpers_of
+        from rl.sandbox import Asserts, extract_helpers
 
-        language = language_of(meta)
+        language = get_language(meta)
         try:
-            tests, name = tests_of(meta, language)
+            tests, name = parse_tests(meta, language)
         except ValueError as error:
             raise UserError(str(error)) from error
-        program = program_in(response, self.block, language)
+        program = extract_program(response, self.block, language)
         head = (meta or {}).get("head")
         if isinstance(head, str) and name is not None:
-            program = None if program is None else completed(head, program, name)
+            program = None if program is None else complete_program(head, program, name)
             if isinstance(tests, Asserts) and not tests.setup:
-                tests = dataclasses.replace(tests, setup=helpers_of(head, name))
-        return self.graded(program, tests)
+                tests = dataclasses.replace(tests, setup=extract_helpers(head, name))
+        return self.score_program(program, tests)
 
 
 @register_reward("code_output", reports=("correct", "format"))
-class CodeOutput(_Programs):
+class CodeOutput(_ProgramReward):
     """Score 1 if the program prints meta["answer"] (or meta["expected_output"]).
 
     Its stdin is meta["stdin"], if present. White space at the ends of lines and of the whole output
@@ -159,7 +159,7 @@ class CodeOutput(_Programs):
     def __call__(
         self, prompt: str, response: str, meta: Mapping[str, Any] | None = None
     ) -> RewardResult:
-        from rl.sandbox import Dialogues
+        from rl.sandbox import StdinStdoutTests
 
         meta = meta or {}
         expected = (
@@ -167,9 +167,11 @@ class CodeOutput(_Programs):
             if meta.get("expected_output") is not None
             else expected_answer(meta)
         )
-        language = language_of(meta)
-        tests = Dialogues([(str(meta.get("stdin") or ""), str(expected))], "trimmed", language)
-        return self.graded(program_in(response, self.block, language), tests)
+        language = get_language(meta)
+        tests = StdinStdoutTests(
+            [(str(meta.get("stdin") or ""), str(expected))], "trimmed", language
+        )
+        return self.score_program(extract_program(response, self.block, language), tests)
 
 
 def make_sandbox(mode: str, seconds: float, packages: Sequence[str] | None = None) -> Sandbox:
@@ -177,26 +179,27 @@ def make_sandbox(mode: str, seconds: float, packages: Sequence[str] | None = Non
 
     Raises UserError, with the remedy, if this host does not support the requested kind.
     """
-    from rl.sandbox import Limits, Sandbox
+    from rl.sandbox import Sandbox, SandboxLimits
 
-    limits = Limits(wall_s=0.75 * seconds, cpu_s=0.75 * seconds, total_s=seconds)
+    limits = SandboxLimits(wall_s=0.75 * seconds, cpu_s=0.75 * seconds, total_s=seconds)
     return Sandbox(mode=mode, limits=limits, workers=1, packages=packages)
 
 
-def language_of(meta: Mapping[str, Any] | None) -> str:
+def get_language(meta: Mapping[str, Any] | None) -> str:
     """Return the sandbox's name of meta["language"] ("cpp" becomes c++); python by default."""
     language_name = str((meta or {}).get("language") or "python").lower()
     return next(
-        (language for language, names in _NAMES.items() if language_name in names), language_name
+        (language for language, names in _LANGUAGE_NAMES.items() if language_name in names),
+        language_name,
     )
 
 
-def program_in(response: str, block: Block, language: str = "python") -> str | None:
+def extract_program(response: str, block: BlockMode, language: str = "python") -> str | None:
     """Return the last complete fenced block tagged with this language or untagged.
 
     Without such a block, return the response itself for "any", None for "fenced".
     """
-    names = _NAMES.get(language, (language, ""))
+    names = _LANGUAGE_NAMES.get(language, (language, ""))
     response = response.removeprefix("\ufeff")
     program: str | None = None
     opening: re.Match[str] | None = None
@@ -212,7 +215,7 @@ def program_in(response: str, block: Block, language: str = "python") -> str | N
     return response if opening is None else None  # a truncated block is not a program
 
 
-def completed(head: str, program: str, name: str) -> str:
+def complete_program(head: str, program: str, name: str) -> str:
     """Return the complete program for a response that may contain only the body of function `name`.
 
     `head` holds the function's signature, with imports and helper functions.
@@ -231,13 +234,15 @@ def completed(head: str, program: str, name: str) -> str:
     return head + "\n".join(lines[:end]) + "\n"
 
 
-def tests_of(meta: Mapping[str, Any] | None, language: str = "python") -> tuple[Tests, str | None]:
+def parse_tests(
+    meta: Mapping[str, Any] | None, language: str = "python"
+) -> tuple[Tests, str | None]:
     """Return meta["tests"] as an rl.sandbox test object, and the name of the tested function if
     known.
 
     Raises ValueError if the tests are missing or malformed.
     """
-    from rl.sandbox import Asserts, Calls, Dialogues, Pytest
+    from rl.sandbox import Asserts, Calls, Pytest, StdinStdoutTests
 
     spec = None if meta is None else meta.get("tests", meta.get("test_list"))
     if spec is None:
@@ -246,16 +251,16 @@ def tests_of(meta: Mapping[str, Any] | None, language: str = "python") -> tuple[
             f"it has {sorted(meta or {})}"
         )
     if isinstance(spec, str):
-        spec = _parsed(spec)
+        spec = _parse_json(spec)
     if isinstance(spec, (list, tuple)):
         spec = {"style": "asserts", "asserts": list(spec)}
-    if not isinstance(spec, Mapping) or spec.get("style") not in _KEYS:
+    if not isinstance(spec, Mapping) or spec.get("style") not in _TEST_KEYS:
         raise ValueError(
-            f"meta['tests'] is a list of asserts or has a style ({', '.join(_KEYS)}), got "
+            f"meta['tests'] is a list of asserts or has a style ({', '.join(_TEST_KEYS)}), got "
             f"{str(spec)[:80]!r}"
         )
     style = spec["style"]
-    needed, also = _KEYS[style]
+    needed, also = _TEST_KEYS[style]
     keys = spec.keys() - {"style"}
     if needed - keys or keys - needed - also:
         raise ValueError(
@@ -287,11 +292,11 @@ def tests_of(meta: Mapping[str, Any] | None, language: str = "python") -> tuple[
         )
     pairs = [(fields, expected) for fields, expected in cases]
     if style == "dialogues":
-        return Dialogues(pairs, spec.get("compare", "tokens"), language), None
+        return StdinStdoutTests(pairs, spec.get("compare", "tokens"), language), None
     return Calls(fields["function"], pairs, spec.get("compare", "exact")), fields["function"]
 
 
-def _parsed(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:

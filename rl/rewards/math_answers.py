@@ -8,17 +8,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from rl.rewards.math_formulas import COMPARE_SECONDS, formulas_equal, load_math_verify, time_limit
 from rl.rewards.math_text import (
-    Quantity,
-    TooLarge,
-    as_words,
-    compact,
-    exact_number,
+    FormulaTooLargeError,
+    MathQuantity,
     join_thousands,
-    read_quantity,
-    spell,
+    normalize_spelling,
+    parse_exact_number,
+    parse_quantity,
+    parse_words,
+    remove_spaces,
 )
-from rl.rewards.math_values import SECONDS, formulas_equal, load_math_verify, time_limit
 
 MAX_CHARACTERS = 2000  # of an answer that is compared
 _MAX_ITEMS = 40  # of a list, or entries of a matrix
@@ -52,20 +52,20 @@ _EMPTY = {r"\emptyset", r"\varnothing", r"\{\}", "∅"}
 def answers_equal(answer: str, expected: str) -> bool:
     """Return whether `answer` equals `expected` mathematically.
 
-    Raises TooLarge if the comparison may not end in reasonable time.
+    Raises FormulaTooLargeError if the comparison may not end in reasonable time.
     """
-    if compact(answer) == compact(expected):
+    if remove_spaces(answer) == remove_spaces(expected):
         return True
     if len(answer) > MAX_CHARACTERS:
-        raise TooLarge(f"an answer of {len(answer)} characters")
+        raise FormulaTooLargeError(f"an answer of {len(answer)} characters")
     load_math_verify()
-    with time_limit(SECONDS):
-        return _readings_equal(spell(answer), spell(expected))
+    with time_limit(COMPARE_SECONDS):
+        return _equal_readings(normalize_spelling(answer), normalize_spelling(expected))
 
 
-def _readings_equal(answer: str, expected: str) -> bool:
+def _equal_readings(answer: str, expected: str) -> bool:
     """Compare both readings of commas, applied to both texts: 1,234 is a number, or two numbers."""
-    if compact(answer) == compact(expected):
+    if remove_spaces(answer) == remove_spaces(expected):
         return True
     without_commas = [join_thousands(text) for text in (answer, expected)]
     if _equal(without_commas[0], without_commas[1]):
@@ -85,8 +85,8 @@ def _equal(answer: str, expected: str) -> bool:
             return re.sub(r"\s", "", answer) in synonyms
     if re.fullmatch("[a-zA-Z]", answer) and re.fullmatch("[a-zA-Z]", expected):
         return answer == expected
-    expected_words = as_words(expected)
-    if expected_words is not None and (answer_words := as_words(answer)) is not None:
+    expected_words = parse_words(expected)
+    if expected_words is not None and (answer_words := parse_words(answer)) is not None:
         return expected_words == answer_words
     rules: Sequence[Callable[[str, str], bool | None]] = (
         _equal_plus_minus, _equal_lists, _equal_membership, _equal_chains, _equal_sequences,
@@ -120,7 +120,7 @@ def split_top(text: str, *separators: str) -> list[str]:
     return [part.strip() for part in [*parts, text[start:]]]
 
 
-def _wrapped(text: str) -> bool:
+def _is_bracketed(text: str) -> bool:
     """Return whether the first bracket closes with the last character."""
     if len(text) < 2 or text[0] not in _OPEN or text[-1] not in _CLOSE:
         return False
@@ -136,28 +136,28 @@ def _strip_brackets(text: str) -> str:
     """Remove brackets around a single value: {5}, (5)."""
     text = text.strip()
     while (
-        _wrapped(text)
+        _is_bracketed(text)
         and text[0] + text[-1] in ("{}", "()")
         and len(split_top(text[1:-1], ",", ";")) == 1
     ):
-        if text[0] == "(" and as_words(text) is not None:
+        if text[0] == "(" and parse_words(text) is not None:
             break
         text = text[1:-1].strip()
     return text
 
 
-def _sequence(text: str) -> tuple[str, list[str]] | None:
+def _parse_sequence(text: str) -> tuple[str, list[str]] | None:
     """Return (its two brackets, its items) of a tuple, interval or set; None for any other text."""
     text = text.strip()
-    if text.startswith(r"\{") and text.endswith(r"\}") and _wrapped(text[1:-2] + "}"):
-        return "{}", _commas(text[2:-2])
-    if _wrapped(text) and text[0] != "{":
+    if text.startswith(r"\{") and text.endswith(r"\}") and _is_bracketed(text[1:-2] + "}"):
+        return "{}", _split_items(text[2:-2])
+    if _is_bracketed(text) and text[0] != "{":
         items = split_top(text[1:-1], ",", ";")
         return (text[0] + text[-1], items) if len(items) > 1 else None
     return None
 
 
-def _commas(text: str) -> list[str]:
+def _split_items(text: str) -> list[str]:
     return [item for item in split_top(_AND.sub(",", text), ",", ";") if item]
 
 
@@ -167,15 +167,17 @@ def _equal_plus_minus(answer: str, expected: str) -> bool | None:
         return None
     sides = []
     for text in (answer, expected):
-        sequence = _sequence(text)
-        items = sequence[1] if sequence is not None and sequence[0] == "{}" else _commas(text)
+        sequence = _parse_sequence(text)
+        items = sequence[1] if sequence is not None and sequence[0] == "{}" else _split_items(text)
         if len(items) > _MAX_ITEMS:
-            raise TooLarge("a list of too many items")
-        sides.append([value for item in items for value in _both_signs(_value_of(item))])
+            raise FormulaTooLargeError("a list of too many items")
+        sides.append(
+            [value for item in items for value in _expand_signs(_get_assigned_value(item))]
+        )
     return _same_items(sides[0], sides[1])
 
 
-def _both_signs(text: str) -> list[str]:
+def _expand_signs(text: str) -> list[str]:
     if r"\pm" not in text and r"\mp" not in text:
         return [text]
     signs = (("+", "-"), ("-", "+"))
@@ -186,9 +188,9 @@ def _both_signs(text: str) -> list[str]:
     return [re.sub(r"(^|[(,=]\s*)\+", r"\1", value) for value in values]
 
 
-def _value_of(item: str) -> str:
+def _get_assigned_value(item: str) -> str:
     """Return the value of "x = value"; any other item unchanged."""
-    members = _members(item)
+    members = _split_equalities(item)
     return members[-1] if len(members) == 2 and is_name(members[0]) else item
 
 
@@ -199,8 +201,8 @@ def _equal_lists(answer: str, expected: str) -> bool | None:
     """
     sides = []
     for text in (answer, expected):
-        sequence = _sequence(text)
-        items = sequence[1] if sequence is not None and sequence[0] == "{}" else _commas(text)
+        sequence = _parse_sequence(text)
+        items = sequence[1] if sequence is not None and sequence[0] == "{}" else _split_items(text)
         sides.append(
             items if len(items) > 1 or (sequence is not None and sequence[0] == "{}") else []
         )
@@ -210,7 +212,7 @@ def _equal_lists(answer: str, expected: str) -> bool | None:
     if len(answer_items) != len(expected_items):
         return False
     names = [
-        [_members(item)[0] if _value_of(item) != item else "" for item in side]
+        [_split_equalities(item)[0] if _get_assigned_value(item) != item else "" for item in side]
         for side in (answer_items, expected_items)
     ]
     if (
@@ -219,21 +221,21 @@ def _equal_lists(answer: str, expected: str) -> bool | None:
         and not all(all(side) for side in names)
     ):
         return all(
-            _readings_equal(_value_of(a), _value_of(b))
+            _equal_readings(_get_assigned_value(a), _get_assigned_value(b))
             for a, b in zip(answer_items, expected_items, strict=True)
         )
     return _same_items(answer_items, expected_items)
 
 
-def _same_items(found: Sequence[str], wanted: Sequence[str]) -> bool:
+def _same_items(answer_items: Sequence[str], expected_items: Sequence[str]) -> bool:
     """Return whether the items are equal in some order."""
-    if len(found) != len(wanted):
+    if len(answer_items) != len(expected_items):
         return False
-    if len(wanted) > _MAX_ITEMS:
-        raise TooLarge("a list of too many items")
-    remaining = list(wanted)
-    for item in found:
-        match = next((i for i, other in enumerate(remaining) if _readings_equal(item, other)), None)
+    if len(expected_items) > _MAX_ITEMS:
+        raise FormulaTooLargeError("a list of too many items")
+    remaining = list(expected_items)
+    for item in answer_items:
+        match = next((i for i, other in enumerate(remaining) if _equal_readings(item, other)), None)
         if match is None:
             return False
         del remaining[match]
@@ -245,12 +247,14 @@ def _equal_membership(answer: str, expected: str) -> bool | None:
     sides = [split_top(text, r"\in") for text in (answer, expected)]
     if not any(len(side) == 2 and is_name(side[0]) for side in sides):
         return None
-    if all(len(side) == 2 for side in sides) and compact(sides[0][0]) != compact(sides[1][0]):
+    if all(len(side) == 2 for side in sides) and remove_spaces(sides[0][0]) != remove_spaces(
+        sides[1][0]
+    ):
         return False
     return _equal(sides[0][-1], sides[1][-1])
 
 
-def _members(text: str) -> list[str]:
+def _split_equalities(text: str) -> list[str]:
     """Split a chain of equalities into its members."""
     marked, matches = text, [match for match in _EQUALS.finditer(text)]
     parts, start = [], 0
@@ -271,7 +275,7 @@ def is_name(text: str) -> bool:
     )
 
 
-def _letters(text: str) -> set[str]:
+def _find_letters(text: str) -> set[str]:
     return set(
         re.findall(
             r"[a-zA-Z]",
@@ -287,12 +291,14 @@ def _equal_chains(answer: str, expected: str) -> bool | None:
     in other letters.
     """
     answer_members, expected_members = [
-        [member for member in _members(text) if member] for text in (answer, expected)
+        [member for member in _split_equalities(text) if member] for text in (answer, expected)
     ]
     if len(answer_members) < 2 and len(expected_members) < 2:
         return None
     if len(expected_members) > 2:
-        return _equal(answer, expected_members[-1]) if compact(expected_members[-1]) else False
+        return (
+            _equal(answer, expected_members[-1]) if remove_spaces(expected_members[-1]) else False
+        )
     if len(answer_members) == 2 and is_name(answer_members[1]) and not is_name(answer_members[0]):
         answer_members = answer_members[::-1]
     if (
@@ -304,40 +310,45 @@ def _equal_chains(answer: str, expected: str) -> bool | None:
     if len(expected_members) == 2:
         return _equal_equation(answer_members, expected_members, answer, expected)
     gold = expected_members[0]
-    letters = _letters(gold)
+    letters = _find_letters(gold)
     first = answer_members[0]
     free = is_name(first) or (
         _SYMBOLS.fullmatch(first) is not None
-        and bool(_letters(first))
-        and not _letters(first) <= letters
+        and bool(_find_letters(first))
+        and not _find_letters(first) <= letters
     )
     members = answer_members[1:] if free else answer_members
     for position, member in enumerate(members):
         last = position == len(members) - 1
-        foreign = bool(_letters(member) - letters) and (free or position > 0) and not last
+        foreign = bool(_find_letters(member) - letters) and (free or position > 0) and not last
         if not foreign and not _equal(member, gold):
             return False
     return True
 
 
-def _equal_equation(found: list[str], wanted: list[str], answer: str, expected: str) -> bool:
+def _equal_equation(
+    answer_members: list[str], expected_members: list[str], answer: str, expected: str
+) -> bool:
     """Compare with an expected equation.
 
     For an expected assignment, its value is enough. Any other equation is compared as a whole.
     """
-    if is_name(wanted[0]) or exact_number(read_quantity(wanted[0]).text) is not None:
-        if len(found) == 1:
-            return _equal(found[0], wanted[1])
-        if compact(found[0]) == compact(wanted[0]):
-            return _equal_chains("=".join(found), wanted[1]) is True
-        if len(found) > 2:
+    if (
+        is_name(expected_members[0])
+        or parse_exact_number(parse_quantity(expected_members[0]).text) is not None
+    ):
+        if len(answer_members) == 1:
+            return _equal(answer_members[0], expected_members[1])
+        if remove_spaces(answer_members[0]) == remove_spaces(expected_members[0]):
+            return _equal_chains("=".join(answer_members), expected_members[1]) is True
+        if len(answer_members) > 2:
             return False
-    return len(found) == 2 and formulas_equal(answer, expected)
+    return len(answer_members) == 2 and formulas_equal(answer, expected)
 
 
 def _equal_sequences(answer: str, expected: str) -> bool | None:
     """Compare tuples, points and intervals: the same brackets, and equal values in order."""
-    answer_sequence, expected_sequence = _sequence(answer), _sequence(expected)
+    answer_sequence, expected_sequence = _parse_sequence(answer), _parse_sequence(expected)
     if answer_sequence is None and expected_sequence is None:
         return None
     if (
@@ -348,7 +359,7 @@ def _equal_sequences(answer: str, expected: str) -> bool | None:
     ):
         return False
     if len(expected_sequence[1]) > _MAX_ITEMS:
-        raise TooLarge("a list of too many items")
+        raise FormulaTooLargeError("a list of too many items")
     return all(_equal(a, b) for a, b in zip(answer_sequence[1], expected_sequence[1], strict=True))
 
 
@@ -379,9 +390,9 @@ def _equal_matrices(answer: str, expected: str) -> bool | None:
         return False
     entries = [[entry.replace(r"\phantom", "") for row in side for entry in row] for side in sides]
     if len(entries[0]) > _MAX_ITEMS:
-        raise TooLarge("a matrix of too many entries")
+        raise FormulaTooLargeError("a matrix of too many entries")
     return all(
-        _readings_equal(a.strip(), b.strip()) for a, b in zip(entries[0], entries[1], strict=True)
+        _equal_readings(a.strip(), b.strip()) for a, b in zip(entries[0], entries[1], strict=True)
     )
 
 
@@ -394,14 +405,14 @@ def _equal_values(answer: str, expected: str) -> bool:
     bases = [_BASE.fullmatch(re.sub(r"\s", "", text)) for text in (answer, expected)]
     if any(bases):
         return all(bases) and bases[0].groups() == bases[1].groups()  # type: ignore[union-attr]  # all of them are matches
-    answer_quantity, expected_quantity = read_quantity(answer), read_quantity(expected)
+    answer_quantity, expected_quantity = parse_quantity(answer), parse_quantity(expected)
     if (
         answer_quantity.unit is not None
         and expected_quantity.unit is not None
         and answer_quantity.unit != expected_quantity.unit
     ):
         return False
-    numbers = [exact_number(side.text) for side in (answer_quantity, expected_quantity)]
+    numbers = [parse_exact_number(side.text) for side in (answer_quantity, expected_quantity)]
     if numbers[0] is None or numbers[1] is None:
         return _equal_formulas(answer_quantity, expected_quantity)
     values = [
@@ -415,9 +426,11 @@ def _equal_values(answer: str, expected: str) -> bool:
     )
 
 
-def _equal_formulas(found: Quantity, wanted: Quantity) -> bool:
-    if found.factor != wanted.factor or (found.percent and not wanted.percent):
+def _equal_formulas(answer: MathQuantity, expected: MathQuantity) -> bool:
+    if answer.factor != expected.factor or (answer.percent and not expected.percent):
         return False
-    if not re.search(r"[\w\\]", found.text) or _NO_FORMULA.search(found.text):
+    if not re.search(r"[\w\\]", answer.text) or _NO_FORMULA.search(answer.text):
         return False
-    return compact(found.text) == compact(wanted.text) or formulas_equal(found.text, wanted.text)
+    return remove_spaces(answer.text) == remove_spaces(expected.text) or formulas_equal(
+        answer.text, expected.text
+    )

@@ -27,17 +27,17 @@ _FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln
 _PLAIN_FUNCTION = re.compile(rf"(?<![a-zA-Z\\])({_FUNCTIONS})(?=\s*[(\d])")
 _PLAIN_ROOT = re.compile(r"(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)")
 _PLAIN_NAME = re.compile(r"(?<![a-zA-Z\\])(pi|infinity|inf)(?![a-zA-Z])")
-TEXT = (
+TEXT_COMMAND = (
     r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|operatorname|rm)\s*\{([^{}]*)\}"
 )
 
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _SIGNED = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)"
 _DECIMAL = re.compile(_SIGNED)
-SCIENTIFIC = re.compile(
+SCIENTIFIC_NUMBER = re.compile(
     rf"({_SIGNED})(?:[eE]|(?:\\times|\\cdot|\*|x)10\^)(?:\{{([+-]?\d+)\}}|([+-]?\d+))"
 )
-_TEN = re.compile(r"([+-]?)10\^(?:\{([+-]?\d+)\}|(-?\d+))")
+_POWER_OF_TEN = re.compile(r"([+-]?)10\^(?:\{([+-]?\d+)\}|(-?\d+))")
 _RATIO = re.compile(rf"({_SIGNED})/({_SIGNED})")
 _FRACTION = re.compile(r"([+-]?)(\d*)\\frac(?:\{([+-]?[\d.]+)\}|(\d))(?:\{([+-]?[\d.]+)\}|(\d))")
 _MIXED = re.compile(r"([+-]?)(\d+)\s+(\d+)/(\d+)")
@@ -66,7 +66,7 @@ _UNITS = {
 _UNIT_OF = {word: unit for unit, words in _UNITS.items() for word in words.split()}
 _UNIT_WORDS = {*_UNIT_OF, *_MULTIPLIERS, "percent", "per", "square", "sq", "cubic", "cu"}
 _TRAILING_TEXT = re.compile(
-    rf"(.*?[\d\w}})\]°])\s*((?:{TEXT}\s*)+)(?:\^\s*\{{?([23])\}}?)?", re.DOTALL
+    rf"(.*?[\d\w}})\]°])\s*((?:{TEXT_COMMAND}\s*)+)(?:\^\s*\{{?([23])\}}?)?", re.DOTALL
 )
 _TRAILING_WORDS = re.compile(
     r"(.*?[\d})\]])\s*((?:(?<=\s)[a-zA-Z]|[a-zA-Z]{2,})(?:[ /.]+[a-zA-Z]+)*)"
@@ -75,12 +75,12 @@ _TRAILING_WORDS = re.compile(
 )
 
 
-class TooLarge(Exception):
+class FormulaTooLargeError(Exception):
     """Raised for an answer that is not evaluated because that may not end in reasonable time."""
 
 
 @dataclass(frozen=True)
-class Quantity:
+class MathQuantity:
     """Hold an answer without its units.
 
     `percent`: the answer has a percent sign. `unit`: None if the answer has no known unit.
@@ -92,7 +92,7 @@ class Quantity:
     factor: int = 1
 
 
-def spell(text: str) -> str:
+def normalize_spelling(text: str) -> str:
     """Return the answer in LaTeX's names, without dollar signs, spacing and size commands."""
     for symbol, latex in _REPLACEMENTS:
         text = text.replace(symbol, latex)
@@ -121,17 +121,17 @@ def join_thousands(text: str) -> str:
     return _THOUSANDS.sub(lambda match: re.sub("[, ]", "", match.group(1)), text)
 
 
-def compact(text: str) -> str:
+def remove_spaces(text: str) -> str:
     """Return the text without white space and dollar signs, words in \\text{} unchanged."""
-    text = re.sub(r"(?<=\d)\s+(?=\d)", "~", re.sub(TEXT, r"\1", text))  # 1 0 is not 10
+    text = re.sub(r"(?<=\d)\s+(?=\d)", "~", re.sub(TEXT_COMMAND, r"\1", text))  # 1 0 is not 10
     return re.sub(r"[\s$]", "", text).rstrip(".")
 
 
-def as_words(text: str) -> str | None:
+def parse_words(text: str) -> str | None:
     """Return an answer that consists of words ("east", "(C)") in a canonical spelling; None for a
     formula.
     """
-    plain = re.sub(TEXT, r" \1 ", text)
+    plain = re.sub(TEXT_COMMAND, r" \1 ", text)
     marked = plain != text
     plain = re.sub(r"^[\s(]+|[\s).]+$", "", plain)
     if re.match(r"[+-]?[\d.,/]+(?:\s|$)", plain):  # a number and its unit
@@ -149,7 +149,7 @@ def as_words(text: str) -> str | None:
     )
 
 
-def read_quantity(text: str) -> Quantity:
+def parse_quantity(text: str) -> MathQuantity:
     """Split off a currency sign, a percent sign, and units in words."""
     text, unit, factor = text.strip(), None, 1
     money = re.match(r"([+-]?)\s*\$\s*(?=[\d.\\])", text)
@@ -160,7 +160,7 @@ def read_quantity(text: str) -> Quantity:
     match = _TRAILING_TEXT.fullmatch(text)
     words, power = "", None
     if match and not match.group(1).endswith(("\\", "text")):
-        words, power = " ".join(re.findall(TEXT, match.group(2))), match.group(4)
+        words, power = " ".join(re.findall(TEXT_COMMAND, match.group(2))), match.group(4)
         text = match.group(1)
     elif match := _TRAILING_WORDS.fullmatch(text):
         if all(word.lower() in _UNIT_WORDS for word in re.split(r"[ /.]+", match.group(2)) if word):
@@ -181,19 +181,19 @@ def read_quantity(text: str) -> Quantity:
         text, unit = text[:-1].rstrip(), "°"
     if text.endswith("%"):
         text, percent = text[:-1].rstrip(), True
-    return Quantity(text, percent, None if unit == "unit" else unit, factor)
+    return MathQuantity(text, percent, None if unit == "unit" else unit, factor)
 
 
-def exact_number(text: str) -> Fraction | None:
+def parse_exact_number(text: str) -> Fraction | None:
     """Return the value of a written number: decimal, fraction, mixed, scientific, repeating; else
     None.
 
-    Raises TooLarge for a number of more than MAX_DIGITS digits.
+    Raises FormulaTooLargeError for a number of more than MAX_DIGITS digits.
     """
     if match := _MIXED.fullmatch(text.strip()):
         sign, whole, top, bottom = match.groups()
-        ratio = _ratio(_whole(top), _whole(bottom))
-        return None if ratio is None else _signed(sign, _whole(whole) + ratio)
+        ratio = _divide(_parse_digits(top), _parse_digits(bottom))
+        return None if ratio is None else _apply_sign(sign, _parse_digits(whole) + ratio)
     if re.search(r"\d\s+[\d.]", text):
         return None
     text = re.sub(r"\s", "", text)
@@ -204,56 +204,58 @@ def exact_number(text: str) -> Fraction | None:
     ):
         text = text[1:-1]
     if _DECIMAL.fullmatch(text):
-        return _decimal(text)
-    if match := SCIENTIFIC.fullmatch(text):
-        return _decimal(match.group(1)) * _ten(match.group(2) or match.group(3))
-    if match := _TEN.fullmatch(text):
-        return _signed(match.group(1), _ten(match.group(2) or match.group(3)))
+        return _parse_decimal(text)
+    if match := SCIENTIFIC_NUMBER.fullmatch(text):
+        return _parse_decimal(match.group(1)) * _compute_power_of_ten(
+            match.group(2) or match.group(3)
+        )
+    if match := _POWER_OF_TEN.fullmatch(text):
+        return _apply_sign(match.group(1), _compute_power_of_ten(match.group(2) or match.group(3)))
     if match := _RATIO.fullmatch(text):
-        return _ratio(_decimal(match.group(1)), _decimal(match.group(2)))
+        return _divide(_parse_decimal(match.group(1)), _parse_decimal(match.group(2)))
     if match := _FRACTION.fullmatch(text):
         sign, whole, top, digit, bottom, last = match.groups()
         parts = [part or single_digit for part, single_digit in ((top, digit), (bottom, last))]
         if not all(_DECIMAL.fullmatch(part) for part in parts):
             return None
-        ratio = _ratio(_decimal(parts[0]), _decimal(parts[1]))
-        return None if ratio is None else _signed(sign, _whole(whole or "0") + ratio)
+        ratio = _divide(_parse_decimal(parts[0]), _parse_decimal(parts[1]))
+        return None if ratio is None else _apply_sign(sign, _parse_digits(whole or "0") + ratio)
     if match := _REPEATING.fullmatch(text):
         sign, whole, start, block, digit = match.groups()
-        return _repeating(sign, whole, start, block or digit)
+        return _parse_repeating(sign, whole, start, block or digit)
     if match := _DOTS.fullmatch(text):
         sign, whole, start, block = match.groups()
-        return _repeating(sign, whole, start, block)
+        return _parse_repeating(sign, whole, start, block)
     return None
 
 
-def _whole(digits: str) -> int:
+def _parse_digits(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
-        raise TooLarge(f"a number of {len(digits)} digits")
+        raise FormulaTooLargeError(f"a number of {len(digits)} digits")
     return int(digits)
 
 
-def _decimal(text: str) -> Fraction:
+def _parse_decimal(text: str) -> Fraction:
     if len(text) > MAX_DIGITS:
-        raise TooLarge(f"a number of {len(text)} digits")
+        raise FormulaTooLargeError(f"a number of {len(text)} digits")
     return Fraction(text if re.search(r"\.\d", text) else text.replace(".", ""))
 
 
-def _ten(exponent: str) -> Fraction:
+def _compute_power_of_ten(exponent: str) -> Fraction:
     if len(exponent) > 6 or abs(int(exponent)) > MAX_DIGITS:
-        raise TooLarge(f"ten to the power of {exponent[:20]}")
+        raise FormulaTooLargeError(f"ten to the power of {exponent[:20]}")
     return Fraction(10) ** int(exponent)
 
 
-def _ratio(top: Fraction | int, bottom: Fraction | int) -> Fraction | None:
+def _divide(top: Fraction | int, bottom: Fraction | int) -> Fraction | None:
     return Fraction(top) / Fraction(bottom) if bottom else None
 
 
-def _signed(sign: str, value: Fraction) -> Fraction:
+def _apply_sign(sign: str, value: Fraction) -> Fraction:
     return -value if sign == "-" else value
 
 
-def _repeating(sign: str, whole: str, start: str, block: str) -> Fraction:
-    value = Fraction(_whole(whole + start or "0"))
-    value += Fraction(_whole(block), 10 ** len(block) - 1)
-    return _signed(sign, value / 10 ** len(start))
+def _parse_repeating(sign: str, whole: str, start: str, block: str) -> Fraction:
+    value = Fraction(_parse_digits(whole + start or "0"))
+    value += Fraction(_parse_digits(block), 10 ** len(block) - 1)
+    return _apply_sign(sign, value / 10 ** len(start))

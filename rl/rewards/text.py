@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from rl.errors import UserError
-from rl.rewards.calls import Item, RewardResult
-from rl.rewards.combined import Combined, PartFailed
-from rl.rewards.registry import Reward, register_reward, resolve_reward
+from rl.rewards.combined_reward import CombinedReward, RewardPartError
+from rl.rewards.reward_calls import RewardItem, RewardResult
+from rl.rewards.reward_registry import Reward, register_reward, resolve_reward
 
 
 def expected_answer(meta: Mapping[str, Any] | None) -> str:
@@ -154,7 +154,7 @@ class FormatCompliance:
 
 
 @register_reward("composite")
-class Composite(Combined):
+class CompositeReward(CombinedReward):
     """Score the sum of weight * reward over `weights` {spec: weight}.
 
     `settings` {spec: {...}} holds the settings of each part. Metrics: each part's reward under its
@@ -163,7 +163,7 @@ class Composite(Combined):
     None does not apply: the sum is over the others.
     """
 
-    leaves_out = True
+    skips_not_applicable = True
 
     def __init__(
         self,
@@ -186,15 +186,17 @@ class Composite(Combined):
             for spec, weight in weights.items()
         ]
 
-    def rewards(self) -> list[Reward]:
+    def part_rewards(self) -> list[Reward]:
         return [part for part, _ in self.parts]
 
-    def put_together(self, item: Item, results: Sequence[RewardResult | None]) -> RewardResult:
+    def combine_results(
+        self, item: RewardItem, results: Sequence[RewardResult | None]
+    ) -> RewardResult:
         total = 0.0
         metrics: dict[str, float] = {}
         seconds: dict[str, float] = {}
         if all(result is None for result in results):
-            raise PartFailed("in all of its parts: each returned None, not applicable")
+            raise RewardPartError("in all of its parts: each returned None, not applicable")
         for (part, weight), result in zip(self.parts, results, strict=True):
             if result is None:
                 continue

@@ -6,11 +6,11 @@
 The package is a thin layer: clients and methods do the computation.
 """
 
-from rl.clients import LoRAConfig, ServiceClient, TrainingConfig
+from rl.client import LoRAConfig, ServiceClient, TrainingConfig
 from rl.rewards import register_reward, resolve_reward
 from rl.rlvr.algorithms import PPO, REINFORCE, Algorithm, UpdateResult
 from rl.rlvr.configs import PPOConfig, REINFORCEConfig
-from rl.rlvr.rollouts import RolloutSampler, ScoredTrajectory, TrajectoryBatch
+from rl.rlvr.rollout_sampler import RolloutSampler, ScoredTrajectory, TrajectoryBatch
 
 __all__ = [
     "PPO",

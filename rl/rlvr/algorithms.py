@@ -1,4 +1,4 @@
-"""Provide REINFORCE and PPO as objects with `update(batch, client)`, based on rl.methods.
+"""Provide REINFORCE and PPO as objects with `update(batch, client)`, based on rl.algorithms.
 
 An algorithm holds its config and the method's state, which is readable JSON. The method object is
 created again for each update.
@@ -12,10 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
-from rl.credit import batch_normalised, gaps, kl_metrics
-from rl.errors import UserError
-from rl.judges import BaseScorer, FrozenScorer, check_vocabulary
-from rl.methods import (
+from rl.algorithms import (
     Models,
     PolicyGradient,
     PolicyGradientSettings,
@@ -24,14 +21,19 @@ from rl.methods import (
     PpoSettings,
     Progress,
     ReinforceSettings,
+    compute_kl_metrics,
+    compute_logprob_gaps,
+    normalize_by_batch,
 )
+from rl.config import KlSettings, LoopSettings, OptimSettings, SamplingSettings, ShapingSettings
+from rl.errors import UserError
+from rl.judges import BaseModelScorer, FrozenScorer, check_vocabulary
 from rl.rlvr.configs import PPOConfig, REINFORCEConfig
-from rl.rlvr.rollouts import TrajectoryBatch
-from rl.settings import KlSettings, LoopSettings, OptimSettings, SamplingSettings, ShapingSettings
+from rl.rlvr.rollout_sampler import TrajectoryBatch
 from rl.types import Datum
 
 if TYPE_CHECKING:
-    from rl.clients import SamplingClient, TrainingClient
+    from rl.client import SamplingClient, TrainingClient
 
 Config = TypeVar("Config", REINFORCEConfig, PPOConfig)
 
@@ -78,14 +80,16 @@ class Algorithm(ABC, Generic[Config]):
         self.config: Config = self.config_class() if config is None else config
         self.reference = reference
         self.updates = 0
-        self._state: dict[str, Any] = self._method(1.0).state()
+        self._state: dict[str, Any] = self._make_method(1.0).state()
 
     @abstractmethod
-    def _method(self, temperature: float) -> Any:
+    def _make_method(self, temperature: float) -> Any:
         """Return the hooks of the method, for samples of this temperature."""
 
     @abstractmethod
-    def _learn(self, method: Any, models: Models, datums: Sequence[Datum]) -> dict[str, float]:
+    def _update_models(
+        self, method: Any, models: Models, datums: Sequence[Datum]
+    ) -> dict[str, float]:
         """Update on the datums and return the metrics, including `optim/approx_kl_k3`."""
 
     def update(self, batch: TrajectoryBatch, client: TrainingClient) -> UpdateResult:
@@ -101,10 +105,10 @@ class Algorithm(ABC, Generic[Config]):
                 "other responses: sample with a temperature above 0, such as 1.0"
             )
         _check_versions(batch, client)
-        method = self._method(batch.temperature)
+        method = self._make_method(batch.temperature)
         method.load_state(copy.deepcopy(self._state))
-        models = self._models(client)
-        metrics = self._learn(method, models, method.credit(groups, models))
+        models = self._make_models(client)
+        metrics = self._update_models(method, models, method.compute_advantages(groups, models))
         self._state, self.updates = method.state(), self.updates + 1
         return UpdateResult(
             policy_loss=metrics["optim/policy_loss"]
@@ -117,7 +121,7 @@ class Algorithm(ABC, Generic[Config]):
             metrics=metrics,
         )
 
-    def _models(self, client: TrainingClient) -> Models:
+    def _make_models(self, client: TrainingClient) -> Models:
         """Return the policy and the reference model. Raises UserError if a reference is missing."""
         if not self.config.kl_penalty_coef:
             return Models(client)
@@ -132,7 +136,7 @@ class Algorithm(ABC, Generic[Config]):
                 "reference=service.create_sampling_client(base_model=...)), or train a LoRA "
                 "adapter"
             )
-        return Models(client, {"reference": BaseScorer(client)})
+        return Models(client, {"reference": BaseModelScorer(client)})
 
     def _progress(self, models: Models) -> Progress:
         """Return the number of updates done and the seed of the client's service."""
@@ -188,14 +192,14 @@ def _check_versions(batch: TrajectoryBatch, client: TrainingClient) -> None:
             )
 
 
-class _Normalised(PolicyGradient):
+class _NormalizedPolicyGradient(PolicyGradient):
     """Compute REINFORCE advantages, normalized to mean 0 and std 1 over the batch."""
 
-    def _advantages(
+    def _estimate_advantages(
         self, rewards_P_K: Sequence[Sequence[float]], keys_P: Sequence[str]
     ) -> Sequence[Any]:
-        advantages_P_K = super()._advantages(rewards_P_K, keys_P)
-        return batch_normalised(advantages_P_K) if len(advantages_P_K) > 1 else advantages_P_K
+        advantages_P_K = super()._estimate_advantages(rewards_P_K, keys_P)
+        return normalize_by_batch(advantages_P_K) if len(advantages_P_K) > 1 else advantages_P_K
 
 
 class REINFORCE(Algorithm[REINFORCEConfig]):
@@ -204,7 +208,7 @@ class REINFORCE(Algorithm[REINFORCEConfig]):
     name = "REINFORCE"
     config_class = REINFORCEConfig
 
-    def _method(self, temperature: float) -> PolicyGradient:
+    def _make_method(self, temperature: float) -> PolicyGradient:
         c = self.config
         settings = ReinforceSettings(
             sampling=SamplingSettings(temperature=temperature),
@@ -217,17 +221,21 @@ class REINFORCE(Algorithm[REINFORCEConfig]):
             kl=KlSettings(kl_coef=c.kl_penalty_coef),
             optim=OptimSettings(learning_rate=c.learning_rate, grad_clip_norm=c.max_grad_norm),
         )
-        return _Normalised(settings) if c.normalize_advantages else PolicyGradient(settings)
+        return (
+            _NormalizedPolicyGradient(settings)
+            if c.normalize_advantages
+            else PolicyGradient(settings)
+        )
 
-    def _learn(
+    def _update_models(
         self, method: PolicyGradient, models: Models, datums: Sequence[Datum]
     ) -> dict[str, float]:
-        metrics = method.learn(models, datums, self._progress(models))
+        metrics = method.update(models, datums, self._progress(models))
         temperature = {"temperature": method.settings.sampling.temperature}
         after = models.policy.forward(datums, "importance_sampling", temperature).result()
-        return metrics | kl_metrics(
+        return metrics | compute_kl_metrics(
             datums,
-            gaps(datums, [o["logprobs"].array for o in after.loss_fn_outputs]),
+            compute_logprob_gaps(datums, [o["logprobs"].array for o in after.loss_fn_outputs]),
             "optim/approx_kl",
         )
 
@@ -241,7 +249,7 @@ class PPO(Algorithm[PPOConfig]):
     name = "PPO"
     config_class = PPOConfig
 
-    def _method(self, temperature: float) -> Ppo:
+    def _make_method(self, temperature: float) -> Ppo:
         c = self.config
         options = PpoOptions(
             epochs=c.ppo_epochs,
@@ -269,14 +277,16 @@ class PPO(Algorithm[PPOConfig]):
             )
         )
 
-    def _models(self, client: TrainingClient) -> Models:
+    def _make_models(self, client: TrainingClient) -> Models:
         if not client.info["value_head"]:
             raise UserError(
                 "PPO learns values, and this client's model has no value head: create it with "
                 "service.create_training_client(TrainingConfig(model_ref=...)), or with "
                 "value_head=True"
             )
-        return super()._models(client)
+        return super()._make_models(client)
 
-    def _learn(self, method: Ppo, models: Models, datums: Sequence[Datum]) -> dict[str, float]:
-        return method.learn(models, datums, self._progress(models))
+    def _update_models(
+        self, method: Ppo, models: Models, datums: Sequence[Datum]
+    ) -> dict[str, float]:
+        return method.update(models, datums, self._progress(models))

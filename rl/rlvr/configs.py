@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from rl.clients import names_nearest
-from rl.settings import POSITIVE, RATE, SIZE, Inside, NotNegative, Share, Weight, check_ranges
+from rl.client import suggest_settings
+from rl.config import POSITIVE, RATE, SIZE, Inside, NotNegative, Share, Weight, check_ranges
 
 
-@names_nearest
+@suggest_settings
 @dataclass(frozen=True, kw_only=True)
 class REINFORCEConfig:
     """Configure the policy gradient of Williams 1992: an optimizer step per batch.
@@ -36,7 +36,7 @@ class REINFORCEConfig:
         check_ranges(self)
 
 
-@names_nearest
+@suggest_settings
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig:
     """Configure proximal policy optimization (arXiv 1707.06347).

@@ -7,50 +7,50 @@ engine.add(Request(prompt=[1, 5, 7], num_samples=8, params=params, seed=0, probl
 responses = engine.run()
 """
 
-from rl.sampler.attention import without_cudnn
-from rl.sampler.cache_paged import PAGE
-from rl.sampler.choice import make_engine
+from rl.sampler.block_manager import choose_pool_size, max_blocks
 from rl.sampler.decoder import Decoder
-from rl.sampler.decoder_fast import check_supported, held_whole
-from rl.sampler.engine import Engine
-from rl.sampler.engine_paged import PagedEngine
-from rl.sampler.engine_stepped import SteppedEngine
-from rl.sampler.kept import Kept
-from rl.sampler.lengths import length_switch
-from rl.sampler.make import make_base, make_decoder
-from rl.sampler.mixed import MixedDecoder, MixedEngine
-from rl.sampler.pages import pages_at_most, pool_size
-from rl.sampler.precision import frozen_matrices, lower_frozen_
-from rl.sampler.prompt_logprobs import score
-from rl.sampler.requests import Request
-from rl.sampler.routed import RoutedEngine, note_experts
-from rl.sampler.split import check_counts
-from rl.sampler.weights import Unsupported
+from rl.sampler.decoder_factory import make_base_decoder, make_decoder
+from rl.sampler.decoder_fast import check_supported, count_unsharded_parameters
+from rl.sampler.decoder_weights import UnsupportedModel
+from rl.sampler.engine_selection import make_engine
+from rl.sampler.expert_recording import ExpertRecordingEngine, enable_expert_recording
+from rl.sampler.kv_cache_pool import IdleKVCachePool
+from rl.sampler.multi_adapter import MultiAdapterDecoder, MultiAdapterEngine
+from rl.sampler.multistep_engine import MultiStepEngine
+from rl.sampler.paged_engine import PagedEngine
+from rl.sampler.paged_state import BLOCK_SIZE
+from rl.sampler.precision import cast_frozen_, iter_frozen_matrices
+from rl.sampler.prefix_attention import disable_cudnn_attention
+from rl.sampler.prompt_logprobs import score_sequences
+from rl.sampler.rope_switch import find_rope_switch
+from rl.sampler.sampling_engine import Engine
+from rl.sampler.sampling_requests import SamplingRequest
+from rl.sampler.tensor_parallel import check_shard_counts
 
 __all__ = [
     "Decoder",
     "Engine",
-    "Kept",
-    "MixedDecoder",
-    "MixedEngine",
-    "PAGE",
+    "IdleKVCachePool",
+    "MultiAdapterDecoder",
+    "MultiAdapterEngine",
+    "BLOCK_SIZE",
     "PagedEngine",
-    "Request",
-    "RoutedEngine",
-    "SteppedEngine",
-    "Unsupported",
-    "check_counts",
+    "SamplingRequest",
+    "ExpertRecordingEngine",
+    "MultiStepEngine",
+    "UnsupportedModel",
+    "check_shard_counts",
     "check_supported",
-    "frozen_matrices",
-    "held_whole",
-    "length_switch",
-    "lower_frozen_",
-    "make_base",
+    "iter_frozen_matrices",
+    "count_unsharded_parameters",
+    "find_rope_switch",
+    "cast_frozen_",
+    "make_base_decoder",
     "make_decoder",
     "make_engine",
-    "note_experts",
-    "pages_at_most",
-    "pool_size",
-    "score",
-    "without_cudnn",
+    "enable_expert_recording",
+    "max_blocks",
+    "choose_pool_size",
+    "score_sequences",
+    "disable_cudnn_attention",
 ]

@@ -1,9 +1,9 @@
 """Wrap cpu_kernels.cpp as functions on torch tensors.
 
 The library is compiled at the first use, cached next to the bytecode, and called through ctypes. If
-it cannot be compiled (no C++ compiler), `load` warns once and returns None, and the decoder uses
-torch operations. Shapes as in cpu_kernels.cpp. All tensors are contiguous float32 (indices int64)
-on the CPU.
+it cannot be compiled (no C++ compiler), `load_cpu_kernels` warns once and returns None, and the
+decoder uses torch operations. Shapes as in cpu_kernels.cpp. All tensors are contiguous float32
+(indices int64) on the CPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FLAGS = (
 # By default compilers use 256-bit registers on AVX-512 processors, because of processors of ten
 # years ago. Attention then took 1.5 times as long (Zen 4).
 _X86_FLAGS = ("-mprefer-vector-width=512",)
-_SECONDS = 120.0  # timeout of the compiler
+_COMPILE_TIMEOUT = 120.0  # timeout of the compiler
 
 
 class CpuKernels:
@@ -53,7 +53,7 @@ class CpuKernels:
     def __init__(self, path: Path):
         library = ctypes.CDLL(str(path))
         pointer, number, integer = ctypes.c_void_p, ctypes.c_float, ctypes.c_int64
-        self._rms_norm, self._silu_mul, self._attend, self._draw = (
+        self._rms_norm, self._silu_mul, self._attend, self._sample = (
             library.rms_norm,
             library.silu_mul,
             library.attend,
@@ -70,8 +70,8 @@ class CpuKernels:
             ctypes.c_int,
             pointer,
         ]
-        self._draw.argtypes = [*[pointer] * 4, integer, integer, ctypes.c_int, pointer, pointer]
-        for function in (self._rms_norm, self._silu_mul, self._attend, self._draw):
+        self._sample.argtypes = [*[pointer] * 4, integer, integer, ctypes.c_int, pointer, pointer]
+        for function in (self._rms_norm, self._silu_mul, self._attend, self._sample):
             function.restype = None
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
@@ -89,7 +89,7 @@ class CpuKernels:
         )
         return out
 
-    def draw(
+    def sample(
         self,
         logits_NV: Tensor,
         uniform_N: Tensor,
@@ -107,7 +107,7 @@ class CpuKernels:
         pointers = (
             None if tensor is None else tensor.data_ptr() for tensor in (temperature_N, greedy_N)
         )
-        self._draw(
+        self._sample(
             logits_NV.data_ptr(),
             *pointers,
             uniform_N.data_ptr(),
@@ -138,7 +138,7 @@ class CpuKernels:
         its prompt and to its own stored positions.
 
         `norm_qk` has shape [2 D] (None: no norms), `rope` [2, positions, D] (see
-        `FastForward.rope`), `prompt_kv` [2, P, K, T, D] and `row_kv` [2, N or more, K, T, D]. The
+        `LlamaForward.rope`), `prompt_kv` [2, P, K, T, D] and `row_kv` [2, N or more, K, T, D]. The
         strides of slots and heads are arbitrary.
         """
         key_heads, width = row_kv.shape[2], row_kv.shape[4]
@@ -153,10 +153,10 @@ class CpuKernels:
             rope.data_ptr(),
             rope.data_ptr() + 4 * rope.stride(0),
             position_N.data_ptr(),
-            *_keys_values(prompt_kv),
+            *_key_value_pointers(prompt_kv),
             prompt_of_row_N.data_ptr(),
             prompt_length_P.data_ptr(),
-            *_keys_values(row_kv),
+            *_key_value_pointers(row_kv),
             written_N.data_ptr(),
             strides,
             len(qkv_NX),
@@ -169,13 +169,13 @@ class CpuKernels:
         return out
 
 
-def _keys_values(kv: Tensor) -> tuple[int, int]:
+def _key_value_pointers(kv: Tensor) -> tuple[int, int]:
     """Return the addresses of the keys and of the values."""
     return kv.data_ptr(), kv.data_ptr() + 4 * kv.stride(0)
 
 
 @functools.cache
-def load() -> CpuKernels | None:
+def load_cpu_kernels() -> CpuKernels | None:
     """Return the library, compiled if necessary.
 
     Warns and returns None if it cannot be compiled.
@@ -194,7 +194,7 @@ def load() -> CpuKernels | None:
         )
         return None
     try:
-        return CpuKernels(_built(compiler))
+        return CpuKernels(_build_library(compiler))
     except (OSError, subprocess.SubprocessError) as error:
         message = getattr(error, "stderr", None) or error
         warnings.warn(
@@ -205,14 +205,14 @@ def load() -> CpuKernels | None:
         return None
 
 
-def _built(compiler: str) -> Path:
+def _build_library(compiler: str) -> Path:
     """Return the library for this source, compiler and CPU, cached next to the bytecode.
 
     Compiles it if the cache does not hold it.
     """
     flags = (*_FLAGS, *(_X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else ()))
     key = hashlib.sha256(
-        "\0".join([_SOURCE.read_text(), compiler, *flags, _cpu()]).encode()
+        "\0".join([_SOURCE.read_text(), compiler, *flags, _describe_cpu()]).encode()
     ).hexdigest()[:16]
     name = f"{_SOURCE.stem}-{key}.so"
     cached = _SOURCE.parent / "__pycache__" / name
@@ -225,7 +225,7 @@ def _built(compiler: str) -> Path:
             check=True,
             capture_output=True,
             text=True,
-            timeout=_SECONDS,
+            timeout=_COMPILE_TIMEOUT,
         )
         partial = cached.with_name(f"{name}.{os.getpid()}")  # another process may compile it too
         try:
@@ -242,7 +242,7 @@ def _built(compiler: str) -> Path:
             return process_copy
 
 
-def _cpu() -> str:
+def _describe_cpu() -> str:
     """Return what -march=native depends on: machines of several kinds may share a checkout."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []

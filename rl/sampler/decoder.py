@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.images import without_reader
-from rl.sampler.cache import DecodeState, LogitsReader
-from rl.sampler.lengths import LengthSwitch
+from rl.images import make_no_images_error
+from rl.sampler.decode_state import DecodeState, LogitsReader
+from rl.sampler.rope_switch import RopeLengthSwitch
 from rl.types import PlacedImage
 
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -28,7 +28,7 @@ class Decoder(abc.ABC):
 
     vocab_size: int
     max_positions: int | None
-    length_switch: LengthSwitch | None = None
+    length_switch: RopeLengthSwitch | None = None
     device: torch.device
     dtype: torch.dtype
     # The decoder of the model without adapters, if this decoder shares all memory but the adapters
@@ -44,7 +44,7 @@ class Decoder(abc.ABC):
         weight that forks share.
         """
 
-    def held_in(self, name: str) -> torch.dtype | None:
+    def dtype_of(self, name: str) -> torch.dtype | None:
         """Return the dtype of a parameter in this decoder; None if the decoder has no parameter of
         that name.
         """
@@ -76,47 +76,52 @@ class Decoder(abc.ABC):
         `images` holds the images of each prompt, if any prompt has images.
         """
 
-    def agreed(self, drawn: Tensor) -> Tensor:
+    def broadcast_tokens(self, sampled: Tensor) -> Tensor:
         """Return the sampled tokens; if several ranks split the decoder, those of the first rank,
         on all ranks.
         """
-        return drawn
+        return sampled
 
     def check_images(self, prompt: Sequence[int], images: Sequence[PlacedImage]) -> None:
         """Raise UserError for images that this decoder cannot read."""
         if images:
-            raise without_reader("this sampler")
+            raise make_no_images_error("this sampler")
 
 
-def check_length(decoder: Decoder, prompt: int, wanted: int) -> None:
+def check_length(decoder: Decoder, prompt_length: int, total_length: int) -> None:
     """Check that the rotary frequencies do not change within a sequence.
 
-    Raises ValueError if a sequence of `wanted` tokens, of which `prompt` are the prompt, has no
-    single set of rotary frequencies.
+    Raises ValueError if a sequence of `total_length` tokens, of which `prompt_length` are the
+    prompt, has no single set of rotary frequencies.
     """
     switch = decoder.length_switch
-    if switch is not None and (most := switch.most(prompt)) is not None and wanted > most:
-        raise ValueError(switch.refusal(prompt, wanted))
+    if (
+        switch is not None
+        and (most := switch.max_length(prompt_length)) is not None
+        and total_length > most
+    ):
+        raise ValueError(switch.error_message(prompt_length, total_length))
 
 
-def prompt_batches(
-    lengths: Sequence[int], max_tokens: int, sees: Sequence[bool] | np.ndarray = ()
+def batch_prompts(
+    lengths: Sequence[int], max_tokens: int, has_images: Sequence[bool] | np.ndarray = ()
 ) -> list[list[int]]:
     """Partition prompts into batches that are padded to their longest prompt.
 
     A batch has prompts of similar length and at most `max_tokens` padded tokens. Its shortest
     prompt has at least three quarters of the length of its longest (or differs by at most 16
-    tokens), so little of it is padding. `sees`: which prompts have images; these form separate
-    batches.
+    tokens), so little of it is padding. `has_images`: which prompts have images; these form
+    separate batches.
     """
-    if any(sees):
+    if any(has_images):
         sides = [
-            [i for i in range(len(lengths)) if bool(sees[i]) == side] for side in (False, True)
+            [i for i in range(len(lengths)) if bool(has_images[i]) == side]
+            for side in (False, True)
         ]
         return [
             [members[i] for i in batch]
             for members in sides
-            for batch in prompt_batches([lengths[i] for i in members], max_tokens)
+            for batch in batch_prompts([lengths[i] for i in members], max_tokens)
         ]
     batches: list[list[int]] = []
     longest = 0

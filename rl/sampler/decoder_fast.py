@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from rl.layers import describe
-from rl.sampler.cache import LogitsReader
-from rl.sampler.cache_fast import FastState
+from rl.layers import describe_layers
+from rl.sampler.contiguous_state import ContiguousState
+from rl.sampler.decode_state import LogitsReader
 from rl.sampler.decoder import Decoder, NamedTensors
-from rl.sampler.forward_fast import Architecture, FastForward, LayerSpec
-from rl.sampler.projections import Embedding, Projection
-from rl.sampler.split import Team, check_splits
-from rl.sampler.weights import Builder, Unsupported, unwrap
+from rl.sampler.decoder_weights import UnsupportedModel, WeightsBuilder, unwrap_lora_layer
+from rl.sampler.forward_fast import DecoderArchitecture, LayerSpec, LlamaForward
+from rl.sampler.linear_layers import Projection, TokenEmbedding
+from rl.sampler.tensor_parallel import TensorParallelGroup, check_model_shards
 from rl.types import PlacedImage
 
 _MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -28,7 +28,7 @@ _MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3F
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
-class FastDecoder(FastForward, Decoder):
+class FastDecoder(LlamaForward, Decoder):
     """Decode with the hand-written forward; built by `from_model`, or by `fork` from another
     version.
     """
@@ -40,23 +40,23 @@ class FastDecoder(FastForward, Decoder):
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
         base: FastDecoder | None = None,
-        team: Team | None = None,
+        tp_group: TensorParallelGroup | None = None,
     ) -> FastDecoder:
         """Copy the weights of a HF model.
 
         `base`: a decoder of the model without adapters; its memory is shared for equal weights
-        instead of copied. `team`: the ranks that split the decoder, all of which call this
-        function. Raises `Unsupported` with the reason if the tests of this decoder do not cover the
-        model, UserError if the ranks cannot split the model evenly.
+        instead of copied. `tp_group`: the ranks that split the decoder, all of which call this
+        function. Raises `UnsupportedModel` with the reason if the tests of this decoder do not
+        cover the model, UserError if the ranks cannot split the model evenly.
         """
         plain = model.get_base_model() if type(model).__module__.startswith("peft.") else model
         check_supported(plain)
-        if team is not None:
-            check_splits(plain.config, team)
-        embedding = unwrap(plain.model.embed_tokens).base.weight
+        if tp_group is not None:
+            check_model_shards(plain.config, tp_group)
+        embedding = unwrap_lora_layer(plain.model.embed_tokens).base.weight
         base_weights = None if base is None else base.weights
-        builder = Builder(
-            model, dtype or embedding.dtype, device or embedding.device, base_weights, team
+        builder = WeightsBuilder(
+            model, dtype or embedding.dtype, device or embedding.device, base_weights, tp_group
         )
         with torch.no_grad():
             decoder = cls(_read_architecture(plain, builder), builder.weights)
@@ -69,8 +69,8 @@ class FastDecoder(FastForward, Decoder):
         with torch.no_grad():
             self.weights.load_(named_tensors)
 
-    def held_in(self, name: str) -> torch.dtype | None:
-        return self.weights.view(name).dtype if name in self.weights.pieces else None
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        return self.weights.view(name).dtype if name in self.weights.slices else None
 
     def fork(self) -> FastDecoder:
         with torch.no_grad():
@@ -78,7 +78,7 @@ class FastDecoder(FastForward, Decoder):
         other.base = self.base
         return other
 
-    def parts(self) -> Iterator[Projection | Embedding]:
+    def iter_adaptable_modules(self) -> Iterator[Projection | TokenEmbedding]:
         """Yield every module that an adapter may modify, in a fixed order for all decoders of an
         architecture.
         """
@@ -87,24 +87,24 @@ class FastDecoder(FastForward, Decoder):
             yield from (layer.qkv, layer.out, layer.gate_up, layer.down)
         yield self.head
 
-    def few(self, layers: int, words: int) -> FastDecoder:
+    def truncated_copy(self, layers: int, vocab_size: int) -> FastDecoder:
         """Return a truncated copy for a trial: the first layers and the first outputs of the head.
 
         The copy shares the weights.
         """
         other = copy.copy(self)
         other.architecture = replace(
-            self.architecture, layers=self.architecture.layers[:layers], vocab_size=words
+            self.architecture, layers=self.architecture.layers[:layers], vocab_size=vocab_size
         )
         other.layers, other.head, other.vocab_size = (
             self.layers[:layers],
-            self.head.first(words),
-            words,
+            self.head.truncate(vocab_size),
+            vocab_size,
         )
         return other
 
-    def new_state(self, kv_cache_tokens: int) -> FastState:
-        return FastState(self, kv_cache_tokens)
+    def new_state(self, kv_cache_tokens: int) -> ContiguousState:
+        return ContiguousState(self, kv_cache_tokens)
 
     def read_prompts(
         self,
@@ -112,69 +112,73 @@ class FastDecoder(FastForward, Decoder):
         readers: Sequence[LogitsReader],
         images: Sequence[Sequence[PlacedImage]] = (),
     ) -> None:
-        self.forward_prompts(prompts, readers, keep=None)
+        self.forward_prompts(prompts, readers, store_kv=None)
 
 
 # ---------------------------------------------------------------------------------- reading a model
 
 
 def check_supported(base: Any) -> None:
-    """Raise `Unsupported` unless the tests cover the architecture and the features of the model."""
+    """Raise `UnsupportedModel` unless the tests cover the architecture and the features of the
+    model.
+    """
     name, config = type(base).__name__, base.config
     if name not in _MODELS or not type(base).__module__.startswith("transformers."):
-        raise Unsupported(f"the architecture {name} (known: {', '.join(_MODELS)})")
-    if (others := describe(base).others) is not None:
-        raise Unsupported(others)
+        raise UnsupportedModel(f"the architecture {name} (known: {', '.join(_MODELS)})")
+    if (others := describe_layers(base).special_kinds) is not None:
+        raise UnsupportedModel(others)
     if config.hidden_act != "silu":
-        raise Unsupported(f"the activation {config.hidden_act}")
+        raise UnsupportedModel(f"the activation {config.hidden_act}")
     rope = base.model.rotary_emb
     if rope.rope_type not in _STATIC_ROPE:
-        raise Unsupported(f"rope of type {rope.rope_type}, its frequencies change with the length")
+        raise UnsupportedModel(
+            f"rope of type {rope.rope_type}, its frequencies change with the length"
+        )
     head_width = base.model.layers[0].self_attn.head_dim
     if len(rope.inv_freq) * 2 != head_width:
-        raise Unsupported(f"rope over {len(rope.inv_freq) * 2} of {head_width} channels")
+        raise UnsupportedModel(f"rope over {len(rope.inv_freq) * 2} of {head_width} channels")
 
 
-def held_whole(model: Any) -> tuple[int, int]:
+def count_unsharded_parameters(model: Any) -> tuple[int, int]:
     """Return (numbers of the base weights, numbers of the adapters) that every rank holds
     completely.
 
     The model passes `check_supported`. No weight is read.
     """
     plain = model.get_base_model() if type(model).__module__.startswith("peft.") else model
-    builder = Builder(model, torch.float32, torch.device("meta"), team=_Planned())
+    builder = WeightsBuilder(model, torch.float32, torch.device("meta"), tp_group=_PlannedGroup())
     _read_weights(plain, builder)
     whole = {
         (piece.buffer, piece.start): (name, piece)
-        for name, piece in builder.weights.pieces.items()
-        if piece.cut.stop is None
+        for name, piece in builder.weights.slices.items()
+        if piece.shard.stop is None
     }
-    sizes = {name: math.prod(piece.whole) for name, piece in whole.values()}
+    sizes = {name: math.prod(piece.full_shape) for name, piece in whole.values()}
     adapters = sum(size for name, size in sizes.items() if "lora_" in name)
     return sum(sizes.values()) - adapters, adapters
 
 
-class _Planned:
-    """Stand in for a `Team`, to compute what its ranks would hold. Communication is not
-    implemented.
+class _PlannedGroup:
+    """Stand in for a `TensorParallelGroup`, to compute what its ranks would hold. Communication is
+    not implemented.
     """
 
     rank, size = 0, 2
 
-    def sum_(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
-    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         raise NotImplementedError
 
-    first_ = sum_
+    broadcast_ = all_reduce_
 
 
-def _read_architecture(base: Any, builder: Builder) -> Architecture:
+def _read_architecture(base: Any, builder: WeightsBuilder) -> DecoderArchitecture:
     """Copy every weight into the builder's buffers and record its buffer key."""
     config = base.config
-    ranks = 1 if builder.team is None else builder.team.size
-    return Architecture(
+    ranks = 1 if builder.tp_group is None else builder.tp_group.size
+    return DecoderArchitecture(
         **_read_weights(base, builder),
         heads=config.num_attention_heads // ranks,
         key_heads=config.num_key_value_heads // ranks,
@@ -182,48 +186,48 @@ def _read_architecture(base: Any, builder: Builder) -> Architecture:
         eps=config.rms_norm_eps,
         inv_freq=base.model.rotary_emb.inv_freq.detach().float().cpu(),
         rope_scale=float(base.model.rotary_emb.attention_scaling),
-        vocab_size=unwrap(base.model.embed_tokens).base.weight.shape[0],
+        vocab_size=unwrap_lora_layer(base.model.embed_tokens).base.weight.shape[0],
         max_positions=config.max_position_embeddings,
     )
 
 
-def _read_weights(base: Any, builder: Builder) -> dict[str, Any]:
-    """Return the fields of an `Architecture` that hold buffer keys."""
-    embedding = unwrap(base.model.embed_tokens)
-    embed = builder.tensor("embed", embedding.base.weight, 0)
+def _read_weights(base: Any, builder: WeightsBuilder) -> dict[str, Any]:
+    """Return the fields of an `DecoderArchitecture` that hold buffer keys."""
+    embedding = unwrap_lora_layer(base.model.embed_tokens)
+    embed = builder.add_tensor("embed", embedding.base.weight, 0)
     adapter = None
     if embedding.lora_a is not None and embedding.lora_b is not None:
         a_key, b_key = (
-            builder.adapter("embed.lora_a", embedding.lora_a, 1),
-            builder.adapter("embed.lora_b", embedding.lora_b),
+            builder.add_adapter("embed.lora_a", embedding.lora_a, 1),
+            builder.add_adapter("embed.lora_b", embedding.lora_b),
         )
         adapter = (a_key, b_key, embedding.scale)
-    tied = unwrap(base.lm_head).base.weight is embedding.base.weight
+    tied = unwrap_lora_layer(base.lm_head).base.weight is embedding.base.weight
     return {
         "layers": tuple(
             _read_layer(f"layers.{i}", layer, builder) for i, layer in enumerate(base.model.layers)
         ),
         "embed": embed,
         "embed_adapter": adapter,
-        "norm": builder.tensor("norm", base.model.norm.weight),
-        "head": builder.projection("head", [base.lm_head], tied_to=embed if tied else None),
+        "norm": builder.add_tensor("norm", base.model.norm.weight),
+        "head": builder.add_projection("head", [base.lm_head], tied_to=embed if tied else None),
     }
 
 
-def _read_layer(key: str, layer: Any, builder: Builder) -> LayerSpec:
+def _read_layer(key: str, layer: Any, builder: WeightsBuilder) -> LayerSpec:
     """Copy the weights of a layer and return their buffer keys."""
     attention, mlp = layer.self_attn, layer.mlp
     normed = type(layer).__name__ == "Qwen3DecoderLayer"
     return LayerSpec(
-        qkv=builder.projection(
+        qkv=builder.add_projection(
             f"{key}.qkv", [attention.q_proj, attention.k_proj, attention.v_proj]
         ),
-        out=builder.projection(f"{key}.out", [attention.o_proj], inputs=True),
-        gate_up=builder.projection(f"{key}.gate_up", [mlp.gate_proj, mlp.up_proj]),
-        down=builder.projection(f"{key}.down", [mlp.down_proj], inputs=True),
-        norm_in=builder.tensor(f"{key}.norm_in", layer.input_layernorm.weight),
-        norm_mlp=builder.tensor(f"{key}.norm_mlp", layer.post_attention_layernorm.weight),
-        norm_qk=builder.tensors(
+        out=builder.add_projection(f"{key}.out", [attention.o_proj], shard_inputs=True),
+        gate_up=builder.add_projection(f"{key}.gate_up", [mlp.gate_proj, mlp.up_proj]),
+        down=builder.add_projection(f"{key}.down", [mlp.down_proj], shard_inputs=True),
+        norm_in=builder.add_tensor(f"{key}.norm_in", layer.input_layernorm.weight),
+        norm_mlp=builder.add_tensor(f"{key}.norm_mlp", layer.post_attention_layernorm.weight),
+        norm_qk=builder.add_tensors(
             f"{key}.norm_qk", [attention.q_norm.weight, attention.k_norm.weight]
         )
         if normed

@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from rl.errors import UserError
-from rl.images import without_reader
-from rl.sampler.cache import DecodeState, LogitsReader
-from rl.sampler.cache_padded import PaddedState
-from rl.sampler.cache_plain import EqualState, RecomputeState
-from rl.sampler.cache_slots import SlotState
-from rl.sampler.decoder import Decoder, NamedTensors, prompt_batches
+from rl.images import make_no_images_error
+from rl.sampler.decode_state import DecodeState, LogitsReader
+from rl.sampler.decoder import Decoder, NamedTensors, batch_prompts
+from rl.sampler.decoder_weights import check_shared_unchanged
 from rl.sampler.forward_hf import PREFILL_TOKENS, HFForward
-from rl.sampler.precision import LOW, cast_
-from rl.sampler.weights import refuse_change_of_shared
+from rl.sampler.padded_state import PaddedState
+from rl.sampler.precision import LOW_PRECISION, cast_matrices_
+from rl.sampler.recurrent_state import RecurrentState
+from rl.sampler.unpadded_states import EqualLengthState, RecomputeState
 from rl.types import PlacedImage
 
 
@@ -32,8 +32,8 @@ class HFDecoder(HFForward, Decoder):
         self, model: Any, dtype: torch.dtype | None = None, device: torch.device | None = None
     ):
         model_copy = copy.deepcopy(model).to(device=device)
-        if dtype in LOW:
-            cast_(model_copy, dtype)
+        if dtype in LOW_PRECISION:
+            cast_matrices_(model_copy, dtype)
         elif dtype is not None:
             for parameter in model_copy.parameters():
                 parameter.data = parameter.data.to(dtype)
@@ -42,7 +42,7 @@ class HFDecoder(HFForward, Decoder):
         )
 
     @classmethod
-    def around(cls, model: Any) -> HFDecoder:
+    def sharing_weights_of(cls, model: Any) -> HFDecoder:
         """Return a decoder that reads the model's weights without a copy, for a short trial of the
         model.
         """
@@ -73,11 +73,11 @@ class HFDecoder(HFForward, Decoder):
                     f"got {tuple(tensor.shape)}"
                 )
             if self.shares_frozen and name not in self.trainable:
-                refuse_change_of_shared(name, parameter, tensor)
+                check_shared_unchanged(name, parameter, tensor)
                 continue
             parameter.detach().copy_(tensor.detach())
 
-    def held_in(self, name: str) -> torch.dtype | None:
+    def dtype_of(self, name: str) -> torch.dtype | None:
         try:
             return self.model.get_parameter(name).dtype
         except AttributeError:
@@ -90,15 +90,15 @@ class HFDecoder(HFForward, Decoder):
         other = HFDecoder.__new__(HFDecoder)
         other._init_from(copy.deepcopy(self.model, memo=dict(frozen)), self.trainable)
         other.plan = self.plan
-        other.notes_experts = self.notes_experts
+        other.records_experts = self.records_experts
         self.shares_frozen = other.shares_frozen = bool(frozen)
         return other
 
     def new_state(self, kv_cache_tokens: int) -> DecodeState:
         kinds: dict[str, Callable[[HFDecoder], DecodeState]] = {
             "padded": PaddedState,
-            "slots": SlotState,
-            "equal": EqualState,
+            "slots": RecurrentState,
+            "equal": EqualLengthState,
             "recompute": RecomputeState,
         }
         return kinds[self.plan.rows](self)
@@ -110,7 +110,7 @@ class HFDecoder(HFForward, Decoder):
         images: Sequence[Sequence[PlacedImage]] = (),
     ) -> None:
         sees = [bool(images and images[i]) for i in range(len(prompts))]
-        for batch in self._reading_batches([len(prompt) for prompt in prompts], sees):
+        for batch in self._batches_for_reading([len(prompt) for prompt in prompts], sees):
             placed = [images[i] for i in batch] if images else ()
             logits = self.plain_forward([prompts[i] for i in batch], last_only=False, images=placed)
             for row, i in enumerate(batch):
@@ -119,31 +119,33 @@ class HFDecoder(HFForward, Decoder):
     def check_images(self, prompt: Sequence[int], images: Sequence[PlacedImage]) -> None:
         if not images:
             return
-        if self.reader is None:
-            raise without_reader(self.name)
+        if self.image_reader is None:
+            raise make_no_images_error(self.name)
         if self.plan.rows != "padded":
             raise UserError(
                 f"the sampler decodes {self.name} with rows {self.plan.rows}, which does not "
                 "support images: train it on text only"
             )
 
-    def _reading_batches(self, lengths: Sequence[int], sees: Sequence[bool]) -> Iterator[list[int]]:
+    def _batches_for_reading(
+        self, lengths: Sequence[int], has_images: Sequence[bool]
+    ) -> Iterator[list[int]]:
         """Yield batches to be padded on the right.
 
         If the rotary frequencies change at a length, no batch has sequences on both sides of that
         length.
         """
         if self.plan.reading == "equal":
-            yield from self.equal_batches(lengths)
+            yield from self.batch_by_length(lengths)
             return
         switch = self.length_switch
         for beyond in (False, True):
             side = [
                 i
                 for i, length in enumerate(lengths)
-                if (switch is not None and length > switch.at) == beyond
+                if (switch is not None and length > switch.threshold) == beyond
             ]
-            for batch in prompt_batches(
-                [lengths[i] for i in side], PREFILL_TOKENS, [sees[i] for i in side]
+            for batch in batch_prompts(
+                [lengths[i] for i in side], PREFILL_TOKENS, [has_images[i] for i in side]
             ):
                 yield [side[i] for i in batch]

@@ -14,22 +14,22 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from rl.sampler import cpu_kernels, packed
-from rl.sampler.cache import LogitsReader
+from rl.sampler import cpu_kernels, mkldnn_layout
 from rl.sampler.cpu_kernels import CpuKernels
-from rl.sampler.decoder import prompt_batches
-from rl.sampler.projections import (
-    Embedding,
+from rl.sampler.decode_state import LogitsReader
+from rl.sampler.decoder import batch_prompts
+from rl.sampler.decoder_weights import DecoderWeights
+from rl.sampler.linear_layers import (
     HeadProjection,
     Projection,
     ProjectionSpec,
-    Whose,
-    groups,
+    RowAdapters,
+    TokenEmbedding,
+    group_rows_by_adapter,
 )
-from rl.sampler.weights import Weights
 
 _PREFILL_TOKENS = 8192  # padded prompt tokens per forward
-_LOGITS_AT_ONCE = 1 << 25  # numbers in a slice of prompt logits passed to a reader
+_MAX_LOGITS_PER_SLICE = 1 << 25  # numbers in a slice of prompt logits passed to a reader
 
 # Takes (layer, queries [.., H, D], keys [.., K, D], values [.., K, D]), stores keys and values;
 # attention output [.., H * D].
@@ -37,7 +37,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 # Takes (layer, queries, keys and values [N, (H + 2 K) D] before norm and rotation, the norms'
 # weights); stores and returns the same.
 AttendStep = Callable[[int, Tensor, Tensor | None], Tensor]
-KeepPrompt = Callable[[int, list[int], Tensor, Tensor], None]
+StoreKeyValues = Callable[[int, list[int], Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Architecture:
+class DecoderArchitecture:
     """Hold what does not change between versions of the weights.
 
     `heads` and `key_heads` are those of this rank if a team splits the decoder.
@@ -75,7 +75,7 @@ class Architecture:
     max_positions: int | None
 
 
-class Layer:
+class LayerWeights:
     """Hold the tensors of a layer, looked up once."""
 
     __slots__ = ("down", "gate_up", "norm_in", "norm_mlp", "norm_qk", "out", "qkv")
@@ -87,31 +87,33 @@ class Layer:
         self.norm_qk = buffers[spec.norm_qk] if spec.norm_qk else None
 
 
-class FastForward:
+class LlamaForward:
     """Compute the forward of a version of the weights.
 
     Only rotary tables are cached between calls.
     """
 
-    mixes = False  # whether rows may use different adapters (`rl.sampler.mixed`)
+    multi_adapter = False  # whether rows may use different adapters (`rl.sampler.multi_adapter`)
 
-    def __init__(self, architecture: Architecture, weights: Weights):
+    def __init__(self, architecture: DecoderArchitecture, weights: DecoderWeights):
         self.architecture, self.weights = architecture, weights
         self.vocab_size, self.max_positions = architecture.vocab_size, architecture.max_positions
         buffers = weights.buffers
         embed_VE, adapter = buffers[architecture.embed], architecture.embed_adapter
-        self.team = weights.team
+        self.tp_group = weights.tp_group
         low = None if adapter is None else (buffers[adapter[0]], buffers[adapter[1]], adapter[2])
-        self.embed = Embedding(embed_VE, low, architecture.vocab_size, self.team)
+        self.embed = TokenEmbedding(embed_VE, low, architecture.vocab_size, self.tp_group)
         self.device, self.dtype = embed_VE.device, embed_VE.dtype
-        self.layers = [Layer(spec, buffers) for spec in architecture.layers]
+        self.layers = [LayerWeights(spec, buffers) for spec in architecture.layers]
         self.norm_E = buffers[architecture.norm]
-        self.head = HeadProjection(architecture.head, buffers, architecture.vocab_size, self.team)
+        self.head = HeadProjection(
+            architecture.head, buffers, architecture.vocab_size, self.tp_group
+        )
         kinds = [0] * architecture.heads + [1] * architecture.key_heads
         self._head_kind = torch.tensor(kinds, device=self.device)
         self._rope = torch.empty(2, 0, architecture.head_width)
         on_cpu = self.device.type == "cpu" and self.dtype == torch.float32
-        self.cpu_kernels = cpu_kernels.load() if on_cpu else None
+        self.cpu_kernels = cpu_kernels.load_cpu_kernels() if on_cpu else None
         products = [
             self.head,
             *(
@@ -120,9 +122,9 @@ class FastForward:
                 for projection in (layer.qkv, layer.out, layer.gate_up, layer.down)
             ),
         ]
-        if on_cpu and packed.fits(projection.weight for projection in products):
+        if on_cpu and mkldnn_layout.fits_budget(projection.weight for projection in products):
             for projection in products:
-                projection.packs = True
+                projection.may_pack = True
 
     def rope(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Return cosines and signed sines [.., 1, D] at `positions`, which are below `length`; see
@@ -144,20 +146,21 @@ class FastForward:
             )
         return self._rope
 
-    def whose(self, numbers: Sequence[int]) -> Whose | None:
-        """Group rows by adapter, for the methods below. `numbers`: the adapter number of each row.
+    def group_by_adapter(self, adapter_ids: Sequence[int]) -> RowAdapters | None:
+        """Group rows by adapter, for the methods below. `adapter_ids`: the adapter number of each
+        row.
 
         Returns pairs (adapter number, indices of its rows); the indices are None if all rows use
         this adapter. Returns None if the decoder does not mix adapters.
         """
-        return groups(numbers, self.device) if self.mixes else None
+        return group_rows_by_adapter(adapter_ids, self.device) if self.multi_adapter else None
 
     def forward(
         self,
         ids: Tensor,
         rope: tuple[Tensor, Tensor],
         attend: Attend,
-        whose: Whose | None = None,
+        row_adapters: RowAdapters | None = None,
         last_B: Tensor | None = None,
     ) -> Tensor:
         """Return the last hidden states [.., E], after the final norm.
@@ -166,9 +169,9 @@ class FastForward:
         values in each layer, but in the last layer the output of the other positions is not used.
         """
         a = self.architecture
-        x = self.embed(ids, whose)
+        x = self.embed(ids, row_adapters)
         for i, layer in enumerate(self.layers):
-            qkv = layer.qkv(self.rms(x, layer.norm_in), whose).unflatten(
+            qkv = layer.qkv(self.rms(x, layer.norm_in), row_adapters).unflatten(
                 -1, (a.heads + 2 * a.key_heads, a.head_width)
             )
             qk, v = qkv.split([a.heads + a.key_heads, a.key_heads], dim=-2)
@@ -183,29 +186,36 @@ class FastForward:
             if last_B is not None and layer is self.layers[-1]:
                 rows = torch.arange(len(ids), device=ids.device)
                 attended, x = attended[rows, last_B], x[rows, last_B]
-            x = self._together(layer.out(attended, whose)).add_(x)
-            x = self._together(
-                layer.down(self._gated(layer.gate_up(self.rms(x, layer.norm_mlp), whose)), whose)
+            x = self._all_reduce(layer.out(attended, row_adapters)).add_(x)
+            x = self._all_reduce(
+                layer.down(
+                    self._silu_mul(layer.gate_up(self.rms(x, layer.norm_mlp), row_adapters)),
+                    row_adapters,
+                )
             ).add_(x)
         return self.rms(x, self.norm_E)
 
     def forward_step(
-        self, kernels: CpuKernels, ids_N: Tensor, attend: AttendStep, whose: Whose | None = None
+        self,
+        kernels: CpuKernels,
+        ids_N: Tensor,
+        attend: AttendStep,
+        row_adapters: RowAdapters | None = None,
     ) -> Tensor:
         """Compute `forward` for a single token per row on a CPU.
 
         `kernels` compute the operations between the matrix products.
         """
         eps = self.architecture.eps
-        x = self.embed(ids_N, whose)
+        x = self.embed(ids_N, row_adapters)
         for i, layer in enumerate(self.layers):
-            qkv = layer.qkv(kernels.rms_norm(x, layer.norm_in, eps), whose)
-            x = self._together(layer.out(attend(i, qkv, layer.norm_qk), whose)).add_(x)
-            gate_up = layer.gate_up(kernels.rms_norm(x, layer.norm_mlp, eps), whose)
-            x = self._together(layer.down(kernels.silu_mul(gate_up), whose)).add_(x)
+            qkv = layer.qkv(kernels.rms_norm(x, layer.norm_in, eps), row_adapters)
+            x = self._all_reduce(layer.out(attend(i, qkv, layer.norm_qk), row_adapters)).add_(x)
+            gate_up = layer.gate_up(kernels.rms_norm(x, layer.norm_mlp, eps), row_adapters)
+            x = self._all_reduce(layer.down(kernels.silu_mul(gate_up), row_adapters)).add_(x)
         return kernels.rms_norm(x, self.norm_E, eps)
 
-    def _gated(self, gate_up: Tensor) -> Tensor:
+    def _silu_mul(self, gate_up: Tensor) -> Tensor:
         """Compute silu(gate) * up, from [.., 2 I] to [.., I]."""
         if self.cpu_kernels is not None:
             return self.cpu_kernels.silu_mul(gate_up.flatten(0, -2)).unflatten(
@@ -214,13 +224,13 @@ class FastForward:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
-    def _together(self, part: Tensor) -> Tensor:
+    def _all_reduce(self, part: Tensor) -> Tensor:
         """Sum the partial results of all ranks that split the decoder."""
-        return part if self.team is None else self.team.sum_(part)
+        return part if self.tp_group is None else self.tp_group.all_reduce_(part)
 
-    def agreed(self, drawn: Tensor) -> Tensor:
-        """Implement `Decoder.agreed`."""
-        return drawn if self.team is None else self.team.first_(drawn)
+    def broadcast_tokens(self, sampled: Tensor) -> Tensor:
+        """Implement `Decoder.broadcast_tokens`."""
+        return sampled if self.tp_group is None else self.tp_group.broadcast_(sampled)
 
     def rms(self, x: Tensor, weight: Tensor) -> Tensor:
         """Compute the RMS norm of `x`."""
@@ -230,23 +240,23 @@ class FastForward:
         self,
         prompts: Sequence[Sequence[int]],
         readers: Sequence[LogitsReader | None],
-        keep: KeepPrompt | None,
-        numbers: Sequence[int] = (),
-        there: Sequence[Tensor | None] = (),
+        store_kv: StoreKeyValues | None,
+        adapter_ids: Sequence[int] = (),
+        uploaded_tokens: Sequence[Tensor | None] = (),
     ) -> Tensor:
         """Prefill prompts and return the logits of their last positions [P, V].
 
         Prompts are padded on the right if their lengths differ (causal attention does not see the
-        padding). `keep` receives (layer, indices of the prompts, keys [B, K, T, D], values) to
-        store. `numbers`: the adapter index of each prompt (`whose`). `there`: the tokens of prompts
-        that are on the device already.
+        padding). `store_kv` receives (layer, indices of the prompts, keys [B, K, T, D], values) to
+        store. `adapter_ids`: the adapter index of each prompt (`group_by_adapter`).
+        `uploaded_tokens`: the tokens of prompts that are on the device already.
         """
         logits_PV = torch.empty(
             len(prompts), self.vocab_size, dtype=torch.float32, device=self.device
         )
-        for batch in prompt_batches([len(prompt) for prompt in prompts], _PREFILL_TOKENS):
+        for batch in batch_prompts([len(prompt) for prompt in prompts], _PREFILL_TOKENS):
             longest = len(prompts[batch[0]])
-            device_tokens = [there[i] for i in batch] if there else []
+            device_tokens = [uploaded_tokens[i] for i in batch] if uploaded_tokens else []
             if device_tokens and all(sequence is not None for sequence in device_tokens):
                 ids = pad_sequence(
                     [sequence for sequence in device_tokens if sequence is not None],
@@ -257,13 +267,15 @@ class FastForward:
                     [[*prompts[i], *[0] * (longest - len(prompts[i]))] for i in batch]
                 ).to(self.device)
             rope = self.rope(torch.arange(longest, device=self.device), longest)
-            row_adapters = self.whose([numbers[i] for i in batch]) if numbers else None
+            row_adapters = (
+                self.group_by_adapter([adapter_ids[i] for i in batch]) if adapter_ids else None
+            )
             last_B = torch.tensor([len(prompts[i]) - 1 for i in batch], device=self.device)
             all_read = any(readers[i] is not None for i in batch)
             hidden = self.forward(
                 ids,
                 rope,
-                self._prompt_attention(batch, keep),
+                self._prompt_attention(batch, store_kv),
                 row_adapters,
                 None if all_read else last_B,
             )
@@ -274,31 +286,33 @@ class FastForward:
                 last, row_adapters
             ).float()
             for row, i in enumerate(batch if all_read else ()):
-                self._show(
+                self._pass_logits(
                     readers[i],
                     hidden[row, : len(prompts[i])],
-                    [(numbers[i], None)] if numbers else None,
+                    [(adapter_ids[i], None)] if adapter_ids else None,
                 )
         return logits_PV
 
-    def _show(self, reader: LogitsReader | None, hidden_TE: Tensor, whose: Whose | None) -> None:
+    def _pass_logits(
+        self, reader: LogitsReader | None, hidden_TE: Tensor, row_adapters: RowAdapters | None
+    ) -> None:
         """Pass the logits of a prompt to its reader, in slices of bounded size."""
         if reader is None:
             return
-        step = max(_LOGITS_AT_ONCE // self.vocab_size, 1)
+        step = max(_MAX_LOGITS_PER_SLICE // self.vocab_size, 1)
         for start in range(0, len(hidden_TE), step):
-            reader(start, self.head(hidden_TE[start : start + step], whose))
+            reader(start, self.head(hidden_TE[start : start + step], row_adapters))
 
-    def _prompt_attention(self, batch: list[int], keep: KeepPrompt | None) -> Attend:
+    def _prompt_attention(self, batch: list[int], store_kv: StoreKeyValues | None) -> Attend:
         """Return the causal attention function of a prefill batch, which stores keys and values
-        with `keep`.
+        with `store_kv`.
         """
         repeat = self.architecture.heads // self.architecture.key_heads
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, T, D]
-            if keep is not None:
-                keep(layer, batch, k, v)
+            if store_kv is not None:
+                store_kv(layer, batch, k, v)
             if repeat > 1:
                 k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
             return (

@@ -1,6 +1,6 @@
 """Compute the forward of any HF causal LM, for `decoder_hf` and its caches.
 
-A `Plan` describes the batching of rows. `probe` determines it on the model itself:
+A `BatchingPlan` describes the batching of rows. `probe` determines it on the model itself:
   padded     a single left-padded batch with a mask and explicit positions; the batch is rebuilt
              when rows are added or removed
   slots      the same for models that carry a recurrent state, with a slot per row; prompts are
@@ -23,18 +23,18 @@ import torch
 from torch import Tensor
 
 from rl.errors import UserError
-from rl.images import reader_of
-from rl.layers import describe, noted
-from rl.sampler.lengths import length_switch
-from rl.sampler.precision import LOW, widen_
-from rl.sampler.time_steps import limit_time_steps_
+from rl.images import get_image_reader
+from rl.layers import describe_layers, record_experts
+from rl.sampler.precision import LOW_PRECISION, output_float32_
+from rl.sampler.rope_switch import find_rope_switch
+from rl.sampler.ssm_time_steps import limit_time_steps_
 from rl.types import PlacedImage
 
 PREFILL_TOKENS = 8192  # padded prompt tokens per forward
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BatchingPlan:
     """Describe the decoding of rows and the reading of whole sequences.
 
     `rows`: see the module. `reading`: sequences are padded on the right, or batched only with
@@ -55,13 +55,13 @@ class HFForward:
         Raises UserError if the model has no output head.
         """
         self.model = model.eval().requires_grad_(False)
-        inner = unwrapped(model)
+        inner = unwrap_peft(model)
         # flash_attention_2 does not support a mask of left-padded prompts with a cache
         if inner.config._attn_implementation == "flash_attention_2":
             inner.set_attn_implementation("sdpa")
         self.name = type(inner).__name__
-        self.reader = reader_of(inner)  # image reader; None for a text-only model
-        self._inner = inner
+        self.image_reader = get_image_reader(inner)  # image reader; None for a text-only model
+        self._hf_model = inner
         config, head = model.config.get_text_config(), model.get_output_embeddings()
         if head is None:
             raise UserError(
@@ -71,18 +71,18 @@ class HFForward:
         positions = getattr(config, "max_position_embeddings", None)
         # -1 (XLNet) means no limit
         self.max_positions = positions if positions and positions > 0 else None
-        self.length_switch = length_switch(model)
-        self.plan = Plan()
-        self.layers = describe(model)
+        self.length_switch = find_rope_switch(model)
+        self.plan = BatchingPlan()
+        self.layers = describe_layers(model)
         forward = inspect.signature(inner.forward).parameters
         self._takes_logits_to_keep = "logits_to_keep" in forward
         self._cache_name = "past_key_values" if "past_key_values" in forward else "cache_params"
         self.device, self.dtype = head.weight.device, head.weight.dtype
-        self.notes_experts = False
+        self.records_experts = False
         # experts of the last forward if recording is on, int16 [batch, positions, B * K]
         self.experts: np.ndarray | None = None
-        if self.dtype in LOW:
-            widen_(model)
+        if self.dtype in LOW_PRECISION:
+            output_float32_(model)
         limit_time_steps_(model)
 
     def new_cache(self) -> Any:
@@ -91,7 +91,7 @@ class HFForward:
 
         return DynamicCache(config=self.model.config)
 
-    def whole_cache(self) -> Any:
+    def new_full_cache(self) -> Any:
         """Return an empty cache with windows that keep every key, so that rows of different lengths
         align.
         """
@@ -114,13 +114,13 @@ class HFForward:
         """
         if last_only and self._takes_logits_to_keep:
             extra["logits_to_keep"] = 1
-        low = self.dtype in LOW
+        low = self.dtype in LOW_PRECISION
         with contextlib.ExitStack() as stack:
             if low:
                 stack.enter_context(torch.autocast(self.device.type, dtype=self.dtype))
             record = (
-                stack.enter_context(noted(self.model, self.layers.experts))
-                if self.notes_experts and self.layers.experts
+                stack.enter_context(record_experts(self.model, self.layers.experts))
+                if self.records_experts and self.layers.experts
                 else None
             )
             logits = self.model(input_ids=ids.to(self.device), **extra).logits
@@ -128,14 +128,18 @@ class HFForward:
             self.experts = record().flatten(1).unflatten(0, ids.shape).cpu().numpy()
         return logits[:, -1:] if last_only else logits
 
-    def fed(self, ids: Tensor, sees: Tensor) -> Tensor:
+    def replace_image_tokens(self, ids: Tensor, has_images: Tensor) -> Tensor:
         """Return sampled tokens [rows, 1] as the model's input.
 
-        `sees`: which rows contain images (see `ImageReader`).
+        `has_images`: which rows contain images (see `ImageReader`).
         """
-        return ids if self.reader is None else self.reader.fed(ids, sees)
+        return (
+            ids
+            if self.image_reader is None
+            else self.image_reader.replace_image_tokens(ids, has_images)
+        )
 
-    def seen(
+    def model_inputs(
         self,
         ids: Tensor,
         images: Sequence[Sequence[PlacedImage]],
@@ -146,9 +150,11 @@ class HFForward:
 
         Each row starts at its entry of `starts` and is `lengths` long.
         """
-        if self.reader is None:
+        if self.image_reader is None:
             return {"input_ids": ids}
-        return self.reader.inputs(self._inner, ids.to(self.device), images, starts, lengths)
+        return self.image_reader.model_inputs(
+            self._hf_model, ids.to(self.device), images, starts, lengths
+        )
 
     def padded_forward(
         self,
@@ -157,11 +163,11 @@ class HFForward:
         positions: Tensor,
         cache: Any,
         last_only: bool,
-        **seen: Tensor,
+        **image_inputs: Tensor,
     ) -> Tensor:
         """Return the logits of a left-padded batch, appended to the cache.
 
-        `seen`: the arguments for images that `seen` returns.
+        `image_inputs`: the arguments for images that `image_inputs` returns.
         """
         extra: dict[str, Any] = (
             {"position_ids": positions.to(self.device)} if self.layers.takes_positions else {}
@@ -169,7 +175,7 @@ class HFForward:
         if mask is not None:
             extra["attention_mask"] = mask.to(self.device)
         return self._logits(
-            ids, last_only, use_cache=True, **{self._cache_name: cache}, **extra, **seen
+            ids, last_only, use_cache=True, **{self._cache_name: cache}, **extra, **image_inputs
         )
 
     def cached_forward(self, rows: Sequence[Sequence[int]], cache: Any, last_only: bool) -> Tensor:
@@ -191,10 +197,12 @@ class HFForward:
         """
         longest = max(map(len, rows))
         ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
-        inputs = self.seen(ids, images or [()] * len(rows), [0] * len(rows), list(map(len, rows)))
+        inputs = self.model_inputs(
+            ids, images or [()] * len(rows), [0] * len(rows), list(map(len, rows))
+        )
         return self._logits(inputs.pop("input_ids"), last_only, use_cache=False, **inputs)
 
-    def equal_batches(self, lengths: Sequence[int]) -> list[list[int]]:
+    def batch_by_length(self, lengths: Sequence[int]) -> list[list[int]]:
         """Return batches of indices of sequences of equal length.
 
         A batch is as large as the plan and the size limit of a forward allow.
@@ -209,7 +217,7 @@ class HFForward:
         return batches
 
 
-def unwrapped(model: Any) -> Any:
+def unwrap_peft(model: Any) -> Any:
     """Return the HF model inside a PEFT wrapper (a wrapper's forward takes only *args and
     **kwargs).
     """

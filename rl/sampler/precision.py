@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 # columns of a head per product, if its weights have to be converted to float32 first
 _COLUMNS = 2048
-LOW = (torch.bfloat16, torch.float16)
+LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def linear_fp32(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -29,7 +29,7 @@ def linear_fp32(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> T
 
     Products and sums are not rounded to half precision.
     """
-    if weight_OI.dtype not in LOW:
+    if weight_OI.dtype not in LOW_PRECISION:
         return F.linear(x.to(weight_OI.dtype), weight_OI, bias_O)
     flat = x.reshape(-1, x.shape[-1]).to(weight_OI.dtype)
     if flat.is_cuda:
@@ -43,46 +43,48 @@ def linear_fp32(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> T
     return y.view(*x.shape[:-1], -1)
 
 
-def cast_(model: Any, dtype: torch.dtype, *, frozen: bool = False, hollow: bool = False) -> None:
+def cast_matrices_(
+    model: Any, dtype: torch.dtype, *, frozen: bool = False, without_values: bool = False
+) -> None:
     """Cast the matrices of a HF model to `dtype`, in place (see the module).
 
-    `frozen`: only those that are not trained. `hollow`: the matrices hold no values yet, and their
-    memory is not touched.
+    `frozen`: only those that are not trained. `without_values`: the matrices hold no values yet,
+    and their memory is not touched.
     """
-    for _, parameter in frozen_matrices(model) if frozen else _matrices(model):
+    for _, parameter in iter_frozen_matrices(model) if frozen else _iter_matrices(model):
         if parameter.dtype != dtype:
             parameter.data = (
                 torch.empty_like(parameter.data, dtype=dtype)
-                if hollow
+                if without_values
                 else parameter.data.to(dtype)
             )
 
 
-def frozen_matrices(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield (name, matrix) of all that `lower_frozen_` casts, a tied matrix once under its first
+def iter_frozen_matrices(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield (name, matrix) of all that `cast_frozen_` casts, a tied matrix once under its first
     name.
     """
     seen: set[int] = set()
-    for name, parameter in _matrices(model):
+    for name, parameter in _iter_matrices(model):
         if not parameter.requires_grad and id(parameter) not in seen:
             seen.add(id(parameter))
             yield name, parameter
 
 
-def lower_frozen_(
-    model: Any, dtype: torch.dtype, *, hollow: bool = False, widen: bool = True
+def cast_frozen_(
+    model: Any, dtype: torch.dtype, *, without_values: bool = False, float32_embeddings: bool = True
 ) -> None:
     """Cast a learner's frozen matrices to `dtype`, in place; embeddings still return float32.
 
-    `hollow`: see `cast_`. `widen`: False if something other than autocast handles the precision
-    (FSDP2).
+    `without_values`: see `cast_matrices_`. `float32_embeddings`: False if something other than
+    autocast handles the precision (FSDP2).
     """
-    cast_(model, dtype, frozen=True, hollow=hollow)
-    if widen:
-        _widen_embeddings_(model)
+    cast_matrices_(model, dtype, frozen=True, without_values=without_values)
+    if float32_embeddings:
+        _embeddings_output_float32_(model)
 
 
-def _matrices(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
+def _iter_matrices(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield (name, parameter) of each matrix that may be cast."""
     from transformers.pytorch_utils import Conv1D
 
@@ -99,36 +101,38 @@ def _matrices(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
                 yield name, parameter
 
 
-def widen_(model: Any) -> None:
+def output_float32_(model: Any) -> None:
     """Make a low-precision model's embeddings and output head return float32, in place."""
-    _widen_embeddings_(model)
+    _embeddings_output_float32_(model)
     head = model.get_output_embeddings()
     for module in head.modules():  # the head itself, or the layers inside an adapter on it
         if (
             type(module) is nn.Linear
             and module.weight.shape[0] == head.weight.shape[0]
-            and module.weight.dtype in LOW
+            and module.weight.dtype in LOW_PRECISION
         ):
-            module.forward = MethodType(_head, module)  # type: ignore[method-assign]
+            module.forward = MethodType(_head_float32, module)  # type: ignore[method-assign]
 
 
-def _widen_embeddings_(model: Any) -> None:
+def _embeddings_output_float32_(model: Any) -> None:
     """Make the embeddings in low precision return float32, in place."""
     for module in model.modules():
-        if isinstance(module, nn.Embedding) and module.weight.dtype in LOW:
+        if isinstance(module, nn.Embedding) and module.weight.dtype in LOW_PRECISION:
             # A bound method, so that a copied model gets a separate method.
-            module.forward = MethodType(_embed, module)  # type: ignore[method-assign]
+            module.forward = MethodType(_embed_float32, module)  # type: ignore[method-assign]
 
 
-def _embed(self: nn.Embedding, *args: Any, **kwargs: Any) -> Tensor:
+def _embed_float32(self: nn.Embedding, *args: Any, **kwargs: Any) -> Tensor:
     """Return the float32 output of an embedding in low precision."""
     if type(self) is nn.Embedding:
         return type(self).forward(self, *args, **kwargs).float()
-    with _AsFloat32(self.weight):  # some classes scale the vectors in the dtype of their weights
+    with _Float32Lookup(
+        self.weight
+    ):  # some classes scale the vectors in the dtype of their weights
         return type(self).forward(self, *args, **kwargs).float()
 
 
-class _AsFloat32(TorchFunctionMode):
+class _Float32Lookup(TorchFunctionMode):
     """Report float32 as the dtype of a table in low precision, and return float32 from look-ups in
     it.
     """
@@ -144,7 +148,7 @@ class _AsFloat32(TorchFunctionMode):
         return out.float() if func is F.embedding else out
 
 
-def _head(self: nn.Linear, x: Tensor) -> Tensor:
+def _head_float32(self: nn.Linear, x: Tensor) -> Tensor:
     """Return the float32 output of an output head in low precision."""
     with torch.autocast(x.device.type, enabled=False):
         return linear_fp32(x, self.weight, self.bias)

@@ -14,7 +14,7 @@ from rl.sampler.decoder import Decoder, check_length
 from rl.types import PlacedImage
 
 
-class PromptReader:
+class PromptLogprobs:
     """Read the logits of a prompt's positions in slices, in order, and keep the logprob of each
     next token.
 
@@ -43,7 +43,7 @@ class PromptReader:
         self.targets = targets
         self.target_logprobs = None if targets is None else np.zeros(targets.shape, np.float32)
 
-    def read(self, first_position: int, logits_TV: Tensor) -> None:
+    def add_logits(self, first_position: int, logits_TV: Tensor) -> None:
         """Process the logits of positions first_position, first_position + 1, ...
 
         The prompt's last position predicts none of its tokens.
@@ -71,7 +71,7 @@ class PromptReader:
             self.topk_logprobs.extend(list(zip(ids, lps, strict=True)) for ids, lps in pairs)
 
 
-def score(
+def score_sequences(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
     temperature: float = 1.0,
@@ -81,7 +81,7 @@ def score(
 
     Entry 0 is None. Raises ValueError if a sequence is empty or exceeds the model's context.
     """
-    readers = [PromptReader([int(token) for token in prompt], temperature) for prompt in prompts]
+    readers = [PromptLogprobs([int(token) for token in prompt], temperature) for prompt in prompts]
     for prompt, placed in zip(prompts, images, strict=True) if any(images) else ():
         decoder.check_images(prompt, placed)
     for prompt in prompts:
@@ -99,7 +99,7 @@ def score(
         image_kwargs = {"images": images} if any(images) else {}
         decoder.read_prompts(
             [reader.prompt[:-1] or reader.prompt for reader in readers],
-            [reader.read for reader in readers],
+            [reader.add_logits for reader in readers],
             **image_kwargs,
         )
     return [reader.logprobs for reader in readers]

@@ -19,7 +19,7 @@ _BLOCK = 512
 
 
 @dataclass(frozen=True, slots=True)
-class RowSettings:
+class RowSamplingSettings:
     """Hold the sampling settings of each row. None means the common case, which then costs nothing.
 
     `temperature_N` float32, 1 for greedy rows (None: 1 everywhere); `greedy_N` bool (None:
@@ -37,7 +37,7 @@ class RowSettings:
     untruncated_logprobs: Tensor | None = None
 
 
-def row_settings(
+def make_row_settings(
     temperatures: np.ndarray,
     top_ks: np.ndarray,
     top_ps: np.ndarray,
@@ -46,7 +46,7 @@ def row_settings(
     *,
     vocab: int,
     device: torch.device,
-) -> RowSettings:
+) -> RowSamplingSettings:
     """Return the settings of the running rows as tensors on the device.
 
     The arrays are [N] each; top_k -1, top_p 1 and min_p 0 mean no truncation.
@@ -67,7 +67,7 @@ def row_settings(
         else torch.nonzero(cut_N & torch.tensor(untruncated_logprobs)).squeeze(1)
     )
     plain_temperature = bool((temperature[~greedy] == 1).all())
-    return RowSettings(
+    return RowSamplingSettings(
         temperature_N=None
         if plain_temperature
         else torch.where(greedy, 1.0, temperature).to(device),
@@ -80,7 +80,9 @@ def row_settings(
     )
 
 
-def draw(logits_NV: Tensor, uniform_N: Tensor, settings: RowSettings) -> tuple[Tensor, Tensor]:
+def sample_tokens(
+    logits_NV: Tensor, uniform_N: Tensor, settings: RowSamplingSettings
+) -> tuple[Tensor, Tensor]:
     """Sample a token (int64) and its logprob (float32) for each row; `uniform_N` float64 in [0, 1).
 
     The logprob is that of the distribution the token was sampled from: softmax(logits / T),
@@ -94,27 +96,29 @@ def draw(logits_NV: Tensor, uniform_N: Tensor, settings: RowSettings) -> tuple[T
     """
     logits_NV = logits_NV.float()
     kernels = (
-        cpu_kernels.load() if logits_NV.device.type == "cpu" and type(logits_NV) is Tensor else None
+        cpu_kernels.load_cpu_kernels()
+        if logits_NV.device.type == "cpu" and type(logits_NV) is Tensor
+        else None
     )
     if kernels is None:
-        return draw_by_torch(logits_NV, uniform_N, settings)
-    token_N, logprob_N = kernels.draw(
+        return sample_with_torch(logits_NV, uniform_N, settings)
+    token_N, logprob_N = kernels.sample(
         logits_NV.contiguous(),
         uniform_N.double().contiguous(),
         settings.temperature_N,
         settings.greedy_N,
     )
     if (rows := settings.truncated) is not None:
-        token_N[rows], logprob_N[rows] = draw_by_torch(
-            logits_NV[rows], uniform_N[rows], _of_rows(settings, rows)
+        token_N[rows], logprob_N[rows] = sample_with_torch(
+            logits_NV[rows], uniform_N[rows], _settings_of_truncated(settings, rows)
         )
     return token_N, logprob_N
 
 
-def _of_rows(settings: RowSettings, rows: Tensor) -> RowSettings:
+def _settings_of_truncated(settings: RowSamplingSettings, rows: Tensor) -> RowSamplingSettings:
     """Return the settings of the `truncated` rows; none of them is greedy."""
     whole = settings.untruncated_logprobs
-    return RowSettings(
+    return RowSamplingSettings(
         temperature_N=None if settings.temperature_N is None else settings.temperature_N[rows],
         truncated=torch.arange(len(rows), device=rows.device),
         top_k=settings.top_k,
@@ -124,21 +128,21 @@ def _of_rows(settings: RowSettings, rows: Tensor) -> RowSettings:
     )
 
 
-def draw_by_torch(
-    scaled_NV: Tensor, uniform_N: Tensor, settings: RowSettings
+def sample_with_torch(
+    scaled_NV: Tensor, uniform_N: Tensor, settings: RowSamplingSettings
 ) -> tuple[Tensor, Tensor]:
-    """Sample from float32 logits on any device, as `draw` does."""
+    """Sample from float32 logits on any device, as `sample_tokens` does."""
     if settings.temperature_N is not None:
         # `unsqueeze`, since indexing queries the device even of fake tensors
         scaled_NV = scaled_NV / settings.temperature_N.unsqueeze(1)
     whole_NV = scaled_NV
     if settings.truncated is not None and settings.top_k is not None and settings.top_p is not None:
-        cut = truncate(
+        cut = truncate_logits(
             scaled_NV[settings.truncated], settings.top_k, settings.top_p, settings.min_p
         )
         scaled_NV = scaled_NV.index_copy(0, settings.truncated, cut)
     largest_N1 = scaled_NV.amax(-1, keepdim=True)
-    token_N, sum_N = inverse_cdf((scaled_NV - largest_N1).exp_(), uniform_N)
+    token_N, sum_N = sample_inverse_cdf((scaled_NV - largest_N1).exp_(), uniform_N)
     if settings.greedy_N is not None:
         token_N = torch.where(settings.greedy_N, scaled_NV.argmax(-1), token_N)
     shifted_N1 = scaled_NV.gather(1, token_N.unsqueeze(1)) - largest_N1
@@ -150,7 +154,7 @@ def draw_by_torch(
     return token_N, logprob_N
 
 
-def truncate(
+def truncate_logits(
     scaled_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor | None = None
 ) -> Tensor:
     """Set logits to -inf outside min-p, then outside top-k, then outside top-p of the remaining
@@ -173,7 +177,7 @@ def truncate(
     return torch.empty_like(scaled_NV).scatter_(-1, order_NV, kept_NV)
 
 
-def inverse_cdf(weight_NV: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
+def sample_inverse_cdf(weight_NV: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return the token at which the cumulative weight passes u times its total, and that total.
 
     A token of weight zero is never returned. The weights are unnormalised probabilities. Sums are

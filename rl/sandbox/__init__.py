@@ -1,23 +1,23 @@
 """Run untrusted programs in isolation, graded by expected values that only the grader holds."""
 
-from rl.sandbox.compare import COMPARERS
-from rl.sandbox.results import Grade, Limits, Run
+from rl.sandbox.compare_values import COMPARERS
+from rl.sandbox.python_session import PythonSession, SessionTurn
 from rl.sandbox.sandbox import Sandbox
-from rl.sandbox.session import Session, Turn
-from rl.sandbox.styles import Asserts, Calls, Dialogues, Pytest, Tests, helpers_of
+from rl.sandbox.sandbox_results import Grade, ProgramRun, SandboxLimits
+from rl.sandbox.test_kinds import Asserts, Calls, Pytest, StdinStdoutTests, Tests, extract_helpers
 
 __all__ = [
     "COMPARERS",
     "Asserts",
     "Calls",
-    "Dialogues",
+    "StdinStdoutTests",
     "Grade",
-    "Limits",
+    "SandboxLimits",
     "Pytest",
-    "Run",
+    "ProgramRun",
     "Sandbox",
-    "Session",
+    "PythonSession",
     "Tests",
-    "Turn",
-    "helpers_of",
+    "SessionTurn",
+    "extract_helpers",
 ]

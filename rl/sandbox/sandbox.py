@@ -14,28 +14,28 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rl.errors import UserError
-from rl.sandbox import grading
-from rl.sandbox.inside.display import make_printable
-from rl.sandbox.languages import LANGUAGES, command_of
-from rl.sandbox.launch import Zygote
-from rl.sandbox.packages import default_packages
-from rl.sandbox.probe import find
-from rl.sandbox.results import Grade, Limits, Run
-from rl.sandbox.service import Service
-from rl.sandbox.session import Session
-from rl.sandbox.slots import Lost, Slots
-from rl.sandbox.styles import Dialogues, Pytest, Tests
+from rl.sandbox import grade_tests
+from rl.sandbox.inside.value_display import make_printable
+from rl.sandbox.isolation_probe import find_sandbox
+from rl.sandbox.package_import import default_packages
+from rl.sandbox.program_language import LANGUAGES, find_command
+from rl.sandbox.python_session import PythonSession
+from rl.sandbox.sandbox_results import Grade, ProgramRun, SandboxLimits
+from rl.sandbox.sandbox_service import SandboxService
+from rl.sandbox.test_kinds import Pytest, StdinStdoutTests, Tests
+from rl.sandbox.worker_pool import SandboxLost, WorkerPool
+from rl.sandbox.zygote_launch import Zygote
 
-_CACHED = 10_000  # grades kept
+_MAX_CACHED_GRADES = 10_000  # grades kept
 
 
-class _UnderWay:
-    """Track a program during its first grading. `grade` is set once `ended` is set, unless grading
-    failed.
+class _PendingGrade:
+    """Track a program during its first grading. `grade` is set once `finished` is set, unless
+    grading failed.
     """
 
     def __init__(self) -> None:
-        self.ended = threading.Event()
+        self.finished = threading.Event()
         self.grade: Grade | None = None
 
 
@@ -53,7 +53,7 @@ class Sandbox:
     def __init__(
         self,
         mode: str = "auto",
-        limits: Limits | None = None,
+        limits: SandboxLimits | None = None,
         workers: int | None = None,
         *,
         packages: Sequence[str] | None = None,
@@ -67,9 +67,9 @@ class Sandbox:
         """
         if workers is not None and workers < 1:
             raise UserError(f"a sandbox needs at least 1 worker, got {workers}")
-        self.limits = limits or Limits()
+        self.limits = limits or SandboxLimits()
         self.workers = workers or len(os.sched_getaffinity(0))
-        self._service = Service(mode) if mode.startswith(("http://", "https://")) else None
+        self._service = SandboxService(mode) if mode.startswith(("http://", "https://")) else None
         self.packages = default_packages() if packages is None else tuple(packages)
         if self._service is not None:
             if packages is not None and self.packages != default_packages():
@@ -79,15 +79,15 @@ class Sandbox:
                     "or install them on the service"
                 )
             self._service.probe()
-            self.kind, self._slots = self._service.kind, Slots(_no_zygote, 0)
+            self.kind, self._worker_pool = self._service.kind, WorkerPool(_refuse_zygote, 0)
         else:
-            launcher = find(mode, without, self.packages)
-            self.kind, self._slots = launcher.kind, Slots(launcher.start, self.workers)
+            launcher = find_sandbox(mode, without, self.packages)
+            self.kind, self._worker_pool = launcher.kind, WorkerPool(launcher.start, self.workers)
         self._sessions = 0
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, Grade] = OrderedDict()
         # Programs during their first grading; each event is set afterwards, also on failure.
-        self._under_way: dict[str, _UnderWay] = {}
+        self._pending_grades: dict[str, _PendingGrade] = {}
 
     # --------------------------------------------------------------------------------------- public
 
@@ -98,8 +98,8 @@ class Sandbox:
         language: str = "python",
         stdin: str = "",
         files: Mapping[str, str] | None = None,
-        limits: Limits | None = None,
-    ) -> Run:
+        limits: SandboxLimits | None = None,
+    ) -> ProgramRun:
         """Run a program from start to end and return its output.
 
         `files`: names and texts of files next to it. Failures of the program are in the Run, never
@@ -110,14 +110,20 @@ class Sandbox:
         try:
             if self._service is not None:
                 return self._service.run(program, language, stdin, files or {}, limits)
-            with self._slots.job(self._job(program, language, files, limits)) as job:
-                built = grading.build(job, language, limits)
-                reply = built or job.ask(grading.case(language, stdin, limits), limits.wall_s)
-        except Lost as error:
-            return Run("", str(error), None, None, False, "lost", time.monotonic() - start, 0.0)
+            with self._worker_pool.open_job(
+                self._build_job(program, language, files, limits)
+            ) as job:
+                built = grade_tests.compile_program(job, language, limits)
+                reply = built or job.request(
+                    grade_tests.build_case_message(language, stdin, limits), limits.wall_s
+                )
+        except SandboxLost as error:
+            return ProgramRun(
+                "", str(error), None, None, False, "lost", time.monotonic() - start, 0.0
+            )
         by, wall, cpu = reply["by"], reply["wall_s"], reply["cpu_s"]
         code, number = (None, None) if by else (reply["code"], reply["signal"])
-        return Run(
+        return ProgramRun(
             reply["stdout"],
             reply["stderr"],
             code,
@@ -134,7 +140,7 @@ class Sandbox:
         program: str,
         tests: Tests,
         *,
-        limits: Limits | None = None,
+        limits: SandboxLimits | None = None,
         early_stop: bool = False,
         cache: bool = True,
     ) -> Grade:
@@ -145,16 +151,16 @@ class Sandbox:
         requests wait for the first grading.
         """
         limits = limits or self.limits
-        key = _key(program, tests, limits, early_stop) if cache else None
+        key = _cache_key(program, tests, limits, early_stop) if cache else None
         if key is None:
             return self._grade(program, tests, limits, early_stop)
         with self._lock:
-            graded = self._under_way.get(key)
+            graded = self._pending_grades.get(key)
             is_first = graded is None and key not in self._cache
             if is_first:
-                graded = self._under_way[key] = _UnderWay()
+                graded = self._pending_grades[key] = _PendingGrade()
         if graded is not None and not is_first:  # samples of a group are often the same program
-            graded.ended.wait()
+            graded.finished.wait()
             if graded.grade is not None:
                 return dataclasses.replace(graded.grade, cached=True)
         with self._lock:
@@ -172,24 +178,24 @@ class Sandbox:
                 graded.grade = grade
             # A loss or a timeout may not repeat.
             if not any(reason.startswith(("lost", "timeout")) for reason in grade.reasons):
-                self._keep(key, grade)
+                self._cache_grade(key, grade)
         finally:
             if is_first:
                 with self._lock:
-                    self._under_way.pop(key).ended.set()
+                    self._pending_grades.pop(key).finished.set()
         return grade
 
-    def _keep(self, key: str, grade: Grade) -> None:
+    def _cache_grade(self, key: str, grade: Grade) -> None:
         with self._lock:
             self._cache[key] = grade
-            while len(self._cache) > _CACHED:
+            while len(self._cache) > _MAX_CACHED_GRADES:
                 self._cache.popitem(last=False)
 
     def grade_many(
         self,
         pairs: Sequence[tuple[str, Tests]],
         *,
-        limits: Limits | None = None,
+        limits: SandboxLimits | None = None,
         early_stop: bool = False,
         cache: bool = True,
     ) -> list[Grade]:
@@ -205,8 +211,8 @@ class Sandbox:
             )
 
     def session(
-        self, *, files: Mapping[str, str] | None = None, limits: Limits | None = None
-    ) -> Session:
+        self, *, files: Mapping[str, str] | None = None, limits: SandboxLimits | None = None
+    ) -> PythonSession:
         """Return a Python interpreter that keeps its state over turns, in addition to the workers.
         Close it.
         """
@@ -215,15 +221,15 @@ class Sandbox:
         with self._lock:
             self._sessions += 1
             number = self._sessions
-        return Session(
-            self._slots,
-            self._slots.new(number),
-            self._job("", "python", files, limits or self.limits),
+        return PythonSession(
+            self._worker_pool,
+            self._worker_pool.add_worker(number),
+            self._build_job("", "python", files, limits or self.limits),
         )
 
     def close(self) -> None:
         """End all running programs. A second call does nothing."""
-        self._slots.close()
+        self._worker_pool.close()
 
     def __enter__(self) -> Sandbox:
         return self
@@ -233,12 +239,12 @@ class Sandbox:
 
     # ------------------------------------------------------------------------------------- internal
 
-    def _job(
-        self, program: str, language: str, files: Mapping[str, str] | None, limits: Limits
+    def _build_job(
+        self, program: str, language: str, files: Mapping[str, str] | None, limits: SandboxLimits
     ) -> dict[str, Any]:
         if language not in LANGUAGES:
             raise UserError(f"language {language!r} is unknown, expected: {', '.join(LANGUAGES)}")
-        command_of(language)
+        find_command(language)
         for name in files or {}:
             if not name or name.startswith("/") or ".." in name.split("/"):
                 raise UserError(
@@ -252,19 +258,25 @@ class Sandbox:
             "keep": ["program"],
         }
 
-    def _grade(self, program: str, tests: Tests, limits: Limits, early_stop: bool) -> Grade:
+    def _grade(self, program: str, tests: Tests, limits: SandboxLimits, early_stop: bool) -> Grade:
         start = time.monotonic()
-        language = tests.language if isinstance(tests, Dialogues) else "python"
+        language = tests.language if isinstance(tests, StdinStdoutTests) else "python"
         results: list[tuple[bool, str]] = []
-        count = grading.count_of(tests)
+        count = grade_tests.count_tests(tests)
         try:
             if self._service is not None:
-                _gather(self._service.verdicts(program, tests, limits), results, early_stop)
+                _collect_verdicts(
+                    self._service.grade_tests(program, tests, limits), results, early_stop
+                )
             else:
-                with self._slots.job(self._job(program, language, None, limits)) as job:
+                with self._worker_pool.open_job(
+                    self._build_job(program, language, None, limits)
+                ) as job:
                     stop = early_stop and not isinstance(tests, Pytest)  # pytest stops by itself
-                    _gather(grading.verdicts(job, tests, limits, early_stop), results, stop)
-        except Lost as error:
+                    _collect_verdicts(
+                        grade_tests.grade_tests(job, tests, limits, early_stop), results, stop
+                    )
+        except SandboxLost as error:
             results.append((False, f"lost: {error}"))
         stopped = early_stop and bool(results) and not results[-1][0]
         reason = (
@@ -282,20 +294,20 @@ class Sandbox:
         )
 
 
-def _gather(
-    verdicts: Iterator[tuple[bool, str]], found: list[tuple[bool, str]], early_stop: bool
+def _collect_verdicts(
+    verdicts: Iterator[tuple[bool, str]], results: list[tuple[bool, str]], early_stop: bool
 ) -> None:
     for verdict in verdicts:
-        found.append(verdict)
+        results.append(verdict)
         if early_stop and not verdict[0]:
             break
 
 
-def _no_zygote() -> Zygote:
+def _refuse_zygote() -> Zygote:
     raise RuntimeError("a service has no zygotes")
 
 
-def _key(program: str, tests: Tests, limits: Limits, early_stop: bool) -> str | None:
+def _cache_key(program: str, tests: Tests, limits: SandboxLimits, early_stop: bool) -> str | None:
     """Return the cache key of a grading.
 
     Return None if the comparer is a function, which has no stable name, or if the tests hold an int

@@ -1,19 +1,19 @@
 """Serve training and sampling over HTTP: Tinker's protocol and OpenAI-style routes."""
 
 from rl.serve.app import make_app
-from rl.serve.desk import Desk
-from rl.serve.main import Served, main
-from rl.serve.refusals import Refused
-from rl.serve.settings import Limits, ServedBase, ServeSettings, owner_of
+from rl.serve.http_errors import HttpError
+from rl.serve.serve_settings import ServedBaseModel, ServeLimits, ServeSettings, compute_owner_id
+from rl.serve.server import ModelServer, main
+from rl.serve.serving_engine import ServingEngine
 
 __all__ = [
-    "Desk",
-    "Limits",
-    "Refused",
+    "ServingEngine",
+    "ServeLimits",
+    "HttpError",
     "ServeSettings",
-    "Served",
-    "ServedBase",
+    "ModelServer",
+    "ServedBaseModel",
     "main",
     "make_app",
-    "owner_of",
+    "compute_owner_id",
 ]

@@ -7,12 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl.renderers import Renderer, broken_call
-from rl.serve.chat_fields import MOST_CHOICES, MOST_TOP_LOGPROBS, Fields, Refused, sampling_params
+from rl.renderers import Renderer, format_broken_call
+from rl.serve.request_fields import (
+    MAX_CHOICES,
+    MAX_TOP_LOGPROBS,
+    FieldReader,
+    OpenAIRequestError,
+    read_sampling_params,
+)
 from rl.types import Message, SamplingParams
 
-MOST_TOKENS = 2**31 - 1
-MOST_MESSAGES = 100_000
+MAX_TOKENS = 2**31 - 1
+MAX_MESSAGES = 100_000
 _ROLES = {
     "system": "system",
     "developer": "system",
@@ -20,7 +26,7 @@ _ROLES = {
     "assistant": "assistant",
     "tool": "tool",
 }
-_OF_MESSAGES = (
+_MESSAGE_FIELDS = (
     "role",
     "content",
     "name",
@@ -38,10 +44,11 @@ _OF_MESSAGES = (
 
 
 @dataclass(frozen=True)
-class ChatAsk:
+class ChatRequest:
     """Hold a chat completion request.
 
-    `max_tokens`: None samples up to the end of the context. `params` adds the renderer's stops.
+    `max_tokens`: None samples up to the end of the context. `make_sampling_params` adds the
+    renderer's stops.
     """
 
     model: str | None
@@ -49,99 +56,99 @@ class ChatAsk:
     tools: Sequence[Mapping[str, Any]]
     template_settings: Mapping[str, Any]
     n: int
-    fields: Fields
+    fields: FieldReader
     max_tokens: int | None
     logprobs: bool
     top_logprobs: int
     stream: bool
-    usage_in_stream: bool
-    as_ids: bool  # whether tokens are written as token_id:<id>
+    include_usage: bool
+    tokens_as_ids: bool  # whether tokens are written as token_id:<id>
     return_token_ids: bool
 
-    def params(self, renderer: Renderer) -> SamplingParams:
+    def make_sampling_params(self, renderer: Renderer) -> SamplingParams:
         """Return the sampling parameters, with the stops of `renderer`."""
-        return sampling_params(
-            self.fields, self.max_tokens, own_stops=renderer.get_stop_sequences()
+        return read_sampling_params(
+            self.fields, self.max_tokens, renderer_stops=renderer.get_stop_sequences()
         )
 
 
-def read_chat(body: Any) -> ChatAsk:
+def read_chat_request(body: Any) -> ChatRequest:
     """Read a chat completion request.
 
     Raises Refused, which names the field, for a malformed or unsupported field.
     """
-    fields = Fields(body)
+    fields = FieldReader(body)
     raw_messages = fields.get("messages")
-    if not isinstance(raw_messages, list) or not 0 < len(raw_messages) <= MOST_MESSAGES:
-        raise fields.wrong("messages", raw_messages, "a list of at least one message")
+    if not isinstance(raw_messages, list) or not 0 < len(raw_messages) <= MAX_MESSAGES:
+        raise fields.make_error("messages", raw_messages, "a list of at least one message")
     messages = read_messages(raw_messages)
     if messages[-1]["role"] == "assistant":
-        raise Refused(
+        raise OpenAIRequestError(
             "messages must not end with an assistant message: continuing it is not supported",
             f"messages[{len(raw_messages) - 1}]",
         )
-    tools = _tools(fields)
+    tools = _read_tools(fields)
     template_settings = fields.get("chat_template_kwargs", {})
     if not isinstance(template_settings, Mapping):
-        raise fields.wrong(
+        raise fields.make_error(
             "chat_template_kwargs", template_settings, "an object of the chat template's settings"
         )
-    if fields.switch("ignore_eos"):
-        raise Refused(
+    if fields.get_flag("ignore_eos"):
+        raise OpenAIRequestError(
             "ignore_eos=true is not supported for chats: a message is parsed up to its end token, "
             "and tokens after it are no part of it; for responses of a fixed length use "
             "/v1/completions",
             "ignore_eos",
         )
-    max_tokens = fields.whole("max_tokens", None, 1, MOST_TOKENS)
-    max_completion_tokens = fields.whole("max_completion_tokens", None, 1, MOST_TOKENS)
+    max_tokens = fields.get_int("max_tokens", None, 1, MAX_TOKENS)
+    max_completion_tokens = fields.get_int("max_completion_tokens", None, 1, MAX_TOKENS)
     if (
         max_tokens is not None
         and max_completion_tokens is not None
         and max_tokens != max_completion_tokens
     ):
-        raise Refused(
+        raise OpenAIRequestError(
             f"max_tokens={max_tokens} and max_completion_tokens={max_completion_tokens} differ: "
             "pass only max_tokens or only max_completion_tokens",
             "max_tokens",
         )
-    logprobs, return_token_ids = fields.switch("logprobs"), fields.switch("return_token_ids")
-    top_logprobs = fields.whole("top_logprobs", 0, 0, MOST_TOP_LOGPROBS) or 0
+    logprobs, return_token_ids = fields.get_flag("logprobs"), fields.get_flag("return_token_ids")
+    top_logprobs = fields.get_int("top_logprobs", 0, 0, MAX_TOP_LOGPROBS) or 0
     if top_logprobs and not logprobs:
-        raise Refused("top_logprobs needs logprobs: true", "top_logprobs")
-    stream = fields.switch("stream")
-    options = Fields(fields.get("stream_options", {}), "stream_options.")
+        raise OpenAIRequestError("top_logprobs needs logprobs: true", "top_logprobs")
+    stream = fields.get_flag("stream")
+    options = FieldReader(fields.get("stream_options", {}), "stream_options.")
     if options.body and not stream:
-        raise Refused("stream_options needs stream: true", "stream_options")
-    usage, _ = options.switch("include_usage"), options.switch("include_obfuscation")
-    options.close()
-    request = ChatAsk(
-        model=fields.text("model"),
+        raise OpenAIRequestError("stream_options needs stream: true", "stream_options")
+    usage, _ = options.get_flag("include_usage"), options.get_flag("include_obfuscation")
+    options.refuse_unread()
+    request = ChatRequest(
+        model=fields.get_text("model"),
         messages=messages,
         tools=tools,
         template_settings=template_settings,
-        n=fields.whole("n", 1, 1, MOST_CHOICES) or 1,
+        n=fields.get_int("n", 1, 1, MAX_CHOICES) or 1,
         fields=fields,
         max_tokens=max_tokens if max_tokens is not None else max_completion_tokens,
         logprobs=logprobs,
         top_logprobs=top_logprobs,
         stream=stream,
-        usage_in_stream=usage,
-        as_ids=return_token_ids or fields.switch("return_tokens_as_token_ids"),
+        include_usage=usage,
+        tokens_as_ids=return_token_ids or fields.get_flag("return_tokens_as_token_ids"),
         return_token_ids=return_token_ids,
     )
     # report invalid sampling parameters before unknown fields
-    sampling_params(fields, request.max_tokens)
-    fields.known.add("n")
-    fields.close()
+    read_sampling_params(fields, request.max_tokens)
+    fields.read_names.add("n")
+    fields.refuse_unread()
     return request
 
 
-def _tools(fields: Fields) -> list[Mapping[str, Any]]:
+def _read_tools(fields: FieldReader) -> list[Mapping[str, Any]]:
     """Return the tools that the prompt describes: none if tool_choice is "none"."""
     raw_tools, choice = fields.get("tools", []), fields.get("tool_choice", "auto")
     if not isinstance(raw_tools, list):
-        raise fields.wrong("tools", raw_tools, "a list of tools")
+        raise fields.make_error("tools", raw_tools, "a list of tools")
     tools: list[Mapping[str, Any]] = []
     for i, tool in enumerate(raw_tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
@@ -150,19 +157,19 @@ def _tools(fields: Fields) -> list[Mapping[str, Any]]:
             or tool.get("type", "function") != "function"
             or not isinstance(function, Mapping)
         ):
-            raise Refused(
+            raise OpenAIRequestError(
                 f'tools[{i}] must be {{"type": "function", "function": {{...}}}}; other kinds are '
                 "not supported",
                 f"tools[{i}]",
             )
         name = function.get("name")
         if not isinstance(name, str) or not name:
-            raise Refused(
+            raise OpenAIRequestError(
                 f"tools[{i}].function.name must be a non-empty text, got {name!r:.80}",
                 f"tools[{i}].function.name",
             )
         if function.get("strict"):
-            raise Refused(
+            raise OpenAIRequestError(
                 "strict tools are not supported: this server does not constrain the model's output",
                 f"tools[{i}].function.strict",
             )
@@ -173,7 +180,7 @@ def _tools(fields: Fields) -> list[Mapping[str, Any]]:
             }
         )
     if choice not in ("auto", "none"):
-        raise Refused(
+        raise OpenAIRequestError(
             f"tool_choice={json.dumps(choice)[:80]} is not supported: this server does not "
             "constrain the model to a grammar, so it cannot force a call. Pass auto (the model may "
             "call) or none (no tools in the prompt), and request the call in the messages",
@@ -182,42 +189,44 @@ def _tools(fields: Fields) -> list[Mapping[str, Any]]:
     return [] if choice == "none" else tools
 
 
-def read_messages(given: Sequence[Any]) -> list[Message]:
+def read_messages(raw_messages: Sequence[Any]) -> list[Message]:
     """Return messages in the form of renderers: contents as texts, the arguments of calls as
     objects, tool results with the tool's name.
     """
     messages: list[Message] = []
     call_names: dict[str, str] = {}  # function name by call id
-    for i, raw in enumerate(given):
+    for i, raw in enumerate(raw_messages):
         place = f"messages[{i}]"
         if not isinstance(raw, Mapping):
-            raise Refused(
+            raise OpenAIRequestError(
                 f"{place} must be an object with role and content, got {type(raw).__name__}", place
             )
         role = raw.get("role")
         if not isinstance(role, str) or role not in _ROLES:
-            raise Refused(
+            raise OpenAIRequestError(
                 f"{place}.role must be any of {', '.join(_ROLES)}; got {role!r:.80}",
                 f"{place}.role",
             )
         for key, value in raw.items():
-            if value is not None and (key not in _OF_MESSAGES or key in ("audio", "function_call")):
-                raise Refused(f"{place}.{key} is not supported", f"{place}.{key}")
+            if value is not None and (
+                key not in _MESSAGE_FIELDS or key in ("audio", "function_call")
+            ):
+                raise OpenAIRequestError(f"{place}.{key} is not supported", f"{place}.{key}")
         message: Message = {
             "role": _ROLES[role],
-            "content": _content(raw.get("content"), place, needed=role != "assistant"),
+            "content": _read_content(raw.get("content"), place, is_required=role != "assistant"),
         }
         thoughts = raw.get("reasoning_content") or raw.get("reasoning")
         if role == "assistant":
             message |= {"reasoning_content": str(thoughts)} if thoughts else {}
             raw_calls = raw.get("tool_calls") or ()
             if not isinstance(raw_calls, Sequence) or isinstance(raw_calls, str):
-                raise Refused(
+                raise OpenAIRequestError(
                     f"{place}.tool_calls must be a list of calls, got {raw_calls!r:.80}",
                     f"{place}.tool_calls",
                 )
             calls = [
-                _call(call, f"{place}.tool_calls[{k}]", call_names)
+                _read_call(call, f"{place}.tool_calls[{k}]", call_names)
                 for k, call in enumerate(raw_calls)
             ]
             broken = [
@@ -227,7 +236,7 @@ def read_messages(given: Sequence[Any]) -> list[Message]:
                 message["content"] = "\n".join(
                     [
                         *([message["content"]] if message["content"] else []),
-                        *map(broken_call, broken),
+                        *map(format_broken_call, broken),
                     ]
                 )
             calls = [call for call in calls if not isinstance(call["function"]["arguments"], str)]
@@ -239,26 +248,26 @@ def read_messages(given: Sequence[Any]) -> list[Message]:
     return messages
 
 
-def _content(given: Any, place: str, needed: bool) -> str:
-    """Return the content of a message as text. `needed`: None is refused."""
-    if isinstance(given, str):
-        return given
-    if given is None and not needed:
+def _read_content(value: Any, place: str, is_required: bool) -> str:
+    """Return the content of a message as text. `is_required`: None is refused."""
+    if isinstance(value, str):
+        return value
+    if value is None and not is_required:
         return ""
-    if not isinstance(given, list):
-        raise Refused(
-            f"{place}.content must be a text or a list of text parts, got {type(given).__name__}",
+    if not isinstance(value, list):
+        raise OpenAIRequestError(
+            f"{place}.content must be a text or a list of text parts, got {type(value).__name__}",
             f"{place}.content",
         )
     texts = []
-    for k, part in enumerate(given):
+    for k, part in enumerate(value):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if (
             not isinstance(part, Mapping)
             or kind not in ("text", "refusal")
             or not isinstance(part.get(kind), str)
         ):
-            raise Refused(
+            raise OpenAIRequestError(
                 f"{place}.content[{k}] has type {kind!r:.40}; this server accepts texts: "
                 "{'type': 'text', 'text': ...}",
                 f"{place}.content[{k}]",
@@ -267,18 +276,18 @@ def _content(given: Any, place: str, needed: bool) -> str:
     return "".join(texts)
 
 
-def _call(call: Any, place: str, named: dict[str, str]) -> dict[str, Any]:
-    """Return a tool call in the form of renderers, and add its name to `named` by its id.
+def _read_call(call: Any, place: str, call_names: dict[str, str]) -> dict[str, Any]:
+    """Return a tool call in the form of renderers, and add its name to `call_names` by its id.
 
     Arguments that are cut-off JSON, as a model may have written them, stay a text.
     """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise Refused(
+        raise OpenAIRequestError(
             f"{place} must be a function call: {{id, type, function: {{name, arguments}}}}", place
         )
     arguments = function.get("arguments")
-    named[str(call.get("id"))] = function["name"]
+    call_names[str(call.get("id"))] = function["name"]
     try:
         arguments = (
             json.loads(arguments or "{}")
@@ -287,7 +296,7 @@ def _call(call: Any, place: str, named: dict[str, str]) -> dict[str, Any]:
         )
     except (ValueError, RecursionError) as error:
         if not str(arguments).startswith("{"):
-            raise Refused(
+            raise OpenAIRequestError(
                 f"{place}.function.arguments is not valid JSON ({error})",
                 f"{place}.function.arguments",
             ) from error
@@ -297,7 +306,7 @@ def _call(call: Any, place: str, named: dict[str, str]) -> dict[str, Any]:
             "function": {"name": function["name"], "arguments": str(arguments)},
         }
     if not isinstance(arguments, Mapping):
-        raise Refused(
+        raise OpenAIRequestError(
             f"{place}.function.arguments must be a JSON object, as text",
             f"{place}.function.arguments",
         )

@@ -9,64 +9,67 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from rl.renderers import Renderer, StopsAt, opens_thoughts, shown
-from rl.serve.chat_reply import content_logprobs, new_id
-from rl.serve.chat_request import ChatAsk
+from rl.renderers import Renderer, StopTextRenderer, parse_partial_answer, prompt_opens_thoughts
+from rl.serve.chat_request import ChatRequest
+from rl.serve.chat_response import make_content_logprobs, make_id
 from rl.types import SampledSequence
 
 Event = dict[str, Any]
-Samples = Mapping[int, SampledSequence]  # the tokens sampled so far, by the index of the choice
+PartialSamples = Mapping[
+    int, SampledSequence
+]  # the tokens sampled so far, by the index of the choice
 
 
-class Writer(Protocol):
+class EventWriter(Protocol):
     """Write the events of a response to a connection. Together the events are the full response."""
 
-    def more(self, samples: Samples) -> Iterator[Event]:
+    def write_partial(self, samples: PartialSamples) -> Iterator[Event]:
         """Yield the events of the samples so far."""
         ...
 
-    def rest(self, whole: Mapping[str, Any]) -> Iterator[Event]:
+    def write_rest(self, response: Mapping[str, Any]) -> Iterator[Event]:
         """Yield the remaining events of the full response."""
         ...
 
 
-class Live:
+class LiveSamples:
     """Pass samples from the sampling thread to the event loop of a stream.
 
-    The event loop waits for `news`, and passes the result of `take()` to `writer` once it is set.
+    The event loop waits for `updated`, and passes the result of `take_new()` to `writer` once it is
+    set.
     """
 
     def __init__(self) -> None:
-        self.news = asyncio.Event()
-        self.writer: Writer | None = None
+        self.updated = asyncio.Event()
+        self.writer: EventWriter | None = None
         self._loop = asyncio.get_running_loop()
-        self._drawn: dict[int, SampledSequence] = {}
+        self._new_samples: dict[int, SampledSequence] = {}
 
-    def show(self, first: int = 0) -> Callable[[Samples], None]:
+    def make_callback(self, first: int = 0) -> Callable[[PartialSamples], None]:
         """Return a callback that any thread may call with the samples so far.
 
         `first`: index of the choice of sample 0.
         """
 
-        def deliver(samples: Samples) -> None:
+        def deliver(samples: PartialSamples) -> None:
             self._loop.call_soon_threadsafe(
-                self._put, {first + i: sequence for i, sequence in samples.items()}
+                self._add, {first + i: sequence for i, sequence in samples.items()}
             )
 
         return deliver
 
-    def _put(self, samples: Samples) -> None:
-        self._drawn |= samples
-        self.news.set()
+    def _add(self, samples: PartialSamples) -> None:
+        self._new_samples |= samples
+        self.updated.set()
 
-    def take(self) -> Samples:
-        """Return the samples since the last call, and clear `news`."""
-        self.news.clear()
-        samples, self._drawn = self._drawn, {}
+    def take_new(self) -> PartialSamples:
+        """Return the samples since the last call, and clear `updated`."""
+        self.updated.clear()
+        samples, self._new_samples = self._new_samples, {}
         return samples
 
 
-class ChatWriter:
+class ChatEventWriter:
     """Write the events of a chat completion.
 
     Logprobs and ids are sent with their tokens; texts, and tool calls in parts, when they are
@@ -75,38 +78,40 @@ class ChatWriter:
 
     def __init__(
         self,
-        asked: ChatAsk,
+        request: ChatRequest,
         head: Mapping[str, Any],
         renderer: Renderer,
         stops: Sequence[str],
         prompt: Sequence[int],
     ):
-        self.asked, self.renderer = asked, renderer
-        self.reader = StopsAt(renderer, stops) if stops else renderer
+        self.request, self.renderer = request, renderer
+        self.reader = StopTextRenderer(renderer, stops) if stops else renderer
         self.head = {**head, "object": "chat.completion.chunk"}
-        self.prompt = {"prompt_token_ids": list(prompt)} if asked.return_token_ids else {}
-        self.within_thoughts = opens_thoughts(renderer, prompt)
-        self.sent: dict[int, dict[str, str]] = {}  # sent texts by field, by choice
+        self.prompt_fields = {"prompt_token_ids": list(prompt)} if request.return_token_ids else {}
+        self.within_thoughts = prompt_opens_thoughts(renderer, prompt)
+        self.sent_texts: dict[int, dict[str, str]] = {}  # sent texts by field, by choice
         # the sent part of the arguments of each tool call, by choice
-        self.calls: dict[int, list[str]] = {}
-        self.tokens: dict[int, int] = {}  # number of sent tokens, by choice
+        self.sent_calls: dict[int, list[str]] = {}
+        self.sent_tokens: dict[int, int] = {}  # number of sent tokens, by choice
 
-    def more(self, samples: Samples) -> Iterator[Event]:
+    def write_partial(self, samples: PartialSamples) -> Iterator[Event]:
         for index, sequence in sorted(samples.items()):
-            yield from self._begin(index)
-            message = shown(self.reader, sequence.tokens, self.within_thoughts, ended=False)
-            deltas = self._new(index, message)
-            fields = {} if self.asked.top_logprobs else self._drawn(index, sequence)
+            yield from self._start_choice(index)
+            message = parse_partial_answer(
+                self.reader, sequence.tokens, self.within_thoughts, ended=False
+            )
+            deltas = self._make_deltas(index, message)
+            fields = {} if self.request.top_logprobs else self._make_token_fields(index, sequence)
             if deltas or fields:
-                yield self._event(index, deltas[0] if deltas else {"content": ""}, **fields)
+                yield self._make_event(index, deltas[0] if deltas else {"content": ""}, **fields)
             for delta in deltas[1:]:
-                yield self._event(index, delta)
+                yield self._make_event(index, delta)
 
-    def rest(self, whole: Mapping[str, Any]) -> Iterator[Event]:
-        for choice in whole["choices"]:
+    def write_rest(self, response: Mapping[str, Any]) -> Iterator[Event]:
+        for choice in response["choices"]:
             index, message = choice["index"], choice["message"]
-            yield from self._begin(index)
-            deltas, begin = self._new(index, message), self.tokens.get(index, 0)
+            yield from self._start_choice(index)
+            deltas, begin = self._make_deltas(index, message), self.sent_tokens.get(index, 0)
             fields: dict[str, Any] = (
                 {"token_ids": choice["token_ids"][begin:]} if "token_ids" in choice else {}
             )
@@ -115,39 +120,40 @@ class ChatWriter:
                     **choice["logprobs"],
                     "content": choice["logprobs"]["content"][begin:],
                 }
-            yield self._event(index, deltas[0] if deltas else {"content": ""}, **fields)
+            yield self._make_event(index, deltas[0] if deltas else {"content": ""}, **fields)
             for delta in deltas[1:]:
-                yield self._event(index, delta)
-            yield self._event(index, {}, finish_reason=choice["finish_reason"])
-        if self.asked.usage_in_stream:
-            yield {**self.head, "choices": [], "usage": whole["usage"]}
+                yield self._make_event(index, delta)
+            yield self._make_event(index, {}, finish_reason=choice["finish_reason"])
+        if self.request.include_usage:
+            yield {**self.head, "choices": [], "usage": response["usage"]}
 
-    def _begin(self, index: int) -> Iterator[Event]:
+    def _start_choice(self, index: int) -> Iterator[Event]:
         """Yield the first event of a choice, unless it was sent. The very first has the prompt."""
-        if index not in self.sent:
-            self.sent[index] = {}
-            first, self.prompt = self.prompt, {}
-            yield {**self._event(index, {"role": "assistant", "content": ""}), **first}
+        if index not in self.sent_texts:
+            self.sent_texts[index] = {}
+            first, self.prompt_fields = self.prompt_fields, {}
+            yield {**self._make_event(index, {"role": "assistant", "content": ""}), **first}
 
-    def _new(self, index: int, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _make_deltas(self, index: int, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the deltas of the message since the last call.
 
-        A text that differs from its sent part (see `shown`) is sent in full after that part.
+        A text that differs from its sent part (see `parse_partial_answer`) is sent in full after
+        that part.
         """
         deltas: list[dict[str, Any]] = []
-        sent = self.sent[index]
+        sent = self.sent_texts[index]
         for name in ("reasoning_content", "content"):
             text, already_sent = message.get(name) or "", sent.get(name, "")
             if not already_sent.startswith(text):
                 deltas.append({name: text.removeprefix(already_sent)})
                 sent[name] = text
-        sent_arguments = self.calls.setdefault(index, [])
+        sent_arguments = self.sent_calls.setdefault(index, [])
         for i, call in enumerate(message.get("tool_calls") or ()):
             arguments = call["function"]["arguments"]
             if i == len(sent_arguments):  # the first delta has the name and an id, like OpenAI's
                 sent_arguments.append("")
                 first = {
-                    "id": call.get("id") or new_id("call"),
+                    "id": call.get("id") or make_id("call"),
                     "type": "function",
                     "function": {**call["function"], "arguments": ""},
                 }
@@ -168,22 +174,24 @@ class ChatWriter:
                 sent_arguments[i] = arguments
         return deltas
 
-    def _drawn(self, index: int, sequence: SampledSequence) -> dict[str, Any]:
+    def _make_token_fields(self, index: int, sequence: SampledSequence) -> dict[str, Any]:
         """Return the requested logprobs and ids of the tokens since the last call."""
-        begin, self.tokens[index] = self.tokens.get(index, 0), len(sequence.tokens)
+        begin, self.sent_tokens[index] = self.sent_tokens.get(index, 0), len(sequence.tokens)
         if begin == len(sequence.tokens):
             return {}
         assert sequence.logprobs is not None
         new = SampledSequence(sequence.tokens[begin:], sequence.logprobs[begin:])
-        fields: dict[str, Any] = {"token_ids": new.tokens} if self.asked.return_token_ids else {}
-        if self.asked.logprobs:
+        fields: dict[str, Any] = {"token_ids": new.tokens} if self.request.return_token_ids else {}
+        if self.request.logprobs:
             fields["logprobs"] = {
-                "content": content_logprobs(self.renderer.tokenizer, new, self.asked.as_ids),
+                "content": make_content_logprobs(
+                    self.renderer.tokenizer, new, self.request.tokens_as_ids
+                ),
                 "refusal": None,
             }
         return fields
 
-    def _event(self, index: int, delta: dict[str, Any], **more: Any) -> Event:
+    def _make_event(self, index: int, delta: dict[str, Any], **more: Any) -> Event:
         """Return an event with a delta of a choice; `more` overrides fields of the choice."""
         return {
             **self.head,
@@ -193,32 +201,39 @@ class ChatWriter:
         }
 
 
-class TextWriter:
+class TextEventWriter:
     """Write the events of a completion; logprobs come with the end of a choice.
 
-    `read(index of the choice, tokens)` returns the certain part of the text.
+    `decode_certain(index of the choice, tokens)` returns the certain part of the text.
     """
 
     def __init__(
-        self, head: Mapping[str, Any], read: Callable[[int, Sequence[int]], str], usage: bool
+        self,
+        head: Mapping[str, Any],
+        decode_certain: Callable[[int, Sequence[int]], str],
+        include_usage: bool,
     ):
-        self.head, self.read, self.usage = dict(head), read, usage
-        self.sent: dict[int, str] = {}
+        self.head, self.decode_certain, self.include_usage = (
+            dict(head),
+            decode_certain,
+            include_usage,
+        )
+        self.sent_texts: dict[int, str] = {}
 
-    def more(self, samples: Samples) -> Iterator[Event]:
+    def write_partial(self, samples: PartialSamples) -> Iterator[Event]:
         for index, sequence in sorted(samples.items()):
-            yield from self._news(index, self.read(index, sequence.tokens))
+            yield from self._write_new_text(index, self.decode_certain(index, sequence.tokens))
 
-    def rest(self, whole: Mapping[str, Any]) -> Iterator[Event]:
-        for choice in whole["choices"]:
-            yield from self._news(choice["index"], choice["text"])
+    def write_rest(self, response: Mapping[str, Any]) -> Iterator[Event]:
+        for choice in response["choices"]:
+            yield from self._write_new_text(choice["index"], choice["text"])
             yield {**self.head, "choices": [{**choice, "text": ""}]}
-        if self.usage:
-            yield {**self.head, "choices": [], "usage": whole["usage"]}
+        if self.include_usage:
+            yield {**self.head, "choices": [], "usage": response["usage"]}
 
-    def _news(self, index: int, text: str) -> Iterator[Event]:
+    def _write_new_text(self, index: int, text: str) -> Iterator[Event]:
         """Yield an event with the unsent part of `text`, if any."""
-        new_text, self.sent[index] = text.removeprefix(self.sent.get(index, "")), text
+        new_text, self.sent_texts[index] = text.removeprefix(self.sent_texts.get(index, "")), text
         if new_text:
             yield {
                 **self.head,

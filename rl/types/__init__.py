@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 
+from rl.types.expert_records import experts_as_text, experts_from_text
 from rl.types.inputs import (
     Chunk,
     EncodedTextChunk,
@@ -18,20 +19,7 @@ from rl.types.inputs import (
     ModelInputChunk,
     PlacedImage,
 )
-from rl.types.learning import (
-    AdamOptimizerConfig,
-    AdamParams,
-    LoraConfig,
-    LossFnInputs,
-    LossFnOutput,
-    LossFnType,
-    ModelID,
-    OptimizerConfig,
-    OptimParams,
-    TensorDtype,
-)
-from rl.types.noted import experts_as_text, experts_from_text
-from rl.types.problems import Message, Problem, StoredAnswer
+from rl.types.problem_types import Message, Problem, StoredAnswer
 from rl.types.responses import (
     Checkpoint,
     CheckpointType,
@@ -50,7 +38,7 @@ from rl.types.responses import (
     TrainingRun,
     WeightsInfoResponse,
 )
-from rl.types.sampling import SamplingParams
+from rl.types.sampling_params import SamplingParams
 from rl.types.training_data import (
     LOSS_INPUT_DTYPES,
     Datum,
@@ -58,6 +46,18 @@ from rl.types.training_data import (
     ProvenanceSpans,
     SampledProvenanceSpan,
     TensorData,
+)
+from rl.types.training_params import (
+    AdamOptimizerConfig,
+    AdamParams,
+    LoraConfig,
+    LossFnInputs,
+    LossFnOutput,
+    LossFnType,
+    ModelID,
+    OptimizerConfig,
+    OptimParams,
+    TensorDtype,
 )
 
 __all__ = [

@@ -172,7 +172,7 @@ class ModelInput:
             at += chunk.length
         return tuple(images)
 
-    def cut(self, length: int) -> ModelInput:
+    def truncate(self, length: int) -> ModelInput:
         """Return the first `length` tokens (an extension).
 
         Raises ValueError if that would cut an image in two.

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rl.types.noted import experts_as_text, experts_from_text
+from rl.types.expert_records import experts_as_text, experts_from_text
 from rl.types.training_data import TensorData
 
 StopReason = Literal["stop", "length"]

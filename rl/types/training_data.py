@@ -52,7 +52,7 @@ class TensorData:
         with np.errstate(over="ignore"):
             array = np.ascontiguousarray(array, dtype=_DTYPES[dtype])
         if sparse_crow_indices is not None or sparse_col_indices is not None:
-            array = _filled(array, shape, sparse_crow_indices, sparse_col_indices)
+            array = _expand_sparse(array, shape, sparse_crow_indices, sparse_col_indices)
         if shape is not None:
             try:
                 array = array.reshape(tuple(shape))
@@ -126,7 +126,7 @@ def _check_whole(array: np.ndarray) -> None:
         raise ValueError(f"int64 data lies below 2**63, got {int(array.max())}")
 
 
-def _filled(values: np.ndarray, shape: Any, rows: Any, columns: Any) -> np.ndarray:
+def _expand_sparse(values: np.ndarray, shape: Any, rows: Any, columns: Any) -> np.ndarray:
     """Expand compressed sparse rows to a dense array.
 
     Row i has values[rows[i]:rows[i + 1]] at columns[rows[i]:rows[i + 1]], and zeros elsewhere.

@@ -20,7 +20,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from rl.sandbox.inside import frames, values
+from rl.sandbox.inside import message_framing, value_codec
 
 FILE = "main.py"
 _BYTE_ORDER_MARK = "\ufeff"  # ignored by Python at the beginning of a file
@@ -45,7 +45,7 @@ def _writer(descriptor: int, errors: str, line_buffering: bool = False) -> io.Te
     return io.TextIOWrapper(raw, encoding="utf-8", errors=errors, line_buffering=line_buffering)
 
 
-def prepare(name: str, source: str) -> types.ModuleType:
+def replace_main_module(name: str, source: str) -> types.ModuleType:
     """Return an empty module `name` that replaces this project's modules in the interpreter."""
     for key in [
         key for key in sys.modules if key == "__main__" or key == "rl" or key.startswith("rl.")
@@ -68,7 +68,7 @@ def prepare(name: str, source: str) -> types.ModuleType:
 def run_script(source: str) -> int:
     """Run a program as `python main.py` does. Return its exit code."""
     source = source.removeprefix(_BYTE_ORDER_MARK)
-    module = prepare("__main__", source)
+    module = replace_main_module("__main__", source)
     code = 0
     try:
         exec(compile(source, module.__file__ or FILE, "exec", dont_inherit=True), module.__dict__)
@@ -77,10 +77,10 @@ def run_script(source: str) -> int:
     except BaseException:
         code = 1
         _print_traceback()
-    return finish(code)
+    return shut_down(code)
 
 
-def finish(code: int) -> int:
+def shut_down(code: int) -> int:
     """Run the shutdown steps of an interpreter. Return the exit code."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
@@ -128,16 +128,18 @@ class Server:
     def serve(self) -> int:
         """Load the program, report the outcome, and serve requests until the other end closes."""
         failed = self._load()
-        frames.send(self.replies, {"failed": failed} if failed else {"loaded": True})
+        message_framing.send(self.replies, {"failed": failed} if failed else {"loaded": True})
         try:
             while not failed:
-                frames.send(self.replies, self._answer(frames.receive(self.requests)))
-        except frames.Ended:
+                message_framing.send(
+                    self.replies, self._answer(message_framing.receive(self.requests))
+                )
+        except message_framing.ConnectionClosedError:
             pass
         return 0
 
     def _load(self) -> list[str] | None:
-        module = prepare("solution", self.source)
+        module = replace_main_module("solution", self.source)
         self.space = module.__dict__
         try:
             exec(
@@ -152,10 +154,10 @@ class Server:
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
             result, arguments = self._do(request)
-            reply = {"id": request.get("id"), "value": values.encode(result, self.refer)}
+            reply = {"id": request.get("id"), "value": value_codec.encode(result, self.refer)}
             # a function that returns None may have changed its arguments
             if result is None and arguments is not None:
-                reply["arguments"] = [values.encode(item, self.refer) for item in arguments]
+                reply["arguments"] = [value_codec.encode(item, self.refer) for item in arguments]
             return reply
         except SystemExit:
             return {"id": request.get("id"), "raised": ["SystemExit", [], _EXITED]}
@@ -169,9 +171,11 @@ class Server:
         if verb == "session":
             return run_cell(request["code"], self.space), None
         target = self.objects[request["of"]] if request.get("of") is not None else None
-        arguments = [values.decode(item, self.referent) for item in request.get("arguments", [])]
+        arguments = [
+            value_codec.decode(item, self.referent) for item in request.get("arguments", [])
+        ]
         named = {
-            key: values.decode(item, self.referent)
+            key: value_codec.decode(item, self.referent)
             for key, item in request.get("named", {}).items()
         }
         if verb == "call":
@@ -214,20 +218,20 @@ class Server:
         """Return a function that calls a function of the tester in the tester."""
 
         def call(*arguments: Any) -> Any:
-            frames.send(
+            message_framing.send(
                 self.replies,
                 {
                     "call": name,
-                    "arguments": [values.encode(item, self.refer) for item in arguments],
+                    "arguments": [value_codec.encode(item, self.refer) for item in arguments],
                 },
             )
             while True:
-                message = frames.receive(self.requests)
+                message = message_framing.receive(self.requests)
                 if "returned" in message:
-                    return values.decode(message["returned"], self.referent)
+                    return value_codec.decode(message["returned"], self.referent)
                 if "raised" in message:
                     raise RuntimeError(message["raised"])
-                frames.send(self.replies, self._answer(message))
+                message_framing.send(self.replies, self._answer(message))
 
         return call
 

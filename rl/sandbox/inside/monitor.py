@@ -15,8 +15,15 @@ import socket
 import time
 from typing import Any
 
-from rl.sandbox.inside import frames, init, pytest_tester, replies, tester, walls
-from rl.sandbox.inside.watch import Gone, Stopped, Watch
+from rl.sandbox.inside import (
+    init_process,
+    isolation,
+    message_framing,
+    pytest_tester,
+    reply_parser,
+    tester,
+)
+from rl.sandbox.inside.run_watcher import CallerClosedError, LimitReached, RunWatcher
 
 _ENDING_SECONDS = 5.0
 
@@ -25,14 +32,14 @@ def serve(caller: socket.socket, up: set[str], user: int, group: int) -> None:
     """Serve a job, from its first message until the caller closes the socket. Never returns."""
     monitor = None
     try:
-        walls.die_with_parent()
+        isolation.die_with_parent()
         monitor = Monitor(caller, up, user, group)
         monitor.serve()
-    except (frames.Ended, Gone):
+    except (message_framing.ConnectionClosedError, CallerClosedError):
         pass
     except BaseException as error:
         with contextlib.suppress(BaseException):
-            frames.send(caller, {"failed": f"{type(error).__name__}: {error}"})
+            message_framing.send(caller, {"failed": f"{type(error).__name__}: {error}"})
     finally:
         if monitor is not None:
             monitor.end_init()
@@ -48,17 +55,17 @@ class Monitor:
         # Fork before this process reads any part of the job: a candidate is a fork of init and can
         # read all of the memory that init had.
         init_socket, init_end = socket.socketpair()
-        self.init_pid = walls.fork_into(up)
+        self.init_pid = isolation.fork_into(up)
         if self.init_pid == 0:
             init_socket.close()
             caller.close()
-            init.serve(init_end, up, user, group)
+            init_process.serve(init_end, up, user, group)
         init_end.close()
         self.init = init_socket
         self.job: dict[str, Any] = {}
-        self.watch: Watch | None = None
+        self.watch: RunWatcher | None = None
         self.requests = self.replies = -1  # pipes of a serving candidate
-        self.asked = 0
+        self.request_count = 0
 
     def serve(self) -> None:
         verbs = {
@@ -69,9 +76,9 @@ class Monitor:
             "end": self._end,
         }
         while True:
-            message = frames.receive(self.caller)
+            message = message_framing.receive(self.caller)
             reply = verbs[message["do"]](message)
-            frames.send(self.caller, {**reply, "nonce": self.nonce})
+            message_framing.send(self.caller, {**reply, "nonce": self.nonce})
 
     # ------------------------------------------------------------------------------------- requests
 
@@ -82,8 +89,8 @@ class Monitor:
         if "cores" in self.up and job["cores"]:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, job["cores"])
-        frames.send(self.init, job)
-        reply = frames.receive(self.init)
+        message_framing.send(self.init, job)
+        reply = message_framing.receive(self.init)
         if "begun" not in reply:
             raise RuntimeError(reply.get("failed", "init did not begin"))
         return {"begun": True}
@@ -91,19 +98,19 @@ class Monitor:
     def _case(self, message: dict[str, Any]) -> dict[str, Any]:
         """Run a program from start to end. Return its output and the way it ended."""
         if message.get("clean"):
-            frames.send(self.init, {"do": "clean"})
-            frames.receive(self.init)
+            message_framing.send(self.init, {"do": "clean"})
+            message_framing.receive(self.init)
         start = time.monotonic()
         source = os.memfd_create("stdin")
         with os.fdopen(os.dup(source), "wb") as file:
-            file.write(frames.encode_text(message["stdin"]))
+            file.write(message_framing.encode_text(message["stdin"]))
         os.lseek(source, 0, os.SEEK_SET)
         watch = self._start(message, source, [])
         by = ""
         try:
-            watch.until(start + message["wall_s"])
-        except Stopped as stopped:
-            by = stopped.why
+            watch.wait_for_end(start + message["wall_s"])
+        except LimitReached as stopped:
+            by = stopped.reason
         return {**self._stop(by), "wall_s": time.monotonic() - start}
 
     def _call(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -113,31 +120,34 @@ class Monitor:
             self._serve_candidate()
             assert self.watch is not None
             until = start + message["wall_s"]
-            if self.asked == 0:
-                failed = replies.read_loaded(self.watch.message(self.replies, until))
+            if self.request_count == 0:
+                failed = reply_parser.read_loaded(self.watch.read_message(self.replies, until))
                 if failed is not None:
                     return {
                         **self._stop("load"),
                         "text": failed[1],
                         "wall_s": time.monotonic() - start,
                     }
-            self.asked += 1
-            self.watch.send(self.requests, {**message["request"], "id": self.asked}, until)
+            self.request_count += 1
+            self.watch.send(self.requests, {**message["request"], "id": self.request_count}, until)
             # Forwarded unparsed: the caller parses the message by the grammar of `replies`, only
             # there, and requests the end of a candidate that forges messages.
-            body = self.watch.frame(self.replies, until).decode("utf-8")
+            body = self.watch.read_frame(self.replies, until).decode("utf-8")
             self.watch.drain()
-            out, err = self.watch.take()
+            out, err = self.watch.take_output()
             return {
                 "reply": body,
-                "number": self.asked,
+                "number": self.request_count,
                 "stdout": out,
                 "stderr": err,
                 "wall_s": time.monotonic() - start,
             }
-        except (Stopped, frames.Ended) as stopped:
-            return {**self._stop(getattr(stopped, "why", "")), "wall_s": time.monotonic() - start}
-        except (replies.Forged, UnicodeDecodeError):
+        except (LimitReached, message_framing.ConnectionClosedError) as stopped:
+            return {
+                **self._stop(getattr(stopped, "reason", "")),
+                "wall_s": time.monotonic() - start,
+            }
+        except (reply_parser.ForgedMessageError, UnicodeDecodeError):
             return {**self._stop("forged"), "wall_s": time.monotonic() - start}
 
     def _tests(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -158,7 +168,7 @@ class Monitor:
         by, until, collected = "", start + message["wall_s"], 0
         try:
             while True:
-                verdict = self.watch.message(says, min(until, start + message["total_s"]))
+                verdict = self.watch.read_message(says, min(until, start + message["total_s"]))
                 if "done" in verdict:
                     break
                 if "by" in verdict:  # the candidate broke the protocol, and the tester exited
@@ -169,9 +179,9 @@ class Monitor:
                 else:
                     results.append([verdict["ok"], verdict["why"]])
                 until = time.monotonic() + message["wall_s"]
-        except Stopped as stopped:
-            by = stopped.why
-        except (frames.Ended, frames.BadMessage):
+        except LimitReached as stopped:
+            by = stopped.reason
+        except (message_framing.ConnectionClosedError, message_framing.BadMessage):
             by = "tester"
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -191,7 +201,7 @@ class Monitor:
         files = "files" in message
         up = self.up & {"user", "mounts"} if files else set()
         user, group = os.getuid(), os.getgid()
-        pid = walls.fork_into(up)
+        pid = isolation.fork_into(up)
         if pid == 0:
             try:
                 os.close(says)
@@ -199,8 +209,8 @@ class Monitor:
                 self.caller.close()
                 assert self.watch is not None
                 self.watch.close()
-                walls.settle(up, user, group)
-                walls.mount_private(
+                isolation.map_user(up, user, group)
+                isolation.mount_private(
                     up, int(self.job["limits"]["file_mb"]), int(self.job["limits"]["files"])
                 )
                 run = pytest_tester.run if files else None
@@ -225,16 +235,16 @@ class Monitor:
 
     # -------------------------------------------------------------------------------- the candidate
 
-    def _start(self, message: dict[str, Any], source: int, channel: list[int]) -> Watch:
+    def _start(self, message: dict[str, Any], source: int, channel: list[int]) -> RunWatcher:
         """Let init start a candidate with `source` as its input. The descriptors belong to the
         candidate and are closed here.
         """
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
         fds = (source, out_end, err_end, *channel)
-        frames.send(self.init, {**message, "stdin": None, "do": "run"}, fds)
+        message_framing.send(self.init, {**message, "stdin": None, "do": "run"}, fds)
         for descriptor in fds:
             os.close(descriptor)
-        self.watch = Watch(
+        self.watch = RunWatcher(
             self.init,
             self.caller,
             out,
@@ -243,7 +253,7 @@ class Monitor:
             self.init_pid,
             counting="watch" in self.up,
         )
-        reply = frames.receive(self.init)
+        reply = message_framing.receive(self.init)
         if "started" not in reply:
             raise RuntimeError(reply.get("failed", "init started nothing"))
         return self.watch
@@ -251,9 +261,9 @@ class Monitor:
     def _serve_candidate(self) -> None:
         if self.watch is not None:
             return
-        (requests, request_sink), (reply_source, replies) = os.pipe(), os.pipe()
-        self.requests, self.replies, self.asked = request_sink, reply_source, 0
-        self._start({"mode": "serve"}, os.open("/dev/null", os.O_RDONLY), [requests, replies])
+        (requests, request_sink), (reply_source, reply_sink) = os.pipe(), os.pipe()
+        self.requests, self.replies, self.request_count = request_sink, reply_source, 0
+        self._start({"mode": "serve"}, os.open("/dev/null", os.O_RDONLY), [requests, reply_sink])
 
     def _stop(self, by: str) -> dict[str, Any]:
         """End the candidate if it still runs. Return its output and the way it ended."""
@@ -266,23 +276,23 @@ class Monitor:
         ended = watch.ended
         self.init.settimeout(_ENDING_SECONDS)
         if ended is None:
-            frames.send(self.init, {"do": "end"})
-            ended = frames.receive(self.init)
-            frames.receive(self.init)
+            message_framing.send(self.init, {"do": "end"})
+            ended = message_framing.receive(self.init)
+            message_framing.receive(self.init)
         else:
-            frames.send(self.init, {"do": "ack"})
+            message_framing.send(self.init, {"do": "ack"})
         self.init.settimeout(None)
         watch.drain()
-        out, err = watch.take()
+        out, err = watch.take_output()
         watch.close()
         status = int(ended["ended"])
         signalled = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
         if signalled == signal.SIGXCPU:
             by = by or "cpu"
-        elif not by and watch.over_cpu(float(ended["cpu_s"])):
+        elif not by and watch.exceeds_cpu(float(ended["cpu_s"])):
             by = "cpu"
-        rest = {"cpu_s": ended["cpu_s"], "memory_mb": max(ended["memory_mb"], watch.most_mb)}
+        rest = {"cpu_s": ended["cpu_s"], "memory_mb": max(ended["memory_mb"], watch.peak_mb)}
         return {
             "ended": True,
             "by": by,

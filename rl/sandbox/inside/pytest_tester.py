@@ -14,8 +14,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from rl.sandbox.inside import frames
-from rl.sandbox.inside.tester import _MODULES, Link
+from rl.sandbox.inside import message_framing
+from rl.sandbox.inside.tester import _MODULES, CandidateClient
 
 FOLDER = "/tmp/tests"
 
@@ -23,7 +23,7 @@ FOLDER = "/tmp/tests"
 class RemoteModule(types.ModuleType):
     """Resolve `from solution import name` by a request to the candidate."""
 
-    def __init__(self, name: str, link: Link):
+    def __init__(self, name: str, link: CandidateClient):
         super().__init__(name)
         self.__dict__["_link"] = link
         self.__dict__["__path__"] = []
@@ -32,12 +32,12 @@ class RemoteModule(types.ModuleType):
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
         try:
-            return self.__dict__["_link"].ask("find", name=name)
+            return self.__dict__["_link"].request("find", name=name)
         except NameError as error:
             raise AttributeError(str(error)) from None
 
 
-class Verdicts:
+class VerdictPlugin:
     """Report the outcome of each test, setup and teardown included, as a pytest plugin."""
 
     def __init__(self, say: Callable[[bool, str], None], tell: Callable[[int], None]):
@@ -66,7 +66,7 @@ class Verdicts:
             self.say(False, f"error: {report.nodeid}: {str(report.longrepr)[-300:]}")
 
 
-def name_star_imports(files: dict[str, str], module: str, link: Link) -> dict[str, str]:
+def name_star_imports(files: dict[str, str], module: str, link: CandidateClient) -> dict[str, str]:
     """Return test files with `from module import *` replaced by the names that the files use and
     that neither the files nor Python define.
 
@@ -78,9 +78,9 @@ def name_star_imports(files: dict[str, str], module: str, link: Link) -> dict[st
         for name, text in files.items()
     }
     trees = {
-        name: tree for name, text in texts.items() if (tree := _parsed(name, text)) is not None
+        name: tree for name, text in texts.items() if (tree := _parse_file(name, text)) is not None
     }
-    if not any(_stars(tree, module) for tree in trees.values()):
+    if not any(_find_star_imports(tree, module) for tree in trees.values()):
         return files
     used, bound = set[str](), dict[str, set[str]]()
     for name in trees:
@@ -92,22 +92,26 @@ def name_star_imports(files: dict[str, str], module: str, link: Link) -> dict[st
         if item in _MODULES and all(_is_module(item, tree) for tree in trees.values())
     }
     names = {item for item in used - modules if _exists(item, link)}
-    return {name: _named(texts[name], trees[name], module, names - bound[name], modules - bound[name]) if name in trees else text
+    return {name: _replace_star_imports(texts[name], trees[name], module, names - bound[name], modules - bound[name]) if name in trees else text
             for name, text in files.items()}  # fmt: skip
 
 
-def _named(text: str, tree: ast.Module, module: str, names: set[str], modules: set[str]) -> str:
+def _replace_star_imports(
+    text: str, tree: ast.Module, module: str, names: set[str], modules: set[str]
+) -> str:
     """Replace the star imports of a file. Other `import *` of the file are repeated last, which
     prevents the program from replacing their names.
     """
-    outer = [node for node in _stars(tree) if node in tree.body and node.module != module]
+    outer = [
+        node for node in _find_star_imports(tree) if node in tree.body and node.module != module
+    ]
     others = {"." * node.level + (node.module or "") for node in outer}
     parts = [f"import {', '.join(sorted(modules))}"] * bool(modules) + [
         f"from {module} import {', '.join(sorted(names))}"
     ] * bool(names)
     parts += [f"from {other} import *" for other in sorted(others)]
     lines = [line.encode() for line in text.split("\n")]
-    for node in reversed(_stars(tree, module)):
+    for node in reversed(_find_star_imports(tree, module)):
         end = node.end_lineno or node.lineno
         tail = lines[end - 1][node.end_col_offset :]
         lines[node.lineno - 1 : end] = [
@@ -116,7 +120,7 @@ def _named(text: str, tree: ast.Module, module: str, names: set[str], modules: s
     return b"\n".join(lines).decode()
 
 
-def _parsed(name: str, text: str) -> ast.Module | None:
+def _parse_file(name: str, text: str) -> ast.Module | None:
     """Parse a file. Return None if it is not valid Python: pytest reports the error."""
     try:
         return ast.parse(text) if name.endswith(".py") else None
@@ -124,7 +128,7 @@ def _parsed(name: str, text: str) -> ast.Module | None:
         return None
 
 
-def _stars(tree: ast.Module, module: str | None = None) -> list[ast.ImportFrom]:
+def _find_star_imports(tree: ast.Module, module: str | None = None) -> list[ast.ImportFrom]:
     imports = [
         node
         for node in ast.walk(tree)
@@ -165,21 +169,21 @@ def _is_module(name: str, tree: ast.AST) -> bool:
     )
 
 
-def _exists(name: str, link: Link) -> bool:
+def _exists(name: str, link: CandidateClient) -> bool:
     try:
-        link.ask("find", name=name)
+        link.request("find", name=name)
     except NameError:
         return False
     return True
 
 
-def run(message: dict[str, Any], link: Link, verdicts: int) -> None:
+def run(message: dict[str, Any], link: CandidateClient, verdicts: int) -> None:
     """Send a verdict for each test; a single failed verdict if no test exists or the program does
     not load.
     """
 
     def say(ok: bool, reason: str) -> None:
-        frames.send(verdicts, {"ok": ok, "why": reason})
+        message_framing.send(verdicts, {"ok": ok, "why": reason})
 
     failed = link.read_loaded()
     if failed:
@@ -198,7 +202,9 @@ def run(message: dict[str, Any], link: Link, verdicts: int) -> None:
                 file.write(text)
         import pytest
 
-        plugin = Verdicts(say, lambda count: frames.send(verdicts, {"collected": count}))
+        plugin = VerdictPlugin(
+            say, lambda count: message_framing.send(verdicts, {"collected": count})
+        )
         options = [
             "-q",
             "-p",
@@ -212,4 +218,4 @@ def run(message: dict[str, Any], link: Link, verdicts: int) -> None:
         pytest.main([*options, FOLDER], plugins=[plugin])
         if plugin.count == 0:
             say(False, "error: pytest found no tests")
-    frames.send(verdicts, {"done": True})
+    message_framing.send(verdicts, {"done": True})

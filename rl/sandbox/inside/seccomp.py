@@ -11,7 +11,7 @@ from typing import Any
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 # Calls that later kernels add are not reviewed; the filter returns ENOSYS for them.
-_NEWEST = 462
+_NEWEST_CALL = 462
 # name: (number on x86_64, number on aarch64); None if the architecture lacks the call
 _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     # namespaces and mounts
@@ -49,7 +49,7 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NR, _ARCH, _ARGUMENT = 0, 4, 16
 
 
-def program(network: bool = True) -> bytes:
+def build_filter(network: bool = True) -> bytes:
     """Return the filter for this machine.
 
     `network`: allow IP sockets, because the program runs in a separate network namespace. Raises
@@ -62,7 +62,7 @@ def program(network: bool = True) -> bytes:
     code: list[tuple[int, int, int, int]] = [
         (_LOAD, 0, 0, _ARCH), (_JEQ, 1, 0, _ARCHITECTURES[machine]), (_RET, 0, 0, _KILL),
         (_LOAD, 0, 0, _NR), (_JGE, 0, 1, 0x40000000), (_RET, 0, 0, _KILL),
-        (_JGE, 0, 1, _NEWEST + 1), (_RET, 0, 0, _ERRNO | errno.ENOSYS),
+        (_JGE, 0, 1, _NEWEST_CALL + 1), (_RET, 0, 0, _ERRNO | errno.ENOSYS),
         # the flags of clone3 are in memory, which the filter cannot read; libraries use clone then
         (_JEQ, 0, 1, _CLONE3[column]), (_RET, 0, 0, _ERRNO | errno.ENOSYS),
     ]  # fmt: skip
@@ -94,7 +94,7 @@ def install(libc: Any, network: bool = True) -> None:
     """Install the filter irrevocably for this process and its children. Sets no_new_privs, which
     the filter requires.
     """
-    lines = program(network)
+    lines = build_filter(network)
     buffer = ctypes.create_string_buffer(lines, len(lines))
     pointer = struct.pack("HxxxxxxQ", len(lines) // 8, ctypes.addressof(buffer))
     if (

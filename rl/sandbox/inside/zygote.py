@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 
-from rl.sandbox.inside import frames, landlock, monitor, walls
+from rl.sandbox.inside import isolation, landlock, message_framing, monitor
 
 # The modules that programs import most are preloaded; no code of a program runs here.
 _MODULES = (
@@ -45,15 +45,15 @@ def main(control_fd: int, names: str, user: int, importable: str, sandlock: str 
     os.environ["PYTHONPATH"] = importable  # for an interpreter that a program starts
     if os.getuid() == 0 and user:
         if "proc" in up:
-            walls.uncover_proc()
-        walls.become(user)
+            isolation.unmount_proc_covers()
+        isolation.switch_user(user)
     gc.collect()
     gc.freeze()  # forks then share these pages
-    frames.send(control, {"ready": os.getpid()})
+    message_framing.send(control, {"ready": os.getpid()})
     while True:
         try:
-            _, fds = frames.receive_with_fds(control)
-        except frames.Ended:
+            _, fds = message_framing.receive_with_fds(control)
+        except message_framing.ConnectionClosedError:
             os._exit(0)
         _job(control, fds[0], up)
 
@@ -79,4 +79,4 @@ def _job(control: socket.socket, descriptor: int, up: set[str]) -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    frames.send(control, {"free": True})
+    message_framing.send(control, {"free": True})

@@ -1,0 +1,78 @@
+"""Provide the training methods: three hooks and their settings, one or two files per method
+(`ppo.py`, `ppo_settings.py`). Their shared parts are in `update.py`.
+"""
+
+from rl.algorithms.advantages import (
+    ADVANTAGES,
+    AdvantageEstimator,
+    PerProblemBaseline,
+    RunningMeanBaseline,
+    compute_gae,
+    compute_returns_to_go,
+    has_signal,
+    normalize_by_batch,
+)
+from rl.algorithms.builtin_method_registry import METHODS
+from rl.algorithms.grpo import PolicyGradient
+from rl.algorithms.grpo_settings import GrpoSettings, PolicyGradientSettings
+from rl.algorithms.importance_correction import (
+    ImportanceCorrection,
+    apply_correction,
+    index_episodes,
+    merge_effective_sample_size,
+)
+from rl.algorithms.kl_penalty import (
+    AdaptiveKL,
+    apply_kl_penalty,
+    compute_kl_metrics,
+    compute_logprob_gaps,
+)
+from rl.algorithms.method_interface import Models, Progress, RowEvaluator
+from rl.algorithms.method_registry import is_method_address
+from rl.algorithms.method_spec import MethodSpec
+from rl.algorithms.offline import check_stored_answer
+from rl.algorithms.offline_settings import RolloutDataSettings
+from rl.algorithms.ppo import Ppo
+from rl.algorithms.ppo_settings import PpoOptions, PpoSettings
+from rl.algorithms.reinforce import ReinforceSettings
+from rl.algorithms.reward_shaping import RewardShaper
+from rl.algorithms.sft import Sft, SftSettings
+from rl.algorithms.streamed_step import StreamedStep
+
+__all__ = [
+    "ADVANTAGES",
+    "AdvantageEstimator",
+    "PerProblemBaseline",
+    "RunningMeanBaseline",
+    "normalize_by_batch",
+    "has_signal",
+    "compute_returns_to_go",
+    "compute_gae",
+    "ImportanceCorrection",
+    "apply_correction",
+    "index_episodes",
+    "merge_effective_sample_size",
+    "AdaptiveKL",
+    "compute_logprob_gaps",
+    "compute_kl_metrics",
+    "apply_kl_penalty",
+    "RewardShaper",
+    "RowEvaluator",
+    "GrpoSettings",
+    "METHODS",
+    "MethodSpec",
+    "Models",
+    "PolicyGradient",
+    "PolicyGradientSettings",
+    "Ppo",
+    "PpoOptions",
+    "PpoSettings",
+    "Progress",
+    "ReinforceSettings",
+    "RolloutDataSettings",
+    "Sft",
+    "SftSettings",
+    "StreamedStep",
+    "check_stored_answer",
+    "is_method_address",
+]

@@ -1,0 +1,214 @@
+"""Compute advantages from rewards: pure functions on a group's rewards (G numbers in, G numbers
+out) or on a batch's rewards (P groups).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from rl.rollout import has_signal
+
+
+def subtract_mean(rewards_G: Sequence[float]) -> np.ndarray:
+    """Return A_i = r_i - mean(r) (Dr. GRPO, arXiv 2503.20783: no division by the standard
+    deviation).
+
+    A group with equal rewards gives exact zeros (not the rounding error of the mean); so does a
+    group of size 1.
+    """
+    rewards = np.asarray(rewards_G, dtype=np.float64)
+    if not has_signal(rewards_G):
+        return np.zeros_like(rewards)
+    return rewards - rewards.mean()
+
+
+def normalize_by_std(rewards_G: Sequence[float], eps: float = 1e-6) -> np.ndarray:
+    """Return A_i = (r_i - mean(r)) / (std(r) + eps), with the population standard deviation (GRPO,
+    arXiv 2402.03300, section 4.1.2).
+    """
+    rewards = np.asarray(rewards_G, dtype=np.float64)
+    return subtract_mean(rewards_G) / (rewards.std() + eps)
+
+
+def leave_one_out(rewards_G: Sequence[float]) -> np.ndarray:
+    """Return A_i = r_i - mean of the others = G/(G-1) (r_i - mean(r)) (RLOO, arXiv 2402.14740).
+
+    A group of size 1 gives zero.
+    """
+    n = len(rewards_G)
+    return subtract_mean(rewards_G) * (n / (n - 1)) if n > 1 else np.zeros(n)
+
+
+def use_raw_rewards(rewards_G: Sequence[float]) -> np.ndarray:
+    """Return A_i = r_i: plain REINFORCE."""
+    return np.asarray(rewards_G, dtype=np.float64)
+
+
+class RunningMeanBaseline:
+    """Compute A_i = r_i - b, where b is the exponential moving average of earlier batches' mean
+    reward.
+
+    b starts at the mean of the first batch. It is updated after the advantages of a batch, so from
+    the second batch on the rewards of a batch do not enter its baseline (which would bias the
+    gradient).
+    """
+
+    def __init__(self, decay: float = 0.9, value: float | None = None):
+        self.decay = decay
+        self.value = value
+
+    def __call__(
+        self, rewards_P_G: Sequence[Sequence[float]], keys_P: Sequence[str] = ()
+    ) -> list[np.ndarray]:
+        """Return the advantages [P][G] and update the baseline."""
+        mean = float(np.mean([r for rewards in rewards_P_G for r in rewards]))
+        baseline = mean if self.value is None else self.value
+        self.value = self.decay * baseline + (1 - self.decay) * mean
+        return [np.asarray(rewards, dtype=np.float64) - baseline for rewards in rewards_P_G]
+
+    def state(self) -> float | None:
+        """Return the baseline, for a checkpoint."""
+        return self.value
+
+    def load_state(self, state: float | None) -> None:
+        """Restore the baseline from a checkpoint."""
+        self.value = state
+
+
+class PerProblemBaseline:
+    """Compute A_i = r_i - b(problem), where b is the exponential moving average of the problem's
+    earlier mean rewards.
+
+    A problem without earlier rewards is compared with a running mean over all problems. Baselines
+    are updated after the advantages of the batch. Keys are texts, so that the state is JSON.
+    """
+
+    def __init__(self, decay: float = 0.5):
+        self.decay = decay
+        self.values: dict[str, float] = {}
+        self.overall = RunningMeanBaseline()
+
+    def __call__(
+        self, rewards_P_G: Sequence[Sequence[float]], keys_P: Sequence[str]
+    ) -> list[np.ndarray]:
+        """Return the advantages [P][G] and update the problems' baselines."""
+        fresh_P_G = self.overall(rewards_P_G)
+        advantages_P_G = []
+        for rewards_G, fresh_G, key in zip(rewards_P_G, fresh_P_G, keys_P, strict=True):
+            known = self.values.get(key)
+            advantages_P_G.append(
+                fresh_G if known is None else np.asarray(rewards_G, dtype=np.float64) - known
+            )
+        for rewards_G, key in zip(rewards_P_G, keys_P, strict=True):
+            mean, known = float(np.mean(rewards_G)), self.values.get(key)
+            self.values[key] = (
+                mean if known is None else self.decay * known + (1 - self.decay) * mean
+            )
+        return advantages_P_G
+
+    def state(self) -> dict[str, Any]:
+        """Return the baselines, for a checkpoint."""
+        return {"values": self.values, "overall": self.overall.value}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the baselines from a checkpoint."""
+        self.values = dict(state["values"])
+        self.overall.value = state["overall"]
+
+
+def normalize_by_batch(
+    rewards_P_G: Sequence[Sequence[float]], eps: float = 1e-8
+) -> list[np.ndarray]:
+    """Return A_i = (r_i - mean) / (std + eps), both over the whole batch (REINFORCE++, arXiv
+    2501.03262).
+    """
+    flat = np.concatenate([np.asarray(rewards_G, dtype=np.float64) for rewards_G in rewards_P_G])
+    if not has_signal(flat.tolist()):
+        return [np.zeros(len(rewards_G)) for rewards_G in rewards_P_G]
+    return [(np.asarray(rewards_G) - flat.mean()) / (flat.std() + eps) for rewards_G in rewards_P_G]
+
+
+def subtract_mean_divide_by_batch_std(
+    rewards_P_G: Sequence[Sequence[float]], eps: float = 1e-8
+) -> list[np.ndarray]:
+    """Return rewards centered within each group, divided by the std of the centered rewards over
+    the whole batch (REINFORCE++-baseline, arXiv 2501.03262).
+    """
+    centred_P_G = [subtract_mean(rewards_G) for rewards_G in rewards_P_G]
+    std = np.concatenate(centred_P_G).std()
+    return [advantages_G / (std + eps) for advantages_G in centred_P_G]
+
+
+def compute_returns_to_go(rewards_N: Sequence[float], discount: float = 1.0) -> list[float]:
+    """Return sum_{k >= t} discount^(k - t) r_k for each step t of an episode."""
+    total, backwards = 0.0, []
+    for reward in reversed(rewards_N):
+        total = float(reward) + discount * total
+        backwards.append(total)
+    return backwards[::-1]
+
+
+def compute_gae(
+    rewards_T: np.ndarray,
+    values_T: np.ndarray,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    bootstrap: float = 0.0,
+) -> np.ndarray:
+    """Compute generalized advantage estimation over the action tokens of an episode (arXiv
+    1506.02438, equation 16), float64 [T].
+
+    A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t. V_t is the value before
+    action t. V_{T} is `bootstrap`: 0 if the episode ended, the value after its last token if it was
+    truncated. The arrays omit the observations between actions, so observations discount nothing.
+    The return for training the value is A_t + V_t.
+    """
+    advantages, running, ahead = np.zeros(len(rewards_T)), 0.0, bootstrap
+    for t in reversed(range(len(rewards_T))):
+        running = rewards_T[t] + gamma * ahead - values_T[t] + gamma * lam * running
+        advantages[t], ahead = running, values_T[t]
+    return advantages
+
+
+@dataclass(frozen=True)
+class AdvantageEstimator:
+    """Describe an advantage estimator.
+
+    fn                scope "group": maps the rewards of a group to advantages; scope "batch": maps
+                      the rewards of all groups [P][G]
+    scope             whether an advantage depends only on the answers of its group ("group") or
+                      also on those of other groups ("batch")
+    compares_members  whether advantages come only from differences within a group: equal rewards
+                      then give 0
+    state_key         for an estimator that remembers earlier batches: `fn` is its class, called
+                      with rewards [P][G] and keys [P]; a checkpoint holds its `state` under this
+                      name
+    """
+
+    fn: Callable[..., Any]
+    scope: Literal["group", "batch"]
+    compares_members: bool
+    state_key: str | None = None
+
+
+ADVANTAGES: dict[str, AdvantageEstimator] = {
+    "mean": AdvantageEstimator(subtract_mean, scope="group", compares_members=True),
+    "mean_std": AdvantageEstimator(normalize_by_std, scope="group", compares_members=True),
+    "leave_one_out": AdvantageEstimator(leave_one_out, scope="group", compares_members=True),
+    "mean_batch_std": AdvantageEstimator(
+        subtract_mean_divide_by_batch_std, scope="batch", compares_members=True
+    ),
+    "batch": AdvantageEstimator(normalize_by_batch, scope="batch", compares_members=False),
+    "running_mean": AdvantageEstimator(
+        RunningMeanBaseline, scope="batch", compares_members=False, state_key="baseline"
+    ),
+    "per_problem": AdvantageEstimator(
+        PerProblemBaseline, scope="batch", compares_members=False, state_key="per_problem"
+    ),
+    "none": AdvantageEstimator(use_raw_rewards, scope="group", compares_members=False),
+}

@@ -1,0 +1,160 @@
+"""Implement best-of-n: sample several answers to each problem and fine-tune on the best (rejection
+sampling fine-tuning).
+
+RAFT (Dong et al., arXiv 2304.06767, algorithm 1); Llama 2's rejection sampling (arXiv 2307.09288,
+section 3.2); with `min_reward` RFT (Yuan et al., arXiv 2308.01825) and STaR's filter (arXiv
+2203.14465). The loss is the mean of -log p over the kept answers' tokens, at the sampling
+temperature, so that the distribution that samples is fitted to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from rl.algorithms.method_interface import Models, Progress
+from rl.algorithms.reward_shaping import RewardShaper
+from rl.algorithms.update import train_single_pass
+from rl.config import (
+    DataSettings,
+    EnvironmentSettings,
+    LearnedRewardSettings,
+    LoopSettings,
+    ModelSettings,
+    OptimSettings,
+    Range,
+    RolloutSettings,
+    SamplingSettings,
+    ShapingSettings,
+    check_comparison_groups,
+    check_ranges,
+    check_substeps,
+)
+from rl.rollout import TrajectoryGroup, mean, trajectory_to_datums
+from rl.types import Datum
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionSettings:
+    """Configure the answers that are learned."""
+
+    group_size: Annotated[int, Range(1, 10**6)] = 8
+    """Answers sampled for each problem: the n."""
+    keep: Annotated[int, Range(1, 10**6)] = 1
+    """Number of answers learned per group, the best first; of equal answers those sampled first."""
+    min_reward: Annotated[float | None, Range(-1e9, 1e9)] = None
+    """Learn no answer with a lower reward, such as 1 if a correct answer has reward 1. By default a group of answers with equal rewards is dropped."""  # noqa: E501
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.keep >= self.group_size and self.min_reward is None:
+            raise ValueError(
+                f"keep {self.keep} of group_size {self.group_size} answers selects all of them, "
+                "whatever their rewards: raise group_size, lower keep, or set min_reward"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestOfNSettings:
+    """Best-of-n: sample several answers to each problem, fine-tune on the best, sample again."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    env: EnvironmentSettings = field(default_factory=EnvironmentSettings)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    shaping: ShapingSettings = field(default_factory=ShapingSettings)
+    selection: SelectionSettings = field(default_factory=SelectionSettings)
+    learned: LearnedRewardSettings = field(default_factory=LearnedRewardSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    flow: RolloutSettings = field(default_factory=RolloutSettings)
+    loop: LoopSettings = field(default_factory=LoopSettings)
+
+    def __post_init__(self) -> None:
+        check_substeps(self)
+        check_comparison_groups(self, self.selection.group_size)
+
+    @property
+    def learning_rate(self) -> float:
+        """Return the learning rate: as set, else 1e-4 with LoRA, 1e-5 without."""
+        rate = self.optim.learning_rate
+        return rate if rate is not None else (1e-4 if self.model.lora_rank else 1e-5)
+
+
+def select_best(rewards_G: Sequence[float], config: SelectionSettings) -> list[int]:
+    """Return the members of a group that are learned, the best first."""
+    if config.min_reward is None and len(set(rewards_G)) == 1:
+        return []
+    best = sorted(range(len(rewards_G)), key=lambda i: -rewards_G[i])[: config.keep]
+    return [i for i in best if config.min_reward is None or rewards_G[i] >= config.min_reward]
+
+
+class BestOfN:
+    """Implement `best_of_n`."""
+
+    online = True
+
+    def __init__(self, settings: BestOfNSettings):
+        self.settings = settings
+        self.group_size = settings.selection.group_size
+        self.shaper = RewardShaper(settings.shaping, settings.sampling.max_tokens)
+        self._behavior_datums: list[
+            Datum
+        ] = []  # the batch's kept answers with the behavior logprobs
+        self._metrics: dict[str, float] = {}
+
+    def compute_advantages(self, groups: Sequence[TrajectoryGroup], models: Models) -> list[Datum]:
+        """Return the kept answers as datums. If no answer is kept, return an answer of the first
+        group with weights of 0, which has no gradient.
+        """
+        rewards_P_G = self.shaper.shape_totals(groups)
+        kept = [
+            (p, i)
+            for p, rewards_G in enumerate(rewards_P_G)
+            for i in select_best(rewards_G, self.settings.selection)
+        ]
+        self._metrics = {
+            "optim/answers_kept": len(kept),
+            "optim/groups_kept": len({p for p, _ in kept}) / max(1, len(groups)),
+        }
+        if kept:
+            self._metrics["reward/kept"] = mean([rewards_P_G[p][i] for p, i in kept])
+        datums: list[Datum] = []
+        for p, i in kept or [(0, 0)]:
+            trajectory = groups[p].trajectories_G[i]
+            trajectory.advantage = 1.0 if kept else 0.0
+            datums += trajectory_to_datums(trajectory)
+        self._behavior_datums = datums if kept else []
+        weights = [datum.loss_fn_inputs["mask" if kept else "advantages"] for datum in datums]
+        targets = [datum.loss_fn_inputs["target_tokens"] for datum in datums]
+        return [
+            d.with_inputs({"target_tokens": t, "weights": w})
+            for d, t, w in zip(datums, targets, weights, strict=True)
+        ]
+
+    def update(
+        self, models: Models, datums: Sequence[Datum], progress: Progress
+    ) -> dict[str, float]:
+        """Update the policy in a single pass over the kept answers."""
+        settings = self.settings
+        config = {"temperature": settings.sampling.temperature}
+        metrics = train_single_pass(
+            models,
+            datums,
+            loss="cross_entropy",
+            config=config,
+            normalise="tokens",
+            optim=settings.optim,
+            loop=settings.loop,
+            progress=progress,
+            peak_learning_rate=settings.learning_rate,
+            behavior_datums=self._behavior_datums,
+        )
+        self._behavior_datums = []
+        return {**metrics, **self.shaper.metrics, **self._metrics}
+
+    def state(self) -> dict[str, Any]:
+        return {"reward_statistics": self.shaper.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.shaper.load_state(state["reward_statistics"])

@@ -1,0 +1,365 @@
+"""Implement distillation: a student learns to answer as its teacher does.
+
+On-policy (learn_from student): the student's samples, with the token advantage -(log student - log
+teacher), so that the expected gradient is that of the reverse KL(student || teacher) (Agarwal et
+al., arXiv 2306.13649; Gu et al., arXiv 2306.08543). Off-policy (learn_from teacher or data):
+answers that the teacher sampled, or that the data holds, with
+    alpha T^2 KL(teacher_T || student_T) + (1 - alpha) cross-entropy
+per token (Hinton et al., arXiv 1503.02531, section 2), where _T is softmax(logits / T) and the
+teacher's distribution is that of its `teacher_top_k` likeliest tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rl.algorithms.distillation_settings import (
+    DistillSettings,
+    parse_teachers,
+    select_answer_fields,
+)
+from rl.algorithms.method_interface import ModelFactory, Models, Progress
+from rl.algorithms.row_datums import truncate_datum
+from rl.algorithms.sft import make_response_datum
+from rl.algorithms.update import make_adam_params, split_into_substeps, train_single_pass
+from rl.errors import UserError
+from rl.judges import FrozenScorer, check_vocabulary, restore_full_input
+from rl.rollout import TrajectoryGroup, max_or_nan, supervised_datum, trajectory_to_datums
+from rl.seed import derive_seed
+from rl.types import Datum, ModelInput, Problem, SamplingParams, TensorData
+
+if TYPE_CHECKING:
+    from rl.client import SamplingClient
+
+
+class Distillation:
+    """Implement `distill`: its training hooks and the models that a run loads for them. Subclasses
+    inherit both.
+    """
+
+    reads = staticmethod(select_answer_fields)
+    needs_reward = False
+
+    @staticmethod
+    def clients(settings: DistillSettings, factory: ModelFactory) -> dict[str, Any]:
+        """Load the teachers by data set, each with the student's vocabulary. A teacher that is
+        named twice is loaded once.
+
+        Raises UserError if a data set has no teacher, or a teacher no data set.
+        """
+        named = parse_teachers(settings)
+        uncovered, unknown = (
+            [tag for tag in factory.tags if tag not in named and "" not in named],
+            sorted(set(named) - {"", *factory.tags}),
+        )
+        if uncovered or unknown:
+            problem = (
+                f"no teacher for the data set {uncovered[0]}"
+                if uncovered
+                else f"unknown data set {unknown[0]}"
+            )
+            raise UserError(
+                f"{problem}: --teacher names teachers for {', '.join(named)}, the data sets are "
+                f"{', '.join(factory.tags)}"
+            )
+        loaded = {target: factory.load(target) for target in dict.fromkeys(named.values())}
+        for target, teacher in loaded.items():
+            check_vocabulary(factory.policy, teacher, f"teacher {target}")
+        return {"teachers": {tag: loaded[target] for tag, target in named.items()}}
+
+    @staticmethod
+    def weights(settings: DistillSettings) -> list[str]:
+        """Return the names of the teachers' weights."""
+        return list(parse_teachers(settings).values())
+
+    def __init__(self, settings: DistillSettings):
+        self.settings = settings
+        self.options = settings.distillation
+        self.online = self.options.learn_from == "student"
+        self.group_size = self.options.group_size
+        self._metrics: dict[str, float] = {}
+
+    # ------------------------------------------------------------------------------------ on-policy
+
+    def compute_advantages(self, groups: Sequence[TrajectoryGroup], models: Models) -> list[Datum]:
+        """Return datums with each token's advantage: -(log student - log teacher), both as sampled;
+        with kl_discount, plus those of later tokens.
+        """
+        credited: list[Datum] = []
+        by_teacher: dict[str, list[TrajectoryGroup]] = {}
+        for group in groups:
+            by_teacher.setdefault(find_teacher(models, group.tag), []).append(group)
+        gaps: list[np.ndarray] = []
+        for name, members in by_teacher.items():
+            trajectories = [trajectory for group in members for trajectory in group.trajectories_G]
+            for trajectory in trajectories:
+                trajectory.advantage = 0.0  # replaced by token advantages below
+            datums_N = [trajectory_to_datums(trajectory) for trajectory in trajectories]
+            flat = [datum for datums in datums_N for datum in datums]
+            teacher = iter(
+                FrozenScorer(models.others["teachers"][name]).logprobs(
+                    flat, self.settings.sampling.temperature
+                )
+            )
+            for trajectory, datums in zip(trajectories, datums_N, strict=True):
+                masks = [datum.loss_fn_inputs["mask"].array != 0 for datum in datums]
+                gap_T = np.concatenate(
+                    [
+                        d.loss_fn_inputs["logprobs"].array[m] - next(teacher)[m]
+                        for d, m in zip(datums, masks, strict=True)
+                    ]
+                )
+                credit_T = -_add_later_gaps(gap_T, self.options.kl_discount)
+                trajectory.advantage = float(credit_T.mean())
+                gaps.append(gap_T)
+                for datum, mask, part in zip(
+                    datums,
+                    masks,
+                    np.split(credit_T, np.cumsum([m.sum() for m in masks])[:-1]),
+                    strict=True,
+                ):
+                    advantages = np.zeros(len(mask), dtype=np.float32)
+                    advantages[mask] = part
+                    datum.loss_fn_inputs["advantages"] = TensorData(advantages)
+            credited += flat
+        all_gaps = np.concatenate(gaps).astype(np.float64)
+        # The sum of the gaps of a sequence is an unbiased estimate of KL(student || teacher) over
+        # whole answers.
+        self._metrics = {
+            "teacher/kl_per_token": float(all_gaps.mean()),
+            "teacher/kl_per_answer": float(all_gaps.sum() / len(gaps)),
+        }
+        return credited
+
+    # ----------------------------------------------------------------------------------- off-policy
+
+    def datums(
+        self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
+    ) -> list[Datum]:
+        """Return sequences with soft targets [T, K + 1]: the teacher's likeliest tokens and, in the
+        last column, the answer's token.
+        """
+        by_teacher: dict[str, list[Problem]] = {}
+        for row in rows:
+            by_teacher.setdefault(find_teacher(models, row.tag), []).append(row)
+        datums: list[Datum] = []
+        for name, members in by_teacher.items():
+            client = models.others["teachers"][name]
+            if self.options.learn_from == "data":
+                plain = [
+                    truncate_datum(self.settings.data, make_response_datum(row, renderer), row)
+                    for row in members
+                ]
+            else:
+                plain = self._sample_teacher(members, renderer, client, seed)
+            options = self.options
+            datums += make_soft_targets(
+                client,
+                plain,
+                top_k=options.teacher_top_k,
+                alpha=options.alpha,
+                temperature=options.distill_temperature,
+            )
+        return datums
+
+    def _sample_teacher(
+        self, rows: Sequence[Problem], renderer: Any, teacher: SamplingClient, seed: int
+    ) -> list[Datum]:
+        """Sample the teacher's answers to the rows, as supervised datums.
+
+        The random stream of a sample is a function of (seed, problem, index in its group), not of
+        the other rows of the batch.
+        """
+        from rl.rollout import assign_random_streams
+        from rl.sampler import SamplingRequest
+
+        sampling = self.settings.sampling
+        params = SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            stop=renderer.get_stop_sequences(),
+        )
+        prompts = [renderer.build_generation_prompt(row.messages) for row in rows]
+        # rows of two data sets may have the same index
+        streams = assign_random_streams([derive_seed(row.tag, row.index) for row in rows])
+        requests = [
+            SamplingRequest(
+                prompt=prompt.flat(),
+                images=prompt.placed(),
+                num_samples=self.group_size,
+                params=params,
+                seed=seed,
+                problem=stream,
+            )
+            for stream, prompt in zip(streams, prompts, strict=True)
+        ]
+        responses, _ = teacher.sample_many(requests).result()
+        return [
+            supervised_datum(
+                ModelInput.of([*prompt.flat(), *sequence.tokens], prompt.placed()),
+                [0.0] * prompt.length + [1.0] * len(sequence.tokens),
+            )
+            for prompt, response in zip(prompts, responses, strict=True)
+            for sequence in response.sequences
+        ]
+
+    # ----------------------------------------------------------------------------------------- both
+
+    def update(
+        self, models: Models, datums: Sequence[Datum], progress: Progress
+    ) -> dict[str, float]:
+        """Update the policy in a single pass. On-policy: importance sampling, the mean over tokens.
+        Off-policy: the mixture, as `optim/loss`, `optim/kl`, `optim/ce`.
+        """
+        settings = self.settings
+        if self.online:
+            metrics = train_single_pass(
+                models,
+                datums,
+                loss="importance_sampling",
+                config={"temperature": settings.sampling.temperature},
+                normalise="tokens",
+                optim=settings.optim,
+                loop=settings.loop,
+                progress=progress,
+                peak_learning_rate=settings.learning_rate,
+            )
+            return {**metrics, **self._metrics}
+        params = make_adam_params(
+            settings.optim, settings.loop, progress.batch, settings.learning_rate
+        )
+        sums: dict[str, float] = {}
+        norms = []
+        for part in split_into_substeps(datums, settings.optim.num_substeps):
+            for name, value in self._accumulate_mixture(models, part).items():
+                sums[name] = sums.get(name, 0.0) + value
+            update = models.policy.optim_step(params).result().metrics or {}
+            norms.append(update["grad_norm"])
+            sums["skipped"] = sums.get("skipped", 0.0) + update.get("skipped_nonfinite", 0.0)
+        tokens = sums["tokens"]
+        metrics = {
+            "optim/lr": params.learning_rate,
+            "optim/loss": sums["loss"] / tokens,
+            "optim/tokens": tokens,
+        }
+        metrics |= {f"optim/{name}": sums[name] / tokens for name in ("kl", "ce") if name in sums}
+        metrics["optim/grad_norm"] = max_or_nan(norms)
+        return metrics | ({"optim/skipped_nonfinite": sums["skipped"]} if sums["skipped"] else {})
+
+    def _accumulate_mixture(self, models: Models, datums: Sequence[Datum]) -> dict[str, float]:
+        """Accumulate the gradient of an optimizer step. Returns sums over its tokens.
+
+        Two temperatures need two forward passes: the soft columns at T, the answer's token at 1.
+        """
+        alpha, t = self.options.alpha, self.options.distill_temperature
+        tokens = sum(int((d.loss_fn_inputs["weights"].array != 0).any(1).sum()) for d in datums)
+        sums: dict[str, float] = {"tokens": tokens, "loss": 0.0}
+        pending = {}
+        if alpha > 0:
+            soft = [_select_columns(d, slice(None, -1)) for d in datums]
+            pending["kl"] = models.policy.forward_backward(
+                soft, "cross_entropy", {"temperature": t}, divisor=tokens
+            )
+        if alpha < 1:
+            hard = [_select_columns(d, slice(-1, None)) for d in datums]
+            pending["ce"] = models.policy.forward_backward(
+                hard, "cross_entropy", {"temperature": 1.0}, divisor=tokens
+            )
+        for name, future in pending.items():
+            value = future.result().metrics["loss:sum"]
+            if name == "kl":  # cross-entropy to the teacher minus the teacher's entropy
+                weights = np.concatenate(
+                    [d.loss_fn_inputs["weights"].array[:, :-1] for d in datums]
+                ).astype(np.float64)
+                p = weights / (alpha * t**2)
+                value += alpha * t**2 * float((p * np.log(np.where(p > 0, p, 1.0))).sum())
+            sums[name] = value / (alpha * t**2 if name == "kl" else 1 - alpha)
+            sums["loss"] += value
+        return sums
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def _add_later_gaps(gap_T: np.ndarray, discount: float) -> np.ndarray:
+    """Return each token's gap plus the later gaps, discounted by `discount` per position."""
+    if discount == 0.0:
+        return gap_T
+    total, backwards = 0.0, []
+    for gap in gap_T[::-1].astype(np.float64):
+        total = float(gap) + discount * total
+        backwards.append(total)
+    return np.asarray(backwards[::-1])
+
+
+def _select_columns(datum: Datum, columns: slice) -> Datum:
+    """Return a datum with some columns of its soft targets."""
+    return Datum(
+        datum.model_input,
+        {name: data.array[:, columns] for name, data in datum.loss_fn_inputs.items()},
+    )
+
+
+def make_soft_targets(
+    teacher: SamplingClient,
+    datums: Sequence[Datum],
+    *,
+    top_k: int,
+    alpha: float,
+    temperature: float,
+) -> list[Datum]:
+    """Return supervised datums with targets and weights [T, K + 1].
+
+    Columns 0 to K - 1: the teacher's K likeliest tokens x_k with weight alpha T^2 p_k, p = softmax
+    over them of log p / T. Column K: the token itself with weight 1 - alpha. Positions of weight 0
+    keep weight 0. With alpha 0 the teacher is not called (K = 1).
+    """
+    from rl.sampler import SamplingRequest
+
+    if alpha == 0.0:
+        pairs_D: list[Any] = [[[(0, 0.0)]] * d.model_input.length for d in datums]
+    else:
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        whole = [restore_full_input(d) for d in datums]
+        requests = [
+            SamplingRequest(
+                prompt=w.flat(), images=w.placed(), params=params, topk_prompt_logprobs=top_k
+            )
+            for w in whole
+        ]
+        responses, _ = teacher.sample_many(requests).result()
+        pairs_D = [(response.topk_prompt_logprobs or [])[1:] for response in responses]
+    labeled = []
+    for datum, pairs_T in zip(datums, pairs_D, strict=True):
+        mask = datum.loss_fn_inputs["weights"].array != 0
+        tokens_TK = np.asarray([[token for token, _ in pairs] for pairs in pairs_T], dtype=np.int64)
+        scaled_TK = (
+            np.asarray([[logp for _, logp in pairs] for pairs in pairs_T], dtype=np.float64)
+            / temperature
+        )
+        p_TK = np.exp(scaled_TK - scaled_TK.max(1, keepdims=True))
+        p_TK *= (alpha * temperature**2) * mask[:, None] / p_TK.sum(1, keepdims=True)
+        targets = np.concatenate(
+            [tokens_TK, datum.loss_fn_inputs["target_tokens"].array[:, None]], axis=1
+        )
+        weights = np.concatenate([p_TK, ((1 - alpha) * mask)[:, None]], axis=1)
+        labeled.append(
+            Datum(
+                datum.model_input, {"target_tokens": targets, "weights": weights.astype(np.float32)}
+            )
+        )
+    return labeled
+
+
+# ----------------------------------------------------------------------------------------- teachers
+
+
+def find_teacher(models: Models, tag: str) -> str:
+    """Return the key of a data set's teacher in `models.others["teachers"]`."""
+    return tag if tag in models.others["teachers"] else ""

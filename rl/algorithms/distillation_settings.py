@@ -1,0 +1,132 @@
+"""Define the settings of `distill` and the functions that read its teachers and answers from them.
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from rl.config import (
+    DataSettings,
+    LoopSettings,
+    ModelSettings,
+    OptimSettings,
+    Range,
+    RolloutSettings,
+    SamplingSettings,
+    Share,
+    check_ranges,
+    check_substeps,
+    reject_sampling_settings,
+    require,
+)
+from rl.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationSettings:
+    """Configure the teachers and the way to learn from them."""
+
+    teacher: tuple[str, ...] = ()
+    """A run's folder, a folder of weights, a hub name, or the name of an earlier stage of the recipe. With several data sets (more_datasets) either a single teacher for all, or DATASET=TEACHER for each."""
+    learn_from: Literal["student", "teacher", "data"] = "student"
+    """Source of the answers. student: the student's samples, by reverse KL (on-policy). teacher: the teacher's samples. data: the responses in the data."""
+    group_size: Annotated[int, Range(1, 10**6)] = 4
+    """Answers sampled for each prompt (student, teacher)."""
+    kl_discount: Share = 0.0
+    """On-policy: a token's advantage also includes later tokens' divergence, multiplied by this per position. 0: only the token's divergence; 1: the gradient of the whole answer's KL, of higher variance."""
+    alpha: Share = 0.5
+    """Off-policy: weight of the KL to the teacher; the rest is cross-entropy on the answer's tokens."""
+    distill_temperature: Annotated[float, Range(1e-3, 100)] = 2.0
+    """Off-policy: temperature of both distributions in the KL, which is scaled by its square."""
+    teacher_top_k: Annotated[int, Range(1, 10**6)] = 64
+    """Off-policy: the teacher's distribution is that of its likeliest tokens at each position, this many, renormalized."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        on_policy, reason = self.learn_from == "student", f"learn_from is {self.learn_from}"
+        require(self, ("kl_discount",), on_policy, reason, "set learn_from to student")
+        require(
+            self,
+            ("alpha", "distill_temperature", "teacher_top_k"),
+            not on_policy,
+            reason,
+            "set learn_from to teacher or data",
+        )
+        require(
+            self,
+            ("group_size",),
+            self.learn_from != "data",
+            reason,
+            "set learn_from to student or teacher",
+        )
+
+
+def _default_data() -> DataSettings:
+    """Return data settings without a reward function."""
+    return DataSettings(reward=None)
+
+
+def _default_sampling() -> SamplingSettings:
+    """Return sampling settings at temperature 1."""
+    return SamplingSettings(temperature=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillSettings:
+    """Distillation: learn to answer as a teacher does, from the student's answers or the teacher's."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: DataSettings = field(default_factory=_default_data)
+    distillation: DistillationSettings = field(default_factory=DistillationSettings)
+    sampling: SamplingSettings = field(default_factory=_default_sampling)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    flow: RolloutSettings = field(default_factory=RolloutSettings)
+    loop: LoopSettings = field(default_factory=LoopSettings)
+
+    def __post_init__(self) -> None:
+        check_substeps(self)
+        reason = "it selects groups with different rewards, and distill learns from every answer"
+        require(self.sampling, ("dynamic_sampling",), False, reason, "use grpo")
+        if self.distillation.learn_from != "student":
+            reason = (
+                f"learn_from is {self.distillation.learn_from}, so the student plays no episodes"
+            )
+            require(self.flow, ("episodes",), False, reason, "set learn_from to student")
+            reject_sampling_settings(
+                self, f"with learn_from {self.distillation.learn_from} the student answers nothing"
+            )
+        elif self.data.reward is None and not self.data.rewards:
+            reject_sampling_settings(self, "without a reward nothing scores them")
+
+    @property
+    def learning_rate(self) -> float:
+        """Return the learning rate: as set, else 2e-4 with LoRA, 2e-5 without."""
+        rate = self.optim.learning_rate
+        return rate if rate is not None else (2e-4 if self.model.lora_rank else 2e-5)
+
+
+def parse_teachers(settings: DistillSettings) -> dict[str, str]:
+    """Return the teacher of each data set ("": all other data sets). Raises UserError if no teacher
+    is named, or if a data set has two.
+    """
+    teachers: dict[str, str] = {}
+    for word in settings.distillation.teacher:
+        tag, equals, target = word.partition("=")
+        tag, target = (tag, target) if equals else ("", word)
+        if tag in teachers:
+            raise UserError(
+                f"two teachers for {tag or 'all data sets'}: {teachers[tag]} and {target}; with several data sets write DATASET=TEACHER"
+            )
+        teachers[tag] = target
+    if not teachers:
+        raise UserError(
+            "distill needs a teacher: --teacher with a run's folder, a folder of weights or a hub name"
+        )
+    return teachers
+
+
+def select_answer_fields(settings: DistillSettings) -> tuple[str, ...]:
+    """Return the answers of a row (fields of Problem) from which the method learns."""
+    return ("response",) if settings.distillation.learn_from == "data" else ()

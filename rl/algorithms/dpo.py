@@ -1,0 +1,325 @@
+"""Implement DPO: learn from pairs of answers which of the two is preferred, without a reward model
+(Rafailov et al., arXiv 2305.18290).
+
+The losses, DPO with its conservative form and IPO, are in rl.losses.pairwise_losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import numpy as np
+
+from rl.algorithms.method_interface import ModelFactory, Models, Progress, RowEvaluator
+from rl.algorithms.row_datums import evaluate_by_tag, truncate_datum
+from rl.algorithms.update import compute_expert_metrics, make_adam_params, split_into_substeps
+from rl.config import (
+    ModelSettings,
+    OptimSettings,
+    PreferenceDataSettings,
+    Range,
+    RowLoopSettings,
+    SamplingSettings,
+    check_ranges,
+    check_substeps,
+    reject_sampling_settings,
+    require,
+)
+from rl.judges import FrozenScorer, check_vocabulary, restore_full_input
+from rl.rollout import count_action_tokens, max_or_nan, supervised_datum
+from rl.types import AdamParams, Datum, Problem, TensorData
+
+ACCURACY_METRIC = "test/rewards/accuracies"
+_SCORING_BATCH_SIZE = 512  # datums scored per call when the reference is precomputed
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceSettings:
+    """Configure the way a preference becomes a gradient."""
+
+    beta: Annotated[float, Range(1e-6, 1e6, why="such as 0.1")] = 0.1
+    """Strength of the pull to the reference; implicit rewards are beta (log policy - log reference). For ipo the regularization tau."""  # noqa: E501
+    loss: Literal["dpo", "ipo"] = "dpo"
+    """dpo: -log sigmoid of the reward margin (arXiv 2305.18290). ipo: squared distance of the margin to 1 / (2 beta), which does not overfit certain preferences (arXiv 2310.12036)."""  # noqa: E501
+    label_smoothing: Annotated[
+        float, Range(0, 0.5, below=True, why="the chance of a wrong label")
+    ] = 0.0
+    """Probability that a label is wrong, below 0.5 (conservative DPO); with loss dpo."""
+    length_normalise: bool | None = None
+    """Take margins of means over an answer's tokens instead of sums; by default only with ipo, as its authors do."""  # noqa: E501
+    reference_model: str | None = None
+    """A run's folder, model folder, hub name or earlier stage of the recipe as the reference; by default the policy as it was before the first step (under a fresh LoRA adapter: the base with the adapter off, which takes no memory)."""  # noqa: E501
+    reference_free: bool = False
+    """No reference: rewards are beta log policy."""
+    precompute_reference: bool = False
+    """Score every row with the reference once, before the first step, and free its memory; otherwise score each batch during training."""  # noqa: E501
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        require(
+            self,
+            ("label_smoothing",),
+            self.loss == "dpo",
+            f"the loss is {self.loss}",
+            "set loss to dpo",
+        )
+        if self.reference_free and (self.precompute_reference or self.reference_model):
+            other = "reference_model" if self.reference_model else "precompute_reference"
+            raise ValueError(
+                f"reference_free means no reference, but {other} needs a reference: set either of "
+                "the two"
+            )
+
+
+def _default_loop() -> RowLoopSettings:
+    """Return loop settings that keep the checkpoint with the best accuracy."""
+    return RowLoopSettings(keep_best=ACCURACY_METRIC)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoSettings:
+    """Direct preference optimization: learn which of two answers is preferred."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: PreferenceDataSettings = field(default_factory=PreferenceDataSettings)
+    preference: PreferenceSettings = field(default_factory=PreferenceSettings)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    loop: RowLoopSettings = field(default_factory=_default_loop)
+
+    def __post_init__(self) -> None:
+        check_substeps(self)
+        reject_sampling_settings(self, "dpo learns from the data's answers")
+
+    @property
+    def learning_rate(self) -> float:
+        """Return the learning rate: as set, else 5e-6 with LoRA, 5e-7 without."""
+        rate = self.optim.learning_rate
+        return rate if rate is not None else (5e-6 if self.model.lora_rank else 5e-7)
+
+
+class Dpo(RowEvaluator):
+    """Implement `dpo`: its training hooks and the models that a run loads for them. Subclasses
+    inherit both.
+    """
+
+    online = False
+    headline = ACCURACY_METRIC
+    reads: Any = staticmethod(lambda settings: ("response", "rejected"))
+    needs_reward = False
+    reads_held_out_answers = True
+
+    @staticmethod
+    def clients(settings: Any, factory: ModelFactory) -> dict[str, Any]:
+        """Create the reference model, unless the settings exclude it."""
+        preference = settings.preference
+        if preference.reference_free:
+            return {}
+        if preference.reference_model is None:
+            return {"reference": factory.initial_policy()}
+        reference = factory.load(preference.reference_model)
+        check_vocabulary(factory.policy, reference, f"reference {preference.reference_model}")
+        return {"reference": FrozenScorer(reference)}
+
+    @staticmethod
+    def needs_initial_policy(settings: Any) -> bool:
+        """Return whether the reference model is the policy as it was before the stage."""
+        return (
+            not settings.preference.reference_free and settings.preference.reference_model is None
+        )
+
+    @staticmethod
+    def weights(settings: Any) -> list[str]:
+        """Return the name of the reference model's weights, if they are loaded."""
+        named = settings.preference.reference_model
+        return [] if named is None else [named]
+
+    def __init__(self, settings: Any):
+        self.settings = settings
+        self._reference_logprobs: dict[Any, np.ndarray] = {}  # precomputed, by prompt and answer
+
+    def begin(self, rows: Iterable[Problem], renderer: Any, models: Models) -> None:
+        """Score all rows in an order that a resume does not change, then release the reference
+        model, if `precompute_reference` is set.
+        """
+        if not self.settings.preference.precompute_reference:
+            return
+        pairs = {
+            key: datum
+            for row in rows
+            for datum in make_pair_datums(row, renderer, self.settings.data)
+            if (key := _make_datum_key(datum))
+        }
+        keys, datums = list(pairs), list(pairs.values())
+        for i in range(0, len(keys), _SCORING_BATCH_SIZE):
+            scored = models.reference.logprobs(datums[i : i + _SCORING_BATCH_SIZE])
+            self._reference_logprobs.update(
+                zip(keys[i : i + _SCORING_BATCH_SIZE], scored, strict=True)
+            )
+        models.others.pop("reference").release()
+
+    def datums(
+        self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
+    ) -> list[Datum]:
+        """Return two datums per row, the preferred answer's first, with the reference logprobs of
+        their tokens.
+        """
+        pairs = [
+            datum for row in rows for datum in make_pair_datums(row, renderer, self.settings.data)
+        ]
+        settings = self.settings.preference
+        if settings.reference_free:
+            return pairs
+        if settings.precompute_reference:
+            scored = [self._get_precomputed(datum) for datum in pairs]
+        else:
+            scored = models.reference.logprobs(pairs)
+        for datum, logprobs in zip(pairs, scored, strict=True):
+            datum.loss_fn_inputs["ref_logprobs"] = TensorData(logprobs, "float32")
+        return pairs
+
+    def _get_precomputed(self, datum: Datum) -> np.ndarray:
+        """Return the precomputed reference logprobs of a datum. Raises ValueError if the datum was
+        not scored.
+        """
+        logprobs = self._reference_logprobs.get(_make_datum_key(datum))
+        if logprobs is None:
+            raise ValueError(
+                "a training row was not scored before the first step: leave out "
+                "precompute_reference"
+            )
+        return logprobs
+
+    def update(
+        self, models: Models, datums: Sequence[Datum], progress: Progress
+    ) -> dict[str, float]:
+        """Update the policy in a single pass over the pairs. `optim/loss` and `rewards/...` are
+        means over pairs, measured before each update.
+        """
+        settings, params = self.settings, self._optimizer_params(progress)
+        pairs = [datums[i : i + 2] for i in range(0, len(datums), 2)]
+        sums: dict[str, float] = {}
+        norms, extra = [], {}
+        for i, part in enumerate(split_into_substeps(pairs, settings.optim.num_substeps)):
+            flat = [datum for pair in part for datum in pair]
+            forward = models.policy.forward_backward(
+                flat, self._loss(), self._config(), divisor=len(part)
+            )
+            update = models.policy.optim_step(params).result().metrics or {}
+            if i == 0:
+                extra = self._extra_metrics(
+                    flat, [row["logprobs"].array for row in forward.result().loss_fn_outputs]
+                )
+            for name, value in forward.result().metrics.items():
+                sums[name] = sums.get(name, 0.0) + value
+            norms.append(update["grad_norm"])
+            sums["skipped"] = sums.get("skipped", 0.0) + update.get("skipped_nonfinite", 0.0)
+        means = compute_pair_metrics(sums)
+        metrics = {
+            "optim/lr": params.learning_rate,
+            "optim/loss": means.pop("loss"),
+            **means,
+            "optim/grad_norm": max_or_nan(norms),
+        }
+        metrics |= {
+            "optim/tokens": count_action_tokens(datums),
+            **compute_expert_metrics(sums),
+            **extra,
+        }
+        if sums["skipped"]:
+            metrics["optim/skipped_nonfinite"] = sums["skipped"]
+        return metrics
+
+    def _optimizer_params(self, progress: Progress) -> AdamParams:
+        """Return the optimizer settings of this batch."""
+        settings = self.settings
+        return make_adam_params(
+            settings.optim, settings.loop, progress.batch, settings.learning_rate
+        )
+
+    def _extra_metrics(self, datums: Sequence[Datum], logprobs: Sequence[Any]) -> dict[str, float]:
+        """Return additional metrics of the first substep's logprobs."""
+        return {}
+
+    def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
+        """Return the means of `compute_pair_metrics` on held-out pairs, named `test/loss`,
+        `test/rewards/...` and `test/logps/...`.
+        """
+
+        def compute_means(members: Sequence[Problem]) -> dict[str, float]:
+            pairs = self.datums(members, renderer, models, 0)
+            return compute_pair_metrics(
+                models.policy.forward(pairs, self._loss(), self._config()).result().metrics
+            )
+
+        return evaluate_by_tag(rows, compute_means)
+
+    def _loss(self) -> str:
+        """Return the name of the loss."""
+        return self.settings.preference.loss
+
+    def _config(self) -> dict[str, float]:
+        """Return the config of the loss."""
+        settings = self.settings.preference
+        config = {"beta": settings.beta}
+        if settings.length_normalise is not None:
+            config["length_normalise"] = float(settings.length_normalise)
+        if settings.loss == "dpo":
+            config["label_smoothing"] = settings.label_smoothing
+        return config
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def _make_datum_key(datum: Datum) -> Any:
+    """Return the datum's sequence and images as a dict key."""
+    whole = restore_full_input(datum)
+    return tuple(whole.flat()), whole.placed()
+
+
+def make_pair_datums(row: Problem, renderer: Any, data: Any = None) -> list[Datum]:
+    """Return the preferred answer and the other as two datums with `mask` 1 on the answer's tokens
+    and its end.
+
+    Raises ValueError if either answer is missing.
+    """
+    datums = []
+    for answer in (row.response, row.rejected):
+        if answer is None:
+            raise ValueError(
+                f"row {row.index} of {row.tag} is not a pair: it has "
+                f"{'no rejected' if row.response else 'no preferred'} answer"
+            )
+        model_input, weights = renderer.build_supervised_example(
+            [*row.messages, {"role": "assistant", "content": answer}]
+        )
+        datum = supervised_datum(model_input, weights)
+        datum.loss_fn_inputs["mask"] = datum.loss_fn_inputs.pop("weights")
+        datums.append(datum if data is None else truncate_datum(data, datum, row))
+    return datums
+
+
+def compute_pair_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return a pair loss's sums as means over pairs: loss, `rewards/chosen`, `rejected`, `margins`,
+    `accuracies`, `logps/...`.
+    """
+    pairs = max(1.0, sums.get("pairs:sum", 0.0))
+    mean = {
+        name: sums.get(f"{name}:sum", 0.0) / pairs
+        for name in ("loss", "chosen_rewards", "rejected_rewards", "ranked_right")
+    }
+    return {
+        "loss": mean["loss"],
+        "rewards/chosen": mean["chosen_rewards"],
+        "rewards/rejected": mean["rejected_rewards"],
+        "rewards/margins": mean["chosen_rewards"] - mean["rejected_rewards"],
+        "rewards/accuracies": mean["ranked_right"],
+        "logps/chosen": sums.get("chosen_logps:sum", 0.0) / pairs,
+        "logps/rejected": sums.get("rejected_logps:sum", 0.0) / pairs,
+    }

@@ -1,0 +1,288 @@
+"""Implement GRPO: sample several answers to each problem and compare each answer's reward with its
+group's.
+
+Shao et al., arXiv 2402.03300, by default with Dr. GRPO's advantage (centered, not divided by the
+standard deviation; arXiv 2503.20783) and no KL term. Its variants and REINFORCE are settings of the
+same three hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl.algorithms.advantages import ADVANTAGES, compute_returns_to_go, has_signal
+from rl.algorithms.grpo_settings import VARIANTS, GrpoSettings, find_loss_coefficients
+from rl.algorithms.kl_penalty import AdaptiveKL, apply_kl_penalty
+from rl.algorithms.method_interface import ModelFactory, Models, Progress
+from rl.algorithms.reward_shaping import RewardShaper
+from rl.algorithms.update import (
+    add_loss_inputs,
+    add_proximal_weight,
+    apply_truncated_is,
+    correct_datums,
+    make_correction,
+    train_single_pass,
+    weight_by_sequence,
+)
+from rl.judges import FrozenScorer, check_vocabulary
+from rl.rollout import Trajectory, TrajectoryGroup, trajectory_to_datums
+from rl.types import Datum
+
+
+def make_adaptive_kl(settings: GrpoSettings) -> AdaptiveKL:
+    """Return the KL coefficient with its adaptation: `kl_coef` if set, else 0.1 if a reference
+    model is named, else 0.
+    """
+    kl = settings.kl
+    coefficient = (
+        kl.kl_coef if kl.kl_coef is not None else 0.0 if kl.reference_model is None else 0.1
+    )
+    return AdaptiveKL(coefficient, kl.kl_target, kl.kl_rate)
+
+
+class PolicyGradient:
+    """Implement `grpo` and `reinforce`: its training hooks and the models that a run loads
+    for them. Subclasses inherit both.
+    """
+
+    online = True
+    variants = VARIANTS
+
+    @staticmethod
+    def clients(settings: GrpoSettings, factory: ModelFactory) -> dict[str, Any]:
+        """Create the reference model, if the KL to it has a coefficient."""
+        named = settings.kl.reference_model
+        if not make_adaptive_kl(settings).needs_reference:
+            return {}
+        if named is None:
+            return {"reference": factory.initial_policy()}
+        reference = factory.load(named)
+        check_vocabulary(factory.policy, reference, f"reference {named}")
+        return {"reference": FrozenScorer(reference)}
+
+    @staticmethod
+    def needs_initial_policy(settings: GrpoSettings) -> bool:
+        """Return whether the reference model is the policy as it was before the stage."""
+        return make_adaptive_kl(settings).needs_reference and settings.kl.reference_model is None
+
+    @staticmethod
+    def weights(settings: GrpoSettings) -> list[str]:
+        """Return the name of the reference model's weights, if it is loaded."""
+        named = settings.kl.reference_model
+        return [] if named is None or not make_adaptive_kl(settings).needs_reference else [named]
+
+    def __init__(self, settings: Any):
+        self.settings = settings
+        self.group_size: int = settings.policy_gradient.group_size
+        self.estimator = ADVANTAGES[settings.policy_gradient.advantage]
+        self._baselines = {
+            estimator.state_key: estimator.fn()
+            for estimator in ADVANTAGES.values()
+            if estimator.state_key is not None
+        }
+        self.shaper = RewardShaper(settings.shaping, settings.sampling.max_tokens)
+        self.kl = make_adaptive_kl(settings)
+        self._kl_metrics: dict[str, float] = {}  # of the last batch
+
+    def compute_advantages(
+        self, groups: Sequence[TrajectoryGroup], models: Models, *, keep_first: bool = True
+    ) -> list[Datum]:
+        """Return datums with advantages over each answer's tokens.
+
+        Groups without signal are dropped. If no group has signal, the first group is kept by
+        default.
+        """
+        options = self.settings.policy_gradient
+        if options.step_rewards == "sum":
+            rewards_P_G_N = [
+                [[total] for total in totals_G] for totals_G in self.shaper.shape_totals(groups)
+            ]
+        else:
+            rewards_P_G_N = self.shaper.shape_steps(groups)
+        if options.step_rewards == "to_go":
+            rewards_P_G_N = [
+                [compute_returns_to_go(steps, options.reward_discount) for steps in rewards_G_N]
+                for rewards_G_N in rewards_P_G_N
+            ]
+        cells = group_comparable_rewards(rewards_P_G_N, by_turn=options.step_rewards == "to_go")
+        rewards_C_K = [[rewards_P_G_N[p][g][n] for g, n in members] for p, _, members in cells]
+        keys_C = [
+            f"{groups[p].tag}/{groups[p].problem_index}" + (f"/turn {turn}" if turn else "")
+            for p, turn, _ in cells
+        ]
+        for (p, _, members), advantages_K in zip(
+            cells, self._estimate_advantages(rewards_C_K, keys_C), strict=True
+        ):
+            for (g, n), advantage in zip(members, advantages_K, strict=True):
+                rewards_P_G_N[p][g][n] = float(advantage)
+        for group, advantages_G_N in zip(groups, rewards_P_G_N, strict=True):
+            for trajectory, advantages_N in zip(group.trajectories_G, advantages_G_N, strict=True):
+                self._store_advantages(trajectory, advantages_N)
+        trained = {
+            p
+            for (p, _, _), rewards_K in zip(cells, rewards_C_K, strict=True)
+            if self._is_trained_on(rewards_K)
+        }
+        kept = sorted(trained) or [0][: int(keep_first)]
+        datums = [
+            datum
+            for i in kept
+            for trajectory in groups[i].trajectories_G
+            for datum in trajectory_to_datums(trajectory)
+        ]
+        return self._apply_reference(datums, models) if self.kl.needs_reference else datums
+
+    def _apply_reference(self, datums: list[Datum], models: Models) -> list[Datum]:
+        """Charge the KL to the reference to the advantages, or add the reference's logprobs for the
+        KL term of the loss.
+        """
+        ref_D = models.reference.logprobs(datums, self.settings.sampling.temperature)
+        charged, self._kl_metrics = apply_kl_penalty(
+            datums, ref_D, self.kl.coefficient, self.settings.policy_gradient.kl_discount
+        )
+        self._kl_metrics["optim/kl_coef"] = self.kl.coefficient
+        if self.settings.kl.kl_placement == "reward":
+            return charged
+        return [
+            add_loss_inputs(datum, ref_logprobs=ref_T)
+            for datum, ref_T in zip(datums, ref_D, strict=True)
+        ]
+
+    def _estimate_advantages(
+        self, rewards_C_K: Sequence[Sequence[float]], keys_C: Sequence[str]
+    ) -> Sequence[Any]:
+        """Return an advantage for each reward; C cells of K rewards that are compared with each
+        other.
+        """
+        estimator = self.estimator
+        if estimator.state_key is not None:
+            return self._baselines[estimator.state_key](rewards_C_K, keys_C)
+        return (
+            estimator.fn(rewards_C_K)
+            if estimator.scope == "batch"
+            else [estimator.fn(rewards_K) for rewards_K in rewards_C_K]
+        )
+
+    def _store_advantages(self, trajectory: Trajectory, advantages_N: Sequence[float]) -> None:
+        """Store the advantages of a trajectory's turns in the trajectory."""
+        pg = self.settings.policy_gradient
+        if pg.step_rewards == "sum":
+            (trajectory.advantage,) = advantages_N
+            return
+        process = pg.step_rewards == "process_supervision"
+        trajectory.advantages_N = (
+            compute_returns_to_go(advantages_N, pg.reward_discount)
+            if process
+            else list(advantages_N)
+        )
+        trajectory.advantage = trajectory.advantages_N[0]
+
+    def _is_trained_on(self, rewards_K: Sequence[float]) -> bool:
+        """Return whether a group is trained on.
+
+        A group is dropped only if the comparison of its members is the only source of gradient and
+        all rewards are equal.
+        """
+        pg = self.settings.policy_gradient
+        return (
+            not self.estimator.compares_members
+            or self.kl.needs_reference
+            or pg.entropy_coef > 0
+            or has_signal(rewards_K)
+        )
+
+    def update(
+        self, models: Models, datums: Sequence[Datum], progress: Progress
+    ) -> dict[str, float]:
+        """Update the policy in a single pass over the prepared datums. Then adapt kl_coef."""
+        settings, pg = self.settings, self.settings.policy_gradient
+        datums, before = self.prepare_datums(datums, models)
+        metrics = train_single_pass(
+            models,
+            datums,
+            loss=pg.loss,
+            config=self.loss_config(),
+            normalise=pg.normalise,
+            optim=settings.optim,
+            loop=settings.loop,
+            progress=progress,
+            peak_learning_rate=settings.learning_rate,
+            max_tokens=settings.sampling.max_tokens,
+        )
+        if "optim/kl_ref_k3" in self._kl_metrics:
+            self.kl.update(self._kl_metrics["optim/kl_ref_k3"])
+        return {**metrics, **before, **self.shaper.metrics, **self._kl_metrics}
+
+    @property
+    def loss(self) -> str:
+        """Return the name of the loss."""
+        return self.settings.policy_gradient.loss
+
+    def prepare_datums(
+        self, datums: Sequence[Datum], models: Models
+    ) -> tuple[Sequence[Datum], dict[str, float]]:
+        """Return (datums as the loss expects them, metrics): corrected and weighted by sequence."""
+        settings, pg = self.settings, self.settings.policy_gradient
+        before: dict[str, float] = {}
+        if pg.truncated_is is not None:
+            datums, before = apply_truncated_is(
+                models, datums, pg.truncated_is, settings.sampling.temperature
+            )
+        elif (options := settings.correction).active:
+            datums, before = correct_datums(
+                models,
+                datums,
+                make_correction(options),
+                against_learner=options.against_learner,
+                temperature=settings.sampling.temperature,
+            )
+        if settings.interpolates_proximal:
+            datums = add_proximal_weight(datums, models.policy.version)
+        if pg.normalise == "sequence_means":
+            datums = weight_by_sequence(datums)
+        return datums, before
+
+    def loss_config(self) -> dict[str, Any]:
+        """Return the config of the loss."""
+        settings, pg = self.settings, self.settings.policy_gradient
+        config: dict[str, Any] = {"temperature": settings.sampling.temperature}
+        for name, key in find_loss_coefficients(pg.loss).items():
+            if name != "entropy_coef" or pg.entropy_coef:
+                config[key] = getattr(pg, name)
+        if self.kl.needs_reference and settings.kl.kl_placement == "loss":
+            config |= {"kl_coef": self.kl.coefficient, "kl_kind": settings.kl.kl_kind}
+        return config
+
+    def state(self) -> dict[str, Any]:
+        return {
+            **{key: memory.state() for key, memory in self._baselines.items()},
+            "reward_statistics": self.shaper.state(),
+            "kl_coef": self.kl.coefficient,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        for key, memory in self._baselines.items():
+            if key in state:  # otherwise the estimator is newer than the checkpoint
+                memory.load_state(state[key])
+        self.shaper.load_state(state["reward_statistics"])
+        self.kl.coefficient = state["kl_coef"]
+
+
+def group_comparable_rewards(
+    rewards_P_G_N: Sequence[Sequence[Sequence[float]]], *, by_turn: bool
+) -> list[tuple[int, int, list[tuple[int, int]]]]:
+    """Return the rewards that an estimator compares with each other, as cells (group p, turn,
+    members (g, n)).
+
+    With `by_turn`, a cell holds the rewards of a group at the same turn, of the members that have
+    that turn; else a cell holds all rewards of a group.
+    """
+    cells = []
+    for p, rewards_G_N in enumerate(rewards_P_G_N):
+        entries = [(g, n) for g, steps in enumerate(rewards_G_N) for n in range(len(steps))]
+        turns = range(max((n for _, n in entries), default=0) + 1) if by_turn else range(1)
+        cells += [
+            (p, turn, [(g, n) for g, n in entries if n == turn or not by_turn]) for turn in turns
+        ]
+    return cells

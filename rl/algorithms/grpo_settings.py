@@ -1,0 +1,306 @@
+"""Define the settings of `grpo`: the way rewards become gradients, and the published variants as
+sets of settings. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from rl.algorithms.advantages import ADVANTAGES
+from rl.config import (
+    AsyncRolloutSettings,
+    CorrectionSettings,
+    DataSettings,
+    EnvironmentSettings,
+    KlSettings,
+    LearnedRewardSettings,
+    LoopSettings,
+    ModelSettings,
+    OptimSettings,
+    Range,
+    SamplingSettings,
+    SettingsError,
+    ShapingSettings,
+    Share,
+    Weight,
+    check_comparison_groups,
+    check_ranges,
+    check_substeps,
+    require,
+    unflatten_settings,
+)
+from rl.errors import UserError
+
+# Flat settings of each variant; settings of the command line or a recipe override them.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "grpo": {"advantage": "mean_std", "normalise": "sequence_means"},
+    "dr_grpo": {"advantage": "mean", "normalise": "constant"},
+    "dapo": {
+        "advantage": "mean_std",
+        "clip_high": 1.28,
+        "normalise": "tokens",
+        "overlong_share": 0.2,
+        "dynamic_sampling": 10,
+    },
+    "gspo": {
+        "advantage": "mean_std",
+        "loss": "gspo",
+        "clip_low": 1 - 3e-4,
+        "clip_high": 1 + 4e-4,
+        "normalise": "sequence_means",
+    },
+    "cispo": {
+        "advantage": "mean_std",
+        "loss": "cispo",
+        "clip_low": 0.0,
+        "clip_high": 5.0,
+        "normalise": "tokens",
+    },
+    "rloo": {"advantage": "leave_one_out", "loss": "importance_sampling", "normalise": "sequences"},
+    "reinforce_plus_plus": {"advantage": "batch", "group_size": 1, "normalise": "tokens"},
+    "reinforce_plus_plus_baseline": {"advantage": "mean_batch_std", "normalise": "tokens"},
+}
+if TYPE_CHECKING:
+    Advantage = str
+else:
+    # all estimators of the registry, read by the command line
+    Advantage = Literal[tuple(ADVANTAGES)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyGradientSettings:
+    """Configure the way rewards become gradients."""
+
+    variant: (
+        Literal[
+            "grpo",
+            "dr_grpo",
+            "dapo",
+            "gspo",
+            "cispo",
+            "rloo",
+            "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline",
+        ]
+        | None
+    ) = None
+    """A published set of settings; explicit settings override it. grpo: arXiv 2402.03300, token means within each answer. dr_grpo: 2503.20783, no std, constant length. dapo: 2503.14476, higher upper clip, token mean, overlong penalty, dynamic sampling. gspo: 2507.18071, one ratio per sequence. cispo: 2506.13585, clipped weights (bounds of 2510.13786). rloo: 2402.14740, leave-one-out baseline. reinforce_plus_plus: 2501.03262, one answer, normalized over the batch; _baseline: the group's mean first."""
+    group_size: Annotated[int, Range(1, 10**6)] = 8
+    """Answers sampled for each problem."""
+    advantage: Advantage = "mean"
+    """Reward minus: the group's mean (Dr. GRPO); that, divided by the group's std (GRPO); the mean of the others (RLOO); the group's mean, divided by the batch's std (REINFORCE++-baseline); the batch's mean, divided by its std (REINFORCE++); a running mean over batches (REINFORCE); the problem's running mean; nothing."""
+    step_rewards: Literal["sum", "to_go", "process_supervision"] = "sum"
+    """For episodes with several turns. sum: every turn gets the episode's total reward. to_go: each turn gets the rewards from that turn on, compared with those of the group at the same turn. process_supervision: compare every reward with all rewards of the group, then sum from each turn on (arXiv 2402.03300, section 4.1.3); if numbers of turns differ, episodes with equal totals then get different advantages."""
+    reward_discount: Share = 1.0
+    """to_go, process_supervision: rewards k turns later are multiplied by this to the power of k."""
+    loss: Literal["ppo", "importance_sampling", "cispo", "gspo"] = "ppo"
+    """Loss on the tokens of an answer."""
+    clip_low: Annotated[float, Range(0, 1, why="a ratio, not an epsilon: such as 0.8")] = 0.8
+    """Ratios below this have no gradient if the advantage is negative (ppo, gspo; cispo: weights are clipped to it). A ratio, not an epsilon."""
+    clip_high: Annotated[float, Range(1, 1e9, why="a ratio, not an epsilon: such as 1.2")] = 1.2
+    """Ratios above this have no gradient if the advantage is positive (ppo, gspo; cispo: weights are clipped to it)."""
+    normalise: Literal["tokens", "sequences", "sequence_means", "constant", "sum"] = "tokens"
+    """The summed loss is divided by: the optimizer step's action tokens; its sequences; each sequence's tokens, then the sequences (GRPO); its sequences times max_tokens (Dr. GRPO); or nothing."""
+    truncated_is: Annotated[float | None, Range(0, 1e6, above=True, why="a cap, such as 2")] = None
+    """Weight each token by min(this, learner's / sampler's probability) before the step, and take ratios against the learner (truncated importance sampling, Yao et al. 2025, such as 2): for a sampler of lower precision, or several substeps. Short for correction truncate with this as correction_high."""
+
+    entropy_coef: Weight = 0.0
+    """Bonus for the policy's entropy at each token, such as 0.01: keeps the policy exploring."""
+    kl_discount: Share = 1.0
+    """kl_placement reward: a token is charged for the KL of the tokens k positions later times this to the power of k; 1: the whole rest of the answer, 0: only the token itself."""
+
+    def __new__(cls, **kwargs: Any) -> Self:
+        """Create the settings.
+
+        Raises ValueError for a variant without its settings: some of them belong to other sections,
+        so naming the variant here would not be enough.
+        """
+        if (variant := kwargs.get("variant")) is not None:
+            missing = [
+                key
+                for key in _get_variant(variant)
+                if key in cls.__dataclass_fields__ and key not in kwargs
+            ]
+            if missing:
+                raise ValueError(
+                    f"variant {variant!r} requires settings that were not passed: {', '.join(missing)}. All of its settings, those "
+                    f"of other sections included, come from rl.algorithms.grpo_settings.variant_settings({variant!r}, ...)"
+                )
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.advantage not in ADVANTAGES:
+            raise ValueError(
+                f"unknown advantage {self.advantage!r}: expected {', '.join(ADVANTAGES)}"
+            )
+        if self.group_size == 1 and ADVANTAGES[self.advantage].compares_members:
+            raise ValueError(
+                f"a group of 1 answer has no other answers to compare with: advantage {self.advantage!r} is always 0. "
+                "Set group_size to 2 or more, or advantage to running_mean"
+            )
+        for name in ("clip_low", "clip_high", "entropy_coef"):
+            effect = "does not clip" if name != "entropy_coef" else "adds no entropy bonus"
+            require(
+                self,
+                (name,),
+                name in find_loss_coefficients(self.loss),
+                f"loss {self.loss} {effect}",
+                "set loss to ppo, cispo or gspo",
+            )
+        require(
+            self,
+            ("reward_discount",),
+            self.step_rewards != "sum",
+            "step_rewards is sum",
+            "set step_rewards to to_go",
+        )
+
+
+def find_loss_coefficients(loss: str) -> dict[str, str]:
+    """Return the settings that the loss reads, mapped to the keys of its config.
+
+    A built-in loss is looked up here, without torch. Any other loss declares its keys in its entry
+    of `rl.losses.LOSSES`. Raises BadRequestError for a loss without an entry.
+    """
+    keys = {
+        "clip_low": "clip_low_threshold",
+        "clip_high": "clip_high_threshold",
+        "entropy_coef": "entropy_coef",
+    }
+    if loss in ("ppo", "cispo", "gspo"):
+        return keys
+    if loss == "importance_sampling":
+        return {"entropy_coef": keys["entropy_coef"]}
+    from rl.losses import get_loss  # registering the loss has already imported torch
+
+    known = get_loss(loss).known_config
+    return {name: key for name, key in keys.items() if key in known}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoSettings:
+    """Group-relative policy optimization: sample a group of answers to each problem and compare
+    each answer with its group.
+    """
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    env: EnvironmentSettings = field(default_factory=EnvironmentSettings)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    shaping: ShapingSettings = field(default_factory=ShapingSettings)
+    policy_gradient: PolicyGradientSettings = field(default_factory=PolicyGradientSettings)
+    correction: CorrectionSettings = field(default_factory=CorrectionSettings)
+    kl: KlSettings = field(default_factory=KlSettings)
+    learned: LearnedRewardSettings = field(default_factory=LearnedRewardSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    flow: AsyncRolloutSettings = field(default_factory=AsyncRolloutSettings)
+    loop: LoopSettings = field(default_factory=LoopSettings)
+
+    def __post_init__(self) -> None:
+        check_flow_settings(self)
+        check_substeps(self)
+        check_comparison_groups(self, self.policy_gradient.group_size)
+        if self.sampling.dynamic_sampling and self.policy_gradient.group_size == 1:
+            raise ValueError(
+                "dynamic_sampling selects groups with different rewards: set group_size to 2 or more, or leave out dynamic_sampling"
+            )
+        if self.policy_gradient.truncated_is is not None and (
+            self.correction.active or self.correction.proximal == "interpolated"
+        ):
+            raise ValueError(
+                "truncated_is is correction truncate with that correction_high: set either of the two, and no proximal"
+            )
+        if self.correction.proximal == "interpolated" and not self.flow.max_steps_off_policy:
+            raise ValueError(
+                "proximal interpolated uses the age of tokens, which is 0 unless max_steps_off_policy is above 0: set max_steps_off_policy"
+            )
+        require(
+            self.policy_gradient,
+            ("kl_discount",),
+            self.kl.kl_placement == "reward",
+            "kl_placement is loss",
+            "set kl_placement to reward",
+        )
+
+    @property
+    def learning_rate(self) -> float:
+        """Return the learning rate: as set, else 4e-5 with LoRA, 1e-6 without."""
+        rate = self.optim.learning_rate
+        return rate if rate is not None else (4e-5 if self.model.lora_rank else 1e-6)
+
+    @property
+    def interpolates_proximal(self) -> bool:
+        """Return whether ratios are taken against the proximal policy interpolated by the age of
+        tokens; the default of PPO's loss for off-policy tokens (measured).
+        """
+        options, uncorrected = (
+            self.correction,
+            self.policy_gradient.truncated_is is None and self.correction.correction == "none",
+        )
+        off_policy = self.flow.max_steps_off_policy > 0 and self.policy_gradient.loss == "ppo"
+        return options.proximal == "interpolated" or (
+            options.proximal is None and uncorrected and off_policy
+        )
+
+
+def check_flow_settings(settings: GrpoSettings) -> None:
+    """Raise ValueError if the settings of the flow contradict other settings."""
+    flow, pg, parts = settings.flow, settings.policy_gradient, settings.flow.stream_minibatches
+    off_policy = flow.max_steps_off_policy > 0
+    if parts > 1:
+        if ADVANTAGES[pg.advantage].scope == "batch":
+            within = [name for name, estimator in ADVANTAGES.items() if estimator.scope == "group"]
+            raise ValueError(
+                f"advantage {pg.advantage} compares the answers of the whole batch, but stream_minibatches {parts} trains before all have "
+                f"arrived: set advantage to an estimator within a group ({', '.join(within)}), or stream_minibatches to 1"
+            )
+        for name, enabled in (
+            ("num_substeps", settings.optim.num_substeps > 1), ("dynamic_sampling", settings.sampling.dynamic_sampling > 0),
+            ("normalise_rewards", settings.shaping.normalise_rewards), ("max_steps_off_policy", off_policy),
+            ("kl_coef", settings.kl.kl_coef or settings.kl.kl_target or settings.kl.reference_model),
+        ):  # fmt: skip
+            if enabled:
+                raise ValueError(
+                    f"{name} needs the whole batch before its update, but stream_minibatches {parts} starts earlier: leave out either"
+                )
+        if parts > settings.loop.batch_size:
+            raise ValueError(
+                f"stream_minibatches {parts} is larger than batch_size {settings.loop.batch_size}: lower it or raise batch_size"
+            )
+    if off_policy:
+        for name, enabled in (
+            ("num_substeps", settings.optim.num_substeps > 1), ("dynamic_sampling", settings.sampling.dynamic_sampling > 0),
+            ("curriculum", settings.data.curriculum != "off"),
+        ):  # fmt: skip
+            if enabled:
+                raise ValueError(
+                    f"{name} requires batches that are sampled sequentially: leave it out, or leave out max_steps_off_policy"
+                )
+
+
+def variant_settings(variant: str, **overrides: Any) -> GrpoSettings:
+    """Return the settings of `train.py grpo --variant ...`: a published variant's settings,
+    overridden by any setting by its flat name.
+
+    `variant_settings("dapo", max_tokens=512)`. Raises UserError for an unknown variant, or for a
+    setting that is unknown or invalid.
+    """
+    problems: list[str] = []
+    settings = unflatten_settings(
+        GrpoSettings,
+        {"variant": variant, **_get_variant(variant), **overrides},
+        problems,
+        "variant_settings",
+    )
+    if problems:
+        raise SettingsError(problems)
+    return settings
+
+
+def _get_variant(name: str) -> dict[str, Any]:
+    """Return the flat settings of a variant. Raises UserError if it is unknown."""
+    if name not in VARIANTS:
+        raise UserError(f"unknown variant {name!r}: expected {', '.join(VARIANTS)}")
+    return VARIANTS[name]

@@ -1,0 +1,271 @@
+"""Implement KTO: learn from answers labeled good or bad, without pairs (Ethayarajh et al., arXiv
+2402.01306).
+
+The loss is in rl.losses.preference_losses. Its z, the distance of the policy from the reference, is
+estimated in each optimizer step on the batch's prompts with mismatched answers (the paper's section
+4.1), by a forward pass without a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import numpy as np
+
+from rl.algorithms.method_interface import ModelFactory, Models, Progress, RowEvaluator
+from rl.algorithms.row_datums import evaluate_by_tag, truncate_datum
+from rl.algorithms.update import (
+    add_loss_inputs,
+    compute_expert_metrics,
+    make_adam_params,
+    split_into_substeps,
+)
+from rl.config import (
+    DataFormat,
+    ModelSettings,
+    NotNegative,
+    OptimSettings,
+    PreferenceDataSettings,
+    Range,
+    RowLoopSettings,
+    SamplingSettings,
+    check_ranges,
+    check_substeps,
+    reject_sampling_settings,
+)
+from rl.rollout import count_action_tokens, max_or_nan, supervised_datum
+from rl.types import Datum, Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledDataSettings(PreferenceDataSettings):
+    """Configure data of answers labeled good or bad."""
+
+    data_format: DataFormat = "unpaired"
+    """unpaired: prompt, completion and label (true or false). preferences: of each pair the preferred answer is good, the other bad."""  # noqa: E501
+
+
+@dataclass(frozen=True, kw_only=True)
+class KtoOptions:
+    """Configure the way a label becomes a gradient."""
+
+    beta: Annotated[float, Range(1e-6, 1e6, why="such as 0.1")] = 0.1
+    """Strength of the pull to the reference, which is the policy as it was before the first step."""  # noqa: E501
+    desirable_weight: NotNegative = 1.0
+    """Weight of good answers; if they are fewer than bad ones, raise it so that weight times number is 1 to 4/3 times that of the bad ones."""  # noqa: E501
+    undesirable_weight: NotNegative = 1.0
+    """Weight of bad answers."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KtoSettings:
+    """Kahneman-Tversky optimization: learn from answers labeled good or bad, without pairs."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: LabelledDataSettings = field(default_factory=LabelledDataSettings)
+    kto: KtoOptions = field(default_factory=KtoOptions)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    loop: RowLoopSettings = field(default_factory=RowLoopSettings)
+
+    def __post_init__(self) -> None:
+        check_substeps(self)
+        if self.loop.batch_size < 2 * self.optim.num_substeps:
+            raise ValueError(
+                "kto needs two or more rows per optimizer step, because it pairs prompts with "
+                "answers of other rows: raise batch_size or lower num_substeps"
+            )
+        reject_sampling_settings(self, "kto learns from the data's answers")
+
+    @property
+    def learning_rate(self) -> float:
+        """Return the learning rate: as set, else 5e-6 with LoRA, 1e-6 without."""
+        rate = self.optim.learning_rate
+        return rate if rate is not None else (5e-6 if self.model.lora_rank else 1e-6)
+
+
+class Kto(RowEvaluator):
+    """Implement `kto`: its training hooks and the models that a run loads for them. Subclasses
+    inherit both.
+    """
+
+    online = False
+    headline = "test/loss"
+    reads = staticmethod(lambda settings: ("response",))
+    needs_reward = False
+    reads_held_out_answers = True
+    needs_initial_policy = staticmethod(lambda settings: True)
+
+    @staticmethod
+    def clients(settings: KtoSettings, factory: ModelFactory) -> dict[str, Any]:
+        """Create the reference model."""
+        return {"reference": factory.initial_policy()}
+
+    def __init__(self, settings: KtoSettings):
+        self.settings = settings
+        self._mismatched: list[
+            Datum
+        ] = []  # prompts of the batch, each with an answer of the next row
+        self._row_indices: list[int] = []  # the row of each answer of the batch
+
+    def datums(
+        self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
+    ) -> list[Datum]:
+        """Return a datum for each answer, with its label and the reference logprobs. Keep the
+        mismatched datums for z.
+        """
+        answers = [list_labeled_answers(row) for row in rows]
+        # Answers of the next row: the other answer of the same row would not be mismatched.
+        others = [*answers[1:], *answers[:1]]
+        answers_D = [
+            self._datum(row, text, good, renderer)
+            for row, of_row in zip(rows, answers, strict=True)
+            for text, good in of_row
+        ]
+        mismatched = [
+            self._datum(row, of_next[i % len(of_next)][0], True, renderer)
+            for row, of_row, of_next in zip(rows, answers, others, strict=True)
+            for i in range(len(of_row))
+        ]
+        self._row_indices = [i for i, of_row in enumerate(answers) for _ in of_row]
+        scored = models.reference.logprobs([*answers_D, *mismatched])
+        datums = [
+            add_loss_inputs(datum, ref_logprobs=lp)
+            for datum, lp in zip([*answers_D, *mismatched], scored, strict=True)
+        ]
+        self._mismatched = datums[len(answers_D) :]
+        return datums[: len(answers_D)]
+
+    def _datum(self, row: Problem, answer: str, good: bool, renderer: Any) -> Datum:
+        """Return a datum with `mask` on the answer and `labels` 1 (good) or -1 (bad)."""
+        model_input, weights = renderer.build_supervised_example(
+            [*row.messages, {"role": "assistant", "content": answer}]
+        )
+        datum = truncate_datum(self.settings.data, supervised_datum(model_input, weights), row)
+        mask = datum.loss_fn_inputs.pop("weights").array
+        return add_loss_inputs(datum, mask=mask, labels=np.full(len(mask), 1.0 if good else -1.0))
+
+    def update(
+        self, models: Models, datums: Sequence[Datum], progress: Progress
+    ) -> dict[str, float]:
+        """Update the policy in a single pass. `optim/loss`, `rewards/...` and `optim/kl_ref_k1` (z)
+        are measured before each update.
+        """
+        settings = self.settings
+        params = make_adam_params(
+            settings.optim, settings.loop, progress.batch, settings.learning_rate
+        )
+        sums: dict[str, float] = {}
+        norms, distances = [], []
+        for part in split_into_substeps(
+            list(zip(datums, self._mismatched, strict=True)),
+            settings.optim.num_substeps,
+            self._row_indices,
+        ):
+            answers, mismatched = [list(side) for side in zip(*part, strict=True)]
+            distances.append(self._estimate_kl(models, mismatched))
+            forward = models.policy.forward_backward(
+                answers, "kto", self._config(distances[-1]), divisor=len(answers)
+            )
+            update = models.policy.optim_step(params).result().metrics or {}
+            for name, value in forward.result().metrics.items():
+                sums[name] = sums.get(name, 0.0) + value
+            norms.append(update["grad_norm"])
+            sums["skipped"] = sums.get("skipped", 0.0) + update.get("skipped_nonfinite", 0.0)
+        means = compute_label_metrics(sums)
+        metrics = {
+            "optim/lr": params.learning_rate,
+            "optim/loss": means.pop("loss"),
+            **means,
+            "optim/grad_norm": max_or_nan(norms),
+        }
+        metrics |= {
+            "optim/tokens": count_action_tokens(datums),
+            "optim/kl_ref_k1": float(np.mean(distances)),
+            **compute_expert_metrics(sums),
+        }
+        return metrics | ({"optim/skipped_nonfinite": sums["skipped"]} if sums["skipped"] else {})
+
+    def _estimate_kl(self, models: Models, mismatched: Sequence[Datum]) -> float:
+        """Return z: the mean over mismatched prompts and answers of the sum of lp - ref, at least
+        0.
+        """
+        outputs = (
+            models.policy.forward(mismatched, "kto", self._config(0.0)).result().loss_fn_outputs
+        )
+        gaps = []
+        for datum, output in zip(mismatched, outputs, strict=True):
+            mask = datum.loss_fn_inputs["mask"].array != 0
+            gaps.append(
+                float(
+                    (
+                        output["logprobs"].array.astype(np.float64)
+                        - datum.loss_fn_inputs["ref_logprobs"].array
+                    )[mask].sum()
+                )
+            )
+        return max(0.0, float(np.mean(gaps)))
+
+    def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
+        """Return the means of `compute_label_metrics` on held-out answers, named `test/loss` and
+        `test/rewards/...`.
+        """
+
+        def compute_means(members: Sequence[Problem]) -> dict[str, float]:
+            answers = self.datums(members, renderer, models, 0)
+            config = self._config(self._estimate_kl(models, self._mismatched))
+            return compute_label_metrics(
+                models.policy.forward(answers, "kto", config).result().metrics
+            )
+
+        return evaluate_by_tag(rows, compute_means)
+
+    def _config(self, kl: float) -> dict[str, float]:
+        """Return the config of the loss."""
+        options = self.settings.kto
+        return {
+            "beta": options.beta,
+            "kl": kl,
+            "desirable_weight": options.desirable_weight,
+            "undesirable_weight": options.undesirable_weight,
+        }
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def list_labeled_answers(row: Problem) -> list[tuple[str, bool]]:
+    """Return (answer, whether it is good) of a row: a labeled answer, or the two answers of a pair.
+
+    Raises ValueError if the row has no answer.
+    """
+    if row.response is None:
+        raise ValueError(f"row {row.index} of {row.tag} has no answer to learn from")
+    if row.rejected is not None:
+        return [(row.response, True), (row.rejected, False)]
+    return [(row.response, bool(row.meta.get("label", True)))]
+
+
+def compute_label_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return the loss's sums as means: of good answers (`rewards/chosen`), of bad answers
+    (`rejected`), and their difference (`margins`).
+    """
+    answers, good = max(1.0, sums["answers:sum"]), sums["good:sum"]
+    chosen, rejected = (
+        sums["good_rewards:sum"] / max(1.0, good),
+        sums["bad_rewards:sum"] / max(1.0, sums["answers:sum"] - good),
+    )
+    means = {
+        "loss": sums["loss:sum"] / answers,
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+    }
+    return {**means, "rewards/margins": chosen - rejected}

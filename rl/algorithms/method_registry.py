@@ -1,0 +1,134 @@
+"""Load user-defined methods: `train.py mine.py:Method` names a class with settings and hooks in a
+file, in addition to the built-in methods.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import sys
+import zlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rl.algorithms.method_spec import MethodSpec, make_method_spec
+from rl.config import SettingsError
+
+_REQUIRED_HOOKS = ("update", "state", "load_state")
+
+
+class MethodRegistry(dict[str, MethodSpec]):
+    """Map names to methods. `file.py:Class` and `module:Class` are also names; they are imported at
+    their first use.
+    """
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (
+            is_method_address(name) and self[str(name)] is not None
+        )
+
+    def __missing__(self, name: str) -> MethodSpec:
+        """Import the method at the address `name`. Raises KeyError if `name` is no address."""
+        if not is_method_address(name):
+            raise KeyError(name)
+        return _load_spec(name)
+
+    def get(self, name: str, default: Any = None) -> Any:  # type: ignore[override]
+        return self[name] if name in self else default
+
+
+def is_method_address(name: object) -> bool:
+    """Return whether a word names a method by its location."""
+    place, colon, attribute = str(name).rpartition(":")
+    return (
+        isinstance(name, str)
+        and bool(colon and place)
+        and attribute.isidentifier()
+        and not name.startswith("tiny:")
+    )
+
+
+def _load_spec(address: str) -> MethodSpec:
+    """Return the spec of the method at `address`.
+
+    Raises SettingsError if the class does not exist or is no method.
+    """
+    place, _, attribute = address.rpartition(":")
+    module = _import_file(place) if place.endswith(".py") else _import_module(place, address)
+    target = getattr(module, attribute, None)
+    if isinstance(target, MethodSpec):
+        return target
+    if not isinstance(target, type):
+        available = ", ".join(
+            name
+            for name, value in vars(module).items()
+            if isinstance(value, type) and value.__module__ == module.__name__
+        )
+        raise SettingsError(
+            [
+                f"method {address}: {place} has no class {attribute}; its classes: "
+                f"{available or 'none'}"
+            ]
+        )
+    settings = getattr(target, "Settings", None)
+    hooks = [
+        *_REQUIRED_HOOKS,
+        "compute_advantages" if getattr(target, "online", False) else "datums",
+    ]
+    if missing := [name for name in hooks if not callable(getattr(target, name, None))]:
+        raise SettingsError(
+            [
+                f"method {address} has no {' and no '.join(missing)}: see "
+                "rl/algorithms/method_interface.py for "
+                "the hooks of a method"
+            ]
+        )
+    if not dataclasses.is_dataclass(settings):
+        raise SettingsError(
+            [
+                f"method {address} has no Settings, a dataclass of sections such as "
+                "rl.algorithms.GrpoSettings (use that class or inherit from it)"
+            ]
+        )
+    summary = (target.__doc__ or address).strip().splitlines()[0]
+    return make_method_spec(target, settings, summary)  # type: ignore[arg-type]
+
+
+def _import_file(place: str) -> ModuleType:
+    """Import the Python file `place`.
+
+    Raises SettingsError if it does not exist or fails to load.
+    """
+    path = Path(place).expanduser().resolve()
+    name = f"whetstone_method_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if not path.is_file():
+        raise SettingsError([f"method {place}: no such file (relative to {Path.cwd()})"])
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # holds for every .py path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before execution: its dataclasses look up the module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # boundary: the user's module
+        del sys.modules[name]
+        raise SettingsError(
+            [f"method file {place} failed to load: {type(error).__name__}: {error}"]
+        ) from error
+    return module
+
+
+def _import_module(module_name: str, address: str) -> ModuleType:
+    """Import the module `module_name`. Raises SettingsError if the import fails."""
+    try:
+        return importlib.import_module(module_name)
+    except ImportError as error:
+        raise SettingsError(
+            [
+                f"method {address}: importing {module_name} failed ({error}); name a file as "
+                "file.py:Class"
+            ]
+        ) from error

@@ -1,0 +1,315 @@
+"""Implement offline RL: learn from answers that were sampled and rewarded earlier, without
+sampling.
+
+loss importance_sampling   off-policy policy gradient: -sum r A, r = policy / behavior
+     dro                   DRO, arXiv 2405.19107: -sum [lp A - beta/2 (lp - q)^2]
+     bc                    filtered behavior cloning: -sum lp over the best answers
+     ilql                  conservative Q-learning on the policy's logits: rl.losses.ilql,
+                           arXiv 2206.11871, 2006.04779
+lp and q are the logprobs of a token under the policy and under the behavior policy (which sampled
+it). A is the answer's reward minus a baseline.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rl.algorithms.advantages import ADVANTAGES
+from rl.algorithms.method_interface import ModelFactory, Models, Progress
+from rl.algorithms.offline_settings import OfflineSettings
+from rl.algorithms.update import add_loss_inputs, train_single_pass
+from rl.data import LengthLimits
+from rl.errors import UserError
+from rl.rollout import supervised_datum
+from rl.types import Datum, Problem, StoredAnswer, experts_from_text
+
+
+class Offline:
+    """Implement `offline`: its training hooks and the models that a run loads for them. Subclasses
+    inherit both.
+    """
+
+    online = False
+    reads = staticmethod(lambda settings: ("answers",))
+    needs_reward = False
+
+    @staticmethod
+    def clients(settings: OfflineSettings, factory: ModelFactory) -> dict[str, Any]:
+        """Create the policy as it was at the stage's beginning, at the first answer without
+        logprobs. It is then used as the behavior policy.
+        """
+        return {"beginning": functools.cache(factory.initial_policy)}
+
+    @staticmethod
+    def value_head(settings: OfflineSettings) -> bool:
+        """Return whether the policy has a value head."""
+        options = settings.offline
+        return options.loss == "ilql" or (options.loss != "bc" and options.baseline == "learned")
+
+    @staticmethod
+    def needs_initial_policy(settings: OfflineSettings) -> bool:
+        """Return whether answers may be scored with the policy as it was before the stage."""
+        return settings.offline.needs_behavior_logprobs
+
+    @staticmethod
+    def remark(settings: OfflineSettings, problems: Iterable[Problem]) -> str | None:
+        """Return a message about the answers without behavior logprobs and the answers without
+        recorded experts, or None.
+        """
+        messages = []
+        unrecorded = (
+            [answer.experts is None for row in problems for answer in row.answers]
+            if settings.model.router_replay
+            else []
+        )
+        if any(unrecorded):
+            messages.append(
+                f"router_replay: {sum(unrecorded)} of {len(unrecorded)} stored answers have no "
+                "recorded experts and are routed by the router"
+            )
+        unscored = [answer.logprobs is None for row in problems for answer in row.answers]
+        if not settings.offline.needs_behavior_logprobs or not any(unscored):
+            return "; ".join(messages) or None
+        subject = (
+            "The stored answers have"
+            if all(unscored)
+            else f"{sum(unscored)} of {len(unscored)} stored answers have"
+        )
+        messages.append(
+            f"{subject} no logprobs: the initial policy scores them, as if it had sampled them"
+        )
+        return "; ".join(messages)
+
+    def __init__(self, settings: OfflineSettings):
+        self.settings, self.options = settings, settings.offline
+        self._row_indices: list[int] = []  # the row of each answer of the batch
+
+    def datums(
+        self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
+    ) -> list[Datum]:
+        """Return a datum for each stored answer, with the inputs of the loss: `advantages`,
+        behavior `logprobs`, `returns`.
+        """
+        answers = [answer for row in rows for answer in row.answers]
+        datums = [
+            make_answer_datum(row, answer, renderer) for row in rows for answer in row.answers
+        ]
+        self._row_indices = [i for i, row in enumerate(rows) for _ in row.answers]
+        if self.options.loss == "bc":
+            return [_rename_loss_input(datum, "mask", "weights") for datum in datums]
+        datums = self._add_behavior_logprobs(datums, answers, models)
+        if self.options.loss == "ilql":
+            values = models.policy.compute_values([d.model_input for d in datums]).result()
+            return [
+                self._make_q_datum(d, a.reward, v)
+                for d, a, v in zip(datums, answers, values, strict=True)
+            ]
+        if self.options.baseline == "learned":
+            values = models.policy.compute_values([d.model_input for d in datums]).result()
+            return [
+                _set_advantages(d, a.reward - v, a.reward)
+                for d, a, v in zip(datums, answers, values, strict=True)
+            ]
+        kind = {"group": "mean", "none": "none"}[self.options.baseline]
+        credit = [
+            float(a)
+            for row in rows
+            for a in ADVANTAGES[kind].fn([answer.reward for answer in row.answers])
+        ]
+        return [
+            _set_advantages(d, np.full(d.model_input.length, a))
+            for d, a in zip(datums, credit, strict=True)
+        ]
+
+    def _add_behavior_logprobs(
+        self, datums: Sequence[Datum], answers: Sequence[StoredAnswer], models: Models
+    ) -> list[Datum]:
+        """Add behavior logprobs: those that were stored, else those of the policy as it was at the
+        beginning.
+        """
+        missing = [i for i, answer in enumerate(answers) if answer.logprobs is None]
+        scored: dict[int, np.ndarray] = {}
+        if missing:
+            beginning = models.others["beginning"]()
+            scored = dict(
+                zip(
+                    missing,
+                    beginning.logprobs(
+                        [datums[i] for i in missing], self.settings.sampling.temperature
+                    ),
+                    strict=True,
+                )
+            )
+        completed = []
+        for i, (datum, answer) in enumerate(zip(datums, answers, strict=True)):
+            active = datum.loss_fn_inputs["mask"].array != 0
+            logprobs = np.zeros(len(active))
+            logprobs[active] = scored[i][active] if answer.logprobs is None else answer.logprobs
+            completed.append(add_loss_inputs(datum, logprobs=logprobs))
+        return completed
+
+    def _make_q_datum(self, datum: Datum, reward: float, values_T: np.ndarray) -> Datum:
+        """Return a datum with Q^ = r + gamma V^(next state) at each action as `returns`, and Q^ -
+        V^ as `advantages`.
+        """
+        actions = np.flatnonzero(datum.loss_fn_inputs["mask"].array)
+        values, returns = np.zeros(len(values_T)), np.zeros(len(values_T))
+        values[actions] = values_T[actions]
+        returns[actions[:-1]] = self.options.gamma * values_T[actions[1:]]
+        returns[actions[-1]] = reward
+        return add_loss_inputs(datum, advantages=returns - values, returns=returns)
+
+    def update(
+        self, models: Models, datums: Sequence[Datum], progress: Progress
+    ) -> dict[str, float]:
+        """Update the policy in a single pass over the datums. Return `optim/...` metrics.
+
+        `optim/kl_behaviour_...` compares the behavior policy with the learner. Online methods call
+        this metric `optim/kl_sample_train_...` and compare the sampler with the learner.
+        """
+        settings, options = self.settings, self.options
+        metrics = train_single_pass(
+            models,
+            datums,
+            loss="cross_entropy" if options.loss == "bc" else options.loss,
+            config=self._config(),
+            normalise="tokens",
+            optim=settings.optim,
+            loop=settings.loop,
+            progress=progress,
+            peak_learning_rate=settings.learning_rate,
+            rows=self._row_indices,
+        )
+        for name in ("optim/max_logprob_difference", "optim/entropy"):
+            metrics.pop(name, None)
+        return {
+            name.replace("kl_sample_train", "kl_behaviour"): value
+            for name, value in metrics.items()
+        }
+
+    def _config(self) -> dict[str, Any]:
+        """Return the config of the loss."""
+        options = self.options
+        config: dict[str, Any] = (
+            {"temperature": self.settings.sampling.temperature} if options.loss != "bc" else {}
+        )
+        if options.loss == "ilql":
+            return {
+                **config,
+                "tau": options.tau,
+                "cql_coef": options.cql_coef,
+                "expectile": options.expectile,
+                "value_coef": options.value_coef,
+            }
+        if options.loss == "dro":
+            config["beta"] = options.beta
+        if options.baseline == "learned" and options.loss != "bc":
+            config["value_coef"] = options.value_coef
+        return config
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def make_answer_datum(row: Problem, answer: StoredAnswer, renderer: Any) -> Datum:
+    """Return prompt and answer with `mask` 1 on the answer: the tokens as sampled, else the text as
+    the renderer encodes it.
+    """
+    if answer.tokens is not None and answer.prompt_tokens is not None:
+        tokens = [*answer.prompt_tokens, *answer.tokens]
+        weights: Any = [0.0] * len(answer.prompt_tokens) + [1.0] * len(answer.tokens)
+    else:
+        model_input, weights = renderer.build_supervised_example(
+            [*row.messages, {"role": "assistant", "content": answer.text}]
+        )
+        tokens = model_input.to_ints()
+    datum = _rename_loss_input(supervised_datum(tokens, weights), "weights", "mask")
+    datum.experts = None if answer.experts is None else experts_from_text(answer.experts)
+    return datum
+
+
+def check_stored_answer(
+    settings: OfflineSettings,
+    policy_info: Mapping[str, Any],
+    renderer: Any,
+    row: Problem,
+    answer: StoredAnswer,
+) -> None:
+    """Raise UserError, with file and line, for a stored answer that the policy cannot use."""
+    limit, vocabulary, temperature = (
+        policy_info["max_context"],
+        policy_info["vocab_size"],
+        settings.sampling.temperature,
+    )
+    tokens = [*(answer.prompt_tokens or ()), *(answer.tokens or ())]
+    if tokens and max(tokens) >= vocabulary:
+        raise UserError(
+            f"{answer.place}: token {max(tokens)} is outside the policy's vocabulary of "
+            f"{vocabulary} tokens: the answer is from another model"
+        )
+    sampled_at = (
+        answer.temperature
+        if answer.logprobs is not None and settings.offline.needs_behavior_logprobs
+        else None
+    )
+    if sampled_at is not None and sampled_at != temperature:
+        raise UserError(
+            f"{answer.place}: its logprobs were sampled at temperature {sampled_at:g}, but this "
+            f"run scores at {temperature:g}: set --temperature {sampled_at:g}"
+        )
+    try:
+        length = (
+            len(tokens)
+            if tokens
+            else make_answer_datum(row, answer, renderer).model_input.length + 1
+        )
+    except UserError as error:
+        raise UserError(f"{answer.place}: {error}") from error
+    data = settings.data
+    limits = LengthLimits.from_settings(data)
+    if data.max_prompt_tokens is not None:
+        prompt = (
+            answer.prompt_tokens
+            if answer.prompt_tokens is not None
+            else renderer.build_generation_prompt(row.messages).to_ints()
+        )
+        if len(prompt) > data.max_prompt_tokens:
+            raise limits.limit_error(
+                f"{answer.place}: its prompt takes {len(prompt)} tokens, above max_prompt_tokens "
+                f"{data.max_prompt_tokens}"
+            )
+    if data.max_row_tokens is not None and length > data.max_row_tokens:
+        raise limits.limit_error(
+            f"{answer.place}: prompt and answer take {length} tokens, above max_row_tokens "
+            f"{data.max_row_tokens}"
+        )
+    if limit is not None and length - 1 > limit:
+        raise limits.context_error(
+            f"{answer.place}: prompt and answer take {length} tokens, but the model's context "
+            f"holds {limit}: remove the answer"
+        )
+
+
+def _rename_loss_input(datum: Datum, old: str, new: str) -> Datum:
+    """Return the datum with a loss input renamed."""
+    return datum.with_inputs(
+        {new if name == old else name: data for name, data in datum.loss_fn_inputs.items()}
+    )
+
+
+def _set_advantages(datum: Datum, advantages_T: np.ndarray, reward: float | None = None) -> Datum:
+    """Return the datum with advantages at actions and 0 elsewhere. `reward` is the return of every
+    action, if a value is learned.
+    """
+    active = datum.loss_fn_inputs["mask"].array != 0
+    fields = {"advantages": np.where(active, advantages_T, 0.0)}
+    if reward is not None:
+        fields["returns"] = np.where(active, reward, 0.0)
+    return add_loss_inputs(datum, **fields)

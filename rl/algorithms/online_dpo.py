@@ -1,0 +1,200 @@
+"""Implement online DPO: the current policy samples several answers to each problem, and DPO's loss
+is applied to pairs of a better and a worse answer.
+
+Guo et al., "Direct Language Model Alignment from Online AI Feedback" (arXiv 2402.04792, algorithm
+1), in which a language model compares two answers (here: --comparison-model). Any reward that
+distinguishes answers works as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
+
+from rl.algorithms import dpo
+from rl.algorithms.method_interface import Models, Progress
+from rl.algorithms.method_spec import reads_no_answers
+from rl.algorithms.reward_shaping import RewardShaper
+from rl.algorithms.update import add_loss_inputs, compare_sampler_and_learner
+from rl.config import (
+    DataSettings,
+    EnvironmentSettings,
+    LearnedRewardSettings,
+    LoopSettings,
+    ModelSettings,
+    OptimSettings,
+    Range,
+    RolloutSettings,
+    SamplingSettings,
+    ShapingSettings,
+    check_ranges,
+    check_substeps,
+)
+from rl.errors import UserError
+from rl.rollout import TrajectoryGroup, trajectory_to_datums
+from rl.types import AdamParams, Datum
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlinePreferenceSettings(dpo.PreferenceSettings):
+    """Configure the way answers become preferences, and preferences a gradient."""
+
+    group_size: Annotated[int, Range(2, 10**6, why="a pair needs two answers")] = 2
+    """Answers sampled for each problem."""
+    pairs: Literal["best_worst", "all"] = "best_worst"
+    """Pairs of a group's answers. best_worst: the best and the worst; all: every two with different rewards."""  # noqa: E501
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranges(self)
+        if self.precompute_reference:
+            raise ValueError(
+                "precompute_reference scores answers before the first step, but online_dpo "
+                "samples them: leave out precompute_reference"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineDpoSettings:
+    """Direct preference optimization on the policy's samples, ranked by their rewards."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    env: EnvironmentSettings = field(default_factory=EnvironmentSettings)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    shaping: ShapingSettings = field(default_factory=ShapingSettings)
+    preference: OnlinePreferenceSettings = field(default_factory=OnlinePreferenceSettings)
+    learned: LearnedRewardSettings = field(default_factory=LearnedRewardSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    flow: RolloutSettings = field(default_factory=RolloutSettings)
+    loop: LoopSettings = field(default_factory=LoopSettings)
+
+    def __post_init__(self) -> None:
+        check_substeps(self)
+
+    @property
+    def learning_rate(self) -> float:
+        """Return the learning rate: as set, else 5e-6 with LoRA, 5e-7 without."""
+        rate = self.optim.learning_rate
+        return rate if rate is not None else (5e-6 if self.model.lora_rank else 5e-7)
+
+
+def make_pairs(rewards_G: Sequence[float], kind: str) -> list[tuple[int, int]]:
+    """Return pairs of a group's members as (better, worse); none if all rewards are equal. Of equal
+    members the first is used.
+    """
+    members = range(len(rewards_G))
+    if kind == "all":
+        return [(i, j) for i in members for j in members if rewards_G[i] > rewards_G[j]]
+    best, worst = max(members, key=lambda i: rewards_G[i]), min(members, key=lambda i: rewards_G[i])
+    return [(best, worst)] if rewards_G[best] > rewards_G[worst] else []
+
+
+class OnlineDpo(dpo.Dpo):
+    """Implement `online_dpo`: `update` is DPO's, at the sampling temperature."""
+
+    online = True
+    reads = staticmethod(reads_no_answers)
+    needs_reward = True
+    reads_held_out_answers = False
+
+    def __init__(self, settings: OnlineDpoSettings):
+        super().__init__(settings)
+        self.group_size = settings.preference.group_size
+        self.shaper = RewardShaper(settings.shaping, settings.sampling.max_tokens)
+        # this batch's answers with the behavior logprobs, by id of the pair's datum
+        self._behavior_datums: dict[int, Datum] = {}
+        self._has_pairs = True  # whether the batch has a pair
+
+    def begin(self, rows: Iterable[Any], renderer: Any, models: Models) -> None:
+        """Do nothing: no stored rows need scoring."""
+
+    def compute_advantages(self, groups: Sequence[TrajectoryGroup], models: Models) -> list[Datum]:
+        """Return two datums per pair, the better first. If no group has a pair, return two answers
+        of the first group, which have no gradient.
+        """
+        pairs_P = [
+            make_pairs(rewards_G, self.settings.preference.pairs)
+            for rewards_G in self.shaper.shape_totals(groups)
+        ]
+        self._has_pairs = any(pairs_P)
+        if not self._has_pairs:
+            pairs_P[0] = [(0, min(1, len(groups[0].trajectories_G) - 1))]
+        members = sorted(
+            {(p, i) for p, pairs in enumerate(pairs_P) for pair in pairs for i in pair}
+        )
+        sampled = [_make_datum(groups[p], i) for p, i in members]
+        fields = [
+            {name: datum.loss_fn_inputs[name] for name in ("target_tokens", "mask")}
+            for datum in sampled
+        ]
+        stripped = [
+            datum.with_inputs(inputs) for datum, inputs in zip(sampled, fields, strict=True)
+        ]
+        if not self.settings.preference.reference_free:
+            scored = models.reference.logprobs(stripped, self.settings.sampling.temperature)
+            stripped = [
+                add_loss_inputs(datum, ref_logprobs=logprobs)
+                for datum, logprobs in zip(stripped, scored, strict=True)
+            ]
+        by_member = dict(zip(members, stripped, strict=True))
+        self._behavior_datums = {
+            id(pair_datum): full for pair_datum, full in zip(stripped, sampled, strict=True)
+        }
+        return [by_member[p, i] for p, pairs in enumerate(pairs_P) for pair in pairs for i in pair]
+
+    def update(
+        self, models: Models, datums: Sequence[Datum], progress: Progress
+    ) -> dict[str, float]:
+        """Run DPO's pass; at learning rate 0, and counted as skipped, if no answer was better than
+        another.
+        """
+        metrics = super().update(models, datums, progress)
+        self._behavior_datums = {}
+        counts = {"optim/pairs": len(datums) // 2 if self._has_pairs else 0}
+        return {
+            **metrics,
+            **counts,
+            **({} if self._has_pairs else {"optim/skipped_no_signal": 1.0}),
+            **self.shaper.metrics,
+        }
+
+    def _optimizer_params(self, progress: Progress) -> AdamParams:
+        params = super()._optimizer_params(progress)
+        return params if self._has_pairs else replace(params, learning_rate=0.0)
+
+    def _extra_metrics(self, datums: Sequence[Datum], logprobs: Sequence[Any]) -> dict[str, float]:
+        """Compare sampler and learner on each answer once."""
+        distinct = {
+            id(datum): (self._behavior_datums[id(datum)], logp)
+            for datum, logp in zip(datums, logprobs, strict=True)
+        }
+        return compare_sampler_and_learner(
+            [full for full, _ in distinct.values()], [logp for _, logp in distinct.values()]
+        )
+
+    def _config(self) -> dict[str, float]:
+        return {**super()._config(), "temperature": self.settings.sampling.temperature}
+
+    def state(self) -> dict[str, Any]:
+        return {"reward_statistics": self.shaper.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.shaper.load_state(state["reward_statistics"])
+
+
+def _make_datum(group: TrajectoryGroup, member: int) -> Datum:
+    """Return a member's answer as a datum. Raises UserError if its episode is several sequences of
+    tokens.
+    """
+    trajectory = group.trajectories_G[member]
+    trajectory.advantage = 0.0  # unused: DPO compares whole answers
+    datums = trajectory_to_datums(trajectory)
+    if len(datums) > 1:
+        raise UserError(
+            "online_dpo compares answers that are a single sequence of tokens, but this episode "
+            "is several sequences (its observations do not extend the earlier tokens, as with a "
+            "template that drops earlier thinking): use grpo, or another renderer"
+        )
+    return datums[0]

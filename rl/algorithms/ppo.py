@@ -1,0 +1,332 @@
+"""Implement PPO: several clipped epochs on each batch, with token-level advantages from a learned
+value function (Schulman et al., arXiv 1707.06347).
+
+An episode's rewards are placed on the last token of each turn, the KL penalty to the reference on
+every token (Ziegler et al., arXiv 1909.08593). Generalized advantage estimation (arXiv 1506.02438)
+runs only over the action tokens, across observations and the datums of an episode. The value is a
+head on the policy, or a separate critic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rl.algorithms.advantages import compute_gae
+from rl.algorithms.episode_tokens import EpisodeTokens
+from rl.algorithms.kl_penalty import AdaptiveKL, compute_kl_metrics, compute_logprob_gaps
+from rl.algorithms.method_interface import ModelFactory, Models, Progress
+from rl.algorithms.metric_sums import MetricSums
+from rl.algorithms.ppo_settings import PpoSettings
+from rl.algorithms.reward_shaping import RewardShaper
+from rl.algorithms.update import (
+    add_loss_inputs,
+    compare_sampler_and_learner,
+    compute_divisor,
+    correct_datums,
+    make_adam_params,
+    make_correction,
+)
+from rl.judges import FrozenScorer, check_vocabulary, restore_full_input
+from rl.rollout import Trajectory, TrajectoryGroup, build_datums_with_turns, count_action_tokens
+from rl.seed import derive_seed
+from rl.types import AdamParams, Datum, ForwardBackwardOutput
+
+
+def _make_adaptive_kl(settings: PpoSettings) -> AdaptiveKL:
+    """Return the KL coefficient with its adaptation."""
+    return AdaptiveKL(settings.kl.kl_coef or 0.0, settings.kl.kl_target, settings.kl.kl_rate)
+
+
+class Ppo:
+    """Implement `ppo`: its training hooks and the models that a run loads for them.
+    Subclasses inherit both.
+    """
+
+    online = True
+
+    @staticmethod
+    def clients(settings: PpoSettings, factory: ModelFactory) -> dict[str, Any]:
+        """Create the reference model and the critic, if the settings request them."""
+        models: dict[str, Any] = {}
+        named, critic_model = settings.kl.reference_model, settings.ppo.critic_model
+        if _make_adaptive_kl(settings).needs_reference:
+            if named is None:
+                models["reference"] = factory.initial_policy()
+            else:
+                reference = factory.load(named)
+                check_vocabulary(factory.policy, reference, f"reference {named}")
+                models["reference"] = FrozenScorer(reference)
+        if critic_model is not None:
+            models["critic"] = factory.critic(critic_model)
+            check_vocabulary(factory.policy, models["critic"], f"critic {critic_model}")
+        return models
+
+    @staticmethod
+    def critic(settings: PpoSettings) -> str | None:
+        """Return the name of the critic's base model, or None."""
+        return settings.ppo.critic_model
+
+    @staticmethod
+    def needs_initial_policy(settings: PpoSettings) -> bool:
+        """Return whether the reference model is the policy as it was before the stage."""
+        return _make_adaptive_kl(settings).needs_reference and settings.kl.reference_model is None
+
+    @staticmethod
+    def weights(settings: PpoSettings) -> list[str]:
+        """Return the name of the reference model's weights, if it is loaded."""
+        named = settings.kl.reference_model
+        return [] if named is None or not _make_adaptive_kl(settings).needs_reference else [named]
+
+    @staticmethod
+    def value_head(settings: PpoSettings) -> bool:
+        """Return whether the value is a head on the policy."""
+        return settings.ppo.critic_model is None
+
+    def __init__(self, settings: PpoSettings):
+        self.settings = settings
+        self.group_size = settings.ppo.group_size
+        self.shaper = RewardShaper(settings.shaping, settings.sampling.max_tokens)
+        self.kl = _make_adaptive_kl(settings)
+        self._advantage_metrics: dict[
+            str, float
+        ] = {}  # metrics of compute_advantages, returned by the next update
+
+    # --------------------------------------------------------------------------------------- credit
+
+    def compute_advantages(self, groups: Sequence[TrajectoryGroup], models: Models) -> list[Datum]:
+        """Return datums with `advantages`, `returns` and `values_old` at each action (and
+        `ref_logprobs` for a KL term in the loss).
+        """
+        options = self.settings.ppo
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories_G]
+        rewards_I_N = [
+            steps for rewards_G_N in self.shaper.shape_steps(groups) for steps in rewards_G_N
+        ]
+        parts_I = [_make_datums(trajectory) for trajectory in trajectories]
+        flat = [datum for parts, _ in parts_I for datum in parts]
+        whole = [restore_full_input(datum) for datum in flat]
+        values_D = iter((models.critic or models.policy).compute_values(whole).result())
+        fields, charges = self._score_reference(flat, models)
+        charges_D = iter(charges)
+        credited: list[Datum] = []
+        for trajectory, (parts, turns_D), rewards_N in zip(
+            trajectories, parts_I, rewards_I_N, strict=True
+        ):
+            episode = EpisodeTokens(
+                parts, turns_D, [len(turn.ac.tokens) for turn in trajectory.transitions]
+            )
+            values_parts = [next(values_D) for _ in parts]
+            rewards = episode.place_rewards(rewards_N) - episode.gather_actions(
+                [next(charges_D) for _ in parts]
+            )
+            values = episode.gather_actions(values_parts)
+            bootstraps = options.truncated == "bootstrap" and _is_cut_off(trajectory)
+            bootstrap = float(values_parts[episode.last_part][-1]) if bootstraps else 0.0
+            advantages = compute_gae(
+                rewards, values, gamma=options.gamma, lam=options.gae_lambda, bootstrap=bootstrap
+            )
+            trajectory.advantage = float(advantages.mean())
+            credited += episode.make_datums(
+                advantages=advantages, returns=advantages + values, values_old=values
+            )
+        credited = [add_loss_inputs(d, **extra) for d, extra in zip(credited, fields, strict=True)]
+        self._advantage_metrics |= _compute_value_metrics(credited)
+        return _normalize_advantages(credited) if options.normalise_advantages else credited
+
+    def _score_reference(
+        self, datums: Sequence[Datum], models: Models
+    ) -> tuple[list[dict[str, np.ndarray]], list[np.ndarray]]:
+        """Return (fields to add to each datum, each token's KL penalty to the reference)."""
+        self._advantage_metrics = {}
+        if not self.kl.needs_reference:
+            return [{} for _ in datums], [np.zeros(d.model_input.length) for d in datums]
+        ref_D = models.reference.logprobs(datums, self.settings.sampling.temperature)
+        gaps_D = compute_logprob_gaps(datums, ref_D)
+        self._advantage_metrics = {
+            **compute_kl_metrics(datums, gaps_D),
+            "optim/kl_coef": self.kl.coefficient,
+        }
+        if self.settings.kl.kl_placement == "loss":
+            masks = [d.loss_fn_inputs["mask"].array != 0 for d in datums]
+            fields = [
+                {"ref_logprobs": np.where(mask, ref, 0.0)}
+                for mask, ref in zip(masks, ref_D, strict=True)
+            ]
+            return fields, [np.zeros(d.model_input.length) for d in datums]
+        return [{} for _ in datums], [self.kl.coefficient * gap_T for gap_T in gaps_D]
+
+    # ---------------------------------------------------------------------------------------- learn
+
+    def update(
+        self, models: Models, datums: Sequence[Datum], progress: Progress
+    ) -> dict[str, float]:
+        """Train epochs of minibatches until the policy is target_kl away from the policy that
+        sampled. Then adapt kl_coef.
+        """
+        settings, options = self.settings, self.settings.ppo
+        params = make_adam_params(
+            settings.optim, settings.loop, progress.batch, settings.learning_rate
+        )
+        temperature = {"temperature": settings.sampling.temperature}
+        sums = MetricSums()
+        drift: dict[str, float] = {}
+        before: dict[str, float] = {}
+        if (correction_settings := settings.correction).active:
+            datums, before = correct_datums(
+                models,
+                datums,
+                make_correction(correction_settings),
+                against_learner=correction_settings.against_learner,
+                temperature=settings.sampling.temperature,
+            )
+        for epoch in range(options.epochs):
+            for i, part in enumerate(
+                _split_minibatches(datums, settings.optim.num_substeps, progress, epoch)
+            ):
+                output = self._update_minibatch(models, part, params, sums)
+                if epoch == 0 and i == 0 and not before:
+                    sums.metrics |= compare_sampler_and_learner(
+                        part, [o["logprobs"].array for o in output.loss_fn_outputs]
+                    )
+            after = models.policy.forward(datums, "importance_sampling", temperature).result()
+            now_D = [o["logprobs"].array for o in after.loss_fn_outputs]
+            drift = compute_kl_metrics(
+                datums, compute_logprob_gaps(datums, now_D), "optim/approx_kl"
+            )
+            if not drift or (
+                options.target_kl is not None and drift["optim/approx_kl_k3"] > options.target_kl
+            ):
+                # A correction may reject every action. Nothing remains to learn from.
+                break
+        metrics = {
+            "optim/lr": params.learning_rate,
+            **sums.summarize(),
+            **before,
+            **drift,
+            **self._advantage_metrics,
+            **self.shaper.metrics,
+        }
+        metrics |= {"optim/epochs": epoch + 1, "optim/tokens": count_action_tokens(datums)}
+        if "optim/kl_ref_k3" in metrics:
+            self.kl.update(metrics["optim/kl_ref_k3"])
+        return metrics
+
+    def _update_minibatch(
+        self, models: Models, part: Sequence[Datum], params: AdamParams, sums: MetricSums
+    ) -> ForwardBackwardOutput:
+        """Train on a minibatch: an optimizer step of the policy and, if it exists, of the critic;
+        at learning rate 0 if no action remains.
+        """
+        options, size, tokens = (
+            self.settings.ppo,
+            compute_divisor(part, "tokens"),
+            count_action_tokens(part),
+        )
+        if not tokens:
+            params = replace(params, learning_rate=0.0)
+            sums.metrics["optim/skipped_no_signal"] = (
+                sums.metrics.get("optim/skipped_no_signal", 0.0) + 1
+            )
+        forward = models.policy.forward_backward(part, "ppo", self._config(models), divisor=size)
+        update = models.policy.optim_step(params)
+        if models.critic is not None:
+            config = {} if options.value_clip is None else {"value_clip": options.value_clip}
+            rate = options.critic_learning_rate
+            ratio = 1.0 if rate is None else rate / self.settings.learning_rate
+            value = models.critic.forward_backward(part, "value", config, divisor=size)
+            step = models.critic.optim_step(
+                replace(params, learning_rate=params.learning_rate * ratio)
+            )
+            sums.add("critic_", value.result().metrics, step.result().metrics or {}, tokens)
+        output = forward.result()
+        sums.add("", output.metrics, update.result().metrics or {}, tokens)
+        return output
+
+    def _config(self, models: Models) -> dict[str, Any]:
+        """Return the config of the policy's loss."""
+        options, kl = self.settings.ppo, self.settings.kl
+        config: dict[str, Any] = {
+            "temperature": self.settings.sampling.temperature,
+            "entropy_coef": options.entropy_coef,
+        }
+        config |= {"clip_low_threshold": 1 - options.clip, "clip_high_threshold": 1 + options.clip}
+        if models.critic is None:
+            config["value_coef"] = options.value_coef
+            if options.value_clip is not None:
+                config["value_clip"] = options.value_clip
+        if self.kl.needs_reference and kl.kl_placement == "loss":
+            config |= {"kl_coef": self.kl.coefficient, "kl_kind": kl.kl_kind}
+        return config
+
+    # ---------------------------------------------------------------------------------------- state
+
+    def state(self) -> dict[str, Any]:
+        return {"kl_coef": self.kl.coefficient, "reward_statistics": self.shaper.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.kl.coefficient = state["kl_coef"]
+        self.shaper.load_state(state["reward_statistics"])
+
+
+def _make_datums(trajectory: Trajectory) -> tuple[list[Datum], list[list[int]]]:
+    """Return the trajectory's datums and the turns of each, with placeholder advantages."""
+    trajectory.advantage, trajectory.advantages_N = 0.0, None  # computed later
+    return build_datums_with_turns(trajectory)
+
+
+def _is_cut_off(trajectory: Trajectory) -> bool:
+    """Return whether the trajectory was cut off: its last answer by max_tokens, or the episode by
+    the environment's limit.
+    """
+    last = trajectory.transitions[-1]
+    return last.truncated or last.ac.stop_reason == "length"
+
+
+def _gather_actions(datums: Sequence[Datum], name: str) -> np.ndarray:
+    """Return a field's values at the actions of all datums, float64."""
+    values = [d.loss_fn_inputs[name].array[d.loss_fn_inputs["mask"].array != 0] for d in datums]
+    return np.concatenate(values).astype(np.float64)
+
+
+def _compute_value_metrics(datums: Sequence[Datum]) -> dict[str, float]:
+    """Return value metrics. Explained variance is 1 - var(R - V) / var(R): 1 if the old values
+    predict the returns perfectly, 0 if no better than their mean.
+    """
+    returns, values = _gather_actions(datums, "returns"), _gather_actions(datums, "values_old")
+    spread = float(returns.var())
+    explained = 1 - float((returns - values).var()) / spread if spread > 0 else 0.0
+    return {
+        "optim/value": float(values.mean()),
+        "optim/return": float(returns.mean()),
+        "optim/explained_variance": explained,
+    }
+
+
+def _normalize_advantages(datums: Sequence[Datum]) -> list[Datum]:
+    """Scale advantages to mean 0 and std 1 over all actions."""
+    advantages = _gather_actions(datums, "advantages")
+    normalised = []
+    for datum in datums:
+        inputs = datum.loss_fn_inputs
+        scaled = (inputs["advantages"].array - advantages.mean()) / (advantages.std() + 1e-8)
+        normalised.append(
+            add_loss_inputs(datum, advantages=np.where(inputs["mask"].array != 0, scaled, 0.0))
+        )
+    return normalised
+
+
+def _split_minibatches(
+    datums: Sequence[Datum], num_minibatches: int, progress: Progress, epoch: int
+) -> list[list[Datum]]:
+    """Deal the datums out at random over n minibatches, with a new order in each epoch. Datums of a
+    minibatch stay in their original order, to share prompts.
+    """
+    order = np.random.default_rng(
+        derive_seed("minibatches", progress.seed, progress.batch, epoch)
+    ).permutation(len(datums))
+    parts = [[datums[i] for i in sorted(order[k::num_minibatches])] for k in range(num_minibatches)]
+    return [part for part in parts if part]

@@ -1,0 +1,330 @@
+"""Train a reward model from preference pairs, in either of two forms.
+
+scalar: a head that gives every answer a score r, with P(first preferred) = sigmoid(r_1 - r_2)
+(Bradley and Terry 1952). comparison: the language model, shown both answers, learns to say which is
+better, A or B (rl.judges.comparison_judge). `rlhf`, `grpo` and `ppo` use either form as their
+reward:
+--reward-model, or --comparison-model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from rl.algorithms.method_interface import Models, Progress, RowEvaluator
+from rl.algorithms.update import (
+    compute_expert_metrics,
+    make_adam_params,
+    split_into_substeps,
+    train_single_pass,
+)
+from rl.config import (
+    ModelSettings,
+    OptimSettings,
+    PreferenceDataSettings,
+    RowLoopSettings,
+    SamplingSettings,
+    Weight,
+    check_ranges,
+    check_substeps,
+    reject_sampling_settings,
+    require,
+)
+from rl.errors import UnusedSettingError
+from rl.judges import (
+    AnswerComparison,
+    ComparisonModel,
+    compute_reward_scores,
+    make_comparison_prompt,
+    make_verdict_examples,
+    swap_answers,
+)
+from rl.rollout import compute_calibration_error, count_action_tokens, max_or_nan, supervised_datum
+from rl.types import Datum, ModelInput, Problem, TensorData
+
+PAIR_ACCURACY_METRIC = "test/rewards/accuracies"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelling:
+    """Configure the training on pairs."""
+
+    form: Literal["scalar", "comparison"] = "scalar"
+    """scalar: a value head read at an answer's last token, trained so that the preferred answer scores higher (Bradley-Terry). comparison: the language model says A or B to a prompt that shows both answers, each pair in both orders."""  # noqa: E501
+    centre_coef: Weight = 0.0
+    """scalar: pull the two scores of a pair towards a sum of 0, such as 0.01 (arXiv 2312.09244); it changes no preference, only the position of 0."""  # noqa: E501
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        require(
+            self,
+            ("centre_coef",),
+            self.form == "scalar",
+            f"the form is {self.form}",
+            "set form to scalar",
+        )
+
+
+def _default_loop() -> RowLoopSettings:
+    """Return loop settings that keep the checkpoint with the best accuracy."""
+    return RowLoopSettings(keep_best=PAIR_ACCURACY_METRIC)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelSettings:
+    """Reward modeling: learn to tell which of two answers is preferred."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: PreferenceDataSettings = field(default_factory=PreferenceDataSettings)
+    reward_modelling: RewardModelling = field(default_factory=RewardModelling)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    loop: RowLoopSettings = field(default_factory=_default_loop)
+
+    def __post_init__(self) -> None:
+        check_substeps(self)
+        reject_sampling_settings(self, "reward_model learns from the data's answers")
+        if self.data.on_too_long == "cut" and self.data.max_row_tokens is not None:
+            raise ValueError(
+                "a reward model reads its score at an answer's end, which cutting removes: set "
+                "on_too_long to skip"
+            )
+        for name in ("reward", "rewards"):
+            if getattr(self.data, name):
+                raise UnusedSettingError(
+                    name,
+                    f"a reward model samples no answers that a reward could score: leave {name} "
+                    "out",
+                )
+
+    @property
+    def learning_rate(self) -> float:
+        """Return the learning rate: as set, else 1e-4 with LoRA, 1e-5 without."""
+        rate = self.optim.learning_rate
+        return rate if rate is not None else (1e-4 if self.model.lora_rank else 1e-5)
+
+
+def has_value_head(settings: RewardModelSettings) -> bool:
+    """Return whether the model has a value head."""
+    return settings.reward_modelling.form == "scalar"
+
+
+class BradleyTerry(RowEvaluator):
+    """Implement `reward_model`: its training hooks and the models that a run loads for them.
+    Subclasses inherit both.
+    """
+
+    online = False
+    headline = PAIR_ACCURACY_METRIC
+    reads = staticmethod(lambda settings: ("response", "rejected"))
+    needs_reward = False
+    reads_held_out_answers = True
+    value_head = staticmethod(has_value_head)
+
+    def __init__(self, settings: RewardModelSettings):
+        self.settings = settings
+        self.scalar = self.keeps_value_head = has_value_head(settings)
+
+    def datums(
+        self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
+    ) -> list[Datum]:
+        """Return two datums per row. scalar: the preferred answer's first. comparison: the pair in
+        both orders.
+        """
+        make = make_scored_pair if self.scalar else make_comparison_pair
+        return [datum for row in rows for datum in make(row, renderer)]
+
+    def longest(self, row: Problem, renderer: Any) -> int:
+        """Return, for comparison, the length of the prompt that shows both answers with the longest
+        verdict; for scalar 0.
+        """
+        return (
+            0
+            if self.scalar
+            else max(
+                example.length
+                for example, _ in make_verdict_examples(_make_comparison(row), renderer)
+            )
+        )
+
+    def update(
+        self, models: Models, datums: Sequence[Datum], progress: Progress
+    ) -> dict[str, float]:
+        """Update the model in a single pass. `optim/loss` is a mean over pairs (scalar) or over the
+        tokens of the verdict (comparison).
+        """
+        settings = self.settings
+        if not self.scalar:
+            return train_single_pass(
+                models,
+                datums,
+                loss="cross_entropy",
+                config={},
+                normalise="tokens",
+                optim=settings.optim,
+                loop=settings.loop,
+                progress=progress,
+                peak_learning_rate=settings.learning_rate,
+                rows=[i // 2 for i in range(len(datums))],
+            )
+        params = make_adam_params(
+            settings.optim, settings.loop, progress.batch, settings.learning_rate
+        )
+        pairs = [datums[i : i + 2] for i in range(0, len(datums), 2)]
+        sums: dict[str, float] = {}
+        norms = []
+        for part in split_into_substeps(pairs, settings.optim.num_substeps):
+            flat = [datum for pair in part for datum in pair]
+            forward = models.policy.forward_backward(
+                flat, "bradley_terry", self._config(), divisor=len(part)
+            )
+            update = models.policy.optim_step(params).result().metrics or {}
+            for name, value in forward.result().metrics.items():
+                sums[name] = sums.get(name, 0.0) + value
+            norms.append(update["grad_norm"])
+            sums["skipped"] = sums.get("skipped", 0.0) + update.get("skipped_nonfinite", 0.0)
+        metrics = {
+            "optim/lr": params.learning_rate,
+            **_compute_training_metrics(sums),
+            "optim/grad_norm": max_or_nan(norms),
+        }
+        metrics |= {"optim/tokens": count_action_tokens(datums), **compute_expert_metrics(sums)}
+        return metrics | ({"optim/skipped_nonfinite": sums["skipped"]} if sums["skipped"] else {})
+
+    def _config(self) -> dict[str, float]:
+        """Return the config of the loss."""
+        return {"centre_coef": self.settings.reward_modelling.centre_coef}
+
+    def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
+        """Return metrics on held-out pairs: `test/loss` (-log P of the preference), accuracy,
+        margin and calibration error of P.
+        """
+        if self.scalar:
+            whole = [datum.model_input for row in rows for datum in make_scored_pair(row, renderer)]
+            scores = np.array(compute_reward_scores(models.policy, whole))
+            return {
+                **_compute_mean_scores(scores[0::2], scores[1::2]),
+                **compute_preference_metrics(scores[0::2] - scores[1::2]),
+            }
+        sampler = models.policy.save_weights_and_get_sampling_client()
+        verdicts = ComparisonModel(sampler, renderer).compare(
+            [_make_comparison(row) for row in rows]
+        )
+        sampler.release()
+        wins, losses = (
+            np.array([getattr(verdict, side) for verdict in verdicts])
+            for side in ("first", "second")
+        )
+        metrics = compute_preference_metrics(np.log(wins) - np.log(losses))
+        metrics["test/comparison/tie"] = float(np.mean([verdict.tie for verdict in verdicts]))
+        metrics["test/comparison/consistent"] = float(
+            np.mean([verdict.consistent for verdict in verdicts])
+        )
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def make_scored_pair(row: Problem, renderer: Any) -> list[Datum]:
+    """Return datums of the preferred answer and the other, as `Renderer.reward_model_input` encodes
+    them: the value is read at the last position, the end token.
+
+    Template text after that token is dropped, since no sampled answer has it. The mask marks the
+    end of the prompt, so that the prompt can be shared. The target of the last position is unused.
+    """
+    datums = []
+    for answer in _get_pair(row):
+        example, weights = renderer.build_supervised_example(
+            [*row.messages, {"role": "assistant", "content": answer}]
+        )
+        learnt = np.flatnonzero(weights)
+        begin, whole = int(learnt[0]), example.flat()
+        judged = renderer.reward_model_input(whole[:begin], whole[begin : int(learnt[-1]) + 1])
+        # images precede the answer
+        model_input = ModelInput.of(judged.flat(), example.placed())
+        tokens = model_input.flat()
+        mask = np.arange(1, len(tokens) + 1) >= begin
+        datums.append(
+            Datum(
+                model_input,
+                {
+                    "target_tokens": TensorData([*tokens[1:], 0]),
+                    "mask": TensorData(mask, "float32"),
+                },
+            )
+        )
+    return datums
+
+
+def make_comparison_pair(row: Problem, renderer: Any) -> list[Datum]:
+    """Return two supervised datums that train the verdict of a comparison.
+
+    The first datum shows the preferred answer first (verdict A), the second datum shows it second
+    (verdict B).
+    """
+    comparison = _make_comparison(row)
+    examples = [
+        renderer.build_supervised_example(
+            [*make_comparison_prompt(ordered), {"role": "assistant", "content": label}]
+        )
+        for ordered, label in ((comparison, "A"), (swap_answers(comparison), "B"))
+    ]
+    return [supervised_datum(model_input.to_ints(), weights) for model_input, weights in examples]
+
+
+def _get_pair(row: Problem) -> tuple[str, str]:
+    """Return (preferred answer, other answer) of a row. Raises ValueError if either is missing."""
+    if row.response is None or row.rejected is None:
+        raise ValueError(
+            f"row {row.index} of {row.tag} is not a pair: it has "
+            f"{'no rejected' if row.response else 'no preferred'} answer"
+        )
+    return row.response, row.rejected
+
+
+def _make_comparison(row: Problem) -> AnswerComparison:
+    """Return the comparison of a row's two answers."""
+    return AnswerComparison(row.messages, *_get_pair(row))
+
+
+def _compute_training_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return the loss's sums as means over pairs."""
+    pairs = max(1.0, sums["pairs:sum"])
+    chosen, rejected = sums["chosen_rewards:sum"] / pairs, sums["rejected_rewards:sum"] / pairs
+    return {
+        "optim/loss": sums["loss:sum"] / pairs,
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
+        "rewards/accuracies": sums["ranked_right:sum"] / pairs,
+    }
+
+
+def _compute_mean_scores(chosen: np.ndarray, rejected: np.ndarray) -> dict[str, float]:
+    """Return the mean scores of preferred and rejected answers."""
+    return {
+        "test/rewards/chosen": float(chosen.mean()),
+        "test/rewards/rejected": float(rejected.mean()),
+    }
+
+
+def compute_preference_metrics(margins: np.ndarray) -> dict[str, float]:
+    """Return metrics of the log odds [P] that the model gives to the preferred answers: loss,
+    margin, accuracy (a tie is half) and calibration error.
+    """
+    right = (np.sign(margins) + 1) / 2
+    sure = 1 / (1 + np.exp(-np.abs(margins)))
+    return {
+        "test/loss": float(np.logaddexp(0.0, -margins).mean()),
+        "test/rewards/margins": float(margins.mean()),
+        PAIR_ACCURACY_METRIC: float(right.mean()),
+        "test/rewards/calibration_error": compute_calibration_error(sure.tolist(), right.tolist()),
+    }

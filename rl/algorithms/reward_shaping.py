@@ -1,0 +1,162 @@
+"""Shape rewards before advantages: overlong penalty, normalization by running statistics, scale,
+clipping. Pure numbers.
+
+Letters: P problems (groups), G members of a group, N steps (turns) of an episode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl.config import ShapingSettings
+from rl.rollout import Trajectory, TrajectoryGroup, mean
+
+
+class RunningStatistics:
+    """Track the mean and (population) standard deviation of all values so far, a batch at a time
+    (Chan, Golub, LeVeque 1979).
+    """
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.m2 = 0, 0.0, 0.0
+
+    @property
+    def std(self) -> float:
+        """Return the standard deviation; 0 without values."""
+        return math.sqrt(self.m2 / self.count) if self.count else 0.0
+
+    def update(self, values: Sequence[float]) -> None:
+        """Add a batch of values."""
+        if not values:
+            return
+        n, mean = len(values), math.fsum(values) / len(values)
+        m2 = math.fsum((v - mean) ** 2 for v in values)
+        total, shift = self.count + n, mean - self.mean
+        self.m2 += m2 + shift * shift * self.count * n / total
+        self.mean += shift * n / total
+        self.count = total
+
+    def state(self) -> dict[str, Any]:
+        """Return the statistics, for a checkpoint."""
+        return {"count": self.count, "mean": self.mean, "m2": self.m2}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the statistics from a checkpoint."""
+        self.count, self.mean, self.m2 = state["count"], state["mean"], state["m2"]
+
+
+def overlong_penalty(tokens: int, max_tokens: int, share: float, penalty: float) -> float:
+    """Return the penalty of an answer of `tokens` for its length: 0 up to (1 - share) max_tokens,
+    then linearly up to `penalty`.
+
+    DAPO's soft overlong punishment (arXiv 2503.14476, equation 13) with L_cache = share *
+    max_tokens and L_max = max_tokens.
+    """
+    allowed = (1 - share) * max_tokens
+    return (
+        penalty * max(0.0, min(tokens, max_tokens) - allowed) / (max_tokens - allowed)
+        if share
+        else 0.0
+    )
+
+
+class RewardShaper:
+    """Shape a batch's rewards: length penalties, then (r - mean) / std over all batches so far,
+    then scale, then clipping.
+
+    The running statistics are of total rewards, this batch's included. A resumed run needs `state`.
+    """
+
+    def __init__(self, settings: ShapingSettings, max_tokens: int):
+        self.settings = settings
+        self.max_tokens = max_tokens
+        self.statistics = RunningStatistics()
+        self.metrics: dict[str, float] = {}
+
+    def shape_totals(self, groups: Sequence[TrajectoryGroup]) -> list[list[float]]:
+        """Return the shaped total rewards [P][G]."""
+        rewards_P_G_N = self._step_rewards(groups)
+        totals_P_G = [[sum(steps) for steps in rewards_G_N] for rewards_G_N in rewards_P_G_N]
+        self._update_statistics(totals_P_G)
+        centre = self.statistics.mean if self.settings.normalise_rewards else 0.0
+        return [[self._shape(r, centre) for r in totals_G] for totals_G in totals_P_G]
+
+    def shape_steps(self, groups: Sequence[TrajectoryGroup]) -> list[list[list[float]]]:
+        """Return the shaped rewards of each step [P][G][N].
+
+        They are divided by the std of totals, but not centered: a longer episode gets no higher
+        reward.
+        """
+        rewards_P_G_N = self._step_rewards(groups)
+        self._update_statistics(
+            [[sum(steps) for steps in rewards_G_N] for rewards_G_N in rewards_P_G_N]
+        )
+        return [
+            [[self._shape(r, 0.0) for r in steps] for steps in rewards_G_N]
+            for rewards_G_N in rewards_P_G_N
+        ]
+
+    def _step_rewards(self, groups: Sequence[TrajectoryGroup]) -> list[list[list[float]]]:
+        """Return the rewards of each step [P][G][N]; the last step includes a group's final rewards
+        and the penalties.
+        """
+        s = self.settings
+        penalties, cut_off, rewards_P_G_N = [], [], []
+        for group in groups:
+            rewards_G_N = []
+            for trajectory, final in zip(group.trajectories_G, group.final_rewards_G, strict=True):
+                steps = [turn.reward for turn in trajectory.transitions]
+                penalty = overlong_penalty(
+                    _longest_action(trajectory),
+                    self.max_tokens,
+                    s.overlong_share,
+                    s.overlong_penalty,
+                )
+                penalties.append(penalty)
+                steps[-1] = steps[-1] + final - penalty
+                cut_off.append(
+                    s.cut_off_penalty * (trajectory.transitions[-1].ac.stop_reason == "length")
+                )
+                steps[-1] -= cut_off[-1]
+                rewards_G_N.append(steps)
+            rewards_P_G_N.append(rewards_G_N)
+        self.metrics = {"reward/overlong_penalty": mean(penalties)} if s.overlong_share else {}
+        if s.cut_off_penalty:
+            self.metrics["reward/cut_off_penalty"] = mean(cut_off)
+        return rewards_P_G_N
+
+    def _update_statistics(self, totals_P_G: Sequence[Sequence[float]]) -> None:
+        """Update the running statistics and metrics, if rewards are normalized."""
+        if self.settings.normalise_rewards:
+            self.statistics.update([r for totals_G in totals_P_G for r in totals_G])
+            self.metrics |= {
+                "reward/running_mean": self.statistics.mean,
+                "reward/running_std": self.statistics.std,
+            }
+
+    def _shape(self, reward: float, centre: float) -> float:
+        """Return the reward after normalization, scale and clipping."""
+        s = self.settings
+        if s.normalise_rewards:
+            # if all rewards so far were equal, the std is 0 except for rounding: do not divide
+            std = self.statistics.std
+            reward = (reward - centre) / (std + 1e-8 if std > 1e-8 else 1.0)
+        reward *= s.reward_scale
+        return reward if s.reward_clip is None else max(-s.reward_clip, min(s.reward_clip, reward))
+
+    def state(self) -> dict[str, Any]:
+        """Return the running statistics, for a checkpoint."""
+        return self.statistics.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the running statistics from a checkpoint."""
+        self.statistics.load_state(state)
+
+
+def _longest_action(trajectory: Trajectory) -> int:
+    """Return the number of tokens of the longest action: max_tokens bounds each turn, not the
+    episode.
+    """
+    return max(len(turn.ac.tokens) for turn in trajectory.transitions)

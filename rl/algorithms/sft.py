@@ -1,0 +1,192 @@
+"""Implement supervised fine-tuning: cross-entropy on worked responses, on all assistant messages of
+a conversation, or on whole texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from rl.algorithms.method_interface import Models, Progress, RowEvaluator
+from rl.algorithms.row_datums import evaluate_by_tag, truncate_datum
+from rl.algorithms.update import train_single_pass
+from rl.config import (
+    AnswerDataSettings,
+    ModelSettings,
+    OptimSettings,
+    RowLoopSettings,
+    SamplingSettings,
+    check_ranges,
+    check_substeps,
+    reject_sampling_settings,
+)
+from rl.rollout import supervised_datum
+from rl.types import Datum, Problem
+
+LOSS_METRIC = "test/loss"
+_REMARK_ROWS = 256  # number of rows of which tokens are counted for the console
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftOptions:
+    """Configure the trained tokens of a row."""
+
+    train_on: Literal["all_assistant", "last_assistant"] = "all_assistant"
+    """Of a conversation: every assistant message, or only the last. (A text without a prompt is trained as a whole.)"""  # noqa: E501
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftSettings:
+    """Supervised fine-tuning: learn to reproduce the data's answers."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: AnswerDataSettings = field(default_factory=AnswerDataSettings)
+    sft: SftOptions = field(default_factory=SftOptions)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    loop: RowLoopSettings = field(default_factory=RowLoopSettings)
+
+    def __post_init__(self) -> None:
+        check_substeps(self)
+        reject_sampling_settings(self, "sft learns from the data's answers")
+
+    @property
+    def learning_rate(self) -> float:
+        """Return the learning rate: as set, else 1e-4 with LoRA, 1e-5 without."""
+        rate = self.optim.learning_rate
+        return rate if rate is not None else (1e-4 if self.model.lora_rank else 1e-5)
+
+
+class Sft(RowEvaluator):
+    """Implement `sft`: its training hooks and the models that a run loads for them. Subclasses
+    inherit both.
+    """
+
+    online = False
+    headline = LOSS_METRIC
+    reads = staticmethod(lambda settings: ("response",))
+    needs_reward = False
+    reads_held_out_answers = reads_optional_answers = True
+
+    def __init__(self, settings: SftSettings):
+        self.settings = settings
+
+    def datums(
+        self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
+    ) -> list[Datum]:
+        """Return prompt and response as a single sequence; trained tokens (including the end token)
+        have weight 1.
+        """
+        return [self._datum(row, renderer) for row in rows]
+
+    def _datum(self, row: Problem, renderer: Any) -> Datum:
+        """Return the datum of a row, cut to the data settings' limit."""
+        return truncate_datum(
+            self.settings.data, make_response_datum(row, renderer, self.settings.sft.train_on), row
+        )
+
+    def longest(self, row: Problem, renderer: Any) -> int:
+        """Render the row as it is trained, so that a row that cannot be rendered fails before the
+        first step. Returns 0: the sequence is no longer than prompt plus answer.
+        """
+        if self.settings.sft.train_on == "all_assistant" and any(
+            message["role"] == "assistant" for message in row.messages
+        ):
+            make_response_datum(row, renderer, "all_assistant")
+        return 0
+
+    def update(
+        self, models: Models, datums: Sequence[Datum], progress: Progress
+    ) -> dict[str, float]:
+        """Update the policy in a single pass. `optim/loss` is the mean negative logprob of a
+        trained token.
+        """
+        settings = self.settings
+        return train_single_pass(
+            models,
+            datums,
+            loss="cross_entropy",
+            config={},
+            normalise="tokens",
+            optim=settings.optim,
+            loop=settings.loop,
+            progress=progress,
+            peak_learning_rate=settings.learning_rate,
+        )
+
+    def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
+        """Return `test/loss` (nats per token) and `test/token_accuracy` (share of tokens that are
+        the likeliest at their position), also of each data set.
+        """
+        return evaluate_by_tag(rows, lambda members: self._evaluate(members, renderer, models))
+
+    def _evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
+        """Return the metrics of the rows that have a response; {} if none has."""
+        rows = [row for row in rows if row.response is not None]
+        if not rows:  # held-out problems for sampling may have no response
+            return {}
+        sums = (
+            models.policy.forward(
+                self.datums(rows, renderer, models, 0), "cross_entropy", {"token_accuracy": 1.0}
+            )
+            .result()
+            .metrics
+        )
+        tokens = max(1.0, sums["weights:sum"])
+        return {
+            "loss": sums["loss:sum"] / tokens,
+            "token_accuracy": sums["likeliest:sum"] / tokens,
+            "tokens": tokens,
+        }
+
+    def remark(self, rows: Sequence[Problem], renderer: Any) -> str:
+        """Return a message about the trained tokens and their share of the first rows."""
+        inspected = rows[:_REMARK_ROWS]
+        trained = [
+            self._datum(row, renderer).loss_fn_inputs["weights"].array != 0 for row in inspected
+        ]
+        share, tokens = sum(int(np.count_nonzero(w)) for w in trained), sum(len(w) for w in trained)
+        turns = any(message["role"] == "assistant" for row in inspected for message in row.messages)
+        description = "the assistant's answers" if not turns else {
+            "all_assistant": "every message of the assistant (--train-on last_assistant for only "
+            "the last)",
+            "last_assistant": "the assistant's last message (--train-on all_assistant for all of "
+            "them)",
+        }[self.settings.sft.train_on]  # fmt: skip
+        if all(not row.messages for row in inspected):
+            description = "whole texts"
+        return (
+            f"sft trains {description}: {share / max(1, tokens):.1%} of the tokens of the first "
+            f"{len(inspected)} rows, {tokens / len(inspected):.0f} tokens a row"
+        )
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def make_response_datum(row: Problem, renderer: Any, train_on: str = "last_assistant") -> Datum:
+    """Return a row's prompt and response as a single sequence. The response's tokens (and its end)
+    have weight 1; of a text without a prompt, all tokens.
+
+    Raises ValueError if the row has no response.
+    """
+    if row.response is None:
+        raise ValueError(
+            f"row {row.index} of {row.tag} has no response to learn: its cell is empty, or its "
+            "column must be named with --response-column"
+        )
+    if not row.messages:
+        tokens = renderer.build_text(row.response).to_ints()
+        return supervised_datum(tokens, [1.0] * len(tokens))
+    messages = [*row.messages, {"role": "assistant", "content": row.response}]
+    model_input, weights = renderer.build_supervised_example(messages, train_on)
+    return supervised_datum(model_input, weights)

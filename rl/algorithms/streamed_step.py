@@ -1,0 +1,128 @@
+"""Take an optimizer step over groups that arrive in parts: gradients accumulate while the
+remaining groups are still being sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from rl.algorithms.grpo import PolicyGradient
+from rl.algorithms.importance_correction import merge_effective_sample_size
+from rl.algorithms.method_interface import Models, Progress
+from rl.algorithms.update import (
+    compare_sampler_and_learner,
+    compute_divisor,
+    compute_expert_metrics,
+    compute_loss_metrics,
+    has_gradient,
+    make_adam_params,
+)
+from rl.errors import UserError
+from rl.rollout import TrajectoryGroup, count_action_tokens, max_or_nan
+from rl.types import Datum
+
+
+class StreamedStep:
+    """Accumulate gradients part by part: call `add` with each part's groups, in an order
+    independent of sampling speed, then `finish` for the update of the whole batch.
+
+    The divisor of the summed loss is known only after the last part. Gradients are therefore
+    accumulated undivided and scaled before the update. Raises UserError under DeepSpeed.
+    """
+
+    def __init__(self, method: PolicyGradient, models: Models, progress: Progress):
+        if models.policy.info["distributed_type"] == "DEEPSPEED":
+            raise UserError(
+                "stream_minibatches scales accumulated gradients, to which DeepSpeed gives no "
+                "access: launch with FSDP or DDP"
+            )
+        self.method, self.models, self.progress = method, models, progress
+        self.datums: list[Datum] = []  # as passed to the loss
+        self.batch_datums: list[Datum] = []
+        self._futures: list[Any] = []
+        self._correction_metrics: list[tuple[int, dict[str, float]]] = []
+        self._no_signal_groups: list[
+            TrajectoryGroup
+        ] = []  # the first group, until a group has a signal
+
+    def add(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """Compute the gradient of a part's groups and accumulate it."""
+        datums = (
+            self.method.compute_advantages(groups, self.models, keep_first=False) if groups else []
+        )
+        if datums:
+            self._train(datums)
+        elif groups and not self._no_signal_groups:
+            self._no_signal_groups = list(groups[:1])
+
+    def _train(self, datums: list[Datum]) -> None:
+        self.batch_datums += datums
+        ready, before = self.method.prepare_datums(datums, self.models)
+        # counted before a correction removes tokens
+        self._correction_metrics.append((count_action_tokens(datums), before))
+        self.datums += ready
+        self._futures.append(
+            self.models.policy.forward_backward(ready, self.method.loss, self.method.loss_config())
+        )
+
+    def finish(self) -> dict[str, float]:
+        """Update the policy. Returns the `optim/...` metrics of the whole batch."""
+        method, settings = self.method, self.method.settings
+        if not self.datums:
+            self._train(method.compute_advantages(self._no_signal_groups, self.models))
+        params = make_adam_params(
+            settings.optim, settings.loop, self.progress.batch, settings.learning_rate
+        )
+        metrics: dict[str, float] = {"optim/lr": params.learning_rate}
+        config, kind = method.loss_config(), settings.policy_gradient.normalise
+        outputs = [future.result() for future in self._futures]
+        self.models.policy.scale_gradients(
+            1.0 / compute_divisor(self.datums, kind, settings.sampling.max_tokens)
+        )
+        if not has_gradient(self.datums, method.loss, config):
+            params = replace(params, learning_rate=0.0)
+            metrics["optim/skipped_no_signal"] = 1.0
+        step = self.models.policy.optim_step(params).result().metrics or {}
+        if step.get("skipped_nonfinite"):
+            metrics["optim/skipped_nonfinite"] = 1.0
+        sums: dict[str, float] = {}
+        for output in outputs:
+            for name, value in output.metrics.items():
+                if name.endswith(":sum"):
+                    sums[name] = sums.get(name, 0.0) + value
+        metrics |= compare_sampler_and_learner(
+            self.datums, [item["logprobs"].array for o in outputs for item in o.loss_fn_outputs]
+        )
+        metrics |= {
+            "optim/grad_norm": max_or_nan([step["grad_norm"]]),
+            "optim/substeps": 1,
+            "optim/minibatches": len(outputs),
+        }
+        return {
+            **metrics,
+            **compute_expert_metrics(sums),
+            **compute_loss_metrics(sums, self.datums, kind),
+            **self._merge_part_metrics(),
+            **method.shaper.metrics,
+        }
+
+    def _merge_part_metrics(self) -> dict[str, float]:
+        """Merge the metrics measured before each part's gradient: means weighted by sampled tokens,
+        maxima of maxima.
+        """
+        merged: dict[str, float] = {}
+        for name in dict.fromkeys(name for _, part in self._correction_metrics for name in part):
+            parts = [
+                (tokens, part[name]) for tokens, part in self._correction_metrics if name in part
+            ]
+            total = sum(tokens for tokens, _ in parts) or 1
+            merged[name] = (
+                max_or_nan([value for _, value in parts])
+                if "max" in name
+                else sum(t * v for t, v in parts) / total
+            )
+        if "optim/correction_ess" in merged:
+            merged["optim/correction_ess"] = merge_effective_sample_size(self._correction_metrics)
+        return merged

@@ -1,0 +1,382 @@
+"""Provide the shared parts of the methods' `update`: settings, minibatches and divisor of an
+optimizer step, the default pass, and its metrics. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rl.algorithms.importance_correction import (
+    ImportanceCorrection,
+    apply_correction,
+    index_episodes,
+)
+from rl.algorithms.method_interface import Models, Progress
+from rl.config import CorrectionSettings, LoopSettings, OptimSettings
+from rl.lr_schedule import compute_lr_factor
+from rl.rollout import count_action_tokens, max_or_nan
+from rl.types import AdamParams, Datum, TensorData
+
+Item = TypeVar("Item")
+
+
+def make_adam_params(
+    optim: OptimSettings, loop: LoopSettings, batch: int, peak_learning_rate: float
+) -> AdamParams:
+    """Return AdamW's settings at this batch: the schedule's learning rate, all else constant."""
+    return AdamParams(
+        learning_rate=peak_learning_rate
+        * compute_lr_factor(optim.schedule, batch, loop.steps, optim.warmup_steps),
+        beta1=optim.beta1,
+        beta2=optim.beta2,
+        eps=optim.adam_eps,
+        weight_decay=optim.weight_decay,
+        grad_clip_norm=optim.grad_clip_norm,
+    )
+
+
+def split_into_substeps(
+    datums: Sequence[Item], num_substeps: int, rows: Sequence[int] = ()
+) -> list[list[Item]]:
+    """Deal `datums` (or pairs of datums) out round-robin over n optimizer steps, so that each step
+    sees every problem's group.
+
+    `rows` is the row of each datum; datums of a row are adjacent. Whole rows are then dealt out
+    round-robin, because the answers of a row have different roles (good and bad, shown first and
+    second): a step that received a single position of each row would see a single role. Fewer
+    datums (or rows) than steps make fewer steps: no optimizer step is empty.
+    """
+    order = {row: i for i, row in enumerate(dict.fromkeys(rows))}
+    turns = [order[row] for row in rows] if rows else range(len(datums))
+    parts: list[list[Item]] = [[] for _ in range(num_substeps)]
+    for datum, turn in zip(datums, turns, strict=True):
+        parts[turn % num_substeps].append(datum)
+    return [part for part in parts if part]
+
+
+def compute_divisor(datums: Sequence[Datum], kind: str, max_tokens: int = 1) -> float:
+    """Return the divisor of an optimizer step's summed loss.
+
+    "tokens": its action tokens. "sequences", "sequence_means" (of losses already weighted by
+    `weight_by_sequence`): its sequences. "constant": its sequences times max_tokens (Dr. GRPO,
+    arXiv 2503.20783, appendix). "sum": 1. An episode of several datums counts as a single sequence;
+    each datum counts as its share of it. Raises ValueError for any other `kind`.
+    """
+    match kind:
+        case "tokens":
+            return max(1, count_action_tokens(datums))
+        case "sequences" | "sequence_means":
+            return count_sequences(datums)
+        case "constant":
+            return count_sequences(datums) * max_tokens
+        case "sum":
+            return 1.0
+    raise ValueError(
+        f"unknown normalisation {kind!r}: expected tokens, sequences, sequence_means, constant or "
+        "sum"
+    )
+
+
+def count_sequences(datums: Sequence[Datum]) -> float:
+    """Return the number of episodes that the datums make up; 1 if they hold no action."""
+    return math.fsum(datum.episode_share for datum in datums) or 1.0
+
+
+def weight_by_sequence(datums: Sequence[Datum]) -> list[Datum]:
+    """Return the datums with advantages and mask divided by their episode's number of action
+    tokens, so that the summed losses become the episode's mean.
+    """
+    weighted = []
+    for datum in datums:
+        advantages, mask = (datum.loss_fn_inputs[name].array for name in ("advantages", "mask"))
+        tokens = max(1, int(np.count_nonzero(mask))) / (datum.episode_share or 1.0)
+        weighted.append(add_loss_inputs(datum, advantages=advantages / tokens, mask=mask / tokens))
+    return weighted
+
+
+def apply_truncated_is(
+    models: Models, datums: Sequence[Datum], cap: float, temperature: float
+) -> tuple[list[Datum], dict[str, float]]:
+    """Apply `correct_datums` per token with only a cap, with ratios taken against the learner
+    (TIS, Yao et al. 2025).
+
+    The metrics are the mean weight and the capped share, in addition to the comparison of sampler
+    and learner.
+    """
+    weighted, metrics = correct_datums(
+        models,
+        datums,
+        ImportanceCorrection("truncate", high=cap),
+        against_learner=True,
+        temperature=temperature,
+    )
+    names = {
+        "optim/correction_weight": "optim/tis_weight",
+        "optim/correction_high": "optim/tis_frac_capped",
+    }
+    return weighted, {
+        names.get(name, name): value
+        for name, value in metrics.items()
+        if name in names or "correction" not in name
+    }
+
+
+def correct_datums(
+    models: Models,
+    datums: Sequence[Datum],
+    correction: ImportanceCorrection,
+    *,
+    against_learner: bool,
+    temperature: float,
+) -> tuple[list[Datum], dict[str, float]]:
+    """Weight the datums by a correction, from the learner's logprobs before the step; for
+    any policy loss, with a single forward pass.
+
+    All policy losses are homogeneous in the advantage, which carries the weight. A rejected token
+    loses its mask and its advantage, and no longer counts in the episode's length
+    (`compute_remaining_shares`). With `against_learner`, the ratios of the loss are taken against
+    the learner before the step (decoupled PPO, arXiv 2110.00641, section 3; AReaL, arXiv
+    2505.24298, equation 5), so that clipping acts only on the update; a KL in the loss is weighted
+    by the ratio to the behavior logprobs (`drawn_logprobs`), which is not capped. The metrics
+    compare sampler and learner and include those of `apply_correction`.
+    """
+    output = models.policy.forward(
+        datums, "importance_sampling", {"temperature": temperature}
+    ).result()
+    learner_D = [o["logprobs"].array for o in output.loss_fn_outputs]
+    sampler_D = [datum.loss_fn_inputs["logprobs"].array for datum in datums]
+    masks_D = [datum.loss_fn_inputs["mask"].array != 0 for datum in datums]
+    gaps_D = [lp.astype(np.float64) - q for lp, q in zip(learner_D, sampler_D, strict=True)]
+    episode_D = index_episodes(datums)
+    weights_D, kept_D, metrics = apply_correction(gaps_D, masks_D, episode_D, correction)
+    shares_D = compute_remaining_shares(datums, episode_D, masks_D, kept_D)
+    result = []
+    for datum, lp, q, mask, weight, kept, share in zip(
+        datums, learner_D, sampler_D, masks_D, weights_D, kept_D, shares_D, strict=True
+    ):
+        inputs = datum.loss_fn_inputs
+        fields = {
+            "advantages": inputs["advantages"].array * np.where(mask, weight * kept, 1.0),
+            "mask": inputs["mask"].array * kept,
+        }
+        if against_learner:
+            fields |= {"logprobs": np.where(mask, lp, 0.0), "drawn_logprobs": q}
+        result.append(add_loss_inputs(datum, **fields))
+        result[-1].episode_share = share
+    return result, compare_sampler_and_learner(datums, learner_D) | metrics
+
+
+def compute_remaining_shares(
+    datums: Sequence[Datum],
+    episode_D: Sequence[int],
+    masks_D: Sequence[np.ndarray],
+    kept_D: Sequence[np.ndarray],
+) -> list[float]:
+    """Return each datum's share of its episode's action tokens among those that remain actions.
+
+    An episode that loses no token keeps its shares; an episode that loses all tokens has shares of
+    0, so that no count of sequences holds it.
+    """
+    sampled, remaining = (
+        [int(np.count_nonzero(mask)) for mask in side] for side in (masks_D, kept_D)
+    )
+    totals = np.zeros((2, max(episode_D, default=-1) + 1))
+    for episode, before, after in zip(episode_D, sampled, remaining, strict=True):
+        totals[:, episode] += before, after
+    shares = []
+    for datum, episode, after in zip(datums, episode_D, remaining, strict=True):
+        lost = totals[1, episode] < totals[0, episode]
+        shares.append(after / max(1.0, float(totals[1, episode])) if lost else datum.episode_share)
+    return shares
+
+
+def make_correction(settings: CorrectionSettings) -> ImportanceCorrection:
+    """Return the correction that the settings describe."""
+    return ImportanceCorrection(
+        settings.correction,
+        settings.correction_level,
+        settings.correction_low,
+        settings.correction_high,
+    )
+
+
+def add_proximal_weight(datums: Sequence[Datum], version: int) -> list[Datum]:
+    """Return datums with the weight that approximates ratios against the learner at `version`,
+    before the step, without a forward pass.
+
+    A token sampled by the weights of d updates ago lies d of d + 1 updates before the learner that
+    the step produces. The proximal policy's logprob is therefore put d / (d + 1) of the way from
+    the sampler's to the learner's current logprob (AReaL's log-linear approximation, with v_theta =
+    v_proximal + 1; rl.losses.loss_terms.with_proximal_logprobs).
+    """
+    weighted = []
+    for datum in datums:
+        fields = datum.loss_fn_inputs
+        versions = (
+            fields["versions"].array
+            if "versions" in fields
+            else np.full(datum.model_input.length, float(datum.version or 0))
+        )
+        age = np.where(fields["mask"].array != 0, np.maximum(version - versions, 0), 0)
+        weighted.append(add_loss_inputs(datum, proximal_share=age / (age + 1)))
+    return weighted
+
+
+def add_loss_inputs(datum: Datum, **fields: np.ndarray) -> Datum:
+    """Return the datum with these loss inputs added or replaced, as float32."""
+    new = {name: TensorData(value.astype(np.float32), "float32") for name, value in fields.items()}
+    return datum.with_inputs({**datum.loss_fn_inputs, **new})
+
+
+def train_single_pass(
+    models: Models,
+    datums: Sequence[Datum],
+    *,
+    loss: str,
+    config: Mapping[str, float],
+    normalise: str,
+    optim: OptimSettings,
+    loop: LoopSettings,
+    progress: Progress,
+    peak_learning_rate: float,
+    max_tokens: int = 1,
+    behavior_datums: Sequence[Datum] = (),
+    rows: Sequence[int] = (),
+) -> dict[str, float]:
+    """Train a single pass over the data in `num_substeps` optimizer steps: the default `update`.
+    Returns `optim/...` metrics.
+
+    Sampler and learner are compared on the first substep, which has the weights that sampled. If
+    the loss does not read behavior logprobs, the comparison takes them from a second list of the
+    same datums. `rows`: see `split_into_substeps`.
+
+    If nothing has a gradient (every advantage is 0 and no other term is active), the step is taken
+    at learning rate 0: AdamW's moments of earlier batches and its weight decay would otherwise move
+    the weights for no reason. The step still counts, so versions, random streams and schedules stay
+    the same; `optim/skipped_no_signal` counts such steps.
+    """
+    params = make_adam_params(optim, loop, progress.batch, peak_learning_rate)
+    metrics: dict[str, float] = {"optim/lr": params.learning_rate}
+    sums: dict[str, float] = {}
+    norms: list[float] = []
+    for i, part in enumerate(split_into_substeps(datums, optim.num_substeps, rows)):
+        forward = models.policy.forward_backward(
+            part, loss, config, divisor=compute_divisor(part, normalise, max_tokens)
+        )
+        signal = has_gradient(part, loss, config)
+        update = models.policy.optim_step(params if signal else replace(params, learning_rate=0.0))
+        if not signal:
+            metrics["optim/skipped_no_signal"] = metrics.get("optim/skipped_no_signal", 0.0) + 1
+        output = forward.result()
+        for name, value in output.metrics.items():
+            if name.endswith(":sum"):
+                sums[name] = sums.get(name, 0.0) + value
+        step_metrics = update.result().metrics or {}
+        norms.append(step_metrics["grad_norm"])
+        if step_metrics.get("skipped_nonfinite"):
+            metrics["optim/skipped_nonfinite"] = metrics.get("optim/skipped_nonfinite", 0.0) + 1
+        sampled = list(behavior_datums[:: optim.num_substeps]) or part
+        if i == 0 and "logprobs" in sampled[0].loss_fn_inputs:
+            metrics.update(
+                compare_sampler_and_learner(
+                    sampled, [o["logprobs"].array for o in output.loss_fn_outputs]
+                )
+            )
+    metrics |= compute_expert_metrics(sums)
+    metrics["optim/grad_norm"] = max_or_nan(norms)
+    metrics["optim/substeps"] = len(norms)
+    metrics.update(compute_loss_metrics(sums, datums, normalise))
+    return metrics
+
+
+def compute_expert_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return the routing metrics of a mixture-of-experts model: the share of rerouted tokens and
+    the mean load-balancing loss.
+    """
+    metrics = {}
+    if routed := sums.get("routed:sum", 0.0):
+        metrics["optim/rerouted"] = sums["rerouted:sum"] / routed
+    if counted := sums.get("balanced:sum", 0.0):
+        metrics["optim/router_aux_loss"] = sums["router_aux_loss:sum"] / counted
+    return metrics
+
+
+def has_gradient(datums: Sequence[Datum], loss: str, config: Mapping[str, float]) -> bool:
+    """Return whether the loss or a term added to it can have a gradient; without an action it has
+    none.
+    """
+    from rl.losses import (  # imports torch, which settings and --help avoid
+        get_loss,
+        list_enabled_terms,
+    )
+
+    if loss == "cross_entropy":
+        return any(
+            "weights" not in datum.loss_fn_inputs or datum.loss_fn_inputs["weights"].array.any()
+            for datum in datums
+        )
+    if all("mask" in datum.loss_fn_inputs for datum in datums) and not count_action_tokens(datums):
+        return False
+    spec = get_loss(loss)
+    if not spec.needs_advantages or (spec.terms and list_enabled_terms(config)):
+        return True
+    return any(datum.loss_fn_inputs["advantages"].array.any() for datum in datums)
+
+
+def compute_loss_metrics(
+    sums: Mapping[str, float], datums: Sequence[Datum], normalise: str
+) -> dict[str, float]:
+    """Return means over action tokens.
+
+    Under "sequence_means" the loss, which is already a mean over each sequence's tokens, is
+    averaged over sequences.
+    """
+    tokens = count_action_tokens(datums) if datums else 0
+    name = "optim/loss" if "weights:sum" in sums else "optim/policy_loss"
+    # excludes the terms that were added to the loss
+    loss = sums.get("policy_loss:sum", sums.get("loss:sum", 0.0))
+    count = count_sequences(datums) if normalise == "sequence_means" else max(1, tokens)
+    metrics = {name: loss / count, "optim/tokens": tokens}
+    if "entropy:sum" in sums:
+        metrics["optim/policy_entropy"] = sums["entropy:sum"] / max(1, tokens)
+    metrics |= {
+        f"optim/{part}": sums[f"{part}:sum"] / max(1, tokens)
+        for part in ("td_loss", "cql", "value_loss")
+        if f"{part}:sum" in sums
+    }
+    active = sums.get("active_tokens:sum", 0.0)
+    if "clipped_low:sum" in sums:
+        metrics["optim/clip_frac"] = (sums["clipped_low:sum"] + sums["clipped_high:sum"]) / max(
+            1.0, active
+        )
+    return metrics
+
+
+def compare_sampler_and_learner(
+    datums: Sequence[Datum], logprobs: Sequence[Any]
+) -> dict[str, float]:
+    """Compare the sampler's logprobs q with the learner's logprobs p over action tokens, with d = q
+    - p.
+
+    `kl_sample_train_v1` = mean d, `_v2` = mean d^2 / 2 (two estimators of KL(sampler || learner)),
+    `max_logprob_difference` = max |d|, and `entropy` = -mean q.
+    """
+    masks = np.concatenate([d.loss_fn_inputs["mask"].array for d in datums]) != 0
+    q = np.concatenate([d.loss_fn_inputs["logprobs"].array for d in datums])[masks].astype(
+        np.float64
+    )
+    p = np.concatenate(list(logprobs))[masks].astype(np.float64)
+    if not len(q):
+        return {}
+    d = q - p
+    return {
+        "optim/kl_sample_train_v1": float(d.mean()),
+        "optim/kl_sample_train_v2": float((d * d).mean() / 2),
+        "optim/max_logprob_difference": float(np.abs(d).max()),
+        "optim/entropy": float(-q.mean()),
+    }

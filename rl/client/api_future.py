@@ -1,0 +1,136 @@
+"""Provide futures that can be waited for (`.result()`) or awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable, Generator
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class APIFuture(Generic[T]):
+    """Hold the result of a submitted verb that may not have run yet.
+
+    `before_wait` runs at the first wait: sample requests held back are submitted as a batch then.
+    """
+
+    def __init__(
+        self,
+        future: concurrent.futures.Future,
+        convert: Callable[[Any], T] | None = None,
+        before_wait: Callable[[], None] | None = None,
+    ):
+        self._future = future
+        self._convert = convert
+        self._before_wait = before_wait
+
+    def _run_before_wait(self) -> None:
+        """Call `before_wait` once."""
+        if self._before_wait is not None:
+            self._before_wait()
+            self._before_wait = None
+
+    def _convert_result(self, value: Any) -> T:
+        """Convert the verb's result."""
+        return self._convert(value) if self._convert is not None else value
+
+    def done(self) -> bool:
+        """Return whether the verb has ended."""
+        self._run_before_wait()
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait at most `timeout` seconds (None: until the verb ends). Return the result, or raise
+        the verb's error. Raises TimeoutError if the verb has not ended.
+        """
+        self._run_before_wait()
+        try:
+            return self._convert_result(self._future.result(timeout))
+        except concurrent.futures.TimeoutError:
+            if self._future.done():
+                raise
+            raise TimeoutError(
+                f"the verb has not ended after {timeout} s; it keeps running: call result() again"
+            ) from None
+
+    async def result_async(self, timeout: float | None = None) -> T:
+        """Await the result. Raises the verb's error, or TimeoutError after `timeout` seconds."""
+        # Yield to the event loop first: coroutines gathered together all submit before the first
+        # of them waits, so their samples run as a single batch, which is always the same.
+        await asyncio.sleep(0)
+        self._run_before_wait()
+        return self._convert_result(
+            await asyncio.wait_for(asyncio.wrap_future(self._future), timeout)
+        )
+
+    def future(self) -> concurrent.futures.Future:
+        """Return the converted result as a `concurrent.futures.Future`, for `wait`, `as_completed`
+        and callbacks.
+        """
+        self._run_before_wait()
+        converted: concurrent.futures.Future = concurrent.futures.Future()
+        # cannot be cancelled: a submitted verb runs even if its caller stops waiting
+        converted.set_running_or_notify_cancel()
+
+        def forward_result(done: concurrent.futures.Future) -> None:
+            try:
+                converted.set_result(self._convert_result(done.result()))
+            except BaseException as error:  # raised by `converted.result()`
+                converted.set_exception(error)
+
+        self._future.add_done_callback(forward_result)
+        return converted
+
+    async def coroutine(self) -> T:
+        """Return a coroutine of the result, for functions that require a coroutine, such as
+        `asyncio.create_task`.
+        """
+        return await self
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self.result_async().__await__()
+
+
+class SavedState(APIFuture[Any]):
+    """Hold the future of a `save_state`, with the checkpoint's folder."""
+
+    @property
+    def artifact_id(self) -> str:
+        """Return the checkpoint's folder once it is written, as `create_training_client(config,
+        checkpoint_id=...)` takes it.
+        """
+        return str(self.result().path)
+
+
+class AwaitableClient:
+    """Let a client also be used as a future of itself: `create_x()`, `create_x().result()`, `await
+    create_x()`.
+
+    Subclasses set `_created`, the future of the verb that made the client.
+    """
+
+    _created: concurrent.futures.Future
+
+    def result(self, timeout: float | None = None) -> Any:
+        return self._as_future().result(timeout)
+
+    async def result_async(self, timeout: float | None = None) -> Any:
+        return await self._as_future().result_async(timeout)
+
+    def future(self) -> concurrent.futures.Future:
+        return self._as_future().future()
+
+    def done(self) -> bool:
+        return self._created.done()
+
+    async def coroutine(self) -> Any:
+        return await self.result_async()
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self.result_async().__await__()
+
+    def _as_future(self) -> APIFuture[Any]:
+        """Return a future with this client as its result."""
+        return APIFuture(self._created, lambda _: self)

@@ -1,0 +1,215 @@
+"""Check the arguments of a learner call before it runs: losses, their settings, datums. Every error
+is a ValueError at the call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rl.client.action_masks import add_masks, reads_weights_as_mask
+from rl.client.service_context import ServiceContext
+from rl.errors import BadRequestError
+from rl.images import get_image_reader, make_no_images_error
+from rl.losses import KL_KINDS, LossSpec, check_term_config, get_loss
+from rl.rollout import check_datum
+from rl.types import Datum, ImageAssetPointerChunk, ImageChunk, ModelInput, TensorData
+from rl.types.number_checks import validate_number
+
+_POSITIVE = {"minimum": 0.0, "open_ends": True}
+# by key of a loss_fn_config: the expected value in words, and its bounds
+_RANGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "temperature": (
+        "a positive number of at least 0.001, at which the learner scores",
+        {"minimum": 1e-3},
+    ),
+    "clip_low_threshold": ("a ratio of at least 0, such as 0.8", {"minimum": 0.0}),
+    "clip_high_threshold": ("a ratio of at least 0, such as 1.2", {"minimum": 0.0}),
+    "label_smoothing": ("at least 0 and below 0.5", {"minimum": 0.0, "maximum": 0.5}),
+    "length_normalise": ("0 or 1", {"minimum": 0.0, "maximum": 1.0}),
+    "tau": ("a number of at least 1e-6, which the loss is divided by", {"minimum": 1e-6}),
+    "expectile": ("above 0 and below 1", {"minimum": 0.0, "maximum": 1.0, "open_ends": True}),
+    "value_clip": (
+        "positive (the largest change of a value from values_old), or omitted",
+        _POSITIVE,
+    ),
+}
+_FINITE_NUMBER: tuple[str, dict[str, Any]] = ("a finite number", {})
+
+
+def check_loss_config(name: str, loss: LossSpec, config: Mapping[str, Any]) -> None:
+    """Check the settings of a loss. Raises ValueError for a key that the loss does not have, or a
+    value out of range.
+    """
+    for key, value in config.items():
+        if key not in loss.known_config:
+            raise BadRequestError(
+                f"loss_fn_config has the key {key!r}; {name} takes {', '.join(loss.known_config)}"
+            )
+        if key == "kl_kind":
+            if value not in KL_KINDS:
+                raise BadRequestError(
+                    f"loss_fn_config has kl_kind {value!r}: choose from {', '.join(KL_KINDS)}"
+                )
+        elif key == "beta":
+            allows_zero = name == "dro"  # DPO and IPO divide by it or have no gradient without
+            validate_number(
+                "beta",
+                value,
+                f"a {'non-negative' if allows_zero else 'positive'} number, such as 0.1",
+                minimum=0.0,
+                open_ends=not allows_zero,
+            )
+        elif key == "clip_high_threshold" and isinstance(value, float) and value == math.inf:
+            continue  # no upper bound
+        elif not (key == "value_clip" and value is None):
+            expected, limits = _RANGES.get(key, _FINITE_NUMBER)
+            validate_number(
+                key, float(value) if isinstance(value, bool) else value, expected, **limits
+            )
+    low, high = config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2)
+    if low > high and "clip_low_threshold" in loss.known_config:
+        raise BadRequestError(
+            f"clip_low_threshold {low} is above clip_high_threshold {high}: both are ratios, such "
+            "as 0.8 and 1.2"
+        )
+    check_term_config(config)
+
+
+def check_call(
+    data: Sequence[Datum],
+    name: str,
+    config: Mapping[str, Any],
+    info: Mapping[str, Any],
+    context: ServiceContext | None = None,
+) -> tuple[LossSpec, Sequence[Datum]]:
+    """Return the loss of that name and the datums, with images read and (with a service's
+    `context`) with masks.
+
+    Raises ValueError, which names what does not fit the loss or the model (`info`: the client's).
+    """
+    if not isinstance(name, str):
+        raise BadRequestError(
+            f"loss_fn is the name of a loss, got {name!r}: pass a function to "
+            "forward_backward_custom"
+        )
+    loss, data = get_loss(name), resolve_datum_images(data, info)
+    check_loss_config(name, loss, config)
+    if not isinstance(data, Sequence) or any(not isinstance(datum, Datum) for datum in data):
+        raise BadRequestError(f"data is a list of types.Datum, got {_describe_type(data)}")
+    if len(data) % loss.group:
+        raise BadRequestError(
+            f"{name} takes datums in groups of {loss.group}, in consecutive order; got "
+            f"{len(data)} datums"
+        )
+    if loss.needs_values(config):
+        require_value_head(info, f"the loss {name!r}" if loss.values else "value_coef")
+    data = add_masks(data, name, loss, config, context) if context is not None else data
+    known = (*loss.known_fields, "weights") if reads_weights_as_mask(loss) else loss.known_fields
+    for i, datum in enumerate(data):
+        check_datum(
+            i,
+            datum,
+            required=loss.required,
+            accepted=known,
+            soft_targets=loss.soft_targets,
+            vocab_size=info["vocab_size"],
+            max_context=info["max_context"],
+        )
+        loss.check_terms(i, datum.loss_fn_inputs, config)
+        if datum.temperature is not None:
+            expected = "0 (greedy) or at least 0.001: logits are divided by it"
+            if (
+                validate_number(f"datum {i}: temperature", datum.temperature, expected, minimum=0.0)
+                != 0
+            ):
+                validate_number(
+                    f"datum {i}: temperature", datum.temperature, expected, minimum=1e-3
+                )
+    return loss, data
+
+
+def resolve_images(model_input: Any, info: Mapping[str, Any]) -> Any:
+    """Return a ModelInput with the tokens of its images filled in, as the model of `info` reads
+    them. Return any other input unchanged.
+
+    Raises UserError for images if the model reads text only, or if it reads an image as another
+    number of tokens than expected.
+    """
+    if not _has_images(model_input):
+        return model_input
+    reader = get_image_reader(info["tokenizer"])
+    if reader is None:
+        raise make_no_images_error(info["base_model"])
+    return reader.resolve_tokens(model_input)
+
+
+def resolve_datum_images(data: Sequence[Datum], info: Mapping[str, Any]) -> Sequence[Datum]:
+    """Return the datums with the images of their inputs resolved by `resolve_images`. Return the
+    same list if no datum holds an image.
+    """
+    if not isinstance(data, Sequence) or not any(
+        isinstance(item, Datum) and _has_images(item.model_input) for item in data
+    ):
+        return data
+    resolved = []
+    for datum in data:
+        resolved.append(
+            datum.with_inputs(datum.loss_fn_inputs) if isinstance(datum, Datum) else datum
+        )
+        if isinstance(datum, Datum):
+            resolved[-1].model_input = resolve_images(datum.model_input, info)
+    return resolved
+
+
+def _has_images(value: Any) -> bool:
+    """Return whether the input is a ModelInput that holds an image chunk."""
+    kinds = (ImageChunk, ImageAssetPointerChunk)
+    return isinstance(value, ModelInput) and any(isinstance(chunk, kinds) for chunk in value.chunks)
+
+
+def require_value_head(info: Mapping[str, Any], caller: str) -> None:
+    """Raise BadRequestError if the model has no value head. `caller`: the caller that reads values
+    (used in the message).
+    """
+    if not info["value_head"]:
+        raise BadRequestError(
+            f"{caller} reads values, and this model has no value head: create the client with "
+            "value_head=True"
+        )
+
+
+def _describe_type(data: Any) -> str:
+    """Return a description of the wrong type of `data`, for an error message."""
+    if not isinstance(data, Sequence):
+        return f"a {type(data).__name__}"
+    return "a list that holds a " + next(
+        type(datum).__name__ for datum in data if not isinstance(datum, Datum)
+    )
+
+
+def check_target_logprobs(targets: Any, prompt_tokens: int, vocabulary: int) -> np.ndarray | None:
+    """Return the ids of target_prompt_logprobs, int64 [prompt tokens - 1, K], -1 for none; None if
+    `targets` is None. Raises ValueError for another type, shape or range.
+    """
+    if targets is None:
+        return None
+    name = "target_prompt_logprobs"
+    if not isinstance(targets, TensorData) or targets.dtype != "int64":
+        raise BadRequestError(
+            f"{name} is a types.TensorData of token ids (int64), got {_describe_type(targets)}"
+        )
+    if targets.array.ndim != 2 or len(targets.array) != prompt_tokens - 1:
+        raise BadRequestError(
+            f"{name} has the shape [prompt tokens - 1, K], here [{prompt_tokens - 1}, K]; got "
+            f"{targets.shape}"
+        )
+    low, high = targets.array.min(initial=-1), targets.array.max(initial=-1)
+    if low < -1 or high >= vocabulary:
+        raise BadRequestError(
+            f"{name} holds ids from 0 to {vocabulary - 1}, or -1 for none; got {low} to {high}"
+        )
+    return targets.array

@@ -1,0 +1,98 @@
+"""Hold the state that the clients of a service share: its driver, the output folder, and the
+counters for ids and random streams.
+"""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from rl.errors import BadRequestError, warn_on_rank_zero
+from rl.runtime import Driver, SampleTemperatures
+
+
+class ServiceContext:
+    """Hold the shared state of a service. A ServiceClient makes it and passes it to each client
+    that it creates.
+
+    `seed`: seed of samples requested without a seed. `user_metadata`: string pairs saved with
+    every checkpoint. `sample_temperatures`: the temperatures of the last samples.
+    """
+
+    def __init__(
+        self, driver: Driver, output_dir: str, seed: int, user_metadata: Mapping[str, str]
+    ):
+        self.driver = driver
+        self.output_dir = output_dir
+        self.seed = seed
+        self.user_metadata = user_metadata
+        self.sample_temperatures = SampleTemperatures()
+        self._id = uuid.uuid4().hex[:12]
+        self._sequences = itertools.count()
+        self._folder_models: dict[str, int] = {}  # which model wrote a folder
+        # by output folder: ids of the models that save to a separate subfolder of it
+        self._separate_models: dict[str, set[int]] = {}
+        self._models = 0
+        self._versions = 0
+        self._streams = 0
+        self._warnings: set[str] = set()
+
+    def warn_once(self, text: str) -> None:
+        """Warn with `text`, at its first occurrence only."""
+        if text not in self._warnings:
+            self._warnings.add(text)
+            warn_on_rank_zero(text, stacklevel=7)
+
+    def next_model_id(self) -> int:
+        """Return a new model id."""
+        model_id, self._models = self._models, self._models + 1
+        return model_id
+
+    def next_version_id(self) -> int:
+        """Return a new id of a weight version."""
+        self._versions += 1
+        return self._versions
+
+    def next_stream(self) -> int:
+        """Return the index of a new random stream."""
+        self._streams += 1
+        return self._streams
+
+    def next_sequence_id(self) -> str:
+        """Return a new id of a sampled sequence, unique across services."""
+        return f"{self._id}:{next(self._sequences)}"
+
+    def choose_save_folder(
+        self, model_id: int, kind: Literal["checkpoints", "sampler_weights"], name: str
+    ) -> str:
+        """Return the folder that a model saves to under `name`. If another model of this service
+        has saved under that name, it is in model-<id>/, a subfolder for this model.
+        """
+        separate = self._separate_models.setdefault(self.output_dir, set())
+        path = Path(self.output_dir, kind, name)
+        if model_id in separate or self._folder_models.get(str(path), model_id) != model_id:
+            separate.add(model_id)
+            path = Path(self.output_dir, f"model-{model_id}", kind, name)
+        self._folder_models[str(path)] = model_id
+        return str(path)
+
+    def absolute_output_dir(self) -> str:
+        """Return the absolute path of the output folder."""
+        return str(Path(self.output_dir).absolute())
+
+
+def check_user_metadata(user_metadata: Mapping[str, str] | None) -> dict[str, str]:
+    """Return `user_metadata` as a dict. Raises BadRequestError (a ValueError) unless it maps
+    strings to strings.
+    """
+    words = {} if user_metadata is None else user_metadata
+    if not isinstance(words, Mapping) or any(
+        not isinstance(part, str) for pair in words.items() for part in pair
+    ):
+        raise BadRequestError(
+            f"user_metadata is a dict of strings to strings, got {user_metadata!r}"
+        )
+    return dict(words)

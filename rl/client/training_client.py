@@ -1,0 +1,526 @@
+"""Provide TrainingClient: Tinker's training verbs on a learner in this process (and on the ranks
+that serve it).
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from rl import types
+from rl.client.api_future import APIFuture, AwaitableClient, SavedState
+from rl.client.async_methods import AsyncTrainingMethods
+from rl.client.check_arguments import (
+    check_call,
+    require_value_head,
+    resolve_datum_images,
+    resolve_images,
+)
+from rl.client.custom_loss import CustomLoss, LossHandle, evaluate_custom_loss, strip_datums
+from rl.client.sampling_client import SamplingClient
+from rl.client.service_context import ServiceContext, check_user_metadata
+from rl.errors import BadRequestError, UserError
+from rl.losses import CUSTOM_LOSS, CUSTOM_VALUE_LOSS
+from rl.runtime import Driver
+from rl.types import (
+    AdamParams,
+    Datum,
+    ForwardBackwardOutput,
+    ModelInput,
+    OptimStepResponse,
+    TensorData,
+)
+from rl.types.number_checks import validate_number
+
+
+class TrainingClient(AsyncTrainingMethods, AwaitableClient):
+    """Train a model. Verbs return futures and run in the order they were called."""
+
+    def __init__(
+        self,
+        context: ServiceContext,
+        model_id: int,
+        created: Future,
+        user_metadata: Mapping[str, str] | None = None,
+        service: Any = None,
+    ):
+        self._context = context
+        self._driver = context.driver
+        self._service = service
+        self._created = created
+        self._pending_backwards: list[Future] = []  # since the last optim_step
+        self.model_id = model_id
+        self._user_metadata = dict(user_metadata or {})
+        self._finalizer = weakref.finalize(self, _free_model, context.driver, model_id)
+        self._finalizer.atexit = False
+
+    @property
+    def service(self) -> Any:
+        """Return the ServiceClient that made this client (an extension)."""
+        return self._service
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """Return the model's details: base_model, arch, vocab_size, max_context, parameters,
+        device, dtype, ...
+        """
+        return self._created.result()
+
+    @property
+    def version(self) -> int:
+        """Return the number of updates of the weights, after all verbs submitted before (an
+        extension). Samples carry it.
+        """
+        return self._driver.submit("version", self.model_id).result()
+
+    # ------------------------------------------------------------------------------------- learning
+
+    def forward_backward(
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, Any] | None = None,
+        *,
+        divisor: float = 1.0,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """Add the gradient of the loss's SUM over `data`, divided by `divisor` (an extension), to
+        the accumulated gradient.
+
+        `loss_fn_config` takes the loss's keys and "temperature", an override. By default a loss
+        with advantages scores each datum at the temperature its sample was drawn at (a batch may
+        mix temperatures), and a datum of unknown origin at the temperature of this version's
+        samples; other losses score at 1. `forward_backward([])` is a no-op. Raises ValueError at
+        the call if a datum does not fit the loss.
+        """
+        return self._forward(data, loss_fn, loss_fn_config, divisor, backward=True)
+
+    def forward(
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, Any] | None = None,
+        *,
+        entropy: bool = False,
+        adapters: bool = True,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """Compute the loss and outputs as `forward_backward` does, without a gradient. Extensions:
+
+        `entropy` adds each position's entropy to the outputs. `adapters=False` disables a LoRA
+        adapter for this call, so that the base model scores (a reference model without extra
+        memory).
+        """
+        if not adapters and self.info["lora_rank"] is None:
+            raise ValueError(
+                "adapters=False scores with the base model under a LoRA adapter; this client "
+                "trains full weights"
+            )
+        return self._forward(
+            data, loss_fn, loss_fn_config, 1.0, backward=False, entropy=entropy, adapters=adapters
+        )
+
+    def compute_values(self, inputs: Sequence[ModelInput]) -> APIFuture[list[np.ndarray]]:
+        """Return the value head's output at each position of each input, having read the input up
+        to and including that position (an extension).
+        """
+        require_value_head(self.info, "compute_values")
+        model_inputs = [resolve_images(model_input, self.info) for model_input in inputs]
+        bare = [
+            Datum(model_input, {"target_tokens": np.zeros(model_input.length, np.int64)})
+            for model_input in model_inputs
+        ]
+        check_call(bare, "cross_entropy", {}, self.info)
+        future = self._driver.submit(
+            "forward_backward", self.model_id, bare, CUSTOM_VALUE_LOSS, {}, 1.0, False
+        )
+        return APIFuture(future, lambda value: [output["values"] for output in value[0]])
+
+    def _forward(
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, Any] | None,
+        divisor: float,
+        *,
+        backward: bool,
+        entropy: bool = False,
+        adapters: bool = True,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """Check the arguments and submit a forward, or a forward and backward."""
+        config = dict(loss_fn_config or {})
+        loss, data = check_call(data, loss_fn, config, self.info, self._context)
+        validate_number(
+            "divisor",
+            divisor,
+            "a positive number that divides the sum",
+            minimum=0,
+            open_ends=True,
+        )
+        drawn_at = (
+            self._find_temperatures(data)
+            if loss.at_sampling_temperature and "temperature" not in config
+            else None
+        )
+        future = self._driver.submit(
+            "forward_backward",
+            self.model_id,
+            list(data),
+            loss,
+            config,
+            divisor,
+            backward,
+            entropy,
+            adapters,
+            drawn_at,
+        )
+        if backward:
+            self._pending_backwards.append(future)
+        return APIFuture(future, _to_output)
+
+    def _find_temperatures(self, data: Sequence[Datum]) -> list[float | None]:
+        """Return the sampling temperature of each datum, None if unknown."""
+        return [self._context.sample_temperatures.find_temperature(datum) for datum in data]
+
+    def forward_backward_custom(
+        self,
+        data: Sequence[Datum],
+        loss_fn: CustomLoss | LossHandle,
+        loss_fn_config: Mapping[str, Any] | None = None,
+        *,
+        loss_type_input: Literal["logprobs"] | None = None,
+        outputs: Sequence[Literal["logprobs", "values"]] = ("logprobs",),
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """Add the gradient of a user-defined loss on the logprobs: `loss_fn(data, logprobs) ->
+        (loss, metrics)`. The metrics keep their names.
+
+        `logprobs[i]` is a float32 tensor of datum i's target logprobs that records gradients. The
+        loss runs on the driver: a forward, the user's loss and its gradient dC/dlogprobs, then
+        `cross_entropy` with weights -dC/dlogprobs. `loss_fn_config` takes "temperature"; default:
+        each datum's sampling temperature, as in `forward_backward`. `outputs` (an extension): what
+        the loss receives after `data`, in that order; "values" are the value head's, a scalar per
+        position. A loss of values only needs no `target_tokens`, and the vocabulary logits are not
+        computed for it.
+        """
+        if loss_type_input not in (None, "logprobs"):
+            raise BadRequestError(f"loss_type_input is 'logprobs', got {loss_type_input!r}")
+        config, spec = (
+            dict(loss_fn_config or {}),
+            CUSTOM_LOSS if "logprobs" in outputs else CUSTOM_VALUE_LOSS,
+        )
+        data = resolve_datum_images(data, self.info)
+        bare = strip_datums(data, outputs)
+        if "values" in outputs:
+            require_value_head(self.info, "outputs")
+        check_call(bare, "cross_entropy", config, self.info)
+        drawn_at = self._find_temperatures(data) if "temperature" not in config else None
+
+        def run(backward: bool) -> Future:
+            return self._driver.submit(
+                "forward_backward",
+                self.model_id,
+                bare,
+                spec,
+                config,
+                1.0,
+                backward,
+                False,
+                True,
+                drawn_at,
+            )
+
+        forward_outputs = _to_output(run(False).result()).loss_fn_outputs
+        loss, metrics = evaluate_custom_loss(loss_fn, data, bare, forward_outputs, outputs)
+        future = run(True)
+        self._pending_backwards.append(future)
+
+        def convert(value: Any) -> ForwardBackwardOutput:
+            output = _to_output(value)
+            output.metrics = {"loss:sum": loss, **metrics}
+            return output
+
+        return APIFuture(future, convert)
+
+    def scale_gradients(self, factor: float) -> APIFuture[None]:
+        """Multiply the accumulated gradient by `factor`, such as 1/count for a count that was not
+        known before (an extension). Not supported under DeepSpeed.
+        """
+        validate_number("factor", factor, "a positive number", minimum=0, open_ends=True)
+        future = self._driver.submit("scale_gradients", self.model_id, factor)
+        self._pending_backwards.append(future)
+        return APIFuture(future)
+
+    def optim_step(
+        self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
+    ) -> APIFuture[OptimStepResponse]:
+        """Apply an AdamW update with the accumulated gradient. Metrics hold `grad_norm` (before
+        clipping).
+
+        If no gradient is accumulated, nothing changes and `skipped` is 1. If a forward_backward has
+        failed since the last step, an error is raised, the gradients are dropped and the weights
+        are unchanged. `adam_params`: the older name of `optim_params`.
+        """
+        params_passed = [params for params in (optim_params, adam_params) if params is not None]
+        if len(params_passed) != 1 or not isinstance(params_passed[0], AdamParams):
+            received = " and ".join(type(params).__name__ for params in params_passed) or "nothing"
+            raise _InvalidAdamParams(
+                "optim_step takes a single types.AdamParams (the only optimizer here), got "
+                f"{received}"
+            )
+        backwards, self._pending_backwards = self._pending_backwards, []
+        future = self._driver.submit(
+            "optim_step", self.model_id, params_passed[0], dependencies=backwards
+        )
+        return APIFuture(future, OptimStepResponse)
+
+    # ----------------------------------------------------------------------------- saving, sampling
+
+    def save_state(
+        self,
+        name: str | None = None,
+        ttl_seconds: float | None = None,
+        overwrite: bool = False,
+        user_metadata: Mapping[str, str] | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        companions: Mapping[str, TrainingClient] | None = None,
+        folder: str | Path | None = None,
+    ) -> SavedState:
+        """Save weights and optimizer for resuming into `<output_dir>/checkpoints/<name>`, with
+        `metadata` (JSON).
+
+        `overwrite`: replace an earlier checkpoint of that name once the new checkpoint is complete;
+        otherwise an existing name is an error. `user_metadata`: string pairs, which
+        `rl.RestClient().get_training_run_by_tinker_path(path)` reads. `companions` (an extension):
+        other clients (a critic, for example) saved into the same checkpoint, each into the
+        subfolder of its name. All of it is written or nothing.
+
+        Without a name (an extension) it is named state-000001, -000002, ..., and is written when
+        this call returns; the checkpoint's folder is `.artifact_id`. If another client of this
+        service has saved under the name, it is written to `<output_dir>/model-<id>/checkpoints`.
+        `folder` (an extension): the parent folder to use instead.
+        """
+        path = self._make_save_path(
+            "checkpoints", self._choose_next_name() if name is None else name, ttl_seconds, folder
+        )
+        other_model_ids = {key: client.model_id for key, client in (companions or {}).items()}
+        merged_metadata = self._merge_user_metadata(user_metadata)
+        future = self._driver.submit(
+            "save_state",
+            self.model_id,
+            path,
+            dict(metadata or {}),
+            ttl_seconds,
+            other_model_ids,
+            overwrite,
+            merged_metadata,
+        )
+        saved = SavedState(future, types.SaveWeightsResponse)
+        if name is None:
+            saved.result()
+        return saved
+
+    def save_weights_for_sampler(
+        self,
+        name: str,
+        ttl_seconds: float | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        *,
+        merged: bool = False,
+        value_head: bool = False,
+        folder: str | Path | None = None,
+    ) -> APIFuture[types.SaveWeightsForSamplerResponse]:
+        """Save only the weights into `<output_dir>/sampler_weights/<name>`: a Hugging Face folder,
+        or a PEFT adapter for LoRA.
+
+        `merged` (an extension): merge the adapter into the base in fp32, for engines that support
+        no adapters. `value_head` (an extension): include the value head, which is omitted
+        otherwise; the model is then in the subfolder model/.
+        """
+        if value_head:
+            require_value_head(self.info, "save_weights_for_sampler with value_head")
+        path = self._make_save_path("sampler_weights", name, ttl_seconds, folder)
+        merged_metadata = self._merge_user_metadata(user_metadata)
+        future = self._driver.submit(
+            "save_for_sampler",
+            self.model_id,
+            path,
+            merged,
+            ttl_seconds,
+            value_head,
+            merged_metadata,
+        )
+        return APIFuture(future, types.SaveWeightsForSamplerResponse)
+
+    def save_weights_external(self, *args: Any, **kwargs: Any) -> APIFuture[Any]:
+        """Raise UserError: weights are written to folders here."""
+        raise UserError(
+            "save_weights_external is for weights stored by a hosted service: use "
+            "save_weights_for_sampler, which writes a folder"
+        )
+
+    def save_weights_and_get_sampling_client(
+        self,
+        name: str | None = None,
+        retry_config: Any = None,
+        record_stability_info: bool = False,
+        kind: Literal["snapshot"] = "snapshot",
+    ) -> SamplingClient:
+        """Return a sampling client of the current weights. Nothing is written:
+        `save_weights_for_sampler(name)` does that.
+
+        `name` has no effect, as in Tinker's client. `retry_config` has no effect, since no requests
+        are sent over a network, and neither has `record_stability_info`: the learner always records
+        its samples.
+        """
+        if kind != "snapshot":
+            raise UserError(
+                "kind is 'snapshot' (a sampling client keeps its weights; make a new client "
+                f"after each update), got {kind!r}"
+            )
+        version_id = self._context.next_version_id()
+        created = self._driver.submit("snapshot", self.model_id, version_id)
+        return SamplingClient(self._context, version_id, created, self.info)
+
+    def create_sampling_client(
+        self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
+    ) -> SamplingClient:
+        """Create a sampling client of saved weights, as
+        `ServiceClient.create_sampling_client(model_path)` does.
+        """
+        return SamplingClient.from_weights(self._context, model_path)
+
+    def get_base_sampling_client(self) -> SamplingClient:
+        """Return a sampling client of the base model under the LoRA adapter, which shares the base
+        weights with the policy's sampler (an extension).
+
+        Raises UserError for a client that trains full weights: it keeps no base.
+        """
+        if self.info["lora_rank"] is None:
+            raise UserError(
+                "get_base_sampling_client needs a LoRA client: a client that trains full weights "
+                "keeps no base weights"
+            )
+        version_id = self._context.next_version_id()
+        created = self._driver.submit("snapshot_base", self.model_id, version_id)
+        return SamplingClient(self._context, version_id, created, self.info)
+
+    def load_state(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[types.LoadWeightsResponse]:
+        """Load only the weights of a checkpoint; the optimizer starts fresh. A folder needs no
+        token.
+        """
+        return self._load(path, False)
+
+    def load_state_with_optimizer(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[types.LoadWeightsResponse]:
+        """Load weights, optimizer and generator state of a checkpoint."""
+        return self._load(path, True)
+
+    def _load(self, path: str, with_optimizer: bool) -> APIFuture[types.LoadWeightsResponse]:
+        future = self._driver.submit("load_state", self.model_id, str(path), with_optimizer)
+        return APIFuture(future, lambda _: types.LoadWeightsResponse(str(path)))
+
+    def _choose_next_name(self) -> str:
+        """Return the first name of state-000001, ... after all existing checkpoints."""
+        folders = Path(self._context.output_dir, "checkpoints").glob("state-*")
+        numbers = [
+            int(match[1]) for path in folders if (match := re.fullmatch(r"state-(\d+)", path.name))
+        ]
+        return f"state-{max(numbers, default=0) + 1:06d}"
+
+    def _make_save_path(
+        self,
+        kind: Literal["checkpoints", "sampler_weights"],
+        name: str,
+        ttl_seconds: float | None,
+        folder: str | Path | None = None,
+    ) -> str:
+        """Return the folder to save to. Raises BadRequestError for an invalid name or
+        `ttl_seconds`.
+        """
+        if (
+            not isinstance(name, str)
+            or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name)
+            or ".partial-" in name
+        ):
+            raise BadRequestError(
+                f"a checkpoint's name is letters, digits, '.', '_' and '-', got {name!r}"
+            )
+        if ttl_seconds is not None:
+            validate_number(
+                "ttl_seconds",
+                ttl_seconds,
+                "a number of seconds above 0, or None to keep it",
+                minimum=0,
+                open_ends=True,
+            )
+        return (
+            str(Path(folder, name))
+            if folder is not None
+            else self._context.choose_save_folder(self.model_id, kind, name)
+        )
+
+    def _merge_user_metadata(self, user_metadata: Mapping[str, str] | None) -> dict[str, str]:
+        """Return the user metadata of service, client and call, merged in this order."""
+        return {
+            **self._context.user_metadata,
+            **self._user_metadata,
+            **check_user_metadata(user_metadata),
+        }
+
+    # -------------------------------------------------------------------------------------- queries
+
+    def get_tokenizer(self) -> Any:
+        """Return the model's tokenizer. Raises ValueError if it has none."""
+        tokenizer = self.info["tokenizer"]
+        if tokenizer is None:
+            raise ValueError(
+                f"the model {self.info['base_model']!r} has no tokenizer: use token ids"
+            )
+        return tokenizer
+
+    def release(self) -> None:
+        """Free the model's memory now, not when the client is collected."""
+        self._finalizer()
+
+    def get_info(self) -> types.GetInfoResponse:
+        """Return the model's details in Tinker's type."""
+        info, rank = self.info, self.info["lora_rank"]
+        data = types.ModelData(
+            info["arch"], info["base_model"], getattr(info["tokenizer"], "name_or_path", None)
+        )
+        return types.GetInfoResponse(
+            data, str(self.model_id), rank is not None, rank, info["base_model"]
+        )
+
+    def get_console_url(self) -> str:
+        """Return the service's output folder, since no console exists."""
+        return self._context.absolute_output_dir()
+
+    def get_telemetry(self) -> None:
+        """Return None: no telemetry is sent."""
+
+
+class _InvalidAdamParams(BadRequestError, TypeError):
+    """Signal that optim_step received another type than AdamParams."""
+
+
+def _free_model(driver: Driver, model_id: int) -> None:
+    """Submit the verb that frees the model, unless the service is closed."""
+    if not driver.closed:
+        driver.submit("free_model", model_id)
+
+
+def _to_output(value: tuple[list[dict[str, Any]], dict[str, float]]) -> ForwardBackwardOutput:
+    """Return the verb's (outputs, metrics) in Tinker's type."""
+    outputs, metrics = value
+    return ForwardBackwardOutput(
+        [{k: TensorData(v, "float32") for k, v in item.items()} for item in outputs], metrics
+    )

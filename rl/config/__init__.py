@@ -1,0 +1,112 @@
+"""Define, read and print settings: fields, recipes, the command line and its help."""
+
+from rl.config import format_help
+from rl.config.aliases import current_settings
+from rl.config.check_config import (
+    check_comparison_groups,
+    check_substeps,
+    reject_sampling_settings,
+    require,
+)
+from rl.config.cli import override_settings, parse_run, read_run
+from rl.config.correction_config import CorrectionSettings
+from rl.config.data_config import (
+    AnswerDataSettings,
+    DataFormat,
+    DataSettings,
+    PreferenceDataSettings,
+)
+from rl.config.environment_config import EnvironmentSettings
+from rl.config.fields import (
+    RawValue,
+    SettingsError,
+    build_settings,
+    flatten_settings,
+    format_as_flags,
+    nearest_name,
+    to_words,
+    unflatten_settings,
+)
+from rl.config.number_range import (
+    FINITE,
+    POSITIVE,
+    RATE,
+    SIZE,
+    Inside,
+    NotNegative,
+    Range,
+    Share,
+    Weight,
+    check_ranges,
+)
+from rl.config.reward_model_config import LearnedRewardSettings
+from rl.config.rollout_config import AsyncRolloutSettings, RolloutSettings
+from rl.config.run_config import (
+    RunConfig,
+    StageConfig,
+    diff_configs,
+    load_resolved_config,
+    resolve_config,
+)
+from rl.config.sections import (
+    KlSettings,
+    LoopSettings,
+    ModelSettings,
+    OptimSettings,
+    RowLoopSettings,
+    RunSettings,
+    SamplingSettings,
+    ShapingSettings,
+)
+
+__all__ = [
+    "current_settings",
+    "NotNegative",
+    "SIZE",
+    "AnswerDataSettings",
+    "DataFormat",
+    "CorrectionSettings",
+    "DataSettings",
+    "EnvironmentSettings",
+    "FINITE",
+    "RolloutSettings",
+    "AsyncRolloutSettings",
+    "RawValue",
+    "Inside",
+    "KlSettings",
+    "LearnedRewardSettings",
+    "LoopSettings",
+    "ModelSettings",
+    "OptimSettings",
+    "POSITIVE",
+    "PreferenceDataSettings",
+    "RATE",
+    "Range",
+    "RowLoopSettings",
+    "RunConfig",
+    "RunSettings",
+    "SamplingSettings",
+    "SettingsError",
+    "ShapingSettings",
+    "Share",
+    "StageConfig",
+    "Weight",
+    "format_as_flags",
+    "build_settings",
+    "check_comparison_groups",
+    "check_ranges",
+    "check_substeps",
+    "diff_configs",
+    "flatten_settings",
+    "load_resolved_config",
+    "format_help",
+    "nearest_name",
+    "require",
+    "override_settings",
+    "parse_run",
+    "read_run",
+    "resolve_config",
+    "unflatten_settings",
+    "reject_sampling_settings",
+    "to_words",
+]

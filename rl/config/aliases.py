@@ -1,0 +1,150 @@
+"""Map names of settings in other libraries (TRL, verl, Hugging Face), and former names of settings
+here, to the current names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+# Name elsewhere: (setting here, difference). If no such setting exists: ("", the replacement).
+_FOREIGN_NAMES: dict[str, tuple[str, str]] = {
+    "lr": ("learning_rate", ""),
+    "max_steps": (
+        "steps",
+        "number of batches; each takes num_substeps optimizer steps (1 by default)",
+    ),
+    "num_steps": ("steps", ""),
+    "num_iterations": (
+        "",
+        "each batch is used once, in num_substeps optimizer steps; ppo has epochs",
+    ),
+    "total_steps": ("steps", ""),
+    "num_generations": ("group_size", "batch_size counts problems, not answers"),
+    "n_samples_per_prompt": ("group_size", "batch_size counts problems, not answers"),
+    "rollout_n": ("group_size", "batch_size counts problems, not answers"),
+    "max_completion_length": ("max_tokens", ""),
+    "max_new_tokens": ("max_tokens", ""),
+    "max_response_length": ("max_tokens", ""),
+    "response_length": ("max_tokens", ""),
+    "gradient_accumulation_steps": (
+        "token_budget",
+        "token positions in a micro-batch; a batch is split into as many as needed, and the "
+        "gradient does not depend on it",
+    ),
+    "per_device_train_batch_size": (
+        "batch_size",
+        "problems a step, over all GPUs; memory is set by token_budget",
+    ),
+    "train_batch_size": (
+        "batch_size",
+        "problems a step, over all GPUs; memory is set by token_budget",
+    ),
+    "ppo_mini_batch_size": (
+        "num_substeps",
+        "number of optimizer steps into which a batch is split",
+    ),
+    "ppo_micro_batch_size": ("token_budget", "token positions in a micro-batch"),
+    "micro_batch_size": ("token_budget", "token positions in a micro-batch"),
+    "beta": ("kl_coef", ""),
+    "kl_loss_coef": ("kl_coef", "with kl_placement loss"),
+    "init_kl_coef": ("kl_coef", "with kl_placement reward"),
+    "epsilon": ("clip_low", "a ratio: 1 - epsilon, such as 0.8; clip_high is 1 + epsilon"),
+    "clip_range": ("clip_low", "a ratio: 1 - epsilon, such as 0.8; clip_high is 1 + epsilon"),
+    "cliprange": ("clip_low", "a ratio: 1 - epsilon, such as 0.8; clip_high is 1 + epsilon"),
+    "epsilon_high": ("clip_high", "a ratio: 1 + epsilon, such as 1.28"),
+    "loss_type": ("variant", "dr_grpo, dapo, gspo, ...; or set loss and normalise directly"),
+    "scale_rewards": (
+        "advantage",
+        "mean_std divides by the group's standard deviation, mean does not",
+    ),
+    "mask_truncated_completions": (
+        "",
+        "cut_off_penalty and overlong_share treat answers that max_tokens cut off",
+    ),
+    "reward_funcs": ("reward", "several: rewards NAME WEIGHT ..."),
+    "reward_weights": ("rewards", "rewards NAME WEIGHT NAME WEIGHT ..."),
+    "model": ("base_model", ""),
+    "model_name": ("base_model", ""),
+    "model_name_or_path": ("base_model", ""),
+    "ref_model": ("reference_model", ""),
+    "dataset_name": ("dataset", ""),
+    "train_dataset": ("dataset", ""),
+    "lora_r": ("lora_rank", ""),
+    "use_peft": ("lora_rank", "above 0"),
+    "lora_target_modules": ("train_attn", "train_attn, train_mlp and train_unembed are switches"),
+    "load_in_4bit": ("base_dtype", "4bit, with lora_rank"),
+    "optim": ("optimizer", "adamw, adamw_8bit, paged_adamw_8bit"),
+    "bf16": ("precision", "bf16"),
+    "fp16": ("precision", "bf16 or fp32"),
+    "lr_scheduler_type": ("schedule", "constant, linear, cosine"),
+    "warmup_ratio": ("warmup_steps", "a number of steps"),
+    "max_grad_norm": ("grad_clip_norm", ""),
+    "adam_beta1": ("beta1", ""),
+    "adam_beta2": ("beta2", ""),
+    "adam_epsilon": ("adam_eps", ""),
+    "logging_steps": ("", "every step is logged, to metrics.jsonl"),
+    "save_steps": ("save_every", ""),
+    "eval_steps": ("eval_every", ""),
+    "save_total_limit": ("keep_last", ""),
+    "report_to": (
+        "wandb_project",
+        "a project's name; metrics.jsonl and curves.png are always written",
+    ),
+    "run_name": ("name", ""),
+    "resume_from_checkpoint": ("resume", "with --output-dir; from the newest checkpoint"),
+    "use_vllm": ("", "the sampler runs in the same process"),
+    "vllm_gpu_memory_utilization": ("kv_cache_tokens", "the KV cache in tokens"),
+    "tensor_parallel_size": ("sampler_tp", "for the sampler; the launch shards the learner"),
+    "vllm_tensor_parallel_size": ("sampler_tp", ""),
+    "enforce_eager": ("sampler_cache", "plain uses no CUDA graphs"),
+    "num_train_epochs": ("steps", "number of batches; rows / batch_size of them are an epoch"),
+    "disable_dropout": ("", "dropout is never used here"),
+}
+
+# Former names of settings and former words of their values; both are still accepted.
+_FORMER_NAMES = {"episodes": "rollout_mode", "over_age": "on_stale", "kl_in": "kl_placement"}
+_FORMER_VALUES = {
+    "rollout_mode": {"in_step": "lockstep", "continuous": "async"},
+    "on_stale": {"finish": "wait", "redraw": "resample"},
+}
+
+
+def current_name(key: str) -> str:
+    """Return the current name of a setting, or `key` itself if it is not a former name.
+
+    `key` may begin with a stage ("grpo.kl_in"). Settings of an environment or of a chat template
+    ("environment.episodes") are not renamed.
+    """
+    section, dot, name = key.rpartition(".")
+    if section in ("environment", "template"):
+        return key
+    return section + dot + _FORMER_NAMES.get(name, name)
+
+
+def current_value(name: str, word: str) -> str:
+    """Return the current word for a value of the setting `name`."""
+    return _FORMER_VALUES.get(name, {}).get(word, word)
+
+
+def current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return saved settings (flat name to JSON value) under their current names and values."""
+    current = {}
+    for key, value in settings.items():
+        name = current_name(key)
+        current[name] = current_value(name, value) if isinstance(value, str) else value
+    return current
+
+
+def find_alias_hint(word: str, known: Collection[str]) -> str | None:
+    """Return a hint for a setting of another library: its name here. Returns None for an unknown
+    word, or if `known` (the settings of this run) lacks the setting.
+    """
+    if word not in _FOREIGN_NAMES:
+        return None
+    here, more = _FOREIGN_NAMES[word]
+    if not here:
+        return f"; this project has no such setting: {more}"
+    if here not in known:
+        return None
+    return f"; it is called --{here.replace('_', '-')} here" + (f" ({more})" if more else "")

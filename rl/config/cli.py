@@ -1,0 +1,561 @@
+"""Parse the command line `train.py [METHOD] [RECIPE.yaml] [--flags]` to a `RunConfig`.
+
+Later sources take precedence: a setting's default, a recipe's top level, a recipe's stage, the
+flags. A top-level setting or a flag applies to every stage that has the setting, except stages in
+which it has no effect (an error if it has no effect in any stage). All mistakes are printed in a
+box (exit code 2). This module imports nothing slow, so that help appears at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rl.config import aliases, format_help
+from rl.config.environment_config import ENVIRONMENT_PREFIX, merge_environment_settings
+from rl.config.fields import (
+    RawValue,
+    SettingsError,
+    build_settings,
+    convert_value,
+    drop_unused,
+    format_as_flags,
+    get_fields,
+    nearest_name,
+    to_words,
+)
+from rl.config.flag_parser import ParsedFlag, merge_dotted_flags, split_flags
+from rl.config.recipe import Recipe, RecipeStage, read_recipe
+from rl.config.run_config import MethodEntry, RunConfig, StageConfig
+from rl.config.saved_config import group_by_stage, parse_changes, read_saved_run
+from rl.config.sources import check_two_rewards, drop_replaced
+
+HELP_WORDS = ("-h", "--help")
+
+
+# ------------------------------------------------------------------------------- words of the line
+
+
+@dataclass(frozen=True)
+class _RequestedRun:
+    """Hold the stages and shared settings that the words request, before any setting is checked."""
+
+    stages: tuple[RecipeStage, ...]
+    shared: Mapping[str, RawValue]
+    recipe: Path | None
+    folder: str | None = None  # the run's name if the plan comes from its folder
+
+
+def _relative_path(path: Path) -> Path:
+    """Return `path` relative to the working folder if it lies below it, as a user would type it."""
+    return (
+        path.relative_to(Path.cwd())
+        if path.is_absolute() and path.is_relative_to(Path.cwd())
+        else path
+    )
+
+
+def _list_recipes(folder: Path) -> list[Path]:
+    """Return the recipe files in `folder`, sorted."""
+    return sorted(
+        path for path in [*folder.glob("*.yaml"), *folder.glob("*.yml")] if path.is_file()
+    )
+
+
+def _unknown_word_message(word: str, methods: Collection[str], folder: Path) -> str:
+    """Return the problem text for a word that is neither a method nor a recipe."""
+    recipes = {str(path): path for path in _list_recipes(folder)}
+    by_stem = {path.stem: name for name, path in recipes.items()}
+    if word.endswith((".yaml", ".yml")):
+        near = by_stem.get(nearest_name(Path(word).stem, by_stem) or "") or nearest_name(
+            word, recipes
+        )
+        what, known = (
+            f"no recipe file {word!r}",
+            f"recipes: {', '.join(recipes) or f'none in {folder}'}",
+        )
+    else:
+        near = nearest_name(word, methods)
+        near = near or by_stem.get(nearest_name(word, by_stem) or "")
+        what, known = (
+            f"unknown method {word!r}",
+            f"methods: {', '.join(methods)}; a recipe's name ends in .yaml",
+        )
+    return what + (f"; did you mean {near}?" if near else f" ({known})")
+
+
+def _plan_from_folder(
+    words: Sequence[str], flags: Sequence[ParsedFlag], options: Collection[str]
+) -> _RequestedRun | None:
+    """Return the plan of the run that --output-dir and --resume (or --auto-resume) name, if no word
+    names a method or recipe; else None.
+    """
+    words_by_flag = {flag.key: flag.raw.words for flag in flags}
+    if (
+        words
+        or len(words_by_flag.get("output_dir", ())) != 1
+        or not any(
+            name in words_by_flag and words_by_flag[name] in ((), ("True",))
+            for name in _RESUME_FLAGS
+        )
+    ):
+        return None
+    saved_run = read_saved_run(Path(words_by_flag["output_dir"][0]), options)
+    return (
+        None
+        if saved_run is None
+        else _RequestedRun(tuple(saved_run[1]), saved_run[2], None, saved_run[0])
+    )
+
+
+_RESUME_FLAGS = ("resume", "auto_resume")
+
+
+def _plan_from_words(
+    words: Sequence[str],
+    methods: Mapping[str, MethodEntry],
+    default_recipe: Path,
+    problems: list[str],
+) -> _RequestedRun:
+    """Return the plan that the leading words request: a method, a recipe, or both."""
+    remaining = list(words)
+    method = remaining.pop(0) if remaining and remaining[0] in methods else None
+    is_file = (
+        bool(remaining)
+        and remaining[0].endswith((".yaml", ".yml"))
+        and Path(remaining[0]).is_file()
+    )
+    path = Path(remaining.pop(0)) if is_file else default_recipe if not words else None
+    for word in remaining:
+        if word in methods or (word.endswith((".yaml", ".yml")) and Path(word).is_file()):
+            problems.append(
+                f"{word!r} is not expected: the line holds at most a method, then at most a "
+                "recipe, then --flags"
+            )
+        else:
+            problems.append(_unknown_word_message(word, list(methods), default_recipe.parent))
+    if path is None:
+        return _RequestedRun((RecipeStage(method, None, 0),) if method else (), {}, None)
+    if not path.is_file():
+        problems.append(
+            f"no method on the line, and the default recipe {path} does not exist; name a method: "
+            f"{', '.join(methods)}"
+        )
+        return _RequestedRun((), {}, None)
+    before = len(problems)
+    recipe = read_recipe(path, problems)
+    # An unreadable file has no stages; a second problem about that would mislead.
+    stages = (
+        _select_recipe_stages(recipe, method, problems)
+        if recipe.stages or len(problems) == before
+        else []
+    )
+    return _RequestedRun(tuple(stages), recipe.shared, path)
+
+
+def _select_recipe_stages(
+    recipe: Recipe, method: str | None, problems: list[str]
+) -> list[RecipeStage]:
+    """Return the recipe's stages, checked against the method on the line."""
+    if not recipe.stages:
+        if method is None:
+            problems.append(
+                f"{recipe.path}: no `method:` and no `stages:`; add one, or put the method before "
+                "the recipe"
+            )
+            return []
+        return [RecipeStage(method, None, 0)]
+    if method is not None and len(recipe.stages) > 1:
+        names = ", ".join(str(stage.method) for stage in recipe.stages)
+        problems.append(
+            f"{recipe.path} runs {len(recipe.stages)} stages ({names}); leave out {method!r} "
+            "before it"
+        )
+    elif method is not None and recipe.stages[0].method != method:
+        recipe_method = recipe.stages[0].method
+        problems.append(
+            f"{recipe.path} is a recipe for {recipe_method}, not {method}; leave out {method!r} "
+            "before it"
+        )
+    return recipe.stages
+
+
+# ------------------------------------------------------------------- settings to stages and options
+
+
+def _resolve_flags(
+    flags: Sequence[ParsedFlag],
+    known: Collection[str],
+    methods_by_setting: Mapping[str, str],
+    problems: list[str],
+) -> dict[str, RawValue]:
+    """Return flags by setting; `--no-x` turns x off, and the last of several equal flags counts.
+    The methods that have a setting are for error messages.
+    """
+    resolved: dict[str, RawValue] = {}
+    for flag in flags:
+        key, raw = flag.key, flag.raw
+        if key not in known and key.startswith("no_") and key[3:] in known:
+            if raw.words:
+                problems.append(f"{raw.place}: takes no value, got {raw.display_text}")
+            key, raw = key[3:], RawValue(("False",), raw.place)
+        if _is_setting(key, known):
+            resolved[key] = raw
+            continue
+        near = nearest_name(key, known)
+        hint = f"; did you mean --{near.replace('_', '-')}?" if near else ""
+        if key in methods_by_setting:
+            hint = f" of this run (it is a setting of {methods_by_setting[key]})"
+        hint = aliases.find_alias_hint(key, known) or hint
+        problems.append(f"{raw.place}: no such setting{hint}")
+    return resolved
+
+
+def _is_setting(key: str, known: Collection[str]) -> bool:
+    """Return whether `key` is a setting of the run or of an environment (the environment checks its
+    settings later).
+    """
+    return key in known or (
+        key.startswith(ENVIRONMENT_PREFIX) and key != ENVIRONMENT_PREFIX and "environment" in known
+    )
+
+
+def _check_keys(
+    keys: Mapping[str, RawValue], known: Collection[str], owner: str, problems: list[str]
+) -> None:
+    """Append a problem for each key that is not a setting."""
+    for key, raw in keys.items():
+        if not _is_setting(key, known):
+            near = nearest_name(key, known)
+            hint = aliases.find_alias_hint(key, known) or (
+                f"; did you mean {near}?" if near else ""
+            )
+            problems.append(f"{raw.place}: no setting of {owner}{hint}")
+
+
+def _methods_by_setting(methods: Mapping[str, MethodEntry]) -> dict[str, str]:
+    """Return, for each setting, the names of the methods that have it."""
+    owners: dict[str, list[str]] = {}
+    for name, method in methods.items():
+        for key in get_fields(method.settings):
+            owners.setdefault(key, []).append(name)
+    return {key: ", ".join(names) for key, names in owners.items()}
+
+
+def _variant_settings(method: MethodEntry, variant: RawValue | None) -> dict[str, RawValue]:
+    """Return the settings that a variant implies, with the place of `variant`. An unknown variant
+    is reported later.
+    """
+    if variant is None or len(variant.words) != 1:
+        return {}
+    return {
+        key: RawValue(to_words(value), variant.place)
+        for key, value in method.variants.get(variant.words[0], {}).items()
+    }
+
+
+def _name_stages(stages: Sequence[RecipeStage]) -> list[str]:
+    """Return the stages' names, or their methods' names, numbered if they would repeat."""
+    # the class of file.py:Class
+    labels = [stage.name or str(stage.method).rpartition(":")[2] for stage in stages]
+    return [
+        f"{name}-{labels[:i].count(name) + 1}" if labels.count(name) > 1 else name
+        for i, name in enumerate(labels)
+    ]
+
+
+def _names_earlier_stage(base_model: RawValue | None, names: Sequence[str]) -> bool:
+    """Return whether a stage names an earlier stage as its base model; base_model on the line then
+    applies to the first stage only.
+    """
+    return base_model is not None and len(base_model.words) == 1 and base_model.words[0] in names
+
+
+def _select_known_stages(
+    plan: _RequestedRun, methods: Mapping[str, MethodEntry], problems: list[str]
+) -> list[RecipeStage]:
+    """Return the stages with a known method; append a problem for each other stage."""
+    known = []
+    for stage in plan.stages:
+        if stage.method in methods:
+            known.append(stage)
+        elif stage.method is not None:
+            near = nearest_name(stage.method, methods)
+            hint = f"; did you mean {near}?" if near else f" (methods: {', '.join(methods)})"
+            problems.append(
+                f"{plan.recipe} line {stage.line}: unknown method {stage.method!r}{hint}"
+            )
+    return known
+
+
+def read_run(
+    argv: Sequence[str], methods: Mapping[str, MethodEntry], default_recipe: Path, options: type
+) -> RunConfig:
+    """Return the requested run, like `parse_run`. Raises SettingsError with every problem; help
+    flags are not handled.
+    """
+    problems: list[str] = []
+    words, flags = split_flags(argv, problems)
+    flags = merge_dotted_flags(flags)
+    option_table = get_fields(options)
+    plan = _plan_from_folder(words, flags, option_table) or _plan_from_words(
+        words, methods, default_recipe, problems
+    )
+    stages = _select_known_stages(plan, methods, problems)
+    tables = {str(s.method): get_fields(methods[str(s.method)].settings) for s in stages}
+    for method, table in tables.items():
+        if both := set(table) & set(option_table):
+            raise TypeError(
+                f"settings of {method} and of the run share the names {sorted(both)}; flat names "
+                "must be unique"
+            )
+    known = {*option_table, *(key for table in tables.values() for key in table)}
+    everything = _methods_by_setting(methods)
+    whole = len(stages) == len(plan.stages) > 0
+    # If a method is unknown, so are its settings: then only keys that no method has are problems.
+    names = _name_stages(stages)
+    stage_flags = {
+        flag.key: flag.raw
+        for flag in flags
+        if "." in flag.key and not flag.key.startswith(ENVIRONMENT_PREFIX)
+    }
+    flags = [flag for flag in flags if flag.key not in stage_flags]
+    flag_values = _resolve_flags(
+        flags, known if whole else {*known, *everything}, everything, problems
+    )
+    if "change" in flag_values:
+        changed = parse_changes(flag_values["change"].words, problems)
+        stage_flags |= {
+            key: raw
+            for key, raw in changed.items()
+            if "." in key and not key.startswith(ENVIRONMENT_PREFIX)
+        }
+        rest = [ParsedFlag(key, raw) for key, raw in changed.items() if key not in stage_flags]
+        flag_values |= _resolve_flags(rest, known, everything, problems)
+    by_stage = group_by_stage(
+        stage_flags,
+        names,
+        {name: tables[str(stage.method)] for name, stage in zip(names, stages, strict=True)},
+        problems,
+    )
+    named = " or ".join(tables) or "any method"
+    _check_keys(plan.shared, known if whole else {*known, *everything}, named, problems)
+
+    # Settings that may come from a recipe keep their recipe names in messages.
+    typed = (flag_values if plan.recipe else known) - methods.keys()
+    options_value = _build_section(
+        options,
+        {k: v for k, v in {**plan.shared, **flag_values}.items() if k in option_table},
+        problems,
+        plan,
+        typed,
+    )
+    built: list[StageConfig] = []
+    used: set[str] = set()
+    # A setting for all stages applies to those in which it has an effect; an error if none has.
+    unused: dict[str, str] = {}
+    for stage, name in zip(stages, names, strict=True):
+        method = str(stage.method)
+        for key in [key for key in stage.raw_values if key in option_table]:
+            problems.append(
+                f"{stage.raw_values[key].place}: applies to the whole run; move it to the "
+                "recipe's top "
+                "level"
+            )
+        stage_values = {
+            key: value for key, value in stage.raw_values.items() if key not in option_table
+        }
+        _check_keys(stage_values, tables[method], method, problems)
+        line_values = {
+            key: value
+            for key, value in flag_values.items()
+            if key != "base_model"
+            or not _names_earlier_stage(stage_values.get(key), names[: len(built)])
+        }
+        line_values |= by_stage[name]
+        stage_values = drop_replaced(stage_values, line_values) | by_stage[name]
+        raw = {
+            **drop_replaced(plan.shared, {**stage_values, **line_values}),
+            **stage_values,
+            **line_values,
+        }
+        merged = merge_environment_settings(
+            {k: v for k, v in raw.items() if _is_setting(k, tables[method])}
+        )
+        implied = {
+            k: v
+            for k, v in _variant_settings(methods[method], merged.get("variant")).items()
+            if k not in merged
+        }
+        prefix = f"stage {name}: " if len(stages) > 1 else ""
+        # Implied settings of a variant without effect are dropped silently.
+        shared = (
+            merge_environment_settings({**plan.shared, **line_values}).keys()
+            - (stage_values.keys() - line_values.keys())
+            if len(stages) > 1
+            else set()
+        )
+        spare = {*implied, *shared} - by_stage[name].keys()
+        # Older runs could save settings without effect.
+        spare |= (merged.keys() - line_values.keys()) if plan.folder is not None else set()
+        merged, left_out = drop_unused(methods[method].settings, {**implied, **merged}, spare)
+        unused |= {key: f"{prefix}{text}" for key, text in left_out.items() if key not in implied}
+        used |= merged.keys()
+        built.append(
+            StageConfig(
+                method,
+                name,
+                _build_section(methods[method].settings, merged, problems, plan, typed, prefix),
+            )
+        )
+    problems += [
+        *check_two_rewards(flag_values),
+        *(format_as_flags(text, typed) for key, text in unused.items() if key not in used),
+    ]
+    if problems:
+        raise SettingsError(problems)
+    run_name = (
+        options_value.name or plan.folder or (plan.recipe.stem if plan.recipe else built[0].name)
+    )
+    return RunConfig(
+        run_name, tuple(built), options_value, str(plan.recipe) if plan.recipe else None
+    )
+
+
+def override_settings(
+    sections: Sequence[Any], words: Sequence[str], script_flags: Collection[str] = ()
+) -> tuple[Any, ...]:
+    """Return the settings `sections` with the flags in `words` applied.
+
+    `script_flags`: other flags of the calling script. They set nothing here, but an error may
+    suggest them for a misspelled flag ("did you mean"). Raises SettingsError if a flag is unknown
+    or its value is invalid.
+    """
+    problems: list[str] = []
+    extra_words, flags = split_flags(words, problems)
+    problems += [f"{word!r} is not expected: flags begin with two dashes" for word in extra_words]
+    classes: list[Any] = [type(section) for section in sections]
+    tables = [get_fields(cls) for cls in classes]
+    values_by_name = _resolve_flags(
+        merge_dotted_flags(flags),
+        {*script_flags, *(key for table in tables for key in table)},
+        {},
+        problems,
+    )
+    built = []
+    for section, table in zip(sections, tables, strict=True):
+        section_values = {key: value for key, value in values_by_name.items() if key in table}
+        values = {}
+        for key, value in section_values.items():
+            try:
+                values[key] = convert_value(table[key], value)
+            except ValueError as error:
+                problems.append(str(error))
+        try:
+            built.append(replace(section, **values) if not problems else section)
+        except ValueError as error:
+            problems.append(format_as_flags(str(error), table))
+    if problems:
+        raise SettingsError(problems)
+    return tuple(built)
+
+
+def _build_section(
+    cls: type,
+    raw_values: Mapping[str, RawValue],
+    problems: list[str],
+    plan: _RequestedRun,
+    typed: Collection[str],
+    prefix: str = "",
+) -> Any:
+    """Return `build_settings` of the settings, with names in `typed` written as flags in its
+    messages.
+    """
+    messages: list[str] = []
+    built = build_settings(cls, raw_values, messages, prefix)
+    problems += [
+        p
+        if plan.recipe is not None and p.startswith(f"{plan.recipe} line")
+        else format_as_flags(p, typed)
+        for p in messages
+    ]
+    return built
+
+
+def parse_run(
+    argv: Sequence[str],
+    methods: Mapping[str, MethodEntry],
+    default_recipe: Path,
+    *,
+    options: type,
+    environments: Callable[[str | None], None] | None = None,
+) -> RunConfig:
+    """Return the run that a command line requests.
+
+    `methods`: methods by name. `default_recipe`: the recipe that runs if no word is given; help
+    lists the recipes of its folder. `options`: the class of run-level settings (a `RunOptions`).
+    `environments`: prints the help of the named environment, or the list of environments (None).
+
+    Help is printed with exit code 0, mistakes in a box on stderr with exit code 2. With several
+    processes (RANK is set), only rank 0 prints.
+    """
+    default_recipe = _relative_path(default_recipe)
+    try:
+        if any(token in HELP_WORDS for token in argv):
+            _print_help(
+                [token for token in argv if token not in HELP_WORDS],
+                methods,
+                default_recipe,
+                options,
+                environments,
+            )
+        return read_run(argv, methods, default_recipe, options)
+    except SettingsError as error:
+        # A set of names: `in methods` would import a user's module again.
+        named = [word for word in split_flags(argv, [])[0] if word in {*methods}]
+        format_help.exit_with_problems(
+            error.problems, see=" ".join(["python train.py", *named[:1], "--help"])
+        )
+
+
+# --------------------------------------------------------------------------------------------- help
+
+
+def _print_help(
+    argv: Sequence[str],
+    methods: Mapping[str, MethodEntry],
+    default_recipe: Path,
+    options: type,
+    environments: Callable[[str | None], None] | None,
+) -> NoReturn:
+    """Print the index, or every setting of the named method, recipe or environment; then exit."""
+    words, flags = split_flags(argv, [])
+    named = [flag.raw.words[0] for flag in flags if flag.key == "environment" and flag.raw.words]
+    pages: list[tuple[str, Any, Any]] = []
+    if len(words) == 1 and words[0] in methods:
+        pages = [(words[0], None, None)]
+    elif words:
+        run = read_run(words, methods, default_recipe, options)
+        pages = [(stage.method, stage.settings, run.options) for stage in run.stages]
+        environments_named = [
+            getattr(getattr(stage.settings, "env", None), "environment", None)
+            for stage in run.stages
+        ]
+        named = [name for name in dict.fromkeys(environments_named) if name is not None]
+    if os.environ.get("RANK", "0") == "0":
+        with format_help.ignore_closed_stdout():
+            for method, settings, options_value in pages:
+                format_help.print_method_help(
+                    method, methods[method], options, settings, options_value
+                )
+            if not pages:
+                format_help.print_index(
+                    methods, default_recipe, _list_recipes(default_recipe.parent)
+                )
+            if environments is not None:
+                for name in [*named, *([] if pages else [None])]:
+                    environments(name)
+    raise SystemExit(0)

@@ -1,0 +1,419 @@
+"""Represent a settings class as a flat table of named fields, and convert text to values.
+
+A settings class is a frozen, keyword-only dataclass. Each field is a value, or a section: another
+such dataclass (two levels: `settings.optim.learning_rate`). The command line, recipes and
+config.json name a field by its last name only (`learning_rate`), so names are unique over the
+sections of a class.
+
+The conversion from text is tyro's (`tyro.constructors`), the same code that `tyro.cli` runs. This
+module converts field by field, so that every mistake is reported, not only the first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+import re
+import typing
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    UnsupportedTypeAnnotationError,
+)
+
+from rl.config.aliases import current_settings, current_value
+from rl.config.number_range import (
+    Range,
+    find_range_error,
+    get_number_types,
+    get_range,
+    strip_annotation,
+)
+from rl.errors import UnusedSettingError, UserError
+
+_MAX_MESSAGE_CHARS = 200  # characters (or words) of a value that a message repeats
+_TRUE_WORDS = {
+    "true": "True",
+    "yes": "True",
+    "on": "True",
+    "false": "False",
+    "no": "False",
+    "off": "False",
+}
+_METAVAR_HINTS = {"FLOAT": " (a number, like 0.5 or 3e-4)", "INT": " (a whole number, like 8)"}
+
+
+class SettingsError(UserError):
+    """Report settings that cannot be used. `problems` holds a sentence for each mistake."""
+
+    def __init__(self, problems: Iterable[str]):
+        self.problems = list(dict.fromkeys(problems))
+        super().__init__("\n".join(self.problems))
+
+
+@dataclass(frozen=True)
+class SettingField:
+    """Describe a setting: its flat name, the section that holds it (None: the class itself) and
+    tyro's converter.
+
+    `range`: the range of its numbers. `whole`: whether they are integers.
+    """
+
+    name: str
+    section: str | None
+    spec: PrimitiveConstructorSpec
+    required: bool
+    default: Any
+    range: Range | None = None
+    whole: bool = False
+
+    @property
+    def is_switch(self) -> bool:
+        """Return whether the field is a bool, which a flag sets without a value."""
+        return self.spec.metavar == "{True,False}"
+
+
+@dataclass(frozen=True)
+class RawValue:
+    """Hold a value as written: its words, and its place ("--learning-rate" or "recipes/a.yaml line
+    4, learning_rate").
+    """
+
+    words: tuple[str, ...]
+    place: str
+    is_null: bool = False
+
+    @property
+    def display_text(self) -> str:
+        """Return the words as text for messages, shortened to about 200 characters."""
+        if self.is_null:
+            return "null"
+        text = " ".join(
+            repr(word) if not word or " " in word else word
+            for word in self.words[:_MAX_MESSAGE_CHARS]
+        )
+        return (
+            text
+            if len(text) <= _MAX_MESSAGE_CHARS and len(self.words) <= _MAX_MESSAGE_CHARS
+            else f"{text[:_MAX_MESSAGE_CHARS]}... ({len(self.words)} words)"
+        )
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the name in `known` that is closest to `name`, or None if no name is close."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return matches[0] if matches else None
+
+
+def format_as_flags(text: str, names: Iterable[str]) -> str:
+    """Return `text` with the settings `names` of several words written as flags: learning_rate as
+    --learning-rate.
+
+    Names in paths, in quotes, or after "stage" or "train.py" stay unchanged.
+    """
+    known = {name for name in names if "_" in name}
+    word = r"(?<![\w'\"/.:-])(?<!train\.py )(?<!stage )[a-z]\w*(?![\w/-]|\.\w)"
+    return re.sub(word, lambda m: "--" + m[0].replace("_", "-") if m[0] in known else m[0], text)
+
+
+# ----------------------------------------------------------------------------------- the flat table
+
+
+def _find_converter(owner: type, name: str, annotation: Any) -> PrimitiveConstructorSpec:
+    """Return tyro's converter for `annotation`. Raises TypeError for an unsupported type."""
+    annotation = strip_annotation(annotation)
+    if typing.get_origin(annotation) is dict or annotation is dict:
+        # tyro's help shows the entries of a default dict as separate flags, which do not exist
+        # here.
+        raise TypeError(
+            f"{owner.__name__}.{name}: write a mapping as tuple[tuple[str, float], ...]; a recipe "
+            "may still use a mapping"
+        )
+    try:
+        spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(annotation, set()))
+    except UnsupportedTypeAnnotationError as error:
+        raise TypeError(
+            f"{owner.__name__}.{name}: {annotation!r} cannot be written as a setting"
+        ) from error
+    if not isinstance(spec, PrimitiveConstructorSpec):
+        raise TypeError(f"{owner.__name__}.{name}: {annotation!r} cannot be written as a setting")
+    return spec
+
+
+def _get_default(field: dataclasses.Field) -> tuple[bool, Any]:
+    """Return (whether the field has a default, the default)."""
+    if field.default_factory is not dataclasses.MISSING:
+        return True, field.default_factory()
+    return field.default is not dataclasses.MISSING, field.default
+
+
+@functools.cache
+def get_fields(cls: type) -> dict[str, SettingField]:
+    """Return the settings of `cls` by flat name, in source order. Raises TypeError if a name occurs
+    twice.
+    """
+    table: dict[str, SettingField] = {}
+
+    def add(
+        owner: type, field: dataclasses.Field, annotation: Any, section: str | None, base: Any
+    ) -> None:
+        if field.name in table:
+            raise TypeError(
+                f"{cls.__name__} has two settings named {field.name!r}; flat names are unique over "
+                "sections"
+            )
+        has_default, default = (
+            (True, getattr(base, field.name)) if base is not None else _get_default(field)
+        )
+        spec, whole = (
+            _find_converter(owner, field.name, annotation),
+            get_number_types(annotation) == {int},
+        )
+        table[field.name] = SettingField(
+            field.name, section, spec, not has_default, default, get_range(annotation), whole
+        )
+
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for field in dataclasses.fields(cls):
+        annotation = hints[field.name]
+        if not dataclasses.is_dataclass(annotation):
+            add(cls, field, annotation, None, None)
+            continue
+        # A method may override the defaults of a section (`optim: Optim =
+        # Optim(learning_rate=3e-4)`).
+        has_base, base = _get_default(field)
+        section_type = typing.cast(type, annotation)
+        section_hints = typing.get_type_hints(section_type, include_extras=True)
+        for inner in dataclasses.fields(section_type):
+            add(
+                section_type,
+                inner,
+                section_hints[inner.name],
+                field.name,
+                base if has_base else None,
+            )
+    return table
+
+
+# ------------------------------------------------------------------------------ from text to values
+
+
+def convert_value(field: SettingField, raw: RawValue) -> Any:
+    """Return the value of `field` from its raw value. Raises ValueError, with the expected form, if
+    the raw value is invalid.
+    """
+    spec = field.spec
+    words = list(raw.words)
+    wrong = (
+        f"{raw.place}: {raw.display_text or 'nothing'} is not "
+        f"{spec.metavar}{_METAVAR_HINTS.get(spec.metavar, '')}"
+    )
+    if raw.is_null and "None" not in spec.metavar:
+        raise ValueError(wrong)
+    if field.is_switch and not words:
+        return True
+    if "True" in spec.metavar:
+        words = [_TRUE_WORDS.get(word.lower(), word) for word in words]
+    allowed = (spec.nargs,) if isinstance(spec.nargs, int) else spec.nargs
+    if allowed != "*" and len(words) not in allowed:
+        expected = " or ".join(str(count) for count in allowed)
+        got = f"{len(words)}: {raw.display_text}" if words else "none"
+        raise ValueError(
+            f"{raw.place}: takes {expected} value{'s' * (expected != '1')} ({spec.metavar}), got "
+            f"{got}"
+        )
+    if spec.choices is not None:
+        words = [current_value(field.name, word) for word in words]
+        for word in words:
+            if word not in spec.choices:
+                near = nearest_name(word, spec.choices)
+                hint = f"; did you mean {near}?" if near else ""
+                raise ValueError(
+                    f"{raw.place}: {RawValue((word,), raw.place).display_text} is not one of "
+                    f"{', '.join(spec.choices)}{hint}"
+                )
+    try:
+        value = spec.instance_from_str(words)
+    except (ValueError, TypeError, OverflowError) as error:  # what tyro's converters raise
+        raise ValueError(wrong) from error
+    if (
+        field.range is not None
+        and (outside := find_range_error(value, field.range, field.whole)) is not None
+    ):
+        raise ValueError(f"{raw.place} {outside}")
+    return value
+
+
+def format_value(value: Any) -> str:
+    """Return a value as it would be written on the command line."""
+    if isinstance(value, (list, tuple)):
+        return " ".join(format_value(item) for item in value) or "(none)"
+    return str(value) if str(value) else "''"
+
+
+def _construct(
+    cls: type,
+    base: Any,
+    values: dict[str, Any],
+    prefix: str,
+    problems: list[str],
+    droppable: Collection[str],
+) -> Any:
+    """Return `base` with `values` replaced, or a new `cls` if `base` is None.
+
+    A ValueError of the class's checks becomes a problem and the result is None. An
+    UnusedSettingError for a droppable name is raised.
+    """
+    try:
+        return cls(**values) if base is None else dataclasses.replace(base, **values)
+    except ValueError as error:
+        if isinstance(error, UnusedSettingError) and error.name in droppable:
+            raise
+        problems.append(f"{prefix}{error}")
+        return None
+
+
+def drop_unused(
+    cls: type, raw_values: Mapping[str, RawValue], droppable: Collection[str]
+) -> tuple[dict[str, RawValue], dict[str, str]]:
+    """Return (the raw values without the droppable settings that would have no effect in `cls`, the
+    message for each removed setting).
+    """
+    remaining = dict(raw_values)
+    unused: dict[str, str] = {}
+    while True:
+        try:
+            build_settings(cls, remaining, [], droppable=droppable)
+            return remaining, unused
+        except UnusedSettingError as error:
+            unused[error.name] = str(error)
+            # Guarantees that the loop ends for any defaults of the class.
+            droppable = [name for name in droppable if name != error.name]
+            remaining.pop(error.name, None)
+
+
+def build_settings(
+    cls: type,
+    raw_values: Mapping[str, RawValue],
+    problems: list[str],
+    prefix: str = "",
+    droppable: Collection[str] = (),
+) -> Any:
+    """Return an instance of `cls` with the raw values over its defaults.
+
+    Every mistake is appended to `problems` (with `prefix` if the message has no place), and the
+    result is then None. All names are fields of `cls`. Raises UnusedSettingError for a droppable
+    setting that has no effect.
+    """
+    before = len(problems)
+    values: dict[str | None, dict[str, Any]] = {}
+    spoilt: set[str | None] = set()
+    for field in get_fields(cls).values():
+        if field.name in raw_values:
+            try:
+                values.setdefault(field.section, {})[field.name] = convert_value(
+                    field, raw_values[field.name]
+                )
+            except ValueError as error:
+                problems.append(str(error))
+                spoilt.add(field.section)
+        elif field.required:
+            # A prefix is "environment." or a place in a recipe.
+            section = prefix if prefix.endswith(".") else ""
+            flag = f"--{section}{field.name.replace('_', '-')}"
+            problems.append(
+                f"{prefix}{field.name} is required: set it with {flag} {field.spec.metavar}"
+            )
+            spoilt.add(field.section)
+    top = dict(values.get(None, {}))
+    hints = typing.get_type_hints(cls)
+    for item in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[item.name]) and item.name not in spoilt:
+            _, base = _get_default(item)
+            base = None if base is dataclasses.MISSING else base
+            section_type = typing.cast(type, hints[item.name])
+            top[item.name] = _construct(
+                section_type, base, values.get(item.name, {}), prefix, problems, droppable
+            )
+    return (
+        None if len(problems) > before else _construct(cls, None, top, prefix, problems, droppable)
+    )
+
+
+# ----------------------------------------------------------------------------------- values as JSON
+
+
+def _to_json_value(value: Any) -> Any:
+    """Convert a setting's value to a JSON value. Raises TypeError for an unsupported type."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        # JSON has no infinity; tyro reads "inf"
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return [_to_json_value(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _to_json_value(item) for key, item in value.items()}
+    raise TypeError(
+        f"a setting of type {type(value).__name__} cannot be written as JSON: {value!r}"
+    )
+
+
+def flatten_settings(settings: Any) -> dict[str, Any]:
+    """Return the settings of an instance as flat name to JSON value."""
+    flat = {}
+    cls: type = type(settings)
+    for name, field in get_fields(cls).items():
+        holder = settings if field.section is None else getattr(settings, field.section)
+        flat[name] = _to_json_value(getattr(holder, name))
+    return flat
+
+
+def get_defaults(cls: type, names: Collection[str]) -> dict[str, Any]:
+    """Return the defaults (as JSON values) of the fields in `names` that have a default, by flat
+    name.
+    """
+    return {
+        name: _to_json_value(field.default)
+        for name, field in get_fields(cls).items()
+        if name in names and not field.required
+    }
+
+
+def to_words(value: Any) -> tuple[str, ...]:
+    """Return the words that tyro reads back as this JSON value. Floats keep every digit."""
+    if isinstance(value, Mapping):
+        return tuple(word for key, item in value.items() for word in (str(key), *to_words(item)))
+    if isinstance(value, (list, tuple)):
+        return tuple(word for item in value for word in to_words(item))
+    return (str(value),)
+
+
+def unflatten_settings(cls: type, flat: Mapping[str, Any], problems: list[str], place: str) -> Any:
+    """Return an instance of `cls` with the saved settings `flat`, the inverse of
+    `flatten_settings`. Absent settings take their defaults; mistakes are appended to `problems`.
+    """
+    table = get_fields(cls)
+    raw_values = {}
+    for name, value in current_settings(flat).items():
+        if name not in table:
+            near = nearest_name(name, table)
+            problems.append(
+                f"{place}: unknown setting {name!r}" + (f"; did you mean {near!r}?" if near else "")
+            )
+        else:
+            raw_values[name] = RawValue(to_words(value), f"{place}, {name}", is_null=value is None)
+    # Older runs could save settings without effect; ignore such settings.
+    return build_settings(
+        cls, drop_unused(cls, raw_values, raw_values.keys())[0], problems, prefix=f"{place}: "
+    )

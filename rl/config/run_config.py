@@ -1,0 +1,162 @@
+"""Define a `RunConfig` of stages, and convert it to config.json and back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rl.config.fields import (
+    SettingsError,
+    flatten_settings,
+    format_value,
+    get_defaults,
+    unflatten_settings,
+)
+
+
+class MethodEntry(Protocol):
+    """Specify a method for the command line: its settings class and a summary line."""
+
+    @property
+    def settings(self) -> type: ...
+
+    @property
+    def summary(self) -> str: ...
+
+    @property
+    def variants(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return, for each value of the setting `variant`, the flat settings that it implies unless
+        they are set.
+        """
+        ...
+
+
+class RunOptions(Protocol):
+    """Specify what this module requires of the class of run-level settings."""
+
+    @property
+    def name(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """Hold a stage of a run. `settings` is an instance of the method's settings class."""
+
+    method: str
+    name: str
+    settings: Any
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Hold a requested run: its stages in order, the run-level `options`, and the recipe file, if
+    any.
+    """
+
+    name: str
+    stages: tuple[StageConfig, ...]
+    options: Any
+    recipe: str | None = None
+
+
+def resolve_config(run: RunConfig) -> dict[str, Any]:
+    """Return the complete configuration of `run` as JSON: `name`, `recipe`, `options` and `stages`,
+    with settings by flat name.
+    """
+    stages = [
+        {"method": s.method, "name": s.name, "settings": flatten_settings(s.settings)}
+        for s in run.stages
+    ]
+    return {
+        "name": run.name,
+        "recipe": run.recipe,
+        "options": flatten_settings(run.options),
+        "stages": stages,
+    }
+
+
+def load_resolved_config(
+    config: Mapping[str, Any],
+    methods: Mapping[str, MethodEntry],
+    *,
+    options: type,
+    place: str = "config.json",
+) -> RunConfig:
+    """Return the run of a saved configuration, the inverse of `resolve_config`. Raises SettingsError for
+    methods or settings that no longer exist and for values of a wrong type.
+    """
+    problems: list[str] = []
+    stages: list[StageConfig] = []
+    missing = [key for key in ("name", "options", "stages") if key not in config]
+    if missing:
+        raise SettingsError(
+            [f"{place}: no key {key!r}; is this file the config.json of a run?" for key in missing]
+        )
+    for stage in config["stages"]:
+        if stage["method"] not in methods:
+            problems.append(
+                f"{place}: unknown method {stage['method']!r} (methods: {', '.join(methods)})"
+            )
+            continue
+        settings = unflatten_settings(
+            methods[stage["method"]].settings,
+            stage["settings"],
+            problems,
+            f"{place} stage {stage['name']}",
+        )
+        stages.append(StageConfig(stage["method"], stage["name"], settings))
+    options_value = unflatten_settings(options, config["options"], problems, place)
+    if problems:
+        raise SettingsError(problems)
+    return RunConfig(config["name"], tuple(stages), options_value, config.get("recipe"))
+
+
+def diff_configs(
+    saved: Mapping[str, Any],
+    requested: Mapping[str, Any],
+    *,
+    ignore: Collection[str] = ("resume", "overwrite", "output_dir"),
+    methods: Mapping[str, MethodEntry] | None = None,
+    options: type | None = None,
+) -> list[str]:
+    """Return a line for each setting that differs between two `resolve_config` runs ("stage grpo:
+    learning_rate 0.0003 -> 0.001").
+
+    `methods`, `options`: the classes that supply the default of a setting that `saved` lacks
+    because it was saved before the setting existed.
+    """
+    lines: list[str] = []
+
+    def compare(
+        prefix: str, old: Mapping[str, Any], new: Mapping[str, Any], cls: type | None
+    ) -> None:
+        old = {**({} if cls is None else get_defaults(cls, new.keys() - old.keys())), **old}
+        for key in dict.fromkeys([*old, *new]):
+            if key in ignore or (key in old and key in new and old[key] == new[key]):
+                continue
+            before, after = (
+                format_value(settings[key])
+                if key in settings and settings[key] is not None
+                else "(not set)"
+                for settings in (old, new)
+            )
+            lines.append(f"{prefix}{key} {before} -> {after}")
+
+    compare("", saved["options"], requested["options"], options)
+    old_stages, new_stages = saved["stages"], requested["stages"]
+    old_names, new_names = (
+        [f"{s['name']} ({s['method']})" for s in stages] for stages in (old_stages, new_stages)
+    )
+    if old_names != new_names:
+        return [*lines, f"stages {', '.join(old_names)} -> {', '.join(new_names)}"]
+    for old, new in zip(old_stages, new_stages, strict=True):
+        method = None if methods is None else methods.get(new["method"])
+        cls = None if method is None else method.settings
+        compare(
+            f"stage {old['name']}: " if len(old_stages) > 1 else "",
+            old["settings"],
+            new["settings"],
+            cls,
+        )
+    return lines

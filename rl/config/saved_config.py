@@ -1,0 +1,124 @@
+"""Read the stages and options of an existing run for `train.py --resume --output-dir RUN`, and
+parse the values of --change.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl.config.aliases import current_name, current_settings
+from rl.config.fields import RawValue, nearest_name, to_words
+from rl.config.recipe import RecipeStage
+
+# options of a single launch, not of the run
+_LAUNCH_OPTIONS = ("resume", "auto_resume", "overwrite", "output_dir", "plan", "change")
+
+
+def read_saved_run(
+    folder: Path, options: Collection[str]
+) -> tuple[str, list[RecipeStage], dict[str, RawValue]] | None:
+    """Return (name, stages, run-level options) from config.json in `folder`, or None if it is not
+    that of a run.
+
+    `options`: the run-level settings that exist today; other saved options are dropped. Unknown
+    settings of stages are kept, so that the caller reports them.
+    """
+    path = folder.expanduser() / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        stages = [_saved_stage(stage, path) for stage in config["stages"]]
+        shared = {
+            k: _saved_value(k, v, path)
+            for k, v in config["options"].items()
+            if k in options and k not in _LAUNCH_OPTIONS
+        }
+        name = config["name"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        return None  # the code that opens the folder reports the problem
+    return (name, stages, shared) if stages and isinstance(name, str) else None
+
+
+def _saved_stage(stage: Mapping[str, Any], path: Path) -> RecipeStage:
+    """Return a saved stage as a `RecipeStage`."""
+    values = {
+        key: _saved_value(key, value, path)
+        for key, value in current_settings(stage["settings"]).items()
+    }
+    return RecipeStage(stage["method"], stage["name"], 0, values)
+
+
+def _saved_value(key: str, value: Any, path: Path) -> RawValue:
+    """Return a saved JSON value as `RawValue`."""
+    return RawValue(to_words(value), f"{path}, {key}", is_null=value is None)
+
+
+def parse_changes(words: Sequence[str], problems: list[str]) -> dict[str, RawValue]:
+    """Parse `NAME=VALUE` and `STAGE.NAME=VALUE` words to values by name. Several values of a
+    setting are in the same word, quoted as for a shell.
+    """
+    changed = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            problems.append(
+                f"--change {word!r}: expected NAME=VALUE, such as learning_rate=1e-4 or "
+                "grpo.learning_rate=1e-4"
+            )
+            continue
+        try:
+            parts = tuple(shlex.split(value))
+        except ValueError as error:
+            problems.append(f"--change {word!r}: {error}")
+            continue
+        changed[to_setting_name(name)] = RawValue(
+            parts, f"--change {name}", is_null=value in ("null", "None")
+        )
+    return changed
+
+
+def to_setting_name(name: str) -> str:
+    """Return a setting's name as a Python identifier under its current name. A stage name before a
+    dot stays unchanged.
+    """
+    stage, dot, key = name.rpartition(".")
+    return current_name(stage + dot + re.sub("-", "_", key))
+
+
+def group_by_stage(
+    stage_flags: Mapping[str, RawValue],
+    names: Sequence[str],
+    tables: Mapping[str, Collection[str]],
+    problems: list[str],
+) -> dict[str, dict[str, RawValue]]:
+    """Return the `stage.setting` keys grouped by stage. `tables` holds the settings of each stage;
+    mistakes are appended to `problems`.
+    """
+    by_stage: dict[str, dict[str, RawValue]] = {name: {} for name in names}
+    for key, raw in stage_flags.items():
+        stage, _, setting = key.rpartition(".")
+        if stage not in by_stage:
+            near = nearest_name(stage, names)
+            hint = f"did you mean {near}?" if near else f"its stages are {', '.join(names)}"
+            problems.append(f"{raw.place}: this run has no stage {stage!r}; {hint}")
+            continue
+        if (
+            setting not in tables[stage]
+            and setting.startswith("no_")
+            and setting[3:] in tables[stage]
+            and not raw.words
+        ):
+            setting, raw = setting[3:], RawValue(("False",), raw.place)
+        if setting not in tables[stage]:
+            near = nearest_name(setting, tables[stage])
+            problems.append(
+                f"{raw.place}: no such setting of stage {stage}"
+                + (f"; did you mean {near}?" if near else "")
+            )
+            continue
+        by_stage[stage][setting] = raw
+    return by_stage

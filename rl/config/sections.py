@@ -1,0 +1,349 @@
+"""Define the settings sections that most methods share (data: `rl.config.data_config`; reward
+models: `rl.config.reward_model_config`).
+
+This module imports no torch, because the command line loads it first.
+
+Every leaf name is unique over the sections of a method, because settings are flat on the command
+line and in recipes: `--learning-rate 1e-5`, `learning_rate: 1e-5`. The string under a field is its
+help text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from rl.config.check_config import require
+from rl.config.number_range import (
+    MANY,
+    POSITIVE,
+    RATE,
+    WEIGHT,
+    BelowOne,
+    Count,
+    NotNegative,
+    Positive,
+    Range,
+    Seconds,
+    Share,
+    Size,
+    check_ranges,
+)
+from rl.lr_schedule import SCHEDULES
+
+TEMPERATURE = Range(1e-3, 100, why="greedy samples are all the same")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Hold the settings of the whole run."""
+
+    name: str | None = None
+    """Name of the run; default: the recipe's file name, or the method's name."""
+    output_dir: Path | None = None
+    """Folder of the run; default: runs/<name>. The run writes to no other place."""
+    resume: bool = False
+    """Resume the run in output_dir from its newest complete checkpoint."""
+    auto_resume: bool = False
+    """Resume the run in output_dir, or start it if the folder holds no run: for jobs that are restarted with the same command."""
+    change: tuple[str, ...] = ()
+    """With --resume: change settings that affect training, NAME=VALUE ... (or STAGE.NAME=VALUE), from the checkpoint on. Each change is recorded with its step in config.json. Settings that do not affect the result, and a larger number of steps, need no --change."""
+    overwrite: bool = False
+    """Replace the run in output_dir."""
+    seed: Annotated[int, Range(-(2**63), 2**63 - 1)] = 0
+    """Seed of the whole run: initial weights of tiny models, order of the data, samples."""
+    wandb_project: str | None = None
+    """Weights & Biases project to log to as well (WANDB_MODE=offline works)."""
+    quiet: bool = False
+    """Show no progress display."""
+    timeout: Seconds = 1800.0
+    """Seconds that a process may wait for another process in a collective operation; a longer wait ends the run with an error that names the other process."""
+    stop_grace: Seconds = 90.0
+    """Seconds to finish the step and save a checkpoint after SIGTERM, SIGUSR1 or Ctrl-C. After that time, or at a second signal, the run ends at once. A step that would not fit into the time is not started."""
+    self_test: bool = True
+    """Check the pipeline before the first step of each stage that samples: sample a few answers, then check that learner and sampler agree, that changed weights reach the sampler, that the trained tokens are the sampled ones, and that gradients reach the weights. The check changes nothing."""
+    replay: Path | None = None
+    """Repeat the run in this folder bit for bit: with the same settings, every scheduling decision (the order in which groups became ready, the step at which new weights arrived) is read from its decisions.jsonl."""
+    plan: bool = False
+    """Print the memory that each GPU would need and whether it fits, and train nothing. No weights are loaded; a hub model needs only its config."""
+    plan_gpus: Annotated[int | None, Range(1, 10**6)] = None
+    """Number of GPUs to plan for; default: the number of processes of this launch."""
+    plan_gpu_memory: Annotated[float | None, Range(0, 1e6, above=True)] = None
+    """Memory of each planned GPU, in GiB; default: that of the GPU in this machine, or 80 with --plan-gpus. Without either, and without a GPU, the plan is for a CPU process."""
+    plan_zero: Literal["none", "1", "2", "3"] | None = None
+    """ZeRO stage to plan for (none: a single process or DDP); default: that of this launch."""
+    plan_prompt_tokens: Size = 512
+    """Prompt length that the plan assumes, in tokens."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        # A shell expands ~ on the command line; in a recipe nothing does.
+        if self.output_dir is not None and str(self.output_dir).startswith("~"):
+            try:
+                object.__setattr__(self, "output_dir", self.output_dir.expanduser())
+            except RuntimeError as error:
+                raise ValueError(f"output_dir {self.output_dir}: {error}") from error
+        if (self.resume or self.auto_resume) and self.overwrite:
+            raise ValueError(
+                "resume and auto_resume continue a run and overwrite replaces it: set only resume, auto_resume or overwrite"
+            )
+        if self.change and not (self.resume or self.auto_resume):
+            raise ValueError(
+                "change alters a run that is resumed: use it with resume (a new run takes its settings as flags)"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """Hold the settings of the policy model."""
+
+    base_model: str = "tiny:addition"
+    """Model to train: a hub name, a model folder, tiny:<preset> (addition, ascii, vision, chat; built at the start), or an earlier result: a run's folder (its newest checkpoint), a checkpoint, an export. A later stage starts from the previous stage unless it names a model or, by name, another earlier stage."""
+    tokenizer: str | None = None
+    """Folder or hub name of a tokenizer to use instead of the model's."""
+    lora_rank: Annotated[int, Range(0, 4096)] = 0
+    """Rank of the LoRA adapters; 0 trains all weights."""
+    lora_alpha: Annotated[float | None, Range(0, 1e6, above=True)] = None
+    """Scale of the LoRA adapters: their output is multiplied by alpha / rank. Default: alpha = rank."""
+    lora_start: Literal["auto", "continue", "merge"] = "auto"
+    """Treatment of an adapter that base_model (a run, an adapter) or the previous stage holds. continue: train that adapter further. merge: merge it into its base model, in fp32, then train what lora_rank requests. auto: continue if lora_rank is 0 or every LoRA setting matches the adapter's, else merge."""
+    train_attn: bool = True
+    """Train LoRA on the attention layers."""
+    train_mlp: bool = True
+    """Train LoRA on the MLP layers."""
+    train_unembed: bool = True
+    """Train LoRA on the output head."""
+    train_vision: bool = False
+    """Train LoRA on the vision tower of a vision-language model and on its projection to the text model. (Full training, --lora-rank 0, always includes both.)"""
+    train_experts: bool = False
+    """Train LoRA on the experts of a model that stores each expert matrix for all experts in a single tensor, as transformers does (PEFT's target_parameters; each expert gets a separate adapter of the given rank)."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Precision of the arithmetic. bf16: fp32 weights (frozen weights: base_dtype), bf16 arithmetic, bf16 sampler. auto: bf16 on a GPU, fp32 on a CPU."""
+    base_dtype: Literal["auto", "fp32", "bf16", "4bit"] = "auto"
+    """Data type of the frozen matrices under a LoRA adapter; adapters, norms, biases and separate output heads stay fp32. auto: bf16 if the arithmetic is bf16 (this changes no product), else fp32. 4bit: NF4 of the package bitsandbytes with double quantization (QLoRA, arXiv 2305.14314); the sampler's copy is bf16."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    router_replay: bool = False
+    """Replay the sampler's expert choices in the learner (mixture-of-experts models): each token goes to the experts that it used when it was sampled, so rounding does not change its route; the routers still train. optim/rerouted is the share of tokens whose route would have differed."""
+    router_aux_loss_coef: Annotated[float, WEIGHT] = 0.0
+    """Coefficient of the load-balancing loss of mixture-of-experts models (Switch Transformer, arXiv 2101.03961, as transformers computes it; 0.001 in the configs of Mixtral and Qwen3), over the trained tokens of each micro-batch. optim/router_aux_loss is the loss itself: with a uniform load it equals the number of experts per token; its maximum is the number of experts."""
+    fused_logprobs: bool = True
+    """Compute token logprobs without storing the logits (kernels.linear_logprob); off: the plain computation."""
+    kept_logits_gib: Annotated[float | None, Range(0, 1e6)] = None
+    """Memory, in GiB, in which the output head may keep the logits of a micro-batch (tokens x vocabulary, two bytes each on a GPU), so that its backward pass does not recompute them; 0: never. Default: a quarter of the GPU memory that remains after the model, its gradients, its optimizer state and another copy of the weights, rounded down to a power of two; 1/16 GiB on a CPU."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.precision == "fp32" and self.base_dtype in ("bf16", "4bit"):
+            raise ValueError(
+                f"base_dtype {self.base_dtype} requires bf16 arithmetic, and precision is fp32: set precision to bf16"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings:
+    """Hold the settings of sampling."""
+
+    max_tokens: Size = 256
+    """Maximum length of an answer, in tokens."""
+    temperature: Annotated[float, TEMPERATURE] = 0.8
+    """Temperature of training samples; the learner computes logprobs at the same temperature."""
+    top_k: Annotated[int, Range(-1, MANY)] = -1
+    """Must be -1 (no truncation): the learner cannot compute the logprobs of top-k samples."""
+    top_p: Share = 1.0
+    """Must be 1 (no truncation), for the same reason as top_k."""
+    dynamic_sampling: Annotated[int, Range(0, 10**6)] = 0
+    """Maximum number of extra sampling rounds for a batch (DAPO, arXiv 2503.14476, section 3.2): groups in which all answers earn the same reward are replaced by groups of further problems until batch_size groups have different rewards; 0: none."""
+    eval_temperature: Annotated[float | None, Range(0, 100)] = None
+    """Temperature of held-out samples (0: greedy); default: the training temperature."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer, besides the model's end-of-turn tokens; the reward sees the text before them."""
+    eval_greedy: bool = True
+    """Also decode the held-out problems greedily before the first and after the last step: a gain in samples without a gain in greedy answers is sharpening, not new knowledge."""
+    kv_cache_tokens: Size = 262_144
+    """Size of the KV cache of each device, in tokens; sequences that do not fit wait."""
+    max_rows: Annotated[int, Range(1, 10**6)] = 1024
+    """Maximum number of sequences decoded at once on each device."""
+    sampler: Literal["auto", "fast", "hf"] = "auto"
+    """Sampler implementation. fast: the built-in decoder (Llama and Qwen families). hf: the model's forward of transformers. auto: fast if a check shows that both agree."""
+    sampler_cache: Literal["auto", "plain", "paged"] = "auto"
+    """Layout of the KV cache. paged: block tables, and on a GPU CUDA graphs of several steps (fast decoder only). plain: a contiguous tensor for each batch. auto: on a GPU paged if a trial returns the same samples, else plain."""
+    sampler_tp: Annotated[int, Range(1, 1024, why="1 is a whole copy on each process")] = 1
+    """Tensor-parallel size of the sampler: this many processes of a machine, with consecutive ranks, share a copy of the weights and a KV cache, split by heads and columns, and sample together (fast decoder only). kv_cache_tokens and max_rows then count for the whole group. 1: each process holds a full copy. For models that do not fit into a single GPU."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.top_k != -1 or self.top_p != 1:
+            raise ValueError(
+                f"training samples must not be truncated, got top_k {self.top_k} and top_p {self.top_p}: the learner computes logprobs of the full "
+                "distribution, so every ratio would be wrong; leave them at -1 and 1 (sample.py and evaluate.py accept other values)"
+            )
+        if self.eval_temperature is not None and 0 < self.eval_temperature < TEMPERATURE.low:
+            raise ValueError(
+                f"eval_temperature is 0 (greedy) or at least {TEMPERATURE.low:g}, got {self.eval_temperature}"
+            )
+        if self.sampler_cache == "paged" and self.sampler == "hf":
+            raise ValueError(
+                "sampler_cache paged requires the fast decoder, and sampler is hf, the forward of transformers: leave sampler_cache at auto, or sampler at auto or fast"
+            )
+        if self.sampler_tp > 1 and self.sampler == "hf":
+            raise ValueError(
+                f"sampler_tp {self.sampler_tp} requires the fast decoder, and sampler is hf, the forward of transformers: leave sampler_tp at 1, or sampler at auto or fast"
+            )
+        if self.sampler_tp > 1 and self.sampler_cache == "paged":
+            raise ValueError(
+                f"sampler_cache paged runs each process independently, and the processes of sampler_tp {self.sampler_tp} wait for each other at every step: leave sampler_cache at auto, or sampler_tp at 1"
+            )
+        if self.max_tokens > self.kv_cache_tokens:
+            raise ValueError(
+                f"an answer of max_tokens {self.max_tokens} does not fit into kv_cache_tokens {self.kv_cache_tokens}: lower max_tokens or raise kv_cache_tokens"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapingSettings:
+    """Hold the transformations of rewards before they become advantages, in order of application.
+    Metrics show the rewards before these transformations.
+    """
+
+    overlong_share: Annotated[
+        float, Range(0, 1, below=True, why="a share of max_tokens, such as 0.2; 0 is off")
+    ] = 0.0
+    """Share of max_tokens at the end of which answers are penalized: the penalty grows linearly up to overlong_penalty (DAPO, arXiv 2503.14476, equation 13); 0: off."""
+    overlong_penalty: NotNegative = 1.0
+    """Penalty of an answer of max_tokens tokens."""
+    cut_off_penalty: NotNegative = 0.0
+    """Penalty of an episode if max_tokens cut off its last answer (TRL's missing_eos_penalty). Reward models are trained on complete answers and may score an incomplete answer too high."""
+    normalise_rewards: bool = False
+    """Divide rewards by the standard deviation of all rewards so far (running statistics, saved with the run). The mean is subtracted first if each answer gets a single total reward (grpo and reinforce with step_rewards sum). Rewards of single steps are not centered (ppo, rlhf, step_rewards to_go), so that a longer episode earns no extra reward."""
+    reward_scale: Positive = 1.0
+    """Factor on all rewards."""
+    reward_clip: Annotated[float | None, POSITIVE] = None
+    """Clip rewards to plus and minus this value, such as 10."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        require(
+            self,
+            ("overlong_penalty",),
+            self.overlong_share > 0,
+            "overlong_share is 0, which is off",
+            "set overlong_share, such as 0.2",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KlSettings:
+    """Hold the settings of the KL penalty to a reference model."""
+
+    kl_coef: Annotated[float | None, WEIGHT] = None
+    """Coefficient of KL(policy || reference); default: that of the method. If it is 0 and kl_target is not set, no reference model is loaded."""
+    reference_model: str | None = None
+    """Reference model: an earlier stage, a run's folder, a folder of weights or a hub name; default: the policy at the start of the stage."""
+    kl_placement: Literal["reward", "loss"] = "reward"
+    """Place of the KL penalty. reward: subtracted from the reward, which gives the gradient of the KL of whole answers. loss: added to the loss for each token."""
+    kl_kind: Literal["k1", "k2", "k3", "k3_pathwise"] = "k3"
+    """KL estimator for kl_placement loss. k1, k2 and k3 report different estimates of the same KL and have its gradient: each token is weighted by its current probability over its probability when it was sampled (DeepSeek-V3.2, arXiv 2512.02556; 1 on policy). k3_pathwise differentiates the k3 expression itself without this weight (as in the GRPO paper), which is the gradient of a different KL."""
+    kl_target: Annotated[float | None, Range(0, 1e6, above=True)] = None
+    """Target KL per token: kl_coef is adapted to keep the KL near it (arXiv 1909.08593); kl_coef may start at 0."""
+    kl_rate: Annotated[
+        float, Range(0, 1, above=True, why="from 5 on kl_coef could fall below 0")
+    ] = 0.1
+    """Adaptation rate of kl_coef: it changes by at most a fifth of this rate per batch."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        require(
+            self,
+            ("kl_kind",),
+            self.kl_placement == "loss",
+            "kl_placement is reward",
+            "set kl_placement to loss",
+        )
+        require(
+            self,
+            ("kl_rate",),
+            self.kl_target is not None,
+            "without kl_target the coefficient kl_coef is constant",
+            "set kl_target",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimSettings:
+    """Hold the settings of the optimizer, the learning-rate schedule and the micro-batches."""
+
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
+    """Optimizer: AdamW with its moments in fp32 (8 bytes for each trained weight) or in 8 bit (2 bytes; package bitsandbytes; a single process or DDP). paged: the 8-bit moments move to CPU memory when the GPU is full."""
+
+    learning_rate: Annotated[float | None, RATE] = None
+    """Peak learning rate; default: that of the method, which differs between full training and LoRA."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay of the learning rate over the steps."""
+    warmup_steps: Count = 0
+    """Number of steps of linear warm-up."""
+    beta1: BelowOne = 0.9
+    """Decay rate of AdamW's first moment."""
+    beta2: BelowOne = 0.95
+    """Decay rate of AdamW's second moment."""
+    adam_eps: Annotated[
+        float,
+        Range(
+            1e-30,
+            1,
+            why="smaller values are 0 in fp32, and a weight without a gradient becomes NaN",
+        ),
+    ] = 1e-8
+    """Epsilon of AdamW."""
+    weight_decay: Annotated[float, Range(0, 1000)] = 0.0
+    """Decoupled weight decay of AdamW."""
+    grad_clip_norm: NotNegative = 1.0
+    """Maximum norm of the gradient: larger gradients are scaled down to it; 0: no clipping. The norm before clipping is always logged."""
+    num_substeps: Annotated[int, Range(1, 10**6)] = 1
+    """Number of optimizer steps into which a batch is split."""
+    token_budget: Size = 16_384
+    """Number of token positions in a micro-batch, which sets the activation memory. The gradient does not depend on it."""
+    layout: Literal["auto", "padded", "packed", "shared"] = "auto"
+    """Layout of a micro-batch. padded: rows of similar length. packed: sequences end to end in a single row. shared: the prompt of a group is computed once. auto: padded or shared, whichever needs less work and is exact for the model. The gradient does not depend on it."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        assert self.schedule in SCHEDULES
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSettings:
+    """Hold the settings of the training loop: length, batch size, evaluation, checkpoints."""
+
+    steps: Count = 100
+    """Number of batches to train on."""
+    batch_size: Annotated[int, Range(1, 10**7)] = 32
+    """Number of problems (or rows) in a batch."""
+    eval_every: Count = 20
+    """Steps between held-out evaluations, in addition to those before the first and after the last step; 0: none."""
+    save_every: Count = 20
+    """Steps between resumable checkpoints; 0: only at the end."""
+    keep_last: Size = 2
+    """Number of checkpoints to keep; older checkpoints are removed."""
+    keep_best: str | None = "test/env/all/correct"
+    """Metric that selects the best weights to keep (sampler weights, under best-<step>; for a reward model with its value head). A method that samples nothing uses its held-out metric instead of the default."""
+    keep_best_mode: Literal["max", "min"] = "max"
+    """Whether the best value of keep_best is the highest or the lowest (for a metric with a name that ends in loss, always the lowest)."""
+    rollouts_every: Count = 20
+    """Steps between rollout files (jsonl and an HTML page); 0: none."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+    def get_best_mode(self, metric: str) -> Literal["max", "min"]:
+        """Return whether the highest or the lowest value of `metric` is the best."""
+        return "min" if metric.endswith("loss") else self.keep_best_mode
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLoopSettings(LoopSettings):
+    """Hold the settings of the training loop of a method that learns from a finite set of rows."""
+
+    epochs: Annotated[float | None, Range(1e-6, 1e6)] = None
+    """Number of passes over all rows. If it is set, steps is computed from it and batch_size, and the value of steps is ignored."""

@@ -1,0 +1,272 @@
+"""Find the files of a split in a folder; read the rows of a file by its suffix."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rl.data.row_readers import (
+    FILE_SUFFIXES,
+    MissingSplit,
+    Row,
+    parse_json_lines,
+    parse_json_list,
+    read_lines,
+)
+from rl.data.table_readers import BINARY, DELIMITERS, open_table, read_delimited
+from rl.errors import UserError
+
+# Names of a split in folders, in order of preference.
+ALIASES = {
+    "test": ("test", "validation", "valid", "val", "dev", "eval"),
+    "train": ("train", "training"),
+}
+# files that hold no rows
+_METADATA_STEMS = (
+    "metadata",
+    "info",
+    "config",
+    "state",
+    "dataset_info",
+    "dataset_infos",
+    "dataset_dict",
+)
+
+
+def read_file(path: Path) -> Iterator[Row]:
+    """Yield the rows of a file: a JSON object per line (.jsonl), a list of objects (.json) or a
+    table (.csv, .tsv, .parquet, .arrow); .gz too.
+
+    Raises UserError for a file that cannot be read to its end (cut off, damaged), even if bad rows
+    are skipped, since the number of missing rows is unknown.
+    """
+    if path.name.endswith(BINARY):
+        table = open_table([path])
+        yield from (table.row(i) for i in range(len(table)))
+        return
+    try:
+        opened = gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    with opened as stream:
+        suffix = _suffix(path).removesuffix(".gz")
+        if suffix == ".jsonl":
+            yield from parse_json_lines(read_lines(stream, path), path.name)
+        elif suffix in DELIMITERS:
+            yield from read_delimited(stream, path, suffix)
+        else:
+            yield from parse_json_list(b"".join(read_lines(stream, path)), path)
+
+
+def _suffix(path: Path) -> str:
+    """Return the longest data suffix of a file name; "" if it has none."""
+    return next(
+        (
+            suffix
+            for suffix in sorted(FILE_SUFFIXES, key=len, reverse=True)
+            if path.name.endswith(suffix)
+        ),
+        "",
+    )
+
+
+def find_files(folder: Path, split: str, config: str | None = None) -> list[Path]:
+    """Return the files of a split in a folder, in order.
+
+    A folder is one of
+    - files such as <split>.jsonl;
+    - the output of `save_to_disk`, for a single data set (which is the train split) or for several
+      splits;
+    - a downloaded hub repository: its README may name configurations and files, or it has files
+      such as train-00000-of-00002.parquet, at the top, in data/, or in a folder of the
+      configuration or of the split;
+    - the hub's cache;
+    - any data files, which are the train split.
+
+    Raises MissingSplit, with a listing of the folder, if it has no such split.
+    """
+    names = ALIASES.get(split, (split,))
+    if (folder / "snapshots").is_dir():
+        return find_files(_find_snapshot(folder), split, config)
+    for name in names:
+        for files in (
+            _files_by_name(folder, name),
+            _files_of_saved(folder, name),
+            _files_of_readme(folder, name, config),
+            _files_by_pattern(folder, name, config),
+        ):
+            if files:
+                return files
+    loose = _data_files(folder)
+    if (
+        split == "train"
+        and loose
+        and not (folder / "dataset_dict.json").is_file()
+        and not any(map(_names_a_split, loose))
+    ):
+        return loose
+    listing = sorted(path.name for path in folder.iterdir())
+    config_note = f" of configuration {config!r}" if config else ""
+    kinds = f"{split}.jsonl or {split}.json (or .parquet, .csv, .arrow)"
+    raise MissingSplit(
+        f"folder {folder} has no {kinds}{config_note}; it holds "
+        f"{', '.join(listing[:20]) or 'nothing'}"
+    )
+
+
+def _files_by_name(folder: Path, name: str) -> list[Path]:
+    """Return the file <name>.<suffix> of the first data suffix that exists."""
+    return [
+        folder / f"{name}{suffix}"
+        for suffix in FILE_SUFFIXES
+        if (folder / f"{name}{suffix}").is_file()
+    ][:1]
+
+
+def _files_of_saved(folder: Path, name: str) -> list[Path]:
+    """Return a split's files in the output of `save_to_disk` (see `find_files`)."""
+    if (folder / "dataset_dict.json").is_file():
+        return _arrow_files(folder / name)
+    return _arrow_files(folder) if name == "train" else []
+
+
+def _arrow_files(folder: Path) -> list[Path]:
+    """Return the files that state.json lists. Raises UserError if any is missing."""
+    if not (folder / "state.json").is_file() or not (folder / "dataset_info.json").is_file():
+        return []
+    listed = _json(folder / "state.json").get("_data_files", [])
+    files = [folder / str(item.get("filename")) for item in listed if isinstance(item, dict)]
+    if missing := [path.name for path in files if not path.is_file()]:
+        raise UserError(
+            f"{folder} lacks {', '.join(missing[:5])}, which its state.json names: "
+            "save the data set again"
+        )
+    return files
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; {} for any other JSON. Raises UserError if the file is no JSON."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} cannot be read ({error}): save the data set again") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _files_of_readme(folder: Path, name: str, config: str | None) -> list[Path]:
+    """Return the files that the repository's README names for a configuration and split.
+
+    Raises UserError if the configuration is unknown, or missing and not determined.
+    """
+    readme = folder / "README.md"
+    head = (
+        re.match(
+            r"---\n(.*?)\n---", readme.read_text(encoding="utf-8", errors="replace"), re.DOTALL
+        )
+        if readme.is_file()
+        else None
+    )
+    if head is None:
+        return []
+    import yaml
+
+    try:
+        front_matter = yaml.safe_load(head[1])
+    except yaml.YAMLError:
+        return []
+    configs = [
+        item
+        for item in (front_matter.get("configs") or [] if isinstance(front_matter, dict) else [])
+        if isinstance(item, Mapping)
+    ]
+    if not configs:
+        return []
+    config_names = [str(item.get("config_name")) for item in configs]
+    if config is not None and config not in config_names:
+        raise UserError(
+            f"{readme} names no configuration {config!r}: it has {', '.join(config_names)}"
+        )
+    default = next(
+        (item for item in configs if item.get("default") or item.get("config_name") == "default"),
+        None,
+    )
+    if config is None and default is None and len(configs) > 1:
+        raise UserError(
+            f"{folder} has the configurations {', '.join(config_names)}: choose one with "
+            f"--dataset-config"
+        )
+    chosen = next(
+        (item for item in configs if item.get("config_name") == config), default or configs[0]
+    )
+    files = chosen.get("data_files") or []
+    if isinstance(files, (str, list)) and not any(isinstance(item, Mapping) for item in files):
+        files = [{"split": "train", "path": files}]
+    patterns: list[str] = []
+    for item in files:
+        if isinstance(item, Mapping) and item.get("split") == name:
+            patterns += [item["path"]] if isinstance(item["path"], str) else list(item["path"])
+    return [
+        path
+        for pattern in patterns
+        for path in sorted(folder.glob(pattern))
+        if path.name.endswith(FILE_SUFFIXES)
+    ]
+
+
+def _files_by_pattern(folder: Path, name: str, config: str | None) -> list[Path]:
+    """Return the shards of the split by file name, or all data files in a folder of its name."""
+    places = [
+        folder / part
+        for part in ([config, f"data/{config}"] if config else ["", "data", "main", "default"])
+    ]
+    pattern = re.compile(rf"(.*[._-])?{re.escape(name)}([._-].*)?", re.IGNORECASE)
+    for place in (p for p in places if p.is_dir()):
+        matches = [
+            path
+            for path in _data_files(place)
+            if pattern.fullmatch(path.name.removesuffix(_suffix(path)))
+        ]
+        if not matches and (place / name).is_dir():
+            matches = _data_files(place / name)
+        if matches:
+            return matches
+    return []
+
+
+def _data_files(folder: Path) -> list[Path]:
+    """Return the data files directly in a folder, sorted, without metadata files."""
+    files = [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.name.endswith(FILE_SUFFIXES)
+    ]
+    return [path for path in files if path.name.partition(".")[0] not in _METADATA_STEMS]
+
+
+def _names_a_split(path: Path) -> bool:
+    """Return whether a file name contains the name of any split."""
+    words = re.split(r"[._-]", path.name.lower())
+    return any(word in words for names in ALIASES.values() for word in names)
+
+
+def _find_snapshot(folder: Path) -> Path:
+    """Return a revision's folder in the hub's cache: that of `main` at the fetch, else the only
+    revision.
+
+    Raises UserError if several revisions are cached and `main` is not among them.
+    """
+    main = folder / "refs" / "main"
+    name = main.read_text().strip() if main.is_file() else ""
+    revisions = sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
+    if not (folder / "snapshots" / name).is_dir() or not name:
+        if len(revisions) != 1:
+            raise UserError(
+                f"{folder} holds {len(revisions)} revisions: choose among "
+                f"{', '.join(str(path) for path in revisions[:5])}"
+            )
+        return revisions[0]
+    return folder / "snapshots" / name

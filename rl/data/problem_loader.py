@@ -1,0 +1,437 @@
+"""Load a data source, by name or path and in any common row format, as a `ProblemSet`."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+from rl.config import DataFormat
+from rl.data.addition_dataset import addition
+from rl.data.code_formats import APPS, MBPP, HumanEval, LiveCodeBench, detect_code_format
+from rl.data.countdown_dataset import countdown
+from rl.data.data_files import find_files, read_file
+from rl.data.dataset_registry import DATASET_REGISTRY, GENERATED_REWARDS, find_dataset
+from rl.data.math_formats import GSM8K, MATH
+from rl.data.one_line_functions import oneliners
+from rl.data.problem_set import ProblemSet
+from rl.data.prompt_template import PromptTemplate
+from rl.data.row_formats import (
+    AlpacaFormat,
+    ColumnsFormat,
+    MessagesFormat,
+    PreferencesFormat,
+    RowFormat,
+    ShareGPTFormat,
+    TextFormat,
+    UnpairedFormat,
+    is_chat,
+)
+from rl.data.row_images import RowImages
+from rl.data.row_readers import FILE_SUFFIXES, BadRow, BadRowCollector, OnBadRow, Row, read_hub
+from rl.data.shape_images import shapes
+from rl.data.streaming import StreamedProblemSet
+from rl.data.table_readers import open_table
+from rl.errors import UserError
+from rl.types import Problem
+
+FORMATS = get_args(DataFormat)
+GENERATED = {"addition": addition, "countdown": countdown, "oneliners": oneliners, "shapes": shapes}
+_PUBLISHED: dict[str, Callable[[], RowFormat]] = {
+    "gsm8k": GSM8K,
+    "math": MATH,
+    "mbpp": MBPP,
+    "humaneval": HumanEval,
+    "apps": APPS,
+    "livecodebench": LiveCodeBench,
+}
+
+
+def load_problems(
+    source: str | Path,
+    *,
+    split: str = "train",
+    format: DataFormat = "auto",
+    prompt_column: str = "prompt",
+    response_column: str | None = None,
+    answer_column: str | None = "answer",
+    chosen_column: str = "chosen",
+    rejected_column: str = "rejected",
+    config: str | None = None,
+    limit: int | None = None,
+    system_prompt: str | None = None,
+    tag: str | None = None,
+    on_bad_row: OnBadRow = "error",
+    prompt_template: str | None = None,
+    prompt_suffix: str | None = None,
+    stream: bool = False,
+    image_column: str | None = None,
+) -> ProblemSet:
+    """Load a data source as a `ProblemSet`.
+
+    source: one of
+        - a generated set: "addition" or "addition:noise=0.7"; also "countdown", "oneliners",
+          "shapes";
+        - a file: .jsonl, .json, .csv, .tsv, .gz of these, .parquet or .arrow. If the rows of a file
+          name their split (MBPP's task_id), only the rows of `split` are read;
+        - a folder (rl.data.data_files.find_files);
+        - a name of rl.data.dataset_registry ("mbpp");
+        - otherwise a hub name, with `config` if the data set has several.
+    format: one of
+        - "columns": prompt, response and answer in the named columns. A prompt may be text or a
+          list of messages;
+        - "text": trained on as it is, without a prompt;
+        - "messages" and "sharegpt": a chat; if its last message is the assistant's, that message is
+          the response;
+        - "alpaca": instruction, input, output;
+        - "gsm8k": question, answer ending in "#### N";
+        - "math": problem, solution or answer;
+        - "preferences": two answers to a prompt, see rl.data.row_formats.PreferencesFormat;
+        - "unpaired": an answer and whether it is good;
+        - "mbpp", "humaneval", "apps", "livecodebench": programs to write (rl.data.code_formats);
+        - "auto": chosen by the columns of the first good row.
+    answer_column: the column that reaches the reward as meta["answer"]. The default column may be
+        absent, a column that the caller names may not. None: no answer. All other columns reach the
+        reward under their names.
+    limit: the number of rows to read, from the first; None: all rows.
+    system_prompt: the first message of a prompt that has no system message.
+    tag: the name in metrics; default: the name of the source.
+    on_bad_row: "error" raises an error that lists the bad rows (bad JSON, missing column, wrong
+        type, empty prompt) by file and line; "skip" logs the bad rows and continues.
+    prompt_template, prompt_suffix: see rl.data.prompt_template.PromptTemplate.
+    image_column: see rl.data.row_images.RowImages.
+    stream: read each row when it is accessed (rl.data.streaming).
+
+    Raises UserError if an option is invalid, or if the source cannot be read or has no rows.
+    """
+    _check_options(format, on_bad_row, limit)
+    name, _, options = str(source).partition(":")
+    if name in GENERATED:
+        generated = GENERATED[name](
+            split, _parse_options(options), tag=tag or name, system_prompt=system_prompt
+        )
+        generated = generated if limit is None else generated.first(limit)
+        dress = PromptTemplate(None, prompt_template, prompt_suffix, answer_column)
+        return (
+            generated.with_rows({i: dress.apply_to_problem(p) for i, p in enumerate(generated)})
+            if dress.is_active
+            else generated
+        )
+    named = dict(
+        prompt_column=prompt_column, response_column=response_column, answer_column=answer_column
+    )
+    named |= dict(chosen_column=chosen_column, rejected_column=rejected_column)
+    dress = PromptTemplate(system_prompt, prompt_template, prompt_suffix, answer_column)
+    if stream:
+        streamed = _open_stream(
+            str(source), split, config, (format, named, dress, tag, on_bad_row), image_column
+        )
+        return streamed if limit is None else streamed.first(limit)
+    rows, label = _read_source(str(source), split, config)
+    images = RowImages(image_column)
+    # Rows of a file may name their split; other sources were read by split.
+    file_split = split if Path(source).expanduser().is_file() else None
+    problems = _parse_problems(
+        rows,
+        format,
+        named,
+        limit,
+        dress,
+        tag or label,
+        BadRowCollector(on_bad_row),
+        file_split,
+        images,
+    )
+    if not problems:
+        raise UserError(f"{source} (split {split!r}) holds no row")
+    return ProblemSet(problems, name=f"{label}/{split}")
+
+
+def _check_options(format: str, on_bad_row: str, limit: int | None) -> None:
+    if format not in FORMATS:
+        raise UserError(f"format must be one of {', '.join(FORMATS)}; got {format!r}")
+    if on_bad_row not in ("error", "skip"):
+        raise UserError(f"on_bad_row must be 'error' or 'skip', got {on_bad_row!r}")
+    if limit is not None and limit < 1:
+        raise UserError(f"limit must be at least 1 (None: all rows), got {limit}")
+
+
+def _open_stream(
+    source: str, split: str, config: str | None, parsing: tuple[Any, ...], image_column: str | None
+) -> StreamedProblemSet:
+    """Open a source whose rows are read on access.
+
+    how: (format, columns by setting, dress, tag, on_bad_row).
+    Raises UserError if the source holds no row or its first row is bad.
+    """
+    format, named, dress, tag, on_bad_row = parsing
+    paths, label = _find_source_files(source, split, config)
+    table = open_table(paths)
+    if not len(table):
+        raise UserError(f"{source} (split {split!r}) holds no row")
+    reader = _row_format(format, _first_columns(table.row(0)), named)
+    images = RowImages(image_column, paths[0].parent)
+    return StreamedProblemSet(
+        table,
+        reader,
+        dress,
+        tag or label,
+        images=images,
+        name=f"{label}/{split}",
+        on_bad_row=on_bad_row,
+    )
+
+
+def _first_columns(row: Row) -> Mapping[str, Any]:
+    """Return the columns of a stream's first row. Raises UserError if that row is bad."""
+    if isinstance(row.columns, BadRow):
+        raise UserError(
+            f"{row.place}: {row.columns}; the first row of a stream determines the format of all "
+            "rows, so it must be valid"
+        )
+    return row.columns
+
+
+def has_row_splits(
+    source: str | Path, *, format: DataFormat = "auto", **columns_by_setting: str | None
+) -> bool:
+    """Return whether the source is a file whose first good row names its published split.
+
+    named: the column arguments of `load_problems`.
+    """
+    if not Path(source).expanduser().is_file():
+        return False
+    columns = {
+        "prompt_column": "prompt",
+        "response_column": None,
+        "answer_column": "answer",
+        "chosen_column": "chosen",
+    }
+    columns |= {
+        "rejected_column": "rejected",
+        **{key: value for key, value in columns_by_setting.items() if key.endswith("_column")},
+    }
+    first = _first_good_row(str(source))
+    return first is not None and _row_format(format, first, columns).split_of(first) is not None
+
+
+def find_default_reward(source: str) -> str | None:
+    """Return the name of the reward that scores a source; None if no reward is known for it.
+
+    Known sources: catalogued data sets (by short name or hub name), generated sets, and files of
+    programs to write.
+    """
+    if (name := source.partition(":")[0]) in GENERATED_REWARDS:
+        return GENERATED_REWARDS[name]
+    if Path(source).expanduser().is_file():
+        first = _first_good_row(source)
+        return "code_tests" if first is not None and detect_code_format(first) is not None else None
+    entry = None if Path(source).expanduser().exists() else find_dataset(source)
+    return None if entry is None else entry.reward
+
+
+def _first_good_row(source: str) -> Mapping[str, Any] | None:
+    """Return the columns of a file's first good row; None if it has no good row."""
+    return next(
+        (
+            row.columns
+            for row in _read_source(source, "train", None)[0]
+            if not isinstance(row.columns, BadRow)
+        ),
+        None,
+    )
+
+
+def _parse_options(text: str) -> dict[str, str]:
+    """Parse "a=1,b=2" to {"a": "1", "b": "2"}."""
+    return {
+        key.strip(): value.strip()
+        for key, _, value in (part.partition("=") for part in text.split(",") if part)
+    }
+
+
+def _read_source(source: str, split: str, config: str | None) -> tuple[Iterator[Row], str]:
+    """Return the rows of a path or hub name, and the label of the source."""
+    if not _is_local_path(source):
+        label = source.rpartition("/")[2]
+        if (entry := find_dataset(source)) is not None:
+            return read_hub(
+                entry.hub,
+                entry.config if config is None else config,
+                entry.hub_split(source, split),
+            ), label
+        return read_hub(source, config, split), label
+    paths, label = _find_source_files(source, split, config)
+    return (replace(row, folder=path.parent) for path in paths for row in read_file(path)), label
+
+
+def _find_source_files(source: str, split: str, config: str | None) -> tuple[list[Path], str]:
+    """Return the data files of a path, and the label of the source.
+
+    Raises UserError if the path is no file or folder, or has an unknown suffix.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return find_files(path, split, config), path.resolve().name
+    if not path.is_file():
+        raise UserError(
+            f"{source} is no file or folder, and only files can be streamed: leave out stream"
+        )
+    if not path.name.endswith(FILE_SUFFIXES):
+        raise UserError(f"data file {path} must have a suffix among {', '.join(FILE_SUFFIXES)}")
+    return [path], path.name.split(".")[0]
+
+
+def _is_local_path(source: str) -> bool:
+    """Return whether a source is an existing file or folder.
+
+    Raises UserError if the source looks like a path that does not exist, or like a misspelled name
+    of a generated or catalogued set.
+    """
+    path = Path(source).expanduser()
+    if path.exists():
+        return True
+    looks_like_path = (
+        source.startswith((os.sep, "./", "../", "~"))
+        or source.endswith(FILE_SUFFIXES)
+        or source.count("/") > 1
+    )
+    if looks_like_path:
+        raise UserError(
+            f"data file or folder {source} does not exist (current directory: {Path.cwd()})"
+        )
+    if find_dataset(source) is not None:
+        return False
+    close_matches = difflib.get_close_matches(
+        source.partition(":")[0], [*GENERATED, *DATASET_REGISTRY], n=1, cutoff=0.75
+    )
+    if close_matches and "/" not in source:
+        raise UserError(f"no data source is named {source!r}: did you mean {close_matches[0]!r}?")
+    return False
+
+
+def _detect_format(columns: Mapping[str, Any], columns_by_setting: Mapping[str, str | None]) -> str:
+    """Return the format of a row, by its columns.
+
+    The result is "columns" if the caller named a prompt or response column, even one that the row
+    lacks.
+    """
+    if (
+        columns_by_setting["prompt_column"] != "prompt"
+        or columns_by_setting["response_column"] is not None
+    ):
+        return "columns"
+    if (program := detect_code_format(columns)) is not None:
+        return program
+    if "prompt" in columns:
+        return "columns"
+    if "messages" in columns:
+        return "messages"
+    if "conversations" in columns or isinstance(columns.get("conversation"), list):
+        return "sharegpt"
+    if "instruction" in columns and ("output" in columns or "instances" in columns):
+        return "alpaca"
+    if "question" in columns and "####" in str(columns.get("answer")):
+        return "gsm8k"
+    if (
+        columns_by_setting["chosen_column"] in columns
+        and columns_by_setting["rejected_column"] in columns
+    ):
+        return "preferences"
+    if "problem" in columns and ("solution" in columns or "answer" in columns):
+        return "math"
+    return "text" if "text" in columns else "columns"
+
+
+def _row_format(
+    format: str, columns: Mapping[str, Any], columns_by_setting: Mapping[str, str | None]
+) -> RowFormat:
+    """Return the reader of all rows, chosen by the columns of the first row."""
+    if format == "auto":
+        format = _detect_format(columns, columns_by_setting)
+    answer = columns_by_setting["answer_column"]
+    if answer == "answer" and "answer" not in columns:
+        answer = None  # the default column may be absent
+    by_answer: dict[str, Any] = {
+        "messages": MessagesFormat,
+        "sharegpt": ShareGPTFormat,
+        "text": TextFormat,
+    }
+    if format in by_answer:
+        return by_answer[format](answer)
+    if format == "unpaired":
+        return UnpairedFormat(
+            str(columns_by_setting["prompt_column"]), columns_by_setting["response_column"], answer
+        )
+    if format == "alpaca":
+        return AlpacaFormat(answer)
+    if format in _PUBLISHED:
+        return _PUBLISHED[format]()
+    if format == "preferences":
+        return PreferencesFormat(
+            str(columns_by_setting["prompt_column"]),
+            str(columns_by_setting["chosen_column"]),
+            str(columns_by_setting["rejected_column"]),
+            answer,
+        )
+    return ColumnsFormat(
+        str(columns_by_setting["prompt_column"]), columns_by_setting["response_column"], answer
+    )
+
+
+def _parse_problems(
+    rows: Iterator[Row],
+    format: str,
+    columns_by_setting: Mapping[str, str | None],
+    limit: int | None,
+    prompt_template: PromptTemplate,
+    tag: str,
+    bad: BadRowCollector,
+    split: str | None,
+    images: RowImages,
+) -> list[Problem]:
+    """Convert rows to problems. Bad rows are raised or logged after the last row.
+
+    split: skip rows that name another split; None: keep all rows.
+    """
+    problems: list[Problem] = []
+    reader: RowFormat | None = None
+    for row in rows:
+        if limit is not None and len(problems) >= limit:
+            break
+        try:
+            if isinstance(row.columns, BadRow):
+                raise row.columns
+            reader = reader or _row_format(format, row.columns, columns_by_setting)
+            if split is not None and reader.split_of(row.columns) not in (None, split):
+                continue
+            reads = reader.read_all(row.columns)
+            images.folder, image_columns = row.folder, images.image_columns(row.columns)
+            prompts = [
+                images(prompt_template(read.messages, row.columns), row.columns) for read in reads
+            ]
+        except BadRow as error:
+            bad.add(row.place, error)
+            continue
+        for number, (prompt, (_, meta, response, rejected)) in enumerate(
+            zip(prompts, reads, strict=True), start=1
+        ):
+            place = row.place if len(reads) == 1 else f"{row.place}, instance {number}"
+            chat = is_chat(row.columns, columns_by_setting["prompt_column"])
+            meta = (
+                {key: value for key, value in meta.items() if key not in image_columns}
+                if image_columns
+                else meta
+            )
+            problems.append(
+                Problem(
+                    prompt, meta, response, tag, len(problems), rejected, place=place, chat=chat
+                )
+            )
+    bad.raise_or_log(
+        len(problems), columns_by_setting, "" if reader is None else reader.example, problems
+    )
+    return problems if limit is None else problems[:limit]

@@ -1,0 +1,91 @@
+"""Wrap prompts in a system message, a template or a suffix."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rl.types import Message, Problem
+
+# columns that would reveal the answer
+_ANSWER_COLUMNS = ("answer", "response", "completion", "output", "solution")
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """Wrap the prompt of each row.
+
+    system: the first message of conversations without a system message.
+    template: replaces the text of the last user message. {prompt} is replaced by that text, {name}
+        by the text or number in column `name`. Braces with any other content, or with the name of
+        an answer column, stay as written (such as \\boxed{answer}).
+    suffix: appended to the last user message.
+    """
+
+    system: str | None = None
+    template: str | None = None
+    suffix: str | None = None
+    answer_column: str | None = None
+
+    @property
+    def is_active(self) -> bool:
+        """Return whether this wrapper changes any prompt."""
+        return self.system is not None or self.template is not None or self.suffix is not None
+
+    def __call__(
+        self, messages: Sequence[Message], columns: Mapping[str, Any]
+    ) -> tuple[Message, ...]:
+        """Return the wrapped messages. A text without a prompt has no messages: returns ()."""
+        if not messages:
+            return ()
+        prompt_messages = list(messages)
+        if self.system is not None and prompt_messages[0]["role"] != "system":
+            prompt_messages = [{"role": "system", "content": self.system}, *prompt_messages]
+        at = next(
+            (
+                i
+                for i in reversed(range(len(prompt_messages)))
+                if prompt_messages[i]["role"] == "user"
+            ),
+            None,
+        )
+        if at is not None and (self.template is not None or self.suffix is not None):
+            prompt_messages[at] = {
+                **prompt_messages[at],
+                "content": self._apply_to_content(prompt_messages[at]["content"], columns),
+            }
+        return tuple(prompt_messages)
+
+    def apply_to_problem(self, problem: Problem) -> Problem:
+        """Return a problem of a generated set with its prompt wrapped."""
+        return replace(problem, messages=self(problem.messages, problem.meta))
+
+    def _apply_to_content(self, content: Any, columns: Mapping[str, Any]) -> Any:
+        """Wrap a message's content; in content with images, wrap the last text."""
+        if not isinstance(content, list):
+            return self._apply_to_text(content, columns)
+        at = max(
+            (i for i, part in enumerate(content) if part.get("type") == "text"),
+            default=len(content),
+        )
+        prompt = self._apply_to_text(content[at]["text"] if at < len(content) else "", columns)
+        return [*content[:at], {"type": "text", "text": prompt}, *content[at + 1 :]]
+
+    def _apply_to_text(self, prompt: str, columns: Mapping[str, Any]) -> str:
+        """Apply template and suffix to a text."""
+        excluded = {*_ANSWER_COLUMNS, self.answer_column}
+        substitutions = {
+            name: value
+            for name, value in columns.items()
+            if isinstance(value, (str, int, float)) and name not in excluded
+        }
+        substitutions["prompt"] = prompt
+        if self.template is not None:
+            prompt = re.sub(
+                r"\{(\w+)\}",
+                lambda m: str(substitutions[m[1]]) if m[1] in substitutions else m[0],
+                self.template,
+            )
+        return prompt + (self.suffix or "")

@@ -1,0 +1,498 @@
+"""Define the row formats. Each format converts a row's columns to `ParsedRow`s or raises BadRow."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from rl.data.row_readers import BadRow, MissingColumn
+from rl.errors import UserError
+from rl.images import content_to_text, has_images
+from rl.renderers import get_content_text
+from rl.types import Message
+
+
+class ParsedRow(NamedTuple):
+    """Hold the content of a row.
+
+    messages: the prompt. meta: what reaches the reward. response: the reference answer.
+    rejected: the answer that `response` was preferred to.
+    """
+
+    messages: list[Message]
+    meta: dict[str, Any]
+    response: str | None = None
+    rejected: str | None = None
+
+
+class RowFormat(ABC):
+    """Read rows of one format.
+
+    example: a row of the format as a line of a .jsonl file, for error messages; "" if a format has
+    none.
+    """
+
+    example = ""
+
+    @abstractmethod
+    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+        """Return the content of a row. Raises BadRow if the row does not have this format."""
+
+    def split_of(self, columns: Mapping[str, Any]) -> str | None:
+        """Return the published split that the row names; None if it names none."""
+        return None
+
+    def read_all(self, columns: Mapping[str, Any]) -> list[ParsedRow]:
+        """Return all problems of a row; most formats have a single problem per row."""
+        return [self.read(columns)]
+
+
+class ColumnsFormat(RowFormat):
+    """Read prompt (text, or a list of messages), response and answer from named columns.
+
+    If no response column is named, the column `completion` (text, or a list of a single assistant
+    message) is the response, and also stays in meta.
+    """
+
+    def __init__(self, prompt: str, response: str | None, answer: str | None):
+        self.prompt, self.response, self.answer = prompt, response, answer
+        self.example = json.dumps(
+            {prompt: "2+2=", **{column: "4" for column in (response, answer) if column}}
+        )
+
+    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+        prompt = _column(columns, self.prompt)
+        if isinstance(prompt, list):
+            messages = read_messages(prompt, self.prompt)
+        else:
+            messages = [{"role": "user", "content": read_text(columns, self.prompt)}]
+        used = {self.prompt, self.response}
+        return ParsedRow(
+            messages, collect_meta(columns, self.answer, used), self._response(columns)
+        )
+
+    def _response(self, columns: Mapping[str, Any]) -> str | None:
+        """Return the response of a row; None if it has none."""
+        if self.response is None:
+            completion = columns.get("completion")
+            if isinstance(completion, str) and completion.strip():
+                return completion
+            return (
+                _assistant_text(completion[0], "completion")
+                if isinstance(completion, list) and len(completion) == 1
+                else None
+            )
+        value = _column(columns, self.response)
+        if isinstance(value, list) and len(value) == 1:
+            return _assistant_text(value[0], self.response)
+        return read_text(columns, self.response)
+
+
+class MessagesFormat(RowFormat):
+    """Read a chat from the column `messages`.
+
+    If the last message is the assistant's, that message is the response.
+    """
+
+    def __init__(self, answer: str | None):
+        self.answer = answer
+
+    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+        return _parse_chat(
+            _column(columns, "messages"),
+            "messages",
+            collect_meta(columns, self.answer, {"messages"}),
+        )
+
+
+class ShareGPTFormat(RowFormat):
+    """Read a chat from the column `conversations` (or `conversation`).
+
+    Each message is {"from": "human" or "gpt", "value": ...} or uses another name of _SPEAKERS. The
+    row may also have a column `system`.
+    """
+
+    def __init__(self, answer: str | None):
+        self.answer = answer
+
+    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+        name = (
+            "conversation"
+            if "conversation" in columns and "conversations" not in columns
+            else "conversations"
+        )
+        turns, system = _column(columns, name), columns.get("system")
+        if not isinstance(turns, list):
+            raise BadRow(f"{name!r} must be a list of messages, this is {str(turns)[:60]!r}")
+        messages = [
+            self._message(turn, f"message {number} of {name!r}")
+            for number, turn in enumerate(turns, start=1)
+        ]
+        if (
+            isinstance(system, str)
+            and system.strip()
+            and (not messages or messages[0]["role"] != "system")
+        ):
+            messages = [{"role": "system", "content": system}, *messages]
+        return _parse_chat(messages, name, collect_meta(columns, self.answer, {name, "system"}))
+
+    @staticmethod
+    def _message(turn: Any, where: str) -> Any:
+        """Convert {"from", "value"} to {"role", "content"}.
+
+        Raises BadRow for an unknown speaker.
+        """
+        if not isinstance(turn, dict) or "from" not in turn:
+            return turn  # has role and content, or read_messages rejects it
+        role = _SPEAKERS.get(str(turn["from"]).lower())
+        if role is None:
+            raise BadRow(
+                f"{where} is from {turn['from']!r}; known speakers are {', '.join(_SPEAKERS)}"
+            )
+        return {"role": role, "content": turn.get("value")}
+
+
+_SPEAKERS = {
+    **{name: "user" for name in ("human", "user")},
+    **{name: "assistant" for name in ("gpt", "assistant", "model", "chatgpt", "bing", "bard")},
+    **{name: "tool" for name in ("tool", "function_response", "observation")},
+    "system": "system",
+}
+
+
+class TextFormat(RowFormat):
+    """Read a text from the column `text`, to be trained on as it is, without a prompt."""
+
+    def __init__(self, answer: str | None):
+        self.answer = answer
+
+    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+        return ParsedRow(
+            [], collect_meta(columns, self.answer, {"text"}), read_text(columns, "text")
+        )
+
+
+class UnpairedFormat(ColumnsFormat):
+    """Read prompt, completion and `label`: whether the answer is good (true or false, 1 or 0)."""
+
+    def __init__(self, prompt: str, response: str | None, answer: str | None):
+        super().__init__(prompt, response, answer)
+        self.example = json.dumps({prompt: "2+2=", response or "completion": "4", "label": True})
+
+    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+        if "label" not in columns and "chosen" in columns and "rejected" in columns:
+            raise MissingColumn(
+                "label",
+                columns,
+                "these are pairs, of which --data-format preferences makes a good and a bad answer "
+                "each",
+            )
+        read = super().read(columns)
+        label = _LABELS.get(str(_column(columns, "label")).lower())
+        if label is None:
+            raise BadRow(f"'label' is true or false (1 or 0), this is {columns['label']!r}")
+        if read.response is None:
+            raise BadRow(
+                "the row has a label but no answer: put the answer into the column 'completion', "
+                "or name its column with --response-column"
+            )
+        return read._replace(meta={**read.meta, "label": label})
+
+
+_LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+
+
+class AlpacaFormat(RowFormat):
+    """Read instruction, input (may be empty or absent) and output.
+
+    The input follows the instruction after an empty line. If the row has a list `instances` of
+    {input, output}, each instance is a separate problem.
+    """
+
+    def __init__(self, answer: str | None):
+        self.answer = answer
+
+    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+        prompt = _instruction(columns)
+        meta = collect_meta(columns, self.answer, {"instruction", "input", "output"})
+        return ParsedRow([{"role": "user", "content": prompt}], meta, read_text(columns, "output"))
+
+    def read_all(self, columns: Mapping[str, Any]) -> list[ParsedRow]:
+        instances = columns.get("instances")
+        if "output" in columns or instances is None:
+            return [self.read(columns)]
+        if (
+            not isinstance(instances, list)
+            or not instances
+            or not all(isinstance(item, dict) for item in instances)
+        ):
+            raise BadRow(
+                f"'instances' must be a non-empty list of {{'input', 'output'}}, "
+                f"this is {str(instances)[:60]!r}"
+            )
+        shared = {key: value for key, value in columns.items() if key != "instances"}
+        problems_read = []
+        for number, item in enumerate(instances, start=1):
+            try:
+                problems_read.append(self.read({**shared, **item}))
+            except BadRow as error:
+                raise BadRow(f"instance {number}: {error}") from error
+        return problems_read
+
+
+class PreferencesFormat(RowFormat):
+    """Read the preferred and the rejected answer to a prompt, in any of these forms:
+
+    - texts or single-message lists in `chosen` and `rejected`; the prompt (text or messages) is in
+      the column `prompt`, or in instruction and input;
+    - complete conversations (lists of messages) in `chosen` and `rejected`, identical up to their
+      last message;
+    - complete dialogues as text, "\\n\\nHuman: ...\\n\\nAssistant: ...", identical up to their last
+      answer (HH-RLHF);
+    - input, output_1, output_2 and label: the number of the preferred output, 1 or 2 (LLMBar).
+    """
+
+    def __init__(self, prompt: str, chosen: str, rejected: str, answer: str | None):
+        self.prompt, self.chosen, self.rejected, self.answer = prompt, chosen, rejected, answer
+        self.example = json.dumps({prompt: "2+2=", chosen: "4", rejected: "5"})
+
+    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+        if self.chosen not in columns and "output_1" in columns:
+            return self._parse_labelled(columns)
+        meta = collect_meta(
+            columns, self.answer, {self.prompt, self.chosen, self.rejected, "instruction", "input"}
+        )
+        pair = [_column(columns, name) for name in (self.chosen, self.rejected)]
+        whole = all(
+            isinstance(side, list) and side and _role(side[0]) != "assistant" for side in pair
+        )
+        if (
+            whole
+            or all(isinstance(side, str) and side.lstrip().startswith("Human:") for side in pair)
+            and self.prompt not in columns
+        ):
+            sides = [
+                read_messages(s, name) if whole else _parse_dialogue(s, name)
+                for s, name in zip(pair, self._names, strict=True)
+            ]
+            if sides[0][:-1] != sides[1][:-1]:
+                raise BadRow(
+                    f"{self.chosen!r} and {self.rejected!r} differ before their last message: "
+                    "they must answer the same prompt"
+                )
+            prompt, answers = (
+                sides[0][:-1],
+                [
+                    _assistant_text(side[-1], name)
+                    for side, name in zip(sides, self._names, strict=True)
+                ],
+            )
+        else:
+            prompt, answers = (
+                self._prompt_messages(columns),
+                [self._answer_in(columns, name) for name in self._names],
+            )
+        for answer, name in zip(answers, self._names, strict=True):
+            if not answer.strip():
+                raise BadRow(f"the answer in {name!r} is empty")
+        return ParsedRow(prompt, meta, *answers)
+
+    @property
+    def _names(self) -> tuple[str, str]:
+        return self.chosen, self.rejected
+
+    def _prompt_messages(self, columns: Mapping[str, Any]) -> list[Message]:
+        """Return the prompt of a row, if the answers do not include the prompt."""
+        if self.prompt not in columns and "instruction" in columns:
+            return [{"role": "user", "content": _instruction(columns)}]
+        prompt = _column(columns, self.prompt)
+        if isinstance(prompt, list):
+            return read_messages(prompt, self.prompt)
+        return [{"role": "user", "content": read_text(columns, self.prompt)}]
+
+    @staticmethod
+    def _answer_in(columns: Mapping[str, Any], name: str) -> str:
+        """Return the answer in a column: a text, or a list of a single assistant message."""
+        value = columns[name]
+        if not isinstance(value, list):
+            return read_text(columns, name)
+        if len(value) != 1:
+            raise BadRow(
+                f"{name!r} must hold a single assistant message or a complete conversation; "
+                f"it has {len(value)} messages"
+            )
+        return _assistant_text(value[0], name)
+
+    def _parse_labelled(self, columns: Mapping[str, Any]) -> ParsedRow:
+        """Read a row of input, output_1, output_2 and label."""
+        label = _column(columns, "label")
+        if type(label) is not int or label not in (1, 2):  # true and 1.0 name no output
+            raise BadRow(
+                f"'label' is 1 or 2, the number of the preferred output; this is {label!r}"
+            )
+        meta = collect_meta(columns, self.answer, {"input", "output_1", "output_2", "label"})
+        prompt: list[Message] = [{"role": "user", "content": read_text(columns, "input")}]
+        return ParsedRow(
+            prompt,
+            meta,
+            read_text(columns, f"output_{label}"),
+            read_text(columns, f"output_{3 - label}"),
+        )
+
+
+def is_chat(columns: Mapping[str, Any], prompt: str | None) -> bool:
+    """Return whether a row's prompt is a list of messages."""
+    return any(
+        isinstance(columns.get(name), list)
+        for name in (prompt or "prompt", "messages", "conversations", "conversation")
+    )
+
+
+def _parse_chat(value: Any, name: str, meta: dict[str, Any]) -> ParsedRow:
+    """Read a conversation. If its last message is the assistant's, that message is the response."""
+    messages = read_messages(value, name)
+    if messages[-1]["role"] != "assistant":
+        return ParsedRow(messages, meta)
+    *prompt, last = messages
+    if not prompt:
+        raise BadRow(f"{name!r} holds only an assistant message; a prompt must precede it")
+    return ParsedRow(prompt, meta, _assistant_text(last, name))
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, dict) else None
+
+
+def _assistant_text(message: Any, name: str) -> str:
+    """Return the text of an assistant message. Raises BadRow for any other message."""
+    if _role(message) != "assistant" or "content" not in message:
+        raise BadRow(
+            f"{name!r} ends with a message of the assistant; this ends with {str(message)[:60]!r}"
+        )
+    extra = sorted(key for key in message if key not in ("role", "content") and message[key])
+    if extra:
+        raise BadRow(
+            f"the last message is not text alone ({', '.join(extra)}); "
+            "only text can be trained on here"
+        )
+    return _content(message["content"], f"the last message of {name!r}")
+
+
+def _content(value: Any, where: str) -> str:
+    try:
+        return get_content_text(value, where)
+    except UserError as error:
+        raise BadRow(str(error)) from error
+
+
+def _parse_dialogue(text: str, name: str) -> list[Message]:
+    """Parse "\n\nHuman: Hi\n\nAssistant: Hello" to messages."""
+    parts = re.split(r"(?:^|\n\n)(Human|Assistant):", text)
+    roles = {"Human": "user", "Assistant": "assistant"}
+    messages: list[Message] = [
+        {"role": roles[speaker], "content": text_after.strip()}
+        for speaker, text_after in zip(parts[1::2], parts[2::2], strict=True)
+    ]
+    return read_messages(messages, name)
+
+
+def _instruction(columns: Mapping[str, Any]) -> str:
+    prompt = read_text(columns, "instruction")
+    return f"{prompt}\n\n{read_text(columns, 'input')}" if columns.get("input") else prompt
+
+
+def _column(columns: Mapping[str, Any], name: str) -> Any:
+    if name not in columns:
+        raise MissingColumn(name, columns)
+    return columns[name]
+
+
+def read_text(columns: Mapping[str, Any], name: str) -> str:
+    """Return the text of a column. Raises BadRow if it is absent, empty or not text."""
+    value = _column(columns, name)
+    if not isinstance(value, str):
+        raise BadRow(f"{name!r} is a {type(value).__name__}, text is expected: {str(value)[:60]!r}")
+    if not value.strip():
+        raise BadRow(f"{name!r} is empty")
+    return value
+
+
+def read_messages(value: Any, name: str) -> list[Message]:
+    """Parse an untrusted conversation; contents without images become text.
+
+    Raises BadRow if no renderer could render the conversation, or if no user message has text.
+    """
+    if not isinstance(value, list) or not value:
+        raise BadRow(f"{name!r} must be a list of at least 1 message, this is {str(value)[:60]!r}")
+    parsed_messages = []
+    for number, message in enumerate(value, start=1):
+        where = f"message {number} of {name!r}"
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("role"), str)
+            or "content" not in message
+        ):
+            raise BadRow(f"{where} is not {{'role': ..., 'content': ...}}: {str(message)[:60]!r}")
+        if not message["role"].strip():
+            raise BadRow(f"{where} has an empty role")
+        calls = message.get("tool_calls")
+        if calls is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
+            raise BadRow(
+                f"{where} has tool_calls that are no list of calls (function: name, arguments): "
+                f"{str(calls)[:60]!r}"
+            )
+        if not isinstance(message.get("reasoning_content"), (str, type(None))):
+            raise BadRow(
+                f"{where} has a reasoning_content that is no text: "
+                f"{str(message['reasoning_content'])[:60]!r}"
+            )
+        content = message["content"]
+        # Contents with images are checked in rl.data.row_images, which knows the row's images.
+        if not has_images([message]):
+            content = "" if content is None and calls else _content(content, where)
+        # In a table every message has every key; the absent values are None.
+        parsed_messages.append(
+            {
+                **{
+                    key: field_value
+                    for key, field_value in message.items()
+                    if field_value is not None
+                },
+                "content": content,
+            }
+        )
+    if not any(
+        message["role"] == "user" and content_to_text(message["content"]).strip()
+        for message in parsed_messages
+    ):
+        raise BadRow(f"{name!r} holds no message of the user")
+    return parsed_messages
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    return (
+        isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("arguments", {}), (dict, str))
+    )
+
+
+def collect_meta(
+    columns: Mapping[str, Any], answer: str | None, used: Collection[str | None]
+) -> dict[str, Any]:
+    """Return the columns that are not in `used`, and the answer as "answer".
+
+    Raises BadRow if the answer is absent or empty.
+    """
+    meta = {key: value for key, value in columns.items() if key not in used}
+    if answer is not None:
+        value = _column(columns, answer)
+        # NaN: a missing value in a table
+        if value is None or isinstance(value, str) and not value.strip() or value != value:
+            raise BadRow(f"{answer!r} is empty")
+        meta["answer"] = value
+    return meta

@@ -1,0 +1,178 @@
+"""Find the images of rows in columns or messages, verify them, and insert them into the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl.data.row_readers import BadRow
+from rl.errors import UserError
+from rl.images import get_image, has_images, is_image_part, make_image_chunk
+from rl.types import Message
+
+COLUMNS = ("images", "image")  # the columns searched for images if no column is named
+MARK = "<image>"  # the placeholder of an image in the prompts of many data sets
+
+
+class RowImages:
+    """Insert a row's images into its messages.
+
+    column: the image column that the user named; None: the first of COLUMNS that the row has.
+    folder: the folder that relative paths of images start from.
+    """
+
+    def __init__(self, column: str | None = None, folder: Path | None = None):
+        self.column, self.folder = column, folder
+
+    def __call__(
+        self, messages: Sequence[Message], columns: Mapping[str, Any]
+    ) -> tuple[Message, ...]:
+        """Return the messages with the images as parts of their content.
+
+        Images of a column fill the placeholders of the messages in order: {"type": "image"} without
+        an image, or "<image>" in a user text. Without placeholders the images precede the first
+        user text. A path is relative to the file of the rows. Raises BadRow, with the image's
+        number, for a missing or damaged image.
+        """
+        column_images = self._column(columns)
+        if not column_images and not has_images(messages):
+            return tuple(messages)
+        checked_images = [
+            self._verify_image(image, f"image {i}")
+            for i, image in enumerate(column_images, start=1)
+        ]
+        with_images = (
+            self._fill_parts(messages, checked_images)
+            if has_images(messages)
+            else self._fill_marks(messages, checked_images)
+        )
+        return tuple(with_images)
+
+    def image_columns(self, columns: Mapping[str, Any]) -> set[str]:
+        """Return the columns that hold the row's images, which are not passed to the reward."""
+        names = (self.column,) if self.column is not None else COLUMNS
+        return {name for name in names if _images_in(columns.get(name))}
+
+    def _column(self, columns: Mapping[str, Any]) -> list[Any]:
+        """Return the images of the image column. Raises BadRow if a named column is absent."""
+        if self.column is not None and self.column not in columns:
+            raise BadRow(
+                f"no column {self.column!r} with images; it has {', '.join(map(repr, columns))}"
+            )
+        names = (
+            [self.column]
+            if self.column is not None
+            else [name for name in COLUMNS if columns.get(name) is not None]
+        )
+        return _images_in(columns[names[0]]) if names else []
+
+    def _fill_parts(self, messages: Sequence[Message], images: list[Any]) -> list[Message]:
+        """Insert images at the image parts of the messages that have no image."""
+        remaining, filled_messages = iter(images), []
+        for number, message in enumerate(messages, start=1):
+            content = message["content"]
+            if isinstance(content, list):
+                content = [self._part(part, remaining, f"message {number}") for part in content]
+            filled_messages.append({**message, "content": content})
+        if (surplus := len(list(remaining))) > 0:
+            raise BadRow(
+                f"{len(images)} images in the column, {surplus} more than the messages have "
+                "places for"
+            )
+        return filled_messages
+
+    def _part(self, part: Any, remaining: Any, where: str) -> Any:
+        """Return a content part with its image, taken from `remaining` if the part has none."""
+        if not is_image_part(part):
+            return part
+        inside = get_image(part)
+        image = (
+            next(remaining, None)
+            if inside is None
+            else self._verify_image(inside, f"an image of {where}")
+        )
+        if image is None:
+            raise BadRow(f"{where} has a place for an image, and the row has no more images")
+        return {"type": "image", "image": image}
+
+    def _fill_marks(self, messages: Sequence[Message], images: list[Any]) -> list[Message]:
+        """Insert images at the marks in user texts, or before the first user text."""
+        users = [
+            i
+            for i, message in enumerate(messages)
+            if message["role"] == "user" and isinstance(message["content"], str)
+        ]
+        marks = sum(messages[i]["content"].count(MARK) for i in users)
+        if marks not in (0, len(images)):
+            raise BadRow(f"{len(images)} images, and the prompt has {MARK} {marks} times")
+        if not users:
+            raise BadRow("the row has images, but no user text to insert them into")
+        marked_messages, remaining = list(messages), iter(images)
+        for i in users if marks else users[:1]:
+            texts = (
+                marked_messages[i]["content"].split(MARK)
+                if marks
+                else ["", marked_messages[i]["content"]]
+            )
+            before = [] if marks else [{"type": "image", "image": image} for image in remaining]
+            parts: list[dict[str, Any]] = before or [{"type": "text", "text": texts[0]}]
+            for text in texts[1:]:
+                parts += [{"type": "image", "image": next(remaining)}] if marks else []
+                parts.append({"type": "text", "text": text})
+            marked_messages[i] = {
+                **marked_messages[i],
+                "content": [part for part in parts if part["type"] == "image" or part["text"]],
+            }
+        return marked_messages
+
+    def _verify_image(self, image: Any, where: str) -> Any:
+        """Return a verified image: bytes that were decoded once, or the path of an image file.
+
+        Raises BadRow for an image that cannot be read.
+        """
+        try:
+            if isinstance(image, Mapping) and not image.get("bytes"):
+                image = get_image(image)
+            if isinstance(image, str) and (path := self._path(image)) is not None:
+                _verify_file(path)
+                return str(path)
+            return make_image_chunk(image, self.folder)
+        except UserError as error:
+            raise BadRow(f"{where}: {error}") from error
+
+    def _path(self, text: str) -> Path | None:
+        """Return the existing file that a text names; None if it names none."""
+        if len(text) > 4096 or text.startswith("data:"):
+            return None
+        path = Path(text).expanduser()
+        path = path if path.is_absolute() or self.folder is None else self.folder / path
+        return path.absolute() if path.is_file() else None
+
+
+def _images_in(value: Any) -> list[Any]:
+    """Return the images in a column's value: an image, a list of images, or empty."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return []
+    return (
+        [image for image in value if image is not None]
+        if isinstance(value, (list, tuple))
+        else [value]
+    )
+
+
+def _verify_file(path: Path) -> None:
+    """Raise UserError unless the file looks like an image.
+
+    The file is not decoded here; the check of the row's tokens decodes it.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            image.verify()
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(
+            f"{path} is not an image, or is damaged: "
+            f"{(str(error) or type(error).__name__).splitlines()[0]}"
+        ) from error

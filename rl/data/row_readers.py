@@ -1,0 +1,376 @@
+"""Read rows of files and hub data sets, each with its origin; collect and report bad rows."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rl.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+OnBadRow = Literal["error", "skip"]
+_PLAIN = (".jsonl", ".json", ".csv", ".tsv")
+FILE_SUFFIXES = (*_PLAIN, *(f"{suffix}.gz" for suffix in _PLAIN), ".parquet", ".arrow")
+
+
+class BadRow(ValueError):
+    """Report a row that cannot be used, and the reason."""
+
+
+class MissingColumn(BadRow):
+    """Report a row that has `columns`, but lacks the column `name`.
+
+    remedy: an alternative to naming the column.
+    """
+
+    def __init__(self, name: str, columns: Iterable[str], remedy: str = ""):
+        self.name, self.columns, self.remedy = name, tuple(columns), remedy
+        super().__init__(
+            f"no column {name!r}; it has {self.column_listing}" + (f"; {remedy}" if remedy else "")
+        )
+
+    @property
+    def column_listing(self) -> str:
+        """Return the quoted names of the row's columns, for messages."""
+        return ", ".join(map(repr, self.columns)) or "none"
+
+
+# common names of the prompt column
+_PROMPTS = ("question", "problem", "instruction", "query", "input", "text")
+
+
+class MissingSplit(UserError):
+    """Report that an existing data set lacks the requested split."""
+
+
+class FaultyRows(UserError):
+    """Report the bad rows of a data set.
+
+    found: the bad rows, each as its place and its fault. good: the number of good rows.
+    rows: the good rows (rl.types.Problem), so that later checks can report the faults of these in
+    the same error (`merge`).
+    least: more bad rows may exist, because the check stopped early.
+    text: the message; "": `summarize_faults` and the remedy.
+    """
+
+    def __init__(
+        self,
+        faults: Sequence[str],
+        good: int,
+        rows: Sequence[Any] = (),
+        *,
+        is_partial: bool = False,
+        text: str = "",
+    ):
+        self.faults, self.good, self.rows, self.is_partial = (
+            tuple(faults),
+            good,
+            tuple(rows),
+            is_partial,
+        )
+        super().__init__(
+            text
+            or f"{summarize_faults(faults, good, is_partial=is_partial)}\n"
+            "Correct them, or leave them out with on_bad_row skip."
+        )
+
+    def merge(self, other: FaultyRows) -> FaultyRows:
+        """Merge with the faults of `other`, whose rows count as good rows here."""
+        return FaultyRows(
+            [*self.faults, *other.faults],
+            self.good - len(other.faults),
+            is_partial=self.is_partial or other.is_partial,
+        )
+
+    @staticmethod
+    def merge_all(faults: Sequence[FaultyRows]) -> FaultyRows:
+        """Merge the faults of several data sets; return those of a single data set unchanged."""
+        if len(faults) == 1:
+            return faults[0]
+        messages, rows = (
+            [text for fault in faults for text in fault.faults],
+            [row for fault in faults for row in fault.rows],
+        )
+        return FaultyRows(
+            messages,
+            sum(fault.good for fault in faults),
+            rows,
+            is_partial=any(fault.is_partial for fault in faults),
+        )
+
+
+def summarize_faults(faults: Sequence[str], good: int, *, is_partial: bool = False) -> str:
+    """Return the number of bad rows and a listing of some.
+
+    The listing has a row for each kind of fault (at most 10 kinds), and at least 5 rows if so many
+    are bad. least: state that more bad rows may exist.
+    """
+    first: dict[str, int] = {}
+    for i, text in enumerate(faults):
+        first.setdefault(kind_of_fault(text), i)
+    listed = set(list(first.values())[:10])
+    for i in range(len(faults)):
+        if len(listed) >= 5:
+            break
+        listed.add(i)
+    lines = "\n  ".join(faults[i] for i in sorted(listed)) + (
+        "\n  ..." if len(faults) > len(listed) else ""
+    )
+    return (
+        f"{len(faults)} bad rows{' at least' if is_partial else ''} beside {good} "
+        f"good ones:\n  {lines}"
+    )
+
+
+_VARIABLE_PARTS = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\d+")
+
+
+def kind_of_fault(text: str) -> str:
+    """Remove quotations and numbers from a fault, so that two faults of a kind compare equal."""
+    return _VARIABLE_PARTS.sub("", text)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Hold a row: its place ("train.jsonl line 12") and its columns, or the reason it is bad."""
+
+    place: str
+    columns: Mapping[str, Any] | BadRow
+    folder: Path | None = None  # the folder that paths in the row are relative to
+
+
+@dataclass(slots=True)
+class BadRowCollector:
+    """Collect the bad rows of a data set, then raise or log them."""
+
+    on_bad_row: OnBadRow
+    faults: list[str] = field(default_factory=list)
+    missing_columns: list[MissingColumn] = field(default_factory=list)
+    first_missing_place: str = ""
+
+    def add(self, place: str, reason: BadRow) -> None:
+        """Record a bad row."""
+        self.faults.append(f"{place}: {reason}")
+        if isinstance(reason, MissingColumn):
+            self.first_missing_place = self.first_missing_place or place
+            self.missing_columns.append(reason)
+
+    def raise_or_log(
+        self,
+        good: int,
+        columns_by_setting: Mapping[str, str | None],
+        example: str = "",
+        rows: Sequence[Any] = (),
+    ) -> None:
+        """Raise FaultyRows for the bad rows, or log them if on_bad_row is "skip".
+
+        The message counts the bad rows and lists some. Raises UserError if all rows lack the same
+        column (a single mistake), or if rows are skipped and no good row remains.
+        named: the requested columns by setting. example: a row of the expected format. rows: see
+        FaultyRows.
+        """
+        if not self.faults:
+            return
+        if not good and len({missing.name for missing in self.missing_columns}) == 1:
+            others = len(self.faults) - len(self.missing_columns)
+            other_faults = (
+                f"; {others} more {'is' if others == 1 else 'are'} bad for other reasons"
+                if others
+                else ""
+            )
+            expected = f"\nSuch a row is {example}" if example else ""
+            missing = _missing_column_message(
+                self.missing_columns[0], len(self.missing_columns), columns_by_setting
+            )
+            raise UserError(
+                f"{missing} (the first: {self.first_missing_place}){other_faults}{expected}"
+            )
+        if not good and self.on_bad_row == "skip":
+            raise UserError(
+                f"no row is left where bad ones are skipped; {summarize_faults(self.faults, good)}"
+            )
+        if self.on_bad_row == "error":
+            raise FaultyRows(self.faults, good, rows)
+        logger.warning("skipped %s", summarize_faults(self.faults, good))
+
+
+def _missing_column_message(
+    missing: MissingColumn, rows: int, columns_by_setting: Mapping[str, str | None]
+) -> str:
+    """Return the message for a column that none of `rows` rows has, with a suggestion."""
+    setting = next(
+        (setting for setting, column in columns_by_setting.items() if column == missing.name), None
+    )
+    close_matches = difflib.get_close_matches(missing.name, missing.columns, n=1)
+    likely_columns = (
+        [name for name in _PROMPTS if name in missing.columns]
+        if missing.name == "prompt" and setting is not None
+        else []
+    )
+    hint = (
+        f"; did you mean {close_matches[0]!r}?"
+        if close_matches
+        else f"; if it is {likely_columns[0]!r}, say {setting} {likely_columns[0]}"
+        if likely_columns
+        else ""
+    )
+    setting_note = f" ({setting})" if setting is not None else ""
+    remedy = f"; {missing.remedy}" if missing.remedy else ""
+    return (
+        f"no column {missing.name!r}{setting_note} in any of {rows} rows, "
+        f"which have {missing.column_listing}{hint}{remedy}"
+    )
+
+
+def read_lines(stream: Iterable[bytes], path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file.
+
+    Raises UserError if the file cannot be read to its end, since the number of missing lines is
+    unknown.
+    """
+    number = 0
+    try:
+        for line in stream:
+            number += 1
+            yield line
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(
+            f"{path} is cut off or damaged after line {number} ({error}): fetch or write it anew"
+        ) from error
+
+
+def parse_json_lines(lines: Iterable[bytes], name: str) -> Iterator[Row]:
+    """Return the rows of a .jsonl file: a JSON object per line, empty lines skipped."""
+    return (
+        parse_json_line(line, number, name)
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    )
+
+
+def parse_json_line(line: bytes, number: int, name: str) -> Row:
+    """Parse line `number` (from 1) of the .jsonl file `name`."""
+    if number == 1:
+        line = line.removeprefix(b"\xef\xbb\xbf")  # the byte order mark that some editors write
+    return Row(f"{name} line {number}", _parse_columns(line))
+
+
+def _parse_columns(line: bytes) -> Mapping[str, Any] | BadRow:
+    """Parse a line of JSON to columns; return the BadRow of an invalid line."""
+    try:
+        value = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return BadRow(f"no UTF-8 text (byte {error.start}: {error.reason})")
+    except ValueError as error:
+        return BadRow(f"no JSON ({error}): {line[:60].decode('utf-8', 'replace')!r}")
+    except RecursionError:
+        return BadRow(_TOO_DEEP)
+    return _check_object(value, line)
+
+
+def _check_object(value: Any, text: bytes) -> Mapping[str, Any] | BadRow:
+    """Return a parsed value if it is a usable JSON object, else the BadRow.
+
+    text: the JSON text that contains the value. A cheap scan of it decides whether the value needs
+    the full check (`_find_json_flaw`).
+    """
+    if not isinstance(value, dict):
+        return BadRow(
+            f"a JSON object is expected, this is a {type(value).__name__}: {str(value)[:60]!r}"
+        )
+    suspect = text.count(b"[") + text.count(b"{") > _DEEPEST or _SURROGATE.search(text)
+    flaw = _find_json_flaw(value) if suspect else None
+    return value if flaw is None else BadRow(flaw)
+
+
+_DEEPEST = 64
+_TOO_DEEP = f"lists and objects within one another, more than {_DEEPEST} deep"
+# JSON can encode half of a surrogate pair, UTF-8 cannot.
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def _find_json_flaw(value: Any) -> str | None:
+    """Return why a valid JSON value is unusable (depth, text that UTF-8 cannot encode), or None."""
+    pending = [(value, 0)]
+    while pending:
+        item, depth = pending.pop()
+        if isinstance(item, str):
+            try:
+                item.encode("utf-8")
+            except UnicodeEncodeError:
+                return f"half of a surrogate pair, which is no text: {item[:60]!r}"
+        elif isinstance(item, (dict, list)):
+            if depth == _DEEPEST:
+                return _TOO_DEEP
+            pending += [
+                (inner, depth + 1)
+                for inner in ([*item, *item.values()] if isinstance(item, dict) else item)
+            ]
+    return None
+
+
+def parse_json_list(text: bytes, path: Path) -> Iterator[Row]:
+    """Yield the rows of a .json file: a list of objects. Raises UserError for any other content."""
+    try:
+        values = json.loads(text.decode("utf-8-sig"))
+    except ValueError as error:
+        raise UserError(
+            f"{path} is no JSON ({error}); name a file with an object per line .jsonl"
+        ) from error
+    except RecursionError as error:
+        raise UserError(f"{path} has {_TOO_DEEP}") from error
+    if not isinstance(values, list):
+        raise UserError(f"{path} holds a {type(values).__name__}; a list of objects is expected")
+    for number, value in enumerate(values, start=1):
+        yield Row(f"{path.name} row {number}", _check_object(value, text))
+
+
+def read_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
+    """Yield the rows of a hub data set. Raises UserError, with a remedy, if it cannot be loaded."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"data set {name!r} is read as a hub name, and hub data sets need the package "
+            "`datasets`: pip install datasets"
+        ) from error
+    try:
+        try:
+            rows = datasets.load_dataset(name, config, split=split)
+        except ConnectionError:
+            # `datasets` searches only data that it prepared, not the files that `hf download`
+            # put into the hub's cache.
+            if (folder := _cached_snapshot(name)) is None:
+                raise
+            rows = datasets.load_dataset(str(folder), config, split=split)
+    except (OSError, ValueError) as error:  # no network, no such data set, no such config or split
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if "Unknown split" in reason:
+            raise MissingSplit(f"hub data set {name!r} has no split {split!r}: {reason}") from error
+        raise UserError(
+            f"hub data set {name!r} (config {config!r}, split {split!r}) "
+            f"cannot be loaded: {reason}. Without a network the data set must be in the hub's "
+            "cache (HF_HUB_OFFLINE=1 then prevents requests); or pass the path of a .jsonl file "
+            "instead"
+        ) from error
+    for number, row in enumerate(rows):
+        yield Row(f"{name} {split} row {number}", row)
+
+
+def _cached_snapshot(name: str) -> Path | None:
+    """Return the folder of a hub data set's files in the hub's cache; None if not cached."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, repo_type="dataset", local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None

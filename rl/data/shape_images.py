@@ -1,0 +1,187 @@
+"""Generate images of a few shapes on a plain background, with a question about them. For vision
+models of half a million parameters.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rl.data.noise_config import parse_noise
+from rl.data.problem_set import ProblemSet
+from rl.errors import UserError
+from rl.seed import derive_seed
+from rl.types import ImageChunk, Message, Problem
+
+COLOURS = {
+    "red": (220, 40, 40),
+    "green": (40, 170, 60),
+    "blue": (50, 80, 220),
+    "yellow": (230, 200, 40),
+}
+PLACES = ("left", "right", "top", "bottom")
+QUESTIONS = {"count": "how many?", "colour": "colour?", "place": "where?"}
+_SIDE, _MOST = 32, 4
+# With 2,048 rows a model of half a million weights memorizes them.
+_ROWS = {"train": 8192, "test": 256}
+_DEFAULTS = {"ask": "count", "rows": "", "blind": "0", "noise": "0", "from": "0"}
+
+
+def shapes(
+    split: str = "train",
+    options: Mapping[str, str] | None = None,
+    *,
+    tag: str = "shapes",
+    system_prompt: str | None = None,
+) -> ProblemSet:
+    """Generate images of 32 x 32 pixels: 8,192 of the "train" and 256 of the "test" split.
+
+    Options:
+    ask: "count" (1 to 4 shapes, "1" to "4"; default), "colour" (of a single shape) or "place" (of a
+        single shape: left, right, top, bottom). The shapes of an image have the same colour, and
+        cover the same area whatever their number, so that the pixels' colours do not reveal it.
+    rows: the number of rows.
+    blind=1: permute the pixels of every image, which keeps only the colours: a baseline without
+        vision.
+    noise (0 to 1): the share of wrong responses, for supervised training of a model that can see
+        but makes errors.
+    from: the first epoch with noise.
+    meta["answer"] is always correct. Raises UserError for invalid options or an unknown split.
+    """
+    resolved = {**_DEFAULTS, **(options or {})}
+    invalid = (
+        resolved["ask"] not in QUESTIONS
+        or resolved["blind"] not in ("0", "1")
+        or not (resolved["rows"] or "1").isdigit()
+    )
+    noise = parse_noise(resolved)
+    if invalid or noise is None or set(resolved) - set(_DEFAULTS):
+        got = ",".join(f"{key}={value}" for key, value in (options or {}).items())
+        takes = (
+            f"ask={'|'.join(QUESTIONS)}, rows=N, blind=1, noise=P with P from 0 to 1, and "
+            f"from=EPOCH"
+        )
+        raise UserError(f"shapes takes the options {takes}, e.g. 'shapes:ask=count'; got {got!r}")
+    if split not in _ROWS:
+        raise UserError(f"shapes has the splits 'train' and 'test', got {split!r}")
+    count = int(resolved["rows"] or _ROWS[split])
+    if count < 1:
+        raise UserError("shapes has at least one row, got rows=0")
+    problems = [
+        _problem(split, index, resolved["ask"], resolved["blind"] == "1", tag, system_prompt)
+        for index in range(count)
+    ]
+    probability, first = noise
+
+    def variant(problem: Problem, epoch: int) -> Problem:
+        draw = random.Random(derive_seed("shapes noise", split, problem.index, epoch))
+        if epoch < first or draw.random() >= probability:
+            return problem
+        return replace(
+            problem,
+            response=draw.choice(
+                [other for other in _answers(resolved["ask"]) if other != problem.response]
+            ),
+        )
+
+    return ProblemSet(problems, name=f"shapes/{split}", variant=variant if probability else None)
+
+
+def _problem(
+    split: str, index: int, ask: str, blind: bool, tag: str, system_prompt: str | None
+) -> Problem:
+    draw = random.Random(derive_seed("shapes", split, index, ask))
+    answer, image = _picture(draw, ask)
+    wrong = draw.choice([other for other in _answers(ask) if other != answer])
+    if blind:
+        pixels = np.asarray(image).reshape(-1, 3)
+        shuffled = pixels[
+            np.random.default_rng(derive_seed("blind", split, index)).permutation(len(pixels))
+        ]
+        image = _image(shuffled)
+    parts = [
+        {"type": "image", "image": ImageChunk(_png(image), "png")},
+        {"type": "text", "text": QUESTIONS[ask]},
+    ]
+    messages: list[Message] = [{"role": "user", "content": parts}]
+    if system_prompt is not None:
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    return Problem(tuple(messages), {"answer": answer}, answer, tag, index, wrong)
+
+
+def _answers(ask: str) -> tuple[str, ...]:
+    return {
+        "count": tuple(str(n + 1) for n in range(_MOST)),
+        "colour": tuple(COLOURS),
+        "place": PLACES,
+    }[ask]
+
+
+def _picture(draw: random.Random, ask: str) -> tuple[str, Any]:
+    """Return (the answer, the image).
+
+    Shapes do not touch. If the question is the place, the shape is clearly on its side.
+    """
+    from PIL import Image, ImageDraw
+
+    answer = draw.choice(_answers(ask))
+    number = int(answer) if ask == "count" else 1
+    ground = draw.randrange(215, 256)
+    image = Image.new("RGB", (_SIDE, _SIDE), (ground, ground, ground))
+    pen = ImageDraw.Draw(image)
+    colour = COLOURS[answer if ask == "colour" else draw.choice(list(COLOURS))]
+    shape = pen.ellipse if draw.random() < 0.5 else pen.rectangle
+    boxes = _boxes(draw, number, "" if ask != "place" else answer)
+    while boxes is None:  # the last shape did not fit
+        boxes = _boxes(draw, number, "" if ask != "place" else answer)
+    for box in boxes:
+        shape(box, fill=colour)
+    return answer, image
+
+
+def _boxes(draw: random.Random, number: int, place: str) -> list[tuple[int, int, int, int]] | None:
+    """Return the corners (x0, y0, x1, y1, inclusive) of shapes; None if they did not fit.
+
+    Shapes are at least 2 pixels apart. Their total area is about the same whatever their number.
+    """
+    boxes: list[tuple[int, int, int, int]] = []
+    for _ in range(200):
+        if len(boxes) == number:
+            return boxes
+        aspect = draw.uniform(0.65, 1.0 / 0.65)
+        area = draw.uniform(95, 165) / number
+        wide, high = max(2, round((area * aspect) ** 0.5)), max(2, round((area / aspect) ** 0.5))
+        x, y = draw.randint(1, _SIDE - 1 - wide), draw.randint(1, _SIDE - 1 - high)
+        apart = all(
+            x > c + 2 or a > x + wide + 1 or y > d + 2 or b > y + high + 1 for a, b, c, d in boxes
+        )
+        if apart and place in ("", _side_of(x + wide / 2, y + high / 2)):
+            boxes.append((x, y, x + wide - 1, y + high - 1))
+    return None
+
+
+def _side_of(x: float, y: float) -> str:
+    """Return the side on which a point lies; "" near the diagonals, between two sides."""
+    across, down = x - _SIDE / 2, y - _SIDE / 2
+    if abs(abs(across) - abs(down)) < 3:
+        return ""
+    if abs(across) > abs(down):
+        return "right" if across > 0 else "left"
+    return "bottom" if down > 0 else "top"
+
+
+def _image(pixels: np.ndarray) -> Any:
+    from PIL import Image
+
+    return Image.fromarray(pixels.reshape(_SIDE, _SIDE, 3))
+
+
+def _png(image: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()

@@ -1,0 +1,36 @@
+"""Manage processes: collectives, launch, stop signals and atomic checkpoint folders."""
+
+from rl.distributed import checkpoint_folder, collectives, stop_signals
+from rl.distributed.accelerate_launch import get_zero_settings, make_accelerator, uses_fsdp
+from rl.distributed.checkpoint_folder import checkpoint_path
+from rl.distributed.launch_agreement import check_same_launch
+from rl.distributed.rank_roles import assign_role, check_roles, rank_name
+from rl.distributed.shutdown import end_process_at_exit
+from rl.distributed.stop_signals import INTERRUPTED, RunStopped, StopRequest, end_with_launcher
+from rl.distributed.tensor_parallel_launch import (
+    check_tensor_parallel,
+    check_tensor_parallel_size,
+    check_tensor_parallel_without_roles,
+)
+
+__all__ = [
+    "INTERRUPTED",
+    "StopRequest",
+    "RunStopped",
+    "uses_fsdp",
+    "checkpoint_path",
+    "rank_name",
+    "check_tensor_parallel_without_roles",
+    "check_tensor_parallel_size",
+    "check_roles",
+    "check_tensor_parallel",
+    "checkpoint_folder",
+    "collectives",
+    "end_with_launcher",
+    "stop_signals",
+    "end_process_at_exit",
+    "make_accelerator",
+    "check_same_launch",
+    "assign_role",
+    "get_zero_settings",
+]

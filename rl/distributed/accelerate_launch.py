@@ -1,0 +1,315 @@
+"""Create the accelerator of this launch and reject launches that would not train as requested.
+
+Accelerate silently treats some settings as "no distributed training": processes then train
+separately, or a single process runs instead of several. Each such state raises an error that names
+the setting.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl.distributed import collectives
+from rl.distributed.rank_roles import has_role
+from rl.errors import UserError
+
+# The learner decides these at each call; other values in a config file would be silently ignored.
+_CONTROLLED_SETTINGS = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 0.0,  # set at each step; accelerate's default would be 1.0
+    # the number of backwards before a step is not known in advance
+    "managed_gradient_accumulation": False,
+}
+_REJECTED_SETTINGS = (
+    "optimizer",
+    "scheduler",
+    "fp16",
+    "bf16",
+    "train_batch_size",
+    "torch_autocast",
+    "data_types",
+)
+
+
+def make_accelerator(*, bf16: bool, timeout_seconds: float = 1800.0) -> Any:
+    """Join the processes of this launch and return accelerate's Accelerator.
+
+    `timeout_seconds`: timeout of each wait in a collective. Raises UserError for an inconsistent
+    launch.
+    """
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+
+    processes = _num_launched_processes()
+    precision = "bf16" if bf16 else "no"
+    on_cpu = not torch.cuda.is_available()
+    bound = datetime.timedelta(seconds=timeout_seconds)
+    group = [InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=bound)]
+    _check_environment(processes)
+    if _is_set("ACCELERATE_USE_DEEPSPEED"):
+        accelerator = _make_deepspeed_accelerator(bf16, precision, group, timeout_seconds)
+    else:
+        # Without cpu=True accelerate joins a gloo group and then treats every process as the only
+        # process.
+        accelerator = Accelerator(
+            mixed_precision=precision,
+            cpu=on_cpu and processes > 1,
+            kwargs_handlers=group if processes > 1 else [],
+        )
+    kind = str(accelerator.distributed_type.value)
+    if (
+        accelerator.num_processes != processes
+        or collectives.world() != processes
+        or (processes > 1 and kind == "NO")
+    ):
+        raise UserError(
+            f"{processes} processes were launched, but accelerate counts "
+            f"{accelerator.num_processes} of type {kind} and torch.distributed "
+            f"{collectives.world()}: each would train separately. Launch with a config file from "
+            "accelerate_configs/"
+        )
+    if _is_set("ACCELERATE_USE_DEEPSPEED") != (kind == "DEEPSPEED"):
+        raise UserError(
+            f"DeepSpeed was requested but accelerate chose {kind}: set use_cpu: false in the "
+            "accelerate config"
+        )
+    return accelerator
+
+
+def _is_set(name: str) -> bool:
+    """Return whether an environment variable is set to true."""
+    return os.environ.get(name, "false").lower() in ("1", "true", "yes")
+
+
+def uses_fsdp() -> bool:
+    """Return whether this launch shards by FSDP2.
+
+    rl.learner.backend_fsdp does it; accelerate's wrapping of models is not used.
+    """
+    # A single process has nothing to shard.
+    return _is_set("ACCELERATE_USE_FSDP") and _num_launched_processes() > 1
+
+
+def _check_fsdp_settings() -> None:
+    """Raise UserError for settings of an FSDP config that would be silently ignored."""
+    version, reshard = (
+        os.environ.get("FSDP_VERSION", "1"),
+        os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower(),
+    )
+    if version != "2":
+        raise UserError(
+            f"fsdp_version is {version}, only 2 is supported: use accelerate_configs/fsdp2.yaml"
+        )
+    if reshard not in ("true", "full_shard"):
+        raise UserError(
+            f"fsdp_reshard_after_forward is {reshard}; layers are always resharded after their "
+            "forward: leave it out"
+        )
+    if _is_set("FSDP_OFFLOAD_PARAMS"):
+        raise UserError(
+            "fsdp_offload_params is not supported: leave it out, or use "
+            "accelerate_configs/zero3_offload.yaml"
+        )
+    if _is_set("FSDP_ACTIVATION_CHECKPOINTING"):
+        raise UserError(
+            "fsdp_activation_checkpointing is ignored: leave it out, and set the run's "
+            "gradient_checkpointing"
+        )
+    # This is accelerate's default: transformers would load weights on the first rank only.
+    if _is_set("FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        raise UserError(
+            "every rank reads the weights: set fsdp_cpu_ram_efficient_loading to false, as in "
+            "accelerate_configs/fsdp2.yaml"
+        )
+
+
+def _num_launched_processes() -> int:
+    """Return the number of processes of this launch."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _check_environment(processes: int) -> None:
+    """Raise UserError for environments in which accelerate launch has dropped a requested
+    setting.
+    """
+    if _is_set("ACCELERATE_USE_CPU"):
+        for name, label in (
+            ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
+            ("ACCELERATE_USE_FSDP", "FSDP"),
+        ):
+            if _is_set(name):
+                raise UserError(
+                    f"use_cpu (or --cpu) silently disables {label}: set use_cpu: false in the "
+                    "accelerate config"
+                )
+        if (
+            processes == 1
+            and "LOCAL_RANK" not in os.environ
+            and "MASTER_ADDR" in os.environ
+            and not has_role()
+        ):
+            raise UserError(
+                "accelerate launch started one process but its config requests several (caused "
+                "by --cpu with --num_processes, or distributed_type: MULTI_CPU): use "
+                "accelerate_configs/ddp.yaml, which also runs on CPUs"
+            )
+    if uses_fsdp():
+        _check_fsdp_settings()
+
+
+# ---------------------------------------------------------------------------------------- DeepSpeed
+
+
+def _make_deepspeed_accelerator(
+    bf16: bool, precision: str, handlers: list[Any], timeout_seconds: float
+) -> Any:
+    """Return an Accelerator with DeepSpeed.
+
+    Raises UserError if an earlier service has another precision.
+    """
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DeepSpeedPlugin
+    from deepspeed.utils import groups
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    _disable_shm_build()
+    # The plugin exists if an earlier service of the same script made it.
+    if AcceleratorState._shared_state and AcceleratorState().deepspeed_plugins is not None:
+        before = (
+            AcceleratorState()
+            .deepspeed_plugin.deepspeed_config.get("bf16", {})
+            .get("enabled", False)
+        )
+        if bool(before) != bf16:
+            raise UserError(
+                f"an earlier service of this script trains in {'bf16' if before else 'fp32'} "
+                "under DeepSpeed, which needs the same precision for all services: set the same "
+                "dtype in every service's settings"
+            )
+        return Accelerator(mixed_precision=precision)
+    plugin = DeepSpeedPlugin(
+        hf_ds_config=make_engine_config(_read_deepspeed_config(), bf16=bf16), zero3_init_flag=False
+    )
+    accelerator = Accelerator(
+        mixed_precision=precision, deepspeed_plugin=plugin, kwargs_handlers=handlers
+    )
+    if collectives.world() > 1:
+        # Otherwise DeepSpeed makes this group of gradients with torch's timeout of 30 (NCCL: 10)
+        # minutes instead of this launch's.
+        groups._WORLD_GROUP = collectives.new_world_group(timeout_seconds)
+    # The plugin enables ZeRO-3 in transformers, and every from_pretrained would then return empty
+    # shards, also for models that are loaded for sampling, scoring or saving. Learners are sharded
+    # by rl.learner.backend_deepspeed.
+    unset_hf_deepspeed_config()
+    return accelerator
+
+
+def _disable_shm_build() -> None:
+    """Keep DeepSpeed from compiling collectives at start on CPUs.
+
+    They are for inference, which nothing here uses, and are compiled under a lock in torch's cache.
+    A process that is killed meanwhile keeps the lock, and every later start on the machine would
+    wait forever.
+    """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _read_deepspeed_config() -> dict[str, Any]:
+    """Return the DeepSpeed config that the accelerate config names.
+
+    It is searched in the current folder and in the project's root. Raises UserError if no such file
+    exists.
+    """
+    named = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if named is None:
+        raise UserError(
+            "the accelerate config sets up DeepSpeed inline: put these settings into a file like "
+            "ds_configs/zero3.json and name that file with deepspeed_config_file"
+        )
+    places = [Path(named), Path(__file__).resolve().parents[2] / named]
+    for path in places:
+        if path.is_file():
+            return json.loads(path.read_text())
+    raise UserError(
+        f"the accelerate config names the DeepSpeed config {named}, but neither "
+        f"{places[0].absolute()} nor {places[1]} exists"
+    )
+
+
+def get_zero_settings() -> tuple[int | None, bool]:
+    """Return (DeepSpeed's stage, whether the optimizer is on the CPU) of this launch.
+
+    The stage is None without DeepSpeed. Nothing is started.
+    """
+    if not _is_set("ACCELERATE_USE_DEEPSPEED"):
+        return None, False
+    zero = make_engine_config(_read_deepspeed_config(), bf16=False)["zero_optimization"]
+    return int(zero["stage"]), zero.get("offload_optimizer", {}).get("device", "none") != "none"
+
+
+def make_engine_config(user_config: Mapping[str, Any], *, bf16: bool) -> dict[str, Any]:
+    """Return a DeepSpeed config for the learner; `user_config`: the user's config, with its ZeRO
+    settings.
+
+    "auto" values are left to DeepSpeed. Raises UserError for a setting that the learner controls.
+    """
+    config: dict[str, Any] = json.loads(json.dumps(user_config))  # a deep copy
+    config.pop("comment", None)
+    _drop_auto(config)
+    for name in _REJECTED_SETTINGS:
+        if name in config:
+            raise UserError(
+                f"the DeepSpeed config sets {name!r}, which the learner sets itself: leave it out"
+            )
+    for name, value in _CONTROLLED_SETTINGS.items():
+        if config.setdefault(name, value) != value:
+            raise UserError(
+                f"the DeepSpeed config sets {name} to {config[name]!r}, the learner needs "
+                f"{value!r}: leave it out"
+            )
+    zero = config.setdefault("zero_optimization", {})
+    stage = zero.setdefault("stage", 0)
+    if stage == 0 and bf16:
+        raise UserError(
+            "ZeRO stage 0 would sum gradients in bf16: use accelerate_configs/ddp.yaml, which "
+            "does not shard either"
+        )
+    if stage != 2 and zero.setdefault("overlap_comm", False):
+        raise UserError(
+            "overlap_comm works only at ZeRO stage 2 because the number of accumulated gradients "
+            f"varies, but the config sets it at stage {stage}"
+        )
+    # torch's AdamW also steps on CPU memory and needs no build.
+    config["zero_force_ds_cpu_optimizer"] = False
+    # Both settings are needed; otherwise gradients are summed in bf16 (error 4e-3 after eight
+    # micro-batches).
+    if bf16:
+        config["bf16"] = {"enabled": True}
+        config["data_types"], config["communication_data_type"] = (
+            {"grad_accum_dtype": "fp32"},
+            "fp32",
+        )
+    config["steps_per_print"] = 10**9
+    return config
+
+
+def _drop_auto(config: dict[str, Any]) -> None:
+    """Remove "auto" values, in place."""
+    for key, value in list(config.items()):
+        if value == "auto":
+            del config[key]
+        elif isinstance(value, dict):
+            _drop_auto(value)

@@ -1,0 +1,449 @@
+"""Provide ranks and collectives on Python objects.
+
+This module and no other uses torch.distributed. On a single process every function is the identity,
+so callers need no case distinction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import pickle
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl.distributed.heartbeat import HeartbeatMonitor, HeartbeatSender
+from rl.errors import OtherRankFailed, RankLost
+
+_MAX_ADDRESS_BYTES = 2048  # bytes of a process's pickled name and heartbeat address
+
+
+def rank() -> int:
+    """Return this process's rank in its world."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world() -> int:
+    """Return the number of ranks in this process's world."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+@dataclass(frozen=True)
+class BridgeMembers:
+    """Describe processes that communicate in addition to their worlds.
+
+    `store`: their common store. `rank_name`: this process's name in errors.
+    """
+
+    rank: int
+    world: int
+    store: Any
+    rank_name: str
+
+    def group(self, name: str, timeout: datetime.timedelta) -> Any:
+        """Return a gloo process group of these processes."""
+        return dist.ProcessGroupGloo(
+            dist.PrefixStore(name, self.store), self.rank, self.world, timeout=timeout
+        )
+
+
+class _WorldMembers(BridgeMembers):
+    """Describe all ranks of this world."""
+
+    def __init__(self) -> None:
+        super().__init__(rank(), world(), None, f"rank {rank()}")
+
+    def group(self, name: str, timeout: datetime.timedelta) -> Any:
+        return dist.new_group(backend="gloo", timeout=timeout)
+
+
+class ObjectGroup:
+    """Move Python objects between ranks over gloo.
+
+    Tensors of the learner use the accelerator's backend instead. `members`: these processes instead
+    of the ranks of this world.
+
+    Every wait on rank 0 has a timeout of `timeout_seconds`, after which rank 0 names the ranks it
+    waited for. The other ranks wait a little more than twice as long for rank 0, so that rank 0
+    times out first. A wait that fails raises RankLost. The other ranks also end `timeout_seconds`
+    and a heartbeat after rank 0's process is stopped, or after rank 0 keeps a ready rank waiting
+    without waiting for another rank itself (rl.distributed.heartbeat).
+    """
+
+    def __init__(self, timeout_seconds: float, members: BridgeMembers | None = None):
+        self.timeout_seconds = timeout_seconds
+        members = members or _WorldMembers()
+        self.rank, self.world = members.rank, members.world
+        self._names = ["rank 0"]
+        self._heartbeat: HeartbeatSender | HeartbeatMonitor | None = None
+        if self.world > 1:
+            bound = datetime.timedelta(seconds=2 * timeout_seconds + 60)
+            self._results = members.group("results", bound)
+            self._verbs = members.group(
+                "verbs",
+                datetime.timedelta(seconds=max(timeout_seconds, 3 * self.heartbeat_seconds)),
+            )
+            drum = HeartbeatSender(self.heartbeat_seconds) if self.rank == 0 else None
+            me = f"{members.rank_name} (process {os.getpid()} on {socket.gethostname()})"
+            try:
+                peers = self._all_gather((me, drum and (drum.port, drum.token)))
+            except RuntimeError as error:
+                raise RankLost(
+                    "another rank ended while the ranks were connecting: the output of that rank "
+                    "says why"
+                ) from error
+            self._names = [name for name, _ in peers]
+            self._heartbeat = drum or self._monitor_driver(*peers[0][1])
+
+    def _all_gather(self, item: Any) -> list[Any]:
+        """Return every rank's object, which must pickle into `_MAX_ADDRESS_BYTES` bytes."""
+        mine = torch.zeros(_MAX_ADDRESS_BYTES, dtype=torch.uint8)
+        pickled = pickle.dumps(item)
+        mine[: len(pickled)] = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
+        gathered = [torch.zeros_like(mine) for _ in range(self.world)]
+        self._results.allgather([gathered], [mine]).wait()
+        return [pickle.loads(tensor.numpy().tobytes()) for tensor in gathered]
+
+    def _monitor_driver(self, port: int, token: str) -> HeartbeatMonitor:
+        """Return the monitor of rank 0, which runs on the rendezvous host."""
+        hosts = [os.environ.get("MASTER_ADDR", "localhost")]
+        lost = (
+            f"{self.rank_name(self.rank).partition(' (')[0]} ends: "
+            f"{self.rank_name(0)}, the driver, "
+        )
+        timeout = self.timeout_seconds
+        return HeartbeatMonitor(
+            hosts,
+            port,
+            token,
+            interval_seconds=self.heartbeat_seconds,
+            timeout=timeout,
+            lost_message=lambda seconds: lost + _explain_silence(seconds, timeout),
+        )
+
+    def close(self) -> None:
+        """Stop sending or expecting heartbeats: the ranks are about to disconnect."""
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+
+    @property
+    def heartbeat_seconds(self) -> float:
+        """Return the interval of rank 0's heartbeats."""
+        return min(10.0, self.timeout_seconds / 4)
+
+    def rank_name(self, rank: int) -> str:
+        """Return a rank's name for errors."""
+        return self._names[rank]
+
+    def broadcast_verb(self, verb: Any) -> Any:
+        """Return rank 0's object on every rank. Raises RankLost if a rank does not take part."""
+        if self.world == 1:
+            return verb
+        begin = time.monotonic()
+        try:
+            return self._broadcast(verb)
+        except RuntimeError as error:
+            seconds = time.monotonic() - begin
+            if self.rank > 0:
+                raise RankLost(
+                    f"{self.rank_name(0)}, the driver, "
+                    f"{_explain_silence(seconds, self.timeout_seconds)}"
+                ) from error
+            raise RankLost(self._lost_message(self._disconnected_ranks(), seconds)) from error
+
+    def _broadcast(self, item: Any) -> Any:
+        """Broadcast the size, then the pickled payload."""
+        payload = (
+            torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+            if self.rank == 0
+            else None
+        )
+        size = torch.tensor([0 if payload is None else len(payload)])
+        self._verbs.broadcast(size, 0).wait()
+        if payload is None:
+            payload = torch.empty(int(size), dtype=torch.uint8)
+        self._verbs.broadcast(payload, 0).wait()
+        return item if self.rank == 0 else pickle.loads(payload.numpy().tobytes())
+
+    def gather(self, item: Any) -> list[Any] | None:
+        """Return every rank's object in rank order on rank 0, None elsewhere.
+
+        Raises RankLost if a rank does not take part.
+        """
+        if self.world == 1:
+            return [item]
+        if self.rank > 0:
+            payload = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+            begin = time.monotonic()
+            try:
+                with self._mark_waiting(begin):
+                    self._results.send([torch.tensor([len(payload)])], 0, 0).wait()
+                    self._results.send([payload], 0, 0).wait()
+            except RuntimeError as error:
+                raise RankLost(
+                    f"{self.rank_name(0)}, the driver, "
+                    f"{_explain_silence(time.monotonic() - begin, self.timeout_seconds)}"
+                ) from error
+            return None
+        with self._mark_waiting():
+            sizes = self._receive(
+                [torch.zeros(1, dtype=torch.int64) for _ in range(self.world - 1)]
+            )
+            payloads = self._receive([torch.empty(int(size), dtype=torch.uint8) for size in sizes])
+        return [item, *(pickle.loads(payload.numpy().tobytes()) for payload in payloads)]
+
+    @contextlib.contextmanager
+    def _mark_waiting(self, since: float | None = None) -> Iterator[None]:
+        """Mark a wait: rank 0's heartbeats report it; another rank's monitor gets its start
+        time.
+        """
+        if isinstance(self._heartbeat, HeartbeatSender):
+            self._heartbeat.collecting = True
+        elif self._heartbeat is not None:
+            self._heartbeat.waiting_since = since
+        try:
+            yield
+        finally:
+            if isinstance(self._heartbeat, HeartbeatSender):
+                self._heartbeat.collecting = False
+            elif self._heartbeat is not None:
+                self._heartbeat.waiting_since = None
+
+    def _receive(self, buffers: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Fill a tensor from each other rank, on rank 0.
+
+        Raises RankLost naming the ranks that sent nothing.
+        """
+        begin = time.monotonic()
+        lost = self._silent_ranks(buffers, self.timeout_seconds)
+        if lost:
+            raise RankLost(self._lost_message(lost, time.monotonic() - begin))
+        return buffers
+
+    def _silent_ranks(self, buffers: list[torch.Tensor], seconds: float) -> list[int]:
+        """Return the ranks that sent nothing within `seconds` or closed their connection."""
+        works = [self._start_receive(tensor, i + 1) for i, tensor in enumerate(buffers)]
+        deadline, silent = time.monotonic() + seconds, []
+        for i, work in enumerate(works):
+            remaining = max(0.01, deadline - time.monotonic())  # gloo treats 0 as no timeout
+            if not _arrives_in_time(work, remaining):
+                silent.append(i + 1)
+        return silent
+
+    def _start_receive(self, tensor: torch.Tensor, source: int) -> dist.Work | None:
+        """Start to receive a tensor from a rank; return None if its connection is closed."""
+        try:
+            return self._results.recv([tensor], source, 0)
+        except RuntimeError:
+            return None
+
+    def _disconnected_ranks(self) -> list[int]:
+        """Return the ranks with a closed connection, on rank 0 after a failed broadcast.
+
+        Return all other ranks if none can be identified.
+        """
+        closed = []
+        for other in range(1, self.world):
+            begin, work = (
+                time.monotonic(),
+                self._start_receive(torch.zeros(1, dtype=torch.int64), other),
+            )
+            if not _arrives_in_time(work, 0.2) and time.monotonic() - begin < 0.15:
+                closed.append(other)
+        return closed or list(range(1, self.world))
+
+    def _lost_message(self, ranks: list[int], seconds: float) -> str:
+        """Return the message about ranks that did not answer."""
+        names = ", ".join(self.rank_name(r) for r in ranks[:8]) + (
+            f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+        )
+        return f"{names} {_explain_silence(seconds, self.timeout_seconds)}"
+
+
+def _arrives_in_time(work: dist.Work | None, seconds: float) -> bool:
+    """Return whether a message arrives within `seconds`."""
+    if work is None:
+        return False
+    try:
+        work.wait(datetime.timedelta(seconds=seconds))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _explain_silence(seconds: float, timeout: float) -> str:
+    """Return the likely state of a rank, judged by the seconds of waiting for it."""
+    if seconds < 0.95 * timeout:
+        return (
+            "is lost: it ended or closed its connection (the output of that rank says why, "
+            "unless the system killed it for lack of memory)"
+        )
+    return (
+        f"did not answer within {timeout:g} s: it hangs, or needs longer (raise the "
+        "setting timeout)"
+    )
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Return whether a collective failed because of a missing rank or the network.
+
+    gloo raises plain RuntimeErrors, which are recognized by their text.
+    """
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        name in str(error).lower() for name in ("gloo", "nccl", "connection closed by peer")
+    )
+
+
+def all_sum_(tensors: list[torch.Tensor]) -> None:
+    """Sum each tensor over the ranks, in place, as a flat message per dtype."""
+    if world() == 1 or not tensors:
+        return
+    for dtype in sorted({t.dtype for t in tensors}, key=str):
+        same = [t for t in tensors if t.dtype == dtype]
+        flat = torch.cat([t.reshape(-1) for t in same])
+        dist.all_reduce(flat)
+        for tensor, piece in zip(same, flat.split([t.numel() for t in same]), strict=True):
+            tensor.copy_(piece.view_as(tensor))
+
+
+@contextlib.contextmanager
+def all_or_none(device: torch.device) -> Iterator[None]:
+    """Wrap work that each rank does independently before the ranks communicate.
+
+    If it fails on a rank, no rank continues and waits for it. Raises OtherRankFailed on the ranks
+    that succeeded.
+    """
+    failed = torch.ones(1, device=device)
+    try:
+        yield
+        failed.zero_()
+    finally:
+        all_sum_([failed])
+    if float(failed) > 0:
+        raise OtherRankFailed
+
+
+def join_rendezvous(timeout_seconds: float) -> tuple[Any, int, int]:
+    """Return (a store shared by all processes of the launch, this process's rank, the number of
+    processes).
+
+    It runs before any world is initialized. Raises RankLost if a process does not join in time.
+    """
+    rendezvous = dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_seconds))  # type: ignore[operator]
+    try:
+        return next(iter(rendezvous))
+    except RuntimeError as error:  # torch's store timed out
+        raise RankLost(
+            f"not all processes of the launch joined within {timeout_seconds:g} s "
+            f"({str(error).splitlines()[0]}): look at the last output of the others, or raise "
+            "--timeout"
+        ) from error
+
+
+def prefix_store(store: Any, name: str) -> Any:
+    """Return a view of a store with a separate key namespace."""
+    return dist.PrefixStore(name, store)
+
+
+def init_world(store: Any, rank: int, world: int, timeout_seconds: float) -> None:
+    """Initialize these processes as a separate world: collectives run among them only."""
+    backend, bound = (
+        "nccl" if torch.cuda.is_available() else "gloo",
+        datetime.timedelta(seconds=timeout_seconds),
+    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=bound)
+
+
+def new_world_group(timeout_seconds: float) -> Any:
+    """Return a second group of all ranks over the same backend; `timeout_seconds` bounds each
+    wait.
+    """
+    return dist.new_group(timeout=datetime.timedelta(seconds=timeout_seconds))
+
+
+def shard_model(model: torch.nn.Module, layers: list[torch.nn.Module], *, bf16: bool) -> None:
+    """Shard a model over the ranks in place (FSDP2): each of `layers` is a unit, the rest another
+    unit.
+
+    Gradients are SUMS over the ranks, in fp32. `bf16`: weights are gathered and used in bf16.
+    """
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32
+    )
+    for module in (*layers, model):
+        fully_shard(module, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no average
+            module.set_gradient_divide_factor(1.0)
+    root: Any = model
+    # Initialize now, not at the first forward. Adapters may be disabled in that forward, and FSDP
+    # would then sum their bf16 gradients in bf16 in all later steps.
+    root._get_fsdp_state()._lazy_init()
+
+
+@dataclass(frozen=True)
+class ProcessTensorParallelGroup:
+    """Hold some ranks of this world that compute together; see
+    `rl.sampler.tensor_parallel.TensorParallelGroup`.
+    """
+
+    rank: int
+    size: int
+    group: Any
+
+    def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum `x` over the group, in place."""
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return `x` of every rank of the group, in rank order."""
+        gathered = [
+            torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)
+        ]
+        dist.all_gather(gathered, x.contiguous(), group=self.group)
+        return gathered
+
+    def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
+        """Replace `x` by that of the group's first rank, in place."""
+        dist.broadcast(x, group=self.group, group_src=0)
+        return x
+
+
+_tensor_parallel_groups: dict[int, ProcessTensorParallelGroup] = {}
+
+
+def get_tensor_parallel_group(
+    size: int, timeout_seconds: float
+) -> ProcessTensorParallelGroup | None:
+    """Return this rank's team of `size` consecutive ranks, or None for size 1.
+
+    Each call returns the same team. All ranks call it together.
+    """
+    for first in (
+        range(0, world(), size) if size > 1 and size not in _tensor_parallel_groups else ()
+    ):
+        ranks = range(first, first + size)
+        group = dist.new_group(list(ranks), timeout=datetime.timedelta(seconds=timeout_seconds))
+        if rank() in ranks:
+            _tensor_parallel_groups[size] = ProcessTensorParallelGroup(rank() - first, size, group)
+    return _tensor_parallel_groups[size] if size > 1 else None
+
+
+def shutdown() -> None:
+    """Destroy all process groups."""
+    _tensor_parallel_groups.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,152 @@
+"""Handle stop signals.
+
+The current step is finished if time allows, the run is saved, and the exit code gives the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+REQUEUE = 75  # EX_TEMPFAIL: run again with --resume
+INTERRUPTED = 130
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+# A launcher forwards its signals, and a scheduler signals both launcher and processes, so a single
+# request arrives several times.
+_SAME_REQUEST_SECONDS = 1.0
+
+
+class RunStopped(Exception):
+    """Report that the run was stopped by a signal and has saved its state.
+
+    `exit_code`: 75 means "requeue", 130 a person's Ctrl-C.
+    """
+
+    def __init__(self, exit_code: int):
+        self.exit_code = exit_code
+        super().__init__(f"stopped with exit code {exit_code}")
+
+
+class StopRequest:
+    """Handle SIGINT, SIGTERM and SIGUSR1 (a scheduler's warning) while entered.
+
+    The first signal requests a stop: `exit_code` is set. A second signal, or `grace_seconds` after
+    the first, ends the process immediately with the same code: the newest checkpoint is complete,
+    and a resumed run continues from it. Until `has_started` is set nothing needs saving, and the
+    first signal ends the process immediately. `on_exit` is called before an immediate end (to
+    release a lock).
+    """
+
+    def __init__(self, grace_seconds: float = 90.0) -> None:
+        self.grace_seconds = grace_seconds
+        self.exit_code: int | None = None
+        self.has_started = False
+        self.on_exit: Callable[[], None] = lambda: None
+        self._requested_at = 0.0
+        self._timer: threading.Timer | None = None
+        self._previous_handlers: dict[int, object] = {}
+
+    def exceeds_grace(self, seconds: float) -> bool:
+        """Return whether a stop was requested and `seconds` of work no longer fit into the grace
+        time.
+        """
+        return (
+            self.exit_code is not None
+            and time.monotonic() + seconds > self._requested_at + self.grace_seconds
+        )
+
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        now = time.monotonic()
+        if self.exit_code is None:
+            self.exit_code, self._requested_at = (
+                INTERRUPTED if number == signal.SIGINT else REQUEUE,
+                now,
+            )
+            if not self.has_started:
+                self._end(self.exit_code, f"{signal.Signals(number).name} before the first step")
+            over = f"the {self.grace_seconds:g} s to stop in (the setting stop_grace) are over"
+            self._timer = threading.Timer(self.grace_seconds, self._end, (self.exit_code, over))
+            self._timer.daemon = True
+            self._timer.start()
+        elif now - self._requested_at > _SAME_REQUEST_SECONDS:
+            code = INTERRUPTED if number == signal.SIGINT else self.exit_code
+            self._end(code, f"a second signal, {signal.Signals(number).name}")
+
+    def _end(self, code: int, reason: str) -> None:
+        """Call `on_exit` and end the process."""
+        try:
+            self.on_exit()
+        finally:
+            _end_immediately(code, reason)
+
+    def __enter__(self) -> StopRequest:
+        # Ranks other than 0 call leave_to_the_driver when they serve. Before that nothing is lost
+        # if a signal ends them.
+        """Install the handlers on rank 0."""
+        if _is_main_thread() and os.environ.get("RANK", "0") == "0":
+            for number in SIGNALS:
+                self._previous_handlers[number] = signal.signal(number, self._handle_signal)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._previous_handlers.clear()
+
+
+def _end_immediately(code: int, reason: str) -> None:
+    """End the process from a signal handler or a timer, without acquiring any lock."""
+    show_cursor = b"\x1b[?25h" if sys.stdout.isatty() else b""  # a progress bar hides it
+    os.write(
+        2,
+        show_cursor
+        + f"ended immediately: {reason}; --resume uses the newest checkpoint, if any\n".encode(),
+    )
+    os._exit(code)
+
+
+def defer_signals_to_driver(grace_seconds: float) -> None:
+    """Let the driver handle stop signals on a serving rank, since the driver needs this rank to
+    save.
+
+    The rank ends when the driver does. If the driver hangs, the rank ends by itself half a minute
+    after the driver's grace time.
+    """
+
+    def handle_signal(number: int, frame: FrameType | None) -> None:
+        timer = threading.Timer(
+            grace_seconds + 30.0, _end_immediately, (REQUEUE, "the driver never released this rank")
+        )
+        timer.daemon = True
+        timer.start()
+
+    if _is_main_thread():
+        for number in SIGNALS:
+            signal.signal(number, handle_signal)
+
+
+def end_with_launcher() -> None:
+    """Ask the system to send this process SIGTERM if its launcher (accelerate, torchrun) dies.
+
+    Otherwise SIGTERM would reach the launcher only. Linux only (prctl PR_SET_PDEATHSIG); on other
+    systems, signal the training process itself.
+    """
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+    if sys.platform == "linux" and launched:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
+
+
+def _is_main_thread() -> bool:
+    """Return whether this is the main thread, the only thread in which Python handles signals."""
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,57 @@
+"""Check the tensor-parallel groups of a sampler (`sampler_tp`).
+
+A group is consecutive processes of a machine, each of which holds a part of the sampler's weights.
+"""
+
+from __future__ import annotations
+
+import os
+
+from rl.distributed import collectives
+from rl.errors import UserError
+from rl.types.number_checks import validate_integer
+
+
+def check_tensor_parallel(sampler_tp: int, sampler_ranks: int = 0) -> None:
+    """Raise UserError if this launch cannot be divided into groups that each lie on a single
+    machine.
+    """
+    validate_integer(
+        "sampler_tp",
+        sampler_tp,
+        "a whole number of processes that hold the sampler's weights together, 1 if each holds all",
+        minimum=1,
+    )
+    if sampler_tp == 1:
+        return
+    check_tensor_parallel_without_roles(sampler_tp, sampler_ranks)
+    started = max(collectives.world(), int(os.environ.get("WORLD_SIZE", "1")))
+    if started == 1:
+        raise UserError(
+            f"sampler_tp {sampler_tp} splits the sampler's weights over {sampler_tp} processes of "
+            "a machine, but one was started: start that many, as in `accelerate launch "
+            f"--config_file accelerate_configs/zero3.yaml --num_processes {sampler_tp} train.py "
+            "...`, or set sampler_tp to 1"
+        )
+    check_tensor_parallel_size(
+        sampler_tp, min(started, int(os.environ.get("LOCAL_WORLD_SIZE", started)))
+    )
+
+
+def check_tensor_parallel_without_roles(sampler_tp: int, sampler_ranks: int) -> None:
+    """Raise UserError if `sampler_tp` is used in a launch with processes that only sample."""
+    if sampler_tp > 1 and sampler_ranks:
+        raise UserError(
+            f"sampler_tp {sampler_tp} and sampler_ranks {sampler_ranks} cannot be combined: each "
+            "rank that only samples holds all weights. Leave out either of them"
+        )
+
+
+def check_tensor_parallel_size(sampler_tp: int, per_node: int) -> None:
+    """Raise UserError if the number of processes per machine is not divisible by `sampler_tp`."""
+    if per_node % sampler_tp:
+        fitting = [k for k in range(1, per_node + 1) if per_node % k == 0]
+        raise UserError(
+            f"sampler_tp {sampler_tp} does not divide the {per_node} processes of a machine: use "
+            f"{', '.join(map(str, fitting))}, or start another number of processes"
+        )

@@ -1,0 +1,193 @@
+"""Run an episode's environment code, in this process or in a separate process. The rollout uses
+both in the same way.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rl.envs.environment import Environment, TurnResult
+from rl.envs.environment_registry import EnvironmentSpec
+from rl.envs.tools import Tool, ToolCall, as_tool, run_calls
+from rl.types import Message
+
+MAX_CHARACTERS = 1_000_000  # in the messages of a Turn
+PER_SEAT_FIELDS = ("rewards", "metrics_of", "logs_of")  # fields of a Turn that are for other seats
+
+
+@dataclass(frozen=True)
+class EpisodeTask:
+    """Hold the inputs of an episode: the environment's row, seed, and index in the group."""
+
+    row: Mapping[str, Any]
+    seed: int
+    member: int = 0
+
+
+@dataclass(frozen=True)
+class EpisodeStart:
+    """Describe a started episode: the first messages or Turn (unchecked), the tools' schemas by
+    name, and the player of each seat.
+    """
+
+    first_turn: Any
+    tools: Mapping[str, Mapping[str, Any]]
+    seats: Sequence[str | None]
+
+
+class EnvRunner(Protocol):
+    """Define the interface through which the rollout runs an episode's environment. Methods are
+    called sequentially; each may raise anything, or hang.
+    """
+
+    def start(self) -> Any:
+        """Return a Begun, or an awaitable of a Begun."""
+        ...
+
+    def process_answer(self, message: Message) -> Any:
+        """Return the tool calls that were run, else the result of the environment's `step` (or an
+        awaitable of it).
+        """
+        ...
+
+    def close(self) -> Any: ...
+
+    def kill(self) -> None:
+        """End a hanging environment as far as possible."""
+        ...
+
+
+def make_environment(spec: EnvironmentSpec, task: EpisodeTask) -> Environment:
+    """Return an environment for this task, with its random generator, that has not started."""
+    environment = spec.make()
+    environment.row, environment.seed, environment.member, environment.calls = (
+        dict(task.row),
+        task.seed,
+        task.member,
+        [],
+    )
+    environment.rng = random.Random(task.seed)
+    return environment
+
+
+class InProcessRunner:
+    """Run the environment in this process. `shared`: returns the object that the group shares."""
+
+    def __init__(
+        self, spec: EnvironmentSpec, task: EpisodeTask, shared: Any, *, forks: bool = False
+    ):
+        self.environment, self._shared, self._forks = make_environment(spec, task), shared, forks
+        self.tools: dict[str, Tool] = {}
+
+    async def start(self) -> EpisodeStart:
+        """Start the environment and return its first messages, tools and seats."""
+        self.environment.shared = self._shared()
+        first = self.environment.start()
+        if inspect.isawaitable(first):
+            first = await first
+        self.tools = {tool.name: tool for tool in map(as_tool, self.environment.tools)}
+        return EpisodeStart(
+            first,
+            {name: tool.schema for name, tool in self.tools.items()},
+            tuple(self.environment.seats),
+        )
+
+    def process_answer(self, message: Message) -> Any:
+        """Run and return the tool calls of an answer. Pass an answer without calls to `step`."""
+        if self.tools and (message.get("tool_calls") or message.get("unparsed_tool_calls")):
+            calls: list[ToolCall] = run_calls(message, self.tools, forks=self._forks)
+            self.environment.calls += calls
+            return calls
+        return self.environment.step(message)
+
+    def close(self) -> Any:
+        """Close the environment."""
+        return self.environment.close()
+
+    def kill(self) -> None:
+        """Do nothing: a thread cannot be ended from outside."""
+
+
+def count_characters(messages: Any) -> int:
+    """Return the number of characters in messages; 0 if the value is not messages."""
+    if isinstance(messages, str):
+        return len(messages)
+    contents = (
+        [m.get("content") for m in messages if isinstance(m, Mapping)]
+        if isinstance(messages, Sequence)
+        else []
+    )
+    parts = [
+        part.get("text")
+        for content in contents
+        if isinstance(content, list)
+        for part in content
+        if isinstance(part, Mapping)
+    ]
+    return sum(len(text) for text in (*contents, *parts) if isinstance(text, str))
+
+
+def encode_result(result: Any) -> dict[str, Any]:
+    """Convert a result of a Host method to JSON-serializable data.
+
+    Raises ValueError if the messages have more than MOST_CHARACTERS characters.
+    """
+    size = count_characters(result.messages if isinstance(result, TurnResult) else result)
+    if size > MAX_CHARACTERS:
+        raise ValueError(
+            f"the messages of a turn have {size} characters; at most {MAX_CHARACTERS} are allowed"
+        )
+    if isinstance(result, list) and all(isinstance(call, ToolCall) for call in result):
+        return {
+            "calls": [
+                [c.name, dict(c.arguments), c.answer, c.error, c.malformed, c.seconds]
+                for c in result
+            ]
+        }
+    if isinstance(result, EpisodeStart):
+        return {
+            "begun": encode_result(result.first_turn),
+            "tools": dict(result.tools),
+            "seats": list(result.seats),
+        }
+    if isinstance(result, TurnResult):
+        names = ("reward", "done", "truncated", "metrics", "logs", "seat")
+        by_seat = {name: _encode_by_seat(getattr(result, name)) for name in PER_SEAT_FIELDS}
+        return {
+            "turn": {name: getattr(result, name) for name in names},
+            "said": result.messages,
+            "by_seat": by_seat,
+        }
+    return {"value": result}
+
+
+def decode_result(encoded: Mapping[str, Any]) -> Any:
+    """Convert the result of `encode_result` back."""
+    if "calls" in encoded:
+        return [ToolCall(*fields) for fields in encoded["calls"]]
+    if "begun" in encoded:
+        return EpisodeStart(
+            decode_result(encoded["begun"]), encoded["tools"], tuple(encoded["seats"])
+        )
+    if "turn" in encoded:
+        by_seat: dict[str, Any] = {
+            name: dict(pairs) if isinstance(pairs, list) else pairs
+            for name, pairs in encoded["by_seat"].items()
+        }
+        return TurnResult(messages=encoded["said"], **by_seat, **encoded["turn"])
+    return encoded["value"]
+
+
+def _encode_by_seat(by_seat: Any) -> Any:
+    """Convert a mapping by seat to pairs, because JSON has no integer keys. Any other value becomes
+    a text, which is rejected later, in validation.
+    """
+    return (
+        [[seat, of_seat] for seat, of_seat in by_seat.items()]
+        if isinstance(by_seat, Mapping)
+        else str(by_seat)
+    )

@@ -1,0 +1,490 @@
+"""Find environments by name, `module:Class` or `file.py:Class`, and read their settings."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import itertools
+import shlex
+import textwrap
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any, TypeVar
+
+from rl.config import RawValue, SettingsError, build_settings, nearest_name
+from rl.envs.environment import Environment
+from rl.envs.trl_env import TrlEnvironment, wrap_factory
+from rl.errors import UserError
+from rl.rewards import load_file
+from rl.sanitize import describe_error
+
+T = TypeVar("T", bound=type)
+
+BUILT_IN: dict[str, str] = {
+    "calculator": "rl.envs.calculator_env:CalculatorEnv",
+    "debate": "rl.envs.debate_env:DebateEnv",
+    "debugging": "rl.envs.debugging_env:DebuggingEnv",
+    # in a package above this layer: imported by name only
+    "endpoint": "rl.serve.program_env:Endpoint",
+    "guess_number": "rl.envs.guess_number_env:GuessNumber",
+    "tic_tac_toe": "rl.envs.tic_tac_toe_env:TicTacToeEnv",
+    "twenty_questions": "rl.envs.twenty_questions_env:TwentyQuestionsEnv",
+    "mcp": "rl.envs.wrappers.mcp_tools:McpTools",
+    "openenv": "rl.envs.wrappers.openenv_env:OpenEnv",
+    "python": "rl.envs.python_env:Python",
+    "reasoning_gym": "rl.envs.wrappers.reasoning_gym_env:ReasoningGym",
+    "search": "rl.envs.search_env:Search",
+    "skyrl_gym": "rl.envs.wrappers.skyrl_gym_env:SkyRLGym",
+    "textarena": "rl.envs.wrappers.textarena_env:TextArena",
+    "tinker": "rl.envs.wrappers.tinker_cookbook_env:Tinker",
+}
+# Built-in environments that import packages which requirements.txt does not install.
+_REQUIREMENTS = {"endpoint": "requirements-serve.txt"}
+_REGISTERED: dict[str, type] = {}
+
+
+def register_environment(name: str, *, replace: bool = False) -> Callable[[T], T]:
+    """Return a decorator that makes a class available as `name`.
+
+    Raises UserError if the name is taken, unless `replace` is set or the same class is registered
+    again.
+    """
+    if not name or ":" in name:
+        raise UserError(
+            "an environment's name must not be empty or contain ':' (reserved for 'module:Class'),"
+            f" got {name!r}"
+        )
+
+    def decorate(cls: T) -> T:
+        old = _REGISTERED.get(name)
+        same = old is not None and (old.__module__, old.__qualname__) == (
+            cls.__module__,
+            cls.__qualname__,
+        )
+        if not (same or replace) and (old is not None or name in BUILT_IN):
+            raise UserError(
+                f"an environment is called {name!r} already: choose another name, or use"
+                " register_environment(..., replace=True)"
+            )
+        _REGISTERED[name] = cls
+        return cls
+
+    return decorate
+
+
+def list_environments() -> list[str]:
+    """Return the names that `resolve_environment` knows, sorted."""
+    return sorted({*BUILT_IN, *_REGISTERED})
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """Describe a class of environments with its settings. `make()` returns an instance for an
+    episode.
+
+      address   import location of the class, as named by the user; used by other processes too
+      own_rows  no data set is named, and the environment works without it (see `can_make_rows`)
+      root      process that forks processes for episodes (see `rl.envs.fork_server`); None:
+                episodes run in this process
+    """
+
+    name: str
+    cls: type
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    address: str | None = None
+    own_rows: bool = False
+    root: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def seed_stream(self) -> str:
+        """Return the name that the seeds of episodes are derived from; it does not depend on the
+        folder of a file.
+        """
+        return self.name.rpartition("/")[2]
+
+    def make(self) -> Environment:
+        """Return an environment for an episode."""
+        instance = self.cls(**self.settings)
+        if isinstance(instance, Environment):
+            return instance
+        return TrlEnvironment(instance)
+
+    @property
+    def has_shared_data(self) -> bool:
+        """Return True if the environment defines `share`."""
+        return issubclass(self.cls, Environment) and self.cls.share is not Environment.share
+
+    @property
+    def needs_rows(self) -> bool:
+        """Return True if each episode needs a row of a data set."""
+        return not self.own_rows and bool(self.make().needs_rows)  # settings may decide
+
+    @property
+    def can_make_rows(self) -> bool:
+        """Return True if a data set is optional: objects of other libraries do not declare it, and
+        may work without rows.
+        """
+        return not issubclass(self.cls, Environment) and self.token_level is None
+
+    @property
+    def token_level(self) -> Callable[..., Any] | None:
+        """Return the function that makes a group of token-level environments; None if the class has
+        none.
+        """
+        return (
+            getattr(self.cls(**self.settings), "group", None)
+            if hasattr(self.cls, "group")
+            else None
+        )
+
+
+def resolve_spec(
+    spec: str | type | EnvironmentSpec, settings: Mapping[str, Any]
+) -> EnvironmentSpec:
+    """Return the environment with settings as values, which are used unchanged. See
+    `resolve_environment`.
+    """
+    if isinstance(spec, EnvironmentSpec):
+        if settings:
+            raise UserError(
+                f"the environment {spec.name!r} is already resolved and takes no settings, got"
+                f" {sorted(settings)}: pass its name"
+            )
+        return spec
+    if isinstance(spec, str):
+        spec, program = _split_program(spec)
+        settings = {**{key: shlex.split(text)[0] for key, text in program}, **settings}
+    cls = spec if isinstance(spec, type) else _load_class(spec)
+    name = spec if isinstance(spec, str) else cls.__name__
+    address = None if isinstance(spec, type) else _find_address(spec)
+    known = make_settings_class(cls, name)
+    if known is None:
+        return _check_settings(EnvironmentSpec(name, cls, settings, address))
+    fields = {item.name: item for item in dataclasses.fields(known)}
+    problems = [_unknown_setting_error(name, key, fields) for key in settings if key not in fields]
+    missing = [key for key, item in fields.items() if key not in settings and _is_required(item)]
+    problems += [
+        f"environment {name!r} needs the setting {key!r}: set --environment.{key}"
+        for key in missing
+    ]
+    if problems:
+        raise SettingsError(problems)
+    return _check_settings(EnvironmentSpec(name, cls, settings, address))
+
+
+def _check_settings(spec: EnvironmentSpec) -> EnvironmentSpec:
+    """Return the spec after making an environment from it. Raises UserError if that fails, such as
+    for settings that contradict each other.
+    """
+    try:
+        spec.make()
+    except UserError:
+        raise
+    except Exception as error:  # boundary: checks of the environment
+        message = str(error) if isinstance(error, ValueError) else describe_error(error, 500)
+        raise UserError(
+            f"the environment {spec.name} cannot be made with these settings: {message}"
+        ) from error
+    return spec
+
+
+def load_spec(address: str, settings: Mapping[str, Any]) -> EnvironmentSpec:
+    """Return the environment at an address (see `EnvironmentSpec`), with settings that were already
+    checked.
+    """
+    return EnvironmentSpec(address, _load_class(address), dict(settings), address)
+
+
+def _split_program(name: str) -> tuple[str, list[tuple[str, str]]]:
+    """Split "endpoint:python agent.py" into "endpoint" and its setting `program`.
+
+    The class attribute `behind_colon` names the setting that may follow the colon.
+    """
+    head, colon, rest = name.partition(":") if isinstance(name, str) else (name, "", "")
+    if (
+        not colon
+        or head not in list_environments()
+        or (setting := getattr(_load_class(head), "behind_colon", None)) is None
+    ):
+        return name, []
+    return head, [(setting, shlex.quote(rest))]
+
+
+def _find_address(name: str) -> str | None:
+    """Return module:Class, or a file's absolute path and the class.
+
+    Return None for a name registered by code of this process.
+    """
+    if name in _REGISTERED:
+        return None
+    source, _, attribute = BUILT_IN.get(name, name).rpartition(":")
+    return (
+        f"{Path(source).expanduser().resolve() if source.endswith('.py') else source}:{attribute}"
+    )
+
+
+def parse_environment(name: str, settings: Sequence[tuple[str, str]]) -> EnvironmentSpec:
+    """Return the environment with settings as written on the command line or in a recipe. Raises
+    SettingsError, which names every mistake.
+    """
+    name, program = _split_program(name)
+    settings = [*program, *settings]
+    cls = _load_class(name)
+    table = make_settings_class(cls, name)
+    if table is None:
+        return _check_settings(EnvironmentSpec(name, cls, dict(settings), _find_address(name)))
+    fields = {item.name: item for item in dataclasses.fields(table)}
+    problems: list[str] = []
+    values: dict[str, RawValue] = {}
+    for key, text in settings:
+        if key in fields:
+            values[key] = RawValue(tuple(shlex.split(text)), f"--environment.{key}")
+        elif key.startswith("no_") and key[3:] in fields and text == "True":
+            values[key[3:]] = RawValue(("False",), f"--environment.{key}")
+        else:
+            problems.append(_unknown_setting_error(name, key, fields))
+    built = build_settings(table, values, problems, prefix="environment.")
+    if problems:
+        raise SettingsError(problems)
+    return _check_settings(
+        EnvironmentSpec(
+            name, cls, {key: getattr(built, key) for key in values}, _find_address(name)
+        )
+    )
+
+
+def make_settings_class(cls: type, name: str) -> type | None:
+    """Return a dataclass with an environment's settings as fields; None if `__init__` takes any
+    names (**settings). Raises UserError if a setting's type cannot be written as text.
+    """
+    if dataclasses.is_dataclass(cls):
+        fields = _dataclass_fields(cls)
+    else:
+        parameters = inspect.signature(cls).parameters.values()
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return None
+        fields = _argument_fields(cls, [p for p in parameters if p.kind is not p.VAR_POSITIONAL])
+    try:
+        table = dataclasses.make_dataclass(cls.__name__, fields, frozen=True, kw_only=True)
+        build_settings(table, {}, [])
+    except TypeError as error:
+        raise UserError(
+            f"the settings of environment {name!r} cannot be written on the command line: {error}"
+        ) from error
+    table.__doc__ = inspect.cleandoc(cls.__doc__ or name).split("\n\n")[0]
+    return table
+
+
+def show_help(name: str | None) -> None:
+    """Print the settings of an environment as --environment.NAME; without a name, print all
+    environments.
+    """
+    if name is None:
+        print(
+            "\nEnvironments (--environment NAME; NAME --help shows its settings)\n"
+            f"  {', '.join(list_environments())}"
+        )
+        return
+    import tyro
+
+    name = _split_program(name)[0]
+    cls = _load_class(name)
+    table = make_settings_class(cls, name)
+    if table is None:
+        print(f"\nThe environment {name} takes any settings: --environment.NAME VALUE")
+        return
+    for item in dataclasses.fields(table):
+        if (help_text := _field_help(cls, item.name)) is not None:
+            table.__annotations__[item.name] = Annotated[
+                table.__annotations__[item.name], tyro.conf.arg(help=help_text)
+            ]
+    page = dataclasses.make_dataclass("Page", [("environment", table)])
+    try:
+        tyro.cli(
+            page,
+            prog=f"train.py METHOD --environment {name}",
+            description=f"Settings of the environment {name}.",
+            args=["--help"],
+        )
+    except SystemExit:
+        return  # tyro exits after it has printed the help
+
+
+def _field_help(cls: type, name: str) -> str | None:
+    """Return the string below a setting's field in the source of the class, or None."""
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    except (OSError, SyntaxError, TypeError):
+        return None
+    statements = body.body if isinstance(body, ast.ClassDef) else []
+    for field_, following in itertools.pairwise(statements):
+        matches = (
+            isinstance(field_, ast.AnnAssign)
+            and isinstance(field_.target, ast.Name)
+            and field_.target.id == name
+        )
+        if (
+            matches
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+            and isinstance(following.value.value, str)
+        ):
+            return following.value.value
+    return None
+
+
+def _dataclass_fields(cls: type) -> list[tuple[str, Any, Any]]:
+    """Return (name, type, field) for each setting of a dataclass."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    make_field: Any = dataclasses.field  # its overloads do not take a default that may be missing
+    return [
+        (
+            item.name,
+            hints[item.name],
+            make_field(default=item.default, default_factory=item.default_factory),
+        )
+        for item in dataclasses.fields(cls)
+        if item.init
+    ]
+
+
+def _argument_fields(
+    cls: type, parameters: Sequence[inspect.Parameter]
+) -> list[tuple[str, Any, Any]]:
+    """Return (name, type, field) for each argument of `__init__`.
+
+    The type of an argument without a hint is the type of its default, else str.
+    """
+    hints = (
+        typing.get_type_hints(vars(cls)["__init__"], include_extras=True)
+        if "__init__" in vars(cls)
+        else {}
+    )
+    fields = []
+    for p in parameters:
+        annotation = hints.get(p.name, str if p.default in (p.empty, None) else type(p.default))
+        default = (
+            dataclasses.field()
+            if p.default is p.empty
+            else dataclasses.field(default_factory=partial(_identity, p.default))
+        )
+        fields.append((p.name, annotation, default))
+    return fields
+
+
+def _identity(value: Any) -> Any:
+    """Return the value unchanged."""
+    return value
+
+
+def _is_required(item: dataclasses.Field) -> bool:
+    """Return True if a field has no default."""
+    return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+
+
+def _unknown_setting_error(name: str, key: str, known: Mapping[str, Any]) -> str:
+    """Return the error message for an unknown setting, with the nearest known setting."""
+    near = nearest_name(key, known)
+    hint = f"did you mean --environment.{near}?" if near else f"it has {', '.join(known) or 'none'}"
+    return f"--environment.{key}: no such setting of the environment {name}; {hint}"
+
+
+def _load_class(spec: str) -> type:
+    """Return the class that a name or address refers to. Raises UserError if it does not exist or
+    is not an environment.
+    """
+    if not isinstance(spec, str) or not spec:
+        raise UserError(f"an environment is a name, 'module:Class' or a class, got {spec!r}")
+    if spec in _REGISTERED:
+        return _REGISTERED[spec]
+    address = BUILT_IN.get(spec, spec)
+    if ":" not in address:
+        names = list_environments()
+        closest = nearest_name(spec, names)
+        hint = f"did you mean {closest!r}? " if closest else ""
+        raise UserError(
+            f"no environment is named {spec!r}: {hint}the known names are {', '.join(names)};"
+            " name a class of a file as 'file.py:Class'"
+        )
+    source, _, attribute = address.rpartition(":")
+    file = source.endswith(".py")
+    module = (
+        load_file(str(Path(source).expanduser().resolve()), "environment")
+        if file
+        else _load_module(spec, source)
+    )
+    target: Any = module
+    for part in attribute.split("."):
+        target = getattr(target, part, None)
+    if not isinstance(target, type) and (adapter := wrap_factory(target, attribute)) is not None:
+        return adapter
+    if not isinstance(target, type) or not (
+        issubclass(target, Environment) or hasattr(target, "reset")
+    ):
+        classes = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, type) and value is not Environment
+        }
+        environments = sorted(
+            key for key, value in classes.items() if issubclass(value, Environment)
+        )
+        choices = [
+            key for key in environments if classes[key].__module__ == module.__name__
+        ] or environments
+        closest = nearest_name(attribute, choices)
+        hint = f"did you mean {closest!r}? " if closest else ""
+        raise UserError(
+            f"environment {spec!r}: {attribute!r} is not an environment in it; {hint}it has"
+            f" {', '.join(choices) or 'none'}"
+        )
+    return target
+
+
+def load_object(spec: str, what: str) -> Any:
+    """Return the object at "module:name" or "path/to/file.py:name". Raises UserError if it does not
+    exist.
+    """
+    place, _, attribute = spec.rpartition(":")
+    if not place or not attribute:
+        raise UserError(f"{what} is named as 'module:name' or 'file.py:name', got {spec!r}")
+    file = place.endswith(".py")
+    module: Any = (
+        load_file(str(Path(place).expanduser().resolve()), "environment")
+        if file
+        else _load_module(spec, place)
+    )
+    if not hasattr(module, attribute):
+        closest = nearest_name(
+            attribute, [name for name in vars(module) if not name.startswith("_")]
+        )
+        raise UserError(
+            f"{spec!r}: {place} has no {attribute}"
+            + (f"; did you mean {closest}?" if closest else "")
+        )
+    return getattr(module, attribute)
+
+
+def _load_module(spec: str, place: str) -> ModuleType:
+    """Import a module. Raises UserError, with the command that installs a missing package if it is
+    known.
+    """
+    try:
+        return importlib.import_module(place)
+    except ImportError as error:
+        if spec in _REQUIREMENTS and isinstance(error, ModuleNotFoundError):
+            raise UserError(
+                f"environment {spec!r} needs the package {error.name}: pip install -r"
+                f" {_REQUIREMENTS[spec]}"
+            ) from error
+        raise UserError(
+            f"environment {spec!r}: importing {place!r} failed ({type(error).__name__}: {error});"
+            " it must be importable from the working directory (PYTHONPATH), or be named as"
+            " 'path/to/file.py:Class'"
+        ) from error

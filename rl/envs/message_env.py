@@ -1,0 +1,441 @@
+"""Connect environments to the rollout: convert messages to tokens and back, run tool calls, apply
+limits, and report failures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from rl.envs.env_runner import (
+    MAX_CHARACTERS,
+    EnvRunner,
+    EpisodeStart,
+    EpisodeTask,
+    InProcessRunner,
+    count_characters,
+    make_environment,
+)
+from rl.envs.environment import TurnResult
+from rl.envs.environment_registry import EnvironmentSpec
+from rl.envs.episode_thread import EpisodeThread, ThreadCall
+from rl.envs.fork_server import SubprocessRunner
+from rl.envs.problem_env import last_user_text
+from rl.envs.step_validation import StepValidator, safe_repr
+from rl.envs.tools import ToolCall
+from rl.renderers import Renderer, format_with_calls
+from rl.rollout import Env, EnvGroupBuilder, EpisodeFailed, StepResult
+from rl.sanitize import sanitize_text
+from rl.seed import derive_seed
+from rl.types import Message, ModelInput, Problem, SampledSequence
+
+Stop = Sequence[str] | Sequence[int]
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """Limit an episode.
+
+    turns    maximum number of answers of the policy
+    tokens   maximum number of tokens in the episode (None: the model's context)
+    seconds  maximum time of the environment and its tools together, excluding sampling
+    """
+
+    turns: int = 16
+    tokens: int | None = None
+    seconds: float = 60.0
+
+
+@dataclass
+class _Conversation:
+    """Hold a player's conversation: its messages, and the tokens of its last prompt and answer."""
+
+    renderer: Renderer
+    messages: list[Message] = field(default_factory=list)
+    last_prompt: ModelInput = field(default_factory=ModelInput.empty)
+    answer: Sequence[int] = ()
+    new_messages: list[Message] = field(default_factory=list)  # received since its last answer
+
+    def next_prompt(self) -> ModelInput:
+        """Return the next prompt: the previous prompt and answer plus the new messages, if the
+        renderer can extend them; else a new rendering of all messages.
+        """
+        bridged = None
+        if self.answer:
+            bridged = self.renderer.extend_prompt(
+                self.messages[:-1], self.last_prompt.flat(), self.answer, self.new_messages
+            )
+        self.messages += self.new_messages
+        if bridged is None:
+            return self.renderer.build_generation_prompt(self.messages)
+        return (
+            ModelInput.of(bridged.flat(), [*self.last_prompt.placed(), *bridged.placed()])
+            if self.last_prompt.placed()
+            else bridged
+        )
+
+
+class EnvironmentGroup(EnvGroupBuilder):
+    """Make a group's environments for a row and seed.
+
+    `system_prompt`: precedes the conversation of each seat. `renderers`: renderers of players that
+    are other models, by name.
+    """
+
+    def __init__(
+        self,
+        spec: EnvironmentSpec,
+        problem: Problem,
+        group_size: int,
+        renderer: Renderer,
+        *,
+        limits: EpisodeLimits | None = None,
+        system_prompt: str | None = None,
+        renderers: Mapping[str, Renderer] | None = None,
+    ):
+        self.spec, self.problem, self.group_size, self.renderer = (
+            spec,
+            problem,
+            group_size,
+            renderer,
+        )
+        self.limits, self.system_prompt, self.renderers = (
+            limits or EpisodeLimits(),
+            system_prompt,
+            renderers or {},
+        )
+        self.tag = problem.tag if problem.tag != "problem" else spec.name
+        self.problem_index = problem.index
+        # MessageEnv counts turns itself, so the rollout needs no limit.
+        self.max_turns = 1_000_000
+        self.max_tokens = self.limits.tokens
+        self.row: dict[str, Any] = dict(problem.meta)
+        if problem.messages:
+            self.row |= {"messages": list(problem.messages), "prompt": list(problem.messages)}
+        self.seed = int(
+            problem.meta.get("seed", derive_seed("environment", spec.seed_stream, problem.index))
+        )
+        self._first_prompts: dict[Any, ModelInput] = {}
+        self._renderers: dict[str, Renderer] = {}
+
+    def make_envs(self) -> list[MessageEnv]:
+        """Return an environment for each episode of the group."""
+        if self.spec.root is not None:
+            self.spec.root.begin()
+        task = EpisodeTask(self.row, self.seed)
+        shared = SharedGroupData(
+            self.spec,
+            task,
+            self.limits.seconds,
+            f"{self.spec.name}, what row {self.problem_index} shares,",
+        )
+        return [MessageEnv(self, member, shared) for member in range(self.group_size)]
+
+    def deduplicate_prompt(self, observation: ModelInput) -> ModelInput:
+        """Return the first observation equal to this one, so that the group prefills it once."""
+        return self._first_prompts.setdefault(
+            (tuple(observation.flat()), observation.placed()), observation
+        )
+
+    def renderer_with(self, tools: Mapping[str, Mapping[str, Any]]) -> Renderer:
+        """Return the renderer that describes these tools (schemas by name), created once for the
+        group.
+        """
+        schemas = [dict(schema) for schema in tools.values()]
+        key = repr(schemas)
+        if key not in self._renderers:
+            self._renderers[key] = self.renderer.with_tools(schemas) if schemas else self.renderer
+        return self._renderers[key]
+
+
+class SharedGroupData:
+    """Hold the result of `Environment.share`, computed once for a group before its episodes begin,
+    and the process that the episodes are forked from, if any.
+    """
+
+    def __init__(self, spec: EnvironmentSpec, task: EpisodeTask, seconds: float, name: str):
+        self.spec, self.task, self.name, self.is_needed = spec, task, name, spec.has_shared_data
+        self._channel: Any = None
+        self._users = 0
+        self._thread = EpisodeThread(seconds, name, self.kill_process)
+        self._call = self._thread.submit(self._compute) if self.is_needed else None
+
+    def make_runner(self, member: int, label: str) -> EnvRunner:
+        """Return the runner of an episode."""
+        self._users += 1
+        task = EpisodeTask(self.task.row, self.task.seed, member)
+        return (
+            InProcessRunner(self.spec, task, self._get)
+            if self.spec.root is None
+            else SubprocessRunner(label, task, self._fork)
+        )
+
+    def release(self) -> None:
+        """Release the shared object for an ended episode; the last release ends the shared
+        process.
+        """
+        self._users -= 1
+        if self._users <= 0:
+            self._thread.finish(self.kill_process)
+
+    def kill_process(self) -> None:
+        """Kill the shared process, if any."""
+        if self._channel is not None:
+            self._channel.end()
+
+    def _compute(self) -> Any:
+        """Compute the shared object, in the shared process if episodes are forked."""
+        if self.spec.root is None:
+            return make_environment(self.spec, self.task).share()
+        self._channel = self.spec.root.fork()
+        return self._channel.ask(f"the environment {self.name}", "share", task=self.task)
+
+    def _get(self) -> Any:
+        """Wait for the shared object."""
+        return None if self._call is None else self._call.result()
+
+    def _fork(self) -> Any:
+        """Fork a process for an episode, from the group's process if it exists, else from the root
+        process.
+        """
+        self._get()
+        return self.spec.root.fork() if self._channel is None else self._channel.fork()
+
+
+class MessageEnv(StepValidator, Env):
+    """Adapt an `Environment` to the rollout. Tokens are made in the caller's thread; the
+    environment's code runs in the episode's thread.
+    """
+
+    blocks = False
+
+    def __init__(self, group: EnvironmentGroup, member: int, shared: SharedGroupData):
+        self.group, self.shared = group, shared
+        name = f"{group.spec.name}, episode {member} of row {group.problem_index},"
+        self.runner = shared.make_runner(member, f"the environment {name}")
+        self.thread = EpisodeThread(group.limits.seconds, name, self.runner.kill)
+        self.tools: Mapping[str, Mapping[str, Any]] = {}
+        self.calls: list[ToolCall] = []
+        self.turns = 0
+        self.conversations: dict[int, _Conversation] = {}
+
+    # ------------------------------------------------------------------------ called by the rollout
+
+    def initial_observation(self) -> _PendingObservation:
+        """Start the environment; the returned object waits for the first prompt."""
+        return _PendingObservation(self, self.thread.submit(self.runner.start))
+
+    def step(self, action: SampledSequence) -> _PendingStep:
+        """Parse an answer and pass it to the environment; the returned object waits for the
+        result.
+        """
+        conversation = self.conversations[self.seat]
+        answer, ended = conversation.renderer.parse_response(action.tokens)
+        if not ended:
+            answer["cut_off"] = True
+        conversation.messages.append(
+            {
+                key: value
+                for key, value in answer.items()
+                if key not in ("cut_off", "unparsed_tool_calls")
+            }
+        )
+        new_messages, conversation.answer, conversation.new_messages = (
+            conversation.new_messages,
+            action.tokens,
+            [],
+        )
+        self.turns += self.players[self.seat] is None
+        return _PendingStep(
+            self,
+            _ParsedAnswer(answer, ended, new_messages),
+            self.thread.submit(partial(self.runner.process_answer, answer)),
+        )
+
+    def close(self) -> None:
+        """Close the environment without waiting, and release the shared object."""
+        self.thread.finish(self.runner.close)
+        self.shared.release()
+
+    # ------------------------------------------------------------------------------ process results
+
+    def begun(self, start: EpisodeStart) -> tuple[ModelInput, Stop | None]:
+        """Return the first prompt and its stop sequences. Raises EpisodeFailed for invalid seats or
+        messages.
+        """
+        self.tools, self.players = start.tools, tuple(start.seats)
+        if not all(player is None or isinstance(player, str) for player in self.players):
+            raise self.make_error(
+                f"has the seats {sanitize_text(safe_repr(self.players), 100)}; each seat is None "
+                "(the"
+                " policy) or a player's name"
+            )
+        self._send_messages(
+            self._validate_step_result(start.first_turn)
+            if isinstance(start.first_turn, TurnResult)
+            else TurnResult(start.first_turn)
+        )
+        observation, stop = self._next_prompt()
+        return self.group.deduplicate_prompt(observation), stop
+
+    def result(self, answered: _ParsedAnswer, output: Any) -> StepResult:
+        """Convert the result of the environment, or of its tool calls, to a StepResult."""
+        messages = self.conversations[self.seat].messages
+        logs: dict[str, Any] = {
+            "prompt": last_user_text(messages[:-1]),
+            "response": format_with_calls(answered.message),
+            "told": answered.new_messages,
+        }
+        if isinstance(output, list) and all(isinstance(call, ToolCall) for call in output):
+            self.calls += output
+            logs["tool_calls"] = [call.as_json() for call in output]
+            turn = TurnResult([call.message for call in output], seat=self.seat)
+        else:
+            turn = self._validate_step_result(output)
+        metrics = {"ended": float(answered.ended), **turn.metrics}
+        done, truncated = turn.done, turn.done and turn.truncated
+        if not done and self.turns >= self.group.limits.turns:
+            done = truncated = True
+        logs = {**turn.logs, **logs}
+        if done:
+            metrics |= self._episode_metrics(truncated)
+            # Log the players of each game with several seats, so that older versions are rated in
+            # games of any author.
+            players = (
+                {"players": [name or "policy" for name in self.players]}
+                if len(self.players) > 1
+                else {}
+            )
+            other_seats = [
+                seat
+                for seat in range(len(self.players))
+                if seat != self.seat or seat in turn.logs_of
+            ]
+            logs_of = {seat: {**players, **turn.logs_of.get(seat, {})} for seat in other_seats}
+            seats: dict[str, Any] = {
+                "rewards": turn.rewards,
+                "metrics_of": turn.metrics_of,
+                "logs_of": logs_of,
+            }
+            return StepResult(
+                turn.reward,
+                True,
+                metrics=metrics,
+                logs={**players, **logs},
+                truncated=truncated,
+                **seats,
+            )
+        self._send_messages(turn)
+        observation, stop = self._next_prompt()
+        return StepResult(
+            turn.reward, False, observation, stop, metrics, logs, rewards=turn.rewards
+        )
+
+    def _episode_metrics(self, truncated: bool) -> dict[str, float]:
+        """Return the metrics of the complete episode."""
+        metrics = {"truncated": float(truncated)}
+        if self.tools:
+            failed = sum(call.error is not None and not call.malformed for call in self.calls)
+            malformed = sum(call.malformed for call in self.calls)
+            metrics |= {
+                "tool/calls": len(self.calls),
+                "tool/failed": failed,
+                "tool/malformed": malformed,
+            }
+        return metrics
+
+    def _send_messages(self, turn: TurnResult) -> None:
+        """Add the Turn's messages to the conversation of the seat that acts next."""
+        if not isinstance(turn.seat, int) or not 0 <= turn.seat < len(self.players):
+            raise self.make_error(
+                f"names the seat {sanitize_text(safe_repr(turn.seat), 100)}; seats are numbered "
+                "from 0"
+                f" and their count is {len(self.players)}"
+            )
+        self.seat = turn.seat
+        messages = self._check_messages(turn.messages)
+        if self.seat not in self.conversations:
+            system_prompt = self.group.system_prompt
+            system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+            other = self.group.renderers.get(self.players[self.seat] or "")
+            self.conversations[self.seat] = _Conversation(
+                other or self.group.renderer_with(self.tools)
+            )
+            messages = [*system, *messages]
+        conversation = self.conversations[self.seat]
+        conversation.new_messages = messages
+        if not messages:
+            raise self.make_error("returned no messages, but the episode is not done")
+
+    def _check_messages(self, messages: Any) -> list[Message]:
+        """Return messages as a list. Raises EpisodeFailed if they are invalid or too long."""
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        if not isinstance(messages, Sequence) or not all(
+            isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages
+        ):
+            raise self.make_error(
+                f"gave {sanitize_text(safe_repr(messages), 200)}, which is neither a text nor a "
+                "list of"
+                " messages"
+            )
+        size = count_characters(messages)
+        if size > MAX_CHARACTERS:
+            raise self.make_error(
+                f"gave {size} characters in a turn; at most {MAX_CHARACTERS} are allowed"
+            )
+        return [dict(message) for message in messages]
+
+    def _next_prompt(self) -> tuple[ModelInput, Stop]:
+        """Return the next prompt and its stop sequences. Raises EpisodeFailed if the messages
+        cannot be rendered.
+        """
+        conversation = self.conversations[self.seat]
+        try:
+            conversation.last_prompt = conversation.next_prompt()
+        except ValueError as error:
+            raise self.make_error(f"gave messages that cannot be rendered: {error}") from error
+        return conversation.last_prompt, conversation.renderer.get_stop_sequences()
+
+    def make_error(self, problem: str) -> EpisodeFailed:
+        """Return the error of this episode with `problem` as its message."""
+        return EpisodeFailed(f"the environment {self.thread.name} {problem}")
+
+
+@dataclass(frozen=True)
+class _ParsedAnswer:
+    """Hold an answer, whether it ended by itself, and the messages that its player received before
+    it.
+    """
+
+    message: Message
+    ended: bool
+    new_messages: Sequence[Message]
+
+
+class _PendingObservation:
+    """Wait for an environment's first messages."""
+
+    def __init__(self, env: MessageEnv, call: ThreadCall):
+        self.env, self.call = env, call
+
+    def wait(self) -> None:
+        self.call.wait_until_done()
+
+    def result(self) -> tuple[ModelInput, Stop | None]:
+        return self.env.begun(self.call.result())
+
+
+class _PendingStep:
+    """Wait for an environment's result of an answer."""
+
+    def __init__(self, env: MessageEnv, answered: _ParsedAnswer, call: ThreadCall):
+        self.env, self.answered, self.call = env, answered, call
+
+    def wait(self) -> None:
+        self.call.wait_until_done()
+
+    def result(self) -> StepResult:
+        return self.env.result(self.answered, self.call.result())

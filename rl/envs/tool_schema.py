@@ -1,0 +1,120 @@
+"""Convert a function to a JSON schema, from its type hints and docstring, in the form of chat
+templates.
+
+The result equals that of `transformers.utils.get_json_schema`, without the import of transformers,
+which would be slow in the process of an episode.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Union
+
+from rl.errors import UserError
+
+_SIMPLE_TYPES: dict[Any, dict[str, Any]] = {
+    str: {"type": "string"}, int: {"type": "integer"}, float: {"type": "number"},
+    bool: {"type": "boolean"},
+    type(None): {"type": "null"}, list: {"type": "array"}, dict: {"type": "object"}, Any: {},
+}  # fmt: skip
+_SECTION = re.compile(
+    r"^\s*(Args|Arguments|Parameters|Returns?|Raises|Yields|Examples?):\s*$", re.MULTILINE
+)
+
+
+def make_tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return {"type": "function", "function": {name, description, parameters}}.
+
+    Raises UserError if an argument has no type or no line under "Args:", or if the docstring has no
+    summary.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    summary, descriptions = _parse_docstring(inspect.getdoc(function) or "")
+    if not summary:
+        raise UserError(
+            f"the tool {name} has no docstring: add it, it describes the tool to the model"
+        )
+    hints = typing.get_type_hints(function)
+    properties, required = {}, []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise UserError(
+                f"the tool {name} takes *{parameter.name}: each argument needs a name, which the"
+                " model sees"
+            )
+        if parameter.name not in hints or parameter.name not in descriptions:
+            missing = (
+                "type hint"
+                if parameter.name not in hints
+                else "line under 'Args:' in the docstring"
+            )
+            raise UserError(
+                f"the argument {parameter.name} of the tool {name} has no {missing}, which"
+                " describes the argument to the model"
+            )
+        properties[parameter.name] = {
+            **_type_schema(hints[parameter.name], name),
+            "description": descriptions[parameter.name],
+        }
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    parameters: dict[str, Any] = {"type": "object", "properties": properties}
+    parameters |= {"required": required} if required else {}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": summary, "parameters": parameters},
+    }
+
+
+def _parse_docstring(text: str) -> tuple[str, Mapping[str, str]]:
+    """Return the text before the first section, and the description of each argument under Args."""
+    parts = _SECTION.split(text)
+    descriptions: dict[str, str] = {}
+    for title, body in zip(parts[1::2], parts[2::2], strict=True):
+        if title in ("Args", "Arguments", "Parameters"):
+            for entry in re.split(r"\n(?=\s{1,8}\*{0,2}\w+\s*(?:\([^)\n]*\))?:)", "\n" + body):
+                match = re.match(r"\s*(\w+)\s*(?:\([^)\n]*\))?:\s*(.*)", entry, re.DOTALL)
+                if match:
+                    descriptions[match[1]] = " ".join(match[2].split())
+    return parts[0].strip(), descriptions
+
+
+def _type_schema(hint: Any, name: str) -> dict[str, Any]:
+    """Return the schema of a type hint. Raises UserError for types that JSON cannot express."""
+    if hint in _SIMPLE_TYPES:
+        return dict(_SIMPLE_TYPES[hint])
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        value_types = {type(value) for value in arguments}
+        return {
+            **(_SIMPLE_TYPES[value_types.pop()] if len(value_types) == 1 else {}),
+            "enum": list(arguments),
+        }
+    if origin in (Union, types.UnionType):
+        non_null = [member_type for member_type in arguments if member_type is not type(None)]
+        kinds = [_type_schema(member_type, name) for member_type in non_null]
+        if len(kinds) == 1:
+            schema = kinds[0]
+        elif all(set(kind) == {"type"} and isinstance(kind["type"], str) for kind in kinds):
+            schema = {"type": sorted(kind["type"] for kind in kinds)}
+        else:
+            schema = {"anyOf": kinds}
+        return {**schema, "nullable": True} if len(non_null) < len(arguments) else schema
+    if origin in (list, Sequence, tuple, set):
+        items = _type_schema(arguments[0], name) if arguments and arguments[0] is not Any else {}
+        return {"type": "array", **({"items": items} if items else {})}
+    if origin in (dict, Mapping):
+        values = (
+            _type_schema(arguments[1], name)
+            if len(arguments) == 2 and arguments[1] is not Any
+            else {}
+        )
+        return {"type": "object", **({"additionalProperties": values} if values else {})}
+    raise UserError(
+        f"the tool {name} has an argument of type {hint!r}, which JSON does not have: use str, int,"
+        " float, bool, list, dict or Literal"
+    )

@@ -1,0 +1,252 @@
+"""Define tools: plain functions that a model may call. The calls of an answer run concurrently,
+each within its limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl.envs.tool_schema import make_tool_schema
+from rl.errors import UserError
+from rl.sanitize import describe_error, sanitize_text
+from rl.types import Message
+
+DEFAULT_SECONDS = 10.0  # default time limit of a call
+# Default length of a result in the prompt. Of a longer result the beginning and the end are shown.
+DEFAULT_CHARACTERS = 4000
+
+
+@dataclass(frozen=True)
+class Tool:
+    """Hold a function and the schema that describes it to the model. `seconds`: time limit of a
+    call. `characters`: length of a result that is shown to the model.
+    """
+
+    function: Callable[..., Any]
+    seconds: float = DEFAULT_SECONDS
+    characters: int = DEFAULT_CHARACTERS
+    name: str = ""
+    schema: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        schema = self.schema or make_tool_schema(self.function)
+        object.__setattr__(self, "schema", schema)
+        object.__setattr__(self, "name", self.name or schema["function"]["name"])
+
+
+def tool(
+    function: Callable[..., Any] | None = None,
+    *,
+    seconds: float = DEFAULT_SECONDS,
+    characters: int = DEFAULT_CHARACTERS,
+) -> Any:
+    """Return a function as a `Tool`, or a decorator that makes a Tool: @tool, @tool(seconds=2).
+
+    The function's type hints and docstring (a summary, and "Args:" with a line for each argument)
+    describe it to the model. `seconds`: time limit of a call. `characters`: maximum length of a
+    result in the prompt; of a longer result the beginning and the end are shown.
+    """
+    if function is None:
+        return lambda f: Tool(f, seconds, characters)
+    return Tool(function, seconds, characters)
+
+
+def as_tool(value: Any) -> Tool:
+    """Return a Tool unchanged, and a function as a Tool. Raises UserError for any other value."""
+    if isinstance(value, Tool):
+        return value
+    if not callable(value):
+        raise UserError(f"a tool is a function, got {value!r}")
+    return Tool(value)
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """Hold a call made by a model, and its result. `error`: reason why it has no result.
+    `malformed`: the call could not be run at all.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    answer: str = ""
+    error: str | None = None
+    malformed: bool = False
+    seconds: float = 0.0
+
+    @property
+    def message(self) -> Message:
+        """Return the result as the message that the model receives."""
+        return {
+            "role": "tool",
+            "name": self.name,
+            "content": self.answer if self.error is None else f"Error: {self.error}",
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the call as JSON-serializable data for logs."""
+        fields: dict[str, Any] = {
+            "name": self.name,
+            "arguments": dict(self.arguments),
+            "seconds": round(self.seconds, 4),
+        }
+        return (
+            {**fields, "answer": self.answer}
+            if self.error is None
+            else {**fields, "error": self.error, "malformed": self.malformed}
+        )
+
+
+def run_calls(
+    answer: Message, tools: Mapping[str, Tool], max_calls: int = 16, *, forks: bool = False
+) -> list[ToolCall]:
+    """Run the calls of an answer concurrently, and return them in their order. Malformed calls
+    carry the reason as their error.
+
+    Each call has a thread, which is abandoned if it exceeds its time limit. `forks`: a plain
+    function (not a method, which may change its object) runs in a separate process, which is killed
+    at the time limit and may crash. Calls beyond `max_calls` in an answer are not run.
+    """
+    calls = [
+        ToolCall(call["function"]["name"], call["function"]["arguments"])
+        for call in answer.get("tool_calls") or ()
+    ]
+    for call in calls[max_calls:]:
+        call.error, call.malformed = f"at most {max_calls} calls are run for each answer", True
+    running = [(call, _start_call(call, tools, forks)) for call in calls[:max_calls]]
+    for call, thread in running:
+        if thread is not None:
+            thread.collect(call)
+    for bad in answer.get("unparsed_tool_calls") or ():
+        calls.append(
+            ToolCall(
+                "",
+                {},
+                error=(
+                    f"the call {sanitize_text(bad['raw_text'], 200)} "
+                    f"{_format_parse_error(bad['error'])}"
+                ),
+                malformed=True,
+            )
+        )
+    return calls
+
+
+def _format_parse_error(error: str) -> str:
+    """Return a parser's error as the end of a sentence about the call."""
+    return error if error.startswith("was ") else f"is not a valid call: {error}"
+
+
+def _start_call(call: ToolCall, tools: Mapping[str, Tool], forks: bool) -> _RunningCall | None:
+    """Start a call in a thread. Return None, and set the call's error, if it cannot be run."""
+    requested = tools.get(call.name)
+    if requested is None:
+        from rl.config import nearest_name
+
+        near = nearest_name(call.name, tools)
+        call.error = f"no tool is named {call.name!r}" + (
+            f", did you mean {near!r}?" if near else f": the tools are {', '.join(tools)}"
+        )
+        call.malformed = True
+        return None
+    try:
+        inspect.signature(requested.function).bind(**call.arguments)
+    except TypeError as error:
+        call.error, call.malformed = f"{call.name}: {error}", True
+        return None
+    return _RunningCall(requested, call.arguments, forks and inspect.isfunction(requested.function))
+
+
+class _RunningCall:
+    """Run a call in a separate thread, which is abandoned if it does not end, or in a process,
+    which is killed.
+    """
+
+    def __init__(self, tool: Tool, arguments: Mapping[str, Any], forks: bool):
+        self.tool, self.arguments, self.forks = tool, arguments, forks
+        self.pid: int | None = None
+        self.start_time = time.monotonic()
+        self.answer, self.error, self.end_time = "", "", self.start_time
+        self._done = threading.Event()
+        threading.Thread(target=self._run, name=f"tool {tool.name}", daemon=True).start()
+
+    def _run(self) -> None:
+        """Run the call and store its result."""
+        self.answer, self.error = self._run_forked() if self.forks else self._run_inline()
+        self.end_time = time.monotonic()
+        self._done.set()
+
+    def _run_inline(self) -> tuple[str, str]:
+        """Run the function in this thread and return (answer, error)."""
+        try:
+            result = self.tool.function(**self.arguments)
+            if inspect.isawaitable(result):
+                result = asyncio.run(_await_value(result))
+            return _result_to_text(result, self.tool.characters), ""
+        except BaseException as error:  # boundary: the user's function, SystemExit included
+            return "", describe_error(error, 500) or "it failed"
+
+    def _run_forked(self) -> tuple[str, str]:
+        """Run the function in a forked process and return (answer, error)."""
+        reads, writes = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.setsid()
+                payload = json.dumps(self._run_inline()).encode("utf-8", "backslashreplace")
+                with open(writes, "wb") as file:
+                    file.write(payload)
+            finally:
+                os._exit(0)
+        os.close(writes)
+        with open(reads, "rb") as file:
+            payload = file.read(1 << 20)
+        os.waitpid(self.pid, 0)
+        try:
+            answer, error = json.loads(payload)
+        except (ValueError, TypeError):
+            return "", f"{self.tool.name} died"
+        return str(answer), str(error)
+
+    def collect(self, call: ToolCall) -> None:
+        """Wait for the call until its time limit, and store the result or an error in `call`."""
+        if self._done.wait(max(0.0, self.start_time + self.tool.seconds - time.monotonic())):
+            call.answer, call.error, call.seconds = (
+                self.answer,
+                self.error or None,
+                self.end_time - self.start_time,
+            )
+        else:
+            call.error, call.seconds = (
+                f"{call.name} took longer than {self.tool.seconds:g} s",
+                time.monotonic() - self.start_time,
+            )
+            if self.pid:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.pid, signal.SIGKILL)
+
+
+async def _await_value(value: Any) -> Any:
+    """Await any awaitable, as the coroutine that an event loop requires."""
+    return await value
+
+
+def _result_to_text(result: Any, characters: int) -> str:
+    """Return a tool's result as the text that the model reads: a text unchanged, any other value as
+    JSON.
+    """
+    if not isinstance(result, str):
+        try:
+            result = json.dumps(result, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError):
+            result = str(result)
+    return sanitize_text(result, characters)

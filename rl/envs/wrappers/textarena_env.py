@@ -1,0 +1,199 @@
+"""Run the games of textarena, for a single player or several, by their names in textarena."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from rl.config import nearest_name
+from rl.envs.environment import Environment, TurnResult
+from rl.envs.wrappers.optional_packages import import_package, parse_json_options, to_float
+from rl.errors import UserError
+from rl.types import Message
+
+_MAX_CONSECUTIVE_MOVES = 1000  # consecutive moves of random players
+
+
+class _ThreadLocalRandom:
+    """Replace the module `random` in textarena's modules: all its games use the global generator.
+
+    Each thread (an episode has a thread) gets a separate generator, so that a game depends only on
+    its seed, not on concurrent games.
+    """
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("Random", "SystemRandom"):
+            return getattr(random, name)
+        if not hasattr(self._local, "generator"):
+            self._local.generator = random.Random(0)
+        return getattr(self._local.generator, name)
+
+
+_thread_local_random = _ThreadLocalRandom()
+
+
+@dataclass
+class TextArena(Environment):
+    """Play a game of textarena. The reward of each player is textarena's final reward (-1 to 1 with
+    several players, 0 to 1 with a single player).
+    """
+
+    game: str = "GuessTheNumber-v0"
+    """Name in textarena; its plain form (-raw) is used if it exists, since the conversation has a
+    history.
+    """
+    players: int = 0
+    """Number of players; 0: as few as the game allows."""
+    seat: int = -1
+    """Seat of the policy with several players; -1: a different seat for each member of a group."""
+    others: str = "policy"
+    """Players of the other seats: policy (self-play), random (among moves), or the name of a
+    player.
+    """
+    moves: str = ""
+    """Moves of a random player, separated by spaces: "[0] [1] [2]"."""
+    rules: bool = True
+    """Begin with the game's explanation; without it the model only receives the events of the game.
+    """
+    brackets: bool = False
+    """Put brackets around an answer that has none, as many games require for moves."""
+    wins_only: bool = False
+    """Reward 1 for a win and 0 otherwise, instead of the game's reward, which may also pay a near
+    miss.
+    """
+    config: str = "{}"
+    """Settings of the game as JSON: {"max_number": 8}."""
+
+    def __post_init__(self) -> None:
+        self.arena = import_package("textarena", "textarena")
+        known = self.arena.envs.registration.ENV_REGISTRY
+        if self.game not in known:
+            near = nearest_name(self.game, known)
+            hint = f"did you mean {near}?" if near else f"it has {len(known)}, such as Wordle-v0"
+            raise UserError(f"textarena has no game {self.game!r}: {hint}")
+        if f"{self.game}-raw" in known:
+            self.game = f"{self.game}-raw"
+        if self.others == "random" and not self.moves.split():
+            raise UserError(
+                'a random player needs moves: give them, such as --environment.moves "[0] [1] [2]"'
+            )
+        parse_json_options(self.config, "config")
+
+    acting_player = 0
+
+    def start(self) -> TurnResult:
+        """Reset the game and return the first observation of the policy."""
+        self.made = self.arena.make(self.game, **parse_json_options(self.config, "config"))
+        for module in [
+            loaded
+            for name, loaded in list(sys.modules.items())
+            if name.split(".")[0] == "textarena"
+        ]:
+            if vars(module).get("random") is random:
+                vars(module)["random"] = _thread_local_random
+        count = self._reset()
+        mine = (self.seat if self.seat >= 0 else self.member) % count
+        if self.others == "random":
+            self.policy_player: int | None = mine
+        else:
+            self.policy_player = None
+            self.seats = tuple(
+                None if self.others == "policy" or i == mine else self.others for i in range(count)
+            )
+        return self._advance({})
+
+    def _reset(self) -> int:
+        """Reset the game and return the number of players: the setting, or with 0 the fewest that
+        the game allows. Raises UserError if the game refuses.
+        """
+        counts = [self.players] if self.players else range(1, 16)
+        for count in counts:
+            try:
+                self.made.reset(num_players=count, seed=self.seed % 2**31)
+                return count
+            except (AssertionError, ValueError) as error:
+                refusal = error
+        raise UserError(
+            f"textarena's {self.game} does not take {self.players or 'up to 15'} players: {refusal}"
+        )
+
+    def step(self, answer: Message) -> TurnResult:
+        """Process a move."""
+        return self._advance(self._move(str(answer["content"])))
+
+    def _move(self, text: str) -> dict[str, Any]:
+        """Make a move and return its outcome."""
+        if self.brackets and "[" not in text:
+            text = f"[{text.strip()}]"
+        done, info = self.made.step(action=text)
+        return {"done": done, "info": info}
+
+    def _advance(self, outcome: dict[str, Any]) -> TurnResult:
+        """Make the moves of random players, and return the next observation of a model. Raises
+        RuntimeError after _MOST_IN_A_ROW moves.
+        """
+        for _ in range(_MAX_CONSECUTIVE_MOVES):
+            if outcome.get("done"):
+                return self._finish()
+            player, seen = self.made.get_observation()
+            if self.policy_player is None or player == self.policy_player:
+                self.acting_player = player
+                return TurnResult(
+                    messages=self._observation_text(player, seen),
+                    seat=player if self.policy_player is None else 0,
+                )
+            outcome = self._move(self.rng.choice(self.moves.split()))
+        raise RuntimeError(
+            f"{self.game}: {_MAX_CONSECUTIVE_MOVES} consecutive moves of random players"
+        )
+
+    def _observation_text(self, player: int, seen: Any) -> str:
+        """Return the new part of a player's observation, without the player's moves, which are
+        already in its conversation.
+        """
+        if isinstance(seen, str):
+            return seen
+        lines = []
+        for sender, text, kind in seen:
+            kind = getattr(kind, "name", str(kind))
+            if (kind == "PLAYER_ACTION" and sender == player) or (
+                kind == "PROMPT" and not self.rules
+            ):
+                continue
+            lines.append(
+                f"Player {sender}: {text}" if isinstance(sender, int) and sender >= 0 else str(text)
+            )
+        return "\n".join(lines) or "Your move."
+
+    def _finish(self) -> TurnResult:
+        """Return the final Turn with the rewards of all players."""
+        rewards, info = self.made.close()
+        earned = {int(player): float(reward) for player, reward in (rewards or {}).items()}
+        # The player of the last answer; the game may have advanced to another player.
+        acted = self.acting_player
+        won = {player: float(reward >= 1.0) for player, reward in earned.items()}
+        paid = won if self.wins_only else earned
+        metrics = {
+            "won": won.get(acted, 0.0),
+            "invalid_move": float(bool((info or {}).get(acted, {}).get("invalid_move"))),
+        }
+        turns = to_float((info or {}).get(acted, {}).get("turn_count"))
+        metrics |= {} if turns is None else {"moves": turns}
+        others = {
+            player: reward
+            for player, reward in paid.items()
+            if player != acted and self.policy_player is None
+        }
+        logs = {"rewards": {str(player): reward for player, reward in earned.items()}}
+        return TurnResult(
+            reward=paid.get(acted, 0.0), done=True, metrics=metrics, rewards=others, logs=logs
+        )
+
+    def close(self) -> None:
+        """Do nothing: textarena's close was already called, since it returns the rewards."""

@@ -1,0 +1,422 @@
+"""Adapt `Env` and `EnvGroupBuilder` of tinker-cookbook, which use tokens, to the rollout.
+
+These classes are asynchronous. All environments of a group run in a single event loop of the group,
+so that they may share objects that belong to a loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+import math
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from rl.envs.environment import Environment
+from rl.envs.environment_registry import load_object
+from rl.envs.episode_thread import EpisodeThread
+from rl.jsonl import replace_nonfinite
+from rl.renderers import Renderer
+from rl.rollout import Env, EnvGroupBuilder, EpisodeFailed, StepResult, Trajectory
+from rl.sanitize import describe_error, sanitize_text
+from rl.types import ModelInput, Problem, SampledSequence
+
+
+class TinkerGroup(EnvGroupBuilder):
+    """Adapt a group builder of the cookbook for `rollout`. `seconds`: time limit of each call of an
+    environment.
+
+    An environment that waits for the step of another environment (two players with a coordinator)
+    is not supported: all episodes of a batch take their turns together, so the call exceeds its
+    limit and fails with an error. `Environment.seats` supports games with several players.
+    """
+
+    def __init__(
+        self, builder: Any, problem_index: int = 0, *, seconds: float = 60.0, max_turns: int = 100
+    ):
+        self.builder, self.problem_index, self.seconds, self.max_turns = (
+            builder,
+            problem_index,
+            seconds,
+            max_turns,
+        )
+        self.tag = _get_tag(builder)
+        self._loop: _EventLoopThread | None = None
+        self._envs: list[TinkerEnv] = []
+
+    def make_envs(self) -> Sequence[Env]:
+        """Make the group's environments. If that fails, return a single environment that fails with
+        the error.
+        """
+        loop = _EventLoopThread(f"the cookbook's group {self.problem_index}", self.seconds)
+        self._loop = loop
+        try:
+            self._envs = [
+                TinkerEnv(env, loop, self._on_env_closed)
+                for env in loop.submit(self.builder.make_envs).result()
+            ]
+            if not self._envs:
+                raise EpisodeFailed(f"{loop.name} has no environments")
+        except (EpisodeFailed, TypeError, ValueError, AttributeError) as error:
+            self._envs = []
+            self._cleanup()
+            why = (
+                str(error)
+                if isinstance(error, EpisodeFailed)
+                else f"{loop.name} returned an invalid environment: {describe_error(error, 300)}"
+            )
+            return [FailedEnv(why)]
+        return self._envs
+
+    def _on_env_closed(self) -> None:
+        """Clean up if all episodes are closed and none is trained; else `compute_group_rewards`
+        will follow.
+        """
+        if all(env.closed and not env.is_trained for env in self._envs):
+            self._cleanup()
+
+    def given_back(self) -> None:
+        """Clean up a group that is not played to its end."""
+        self._cleanup()
+
+    def _cleanup(self) -> None:
+        """Call the builder's `cleanup` and stop the event loop. Repeated calls are a no-op."""
+        loop, self._loop = self._loop, None
+        if loop is None:  # already clean
+            return
+        if hasattr(self.builder, "cleanup"):
+            # A failing cleanup does not invalidate the episodes, which have ended.
+            with contextlib.suppress(EpisodeFailed):
+                loop.submit(self.builder.cleanup).result()
+        loop.close()
+
+    def compute_group_rewards(
+        self, trajectories_G: Sequence[Trajectory]
+    ) -> list[tuple[float, dict[str, float]]]:
+        """Return the builder's group rewards for the trained episodes, then clean up. Raises
+        EpisodeFailed if the rewards are invalid.
+        """
+        loop = self._loop
+        assert loop is not None  # make_envs was called before
+        envs = [env.env for env in self._envs if env.is_trained]
+        try:
+            trajectories = [_convert_trajectory(trajectory) for trajectory in trajectories_G]
+            results = loop.submit(
+                lambda: self.builder.compute_group_rewards(trajectories, envs)
+            ).result()
+            if len(results) != len(trajectories):
+                raise ValueError(f"{len(results)} rewards for {len(trajectories)} episodes")
+            return [
+                (_finite_number(reward), _finite_numbers(metrics)) for reward, metrics in results
+            ]
+        except (TypeError, ValueError, AttributeError) as error:
+            raise EpisodeFailed(
+                f"{loop.name} gave rewards that cannot be read: {describe_error(error, 300)}"
+            ) from error
+        finally:
+            self._cleanup()
+
+
+class TinkerEnv(Env):
+    """Adapt an environment of the cookbook. Its `step` receives a list of ints, and `extra` (the
+    stop reason of sampling) if it has this parameter.
+    """
+
+    def __init__(self, env: Any, loop: _EventLoopThread, on_closed: Callable[[], None]):
+        self.env, self.loop, self.on_closed = env, loop, on_closed
+        self.closed = self.has_acted = False
+        parameters = inspect.signature(env.step).parameters.values()
+        self.takes_extra = any(p.name == "extra" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+    def initial_observation(self) -> Any:
+        """Request the first observation; the returned object waits for it."""
+        return _PendingResult(self, self.loop.submit(self.env.initial_observation), self._observe)
+
+    @property
+    def is_trained(self) -> bool:
+        """Return True if the episode is trained. An episode with a first observation that is too
+        long for the model is excluded, like a failed episode.
+        """
+        return self.has_acted and not self.left_out
+
+    def step(self, action: SampledSequence) -> Any:
+        """Request a step; the returned object waits for it."""
+        self.has_acted = True
+        extra = {"extra": {"stop_reason": action.stop_reason}} if self.takes_extra else {}
+        return _PendingResult(
+            self,
+            self.loop.submit(lambda: self.env.step(list(action.tokens), **extra)),
+            self._read_step,
+        )
+
+    def close(self) -> None:
+        """Mark the episode as closed."""
+        self.closed = True
+        self.on_closed()
+
+    def _observe(self, result: Any) -> tuple[ModelInput, Any]:
+        # InitialObservationOverflow: the prompt exceeds the environment's budget
+        """Convert the first observation and stop condition. Raises EpisodeFailed if the value is
+        invalid.
+        """
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise EpisodeFailed(
+                f"{self.name} has no first observation: {sanitize_text(repr(result), 200)}"
+            )
+        return _convert_observation(result[0], self.name), _stop_condition(result[1])
+
+    def _read_step(self, result: Any) -> StepResult:
+        """Convert a step's result."""
+        done, metrics = bool(result.episode_done), _finite_numbers(result.metrics or {})
+        following = (
+            ModelInput.empty() if done else _convert_observation(result.next_observation, self.name)
+        )
+        limited = any(
+            metrics.get(f"stop/{why}")
+            for why in ("max_turns", "max_tokens", "max_sampled_tokens", "context_overflow")
+        )
+        logs = replace_nonfinite(dict(getattr(result, "logs", None) or {}))
+        return StepResult(
+            _finite_number(result.reward),
+            done,
+            following,
+            _stop_condition(result.next_stop_condition),
+            metrics,
+            logs,
+            done and limited,
+        )
+
+    @property
+    def name(self) -> str:
+        """Return the environment's name for errors."""
+        return f"the cookbook's {type(self.env).__name__}"
+
+
+class FailedEnv(Env):
+    """Stand in for a group without environments, because making them failed: its only episode fails
+    with the reason.
+    """
+
+    def __init__(self, reason: str):
+        self.reason = reason
+
+    def initial_observation(self) -> Any:
+        """Return this object as the pending observation."""
+        return self
+
+    def step(self, action: SampledSequence) -> Any:
+        """Return this object as the pending step."""
+        return self
+
+    def result(self) -> Any:
+        """Raise EpisodeFailed with the reason."""
+        raise EpisodeFailed(self.reason)
+
+
+class _FailedGroupBuilder:
+    """Stand in for a missing builder: `make_envs` raises EpisodeFailed with the reason."""
+
+    def __init__(self, reason: str):
+        self.reason = reason
+
+    def make_envs(self) -> Any:
+        raise EpisodeFailed(self.reason)
+
+
+class Tinker(Environment):
+    """Run groups of tinker-cookbook from a function: builders(row, group_size, renderer) returns an
+    EnvGroupBuilder.
+
+    `row`: {"split": "train" or "test", "index": i}.
+    """
+
+    needs_rows: ClassVar[bool] = False
+
+    def __init__(self, builders: str, call_seconds: float = 60.0):
+        self.function, self.call_seconds = (
+            load_object(builders, "a function of group builders"),
+            call_seconds,
+        )
+
+    def rows(self, split: str, count: int) -> Sequence[dict[str, Any]]:
+        """Return rows with the split and an index."""
+        return [{"split": split, "index": i} for i in range(count)]
+
+    def group(
+        self, problem: Problem, group_size: int, renderer: Renderer, **_: Any
+    ) -> EnvGroupBuilder:
+        """Return the group builder, which replaces conversations in messages."""
+        row = {
+            "split": problem.meta.get("split", "train"),
+            "index": problem.meta.get("index", problem.index),
+        }
+        work = EpisodeThread(self.call_seconds, "builders")
+        try:
+            builder = work.submit(lambda: self.function(row, group_size, renderer)).result()
+            if not hasattr(builder, "make_envs"):
+                raise EpisodeFailed(
+                    f"builders(row, group_size, renderer) returned {builder!r:.100}; an"
+                    " EnvGroupBuilder is expected"
+                )
+        except EpisodeFailed as error:
+            builder = _FailedGroupBuilder(f"group {problem.index} could not be made: {error}")
+        work.finish(lambda: None)
+        return TinkerGroup(builder, problem.index, seconds=self.call_seconds)
+
+
+class _EventLoopThread:
+    """Run an event loop in a separate thread."""
+
+    def __init__(self, name: str, seconds: float):
+        self.name, self.seconds = name, seconds
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def _run(self) -> None:
+        """Run the loop until it is stopped."""
+        self.loop.run_forever()
+        self.loop.close()
+
+    def submit(self, function: Callable[[], Any]) -> _LoopCall:
+        """Start a call in the loop."""
+        return _LoopCall(
+            asyncio.run_coroutine_threadsafe(_call_and_await(function), self.loop), self
+        )
+
+    def close(self) -> None:
+        """Stop the loop."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+class _LoopCall:
+    """Wait for a call in a group's event loop."""
+
+    def __init__(self, future: Future[Any], loop: _EventLoopThread):
+        self.future, self.loop = future, loop
+
+    def result(self) -> Any:
+        """Return the result. Raises EpisodeFailed if the call raised or exceeded its time limit."""
+        try:
+            return self.future.result(self.loop.seconds)
+        except TimeoutError as error:
+            self.future.cancel()
+            raise EpisodeFailed(
+                f"{self.loop.name} did not answer within {self.loop.seconds:g} s"
+            ) from error
+        except EpisodeFailed:
+            raise
+        except Exception as error:  # boundary: the user's code
+            raise EpisodeFailed(f"{self.loop.name} raised {describe_error(error, 1000)}") from error
+
+
+class _PendingResult:
+    """Wait for a call and convert its result."""
+
+    def __init__(self, env: TinkerEnv, call: _LoopCall, convert: Callable[[Any], Any]):
+        self.env, self.call, self.convert = env, call, convert
+
+    def result(self) -> Any:
+        """Return the converted result. If it fails, exclude the episode and raise EpisodeFailed."""
+        try:
+            return self.convert(self.call.result())
+        except EpisodeFailed:
+            self.env.left_out = True
+            raise
+        except (TypeError, ValueError, AttributeError) as error:
+            self.env.left_out = True
+            raise EpisodeFailed(
+                f"{self.env.name} returned a result that cannot be read: "
+                f"{describe_error(error, 300)}"
+            ) from error
+
+
+def _get_tag(builder: Any) -> str:
+    """Return the tag under which the group's metrics are grouped: the first tag of the builder."""
+    try:
+        return str(builder.logging_tags()[0])
+    except Exception:  # boundary: the user's code; an error here must not fail an episode
+        return "tinker"
+
+
+async def _call_and_await(function: Callable[[], Any]) -> Any:
+    """Call a function and await its result if it is awaitable."""
+    try:
+        result = function()
+        return await result if isinstance(result, Awaitable) else result
+    except SystemExit as error:  # would end the loop, and the group's other episodes
+        raise RuntimeError(f"SystemExit: {error}") from error
+
+
+def _convert_observation(observation: Any, name: str) -> ModelInput:
+    """Convert an observation to a ModelInput. Raises EpisodeFailed if it has no tokens."""
+    tokens = [int(token) for token in observation.to_ints()]
+    if not tokens:
+        raise EpisodeFailed(
+            f"{name} gave an observation without tokens, and the episode is not done"
+        )
+    return ModelInput.from_ints(tokens)
+
+
+def _finite_number(value: Any) -> float:
+    """Return a finite float. Raises ValueError for any other value."""
+    if not math.isfinite(number := float(value)):
+        raise ValueError(f"got {value!r:.100}, a finite number is expected")
+    return number
+
+
+def _finite_numbers(values: Any) -> dict[str, float]:
+    """Return a dict of finite floats by name."""
+    return {str(key): _finite_number(value) for key, value in dict(values).items()}
+
+
+def _stop_condition(condition: Any) -> Any:
+    """Return a stop condition in the form that sampling takes; None if it is empty."""
+    return list(condition) if condition else None
+
+
+def _convert_trajectory(trajectory: Trajectory) -> Any:
+    """Convert a trajectory to the cookbook's classes if it is installed, else to objects with equal
+    attributes.
+    """
+    types, completers, tinker = (
+        _import_optional(name)
+        for name in ("tinker_cookbook.rl.types", "tinker_cookbook.completers", "tinker")
+    )
+    turns = []
+    for turn in trajectory.transitions:
+        tokens, logprobs = list(turn.ac.tokens), list(turn.ac.logprobs or ())
+        ob = turn.ob if tinker is None else tinker.ModelInput.from_ints(turn.ob.to_ints())
+        kind = SimpleNamespace if completers is None else completers.TokensWithLogprobs
+        ac = kind(tokens=tokens, maybe_logprobs=logprobs)
+        make = SimpleNamespace if types is None else types.Transition
+        turns.append(
+            make(
+                ob=ob,
+                ac=ac,
+                reward=turn.reward,
+                episode_done=turn.episode_done,
+                metrics=turn.metrics,
+                logs=turn.logs,
+            )
+        )
+    final = (
+        trajectory.final_ob
+        if tinker is None
+        else tinker.ModelInput.from_ints(trajectory.final_ob.to_ints())
+    )
+    return (SimpleNamespace if types is None else types.Trajectory)(
+        transitions=turns, final_ob=final
+    )
+
+
+def _import_optional(name: str) -> Any:
+    """Return an imported module, or None if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None

@@ -1,0 +1,196 @@
+"""Convert an image from a user (path, bytes, base64, PIL image, data set row) to png or jpeg."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from rl.errors import UserError
+from rl.types import ImageChunk
+
+# The types of a content part that is an image, and the keys that may hold the image, the usual key
+# first.
+_PART_TYPES = ("image", "image_url", "input_image")
+IMAGE_KEYS = ("image", "image_url", "url", "path", "base64", "data", "bytes")
+_REMEDY = "give a path, bytes, base64 text, or a PIL image"
+_FORMATS: dict[str | None, Literal["png", "jpeg"]] = {"PNG": "png", "JPEG": "jpeg"}
+
+
+def is_image_part(part: Any) -> bool:
+    """Return whether a content part of a message is an image.
+
+    Accepts the types "image" (of chat templates), "image_url" and "input_image" (of APIs).
+    """
+    return isinstance(part, Mapping) and part.get("type") in _PART_TYPES
+
+
+def has_images(messages: Any) -> bool:
+    """Return whether any message of a conversation contains an image."""
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    return any(
+        is_image_part(part) for content in contents if isinstance(content, list) for part in content
+    )
+
+
+def content_to_text(content: Any) -> str:
+    """Return a message's content as text for a person or a reward: each image becomes [image]."""
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(
+        "[image]"
+        if is_image_part(part)
+        else str(part.get("text", ""))
+        if isinstance(part, Mapping)
+        else ""
+        for part in content
+    )
+
+
+def get_image(part: Mapping[str, Any]) -> Any:
+    """Return the image of a content part, or None if the part is only a placeholder."""
+    for key in IMAGE_KEYS:
+        value = part.get(key)
+        if value is not None:
+            return value.get("url") if isinstance(value, Mapping) and "url" in value else value
+    return None
+
+
+def make_image_chunk(source: Any, folder: Path | None = None) -> ImageChunk:
+    """Convert an image to bytes. Formats other than png and jpeg become png.
+
+    Accepts ImageChunk, PIL images, bytes, a path, base64 (bare, or a data: address), and {"bytes":
+    ..., "path": ...} as in data sets. `folder`: the base of relative paths. Raises UserError for
+    other types, if the file does not exist, or if the image cannot be decoded completely.
+    """
+    if isinstance(source, ImageChunk):
+        return source
+    if isinstance(source, Mapping):
+        source = source.get("bytes") or get_image(source)
+    if isinstance(source, (bytearray, memoryview)):
+        source = bytes(source)
+    if isinstance(source, (str, Path)):
+        source = _read_bytes(source, folder)
+    if isinstance(source, bytes):
+        return _chunk_from_bytes(source)
+    if type(source).__module__.partition(".")[0] == "PIL":
+        return ImageChunk(_encode_png(source), "png")
+    raise UserError(f"expected an image, got {type(source).__name__}: {_REMEDY}")
+
+
+def to_data_url(chunk: ImageChunk, largest: int = 320) -> str:
+    """Return the image as a data: address for a page, scaled down to at most `largest` pixels per
+    side.
+    """
+    image = open_image(chunk)
+    image.thumbnail((largest, largest))
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def open_image(chunk: ImageChunk) -> Any:
+    """Return the image as a PIL image, upright (according to its EXIF data) and in RGB.
+
+    Raises UserError if it cannot be decoded.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(io.BytesIO(chunk.data)) as image:
+            return ImageOps.exif_transpose(_flatten_transparency(image)).convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(
+            f"an image of {len(chunk.data)} bytes ({chunk.format}) cannot be decoded: "
+            f"{_first_line(error)}"
+        ) from error
+
+
+def _flatten_transparency(image: Any) -> Any:
+    """Blend a transparent image with white: the color of transparent pixels is not part of the
+    image.
+    """
+    from PIL import Image
+
+    if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
+        return image
+    foreground = image.convert("RGBA")
+    background = Image.new("RGBA", foreground.size, (255, 255, 255, 255))
+    background.alpha_composite(foreground)
+    flattened = background.convert("RGB")
+    flattened.info = dict(image.info)
+    if "exif" in image.info:
+        flattened.getexif().load(image.info["exif"])
+    return flattened
+
+
+def _chunk_from_bytes(data: bytes) -> ImageChunk:
+    """Convert encoded bytes to a chunk. Raises UserError if they are not a valid image."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            image.load()
+            form = _FORMATS.get(image.format)
+            return ImageChunk(data if form else _encode_png(image), form or "png")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(
+            f"{len(data)} bytes are not an image, or a damaged image: {_first_line(error)}"
+        ) from error
+
+
+def _encode_png(image: Any) -> bytes:
+    """Return the pixels as PNG, upright."""
+    from PIL import ImageOps
+
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode not in ("RGB", "RGBA", "L", "LA", "P", "1"):
+        upright = upright.convert("RGB")
+    buffer = io.BytesIO()
+    upright.save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def _read_bytes(source: str | Path, folder: Path | None) -> bytes:
+    """Return the bytes of a path, a data: address, or base64 text."""
+    text = str(source)
+    if text.startswith("data:"):
+        header, comma, body = text.partition(",")
+        if not comma or not header.endswith(";base64"):
+            raise UserError(
+                "expected a data: address of the form data:image/png;base64,..., "
+                f"got one that begins with {text[:40]!r}"
+            )
+        return _decode_base64(body)
+    if text.startswith(("http://", "https://")):
+        raise UserError(
+            f"images are not downloaded from an address ({text[:80]}): download it, and {_REMEDY}"
+        )
+    if len(text) < 4096:
+        path = Path(text.removeprefix("file://")).expanduser()
+        path = path if path.is_absolute() or folder is None else folder / path
+        if path.is_file():
+            return path.read_bytes()
+        looks_like_a_path = isinstance(source, Path) or "." in path.name or len(text) < 100
+        if looks_like_a_path:
+            raise UserError(f"no image file at {path}")
+    return _decode_base64(text)
+
+
+def _decode_base64(text: str) -> bytes:
+    """Decode base64 text. Raises UserError if it is invalid."""
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise UserError(
+            f"a text of {len(text)} characters is neither a file nor base64 ({error}): "
+            f"{text[:40]!r}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    """Return the first line of an error's message, at most 200 characters."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -1,0 +1,301 @@
+"""Compute rewards with a model in the loop: a reward model's scores of whole episodes, or a
+language model's comparisons within groups.
+
+Both score samples after sampling, a batch at a time, and their scores become part of the group's
+rewards. Later steps (advantages, shaping, metrics, KL in the reward) do not depend on the source of
+a reward.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import TYPE_CHECKING, Protocol
+
+from rl.errors import UserError
+from rl.judges.comparison_judge import AnswerComparison, ComparisonModel, make_comparison
+from rl.judges.episode_rewards import make_episode
+from rl.judges.reward_scores import JUDGE_BATCH_SIZE, compute_reward_scores
+from rl.renderers import Renderer
+from rl.rewards import Score
+from rl.rollout import RolloutBatch, TrajectoryGroup
+from rl.types import Message, ModelInput
+
+if TYPE_CHECKING:
+    from rl.client import TrainingClient
+
+
+class GroupScorer(Protocol):
+    """Score the episodes of groups.
+
+    `scores_single_answers` tells whether a single answer, without others for comparison, has a
+    score.
+    """
+
+    scores_single_answers: bool
+
+    def scores(self, groups: Sequence[TrajectoryGroup]) -> Sequence[Sequence[float | Score]]:
+        """Return a score for each episode, [P][G]. A `Score` also has metrics, or no reward if the
+        judge failed on the episode.
+        """
+        ...
+
+
+class RewardModel:
+    """Score episodes with a model with a value head: the value at the answer's end token or, if the
+    answer was cut off, at its last token.
+
+    `renderer` is the renderer of its training. An answer is encoded by `renderer.judged`, token for
+    token as in training. `shares_vocabulary` tells whether the policy's token ids mean the same to
+    this model; else it reads only texts. `policy_renderer` is the renderer of the policy's
+    episodes; None: formats are compared only by the prompts.
+    """
+
+    scores_single_answers = True
+
+    def __init__(
+        self,
+        client: TrainingClient,
+        name: str,
+        renderer: Renderer,
+        *,
+        shares_vocabulary: bool = True,
+        policy_renderer: Renderer | None = None,
+    ):
+        self.client, self.name, self.renderer, self.shares_vocabulary = (
+            client,
+            name,
+            renderer,
+            shares_vocabulary,
+        )
+        self.shares_format = (
+            shares_vocabulary
+            and policy_renderer is not None
+            and _formats_match(renderer, policy_renderer)
+        )
+
+    def scores(self, groups: Sequence[TrajectoryGroup]) -> list[list[float]]:
+        """Return the score of each episode, [P][G]. Raises UserError if an episode is too long or a
+        score is not finite.
+        """
+        whole = [item for group in groups for item in self._build_inputs(group)]
+        limit = self.client.info["max_context"]
+        longest = max((item.length for item in whole), default=0)
+        if limit is not None and longest > limit:
+            raise UserError(
+                f"the reward model {self.name} reads at most {limit} tokens, an episode has "
+                f"{longest}: lower max_tokens, or use a reward model with a longer context"
+            )
+        values = compute_reward_scores(self.client, whole)
+        if not all(math.isfinite(score) for score in values):
+            raise UserError(
+                f"the reward model {self.name} returned "
+                f"{sum(not math.isfinite(s) for s in values)} scores that are not finite"
+            )
+        scores = iter(values)
+        return [[next(scores) for _ in group.trajectories_G] for group in groups]
+
+    def _build_inputs(self, group: TrajectoryGroup) -> list[ModelInput]:
+        """Return the input of each episode: the policy's tokens, if the policy's prompt equals this
+        model's rendering of it.
+
+        For a policy with another renderer or vocabulary, return the conversation and the answer's
+        text in this model's rendering.
+        """
+        inputs: list[ModelInput] = []
+        prompts: dict[
+            int, ModelInput
+        ] = {}  # by id of the conversation, which a group's episodes share
+        conversations: list[Sequence[Message]] = []  # kept alive, so that ids stay unique
+        for trajectory in group.trajectories_G:
+            last = trajectory.transitions[-1]
+            prompt, answer = last.ob, last.ac.tokens
+            reads_text = not self.shares_vocabulary or (
+                "told" in last.logs and not self.shares_format
+            )
+            messages = (
+                make_episode(trajectory).messages[:-1] if reads_text else last.logs.get("messages")
+            )
+            if messages is not None:
+                conversations.append(messages)
+                if id(messages) not in prompts:
+                    prompts[id(messages)] = self.renderer.build_generation_prompt(messages)
+                rendered = prompts[id(messages)]
+                if not self.shares_vocabulary or (prompt.flat(), prompt.placed()) != (
+                    rendered.flat(),
+                    rendered.placed(),
+                ):
+                    prompt, answer = (
+                        rendered,
+                        self._encode_answer(
+                            messages, str(last.logs["response"]), last.ac.stop_reason == "stop"
+                        ),
+                    )
+            inputs.append(
+                ModelInput.of(
+                    self.renderer.reward_model_input(prompt.flat(), answer).flat(), prompt.placed()
+                )
+            )
+        return inputs
+
+    def _encode_answer(self, messages: Sequence[Message], response: str, ended: bool) -> list[int]:
+        """Return the text of an answer in this model's tokens, without the end token if the answer
+        was cut off.
+        """
+        message = {"role": "assistant", "content": response}
+        example, weights = self.renderer.build_supervised_example([*messages, message])
+        answer = [token for token, weight in zip(example.flat(), weights, strict=True) if weight]
+        return answer if ended else self.renderer.without_end_mark(answer)
+
+
+def _formats_match(first: Renderer, second: Renderer) -> bool:
+    """Return whether two renderers of the same vocabulary encode a conversation of several turns
+    equally.
+    """
+    roles = ("user", "assistant", "user", "assistant")
+    turns: list[Message] = [
+        {"role": role, "content": ""} for role in roles
+    ]  # works with any vocabulary
+    prompts = [r.build_generation_prompt(turns[:-1]).flat() for r in (first, second)]
+    examples = [r.build_supervised_example(turns)[0].flat() for r in (first, second)]
+    return prompts[0] == prompts[1] and examples[0] == examples[1]
+
+
+class PairwiseJudge:
+    """Score an episode with a judge by the share of its group to which it is preferred, a tie
+    counting half: 0 to 1, mean 1/2.
+
+    An episode of several turns is compared as a whole, from the first difference to the other
+    episode. Equal episodes tie without being shown. An answer without others in its group scores
+    1/2.
+    """
+
+    scores_single_answers = False
+
+    def __init__(self, judge: ComparisonModel):
+        self.judge = judge
+
+    def scores(self, groups: Sequence[TrajectoryGroup]) -> list[list[float]]:
+        """Return the score of each episode, [P][G]."""
+        pairs: list[tuple[int, int, int]] = []
+        comparisons: list[AnswerComparison] = []
+        for g, group in enumerate(groups):
+            whole = [make_episode(trajectory).messages for trajectory in group.trajectories_G]
+            for i, j in combinations(range(len(whole)), 2):
+                if whole[i] != whole[j]:
+                    pairs.append((g, i, j))
+                    comparisons.append(make_comparison(whole[i], whole[j]))
+        # wins[g][i]: number of others to which i is preferred; equal answers share the point
+        wins = [
+            [(len(group.trajectories_G) - 1) / 2] * len(group.trajectories_G) for group in groups
+        ]
+        for start in range(0, len(comparisons), JUDGE_BATCH_SIZE):
+            part = slice(start, start + JUDGE_BATCH_SIZE)
+            for (g, i, j), verdict in zip(
+                pairs[part], self.judge.compare(comparisons[part]), strict=True
+            ):
+                ahead = (verdict.first - verdict.second) / 2
+                wins[g][i] += ahead
+                wins[g][j] -= ahead
+        return [
+            [win / (len(of_group) - 1) if len(of_group) > 1 else 0.5 for win in of_group]
+            for of_group in wins
+        ]
+
+
+class LearnedRewards:
+    """Add a scorer's scores to groups.
+
+    `other_weight` is the weight of the environments' rewards; with 0 they are only measured.
+    Metrics of each episode: `reward/learned` and `reward/given`.
+    """
+
+    def __init__(self, scorer: GroupScorer, other_weight: float):
+        self.scorer, self.other_weight = scorer, other_weight
+        self.seconds = 0.0
+
+    def take_seconds(self) -> dict[str, float]:
+        """Return the seconds spent on judging since the last call."""
+        taken, self.seconds = {"learned": self.seconds}, 0.0
+        return taken
+
+    @property
+    def scores_single_answers(self) -> bool:
+        """Return whether the scorer scores a single answer without others."""
+        return self.scorer.scores_single_answers
+
+    def __call__(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        """Return the groups with rewards: each episode's score at its end, plus each step's
+        environment reward times `other_weight`.
+        """
+        return self.judge_groups(groups)[0]
+
+    def judge_groups(
+        self, groups: Sequence[TrajectoryGroup]
+    ) -> tuple[list[TrajectoryGroup], list[str]]:
+        """Return (the groups with rewards, without the episodes on which the judge failed; an error
+        message for each of these).
+        """
+        begin, rewarded, errors = time.perf_counter(), [], []
+        scores_P_G = self.scorer.scores(groups)
+        self.seconds += time.perf_counter() - begin
+        for group, scores in zip(groups, scores_P_G, strict=True):
+            scores_G = [
+                score if isinstance(score, Score) else Score(float(score)) for score in scores
+            ]
+            errors += [
+                f"{score.error} (problem {group.problem_index})"
+                for score in scores_G
+                if score.reward is None
+            ]
+            members = [i for i, score in enumerate(scores_G) if score.reward is not None]
+            if members:
+                rewarded.append(self._add_scores(group, members, scores_G))
+        return rewarded, errors
+
+    def _add_scores(
+        self, group: TrajectoryGroup, members: Sequence[int], scores_G: Sequence[Score]
+    ) -> TrajectoryGroup:
+        """Return the group's `members` with their scores added."""
+        environment_G = group.get_total_rewards()
+        trajectories, finals, metrics = [], [], []
+        for i in members:
+            trajectory, score = group.trajectories_G[i], scores_G[i]
+            assert score.reward is not None  # `members` have a reward
+            turns = [
+                replace(t, reward=t.reward * self.other_weight) for t in trajectory.transitions
+            ]
+            trajectories.append(replace(trajectory, transitions=turns))
+            finals.append(group.final_rewards_G[i] * self.other_weight + score.reward)
+            metrics.append(
+                {
+                    **group.metrics_G[i],
+                    **score.metrics,
+                    "reward/learned": score.reward,
+                    "reward/given": environment_G[i],
+                }
+            )
+        return replace(
+            group, trajectories_G=trajectories, final_rewards_G=finals, metrics_G=metrics
+        )
+
+
+def apply_learned_rewards(
+    rollouts: RolloutBatch, rewards: LearnedRewards | None, *, ungrouped: bool = False
+) -> RolloutBatch:
+    """Return the rollouts with a model's scores added to their rewards; unchanged without such a
+    model.
+
+    If the answers have no group, a scorer that compares answers is skipped.
+    """
+    if rewards is None or not rollouts.groups or (ungrouped and not rewards.scores_single_answers):
+        return rollouts
+    start = time.perf_counter()
+    groups, errors = rewards.judge_groups(rollouts.groups)
+    seconds = rollouts.score_seconds + time.perf_counter() - start
+    return replace(
+        rollouts, groups=groups, errors=[*rollouts.errors, *errors], score_seconds=seconds
+    )

@@ -1,0 +1,269 @@
+"""Judge an answer with a language model by a rubric: several questions with weights.
+
+`reading` selects the way to read an answer to a question. "yes_no": the question is phrased so that
+yes is good, and the probability of "yes" against "no" is read; nothing is sampled. "score": the
+judge writes its reasoning, and the last "Score: N" in it is read, N from 0 to a scale. In both ways
+all questions about all answers of a batch form a single batch for the judge.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from rl.errors import UserError
+from rl.judges.comparison_judge import format_conversation
+from rl.judges.episode_rewards import make_episode
+from rl.judges.reward_scores import JUDGE_BATCH_SIZE
+from rl.renderers import split_thoughts
+from rl.rewards import Score
+from rl.rollout import Trajectory, TrajectoryGroup
+from rl.seed import derive_seed
+from rl.types import Message, SamplingParams
+
+if TYPE_CHECKING:
+    from rl.client import SamplingClient
+
+RubricReading = Literal["yes_no", "score"]
+YES_NO_LABELS = ("yes", "no")
+_SCORE_PATTERN = re.compile(r"score\s*(?:is|:|=)?\s*\**\s*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class RubricQuestion:
+    """Hold a line of a rubric. `name` is its metric (rubric/<name>)."""
+
+    text: str
+    weight: float = 1.0
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rubric:
+    """Hold the questions and the way their answers are read. The score of an answer is the weighted
+    mean over questions, 0 to 1.
+
+    A negative weight marks a fault: (sum of w * reading) / (sum of |w|), so the score is from -1 to
+    1 with negative weights. `scale` is the best N of "score".
+    """
+
+    questions: tuple[RubricQuestion, ...]
+    reading: RubricReading = "yes_no"
+    scale: float = 10.0
+    max_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        if not self.questions or not sum(abs(question.weight) for question in self.questions):
+            raise UserError(
+                "a rubric needs a question with a weight other than 0, such as "
+                "{'Is the answer polite?': 1}"
+            )
+        for question in self.questions:
+            if not question.text.strip():
+                raise UserError("a rubric's question must be a non-empty text, got ''")
+
+    @classmethod
+    def from_weights(
+        cls,
+        weights: Sequence[tuple[str, float]],
+        reading: RubricReading = "yes_no",
+        **settings: Any,
+    ) -> Rubric:
+        """Create a rubric from texts and weights. A name consists of the text's first words, with a
+        number if names coincide.
+        """
+        questions: list[RubricQuestion] = []
+        for text, weight in weights:
+            words = "_".join(re.findall(r"\w+", text.lower())[:5]) or "question"
+            taken = sum(question.name.split("-")[0] == words for question in questions)
+            questions.append(
+                RubricQuestion(text, float(weight), f"{words}-{taken + 1}" if taken else words)
+            )
+        return cls(tuple(questions), reading, **settings)
+
+
+def make_rubric_prompt(
+    messages: Sequence[Message], answer: str, question: RubricQuestion, rubric: Rubric
+) -> list[Message]:
+    """Return the prompt to which a judge answers. The answer is shown without its thoughts and
+    surrounding whitespace.
+    """
+    instruction = "Say yes or no."
+    if rubric.reading == "score":
+        instruction = (
+            'Think, then end with "Score: N", where N is a number from 0 (not at all) to '
+            f"{rubric.scale:g} (entirely)."
+        )
+    answer_text = split_thoughts(answer)[0].strip()
+    text = (
+        f"[Conversation]\n{format_conversation(messages)}\n\n[Answer]\n{answer_text}\n\n"
+        f"[Question]\n{question.text.strip()} {instruction}\n"
+    )
+    return [{"role": "user", "content": text}]
+
+
+def parse_score(text: str, scale: float) -> float | None:
+    """Return the last "Score: N" of a judge's text as a share of the scale; None without a score,
+    or if N is not on the scale.
+
+    "Score: 7/10" counts as 7. Text in thoughts does not count.
+    """
+    matches = _SCORE_PATTERN.findall(split_thoughts(text)[0])
+    if not matches:
+        return None
+    value = float(matches[-1])
+    return value / scale if 0 <= value <= scale else None
+
+
+class RubricJudge:
+    """Score episodes by a rubric: a `Score` for each, without a reward if a reading failed.
+
+    `renderer` is the judge's renderer. `seed` is the seed of samples (reading "score"). A sampled
+    text is a function of the seed and the prompt, so equal answers get equal scores.
+    """
+
+    scores_single_answers = True
+
+    def __init__(self, client: SamplingClient, renderer: Any, rubric: Rubric, seed: int = 0):
+        self.client, self.renderer, self.rubric, self.seed = client, renderer, rubric, seed
+
+    def scores(self, groups: Sequence[TrajectoryGroup]) -> list[list[Score]]:
+        """Return the score of each episode, [P][G]."""
+        episodes = [
+            _split_conversation(trajectory)
+            for group in groups
+            for trajectory in group.trajectories_G
+        ]
+        questions = self.rubric.questions
+        distinct: dict[
+            tuple[str, str], int
+        ] = {}  # equal answers to the same conversation are read once
+        places = [
+            distinct.setdefault((repr(messages), answer), len(distinct))
+            for messages, answer in episodes
+        ]
+        first = {
+            place: episode for place, episode in reversed(list(zip(places, episodes, strict=True)))
+        }
+        prompts = [
+            make_rubric_prompt(*first[i], question, self.rubric)
+            for i in range(len(distinct))
+            for question in questions
+        ]
+        read = (
+            self._yes_probabilities(prompts)
+            if self.rubric.reading == "yes_no"
+            else self._sample_scores(prompts)
+        )
+        scores = iter(
+            [
+                self._weighted_score(read[i * len(questions) : (i + 1) * len(questions)])
+                for i in places
+            ]
+        )
+        return [[next(scores) for _ in group.trajectories_G] for group in groups]
+
+    def _weighted_score(self, readings: Sequence[float | None]) -> Score:
+        """Return an answer's score from the readings of all questions."""
+        questions = self.rubric.questions
+        if any(reading is None for reading in readings):
+            missed = [
+                q.name for q, reading in zip(questions, readings, strict=True) if reading is None
+            ]
+            return Score(
+                None,
+                {},
+                f"the judge wrote no score from 0 to {self.rubric.scale:g} for {', '.join(missed)}",
+                "error",
+            )
+        values = [float(reading) for reading in readings if reading is not None]
+        total = sum(q.weight * value for q, value in zip(questions, values, strict=True)) / sum(
+            abs(q.weight) for q in questions
+        )
+        return Score(
+            total, {f"rubric/{q.name}": value for q, value in zip(questions, values, strict=True)}
+        )
+
+    def _yes_probabilities(self, prompts: Sequence[list[Message]]) -> list[float | None]:
+        """Return P(yes) / (P(yes) + P(no)) of each prompt, each word with its end token."""
+        examples = [
+            self.renderer.build_supervised_example(
+                [*prompt, {"role": "assistant", "content": word}]
+            )
+            for prompt in prompts
+            for word in YES_NO_LABELS
+        ]
+        logp: list[float] = []
+        for start in range(0, len(examples), JUDGE_BATCH_SIZE):
+            part = examples[start : start + JUDGE_BATCH_SIZE]
+            self._check_length(max(tokens.length for tokens, _ in part))
+            logprobs = self.client.compute_logprobs_many([tokens for tokens, _ in part]).result()
+            for values, (_, weights) in zip(logprobs, part, strict=True):
+                logp.append(
+                    sum(
+                        lp
+                        for lp, w in zip(values[1:], weights[1:], strict=True)
+                        if w and lp is not None
+                    )
+                )
+        pairs = np.asarray(logp, dtype=np.float64).reshape(-1, 2)
+        return [
+            float(p) if np.isfinite(p) else None
+            for p in 1 / (1 + np.exp(pairs[:, 1] - pairs[:, 0]))
+        ]
+
+    def _sample_scores(self, prompts: Sequence[list[Message]]) -> list[float | None]:
+        """Return the scores in texts that the judge samples at temperature 1: a stream for each
+        prompt, a function of its tokens.
+        """
+        from rl.sampler import SamplingRequest  # imports torch, which settings avoid
+
+        params = SamplingParams(
+            max_tokens=self.rubric.max_tokens,
+            temperature=1.0,
+            stop=self.renderer.get_stop_sequences(),
+        )
+        requests = []
+        for prompt in prompts:
+            tokens = self.renderer.build_generation_prompt(prompt).to_ints()
+            self._check_length(len(tokens) + self.rubric.max_tokens - 1)
+            request = SamplingRequest(
+                prompt=tokens,
+                num_samples=1,
+                params=params,
+                seed=self.seed,
+                problem=derive_seed("rubric", *tokens),
+                first_index=0,
+            )
+            requests.append(request)
+        values: list[float | None] = []
+        for start in range(0, len(requests), JUDGE_BATCH_SIZE):
+            responses, _ = self.client.sample_many(
+                requests[start : start + JUDGE_BATCH_SIZE]
+            ).result()
+            for response in responses:
+                message, _ = self.renderer.parse_response(response.sequences[0].tokens)
+                values.append(parse_score(str(message["content"]), self.rubric.scale))
+        return values
+
+    def _check_length(self, length: int) -> None:
+        """Raise UserError if a prompt of this length exceeds the judge's context."""
+        limit = self.client.info["max_context"]
+        if limit is not None and length > limit:
+            raise UserError(
+                f"the rubric's judge {self.client.info['base_model']} reads at most {limit} "
+                f"tokens, a conversation with its answer and a question has {length}: lower "
+                "max_tokens or rubric_max_tokens, or use a judge with a longer context"
+            )
+
+
+def _split_conversation(trajectory: Trajectory) -> tuple[Sequence[Message], str]:
+    """Return the conversation up to the last answer, with the answers of earlier turns, and that
+    answer.
+    """
+    messages = make_episode(trajectory).messages
+    return messages[:-1], str(messages[-1]["content"])

@@ -1,0 +1,220 @@
+"""Distribute datums over the ranks and cut them into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl.distributed import collectives
+from rl.learner.packing import (
+    PackedBatch,
+    block_cost,
+    choose_layout,
+    collate,
+    make_blocks,
+    plan_micro_batches,
+)
+from rl.types import Datum
+
+MicroBatchUnits = tuple[str, list[list[int]]]  # (layout, units) of a micro-batch
+
+
+@dataclass(frozen=True)
+class MicroBatchPlanner:
+    """Plan micro-batches.
+
+    `token_budget`: positions in a micro-batch. `requested_layout`: the requested layout.
+    `exact_layouts`: the exact layouts. `hidden_size`: the model's hidden size. `rope_switch`: set
+    if the model's rotary frequencies change with a row's length. `reads_images`: whether the model
+    reads images.
+    """
+
+    token_budget: int
+    requested_layout: str
+    exact_layouts: frozenset[str]
+    hidden_size: int
+    rope_switch: Any = None
+    reads_images: bool = False
+
+    def plan_rounds(
+        self, datums: Sequence[Datum], group: int, temperatures: Sequence[float]
+    ) -> list[list[MicroBatchUnits]]:
+        """Return micro-batches, longest first, in rounds with a micro-batch for each rank.
+
+        The last round of a kind may have fewer. `group` consecutive datums belong together and stay
+        in a micro-batch. All datums of a micro-batch have the same temperature.
+        """
+        world = collectives.world()
+        # Each kind is distributed separately, texts first. Every rank runs the same number of
+        # micro-batches with images (ranks that share a vision tower's weights must enter it
+        # together) and without, and the same number with two forwards and with a single forward.
+        dealt: dict[tuple[bool, bool], list[MicroBatchUnits]] = {
+            (sees, two): [] for sees in (False, True) for two in (False, True)
+        }
+        # Datums with and without a field (soft targets, say), of two temperatures, or of other
+        # rotary frequencies share no micro-batch.
+        kinds: dict[tuple, list[int]] = {}
+        for i in range(len(datums)):
+            group_datums = datums[i - i % group : i - i % group + group]
+            fields = (
+                (name, data.array.shape[1:])
+                for name, data in group_datums[0].loss_fn_inputs.items()
+            )
+            has_experts = all(datum.experts is not None for datum in group_datums)
+            sees = self.reads_images and any(datum.model_input.placed() for datum in group_datums)
+            kinds.setdefault(
+                (
+                    temperatures[i - i % group],
+                    self._is_beyond_switch(group_datums),
+                    has_experts,
+                    sees,
+                    *fields,
+                ),
+                [],
+            ).append(i)
+        for kind, members in kinds.items():
+            sees, two_forwards = kind[3], kind[1] is None
+            same = [datums[i] for i in members]
+            layout = "padded" if sees or two_forwards else self._choose_layout(same)
+            together = make_blocks(same, layout, self.token_budget, group)
+            costs = [block_cost(same, block, layout) for block in together]
+            share = self.token_budget
+            if world > 1:  # at least as many micro-batches as ranks
+                share = max(1, min(self.token_budget, -(-sum(costs) // world)))
+            for chunk in plan_micro_batches(costs, share, layout):
+                dealt[sees, two_forwards].append(
+                    (layout, [[members[i] for i in unit] for j in chunk for unit in together[j]])
+                )
+        return [
+            chunks[i : i + world] for chunks in dealt.values() for i in range(0, len(chunks), world)
+        ]
+
+    def _is_beyond_switch(self, datums: Sequence[Datum]) -> bool | None:
+        """Return whether these rows lie beyond the switch of rotary frequencies.
+
+        Return None if only some do: these rows need two forwards.
+        """
+        if self.rope_switch is None:
+            return False
+        kinds = {
+            self.rope_switch.uses_long_frequencies(datum.model_input.length) for datum in datums
+        }
+        return None if len(kinds) > 1 else next(iter(kinds))
+
+    def _choose_layout(self, datums: Sequence[Datum]) -> str:
+        """Return the layout of these datums: the requested layout, or for "auto" the cheapest exact
+        layout.
+        """
+        if self.requested_layout != "auto":
+            return self.requested_layout
+        if "packed" in self.exact_layouts:
+            # Flash attention separates concatenated sequences by their positions.
+            return "packed"
+        if "shared" not in self.exact_layouts:
+            return "padded"
+        return choose_layout(datums, self.token_budget, self.hidden_size)
+
+
+def make_micro_batches(
+    datums: Sequence[Datum],
+    rounds: Sequence[Sequence[MicroBatchUnits]],
+    group: int,
+    temperatures: Sequence[float],
+    device: torch.device,
+    rope_switch: Any = None,
+) -> list[PackedBatch]:
+    """Return this rank's micro-batch of each round.
+
+    A round without a micro-batch for this rank gets a micro-batch of the same kind with weight 0.
+
+    `rope_switch`: set if rotary frequencies change with a row's length. A batch with rows of both
+    kinds is split into its `sides`.
+    """
+    rank, micro_batches = collectives.rank(), []
+    for round_chunks in rounds:
+        if rank < len(round_chunks):
+            layout, mine = round_chunks[rank]
+            micro_batches.append(collate(datums, mine, layout, device))
+        else:
+            first = round_chunks[0][1][0][0] // group * group
+            micro_batches.append(
+                collate(datums, [[i] for i in range(first, first + group)], "padded", device)
+            )
+            micro_batches[-1].scale = 0.0
+        micro_batches[-1].temperature = temperatures[micro_batches[-1].datum_index[0]]
+        if rope_switch is not None:
+            _split_by_rope_switch(micro_batches[-1], datums, rope_switch, device)
+    return micro_batches
+
+
+def _split_by_rope_switch(
+    batch: PackedBatch, datums: Sequence[Datum], rope_switch: Any, device: torch.device
+) -> None:
+    """Set the batch's `sides`, a forward each, if it has rows of both kinds of rotary frequencies.
+
+    Such a batch does not replay its routers: their record is discarded.
+    """
+    sides = [
+        [
+            i
+            for i in batch.datum_index
+            if rope_switch.uses_long_frequencies(datums[i].model_input.length) == beyond
+        ]
+        for beyond in (False, True)
+    ]
+    if not all(sides):
+        return
+    batch.experts = None
+    batch.sub_batches = [collate(datums, [[i] for i in side], "padded", device) for side in sides]
+    begins: dict[int, int] = {}
+    at = 0
+    for i in (i for side in sides for i in side):
+        begins[i], at = at, at + datums[i].model_input.length
+    order = [
+        np.arange(begins[i], begins[i] + datums[i].model_input.length) for i in batch.datum_index
+    ]
+    batch.sub_batch_order = torch.from_numpy(np.concatenate(order)).to(device)
+
+
+def merge_sub_batches(
+    parts: Sequence[tuple[Tensor | None, ...]], order: Tensor | None
+) -> tuple[Any, ...]:
+    """Return the outputs of a batch's sides (tuples of [T, ...], or None) merged into batch token
+    order.
+    """
+    if order is None:
+        return parts[0]
+    return tuple(
+        None if column[0] is None else torch.cat([*column])[order]
+        for column in zip(*parts, strict=True)
+    )  # type: ignore[list-item]
+
+
+def sum_terms(
+    terms: Sequence[tuple[Any, Mapping[str, Tensor]]],
+) -> tuple[Any, dict[str, Tensor]]:
+    """Return the sum of (value, metric sums) pairs."""
+    metrics: dict[str, Tensor] = {}
+    for _, sums in terms:
+        metrics |= {
+            name: metrics[name] + value if name in metrics else value
+            for name, value in sums.items()
+        }
+    return sum(value for value, _ in terms), metrics
+
+
+def split_outputs(
+    outputs: dict[int, dict[str, np.ndarray]],
+    batch: PackedBatch,
+    token_outputs: Mapping[str, Tensor],
+) -> None:
+    """Split the outputs of all tokens by datum."""
+    bounds = batch.cu_seqlens.tolist()
+    arrays = {name: tensor.detach().float().cpu().numpy() for name, tensor in token_outputs.items()}
+    for i, start, end in zip(batch.datum_index, bounds[:-1], bounds[1:], strict=True):
+        outputs[i] = {name: array[start:end] for name, array in arrays.items()}

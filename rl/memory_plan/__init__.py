@@ -1,0 +1,42 @@
+"""Estimate the memory that a run would need, before it begins."""
+
+from rl.memory_plan.byte_counts import (
+    GIB,
+    USABLE_FRACTION,
+    MemoryPlan,
+    plan_memory,
+    saved_logits_bytes,
+)
+from rl.memory_plan.sampler_ranks import plan_sampler_memory, staged_weight_bytes
+from rl.memory_plan.shapes import LaunchShape, MicroBatch, MicroBatchMemory, ModelShape, StepWork
+from rl.memory_plan.step_shapes import (
+    compute_concurrent_rows,
+    count_pool_pages,
+    largest_micro_batch,
+)
+from rl.memory_plan.tensor_parallel_check import check_tensor_parallel
+from rl.memory_plan.trace_workers import TraceCache, serve_traces
+from rl.memory_plan.tracing import ComputeConfig, ModelSkeleton
+
+__all__ = [
+    "ComputeConfig",
+    "GIB",
+    "MicroBatchMemory",
+    "LaunchShape",
+    "MicroBatch",
+    "ModelShape",
+    "MemoryPlan",
+    "USABLE_FRACTION",
+    "ModelSkeleton",
+    "TraceCache",
+    "StepWork",
+    "check_tensor_parallel",
+    "serve_traces",
+    "saved_logits_bytes",
+    "largest_micro_batch",
+    "plan_memory",
+    "plan_sampler_memory",
+    "count_pool_pages",
+    "compute_concurrent_rows",
+    "staged_weight_bytes",
+]

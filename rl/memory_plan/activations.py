@@ -1,0 +1,249 @@
+"""Track tensor storages by kind while a model runs on tensors without memory, and extrapolate to a
+deeper model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from rl.memory_plan.shapes import MicroBatchMemory
+
+KINDS = tuple(field.name for field in dataclasses.fields(MicroBatchMemory))
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Record an allocation of `size` bytes and `kind`. `held_bytes`: bytes of each of KINDS after
+    it.
+    """
+
+    size: int
+    kind: str
+    held_bytes: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class LayerBlock:
+    """Describe marked layers in the middle of a model by their allocation indices in the forward
+    and in the backward (first, last + 1).
+
+    `kept`: additional bytes of each of KINDS after their forward; `remaining`: after their
+    backward, too.
+    """
+
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+    kept: tuple[float, ...]
+    remaining: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class AllocationRecord:
+    """Record what is held in a forward and its backward. `block`: marked layers
+    (`StorageTracker.mark_layers`).
+    """
+
+    forward: list[Allocation]
+    backward: list[Allocation]
+    block: LayerBlock | None = None
+
+    @property
+    def peak(self) -> MicroBatchMemory:
+        return _find_peak(moment.held_bytes for moment in (*self.forward, *self.backward))
+
+    def extrapolate_block(self, more: int) -> MicroBatchMemory:
+        """Return the peak of a model with `more` additional blocks, each like the marked block and
+        directly after it.
+
+        After the additional blocks' forward, all that follows holds what they keep. After their
+        backward, all that follows holds what remains of them. While the blocks run, memory changes
+        linearly from the first to the last block, so the peak is at the first or the last.
+        """
+        assert self.block is not None
+        none, kept_bytes, remaining_bytes = (
+            (0.0,) * len(KINDS),
+            *(
+                tuple(more * size for size in sizes)
+                for sizes in (self.block.kept, self.block.remaining)
+            ),
+        )
+        moments: list[tuple[Allocation, tuple[float, ...]]] = []
+        for phase, (first, last), before, after in (
+            (self.forward, self.block.forward, none, kept_bytes),
+            (self.backward, self.block.backward, kept_bytes, remaining_bytes),
+        ):
+            moments += [(moment, before) for moment in phase[:last]]
+            moments += [(moment, after) for moment in phase[first:]]
+        return _find_peak(
+            tuple(a + b for a, b in zip(moment.held_bytes, further, strict=True))
+            for moment, further in moments
+        )
+
+    def extrapolate_depth(self, longer: AllocationRecord, times: int) -> MicroBatchMemory:
+        """Return the peak of a deeper model, with `times` times the additional layers of `longer`.
+
+        In the last layers, counted from the start of the backward, each repetition adds as much as
+        `longer` adds. The same holds in the first layers, counted from the end of the backward.
+        Between them memory changes linearly, so the peak is in the last or the first layers.
+        """
+        alike = [
+            *_pair_allocations(reversed(self.forward), reversed(longer.forward)),
+            *_pair_allocations(self.backward, longer.backward),
+            *_pair_allocations(reversed(self.backward), reversed(longer.backward)),
+        ]
+        return _find_peak(
+            tuple(
+                a + times * (b - a) for a, b in zip(mine.held_bytes, more.held_bytes, strict=True)
+            )
+            for mine, more in alike
+        )
+
+
+def _pair_allocations(
+    mine: Iterable[Allocation], longer: Iterable[Allocation]
+) -> Iterator[tuple[Allocation, Allocation]]:
+    """Yield pairs of allocations as long as both sides run the same operations."""
+    return takewhile(
+        lambda pair: (pair[0].size, pair[0].kind) == (pair[1].size, pair[1].kind),
+        zip(mine, longer, strict=False),
+    )
+
+
+def _find_peak(held: Iterable[tuple[float, ...]]) -> MicroBatchMemory:
+    return MicroBatchMemory(*max(held, key=sum, default=(0.0,) * len(KINDS)))
+
+
+def _empty_grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return an empty output of torch's grouped_mm, in any dtype. For tensors without memory torch
+    supports only bfloat16, though its kernels accept float32.
+    """
+    if a.ndim == 3:
+        size = [a.shape[1], b.shape[1]] if b.ndim == 2 else [a.shape[0], a.shape[1], b.shape[2]]
+    else:
+        size = [offs.shape[0], a.shape[0], b.shape[1]] if b.ndim == 2 else [a.shape[0], b.shape[2]]
+    return a.new_empty(size, dtype=out_dtype or a.dtype)
+
+
+class StorageTracker(TorchDispatchMode):
+    """Record the bytes of live storages by kind, at each allocation."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self._vocabulary = model.get_input_embeddings().weight.shape[0]
+        matrices = [tuple(p.shape) for p in model.parameters() if p.ndim == 2]
+        self._matrices = {*matrices, *(shape[::-1] for shape in matrices)}
+        self._live: dict[int, Any] = {}
+        self._weights: set[int] = set()
+        self._current_bytes = dict.fromkeys(KINDS, 0.0)
+        self._allocations: list[Allocation] = []
+        self._forward_end = 0
+        self._marks: list[tuple[int, tuple[float, ...]]] = []
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.exclude(tensor)
+
+    def end_forward(self) -> None:
+        """Mark the end of the forward."""
+        self._forward_end = len(self._allocations)
+
+    def mark_layers(self, layers: Sequence[nn.Module]) -> None:
+        """Mark the block from the first of two layers up to the second, when they run."""
+        for layer in layers:
+            layer.register_forward_pre_hook(self._note_layer_start, with_kwargs=True)
+
+    def _note_layer_start(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        """Record the start of a layer. The layer's backward ends when the gradient of its input is
+        computed.
+
+        Do nothing when a backward runs the layer again.
+        """
+        if self._forward_end:
+            return
+        self._note_current_bytes()
+        inputs = (
+            tensor
+            for tensor in tree_iter((args, kwargs))
+            if isinstance(tensor, Tensor) and tensor.requires_grad
+        )
+        if (hidden := next(inputs, None)) is not None:
+            hidden.register_hook(lambda _: self._note_current_bytes())
+
+    def _note_current_bytes(self) -> None:
+        self._marks.append((len(self._allocations), tuple(self._current_bytes.values())))
+
+    def get_record(self) -> AllocationRecord:
+        return AllocationRecord(
+            self._allocations[: self._forward_end],
+            self._allocations[self._forward_end :],
+            self._marked_block(),
+        )
+
+    def _marked_block(self) -> LayerBlock | None:
+        """Return the marked block. None unless each layer ran once forwards and backwards."""
+        if len(self._marks) != 4 or not self._marks[1][0] <= self._forward_end <= self._marks[2][0]:
+            return None
+        (begin, at_begin), (end, at_end), (back, at_back), (done, at_done) = self._marks
+        kept_bytes = tuple(b - a for a, b in zip(at_begin, at_end, strict=True))
+        remaining_bytes = tuple(
+            b - a + k for a, b, k in zip(at_back, at_done, kept_bytes, strict=True)
+        )
+        return LayerBlock(
+            (begin, end),
+            (back - self._forward_end, done - self._forward_end),
+            kept_bytes,
+            remaining_bytes,
+        )
+
+    def exclude(self, tensor: Tensor) -> None:
+        """Exclude a tensor from the count: a weight, an accumulated gradient."""
+        storage = tensor.untyped_storage()
+        self._live[storage._cdata] = storage
+        self._weights.add(storage._cdata)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # the most frequent call, which creates no tensor
+            return getattr(args[0], "fake_device", None) or func(*args)
+        product = _empty_grouped_mm if func is torch.ops.aten._grouped_mm.default else func
+        out = product(*args, **(kwargs or {}))
+        is_cast = (
+            func is torch.ops.aten._to_copy.default
+            and args[0].untyped_storage()._cdata in self._weights
+        )
+        for tensor in tree_iter(out):
+            if isinstance(tensor, Tensor):
+                self._add(tensor, is_cast)
+        return out
+
+    def _add(self, tensor: Tensor, is_cast: bool) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._live:
+            return
+        kind = "casts" if is_cast else self._classify(tensor)
+        self._current_bytes[kind] += size
+        self._live[key] = weakref.ref(storage, lambda _: self._drop(key, kind, size))
+        self._allocations.append(Allocation(size, kind, tuple(self._current_bytes.values())))
+
+    def _drop(self, key: int, kind: str, size: int) -> None:
+        if self._live.pop(key, None) is not None:
+            self._current_bytes[kind] -= size
+
+    def _classify(self, tensor: Tensor) -> str:
+        if tuple(tensor.shape) in self._matrices:
+            return "weight_sized"
+        return "logits" if tensor.ndim and tensor.shape[-1] == self._vocabulary else "activations"

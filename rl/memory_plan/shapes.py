@@ -1,0 +1,149 @@
+"""Define the inputs of a memory plan: the model's sizes, the micro-batch and what it holds, the
+launch, the work of a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rl.learner import ShardingSpec
+
+FP32, BF16 = 4, 2
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Describe a model by its sizes. "Numbers" counts tensor elements.
+
+    parameters       numbers in all parameters
+    trainable        numbers in trained parameters
+    adapters         numbers in LoRA matrices
+    small            numbers in parameters that ZeRO-3 does not shard
+    largest          numbers in the largest parameter
+    fast             whether the sampler's fast decoder supports the model
+    windowed         some layers have windowed attention, or positions cannot be passed,
+                     so rows are padded
+    layer            numbers in a layer, which FSDP2 gathers as a unit
+    matrices         numbers in frozen matrices, which a bf16 base stores in bf16
+    linears          numbers in frozen matrices that a 4-bit base stores in 4 bit
+    caching          number of layers with keys and values (None: all); the other layers of a
+                     hybrid model keep a state of constant size
+    idle             numbers in the experts that a token is not routed to
+    seeing           numbers in the vision tower and its projection to the text model
+    seeing_trained   numbers of `seeing` that are trained
+    unsplit          numbers of the model that each rank of a tensor-parallel group holds
+                     completely (rl.sampler.tensor_parallel)
+    unsplit_adapters the same for adapters
+    """
+
+    name: str
+    parameters: int
+    trainable: int
+    adapters: int
+    small: int
+    largest: int
+    layers: int
+    hidden: int
+    heads: int
+    key_heads: int
+    head_width: int
+    mlp: int
+    vocab: int
+    max_context: int | None
+    fast: bool
+    windowed: bool
+    layer: int = 0
+    matrices: int = 0
+    linears: int = 0
+    caching: int | None = None
+    idle_experts: int = 0
+    seeing: int = 0
+    seeing_trained: int = 0
+    unsplit: int = 0
+    unsplit_adapters: int = 0
+
+    @property
+    def active_parameters(self) -> int:
+        """Return how many numbers a text token is multiplied with."""
+        return self.parameters - self.idle_experts - self.seeing
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Describe the largest micro-batch of a rank: `rows` of `length` positions, of which `tokens`
+    are not padding.
+
+    `masked`: an explicit attention mask, see packing.
+    """
+
+    rows: int
+    length: int
+    tokens: int
+    masked: bool = False
+
+
+@dataclass(frozen=True)
+class MicroBatchMemory:
+    """Hold the bytes at the memory peak of a micro-batch, besides weights and accumulated
+    gradients.
+
+        activations  kept for the backward, and working memory of the current layer
+        logits       tensors as wide as the vocabulary
+        casts        the weights in the dtype of the computation (autocast)
+        weight_sized gradients before accumulation, and other tensors of a weight's shape
+    """
+
+    activations: float = 0.0
+    logits: float = 0.0
+    casts: float = 0.0
+    weight_sized: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.activations + self.logits + self.casts + self.weight_sized
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchShape(ShardingSpec):
+    """Describe the processes of a run. `memory`: bytes of each GPU, 0 if unknown.
+
+    `base_dtype`: dtype of frozen matrices, as a setting names it; `loads_in_shards`: a sharded
+    model is loaded shard by shard (rl.models.supports_lazy_loading); `sampler_tp`: number of ranks
+    that share a sampler (`sampler_tp`).
+    """
+
+    cuda: bool
+    bf16: bool
+    per_node: int = 1
+    memory: float = 0.0
+    base_dtype: str = "fp32"
+    loads_in_shards: bool = False
+    sampler_tp: int = 1
+
+    @property
+    def compute_bytes(self) -> int:
+        return BF16 if self.bf16 else FP32
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes per weight in the learner: fp32, except under DeepSpeed in bf16, where
+        the optimizer has the fp32 copy.
+        """
+        return BF16 if self.zero_stage is not None and self.bf16 else FP32
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """Describe a rank's work in a step. `rows` answers of `answer` tokens to `prompts` prompts of
+    `prompt` tokens are sampled at once.
+
+    `pages`: size of the sampler's page pool, allocated at the beginning; 0: no paged KV cache.
+    """
+
+    batch: MicroBatch
+    samples: bool
+    prompts: int = 0
+    prompt: int = 0
+    rows: int = 0
+    answer: int = 0
+    pages: int = 0

@@ -1,0 +1,338 @@
+"""Measure the memory of a micro-batch by running it on tensors without memory: no weights are read,
+nothing is computed.
+
+The model's modules, this project's output head and torch's autograd run under torch's
+FakeTensorMode. Sizes therefore equal those of the real run for any architecture, with LoRA,
+gradient checkpointing, autocast and every kind of head. A dispatch mode tracks allocated and freed
+storages. It cannot see inside a custom op (see `HEAD_BLOCKS`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kernels import estimate_workspace_bytes
+from rl.errors import UserError
+from rl.layers import (
+    ModelLayers,
+    describe_layers,
+    find_layer_list,
+    find_layer_period,
+    get_config_number,
+    get_hidden_size,
+    keep_first_layers_,
+    layers_share_tensors,
+)
+from rl.learner import HeadRequest, LogprobHead
+from rl.memory_plan.activations import AllocationRecord, StorageTracker
+from rl.memory_plan.byte_counts import PERSISTENCE_THRESHOLD
+from rl.memory_plan.shapes import MicroBatch, MicroBatchMemory, ModelShape
+from rl.models import (
+    LoadedModel,
+    add_lora,
+    compute_unadapted_share,
+    is_vision_parameter,
+    load_skeleton,
+    make_attention_mask,
+    unwrap_model,
+)
+from rl.sampler import (
+    UnsupportedModel,
+    cast_frozen_,
+    check_supported,
+    count_unsharded_parameters,
+    iter_frozen_matrices,
+)
+from rl.types import LoraConfig
+
+# bytes of the score blocks in which kernels.linear_logprob traverses the vocabulary, off CUDA
+HEAD_BLOCKS = 32 << 20
+
+
+@dataclass(frozen=True)
+class ComputeConfig:
+    """Describe the way a backend runs a micro-batch.
+
+    dtype            of the weights
+    autocast         bf16 computation on fp32 weights
+    keeps_gradients  they accumulate in `.grad` (otherwise they are freed at once)
+    cuda             the output head runs in kernels, with larger slabs of scores; what it saves
+                     is not counted here (`kept_logits` counts it)
+    kept             bytes that the head may save off CUDA, as `LearnerSettings.kept_bytes`
+    low_base         the frozen matrices are bf16
+    """
+
+    dtype: torch.dtype = torch.float32
+    autocast: bool = False
+    keeps_gradients: bool = True
+    fused: bool = True
+    checkpointing: bool = False
+    cuda: bool = False
+    saved_bytes: int | None = None
+    bf16_base: bool = False
+
+
+class ModelSkeleton:
+    """Build a model without weights, as the learner would train it. Raises UserError if the model
+    is not available.
+
+    Layers of the same kind hold the same memory. Of a deep model only the first layers get adapters
+    and run (see `measure_micro_batch`), and the memory of the others is extrapolated. `all_layers`:
+    run all layers, which takes longer and gives the same result; for tests.
+    """
+
+    def __init__(
+        self,
+        base_model: str,
+        tokenizer: str | None,
+        lora: LoraConfig | None,
+        *,
+        all_layers: bool = False,
+    ):
+        with torch.device("meta"):
+            loaded = load_skeleton(base_model, tokenizer=tokenizer)
+            described, fast, self._layers = (
+                describe_layers(loaded.model),
+                _is_fast(loaded.model),
+                find_layer_list(loaded.model),
+            )
+            self._depth, period, before = find_layer_period(loaded.model) or (0, 1, 0)
+            short = before + max(period, 2) + (self._depth - before) % period
+            self._short_depths = (
+                (short, short + period) if short + period < self._depth and not all_layers else None
+            )
+            # number of repetitions: the longer model is deeper than the shorter by a single period
+            self._repetitions = (self._depth - short) // period
+            # not the first layer of all, whose input may need no gradient, and not the last
+            self._marked_layers = (before + 1, before + 1 + period)
+            share = None if lora is None else compute_unadapted_share(loaded.model, lora)
+            # A tensor shared by several layers is held once, whatever the depth. Then all layers
+            # stay, to be counted exactly.
+            cut = (
+                self._layers is not None
+                and self._short_depths is not None
+                and not layers_share_tensors(self._layers[1])
+            )
+            if self._layers is not None and self._short_depths is not None and cut:
+                self._depth = self._short_depths[1]
+                keep_first_layers_(loaded.model, self._layers, self._depth)
+            self._loaded = loaded if lora is None else add_lora(loaded, lora, unadapted=share)
+        numbers = _count_parameters(self._loaded.model, fast)
+        if self._short_depths is not None and cut:
+            with self._shortened(self._short_depths[0]):
+                shorter = _count_parameters(self._loaded.model, fast)
+            numbers = {
+                name: n + (self._repetitions - 1) * (n - shorter[name])
+                for name, n in numbers.items()
+            }
+        self.shape = _make_shape(self._loaded, numbers, described, fast)
+
+    def measure_micro_batch(self, batch: MicroBatch, config: ComputeConfig) -> MicroBatchMemory:
+        """Return what a micro-batch holds at the peak of its forward and backward.
+
+        Of a deep model a shorter copy is run in which the repeating layers are marked, see
+        `AllocationRecord.extrapolate_block`. If these layers do not run one by one, two short
+        copies are run, the second with more of these layers, see
+        `AllocationRecord.extrapolate_depth`. Raises UserError for a model whose forward depends on
+        tensor values.
+        """
+        try:
+            if self._short_depths is None:
+                course, inside_op = self._trace(batch, config)
+                peak = course.peak
+            else:
+                with self._shortened(self._short_depths[1]):
+                    longer, inside_op = self._trace(batch, config)
+                if longer.block is not None:
+                    peak = longer.extrapolate_block(self._repetitions - 1)
+                else:
+                    with self._shortened(self._short_depths[0]):
+                        course, inside_op = self._trace(batch, config)
+                    peak = course.extrapolate_depth(longer, self._repetitions)
+        except RuntimeError as error:
+            first = str(error).strip().partition("\n")[0]
+            raise UserError(
+                f"the memory of a micro-batch of {self.shape.name} cannot be computed without "
+                "weights: its forward does not run on tensors without values "
+                f"({type(error).__name__}: {first}). Measure it with a short run: --steps 1 "
+                "--eval-every 0, with the intended lengths"
+            ) from error
+        return dataclasses.replace(peak, logits=peak.logits + inside_op)
+
+    @contextlib.contextmanager
+    def _shortened(self, depth: int) -> Iterator[None]:
+        """Shorten the model to its first `depth` layers within the context."""
+        assert self._layers is not None
+        keep_first_layers_(self._loaded.model, self._layers, depth)
+        try:
+            yield
+        finally:
+            keep_first_layers_(self._loaded.model, self._layers, self._depth)
+
+    def _trace(self, batch: MicroBatch, config: ComputeConfig) -> tuple[AllocationRecord, int]:
+        """Return (record of the storages, bytes that an op holds inside)."""
+        # `measure_micro_batch` reports failures
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+        # checkpointing stores the generator's state, a real tensor
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = _copy_to_fake_cpu(self._loaded.model, config.dtype)
+            if config.bf16_base:
+                cast_frozen_(model, torch.bfloat16, without_values=True)
+            if config.checkpointing:
+                model.gradient_checkpointing_enable(
+                    gradient_checkpointing_kwargs={"use_reentrant": False}
+                )
+                model.train()
+            head = LogprobHead.without_check(
+                model, fused=config.fused, kept_bytes=0 if config.cuda else config.saved_bytes
+            )
+            storages = StorageTracker(model)
+            if self._layers is not None and self._short_depths is not None:
+                blocks: Any = unwrap_model(model).get_submodule(self._layers[0])
+                storages.mark_layers([blocks[i] for i in self._marked_layers if i < len(blocks)])
+            with _gradients_as_in_training(model, storages, config.keeps_gradients):
+                ids = torch.zeros(batch.rows, batch.length, dtype=torch.int64)
+                inputs: dict[str, Any] = {"input_ids": ids}
+                if batch.masked:
+                    inputs["position_ids"] = torch.zeros_like(ids)
+                    sees = torch.ones(batch.rows, 1, batch.length, batch.length, dtype=torch.bool)
+                    inputs["attention_mask"] = make_attention_mask(model, sees)
+                at = torch.zeros(batch.tokens, dtype=torch.int64)
+                with storages, torch.autocast("cpu", torch.bfloat16, enabled=config.autocast):
+                    logp, *_ = head(model, HeadRequest(at, at, 0.8, False), **inputs)
+                    storages.end_forward()
+                    logp.sum().backward()
+            inside_op = self._op_bytes(model, batch, config) if head.fused else 0
+        return storages.get_record(), inside_op
+
+    def _op_bytes(self, model: Any, batch: MicroBatch, config: ComputeConfig) -> int:
+        """Return the bytes inside linear_logprob, which the tracker cannot see: hidden states in
+        fp32 and blocks of scores, or a slab of their gradient.
+        """
+        if not config.cuda:
+            return batch.tokens * self.shape.hidden * 4 + HEAD_BLOCKS
+        size = 2 if config.autocast else config.dtype.itemsize
+        frozen = not any(
+            p.requires_grad for p in unwrap_model(model).get_output_embeddings().parameters()
+        )
+        return estimate_workspace_bytes(
+            batch.tokens, self.shape.hidden, self.shape.vocab, size, frozen=frozen
+        )
+
+
+def _copy_to_fake_cpu(model: Any, dtype: torch.dtype) -> Any:
+    """Return a copy of a model on the meta device whose tensors are (fake) CPU tensors,
+    floating-point tensors in `dtype`.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(
+            torch.empty(parameter.shape, dtype=dtype), requires_grad=parameter.requires_grad
+        )
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return copy.deepcopy(model, memo)
+
+
+def _is_fast(model: Any) -> bool:
+    """Return whether the sampler's fast decoder supports the model."""
+    try:
+        check_supported(unwrap_model(model))
+    except UnsupportedModel:
+        return False
+    return True
+
+
+def _count_parameters(model: Any, fast: bool) -> dict[str, int]:
+    """Return the fields of `ModelShape` that grow with the number of layers."""
+    unsplit, unsplit_adapters = count_unsharded_parameters(model) if fast else (0, 0)
+    parameters = dict(model.named_parameters())
+    frozen, head = (
+        dict(iter_frozen_matrices(model)),
+        {id(p) for p in model.get_output_embeddings().parameters()},
+    )
+    linear = {id(module.weight) for module in model.modules() if type(module) is nn.Linear}
+    return {
+        "parameters": sum(p.numel() for p in parameters.values()),
+        "trainable": sum(p.numel() for p in parameters.values() if p.requires_grad),
+        "adapters": sum(p.numel() for n, p in parameters.items() if "lora_" in n),
+        "small": sum(p.numel() for p in parameters.values() if p.numel() < PERSISTENCE_THRESHOLD),
+        "seeing": sum(p.numel() for n, p in parameters.items() if is_vision_parameter(n)),
+        "seeing_trained": sum(
+            p.numel() for n, p in parameters.items() if is_vision_parameter(n) and p.requires_grad
+        ),
+        "matrices": sum(p.numel() for p in frozen.values()),
+        "linears": sum(p.numel() for p in frozen.values() if id(p) in linear and id(p) not in head),
+        "unsplit": unsplit,
+        "unsplit_adapters": unsplit_adapters,
+    }
+
+
+def _make_shape(
+    loaded: LoadedModel, numbers: Mapping[str, int], described: ModelLayers, fast: bool
+) -> ModelShape:
+    model, hidden = loaded.model, get_hidden_size(loaded.model)
+    heads = get_config_number(model, "num_attention_heads", "n_head") or 1
+    kinds, experts = set(unwrap_model(model)._no_split_modules or ()), described.experts
+    return ModelShape(
+        name=loaded.name,
+        largest=max(p.numel() for p in model.parameters()),
+        layers=get_config_number(model, "num_hidden_layers", "n_layer") or 1,
+        hidden=hidden,
+        heads=heads,
+        key_heads=get_config_number(model, "num_key_value_heads") or heads,
+        head_width=get_config_number(model, "head_dim") or hidden // heads,
+        mlp=get_config_number(model, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden,
+        vocab=loaded.vocab_size,
+        max_context=get_config_number(model, "max_position_embeddings", "n_positions"),
+        fast=fast,
+        layer=max(
+            (
+                sum(p.numel() for p in m.parameters())
+                for m in model.modules()
+                if type(m).__name__ in kinds
+            ),
+            default=0,
+        ),
+        caching=described.num_kv_layers if described.kinds else None,
+        windowed=described.special_kinds is not None or not described.takes_positions,
+        idle_experts=experts.num_parameters * (experts.count - experts.per_token) // experts.count
+        if experts is not None
+        else 0,
+        **numbers,
+    )
+
+
+@contextlib.contextmanager
+def _gradients_as_in_training(
+    model: nn.Module, storages: StorageTracker, keep: bool
+) -> Iterator[None]:
+    """Allocate gradients beforehand, as from the second micro-batch of a step on (`keep`), or free
+    each gradient once it is computed.
+    """
+    hooks = []
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        if keep:
+            parameter.grad = torch.zeros_like(parameter)
+            storages.exclude(parameter.grad)
+        else:
+            hooks.append(parameter.register_post_accumulate_grad_hook(_free_gradient))
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def _free_gradient(parameter: Tensor) -> None:
+    parameter.grad = None

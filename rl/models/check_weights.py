@@ -1,0 +1,201 @@
+"""Check that a file of weights holds exactly the model's tensors.
+
+Missing tensors would be random, and additional ones would be ignored.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl.errors import UserError
+from rl.models.lazy_safetensors import get_tensor_shape, open_lazy_tensors
+
+# Buffers that older versions of transformers wrote and that are now computed from the config.
+_COMPUTED_BUFFERS = re.compile(
+    r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|position_ids|masked_bias|attn\.bias)$"
+)
+_MAX_LISTED = 4
+
+
+@contextmanager
+def convert_read_errors(name: str) -> Iterator[None]:
+    """Convert errors from reading damaged or unfitting files of weights into a UserError with their
+    name.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        raise UserError(
+            f"the weights of {name} cannot be read, since a file is damaged or truncated: {error}"
+        ) from error
+    except (
+        RuntimeError
+    ) as error:  # transformers and PEFT: shapes that do not fit, and torch: a damaged .bin file
+        raise UserError(f"the weights of {name} do not fit its config: {error}") from error
+
+
+@contextmanager
+def hide_progress_bars() -> Iterator[None]:
+    """Hide the progress bars of loading (not of downloads) and the FutureWarnings of libraries."""
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
+
+
+def load_checked_model(model_class: Any, source: str, name: str, **kwargs: Any) -> Any:
+    """Load a model with `model_class.from_pretrained(source)`.
+
+    Raises UserError if a tensor is missing, unexpected or of another shape. Tied tensors, those
+    that the model's class names as optional, and computed buffers may be missing.
+    """
+    with convert_read_errors(name), hide_progress_bars():
+        model, loading_info = model_class.from_pretrained(
+            source, output_loading_info=True, **kwargs
+        )
+    check_tensor_names(name, loading_info["missing_keys"], loading_info["unexpected_keys"])
+    if kwargs.get("device_map") != "meta":
+        _restore_padding_row(model, Path(source))
+    return model
+
+
+def _restore_padding_row(model: Any, folder: Path) -> None:
+    """Restore the padding token's row from the files, as Youtu's class zeros it at load.
+
+    A tied head would otherwise write the zeros as well.
+    """
+    for name, module in model.named_modules():
+        row = module.padding_idx if isinstance(module, nn.Embedding) else None
+        if row is None or module.weight.is_meta or module.weight[row].any():
+            continue
+        stored = open_lazy_tensors(folder, [f"{name}.weight"]) if folder.is_dir() else None
+        if stored is not None:
+            with torch.no_grad():
+                module.weight[row] = stored[f"{name}.weight"][row].to(module.weight.dtype)
+
+
+def check_model_weights(folder: Path) -> None:
+    """Check a causal LM's folder as `load_checked_model` does, reading only names and shapes."""
+    from rl.models.vision_models import find_auto_class
+
+    load_checked_model(find_auto_class(str(folder)), str(folder), str(folder), device_map="meta")
+
+
+def load_checked_adapter(model: Any, folder: Path) -> Any:
+    """Load the PEFT adapter in `folder` onto a transformers model.
+
+    Raises UserError if the file's tensors differ from those that the config defines.
+    """
+    from peft import PeftModel
+
+    if not any(
+        (folder / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")
+    ):
+        raise UserError(
+            f"{folder} has an adapter_config.json but no adapter_model.safetensors: the "
+            "adapter's weights are missing"
+        )
+    with convert_read_errors(str(folder)), warnings.catch_warnings():
+        # raised as an error below
+        warnings.filterwarnings("ignore", message="Found missing adapter keys")
+        adapted = PeftModel.from_pretrained(model, str(folder))
+        # the first call does not report missing keys
+        load_result = adapted.load_adapter(str(folder), "default")
+    check_tensor_names(
+        str(folder), load_result.missing_keys, load_result.unexpected_keys, "adapter"
+    )
+    return adapted
+
+
+def check_tensor_names(
+    name: str, missing: Collection[str], unexpected: Collection[str], label: str = "model"
+) -> None:
+    """Raise UserError naming the missing tensors of a file of weights, and the unexpected ones."""
+    lacking = sorted(key for key in missing if not _COMPUTED_BUFFERS.search(key))
+    extra = sorted(key for key in unexpected if not _COMPUTED_BUFFERS.search(key))
+    if not lacking and not extra:
+        return
+    problems = []
+    if lacking:
+        problems.append(f"it lacks {_format_names(lacking)}, which would be random")
+    if extra:
+        problems.append(f"it has {_format_names(extra)}, which would be ignored")
+    raise UserError(
+        f"{name} does not hold the weights of its {label}: {'; '.join(problems)}. Pass a "
+        "complete folder, saved by the model class "
+        "that is trained here (a causal language model with its output head), or correct its "
+        "config.json"
+    )
+
+
+def check_tensors(
+    name: str, shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]
+) -> None:
+    """Raise UserError unless a file's tensors have exactly these names and shapes."""
+    check_tensor_names(name, shapes.keys() - tensors.keys(), tensors.keys() - shapes.keys())
+    for key, shape in shapes.items():
+        if (actual := get_tensor_shape(tensors, key)) != tuple(shape):
+            raise UserError(
+                f"{key} of {name} has the shape {actual}, the model's is {tuple(shape)}"
+            )
+
+
+def _format_names(names: list[str]) -> str:
+    """Return the number of the names, and the first 4 of them."""
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return f"{len(names)} tensor{'s' * (len(names) > 1)} ({', '.join(names[:_MAX_LISTED])}{more})"
+
+
+def select_weights_to_save(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the `weights` to write to a file, with a single tensor of each tied group.
+
+    It is the tensor that the others are tied to at load. If the model's head and embedding were
+    untied, nothing shared is tied any more: each name gets a copy.
+    """
+    tied = set(getattr(model, "all_tied_weights_keys", None) or model._tied_weights_keys or [])
+    if not tied or getattr(model.config.get_text_config(), "tie_word_embeddings", True):
+        return _drop_shared_duplicates(weights, tied)
+    written: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in weights.items():
+        written[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
+    return written
+
+
+def _drop_shared_duplicates(
+    weights: Mapping[str, Tensor], tied: Collection[str]
+) -> dict[str, Tensor]:
+    """Return the weights with a single name for each shared tensor: the first by name that is not
+    `tied`.
+
+    `save_torch_state_dict` would drop the other names too, and list them in the header, in an order
+    that differs from file to file.
+    """
+    names: dict[tuple[Any, ...], list[str]] = {}
+    for name, tensor in weights.items():
+        place = (
+            (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            if tensor.numel()
+            else (name,)
+        )
+        names.setdefault(place, []).append(name)
+    kept = {min(group, key=lambda name: (name in tied, name)) for group in names.values()}
+    return {name: tensor for name, tensor in weights.items() if name in kept}

@@ -1,0 +1,289 @@
+"""Read a model's weights directly from its files: modules without values, each tensor on request.
+
+Code that shards a model over ranks fills it from here tensor by tensor, so that no process ever
+holds the whole model. Only safetensors files are supported. File keys that differ from the model's
+parameter names (separate experts, older names) are converted as transformers does it, by its rules
+for the architecture.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+@dataclass(frozen=True)
+class _ConversionSource:
+    """Describe the sources of a converted tensor: a rule of transformers, and keys by the pattern
+    that they match.
+    """
+
+    rule: Any
+    keys: tuple[tuple[str, str], ...]  # (pattern, key)
+
+
+class CannotReadLazily(Exception):
+    """Signal that the files cannot be read lazily; the text says why."""
+
+
+class SafetensorsWeights:
+    """Read the tensors of a folder by the names of a model's parameters and buffers.
+
+    Raises Unfit if the files lack tensors, have additional ones or other shapes.
+    """
+
+    def __init__(self, folder: Path, model: Any):
+        self._model = model
+        self._file_of = _map_keys_to_files(folder)
+        self._sources = _map_sources(model, list(self._file_of))
+        self._name_of: dict[int, str] = {}
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for name, parameter in parameters.items():
+            if name in self._sources:
+                self._name_of.setdefault(id(parameter), name)
+        missing = [
+            name for name, parameter in parameters.items() if id(parameter) not in self._name_of
+        ]
+        unexpected = self._sources.keys() - parameters.keys() - dict(model.named_buffers()).keys()
+        if missing or unexpected:
+            raise CannotReadLazily(
+                f"its files lack {sorted(missing)[:3]} or have {sorted(unexpected)[:3]}, "
+                "which the model does not have"
+            )
+        for name in self._name_of.values():
+            source = self._sources[name]
+            if isinstance(source, str) and self._shape(source) != tuple(parameters[name].shape):
+                raise CannotReadLazily(
+                    f"{source} has the shape {self._shape(source)}, the model's is "
+                    f"{tuple(parameters[name].shape)}"
+                )
+
+    def fill_buffers(self) -> None:
+        """Load the buffers that the files hold; other buffers are computed and already filled."""
+        for name, buffer in self._model.named_buffers():
+            if name in self._sources:
+                buffer.copy_(self.read(name))
+
+    def for_wrapped_model(self, model: nn.Module) -> UnloadedParameters:
+        """Return these weights by the parameter names of `model`, which wraps the original model
+        (with adapters).
+        """
+        return UnloadedParameters(
+            self,
+            {
+                name: self._name_of[id(p)]
+                for name, p in model.named_parameters()
+                if id(p) in self._name_of
+            },
+        )
+
+    def read(self, name: str) -> Tensor:
+        """Return the whole tensor, in the dtype of its file."""
+        source = self._sources[name]
+        if isinstance(source, str):
+            with self._opened(source) as file:
+                return file.get_tensor(source)
+        rule = copy.deepcopy(source.rule)
+        for pattern, key in source.keys:
+            rule.add_tensor(name, key, pattern, lambda key=key: self.read_key(key))
+        converted = rule.convert(name, model=self._model, config=self._model.config)[name]
+        return converted[0] if isinstance(converted, list) else converted
+
+    def read_key(self, key: str) -> Tensor:
+        """Return the tensor of a key of the files."""
+        with self._opened(key) as file:
+            return file.get_tensor(key)
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows of the first dimension, without reading the others (except for converted
+        tensors).
+        """
+        source = self._sources[name]
+        if not isinstance(source, str):
+            return self.read(name)[start:stop]
+        with self._opened(source) as file:
+            return file.get_slice(source)[start:stop]
+
+    def _shape(self, key: str) -> tuple[int, ...]:
+        """Return the shape of a key's tensor."""
+        with self._opened(key) as file:
+            return tuple(file.get_slice(key).get_shape())
+
+    @contextmanager
+    def _opened(self, key: str) -> Iterator[Any]:
+        """Open the file of a key."""
+        from safetensors import safe_open
+
+        with safe_open(str(self._file_of[key]), framework="pt") as file:
+            yield file
+
+
+@dataclass(frozen=True)
+class UnloadedParameters:
+    """Map the parameter names of a model without values to its weights in the files."""
+
+    stored: SafetensorsWeights
+    names: Mapping[str, str]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def read(self, name: str) -> Tensor:
+        """Return the whole tensor of a parameter."""
+        return self.stored.read(self.names[name])
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows `start` to `stop` of a parameter."""
+        return self.stored.read_rows(self.names[name], start, stop)
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Map names to tensors, each read from its file at every access; `in_memory`: tensors in
+    memory.
+    """
+
+    def __init__(
+        self,
+        locations: Mapping[str, tuple[Path, str]],
+        in_memory: Mapping[str, Tensor] | None = None,
+    ):
+        self._locations, self._in_memory = dict(locations), dict(in_memory or {})
+
+    @classmethod
+    def from_file(cls, file: Path) -> LazyTensors:
+        """Return all tensors of a safetensors file."""
+        from safetensors import safe_open
+
+        with safe_open(str(file), framework="pt") as opened:
+            return cls({key: (file, key) for key in opened.keys()})  # noqa: SIM118  (no mapping)
+
+    def __getitem__(self, name: str) -> Tensor:
+        from safetensors import safe_open
+
+        if name in self._in_memory:
+            return self._in_memory[name]
+        file, key = self._locations[name]
+        with safe_open(str(file), framework="pt") as opened:
+            return opened.get_tensor(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._in_memory, *self._locations])
+
+    def __len__(self) -> int:
+        return len(self._in_memory) + len(self._locations)
+
+    def with_tensors(self, in_memory: Mapping[str, Tensor]) -> LazyTensors:
+        """Return these tensors plus others that are in memory."""
+        return LazyTensors(self._locations, {**self._in_memory, **in_memory})
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, without reading it."""
+        from safetensors import safe_open
+
+        if name in self._in_memory:
+            return tuple(self._in_memory[name].shape)
+        file, key = self._locations[name]
+        with safe_open(str(file), framework="pt") as opened:
+            return tuple(opened.get_slice(key).get_shape())
+
+
+def get_tensor_shape(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+    """Return a tensor's shape, without reading a tensor that is in a file."""
+    return (
+        tensors.shape_of(name) if isinstance(tensors, LazyTensors) else tuple(tensors[name].shape)
+    )
+
+
+def open_lazy_tensors(folder: Path, names: Collection[str]) -> LazyTensors | None:
+    """Return the named tensors of a model's folder; None if it has no such safetensors or names."""
+    try:
+        files = _map_keys_to_files(folder)
+    except CannotReadLazily:
+        return None
+    return (
+        LazyTensors({name: (files[name], name) for name in names})
+        if all(name in files for name in names)
+        else None
+    )
+
+
+def replace_meta_parameters_(model: nn.Module) -> None:
+    """Replace meta parameters by uninitialized CPU memory, which the system does not allocate until
+    it is written.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or not parameter.is_meta:
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(
+                    torch.empty(parameter.shape, dtype=parameter.dtype), parameter.requires_grad
+                )
+            module._parameters[name] = made[id(parameter)]
+
+
+def _map_keys_to_files(folder: Path) -> dict[str, Path]:
+    """Return the file of each key. Raises Unfit if safetensors files of the whole model are
+    missing.
+    """
+    from safetensors import safe_open
+
+    if (folder / INDEX).is_file():
+        names: Collection[str] = set(
+            json.loads((folder / INDEX).read_text())["weight_map"].values()
+        )
+    else:
+        names = [SINGLE]
+    file_of: dict[str, Path] = {}
+    for name in sorted(names):
+        if not (folder / name).is_file():
+            raise CannotReadLazily(f"{folder} has no {name}")
+        with safe_open(str(folder / name), framework="pt") as file:
+            file_of |= dict.fromkeys(file.keys(), folder / name)
+    return file_of
+
+
+def _map_sources(model: Any, keys: Collection[str]) -> dict[str, str | _ConversionSource]:
+    """Return the source of each tensor of the model: its key in the files, or the parts of its
+    conversion.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    state = model.state_dict()
+    rules = get_model_conversion_mapping(model) or []
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    sources: dict[str, str | _ConversionSource] = {}
+    for key in sorted(keys, key=dot_natural_key):
+        name, pattern = rename_source_key(
+            key, renamings, converters, model.base_model_prefix, state
+        )
+        if name not in state and key in state:
+            name, pattern = key, None
+        if pattern is None:
+            sources[name] = key
+            continue
+        if len(by_pattern[pattern].target_patterns) > 1:
+            raise CannotReadLazily(f"{key} is split into several tensors")
+        before = sources.get(name)
+        parts = before.keys if isinstance(before, _ConversionSource) else ()
+        sources[name] = _ConversionSource(by_pattern[pattern], (*parts, (pattern, key)))
+    return sources

@@ -1,0 +1,226 @@
+"""Parse the text of an answer: thoughts between <think> and </think>, tool calls between
+<tool_call> and </tool_call>.
+
+A call is JSON, or (Qwen3.5 and later) <function=NAME> with a <parameter=NAME> for each argument.
+gpt-oss writes thoughts, calls and answer as separate messages, each with a channel
+(`split_channels`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+THOUGHT_BEGIN, THOUGHT_END = "<think>", "</think>"
+CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
+CHANNEL, CHANNEL_TEXT = "<|channel|>", "<|message|>"
+# Known marks around thoughts: most families, and Gemma 4.
+THOUGHTS = ((THOUGHT_BEGIN, THOUGHT_END), ("<|channel>thought\n", "<channel|>"))
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\n?(.*?)</function>\s*</tool_call>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+NEXT_MESSAGE = re.compile(r"<\|end\|>(?:<\|start\|>assistant)?|<\|start\|>assistant")
+
+
+def find_thought_marks(template: str) -> tuple[str, str] | None:
+    """Return the marks that a chat template writes around thoughts, or None."""
+    return next((marks for marks in THOUGHTS if marks[1] in template), None)
+
+
+def split_thoughts(text: str, marks: tuple[str, str] = THOUGHTS[0]) -> tuple[str, str | None]:
+    """Return (the text without its thoughts, the thoughts joined by empty lines). The thoughts are
+    None if no thought ended.
+
+    `marks`: the marks around thoughts. The prompt may contain the opening mark of the first
+    thought. An unfinished thought stays in the text.
+    """
+    begin, end = marks
+    head, ended, rest = text.partition(end)
+    if not ended:
+        return text, None
+    before, opened, thought = head.rpartition(begin)
+    content = before if opened and before.strip() else ""
+    thoughts = [thought.strip()]
+    while True:
+        before_thought, opened, inner = rest.partition(begin)
+        thought, ended, after = inner.partition(end)
+        if not (opened and ended):
+            return content + rest.lstrip("\n"), "\n\n".join(part for part in thoughts if part)
+        content += before_thought.lstrip("\n")
+        thoughts.append(thought.strip())
+        rest = after
+
+
+def split_calls(
+    text: str, tools: Sequence[Mapping[str, Any]] = ()
+) -> tuple[str, list[dict[str, Any]], list[dict[str, str]]]:
+    """Return (the text without calls, the calls, the failed calls).
+
+    A call is {"type": "function", "function": {"name": ..., "arguments": {...}}}, the form that
+    templates render. A failed call (cut off, or not JSON of this form) stays in the text and is
+    reported as {"raw_text": ..., "error": ...}. `tools`: the tools that may be called. In a call of
+    the form <function=NAME><parameter=NAME>, each parameter is converted to its type in the tool's
+    schema (text if the schema has no type).
+    """
+    content, calls, unparsed = "", [], []
+    before, opened, rest = text.partition(CALL_BEGIN)
+    while opened:
+        content += before
+        by_parts = rest.lstrip().startswith("<function=")
+        call, length = _parse_xml_call(rest, tools) if by_parts else parse_json_call(rest)
+        if isinstance(call, str):
+            unparsed.append({"raw_text": CALL_BEGIN + rest[:length], "error": call})
+            content += CALL_BEGIN + rest[:length]
+            before, opened, rest = rest[length:].partition(CALL_BEGIN)
+        else:
+            calls.append(call)
+            content = content.removesuffix("\n")  # templates put a call on a separate line,
+            # and a call in parts after an empty line
+            content = content.removesuffix("\n") if by_parts else content
+            before, opened, rest = rest[length:].partition(CALL_BEGIN)
+            before = "" if not before.strip() else before
+    return content + before, calls, unparsed
+
+
+def parse_json_call(text: str) -> tuple[dict[str, Any] | str, int]:
+    """Return (the call at the start of `text`, after its opening mark, or the reason why it is
+    invalid; its length including the closing mark).
+    """
+    closed = text.find(CALL_END)
+    until = len(text) if closed < 0 else closed + len(CALL_END)
+    start = len(text) - len(text.lstrip())
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, start)
+    except (ValueError, RecursionError) as error:
+        return ("was not finished" if closed < 0 else f"no JSON ({error})"), until
+    after = text[end:].lstrip()
+    if not after.startswith(CALL_END):
+        return (
+            "was not finished" if closed < 0 else f"more than one JSON value before {CALL_END}"
+        ), until
+    length = len(text) - len(after) + len(CALL_END)
+    if (
+        not isinstance(value, dict)
+        or not isinstance(value.get("name"), str)
+        or not isinstance(value.get("arguments"), dict)
+    ):
+        return 'a call is {"name": text, "arguments": {...}}', length
+    return {
+        "type": "function",
+        "function": {"name": value["name"], "arguments": value["arguments"]},
+    }, length
+
+
+def _parse_xml_call(
+    text: str, tools: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any] | str, int]:
+    """Do as `parse_json_call` for <function=NAME><parameter=NAME>..</parameter></function>."""
+    closed = text.find(CALL_END)
+    until = len(text) if closed < 0 else closed + len(CALL_END)
+    match = _FUNCTION.match(text)
+    if match is None:
+        return (
+            "was not finished" if closed < 0 else "no <function=...> that ends before the call ends"
+        ), until
+    name, body = match.groups()
+    if _PARAMETER.sub("", body).strip():
+        return "unexpected text outside <parameter=...>", match.end()
+    arguments = {
+        key: _parse_typed(value, _find_schema(tools, name, key))
+        for key, value in _PARAMETER.findall(body)
+    }
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}, match.end()
+
+
+def _find_schema(
+    tools: Sequence[Mapping[str, Any]], name: str, parameter: str
+) -> Mapping[str, Any]:
+    """Return the JSON schema of a parameter in the description of a tool (default: a string)."""
+    function: Mapping[str, Any] = next(
+        (tool["function"] for tool in tools if tool.get("function", {}).get("name") == name), {}
+    )
+    schema = (function.get("parameters") or {}).get("properties", {}).get(parameter)
+    return schema if isinstance(schema, Mapping) else {"type": "string"}
+
+
+def parse_parameter(
+    tools: Sequence[Mapping[str, Any]], name: str, parameter: str, text: str | None
+) -> Any:
+    """Return the value of a parameter written as `text`. For `text` None, return None if the
+    parameter is a string, which can be streamed, else its schema.
+    """
+    schema = _find_schema(tools, name, parameter)
+    if text is None:
+        return None if schema.get("type") == "string" else schema
+    return _parse_typed(text, schema)
+
+
+def _parse_typed(text: str, schema: Mapping[str, Any]) -> Any:
+    """Return the value of a parameter: the text if its type is string or it is not JSON, else the
+    parsed JSON.
+    """
+    if schema.get("type") == "string":
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def split_channels(text: str) -> tuple[str, str | None, list[dict[str, Any]], list[dict[str, str]]]:
+    """Return (the text for the user, the thoughts or None, the calls, the failed calls) of a
+    gpt-oss answer, in the forms above.
+
+    A message without the start of its text stays unchanged in the text for the user.
+    """
+    contents, thoughts, calls, unparsed = [], [], [], []
+    for part in filter(None, NEXT_MESSAGE.split(text)):
+        header, begun, body = part.partition(CHANNEL_TEXT)
+        called = re.search(r"to=functions\.([^\s<]+)", header)
+        if begun and called:
+            try:
+                arguments = json.loads(body)
+                if not isinstance(arguments, dict):
+                    raise ValueError("arguments are not a JSON object")
+                calls.append(
+                    {"type": "function", "function": {"name": called[1], "arguments": arguments}}
+                )
+            except (ValueError, RecursionError) as error:
+                unparsed.append({"raw_text": part, "error": f"no JSON ({error})"})
+                contents.append(part)
+        elif begun and header.startswith(f"{CHANNEL}analysis"):
+            thoughts.append(body)
+        else:
+            contents.append(body if begun else part)
+    return "\n\n".join(contents), "\n\n".join(thoughts) if thoughts else None, calls, unparsed
+
+
+def drop_partial_message(text: str) -> str:
+    """Return a gpt-oss answer that is still sampled, without its last message if that message has
+    no text yet or is a call.
+    """
+    starts = [0, *(match.end() for match in NEXT_MESSAGE.finditer(text))]
+    header, begun, _ = text[starts[-1] :].partition(CHANNEL_TEXT)
+    if begun and "to=" not in header:
+        return text
+    before = [match.start() for match in NEXT_MESSAGE.finditer(text)]
+    return text[: before[-1]] if before else ""
+
+
+def format_broken_call(function: Mapping[str, Any]) -> str:
+    """Return a call with invalid JSON arguments (a text) as the model wrote it."""
+    return (
+        f'{CALL_BEGIN}\n{{"name": {json.dumps(function["name"], ensure_ascii=False)}, '
+        f'"arguments": {function["arguments"]}'
+    )
+
+
+def format_with_calls(message: Mapping[str, Any]) -> str:
+    """Return the text of a parsed message with its calls, which a reward reads."""
+    calls = [
+        f"{CALL_BEGIN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{CALL_END}"
+        for call in message.get("tool_calls") or ()
+    ]
+    content = str(message["content"])
+    return "\n".join([*([content] if content or not calls else []), *calls])

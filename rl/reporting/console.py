@@ -1,0 +1,353 @@
+"""Print the progress of a run: a progress bar on a terminal, plain lines elsewhere (a log file, a
+scheduler's output).
+
+On a terminal: panels, and a bar with the step, the headline metrics, tokens a second, elapsed and
+remaining time. Elsewhere: a line every few steps, without control characters. `quiet` prints only
+warnings and the end.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import IO, Any
+
+from rich.console import Console as RichConsole
+from rich.console import Group
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from rl.reporting.metric_plots import (
+    HELD_OUT,
+    HELD_OUT_LOSS,
+    HELD_OUT_PAIRS,
+    HELD_OUT_REWARD,
+    LOSS,
+    REWARD,
+    TOKEN_ACCURACY,
+    TOKENS_PER_SECOND,
+)
+from rl.sanitize import sanitize_message
+
+# Metrics of the bar: label, names of the metric (the first name that occurs), format.
+_HEADLINES: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("loss", LOSS, "{:.3f}"),
+    ("reward", REWARD, "{:.3f}"),
+    ("policy loss", ("optim/policy_loss",), "{:.3f}"),  # loss on stored answers
+    ("KL to teacher", ("teacher/kl_per_token", "optim/kl"), "{:.1e}"),
+    ("KL sampler-learner", ("optim/kl_sample_train_v1",), "{:.1e}"),
+    ("KL to behaviour", ("optim/kl_behaviour_v1",), "{:.1e}"),
+    ("KL to reference", ("optim/kl_ref_k3",), "{:.1e}"),  # if the run has a reference model
+    ("entropy", ("optim/entropy",), "{:.2f}"),
+)
+_FAILED, _SCORED = "reward/failed", "env/all/total_episodes"
+# Metrics of held-out problems: the first available metric of each line.
+_HELD_OUT: tuple[tuple[tuple[str, str], ...], ...] = (
+    (("accuracy", HELD_OUT), ("accuracy", HELD_OUT_PAIRS), ("reward", HELD_OUT_REWARD)),
+    (("loss", HELD_OUT_LOSS),),
+    (("token accuracy", TOKEN_ACCURACY),),
+)
+_LINES_PER_STAGE = 25  # maximum number of plain lines of a stage, unless `every` is set
+
+
+def format_duration(seconds: float) -> str:
+    """Format seconds as 0:07, 2:05 or 1:02:05."""
+    whole = max(0, round(seconds))
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def format_count(count: float) -> str:
+    """Format a count with three figures: 950, 12.3k, 4.51M."""
+    for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size * 0.9995:
+            return (
+                f"{count / size:.3g}{suffix}"
+                if count / size < 999.5
+                else f"{count / size:.0f}{suffix}"
+            )
+    return f"{count:.3g}"
+
+
+def round_interval(total: int, lines: int = _LINES_PER_STAGE) -> int:
+    """Return the smallest of 1, 2, 5, 10, 20, 50, ... steps that makes at most `lines` lines of
+    `total` steps.
+    """
+    scale = 1
+    while True:
+        for interval in (scale, 2 * scale, 5 * scale):
+            if total <= interval * lines:
+                return interval
+        scale *= 10
+
+
+def format_headline(metrics: Mapping[str, Any]) -> str:
+    """Format the metrics as a single line. Absent metrics are omitted; the loss is omitted if there
+    is a reward (the loss then measures nothing).
+    """
+    parts = []
+    rewarded = any(name in metrics for name in REWARD)
+    for label, names, form in _HEADLINES:
+        if label in ("loss", "policy loss") and rewarded:
+            continue
+        value = next((metrics[name] for name in names if metrics.get(name) is not None), None)
+        if value is not None:
+            parts.append(f"{label} {form.format(value)}")
+    if failed := metrics.get(_FAILED):  # the reward is the mean of the scored samples
+        parts.insert(1, f"not scored {failed:.0f} of {failed + metrics.get(_SCORED, 0):.0f}")
+    speed = next(
+        (metrics[name] for name in TOKENS_PER_SECOND if metrics.get(name) is not None), None
+    )
+    return "  ".join(parts + ([f"{format_count(speed)} tok/s"] if speed is not None else []))
+
+
+def format_held_out(metrics: Mapping[str, Any]) -> str:
+    """Format the metrics that this step measured on held-out problems; "" if none."""
+    parts = []
+    for line in _HELD_OUT:
+        value = next(
+            (
+                f"{label} {metrics[name]:.3f}"
+                for label, name in line
+                if metrics.get(name) is not None
+            ),
+            None,
+        )
+        parts += [] if value is None else [value]
+    return f"held-out {', '.join(parts)}" if parts else ""
+
+
+class Console:
+    """Print all output of a run. `every`: plain lines appear every that many steps. Close it (or
+    use `with`) at the end.
+    """
+
+    def __init__(
+        self,
+        *,
+        quiet: bool = False,
+        every: int | None = None,
+        stream: IO[str] | None = None,
+        terminal: bool | None = None,
+        width: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._stream = stream or sys.stdout
+        # A "dumb" terminal (an editor's shell) cannot move its cursor: print plain lines.
+        dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+        self._fancy = (self._stream.isatty() and not dumb) if terminal is None else terminal
+        self._quiet = quiet
+        self._every = every
+        self._clock = clock
+        self._rich = RichConsole(
+            file=self._stream,
+            force_terminal=self._fancy,
+            force_interactive=self._fancy,
+            width=width,
+            highlight=False,
+        )
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        self._stage, self._first, self._total = "", 0, 0
+        self._stage_start = self._run_start = clock()
+        self._last_done = -1
+
+    # --- progress of the run
+
+    def start(self, title: str, facts: Mapping[str, Any]) -> None:
+        """Print the settings of the run: `facts` in their order ("writes to": ..., "model": ...,
+        "device": ...).
+        """
+        self._run_start = self._clock()
+        if not self._quiet:
+            self._print_panel(title, facts, (), "cyan")
+
+    def end(
+        self,
+        title: str,
+        *,
+        results: Mapping[str, tuple[float | None, float | None]] | None = None,
+        facts: Mapping[str, Any] | None = None,
+        remarks: Sequence[str] = (),
+        commands: Sequence[str] = (),
+    ) -> None:
+        """Print the results. `results`: name to (before, after), e.g. {"held-out accuracy": (0.35,
+        0.97)}; None is unknown.
+
+        `remarks`: caveats that belong next to the figures. `commands`: commands to run next.
+        """
+        self._end_bar()
+        rows = {
+            name: _format_change(before, after) for name, (before, after) in (results or {}).items()
+        }
+        rows |= {"time": format_duration(self._clock() - self._run_start), **(facts or {})}
+        lines = [
+            *remarks,
+            *(["Next:"] if commands else []),
+            *(f"  {command}" for command in commands),
+        ]
+        self._print_panel(title, rows, lines, "green")
+
+    def stage(self, name: str, total: int, *, first: int = 0, done: int = 0) -> None:
+        """Start a stage of `total` optimizer steps at step `first` of the run; `done` of its steps
+        were completed before.
+        """
+        self._end_bar()
+        self._stage, self._first, self._total = name, first, total
+        self._stage_start, self._start_done, self._last_done = self._clock(), done, done
+        if self._fancy and not self._quiet:
+            self._bar = Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+                TextColumn("{task.fields[text]}", markup=False),
+                TextColumn("{task.fields[times]}", style="dim", markup=False),
+                console=self._rich,
+                expand=True,
+                refresh_per_second=8,
+            )
+            self._task = self._bar.add_task(name, total=total, completed=done, text="", times="")
+            self._bar.start()
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show the metrics at optimizer step `step` of the run."""
+        done = step - self._first
+        if self._quiet:
+            return
+        measured = format_held_out(metrics)
+        if self._bar is not None:
+            times, text = self._format_times(done), format_headline(metrics)
+            if self._rich.width < 100:  # leave space for the bar
+                times, text = times.partition(", ")[2] or times, text.replace("  ", " ")
+            self._bar.update(self._task, completed=done, text=text, times=times)
+            if measured:
+                self._rich.print(Text(f"{self._stage} {done}/{self._total}  {measured}"))
+        elif self._is_due(done) or measured:
+            tail = f"  {measured}" if measured else ""
+            width = len(str(self._total))
+            parts = [
+                f"{self._stage} {done:{width}}/{self._total}",
+                format_headline(metrics),
+                self._format_times(done),
+            ]
+            self._write_line("  ".join(part for part in parts if part) + tail)
+        self._last_done = done
+
+    def _is_due(self, done: int) -> bool:
+        """Return whether step `done` of the stage gets a plain line."""
+        every = self._every or round_interval(self._total)
+        return (
+            done >= self._total
+            or done // every > self._last_done // every
+            or self._last_done == self._start_done
+        )
+
+    def _format_times(self, done: int) -> str:
+        """Format the elapsed time of this stage, and the remaining time at its mean speed so
+        far.
+        """
+        spent = self._clock() - self._stage_start
+        steps_done = done - self._start_done
+        remaining = (
+            f", {format_duration(spent / steps_done * (self._total - done))} left"
+            if steps_done > 0 and done < self._total
+            else ""
+        )
+        return format_duration(spent) + remaining
+
+    # --- messages
+
+    def note(self, text: str) -> None:
+        """Print information."""
+        if not self._quiet:
+            self._print_message("note", text, "blue")
+
+    def warn(self, text: str) -> None:
+        """Print a warning, even if quiet."""
+        self._print_message("warning", text, "yellow")
+
+    def close(self) -> None:
+        """Stop the progress bar."""
+        self._end_bar()
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # --- formatting
+
+    def _end_bar(self) -> None:
+        """Stop and remove the progress bar, if any."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _sanitize(self, text: str) -> str:
+        """Return the text without control characters: samples and libraries may print any text."""
+        return sanitize_message(text, encoding=getattr(self._stream, "encoding", None) or "utf-8")
+
+    def _write_line(self, text: str) -> None:
+        """Write a plain line."""
+        self._stream.write(self._sanitize(text) + "\n")
+        self._stream.flush()
+
+    def _print_message(self, kind: str, text: str, colour: str) -> None:
+        """Print a message of a kind: a box on a terminal, a line elsewhere."""
+        if self._fancy:
+            self._rich.print(
+                Panel(
+                    Text(self._sanitize(text)),
+                    title=kind,
+                    title_align="left",
+                    border_style=colour,
+                    expand=False,
+                )
+            )
+        else:
+            self._write_line(f"{kind}: {text}")
+
+    def _print_panel(
+        self, title: str, facts: Mapping[str, Any], lines: Sequence[str], colour: str
+    ) -> None:
+        """Print a title, a table of facts and lines: a panel on a terminal, plain lines
+        elsewhere.
+        """
+        if not self._fancy:
+            width = max((len(name) for name in facts), default=0)
+            rows = [f"{name:<{width}}  {value}" for name, value in facts.items()]
+            self._write_line("\n".join([title, *(f"  {row}" for row in [*rows, *lines])]))
+            return
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column()
+        for name, value in facts.items():
+            table.add_row(name, Text(self._sanitize(str(value))))
+        body = Group(table, Text(self._sanitize("\n" + "\n".join(lines)))) if lines else table
+        self._rich.print(
+            Panel(
+                body,
+                title=Text(self._sanitize(title), style="bold"),
+                title_align="left",
+                border_style=colour,
+            )
+        )
+
+
+def _format_change(before: float | None, after: float | None) -> str:
+    """Format a result before and after; n/a if unknown."""
+    return (
+        f"{'n/a' if before is None else f'{before:.3f}'} -> "
+        f"{'n/a' if after is None else f'{after:.3f}'}"
+    )

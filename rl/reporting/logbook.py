@@ -1,0 +1,444 @@
+"""Manage a run's folder: metrics, checkpoints and rollouts as files that a resumed run continues
+without a trace of the interruption.
+
+    config.json              the resolved settings
+    metrics.jsonl            a JSON object on each line: "step", "stage", metrics
+    checkpoints.jsonl        a line a checkpoint: "name", "batch", "state_path", "sampler_path"
+    decisions.jsonl          decisions of the event log of async rollouts: rl.trainer.replay_log
+    rollouts/step_000010.*   the samples: .jsonl with all rows, .html to read
+    curves.png               drawn at the end (and by plot.py at any time)
+    run.lock                 while a process works in the folder: see rl.trainer.run_lock
+    logs/                    logs of the launcher (slurm/job.sh); never touched by this module
+
+`step` counts the optimizer steps completed since the start of the run, over all its stages: 0 is
+before the first step. Only rank 0 creates a Logbook.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rl.config import current_settings
+from rl.errors import RunFolderError
+from rl.jsonl import (
+    METRICS_FILE,
+    format_json_line,
+    read_jsonl,
+    read_metrics,
+    replace_nonfinite,
+    write_atomically,
+)
+from rl.reporting import metric_plots, rollout_html
+from rl.reporting.wandb_tracker import WandbTracker, WarningSink
+
+CHECKPOINTS, CONFIG, ROLLOUTS, CURVES = "checkpoints.jsonl", "config.json", "rollouts", "curves.png"
+LOGS, LOCK = "logs", "run.lock"
+_RUN_FILES = (
+    "decisions.jsonl",
+    CONFIG,
+    METRICS_FILE,
+    CHECKPOINTS,
+    CURVES,
+    ROLLOUTS,
+    "checkpoints",
+    "sampler_weights",
+    "wandb",
+    "wandb_id.txt",
+)
+
+
+# --------------------------------------------------------------------------------------- the folder
+
+
+def _read_json(path: Path) -> Any:
+    """Parse a JSON file. Raises RunFolderError, naming the file, if it cannot be parsed."""
+    try:
+        return json.loads(path.read_bytes().decode("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunFolderError(
+            f"{path} is not JSON ({error}); repair it, or give another folder"
+        ) from error
+
+
+def contains_run(folder: Path) -> bool:
+    """Return whether config.json belongs to a run. A model's folder also has a config.json and must
+    not be mistaken for a run.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        return False
+    config = _read_json(path)
+    return isinstance(config, dict) and "stages" in config
+
+
+def has_no_steps(folder: Path) -> bool:
+    """Return whether the folder's run ended before its first step, so that the folder holds no
+    trained weights and no samples.
+    """
+    for name in ("checkpoints", "sampler_weights", ROLLOUTS):
+        parent = folder / name
+        if parent.is_dir() and any(".partial-" not in path.name for path in parent.iterdir()):
+            return False
+    if (folder / CHECKPOINTS).exists() and read_jsonl(folder / CHECKPOINTS):
+        return False
+    return all(row.get("step") == 0 for row in read_jsonl(folder / METRICS_FILE))
+
+
+def _list_contents(folder: Path) -> list[Path]:
+    """Return the contents of `folder`, except its logs, its lock and a partially written
+    config.json, which exist when a job is restarted.
+    """
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return [
+        path
+        for path in paths
+        if path.name not in (LOGS, CONFIG + ".tmp") and not path.name.startswith(LOCK)
+    ]
+
+
+def check_claim_folder(folder: Path, *, resume: bool = False, overwrite: bool = False) -> None:
+    """Check that `claim_folder` would succeed, without changing any file. Called before models and
+    data are loaded.
+
+    Raises RunFolderError if the folder holds another run and neither `resume` nor `overwrite` is
+    set, if no run exists to resume, or if the folder to overwrite holds files but no run (a
+    mistyped path is not emptied).
+    """
+    if resume and overwrite:
+        raise RunFolderError(
+            "--resume continues a run and --overwrite deletes it; use only --resume or only "
+            "--overwrite"
+        )
+    if resume:
+        if not contains_run(folder):
+            raise RunFolderError(
+                f"nothing to resume: {folder} holds no run ({CONFIG}); check --output-dir, or drop "
+                f"--resume"
+            )
+        return
+    if folder.exists() and not folder.is_dir():
+        raise RunFolderError(f"{folder} is a file; give a folder as --output-dir")
+    if _list_contents(folder):
+        if not contains_run(folder):
+            raise RunFolderError(
+                f"{folder} is not empty and holds no run ({CONFIG}); give another --output-dir"
+            )
+        if not overwrite and not has_no_steps(folder):
+            raise RunFolderError(
+                f"{folder} holds a run: --resume continues it, --overwrite deletes it; or change "
+                f"--output-dir"
+            )
+
+
+def check_writable(folder: Path) -> None:
+    """Raise RunFolderError if the folder cannot be created or written to. The check writes a file
+    and removes it, because permission bits are not conclusive.
+    """
+    created: list[Path] = []
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise RunFolderError(f"{folder} is a file; give a folder as --output-dir")
+        for parent in [*reversed(folder.parents), folder]:
+            if not parent.exists():
+                parent.mkdir()
+                created.append(parent)
+        probe = folder / f"{LOCK}.{uuid.uuid4().hex}.try"
+        probe.touch(exist_ok=False)
+        probe.unlink()
+    except NotADirectoryError as error:
+        raise RunFolderError(
+            f"--output-dir {folder} cannot exist: {error.filename} is below a file; use another "
+            f"folder"
+        ) from error
+    except RunFolderError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        raise RunFolderError(
+            f"--output-dir {str(folder)[:200]!r} cannot be created or written to ({error}); use "
+            f"another folder"
+        ) from error
+    finally:
+        for parent in reversed(created):
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+
+
+def load_saved_config(folder: Path) -> dict[str, Any]:
+    """Return config.json of a run. Raises RunFolderError, naming the defect, if it is
+    incomplete.
+    """
+    config = _read_json(folder / CONFIG)
+    defect = None
+    if not isinstance(config, dict):
+        defect = "holds no JSON object"
+    elif missing := [key for key in ("name", "options", "stages") if key not in config]:
+        defect = f"has no {' and no '.join(map(repr, missing))}"
+    elif not isinstance(config["name"], str) or not isinstance(config["options"], dict):
+        defect = "has a 'name' that is not a text or 'options' that are not settings"
+    elif (
+        not isinstance(config["stages"], list)
+        or not config["stages"]
+        or not all(map(_is_stage, config["stages"]))
+    ):
+        defect = (
+            "has 'stages' that are not a list of stages, each with 'method', 'name' and 'settings'"
+        )
+    if defect is not None:
+        raise RunFolderError(
+            f"{folder / CONFIG} {defect}: no run writes such a file, repair it or use another "
+            f"folder"
+        )
+    for stage in config["stages"]:
+        stage["settings"] = current_settings(stage["settings"])
+    return config
+
+
+def _is_stage(stage: Any) -> bool:
+    """Return whether the value has the form of a stage of config.json."""
+    named = (
+        isinstance(stage, dict)
+        and isinstance(stage.get("method"), str)
+        and isinstance(stage.get("name"), str)
+    )
+    return named and isinstance(stage.get("settings"), dict)
+
+
+def claim_folder(
+    folder: Path, config: Mapping[str, Any], *, resume: bool = False, overwrite: bool = False
+) -> dict[str, Any] | None:
+    """Claim `folder` for this run: write config.json, or with `resume` return the saved config.json
+    unchanged.
+
+    The folder of a run that never took a step is started again. Raises RunFolderError as
+    `check_claim_folder`.
+    """
+    check_claim_folder(folder, resume=resume, overwrite=overwrite)
+    if resume:
+        return load_saved_config(folder)
+    for path in _list_contents(folder):
+        if overwrite or path.name in _RUN_FILES:  # keep foreign files
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    write_config(folder, config)
+    return None
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write config.json atomically."""
+    write_atomically(
+        folder / CONFIG, json.dumps(replace_nonfinite(config), indent=2, allow_nan=False) + "\n"
+    )
+
+
+# -------------------------------------------------------------------------------------- the logbook
+
+
+class Logbook:
+    """Hold the open files of a run.
+
+    `resume_step`: step of the checkpoint that the run continues from. All later rows are removed,
+    so that the files end up equal to those of an uninterrupted run (except times). Without
+    `resume_step`, a folder with metrics raises RunFolderError. `checkpoints`: the checkpoints of a
+    resumed run (see rl.trainer.checkpoint_scan); by default the rows of checkpoints.jsonl up to
+    that step. `guard` raises if the folder no longer belongs to this process. `wandb_project`: also
+    log to weights & biases (its files are in the run's folder; WANDB_MODE=offline works).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        resume_step: int | None = None,
+        wandb_project: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        console: WarningSink | None = None,
+        checkpoints: Sequence[Mapping[str, Any]] | None = None,
+        guard: Callable[[], None] = lambda: None,
+    ):
+        self.folder = folder
+        self.console = console
+        self._guard = guard
+        self._last_step = -1
+        self._failed: set[str] = set()
+        self._checkpoints: list[dict[str, Any]] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        if resume_step is not None:
+            self._remove_later_rows(resume_step, checkpoints)
+        elif (folder / METRICS_FILE).exists() or (folder / CHECKPOINTS).exists():
+            raise RunFolderError(
+                f"{folder} has metrics or checkpoints already: resume that run, or use another "
+                f"folder"
+            )
+        resumed = resume_step is not None
+        self._tracker = (
+            WandbTracker(wandb_project, folder, config or {}, resumed=resumed, console=console)
+            if wandb_project
+            else None
+        )
+        # errors="replace": a metric's name may be arbitrary text of a data row
+        self._metrics = (folder / METRICS_FILE).open("a", encoding="utf-8", errors="replace")
+
+    def _remove_later_rows(
+        self, resume_step: int, checkpoints: Sequence[Mapping[str, Any]] | None
+    ) -> None:
+        """Remove metrics, checkpoints and rollouts after step `resume_step`."""
+        rows = [
+            row for row in read_metrics(self.folder / METRICS_FILE) if row["step"] <= resume_step
+        ]
+        write_atomically(self.folder / METRICS_FILE, "".join(format_json_line(row) for row in rows))
+        self._last_step = max((row["step"] for row in rows), default=-1)
+        if checkpoints is None:
+            checkpoints = [
+                row for row in read_jsonl(self.folder / CHECKPOINTS) if row["batch"] <= resume_step
+            ]
+        self._checkpoints = [dict(row) for row in checkpoints]
+        if (self.folder / CHECKPOINTS).exists() or self._checkpoints:
+            self._write_checkpoints()
+        for path in (self.folder / ROLLOUTS).glob("step_*"):
+            digits = path.name.removeprefix("step_").partition(".")[0].partition("_")[0]
+            if digits.isdigit() and int(digits) > resume_step:
+                path.unlink()
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append a row of metrics. Values are numbers (NaN and infinity become null) or short texts
+        such as "stage". Raises ValueError if `step` is lower than the last step.
+        """
+        self._guard()
+        if step < self._last_step:
+            raise ValueError(
+                f"step {step} after step {self._last_step}: steps must not decrease, over all "
+                f"stages of a run"
+            )
+        self._last_step = step
+        self._metrics.write(format_json_line(replace_nonfinite({"step": step, **metrics})))
+        self._metrics.flush()
+        if self._tracker is not None:
+            self._tracker.log(step, metrics)
+
+    def read_rows(self) -> list[dict[str, Any]]:
+        """Return the metrics so far, oldest first."""
+        return read_metrics(self.folder / METRICS_FILE)
+
+    def sync(self) -> None:
+        """Flush the metrics to disk, so that a checkpoint may rely on them."""
+        self._guard()
+        self._metrics.flush()
+        os.fsync(self._metrics.fileno())
+
+    def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]], stage: str = "") -> None:
+        """Write the samples of `step`: every row as JSON, and an HTML page (keys: see
+        `rl.reporting.rollout_html.render_page`).
+
+        `stage`: name of a later stage for the file names. Steps count from the start of the run, as
+        in the metrics.
+        """
+        folder = self.folder / ROLLOUTS
+        folder.mkdir(exist_ok=True)
+        plain = [replace_nonfinite(row) for row in rows]
+        name = f"step_{step:06d}" + (f"_{stage}" if stage else "")
+        write_atomically(folder / f"{name}.jsonl", "".join(format_json_line(row) for row in plain))
+        title = f"{self.folder.name}, step {step}" + (f" ({stage})" if stage else "")
+        self._run_optional(
+            "page of rollouts",
+            lambda: self._write_page(folder / f"{name}.html", step, plain, title),
+        )
+
+    def _write_page(
+        self, page: Path, step: int, rows: Sequence[Mapping[str, Any]], title: str
+    ) -> None:
+        """Write the page, and link it with the previous page in both directions."""
+        folder = page.parent
+        earlier = max(
+            (path for path in folder.glob("step_*.html") if path.name < page.name), default=None
+        )
+        digits = "" if earlier is None else earlier.stem.removeprefix("step_").partition("_")[0]
+        before = (earlier.name, int(digits)) if earlier is not None and digits.isdigit() else None
+        write_atomically(
+            page,
+            rollout_html.render_page(
+                rows, title=title, step=step, previous=before, file=page.with_suffix(".jsonl").name
+            ),
+        )
+        if earlier is not None and before is not None:
+            written = earlier.read_text(encoding="utf-8", errors="replace")
+            write_atomically(earlier, rollout_html.add_next_link(written, page.name, step))
+
+    def _run_optional(self, label: str, action: Callable[[], object]) -> bool:
+        """Run optional work that must never end a run (a tracker, a page, a picture). Warn about
+        the first failure of each kind.
+
+        All exceptions are caught, because the work runs third-party libraries on arbitrary text.
+        """
+        try:
+            action()
+        except Exception as error:
+            if self.console is not None and label not in self._failed:
+                self.console.warn(
+                    f"no {label} ({type(error).__name__}: {error}); the run continues without it"
+                )
+            self._failed.add(label)
+            return False
+        return True
+
+    def add_checkpoint(self, row: Mapping[str, Any]) -> None:
+        """Add the row of a checkpoint: `name`, `batch` (its step), `state_path`, `sampler_path`. A
+        row of the same name is replaced. Raises ValueError if `name` or `batch` is missing.
+        """
+        missing = [key for key in ("name", "batch") if key not in row]
+        if missing:
+            raise ValueError(f"a checkpoint row needs {missing}, got {sorted(row)}")
+        self._guard()
+        self._checkpoints = [
+            saved for saved in self._checkpoints if saved["name"] != row["name"]
+        ] + [replace_nonfinite(row)]
+        self._write_checkpoints()
+
+    def remove_checkpoint(self, name: str) -> None:
+        """Remove a checkpoint's row, before its folder is removed."""
+        self._guard()
+        self._checkpoints = [row for row in self._checkpoints if row["name"] != name]
+        self._write_checkpoints()
+
+    def checkpoints(self) -> list[dict[str, Any]]:
+        """Return the checkpoints added so far, oldest first. The list is kept in memory: the file
+        may have been changed since it was written.
+        """
+        return list(self._checkpoints)
+
+    def _write_checkpoints(self) -> None:
+        """Write checkpoints.jsonl atomically."""
+        write_atomically(
+            self.folder / CHECKPOINTS, "".join(format_json_line(row) for row in self._checkpoints)
+        )
+
+    def close(self) -> None:
+        """Close the files and draw the curves. Calling it again has no effect."""
+        if self._metrics.closed:
+            return
+        self._metrics.close()
+        if self._tracker is not None:
+            self._tracker.finish()
+        if self.read_rows():
+            # a failed picture must not fail a finished run
+            self._run_optional(
+                CURVES, lambda: metric_plots.draw_curves(self.folder, self.folder / CURVES)
+            )
+
+    def __enter__(self) -> Logbook:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

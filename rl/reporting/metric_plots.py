@@ -1,0 +1,369 @@
+"""Draw curves of runs from metrics.jsonl. matplotlib is imported only to draw."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl.errors import UserError
+from rl.jsonl import METRICS_FILE, read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LOSS = ("optim/loss",)
+REWARD = ("reward/total", "env/all/reward/total")
+TOKENS_PER_SECOND = ("time/tokens_per_second",)
+HELD_OUT = "test/env/all/correct"
+HELD_OUT_PAIRS = "test/rewards/accuracies"  # accuracy on preference pairs
+HELD_OUT_REWARD = "test/env/all/reward/total"
+HELD_OUT_LOSS, TOKEN_ACCURACY = "test/loss", "test/token_accuracy"
+
+PICTURE_SUFFIXES = (".png", ".svg", ".pdf")  # supported file name suffixes
+
+
+@dataclass(frozen=True)
+class PlotPanel:
+    """Define a panel. `names`: names of the metric, the first that occurs is drawn."""
+
+    title: str
+    names: tuple[str, ...]
+    share: bool = False  # a share: the axis runs from 0 to 1
+    log: bool = False
+    smooth: bool = True
+    unless: tuple[str, ...] = ()  # skip rows with any of these metrics
+
+
+PANELS = (
+    PlotPanel("held-out accuracy", (HELD_OUT, HELD_OUT_PAIRS), share=True, smooth=False),
+    PlotPanel("held-out reward", (HELD_OUT_REWARD,), smooth=False, unless=(HELD_OUT,)),
+    PlotPanel("held-out loss (nats a token or pair)", (HELD_OUT_LOSS,), smooth=False),
+    PlotPanel("held-out token accuracy", (TOKEN_ACCURACY,), share=True, smooth=False),
+    PlotPanel("reward", REWARD),
+    # a policy-gradient loss measures nothing
+    PlotPanel("loss, supervised (nats a token or pair)", LOSS, unless=REWARD),
+    PlotPanel("loss on stored answers", ("optim/policy_loss",), unless=REWARD),
+    PlotPanel("reward margin, chosen to rejected", ("rewards/margins",)),
+    PlotPanel("KL, sampler to learner", ("optim/kl_sample_train_v1",)),
+    PlotPanel("KL to reference (nats a token)", ("optim/kl_ref_k3", "optim/kl_ref_k1")),
+    PlotPanel("KL to teacher (nats a token)", ("teacher/kl_per_token", "optim/kl")),
+    PlotPanel("KL to behavior policy", ("optim/kl_behaviour_v1",)),
+    PlotPanel("answer length (tokens)", ("env/all/ac_tokens_per_turn",)),
+    PlotPanel("share of answers cut off", ("env/all/frac_truncated",), share=True),
+    PlotPanel("entropy (nats a token)", ("optim/entropy",)),
+    PlotPanel("gradient norm, before clipping", ("optim/grad_norm",), log=True),
+    PlotPanel("tokens a second", TOKENS_PER_SECOND),
+)
+# Metrics under `env/all/` that are not parts of a reward.
+_NOT_REWARD_PARTS = frozenset(
+    (
+        "turns_per_episode",
+        "ac_tokens_per_turn",
+        "ob_tokens_per_turn",
+        "frac_truncated",
+        "total_episodes",
+        "total_groups",
+        "distinct_beginnings",
+        "ended",
+    )
+)
+_MAX_REWARD_PANELS = 8  # maximum number of panels for parts of a reward
+# Okabe and Ito's palette: distinguishable without red and green.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5a5a5a")
+_SHADES = ("#eef2f6", "#f8f3ea", "#eef5ef", "#f5eef3")
+SMOOTH_FROM = 40  # points; shorter series are not smoothed
+
+
+class NoCurvesError(UserError):
+    """Signal that no row holds a metric that has a panel."""
+
+
+@dataclass(frozen=True)
+class RunCurve:
+    """Hold the `rows` of a run's metrics.jsonl under a `label`."""
+
+    label: str
+    rows: list[dict[str, Any]]
+
+    def series(self, panel: PlotPanel) -> tuple[list[float], list[float]]:
+        """Return (steps, values) of the panel's metric, without null values."""
+        for name in panel.names:
+            rows = [
+                row for row in self.rows if not any(excluded in row for excluded in panel.unless)
+            ]
+            points = [
+                (row["step"], row[name]) for row in rows if isinstance(row.get(name), (int, float))
+            ]
+            if points:
+                return [step for step, _ in points], [value for _, value in points]
+        return [], []
+
+    def stages(self) -> list[tuple[str, float, float]]:
+        """Return (name, first step, last step) of each stage, in order. The stage of a row is its
+        "stage" value.
+        """
+        spans: list[tuple[str, float, float]] = []
+        for row in self.rows:
+            name = str(row.get("stage", ""))
+            if spans and spans[-1][0] == name:
+                spans[-1] = (name, spans[-1][1], row["step"])
+            else:
+                spans.append((name, spans[-1][2] if spans else row["step"], row["step"]))
+        return spans
+
+    def parts(self, panel: PlotPanel) -> list[tuple[list[float], list[float]]]:
+        """Return the series split at stage boundaries: a running mean across two stages would
+        describe neither.
+        """
+        stages = self.stages()
+        points = list(zip(*self.series(panel), strict=True))
+        if not panel.smooth:
+            stages = [("", stages[0][1], stages[-1][2])]
+        parts = []
+        for i, (_, first, last) in enumerate(stages):
+            part = [
+                (step, value) for step, value in points if (first < step or i == 0) and step <= last
+            ]
+            if part:
+                parts.append(([step for step, _ in part], [value for _, value in part]))
+        return parts
+
+
+def read_curve(source: Path, label: str | None = None) -> RunCurve:
+    """Read a run's folder, or its metrics.jsonl. Raises FileNotFoundError if the file does not
+    exist.
+    """
+    path = source / METRICS_FILE if source.is_dir() else source
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no metrics at {path}: expected a run's folder or its {METRICS_FILE}"
+        )
+    return RunCurve(label or path.resolve().parent.name, read_metrics(path))
+
+
+def moving_average(values: Sequence[float], window: int) -> list[float]:
+    """Return the centered running mean over `window` points; at the ends over the available points
+    (no padding).
+    """
+    half = window // 2
+    parts = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [sum(part) / len(part) for part in parts]
+
+
+def find_reward_panels(curves: Sequence[RunCurve]) -> list[PlotPanel]:
+    """Return a panel for each metric of a reward: the parts of a sum of rewards, and the metrics of
+    a user's reward function.
+    """
+    names = dict.fromkeys(
+        name
+        for curve in curves
+        for row in curve.rows
+        for name in row
+        if name.startswith("env/all/")
+    )
+    part_names = [
+        name
+        for name in names
+        if "/" not in name.removeprefix("env/all/")
+        and name.removeprefix("env/all/") not in _NOT_REWARD_PARTS
+    ]
+    return [
+        PlotPanel(f"reward: {name.removeprefix('env/all/')}", (name,))
+        for name in part_names[:_MAX_REWARD_PANELS]
+    ]
+
+
+def draw_curves(
+    source: Path | Sequence[Path], out: Path, labels: Sequence[str] | None = None
+) -> Path:
+    """Draw the curves of a run (or compare several runs) into `out`, and return `out`. The suffix
+    of `out` sets the picture format. The file is written atomically.
+
+    A metric that no run has gets no panel. Stages are shaded if a single run is drawn. Raises
+    NoCurvesError if no panel remains; UserError for a suffix that is not in PICTURES.
+    """
+    if out.suffix.lower() not in PICTURE_SUFFIXES:
+        raise UserError(
+            f"{out} is not a picture name: expected the suffix {', '.join(PICTURE_SUFFIXES)}"
+        )
+    sources = [source] if isinstance(source, Path) else list(source)
+    if labels is not None and len(labels) != len(sources):
+        raise UserError(
+            f"{len(labels)} labels for {len(sources)} runs: expected a label for each run"
+        )
+    curves = [read_curve(path, labels[i] if labels else None) for i, path in enumerate(sources)]
+    panels = [
+        panel
+        for panel in [*PANELS, *find_reward_panels(curves)]
+        if any(curve.series(panel)[0] for curve in curves)
+    ]
+    if not panels:
+        raise NoCurvesError(
+            f"no curve in {', '.join(map(str, sources))}: no row has a metric with a panel"
+        )
+    figure = _build_figure(curves, panels)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(out.name + ".tmp")
+    figure.savefig(temporary, format=out.suffix.lower()[1:], dpi=130, facecolor="white")
+    temporary.replace(out)
+    return out
+
+
+def _import_matplotlib() -> None:
+    """Import matplotlib without MPLBACKEND. The import fails if the variable names an unknown
+    backend, and this module uses no backend.
+    """
+    backend = os.environ.pop("MPLBACKEND", None)
+    try:
+        import matplotlib  # noqa: F401
+    finally:
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
+
+
+def _build_figure(curves: Sequence[RunCurve], panels: Sequence[PlotPanel]) -> Figure:
+    """Return the figure of all panels."""
+    _import_matplotlib()
+    # Figure without pyplot: no global state, no display, no choice of backend.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    columns = {1: 1, 2: 2, 3: 3, 4: 2, 5: 3, 6: 3}.get(len(panels), 4)
+    rows = -(-len(panels) // columns)
+    figure = Figure(
+        figsize=(3.7 * columns, 2.7 * rows + 0.7),
+        layout=ConstrainedLayoutEngine(w_pad=0.09, h_pad=0.07),
+    )
+    FigureCanvasAgg(figure)
+    several = len(curves) > 1
+    grid = figure.subplots(rows, columns, squeeze=False)
+    axes = [axis for line in grid for axis in line]
+    for axis, panel in zip(axes[: len(panels)], panels, strict=True):
+        _draw_panel(axis, panel, curves)
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    for axis in axes[max(0, len(panels) - columns) : len(panels)]:
+        axis.set_xlabel("optimizer step", fontsize=9)
+    title = " / ".join(curve.label for curve in curves) if not several else "runs compared"
+    smooth = any(
+        panel.smooth and len(curve.series(panel)[0]) >= SMOOTH_FROM
+        for panel in panels
+        for curve in curves
+    )
+    # Dollar signs in a name do not start math text.
+    figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left", parse_math=False)
+    if smooth:
+        figure.text(
+            0.99,
+            0.985,
+            "pale: each step; line: running mean",
+            ha="right",
+            va="top",
+            fontsize=8,
+            color="#666666",
+        )
+    if several:
+        handles, names = _build_legend(curves)
+        legend = figure.legend(
+            handles,
+            names,
+            loc="outside lower center",
+            ncols=min(len(curves), 4),
+            frameon=False,
+            fontsize=9,
+        )
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+    return figure
+
+
+def _build_legend(curves: Sequence[RunCurve]) -> tuple[list[Any], list[str]]:
+    """Return the handles and the labels of the legend."""
+    from matplotlib.lines import Line2D
+
+    return [Line2D([], [], color=COLOURS[i % len(COLOURS)], lw=2) for i in range(len(curves))], [
+        c.label for c in curves
+    ]
+
+
+def _draw_panel(axis: Axes, panel: PlotPanel, curves: Sequence[RunCurve]) -> None:
+    """Draw the curves of all runs into a panel."""
+    axis.set_title(panel.title, fontsize=10, loc="left")
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    axis.grid(True, axis="y", color="#e3e3e3", lw=0.7)
+    axis.set_axisbelow(True)
+    axis.tick_params(labelsize=8.5)
+    for i, curve in enumerate(curves):
+        if len(curves) == 1:
+            _shade_stages(axis, curve, curve.series(panel)[0])
+        for part_steps, part_values in curve.parts(panel):
+            _draw_line(axis, panel, part_steps, part_values, COLOURS[i % len(COLOURS)])
+    if panel.share:
+        axis.set_ylim(-0.03, 1.05)
+    _style_numbers(axis, panel, [value for curve in curves for value in curve.series(panel)[1]])
+    if len(curves) == 1 and panel.share:
+        _annotate_ends(axis, *curves[0].series(panel))
+
+
+def _style_numbers(axis: Axes, panel: PlotPanel, values: Sequence[float]) -> None:
+    """Format the ticks as 0.2 and 15k instead of 2x10^-1 and 15000."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    if panel.log and min(values) > 0:
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.yaxis.set_minor_formatter(NullFormatter())
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    elif max(values) >= 10_000:
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1000:g}k"))
+
+
+def _draw_line(
+    axis: Axes, panel: PlotPanel, steps: list[float], values: list[float], colour: str
+) -> None:
+    """Draw a series: a running mean over a pale line if it is long, otherwise the points."""
+    if panel.smooth and len(values) >= SMOOTH_FROM:
+        axis.plot(steps, values, color=colour, lw=0.8, alpha=0.28)
+        axis.plot(steps, moving_average(values, max(3, len(values) // 20)), color=colour, lw=1.8)
+    else:
+        axis.plot(steps, values, color=colour, lw=1.8, marker="o", ms=4 if len(values) < 30 else 2)
+
+
+def _annotate_ends(axis: Axes, steps: list[float], values: list[float]) -> None:
+    """Annotate the first and the last value of a share."""
+    ends = [(steps[0], values[0], "left")] + (
+        [(steps[-1], values[-1], "right")] if len(steps) > 1 else []
+    )
+    for step, value, side in ends:
+        offset = (7 if side == "left" else 0, -14 if value > 0.8 else -4)
+        style: dict[str, Any] = {"ha": side, "fontsize": 9, "fontweight": "bold"}
+        axis.annotate(
+            f"{value:.2f}", (step, value), xytext=offset, textcoords="offset points", **style
+        )
+
+
+def _shade_stages(axis: Axes, curve: RunCurve, steps: Sequence[float]) -> None:
+    """Shade the stages that the series covers, and label each with its name."""
+    stages = curve.stages()
+    if len(stages) < 2 or not steps:
+        return
+    for i, (name, first, last) in enumerate(stages):
+        start, end = max(first, steps[0]), min(last, steps[-1])
+        if start >= end:
+            continue
+        axis.axvspan(start, end, color=_SHADES[i % len(_SHADES)], lw=0, zorder=0)
+        style: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8, "color": "#777777"}
+        axis.text(
+            (start + end) / 2,
+            0.02,
+            name,
+            transform=axis.get_xaxis_transform(),
+            parse_math=False,
+            **style,
+        )

@@ -1,0 +1,295 @@
+"""Run the reaper of a reward worker or a program.
+
+The reaper is a small process between the trainer and the worker; it ends all the worker's
+descendants.
+
+Runs as a script that needs only the standard library: `python -P reaper.py SOCKET PARENT SYS_PATH`,
+or for a program, which has no socket, `python -P reaper.py -1 PARENT "" PROGRAM ARGUMENTS...`. It
+forks the worker (or program) and forwards its output. When the trainer ends or closes its socket,
+or when the worker ends, it kills every process that the worker started, then ends with the worker's
+exit status. It adopts orphaned descendants (Linux: a "child subreaper"), so it also finds a process
+that started its own session. Its standard output is a socket to the trainer; the end of that stream
+signals that the trainer has ended. It is not a sandbox: a reward runs as the same user, with that
+user's permissions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+# environment variable of a worker and of every process that it starts
+MARK_VARIABLE = "WHETSTONE_REWARD_WORKER"
+OUTPUT_BYTES = 64 * 1024  # bytes of a worker's output that are forwarded
+# Bytes of the end of a worker's output, which are always forwarded: they usually hold the reason
+# why the worker ended.
+OUTPUT_TAIL_BYTES = 2048
+# Time to find and kill all remaining processes. Only a reward that starts processes faster than
+# they are killed needs this long.
+KILL_SECONDS = 3.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_PARENT_DEATH_SIGNAL = signal.SIGRTMIN + 5 if sys.platform == "linux" else signal.SIGHUP
+_OUTPUT_SOCKET = 1  # its standard output: the socket to the trainer
+_SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
+
+
+def prctl(option: int, value: int) -> None:
+    """Call Linux's prctl; do nothing on other systems."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def main(channel: int, parent: int, path: list[str], program: list[str]) -> NoReturn:
+    """Run the reaper; never return.
+
+    `channel`: socket of items and replies, used by the worker only. `path`: the trainer's sys.path.
+    `program`: command to run instead of a worker.
+    """
+    # A signal that asks a run to stop may reach all its processes (a scheduler sends it to all),
+    # but the run needs its rewards to finish the step. These handlers do nothing; SIG_IGN would be
+    # inherited by the processes that a reward starts.
+    for number in (*_STOP_SIGNALS, signal.SIGCHLD, _PARENT_DEATH_SIGNAL):
+        signal.signal(number, lambda *_: None)
+    wakeup_read, wakeup_write = os.pipe()
+    for fd in (wakeup_read, wakeup_write):
+        os.set_blocking(fd, False)
+    signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
+    prctl(_SET_CHILD_SUBREAPER, 1)
+    # In addition to the socket, which a fork of the trainer may keep open.
+    prctl(_SET_PARENT_DEATH_SIGNAL, _PARENT_DEATH_SIGNAL)
+    if os.getppid() != parent:  # the trainer died before prctl was called
+        os._exit(1)
+    output_read, output_write = os.pipe()
+    worker = os.fork()
+    if worker == 0:
+        _set_up_child(
+            output_write, parent=os.getppid(), fds_to_close=(wakeup_read, wakeup_write, output_read)
+        )
+        if program:
+            _exec_program(program)
+        _exec_worker(channel, path)
+    for fd in (channel, output_write):
+        if fd >= 0:
+            os.close(fd)
+    code = _forward_output(worker, wakeup_read, output_read)
+    if code < 0:  # end with the worker's signal, without a second core file
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -code not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code if code >= 0 else 1)
+
+
+def _set_up_child(output_fd: int, *, parent: int, fds_to_close: tuple[int, ...]) -> None:
+    """Set up the forked process: its own session, output to the reaper's pipe, and none of the
+    reaper's descriptors and signal handlers.
+    """
+    os.setsid()  # a reward that kills its process group kills only itself
+    prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, _PARENT_DEATH_SIGNAL):
+        signal.signal(number, signal.SIG_DFL)
+    for fd in fds_to_close:
+        os.close(fd)
+    os.dup2(output_fd, 1)
+    os.dup2(output_fd, 2)
+    os.close(output_fd)
+
+
+def _exec_program(command: list[str]) -> NoReturn:
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def _exec_worker(channel: int, path: list[str]) -> NoReturn:
+    os.set_inheritable(channel, False)  # processes started by a reward must not inherit it
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+    sys.path[:] = path
+    sys.argv[:] = [""]
+    code = 1
+    try:
+        from rl.rewards.worker_loop import run_worker
+
+        run_worker(channel)
+        code = 0
+    except BaseException:  # boundary: the parent's code must not run a second time
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # a reward may have closed it
+                stream.flush()
+        os._exit(code)
+
+
+def _forward_output(worker: int, wakeup_fd: int, output_fd: int) -> int:
+    """Forward the worker's output until the worker or the trainer ends, then kill all remaining
+    processes.
+
+    Returns the worker's exit code, -N if signal N killed it.
+    """
+    output = _OutputForwarder(output_fd)
+    os.set_blocking(_OUTPUT_SOCKET, False)
+    poller = select.poll()
+    for fd in (_OUTPUT_SOCKET, wakeup_fd, output_fd):
+        poller.register(fd, select.POLLIN)
+    code: int | None = None
+    trainer_ended = False
+    while code is None and not trainer_ended:
+        for fd, _ in poller.poll():
+            if fd == output_fd and not output.forward():
+                poller.unregister(output_fd)
+            elif (
+                fd == _OUTPUT_SOCKET
+            ):  # the trainer sends nothing: the event means that it closed its end
+                trainer_ended = True
+            elif fd == wakeup_fd:
+                trainer_ended = trainer_ended or int(_PARENT_DEATH_SIGNAL) in os.read(
+                    wakeup_fd, 4096
+                )
+        code = _reap_children(worker)
+    code = kill_all(worker, code)
+    output.finish()
+    return code
+
+
+class _OutputForwarder:
+    """Forward the first part of a worker's output; drop the rest except for its end."""
+
+    def __init__(self, pipe: int):
+        self._pipe, self._budget, self._tail, self._dropped = pipe, OUTPUT_BYTES, b"", 0
+        os.set_blocking(pipe, False)
+
+    def forward(self) -> bool:
+        """Read once. Return False if no more output can arrive."""
+        try:
+            data = os.read(self._pipe, 1 << 16)
+        except BlockingIOError:
+            return True
+        passed, excess = data[: self._budget], data[self._budget :]
+        if passed:
+            self._budget -= len(passed)
+            _send_output(passed)
+        if excess:
+            self._dropped += len(excess)
+            self._tail = (self._tail + excess)[-OUTPUT_TAIL_BYTES:]
+        return bool(data)
+
+    def finish(self) -> None:
+        """Forward the remaining output that fits, and its end, once all writers are dead."""
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            before = self._budget, self._dropped
+            if not self.forward() or before == (self._budget, self._dropped):
+                break
+        if self._dropped > len(self._tail):
+            _send_output(f"\n[{self._dropped - len(self._tail)} bytes omitted]\n".encode())
+        _send_output(self._tail)
+
+
+def _send_output(data: bytes) -> None:
+    """Send data to the trainer if it still reads and its buffer has room.
+
+    Never block: a worker must not wait for a reader of its output.
+    """
+    try:
+        os.write(_OUTPUT_SOCKET, data)
+    except OSError:
+        pass
+
+
+# ----------------------------------------------------------------------- ending all descendants
+
+
+def _reap_children(worker: int) -> int | None:
+    """Reap all children that ended; return the worker's exit code if the worker is among them."""
+    code = None
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return code
+        if pid == 0:
+            return code
+        if pid == worker:
+            code = os.waitstatus_to_exitcode(status)
+
+
+def kill_all(worker: int, code: int | None) -> int:
+    """Kill the worker, its process group, and all descendants, including adopted ones.
+
+    Returns the worker's exit code.
+    """
+    deadline = time.monotonic() + KILL_SECONDS
+    kill_process(worker, group=True)
+    while time.monotonic() < deadline:
+        exit_code = _reap_children(worker)
+        code = exit_code if exit_code is not None else code
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            break  # no child remains, and orphans would have been adopted
+        for pid in find_descendants(os.getpid()):
+            kill_process(pid)
+        time.sleep(0.001)
+    return code if code is not None else -int(signal.SIGKILL)
+
+
+def kill_process(pid: int, *, group: bool = False) -> None:
+    for end in (os.killpg, os.kill) if group else (os.kill,):
+        try:
+            end(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass  # it has ended, or runs as another user
+
+
+def find_descendants(pid: int) -> list[int]:
+    """Return the pids of the living descendants of a process from /proc; [] without /proc."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
+        except OSError:
+            continue  # it ended in the meantime
+        if fields[0] != b"Z":
+            children.setdefault(int(fields[1]), []).append(int(folder.name))
+    result, pending = [], [pid]
+    while pending:
+        child_pids = children.pop(pending.pop(), [])
+        result += child_pids
+        pending += child_pids
+    return result
+
+
+def find_marked_processes(mark: str) -> list[int]:
+    """Return the pids of processes with MARK=mark in their environment; [] without /proc."""
+    pids = []
+    entry = f"{MARK_VARIABLE}={mark}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if entry in (folder / "environ").read_bytes().split(b"\0"):
+                pids.append(int(folder.name))
+        except OSError:
+            continue
+    return pids
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3] or "[]"), sys.argv[4:])

@@ -1,0 +1,264 @@
+"""Call a reward function: for a single answer, a batch, as a coroutine, or with the whole episode.
+
+A `RewardKind` combines what was declared in `register_reward` with the type of the function: an
+`async def` function is awaited, with many coroutines running concurrently.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, SupportsFloat
+
+from rl.types import Message
+
+RewardItem = tuple[Any, ...]  # prompt, response, meta, and the episode if the reward takes episodes
+_MAX_CONCURRENT = 256  # maximum number of concurrent coroutines
+_KIND_ATTRIBUTE = "__reward_kind__"
+
+
+@dataclass(frozen=True, slots=True)
+class RewardResult:
+    """Hold a reward and metrics to log, e.g. {"correct": 1.0, "format": 0.0}.
+
+    `seconds`: run time of each reward that is part of it, by name.
+    """
+
+    reward: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeTurn:
+    """Hold the policy's response in a single turn, its reward and its metrics."""
+
+    response: str
+    reward: float = 0.0
+    tokens: int = 0
+    stop_reason: str = "stop"
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """Hold an episode as passed to a reward function.
+
+    `messages`: all messages in order, including the policy's answers and tool results.
+    """
+
+    messages: Sequence[Message]
+    turns: Sequence[EpisodeTurn]
+    tag: str = "problem"
+
+    @property
+    def reward(self) -> float:
+        """Return the sum of the rewards that the environment has returned so far."""
+        return sum(turn.reward for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardKind:
+    """Describe the call signature of a reward function.
+
+    `batched`: called once with lists. `episode`: takes the episode instead of prompt and response.
+    `is_coroutine`: a coroutine function.
+    """
+
+    batched: bool = False
+    episode: bool = False
+    is_coroutine: bool = False
+
+    @property
+    def leading_parameters(self) -> int:
+        """Return the number of parameters before the settings."""
+        return 2 if self.episode else 3
+
+
+def set_reward_kind(target: Callable[..., Any], kind: RewardKind) -> None:
+    """Store the kind declared in `register_reward` on a function or class.
+
+    The kind is then also known if the target is loaded by its address instead of its registered
+    name.
+    """
+    if kind != RewardKind():
+        setattr(target, _KIND_ATTRIBUTE, kind)
+
+
+def get_reward_kind(target: Any) -> RewardKind:
+    """Return the kind of a function, a class, an instance, or a partial of these."""
+    inner = getattr(target, "func", target)  # of functools.partial
+    declared = getattr(inner, _KIND_ATTRIBUTE, None)
+    declared = declared if isinstance(declared, RewardKind) else RewardKind()
+    call = getattr(inner, "__call__", None)  # noqa: B004
+    awaits = any(inspect.iscoroutinefunction(function) for function in (inner, call))
+    return RewardKind(declared.batched, declared.episode, awaits or declared.is_coroutine)
+
+
+def build_arguments(kind: RewardKind, item: RewardItem) -> tuple[Any, ...]:
+    """Return the arguments with which a function of this kind is called for a single item.
+
+    Raises ValueError if the kind takes an episode and the item has none.
+    """
+    prompt, response, meta, *rest = item
+    if not kind.episode:
+        return prompt, response, meta
+    if not rest or rest[0] is None:
+        raise ValueError(
+            "takes whole episodes, but was called for a single answer: pass the episode"
+        )
+    return rest[0], meta
+
+
+def call_batched(
+    function: Callable[..., Any],
+    kind: RewardKind,
+    items: Sequence[RewardItem],
+    coroutine_timeout: float | None,
+) -> list[Any]:
+    """Return the function's result for each item: its value, or the exception that it raised.
+
+    If a batched call raises or returns the wrong number of results, each half is called again, so
+    an error that a single item causes affects that item only. `coroutine_timeout`: time limit of
+    each coroutine in seconds.
+    """
+    if kind.batched:
+        return _call_batch(function, kind, list(items), coroutine_timeout)
+    return run_coroutine(_call_concurrently(function, kind, items, coroutine_timeout))
+
+
+def _call_batch(
+    function: Callable[..., Any],
+    kind: RewardKind,
+    items: list[RewardItem],
+    coroutine_timeout: float | None,
+) -> list[Any]:
+    try:
+        columns = [
+            list(column)
+            for column in zip(*(build_arguments(kind, item) for item in items), strict=True)
+        ]
+        values = function(*columns)
+        if inspect.isawaitable(values):
+            values = run_coroutine(_await_with_timeout(values, coroutine_timeout))
+        if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
+            type_name = type(values).__name__
+            raise TypeError(
+                f"returned {str(values)[:80]!r} ({type_name}) for {len(items)} answers; a "
+                "list of rewards is expected"
+            )
+        if len(values) != len(items):
+            raise ValueError(f"returned {len(values)} rewards for {len(items)} answers")
+        return list(values)
+    except (Exception, SystemExit) as error:  # boundary: user code
+        if len(items) == 1:
+            return [error]
+        half = len(items) // 2
+        return [
+            *_call_batch(function, kind, items[:half], coroutine_timeout),
+            *_call_batch(function, kind, items[half:], coroutine_timeout),
+        ]
+
+
+async def _call_concurrently(
+    function: Callable[..., Any],
+    kind: RewardKind,
+    items: Sequence[RewardItem],
+    coroutine_timeout: float | None,
+) -> list[Any]:
+    semaphore = asyncio.Semaphore(_MAX_CONCURRENT)
+
+    async def run_item(item: RewardItem) -> Any:
+        async with semaphore:
+            try:
+                return await _await_with_timeout(
+                    function(*build_arguments(kind, item)), coroutine_timeout
+                )
+            except (Exception, SystemExit) as error:  # boundary: user code
+                return error
+
+    return await asyncio.gather(*(run_item(item) for item in items))
+
+
+async def _await_with_timeout(awaitable: Any, timeout: float | None) -> Any:
+    try:
+        async with asyncio.timeout(timeout) as deadline:
+            return await awaitable
+    except TimeoutError as error:
+        if deadline.expired():
+            raise RewardTimeout(f"did not end within {timeout:g} s") from error
+        raise
+
+
+class RewardTimeout(Exception):
+    """Raised when a coroutine exceeds its time limit."""
+
+
+def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine and return its result.
+
+    If the calling thread already runs an event loop, the coroutine runs in a new thread.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append((asyncio.run(coroutine), None))
+        except BaseException as error:  # raised again in the calling thread
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join()
+    value, error = outcome[0]
+    if error is not None:
+        raise error
+    return value
+
+
+def convert_number(value: Any, label: str) -> float:
+    """Convert a number to float, including numpy and torch scalars.
+
+    Raises TypeError for any other type.
+    """
+    if not isinstance(value, SupportsFloat):  # false for str
+        raise TypeError(
+            f"{label} is {value!r} ({type(value).__name__}); a number or a RewardResult is expected"
+        )
+    return float(value)
+
+
+class NotApplicable(TypeError):
+    """Raised when a reward returns None: the reward does not apply to this answer.
+
+    It is an error if the reward is the only one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            "reward is None (NoneType), not applicable, and it is the only reward (--rewards "
+            "adds up several): is a return missing?"
+        )
+
+
+def to_reward_result(value: Any) -> RewardResult:
+    """Convert a function's return value to a `RewardResult` with float metrics.
+
+    NaN and infinity are accepted. Raises NotApplicable for None, TypeError for any other value that
+    is not a number.
+    """
+    if value is None or (isinstance(value, RewardResult) and value.reward is None):
+        raise NotApplicable
+    result = value if isinstance(value, RewardResult) else RewardResult(value)
+    metrics = {
+        str(key): convert_number(figure, f"metric {key!r}")
+        for key, figure in result.metrics.items()
+    }
+    return RewardResult(convert_number(result.reward, "reward"), metrics, dict(result.seconds))

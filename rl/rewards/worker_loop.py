@@ -1,0 +1,185 @@
+"""Run a reward on items, in any worker, and run the loop of a worker process (forked by
+rl.rewards.reaper).
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from math import isfinite
+
+from rl.errors import UserError
+from rl.rewards.combined_reward import RewardPartError
+from rl.rewards.reward_calls import RewardItem, RewardResult, RewardTimeout
+from rl.rewards.reward_registry import Reward
+from rl.rewards.worker_protocol import (
+    MAX_ERROR_CHARACTERS,
+    READY_ITEM,
+    FrameReader,
+    RewardReply,
+    encode_reply,
+)
+from rl.sanitize import describe_error, sanitize_text
+
+
+def evaluate_item(reward: Reward, item: RewardItem) -> RewardReply:
+    """Run the reward; convert any exception of user code to a reply that names the line that raised
+    it.
+    """
+    try:
+        result = reward.evaluate(*item)
+    except (Exception, SystemExit) as error:  # boundary: user code
+        return _make_error_reply(error)
+    return _make_result_reply(result)
+
+
+def evaluate_items(reward: Reward, items: Sequence[RewardItem]) -> Iterator[RewardReply]:
+    """Return the replies to all items, in order: item by item, or from a single call of a batched
+    reward.
+    """
+    if not reward.batched:
+        yield from (evaluate_item(reward, item) for item in items)
+        return
+    for outcome in reward.evaluate_many(items, reward.coroutine_timeout):
+        yield (
+            _make_error_reply(outcome)
+            if isinstance(outcome, BaseException)
+            else _make_result_reply(outcome)
+        )
+
+
+def _make_result_reply(result: RewardResult) -> RewardReply:
+    return (
+        RewardReply(result)
+        if isfinite(result.reward)
+        else RewardReply(None, "nan", f"returned {result.reward}")
+    )
+
+
+def _make_error_reply(error: BaseException) -> RewardReply:
+    if isinstance(error, RewardTimeout):
+        return RewardReply(None, "timeout", str(error))
+    description = (
+        f"failed {error}"[:MAX_ERROR_CHARACTERS]
+        if isinstance(error, RewardPartError)
+        else f"raised {describe_error(error, MAX_ERROR_CHARACTERS)}"
+    )
+    cause = (
+        error.__cause__
+        if isinstance(error, RewardPartError) and error.__cause__ is not None
+        else error
+    )
+    return RewardReply(
+        None,
+        "error",
+        sanitize_text(
+            f"{description} (at {_get_error_location(cause)})", MAX_ERROR_CHARACTERS + 500
+        ),
+    )
+
+
+def _get_error_location(error: BaseException) -> str:
+    """Return the file and line that raised an exception."""
+    trace = error.__traceback__
+    if trace is None:
+        return "returned instead of a reward"
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+
+
+def run_worker(channel: int) -> None:
+    """Run the worker process: receive the reward, send READY or the error, then score batches of
+    items.
+
+    Returns when the socket is closed.
+    """
+    os.register_at_fork(after_in_child=lambda: _close_in_fork(channel))
+    worker_pid = os.getpid()
+    frames = FrameReader(limit=1 << 62)  # no limit: the trainer is trusted
+    nonce, pickled = pickle.loads(_read_message(channel, frames))
+    ready = RewardReply(RewardResult(0.0))
+    # Reports this process's id before any user code runs.
+    _write_message(channel, encode_reply(READY_ITEM, nonce, ready))
+    try:
+        reward = pickle.loads(pickled)
+        for module in reward.needs:
+            __import__(module)
+        reward.start()
+    except UserError as error:
+        _write_message(
+            channel, encode_reply(READY_ITEM, nonce, RewardReply(None, "error", str(error)))
+        )
+        return
+    except Exception as error:  # boundary: user code
+        _write_message(
+            channel,
+            encode_reply(
+                READY_ITEM,
+                nonce,
+                RewardReply(
+                    None, "error", f"its worker process could not load it ({describe_error(error)})"
+                ),
+            ),
+        )
+        return
+    _write_message(channel, encode_reply(READY_ITEM, nonce, ready))
+    number = READY_ITEM
+    while batch := _read_message(channel, frames):
+        for reply in _score_batch(reward, pickle.loads(batch)):
+            number += 1
+            if os.getpid() != worker_pid:
+                # A fork of this process, made by the reward, returned to this loop: only the
+                # original may reply.
+                os._exit(0)
+            _write_message(channel, encode_reply(number, nonce, reply))
+
+
+def _score_batch(reward: Reward, pickled: Sequence[bytes]) -> Iterator[RewardReply]:
+    """Return the replies to pickled items, in order."""
+    if not reward.batched:
+        for payload in pickled:
+            item = _unpickle_item(payload)
+            yield item if isinstance(item, RewardReply) else evaluate_item(reward, item)
+        return
+    items = [_unpickle_item(payload) for payload in pickled]
+    replies = evaluate_items(reward, [item for item in items if not isinstance(item, RewardReply)])
+    for item in items:
+        yield item if isinstance(item, RewardReply) else next(replies)
+
+
+def _unpickle_item(pickled: bytes) -> RewardItem | RewardReply:
+    try:
+        return pickle.loads(pickled)
+    except Exception as error:  # boundary: code of user objects
+        return RewardReply(
+            None,
+            "error",
+            "runs in another process, and this meta could not be unpickled "
+            f"({describe_error(error)})",
+        )
+
+
+def _close_in_fork(channel: int) -> None:
+    """Close the socket in a fork of the worker: it must neither reply nor keep the socket open."""
+    try:
+        os.close(channel)
+    except OSError:
+        pass  # the reward closed it
+
+
+def _read_message(channel: int, frames: FrameReader) -> bytes:
+    """Return the next message; b"" if the trainer closed the socket or ended."""
+    while (message := frames.next()) is None:
+        data = os.read(channel, 1 << 16)
+        if not data:
+            return b""
+        frames.feed(data)
+    return message
+
+
+def _write_message(channel: int, message: bytes) -> None:
+    remaining = memoryview(message)
+    while remaining:
+        remaining = remaining[os.write(channel, remaining) :]

@@ -1,0 +1,198 @@
+"""Encode the messages between a scorer and a worker: framed and checksummed, with JSON replies.
+
+A worker runs user code, so its output is parsed as data: never unpickled, of bounded length, with a
+checksum, the number of its item, the worker's process id and a secret of this worker (its nonce).
+Anything else is a InvalidReply.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+from rl.rewards.reward_calls import RewardResult
+from rl.sanitize import sanitize_text
+
+MAX_REPLY_BYTES = 1 << 20  # bytes of a single reply: a reward, its metrics, an error's text
+MAX_ERROR_CHARACTERS = 2000  # characters of an error's text that are kept
+SECONDS_PREFIX = "time/"  # prefix of the metrics that hold a reward's run time in seconds
+_MAX_NAME_CHARACTERS = 200  # characters of a metric's name
+READY_ITEM = 0  # item number of the message "the worker is ready"; items count from 1
+
+_HEADER = struct.Struct(">2sQI")  # mark, length and checksum of the payload
+_MARK = b"WR"
+_FIELDS = {"item", "pid", "nonce", "reward", "metrics", "failure", "error"}
+# Strict JSON has no literals for these.
+_NONFINITE_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class InvalidReply(Exception):
+    """Raised when a worker's message is not a valid reply to the expected item."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardReply:
+    """Hold the outcome of an item: a result, or a failure ("error" | "nan" | "timeout") and its
+    description.
+    """
+
+    result: RewardResult | None
+    failure: str | None = None
+    error: str | None = None
+
+
+def encode_frame(payload: bytes) -> bytes:
+    return _HEADER.pack(_MARK, len(payload), zlib.crc32(payload)) + payload
+
+
+class FrameReader:
+    """Split a byte stream, received in arbitrary chunks, into messages.
+
+    `limit`: maximum length of a message in bytes.
+    """
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        self._buffer += data
+
+    def next(self) -> bytes | None:
+        """Return the next message; None while it is incomplete.
+
+        Raises InvalidReply as soon as the bytes cannot be a message.
+        """
+        buffer = self._buffer
+        if not buffer.startswith(_MARK[: len(buffer)]):
+            raise InvalidReply(f"it begins with {sanitize_text(repr(bytes(buffer[:24])), 100)}")
+        if len(buffer) < _HEADER.size:
+            return None
+        _, length, checksum = _HEADER.unpack_from(buffer)
+        if length > self.limit:
+            raise InvalidReply(f"it is {length} bytes long, at most {self.limit} are read")
+        end = _HEADER.size + length
+        if len(buffer) < end:
+            return None
+        payload = bytes(buffer[_HEADER.size : end])
+        if zlib.crc32(payload) != checksum:
+            raise InvalidReply("its checksum is wrong")
+        del buffer[:end]
+        return payload
+
+
+def encode_reply(number: int, nonce: str, reply: RewardReply) -> bytes:
+    """Encode a reply of the calling process as a message."""
+    fields: dict[str, Any] = {
+        "item": number,
+        "pid": os.getpid(),
+        "nonce": nonce,
+        "reward": None,
+        "metrics": {},
+    }
+    fields |= {"failure": reply.failure, "error": reply.error}
+    if reply.result is not None:
+        fields["reward"] = _encode_number(reply.result.reward)
+        seconds = {SECONDS_PREFIX + name: taken for name, taken in reply.result.seconds.items()}
+        fields["metrics"] = {
+            key: _encode_number(value) for key, value in {**reply.result.metrics, **seconds}.items()
+        }
+    payload = json.dumps(fields).encode()  # in ASCII: a lone surrogate is encoded as \ud800
+    if len(payload) > MAX_REPLY_BYTES:
+        too_long = f"returned metrics of {len(payload)} bytes, the maximum is {MAX_REPLY_BYTES}"
+        return encode_reply(number, nonce, RewardReply(None, "error", too_long))
+    return encode_frame(payload)
+
+
+def decode_reply(
+    payload: bytes, number: int, pid: int | None, nonce: str
+) -> tuple[RewardReply, int]:
+    """Return (reply to item `number`, process id of the sender).
+
+    `pid`: process id of the worker, None if not known yet. Raises InvalidReply, with the reason, if
+    the payload is not the reply of the worker with this process id and nonce.
+    """
+    try:
+        fields = _DECODER.decode(payload.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        # UnicodeDecodeError is a ValueError, and so is the error for a number of 5,000 digits.
+        raise InvalidReply(f"it is not JSON ({sanitize_text(str(error), 100)})") from None
+    if not isinstance(fields, dict) or fields.keys() != _FIELDS:
+        raise InvalidReply(f"it has unexpected fields: {sanitize_text(repr(fields), 100)}")
+    if fields["nonce"] != nonce:
+        raise InvalidReply("it does not hold the worker's nonce")
+    sender = fields["pid"]
+    if type(sender) is not int or (pid is not None and sender != pid):
+        raise InvalidReply(
+            f"process {sanitize_text(repr(sender), 40)} sent it, the worker is process {pid}"
+        )
+    if type(fields["item"]) is not int or fields["item"] != number:
+        raise InvalidReply(
+            f"it answers item {sanitize_text(repr(fields['item']), 40)}, expected item {number}"
+        )
+    return _parse_reply(fields), sender
+
+
+def as_remote_reply(reply: RewardReply) -> RewardReply:
+    """Return a closure's reply as if received from another process: bounded, sanitized, numbers and
+    text only.
+    """
+    message = encode_reply(READY_ITEM, "", reply)
+    return decode_reply(message[_HEADER.size :], READY_ITEM, None, "")[0]
+
+
+def _parse_reply(fields: dict[str, Any]) -> RewardReply:
+    failure, error = fields["failure"], fields["error"]
+    if failure is not None:
+        if failure not in ("error", "nan", "timeout") or not isinstance(error, str):
+            raise InvalidReply(
+                f"its failure is malformed: {sanitize_text(repr((failure, error)), 100)}"
+            )
+        return RewardReply(None, failure, sanitize_text(error, MAX_ERROR_CHARACTERS))
+    reward, metrics = fields["reward"], fields["metrics"]
+    if not isinstance(metrics, dict):
+        raise InvalidReply(f"its metrics are {sanitize_text(repr(metrics), 100)}")
+    figures = {
+        sanitize_text(name, _MAX_NAME_CHARACTERS): _decode_number(value, f"metric {name[:40]!r}")
+        for name, value in metrics.items()
+    }
+    value = _decode_number(reward, "reward")
+    return (
+        RewardReply(RewardResult(value, figures))
+        if math.isfinite(value)
+        else RewardReply(None, "nan", f"returned {value}")
+    )
+
+
+def _decode_number(value: object, label: str) -> float:
+    if type(value) is str and value in _NONFINITE_NUMBERS:
+        return _NONFINITE_NUMBERS[value]
+    if type(value) not in (int, float):
+        raise InvalidReply(
+            f"its {sanitize_text(label, 60)} is {sanitize_text(repr(value), 60)}, a number is "
+            "expected"
+        )
+    try:
+        return float(value)  # type: ignore[arg-type]  # an int or a float
+    except OverflowError:
+        raise InvalidReply(
+            f"its {sanitize_text(label, 60)} is beyond the range of a float"
+        ) from None
+
+
+def _encode_number(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+
+
+def _reject_constant(name: str) -> None:
+    raise ValueError(f"{name} is not valid JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_reject_constant)

@@ -1,0 +1,383 @@
+"""Convert trajectories to datums (the only place where targets are shifted against inputs), and
+check the form of a datum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rl.errors import BadRequestError
+from rl.rollout.rollout_types import Trajectory
+from rl.types import Datum, ModelInput, PlacedImage, SampledSequence, TensorData
+from rl.types.number_checks import validate_target_ids
+
+
+class _DatumBuilder:
+    """Collect a growing sequence of tokens, with the sampler's logprob, the advantage and the
+    action mask of each token.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.mask: list[float] = []
+        self.advantages: list[float] = []
+        self.versions: list[int] = []  # -1 at tokens that were not sampled
+        self.temperature: float | None = None
+        self.long_rope = False
+        # experts of the tokens so far, in parts; empty if the sampler did not record them
+        self.experts: list[np.ndarray] = []
+        self.images: list[PlacedImage] = []
+        self.turns: list[int] = []  # indices of the turns with actions in the sequence
+
+    def append_experts(self, experts: np.ndarray | None) -> None:
+        """Append the experts of a turn. `experts` covers the turn's prompt and answer except the
+        last token. Each token keeps the experts of the first turn that read it.
+        """
+        if experts is not None:
+            self.experts.append(experts[sum(map(len, self.experts)) :])
+
+    def is_prefix_of(
+        self, tokens: Sequence[int], images: Sequence[PlacedImage], action: SampledSequence
+    ) -> bool:
+        """Return whether an observation begins with this whole sequence, including the images, and
+        the next action was sampled at the same temperature and rotary frequencies.
+        """
+        same, so_far = (
+            (action.temperature, action.beyond) == (self.temperature, self.long_rope),
+            len(self.tokens),
+        )
+        return (
+            same
+            and list(tokens[:so_far]) == self.tokens
+            and [image for image in images if image[0] < so_far] == self.images
+        )
+
+    def append_observation(self, tokens: Sequence[int], images: Sequence[PlacedImage] = ()) -> None:
+        """Append the new tokens of an observation, and replace the images by all images of the
+        observation.
+        """
+        self.images = list(images)
+        self.tokens += tokens
+        self.logprobs += [0.0] * len(tokens)
+        self.mask += [0.0] * len(tokens)
+        self.advantages += [0.0] * len(tokens)
+        self.versions += [-1] * len(tokens)
+
+    def append_action(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        advantage: float,
+        versions: Sequence[int],
+    ) -> None:
+        """Append an action: its tokens, their behavior logprobs, the advantage and the weight
+        versions.
+        """
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.mask += [1.0] * len(tokens)
+        self.advantages += [advantage] * len(tokens)
+        self.versions += versions
+
+    def build(self) -> Datum:
+        """Return the datum: inputs without the last token, targets and per-token values without the
+        first.
+        """
+        mask = np.asarray(self.mask[1:], dtype=np.float32)
+        sampling_versions = {*self.versions[1:]} - {-1}
+        several = len(sampling_versions) > 1  # tokens of a single version need no label each
+        versions = (
+            {"versions": TensorData(np.asarray(self.versions[1:], dtype=np.float32), "float32")}
+            if several
+            else {}
+        )
+        return Datum(
+            model_input=ModelInput.of(self.tokens[:-1], self.images),
+            loss_fn_inputs={
+                "target_tokens": TensorData(self.tokens[1:], "int64"),
+                "logprobs": TensorData(self.logprobs[1:], "float32"),
+                "advantages": TensorData(
+                    np.asarray(self.advantages[1:], dtype=np.float32), "float32"
+                ),
+                "mask": TensorData(mask, "float32"),
+                **versions,
+            },
+            temperature=self.temperature,
+            experts=np.concatenate(self.experts)
+            if sum(map(len, self.experts)) == len(self.tokens) - 1
+            else None,
+            version=None if several else next(iter(sampling_versions), None),
+        )
+
+
+def trajectory_to_datums(trajectory: Trajectory) -> list[Datum]:
+    """Return a single datum if each observation continues the preceding tokens, otherwise several
+    datums.
+
+    The prefix-merge rule: if the next observation starts with all of an earlier sequence
+    (observations and actions; the longest match counts), only the new tokens are appended.
+    Therefore an episode of many turns is a single training sequence, and an episode of several
+    interleaved conversations is a sequence for each conversation. A new sequence starts with the
+    full observation if no earlier sequence matches (e.g. a template that drops earlier thinking),
+    or if an action was sampled at another temperature or with other rotary frequencies (those of
+    longrope beyond the original length). If several weight versions sampled the actions, "versions"
+    holds the version of each token (-1: not sampled). Inputs drop the last token; targets,
+    logprobs, advantages and mask drop the first. These values are 0 at observation positions.
+    `episode_share` of each datum is its share of the episode's action tokens: losses that count
+    sequences count episodes by it.
+
+    Raises ValueError for a trajectory without actions or advantage, or an action without logprobs.
+    """
+    return build_datums_with_turns(trajectory)[0]
+
+
+def build_datums_with_turns(trajectory: Trajectory) -> tuple[list[Datum], list[list[int]]]:
+    """Return the datums of `trajectory_to_datums`, and for each datum the turns (counted from 0)
+    whose actions it holds, in order.
+    """
+    advantage = trajectory.advantage
+    if not trajectory.transitions or advantage is None:
+        raise ValueError(
+            "a trajectory without transitions or without an advantage (advantage is None) has no "
+            "datum"
+        )
+    advantages_N = trajectory.advantages_N or [advantage] * len(trajectory.transitions)
+    sequences: list[_DatumBuilder] = []
+    for turn, (transition, turn_advantage) in enumerate(
+        zip(trajectory.transitions, advantages_N, strict=True)
+    ):
+        observation, images, action = transition.ob.flat(), transition.ob.placed(), transition.ac
+        continued = [
+            candidate
+            for candidate in sequences
+            if candidate.is_prefix_of(observation, images, action)
+        ]
+        if continued:
+            sequence = max(continued, key=lambda candidate: len(candidate.tokens))
+            observation = observation[len(sequence.tokens) :]
+        else:
+            sequence = _DatumBuilder()
+            sequences.append(sequence)
+        sequence.append_observation(observation, images)
+        sequence.temperature, sequence.long_rope = action.temperature, action.beyond
+        if action.logprobs is None or len(action.logprobs) != len(action.tokens):
+            received = None if action.logprobs is None else len(action.logprobs)
+            raise ValueError(
+                f"an action of {len(action.tokens)} tokens needs as many logprobs, got {received}"
+            )
+        sequence.append_action(
+            action.tokens,
+            action.logprobs,
+            turn_advantage,
+            action.versions or [action.version or 0] * len(action.tokens),
+        )
+        sequence.append_experts(action.experts)
+        sequence.turns.append(turn)
+    datums = [sequence.build() for sequence in sequences]
+    if len(datums) > 1:
+        tokens = [count_action_tokens([datum]) for datum in datums]
+        for datum, count in zip(datums, tokens, strict=True):
+            datum.episode_share = count / sum(tokens) if any(tokens) else 1 / len(datums)
+    return datums, [sequence.turns for sequence in sequences]
+
+
+def supervised_datum(sequence: ModelInput | Sequence[int], weights: Sequence[float]) -> Datum:
+    """Return a datum for `cross_entropy`. weights[i] is the weight of predicting token i of the
+    sequence (the weight of the first token is dropped).
+    """
+    tokens, images = (
+        (sequence.flat(), sequence.placed()) if isinstance(sequence, ModelInput) else (sequence, ())
+    )
+    if len(tokens) != len(weights):
+        raise ValueError(f"{len(tokens)} tokens need as many weights, got {len(weights)}")
+    if len(tokens) < 2:
+        raise ValueError(f"a training sequence has at least two tokens, got {len(tokens)}")
+    return Datum(
+        model_input=ModelInput.of(list(tokens[:-1]), images),
+        loss_fn_inputs={
+            "target_tokens": TensorData(list(tokens[1:]), "int64"),
+            "weights": TensorData(np.asarray(weights[1:]), "float32"),
+        },
+    )
+
+
+def count_action_tokens(datums: Sequence[Datum]) -> int:
+    """Return the number of trained tokens in the datums: the global count that a token mean divides
+    by.
+    """
+    total = 0
+    for datum in datums:
+        inputs = datum.loss_fn_inputs
+        field = inputs["mask"] if "mask" in inputs else inputs.get("weights")
+        if field is None:
+            raise ValueError(
+                f"the datum has neither 'mask' nor 'weights' (it has {sorted(inputs)}): add the "
+                f"mask of its actions"
+            )
+        total += int(np.count_nonzero(field.array))
+    return total
+
+
+def check_datum(
+    index: int,
+    datum: Datum,
+    *,
+    required: Sequence[str],
+    accepted: Sequence[str] | None,
+    soft_targets: bool,
+    vocab_size: int,
+    max_context: int | None = None,
+) -> None:
+    """Raise ValueError, naming datum `index`, unless the datum fits the loss and the model: fields,
+    lengths, ids, finite numbers.
+
+    required: fields that the loss needs. known: every field that the loss accepts (None: any).
+    vocab_size: V, ids lie in [0, V). max_context: maximum number of tokens that the model reads
+    (None: not limited).
+    """
+    inputs = datum.loss_fn_inputs
+    where = f"datum {index}"
+    n = len(validate_token_ids(f"{where}: model_input", datum.model_input, vocab_size))
+    if max_context is not None and n > max_context:
+        raise BadRequestError(f"{where} has {n} tokens, the model's context holds {max_context}")
+    for name in required:
+        if name not in inputs:
+            raise BadRequestError(
+                f"{where} lacks loss_fn_inputs[{name!r}] (it has {sorted(inputs)}); the loss needs "
+                f"{list(required)}"
+            )
+    for name, data in inputs.items():
+        if accepted is not None and name not in accepted:
+            raise BadRequestError(
+                f"{where} has the field {name!r}, which this loss does not use; it takes "
+                f"{sorted(accepted)}"
+            )
+        soft = soft_targets and name in ("target_tokens", "weights")
+        if data.array.ndim != 1 and not (soft and data.array.ndim == 2 and data.array.shape[1] > 0):
+            raise BadRequestError(
+                f"{where}: {name!r} has shape {data.shape}; expected a value for each "
+                f"token{', or (N, K)' if soft else ''}"
+            )
+        if len(data) != n:
+            raise BadRequestError(_misalignment_message(where, name, len(data), n))
+    if (
+        soft_targets
+        and "weights" in inputs
+        and inputs["weights"].shape != inputs["target_tokens"].shape
+    ):
+        raise BadRequestError(
+            f"{where}: 'weights' of shape {inputs['weights'].shape} for 'target_tokens' of shape "
+            f"{inputs['target_tokens'].shape}"
+        )
+    _check_finite(where, inputs)
+    validate_target_ids(where, inputs["target_tokens"].array, vocab_size)
+
+
+def validate_token_ids(label: str, model_input: ModelInput, vocab_size: int) -> list[int]:
+    """Return the token ids of an input. Raises ValueError if the input is not a ModelInput, is
+    empty, or holds a value that is not a token id of the model.
+    """
+    if not isinstance(model_input, ModelInput):
+        raise BadRequestError(
+            f"{label} must be a types.ModelInput, such as ModelInput.from_ints([1, 2, 3]); got "
+            f"{type(model_input).__name__}"
+        )
+    try:
+        tokens = model_input.flat()
+    except (TypeError, AttributeError) as error:
+        raise BadRequestError(
+            f"{label} must consist of chunks of token ids (types.EncodedTextChunk), got "
+            f"{model_input!r:.120}"
+        ) from error
+    if not len(tokens):
+        raise BadRequestError(
+            f"{label} is empty: a model reads at least one token (a BOS token, say)"
+        )
+    array = _as_array(tokens)
+    if array is None or array.dtype.kind not in "iu" or array.ndim != 1:
+        token = next(
+            (
+                t
+                for t in tokens
+                if isinstance(t, bool) or not isinstance(t, (int, np.integer)) or abs(t) >= 2**63
+            ),
+            tokens,
+        )
+        raise BadRequestError(
+            f"{label} holds {token!r} ({type(token).__name__}); token ids are whole numbers from 0 "
+            f"to {vocab_size - 1}"
+        )
+    if array.min() < 0 or array.max() >= vocab_size:
+        wrong = array[(array < 0) | (array >= vocab_size)][0]
+        raise BadRequestError(
+            f"{label} holds the id {wrong}; the model's ids are 0 to {vocab_size - 1}"
+        )
+    return tokens
+
+
+def _as_array(tokens: Sequence[int]) -> np.ndarray | None:
+    """Return the tokens as an array; None if they form no array (e.g. rows of unequal lengths)."""
+    try:
+        return np.asarray(tokens)
+    except (ValueError, OverflowError):
+        return None
+
+
+# Fields that are read at every position. The other fields are read where the mask (without a mask:
+# the advantage) is not 0.
+_UNMASKED_FIELDS = (
+    "weights",
+    "advantages",
+    "returns",
+    "mask",
+    "sequence_ratio_mask",
+    "value_weights",
+)
+
+
+def _check_finite(label: str, inputs: Mapping[str, TensorData]) -> None:
+    """Raise ValueError for NaN or infinity at a position that is read. An upper threshold may be
+    infinite: no bound.
+    """
+    active = next(
+        (
+            inputs[name].array != 0
+            for name in ("mask", "sequence_ratio_mask", "advantages")
+            if name in inputs
+        ),
+        None,
+    )
+    for name, data in inputs.items():
+        if data.dtype != "float32":
+            continue
+        array = data.array if name in _UNMASKED_FIELDS or active is None else data.array[active]
+        fine = np.isfinite(array) | ((array == np.inf) & (name == "clip_high_threshold"))
+        if not fine.all():
+            hint = (
+                " (a token of probability 0 cannot have been sampled)"
+                if name.endswith("logprobs")
+                else ""
+            )
+            raise BadRequestError(
+                f"{label}: {name!r} holds NaN or infinity{hint}: {array[~fine][:3].tolist()}"
+            )
+
+
+def _misalignment_message(label: str, name: str, received: int, n: int) -> str:
+    """Return the error message for a field of another length than the input."""
+    text = (
+        f"{label}: {name!r} has {received} values, the model_input has {n} tokens; every field "
+        "needs a "
+        f"value for each input token."
+    )
+    if received < n:
+        pad = n - received
+        text += (
+            f" If these {received} values cover only the completion, pad the prompt's positions: "
+            f"[0.0] * {pad} + {name} (prompt length - 1 zeros first, since targets are shifted by "
+            f"one)"
+        )
+    return text

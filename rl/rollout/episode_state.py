@@ -1,0 +1,266 @@
+"""Hold the state of a running episode: record the result of an action, decide when the episode
+ends, and build the groups. The modules rollout and flow advance the episodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rl.rewards import PendingScore, Score
+from rl.rollout.rollout_types import (
+    Env,
+    EnvGroupBuilder,
+    EpisodeFailed,
+    StepResult,
+    Trajectory,
+    TrajectoryGroup,
+    Transition,
+)
+from rl.types import ModelInput, SampledSequence, SamplingParams
+
+
+@dataclass(slots=True)
+class EpisodeState:
+    """Hold the state of a running episode: member `index` of group `group`. `pending_rewards`:
+    rewards of seats that have not acted yet.
+    """
+
+    group: int
+    index: int
+    env: Env
+    observation: ModelInput = field(default_factory=ModelInput.empty)
+    stop: Sequence[str] | Sequence[int] | None = None
+    transitions: list[Transition] = field(default_factory=list)
+    error: str | None = None
+    pending_rewards: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def player(self) -> str | None:
+        """Return the player of the next turn: None for the policy."""
+        return self.env.players[self.env.seat]
+
+    def last_turn_of(self, seat: int) -> Transition | None:
+        """Return the last turn of a seat; None if the seat has not acted."""
+        return next((turn for turn in reversed(self.transitions) if turn.seat == seat), None)
+
+    def end(self, *, truncated: bool = False, **metrics: float) -> None:
+        """End the episode for every seat: mark the last turn of each seat as done."""
+        for seat in range(len(self.env.players)):
+            turn = self.last_turn_of(seat)
+            if turn is not None:
+                turn.episode_done, turn.truncated = True, turn.truncated or truncated
+                turn.metrics = {**turn.metrics, **metrics}
+
+
+def check_player(
+    episode: EpisodeState, builder: EnvGroupBuilder, players: Collection[str | None]
+) -> bool:
+    """Return whether the player of the next turn is available. If not, the environment is at fault:
+    set the episode's error, which leaves the episode out.
+    """
+    if episode.player in players:
+        return True
+    available = ", ".join(sorted(player for player in players if player is not None)) or "none"
+    episode.error = (
+        f"the environment {builder.tag}, episode {episode.index} of row {builder.problem_index}, "
+        f"assigned seat {episode.env.seat} to "
+        f"{episode.player!r:.100}, which is no available player (available: {available}): list the "
+        f"players of a new environment object in "
+        f"its `models`"
+    )
+    return False
+
+
+def check_context(
+    episode: EpisodeState, builder: EnvGroupBuilder, params: SamplingParams, context: int | None
+) -> bool:
+    """Return whether the next action fits into the context; end the episode if it does not. The
+    last token is never fed to the model, hence context + 1.
+    """
+    length, max_tokens = (
+        episode.observation.length,
+        get_sampling_params(episode, params).max_tokens or 1,
+    )
+    limits = [
+        *([] if context is None else [context + 1]),
+        *([] if builder.max_tokens is None else [builder.max_tokens]),
+    ]
+    if all(length + max_tokens <= limit for limit in limits):
+        return True
+    if episode.transitions:
+        episode.end(truncated=True, context_overflow=1.0)
+        _add_final_result(episode, episode.env.no_room())
+    else:
+        over_episode_limit = (
+            builder.max_tokens is not None and length + max_tokens > builder.max_tokens
+        )
+        exceeded_limit = (
+            f"episode's limit of {builder.max_tokens}"
+            if over_episode_limit
+            else f"model's context of {context}"
+        )
+        episode.error = (
+            f"the first observation of problem {builder.problem_index} has {length} tokens, which "
+            f"with max_tokens={params.max_tokens} "
+            f"exceed the {exceeded_limit}: shorten the prompt or lower max_tokens"
+        )
+    return False
+
+
+def _add_final_result(episode: EpisodeState, final_result: Any) -> None:
+    """Add the result of `Env.no_room` to the episode's last turn: a StepResult, a promise of a
+    StepResult, or None.
+    """
+    try:
+        result = (
+            final_result
+            if final_result is None or isinstance(final_result, StepResult)
+            else final_result.result()
+        )
+    except EpisodeFailed as failed:
+        episode.error = str(failed)
+        return
+    if result is not None:
+        reward, metrics, episode.error = resolve_reward(result)
+        last = episode.transitions[-1]
+        last.reward, last.metrics = last.reward + reward, {**last.metrics, **metrics}
+
+
+def get_sampling_params(episode: EpisodeState, params: SamplingParams) -> SamplingParams:
+    """Return the sampling parameters of the episode's next action, with the stop condition and
+    length that the environment sets, if any.
+    """
+    if episode.stop is not None:
+        params = replace(params, stop=episode.stop)
+    most = episode.env.most_tokens
+    return (
+        params
+        if most is None or most >= (params.max_tokens or most + 1)
+        else replace(params, max_tokens=most)
+    )
+
+
+def fill_overflow_metric(episodes: Sequence[EpisodeState]) -> None:
+    """Set the metric context_overflow to 0 in all other episodes if any episode overflowed the
+    context. The mean of the metric is then the share of overflows.
+    """
+    last = [
+        turn
+        for e in episodes
+        for seat in range(len(e.env.players))
+        if (turn := e.last_turn_of(seat)) is not None
+    ]
+    if any("context_overflow" in turn.metrics for turn in last):
+        for turn in last:
+            turn.metrics = {"context_overflow": 0.0, **turn.metrics}
+
+
+def record_step(
+    episode: EpisodeState, action: SampledSequence, seat: int, result: StepResult
+) -> None:
+    """Record the result of an action. Waits for the reward if it is pending."""
+    reward, metrics, episode.error = resolve_reward(result)
+    reward += episode.pending_rewards.pop(seat, 0.0)
+    episode.transitions.append(
+        Transition(
+            episode.observation,
+            action,
+            reward,
+            result.episode_done,
+            metrics,
+            result.logs,
+            result.truncated,
+            seat,
+        )
+    )
+    for other, earned in result.rewards.items():
+        turn = episode.last_turn_of(other)
+        if turn is None:
+            episode.pending_rewards[other] = episode.pending_rewards.get(other, 0.0) + earned
+        else:
+            turn.reward += earned
+    for other in {*result.metrics_of, *result.logs_of}:
+        turn = episode.last_turn_of(other)
+        if turn is not None:
+            turn.metrics = {**turn.metrics, **result.metrics_of.get(other, {})}
+            turn.logs = {**turn.logs, **result.logs_of.get(other, {})}
+    if result.episode_done:
+        episode.end(truncated=result.truncated)
+    episode.observation, episode.stop = result.next_observation, result.next_stop_condition
+
+
+def resolve_reward(result: StepResult) -> tuple[float, dict[str, float], str | None]:
+    """Return (reward, metrics, error) of a step; wait for the score if it is pending."""
+    if not isinstance(result.reward, PendingScore):
+        return float(result.reward), result.metrics, None
+    score: Score = result.reward.result()
+    return (
+        score.reward if score.reward is not None else 0.0,
+        {**result.metrics, **score.metrics},
+        score.error,
+    )
+
+
+def build_groups(
+    builders: Sequence[EnvGroupBuilder], episodes: Sequence[EpisodeState]
+) -> tuple[list[TrajectoryGroup], list[str]]:
+    """Return (groups of the episodes without an error, error messages). A group has the
+    trajectories of a single seat of the policy.
+    """
+    members: list[list[EpisodeState]] = [[] for _ in builders]
+    errors: list[str] = []
+    for episode in episodes:
+        if episode.error is None:
+            members[episode.group].append(episode)
+        else:
+            # an unpaired surrogate cannot be encoded as UTF-8
+            errors.append(episode.error.encode("utf-8", "backslashreplace").decode("utf-8"))
+    groups = []
+    for builder, group in zip(builders, members, strict=True):
+        seats = sorted(
+            {
+                seat
+                for episode in group
+                for seat, player in enumerate(episode.env.players)
+                if player is None
+            }
+        )
+        for seat in seats:  # empty if every member failed: `errors` has the reasons
+            trajectories = [
+                trajectory
+                for episode in group
+                if (trajectory := _trajectory_of_seat(episode, seat)) is not None
+            ]
+            if not trajectories:
+                continue  # the policy had no turn in this seat
+            try:
+                extra: list[tuple[float, dict[str, Any]]] = builder.compute_group_rewards(
+                    trajectories
+                )
+            except EpisodeFailed as failed:
+                # The group's scoring failed: the group is left out, with an error for each episode.
+                errors += [str(failed)] * len(trajectories)
+                continue
+            tag = builder.tag if len(seats) == 1 else f"{builder.tag}/seat{seat}"
+            groups.append(
+                TrajectoryGroup(
+                    trajectories,
+                    [r for r, _ in extra],
+                    [m for _, m in extra],
+                    tag,
+                    builder.problem_index,
+                )
+            )
+    return groups, errors
+
+
+def _trajectory_of_seat(episode: EpisodeState, seat: int) -> Trajectory | None:
+    """Return the policy's trajectory in a seat; None if another player has the seat, or the seat
+    had no turn.
+    """
+    if seat >= len(episode.env.players) or episode.env.players[seat] is not None:
+        return None
+    turns = [turn for turn in episode.transitions if turn.seat == seat]
+    return Trajectory(turns, episode.observation) if turns else None

@@ -1,0 +1,441 @@
+"""Advance episodes asynchronously: an episode continues as soon as its turn, reward or tool result
+is ready, while other episodes decode.
+
+A tick takes the environment results that have arrived since the last tick, requests the turns that
+follow, and lets the sampler take some steps. A `EventLog` decides which results had arrived; the
+rest of the tick follows from that decision. The sampled tokens do not depend on the decisions: the
+random stream of a sample is a function of (seed, turn, problem, member, position), the same as in
+lockstep rollouts (rl.rollout.lockstep).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rl.rewards import PendingScore
+from rl.rollout.env_executor import EnvExecutor, EpisodeKey
+from rl.rollout.episode_state import (
+    EpisodeState,
+    build_groups,
+    check_context,
+    check_player,
+    fill_overflow_metric,
+    get_sampling_params,
+    record_step,
+)
+from rl.rollout.event_log import EventLog, TickEvents
+from rl.rollout.lockstep import RolloutBatch
+from rl.rollout.rollout_types import Env, EnvGroupBuilder, EpisodeFailed, StepResult
+from rl.seed import derive_seed
+from rl.types import SampledSequence, SamplingParams
+
+if TYPE_CHECKING:
+    from rl.sampler import SamplingRequest
+
+
+class SamplingStep(Protocol):
+    """Hold the result of a slice of decoding: finished responses by ticket, and the engine's
+    counters.
+    """
+
+    finished: dict[int, Any]
+    counters: dict[str, int]
+
+
+class ActionStream(Protocol):
+    """Sample a slice at a time: the part of SampleStream that rollouts use."""
+
+    @property
+    def busy(self) -> bool: ...
+
+    def add(self, request: SamplingRequest, /) -> int: ...
+
+    def drop(self, ticket: int, /) -> None: ...
+
+    def end_conversation(self, conversation: str, /) -> None: ...
+
+    def unfinished(self) -> Mapping[int, SamplingRequest]: ...
+
+    def recompute_cache(self) -> None: ...
+
+    def switch_weights(self, client: Any, /, *, recompute: bool) -> None: ...
+
+    def run_steps(self, steps: int, /) -> SamplingStep: ...
+
+
+@dataclass
+class PlayerStream:
+    """Hold the sampling stream of a player, and the maximum number of tokens that the player
+    reads.
+    """
+
+    stream: ActionStream
+    max_context: int | None
+
+
+@dataclass
+class GroupState:
+    """Hold the state of a running group. `seed`: of its samples. `problem`: their random stream.
+    `start_version`: the weight version when the group started.
+    """
+
+    number: int
+    builder: EnvGroupBuilder
+    seed: int
+    problem: int
+    start_version: int
+    episodes: list[EpisodeState] = field(default_factory=list)
+    running_episodes: int = 0  # number of episodes that have not ended
+
+
+class RolloutEngine:
+    """Run groups of episodes asynchronously. Call `tick` until the required groups are
+    `completed_groups`, then `take_rollouts` them.
+
+    `player_streams`: by player, None for the policy. `env_timeout`: timeout of an environment that
+    blocks (other environments have their specific timeouts). The thread that calls `tick` also
+    calls the environments, except environments that block (`Env.blocks`): a thread of the waiters
+    calls these.
+    """
+
+    def __init__(
+        self,
+        player_streams: Mapping[str | None, PlayerStream],
+        params: SamplingParams,
+        executor: EnvExecutor,
+        event_log: EventLog,
+        *,
+        steps: int = 16,
+        env_timeout: float | None = None,
+        max_turns: int | None = None,
+    ):
+        self.player_streams, self.params, self.executor, self.event_log = (
+            player_streams,
+            params,
+            executor,
+            event_log,
+        )
+        self.steps, self.env_timeout, self.max_turns = steps, env_timeout, max_turns
+        self.groups: dict[int, GroupState] = {}
+        # whether an update is running or its weights are in transit
+        self.is_updating: Callable[[], bool] = lambda: False
+        self.update_ended: Callable[[], bool] = lambda: False  # whether the update has ended
+        # whether weights in transit have arrived; None if no weights are in transit
+        self.weights_arrived: Callable[[], bool | None] = lambda: None
+        self.counters: dict[str, int] = {}
+        self.sample_seconds = self.score_seconds = 0.0
+        # recorded actions that are replayed instead of sampled
+        self.recorded_actions: dict[EpisodeKey, list[SampledSequence]] = {}
+        # while scripts are replayed: the episodes that have reached the end of their script
+        self.replayed_episodes: dict[EpisodeKey, EpisodeState] | None = None
+        self._sampling: dict[
+            tuple[str | None, int], EpisodeState
+        ] = {}  # episodes with a sample in progress, by player and ticket
+        # environment calls that are due; action None: the first observation
+        self._due_calls: deque[tuple[EpisodeState, SampledSequence | None]] = deque()
+        self._running_calls: dict[EpisodeKey, tuple[EpisodeState, SampledSequence | None, int]] = {}
+
+    # --------------------------------------------------------------------------------------- groups
+
+    def start_group(
+        self,
+        number: int,
+        builder: EnvGroupBuilder,
+        *,
+        seed: int,
+        problem: int,
+        start_version: int = 0,
+    ) -> GroupState:
+        """Start the episodes of a group. `number` must differ from the number of every other group.
+        Raises ValueError if the builder makes no environments.
+        """
+        group = GroupState(number, builder, seed, problem, start_version)
+        group.episodes = [EpisodeState(number, i, env) for i, env in enumerate(builder.make_envs())]
+        if not group.episodes:
+            raise ValueError(
+                f"the group of problem {builder.problem_index} ({builder.tag}) has no environments"
+            )
+        group.running_episodes = len(group.episodes)
+        self.groups[number] = group
+        self._due_calls.extend((episode, None) for episode in group.episodes)
+        return group
+
+    def completed_groups(self) -> list[int]:
+        """Return the numbers of the groups without running episodes, in order."""
+        return sorted(
+            number for number, group in self.groups.items() if group.running_episodes == 0
+        )
+
+    def take_rollouts(self, numbers: Sequence[int]) -> RolloutBatch:
+        """Remove the groups `numbers` and return them in that order, with the counters since the
+        last call.
+        """
+        taken = [self.groups.pop(number) for number in numbers]
+        episodes = [episode for group in taken for episode in group.episodes]
+        fill_overflow_metric(episodes)
+        for place, group in enumerate(taken):
+            for episode in group.episodes:
+                episode.group = place
+        groups, errors = build_groups([group.builder for group in taken], episodes)
+        rollouts = RolloutBatch(
+            groups,
+            errors,
+            {"emitted_tokens": 0, **self.counters},
+            self.sample_seconds,
+            self.score_seconds,
+        )
+        self.counters, self.sample_seconds, self.score_seconds = {}, 0.0, 0.0
+        return rollouts
+
+    def discard_group(self, number: int) -> int:
+        """Discard a group at any stage, as if its episodes had not started. Return the number of
+        sampled tokens that this wastes.
+        """
+        group, lost = self.groups.pop(number), 0
+        for (player, ticket), episode in list(self._sampling.items()):
+            if episode.group == number:
+                self.player_streams[player].stream.drop(ticket)
+                del self._sampling[player, ticket]
+        self._due_calls = deque(
+            (episode, action) for episode, action in self._due_calls if episode.group != number
+        )
+        for episode in group.episodes:
+            self.executor.discard((number, episode.index))
+            self._running_calls.pop((number, episode.index), None)
+            lost += sum(len(turn.ac.tokens) for turn in episode.transitions)
+            if not self._has_ended(episode):
+                episode.env.close()
+                for seat in self.player_streams.values():
+                    seat.stream.end_conversation(_conversation_id(episode))
+        group.builder.given_back()
+        return lost
+
+    def close(self) -> None:
+        """Discard all running groups."""
+        for number in list(self.groups):
+            self.discard_group(number)
+
+    # ---------------------------------------------------------------------------------------- ticks
+
+    def tick(self) -> TickEvents:
+        """Advance as far as possible without waiting for episodes that are not ready; if no episode
+        can continue, wait until an episode is ready.
+
+        Return the clock's decision.
+        """
+        self._call_environments()
+        start = time.perf_counter()
+        awaited = len(self.executor) > 0 or self.is_updating()
+        blocked = awaited and not any(seat.stream.busy for seat in self.player_streams.values())
+        decision = self.event_log.next_events(
+            self.executor, self.update_ended, blocked=blocked, weights_arrived=self.weights_arrived
+        )
+        failed: dict[EpisodeKey, str] = {}
+        for key in decision.arrived:
+            self._receive_result(key, decision.failed.get(key), failed)
+        self.event_log.log_events(replace(decision, failed=failed))
+        self._call_environments()
+        sampled = time.perf_counter()
+        self.score_seconds += sampled - start
+        for player, seat in self.player_streams.items():
+            if seat.stream.busy:
+                self._run_sampler(player, seat)
+        self.sample_seconds += time.perf_counter() - sampled
+        return decision
+
+    def _run_sampler(self, player: str | None, player_stream: PlayerStream) -> None:
+        """Let the player's sampler take `steps` steps, and collect its finished responses and
+        counters.
+        """
+        response_batch = player_stream.stream.run_steps(self.steps)
+        for ticket, response in response_batch.finished.items():
+            if isinstance(response, Exception):
+                raise response
+            self._due_calls.append((self._sampling.pop((player, ticket)), response.sequences[0]))
+        if player is None:
+            for name, count in response_batch.counters.items():
+                before = self.counters.get(name, 0)
+                self.counters[name] = (
+                    max(before, count) if name.startswith("peak_") else before + count
+                )
+
+    def _call_environments(self) -> None:
+        """Call due environments, as many as may wait at the same time. An environment that returns
+        immediately continues immediately.
+        """
+        while self._due_calls and self.executor.free_slots > 0:
+            episode, action = self._due_calls.popleft()
+            env, seat = episode.env, episode.env.seat
+            key = (episode.group, episode.index)
+            if env.blocks:
+                self._running_calls[key] = (episode, action, seat)
+                self.executor.submit(
+                    key,
+                    lambda env=env, action=action: _run_blocking_turn(env, action),  # type: ignore[misc]
+                    self.env_timeout,
+                )
+                continue
+            promise: Any = env.initial_observation() if action is None else env.step(action)
+            if not hasattr(promise, "result") and not _has_pending_reward(promise):
+                self._record_result(episode, action, seat, promise)
+                continue
+            self._running_calls[key] = (episode, action, seat)
+            self.executor.submit(key, lambda promise=promise: _wait_for_result(promise))  # type: ignore[misc]
+
+    def _receive_result(
+        self, key: EpisodeKey, recorded_error: str | None, failed: dict[EpisodeKey, str]
+    ) -> None:
+        """Process an environment result. `recorded_error`: in a replay, the error message of an
+        environment that failed in the recorded run.
+        """
+        episode, action, seat = self._running_calls.pop(key)
+        try:
+            if recorded_error is not None:
+                self.executor.discard(key)
+                raise EpisodeFailed(recorded_error)
+            reply = self.executor.take_result(key)
+            answer = reply.result() if hasattr(reply, "wait") else reply
+        except EpisodeFailed as error:
+            episode.error = failed[key] = str(error)
+            episode.env.left_out = True
+            self.finish_episode(episode)
+            return
+        self._record_result(episode, action, seat, answer)
+
+    def _record_result(
+        self, episode: EpisodeState, action: SampledSequence | None, seat: int, result: Any
+    ) -> None:
+        """Record the turn that an environment result completes, and request the next turn."""
+        if action is None:
+            episode.observation, episode.stop = result
+        else:
+            record_step(episode, action, seat, result)
+        group = self.groups[episode.group]
+        done = episode.error is not None or (
+            episode.transitions and episode.transitions[-1].episode_done
+        )
+        goes_on = not done and check_player(episode, group.builder, self.player_streams)
+        if not goes_on or not check_context(
+            episode, group.builder, self.params, self.player_streams[episode.player].max_context
+        ):
+            self.finish_episode(episode)
+            return
+        key = (episode.group, episode.index)
+        if script := self.recorded_actions.get(key):
+            self._due_calls.append((episode, script.pop(0)))
+            return
+        if self.replayed_episodes is not None:
+            self.replayed_episodes[key] = episode
+            return
+        self.request_action(episode)
+
+    def request_action(
+        self, episode: EpisodeState, partial_action: SampledSequence | None = None
+    ) -> None:
+        """Request the next action of an episode from its sampler. `partial_action`: the part of the
+        action that is already sampled. Raises RuntimeError if the episode exceeds the maximum
+        number of turns.
+        """
+        group, turn, player = self.groups[episode.group], len(episode.transitions), episode.player
+        if turn >= (group.builder.max_turns if self.max_turns is None else self.max_turns):
+            raise RuntimeError(
+                f"an episode has not ended after {turn} turns (problem "
+                f"{group.builder.problem_index})"
+            )
+        # imported here: rl.sampler needs torch, which the help text and method settings must not
+        # import
+        from rl.sampler import SamplingRequest
+
+        request = SamplingRequest(
+            prompt=episode.observation.flat(),
+            images=episode.observation.placed(),
+            params=get_sampling_params(episode, self.params),
+            seed=derive_seed(group.seed, turn),
+            problem=group.problem,
+            first_index=episode.index,
+            resume_from=partial_action,
+            conversation=_conversation_id(episode) if episode.env.several_turns else None,
+        )
+        self._sampling[player, self.player_streams[player].stream.add(request)] = episode
+
+    def queue_environment_call(self, episode: EpisodeState, action: SampledSequence | None) -> None:
+        """Queue a call of the episode's environment with an action (None: the first
+        observation).
+        """
+        self._due_calls.append((episode, action))
+
+    def cancel_environment_call(self, episode: EpisodeState) -> None:
+        """Remove the episode's environment from the queue."""
+        self._due_calls = deque(
+            (other, action) for other, action in self._due_calls if other is not episode
+        )
+
+    def replay_actions(self) -> None:
+        """Replay the recorded actions to every environment, and wait for the results."""
+        while self._due_calls or self._running_calls:
+            self._call_environments()
+            if self._running_calls:
+                self.executor.wait()
+            for key in self.executor.finished_keys():
+                self._receive_result(key, None, {})
+
+    def finish_episode(self, episode: EpisodeState) -> None:
+        """End an episode, for any reason."""
+        episode.env.close()
+        for seat in self.player_streams.values():
+            seat.stream.end_conversation(_conversation_id(episode))
+        self.recorded_actions.pop((episode.group, episode.index), None)
+        self.groups[episode.group].running_episodes -= 1
+
+    @staticmethod
+    def _has_ended(episode: EpisodeState) -> bool:
+        """Return whether the episode has failed or its last turn ended it."""
+        return episode.error is not None or bool(
+            episode.transitions and episode.transitions[-1].episode_done
+        )
+
+
+def _conversation_id(episode: EpisodeState) -> str:
+    """Return the conversation id that the sampler uses for the episode."""
+    return f"{episode.group}/{episode.index}"
+
+
+def _has_pending_reward(result: Any) -> bool:
+    """Return whether the step's reward is still pending."""
+    return (
+        isinstance(result, StepResult)
+        and isinstance(result.reward, PendingScore)
+        and not result.reward.immediate
+    )
+
+
+def _wait_for_result(promise: Any) -> Any:
+    """Wait for a promise and for the reward in its result. A promise with `wait` is returned as it
+    is: the caller that takes it reads its result.
+    """
+    if hasattr(promise, "wait"):
+        promise.wait()
+        return promise
+    reply = promise.result() if hasattr(promise, "result") else promise
+    if _has_pending_reward(reply):
+        reply.reward.result()
+    return reply
+
+
+def _run_blocking_turn(env: Env, action: SampledSequence | None) -> Any:
+    """Run a turn of an environment that blocks, from the action to the reward. Return a coroutine
+    if the environment returns an awaitable.
+    """
+    reply: Any = env.initial_observation() if action is None else env.step(action)
+    if hasattr(reply, "__await__"):
+        return _await_result(reply)
+    return _wait_for_result(reply)
+
+
+async def _await_result(awaitable: Any) -> Any:
+    """Await the environment's result, then wait for its reward."""
+    return _wait_for_result(await awaitable)

@@ -1,0 +1,157 @@
+"""Compute metrics of trajectory groups, under the metric names of Tinker."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from rl.rollout.rollout_types import Trajectory, TrajectoryGroup
+from rl.types import Datum
+
+
+def compute_sample_metrics(
+    groups: Sequence[TrajectoryGroup], name: str = "env/all"
+) -> dict[str, float]:
+    """Return metrics of the training samples: the number of groups, and the share of distinct
+    answer prefixes (50 characters).
+    """
+    beginnings = [
+        _answer_prefix(trajectory) for group in groups for trajectory in group.trajectories_G
+    ]
+    return {
+        f"{name}/total_groups": len(groups),
+        f"{name}/distinct_beginnings": len(set(beginnings)) / max(1, len(beginnings)),
+    }
+
+
+def compute_credited_share(groups: Sequence[TrajectoryGroup], datums: Sequence[Datum]) -> float:
+    """Return the share of the sampled tokens of `groups` that `datums` train on. If the datums have
+    advantages, only tokens with an advantage other than 0 count.
+    """
+    sampled = sum(
+        len(turn.ac.tokens)
+        for group in groups
+        for trajectory in group.trajectories_G
+        for turn in trajectory.transitions
+    )
+    fields = [
+        next(
+            d.loss_fn_inputs[name]
+            for name in ("advantages", "weights", "mask")
+            if name in d.loss_fn_inputs
+        )
+        for d in datums
+    ]
+    credited = sum(np.count_nonzero(values.array) for values in fields)
+    return credited / max(1, sampled)
+
+
+def _answer_prefix(trajectory: Trajectory) -> str | tuple[int, ...]:
+    """Return the first 50 characters of the first answer; the first 50 tokens if the environment
+    logs no text.
+    """
+    turn = trajectory.transitions[0]
+    text = turn.logs.get("response")
+    return text[:50] if isinstance(text, str) else tuple(turn.ac.tokens[:50])
+
+
+def max_or_nan(values: Iterable[float]) -> float:
+    """Return the largest value; NaN if any value is NaN (`max` returns NaN only if it comes first);
+    0 if empty.
+    """
+    values = list(values)
+    return math.nan if any(math.isnan(value) for value in values) else max(values, default=0.0)
+
+
+def mean(values: Iterable[float]) -> float:
+    """Return the mean; 0 if empty."""
+    values = list(values)
+    return sum(values) / len(values) if values else 0.0
+
+
+def compute_group_metrics(
+    groups: Sequence[TrajectoryGroup], prefix: str = "env"
+) -> dict[str, float]:
+    """Return `<prefix>/all/...` over all groups and, if there are several data sets,
+    `<prefix>/<tag>/...` for each data set.
+
+    The metrics are reward/total (mean over episodes, with std, min and max), turns and tokens, each
+    metric of environments and rewards (the mean over the episodes that have it), and the shares of
+    groups that are mixed, all good or all bad.
+    """
+    metrics = _compute_prefixed_metrics(groups, f"{prefix}/all")
+    by_tag: dict[str, list[TrajectoryGroup]] = defaultdict(list)
+    for group in groups:
+        by_tag[group.tag].append(group)
+    if len(by_tag) > 1:
+        for tag, members in sorted(by_tag.items()):
+            metrics.update(_compute_prefixed_metrics(members, f"{prefix}/{tag.replace('/', '-')}"))
+    return metrics
+
+
+def _compute_prefixed_metrics(groups: Sequence[TrajectoryGroup], name: str) -> dict[str, float]:
+    """Return the metrics of the groups with the prefix `name`."""
+    rewards_P_G = [group.get_total_rewards() for group in groups]
+    rewards = [r for rewards_G in rewards_P_G for r in rewards_G]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories_G]
+    turns = [turn for trajectory in trajectories for turn in trajectory.transitions]
+    average = mean(rewards)
+    metrics = {
+        f"{name}/reward/total": average,
+        f"{name}/reward/std": mean((r - average) ** 2 for r in rewards) ** 0.5,
+        f"{name}/reward/min": min(rewards, default=0.0),
+        f"{name}/reward/max": max(rewards, default=0.0),
+        f"{name}/total_episodes": len(trajectories),
+        f"{name}/turns_per_episode": len(turns) / max(1, len(trajectories)),
+        f"{name}/ac_tokens_per_turn": mean(len(turn.ac.tokens) for turn in turns),
+        f"{name}/ob_tokens_per_turn": mean(turn.ob.length for turn in turns),
+        f"{name}/frac_truncated": mean(turn.ac.stop_reason == "length" for turn in turns),
+    }
+    for key, values in _collect_values(groups).items():
+        metrics[f"{name}/{key}"] = mean(values)
+    metrics.update(_compute_mixed_shares(rewards_P_G, name))
+    return metrics
+
+
+def _collect_values(groups: Sequence[TrajectoryGroup]) -> Mapping[str, list[float]]:
+    """Return the values of each metric of environments and group rewards, over all episodes."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        for trajectory, extra in zip(group.trajectories_G, group.metrics_G, strict=True):
+            for source in (*(turn.metrics for turn in trajectory.transitions), extra):
+                for key, value in source.items():
+                    values[key].append(value)
+    return values
+
+
+def _compute_mixed_shares(rewards_P_G: Sequence[Sequence[float]], name: str) -> dict[str, float]:
+    """Return the shares of groups by their rewards: mixed; otherwise all good (equal and above 0)
+    or all bad (equal, 0 or below).
+    """
+    mixed = [any(r != rewards_G[0] for r in rewards_G) for rewards_G in rewards_P_G]
+    good = [not m and rewards_G[0] > 0 for m, rewards_G in zip(mixed, rewards_P_G, strict=True)]
+    bad = [not m and not g for m, g in zip(mixed, good, strict=True)]
+    return {
+        f"{name}/by_group/frac_mixed": mean(mixed),
+        f"{name}/by_group/frac_all_good": mean(good),
+        f"{name}/by_group/frac_all_bad": mean(bad),
+    }
+
+
+def compute_calibration_error(
+    probabilities: Sequence[float], correct: Sequence[float], bins: int = 10
+) -> float:
+    """Return the expected calibration error of binary choices (Guo et al., arXiv 1706.04599,
+    equation 3).
+
+    probabilities: the probability of the chosen side, 0.5 to 1. right: 1 if the chosen side was the
+    better side, 0 if not (0.5: half). Sum over `bins` equal bins of 0.5 to 1: (share of all) |mean
+    right - mean probability|.
+    """
+    p, r = np.asarray(probabilities, dtype=np.float64), np.asarray(correct, dtype=np.float64)
+    bin_indices = np.minimum(((p - 0.5) * 2 * bins).astype(int), bins - 1)
+    total = sum(abs(float((r - p)[bin_indices == b].sum())) for b in range(bins))
+    return total / max(1, len(p))

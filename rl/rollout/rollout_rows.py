@@ -1,0 +1,133 @@
+"""Convert rollouts to rows for reading and for training on them again: a row for each episode, turn
+by turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rl.images import to_data_url
+from rl.renderers import Renderer
+from rl.rollout.lockstep import RolloutBatch
+from rl.rollout.rollout_types import Trajectory
+from rl.types import SampledSequence, experts_as_text
+
+
+def build_rollout_rows(
+    rollouts: RolloutBatch, renderer: Renderer, temperature: float
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each trajectory, with the prompt, the answer, the sampled tokens (at
+    `temperature`) and the reward, for reading and for training on it again.
+
+    The answer's keys describe the last answer of the episode. A row of a multi-turn environment
+    holds the whole episode as `turns`, see `build_turn_entries`.
+    """
+    for g, group in enumerate(rollouts.groups):
+        for i, (trajectory, reward) in enumerate(
+            zip(group.trajectories_G, group.get_total_rewards(), strict=True)
+        ):
+            turn = trajectory.transitions[-1]
+            row = {
+                "group": g,
+                "index": i,
+                "tag": group.tag,
+                "problem": group.problem_index,
+                "prompt": turn.logs.get("prompt", ""),
+                "response": turn.logs.get("response", ""),
+                "reward": reward,
+                "advantage": trajectory.advantage,
+                "stop_reason": turn.ac.stop_reason,
+                "version": turn.ac.version,
+                **({} if turn.ac.versions is None else {"versions": turn.ac.versions}),
+                "temperature": temperature,
+                "metrics": turn.metrics,
+                "prompt_tokens": turn.ob.flat(),
+                "response_tokens": turn.ac.tokens,
+                "tokens": [renderer.tokenizer.decode([token]) for token in turn.ac.tokens],
+                "logprobs": turn.ac.logprobs,
+                **_expert_fields(turn.ac),
+            }
+            # images are stored in the first row of a group; every row has their number
+            if images := [image for _, image in turn.ob.placed()]:
+                row |= {"image_count": len(images)} | (
+                    {"images": [to_data_url(image) for image in images]} if i == 0 else {}
+                )
+            system = next(
+                (m["content"] for m in turn.logs.get("messages", ())[:1] if m["role"] == "system"),
+                None,
+            )
+            row |= {"system": system} if system is not None else {}
+            row |= {"answer": turn.logs["answer"]} if turn.logs.get("answer") is not None else {}
+            yield (
+                {**row, "turns": build_turn_entries(trajectory, renderer)}
+                if len(trajectory.transitions) > 1 or "told" in turn.logs
+                else row
+            )
+
+
+def _expert_fields(action: SampledSequence) -> dict[str, str]:
+    """Return the experts of the tokens of a prompt and its answer, if they were recorded."""
+    return {} if action.experts is None else {"experts": experts_as_text(action.experts)}
+
+
+def build_turn_entries(trajectory: Trajectory, renderer: Renderer) -> list[dict[str, Any]]:
+    """Return an episode from its first message to its last answer, an entry for each message.
+
+    An input message: {"role", "text", "sampled": False}, with "name" of the tool that answered if
+    the message has a name. An answer: {"role": "assistant", "text", "sampled": True, "tokens" (in
+    decoded pieces), "token_ids", "logprobs", "observation_tokens" (number of new tokens in its
+    prompt), "reward", "advantage" (of the turn, if advantages are assigned by turn), "stop_reason",
+    "metrics", "seat"}, "tool_calls" if it made any ({"name", "arguments", "seconds", and "answer"
+    or "error"}), and "logs", the remaining logs of the environment. "experts": the experts of its
+    prompt and of its tokens except the last, if they were recorded (`experts_from_text` decodes
+    them). "restarts": True if its prompt does not continue the preceding tokens but is rendered
+    again.
+    """
+    entries: list[dict[str, Any]] = []
+    previous_tokens: list[int] = []
+    advantages: Sequence[float | None] = trajectory.advantages_N or [trajectory.advantage] * len(
+        trajectory.transitions
+    )
+    for turn, advantage in zip(trajectory.transitions, advantages, strict=True):
+        for message in turn.logs.get("told", ()):
+            named = {"name": message["name"]} if message.get("name") else {}
+            entries.append(
+                {
+                    "role": message["role"],
+                    "text": str(message.get("content") or ""),
+                    "sampled": False,
+                    **named,
+                }
+            )
+        observation = turn.ob.flat()
+        continues = observation[: len(previous_tokens)] == previous_tokens
+        entry: dict[str, Any] = {
+            "role": "assistant",
+            "text": turn.logs.get("response", ""),
+            "sampled": True,
+            "tokens": [renderer.tokenizer.decode([token]) for token in turn.ac.tokens],
+            "token_ids": list(turn.ac.tokens),
+            "logprobs": turn.ac.logprobs,
+            "observation_tokens": len(observation) - len(previous_tokens)
+            if continues
+            else len(observation),
+            "reward": turn.reward,
+            "advantage": advantage,
+            "stop_reason": turn.ac.stop_reason,
+            **({} if turn.ac.version is None else {"version": turn.ac.version}),
+            **({} if turn.ac.versions is None else {"versions": turn.ac.versions}),
+            **_expert_fields(turn.ac),
+            "metrics": turn.metrics,
+            "seat": turn.seat,
+        }
+        entry |= {"restarts": True} if previous_tokens and not continues else {}
+        entry |= {"tool_calls": turn.logs["tool_calls"]} if turn.logs.get("tool_calls") else {}
+        other = {
+            key: value
+            for key, value in turn.logs.items()
+            if key not in ("prompt", "response", "told", "tool_calls", "messages")
+        }
+        entries.append({**entry, "logs": other} if other else entry)
+        previous_tokens = [*observation, *turn.ac.tokens]
+    return entries

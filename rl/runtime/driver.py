@@ -1,0 +1,153 @@
+"""Drive all ranks from rank 0: rank 0 runs the script, and holds only futures of what the ranks
+execute.
+
+Each ServiceClient has a `Driver`, and a separate worker on every rank (rl.runtime.worker_group).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from rl.runtime.rank_settings import WorkerSettings
+from rl.runtime.router import VerbRouter
+from rl.runtime.worker_group import OPEN_SERVICE, WorkerGroup
+from rl.sampler import SamplingRequest
+
+
+def is_driver() -> bool:
+    """Return whether this process runs the script. It is known before torch.distributed is
+    initialized.
+    """
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+class Driver:
+    """Submit the verbs of a service to its worker on every rank."""
+
+    def __init__(self, settings: WorkerSettings):
+        self._lock = threading.RLock()
+        self._pending: list[tuple[int, SamplingRequest, Future]] = []
+        self._closed = False
+        self._group, self._service_id = WorkerGroup.join(settings)
+        opened: Future = Future()
+        self._group.queue.put(
+            (self._service_id, OPEN_SERVICE, (self._service_id, settings), (), opened)
+        )
+        self.device: str = opened.result()
+        # router to the ranks that only sample; None if all ranks learn
+        self.router = (
+            VerbRouter(settings, self._queue_for_learners) if settings.sampler_ranks else None
+        )
+
+    def submit(self, verb: str, *arguments: Any, dependencies: Sequence[Future] = ()) -> Future:
+        """Queue a verb and return its future. `dependencies`: earlier futures; if any of them
+        failed, the verb is refused.
+        """
+        with self._lock:
+            # a finalizer's verb: no sample request depends on it
+            if verb not in ("free_version", "free_model", "close_stream"):
+                self._flush()
+            future = self._make_future(verb)
+            self._route(verb, arguments, tuple(dependencies), future)
+            return future
+
+    def _route(
+        self, verb: str, arguments: Sequence[Any], dependencies: tuple[Future, ...], future: Future
+    ) -> None:
+        """Route a verb to the sampler ranks, or queue it for the learner ranks."""
+        if self.router is None or not self.router.route(verb, arguments, dependencies, future):
+            self._queue_for_learners(verb, arguments, dependencies, future)
+
+    def _queue_for_learners(
+        self, verb: str, arguments: Sequence[Any], dependencies: tuple[Future, ...], future: Future
+    ) -> None:
+        """Queue a verb for the learner ranks."""
+        self._group.queue.put((self._service_id, verb, arguments, dependencies, future))
+
+    def _make_future(self, verb: str) -> Future:
+        """Return a future that cannot be cancelled: a submitted verb runs even if its caller stops
+        waiting. Raises RuntimeError if the service is closed, or its thread has died.
+        """
+        if self._closed:
+            raise RuntimeError(f"the service is closed: {verb} can no longer run")
+        if self.closed:
+            raise RuntimeError(
+                f"the thread that executes verbs has died: {verb} cannot run; start again"
+            )
+        future: Future = Future()
+        future.set_running_or_notify_cancel()
+        return future
+
+    def submit_sample(self, version_id: int, request: SamplingRequest) -> Future:
+        """Hold a sample request back until a caller waits or another verb comes, so that samples
+        requested separately run as a batch.
+        """
+        with self._lock:
+            future = self._make_future("sample")
+            self._pending.append((version_id, request, future))
+            return future
+
+    @property
+    def closed(self) -> bool:
+        """Return whether the service is closed, or a thread that executes its verbs has ended."""
+        return (
+            self._closed
+            or not self._group.thread.is_alive()
+            or (self.router is not None and not self.router.alive)
+        )
+
+    def flush(self) -> None:
+        """Submit the sample requests held back."""
+        with self._lock:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Submit the sample requests held back, a batch for each weight version. The caller holds
+        the lock.
+        """
+        pending, self._pending = self._pending, []
+        by_version: dict[int, list[tuple[SamplingRequest, Future]]] = {}
+        for version_id, request, future in pending:
+            by_version.setdefault(version_id, []).append((request, future))
+        for version_id, items in by_version.items():
+            batch: Future = Future()
+            batch.add_done_callback(
+                functools.partial(_distribute_results, [future for _, future in items])
+            )
+            self._route("sample", (version_id, [request for request, _ in items]), (), batch)
+
+    def close(self, timeout: float = 60.0) -> None:
+        """Run the submitted verbs, then free the service's models on every rank. A second call is a
+        no-op.
+        """
+        with self._lock:
+            if self.closed:
+                self._closed = True
+                return
+            self._flush()
+            self._closed = True
+        if self.router is not None:
+            self.router.close(timeout)
+        self._group.close_service(self._service_id, timeout)
+
+
+def _distribute_results(futures: Sequence[Future], batch: Future) -> None:
+    """Set the results of a batch on the futures of its requests. A refused request fails
+    by itself.
+    """
+    error = batch.exception()
+    if error is not None:
+        for future in futures:
+            future.set_exception(error)
+        return
+    responses, _ = batch.result()
+    for future, response in zip(futures, responses, strict=True):
+        if isinstance(response, Exception):
+            future.set_exception(response)
+        else:
+            future.set_result(response)

@@ -1,0 +1,57 @@
+"""Define the settings of a rank's worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rl.errors import UserError
+from rl.learner import LearnerSettings
+
+
+@dataclass(frozen=True)
+class SamplerSettings:
+    """Configure sampling on a rank.
+
+    kv_cache_tokens: size of a rank's KV cache in tokens; max_rows: number of sequences decoded in a
+    batch; router_replay: samples record the chosen experts.
+
+    kind: of the decoder; cache: of the engine (`rl.sampler.make_engine`).
+
+    tp: number of consecutive ranks that shard the weights and sample together (tensor parallel);
+    cache and rows are then those of the whole group.
+    """
+
+    kv_cache_tokens: int = 262_144
+    max_rows: int = 1024
+    kind: str = "auto"
+    router_replay: bool = False
+    cache: str = "auto"
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tp > 1 and self.kind == "hf":
+            raise UserError(
+                f"sampler_tp {self.tp} shards models of the fast decoder (the Llama and Qwen "
+                "families), and the sampler is hf, the model's original forward: leave "
+                "sampler_tp at 1, or the sampler at auto"
+            )
+        if self.tp > 1 and self.cache == "paged":
+            raise UserError(
+                "sampler_cache paged schedules each process independently, and the processes of "
+                f"sampler_tp {self.tp} synchronize at every step: leave sampler_cache at auto, or "
+                "sampler_tp at 1"
+            )
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """Configure learning and sampling on all ranks."""
+
+    dtype: str = "auto"
+    timeout_seconds: float = 1800.0  # limit of a wait for another rank
+    stop_grace_seconds: float = 90.0  # see rl.distributed.stop_signals
+    learner: LearnerSettings = field(default_factory=LearnerSettings)
+    sampler: SamplerSettings = field(default_factory=SamplerSettings)
+    share_bases: bool = False  # see rl.runtime.base_models
+    # number of processes, the last ones, that only sample; 0: all learn and sample in turn
+    sampler_ranks: int = 0

@@ -1,0 +1,217 @@
+"""Remember which samples were drawn and at which temperature, so that the learner scores each datum
+at its sampling temperature.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from rl.types import Datum, SampledProvenanceSpan, SampledSequence
+
+# number of last tokens by which a sample is looked up: a single token, such as a certain end with
+# logprob 0, may end all samples
+_TAIL_TOKENS = 16
+
+
+class SampleTemperatures:
+    """Remember the last `limit` samples of a service. A datum is matched to a sample by its
+    provenance, or by the tokens and logprobs at its end.
+
+    Two samples with the same tokens and the same logprobs count as a single sample: along it both
+    temperatures give the same distribution.
+    """
+
+    def __init__(self, limit: int = 65_536):
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._by_id: OrderedDict[str, float] = OrderedDict()
+        # by digest: (temperature, digest of the tail, length)
+        self._by_content: OrderedDict[bytes, tuple[float, bytes, int]] = OrderedDict()
+        # by digest of the tail: number of samples by length
+        self._length_counts: dict[bytes, dict[int, int]] = {}
+
+    def record(self, sequence: SampledSequence) -> None:
+        """Record a sample and its temperature. Ignore a sequence without temperature, tokens or
+        logprobs.
+        """
+        temperature = sequence.temperature
+        if temperature is None or not sequence.tokens or sequence.logprobs is None:
+            return
+        tokens, logprobs = (
+            np.asarray(sequence.tokens, np.int64),
+            np.asarray(sequence.logprobs, np.float32),
+        )
+        key, tail = (
+            _compute_digest(tokens, logprobs),
+            _compute_digest(tokens[-_TAIL_TOKENS:], logprobs[-_TAIL_TOKENS:]),
+        )
+        with self._lock:
+            self._by_id[sequence.sequence_id] = temperature
+            self._remove(key)
+            self._by_content[key] = (temperature, tail, len(tokens))
+            counts = self._length_counts.setdefault(tail, {})
+            counts[len(tokens)] = counts.get(len(tokens), 0) + 1
+            if len(self._by_content) > self.limit:
+                self._remove(next(iter(self._by_content)))
+            if len(self._by_id) > self.limit:
+                self._by_id.popitem(last=False)
+
+    def _remove(self, key: bytes) -> None:
+        """Remove a sample from the index by content."""
+        entry = self._by_content.pop(key, None)
+        if entry is None:
+            return
+        _, tail, length = entry
+        counts = self._length_counts[tail]
+        counts[length] -= 1
+        if not counts[length]:
+            del counts[length]
+        if not counts:
+            del self._length_counts[tail]
+
+    def find_temperature(self, datum: Datum) -> float | None:
+        """Return the datum's temperature if it has any, else the temperature of its recorded
+        sample, else None. 0 (greedy) is a known temperature.
+        """
+        if datum.temperature is not None:
+            return datum.temperature
+        with self._lock:
+            temperature = self._find_by_spans(datum)
+            return (
+                self._find_by_logprobs(datum) if temperature is None else temperature
+            )  # 0 is a known temperature
+
+    def _find_by_spans(self, datum: Datum) -> float | None:
+        """Return the temperature of the samples that the datum's provenance names. Return None
+        unless they agree.
+        """
+        spans = [
+            span
+            for span in datum.loss_fn_input_spans or ()
+            if isinstance(span, SampledProvenanceSpan)
+        ]
+        temperatures = {
+            self._by_id[span.sequence_id] for span in spans if span.sequence_id in self._by_id
+        }
+        return temperatures.pop() if len(temperatures) == 1 else None
+
+    def _find_by_logprobs(self, datum: Datum) -> float | None:
+        """Return the temperature of the sample at the datum's end, matched by tokens and logprobs;
+        None if unknown.
+        """
+        content = _get_content(datum)
+        match = self._find_sample_at_end(*content) if content is not None else None
+        return None if match is None else match[0]
+
+    def _find_sample_at_end(
+        self, tokens: np.ndarray, logprobs: np.ndarray
+    ) -> tuple[float, int] | None:
+        """Return (temperature, length) of the longest recorded sample at the end of these tokens
+        and logprobs; None if unknown.
+        """
+        # the tail of a sample shorter than _TAIL is the whole sample
+        for last in range(min(_TAIL_TOKENS, len(tokens)), 0, -1):
+            for length in sorted(
+                self._length_counts.get(_compute_digest(tokens[-last:], logprobs[-last:]), ()),
+                reverse=True,
+            ):
+                entry = (
+                    self._by_content.get(_compute_digest(tokens[-length:], logprobs[-length:]))
+                    if length <= len(tokens)
+                    else None
+                )
+                if entry is not None:
+                    return entry[0], length
+        return None
+
+    def find_sampled_targets(self, datum: Datum) -> np.ndarray | None:
+        """Return which targets of the datum were sampled, bool [N], by its provenance or by tokens
+        and logprobs; None if unknown.
+
+        A sample inside the datum is searched where the next position has a logprob of 0, as
+        observations have. A sample with all logprobs 0 is not recognized, because any observation
+        could match it.
+        """
+        spans = datum.loss_fn_input_spans
+        if spans and any(isinstance(span, SampledProvenanceSpan) for span in spans):
+            sampled = np.repeat(
+                [isinstance(span, SampledProvenanceSpan) for span in spans],
+                [span.length for span in spans],
+            )
+            return sampled if len(sampled) == datum.model_input.length else None
+        content = _get_content(datum)
+        if content is None:
+            return None
+        tokens, logprobs = content
+        sampled = np.zeros(len(tokens), bool)
+        with self._lock:
+            end = len(tokens)
+            for candidate in _find_possible_ends(logprobs):
+                if candidate > end:  # inside a recognized sample
+                    continue
+                end = candidate
+                while match := self._find_sample_at_end(tokens[:end], logprobs[:end]):
+                    begin = end - match[1]
+                    if not logprobs[begin:end].any():
+                        break
+                    sampled[begin:end] = True
+                    end = begin
+        return sampled if sampled.any() else None
+
+
+def _find_possible_ends(logprobs: np.ndarray) -> np.ndarray:
+    """Return the positions before which a sample may end, from the last: the end of the datum or an
+    observation (logprob 0) follows, and a nonzero logprob is among the preceding _TAIL
+    positions.
+    """
+    count = np.concatenate([[0], np.cumsum(logprobs != 0)])
+    ends = np.arange(1, len(logprobs) + 1)
+    near_nonzero = count[ends] > count[np.maximum(ends - _TAIL_TOKENS, 0)]
+    before_observation = np.concatenate([logprobs[1:] == 0, [True]])
+    return ends[near_nonzero & before_observation][::-1]
+
+
+def _get_content(datum: Datum) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return (target tokens, logprobs) of a datum. Return None if either is missing, or they are
+    not a value per token.
+    """
+    fields = datum.loss_fn_inputs
+    if "logprobs" not in fields or "target_tokens" not in fields:
+        return None
+    tokens, logprobs = fields["target_tokens"].array, fields["logprobs"].array
+    return (
+        (tokens, logprobs)
+        if tokens.ndim == 1 and tokens.shape == logprobs.shape and len(tokens)
+        else None
+    )
+
+
+def _compute_digest(tokens: np.ndarray, logprobs: np.ndarray) -> bytes:
+    """Return a 16-byte hash of tokens and logprobs."""
+    return hashlib.blake2b(tokens.tobytes() + logprobs.tobytes(), digest_size=16).digest()
+
+
+def resolve_temperatures(
+    sampling_temperatures: Sequence[float | None], get_default: Callable[[], float]
+) -> list[float]:
+    """Return the temperature to score each datum at: its sampling temperature (1 for greedy
+    samples, which carry logprobs at temperature 1), or `get_default()`, the temperature of
+    this version's samples, if it is unknown.
+    """
+    default = (
+        get_default() if any(temperature is None for temperature in sampling_temperatures) else 1.0
+    )
+    return [
+        default if temperature is None else temperature or 1.0
+        for temperature in sampling_temperatures
+    ]
+
+
+def compute_mean_temperature(temperatures: Sequence[float]) -> float:
+    """Return the mean of the temperatures. Return their exact value if all are equal."""
+    return temperatures[0] if len(set(temperatures)) == 1 else sum(temperatures) / len(temperatures)

@@ -1,0 +1,142 @@
+"""Hold the weight versions of a rank that can be sampled from, and create the engines that sample
+from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl.errors import UserError, warn_on_rank_zero
+from rl.layers import get_config_number
+from rl.learner import Learner
+from rl.models import LoadedModel
+from rl.runtime.rank_settings import SamplerSettings
+from rl.runtime.stream_worker import WorkerStream
+from rl.sampler import (
+    Decoder,
+    Engine,
+    ExpertRecordingEngine,
+    IdleKVCachePool,
+    MultiAdapterEngine,
+    PagedEngine,
+    SamplingRequest,
+    enable_expert_recording,
+    make_engine,
+)
+
+
+@dataclass
+class SamplerVersion:
+    """Hold weights that can be sampled from: a decoder, and the learner (if it lives on this rank)
+    and version that they come from.
+
+    `learned`: whether a learner, here or on other ranks, trains on the samples.
+    """
+
+    decoder: Decoder
+    loaded: LoadedModel
+    version: int
+    learner: Learner | None
+    learned: bool = False
+
+    def report_params(self, requests: Sequence[SamplingRequest]) -> None:
+        """Report to the learner the way its weights are sampled, if it is still at this version."""
+        if self.learner is not None and self.learner.version == self.version:
+            self.learner.sampling_record.record(
+                self.version, [request.params for request in requests]
+            )
+
+
+def find_max_context(loaded: LoadedModel) -> int | None:
+    """Return the model's longest sequence in tokens, None if it has no limit."""
+    return get_config_number(
+        loaded.model, "max_position_embeddings", "n_positions", "max_target_positions"
+    )
+
+
+def make_version_engine(
+    source: SamplerVersion,
+    sampler_settings: SamplerSettings,
+    mixed: bool = False,
+    kv_cache_pool: IdleKVCachePool | None = None,
+    requests: Sequence[SamplingRequest] | None = None,
+) -> Engine:
+    """Return an engine that samples from the weights of `source`.
+
+    `mixed`: the engine serves all versions on the base model of `source`, and `add_versions` adds
+    the weights of each version. `kv_cache_pool`: idle pool of a paged KV cache to reuse;
+    `close_engine` gives the pool back. `requests`: all requests that the engine will get; a paged
+    cache is no larger than they need. Raises UserError for router_replay with a paged cache.
+    """
+    settings: dict[str, Any] = {
+        "eos_token_ids": source.loaded.eos_token_ids,
+        "tokenizer": source.loaded.tokenizer,
+        "max_context": find_max_context(source.loaded),
+        "kv_cache_tokens": sampler_settings.kv_cache_tokens,
+        "max_rows": sampler_settings.max_rows,
+        "version": source.version,
+    }
+    if mixed:
+        if sampler_settings.cache == "paged":
+            warn_on_rank_zero(
+                "sampler_cache paged: batches of several adapters on the same base use a "
+                "contiguous cache instead"
+            )
+        return MultiAdapterEngine.on_base_of(source.decoder, **settings)
+    replays_routing = sampler_settings.router_replay and source.learned
+    if replays_routing:
+        if sampler_settings.cache == "paged":
+            raise UserError(
+                "router_replay records experts, which the paged cache does not support: leave "
+                "sampler_cache at auto"
+            )
+        enable_expert_recording(source.decoder)
+        return ExpertRecordingEngine(source.decoder, **settings)
+    sizes = None if requests is None else _iter_request_sizes(source, requests)
+    return make_engine(
+        source.decoder, sampler_settings.cache, kept=kv_cache_pool, sizes=sizes, **settings
+    )
+
+
+def _iter_request_sizes(
+    source: SamplerVersion, requests: Sequence[SamplingRequest]
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (prompt tokens, samples, most tokens) of each request. A request without a limit may
+    fill the model's context, if that is limited.
+    """
+    longest = find_max_context(source.loaded) or 0
+    for request in requests:
+        prompt = len(request.prompt)
+        yield prompt, request.num_samples, max(request.params.max_tokens or longest + 1 - prompt, 1)
+
+
+def close_engine(engine: Engine) -> None:
+    """Close an engine that gets no further requests.
+
+    A paged engine gives its KV cache pool back for reuse. Other engines hold nothing to give back.
+    """
+    if isinstance(engine, PagedEngine):
+        engine.close()
+
+
+def add_versions(
+    stream: WorkerStream,
+    versions: Mapping[int, SamplerVersion],
+    new_requests: Sequence[SamplingRequest],
+) -> None:
+    """Add the weights of new requests to a mixed stream, and drop weights that have been freed.
+
+    The engine refuses a request with freed weights; other requests are unaffected.
+    """
+    engine = stream.engine
+    assert isinstance(engine, MultiAdapterEngine)
+    engine.keep_weights(versions)
+    for number in {
+        request.adapter_id for request in new_requests if request.adapter_id in versions
+    }:
+        assert number is not None
+        source = versions[number]
+        engine.decoder.add_adapter(number, source.decoder, source.version)
+        source.report_params([request for request in new_requests if request.adapter_id == number])

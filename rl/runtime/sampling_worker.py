@@ -1,0 +1,300 @@
+"""Execute the sampling verbs on weight versions, for learners in this process or on other
+processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl.distributed import collectives, make_accelerator
+from rl.errors import UserError
+from rl.layers import get_hidden_size
+from rl.learner import Learner, ModelSpec, learner_checkpoint
+from rl.models import LoadedModel
+from rl.renderers import set_end_tokens
+from rl.runtime.base_models import BaseKey, BaseModelCache
+from rl.runtime.rank_settings import WorkerSettings
+from rl.runtime.sampler_versions import (
+    SamplerVersion,
+    add_versions,
+    close_engine,
+    find_max_context,
+    make_version_engine,
+)
+from rl.runtime.sharding import assign_indices, merge_by_index, sum_counters
+from rl.runtime.stream_worker import StepOutput, StepRequest, WorkerStream, run_step_request
+from rl.sampler import (
+    Decoder,
+    IdleKVCachePool,
+    SamplingRequest,
+    disable_cudnn_attention,
+    make_base_decoder,
+    make_decoder,
+    score_sequences,
+)
+from rl.types import PlacedImage, SampleResponse
+
+
+class SamplingWorker:
+    """Hold the weight versions of a rank that can be sampled from, and execute the verbs
+    on them.
+    """
+
+    def __init__(self, settings: WorkerSettings, objects: collectives.ObjectGroup | None = None):
+        """Set up the accelerator and the process groups. `objects`: an existing object group of the
+        ranks, if another service of the script made it.
+        """
+        disable_cudnn_attention()  # shapes change with every batch, the learner's too
+        bf16 = settings.dtype == "bf16" or (settings.dtype == "auto" and torch.cuda.is_available())
+        self.accelerator = make_accelerator(bf16=bf16, timeout_seconds=settings.timeout_seconds)
+        self.objects = objects or collectives.ObjectGroup(settings.timeout_seconds)
+        self.settings = settings
+        self.base_models = BaseModelCache(settings.share_bases, self.accelerator)
+        self.tp_group = collectives.get_tensor_parallel_group(
+            settings.sampler.tp, settings.timeout_seconds
+        )
+        # the first rank of a tensor-parallel group reports its samples
+        self.reports_results = self.tp_group is None or self.tp_group.rank == 0
+        self.sampler_dtype = torch.bfloat16 if bf16 else torch.float32
+        self.learners: dict[int, Learner] = {}
+        self.versions: dict[int, SamplerVersion] = {}
+        # learner that wrote each folder, so that samples from it count as that learner's
+        self.folder_models: dict[str, int] = {}
+        self.streams: dict[int, WorkerStream] = {}  # see rl.runtime.stream_worker
+        self.kv_cache_pool = (
+            IdleKVCachePool()
+        )  # KV cache memory that an engine leaves to the next engine
+
+    def free_all(self) -> None:
+        """Free the memory of all models."""
+        self.kv_cache_pool.release()
+
+    @staticmethod
+    def merge_results(verb: str, parts: Sequence[Any]) -> Any:
+        """Merge the ranks' results of a verb into the driver's result. Return rank 0's result if
+        the others add nothing.
+        """
+        match verb:
+            case "sample":
+                return merge_by_index([responses for responses, _ in parts]), sum_counters(
+                    [counters for _, counters in parts]
+                )
+            case "compute_logprobs":
+                return merge_by_index(parts)
+            case "run_steps":
+                return StepOutput.merge(parts)
+            case "unfinished":
+                return dict(
+                    sorted((ticket, request) for part in parts for ticket, request in part.items())
+                )
+        return parts[0]
+
+    def merge(self, verb: str, parts: Sequence[Any]) -> Any:
+        """Merge the ranks' results of a verb; subclasses add verbs."""
+        return self.merge_results(verb, parts)
+
+    def _describe_model(self, loaded: LoadedModel, spec: ModelSpec) -> dict[str, Any]:
+        """Return the model details that a client's `info` shows."""
+        config = loaded.model.config.get_text_config().to_dict()
+        parameters = sum(p.numel() for p in loaded.model.parameters())
+        trainable = sum(p.numel() for p in loaded.model.parameters() if p.requires_grad)
+        return {
+            "base_model": spec.base_model,
+            "arch": config.get("model_type", "unknown"),
+            "lora_rank": spec.lora.rank if spec.lora else None,
+            "lora_unadapted": loaded.unadapted_share,
+            "value_head": spec.value_head,
+            "vocab_size": loaded.vocab_size,
+            "max_context": find_max_context(loaded),
+            "hidden_size": get_hidden_size(loaded.model),
+            "parameters": parameters,
+            "trainable_parameters": trainable,
+            "tokenizer": set_end_tokens(loaded.tokenizer, loaded.eos_token_ids),
+            "device": str(self.accelerator.device),
+            "dtype": "bf16" if self.sampler_dtype == torch.bfloat16 else "fp32",
+            "world": collectives.world(),
+            "sampler_tp": self.settings.sampler.tp,
+        }
+
+    def _assign_indices(self, costs: Sequence[int]) -> list[int]:
+        """Return the indices of the texts that this rank's sampler scores or samples from. All
+        ranks of a tensor-parallel group get the same indices.
+        """
+        return assign_indices(costs, self.settings.sampler.tp)
+
+    def _get_base_decoder(self, key: BaseKey) -> Decoder | None:
+        """Return the decoder that samplers of adapters on that base share."""
+        device, kind = self.accelerator.device, self.settings.sampler.kind
+        return self.base_models.get_base_decoder(
+            key,
+            lambda model: make_base_decoder(model, self.sampler_dtype, device, kind, self.tp_group),
+        )
+
+    def _find_mix_group(self, decoder: Decoder) -> int | None:
+        """Return an id that is equal for versions which can be sampled in a single batch. Return
+        None for a version that cannot be mixed.
+        """
+        return None if self.settings.sampler.router_replay else self.base_models.find_index(decoder)
+
+    def load_sampler(
+        self,
+        version_id: int,
+        path: str | None,
+        base_model: str | None,
+        tokenizer: str | None = None,
+        seed: int = 0,
+    ) -> dict[str, Any]:
+        """Create a sampler version from saved weights (a folder of `save_weights_for_sampler`, any
+        HF or PEFT folder) or a base model. Return the model's details.
+        """
+        self.kv_cache_pool.release()  # memory for another model's weights
+        base_keys: list[BaseKey] = []
+
+        def load(base: str, *, tokenizer: str | None = None, seed: int = 0) -> LoadedModel:
+            base_keys.append((base, tokenizer, seed))
+            return self.base_models.load(base, tokenizer, seed, True)
+
+        loaded, version, spec = learner_checkpoint.load_for_sampling(
+            path, base_model, tokenizer, seed, load
+        )
+        device, kind = self.accelerator.device, self.settings.sampler.kind
+        if self.tp_group is None:
+            loaded.model.to(device)
+        base_decoder = self._get_base_decoder(base_keys[0]) if base_keys else None
+        decoder = make_decoder(
+            loaded.model,
+            dtype=self.sampler_dtype,
+            device=device,
+            kind=kind,
+            base=base_decoder,
+            tp_group=self.tp_group,
+        )
+        if self.tp_group is not None and not self.base_models.enabled:
+            # the shard has been copied: free the full model in host memory
+            loaded.model.to("meta")
+        owner = self.folder_models.get(str(Path(path).resolve())) if path is not None else None
+        learner = None if owner is None else self.learners.get(owner)
+        self.versions[version_id] = SamplerVersion(
+            decoder, loaded, version, learner, learned=learner is not None
+        )
+        return {
+            **self._describe_model(loaded, spec),
+            "version": version,
+            "mixes": self._find_mix_group(decoder),
+        }
+
+    def free_version(self, version_id: int) -> None:
+        """Free a sampler version."""
+        self.versions.pop(version_id, None)
+
+    def sample(
+        self, version_id: int, requests: Sequence[SamplingRequest]
+    ) -> tuple[dict[int, SampleResponse | ValueError], dict[str, int]]:
+        """Return this rank's responses by index, and its engine's counters. Merged: all responses
+        in request order, counters summed.
+
+        Requests are distributed over the ranks (or their tensor-parallel groups) by cost. A request
+        that cannot run yields its error as its response and does not affect the others.
+        """
+        source = self.versions[version_id]
+        indices = self._assign_indices(
+            [len(r.prompt) + r.num_samples * (r.params.max_tokens or 1024) for r in requests]
+        )
+        engine = make_version_engine(
+            source,
+            self.settings.sampler,
+            kv_cache_pool=self.kv_cache_pool,
+            requests=[requests[i] for i in indices],
+        )
+        errors: dict[int, ValueError] = {}
+        for i in indices:
+            try:
+                engine.add(requests[i])
+            except ValueError as error:
+                errors[i] = error.with_traceback(None)
+        accepted = [i for i in indices if i not in errors]
+        responses = engine.run()
+        close_engine(engine)
+        source.report_params(requests)
+        if not self.reports_results:
+            return {}, {}
+        return {**dict(zip(accepted, responses, strict=True)), **errors}, asdict(engine.counters)
+
+    def run_steps(self, stream_id: int, version_id: int, step_request: StepRequest) -> StepOutput:
+        """Run a few steps of a stream with this version of the weights. The stream is created at
+        its first step request.
+
+        In a mixed stream each request names its version: `version_id` is any version on the same
+        base. Raises UserError if the version has been released.
+        """
+        source, stream, sampler_settings = (
+            self.versions.get(version_id),
+            self.streams.get(stream_id),
+            self.settings.sampler,
+        )
+        if source is None:
+            raise UserError(
+                "the stream's weights have been freed, since its sampling client was released: "
+                "switch the stream to another client, or close it"
+            )
+        if stream is None:
+            stream = self.streams[stream_id] = WorkerStream(
+                make_version_engine(
+                    source, sampler_settings, step_request.mixed, self.kv_cache_pool
+                )
+            )
+        elif stream.version_id != version_id and not step_request.mixed:
+            stream.engine.change_weights(source.decoder, source.version)
+        stream.version_id, arrived = (
+            version_id,
+            [request for _, _, request in step_request.new_requests],
+        )
+        if step_request.mixed:
+            add_versions(stream, self.versions, arrived)
+        else:
+            source.report_params(arrived)
+        output = run_step_request(
+            stream,
+            step_request,
+            collectives.rank() // sampler_settings.tp,
+            lambda: make_version_engine(source, sampler_settings, kv_cache_pool=self.kv_cache_pool),
+        )
+        return output if self.reports_results else StepOutput()
+
+    def unfinished(self, stream_id: int) -> dict[int, SamplingRequest]:
+        """Return this rank's unfinished requests of a stream by ticket, with the tokens sampled so
+        far.
+        """
+        stream = self.streams.get(stream_id)
+        return {} if stream is None or not self.reports_results else stream.unfinished()
+
+    def close_stream(self, stream_id: int) -> None:
+        """Close a stream and free its engine."""
+        stream = self.streams.pop(stream_id, None)
+        if stream is not None:
+            close_engine(stream.engine)
+
+    def compute_logprobs(
+        self,
+        version_id: int,
+        prompts: Sequence[list[int]],
+        temperature: float = 1.0,
+        images: Sequence[Sequence[PlacedImage]] = (),
+    ) -> dict[int, list[float | None]]:
+        """Return the logprobs of this rank's share of `prompts` by index. Merged: all of them in
+        the order of `prompts`.
+        """
+        indices = self._assign_indices([len(p) for p in prompts])
+        placed_images = [images[i] for i in indices] if images else ()
+        logprobs = score_sequences(
+            self.versions[version_id].decoder,
+            [prompts[i] for i in indices],
+            temperature,
+            placed_images,
+        )
+        return dict(zip(indices, logprobs, strict=True)) if self.reports_results else {}

@@ -1,0 +1,307 @@
+"""Transfer weights from learner ranks to sampler ranks in chunks, while both keep working.
+
+Rank 0 copies the weights that an update has changed into host memory, after which the learners are
+free. The bytes are sent over the bridge group in chunks. Each chunk is a verb of the samplers,
+executed between two step requests of a stream. The chunks are written into a decoder that no
+request samples from, which becomes the new version when all have arrived. (rl.runtime.router sends
+them.)
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl.learner import ModelSpec
+from rl.models import LoadedModel, add_lora
+from rl.runtime.base_models import BaseKey
+from rl.runtime.sampler_versions import SamplerVersion
+from rl.runtime.sampling_worker import SamplingWorker
+from rl.sampler import Decoder, make_decoder
+
+CHUNK_BYTES = 4 * 2**20  # a step request of a stream waits for at most a single chunk
+CONVERT_ELEMENTS = 2**20  # elements of a tensor that are converted at a time
+
+
+@dataclass(frozen=True)
+class WeightSnapshot:
+    """Hold a copy of a model's weights, unsharded and in host memory. `base_key`: what its base is
+    loaded from (base, tokenizer, seed).
+    """
+
+    model_id: int
+    spec: ModelSpec
+    base_key: BaseKey
+    version: int
+    tensors: Mapping[str, Tensor]
+
+    def make_manifest(self) -> TransferManifest:
+        """Return the shapes and dtypes of the tensors, without their data."""
+        shapes = {
+            name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()
+        }
+        return TransferManifest(self.model_id, self.spec, self.base_key, self.version, shapes)
+
+    def iter_chunks(
+        self, size: int = CHUNK_BYTES, dtypes: Mapping[str, torch.dtype] | None = None
+    ) -> Iterator[WeightChunk]:
+        """Yield the bytes of all tensors in order, at most `size` bytes in each chunk. `dtypes`: by
+        name, the dtype of tensors that are sent in another dtype.
+        """
+        parts: list[tuple[str, int, np.ndarray]] = []
+        space = size
+        for name, tensor in self.tensors.items():
+            flat, dtype = tensor.reshape(-1), (dtypes or {}).get(name, tensor.dtype)
+            for low in range(0, len(flat), CONVERT_ELEMENTS):
+                # converting a whole embedding would delay the streams
+                raw, offset = view_bytes(flat[low : low + CONVERT_ELEMENTS].to(dtype)), 0
+                while offset < len(raw):
+                    parts.append(
+                        (name, low * dtype.itemsize + offset, raw[offset : offset + space])
+                    )
+                    offset, space = offset + len(parts[-1][2]), space - len(parts[-1][2])
+                    if space == 0:
+                        yield WeightChunk.from_parts(parts)
+                        parts, space = [], size
+        if parts:
+            yield WeightChunk.from_parts(parts)
+
+
+@dataclass(frozen=True)
+class TransferManifest:
+    """Describe a transfer: the model's version, and the shape and dtype of each tensor by name."""
+
+    model_id: int
+    spec: ModelSpec
+    base_key: BaseKey
+    version: int
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+    def find_narrower_dtypes(self, decoder: Decoder) -> dict[str, torch.dtype]:
+        """Return by name the dtype of tensors that this decoder stores in fewer bytes. They are
+        rounded before they are sent, with the same result.
+        """
+        dtypes = {
+            name: (dtype, decoder.dtype_of(name)) for name, (_, dtype) in self.tensors.items()
+        }
+        return {
+            name: decoder_dtype
+            for name, (sent_dtype, decoder_dtype) in dtypes.items()
+            if decoder_dtype is not None and decoder_dtype.itemsize < sent_dtype.itemsize
+        }
+
+    def tensor_bytes(self) -> dict[str, int]:
+        """Return the number of bytes of each nonempty tensor by name."""
+        sizes = {
+            name: int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            for name, (shape, dtype) in self.tensors.items()
+        }
+        return {name: size for name, size in sizes.items() if size}
+
+    def with_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> TransferManifest:
+        """Return the manifest with these dtypes."""
+        return replace(
+            self,
+            tensors={
+                name: (shape, dtypes.get(name, dtype))
+                for name, (shape, dtype) in self.tensors.items()
+            },
+        )
+
+
+@dataclass(frozen=True)
+class WeightChunk:
+    """Hold bytes of tensors as (name, byte offset, bytes). `checksum`: CRC-32 of all of them."""
+
+    parts: Sequence[tuple[str, int, np.ndarray]]
+    checksum: int
+
+    @classmethod
+    def from_parts(cls, parts: Sequence[tuple[str, int, np.ndarray]]) -> WeightChunk:
+        """Return a chunk of these parts with its checksum."""
+        return cls(parts, _compute_checksum(parts))
+
+
+@dataclass
+class WeightTransfer:
+    """Receive a version in transfer. `remaining_bytes`: bytes still to come of each tensor, by
+    name; `partial_tensors`: partially received tensors.
+    """
+
+    manifest: TransferManifest
+    decoder: Decoder
+    loaded: LoadedModel
+    start_time: float
+    remaining_bytes: dict[str, int]
+    partial_tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def receive(self, chunk: WeightChunk) -> None:
+        """Write a chunk, and load each completed tensor into the decoder. Raises RuntimeError if
+        the checksum differs.
+        """
+        if _compute_checksum(chunk.parts) != chunk.checksum:
+            raise RuntimeError(
+                f"weights of version {self.manifest.version} were corrupted in transfer (the "
+                f"checksum differs), at tensors {self._describe_names(chunk)}"
+            )
+        for name, offset, raw in chunk.parts:
+            shape, dtype = self.manifest.tensors[name]
+            if name not in self.partial_tensors:
+                self.partial_tensors[name] = torch.empty(shape, dtype=dtype)
+            view_bytes(self.partial_tensors[name])[offset : offset + len(raw)] = raw
+            self.remaining_bytes[name] -= len(raw)
+            if self.remaining_bytes[name] == 0:
+                self.decoder.load_([(name, self.partial_tensors.pop(name))])
+                del self.remaining_bytes[name]
+
+    def check_complete(self) -> None:
+        """Raise RuntimeError if bytes are missing."""
+        if self.remaining_bytes:
+            missing = sorted(self.remaining_bytes)
+            raise RuntimeError(
+                f"the transfer of version {self.manifest.version} is incomplete: {len(missing)} "
+                f"tensors are missing, {missing[:3]}"
+            )
+
+    @staticmethod
+    def _describe_names(chunk: WeightChunk) -> str:
+        """Return the first tensor names of a chunk, for an error message."""
+        return ", ".join(name for name, _, _ in chunk.parts[:3])
+
+
+class SamplerWorker(SamplingWorker):
+    """Execute verbs on a rank that samples and does not learn, and receive weights from the learner
+    ranks.
+    """
+
+    def __init__(self, *args: object):
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.loaded_models: dict[int, LoadedModel] = {}
+        self.specs: dict[int, ModelSpec] = {}  # by model: the spec that its decoders were made from
+        # by model; decoders that are not in use receive new weights
+        self.decoders: dict[int, list[Decoder]] = {}
+        self.transfers: dict[int, WeightTransfer] = {}
+
+    def free_all(self) -> None:
+        super().free_all()
+        for model_id in list(self.loaded_models):
+            self.free_model(model_id)
+
+    def free_model(self, model_id: int) -> None:
+        self.loaded_models.pop(model_id, None)
+        self.specs.pop(model_id, None)
+        self.decoders.pop(model_id, None)
+
+    def free_version(self, version_id: int) -> None:
+        self.transfers.pop(version_id, None)
+        super().free_version(version_id)
+
+    def begin_transfer(self, version_id: int, manifest: TransferManifest) -> dict[str, torch.dtype]:
+        """Prepare to receive weights. A model's frozen base is read at its first transfer, from the
+        source that the learners read.
+
+        Return the dtypes in which tensors are to be sent, by name, if they differ from those of the
+        manifest.
+        """
+        start_time = time.perf_counter()
+        decoder = self._find_free_decoder(manifest)
+        manifest = manifest.with_dtypes(dtypes := manifest.find_narrower_dtypes(decoder))
+        self.transfers[version_id] = WeightTransfer(
+            manifest,
+            decoder,
+            self.loaded_models[manifest.model_id],
+            start_time,
+            manifest.tensor_bytes(),
+        )
+        return dtypes
+
+    def receive_chunk(self, version_id: int, chunk: WeightChunk) -> None:
+        """Receive a chunk."""
+        self.transfers[version_id].receive(chunk)
+
+    def end_transfer(self, version_id: int) -> dict[str, object]:
+        """Make the received version available for sampling. Return what `snapshot` returns."""
+        landing = self.transfers.pop(version_id)
+        landing.check_complete()
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.synchronize()
+        version = landing.manifest.version
+        self.versions[version_id] = SamplerVersion(
+            landing.decoder, landing.loaded, version, None, learned=True
+        )
+        return {
+            "version": version,
+            "seconds": time.perf_counter() - landing.start_time,
+            "mixes": None,
+        }
+
+    def create_base_version(self, version_id: int, manifest: TransferManifest) -> dict[str, object]:
+        """Create a version of the base model under a LoRA adapter: the adapter's B
+        matrices are 0.
+        """
+        start_time = time.perf_counter()
+        decoder = self._find_free_decoder(manifest)
+        loaded = self.loaded_models[manifest.model_id]
+        for name, parameter in loaded.model.named_parameters():
+            if ".lora_B." in name or ".lora_embedding_B." in name:
+                decoder.load_([(name, torch.zeros(parameter.shape))])
+        self.versions[version_id] = SamplerVersion(decoder, loaded, 0, None)
+        return {"version": 0, "seconds": time.perf_counter() - start_time, "mixes": None}
+
+    def _find_free_decoder(self, manifest: TransferManifest) -> Decoder:
+        """Return a decoder of the model that no version, stream or transfer uses."""
+        if self.specs.setdefault(manifest.model_id, manifest.spec).lora != manifest.spec.lora:
+            # the adapter's scale has changed, and a decoder's scale is fixed
+            self.free_model(manifest.model_id)
+            self.specs[manifest.model_id] = manifest.spec
+        decoders = self.decoders.setdefault(manifest.model_id, [])
+        if not decoders:
+            decoders.append(self._make_first_decoder(manifest))
+        busy = {id(version.decoder) for version in self.versions.values()}
+        busy |= {id(stream.engine.decoder) for stream in self.streams.values()}
+        busy |= {id(landing.decoder) for landing in self.transfers.values()}
+        for decoder in decoders:
+            if id(decoder) not in busy:
+                return decoder
+        decoders.append(decoders[0].fork())
+        return decoders[-1]
+
+    def _make_first_decoder(self, manifest: TransferManifest) -> Decoder:
+        """Load the model and return its first decoder."""
+        base, tokenizer, seed = manifest.base_key
+        loaded = self.base_models.load(base, tokenizer, seed, manifest.spec.lora is not None)
+        loaded.name = manifest.spec.base_model
+        if manifest.spec.lora is not None:
+            loaded = add_lora(loaded, manifest.spec.lora)
+        device, kind = self.accelerator.device, self.settings.sampler.kind
+        loaded.model.to(device)
+        self.loaded_models[manifest.model_id] = loaded
+        base_decoder = (
+            self._get_base_decoder(manifest.base_key) if manifest.spec.lora is not None else None
+        )
+        decoder = make_decoder(
+            loaded.model, dtype=self.sampler_dtype, device=device, kind=kind, base=base_decoder
+        )
+        if not self.base_models.enabled:
+            # the decoder has copied the weights: only names and shapes of this model are used later
+            loaded.model.to("meta")
+        return decoder
+
+
+def view_bytes(tensor: Tensor) -> np.ndarray:
+    """Return the memory of a (contiguous host) tensor as uint8 [bytes]."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _compute_checksum(parts: Sequence[tuple[str, int, np.ndarray]]) -> int:
+    """Return the CRC-32 of names, offsets, lengths and bytes."""
+    total = 0
+    for name, offset, raw in parts:
+        total = zlib.crc32(raw.data, zlib.crc32(f"{name} {offset} {len(raw)}".encode(), total))
+    return total

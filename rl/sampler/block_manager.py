@@ -1,0 +1,271 @@
+"""Manage the blocks of the paged KV cache: a reference-counted pool and the block tables of prompts
+and rows.
+
+A row's table covers its prompt and its response, position by position. Rows of a prompt share its
+pages. Each row copies the prompt's last, partly filled page at its first write, except the last row
+that holds it, which writes in place. A prompt without rows holds its pages itself. So at most one
+page of each row is not full, whatever the lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+def max_blocks(requests: Iterable[tuple[int, int, int]], size: int, max_rows: int) -> int:
+    """Return the most pages of `size` positions that requests can hold at once, with at most
+    `max_rows` rows.
+
+    asked: (length of the prompt, samples, most tokens of each). The full pages of a prompt are held
+    once for all its rows; each row holds its copy of the prompt's last page and the following
+    pages. A prompt may hold its pages in addition while its other samples wait.
+    """
+    per_request = [
+        (
+            prompt // size,
+            count,
+            -(-(prompt + most - 1) // size) - prompt // size,
+            -(-prompt // size),
+        )
+        for prompt, count, most in requests
+    ]
+    if not per_request:
+        return 1
+    whole = sum(shared + count * private for shared, count, private, _ in per_request)
+    shared, _, private, waits = (max(column) for column in zip(*per_request, strict=True))
+    return max(min(whole, min(len(per_request), max_rows) * shared + max_rows * private) + waits, 1)
+
+
+def choose_pool_size(budget: int, need: int | None) -> int:
+    """Return the size of a pool in pages: the budget, or the need rounded up by at most an eighth.
+
+    Rounding gives calls with a similar need the same pool size.
+    """
+    step = 1 << max(((need or 1) - 1).bit_length() - 4, 0)
+    return budget if need is None else min(budget, -(-need // step) * step)
+
+
+class OutOfBlocks(Exception):
+    """Signal that no page is free; the caller preempts rows."""
+
+
+class BlockPool:
+    """Count the references of pages 0..count-1. A page without references is free."""
+
+    def __init__(self, count: int):
+        self.ref_counts = [0] * count
+        self._free_blocks = list(range(count - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Return the number of free pages."""
+        return len(self._free_blocks)
+
+    def allocate(self) -> int:
+        """Take a free page with a reference count of 1. Raises OutOfBlocks if no page is free."""
+        if not self._free_blocks:
+            raise OutOfBlocks
+        page = self._free_blocks.pop()
+        self.ref_counts[page] = 1
+        return page
+
+    def share(self, pages: list[int]) -> list[int]:
+        """Add a reference to each page; return them as a new list."""
+        for page in pages:
+            self.ref_counts[page] += 1
+        return list(pages)
+
+    def release(self, pages: list[int]) -> None:
+        """Drop a reference of each page; pages without references become free."""
+        for page in pages:
+            self.ref_counts[page] -= 1
+            if self.ref_counts[page] == 0:
+                self._free_blocks.append(page)
+
+
+@dataclass(slots=True)
+class PromptBlockTable:
+    """Hold the length of a prompt and, while it has no rows, its pages."""
+
+    length: int
+    block_table: list[int] = field(default_factory=list)
+    rows: int = 0
+
+
+@dataclass(slots=True)
+class RowBlockTable:
+    """Hold the block table of a row, of which `length` positions are written."""
+
+    prompt: PromptBlockTable
+    length: int
+    block_table: list[int] = field(default_factory=list)
+
+
+class BlockManager:
+    """Keep the block tables of a running batch over a single pool, in the order of the state's
+    slots.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int):
+        self.pool, self.block_size = BlockPool(num_blocks), block_size
+        self.prompts: list[PromptBlockTable] = []
+        self.rows: list[RowBlockTable] = []
+
+    def num_blocks_for(self, positions: int) -> int:
+        """Return the number of pages for `positions` positions."""
+        return -(-positions // self.block_size)
+
+    def add_prompt(self, length: int) -> PromptBlockTable:
+        """Append a prompt with new pages to be written. Raises OutOfBlocks."""
+        prompt = PromptBlockTable(length, self._allocate(self.num_blocks_for(length)))
+        self.prompts.append(prompt)
+        return prompt
+
+    def _allocate(self, count: int) -> list[int]:
+        """Take `count` pages. Raises OutOfBlocks, without taking any, if fewer are free."""
+        if count > self.pool.num_free:
+            raise OutOfBlocks
+        return [self.pool.allocate() for _ in range(count)]
+
+    def add_row(self, slot: int) -> RowBlockTable:
+        """Append a row of the prompt in `slot`."""
+        prompt = self.prompts[slot]
+        if prompt.rows == 0:  # the first row takes over the prompt's pages
+            row = RowBlockTable(prompt, prompt.length, prompt.block_table)
+            prompt.block_table = []
+        else:
+            other = next(row for row in self.rows if row.prompt is prompt)
+            row = RowBlockTable(
+                prompt,
+                prompt.length,
+                self.pool.share(other.block_table[: self.num_blocks_for(prompt.length)]),
+            )
+        prompt.rows += 1
+        self.rows.append(row)
+        return row
+
+    def add_resumed_row(self, slot: int, length: int) -> RowBlockTable:
+        """Append a preempted row that resumes: `length` positions, to be recomputed into new pages
+        of the row.
+        """
+        prompt = self.prompts[slot]
+        row = RowBlockTable(prompt, length, self._allocate(self.num_blocks_for(length)))
+        if prompt.rows == 0:
+            self.pool.release(prompt.block_table)
+            prompt.block_table = []
+        prompt.rows += 1
+        self.rows.append(row)
+        return row
+
+    def cache_row(self, row: RowBlockTable, length: int) -> None:
+        """Append a prompt of the first `length` positions of a row; both hold the pages."""
+        self.prompts.append(
+            PromptBlockTable(
+                length, self.pool.share(row.block_table[: self.num_blocks_for(length)])
+            )
+        )
+
+    def extend_prompt(self, slot: int, count: int) -> tuple[int, int] | None:
+        """Extend a prompt without rows by `count` positions.
+
+        Returns (source, target) if its last page has to be copied first, else None. Raises
+        OutOfBlocks.
+        """
+        prompt, copy = self.prompts[slot], None
+        if prompt.length % self.block_size and self.pool.ref_counts[prompt.block_table[-1]] > 1:
+            (new_page,) = self._allocate(1)
+            copy = (prompt.block_table[-1], new_page)
+            self.pool.release(prompt.block_table[-1:])
+            prompt.block_table[-1] = new_page
+        prompt.length += count
+        prompt.block_table += self._allocate(
+            self.num_blocks_for(prompt.length) - len(prompt.block_table)
+        )
+        return copy
+
+    def blocks_needed(self, counts: Sequence[int] | None = None) -> int:
+        """Return the number of new pages for the next token of every row, or for `counts` tokens of
+        each row.
+        """
+        new, writers = 0, dict[int, int]()
+        for row, count in zip(self.rows, counts or [1] * len(self.rows), strict=True):
+            index = row.length // self.block_size
+            new += max(self.num_blocks_for(row.length + count) - len(row.block_table), 0)
+            if index < len(row.block_table):
+                writers[row.block_table[index]] = writers.get(row.block_table[index], 0) + 1
+        return new + sum(
+            min(count, self.pool.ref_counts[page] - 1) for page, count in writers.items()
+        )
+
+    def append_position(self, row: RowBlockTable) -> tuple[int, int, tuple[int, int] | None]:
+        """Make room for the row's next position.
+
+        Returns (page, offset in it, copy); copy is (source, target) if a page has to be copied
+        first, else None.
+        """
+        index, place = divmod(row.length, self.block_size)
+        copy = None
+        if index == len(row.block_table):
+            row.block_table.append(self.pool.allocate())
+        elif self.pool.ref_counts[row.block_table[index]] > 1:
+            new_page = self.pool.allocate()
+            copy = (row.block_table[index], new_page)
+            self.pool.release([row.block_table[index]])
+            row.block_table[index] = new_page
+        row.length += 1
+        return row.block_table[index], place, copy
+
+    def append_positions(self, row: RowBlockTable, count: int) -> tuple[int, int] | None:
+        """Make room for `count` more positions of a row; return (source, target) if a page must be
+        copied first.
+        """
+        index, end = row.length // self.block_size, row.length + count
+        # the common case, on the critical path of the device
+        if (
+            end <= len(row.block_table) * self.block_size
+            and self.pool.ref_counts[row.block_table[index]] == 1
+        ):
+            row.length = end
+            return None
+        _, _, copy = self.append_position(row)
+        row.length += count - 1
+        row.block_table += self._allocate(self.num_blocks_for(row.length) - len(row.block_table))
+        return copy
+
+    def drop_row(self, row: RowBlockTable) -> None:
+        """Release the pages of a row before its slot is removed.
+
+        The last row of a prompt returns the prompt's pages to the prompt.
+        """
+        prompt = row.prompt
+        prompt.rows -= 1
+        if prompt.rows == 0:
+            prompt.block_table = self.pool.share(
+                row.block_table[: self.num_blocks_for(prompt.length)]
+            )
+        self.pool.release(row.block_table)
+        row.block_table = []
+
+    def drop_prompt(self, prompt: PromptBlockTable) -> None:
+        """Release the pages of a prompt."""
+        self.pool.release(prompt.block_table)
+        prompt.block_table = []
+
+    def shared_prefixes(self) -> list[tuple[list[int], list[int]]]:
+        """Return (rows, full pages) of each group of rows with tables that begin with the same
+        pages.
+
+        Attention reads these pages once for the whole group.
+        """
+        # Keyed by prompt and first page: a resumed row has separate pages.
+        groups: dict[tuple[int, int], list[int]] = {}
+        for i, row in enumerate(self.rows):
+            if row.prompt.rows > 1 and row.prompt.length >= self.block_size:
+                groups.setdefault((id(row.prompt), row.block_table[0]), []).append(i)
+        groups_with_pages = []
+        for rows in groups.values():
+            full = self.rows[rows[0]].prompt.length // self.block_size
+            if len(rows) > 1:
+                groups_with_pages.append((rows, self.rows[rows[0]].block_table[:full]))
+        return groups_with_pages

@@ -1,0 +1,363 @@
+"""Store the KV cache of the fast decoder in contiguous blocks, allocated in advance.
+
+Each layer has a block of prompts and a block of responses. A response starts at position 0 of its
+row in the block, so rows are never padded by the length of their prompt. If every prompt has
+exactly 1 row, the two blocks are parts of a joint tensor, and attention reads it in a single call.
+Shapes: P prompts, N rows, K key heads, T positions, L longest so far, D head width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rl.sampler.cpu_kernels import CpuKernels
+from rl.sampler.decode_state import DecodeState, LogitsReader
+from rl.sampler.forward_fast import LlamaForward
+from rl.sampler.linear_layers import RowAdapters
+from rl.sampler.prefix_attention import PromptBand, make_bands, row_attention, shared_attention
+from rl.types import PlacedImage
+
+CacheAttention = Callable[[int, Tensor], Tensor]
+_CACHE_LINE_BYTES = 64  # bytes of a cache line
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCapacity:
+    """Hold the number of slots and the positions of each slot."""
+
+    prompts: int = 0
+    prompt_positions: int = 0
+    rows: int = 0
+    row_positions: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Return the total number of positions."""
+        return self.prompts * self.prompt_positions + self.rows * self.row_positions
+
+
+class ContiguousState(DecodeState):
+    """Store `prompt_kv` [2, P, K, T, D] and `row_kv` [2, N, K, T, D] for each layer: keys, then
+    values.
+
+    `joint_kv` [2, N, K, T, D] holds both, the positions of the prompt first, if prompts and rows
+    are allocated in pairs.
+    """
+
+    def __init__(self, decoder: LlamaForward, kv_cache_tokens: int):
+        super().__init__()
+        self.decoder = decoder
+        self.budget = kv_cache_tokens
+        self.capacity = CacheCapacity()
+        empty = self._zeros(0, 0)
+        self.prompt_kv = [empty for _ in decoder.layers]
+        self.row_kv = [empty for _ in decoder.layers]
+        self.joint_kv: list[Tensor] = []
+        self._bands: list[PromptBand] | None = None  # rebuilt after rows were added or removed
+        self._row_adapters: RowAdapters | None = None  # rebuilt likewise
+
+    def _zeros(self, slots: int, positions: int) -> Tensor:
+        """Return zeros, because masked keys and values must be finite."""
+        a = self.decoder.architecture
+        shape = (2, slots, a.key_heads, positions, a.head_width)
+        if self.decoder.device.type == "cpu":
+            return lazy_zeros(shape, self.decoder.dtype)
+        return torch.zeros(shape, dtype=self.decoder.dtype, device=self.decoder.device)
+
+    def cost(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> int:
+        return CacheCapacity(prompts, longest_prompt, rows, longest_response).tokens
+
+    def reserve(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> None:
+        """Allocate larger blocks if the present blocks are too small.
+
+        A dimension that grows becomes 1.5 times as large, as far as the budget allows.
+        """
+        needed = (prompts, longest_prompt, rows, longest_response)
+        c = self.capacity
+        have = (c.prompts, c.prompt_positions, c.rows, c.row_positions)
+        if all(h >= n for h, n in zip(have, needed, strict=True)):
+            return
+        grown = (h if h >= n else max(n, h * 3 // 2) for h, n in zip(have, needed, strict=True))
+        enlarged = (max(h, n) for h, n in zip(have, needed, strict=True))
+        options = (CacheCapacity(*grown), CacheCapacity(*enlarged))
+        self.capacity = next(
+            (option for option in options if option.tokens <= self.budget), CacheCapacity(*needed)
+        )
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """Allocate new blocks of the present capacity, one layer at a time.
+
+        The running batch is copied.
+        """
+        c = self.capacity
+        prompts, prompt_length = len(self.prompt_lengths), int(self.prompt_lengths.max(initial=0))
+        rows, row_length = len(self.response_lengths), int(self.response_lengths.max(initial=0))
+        joint: list[Tensor] = []
+        for layer in range(len(self.row_kv)):
+            old_prompt, old_row = self.prompt_kv[layer], self.row_kv[layer]
+            if c.prompts == c.rows:
+                joint.append(self._zeros(c.rows, c.prompt_positions + c.row_positions))
+                prompt, row = joint[-1].split([c.prompt_positions, c.row_positions], dim=3)
+            else:
+                prompt, row = (
+                    self._zeros(c.prompts, c.prompt_positions),
+                    self._zeros(c.rows, c.row_positions),
+                )
+            prompt[:, :prompts, :, :prompt_length] = old_prompt[:, :prompts, :, :prompt_length]
+            row[:, :rows, :, :row_length] = old_row[:, :rows, :, :row_length]
+            self.prompt_kv[layer], self.row_kv[layer] = prompt, row
+        self.joint_kv = joint
+
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        readers: Sequence[LogitsReader | None],
+        images: Sequence[Sequence[PlacedImage]] = (),
+        weights: Sequence[int] = (),
+    ) -> Tensor:
+        """Implement `DecodeState.prefill`. `weights`: the model index of each prompt, if the
+        decoder mixes.
+        """
+        first = len(self.prompt_lengths)
+
+        def keep(layer: int, batch: list[int], k: Tensor, v: Tensor) -> None:
+            slots = torch.tensor(batch, device=k.device) + first
+            block = self.prompt_kv[layer]
+            block[0, slots, :, : k.shape[2]] = k
+            block[1, slots, :, : k.shape[2]] = v
+
+        logits_PV = self.decoder.forward_prompts(prompts, readers, keep, weights)
+        self.prompt_adapters = [*self.prompt_adapters, *weights]
+        lengths = np.array([len(prompt) for prompt in prompts], np.int64)
+        self.prompt_lengths = np.concatenate([self.prompt_lengths, lengths])
+        return logits_PV
+
+    supports_extend = True
+
+    def cache_row(self, row: int) -> None:
+        slot, prompt = len(self.prompt_lengths), int(self.prompt_of_row[row])
+        length, written = int(self.prompt_lengths[prompt]), int(self.response_lengths[row])
+        for block, rows in zip(self.prompt_kv, self.row_kv, strict=True):
+            block[:, slot, :, :length] = block[:, prompt, :, :length]
+            block[:, slot, :, length : length + written] = rows[:, row, :, :written]
+        self.prompt_lengths = np.append(self.prompt_lengths, length + written)
+        self.prompt_adapters = [
+            *self.prompt_adapters,
+            *([self.prompt_adapters[prompt]] if self.prompt_adapters else []),
+        ]
+        self._bands = None
+
+    def extend_prompts(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Prefill all suffixes in a single forward, padded on the right.
+
+        Keys and values are written to their final positions and read together with the cached
+        positions.
+        """
+        decoder, device, a = self.decoder, self.decoder.device, self.decoder.architecture
+        counts = torch.tensor([len(suffix) for suffix in tokens])
+        longest = int(counts.max())
+        ids = torch.tensor([[*suffix, *[0] * (longest - len(suffix))] for suffix in tokens]).to(
+            device
+        )
+        start_B = torch.from_numpy(self.prompt_lengths[list(slots)])
+        position_BT = start_B[:, None] + torch.arange(longest)
+        end = int((start_B + counts).max())
+        b, t = (
+            index.to(device)
+            for index in torch.nonzero(torch.arange(longest) < counts[:, None], as_tuple=True)
+        )
+        slot_B, position_BT = torch.tensor(list(slots)).to(device), position_BT.to(device)
+        # [B, 1, T, positions]
+        visible = torch.arange(end, device=device) <= position_BT[:, None, :, None]
+        repeat = a.heads // a.key_heads
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            block = self.prompt_kv[layer]
+            for which, new in enumerate((k, v)):
+                block[which, slot_B[b], :, position_BT[b, t]] = new[b, t]
+            keys, values = (
+                block[which, slot_B, :, :end].repeat_interleave(repeat, dim=1) for which in (0, 1)
+            )
+            return (
+                F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=visible)
+                .transpose(1, 2)
+                .flatten(2)
+            )
+
+        row_adapters = (
+            decoder.group_by_adapter([self.prompt_adapters[slot] for slot in slots])
+            if decoder.multi_adapter
+            else None
+        )
+        rope = decoder.rope(position_BT, int(start_B.max()) + longest)
+        hidden = decoder.forward(ids, rope, attend, row_adapters, (counts - 1).to(device))
+        self.prompt_lengths = self.prompt_lengths.copy()
+        self.prompt_lengths[list(slots)] += counts.numpy()
+        self._bands = None
+        return decoder.head(hidden, row_adapters).float()
+
+    def decode(self, tokens: np.ndarray) -> Tensor:
+        if self.decoder.cpu_kernels is not None:
+            return self._decode_step(self.decoder.cpu_kernels, tokens)
+        decoder, device, a = self.decoder, self.decoder.device, self.decoder.architecture
+        rows, written = len(tokens), self.response_lengths
+        longest = int(written.max())
+        even = int(written.min()) == longest
+        slot_N = torch.arange(rows, device=device)
+        written_N = torch.from_numpy(written).to(device)
+        read = self._select_attention(written_N, longest, even)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            block = self.row_kv[layer]
+            if even:
+                block[0, :rows, :, longest] = k
+                block[1, :rows, :, longest] = v
+            else:
+                block[0, slot_N, :, written_N] = k
+                block[1, slot_N, :, written_N] = v
+            return read(layer, q.unflatten(1, (a.key_heads, -1))).flatten(1)
+
+        positions = self.prompt_lengths[self.prompt_of_row] + written
+        rope = decoder.rope(torch.from_numpy(positions).to(device), int(positions.max()) + 1)
+        row_adapters = self._get_row_adapters()
+        hidden = decoder.forward(torch.from_numpy(tokens).to(device), rope, attend, row_adapters)
+        self.response_lengths = written + 1
+        return decoder.head(hidden, row_adapters)
+
+    def _get_row_adapters(self) -> RowAdapters | None:
+        """Return the rows grouped by adapter, or None if the decoder does not mix adapters."""
+        if self._row_adapters is None and self.decoder.multi_adapter:
+            self._row_adapters = self.decoder.group_by_adapter(
+                [self.prompt_adapters[slot] for slot in self.prompt_of_row]
+            )
+        return self._row_adapters
+
+    def _decode_step(self, kernels: CpuKernels, tokens: np.ndarray) -> Tensor:
+        """Implement `decode` on a CPU.
+
+        Rows may have any lengths. Each row reads its prompt in place, so neither bands nor masks
+        are needed.
+        """
+        decoder, heads, eps = (
+            self.decoder,
+            self.decoder.architecture.heads,
+            self.decoder.architecture.eps,
+        )
+        positions = self.prompt_lengths[self.prompt_of_row] + self.response_lengths
+        rope = decoder.rope_table(int(positions.max()) + 1)
+        position_N, written_N = torch.from_numpy(positions), torch.from_numpy(self.response_lengths)
+        prompt_of_row_N, prompt_length_P = (
+            torch.from_numpy(self.prompt_of_row),
+            torch.from_numpy(self.prompt_lengths),
+        )
+
+        def attend(layer: int, qkv: Tensor, norm_qk: Tensor | None) -> Tensor:
+            return kernels.attend(
+                qkv,
+                norm_qk,
+                eps,
+                rope,
+                position_N,
+                self.prompt_kv[layer],
+                prompt_of_row_N,
+                prompt_length_P,
+                self.row_kv[layer],
+                written_N,
+                heads,
+            )
+
+        row_adapters = self._get_row_adapters()
+        hidden = decoder.forward_step(kernels, torch.from_numpy(tokens), attend, row_adapters)
+        self.response_lengths = self.response_lengths + 1
+        return decoder.head(hidden, row_adapters)
+
+    def _select_attention(self, written_N: Tensor, longest: int, even: bool) -> CacheAttention:
+        """Return the attention function of this step: (layer, queries [N, K, r, D]) to outputs of
+        that shape.
+        """
+        rows = len(written_N)
+        if self._bands is None:
+            self._bands = make_bands(self.prompt_of_row, self.prompt_lengths, self.decoder.device)
+        bands = self._bands
+        columns = torch.arange(longest + 1, device=written_N.device)
+        row_hidden_NL = None if even else columns > written_N[:, None]
+        one_to_one = np.array_equal(self.prompt_of_row, np.arange(len(self.prompt_lengths)))
+        if self.joint_kv and one_to_one and len(bands) == 1:
+            hidden_NL = self._joint_mask(bands[0], row_hidden_NL, rows, longest)
+            end = self.capacity.prompt_positions + longest + 1
+            return lambda layer, q: row_attention(
+                q, self.joint_kv[layer][:, :rows, :, :end], hidden_NL
+            )
+        return lambda layer, q: shared_attention(
+            q,
+            self.prompt_kv[layer],
+            self.row_kv[layer][:, :rows, :, : longest + 1],
+            bands,
+            row_hidden_NL,
+        )
+
+    def _joint_mask(
+        self, band: PromptBand, row_hidden_NL: Tensor | None, rows: int, longest: int
+    ) -> Tensor | None:
+        """Return the mask over a joint block.
+
+        Prompts end before the responses start; the positions between are masked.
+        """
+        start = self.capacity.prompt_positions
+        if row_hidden_NL is None and band.hidden_PL is None and band.length == start:
+            return None
+        hidden_NL = torch.zeros(
+            rows, start + longest + 1, dtype=torch.bool, device=self.decoder.device
+        )
+        hidden_NL[:, band.length : start] = True
+        if band.hidden_PL is not None:
+            hidden_NL[:, : band.length] = band.hidden_PL
+        if row_hidden_NL is not None:
+            hidden_NL[:, start:] = row_hidden_NL
+        return hidden_NL
+
+    def _rows_changed(self) -> None:
+        self._bands = self._row_adapters = None
+
+    def replace_non_finite(self) -> None:
+        """Replace NaN and infinity in the cache, after rows with such values were removed.
+
+        Otherwise they would affect the rows that reuse these slots (0 times NaN is NaN).
+        """
+        for block in (*self.prompt_kv, *self.row_kv):
+            block.nan_to_num_(0.0, 0.0, 0.0)
+
+    def _move_rows(self, source: np.ndarray) -> None:
+        self._move_slots(self.row_kv, source, int(self.response_lengths.max(initial=0)))
+
+    def _move_prompts(self, source: np.ndarray) -> None:
+        self._move_slots(self.prompt_kv, source, int(self.prompt_lengths.max(initial=0)))
+
+    def _move_slots(self, blocks: list[Tensor], source: np.ndarray, length: int) -> None:
+        """Fill the holes. Slots that stay in place are not touched."""
+        to = np.flatnonzero(source != np.arange(len(source)))
+        if not len(to):
+            return
+        device = self.decoder.device
+        target, origin = torch.from_numpy(to).to(device), torch.from_numpy(source[to]).to(device)
+        for block in blocks:
+            block[:, target, :, :length] = block[:, origin, :, :length]
+
+
+def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return zeros on the CPU that the operating system allocates page by page at the first write.
+
+    numpy requests this, and huge pages if available. torch's zeros write every page immediately.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    buffer = torch.from_numpy(np.zeros(size + _CACHE_LINE_BYTES - 1, np.uint8))
+    start = -buffer.data_ptr() % _CACHE_LINE_BYTES
+    return buffer[start : start + size].view(dtype).view(*shape)

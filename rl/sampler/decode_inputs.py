@@ -1,0 +1,169 @@
+"""Run a decode step without the host: all its inputs and outputs are in buffers at fixed addresses.
+
+All devices use the same function: a CUDA graph captures it (cuda_graphs.py), and other devices call
+it directly, which verifies the graph. A finished row (`remaining` 0) still takes part: it writes to
+an unused page, and its token does not change. Shapes: R rows (of a bucket), B pages of a table, S
+positions of a page, G groups, H query heads, K key heads, D head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from kernels import SharedPages, compute_paged_attention, decode_ops, sample_tokens
+from rl.sampler.forward_fast import LlamaForward
+from rl.sampler.token_sampling import RowSamplingSettings
+from rl.sampler.token_sampling import sample_tokens as draw_from_logits
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeInputs:
+    """Hold the inputs and outputs of a step, for the largest number of rows; `allocate` sets the
+    sizes.
+
+    By row: the `token` to feed, its `position`, the number of `remaining` tokens to sample (0:
+    finished), `skip` positions that are in shared pages, `table` of the other pages, `stop_row` of
+    `stops`. `shares` to `shared_length` are `kernels.SharedPages`. `at`: the step since the last
+    host synchronization; it selects the row of `uniform`, `tokens` and `logprobs`.
+    """
+
+    token: Tensor  # [R] int64
+    position: Tensor  # [R] int64
+    remaining: Tensor  # [R] int64
+    skip: Tensor  # [R] int64
+    table: Tensor  # [R, B] int32
+    stop_row: Tensor  # [R] int64
+    temperature: Tensor  # [R] float32, above 0; 1 for greedy rows
+    greedy: Tensor  # [R] bool
+    shares: Tensor  # [R] bool: whether the row is in a group
+    order: Tensor  # [R] int64
+    place: Tensor  # [R] int64
+    group: Tensor  # [R] int64
+    starts: Tensor  # [G + 1] int32: start of each group's rows in `order`
+    shared_table: Tensor  # [G, B] int32
+    shared_length: Tensor  # [G] int32, positions
+    stops: Tensor  # [conditions, V] bool
+    at: Tensor  # [1] int64
+    uniform: Tensor  # [steps, R] float64
+    tokens: Tensor  # [steps, R] int64
+    logprobs: Tensor  # [steps, R] float32
+
+    @classmethod
+    def allocate(
+        cls, rows: int, pages: int, steps: int, conditions: int, vocab: int, device: torch.device
+    ) -> DecodeInputs:
+        """Allocate the buffers: zeros, and temperature 1."""
+        groups = max(rows // 2, 1)
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            **dict.fromkeys(
+                ("token", "position", "remaining", "skip", "stop_row", "order", "place", "group"),
+                ((rows,), torch.int64),
+            ),
+            **dict.fromkeys(("greedy", "shares"), ((rows,), torch.bool)),
+            "table": ((rows, pages), torch.int32),
+            "starts": ((groups + 1,), torch.int32),
+            "shared_table": ((groups, pages), torch.int32),
+            "shared_length": ((groups,), torch.int32),
+            "stops": ((conditions, vocab), torch.bool),
+            "at": ((1,), torch.int64),
+            "uniform": ((steps, rows), torch.float64),
+            "tokens": ((steps, rows), torch.int64),
+            "logprobs": ((steps, rows), torch.float32),
+        }
+        made = {
+            name: torch.zeros(shape, dtype=dtype, device=device)
+            for name, (shape, dtype) in shapes.items()
+        }
+        made["temperature"] = torch.ones(rows, device=device)
+        return cls(**made)
+
+    def first_rows(self, rows: int) -> DecodeInputs:
+        """Return views of the first `rows` rows.
+
+        `narrow` is used because Python's indexing queries the device even of fake tensors.
+        """
+        groups, row_dims = max(rows // 2, 1), {"uniform": 1, "tokens": 1, "logprobs": 1}
+        counts = {"starts": groups + 1, "shared_table": groups, "shared_length": groups}
+        whole = {"stops", "at"}
+        views = {field.name: getattr(self, field.name) for field in fields(self)}
+        return DecodeInputs(**{
+            name: t if name in whole else t.narrow(row_dims.get(name, 0), 0, counts.get(name, rows))
+            for name, t in views.items()
+        })  # fmt: skip
+
+
+def decode_step(
+    model: LlamaForward,
+    kv: list[Tensor],
+    rope: Tensor,
+    buffers: DecodeInputs,
+    rows: int,
+    width: int,
+    shared: bool,
+) -> None:
+    """Sample a token for each of the first `rows` rows that has not finished.
+
+    `width`: the largest number of pages of a table to read. `kv` [2, pages + 1, S, K, D] of each
+    layer; the last page belongs to no sequence. `rope` [2, positions, D]
+    (`LlamaForward.rope_table`). `shared`: whether some rows are in groups with shared pages, which
+    are read once for all rows of a group.
+    """
+    a, size, unused_page, b = (
+        model.architecture,
+        kv[0].shape[2],
+        kv[0].shape[1] - 1,
+        buffers.first_rows(rows),
+    )
+    ended, lives, position = b.remaining < 1, b.remaining > 0, b.position
+    private_position = position - b.skip
+    page = (
+        b.table.gather(1, (private_position // size).unsqueeze(1))
+        .squeeze(1)
+        .long()
+        .masked_fill(ended, unused_page)
+    )
+    place, length = position % size, (private_position + 1).int().masked_fill_(ended, 1)
+    table = b.table.narrow(1, 0, width)
+    shared_table = b.shared_table.narrow(1, 0, width)
+    groups = (
+        SharedPages(b.order, b.place, b.group, b.shares, b.starts, shared_table, b.shared_length)
+        if shared
+        else None
+    )
+    residual, x = model.embed(b.token), None
+    for i, layer in enumerate(model.layers):
+        normed = decode_ops.fused_add_rms_norm(x, residual, layer.norm_in, a.eps)
+        qkv = layer.qkv(normed).unflatten(-1, (a.heads + 2 * a.key_heads, a.head_width))
+        norm_qk = None if layer.norm_qk is None else layer.norm_qk.view(2, -1)
+        q = decode_ops.rope_to_cache(
+            qkv, norm_qk, a.eps, rope, position, kv[i], page, place, a.heads
+        )
+        x = layer.out(compute_paged_attention(q, kv[i], table, length, groups).flatten(1))
+        normed = decode_ops.fused_add_rms_norm(x, residual, layer.norm_mlp, a.eps)
+        x = layer.down(decode_ops.silu_mul(layer.gate_up(normed)))
+    hidden = decode_ops.fused_add_rms_norm(x, residual, model.norm_E, a.eps)
+    token, logprob = _sample(
+        model, hidden, b.uniform.index_select(0, b.at).squeeze(0), b.temperature, b.greedy
+    )
+    token = torch.where(lives, token, b.token, out=b.token)
+    b.tokens.index_copy_(0, b.at, token.unsqueeze(0))
+    b.logprobs.index_copy_(0, b.at, logprob.unsqueeze(0))
+    stopped = b.stops.view(-1).index_select(0, b.stop_row * b.stops.shape[1] + token)
+    b.position.add_(lives)
+    b.remaining.sub_(lives.long()).masked_fill_(stopped, 0)
+    b.at.add_(1)
+
+
+def _sample(
+    model: LlamaForward, hidden: Tensor, uniform: Tensor, temperature: Tensor, greedy: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Sample tokens and logprobs, without storing logits if the head is a plain matrix."""
+    head = model.head
+    if head.adapter is None and head.bias is None and hidden.dtype == head.weight.dtype:
+        return sample_tokens(hidden, head.weight, temperature, uniform, greedy)
+    return draw_from_logits(
+        head(hidden), uniform, RowSamplingSettings(temperature_N=temperature, greedy_N=greedy)
+    )

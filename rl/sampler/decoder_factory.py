@@ -1,0 +1,130 @@
+"""Build the decoder of a model: the fast decoder or the generic HF decoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rl.errors import UserError, warn_on_rank_zero
+from rl.sampler.decoder import Decoder, NamedTensors
+from rl.sampler.decoder_fast import FastDecoder
+from rl.sampler.decoder_hf import HFDecoder
+from rl.sampler.decoder_weights import UnsupportedModel
+from rl.sampler.forward_hf import unwrap_peft
+from rl.sampler.prefix_attention import disable_cudnn_attention
+from rl.sampler.tensor_parallel import TensorParallelGroup
+from rl.sampler.verify_decoder import matches_model, select_batching
+
+_NO_TENSOR_PARALLEL = (
+    "sampler_tp {} requires the fast decoder (the Llama and Qwen families), but {}: leave "
+    "sampler_tp "
+    "at 1"
+)
+
+
+def make_decoder(
+    model: Any,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    kind: str = "auto",
+    weights: NamedTensors | None = None,
+    base: Decoder | None = None,
+    tp_group: TensorParallelGroup | None = None,
+) -> Decoder:
+    """Build a decoder over a copy of the weights of a HF causal LM, PEFT-wrapped or not.
+
+    Training the model afterwards does not change the decoder. `kind`: "fast" is the hand-written
+    decoder of the Llama family, "hf" the model's own forward; "auto" picks the fast decoder for the
+    architectures and features that it was verified for.
+
+    `dtype` (default: the model's) is the dtype of the base weights; adapters keep their dtype.
+    Adapters are applied unmerged. `weights`: all weights by name, for a model that holds no values
+    itself. `base`: a decoder of the bare model under the adapters; buffers with equal values are
+    shared with it (`FastDecoder.base`). `tp_group`: the tensor-parallel ranks that hold the decoder
+    together, each with its shard (rl.sampler.tensor_parallel); all of them make this call and every
+    call of the returned decoder.
+
+    The decoder is checked against the model's plain forward (see `probe`). Raises UserError if the
+    model cannot be sampled from, or if `tp_group` is set and only the generic decoder supports the
+    model or the ranks cannot share it evenly. Raises ValueError if `kind` is unknown, or "fast" for
+    a model that the fast decoder does not support.
+    """
+    disable_cudnn_attention()
+    target = torch.device(device) if device is not None else None
+    if kind not in ("auto", "fast", "hf"):
+        raise ValueError(f"kind must be 'auto', 'fast' or 'hf', got {kind!r}")
+    shared = base if isinstance(base, FastDecoder) and weights is None else None
+    if tp_group is not None and kind == "hf":
+        raise UserError(_NO_TENSOR_PARALLEL.format(tp_group.size, "the sampler is 'hf'"))
+    decoder = (
+        None if kind == "hf" else _make_fast_decoder(model, dtype, target, kind, shared, tp_group)
+    )
+    without_values = weights is not None
+    if isinstance(decoder, FastDecoder):
+        if weights is not None:
+            decoder.load_(weights)
+        if without_values or matches_model(decoder, model):
+            return decoder
+        name = type(unwrap_peft(model)).__name__
+        message = f"the fast decoder does not reproduce the logits of this {name}'s own forward"
+        if tp_group is not None:
+            raise UserError(_NO_TENSOR_PARALLEL.format(tp_group.size, message))
+        if kind == "fast":
+            raise ValueError(f"{message}: use kind='auto' or kind='hf'")
+        warn_on_rank_zero(f"{message}, so sampling uses that forward, which is slower")
+    generic = HFDecoder(model, dtype, target)
+    if weights is not None:
+        generic.load_(weights)
+    select_batching(generic, None if without_values else model)
+    return generic
+
+
+def make_base_decoder(
+    model: Any,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    kind: str = "auto",
+    tp_group: TensorParallelGroup | None = None,
+) -> Decoder | None:
+    """Build the decoder of a bare model, for adapters on it to share memory and a batch with.
+
+    It is the `base` of `make_decoder`. Returns None if adapters on it can share neither: the fast
+    decoder does not support the model, or `kind` is "hf".
+    """
+    if kind == "hf":
+        return None
+    try:
+        decoder = FastDecoder.from_model(
+            model, dtype, None if device is None else torch.device(device), tp_group=tp_group
+        )
+    except UnsupportedModel:
+        return None
+    return decoder if matches_model(decoder, model) else None
+
+
+def _make_fast_decoder(
+    model: Any,
+    dtype: torch.dtype | None,
+    device: torch.device | None,
+    kind: str,
+    base: FastDecoder | None,
+    tp_group: TensorParallelGroup | None,
+) -> FastDecoder | None:
+    """Return the fast decoder; None if it does not support the model and `kind` allows the generic
+    decoder.
+
+    Raises UserError if `tp_group` needs the fast decoder, ValueError if `kind` does.
+    """
+    try:
+        return FastDecoder.from_model(model, dtype, device, base, tp_group)
+    except UnsupportedModel as reason:
+        if tp_group is not None:
+            raise UserError(
+                _NO_TENSOR_PARALLEL.format(tp_group.size, f"it does not support {reason}")
+            ) from reason
+        if kind == "fast":
+            raise ValueError(
+                f"the fast decoder does not support {reason}; use kind='auto' or kind='hf'"
+            ) from reason
+        return None

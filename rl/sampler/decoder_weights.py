@@ -1,0 +1,343 @@
+"""Hold a decoder's weights in fused buffers; every model parameter is a slice of a buffer, by its
+name in the model.
+
+Matrices that read the same input (q, k and v; gate and up; the A matrices of their adapters) are
+stacked in the same buffer, so that a single matmul serves them. If several ranks hold a decoder
+together, each takes its shard (rl.sampler.tensor_parallel) from the whole parameter, which is
+passed by itself. Shapes: I inputs, O outputs, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl.sampler.decoder import NamedTensors
+from rl.sampler.linear_layers import LoraSpec, ProjectionSpec
+from rl.sampler.tensor_parallel import (
+    UNSHARDED,
+    Shard,
+    TensorParallelGroup,
+    first_rank_shard,
+    shard_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlice:
+    """Locate a parameter's rows in a buffer: the shard `shard` of the `full_shape` shape."""
+
+    buffer: str
+    start: int
+    length: int
+    trainable: bool
+    full_shape: torch.Size
+    shard: Shard = UNSHARDED
+
+
+@dataclass(frozen=True, slots=True)
+class NamedParameter:
+    """Describe a parameter with all its names, and its shard that enters a buffer."""
+
+    names: Sequence[str]
+    parameter: Tensor
+    shard: Shard = UNSHARDED
+
+
+class DecoderWeights:
+    """Hold buffers by key and parameters by name.
+
+    A fork copies the buffers with a trainable parameter and shares the others. `tp_group`: the
+    ranks that hold the weights together, each its shard; None: all weights are local.
+    """
+
+    def __init__(self, tp_group: TensorParallelGroup | None = None) -> None:
+        self.tp_group = tp_group
+        self.buffers: dict[str, Tensor] = {}
+        self.slices: dict[str, WeightSlice] = {}
+        self.shared: set[str] = set()
+
+    def add(
+        self,
+        key: str,
+        parts: Sequence[NamedParameter],
+        dtype: torch.dtype,
+        device: torch.device,
+        base: DecoderWeights | None = None,
+    ) -> None:
+        """Stack the local shards of parameters along their first dimension into the buffer `key`.
+
+        If `base` has a buffer with the same values under this key, and none of the parameters is
+        trained, that buffer is shared instead.
+        """
+        start, trained = 0, any(part.parameter.requires_grad for part in parts)
+        for part in parts:
+            whole, length = part.parameter, part.shard.num_rows(part.parameter)
+            for name in part.names:
+                self.slices[name] = WeightSlice(
+                    key, start, length, whole.requires_grad, whole.shape, part.shard
+                )
+            start += length
+        held = [part.shard.apply(part.parameter.detach()) for part in parts]
+        shared = None if base is None or trained else base.buffers.get(key)
+        if (
+            shared is not None
+            and len(shared) == start
+            and all(
+                have_equal_values(self._slice_of(shared, part.names[0]), tensor)
+                for part, tensor in zip(parts, held, strict=True)
+            )
+        ):
+            self.buffers[key] = shared
+            self.shared.add(key)
+            return
+        self.buffers[key] = torch.empty(start, *held[0].shape[1:], dtype=dtype, device=device)
+        for part, tensor in zip(parts, held, strict=True):
+            self.view(part.names[0]).copy_(tensor)
+
+    def _slice_of(self, buffer: Tensor, name: str) -> Tensor:
+        """Return the slice of `buffer` that holds the parameter `name`."""
+        piece = self.slices[name]
+        return buffer[piece.start : piece.start + piece.length]
+
+    def view(self, name: str) -> Tensor:
+        """Return the local shard of the parameter of this name, as a view of its buffer."""
+        return self._slice_of(self.buffers[self.slices[name].buffer], name)
+
+    def load_(self, named_tensors: NamedTensors) -> None:
+        """Load values by name (see `Decoder.load_`).
+
+        Raises ValueError for an unknown name, another shape, or a change of a shared parameter.
+        """
+        for name, tensor in named_tensors:
+            if name not in self.slices:
+                known = sorted(self.slices)
+                raise ValueError(
+                    f"unknown parameter {name!r}; the decoder has {len(known)} parameters, "
+                    f"such as {known[0]!r}, {known[-1]!r}"
+                )
+            view, piece = self.view(name), self.slices[name]
+            if piece.full_shape != tensor.shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(piece.full_shape)} in the decoder, got "
+                    f"{tuple(tensor.shape)}"
+                )
+            new_values = piece.shard.apply(tensor.detach())
+            if piece.buffer in self.shared:
+                check_shared_unchanged(name, view, new_values)
+            else:
+                view.copy_(new_values)
+
+    def fork(self) -> DecoderWeights:
+        """Return a second set of weights: buffers with a trainable parameter are copied, the others
+        shared.
+        """
+        trained = {piece.buffer for piece in self.slices.values() if piece.trainable}
+        other = DecoderWeights(self.tp_group)
+        other.slices = self.slices
+        other.buffers = {
+            key: buffer.clone() if key in trained else buffer
+            for key, buffer in self.buffers.items()
+        }
+        self.shared = other.shared = set(self.buffers) - trained
+        return other
+
+
+def have_equal_values(current: Tensor, new: Tensor) -> bool:
+    """Return whether `new` equals `current` in the dtype and on the device of `current`."""
+    return current.shape == new.shape and torch.equal(current, new.detach().to(current))
+
+
+def check_shared_unchanged(name: str, current: Tensor, new: Tensor) -> None:
+    """Raise ValueError if `new` differs from a frozen weight that forks share.
+
+    Loading equal values is allowed; a change would affect the other versions too.
+    """
+    if not have_equal_values(current, new):
+        raise ValueError(
+            f"{name} is frozen and shared by forked decoders, so it cannot take another value: "
+            "pass only trainable parameters, or build a new decoder with make_decoder"
+        )
+
+
+# ---------------------------------------------------------------------------------- reading a model
+
+
+@dataclass(frozen=True, slots=True)
+class UnwrappedLayer:
+    """Hold a linear or embedding module, with its PEFT adapter if any: A [R, I], B [O, R]."""
+
+    base: Any
+    lora_a: Tensor | None = None
+    lora_b: Tensor | None = None
+    scale: float = 0.0
+
+
+def unwrap_lora_layer(module: nn.Module) -> UnwrappedLayer:
+    """Unwrap a plain nn.Linear / nn.Embedding, or PEFT's LoRA around such a module.
+
+    Raises `UnsupportedModel` for everything else.
+    """
+    if type(module) in (nn.Linear, nn.Embedding):
+        return UnwrappedLayer(module)
+    if not type(module).__module__.startswith("peft."):
+        raise UnsupportedModel(f"a layer of type {type(module).__name__}")
+    from peft.tuners import lora
+
+    if not isinstance(module, (lora.Linear, lora.Embedding)):
+        raise UnsupportedModel(f"a PEFT layer of type {type(module).__name__}")
+    base, active = module.get_base_layer(), list(module.active_adapters)
+    adapters = [name for name in active if name in module.scaling]
+    if type(base) not in (nn.Linear, nn.Embedding) or module.merged or len(adapters) > 1:
+        raise UnsupportedModel(
+            f"an adapter that is merged, or several active adapters ({active}), or an adapter "
+            f"around a {type(base).__name__}"
+        )
+    if not adapters or module.disable_adapters:
+        raise UnsupportedModel("adapters that are disabled")
+    name = adapters[0]
+    if module.use_dora.get(name) or module.lora_bias.get(name):
+        raise UnsupportedModel("an adapter with DoRA or a bias")
+    if isinstance(module, lora.Embedding):
+        return UnwrappedLayer(
+            base, module.lora_embedding_A[name], module.lora_embedding_B[name], module.scaling[name]
+        )
+    a, b = module.lora_A[name].get_parameter("weight"), module.lora_B[name].get_parameter("weight")
+    return UnwrappedLayer(base, a, b, module.scaling[name])
+
+
+class UnsupportedModel(Exception):
+    """Signal that the model has a feature that the fast decoder was not verified for."""
+
+
+class WeightsBuilder:
+    """Add a model's modules to `DecoderWeights` under the names of its parameters."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype,
+        device: torch.device,
+        base: DecoderWeights | None = None,
+        tp_group: TensorParallelGroup | None = None,
+    ):
+        """Prepare empty weights.
+
+        `base`: its buffers are shared where they hold the same values as the model's. `tp_group`:
+        see `DecoderWeights`.
+        """
+        self.weights, self.base, self.tp_group = DecoderWeights(tp_group), base, tp_group
+        self.dtype, self.device = dtype, device
+        self.names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self.names.setdefault(id(parameter), []).append(name)
+
+    def _named_parameters(
+        self, parameters: Iterable[Tensor], dim: int | None = None
+    ) -> list[NamedParameter]:
+        """Return parameters with all their names; `dim`: the dimension along which they are
+        sharded.
+        """
+        cuts = (
+            (p, UNSHARDED if dim is None else shard_of(p.shape[dim], dim, self.tp_group))
+            for p in parameters
+        )
+        return [
+            NamedParameter(self.names[id(parameter)], parameter, part_cut)
+            for parameter, part_cut in cuts
+        ]
+
+    def add_tensor(self, key: str, parameter: Tensor, dim: int | None = None) -> str:
+        """Add a single parameter (a norm's weight, an embedding) and return its key.
+
+        `dim`: the dimension along which a team shards it (None: whole on every rank).
+        """
+        self.weights.add(
+            key, self._named_parameters([parameter], dim), self.dtype, self.device, self.base
+        )
+        return key
+
+    def add_tensors(self, key: str, parameters: Sequence[Tensor]) -> str:
+        """Add several parameters, stacked, and return their key."""
+        self.weights.add(
+            key, self._named_parameters(parameters), self.dtype, self.device, self.base
+        )
+        return key
+
+    def add_adapter(self, key: str, parameter: Tensor, dim: int | None = None) -> str:
+        """Add an adapter's matrix in its own dtype and return its key. `dim`: see `add_tensor`."""
+        self.weights.add(
+            key, self._named_parameters([parameter], dim), parameter.dtype, self.device
+        )
+        return key
+
+    def add_projection(
+        self,
+        key: str,
+        modules: Sequence[nn.Module],
+        tied_to: str | None = None,
+        *,
+        shard_inputs: bool = False,
+    ) -> ProjectionSpec:
+        """Add linear layers that read the same input, fused, and return their specification.
+
+        `tied_to` names the existing buffer of a tied weight. A team shards the outputs of the
+        layers, or with `shard_inputs` their inputs; each rank then computes its term of a sum.
+        Raises `UnsupportedModel` if only some of the layers have a bias.
+        """
+        parts = [unwrap_lora_layer(module) for module in modules]
+        weight, bias, lora_a = tied_to or f"{key}.weight", None, None
+        if tied_to is None:
+            self.weights.add(
+                weight,
+                self._named_parameters((part.base.weight for part in parts), int(shard_inputs)),
+                self.dtype,
+                self.device,
+                self.base,
+            )
+        biased = [part.base.bias for part in parts if part.base.bias is not None]
+        if biased:
+            if len(biased) < len(parts):
+                raise UnsupportedModel(f"a bias on only some layers of {key}")
+            bias = f"{key}.bias"
+            named = self._named_parameters(biased, None if shard_inputs else 0)
+            bias_parts = (
+                [replace(part, shard=first_rank_shard(self.tp_group)) for part in named]
+                if shard_inputs
+                else named
+            )
+            self.weights.add(bias, bias_parts, self.dtype, self.device, self.base)
+        adapters, first_rank, first_column = [], 0, 0
+        for i, part in enumerate(parts):
+            outputs = (
+                UNSHARDED if shard_inputs else shard_of(part.base.out_features, 0, self.tp_group)
+            )
+            columns = slice(first_column, first_column + outputs.num_rows(part.base.weight))
+            first_column = columns.stop
+            if part.lora_a is None or part.lora_b is None:
+                continue
+            ranks = slice(first_rank, first_rank + len(part.lora_a))
+            first_rank = ranks.stop
+            b_key = f"{key}.lora_b.{i}"
+            adapters.append(
+                LoraSpec(
+                    self.add_adapter(b_key, part.lora_b, None if shard_inputs else 0),
+                    part.scale,
+                    columns,
+                    ranks,
+                )
+            )
+        matrices = [part.lora_a for part in parts if part.lora_a is not None]
+        if matrices:
+            lora_a = f"{key}.lora_a"
+            self.weights.add(
+                lora_a,
+                self._named_parameters(matrices, 1 if shard_inputs else None),
+                matrices[0].dtype,
+                self.device,
+            )
+        return ProjectionSpec(weight, bias, lora_a, tuple(adapters))

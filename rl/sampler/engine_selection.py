@@ -1,0 +1,170 @@
+"""Choose the engine: contiguous KV cache, or paged KV cache with several steps per host sync.
+
+On CUDA the choice is made by a trial of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+
+from rl.errors import UserError, warn_on_rank_zero
+from rl.sampler.decoder import Decoder
+from rl.sampler.decoder_fast import FastDecoder
+from rl.sampler.kv_cache_pool import IdleKVCachePool
+from rl.sampler.multistep_engine import MultiStepEngine
+from rl.sampler.sampling_engine import Engine
+from rl.sampler.sampling_requests import SamplingRequest
+from rl.types import SamplingParams
+
+CACHE_KINDS = ("auto", "plain", "paged")
+_TRIAL_LAYERS, _TRIAL_VOCAB, _TRIAL_ROWS = 2, 4096, 4  # sizes of a trial
+
+
+def make_engine(
+    decoder: Decoder,
+    cache: str = "auto",
+    kept: IdleKVCachePool | None = None,
+    sizes: Iterable[tuple[int, int, int]] | None = None,
+    **settings: Any,
+) -> Engine:
+    """Return an engine for the decoder.
+
+    "plain": a contiguous KV cache for each batch. "paged": a paged KV cache, CUDA graphs on CUDA,
+    and several steps per host sync. "auto": plain on a CPU, and for a decoder that is split over
+    several ranks. On CUDA, with the fast decoder, "auto" is paged if both engines returned the same
+    samples on this device in a trial (about a second, run once); otherwise a warning is printed and
+    "auto" is plain.
+
+    `kept` provides the KV cache pool of an earlier paged engine, and receives the pool when this
+    engine is closed. `sizes`: see `PagedEngine`. `settings` are those of `Engine`. Raises
+    ValueError if `cache` is unknown, UserError if "paged" is requested for a decoder that does not
+    support it.
+    """
+    if cache not in CACHE_KINDS:
+        raise ValueError(f"cache is one of {', '.join(CACHE_KINDS)}, got {cache!r}")
+    if cache == "paged":
+        if not isinstance(decoder, FastDecoder):
+            raise UserError(
+                "sampler_cache paged is supported only by the fast decoder (Llama and Qwen "
+                "families): leave sampler_cache at auto, or sample such a model"
+            )
+        if decoder.tp_group is not None:
+            raise UserError(
+                "sampler_cache paged does not support tensor parallelism, and the sampler is split "
+                f"over {decoder.tp_group.size} ranks: leave sampler_cache at auto, or sampler_tp "
+                "at 1"
+            )
+        return MultiStepEngine(decoder, kept=kept, sizes=sizes, **settings)
+    eligible = (
+        cache == "auto"
+        and isinstance(decoder, FastDecoder)
+        and decoder.device.type == "cuda"
+        and decoder.tp_group is None
+    )
+    if (
+        eligible
+        and isinstance(decoder, FastDecoder)
+        and _paged_engine_failure(_TrialKey(decoder)) is None
+    ):
+        return MultiStepEngine(decoder, kept=kept, sizes=sizes, **settings)
+    return Engine(decoder, **settings)
+
+
+class _TrialKey:
+    """Wrap a decoder as the cache key of a trial.
+
+    Decoders of the same architecture, dtype and device are equal.
+    """
+
+    def __init__(self, decoder: FastDecoder):
+        a = decoder.architecture
+        self.decoder = decoder
+        sizes = (
+            len(decoder.layers),
+            a.heads,
+            a.key_heads,
+            a.head_width,
+            a.vocab_size,
+            decoder.norm_E.shape,
+            repr(a.layers[0]),
+        )
+        self.key = (*sizes, decoder.dtype, decoder.device)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _TrialKey) and self.key == other.key
+
+
+@cache
+def _paged_engine_failure(trial: _TrialKey) -> str | None:
+    """Return why this device does not support the paged engine, and warn once; None if it does."""
+    decoder = trial.decoder
+    trial.decoder = None  # type: ignore[assignment]  # the key persists, the weights are released
+    try:
+        reason = compare_engines(decoder)
+    except Exception as failure:  # noqa: BLE001  (compiler, driver, memory: the plain engine is the fallback for any)
+        reason = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:200]}"
+    if reason is not None:
+        warn_on_rank_zero(
+            f"the paged KV cache of the sampler does not run on this device ({reason}), "
+            "so the plain engine samples, which is slower"
+        )
+    return reason
+
+
+def compare_engines(decoder: FastDecoder) -> str | None:
+    """Return the first difference between the samples of both engines, or None if they agree.
+
+    Only the first layers and vocabulary entries are used. The prompts end around the end of a block
+    and past it, groups share blocks, and rows end between host syncs. Rounding may make two samples
+    diverge at a token if the random number is at the border between two tokens. The tokens before
+    it must agree in logprob. Of a hundred tokens after equal prefixes (except the first token,
+    which the prompt determines), ten may diverge.
+    """
+    small = decoder.truncated_copy(
+        min(_TRIAL_LAYERS, len(decoder.layers)), min(_TRIAL_VOCAB, decoder.vocab_size)
+    )
+    most = min(small.max_positions or 640, 640) - 20
+    lengths, vocab = (
+        [length for length in (3, 250, 256, 600) if length <= most] or [1],
+        small.vocab_size,
+    )
+    samples = []
+    for kind in (MultiStepEngine, Engine):
+        engine = kind(small, (1, 2), kv_cache_tokens=256 * 40, max_rows=_TRIAL_ROWS * len(lengths))
+        for i, length in enumerate(lengths):
+            prompt = [(7 * i + 13 * j) % vocab for j in range(length)]
+            engine.add(
+                SamplingRequest(
+                    prompt=prompt,
+                    num_samples=_TRIAL_ROWS,
+                    problem=i,
+                    params=SamplingParams(max_tokens=12 + i, temperature=1.0),
+                )
+            )
+        samples.append([sequence for response in engine.run() for sequence in response.sequences])
+    bound, diverged, compared = (1e-3 if small.dtype == torch.float32 else 0.1), 0, 0
+    for stepped, plain in zip(*samples, strict=True):
+        pairs = list(zip(stepped.tokens, plain.tokens, strict=False))
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        gaps = [
+            abs(a - b)
+            for a, b in zip(
+                (stepped.logprobs or [])[:same], (plain.logprobs or [])[:same], strict=True
+            )
+        ]
+        if not max(gaps, default=0.0) <= bound:  # NaN counts as a difference
+            return f"logprobs of the same tokens differ by {max(gaps):.2g}"
+        differs = same < max(len(stepped.tokens), len(plain.tokens))
+        diverged, compared = diverged + differs, compared + max(same - 1, 0) + differs
+    return (
+        None
+        if 10 * diverged <= compared
+        else f"{diverged} of {compared} tokens after equal prefixes differ"
+    )

@@ -1,0 +1,187 @@
+"""Pass the KV cache pool of a paged engine to the next, with its step buffers and CUDA graphs.
+
+A graph contains addresses. While pool, buffers and decoder stay in place, it is captured once, not
+once for each call to sample. Weights that are loaded in place take effect in the next replay. At
+most 1 pool is idle. Memory that a learner on the same device needs is freed before the learner
+runs; the pool is kept only if enough memory remained for it in earlier updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from rl.sampler.cuda_graphs import CUDAGraphRunner, row_buckets
+from rl.sampler.decode_inputs import DecodeInputs
+from rl.sampler.forward_fast import LlamaForward
+
+_INITIAL_STOP_CONDITIONS = 16  # initial number of stop conditions
+_MAX_MEMORY_FRACTION = 0.85  # maximum fraction of device memory for learning and the kept pool
+
+
+class KVCachePool:
+    """Hold a pool of `count` blocks of `block_size` positions, for decoders of the same shape.
+
+    `kv` has shape [2, count + 1, size, K, D] for each layer. Ended rows write to the extra block.
+    `get_step_graphs` holds the graphs by decoder, for the lifetime of the decoder, all over the
+    same blocks and buffers.
+    """
+
+    def __init__(self, decoder: LlamaForward, count: int, block_size: int):
+        shape = self._shape(decoder, count, block_size)
+        self.kv: list[Tensor] = [
+            torch.zeros(shape, dtype=decoder.dtype, device=decoder.device) for _ in decoder.layers
+        ]
+        self.kept_during_learning = False  # the pool was kept while a learner ran
+        self._buffers: DecodeInputs | None = None
+        self._steps: WeakKeyDictionary[LlamaForward, CUDAGraphRunner] = WeakKeyDictionary()
+
+    @staticmethod
+    def _shape(decoder: LlamaForward, count: int, block_size: int) -> tuple[int, ...]:
+        """Return the shape of the KV cache of a layer."""
+        return (
+            2,
+            count + 1,
+            block_size,
+            decoder.architecture.key_heads,
+            decoder.architecture.head_width,
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Return the size of the pool in bytes."""
+        return sum(tensor.nbytes for tensor in self.kv)
+
+    def fits(
+        self, decoder: LlamaForward, min_blocks: int, max_blocks: int, block_size: int
+    ) -> bool:
+        """Return whether the pool has the decoder's shape and enough blocks, but not too many."""
+        count = self.kv[0].shape[1] - 1
+        shape, kind = (
+            self._shape(decoder, max(min(count, max_blocks), min_blocks), block_size),
+            (decoder.dtype, decoder.device),
+        )
+        return len(self.kv) == len(decoder.layers) and all(
+            tuple(t.shape) == shape and (t.dtype, t.device) == kind for t in self.kv
+        )
+
+    def get_step_graphs(
+        self,
+        decoder: LlamaForward,
+        max_rows: int,
+        table_width: int,
+        steps_per_sync: int,
+        conditions: int,
+    ) -> CUDAGraphRunner:
+        """Return the step graphs of the decoder.
+
+        If the sizes differ from the present buffers, the buffers and the graphs of all decoders are
+        rebuilt. `max_rows`: rows, `table_width`: blocks of a table, `steps_per_sync`: steps per
+        host sync, `conditions`: number of stop conditions.
+        """
+        b, rows = self._buffers, row_buckets(max_rows)[-1]
+        words = decoder.vocab_size
+        if b is None or (len(b.token), b.table.shape[1], len(b.tokens), b.stops.shape[1]) != (
+            rows,
+            table_width,
+            steps_per_sync,
+            words,
+        ):
+            b = None
+        if b is None or len(b.stops) < conditions:
+            room = _INITIAL_STOP_CONDITIONS
+            while room < conditions:
+                room *= 2
+            self._steps.clear()
+            b = self._buffers = DecodeInputs.allocate(
+                rows, table_width, steps_per_sync, room, words, decoder.device
+            )
+        if decoder not in self._steps:
+            self._steps[decoder] = CUDAGraphRunner(decoder, self.kv, b, max_rows)
+        return self._steps[decoder]
+
+
+def has_free_memory(device: torch.device, size: int) -> bool:
+    """Return whether `size` bytes are free beyond the peak allocation of this process.
+
+    Always False on a host: its memory is not queried.
+    """
+    if device.type != "cuda":
+        return False
+    free, _ = torch.cuda.mem_get_info(device)
+    available = free + torch.cuda.memory_reserved(device)  # other processes use the rest
+    return torch.cuda.max_memory_allocated(device) + size <= _MAX_MEMORY_FRACTION * available
+
+
+class IdleKVCachePool:
+    """Hold the idle pool of a process that runs its engines in sequence."""
+
+    def __init__(self, has_room: Callable[[torch.device, int], bool] = has_free_memory):
+        """Set `has_room`, which checks whether a device has a number of bytes besides what learning
+        takes.
+        """
+        self._idle: KVCachePool | None = None
+        self._has_room, self._has_learned = has_room, False
+
+    def take(
+        self, decoder: LlamaForward, min_blocks: int, max_blocks: int, block_size: int
+    ) -> KVCachePool:
+        """Return the idle pool if it has this shape and `min_blocks` to `max_blocks` blocks.
+
+        Otherwise free the idle pool and return a new pool of `min_blocks` blocks.
+        """
+        idle, self._idle = self._idle, None
+        if idle is not None and idle.fits(decoder, min_blocks, max_blocks, block_size):
+            return idle
+        del idle
+        return KVCachePool(decoder, min_blocks, block_size)
+
+    def store(self, pages: KVCachePool) -> None:
+        """Store an idle pool for the next engine."""
+        self._idle = pages
+
+    def release(self) -> None:
+        """Free the idle pool."""
+        self._idle = None
+
+    def reset(self) -> None:
+        """Free the idle pool and reset the measurement of learning.
+
+        For another learner, or a learner that ran out of memory.
+        """
+        self._idle, self._has_learned = None, False
+
+    @contextmanager
+    def yield_to_learner(self) -> Iterator[None]:
+        """Wrap the work of a learner on this device. Resets the measurement if the device is out of
+        memory.
+        """
+        self.free_for_learner()
+        try:
+            yield
+        except torch.OutOfMemoryError:  # the failed allocation is not part of the measured peak
+            self.reset()
+            raise
+
+    def record_update(self) -> None:
+        """Record that an update was made: from now on the memory peak includes learning."""
+        self._has_learned = True
+
+    def free_for_learner(self) -> None:
+        """Free the idle pool before a learner runs, unless earlier updates had enough memory
+        besides it.
+
+        A pool that was kept during earlier work is already part of the measured peak.
+        """
+        idle = self._idle
+        if idle is None:
+            return
+        more = 0 if idle.kept_during_learning else idle.bytes
+        if self._has_learned and self._has_room(idle.kv[0].device, more):
+            idle.kept_during_learning = True
+        else:
+            self._idle = None

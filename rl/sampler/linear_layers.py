@@ -1,0 +1,233 @@
+"""Compute the linear layers of a decoder: a matrix plus unmerged LoRA adapters, as PEFT adds them.
+
+A matrix may carry several adapters (`Projection.row_lora`), each for some of the rows: the matrix
+is read once for all of them. Shapes: N rows (or prompts) first, I inputs, O outputs, R ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rl.sampler import mkldnn_layout
+from rl.sampler.precision import linear_fp32
+from rl.sampler.tensor_parallel import TensorParallelGroup, gather_columns, shard_range
+
+# (number of the adapter, indices of its rows in the first dimension; None: all rows).
+RowAdapters = Sequence[tuple[int, Tensor | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """Describe a low-rank addition to some outputs of a projection.
+
+    outputs[columns] += scale * low[ranks] B^T, with low = x A^T.
+    """
+
+    b_key: str
+    scale: float
+    columns: slice
+    ranks: slice
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectionSpec:
+    """Name the buffers that a (fused) linear layer reads."""
+
+    weight: str
+    bias: str | None = None
+    lora_a: str | None = None
+    adapters: tuple[LoraSpec, ...] = ()
+
+
+def _slice_columns(tensor: Tensor, columns: slice) -> Tensor:
+    # indexing queries the device even of fake tensors
+    """Return the given columns of a tensor [.., columns], as a view."""
+    return tensor.narrow(-1, columns.start, columns.stop - columns.start)
+
+
+class LoraWeights:
+    """Hold the adapters of a (fused) linear layer, in their dtype."""
+
+    __slots__ = ("lora_a", "parts")
+
+    def __init__(self, lora_a: Tensor, parts: Sequence[tuple[Tensor, float, slice, slice]]):
+        self.lora_a, self.parts = lora_a, parts
+
+    def add_(self, x: Tensor, y: Tensor, rows: Tensor | None = None) -> None:
+        """Add the adapters' output for x [N, .., I] to y [N, .., O], for all rows or the rows with
+        these indices.
+        """
+        selected = x if rows is None else x.index_select(0, rows)
+        low = F.linear(selected.to(self.lora_a.dtype), self.lora_a)
+        for b_OR, scale, columns, ranks in self.parts:
+            delta = (F.linear(_slice_columns(low, ranks), b_OR) * scale).to(y.dtype)
+            if rows is None:
+                _slice_columns(y, columns).add_(delta)
+            else:
+                _slice_columns(y, columns).index_add_(0, rows, delta)
+
+    def truncate(self, outputs: int) -> LoraWeights:
+        """Return these adapters restricted to the first outputs of a layer that is not fused."""
+        parts = [
+            (b_OR[:outputs], scale, slice(0, outputs), ranks)
+            for b_OR, scale, _, ranks in self.parts
+        ]
+        return LoraWeights(self.lora_a, parts)
+
+
+class Projection:
+    """Map x [..., I] to [..., O].
+
+    `adapter` applies to every row, `row_lora` (by number) to the rows assigned to them. `may_pack`:
+    whether the matrix may be held in a second layout (`rl.sampler.mkldnn_layout`).
+    """
+
+    __slots__ = ("adapter", "bias", "packed_layout", "row_lora", "may_pack", "weight")
+
+    def __init__(self, spec: ProjectionSpec, buffers: dict[str, Tensor]):
+        self.weight = buffers[spec.weight]
+        self.bias = buffers[spec.bias] if spec.bias else None
+        parts = [(buffers[a.b_key], a.scale, a.columns, a.ranks) for a in spec.adapters]
+        self.adapter = LoraWeights(buffers[spec.lora_a], parts) if spec.lora_a else None
+        self.row_lora: dict[int, LoraWeights] = {}
+        self.may_pack = False
+        self.packed_layout: tuple[int, Tensor] | None = None
+
+    def __call__(self, x: Tensor, row_adapters: RowAdapters | None = None) -> Tensor:
+        y = self._product(x)
+        if self.adapter is not None:
+            self.adapter.add_(x, y)
+        if row_adapters is not None and self.row_lora:
+            for number, rows in row_adapters:
+                if number in self.row_lora:
+                    self.row_lora[number].add_(x, y, rows)
+        return y
+
+    def _product(self, x: Tensor) -> Tensor:
+        if self.may_pack and (
+            self.packed_layout is None or self.packed_layout[0] != self.weight._version
+        ):
+            self.packed_layout = mkldnn_layout.get_layout(self.weight)
+            self.may_pack = self.packed_layout is not None
+        return (
+            self._plain(x)
+            if self.packed_layout is None
+            else mkldnn_layout.packed_linear(x, self.packed_layout[1], self.bias)
+        )
+
+    def _plain(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class HeadProjection(Projection):
+    """Compute float32 logits even if weights and hidden states are half precision, as a learner
+    does.
+
+    `tp_group`: each of its ranks holds some rows of the vocabulary, and all ranks get all logits.
+    """
+
+    __slots__ = ("outputs", "tp_group", "vocab_size")
+
+    def __init__(
+        self,
+        spec: ProjectionSpec,
+        buffers: dict[str, Tensor],
+        vocab_size: int = 0,
+        tp_group: TensorParallelGroup | None = None,
+    ):
+        """Build the head; `vocab_size` is the size of the vocabulary if a team holds it."""
+        super().__init__(spec, buffers)
+        self.tp_group, self.vocab_size, self.outputs = tp_group, vocab_size, vocab_size
+
+    def __call__(self, x: Tensor, row_adapters: RowAdapters | None = None) -> Tensor:
+        y = super().__call__(x, row_adapters)
+        return (
+            y
+            if self.tp_group is None
+            else gather_columns(self.tp_group, y, self.vocab_size)[..., : self.outputs]
+        )
+
+    def _plain(self, x: Tensor) -> Tensor:
+        return linear_fp32(x, self.weight, self.bias)
+
+    def truncate(self, outputs: int) -> HeadProjection:
+        """Return a head of the first outputs, with the same weights."""
+        other = copy.copy(self)
+        if self.tp_group is not None:
+            other.outputs = outputs
+            return other
+        other.packed_layout = None
+        other.weight, other.bias = (
+            self.weight[:outputs],
+            None if self.bias is None else self.bias[:outputs],
+        )
+        other.adapter = None if self.adapter is None else self.adapter.truncate(outputs)
+        return other
+
+
+class TokenEmbedding:
+    """Map tokens [N, ..] to vectors [N, .., E]; adapters (A [R, V], B [E, R], scale) as in
+    `Projection`.
+
+    `tp_group`: each of its ranks holds the vectors of some of the `vocab_size`, and all ranks get
+    all vectors.
+    """
+
+    __slots__ = ("adapter", "row_lora", "tp_group", "weight_VE", "vocab_size")
+
+    def __init__(
+        self,
+        weight_VE: Tensor,
+        adapter: tuple[Tensor, Tensor, float] | None,
+        vocab_size: int = 0,
+        tp_group: TensorParallelGroup | None = None,
+    ):
+        self.weight_VE, self.adapter, self.vocab_size, self.tp_group = (
+            weight_VE,
+            adapter,
+            vocab_size,
+            tp_group,
+        )
+        self.row_lora: dict[int, tuple[Tensor, Tensor, float]] = {}
+
+    def __call__(self, ids: Tensor, row_adapters: RowAdapters | None = None) -> Tensor:
+        if self.tp_group is None:
+            return self._vectors(ids, row_adapters)
+        first, last = shard_range(self.vocab_size, self.tp_group)
+        elsewhere = (ids < first) | (ids >= last)
+        vectors = self._vectors((ids - first).masked_fill(elsewhere, 0), row_adapters)
+        return self.tp_group.all_reduce_(vectors.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+    def _vectors(self, ids: Tensor, row_adapters: RowAdapters | None) -> Tensor:
+        """Return the vectors of `ids` from the local rows, with the adapters' output."""
+        x = F.embedding(ids, self.weight_VE)
+        if self.adapter is not None:
+            x = x + _lora_vectors(ids, self.adapter).to(x.dtype)
+        for number, rows in (row_adapters or ()) if self.row_lora else ():
+            if number in self.row_lora:
+                selected = ids if rows is None else ids.index_select(0, rows)
+                delta = _lora_vectors(selected, self.row_lora[number]).to(x.dtype)
+                x = x + delta if rows is None else x.index_add(0, rows, delta)
+        return x
+
+
+def _lora_vectors(ids: Tensor, adapter: tuple[Tensor, Tensor, float]) -> Tensor:
+    """Return the adapter's output [N, .., E] for `ids`."""
+    a_RV, b_ER, scale = adapter
+    return F.linear(F.embedding(ids, a_RV.T), b_ER) * scale
+
+
+def group_rows_by_adapter(numbers: Sequence[int], device: torch.device) -> RowAdapters:
+    """Group rows by the number of their adapter; `numbers` has an entry for each row."""
+    rows_of: dict[int, list[int]] = {}
+    for row, number in enumerate(numbers):
+        rows_of.setdefault(int(number), []).append(row)
+    if len(rows_of) == 1:
+        return [(next(iter(rows_of)), None)]
+    return [(number, torch.tensor(rows, device=device)) for number, rows in rows_of.items()]

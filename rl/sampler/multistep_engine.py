@@ -1,0 +1,290 @@
+"""Run the paged engine with several decode steps per host sync.
+
+The device feeds and samples tokens and ends rows by itself. The samples equal those of the other
+engines, because the random number of each token is known in advance. A step that admits requests,
+and steps with truncated (top_k, top_p, min_p) or biased distributions, run as in `PagedEngine`.
+Only the host can check stop strings; tokens sampled past a stop string are discarded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl.sampler.block_tables import split_block_tables
+from rl.sampler.cuda_graphs import CUDAGraphRunner
+from rl.sampler.decode_inputs import DecodeInputs
+from rl.sampler.decode_state import compact_slots
+from rl.sampler.decoder_fast import FastDecoder
+from rl.sampler.logit_bias import find_biased_rows
+from rl.sampler.paged_engine import PagedEngine
+from rl.sampler.sampling_requests import FinishedRequest
+
+STEPS_PER_SYNC = 8  # steps per host sync
+_PREFETCH_TOKENS = (
+    8192  # tokens copied to the device in advance for the next prefills, plus a prompt
+)
+
+
+class MultiStepEngine(PagedEngine):
+    """Run `PagedEngine` with up to `steps_per_sync` tokens of each row in each `step`.
+
+    Raises ValueError if several ranks split the decoder, or if `steps_per_sync` is less than 1.
+    """
+
+    def __init__(
+        self,
+        decoder: FastDecoder,
+        *args: Any,
+        steps_per_sync: int = STEPS_PER_SYNC,
+        **settings: Any,
+    ):
+        if decoder.tp_group is not None:
+            raise ValueError(
+                "several steps per host sync need a decoder on a single rank, and several ranks "
+                "split this decoder: use the plain Engine"
+            )
+        super().__init__(decoder, *args, **settings)
+        if steps_per_sync < 1:
+            raise ValueError(f"look={steps_per_sync}: the steps per host sync are at least 1")
+        self.steps_per_sync = steps_per_sync
+        # upper bound on the tokens per row of the next `step`; None: `steps_per_sync`
+        self.max_steps: int | None = None
+        self._steps: CUDAGraphRunner | None = None
+        # step buffers that hold the stop table, and the number of its rows that they hold
+        self._stop_table_copy: tuple[DecodeInputs | None, int] = (None, 0)
+        # rows before the last processed step that remain after it
+        self._surviving_rows = np.zeros(0, np.int64)
+        self.num_syncs = 0
+
+    @torch.inference_mode()
+    def step(self) -> list[FinishedRequest]:
+        self._resume()
+        count = 0 if self._may_admit() or not self._is_untruncated() else self._plan_steps()
+        if count < 1:
+            return super().step()
+        tokens, logprobs = self._run_steps(count)
+        finished: list[FinishedRequest] = []
+        columns = np.arange(len(self._rows))
+        for token_R, logprob_R in zip(tokens, logprobs, strict=True):
+            if len(columns):
+                finished += self._process_step(token_R[columns], logprob_R[columns])
+                columns = columns[self._surviving_rows]
+        return finished
+
+    def _process_step(self, tokens: np.ndarray, logprobs: np.ndarray) -> list[FinishedRequest]:
+        """Process the tokens of a device step for the rows that ran in it, as the end of
+        `Engine.step`.
+        """
+        tokens, bad = tokens.copy(), np.isnan(logprobs)
+        if bad.any():
+            self._handle_non_finite(tokens, bad)
+        counters, rows = self.counters, len(self._rows)
+        self._rows.record(tokens, logprobs)
+        self._state.response_lengths = self._state.response_lengths + 1
+        counters.fed_tokens += rows
+        counters.steps += 1
+        counters.decoded_rows += rows
+        ended, stopped = self._find_ended(tokens)
+        self._surviving_rows = compact_slots(~ended)
+        return self._retire(ended, stopped)
+
+    # --------------------------------------------------------------------------- planning the steps
+
+    def _may_admit(self) -> bool:
+        """Return whether a request may be admitted now.
+
+        Returns True if the cache holds conversations, because these can be evicted.
+        """
+        if not len(self._rows):
+            return True
+        if not self._waiting or self._preempted or len(self._rows) >= self.max_rows:
+            return False
+        if any(prompt.conversation is not None for prompt in self._prompts):
+            return True
+        group, keys = self._waiting[0], [prompt.key for prompt in self._prompts]
+        fresh = group.key not in keys
+        longest = max(int(self._state.prompt_lengths.max(initial=0)), len(group.key[0]))
+        return (
+            self._count_admissible(
+                group, len(keys) + fresh, longest, len(self._rows), group.max_tokens
+            )
+            > 0
+        )
+
+    def _is_untruncated(self) -> bool:
+        """Return whether no row truncates or biases its distribution."""
+        rows, vocab = self._rows, self.decoder.vocab_size
+        whole = (
+            ((rows["top_k"] < 1) | (rows["top_k"] >= vocab))
+            & (rows["top_p"] >= 1)
+            & (rows["min_p"] <= 0)
+        )
+        return bool((whole | (rows["temperature"] == 0)).all() and not find_biased_rows(rows).any())
+
+    def _remaining_tokens(self) -> np.ndarray:
+        """Return the number of tokens that each row may still sample."""
+        return self._rows["max_tokens"] - self._rows["drawn"]
+
+    def _plan_steps(self) -> int:
+        """Return the number of steps that have blocks; 0 if a row must be preempted first."""
+        tables, remaining = self._state.block_manager, self._remaining_tokens()
+        count = min(
+            self.steps_per_sync, self.max_steps or self.steps_per_sync, int(remaining.max())
+        )
+        while (
+            count
+            and tables.blocks_needed(np.minimum(remaining, count).tolist()) > tables.pool.num_free
+        ):
+            count //= 2
+        return count
+
+    # ----------------------------------------------------------------------------------- the device
+
+    def _run_steps(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Run `count` steps of all rows and return tokens and logprobs [count, rows], with a single
+        sync.
+        """
+        steps, rows, state = self._get_step_graphs(), len(self._rows), self._state
+        remaining, written = (
+            self._remaining_tokens(),
+            state.prompt_lengths[state.prompt_of_row] + state.response_lengths,
+        )
+        state.copy_blocks(
+            [
+                state.block_manager.append_positions(row, int(n))
+                for row, n in zip(
+                    state.block_manager.rows, np.minimum(remaining, count), strict=True
+                )
+            ]
+        )
+        size, bucket = state.block_size, steps.bucket_for(rows)
+        shared = state.block_manager.shared_prefixes()
+        self._upload_rows(steps.buffers, bucket, remaining, written, shared, size)
+        self._upload(steps.buffers.uniform[:count, :rows], self._rows.uniforms_ahead(count))
+        width = max(len(row.block_table) for row in state.block_manager.rows)
+        steps.run(bucket, min(width, steps.max_blocks), bool(shared), count)
+        self.num_syncs += 1
+        self._state.copy_ahead(self._next_prefills())  # overlaps with the device; the sync is below
+        return self._copy_results(steps.buffers, count, rows)
+
+    @staticmethod
+    def _copy_results(b: DecodeInputs, count: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Copy the tokens and logprobs to the host, which waits for the device."""
+        sampled = (
+            torch.stack(
+                [tensor.double() for tensor in (b.tokens[:count, :rows], b.logprobs[:count, :rows])]
+            )
+            .cpu()
+            .numpy()
+        )
+        return sampled[0].astype(np.int64), sampled[1]
+
+    def _next_prefills(self) -> list[tuple[int, ...]]:
+        """Return the sequences that may be prefilled after these steps, since any row may stop in
+        them.
+
+        Preempted rows come first, then the prompts of waiting requests.
+        """
+        known, sequences, positions, room = (
+            {prompt.key for prompt in self._prompts},
+            list[tuple[int, ...]](),
+            0,
+            self.max_rows,
+        )
+        for row in self._preempted:
+            if positions < _PREFETCH_TOKENS:
+                sequences.append(tuple(row.fed_tokens))
+                positions += len(row.fed_tokens)
+                room -= 1
+        for group in self._waiting:
+            if room < 1 or positions >= _PREFETCH_TOKENS:
+                break
+            room -= group.request.num_samples - group.num_admitted
+            if group.key not in known and group.request.conversation is None:
+                known.add(group.key)
+                sequences.append(group.key[0])
+                positions += len(group.key[0])
+        return sequences
+
+    def _get_step_graphs(self) -> CUDAGraphRunner:
+        """Return the step graphs of the present weights: a graph reads the weights that it was
+        captured with.
+        """
+        table, state = self._stops.table, self._state
+        limit = (
+            self.kv_cache_tokens
+            if self.max_context is None
+            else min(self.max_context, self.kv_cache_tokens)
+        )
+        # the position of an ended row is one past its last token
+        pages = state.block_manager.num_blocks_for(limit) + 1
+        steps = self._steps = self._pool.get_step_graphs(
+            state.decoder, self.max_rows, pages, self.steps_per_sync, len(table)
+        )
+        buffers, known_stops = self._stop_table_copy
+        if buffers is not steps.buffers or known_stops < len(table):
+            self._upload(steps.buffers.stops[: len(table)], table)
+            self._stop_table_copy = (steps.buffers, len(table))
+        return steps
+
+    def _upload_rows(
+        self,
+        b: DecodeInputs,
+        bucket: int,
+        remaining: np.ndarray,
+        written: np.ndarray,
+        shared: list[tuple[list[int], list[int]]],
+        block_size: int,
+    ) -> None:
+        """Copy the present rows to the device.
+
+        The padding rows of the bucket are marked as ended.
+        """
+        rows, tables = self._rows, [row.block_table for row in self._state.block_manager.rows]
+        groups = max(bucket // 2, 1)
+        width = max(len(pages) for pages in tables)  # no row reads the table past this width
+        skip, table, _, shared_fields = split_block_tables(
+            tables, written + 1, shared, block_size, bucket, groups, width
+        )
+        greedy = rows["temperature"] == 0
+        padded: dict[str, np.ndarray] = {
+            "token": rows.last_tokens(),
+            "position": written,
+            "remaining": remaining,
+            "stop_row": rows["stop_row"],
+        }
+        for name, values in padded.items():
+            self._upload(getattr(b, name)[:bucket], _pad_to(values, bucket))
+        by_row = {"skip": skip} | {
+            name: shared_fields[name] for name in ("order", "place", "group", "shares")
+        }
+        for name, values in by_row.items():
+            self._upload(getattr(b, name)[:bucket], values)
+        self._upload(b.greedy[:bucket], _pad_to(greedy, bucket))
+        self._upload(
+            b.temperature[:bucket],
+            _pad_to(np.where(greedy, 1.0, rows["temperature"]).astype(np.float32), bucket, 1.0),
+        )
+        self._upload(b.starts[: groups + 1], shared_fields["starts"])
+        self._upload(b.table[:bucket, :width], table)
+        self._upload(b.shared_table[:groups, :width], shared_fields["table"])
+        self._upload(b.shared_length[:groups], shared_fields["length"])
+
+    @staticmethod
+    def _upload(target: Tensor, values: np.ndarray) -> None:
+        """Copy an array to a device tensor without waiting."""
+        target.copy_(torch.from_numpy(np.ascontiguousarray(values)), non_blocking=True)
+
+
+def _pad_to(values: np.ndarray, count: int, fill_value: float = 0) -> np.ndarray:
+    """Pad an array to `count` entries with `fill_value`.
+
+    np.pad takes ten times as long, and the device would wait for it.
+    """
+    padded = np.full(count, fill_value, values.dtype)
+    padded[: len(values)] = values
+    return padded

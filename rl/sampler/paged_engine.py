@@ -1,0 +1,244 @@
+"""Run the engine over a paged KV cache: admit rows while blocks are free, preempt the newest
+otherwise.
+
+A preempted row keeps its sampled tokens and its position in its random stream. Its keys and values
+are freed. It is resumed before any new request is admitted: prompt and response are prefilled
+again, and sampling continues with the same samples. The oldest row is never preempted, and it fits
+without any other row (`add` rejects requests that would not), so every request finishes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl.sampler.block_manager import choose_pool_size, max_blocks
+from rl.sampler.decode_state import compact_slots
+from rl.sampler.decoder import Decoder
+from rl.sampler.decoder_fast import FastDecoder
+from rl.sampler.kv_cache_pool import IdleKVCachePool
+from rl.sampler.paged_state import BLOCK_SIZE, PagedState
+from rl.sampler.sampling_engine import Engine
+from rl.sampler.sampling_requests import FinishedRequest
+from rl.sampler.sequence_groups import CachedPrompt, SequenceGroup
+from rl.types import SampledSequence
+
+
+@dataclass(frozen=True, slots=True)
+class _PreemptedRow:
+    """Hold a preempted row: its fields (a single row), its prompt, the prompt's length, all fed
+    tokens.
+    """
+
+    fields: dict[str, np.ndarray]
+    prompt: CachedPrompt
+    prompt_length: int  # prompt tokens
+    fed_tokens: list[int]
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Return (request id, sample index), which orders rows from oldest to newest."""
+        return int(self.fields["job"][0]), int(self.fields["sample"][0])
+
+
+class PagedEngine(Engine):
+    """Run `Engine` over a pool of `kv_cache_tokens` positions in blocks of `page`; for the fast
+    decoder.
+
+    `kept` provides the pool, and receives it when the engine is closed. `sizes`: the sizes of all
+    expected requests (`max_blocks`); the pool is smaller than the budget if they need less.
+    None: unknown.
+    """
+
+    def __init__(
+        self,
+        decoder: FastDecoder,
+        *args: Any,
+        page: int = BLOCK_SIZE,
+        kept: IdleKVCachePool | None = None,
+        sizes: Iterable[tuple[int, int, int]] | None = None,
+        **settings: Any,
+    ):
+        super().__init__(decoder, *args, **settings)
+        self._idle_pool = kept or IdleKVCachePool()
+        budget = max(self.kv_cache_tokens // page, 1)
+        need = None if sizes is None else max_blocks(sizes, page, self.max_rows)
+        self._pool = self._idle_pool.take(decoder, choose_pool_size(budget, need), budget, page)
+        self._state: PagedState = PagedState(decoder, self._pool.kv)
+        self._preempted: list[_PreemptedRow] = []  # oldest first
+        self.preemptions = 0
+        self._has_non_finite = False
+
+    def close(self) -> None:
+        """Release the pool to the next engine, unless it holds NaN or infinity.
+
+        Attention multiplies masked values by 0, and 0 times NaN is NaN. No request may follow.
+        """
+        if self._state.kv:
+            self._state.kv = []
+            if not self._has_non_finite:
+                self._idle_pool.store(self._pool)
+
+    @torch.inference_mode()
+    def step(self) -> list[FinishedRequest]:
+        self._resume()
+        self._preempt_newest()
+        return super().step()
+
+    def _handle_non_finite(self, tokens: np.ndarray, non_finite: np.ndarray) -> None:
+        self._has_non_finite = True
+        super()._handle_non_finite(tokens, non_finite)
+
+    def _admit(self) -> list[Tensor]:
+        return [] if self._preempted else super()._admit()
+
+    def _count_admissible(
+        self,
+        group: SequenceGroup,
+        prompts: int,
+        longest_prompt: int,
+        rows: int,
+        longest_response: int,
+    ) -> int:
+        """Return the number of the group's waiting samples that fit now, in blocks.
+
+        Counts the blocks of the new prompts, a block for each new row, and the next blocks of the
+        running rows.
+        """
+        tables = self._state.block_manager
+        count = min(group.request.num_samples - group.num_admitted, self.max_rows - rows)
+        reads = prompts - len(self._prompts)
+        if any(prompt.conversation is not None for prompt in self._prompts):
+            # each new row may extend a conversation, which copies a block or allocates new blocks
+            reads += rows - len(self._rows) + 1
+        planned = reads * tables.num_blocks_for(longest_prompt) + rows - len(self._rows)
+        room = tables.pool.num_free - planned - tables.blocks_needed()
+        if rows == 0 and prompts <= 1:
+            room = max(room, 1)  # a single row fits
+        return max(min(count, room), 0)
+
+    # ---------------------------------------------------------------------------- between two steps
+
+    @torch.inference_mode()
+    def change_weights(self, decoder: Decoder, version: int) -> None:
+        """Change the weights as `Engine.change_weights`.
+
+        Preempted rows are prefilled with the new weights when they are resumed.
+        """
+        self._rows.record_version(self.version, [row.fields for row in self._preempted])
+        preempted_prompts = {
+            id(row.prompt): row.prompt
+            for row in self._preempted
+            if not any(row.prompt is prompt for prompt in self._prompts)
+        }
+        super().change_weights(decoder, version)
+        # The cached logits are of the old weights: no new row may start from them.
+        for number, prompt in enumerate(preempted_prompts.values()):
+            prompt.key = ("of other weights", "away", number, prompt.key)
+
+    @torch.inference_mode()
+    def cancel(self, request_id: int) -> None:
+        dropped = [row for row in self._preempted if row.age[0] == request_id]
+        self._preempted = [row for row in self._preempted if row.age[0] != request_id]
+        super().cancel(request_id)
+        running = len(self._rows)
+        for row in dropped:
+            self._rows.restore(row.fields)
+        self._rows.keep_rows(np.arange(running))
+
+    def partial_samples(
+        self, request_ids: Collection[int] | None = None
+    ) -> dict[int, dict[int, SampledSequence]]:
+        running = len(self._rows)
+        for row in self._preempted:
+            self._rows.restore(row.fields)
+        partial = super().partial_samples(request_ids)
+        self._rows.reorder(np.arange(running))
+        return partial
+
+    # -------------------------------------------------------------------------------------- waiting
+
+    def _preempt_newest(self) -> None:
+        """Preempt the newest rows until the next tokens of the remaining rows have blocks."""
+        tables = self._state.block_manager
+        while len(self._rows) and tables.blocks_needed() > tables.pool.num_free:
+            ages = list(zip(self._rows["job"].tolist(), self._rows["sample"].tolist(), strict=True))
+            idle = [slot for slot, prompt in enumerate(tables.prompts) if prompt.rows == 0]
+            if idle:
+                # Evict prompts without running rows. They are prefilled again when needed.
+                self._keep_rows(np.ones(len(ages), np.bool_))
+                continue
+            if len(ages) == 1:
+                raise RuntimeError(
+                    f"a row needs more than {len(tables.pool.ref_counts)} blocks of the cache: "
+                    "`add` should have rejected it"
+                )
+            newest = max(range(len(ages)), key=ages.__getitem__)
+            self._preempt(newest)
+
+    def _preempt(self, row: int) -> None:
+        """Preempt a row."""
+        prompt, group = (
+            self._prompts[int(self._state.prompt_of_row[row])],
+            self._running[int(self._rows["job"][row])],
+        )
+        fed_tokens = self._rows.response(row)[0][:-1].tolist()  # the next step feeds the last token
+        keep = np.ones(len(self._rows), np.bool_)
+        keep[row] = False
+        preempted = _PreemptedRow(
+            self._rows.preempt(np.array([row])),
+            prompt,
+            len(group.key[0]),
+            [*group.request.prompt, *fed_tokens],
+        )
+        self._preempted = sorted([*self._preempted, preempted], key=lambda item: item.age)
+        self._keep_rows(keep)
+        self.preemptions += 1
+
+    def _keep_rows(self, keep: np.ndarray) -> None:
+        """Keep the rows of the mask and their prompts; remove all other rows and prompts."""
+        source = compact_slots(keep)
+        if not keep.all():
+            self._rows.reorder(source)
+        used = np.zeros(len(self._prompts), np.bool_)
+        used[self._state.prompt_of_row[source]] = True
+        prompt_source = compact_slots(used)
+        self._prompts = [self._prompts[slot] for slot in prompt_source]
+        self._state.retain(source, prompt_source)
+        self._settings = None
+
+    def _resume(self) -> None:
+        """Resume preempted rows, oldest first, while they and the next token of each row have
+        blocks.
+        """
+        tables = self._state.block_manager
+        while self._preempted and len(self._rows) < self.max_rows:
+            first = self._preempted[0]
+            if (
+                tables.num_blocks_for(len(first.fed_tokens)) + 1 + tables.blocks_needed()
+                > tables.pool.num_free
+            ):
+                if len(self._rows):
+                    return
+                # A single row fits if prompts without running rows are evicted. They are prefilled
+                # again when needed.
+                self._keep_rows(np.ones(0, np.bool_))
+            self._preempted.pop(0)
+            slot = self._find_slot(first.prompt)
+            if slot is None:
+                slot = len(self._prompts)
+                self._prompts.append(first.prompt)
+                self._state.add_prompt_slot(first.prompt_length)
+            self._state.resume_row(slot, first.fed_tokens)
+            self._rows.restore(first.fields)
+            self._settings = None
+
+    def _find_slot(self, prompt: CachedPrompt) -> int | None:
+        """Return the slot of a prompt with this key, or None."""
+        keys: Sequence[tuple] = [candidate.key for candidate in self._prompts]
+        return keys.index(prompt.key) if prompt.key in keys else None

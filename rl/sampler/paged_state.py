@@ -1,0 +1,249 @@
+"""Store the KV cache of the fast decoder in blocks of a fixed pool.
+
+Memory is proportional to the tokens that exist, not to the longest row times all rows. The samples
+equal those of `contiguous_state`. block_manager.py decides which rows share blocks, block_tables.py
+builds the block tables of a step. When no blocks are free, rows are preempted (see
+paged_engine.py). Shapes: P prompts, N rows, K key heads, S positions of a block, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels import compute_paged_attention
+from rl.sampler.block_manager import BlockManager, PromptBlockTable
+from rl.sampler.block_tables import make_block_tables
+from rl.sampler.decode_state import DecodeState, LogitsReader
+from rl.sampler.forward_fast import LlamaForward
+from rl.types import PlacedImage
+
+BLOCK_SIZE = 256  # positions: the block size of torch's varlen attention
+
+
+class PagedState(DecodeState):
+    """Store `kv` [2, blocks + 1, S, K, D] for each layer: keys, then values.
+
+    The blocks belong to `rl.sampler.kv_cache_pool.KVCachePool`. The last block belongs to no row.
+    """
+
+    def __init__(self, decoder: LlamaForward, kv: list[Tensor]):
+        super().__init__()
+        self.decoder, self.kv, self.block_size = decoder, kv, kv[0].shape[2]
+        self.block_manager = BlockManager(kv[0].shape[1] - 1, self.block_size)
+        self._copied_tokens: dict[tuple[int, ...], Tensor] = {}
+
+    def cost(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> int:
+        """Return the cost of a batch in positions.
+
+        The cost of 1 row is its maximum. The cost of several rows is what they take when they are
+        admitted, because rows are preempted when no blocks are free.
+        """
+        whole = self.block_manager.num_blocks_for(longest_prompt + longest_response)
+        return self.block_size * (
+            whole
+            if rows <= 1
+            else self.block_manager.num_blocks_for(longest_prompt) * prompts + rows
+        )
+
+    def reserve(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> None:
+        """Do nothing: the pool is allocated in advance."""
+
+    def num_free_blocks(self) -> int:
+        """Return the number of free blocks."""
+        return self.block_manager.pool.num_free
+
+    def copy_ahead(self, sequences: Sequence[tuple[int, ...]]) -> None:
+        """Copy tokens that are likely to be prefilled next to the device, without waiting.
+
+        Earlier copies of other sequences are discarded.
+        """
+        before, self._copied_tokens = self._copied_tokens, {}
+        for tokens in sequences:
+            self._copied_tokens[tokens] = (
+                before[tokens] if tokens in before else copy_to_device(tokens, self.decoder.device)
+            )
+
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        readers: Sequence[LogitsReader | None],
+        images: Sequence[Sequence[PlacedImage]] = (),
+    ) -> Tensor:
+        tables = [self.block_manager.add_prompt(len(prompt)).block_table for prompt in prompts]
+        logits_PV = self._prefill_into(prompts, readers, tables)
+        lengths = np.array([len(prompt) for prompt in prompts], np.int64)
+        self.prompt_lengths = np.concatenate([self.prompt_lengths, lengths])
+        return logits_PV
+
+    def _prefill_into(
+        self,
+        prompts: Sequence[Sequence[int]],
+        readers: Sequence[LogitsReader | None],
+        tables: Sequence[Sequence[int]],
+    ) -> Tensor:
+        """Prefill sequences and write their keys and values to the blocks of the tables."""
+        all_pages = copy_to_device(
+            [page for table in tables for page in table], self.decoder.device
+        )
+        pages, device_tokens = (
+            all_pages.split([len(table) for table in tables]),
+            [self._copied_tokens.get(tuple(prompt)) for prompt in prompts],
+        )
+
+        def keep(layer: int, batch: list[int], k: Tensor, v: Tensor) -> None:
+            for place, i in enumerate(batch):
+                length, capacity = len(prompts[i]), len(pages[i]) * self.block_size
+                for which, x in enumerate((k, v)):
+                    padded = torch.nn.functional.pad(
+                        x[place, :, :length].transpose(0, 1), (0, 0, 0, 0, 0, capacity - length)
+                    )
+                    self.kv[layer][which, pages[i]] = padded.unflatten(0, (-1, self.block_size))
+
+        return self.decoder.forward_prompts(prompts, readers, keep, uploaded_tokens=device_tokens)
+
+    def add_rows(self, prompt_of_row: np.ndarray) -> None:
+        for slot in prompt_of_row.tolist():
+            self.block_manager.add_row(slot)
+        super().add_rows(prompt_of_row)
+
+    supports_extend = True
+
+    def cache_row(self, row: int) -> None:
+        length = int(self.prompt_lengths[self.prompt_of_row[row]] + self.response_lengths[row])
+        self.block_manager.cache_row(self.block_manager.rows[row], length)
+        self.prompt_lengths = np.append(self.prompt_lengths, length)
+
+    def extend_prompts(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Prefill all suffixes in a single forward, padded on the right, as
+        `ContiguousState.extend_prompts`.
+
+        The cached positions are gathered from their blocks.
+        """
+        decoder, device, a = self.decoder, self.decoder.device, self.decoder.architecture
+        start_B = torch.from_numpy(self.prompt_lengths[list(slots)])
+        self.copy_blocks(
+            [
+                self.block_manager.extend_prompt(slot, len(row))
+                for slot, row in zip(slots, tokens, strict=True)
+            ]
+        )
+        counts = torch.tensor([len(row) for row in tokens])
+        longest, end = int(counts.max()), int((start_B + counts).max())
+        ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in tokens]).to(device)
+        position_BT = start_B[:, None] + torch.arange(longest)
+        b, t = torch.nonzero(torch.arange(longest) < counts[:, None], as_tuple=True)
+        pages = [self.block_manager.prompts[slot].block_table for slot in slots]
+        table_BP = torch.tensor([[*row, *[0] * (max(map(len, pages)) - len(row))] for row in pages])
+        page_X, place_X = (
+            table_BP[b, position_BT[b, t] // self.block_size].to(device),
+            (position_BT[b, t] % self.block_size).to(device),
+        )
+        b, t, position_BT, table_BP = (
+            b.to(device),
+            t.to(device),
+            position_BT.to(device),
+            table_BP.to(device),
+        )
+        # [B, 1, T, positions]
+        visible = torch.arange(end, device=device) <= position_BT[:, None, :, None]
+        repeat = a.heads // a.key_heads
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            kv = self.kv[layer]
+            kv[0, page_X, place_X], kv[1, page_X, place_X] = k[b, t], v[b, t]
+            keys, values = (
+                x.flatten(1, 2)[:, :end].transpose(1, 2).repeat_interleave(repeat, dim=1)
+                for x in kv[:, table_BP]
+            )
+            return (
+                F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=visible)
+                .transpose(1, 2)
+                .flatten(2)
+            )
+
+        rope = decoder.rope(position_BT, int(start_B.max()) + longest)
+        hidden = decoder.forward(ids, rope, attend, last_B=(counts - 1).to(device))
+        self.prompt_lengths = self.prompt_lengths.copy()
+        self.prompt_lengths[list(slots)] += counts.numpy()
+        return decoder.head(hidden).float()
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int] | None]) -> None:
+        """Copy shared blocks (origin, target) before a row writes to the target."""
+        page_pairs = [copy for copy in copies if copy is not None]
+        if page_pairs:
+            origin, target = torch.tensor(page_pairs, device=self.decoder.device).unbind(1)
+            for kv in self.kv:
+                kv[:, target] = kv[:, origin]
+
+    def add_prompt_slot(self, length: int) -> None:
+        """Add a prompt slot that no row reads from: resumed rows have private blocks."""
+        self.block_manager.prompts.append(PromptBlockTable(length))
+        self.prompt_lengths = np.concatenate([self.prompt_lengths, [length]])
+
+    def resume_row(self, slot: int, fed: Sequence[int]) -> None:
+        """Resume a preempted row: prefill prompt and response so far (all fed tokens) into private
+        blocks.
+        """
+        row = self.block_manager.add_resumed_row(slot, len(fed))
+        self._prefill_into([fed], [None], [row.block_table])
+        super().add_rows(np.array([slot]))
+        self.response_lengths[-1] = len(fed) - self.prompt_lengths[slot]
+
+    def decode(self, tokens: np.ndarray) -> Tensor:
+        decoder, device = self.decoder, self.decoder.device
+        places = [self.block_manager.append_position(row) for row in self.block_manager.rows]
+        self.copy_blocks([copy for _, _, copy in places])
+        page_N = torch.tensor([page for page, _, _ in places], device=device)
+        place_N = torch.tensor([place for _, place, _ in places], device=device)
+        lengths = np.array([row.length for row in self.block_manager.rows])
+        table, length, shared = make_block_tables(
+            [row.block_table for row in self.block_manager.rows],
+            lengths,
+            self.block_manager.shared_prefixes(),
+            self.block_size,
+            device,
+        )
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.kv[layer][0, page_N, place_N] = k
+            self.kv[layer][1, page_N, place_N] = v
+            return compute_paged_attention(q, self.kv[layer], table, length, shared).flatten(1)
+
+        positions = self.prompt_lengths[self.prompt_of_row] + self.response_lengths
+        rope = decoder.rope(torch.from_numpy(positions).to(device), int(positions.max()) + 1)
+        hidden = decoder.forward(torch.from_numpy(tokens).to(device), rope, attend)
+        self.response_lengths = self.response_lengths + 1
+        return decoder.head(hidden)
+
+    def _move_rows(self, source: np.ndarray) -> None:
+        surviving = set(source.tolist())
+        for i, row in enumerate(self.block_manager.rows):
+            if i not in surviving:
+                self.block_manager.drop_row(row)
+        self.block_manager.rows = [self.block_manager.rows[i] for i in source]
+
+    def _move_prompts(self, source: np.ndarray) -> None:
+        surviving = set(source.tolist())
+        for i, prompt in enumerate(self.block_manager.prompts):
+            if i not in surviving:
+                self.block_manager.drop_prompt(prompt)
+        self.block_manager.prompts = [self.block_manager.prompts[i] for i in source]
+
+
+def copy_to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Copy integers to a device as int64.
+
+    On CUDA the copy from pinned memory is asynchronous: kernels that read the tensor wait for it,
+    the host does not.
+    """
+    host = torch.tensor(numbers, dtype=torch.int64)
+    return (
+        host.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else host.to(device)
+    )

@@ -1,0 +1,210 @@
+"""Compute one decode step of attention for many rows that share prompts (prefix groups).
+
+The keys of a prompt are read once for all rows that respond to it. Shapes: P prompts of a band, G
+rows per prompt at most, N rows (n of a band), H key heads, r query heads per key head, L positions,
+D head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# Number of (row, prompt position) pairs that a band may waste. This costs less than the fixed cost
+# of another band.
+_MAX_WASTED_PAIRS = 16_384
+_MAX_BANDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBand:
+    """Hold neighboring prompts of similar length and row count as a padded grid [P, G] of cells.
+
+    Each row of the band occupies a cell. `rows_n` holds the indices of the band's rows (None: all
+    rows in order). `cell_n` holds the cell of each row (None: row i occupies cell i). `hidden_PL`
+    is True past the end of a prompt (None: all prompts are `length` long).
+    """
+
+    first: int
+    prompts: int
+    width: int
+    length: int
+    rows_n: Tensor | None
+    cell_n: Tensor | None
+    hidden_PL: Tensor | None
+
+    def compute_scores(self, q_NHrD: Tensor, prompt_k: Tensor) -> Tensor:
+        """Return the attention scores of the band's rows on their prompts, float32 [n, H, r, L].
+
+        `prompt_k` has shape [all prompts, H, longest, D].
+        """
+        score = compute_scores_fp32(self._scatter(q_NHrD), self._select_prompts(prompt_k))
+        if self.hidden_PL is not None:
+            score.view(self.prompts, -1, self.length).masked_fill_(
+                self.hidden_PL[:, None], -torch.inf
+            )
+        return self._gather(score, q_NHrD.shape[1])
+
+    def weighted_values(self, probability_NHrL: Tensor, prompt_v: Tensor) -> Tensor:
+        """Return the prompt values weighted by the rows' attention probabilities, [n, H, r, D]."""
+        spread = self._scatter(probability_NHrL[..., : self.length])
+        return self._gather(torch.bmm(spread, self._select_prompts(prompt_v)), prompt_v.shape[1])
+
+    def _select_prompts(self, block_PHLD: Tensor) -> Tensor:
+        """Return the keys or values of the band's prompts, [P * H, L, D]."""
+        return block_PHLD[self.first : self.first + self.prompts, :, : self.length].flatten(0, 1)
+
+    def _scatter(self, x_NHrX: Tensor) -> Tensor:
+        """Scatter rows into the grid, [P * H, G * r, X]. Empty cells are zero."""
+        x = x_NHrX if self.rows_n is None else x_NHrX.index_select(0, self.rows_n)
+        _, heads, repeat, width = x.shape
+        if self.cell_n is not None:
+            x = x.new_zeros(self.prompts * self.width, heads, repeat, width).index_copy_(
+                0, self.cell_n, x
+            )
+        x = x.reshape(self.prompts, self.width, heads, repeat, width).transpose(1, 2)
+        return x.reshape(self.prompts * heads, self.width * repeat, width)
+
+    def _gather(self, x: Tensor, heads: int) -> Tensor:
+        """Gather the band's rows [n, H, r, X] from the grid [P * H, G * r, X]; the inverse of
+        `_scatter`.
+        """
+        repeat = x.shape[1] // self.width
+        cells = x.view(self.prompts, heads, self.width, repeat, -1).transpose(1, 2)
+        cells = cells.reshape(self.prompts * self.width, heads, repeat, -1)
+        return cells if self.cell_n is None else cells.index_select(0, self.cell_n)
+
+
+def make_bands(
+    prompt_of_row: np.ndarray, lengths: np.ndarray, device: torch.device
+) -> list[PromptBand]:
+    """Partition the prompts into bands.
+
+    A long prompt or a large group then does not set the grid size of all other prompts.
+    `prompt_of_row` has shape [N], `lengths` has shape [prompts]. A band grows while its grid is at
+    most twice the size that its rows need, plus a slack.
+    """
+    counts = np.bincount(prompt_of_row, minlength=len(lengths))
+    slack = _MAX_WASTED_PAIRS
+    while True:
+        starts, needed, width, longest = [0], 0, 0, 0
+        for i, (count, length) in enumerate(zip(counts.tolist(), lengths.tolist(), strict=True)):
+            needed, width, longest = (
+                needed + count * length,
+                max(width, count),
+                max(longest, length),
+            )
+            if (i + 1 - starts[-1]) * width * longest > 2 * needed + slack:
+                starts.append(i)
+                needed, width, longest = count * length, count, length
+        if len(starts) <= _MAX_BANDS:
+            break
+        slack *= 2
+    ends = [*starts[1:], len(lengths)]
+    bands = [
+        _make_band(first, end, prompt_of_row, counts, lengths, device)
+        for first, end in zip(starts, ends, strict=True)
+    ]
+    return [band for band in bands if band.width]
+
+
+def _make_band(
+    first: int,
+    end: int,
+    prompt_of_row: np.ndarray,
+    counts: np.ndarray,
+    lengths: np.ndarray,
+    device: torch.device,
+) -> PromptBand:
+    """Build the band of the prompts `first` to `end` - 1."""
+    rows = np.flatnonzero((prompt_of_row >= first) & (prompt_of_row < end))
+    slots, counts, lengths = prompt_of_row[rows] - first, counts[first:end], lengths[first:end]
+    width, longest = int(counts.max()), int(lengths.max())
+    order = np.argsort(slots, kind="stable")
+    member = np.empty(len(slots), np.int64)  # index of each row among the rows of its prompt
+    member[order] = np.arange(len(slots)) - np.repeat(np.cumsum(counts) - counts, counts)
+    cell = slots * width + member
+    hidden = np.arange(longest) >= lengths[:, None]
+    in_place = (end - first) * width == len(cell) and bool((cell == np.arange(len(cell))).all())
+    return PromptBand(
+        first,
+        end - first,
+        width,
+        longest,
+        rows_n=None if len(rows) == len(prompt_of_row) else torch.from_numpy(rows).to(device),
+        cell_n=None if in_place else torch.from_numpy(cell).to(device),
+        hidden_PL=torch.from_numpy(hidden).to(device) if hidden.any() else None,
+    )
+
+
+def disable_cudnn_attention() -> None:
+    """Disable the cuDNN backend of scaled_dot_product_attention in this process.
+
+    torch prefers cuDNN on Hopper. cuDNN builds a graph for every shape, which takes tens of
+    milliseconds of host time. During decoding, the key length grows with every step.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def compute_scores_fp32(q: Tensor, k: Tensor) -> Tensor:
+    """Return q [B, M, D] times k [B, L, D] transposed, in float32.
+
+    Half-precision inputs are also multiplied into float32, because rounded scores change the
+    softmax.
+    """
+    if q.dtype == torch.float32:
+        return torch.bmm(q, k.transpose(1, 2))
+    if q.is_cuda:
+        return torch.bmm(q, k.transpose(1, 2), out_dtype=torch.float32)
+    return torch.bmm(q.float(), k.float().transpose(1, 2))
+
+
+def row_attention(q_NHrD: Tensor, kv: Tensor, hidden_NL: Tensor | None) -> Tensor:
+    """Attend each row to the keys and values of its separate cache, [N, H, r, D].
+
+    `kv` [2, N, H, L, D] holds keys, then values. `hidden_NL` is True where a position is masked
+    (None: no mask); the keys and values at masked positions must be finite. The query heads of a
+    key head are passed as r query positions, so keys are not repeated.
+    """
+    visible = None if hidden_NL is None else ~hidden_NL[:, None, None]
+    return F.scaled_dot_product_attention(q_NHrD, kv[0], kv[1], attn_mask=visible)
+
+
+def shared_attention(
+    q_NHrD: Tensor,
+    prompt_kv: Tensor,
+    row_kv: Tensor,
+    bands: list[PromptBand],
+    row_hidden_NL: Tensor | None,
+) -> Tensor:
+    """Attend each row to its prompt, which other rows share, and to its response, with a single
+    softmax.
+
+    `prompt_kv` has shape [2, prompts, H, L, D], `row_kv` has shape [2, N, H, L, D]. Otherwise the
+    same as `row_attention`.
+    """
+    rows, heads, repeat, width = q_NHrD.shape
+    q_NHrD = q_NHrD * width**-0.5
+    row_k, row_v = row_kv[0].flatten(0, 1), row_kv[1].flatten(0, 1)
+    to_response = compute_scores_fp32(q_NHrD.flatten(0, 1), row_k).view(rows, heads, repeat, -1)
+    if row_hidden_NL is not None:
+        to_response.masked_fill_(row_hidden_NL[:, None, None], -torch.inf)
+    if len(bands) == 1:
+        to_prompt = bands[0].compute_scores(q_NHrD, prompt_kv[0])
+    else:
+        to_prompt = to_response.new_full(
+            (rows, heads, repeat, max(band.length for band in bands)), -torch.inf
+        )
+        for band in bands:
+            to_prompt[band.rows_n, :, :, : band.length] = band.compute_scores(q_NHrD, prompt_kv[0])
+    probability = torch.cat([to_prompt, to_response], dim=-1).softmax(-1).to(q_NHrD.dtype)
+    on_prompt, on_response = probability.split([to_prompt.shape[-1], to_response.shape[-1]], dim=-1)
+    out = torch.bmm(on_response.flatten(0, 1), row_v).view(q_NHrD.shape)
+    for band in bands:
+        values = band.weighted_values(on_prompt, prompt_kv[1])
+        out = out.add_(values) if band.rows_n is None else out.index_add_(0, band.rows_n, values)
+    return out

@@ -1,0 +1,214 @@
+"""Keep the state of running rows as arrays, so that a step costs a few numpy calls for any number
+of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rl.sampler.philox import as_uint64, philox_uniforms
+from rl.types import SampledSequence
+
+_UNIFORMS_AHEAD = 8
+_FIELDS: dict[str, Any] = {
+    "job": np.int64,  # the request's id
+    "sample": np.int64,  # index among the request's samples
+    "max_tokens": np.int64,
+    "drawn": np.int64,  # tokens drawn so far
+    "stop_row": np.int64,  # row of the stop table
+    "has_strings": np.bool_,
+    "seed": np.uint64,
+    "problem": np.uint64,
+    "index": np.uint64,  # of the sample in its group, for its random stream
+    "temperature": np.float64,
+    "top_k": np.int64,
+    "top_p": np.float64,
+    "min_p": np.float64,
+    "min_tokens": np.int64,  # stop ids are masked before
+    "biased": np.bool_,  # whether the request has a logit bias
+    "untruncated_logprobs": np.bool_,
+    "buffer": np.int64,  # index of the buffer of its tokens
+}
+# fields that come from the request's sampling parameters
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "min_tokens", "untruncated_logprobs")
+
+
+class RunningRows:
+    """Hold an entry for each running row, in the order of the decoder's slots.
+
+    Its tokens and logprobs are in a buffer with a fixed index.
+    """
+
+    def __init__(self) -> None:
+        self._fields: dict[str, np.ndarray] = {
+            name: np.zeros(0, dtype) for name, dtype in _FIELDS.items()
+        }
+        self._tokens = np.zeros((0, 16), np.int64)  # [buffers, longest response so far, rounded up]
+        self._logprobs = np.zeros((0, 16), np.float64)
+        self._free_buffers = np.zeros(0, np.int64)
+        # [rows, next tokens]: generated ahead, as each call has a fixed cost
+        self._uniforms: np.ndarray | None = None
+        self._uniforms_used = 0  # columns of `_uniforms` already used
+        # by buffer: (tokens, version) of those sampled before the weights changed
+        self._version_ends: dict[int, list[tuple[int, int]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._fields["job"])
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """Return the array of a field, with an entry for each row."""
+        return self._fields[name]
+
+    def add(
+        self, first_sample: list[int], count: list[int], first_index: list[int], **per_request: list
+    ) -> None:
+        """Add `count` rows for each of some requests, from sample `first_sample` on.
+
+        `first_index` is the stream index of a request's sample 0. `per_request`: the values of the
+        other fields.
+        """
+        counts = np.array(count)
+        per_request["seed"] = [as_uint64(seed) for seed in per_request["seed"]]
+        per_request["problem"] = [as_uint64(problem) for problem in per_request["problem"]]
+        new: dict[str, np.ndarray] = {}
+        for name, values in per_request.items():
+            new[name] = np.repeat(np.array(values, _FIELDS[name]), counts)
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        new["sample"] = np.repeat(first_sample, counts) + within
+        new["index"] = (new["sample"] + np.repeat(first_index, counts)).astype(np.uint64)
+        new["drawn"] = np.zeros(len(within), np.int64)
+        new["buffer"] = self._take_buffers(len(within))
+        for buffer in new["buffer"].tolist():
+            self._version_ends.pop(buffer, None)
+        self._uniforms = None
+        self._fields = {name: np.concatenate([self._fields[name], new[name]]) for name in _FIELDS}
+
+    def resume(self, row: int, resume_from: SampledSequence) -> None:
+        """Restore a partial sample's tokens, logprobs and versions in a newly entered row."""
+        count, buffer = len(resume_from.tokens), int(self["buffer"][row])
+        if count > self._tokens.shape[1]:
+            self._pad(0, count - self._tokens.shape[1])
+        self._tokens[buffer, :count], self._logprobs[buffer, :count] = (
+            resume_from.tokens,
+            resume_from.logprobs,
+        )
+        self._fields["drawn"][row] = count
+        versions = resume_from.versions or [resume_from.version or 0] * count
+        ends = [i for i in range(1, count + 1) if i == count or versions[i] != versions[i - 1]]
+        self._version_ends[buffer] = [(end, versions[end - 1]) for end in ends]
+
+    def record_version(self, version: int, preempted: Sequence[dict[str, np.ndarray]] = ()) -> None:
+        """Record that every row's tokens since the last call were sampled by version `version`.
+
+        `preempted`: the fields of rows removed with `preempt`.
+        """
+        every = [self._fields, *preempted]
+        buffers, lengths = (
+            np.concatenate([fields[name] for fields in every]).tolist()
+            for name in ("buffer", "drawn")
+        )
+        for buffer, drawn in zip(buffers, lengths, strict=True):
+            if drawn:
+                self._version_ends.setdefault(buffer, []).append((drawn, version))
+
+    def versions(self, row: int, newest: int) -> list[int]:
+        """Return the weight version that sampled each token of a row; `newest` is the newest
+        version.
+        """
+        versions: list[int] = []
+        for end, version in [
+            *self._version_ends.get(int(self["buffer"][row]), ()),
+            (int(self["drawn"][row]), newest),
+        ]:
+            versions += [version] * (end - len(versions))
+        return versions
+
+    def _take_buffers(self, count: int) -> np.ndarray:
+        """Take `count` free buffers, adding buffers if too few are free."""
+        missing = count - len(self._free_buffers)
+        if missing > 0:
+            height = len(self._tokens)
+            self._pad(missing, 0)
+            self._free_buffers = np.concatenate(
+                [self._free_buffers, np.arange(height, height + missing)]
+            )
+        taken, self._free_buffers = self._free_buffers[:count], self._free_buffers[count:]
+        return taken
+
+    def _pad(self, height: int, width: int) -> None:
+        """Add `height` buffers, and `width` tokens to each buffer."""
+        self._tokens = np.pad(self._tokens, ((0, height), (0, width)))
+        self._logprobs = np.pad(self._logprobs, ((0, height), (0, width)))
+
+    def last_tokens(self) -> np.ndarray:
+        """Return the newest token of each row; every row must have at least 1 token."""
+        return self._tokens[self["buffer"], self["drawn"] - 1]
+
+    def next_uniforms(self) -> np.ndarray:
+        """Return the uniform of each row's next token, float64. Call `record` afterwards."""
+        # `_uniforms_used` passes the end after multi-step runs were recorded
+        if self._uniforms is None or self._uniforms_used >= _UNIFORMS_AHEAD:
+            position = self["drawn"][:, None] + np.arange(_UNIFORMS_AHEAD)
+            names = (self["seed"][:, None], self["problem"][:, None], self["index"][:, None])
+            self._uniforms, self._uniforms_used = (
+                philox_uniforms(*names, position.astype(np.uint64)),
+                0,
+            )
+        return self._uniforms[:, self._uniforms_used]
+
+    def uniforms_ahead(self, count: int) -> np.ndarray:
+        """Return the uniforms of each row's next `count` tokens, [count, rows] float64."""
+        position = (self["drawn"] + np.arange(count)[:, None]).astype(np.uint64)
+        return philox_uniforms(self["seed"], self["problem"], self["index"], position)
+
+    def record(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """Append a token and its logprob to each row."""
+        drawn, width = self["drawn"], self._tokens.shape[1]
+        if drawn.max(initial=0) >= width:
+            self._pad(0, width)
+        self._tokens[self["buffer"], drawn] = tokens
+        self._logprobs[self["buffer"], drawn] = logprobs
+        self._fields["drawn"] = drawn + 1
+        self._uniforms_used += 1
+
+    def response(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return a row's tokens and logprobs so far (views)."""
+        buffer, drawn = self["buffer"][row], self["drawn"][row]
+        return self._tokens[buffer, :drawn], self._logprobs[buffer, :drawn]
+
+    def responses(self, rows: np.ndarray) -> list[tuple[list[int], list[float]]]:
+        """Return tokens and logprobs of these rows as lists."""
+        drawn = self["drawn"][rows]
+        longest = int(drawn.max(initial=0))
+        tokens = self._tokens[self["buffer"][rows], :longest].tolist()
+        logprobs = self._logprobs[self["buffer"][rows], :longest].tolist()
+        return [(t[:n], lp[:n]) for t, lp, n in zip(tokens, logprobs, drawn.tolist(), strict=True)]
+
+    def keep_rows(self, source: np.ndarray) -> None:
+        """Keep the rows of `source`, in that order, and free the buffers of the other rows."""
+        freed = np.setdiff1d(self["buffer"], self["buffer"][source], assume_unique=True)
+        self._free_buffers = np.concatenate([self._free_buffers, freed])
+        self.reorder(source)
+
+    def preempt(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the fields of rows to be preempted; they keep their buffers.
+
+        The rows leave with `reorder` and return with `restore`.
+        """
+        return {name: values[rows] for name, values in self._fields.items()}
+
+    def restore(self, fields: dict[str, np.ndarray]) -> None:
+        """Append the rows with these fields, from `preempt`."""
+        self._uniforms = None
+        self._fields = {
+            name: np.concatenate([self._fields[name], fields[name]]) for name in _FIELDS
+        }
+
+    def reorder(self, source: np.ndarray) -> None:
+        """Keep the rows of `source`, in that order; removed rows keep their buffers."""
+        self._fields = {name: values[source] for name, values in self._fields.items()}
+        if self._uniforms is not None:
+            self._uniforms = self._uniforms[source]

@@ -1,0 +1,136 @@
+"""Shard a decoder over several ranks of a machine (tensor parallelism), and combine the ranks'
+results.
+
+Attention heads, columns of the MLP and rows of the vocabulary are sharded; norms, and the small
+side of an adapter, are whole on every rank. All ranks of a team decode the same rows in the same
+order with the same random streams, and each computes with its shard. The team sums after attention
+and after the MLP of each layer (and after the embedding), and concatenates the logits after the
+head. So hidden states, logits and samples are the same on all ranks. Shapes: V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rl.errors import UserError
+
+
+class TensorParallelGroup(Protocol):
+    """Describe the ranks that hold a decoder together (`rl.distributed`).
+
+    All ranks make each call, in the same order.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' tensors, in place, bitwise identical on all ranks."""
+        ...
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """Return all ranks' tensors, which have the same shape."""
+        ...
+
+    def broadcast_(self, x: Tensor) -> Tensor:
+        """Return the first rank's tensor, in place."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Describe the shard of a parameter: `start` to `stop` along `dim` (stop None: the whole
+    parameter).
+
+    `empty`: zeros in place of the parameter.
+    """
+
+    dim: int = 0
+    start: int = 0
+    stop: int | None = None
+    empty: bool = False
+
+    def apply(self, whole: Tensor) -> Tensor:
+        """Return the shard of a whole tensor."""
+        if self.empty:
+            return torch.zeros_like(whole)
+        return (
+            whole
+            if self.stop is None
+            else whole.narrow(self.dim, self.start, self.stop - self.start)
+        )
+
+    def num_rows(self, whole: Tensor) -> int:
+        """Return the length of the shard's first dimension."""
+        return len(whole) if self.stop is None or self.dim else self.stop - self.start
+
+
+UNSHARDED = Shard()
+
+
+def shard_range(
+    total: int, tp_group: TensorParallelGroup, rank: int | None = None
+) -> tuple[int, int]:
+    """Return the range (first, last + 1) of `total` items that a rank of the team holds, by default
+    this rank.
+
+    The ranges are consecutive, and their lengths differ by at most 1.
+    """
+    at = tp_group.rank if rank is None else rank
+    return at * total // tp_group.size, (at + 1) * total // tp_group.size
+
+
+def shard_of(total: int, dim: int, tp_group: TensorParallelGroup | None) -> Shard:
+    """Return this rank's shard of a dimension of length `total`; the whole without a team."""
+    return UNSHARDED if tp_group is None else Shard(dim, *shard_range(total, tp_group))
+
+
+def first_rank_shard(tp_group: TensorParallelGroup | None) -> Shard:
+    """Return the shard of a term that must enter a sum over the team once: whole on the first rank,
+    zeros elsewhere.
+    """
+    return UNSHARDED if tp_group is None or tp_group.rank == 0 else Shard(empty=True)
+
+
+def check_model_shards(config: Any, tp_group: TensorParallelGroup) -> None:
+    """Raise UserError if the team cannot share a model's heads or MLP columns evenly."""
+    check_shard_counts(
+        tp_group.size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.intermediate_size,
+    )
+
+
+def check_shard_counts(size: int, heads: int, key_heads: int, columns: int) -> None:
+    """Raise UserError if `size` ranks cannot share these numbers of heads and columns evenly."""
+    counts = {"query heads": heads, "key-value heads": key_heads, "MLP columns": columns}
+    odd = [f"{count} {name}" for name, count in counts.items() if count % size]
+    if odd:
+        fitting = [k for k in range(1, size) if not any(count % k for count in counts.values())]
+        raise UserError(
+            f"sampler_tp {size} does not divide this model's {', '.join(odd)}: every rank "
+            "must hold the same number. "
+            f"Smaller sizes that do: {', '.join(map(str, fitting))}"
+        )
+
+
+def gather_columns(tp_group: TensorParallelGroup, columns: Tensor, total: int) -> Tensor:
+    """Return [.., V] from each rank's columns, in the order of the ranks' `shard_range`. `total`:
+    V.
+    """
+    widest = -(-total // tp_group.size)
+    parts = tp_group.all_gather(F.pad(columns, (0, widest - columns.shape[-1])))
+    widths = [
+        last - first
+        for first, last in (shard_range(total, tp_group, rank) for rank in range(tp_group.size))
+    ]
+    return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], dim=-1)

@@ -1,0 +1,160 @@
+"""Compare a program's value with the expected value.
+
+Both are plain data, compared outside the sandbox.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+TOLERANCE = 1e-6  # of floats, relative and absolute
+_MAX_DEPTH = 200
+_COLLECTIONS = (list, tuple, set, frozenset, deque)
+
+
+def compare_exact(value: Any, expected: Any) -> bool:
+    """Return whether the values are equal, with equal types of numbers and containers.
+
+    A tuple equals a list of the same items. Texts are compared character by character.
+    """
+    return _compare_nested(value, expected, _are_equal)
+
+
+def compare_trimmed(value: Any, expected: Any) -> bool:
+    """Compare texts line by line, ignoring spaces at line ends and empty lines at the end.
+
+    Compare other values as `compare_exact` does.
+    """
+    if isinstance(value, str) and isinstance(expected, str):
+        return _split_lines(value) == _split_lines(expected)
+    return compare_exact(value, expected)
+
+
+def compare_tokens(value: Any, expected: Any) -> bool:
+    """Compare texts word by word, ignoring the amount of space between words.
+
+    Compare other values as `compare_exact` does.
+    """
+    if isinstance(value, str) and isinstance(expected, str):
+        return value.split() == expected.split()
+    return compare_exact(value, expected)
+
+
+def compare_floats(value: Any, expected: Any) -> bool:
+    """Compare as `compare_tokens` does, but accept floats within 1e-6, relative or absolute.
+
+    Two integers have to be equal. A float in place of an expected integer has to round to that
+    integer as well.
+    """
+    if isinstance(value, str) and isinstance(expected, str):
+        value_words, expected_words = value.split(), expected.split()
+        return len(value_words) == len(expected_words) and all(
+            a == b or _are_close_texts(a, b)
+            for a, b in zip(value_words, expected_words, strict=True)
+        )
+    return _compare_nested(value, expected, _is_close)
+
+
+def compare_unordered(value: Any, expected: Any) -> bool:
+    """Compare in any order: lines of texts, or items of a list, tuple, set or deque.
+
+    Each item has to occur equally often.
+    """
+    if isinstance(value, str) and isinstance(expected, str):
+        return sorted(line.split() for line in _split_lines(value)) == sorted(
+            line.split() for line in _split_lines(expected)
+        )
+    if not (isinstance(value, _COLLECTIONS) and isinstance(expected, _COLLECTIONS)):
+        return compare_exact(value, expected)
+    rest = list(expected)
+    for item in value:
+        match = next((i for i, other in enumerate(rest) if compare_exact(item, other)), None)
+        if match is None:
+            return False
+        rest.pop(match)
+    return not rest
+
+
+COMPARERS: dict[str, Callable[[Any, Any], bool]] = {
+    "exact": compare_exact,
+    "trimmed": compare_trimmed,
+    "tokens": compare_tokens,
+    "floats": compare_floats,
+    "sets": compare_unordered,
+}
+
+
+def _split_lines(text: str) -> list[str]:
+    lines = [line.rstrip() for line in text.replace("\r\n", "\n").split("\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def _compare_nested(a: Any, b: Any, equal: Callable[[Any, Any], bool], deep: int = 0) -> bool:
+    if deep > _MAX_DEPTH:
+        return False
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(
+            _compare_nested(x, y, equal, deep + 1) for x, y in zip(a, b, strict=True)
+        )
+    if isinstance(a, dict) and isinstance(b, dict):
+        return _with_types(a) == _with_types(b) and all(
+            _compare_nested(a[key], b[key], equal, deep + 1) for key in a
+        )
+    return equal(a, b)
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, set | frozenset) and type(a) is type(b):
+        return _with_types(a) == _with_types(b)
+    return type(a) is type(b) and bool(a == b)
+
+
+def _with_types(items: Any) -> set[tuple[type, Any]]:
+    """Return the items with their types, since 1, 1.0 and True are the same set item and key."""
+    return {(type(item), item) for item in items}
+
+
+def _is_close(value: Any, expected: Any) -> bool:
+    """Return whether two numbers are within the tolerance.
+
+    An expected integer also has to be the integer nearest to the value, which means that an integer
+    value has to be equal.
+    """
+    numbers = (int, float)
+    if (
+        isinstance(value, bool)
+        or isinstance(expected, bool)
+        or not (isinstance(value, numbers) and isinstance(expected, numbers))
+    ):
+        return _are_equal(value, expected)
+    try:
+        near = value == expected or math.isclose(
+            value, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE
+        )
+    except OverflowError:  # an integer beyond every float
+        return False
+    return near and (isinstance(expected, float) or round(value) == expected)
+
+
+# A number in the form that programs print; float() also accepts "nan", "1_0" and more.
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\Z", re.ASCII)
+_INTEGER = re.compile(r"[+-]?\d{1,300}\Z", re.ASCII)  # a longer integer is beyond every float
+
+
+def _are_close_texts(value: str, expected: str) -> bool:
+    """Compare the texts of two numbers, either of which is written as a float.
+
+    Two integers are equal only as texts, which the caller has compared.
+    """
+    if not (_NUMBER.match(value) and _NUMBER.match(expected)) or (
+        value.lstrip("+-").isdigit() and expected.lstrip("+-").isdigit()
+    ):
+        return False
+    a, b = (int(text) if _INTEGER.match(text) else float(text) for text in (value, expected))
+    return not math.isinf(a) and not math.isinf(b) and _is_close(a, b)

@@ -1,0 +1,270 @@
+"""Run a candidate's tests of each kind and yield verdicts (passed, reason)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rl.errors import UserError
+from rl.sandbox.compare_values import COMPARERS
+from rl.sandbox.inside import reply_parser, value_codec
+from rl.sandbox.inside.value_display import show
+from rl.sandbox.program_language import LANGUAGES, find_command
+from rl.sandbox.sandbox_results import SandboxLimits
+from rl.sandbox.test_kinds import Asserts, Calls, Compare, Pytest, StdinStdoutTests, Tests
+from rl.sandbox.worker_pool import WorkerJob
+from rl.sandbox.zygote_launch import PACKAGES_MOUNT
+
+Verdict = tuple[bool, str]
+_BUILD_SECONDS = 30.0
+_END_SECONDS = 10.0
+# Total length of the ranges in a decoded value, outside of the sandbox
+MAX_RANGE_LENGTH = 1 << 24
+_IMPORT_SECONDS = 10.0  # of pytest, before its first verdict
+
+
+def count_tests(tests: Tests) -> int:
+    """Return the number of tests; 0 for pytest, which counts them itself."""
+    if isinstance(tests, Asserts):
+        return len(tests.asserts)
+    if isinstance(tests, Pytest):
+        return 0  # pytest counts them
+    return len(tests.cases)
+
+
+def grade_tests(
+    job: WorkerJob, tests: Tests, limits: SandboxLimits, early_stop: bool
+) -> Iterator[Verdict]:
+    """Yield the verdicts of all tests in order; fewer after an early stop."""
+    if isinstance(tests, Asserts):
+        return grade_asserts(job, tests, limits, early_stop)
+    if isinstance(tests, StdinStdoutTests):
+        return grade_dialogues(job, tests, limits)
+    if isinstance(tests, Calls):
+        return grade_calls(job, tests, limits)
+    return grade_pytest(job, tests, limits, early_stop)
+
+
+def build_case_message(
+    language: str, stdin: str, limits: SandboxLimits, clean: bool = False
+) -> dict[str, Any]:
+    """Return the message that runs a program from start to end."""
+    about = LANGUAGES[language]
+    message: dict[str, Any] = {
+        "do": "case",
+        "mode": "script",
+        "stdin": stdin,
+        "wall_s": limits.wall_s,
+        "clean": clean,
+    }
+    if about.start:
+        argv = [word.replace("{tool}", find_command(language)) for word in about.start]
+        message |= {
+            "mode": "exec",
+            "argv": argv,
+            "address_space": about.address_space,
+            "environment": about.environment,
+        }
+    return message
+
+
+def compile_program(job: WorkerJob, language: str, limits: SandboxLimits) -> dict[str, Any] | None:
+    """Compile the program of a compiled language. Return the reply if that failed, else None."""
+    about = LANGUAGES[language]
+    if not about.build:
+        return None
+    argv = [word.replace("{tool}", find_command(language)) for word in about.build]
+    message = {
+        **build_case_message(language, "", limits),
+        "argv": argv,
+        "address_space": False,
+        "wall_s": _BUILD_SECONDS,
+    }
+    reply = job.request(message, _BUILD_SECONDS)
+    return None if reply["code"] == 0 and not reply["by"] else reply
+
+
+def grade_dialogues(
+    job: WorkerJob, tests: StdinStdoutTests, limits: SandboxLimits
+) -> Iterator[Verdict]:
+    """Yield a verdict for each (stdin, expected stdout)."""
+    built = compile_program(job, tests.language, limits)
+    until = time.monotonic() + limits.total_s
+    for number, (stdin, expected) in enumerate(tests.cases):
+        if built is not None:
+            yield False, f"load: it does not compile: {built['stderr'][:300]}"
+        elif time.monotonic() >= until:
+            yield False, f"timeout: all tests together took longer than {limits.total_s:g} s"
+        else:
+            reply = job.request(
+                build_case_message(tests.language, stdin, limits, clean=number > 0), limits.wall_s
+            )
+            yield _failed_verdict(reply, limits) or compare_values(
+                tests.compare, reply["stdout"], expected
+            )
+
+
+def grade_calls(job: WorkerJob, tests: Calls, limits: SandboxLimits) -> Iterator[Verdict]:
+    """Yield a verdict for each call. Raises UserError if arguments are not plain data."""
+    until = time.monotonic() + limits.total_s
+    for arguments, expected in tests.cases:
+        if time.monotonic() >= until:
+            yield False, f"timeout: all tests together took longer than {limits.total_s:g} s"
+            continue
+        request: dict[str, Any] = {"do": "call", "name": tests.function}
+        try:
+            if isinstance(arguments, Mapping):
+                request["named"] = {
+                    str(key): value_codec.encode(item) for key, item in arguments.items()
+                }
+            else:
+                request["arguments"] = [value_codec.encode(item) for item in arguments]
+        except value_codec.NotPlain as error:
+            raise UserError(
+                f"arguments of {tests.function} must be plain data "
+                f"(numbers, texts, lists, ...): {error}"
+            ) from error
+        reply = job.request(
+            {"do": "call", "request": request, "wall_s": limits.wall_s}, limits.wall_s
+        )
+        verdict = _failed_verdict(reply, limits, serving=True)
+        if verdict is None:
+            count = 0 if isinstance(arguments, Mapping) else len(arguments)
+            try:
+                answer = reply_parser.read_answer(
+                    reply_parser.parse(reply["reply"]), reply["number"], count
+                )
+                verdict = _grade_answer(answer, tests.compare, expected)
+            except reply_parser.ForgedMessageError as error:
+                job.request({"do": "end"}, _END_SECONDS)  # the next call gets another candidate
+                verdict = False, f"forged: {show(str(error), 300)}"
+        yield verdict
+
+
+def _grade_answer(
+    answer: reply_parser.ResultReply | reply_parser.ErrorReply,
+    compare: Compare,
+    expected: Any,
+) -> Verdict:
+    """Return the verdict of an answer. Raises Forged if the value is not encoded properly."""
+    if isinstance(answer, reply_parser.ErrorReply):
+        return False, f"error: {answer.text[:300]}"
+    try:
+        value = value_codec.decode(answer.value, longest_range=MAX_RANGE_LENGTH)
+        # The arguments are unused, but decoding them detects forged messages.
+        for item in answer.arguments or []:
+            value_codec.decode(item)
+    except value_codec.NotPlain as error:
+        return False, f"wrong: no plain data ({str(error)[:200]})"
+    return compare_values(compare, value, expected)
+
+
+def compare_values(compare: Compare, value: Any, expected: Any) -> Verdict:
+    """Return the verdict of a comparer. A comparer that raises fails the test."""
+    try:
+        ok = bool(
+            COMPARERS[compare](value, expected)
+            if isinstance(compare, str)
+            else compare(value, expected)
+        )
+    # boundary: the caller's function, or a value that cannot be compared
+    except Exception as error:
+        return False, f"error: the comparer: {type(error).__name__}: {str(error)[:300]}"
+    return (True, "ok") if ok else (False, f"wrong: {show(value)!r}")
+
+
+def _failed_verdict(
+    reply: dict[str, Any], limits: SandboxLimits, serving: bool = False
+) -> Verdict | None:
+    """Return a failed verdict if a program did not end as its test requires, else None."""
+    if "ended" not in reply:
+        return None
+    by = reply["by"]
+    if by == "load":
+        return False, f"load: {reply.get('text', '')}"
+    if by:
+        detail = {
+            "timeout": f"longer than {limits.wall_s:g} s",
+            "memory": f"more than {limits.memory_mb} MB",
+            "output": f"more than {limits.output_kb} KB",
+            "forged": "a message that no program's server sends",
+        }.get(by, "")
+        return False, f"{by}: {detail}"
+    if reply["signal"] is not None:
+        return False, f"signal: {reply['signal']}"
+    if serving:
+        return False, "exit: the program exited"
+    if reply["code"] != 0:
+        return False, f"error: exit code {reply['code']}: {reply['stderr'][-300:]}"
+    return None
+
+
+def grade_asserts(
+    job: WorkerJob, tests: Asserts, limits: SandboxLimits, early_stop: bool
+) -> Iterator[Verdict]:
+    """Yield a verdict for each assert.
+
+    A tester runs until it or the candidate is lost; then another tester takes the next test.
+    """
+    until = time.monotonic() + limits.total_s
+    owned = [tests.entry_point] if tests.entry_point is not None else []
+    message = {
+        "do": "tests",
+        "setup": tests.setup,
+        "tests": list(tests.asserts),
+        "entries": tests.list_entry_points(),
+        "owned": owned,
+        "early_stop": early_stop,
+    }
+    done, count = 0, len(tests.asserts)
+    while done < count:
+        remaining = until - time.monotonic()
+        if remaining <= 0:
+            yield False, f"timeout: all tests together took longer than {limits.total_s:g} s"
+            done += 1
+            continue
+        reply = job.request(
+            {**message, "from": done, "wall_s": limits.wall_s, "total_s": remaining}, remaining
+        )
+        for ok, reason in reply["verdicts"]:
+            yield bool(ok), str(reason)
+        done += len(reply["verdicts"])
+        if reply["by"] and done < count:  # the test after the last verdict ended it
+            by = "" if reply["by"] == "tester" else reply["by"]
+            yield _failed_verdict({**reply, "by": by}, limits, serving=True) or (
+                False,
+                "error: no verdict",
+            )
+            done += 1
+
+
+def grade_pytest(
+    job: WorkerJob, tests: Pytest, limits: SandboxLimits, early_stop: bool
+) -> Iterator[Verdict]:
+    """Yield a verdict for each test that pytest collected; a failed verdict if it collected none.
+
+    A lost candidate fails the running test and all later tests.
+    """
+    message = {
+        "do": "tests",
+        "files": dict(tests.files),
+        "module": tests.module,
+        "packages": PACKAGES_MOUNT,
+        "early_stop": early_stop,
+    }
+    reply = job.request(
+        {**message, "wall_s": limits.wall_s + _IMPORT_SECONDS, "total_s": limits.total_s},
+        limits.total_s,
+    )
+    passed = [(bool(ok), str(reason)) for ok, reason in reply["verdicts"]]
+    rest = "skipped" if early_stop else "error: not run"
+    if reply["by"]:
+        by = "" if reply["by"] == "tester" else reply["by"]
+        passed.append(
+            _failed_verdict({**reply, "by": by}, limits, serving=True)
+            or (False, "error: no verdict")
+        )
+        rest = f"{passed[-1][1].partition(':')[0]}: not run, the program had ended"
+    yield from passed
+    yield from [(False, rest)] * (reply["collected"] - len(passed))

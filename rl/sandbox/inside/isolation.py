@@ -1,0 +1,197 @@
+"""Set up the isolation that a run's processes apply to themselves: namespaces, mounts,
+capabilities, limits.
+
+The module `seccomp` holds the system call filter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import resource
+import signal
+from typing import Any
+
+# The isolation layers of a candidate under bubblewrap: "user", which the next four need; rights
+# that the process drops; limits that the monitor and the scheduler enforce; the outer three.
+ALL_LAYERS = (
+    "user",
+    "pid",
+    "ipc",
+    "mounts",
+    "proc",
+    "capabilities",
+    "seccomp",
+    "limits",
+    "watch",
+    "cores",
+    "network",
+    "root",
+    "environment",
+)
+USER_NAMESPACE_LAYERS = ("pid", "ipc", "mounts", "proc")
+_CLONE = {"mounts": 0x00020000, "ipc": 0x08000000, "user": 0x10000000, "pid": 0x20000000}
+_SYS_CLONE = {"x86_64": 56, "aarch64": 220}
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MNT_DETACH = 1, 2, 4, 8, 2
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_SET_SUBREAPER = (
+    1,
+    4,
+    24,
+    38,
+    36,
+)
+libc: Any = ctypes.PyDLL(None, use_errno=True)
+
+
+def prctl(option: int, value: int = 0) -> None:
+    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}): {os.strerror(ctypes.get_errno())}")
+
+
+def die_with_parent() -> None:
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    prctl(_PR_SET_SUBREAPER, 1)
+
+
+def switch_user(user: int) -> None:
+    """Switch irrevocably from root to a user without rights; /proc/self stays accessible."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    prctl(_PR_SET_DUMPABLE, 1)
+
+
+def fork_into(walls: set[str]) -> int:
+    """Fork a child into new namespaces: the namespaces among `walls`. The child has to call
+    `map_user` next.
+    """
+    flags = sum(flag for wall, flag in _CLONE.items() if wall in walls)
+    if not flags:
+        return os.fork()
+    api = ctypes.pythonapi
+    api.PyOS_BeforeFork()
+    pid = int(
+        libc.syscall(
+            _SYS_CLONE[platform.machine()], ctypes.c_ulong(flags | signal.SIGCHLD), 0, 0, 0, 0
+        )
+    )
+    if pid == 0:
+        api.PyOS_AfterFork_Child()
+    else:
+        api.PyOS_AfterFork_Parent()
+    if pid < 0:
+        code = ctypes.get_errno()
+        raise OSError(
+            code,
+            f"no new namespaces ({' '.join(sorted(walls & set(_CLONE)))}): {os.strerror(code)}",
+        )
+    return pid
+
+
+def map_user(walls: set[str], user: int, group: int) -> None:
+    """Write the map of the new user namespace: only the same user."""
+    if "user" in walls:
+        with contextlib.suppress(FileNotFoundError):
+            _write("/proc/self/setgroups", "deny")
+        _write("/proc/self/uid_map", f"{user} {user} 1")
+        _write("/proc/self/gid_map", f"{group} {group} 1")
+    prctl(_PR_SET_DUMPABLE, 0)
+
+
+def mount_private(walls: set[str], megabytes: int, files: int) -> None:
+    """Mount a private /proc, /tmp and /dev/shm. The latter two are in memory, for this run."""
+    if "mounts" not in walls:
+        return
+    options = f"size={megabytes}m,nr_inodes={files + 1},mode=0700"
+    for place in ("/tmp", "/dev/shm"):
+        mount(place, options)
+    if "proc" in walls:
+        mount_private_proc()
+
+
+def mount_private_proc() -> None:
+    """Mount a read-only /proc that shows a program only the program's processes: /dev/stdin and
+    /dev/fd point there.
+
+    The mount is an empty tmpfs instead if the kernel refuses a new /proc because every visible
+    /proc is partly covered by other mounts.
+    """
+    try:
+        mount("/proc", "hidepid=ptraceable,subset=pid", _MS_RDONLY | _MS_NOEXEC, "proc")
+    except OSError:
+        mount("/proc", "size=4k,nr_inodes=1,mode=0500", _MS_RDONLY)
+
+
+def unmount_proc_covers() -> None:
+    """Unmount the mounts of bubblewrap on top of /proc, which allows a run to mount a private
+    /proc. Needs CAP_SYS_ADMIN.
+    """
+    with open("/proc/self/mountinfo") as file:
+        places = [line.split()[4] for line in file]
+    for place in [place for place in places if place.startswith("/proc/")]:
+        if libc.umount2(place.encode(), _MNT_DETACH) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"{place} cannot be unmounted: {os.strerror(code)}")
+
+
+def mount(place: str, options: str, flags: int = 0, kind: str = "tmpfs") -> None:
+    flags |= _MS_NOSUID | _MS_NODEV
+    if (
+        libc.mount(
+            kind.encode(), place.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()
+        )
+        != 0
+    ):
+        code = ctypes.get_errno()
+        raise OSError(code, f"no {kind} at {place}: {os.strerror(code)}")
+
+
+def drop_capabilities() -> None:
+    """Drop all capabilities, and prevent gaining new capabilities."""
+    for capability in range(64):
+        if libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) != 0:
+            break  # past the last capability of the kernel, or no capability to drop
+    head = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    none = (ctypes.c_uint32 * 6)()
+    if libc.capset(head, none) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
+    prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def set_limits(limits: dict[str, Any], address_space: bool = True) -> None:
+    """Set the limits of each process. `limits`: fields of rl.sandbox.SandboxLimits. The monitor counts the
+    total use of a run's processes.
+    """
+    memory = int(limits["memory_mb"]) << 20
+    table = {
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_FSIZE: int(limits["file_mb"]) << 20,
+        resource.RLIMIT_NOFILE: 256,
+        resource.RLIMIT_MEMLOCK: 64 << 10,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_NPROC: int(limits["processes"]) + 1,  # plus init
+        resource.RLIMIT_CPU: max(1, int(limits["cpu_s"] + 0.999)),
+    }
+    if address_space:
+        # 64 MB: addresses that an interpreter maps before it runs a program
+        table[resource.RLIMIT_AS] = memory + (64 << 20)
+    for kind, limit in table.items():
+        hard = resource.getrlimit(kind)[1]
+        if hard != resource.RLIM_INFINITY:
+            limit = min(limit, hard)
+        if kind == resource.RLIMIT_CPU:
+            resource.setrlimit(
+                kind, (limit, min(limit + 1, hard) if hard != resource.RLIM_INFINITY else limit + 1)
+            )
+        else:
+            resource.setrlimit(kind, (limit, limit))
+
+
+def _write(place: str, text: str) -> None:
+    with open(place, "w") as file:
+        file.write(text)

@@ -1,0 +1,119 @@
+"""Send and receive JSON messages with a length prefix, over a socket or a pair of pipes.
+
+File descriptors can be sent with a message.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import socket
+import struct
+from typing import Any
+
+_HEAD = struct.Struct("!Q")
+MAX_MESSAGE_BYTES = 1 << 30  # bytes of a message
+
+
+class ConnectionClosedError(Exception):
+    """Raised if the other end is closed, in the middle of a message or between two messages."""
+
+
+class BadMessage(Exception):
+    """Raised for content that is not a message: too long, or not a JSON object."""
+
+
+class TooLong(BadMessage):
+    """Raised for a message that is longer than allowed."""
+
+
+def send(to: socket.socket | int, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+    """Send a message. `fds` need a unix socket; they are sent with the first byte. Raises Ended."""
+    data = memoryview(pack(message))
+    try:
+        if isinstance(to, int):
+            while data:
+                data = data[os.write(to, data) :]
+        else:
+            if fds:
+                sent = to.sendmsg(
+                    [data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+                )
+                data = data[sent:]
+            to.sendall(data)
+    except (BrokenPipeError, ConnectionResetError) as error:
+        raise ConnectionClosedError(str(error)) from error
+
+
+def encode_text(text: str) -> bytes:
+    """Return the bytes of a text for a file or an input. Bytes that were not UTF-8 are restored; no
+    text raises.
+    """
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")
+
+
+def pack(message: dict[str, Any]) -> bytes:
+    """Return the bytes of a message."""
+    body = json.dumps(message).encode()
+    return _HEAD.pack(len(body)) + body
+
+
+def receive(of: socket.socket | int, longest: int = MAX_MESSAGE_BYTES) -> dict[str, Any]:
+    """Return the next message. Raises Ended, BadMessage, and TimeoutError if the socket has a
+    timeout.
+    """
+    return _read(receive_bytes(of, longest))
+
+
+def receive_bytes(of: socket.socket | int, longest: int = MAX_MESSAGE_BYTES) -> bytes:
+    """Return the bytes of the next message, unparsed. Raises Ended, RowTooLong, and TimeoutError if
+    the socket has a timeout.
+    """
+    (size,) = _HEAD.unpack(_read_exactly(of, _HEAD.size))
+    if size > longest:
+        raise TooLong(f"a message of {size} bytes, at most {longest} are allowed")
+    return _read_exactly(of, size)
+
+
+def receive_with_fds(of: socket.socket, most: int = 8) -> tuple[dict[str, Any], list[int]]:
+    """Return a message and the file descriptors sent with it."""
+    first, fds, _, _ = socket.recv_fds(of, _HEAD.size, most)
+    if not first:
+        raise ConnectionClosedError("closed")
+    head = first + (_read_exactly(of, _HEAD.size - len(first)) if len(first) < _HEAD.size else b"")
+    (size,) = _HEAD.unpack(head)
+    if size > MAX_MESSAGE_BYTES:
+        raise BadMessage(f"a message of {size} bytes")
+    return _read(_read_exactly(of, size)), list(fds)
+
+
+def _read(body: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BadMessage(f"not JSON: {error}") from error
+    if not isinstance(message, dict):
+        raise BadMessage(f"a JSON {type(message).__name__}, expected an object")
+    return message
+
+
+def _read_exactly(of: socket.socket | int, size: int) -> bytes:
+    parts = []
+    while size:
+        try:
+            part = (
+                os.read(of, min(size, 1 << 20))
+                if isinstance(of, int)
+                else of.recv(min(size, 1 << 20))
+            )
+        except ConnectionResetError as error:
+            raise ConnectionClosedError(str(error)) from error
+        if not part:
+            raise ConnectionClosedError("closed")
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)

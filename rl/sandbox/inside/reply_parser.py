@@ -1,0 +1,115 @@
+"""Parse the messages that a candidate's server sends. `candidate.Server` writes them; every reader
+parses them here.
+
+The program has access to the pipe, hence each message may hold arbitrary bytes. A message of any
+other form raises `ForgedMessageError`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from rl.sandbox.inside.value_codec import ForgedMessageError, is_family, is_name
+from rl.sandbox.inside.value_display import show
+
+_MAX_TEXT_LENGTH = 1000
+
+
+@dataclass(frozen=True)
+class ErrorReply:
+    """Hold the exception of a request: class name, names of the base classes, text."""
+
+    name: str
+    family: list[str]
+    text: str
+
+
+@dataclass(frozen=True)
+class ResultReply:
+    """Hold the encoded result of a request. `arguments`: the encoded arguments of a call after the
+    call; None if the answer has none.
+    """
+
+    value: Any
+    arguments: list[Any] | None
+
+
+def parse(body: bytes | str) -> dict[str, Any]:
+    """Return the JSON object of a frame. Raises Forged."""
+    try:
+        message = json.loads(body if isinstance(body, str) else body.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ForgedMessageError(f"not JSON: {str(error)[:100]}") from error
+    if type(message) is not dict:
+        raise ForgedMessageError(f"a JSON {type(message).__name__}, expected an object")
+    return message
+
+
+def read_loaded(message: dict[str, Any]) -> tuple[str, str] | None:
+    """Return the reason that the program failed to load (load or exit, and a text), None if it
+    loaded. Raises Forged.
+    """
+    if message == {"loaded": True} and message["loaded"] is True:
+        return None
+    failed = message.get("failed")
+    if message.keys() != {"failed"} or type(failed) is not list or len(failed) != 2:
+        raise ForgedMessageError(f"not a load report: {show(message, 80)}")
+    word, text = failed
+    if word not in ("load", "exit") or type(text) is not str or len(text) > _MAX_TEXT_LENGTH:
+        raise ForgedMessageError(f"not a load report: {show(message, 80)}")
+    return word, text
+
+
+def read_answer(
+    message: dict[str, Any], number: int, arguments: int | None
+) -> ResultReply | ErrorReply:
+    """Return the answer to request `number`. `arguments`: the number of values passed to a call,
+    None if the request is not a call.
+
+    Only a call that returns None may report changed arguments: any other call could change the
+    values that its result is compared with. Raises Forged.
+    """
+    keys = message.keys()
+    if type(message.get("id")) is not int or message["id"] != number:
+        raise ForgedMessageError(
+            f"a reply to request {show(message.get('id'), 40)}, expected {number}"
+        )
+    if keys == {"id", "raised"}:
+        return _parse_raised(message["raised"])
+    if keys == {"id", "value"}:
+        return ResultReply(message["value"], None)
+    if keys != {"id", "value", "arguments"}:
+        raise ForgedMessageError(f"a reply with {show(sorted(keys), 80)}")
+    changed = message["arguments"]
+    if (
+        message["value"] is not None
+        or arguments is None
+        or type(changed) is not list
+        or len(changed) != arguments
+    ):
+        raise ForgedMessageError("arguments that this request cannot have changed")
+    return ResultReply(None, changed)
+
+
+def read_callback(message: dict[str, Any]) -> tuple[str, list[Any]]:
+    """Return the name of a tester's function and its encoded arguments. Raises Forged."""
+    if (
+        message.keys() != {"call", "arguments"}
+        or type(message["call"]) is not str
+        or type(message["arguments"]) is not list
+    ):
+        raise ForgedMessageError(f"not a call of a test's function: {show(message, 80)}")
+    return message["call"], message["arguments"]
+
+
+def _parse_raised(raised: Any) -> ErrorReply:
+    if type(raised) is not list or len(raised) != 3:
+        raise ForgedMessageError(f"no exception: {show(raised, 80)}")
+    name, family, text = raised
+    if not (
+        is_name(name) and is_family(family) and type(text) is str and len(text) <= _MAX_TEXT_LENGTH
+    ):
+        raise ForgedMessageError(f"no exception: {show(raised, 80)}")
+    return ErrorReply(name, family, text)

@@ -1,0 +1,227 @@
+"""Watch a run for the monitor: its output, its end, and the resources of all its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import time
+from typing import Any
+
+from rl.sandbox.inside import message_framing, reply_parser
+from rl.sandbox.inside.init_process import list_descendants
+
+_TICK_SECONDS = 0.02  # minimum seconds between two counts
+_COUNT_PAUSE_FACTOR = 10  # minimum pause as a multiple of the duration of the last count
+_PAGE_MB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+_CLOCK = os.sysconf("SC_CLK_TCK")
+_HEAD = struct.Struct("!Q")
+
+
+class LimitReached(Exception):
+    """Raised if the run reaches a limit. `reason`: timeout, cpu, memory, processes, output, forged."""
+
+    def __init__(self, reason: str):
+        super().__init__(reason)
+        self.reason = reason
+
+
+class CallerClosedError(Exception):
+    """Raised if the caller closed its end of the socket: the run is no longer needed."""
+
+
+class RunWatcher:
+    """Watch a candidate. `init`: reports the end of the candidate. `out`, `err`: its output
+    streams, read here. `limits`: fields of rl.sandbox.SandboxLimits.
+    """
+
+    def __init__(
+        self,
+        init: socket.socket,
+        caller: socket.socket,
+        out: int,
+        err: int,
+        limits: dict[str, Any],
+        root: int,
+        counting: bool,
+    ):
+        self.init, self.caller, self.out, self.err, self.limits, self.root, self.counting = (
+            init,
+            caller,
+            out,
+            err,
+            limits,
+            root,
+            counting,
+        )
+        self.ended: dict[str, Any] | None = None
+        self.peak_mb = 0.0
+        self.printed: dict[int, list[bytes]] = {out: [], err: []}
+        self.size = 0
+        self._open = [out, err]
+        self._unread = b""
+        self._next_count = time.monotonic() + _TICK_SECONDS
+        self._interpreter_mb = _resident_mb(os.getpid())
+        for descriptor in self._open:
+            os.set_blocking(descriptor, False)
+
+    def wait_for_end(self, deadline: float) -> None:
+        """Wait until the candidate has ended."""
+        while self.ended is None:
+            self._wait_for_event(deadline, ())
+
+    def read_message(self, source: int, deadline: float) -> dict[str, Any]:
+        """Return the next message from the pipe `source`, with the errors of `read_frame`. Raises
+        Stopped("forged") if the content is not a message.
+        """
+        try:
+            return reply_parser.parse(self.read_frame(source, deadline))
+        except reply_parser.ForgedMessageError:
+            raise LimitReached("forged") from None
+
+    def read_frame(self, source: int, deadline: float) -> bytes:
+        """Return the next message from the pipe `source`, unparsed. Raises Stopped; raises
+        frames.Ended if the candidate or the pipe ended before.
+        """
+        longest = int(self.limits["output_kb"]) << 10
+        while True:
+            if len(self._unread) >= _HEAD.size:
+                (size,) = _HEAD.unpack_from(self._unread)
+                if size > longest:
+                    raise LimitReached("output")
+                if len(self._unread) >= _HEAD.size + size:
+                    body, self._unread = (
+                        self._unread[_HEAD.size : _HEAD.size + size],
+                        self._unread[_HEAD.size + size :],
+                    )
+                    return body
+            if source in self._wait_for_event(deadline, (source,)):
+                part = os.read(source, 1 << 18)
+                if not part:
+                    self._wait_for_exit(deadline)
+                    raise message_framing.ConnectionClosedError("the candidate closed its end")
+                self._unread += part
+            elif self.ended is not None:
+                raise message_framing.ConnectionClosedError("the candidate ended")
+
+    def send(self, to: int, message: dict[str, Any], deadline: float) -> None:
+        """Write a message to the pipe `to`, which the candidate may leave unread. Raises Stopped,
+        frames.Ended.
+        """
+        data = memoryview(message_framing.pack(message))
+        os.set_blocking(to, False)
+        while data:
+            try:
+                data = data[os.write(to, data) :]
+            except BlockingIOError:
+                self._wait_for_event(deadline, (), (to,))
+                if self.ended is not None:
+                    raise message_framing.ConnectionClosedError("the candidate ended") from None
+            except BrokenPipeError as error:
+                self._wait_for_exit(deadline)
+                raise message_framing.ConnectionClosedError(
+                    "the candidate closed its end"
+                ) from error
+
+    def _wait_for_exit(self, deadline: float) -> None:
+        """Wait shortly for the exit status of a candidate that closed its pipe, which usually means
+        that it has ended.
+        """
+        soon = min(deadline, time.monotonic() + 0.25)
+        with contextlib.suppress(LimitReached):
+            while self.ended is None:
+                self._wait_for_event(soon, ())
+
+    def _wait_for_event(
+        self, deadline: float, sources: tuple[int, ...], sinks: tuple[int, ...] = ()
+    ) -> list[Any]:
+        """Wait for an event, at most a tick; read the streams. Raises Stopped at a limit, Gone."""
+        now = time.monotonic()
+        if now >= deadline:
+            raise LimitReached("timeout")
+        if self.counting and now >= self._next_count:
+            self._count()
+            took = time.monotonic() - now
+            self._next_count = now + max(_TICK_SECONDS, _COUNT_PAUSE_FACTOR * took)
+        waiting: list[Any] = [*self._open, self.init, self.caller, *sources]
+        ready, _, _ = select.select(
+            waiting, sinks, [], max(0.0, min(deadline - now, _TICK_SECONDS))
+        )
+        for descriptor in [d for d in self._open if d in ready]:
+            self._read(descriptor)
+        if self.init in ready:
+            self.ended = message_framing.receive(self.init)
+        if self.caller in ready:
+            raise CallerClosedError  # a waiting caller sends no message: readable means closed
+        return ready
+
+    def _read(self, descriptor: int) -> None:
+        try:
+            part = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            return
+        if not part:
+            self._open.remove(descriptor)
+            return
+        self.printed[descriptor].append(part)
+        self.size += len(part)
+        if self.size > int(self.limits["output_kb"]) << 10:
+            raise LimitReached("output")
+
+    def drain(self) -> None:
+        """Read the remaining output from the pipes."""
+        while self._open:
+            ready, _, _ = select.select(self._open, [], [], 0)
+            if not ready:
+                return
+            try:
+                for descriptor in ready:
+                    self._read(descriptor)
+            except LimitReached:
+                return
+
+    def take_output(self) -> tuple[str, str]:
+        """Return stdout and stderr since the last call."""
+        out, err = (
+            b"".join(self.printed[d]).decode("utf-8", "replace") for d in (self.out, self.err)
+        )
+        self.printed = {self.out: [], self.err: []}
+        self.size = 0
+        return out, err
+
+    def close(self) -> None:
+        for descriptor in (self.out, self.err):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+    def exceeds_cpu(self, seconds: float) -> bool:
+        return seconds >= float(self.limits["cpu_s"])
+
+    def _count(self) -> None:
+        processes, memory, cpu = 0, 0.0, 0.0
+        for pid in list_descendants(self.root):
+            with (
+                contextlib.suppress(OSError, ValueError, IndexError),
+                open(f"/proc/{pid}/stat") as file,
+            ):
+                fields = file.read().rsplit(")", 1)[1].split()
+                processes += 1
+                cpu += (
+                    int(fields[11]) + int(fields[12]) + int(fields[13]) + int(fields[14])
+                ) / _CLOCK
+                memory += max(0.0, int(fields[21]) * _PAGE_MB - self._interpreter_mb)
+        self.peak_mb = max(self.peak_mb, memory)
+        if memory > float(self.limits["memory_mb"]):
+            raise LimitReached("memory")
+        if processes > int(self.limits["processes"]):
+            raise LimitReached("processes")
+        if self.exceeds_cpu(cpu):
+            raise LimitReached("cpu")
+
+
+def _resident_mb(pid: int) -> float:
+    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rsplit(")", 1)[1].split()[21]) * _PAGE_MB
+    return 0.0

@@ -1,0 +1,209 @@
+"""Run programs on a sandbox service with SandboxFusion's `POST /run_code`.
+
+The service provides the isolation. Expected values stay in this process.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import json
+import secrets
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rl.errors import UserError
+from rl.sandbox.grade_tests import MAX_RANGE_LENGTH, Verdict, compare_values
+from rl.sandbox.inside import reply_parser, value_codec
+from rl.sandbox.inside.value_display import make_printable
+from rl.sandbox.sandbox_results import ProgramRun, SandboxLimits
+from rl.sandbox.test_kinds import Asserts, Calls, StdinStdoutTests, Tests
+from rl.sandbox.worker_pool import SandboxLost
+
+_LANGUAGES = {"python": "python", "c++": "cpp", "bash": "bash", "javascript": "nodejs"}
+_NETWORK_SECONDS = 10.0
+# Appended to the program: calls its function for each case and prints the result as JSON after a
+# nonce of this run.
+_DRIVER = """
+import json as _json
+def _plain(x):
+    if isinstance(x, int) and type(x) is not bool and not -(2**63) < x < 2**63:
+        return ["i", hex(x)]
+    if x is None or type(x) in (bool, int, float, str):
+        return x
+    if isinstance(x, (list, tuple)):
+        return ["t" if isinstance(x, tuple) else "l", *map(_plain, x)]
+    if isinstance(x, dict):
+        return ["d", *[_plain(y) for pair in x.items() for y in pair]]
+    if isinstance(x, (set, frozenset)):
+        return ["s", *map(_plain, x)]
+    raise TypeError(type(x).__name__)
+for _arguments, _named in {cases!r}:
+    try:
+        print("\\n{nonce}" + _json.dumps({{"value": _plain({function}(*_arguments, **_named))}}))
+    except Exception as _error:
+        print("\\n{nonce}" + _json.dumps({{"raised": repr(_error)[:300]}}))
+"""
+
+
+class SandboxService:
+    """Hold the URL of a sandbox service."""
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+        self.kind = f"service at {self.url}"
+
+    def probe(self) -> None:
+        """Raise UserError if the service does not run a program."""
+        try:
+            run = self.run("print(6 * 7)", "python", "", {}, SandboxLimits())
+        except SandboxLost as error:
+            hint = f"{error}. Is it up, and does it speak POST /run_code?"
+            raise UserError(f"the sandbox service {self.url} does not answer: {hint}") from error
+        if run.stdout.strip() != "42":
+            gave = f"{run.stdout[:200]!r} {run.stderr[:200]!r}"
+            raise UserError(
+                f"the sandbox service {self.url} does not run Python: "
+                f"print(6 * 7) gave {gave}, expected 42"
+            )
+
+    def run(
+        self,
+        program: str,
+        language: str,
+        stdin: str,
+        files: Mapping[str, str],
+        limits: SandboxLimits,
+    ) -> ProgramRun:
+        """Run a program. Raises Lost if the service gives no valid response."""
+        if language not in _LANGUAGES:
+            raise UserError(f"language {language!r} is unknown, expected: {', '.join(_LANGUAGES)}")
+        coded = {name: base64.b64encode(text.encode()).decode() for name, text in files.items()}
+        payload = {
+            "code": program,
+            "language": _LANGUAGES[language],
+            "stdin": stdin,
+            "files": coded,
+            "run_timeout": limits.wall_s,
+            "memory_limit_MB": limits.memory_mb,
+        }
+        request = urllib.request.Request(
+            f"{self.url}/run_code",
+            json.dumps(payload).encode(),
+            {"Content-Type": "application/json"},
+        )
+        start = time.monotonic()
+        try:
+            with urllib.request.urlopen(
+                request, timeout=limits.wall_s + _NETWORK_SECONDS
+            ) as answer:
+                response = json.loads(answer.read())
+            ran = response.get("run_result") or response.get("compile_result") or {}
+            status, code = str(ran.get("status", response.get("status"))), ran.get("return_code")
+            out, err = (
+                str(ran.get("stdout") or ""),
+                str(ran.get("stderr") or response.get("message") or ""),
+            )
+            seconds = float(ran.get("execution_time") or time.monotonic() - start)
+        except (OSError, urllib.error.URLError, ValueError, AttributeError, TypeError) as error:
+            raise SandboxLost(f"{type(error).__name__}: {error}") from error
+        late = "TimeLimit" in status
+        code = None if late or not isinstance(code, int) else code
+        out, err = make_printable(out, limits.output_kb << 10), make_printable(err)
+        return ProgramRun(out, err, code, None, late, "timeout" if late else "", seconds, seconds)
+
+    def grade_tests(self, program: str, tests: Tests, limits: SandboxLimits) -> Iterator[Verdict]:
+        """Yield the verdict of each test."""
+        if isinstance(tests, StdinStdoutTests):
+            for stdin, expected in tests.cases:
+                run = self.run(program, tests.language, stdin, {}, limits)
+                if run.ok:
+                    yield compare_values(tests.compare, run.stdout, expected)
+                else:
+                    yield (
+                        False,
+                        f"{run.ended_by}:"
+                        if run.ended_by
+                        else f"error: exit code {run.returncode}: {run.stderr[-300:]}",
+                    )
+            return
+        calls, compare = (
+            ([tests], tests.compare)
+            if isinstance(tests, Calls)
+            else (self._convert_asserts(tests), lambda a, b: a == b)
+        )
+        for call in calls:
+            yield from self._grade_calls(program, call, compare, limits)
+
+    def _grade_calls(
+        self, program: str, tests: Calls, compare: Any, limits: SandboxLimits
+    ) -> Iterator[Verdict]:
+        nonce = secrets.token_hex(16)
+        cases = [
+            ([], dict(arguments)) if isinstance(arguments, Mapping) else (list(arguments), {})
+            for arguments, _ in tests.cases
+        ]
+        run = self.run(
+            program + _DRIVER.format(cases=cases, nonce=nonce, function=tests.function),
+            "python",
+            "",
+            {},
+            limits,
+        )
+        printed = [line[len(nonce) :] for line in run.stdout.splitlines() if line.startswith(nonce)]
+        for number, (_, expected) in enumerate(tests.cases):
+            if number >= len(printed) or len(printed) > len(tests.cases):
+                yield False, f"{run.ended_by or 'error'}: {run.stderr[-300:]}"
+                continue
+            try:
+                reply = reply_parser.parse(printed[number])
+                value = (
+                    value_codec.decode(reply["value"], longest_range=MAX_RANGE_LENGTH)
+                    if reply.keys() == {"value"}
+                    else None
+                )
+            except (reply_parser.ForgedMessageError, value_codec.NotPlain):
+                yield False, f"forged: {printed[number][:300]}"
+                continue
+            yield (
+                compare_values(compare, value, expected)
+                if "value" in reply
+                else (False, f"error: {printed[number][:300]}")
+            )
+
+    def _convert_asserts(self, tests: Tests) -> list[Calls]:
+        """Convert asserts of the form `assert f(literals) == literal` to Calls: the service runs
+        the calls, this process compares.
+        """
+        if not isinstance(tests, Asserts) or tests.setup.strip():
+            remedy = f"{type(tests).__name__} of another form need a local sandbox"
+            raise UserError(
+                f"a service takes dialogues, calls and asserts `f(literals) == literal`; {remedy}"
+            )
+        calls = []
+        for text in tests.asserts:
+            try:
+                (node,) = ast.parse(text).body
+                assert isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare)
+                assert isinstance(node.test.ops[0], ast.Eq)
+                call, (right,) = node.test.left, node.test.comparators
+                assert (
+                    isinstance(call, ast.Call)
+                    and isinstance(call.func, ast.Name)
+                    and not call.keywords
+                )
+                calls.append(
+                    Calls(
+                        call.func.id,
+                        [([ast.literal_eval(item) for item in call.args], ast.literal_eval(right))],
+                    )
+                )
+            except (AssertionError, ValueError, SyntaxError) as error:
+                reason = f"this assert needs a local sandbox: {text[:200]!r}"
+                raise UserError(
+                    f"a service takes asserts `f(literals) == literal`; {reason}"
+                ) from error
+        return calls

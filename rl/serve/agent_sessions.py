@@ -1,0 +1,339 @@
+"""Record the turns of an agent's session as a graph of exact token prefixes, and build their
+`Trajectory`.
+
+A turn holds the prompt (ids), the sample (ids, logprobs) and, for a chat, the messages. If the next
+request of a session continues the messages of a turn, its prompt is the ids of that turn followed
+by the new messages (`Renderer.extend_prompt`). Sampled tokens are never decoded and tokenized
+again. A request that rewrites the history begins a branch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rl.renderers import Renderer, format_with_calls
+from rl.rollout import Trajectory, Transition
+from rl.serve.request_fields import OpenAIRequestError
+from rl.types import Message, ModelInput, SampledSequence, SampleResponse, SamplingParams
+
+
+class SamplingBackend(Protocol):
+    """Sample from the models of a server: the interface that the OpenAI-style routes use.
+
+    UserError and ValueError are errors of the caller.
+    """
+
+    async def sample(
+        self,
+        model: str | None,
+        prompt_ids: list[int],
+        num_samples: int,
+        sampling_params: SamplingParams,
+        *,
+        owner: str,
+        **options: Any,
+    ) -> SampleResponse: ...
+
+    def models(self, owner: str) -> Sequence[Any]: ...
+
+    def tokenizer(self, model: str | None, owner: str) -> Any: ...
+
+    def renderer(self, model: str | None, owner: str) -> Renderer: ...
+
+
+@dataclass(slots=True)
+class SampledTurn:
+    """Hold a sample and its prompt.
+
+    `messages`: the messages of the request, None for a prompt of ids; `answer`: the parsed message.
+    """
+
+    prompt: list[int]
+    sequence: SampledSequence
+    answer: Message
+    is_complete: bool
+    messages: Sequence[Message] | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    new_messages: Sequence[Message] = ()  # the messages since the turn that this turn continues
+
+
+@dataclass
+class AgentSession:
+    """Hold the turns of an episode. `run_once` returns the result of a request to its retries."""
+
+    owner: str = ""
+    turns: list[SampledTurn] = field(default_factory=list)
+    reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    last_used: float = field(default_factory=time.monotonic)
+    _turns_by_digest: dict[bytes, SampledTurn] = field(default_factory=dict)
+    _results: dict[bytes, asyncio.Future[Any]] = field(default_factory=dict)
+    _disconnected: set[bytes] = field(default_factory=set)
+
+    # whether responses may go through a second forward pass, for top-k logprobs
+    allows_rescoring = True
+
+    async def renderer(self, backend: SamplingBackend, model: str | None) -> Renderer:
+        """Return the renderer of a model, which may have to be loaded."""
+        return await asyncio.to_thread(backend.renderer, model, self.owner)
+
+    async def tokenizer(self, backend: SamplingBackend, model: str | None) -> Any:
+        """Return the tokenizer of a model, which may have to be loaded."""
+        return await asyncio.to_thread(backend.tokenizer, model, self.owner)
+
+    async def sample(
+        self,
+        backend: SamplingBackend,
+        model: str | None,
+        prompt: list[int],
+        n: int,
+        params: SamplingParams,
+        **options: Any,
+    ) -> SampleResponse:
+        """Return n samples of a prompt. `options`: options of `SamplingBackend.sample`."""
+        return await backend.sample(model, prompt, n, params, owner=self.owner, **options)
+
+    # -------------------------------------------------------------------------------------- prompts
+
+    def build_prompt(
+        self, renderer: Renderer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> list[int]:
+        """Return the prompt ids of a chat: those of the longest turn that it continues, then the
+        new messages; without such a turn, all messages rendered from the start.
+
+        Clients drop the thoughts of assistant messages. They are restored here; the template
+        decides whether to include them.
+        """
+        known, k, turn = self._find_continued_turn(messages, tools)
+        if turn is not None and k < len(known):
+            bridged = renderer.extend_prompt(
+                known[: k - 1], turn.prompt, turn.sequence.tokens, known[k:]
+            )
+            if bridged is not None:
+                return bridged.to_ints()
+        return renderer.build_generation_prompt(known).to_ints()
+
+    def _find_continued_turn(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[Message], int, SampledTurn | None]:
+        """Return the messages with the sampled assistant messages restored, the number of messages
+        of the longest turn that they continue, and that turn.
+        """
+        full_messages, count, last = list(messages), 0, None
+        for k, chain in enumerate(_digest_prefixes(messages, tools)):
+            turn = self._turns_by_digest.get(chain)
+            if turn is not None:
+                full_messages[k], count, last = turn.answer, k + 1, turn
+        return full_messages, count, last
+
+    def record_turn(self, turn: SampledTurn, returned_message: Message | None = None) -> None:
+        """Record a turn. `returned_message`: its message in the form in which a client sends it
+        again.
+        """
+        self.turns.append(turn)
+        self.last_used = time.monotonic()
+        if turn.messages is None:
+            return
+        answer_message = {
+            key: value for key, value in turn.answer.items() if key != "unparsed_tool_calls"
+        }
+        turn.answer = answer_message
+        turn.new_messages = list(turn.messages)[
+            self._find_continued_turn(turn.messages, turn.tools)[1] :
+        ]
+        for answer in (answer_message, *([] if returned_message is None else [returned_message])):
+            for variant in (
+                answer,
+                {key: value for key, value in answer.items() if key != "reasoning_content"},
+            ):
+                *_, chain = _digest_prefixes([*turn.messages, variant], turn.tools)
+                self._turns_by_digest[chain] = turn
+
+    async def run_once(
+        self, key: bytes, is_retry: bool, do: Callable[[], Coroutine[Any, Any, Any]]
+    ) -> Any:
+        """Return the result of `do`; for a retried request, the result of the first run, which may
+        still be running.
+
+        A run completes even if the caller is cancelled. `key`: digest of the request's path and
+        body. A request whose earlier connection was `mark_disconnected` counts as repeated.
+        """
+        task = self._results.get(key) if is_retry or key in self._disconnected else None
+        if task is None:
+            task = asyncio.ensure_future(do())
+            self._results[key] = task
+            done = [old for old, work in self._results.items() if work.done()]
+            for old in done[:-8]:
+                del self._results[old]
+        self._disconnected.discard(key)
+        return await asyncio.shield(task)
+
+    def mark_disconnected(self, key: bytes) -> None:
+        """Note that the client of a request disconnected before the response."""
+        self._disconnected.add(key)
+
+    # ----------------------------------------------------------------------------------- trajectory
+
+    def make_trajectory(self) -> Trajectory:
+        """Return the turns as transitions in sampling order; the last transition has the reward.
+
+        `trajectory_to_datums` merges turns that continue each other.
+        """
+        transitions = [
+            Transition(
+                ModelInput.from_ints(turn.prompt),
+                turn.sequence,
+                0.0,
+                False,
+                {"ended": float(turn.is_complete)},
+                make_turn_logs(turn),
+            )
+            for turn in self.turns
+        ]
+        if transitions:
+            transitions[-1].reward, transitions[-1].episode_done = (
+                self.reward or 0.0,
+                self.reward is not None,
+            )
+            transitions[-1].metrics |= self.metrics
+        return Trajectory(transitions)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the session as JSON, with all that another trainer needs."""
+        turns = []
+        for turn in self.turns:
+            sequence = turn.sequence
+            sample_fields: dict[str, Any] = {
+                "token_ids": sequence.tokens,
+                "logprobs": sequence.logprobs,
+                "temperature": sequence.temperature,
+            }
+            sample_fields |= {"stop_reason": sequence.stop_reason, "version": sequence.version}
+            turns.append(
+                {
+                    "prompt_token_ids": turn.prompt,
+                    **sample_fields,
+                    "parent": self._find_parent(turn),
+                    **make_turn_logs(turn),
+                }
+            )
+        return {
+            "turns": turns,
+            "reward": self.reward,
+            "metrics": self.metrics,
+            "done": self.reward is not None,
+        }
+
+    def _find_parent(self, turn: SampledTurn) -> int | None:
+        """Return the index of the longest earlier turn that this turn continues by exact ids; None
+        at the start of a conversation or branch.
+        """
+        best: int | None = None
+        length = 0
+        for i, other in enumerate(self.turns):
+            if other is turn:
+                break
+            other_ids = [*other.prompt, *other.sequence.tokens]
+            if len(other_ids) > length and turn.prompt[: len(other_ids)] == other_ids:
+                best, length = i, len(other_ids)
+        return best
+
+
+def make_turn_logs(turn: SampledTurn) -> dict[str, Any]:
+    """Return the texts of a turn for the rollout logs."""
+    logs: dict[str, Any] = {
+        "response": format_with_calls(turn.answer),
+        "told": list(turn.new_messages),
+    }
+    return logs | (
+        {"tool_calls": [call["function"] for call in turn.answer["tool_calls"]]}
+        if turn.answer.get("tool_calls")
+        else {}
+    )
+
+
+def _digest_prefixes(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+) -> list[bytes]:
+    """Return for each message a digest of the tools and of the messages up to and including it."""
+    digests = []
+    digest = hashlib.blake2b(
+        json.dumps(list(tools), sort_keys=True).encode("utf-8", "backslashreplace"), digest_size=16
+    )
+    for message in messages:
+        calls = [call["function"] for call in message.get("tool_calls") or ()]
+        parts = [
+            message["role"],
+            message["content"],
+            message.get("name"),
+            message.get("reasoning_content"),
+            calls,
+        ]
+        digest.update(json.dumps(parts, sort_keys=True).encode("utf-8", "backslashreplace") + b"\0")
+        digests.append(digest.copy().digest())
+    return digests
+
+
+class AgentSessions:
+    """Hold sessions by owner and name.
+
+    Above `max_sessions` sessions, the least recently used session of the owner that holds the most
+    is removed. `max_turns`: the most turns of a session.
+    """
+
+    def __init__(self, max_sessions: int = 10_000, max_turns: int = 10_000):
+        self.max_sessions, self.max_turns = max_sessions, max_turns
+        self._by_name: OrderedDict[tuple[str, str], AgentSession] = OrderedDict()
+
+    def get_or_create(self, owner: str, name: str) -> AgentSession:
+        """Return the session of that name, and create it if it does not exist.
+
+        Raises Refused for an invalid name or a full session.
+        """
+        check_session_name(name)
+        session = self._by_name.setdefault((owner, name), AgentSession(owner))
+        self._by_name.move_to_end((owner, name))
+        while len(self._by_name) > self.max_sessions:
+            counts = Counter(owner_of_key for owner_of_key, _ in self._by_name)
+            most = max(counts.values())
+            del self._by_name[next(key for key in self._by_name if counts[key[0]] == most)]
+        if len(session.turns) >= self.max_turns:
+            raise OpenAIRequestError(
+                f"the session {name!r} has {len(session.turns)} turns, the limit of a session: "
+                "start a new session",
+                code="session_full",
+            )
+        return session
+
+    def find(self, owner: str, name: str) -> AgentSession:
+        """Return the session of that name. Raises Refused (404) if it does not exist."""
+        session = self._by_name.get((owner, name))
+        if session is None:
+            raise OpenAIRequestError(
+                f"unknown session {name[:80]!r}", status=404, code="session_not_found"
+            )
+        return session
+
+    def list_names(self, owner: str) -> list[str]:
+        """Return the names of an owner's sessions."""
+        return [name for session_owner, name in self._by_name if session_owner == owner]
+
+    def delete(self, owner: str, name: str) -> None:
+        """Delete a session. Raises Refused (404) if it does not exist."""
+        self.find(owner, name)
+        del self._by_name[owner, name]
+
+
+def check_session_name(name: str) -> None:
+    """Raise Refused for an invalid session name."""
+    if not 0 < len(name) <= 200 or not name.isprintable() or "/" in name:
+        raise OpenAIRequestError(
+            "a session name must have 1 to 200 printable characters and no slash", "X-Session-ID"
+        )

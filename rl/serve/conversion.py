@@ -1,0 +1,460 @@
+"""Convert datums, samples and outputs between Tinker's messages (protobuf, JSON) and `rl.types`.
+
+A message that cannot be read raises BadRequestError or another ValueError, which names the field.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rl.errors import BadRequestError
+from rl.serve import tinker_protobuf
+from rl.types import (
+    AdamParams,
+    Datum,
+    EncodedTextChunk,
+    ForwardBackwardOutput,
+    ImageChunk,
+    ModelInput,
+    PromptProvenanceSpan,
+    SampledProvenanceSpan,
+    SampledSequence,
+    SampleResponse,
+    SamplingParams,
+    TensorData,
+)
+
+_NUMPY: dict[int, np.dtype[Any]] = {
+    tinker_protobuf.FLOAT32: np.dtype("<f4"),
+    tinker_protobuf.INT64: np.dtype("<i8"),
+    tinker_protobuf.INT32: np.dtype("<i4"),
+}
+# limit of cells of all sparse tensors in a request, which are made dense: a constant, and a number
+# of cells for each value sent
+_MAX_CELLS, _CELLS_PER_VALUE = 2**22, 256
+_NO_LOGPROB = -99999.0  # marks an empty cell of the top-k logprobs
+
+
+def parse_datum(message: Any) -> Datum:
+    """Return the Datum of a protobuf message. Raises ValueError for an invalid message."""
+    inputs = {name: parse_tensor(name, item) for name, item in message.loss_fn_inputs.items()}
+    spans = [
+        [_parse_span(item) for item in raw_spans] or None
+        for raw_spans in (message.model_input_spans, message.loss_fn_input_spans)
+    ]
+    if (spans[0] is None) != (spans[1] is None):
+        spans = [item or [] for item in spans]
+    return Datum(ModelInput([_parse_chunk(chunk) for chunk in message.model_input]), inputs, *spans)
+
+
+def _parse_chunk(chunk: Any) -> EncodedTextChunk | ImageChunk:
+    """Return a chunk of the model input of a protobuf Datum."""
+    kind = chunk.WhichOneof("chunk")
+    if kind == "image":
+        image = chunk.image
+        expected = image.expected_tokens if image.HasField("expected_tokens") else None
+        return _make_image(
+            image.data, image.format, expected, image.HasField("override_dimensions")
+        )
+    if kind != "encoded_text":
+        raise BadRequestError(
+            f"a chunk of the model input is {_UNSUPPORTED_CHUNKS.get(kind, kind or 'empty')}: "
+            "this server "
+            "accepts text and images"
+        )
+    return EncodedTextChunk(
+        _parse_array(chunk.encoded_text.tokens, np.dtype("<i4"), "tokens").tolist()
+    )
+
+
+_UNSUPPORTED_CHUNKS = {
+    "image_asset_pointer": "a pointer to an image (send its bytes: types.ImageChunk)",
+    "dmel": "audio",
+}
+
+
+def _make_image(data: bytes, form: Any, expected_tokens: Any, overrides_size: bool) -> ImageChunk:
+    """Return an image chunk. Raises BadRequestError for an invalid field.
+
+    `overrides_size`: whether the request overrides the image's dimensions, which is not supported.
+    """
+    if form not in ("png", "jpeg"):
+        raise BadRequestError(f"an image's format must be 'png' or 'jpeg', got {form!r:.40}")
+    if expected_tokens is not None and (type(expected_tokens) is not int or expected_tokens < 1):
+        raise BadRequestError(
+            "an image's expected_tokens must be an integer of at least 1, or omitted; got "
+            f"{expected_tokens!r:.40}"
+        )
+    if overrides_size:
+        raise BadRequestError(
+            "override_dimensions is not supported: the model's image processor resizes an image; "
+            "send the image in the size you want"
+        )
+    return ImageChunk(data, form, expected_tokens)
+
+
+def _parse_span(span: Any) -> PromptProvenanceSpan | SampledProvenanceSpan:
+    """Return a provenance span of a protobuf Datum."""
+    kind = span.WhichOneof("span")
+    if kind is None:
+        raise BadRequestError("a span of provenance is empty")
+    fields = getattr(span, kind)
+    span_class = PromptProvenanceSpan if kind == "prompt_tokens" else SampledProvenanceSpan
+    return span_class(sequence_id=fields.sequence_id, offset=fields.offset, length=fields.length)
+
+
+def _parse_array(raw: bytes, dtype: np.dtype, name: str) -> np.ndarray:
+    """Return the values in `raw`, 1-D. `name`: the name of the field in errors."""
+    if len(raw) % dtype.itemsize:
+        raise BadRequestError(
+            f"{name} has {len(raw)} bytes, which is not a multiple of the size of {dtype.name}"
+        )
+    return np.frombuffer(raw, dtype)
+
+
+def check_cells(data: Sequence[Any]) -> None:
+    """Raise BadRequestError for sparse tensors with many more cells than values.
+
+    Without this limit a few bytes could allocate any amount of memory.
+    """
+    tensors = [
+        tensor
+        for message in data
+        for tensor in message.loss_fn_inputs.values()
+        if tensor.WhichOneof("encoding") == "sparse_csr"
+    ]
+    cells = sum(math.prod(max(n, 0) for n in tensor.shape) for tensor in tensors)
+    _check_cells(cells, sum(len(tensor.sparse_csr.col_indices) // 8 for tensor in tensors))
+
+
+def _check_cells(cells: int, values: int) -> None:
+    """Raise BadRequestError if sparse tensors with `values` values have too many cells."""
+    limit = _MAX_CELLS + _CELLS_PER_VALUE * values
+    if cells > limit:
+        message = f"sparse tensors with {values} values have {cells} cells, the limit is {limit}"
+        raise BadRequestError(f"{message}: send less at once, or send them dense")
+
+
+def parse_tensor(name: str, message: Any) -> TensorData:
+    """Return the tensor of a protobuf message. Raises BadRequestError, which names `name`."""
+    if message.dtype not in _NUMPY:
+        raise BadRequestError(
+            f"loss_fn_inputs[{name!r}] has dtype {message.dtype}, expected float32 or int64"
+        )
+    dtype, shape = _NUMPY[message.dtype], list(message.shape)
+    kind = "float32" if dtype.kind == "f" else "int64"
+    if any(n < 0 for n in shape) or math.prod(shape) > 2**31:
+        raise BadRequestError(f"loss_fn_inputs[{name!r}] has the shape {shape[:8]}")
+    try:
+        if message.WhichOneof("encoding") != "sparse_csr":
+            return TensorData(_parse_array(message.dense, dtype, name), kind, shape or None)
+        rows, columns = (
+            _parse_array(raw, np.dtype("<i8"), name)
+            for raw in (message.sparse_csr.crow_indices, message.sparse_csr.col_indices)
+        )
+        values = _parse_array(message.sparse_csr.values, dtype, name)
+        return TensorData(values, kind, shape, rows, columns)  # type: ignore[arg-type]
+    except BadRequestError:
+        raise
+    except (ValueError, IndexError, MemoryError) as error:
+        raise BadRequestError(f"loss_fn_inputs[{name!r}]: {error}") from error
+
+
+def parse_loss_config(message: Any) -> dict[str, Any]:
+    """Return the settings of the loss: those of the newer map, if it has any, else the older."""
+    newer = {
+        key: getattr(value, value.WhichOneof("value") or "number")
+        for key, value in message.loss_fn_config_v2.items()
+    }
+    return newer or dict(message.loss_fn_config)
+
+
+def encode_output(output: ForwardBackwardOutput) -> bytes:
+    """Return the protobuf bytes of an output.
+
+    Consecutive datums with the same fields share a record.
+    """
+    message = tinker_protobuf.make_message("ForwardBackwardOutput")
+    message.loss_fn_output_type = "ArrayRecord"
+    for run in _group_by_fields(output.loss_fn_outputs):
+        record = message.loss_fn_outputs.add(num_datums=len(run))
+        for name, first in run[0].items():
+            field, arrays = (
+                record.fields[name],
+                [np.ascontiguousarray(output_row[name].array) for output_row in run],
+            )
+            field.dtype = (
+                tinker_protobuf.FLOAT32 if first.dtype == "float32" else tinker_protobuf.INT64
+            )
+            field.data = b"".join(array.tobytes() for array in arrays)
+            field.offsets = np.cumsum(
+                [0, *(array.nbytes for array in arrays)], dtype="<i8"
+            ).tobytes()
+            field.trailing_shape.extend(first.array.shape[1:])
+    for key, value in output.metrics.items():
+        message.metrics[key if ":" in key else f"{key}:mean"] = float(value)
+    return message.SerializeToString()
+
+
+def _group_by_fields(
+    outputs: Sequence[Mapping[str, TensorData]],
+) -> list[list[Mapping[str, TensorData]]]:
+    """Group consecutive datums with the same fields, of the same dtype and trailing shape."""
+    runs: list[list[Mapping[str, TensorData]]] = []
+    last = None
+    for output in outputs:
+        kind = {name: (data.dtype, data.array.shape[1:]) for name, data in output.items()}
+        if kind != last:
+            runs.append([])
+        runs[-1].append(output)
+        last = kind
+    return runs
+
+
+def encode_samples(response: SampleResponse) -> bytes:
+    """Return the protobuf bytes of a sample response."""
+    message = tinker_protobuf.make_message("SampleResponse")
+    for sequence in response.sequences:
+        item = message.sequences.add(
+            stop_reason=tinker_protobuf.LENGTH
+            if sequence.stop_reason == "length"
+            else tinker_protobuf.STOP
+        )
+        item.tokens = sequence.tokens_np.astype("<i4").tobytes()
+        if sequence.logprobs_np is not None:
+            item.logprobs = sequence.logprobs_np.astype("<f4").tobytes()
+    if response.prompt_logprobs_np is not None:
+        message.prompt_logprobs = response.prompt_logprobs_np.astype("<f4").tobytes()
+    if response.topk_prompt_logprobs is not None:
+        _write_topk(message.topk_prompt_logprobs, response.topk_prompt_logprobs)
+    if response.target_prompt_logprobs is not None:
+        targets, tensor = response.target_prompt_logprobs.array, message.target_prompt_logprobs
+        tensor.dense, tensor.dtype = targets.astype("<f4").tobytes(), tinker_protobuf.FLOAT32
+        tensor.shape.extend(targets.shape)
+    message.prompt_cache_hit_tokens = response.prompt_cache_hit_tokens
+    return message.SerializeToString()
+
+
+def _write_topk(message: Any, rows: Sequence[Sequence[tuple[int, float]] | None]) -> None:
+    """Write top-k logprobs as arrays [positions, k], padded with `_NO_LOGPROB`."""
+    width = max((len(row) for row in rows if row), default=0)
+    ids, logprobs = (
+        np.zeros((len(rows), width), "<i4"),
+        np.full((len(rows), width), _NO_LOGPROB, "<f4"),
+    )
+    for i, row in enumerate(rows):
+        for j, (token, logprob) in enumerate(row or ()):
+            ids[i, j], logprobs[i, j] = token, logprob
+    message.k, message.length, message.token_ids, message.logprobs = (
+        width,
+        len(rows),
+        ids.tobytes(),
+        logprobs.tobytes(),
+    )
+
+
+def samples_to_json(response: SampleResponse) -> dict[str, Any]:
+    """Return a sample response as JSON, for a client that does not accept protobuf."""
+    sequences = [
+        {"tokens": s.tokens, "logprobs": s.logprobs, "stop_reason": s.stop_reason}
+        for s in response.sequences
+    ]
+    result: dict[str, Any] = {
+        "type": "sample",
+        "sequences": sequences,
+        "prompt_cache_hit_tokens": response.prompt_cache_hit_tokens,
+    }
+    result |= {
+        "prompt_logprobs": response.prompt_logprobs,
+        "topk_prompt_logprobs": response.topk_prompt_logprobs,
+    }
+    targets = response.target_prompt_logprobs
+    return result | (
+        {} if targets is None else {"target_prompt_logprobs": _tensor_to_json(targets)}
+    )
+
+
+def output_to_json(output: ForwardBackwardOutput) -> dict[str, Any]:
+    """Return an output as JSON, for a client that does not accept protobuf."""
+    rows = [
+        {name: _tensor_to_json(data) for name, data in output_row.items()}
+        for output_row in output.loss_fn_outputs
+    ]
+    metrics = {key if ":" in key else f"{key}:mean": value for key, value in output.metrics.items()}
+    return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": rows, "metrics": metrics}
+
+
+def decode_output(body: bytes) -> ForwardBackwardOutput:
+    """Return the output from the bytes of `encode_output`."""
+    message = tinker_protobuf.parse_message("ForwardBackwardOutput", body)
+    rows: list[dict[str, TensorData]] = []
+    for record in message.loss_fn_outputs:
+        run: list[dict[str, TensorData]] = [{} for _ in range(record.num_datums)]
+        for name, tensors in record.fields.items():
+            offsets = np.frombuffer(tensors.offsets, "<i8").tolist()
+            for row, begin, end in zip(run, offsets[:-1], offsets[1:], strict=True):
+                array = np.frombuffer(tensors.data[begin:end], _NUMPY[tensors.dtype])
+                row[name] = TensorData.from_numpy(array.reshape(-1, *tensors.trailing_shape))
+        rows += run
+    return ForwardBackwardOutput(rows, dict(message.metrics))
+
+
+def decode_samples(body: bytes) -> SampleResponse:
+    """Return the sample response from the bytes of `encode_samples`."""
+    message, sequences = tinker_protobuf.parse_message("SampleResponse", body), []
+    for sequence in message.sequences:
+        tokens = np.frombuffer(sequence.tokens, "<i4").tolist()
+        logprobs = (
+            np.frombuffer(sequence.logprobs, "<f4").tolist()
+            if sequence.HasField("logprobs")
+            else None
+        )
+        sequences.append(
+            SampledSequence(
+                tokens,
+                logprobs,
+                "length" if sequence.stop_reason == tinker_protobuf.LENGTH else "stop",
+            )
+        )
+    response = SampleResponse(sequences, prompt_cache_hit_tokens=message.prompt_cache_hit_tokens)
+    if message.HasField("prompt_logprobs"):
+        logprobs = np.frombuffer(message.prompt_logprobs, "<f4").tolist()
+        response.prompt_logprobs = [
+            None if math.isnan(logprob) else logprob for logprob in logprobs
+        ]
+    if message.HasField("topk_prompt_logprobs"):
+        response.topk_prompt_logprobs = _read_topk(message.topk_prompt_logprobs)
+    if message.HasField("target_prompt_logprobs"):
+        tensor = message.target_prompt_logprobs
+        response.target_prompt_logprobs = TensorData.from_numpy(
+            np.frombuffer(tensor.dense, "<f4").reshape(tuple(tensor.shape))
+        )
+    return response
+
+
+def _read_topk(message: Any) -> list[list[tuple[int, float]] | None]:
+    """Return the (id, logprob) pairs of each position; None for a position without any."""
+    ids = np.frombuffer(message.token_ids, "<i4").reshape(message.length, message.k).tolist()
+    logprobs = np.frombuffer(message.logprobs, "<f4").reshape(message.length, message.k).tolist()
+    rows: list[list[tuple[int, float]] | None] = []
+    for tokens, values in zip(ids, logprobs, strict=True):
+        rows.append(
+            [
+                (token, value)
+                for token, value in zip(tokens, values, strict=True)
+                if value != _NO_LOGPROB
+            ]
+            or None
+        )
+    return rows
+
+
+def _tensor_to_json(data: TensorData) -> dict[str, Any]:
+    """Return a tensor as JSON."""
+    return {"data": data.data, "dtype": data.dtype, "shape": data.shape}
+
+
+def parse_prompt(prompt: Any) -> ModelInput:
+    """Return the ModelInput of a JSON prompt. Raises ValueError for an invalid prompt."""
+    chunks = prompt.get("chunks") if isinstance(prompt, Mapping) else None
+    if not isinstance(chunks, list):
+        raise BadRequestError("prompt must be {chunks: [...]}, in the form of types.ModelInput")
+    chunk_list: list[EncodedTextChunk | ImageChunk] = []
+    for chunk in chunks:
+        kind = chunk.get("type", "encoded_text") if isinstance(chunk, Mapping) else None
+        if kind == "image":
+            chunk_list.append(_parse_json_image(chunk))
+            continue
+        if kind != "encoded_text":
+            raise BadRequestError(
+                f"a chunk of the prompt is {_UNSUPPORTED_CHUNKS.get(str(kind), repr(kind)[:40])}: "
+                "this server "
+                "accepts text and images"
+            )
+        tokens = chunk.get("tokens")
+        if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
+            raise BadRequestError("the tokens of a chunk must be a list of token ids")
+        chunk_list.append(EncodedTextChunk(tokens))
+    return ModelInput(chunk_list)
+
+
+def _parse_json_image(chunk: Mapping[str, Any]) -> ImageChunk:
+    """Return the image of a JSON chunk."""
+    try:
+        data = base64.b64decode(chunk.get("data") or "", validate=True)
+    except (ValueError, TypeError):
+        raise BadRequestError("an image's data must be its bytes in base64") from None
+    return _make_image(
+        data,
+        chunk.get("format"),
+        chunk.get("expected_tokens"),
+        chunk.get("override_dimensions") is not None,
+    )
+
+
+def parse_targets(fields: Mapping[str, Any] | None) -> TensorData | None:
+    """Return the token ids to score, [prompt tokens - 1, K], of a JSON TensorData.
+
+    Sparse rows are padded with -1, which requests no logprob.
+    """
+    if fields is None:
+        return None
+    shape, crow, columns = (
+        fields.get(name) for name in ("shape", "sparse_crow_indices", "sparse_col_indices")
+    )
+    try:
+        if crow is None and columns is None:
+            return TensorData(fields.get("data"), "int64", shape)
+        values = np.asarray(fields.get("data"), np.int64)
+        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+            raise ValueError(f"the shape {shape!r:.80}")
+        _check_cells(math.prod(shape), values.size)
+        # a cell without a value becomes 0 in the dense array: shift the values up by 1 before, and
+        # down by 1 after
+        return TensorData(TensorData(values + 1, "int64", shape, crow, columns).array - 1)
+    except (ValueError, TypeError, OverflowError, IndexError) as error:
+        raise BadRequestError(
+            "target_prompt_logprobs must be a TensorData of token ids, [prompt tokens - 1, K]: "
+            f"{error}"
+        ) from error
+
+
+def count_tokens(model_input: ModelInput) -> int:
+    """Return the number of tokens of an input; an image without `expected_tokens` counts as 0."""
+    return sum(
+        chunk.length if isinstance(chunk, EncodedTextChunk) else chunk.expected_tokens or 0
+        for chunk in model_input.chunks
+    )
+
+
+def _parse_settings(settings_class: Any, name: str, fields: Any, known: Sequence[str]) -> Any:
+    """Return `settings_class(**fields)`. Raises BadRequestError for an unknown field."""
+    if not isinstance(fields, Mapping):
+        raise BadRequestError(f"{name} must be an object, got {type(fields).__name__}")
+    unknown = [key for key in fields if key not in known]
+    if unknown:
+        raise BadRequestError(
+            f"{name} has {unknown[0]!r}, which is not supported: it accepts {', '.join(known)}"
+        )
+    return settings_class(**{key: value for key, value in fields.items()})
+
+
+def parse_sampling_params(fields: Any) -> SamplingParams:
+    """Return the sampling parameters of a JSON request. Raises BadRequestError."""
+    return _parse_settings(
+        SamplingParams,
+        "sampling_params",
+        fields,
+        ("max_tokens", "seed", "stop", "temperature", "top_k", "top_p"),
+    )
+
+
+def parse_adam_params(fields: Any) -> AdamParams:
+    """Return the optimizer parameters of a JSON request. Raises BadRequestError."""
+    known = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
+    return _parse_settings(AdamParams, "adam_params", fields, known)

@@ -1,0 +1,329 @@
+"""Provide --environment endpoint: an episode is a program whose calls of OPENAI_BASE_URL are
+answered with samples of the policy.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import shlex
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rl.envs import Environment, EpisodeLimits, EpisodeThread, grade_answer, last_user_text
+from rl.errors import UserError
+from rl.jsonl import replace_nonfinite
+from rl.renderers import Renderer
+from rl.rewards import build_worker_environment, resolve_reward
+from rl.rollout import Env, EnvGroupBuilder, EpisodeFailed, StepResult
+from rl.sanitize import sanitize_text
+from rl.seed import derive_seed
+from rl.serve.program_rollout import (
+    POLICY_MODEL,
+    ActionRequest,
+    LiveEndpoint,
+    ProgramEpisode,
+    ProgramExit,
+    get_live_endpoint,
+)
+from rl.types import ModelInput, Problem, SampledSequence
+
+Stop = Sequence[str] | Sequence[int] | None
+
+
+@dataclass
+class Endpoint(Environment):
+    """Run your program, a process per episode, which calls the policy at $OPENAI_BASE_URL."""
+
+    behind_colon: ClassVar[str] = "program"
+
+    program: str
+    """The program and its fixed arguments, as in a shell: "python agent.py"."""
+    arguments: tuple[str, ...] = ()
+    """More arguments. Replaced in each episode: {seed}, {prompt}, {row} (a file with the row as JSON) and {COLUMN} of the row."""  # noqa: E501
+    grader: str | None = None
+    """Reward (name or file.py:function) of the last response and the --dataset row. None: the program posts a score."""  # noqa: E501
+    dataset_rows: bool = False
+    """Whether each episode uses a row of --dataset; always true with a grader."""
+    pass_env: tuple[str, ...] = ()
+    """Names of environment variables that the program gets in addition to PATH, HOME and the like; PREFIX* selects several."""  # noqa: E501
+    strict: bool = False
+    """Refuse requests with sampling parameters (temperature, seed, ...) instead of replacing these by the run's settings."""  # noqa: E501
+
+    def __post_init__(self) -> None:
+        try:
+            self.command = [*shlex.split(self.program), *self.arguments]
+        except ValueError as error:
+            raise UserError(
+                f"program={self.program!r} is not a valid command line: {error}"
+            ) from error
+        if not self.command:
+            raise UserError(
+                "program is empty: pass the program of an episode, such as 'python agent.py'"
+            )
+        if shutil.which(self.command[0]) is None:
+            raise UserError(
+                f"program={self.program!r}: there is no program {self.command[0]!r}, neither as a "
+                "file nor on PATH"
+            )
+        if self.grader is not None:
+            resolve_reward(self.grader)
+
+    @property
+    def needs_rows(self) -> bool:  # type: ignore[override]
+        return self.dataset_rows or self.grader is not None
+
+    def group(
+        self,
+        problem: Problem,
+        group_size: int,
+        renderer: Renderer,
+        *,
+        limits: EpisodeLimits,
+        system_prompt: str | None,
+    ) -> ProgramGroup:
+        return ProgramGroup(self, problem, group_size, renderer, limits, system_prompt)
+
+
+class ProgramGroup(EnvGroupBuilder):
+    """Build the environments of a group: programs with the same row and seed."""
+
+    def __init__(
+        self,
+        settings: Endpoint,
+        problem: Problem,
+        group_size: int,
+        renderer: Renderer,
+        limits: EpisodeLimits,
+        system_prompt: str | None = None,
+    ):
+        self.settings, self.problem, self.group_size, self.renderer = (
+            settings,
+            problem,
+            group_size,
+            renderer,
+        )
+        self.limits, self.system_prompt = limits, system_prompt
+        self.tag, self.problem_index = problem.tag, problem.index
+        # `ProgramEpisode` counts and limits the turns
+        self.max_turns, self.max_tokens = 1_000_000, limits.tokens
+        self.seed = int(
+            problem.meta.get("seed", derive_seed("environment", "endpoint", problem.index))
+        )
+        self.row: dict[str, Any] = replace_nonfinite(
+            {**problem.meta, **({"messages": list(problem.messages)} if problem.messages else {})}
+        )
+
+    def make_envs(self) -> Sequence[Env]:
+        return [ProgramEnv(self, member, get_live_endpoint()) for member in range(self.group_size)]
+
+    def make_command(self, row_file: str) -> list[str]:
+        """Return the command line of the program, filled in for this row."""
+        fillers = {
+            key: value if isinstance(value, str) else json.dumps(value)
+            for key, value in self.row.items()
+        }
+        fillers |= {
+            "seed": str(self.seed),
+            "row": row_file,
+            "prompt": last_user_text(self.problem.messages) if self.problem.messages else "",
+        }
+        return [_fill_in(word, fillers) for word in self.settings.command]
+
+
+def _fill_in(word: str, fillers: Mapping[str, str]) -> str:
+    """Return `word` with each known {name} replaced; inserted texts are not searched again."""
+    parts, rest = [], word
+    while (begin := rest.find("{")) >= 0:
+        end = rest.find("}", begin)
+        name = rest[begin + 1 : end] if end > 0 else ""
+        if name in fillers:
+            parts += [rest[:begin], fillers[name]]
+            rest = rest[end + 1 :]
+        else:
+            parts.append(rest[: begin + 1])
+            rest = rest[begin + 1 :]
+    return "".join([*parts, rest])
+
+
+class ProgramEnv(Env):
+    """Step through the episode of a program.
+
+    Each request of the program is an observation. The episode ends when the program ends.
+    """
+
+    def __init__(self, group: ProgramGroup, member: int, endpoint: LiveEndpoint):
+        self.group, self.endpoint = group, endpoint
+        self.name = f"the program of episode {member} of row {group.problem_index}"
+        self.episode = ProgramEpisode(
+            group.renderer, group.limits, group.system_prompt, group.settings.strict
+        )
+        self.folder: str | None = None
+        self.request: ActionRequest | None = None
+        self.last_request: ActionRequest | None = None
+
+    def initial_observation(self) -> _DeferredStep:
+        """Start the program; the result is its first request. Raises EpisodeFailed without any."""
+        self.folder = tempfile.mkdtemp(prefix="whetstone-row-")
+        row = Path(self.folder) / "row.json"
+        row.write_text(json.dumps(self.group.row), encoding="utf-8", errors="backslashreplace")
+        self.endpoint.begin(
+            self.episode, self.group.make_command(str(row)), self._make_variables(str(row))
+        )
+        return _DeferredStep(self._get_first_observation)
+
+    def step(self, action: SampledSequence) -> _DeferredStep:
+        """Answer the request with an action; the result is the next request or the end."""
+        ask = self.last_request = self.request
+        assert ask is not None
+        self.endpoint.server.call_soon(self.episode.answer, ask, action)
+        return _DeferredStep(lambda: self._get_step_result(ask, action))
+
+    def no_room(self) -> _DeferredStep:
+        """Refuse a request that does not fit the context; the result is the end of the episode."""
+        assert self.request is not None
+        reason = (
+            "the conversation and a response exceed the model's context or the episode's tokens: "
+            f"the prompt already has {len(self.request.prompt)} tokens"
+        )
+        self.endpoint.server.call_soon(self.episode.refuse, self.request, reason)
+        return _DeferredStep(lambda: self._finish(self._wait_for_event()))
+
+    def close(self) -> None:
+        """End the program and remove its files."""
+        self.endpoint.end(self.episode)
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    # -------------------------------------------------------------------------------------- results
+
+    def _make_variables(self, row: str) -> dict[str, str]:
+        """Return the environment variables of the program. `row`: the file with its row."""
+        session_url = f"{self.endpoint.server.url}/session/{self.episode.name}"
+        variables = {
+            "OPENAI_BASE_URL": f"{session_url}/v1",
+            "OPENAI_API_BASE": f"{session_url}/v1",
+            "OPENAI_API_KEY": self.episode.name,
+            "OPENAI_MODEL": POLICY_MODEL,
+        }
+        variables |= {
+            "WHETSTONE_REWARD_URL": f"{session_url}/reward",
+            "WHETSTONE_SEED": str(self.group.seed),
+            "WHETSTONE_ROW": row,
+        }
+        variables |= {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
+        return {
+            "PYTHONHASHSEED": "0",
+            **build_worker_environment(self.group.settings.pass_env),
+            **variables,
+        }
+
+    def _wait_for_event(self) -> ActionRequest | ProgramExit:
+        """Wait for the program's next pending request, or its end."""
+        while True:
+            try:
+                event = self.episode.events.get(timeout=5.0)
+            except queue.Empty:
+                if not self.endpoint.server.is_alive:
+                    raise EpisodeFailed(
+                        f"{self.name} lost its endpoint: the server ended"
+                    ) from None
+                continue
+            if isinstance(event, ProgramExit) or not event.is_dead:
+                return event
+
+    def _get_first_observation(self) -> tuple[ModelInput, Stop]:
+        """Return the first observation. Raises EpisodeFailed if the program made no request."""
+        event = self._wait_for_event()
+        if isinstance(event, ProgramExit):
+            raise EpisodeFailed(
+                f"{self.name} never called the model: it {self._describe_exit(event)}"
+            )
+        return self._observe(event)
+
+    def _observe(self, request: ActionRequest) -> tuple[ModelInput, Stop]:
+        """Return a request as an observation with its stops, and keep it as the current request."""
+        self.request, self.most_tokens = request, request.params.max_tokens
+        return ModelInput.from_ints(request.prompt), request.params.stop  # type: ignore[return-value]  # texts and ids, mixed
+
+    def _get_step_result(self, request: ActionRequest, action: SampledSequence) -> StepResult:
+        """Return the result of the step that answered `request`."""
+        event = self._wait_for_event()
+        metrics = {"ended": float(action.stop_reason == "stop")}
+        if isinstance(event, ActionRequest):
+            observation, stop = self._observe(event)
+            return StepResult(0.0, False, observation, stop, metrics, request.logs)
+        result = self._finish(event)
+        result.metrics, result.logs = {**metrics, **result.metrics}, request.logs
+        return result
+
+    def _finish(self, event: ActionRequest | ProgramExit) -> StepResult:
+        """Return the last step result, after the end of the program.
+
+        Raises EpisodeFailed if the program exceeded its time, failed, or posted no score.
+        """
+        # after `no_room` every request is refused, so the next event is the end
+        assert isinstance(event, ProgramExit)
+        episode, cut = self.episode, self.episode.end_reason
+        if event.timed_out or (event.code != 0 and cut is None):
+            raise EpisodeFailed(f"{self.name} {self._describe_exit(event)}")
+        reward, metrics = self._score(cut)
+        figures = {
+            "truncated": float(cut is not None),
+            "program/seconds": event.seconds,
+            "program/requests": float(episode.request_count),
+        }
+        if self.request is not None and episode.replaced_settings:
+            self.request.logs["overruled"] = dict(episode.replaced_settings)
+        return StepResult(reward, True, metrics={**figures, **metrics}, truncated=cut is not None)
+
+    def _score(self, end_reason: str | None) -> tuple[float, Mapping[str, float]]:
+        """Return reward and metrics. `end_reason`: why the episode was truncated."""
+        posted, metrics = self.episode.reward, self.episode.metrics
+        grader = self.group.settings.grader
+        if grader is None:
+            if posted is None and end_reason is None:
+                raise EpisodeFailed(
+                    f'{self.name} posted no score: post {{"reward": 1.0}} to '
+                    "$WHETSTONE_REWARD_URL, or set a grader"
+                )
+            return posted or 0.0, metrics
+        last_answer = (
+            self.last_request.logs.get("answer_text", "") if self.last_request is not None else ""
+        )
+        thread = EpisodeThread(self.group.limits.seconds, f"{self.name}, its grader,")
+        question = (
+            last_user_text(self.group.problem.messages) if self.group.problem.messages else ""
+        )
+        reward, graded_metrics = thread.submit(
+            lambda: grade_answer(grader, question, last_answer, self.group.row)
+        ).result()
+        thread.finish(lambda: None)
+        posted_metrics = {} if posted is None else {"posted": posted}
+        return reward, {**graded_metrics, **posted_metrics, **metrics}
+
+    def _describe_exit(self, event: ProgramExit) -> str:
+        """Describe the end of the program, as the end of a sentence."""
+        output_note = (
+            f"; it last printed: {sanitize_text(event.output, 300)}" if event.output else ""
+        )
+        if event.timed_out:
+            return f"did not finish within its {self.group.limits.seconds:g} s{output_note}"
+        if event.code is None:
+            return f"did not start: {sanitize_text(event.output, 300)}"
+        return (
+            f"was killed by signal {-event.code}"
+            if event.code < 0
+            else f"ended with exit code {event.code}"
+        ) + output_note
+
+
+class _DeferredStep:
+    """Wrap a function that waits for a result, in the form that the rollout accepts."""
+
+    def __init__(self, result: Callable[[], Any]):
+        self.result = result

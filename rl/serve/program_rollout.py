@@ -1,0 +1,399 @@
+"""Run the programs of `--environment endpoint`: requests of a program become observations of a
+rollout, and the actions of the rollout become the responses.
+
+All requests run in the event loop of a server on loopback. The rollout reads the queue of events
+of each episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import os
+import queue
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from rl.envs import EpisodeLimits, last_user_text
+from rl.renderers import Renderer
+from rl.rewards import SupervisedProcess
+from rl.serve.agent_sessions import (
+    AgentSession,
+    AgentSessions,
+    SampledTurn,
+    SamplingBackend,
+    make_turn_logs,
+)
+from rl.serve.loop_server import LoopServer
+from rl.serve.request_fields import OpenAIRequestError
+from rl.serve.serving_engine import ServedModel
+from rl.types import Message, SampledSequence, SampleResponse, SamplingParams
+
+_FIRST_REQUEST_SECONDS = (
+    5.0  # after which the next program may start, even without a request of this one
+)
+POLICY_MODEL = "policy"  # the model name of the policy, which serves any other name as well
+
+
+@dataclass(eq=False)
+class ActionRequest:
+    """Hold a request that waits for an action. `logs`: filled in once the response is parsed."""
+
+    prompt: list[int]
+    params: SamplingParams
+    answer: asyncio.Future[SampledSequence]
+    logs: dict[str, Any] = field(default_factory=dict)
+    is_dead: bool = False  # whether the program has ended
+
+
+@dataclass(frozen=True)
+class ProgramExit:
+    """Hold the end of a program.
+
+    `code`: its exit code, None if it did not start; `timed_out`: whether it exceeded its time
+    limit; `output`: the end of its output; `seconds`: its wall time.
+    """
+
+    code: int | None
+    timed_out: bool
+    output: str
+    seconds: float
+
+
+class ProgramEpisode(AgentSession):
+    """Hold the session of a program and its pending requests.
+
+    `replaced_settings`: sampling settings of its requests that the run's settings replaced.
+    """
+
+    allows_rescoring = False
+
+    def __init__(
+        self, renderer: Renderer, limits: EpisodeLimits, system_prompt: str | None, strict: bool
+    ):
+        super().__init__()
+        self.name = secrets.token_hex(16)
+        self.events: queue.SimpleQueue[ActionRequest | ProgramExit] = queue.SimpleQueue()
+        self.limits, self.system_prompt, self.strict = limits, system_prompt, strict
+        self.end_reason: str | None = None  # the reason for which further requests are refused
+        self.request_count = 0
+        self.requested_or_ended = (
+            asyncio.Event()
+        )  # set at the first request or at the end of the program
+        self.replaced_settings: dict[str, Any] = {}
+        self.timer = _ProgramTimer(limits.seconds)
+        self._renderer = renderer
+        self._answered_requests: dict[
+            int, ActionRequest
+        ] = {}  # by the id() of the sampled sequence
+        self._pending_requests: set[ActionRequest] = set()
+
+    async def renderer(self, backend: SamplingBackend, model: str | None) -> Renderer:
+        return self._renderer
+
+    async def tokenizer(self, backend: SamplingBackend, model: str | None) -> Any:
+        return self._renderer.tokenizer
+
+    def build_prompt(
+        self, renderer: Renderer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> list[int]:
+        return super().build_prompt(renderer, self._with_system_prompt(messages), tools)
+
+    def _with_system_prompt(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the messages with the run's system prompt, unless they have a system prompt."""
+        keep = self.system_prompt is None or messages[0]["role"] == "system"
+        return messages if keep else [{"role": "system", "content": self.system_prompt}, *messages]
+
+    async def sample(
+        self,
+        backend: SamplingBackend,
+        model: str | None,
+        prompt: list[int],
+        n: int,
+        params: SamplingParams,
+        **options: Any,
+    ) -> SampleResponse:
+        options.pop("show", None)  # a rollout returns complete actions, so nothing can be streamed
+        if options:
+            raise OpenAIRequestError(
+                "prompts are not scored in a training episode: omit echo or logprobs"
+            )
+        self._replace_settings(params)
+        return SampleResponse([await self._request_action(prompt, params) for _ in range(n)])
+
+    async def _request_action(self, prompt: list[int], params: SamplingParams) -> SampledSequence:
+        """Put a request into the queue of events and wait for the action. Raises Refused."""
+        if self.end_reason is None and self.request_count >= self.limits.turns:
+            self.end_reason = f"it has used its {self.limits.turns} turns (max_turns)"
+        if self.end_reason is not None:
+            raise OpenAIRequestError(f"the episode is over: {self.end_reason}", code="episode_over")
+        self.request_count += 1
+        self.requested_or_ended.set()
+        ask = ActionRequest(prompt, params, asyncio.get_running_loop().create_future())
+        self._pending_requests.add(ask)
+        self.timer.stop()
+        self.events.put(ask)
+        try:
+            sequence = await ask.answer
+        finally:
+            self._pending_requests.discard(ask)
+            if not self._pending_requests:
+                self.timer.start()
+        self._answered_requests[id(sequence)] = ask
+        return sequence
+
+    def _replace_settings(self, params: SamplingParams) -> None:
+        """Record sampling settings of a request, which the run's settings replace.
+
+        Raises Refused for any such setting if `strict`.
+        """
+        defaults = SamplingParams()
+        for name in (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "logit_bias",
+            "min_tokens",
+            "ignore_eos",
+            "seed",
+        ):
+            value = getattr(params, name)
+            if value != getattr(defaults, name):
+                if self.strict:
+                    raise OpenAIRequestError(
+                        f"{name}={value}: the run sets the sampling parameters; omit it", name
+                    )
+                self.replaced_settings[name] = value
+
+    def record_turn(self, turn: SampledTurn, returned_message: Message | None = None) -> None:
+        if turn.messages is not None:
+            turn.messages = self._with_system_prompt(turn.messages)
+        super().record_turn(turn, returned_message)
+        ask = self._answered_requests.pop(id(turn.sequence), None)
+        if ask is not None:
+            messages = turn.messages if turn.messages is not None else ()
+            text = (
+                last_user_text(messages)
+                if messages
+                else self._renderer.tokenizer.decode(turn.prompt)
+            )
+            ask.logs |= {
+                **make_turn_logs(turn),
+                "prompt": text,
+                "answer_text": turn.answer["content"],
+            }
+
+    # ------------------------------------------------------------------------ calls of the rollout
+
+    def answer(self, ask: ActionRequest, sequence: SampledSequence) -> None:
+        """Answer a request with an action."""
+        if not ask.answer.done():
+            ask.answer.set_result(sequence)
+
+    def refuse(self, ask: ActionRequest, reason: str) -> None:
+        """Refuse this and all later requests; the program continues until it ends."""
+        self.end_reason = reason
+        if not ask.answer.done():
+            ask.answer.set_exception(
+                OpenAIRequestError(reason, "messages", code="context_length_exceeded")
+            )
+
+    def refuse_pending(self) -> None:
+        """Refuse all pending requests, and mark them as dead."""
+        for ask in list(self._pending_requests):
+            ask.is_dead = True
+            if not ask.answer.done():
+                ask.answer.set_exception(
+                    OpenAIRequestError("the episode has ended", status=410, code="episode_over")
+                )
+
+
+class _ProgramTimer:
+    """Measure the time of a program, except while it waits for a response.
+
+    `on_timeout`: called when the limit of `seconds` is exceeded. Use on the event loop's thread.
+    """
+
+    def __init__(self, seconds: float):
+        self.remaining = self.seconds = seconds
+        self.on_timeout: Any = lambda: None
+        self._started_at: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Start the timer, unless it runs."""
+        if self._started_at is None:
+            self._started_at = time.monotonic()
+            self._timer = asyncio.get_running_loop().call_later(
+                max(0.0, self.remaining), self.on_timeout
+            )
+
+    def stop(self) -> None:
+        """Pause the timer, if it runs."""
+        if self._started_at is not None and self._timer is not None:
+            self.remaining -= time.monotonic() - self._started_at
+            self._timer.cancel()
+            self._started_at = None
+
+
+class _ProgramSessions(AgentSessions):
+    """Hold the sessions of running programs; requests cannot create sessions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: dict[str, ProgramEpisode] = {}
+
+    def get_or_create(self, owner: str, name: str) -> AgentSession:
+        return self.find(owner, name)
+
+    def find(self, owner: str, name: str) -> AgentSession:
+        episode = self.running.get(name)
+        if episode is None:
+            raise OpenAIRequestError(
+                "the episode is unknown, or it has ended", status=404, code="session_not_found"
+            )
+        return episode
+
+    def list_names(self, owner: str) -> list[str]:
+        return []
+
+    def delete(self, owner: str, name: str) -> None:
+        raise OpenAIRequestError(
+            "an episode cannot be deleted: it ends with its program", status=405
+        )
+
+
+class _NoBackend:
+    """Refuse to sample for requests outside an episode."""
+
+    async def sample(self, *_: Any, **__: Any) -> SampleResponse:
+        raise OpenAIRequestError(
+            "only requests of an episode are served: use the URL in OPENAI_BASE_URL unchanged",
+            status=404,
+        )
+
+    def models(self, owner: str) -> Sequence[Any]:
+        return [ServedModel(POLICY_MODEL, None, 0)]
+
+    def tokenizer(self, model: str | None, owner: str) -> Any:
+        raise OpenAIRequestError(
+            "only requests of an episode are served: use the URL in OPENAI_BASE_URL unchanged",
+            status=404,
+        )
+
+    renderer = tokenizer
+
+
+class LiveEndpoint:
+    """Run the server of a trainer's episodes.
+
+    `begin` starts the program of an episode; `end` kills it and all processes that it started.
+    """
+
+    def __init__(self) -> None:
+        self.episodes = _ProgramSessions()
+        self.server = LoopServer(self._make_application, "the endpoint of --environment endpoint")
+        self.server.run_coroutine(self._create_semaphore()).result()
+
+    async def _create_semaphore(self) -> None:
+        """Create the semaphore of starting programs in the event loop."""
+        self._starting = asyncio.Semaphore(max(2, os.cpu_count() or 1))
+
+    def _make_application(self) -> Any:
+        """Return the ASGI application with the OpenAI-style routes."""
+        from starlette.applications import Starlette
+
+        from rl.serve.openai_routes import make_openai_routes
+
+        return Starlette(routes=make_openai_routes(_NoBackend(), self.episodes))
+
+    def begin(
+        self, episode: ProgramEpisode, words: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        """Start the program of an episode. `words`: its command line."""
+        self.episodes.running[episode.name] = episode
+        self.server.run_coroutine(self._run_program(episode, words, environment))
+
+    def end(self, episode: ProgramEpisode) -> None:
+        """End an episode: kill its program if it runs, and refuse its requests."""
+        self.server.call_soon(self._end_episode, episode)
+
+    def _end_episode(self, episode: ProgramEpisode) -> None:
+        self.episodes.running.pop(episode.name, None)
+        episode.end_reason = episode.end_reason or "it has ended"
+        episode.refuse_pending()
+        episode.timer.on_timeout()
+
+    async def _run_program(
+        self, episode: ProgramEpisode, words: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        """Run a program from its start to its end, and put an `ProgramExit` into the queue of
+        events.
+
+        The semaphore limits the programs between start and first request to the number of cores:
+        starting an interpreter takes about a second of a core.
+        """
+        folder = tempfile.mkdtemp(prefix="whetstone-episode-")
+        finished = asyncio.Event()
+        timed_out = False
+
+        def finish() -> None:
+            finished.set()
+            episode.requested_or_ended.set()
+
+        def time_out() -> None:
+            nonlocal timed_out
+            timed_out = True
+            finish()
+
+        def read_output() -> None:
+            if program is not None and not program.read_output():
+                finish()
+
+        start_time = time.monotonic()
+        program: SupervisedProcess | None = None
+        loop = asyncio.get_running_loop()
+        try:
+            async with self._starting:
+                start_time = time.monotonic()
+                if episode.name in self.episodes.running:
+                    program = SupervisedProcess(
+                        words, {**environment, "TMPDIR": folder}, episode.name
+                    )
+                    loop.add_reader(program.fileno(), read_output)
+                    episode.timer.on_timeout = time_out
+                    episode.timer.start()
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(
+                            episode.requested_or_ended.wait(), _FIRST_REQUEST_SECONDS
+                        )
+            if program is not None:
+                await finished.wait()
+                loop.remove_reader(program.fileno())
+                program.request_end()
+            code = None if program is None else await asyncio.to_thread(program.wait)
+            output = "" if program is None else program.last_output
+        # boundary: any failure of a program is reported as the end of its episode
+        except Exception as error:
+            code, output = None, str(error)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, True)
+        episode.timer.stop()
+        episode.refuse_pending()
+        episode.events.put(ProgramExit(code, timed_out, output, time.monotonic() - start_time))
+
+
+@cache
+def get_live_endpoint() -> LiveEndpoint:
+    """Return the endpoint of all episodes of this process; the first call creates it."""
+    live_endpoint = LiveEndpoint()
+    atexit.register(live_endpoint.server.close)
+    return live_endpoint

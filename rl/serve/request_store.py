@@ -1,0 +1,236 @@
+"""Store requests and their results within a limit of bytes.
+
+Each request runs once. Its result can be fetched again for a while. A request counts with the
+bytes of its body until it has run, and with the bytes of its result afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl.serve.encoded_results import EncodedResult, encode_future
+from rl.serve.http_errors import HttpError
+from rl.serve.tenant_queue import check_share
+
+
+@dataclass
+class PendingRequest:
+    """Hold a request that the server accepted.
+
+    `digest` is the digest of its body. It tells a repeated request from another request under the
+    same id. It is empty if an earlier server accepted the request.
+    """
+
+    request_id: str
+    owner: str
+    verb: str
+    digest: bytes = b""
+    # of the work; the result is dropped after it has been encoded
+    work_future: Future = field(default_factory=Future)
+    session_id: str = ""
+    sequence_ids: list[str] | None = None
+    tenant: str = ""
+    size: int = 0  # bytes that it holds in memory
+    # resolves to the encoded result; never holds an exception
+    result_future: Future = field(default_factory=Future)
+    finished_at: float | None = None  # time.monotonic() at which the result was stored
+    sent_at: float | None = None  # time.monotonic() at which the result was last sent
+
+    @property
+    def encoded_result(self) -> EncodedResult:
+        """Return the encoded result. Raises TimeoutError if the request has not finished."""
+        return self.result_future.result(0)
+
+    async def wait(self, seconds: float) -> bool:
+        """Wait up to `seconds` for the result. Return whether it is available."""
+        if not self.result_future.done():
+            await asyncio.wait([asyncio.wrap_future(self.result_future)], timeout=seconds)
+        return self.result_future.done()
+
+
+class RequestStore:
+    """Store requests by request id. For any owner but the request's, the id is unknown.
+
+    keep_seconds    seconds for which a result that was never fetched is kept
+    told_seconds    seconds for which a result is kept after it was sent, so that a client can fetch
+                    it again after a broken connection
+    held_bytes      limit on the bytes of all requests and results; if they exceed it, results that
+                    were not fetched within `resend_seconds` are removed
+    """
+
+    def __init__(self, keep_seconds: float, resend_seconds: float = 60.0, held_bytes: int = 2**30):
+        self.keep_seconds = keep_seconds
+        self.resend_seconds = min(resend_seconds, keep_seconds)
+        self.held_bytes = held_bytes
+        self.has_others: Callable[[str], bool] = lambda tenant: False
+        self._lock = threading.Lock()
+        self._tenant_bytes: Counter[str] = Counter()  # bytes by tenant
+        self._requests: dict[str, PendingRequest] = {}
+        self._swept_at = time.monotonic()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the bytes held for all tenants."""
+        with self._lock:
+            return self._tenant_bytes.total()
+
+    def find_duplicate(self, request_id: str, digest: bytes) -> PendingRequest | None:
+        """Return the stored request of this id, or None if the id is new.
+
+        Raises Refused (400) if the stored request has another digest. The status is not 409,
+        because clients retry a 409.
+        """
+        request = self._requests.get(request_id)
+        if request is not None and request.digest and request.digest != digest:
+            raise HttpError(
+                400,
+                f"{request_id} was used before for something else: use a new number for each "
+                "request",
+            )
+        return request
+
+    def check_capacity(self, tenant: str, size: int) -> None:
+        """Raise Refused (429) if `size` more bytes exceed `held_bytes` or the tenant's share.
+
+        Results of the tenant that were not fetched in time are removed first.
+        """
+        # oldest last; computed only if needed, because it scans all requests
+        stale: list[PendingRequest] | None = None
+        while (refusal := self._capacity_error(tenant, size)) is not None:
+            stale = (
+                [request for request in self._unfetched_requests() if request.tenant == tenant][
+                    ::-1
+                ]
+                if stale is None
+                else stale
+            )
+            if not stale:
+                raise refusal
+            self._remove(stale.pop())
+
+    def _capacity_error(self, tenant: str, size: int) -> HttpError | None:
+        """Return the error for `size` more bytes of a tenant, or None if they fit."""
+        with self._lock:
+            total, tenant_bytes = self._tenant_bytes.total(), self._tenant_bytes[tenant]
+        if not tenant_bytes and total + size <= self.held_bytes:
+            return None  # a tenant without requests may have a single large request
+        try:
+            what = "bytes of requests and of results that were not fetched (--held-bytes)"
+            check_share(
+                what,
+                self.held_bytes,
+                total,
+                tenant_bytes,
+                self.has_others(tenant),
+                amount=size,
+                retry_after=1.0,
+            )
+        except HttpError as refusal:
+            return refusal
+        return None
+
+    def add(self, request: PendingRequest) -> PendingRequest:
+        """Store a request, and encode its result as soon as its work is done."""
+        self._requests[request.request_id] = request
+        with self._lock:
+            self._tenant_bytes[request.tenant] += request.size
+        request.work_future.add_done_callback(lambda done: self._store_result(request, done))
+        self.remove_expired()
+        return request
+
+    def _store_result(self, request: PendingRequest, work_future: Future) -> None:
+        """Replace a result by its encoded bytes. Runs on the thread that resolved `work_future`."""
+        answer = encode_future(work_future, request.verb)
+        with self._lock:
+            if request.request_id in self._requests:
+                self._tenant_bytes[request.tenant] += len(answer.body) - request.size
+                request.size = len(answer.body)
+        request.finished_at = time.monotonic()
+        request.result_future.set_result(answer)
+        # last, so that cancelling `work_future` never cancels an unresolved `ready`
+        request.work_future = request.result_future
+
+    def find_request(self, request_id: str, owner: str) -> PendingRequest:
+        """Return a request. Raises Refused (410) if the id is unknown or has another owner."""
+        request = self._requests.get(request_id)
+        if request is None or request.owner != owner:
+            retention = (
+                f"results are kept for {self.resend_seconds:.0f} s after they were sent, unsent "
+                f"results for {self.keep_seconds:.0f} s"
+            )
+            raise HttpError(
+                410,
+                f"unknown request id: it has expired ({retention}), or belongs to an earlier "
+                "server",
+            )
+        return request
+
+    def remove_expired(self) -> None:
+        """Remove expired results, at most every `resend_seconds` / 64.
+
+        A request that never ends does not delay the removal of others.
+        """
+        now = time.monotonic()
+        if now - self._swept_at < self.resend_seconds / 64:
+            return
+        self._swept_at = now
+        for request in list(self._requests.values()):
+            if request.sent_at is not None:
+                expired = now - request.sent_at >= self.resend_seconds
+            else:
+                expired = (
+                    request.finished_at is not None
+                    and now - request.finished_at >= self.keep_seconds
+                )
+            if expired:
+                self._remove(request)
+        for request in self._unfetched_requests() if self.total_bytes > self.held_bytes else ():
+            if self.total_bytes > self.held_bytes:
+                self._remove(request)
+
+    def _unfetched_requests(self) -> list[PendingRequest]:
+        """Return the requests with results not fetched within `resend_seconds`, oldest first."""
+        stale_before = time.monotonic() - self.resend_seconds
+        return [
+            request
+            for request in list(self._requests.values())
+            if request.sent_at is None
+            and request.finished_at is not None
+            and request.finished_at < stale_before
+        ]
+
+    def _remove(self, request: PendingRequest) -> None:
+        """Remove a request and subtract its bytes. Do nothing if it was removed before."""
+        with self._lock:
+            if self._requests.pop(request.request_id, None) is None:
+                return
+            self._tenant_bytes[request.tenant] -= request.size
+            if not self._tenant_bytes[request.tenant]:
+                del self._tenant_bytes[request.tenant]
+
+
+def compute_digest(*parts: bytes) -> bytes:
+    """Return the 16-byte BLAKE2b digest of the parts, joined by zero bytes."""
+    return hashlib.blake2b(b"\0".join(parts), digest_size=16).digest()
+
+
+def resolve_request(
+    request: PendingRequest, result: Any = None, error: BaseException | None = None
+) -> PendingRequest:
+    """Resolve a request whose result or error is already known, and return the request."""
+    if error is None:
+        request.work_future.set_result(result)
+    else:
+        request.work_future.set_exception(error)
+    return request

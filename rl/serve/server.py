@@ -1,0 +1,280 @@
+"""Start the server from the command line, run it, and shut it down."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rl.client import ServiceClient
+from rl.errors import UserError
+from rl.memory_plan import ModelSkeleton, check_tensor_parallel
+from rl.runtime import SamplerSettings, WorkerSettings
+from rl.serve.app import JsonLineFormatter, make_app
+from rl.serve.http_socket import allow_port_reuse, bind_sockets, check_certificate
+from rl.serve.openai_routes import make_openai_routes as openai_routes
+from rl.serve.request_store import PendingRequest, RequestStore, resolve_request
+from rl.serve.request_timeouts import make_timeout_protocol
+from rl.serve.serve_settings import ServedBaseModel, ServeLimits, ServeSettings
+from rl.serve.served_models import ModelManager, end_session
+from rl.serve.serving_engine import ServingEngine
+from rl.serve.session_store import SessionStore
+from rl.serve.signed_url import UrlSigner
+from rl.serve.tinker_rest import TinkerRestRoutes
+from rl.serve.tinker_sampling import TinkerSamplingRoutes
+from rl.serve.tinker_training import TinkerTrainingRoutes
+
+log = logging.getLogger("whetstone.serve")
+KEYS_VARIABLE = "WHETSTONE_SERVE_KEYS"
+
+
+def read_serve_settings(args: argparse.Namespace) -> ServeSettings:
+    """Return the settings of the command line, with the keys of a file and the environment.
+
+    Raises UserError if the keys file cannot be read, or if a setting has a wrong value.
+    """
+    keys = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",")]
+    if args.keys_file:
+        try:
+            keys += [
+                line.strip()
+                for line in Path(args.keys_file).read_text().splitlines()
+                if not line.startswith("#")
+            ]
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"--keys-file {args.keys_file} cannot be read: "
+                f"{getattr(error, 'strerror', None) or error}"
+            ) from error
+    limits = {
+        name: value
+        for name in vars(ServeLimits())
+        if (value := getattr(args, name, None)) is not None
+    }
+    return ServeSettings(
+        bases=tuple(ServedBaseModel.parse(text) for text in args.base_model),
+        output_dir=Path(
+            args.output_dir or Path("runs") / f"served-{time.strftime('%Y%m%d-%H%M%S')}"
+        ),
+        host=args.host,
+        port=args.port,
+        keys=tuple(dict.fromkeys(key for key in keys if key)),
+        tls_cert=args.tls_cert,
+        tls_key=args.tls_key,
+        seed=args.seed,
+        resume=args.resume,
+        durable=args.durable,
+        renderer=args.renderer,
+        stop_grace=args.stop_grace,
+        limits=ServeLimits(**limits),
+        worker=WorkerSettings(sampler=SamplerSettings(tp=args.sampler_tp)),
+    )
+
+
+@dataclass
+class ModelServer:
+    """Hold the parts of a server: engine, session store, models, pending requests, HTTP app."""
+
+    engine: ServingEngine
+    session_store: SessionStore
+    model_manager: ModelManager
+    request_store: RequestStore
+    app: Any
+
+    @classmethod
+    def create(cls, settings: ServeSettings) -> ModelServer:
+        """Create the parts of a server.
+
+        Ranks other than 0 serve rank 0 inside this call and exit in it. Raises UserError if the
+        output folder was written by another server and `settings.resume` is off.
+        """
+        session_store = SessionStore(settings.output_dir, settings.limits)
+        if session_store.has_saved_sessions() and not settings.resume:
+            raise UserError(
+                f"{settings.output_dir} was written by another server: pass --resume to continue "
+                "it, or choose another folder"
+            )
+        tp_size = settings.worker.sampler.tp
+        for base in settings.bases if tp_size > 1 else ():  # before weights are loaded
+            check_tensor_parallel(ModelSkeleton(base.source, base.tokenizer, None).shape, tp_size)
+        worker = replace(settings.worker, share_bases=True)
+        engine = ServingEngine(
+            ServiceClient(output_dir=settings.output_dir, seed=settings.seed, settings=worker),
+            settings,
+        )
+        limits = settings.limits
+        model_manager, request_store = (
+            ModelManager(engine, session_store),
+            RequestStore(limits.result_seconds, limits.told_seconds, limits.held_bytes),
+        )
+        request_store.has_others = model_manager.has_other_tenants
+        engine.metrics.gauges["held_bytes"] = lambda: float(request_store.total_bytes)
+        if settings.resume and session_store.has_saved_sessions():
+            session_store.load_sessions({base.name: base for base in settings.bases})
+            for model in session_store.models.values():
+                if model.last_update is not None:
+                    last_request = PendingRequest(
+                        f"{model.model_id}:{model.last_update['seq']}",
+                        model.owner,
+                        "optim_step",
+                        session_id=model.session,
+                    )
+                    request_store.add(resolve_request(last_request, model.last_update["result"]))
+        parts, links = (engine, session_store, model_manager, request_store), UrlSigner()
+        routes = [
+            *TinkerTrainingRoutes(*parts).routes(),
+            *TinkerSamplingRoutes(*parts).routes(),
+            *TinkerRestRoutes(*parts, links).routes(),
+            *openai_routes(engine),
+        ]
+        return cls(*parts, make_app(engine, routes, links))
+
+    async def run_upkeep(self) -> None:
+        """Call `do_upkeep` every second, until cancelled."""
+        while True:
+            await asyncio.sleep(1.0)
+            try:
+                self.do_upkeep()
+            except Exception as error:  # boundary: for example a full disk; retried in 1 s
+                log.error(
+                    "upkeep of sessions failed",
+                    extra={"error": type(error).__name__},
+                    exc_info=error,
+                )
+
+    def do_upkeep(self) -> None:
+        """Skip lost numbers, remove expired results, and end sessions without a heartbeat."""
+        self.model_manager.skip_lost_numbers()
+        self.request_store.remove_expired()
+        silent_since = time.monotonic() - self.engine.settings.limits.session_seconds
+        for session in [
+            candidate
+            for candidate in list(self.session_store.sessions.values())
+            if candidate.finished is None and candidate.beat < silent_since
+        ]:
+            end_session(self.engine, self.model_manager, session, "silent")
+
+    def shut_down(self, seconds: float = 90.0) -> None:
+        """Shut the server down within `seconds`.
+
+        Let running work finish for a third of `seconds`, answer waiting requests with "try again",
+        and write the models.
+        """
+        end = time.monotonic() + seconds
+        self.engine.shut_down(seconds / 3)
+        self.model_manager.interrupt_waiting()
+        if self.engine.join(max(0.0, end - time.monotonic())):
+            self.model_manager.write_all_models()
+        self.engine.service.close()
+
+
+def exit_after(seconds: float) -> threading.Timer:
+    """End the process after `seconds`, even if a load, a long kernel or a disk access hangs."""
+
+    def exit_process() -> None:
+        log.error(
+            "the server did not shut down in time: everything not yet written is lost",
+            extra={"seconds": seconds},
+        )
+        logging.shutdown()
+        os._exit(1)
+
+    timer = threading.Timer(seconds, exit_process)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def main(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT, then return exit code 0.
+
+    Raises UserError if a setting, the certificate, the address or the output folder is unusable.
+    """
+    settings = read_serve_settings(args)
+    check_certificate(settings.tls_cert, settings.tls_key)
+    # only rank 0 listens; the other ranks execute its calls
+    sockets = bind_sockets(settings) if os.environ.get("RANK", "0") == "0" else None
+    _configure_logging()
+    served = ModelServer.create(settings)
+    served.engine.start()
+    asyncio.run(_run_server(served, settings, sockets or []))
+    return 0
+
+
+async def _run_server(
+    server_parts: ModelServer, settings: ServeSettings, sockets: list[socket.socket]
+) -> None:
+    """Run uvicorn on the bound sockets until a signal arrives, then shut down."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield  # the signal handlers are installed below
+
+    config = uvicorn.Config(
+        server_parts.app,
+        http=make_timeout_protocol(settings.limits.header_seconds),
+        host=settings.host,
+        port=settings.port,
+        ssl_certfile=settings.tls_cert and str(settings.tls_cert),
+        ssl_keyfile=settings.tls_key and str(settings.tls_key),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        # for responses that are being sent
+        timeout_graceful_shutdown=max(1, int(settings.stop_grace / 6)),
+    )
+    server = Server(config)
+    loop = asyncio.get_running_loop()
+    stop_requested: asyncio.Event = asyncio.Event()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, stop_requested.set)
+    allow_port_reuse(sockets)
+    serve_task = asyncio.create_task(server.serve(sockets))
+    while not server.started and not serve_task.done():
+        await asyncio.sleep(0.01)
+    if server.started:
+        address = _server_address(server, settings)
+        log.info("listening", extra={"address": address})
+        print(f"serving {', '.join(base.name for base in settings.bases)} at {address}", flush=True)
+    stop_task, upkeep_task = (
+        asyncio.create_task(stop_requested.wait()),
+        asyncio.create_task(server_parts.run_upkeep()),
+    )
+    await asyncio.wait({serve_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
+    upkeep_task.cancel()
+    exit_after(settings.stop_grace)
+    await asyncio.to_thread(server_parts.shut_down, settings.stop_grace)
+    server.should_exit = True
+    await serve_task
+
+
+def _server_address(server: Any, settings: ServeSettings) -> str:
+    """Return the URL at which the server listens."""
+    host, port = server.servers[0].sockets[0].getsockname()[:2]
+    return (
+        f"{'https' if settings.tls_cert else 'http'}://"
+        f"{f'[{host}]' if ':' in host else host}:{port}"
+    )
+
+
+def _configure_logging() -> None:
+    """Write the server's log to stderr as JSON lines."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLineFormatter())
+    logger = logging.getLogger("whetstone.serve")
+    logger.handlers[:], logger.propagate = [handler], False
+    logger.setLevel(logging.INFO)

@@ -1,0 +1,456 @@
+"""Run all training and sampling of a server on the thread that owns the service.
+
+The thread alternates between slices of training jobs and slices of the sampling batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from rl.client import SampleStream, SamplingClient, ServiceClient
+from rl.errors import UserError
+from rl.renderers import Renderer, get_renderer
+from rl.sampler import SamplingRequest
+from rl.serve.http_errors import HttpError, ShutdownError, clear_tracebacks, to_http_error
+from rl.serve.scheduler import EngineJob, FairQueue, SamplingJob, WorkFn
+from rl.serve.serve_settings import LOCAL_OWNER, ServedBaseModel, ServeSettings
+from rl.serve.served_base_models import check_base_model
+from rl.serve.serving_metrics import ServingMetrics
+from rl.types import ModelInput, SampledSequence, SampleResponse, SamplingParams
+
+log = logging.getLogger("whetstone.serve")
+
+_STREAM_STEPS = 4  # tokens per slice if a request of the batch streams
+# samples that arrive within this time share a batch from the start
+_BATCH_WAIT_SECONDS, _MAX_BATCH_WAIT_SECONDS = 0.002, 0.02
+
+ProgressCallback = Callable[[dict[int, SampledSequence]], None]
+# key of a batch: the number of a base model (`mixes`), whose clients share a batch, or a client
+BatchKey = SamplingClient | int
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """Hold an entry of `/v1/models` and of Tinker's capabilities."""
+
+    name: str
+    max_context: int | None
+    created: int
+
+
+class ServingEngine:
+    """Accept work from any thread and execute it on the engine's thread.
+
+    Call `start` before the first request, and `shut_down` and `join` at the end.
+    """
+
+    def __init__(self, service: ServiceClient, settings: ServeSettings):
+        self.service = service
+        self.settings = settings
+        self.metrics = ServingMetrics()
+        self.queue = FairQueue(settings.limits.queued)
+        self.max_contexts = {base.name: check_base_model(base) for base in settings.bases}
+        self.is_shutting_down = False
+        self._deadline = 0.0
+        # (model, owner) -> a function that returns the client, or None for an unknown name
+        self.resolvers: list[Callable[[str, str], Callable[[], SamplingClient] | None]] = []
+        # owner -> names that the resolvers know, each with its base model
+        self.name_listers: list[Callable[[str], list[tuple[str, ServedBaseModel]]]] = []
+        self._base_clients: dict[str, SamplingClient] = {}
+        self._loading_lock = threading.Lock()
+        self._renderers: dict[str, Renderer] = {}
+        self._created = int(time.time())
+        # the active batches
+        self._streams: dict[BatchKey, tuple[SampleStream, dict[int, SamplingJob]]] = {}
+        self._thread = threading.Thread(target=self._loop, name="whetstone-desk", daemon=True)
+        self.metrics.gauges["queued"] = lambda: float(len(self.queue))
+
+    def start(self) -> None:
+        """Start the engine's thread."""
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------------- requests
+
+    def submit(
+        self,
+        owner: str,
+        lane: str,
+        label: str,
+        work: WorkFn,
+        done: Future | None = None,
+        tenant: str = "",
+    ) -> Future:
+        """Queue work and return a future with its result or error.
+
+        `tenant`: the tenant whose share of the queue it counts for; by default the owner.
+        """
+        job = EngineJob(owner, lane, label, work, done or Future(), tenant=tenant)
+        if self.is_shutting_down:
+            job.done.set_exception(ShutdownError())
+        else:
+            self.queue.add(job)
+        return job.done
+
+    def get_tenant(self, owner: str, session: str) -> str:
+        """Return the tenant for which a request of the session counts: the owner, or the session if
+        the server has no keys.
+        """
+        return owner if self.settings.keys else session
+
+    async def run_function(
+        self, owner: str, label: str, work: Callable[[], Any], tenant: str = ""
+    ) -> Any:
+        """Run a function on the engine's thread, in the lane `label`. Raises Refused (429) if the
+        queue is full.
+        """
+
+        def once() -> Any:
+            yield
+            return work()
+
+        self.queue.check_capacity(tenant or owner)
+        return await asyncio.wrap_future(self.submit(owner, label, label, once, tenant=tenant))
+
+    def submit_sample(
+        self,
+        client: Callable[[], SamplingClient],
+        owner: str,
+        prompt: Sequence[int] | ModelInput,
+        num_samples: int,
+        params: SamplingParams,
+        show: ProgressCallback | None = None,
+        tenant: str = "",
+        **options: Any,
+    ) -> Future:
+        """Queue a sampling request and return its future.
+
+        `options`: include_prompt_logprobs, topk_prompt_logprobs, prompt_logprobs_last_n,
+        sequence_ids. `show`: called on the engine's thread every few tokens with the samples so
+        far, by index. Raises Refused: 503 if the server is shutting down, 429 if the queue is full.
+        """
+        if self.is_shutting_down:
+            raise HttpError(503, "the server is shutting down: try again", retry_after=5.0)
+        model_input = (
+            prompt if isinstance(prompt, ModelInput) else ModelInput.from_ints(list(prompt))
+        )
+        arguments = {
+            "prompt": model_input,
+            "num_samples": num_samples,
+            "sampling_params": params,
+            **options,
+        }
+        job = SamplingJob(owner, client, arguments, on_progress=show, tenant=tenant)
+        self.queue.add_sample(job)
+        return job.done
+
+    async def sample(
+        self,
+        model: str | None,
+        prompt_ids: Sequence[int],
+        num_samples: int,
+        sampling_params: SamplingParams,
+        *,
+        owner: str = LOCAL_OWNER,
+        show: ProgressCallback | None = None,
+        **options: Any,
+    ) -> SampleResponse:
+        """Return `num_samples` samples of a model by its name: a base model, a tinker:// path or a
+        sampling session. Raises Refused (404) for an unknown name.
+        """
+        done = self.submit_sample(
+            self.find_client(model, owner),
+            owner,
+            prompt_ids,
+            num_samples,
+            sampling_params,
+            show,
+            **options,
+        )
+        return await asyncio.wrap_future(done)
+
+    def list_bases(self) -> list[ServedModel]:
+        """Return the base models, as checked at the start of the server.
+
+        A base model whose weights cannot be loaded does not affect the others.
+        """
+        return [
+            ServedModel(base.name, self.max_contexts[base.name], self._created)
+            for base in self.settings.bases
+        ]
+
+    def models(self, owner: str = LOCAL_OWNER) -> list[ServedModel]:
+        """Return the base models and the other models of an owner.
+
+        Clients check this list before they send a request.
+        """
+        bases = self.list_bases()
+        max_contexts = {base.name: base.max_context for base in bases}
+        named_models = [entry for names in self.name_listers for entry in names(owner)]
+        return bases + [
+            ServedModel(name, max_contexts[base.name], self._created) for name, base in named_models
+        ]
+
+    def tokenizer(self, model: str | None = None, owner: str = LOCAL_OWNER) -> Any:
+        """Return the tokenizer of a model by its name. May wait until the model is loaded.
+
+        Raises Refused: 404 for an unknown name, 400 if the model has no tokenizer.
+        """
+        tokenizer = self.find_client(model, owner)().get_tokenizer()
+        if tokenizer is None:
+            raise HttpError(
+                400,
+                f"the model {model or self.settings.bases[0].name!r} has no tokenizer on this "
+                "server: send token ids",
+            )
+        return tokenizer
+
+    def renderer(self, model: str | None = None, owner: str = LOCAL_OWNER) -> Renderer:
+        """Return the renderer of a model: the configured renderer, else the chat template of its
+        tokenizer, else role_colon.
+        """
+        name = model or self.settings.bases[0].name
+        if name not in self._renderers:
+            tokenizer = self.tokenizer(model, owner)
+            kind = self.settings.renderer or (
+                "chat_template" if getattr(tokenizer, "chat_template", None) else "role_colon"
+            )
+            self._renderers[name] = get_renderer(kind, tokenizer)
+        return self._renderers[name]
+
+    def find_client(self, model: str | None, owner: str) -> Callable[[], SamplingClient]:
+        """Return a function that returns the sampling client of a model name.
+
+        Raises Refused (404) if the owner has no model of that name.
+        """
+        for resolve in self.resolvers:
+            get_client = resolve(model, owner) if model is not None else None
+            if get_client is not None:
+                return get_client
+        try:
+            base = self.settings.find_base(model)
+        except UserError as error:
+            raise HttpError(404, str(error)) from None
+        return lambda: self.get_base_client(base)
+
+    def get_base_client(self, base: ServedBaseModel) -> SamplingClient:
+        """Return the sampling client of a base model, which all threads share.
+
+        The client is created on first use, and again after a failure.
+        """
+        with self._loading_lock:
+            client = self._base_clients.get(base.name)
+            if client is None or client.failed:
+                client = self.service.create_sampling_client(
+                    base_model=base.source, tokenizer=base.tokenizer
+                )
+                self._base_clients[base.name] = client
+            return client
+
+    # ------------------------------------------------------------------------------- engine thread
+
+    def _loop(self) -> None:
+        """Run slices of jobs and of batches until the server ends."""
+        while True:
+            with self.queue.changed:
+                while not len(self.queue) and not self._streams and not self.is_shutting_down:
+                    self.queue.changed.wait()
+            if self.is_shutting_down and not len(self.queue) and not self._streams:
+                return
+            job = self.queue.next_job()
+            if job is not None and self.is_shutting_down and time.monotonic() > self._deadline:
+                self._interrupt_job(job)
+            elif job is not None:
+                self._run_job_slice(job)
+            if not self._streams and self.queue.has_only_samples():
+                self._wait_for_samples()
+            self._admit_samples(self.queue.take_samples())
+            if self.is_shutting_down and time.monotonic() > self._deadline:
+                self._interrupt_samples()
+            for drawing in list(self._streams):
+                self._run_batch_slice(drawing)
+
+    def _interrupt_job(self, job: EngineJob) -> None:
+        """Interrupt a job that did not finish before the deadline, between two of its slices."""
+        if job.generator is not None:
+            job.generator.close()
+        self.queue.finish_job(job)
+        _resolve(job.done, None, ShutdownError(), job.verb)
+
+    def _wait_for_samples(self) -> None:
+        """Wait briefly for more samples, so that a burst of requests starts as a common batch."""
+        end, before = time.monotonic() + _MAX_BATCH_WAIT_SECONDS, -1
+        while (now := len(self.queue)) != before and time.monotonic() < end:
+            before = now
+            time.sleep(_BATCH_WAIT_SECONDS)
+
+    def _run_job_slice(self, job: EngineJob) -> None:
+        """Run a job up to its next yield; if it ends, set its result or error."""
+        begin = time.perf_counter()
+        try:
+            job.generator = job.generator or job.work()
+            next(job.generator)
+            return
+        except StopIteration as done:
+            result, error = done.value, None
+        except BaseException as exception:  # goes to the job's future; other jobs continue
+            result, error = None, exception
+        finally:
+            self.metrics.increment("work_seconds_total", time.perf_counter() - begin, verb=job.verb)
+        self.queue.finish_job(job)
+        self.metrics.increment(
+            "work_total",
+            verb=job.verb,
+            outcome="done" if error is None else to_http_error(error, job.verb)[1],
+        )
+        _resolve(job.done, result, error, job.verb)
+
+    def _admit_samples(self, samples: Sequence[SamplingJob]) -> None:
+        """Add samples to the batches of their weights or base model.
+
+        A sample that cannot run fails without effect on the others.
+        """
+        for job in samples:
+            options = {
+                name: value
+                for name, value in job.arguments.items()
+                if name not in ("prompt", "sequence_ids")
+            }
+            try:
+                client = job.sampling_client = job.get_client()
+                request = client.make_request(job.arguments["prompt"], **options)
+                job.prompt_tokens = len(request.prompt)
+                self._check_tokens(request, client.info["max_context"])
+                drawing: BatchKey = client if client.mix_group is None else client.mix_group
+                stream, tickets = self._streams.get(drawing) or (
+                    SampleStream(client, mixed=client.mix_group is not None),
+                    {},
+                )
+                ticket = stream.add(request, client)
+                self._streams[drawing] = (stream, tickets)
+                tickets[ticket] = job
+            except BaseException as error:
+                _resolve(job.done, None, error, "sample")
+
+    def _check_tokens(self, request: SamplingRequest, max_context: int | None) -> None:
+        """Raise Refused (400) if a request may sample more tokens than the limit per request."""
+        max_answer = request.params.max_tokens or (max_context or 0) + 1 - len(request.prompt)
+        max_total, limit = (
+            len(request.prompt) + request.num_samples * max_answer,
+            self.settings.limits.tokens,
+        )
+        if max_total > limit:
+            raise HttpError(
+                400,
+                f"{request.num_samples} samples may have {max_total} tokens with the prompt, the "
+                f"limit of a request is {limit}: request fewer samples or a smaller max_tokens",
+            )
+
+    def _run_batch_slice(self, key: BatchKey) -> None:
+        """Run a slice of a batch, remove cancelled samples and answer finished ones."""
+        begin, (stream, tickets) = time.perf_counter(), self._streams[key]
+        for ticket in [ticket for ticket, job in tickets.items() if job.done.cancelled()]:
+            stream.drop(ticket)
+            del tickets[ticket]
+        try:
+            callbacks = {
+                ticket: job.on_progress
+                for ticket, job in tickets.items()
+                if job.on_progress is not None
+            }
+            part = (
+                stream.run_steps(_STREAM_STEPS, partial_tickets=frozenset(callbacks))
+                if callbacks
+                else stream.run_steps()
+            )
+            finished = part.finished
+            for ticket, samples in part.partial_output.items():
+                # a client that streams may have disconnected; the other samples continue
+                with contextlib.suppress(Exception):
+                    callbacks[ticket](samples)
+        except BaseException as error:
+            for job in tickets.values():
+                _resolve(job.done, None, error, "sample")
+            tickets.clear()
+            finished = {}
+        for ticket, response in finished.items():
+            self._finish_sample(tickets.pop(ticket), response)
+        if not tickets:
+            stream.close()
+            del self._streams[key]
+        self.metrics.increment("work_seconds_total", time.perf_counter() - begin, verb="sample")
+
+    def _interrupt_samples(self) -> None:
+        """Interrupt the samples that did not finish before the deadline."""
+        for stream, tickets in self._streams.values():
+            for job in tickets.values():
+                _resolve(job.done, None, ShutdownError(), "sample")
+            stream.close()
+        self._streams.clear()
+
+    def _finish_sample(self, job: SamplingJob, response: SampleResponse | Exception) -> None:
+        """Set the result of a sampling request, and count its tokens in the metrics."""
+        if isinstance(response, Exception):
+            _resolve(job.done, None, response, "sample")
+            return
+        ids = job.arguments.get("sequence_ids") or [
+            sequence.sequence_id for sequence in response.sequences
+        ]
+        job.sampling_client.name_samples(response, ids, job.arguments.get("prompt_logprobs_last_n"))
+        self.metrics.increment(
+            "sampled_tokens_total", sum(len(sequence.tokens) for sequence in response.sequences)
+        )
+        self.metrics.increment("prompt_tokens_total", job.prompt_tokens)
+        _resolve(job.done, response, None, "sample")
+
+    # ------------------------------------------------------------------------------------- shutdown
+
+    def shut_down(self, seconds: float = 30.0) -> None:
+        """Shut down: let running jobs and samples finish for up to `seconds`, and interrupt queued
+        work, whose clients get "try again".
+        """
+        self._deadline = time.monotonic() + seconds
+        self.is_shutting_down = True
+        jobs, samples = self.queue.drain()
+        for done in [*(job.done for job in jobs), *(job.done for job in samples)]:
+            _resolve(done, None, ShutdownError(), "")
+        with self.queue.changed:
+            self.queue.changed.notify()
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait up to `timeout` seconds for the thread, and return whether it has ended."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+
+def _resolve(done: Future, result: Any, error: BaseException | None, label: str) -> None:
+    """Set the result or error of a future, unless it was cancelled. Log errors of the server."""
+    if not done.set_running_or_notify_cancel():
+        return
+    if error is None:
+        done.set_result(result)
+        return
+    if to_http_error(error, label)[1] == "server" and not isinstance(
+        error, (HttpError, ShutdownError)
+    ):
+        log.error(
+            "work failed", extra={"what": label, "error": type(error).__name__}, exc_info=error
+        )
+    clear_tracebacks(error)
+    done.set_exception(error)
+
+
+def log_write_failure(model_id: str, error: Exception) -> None:
+    """Log that a model could not be written to disk."""
+    log.error(
+        "a model could not be written",
+        extra={"model": model_id, "error": type(error).__name__},
+        exc_info=error,
+    )

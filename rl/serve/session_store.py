@@ -1,0 +1,425 @@
+"""Keep the records of sessions, models and samplers of a server, and their folders on disk.
+
+<output_dir>/<session>/session.json                     owner and metadata of the session
+<output_dir>/<session>/train-<n>/weights/<name>/        tinker://<session>:train:<n>/weights/<name>
+<output_dir>/<session>/train-<n>/sampler_weights/<name>/
+<output_dir>/<session>/train-<n>/external_weights/<name>/
+<output_dir>/<session>/train-<n>/live/                  the model when it was last written out, and
+                                                        its last request
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl.client import SamplingClient, TrainingClient
+from rl.distributed import checkpoint_folder
+from rl.serve.http_errors import HttpError
+from rl.serve.scheduler import EngineJob
+from rl.serve.serve_settings import LOCAL_OWNER, ServedBaseModel, ServeLimits
+from rl.serve.tenant_queue import check_share, choose_evictions
+
+CHECKPOINT_KINDS = ("weights", "sampler_weights", "external_weights")
+LIVE_FOLDER = "live"
+_SESSION_PATTERN, _MODEL_PATTERN = (
+    re.compile(r"[0-9a-f]{32}"),
+    re.compile(r"([0-9a-f]{32}):train:(0|[1-9][0-9]{0,8})"),
+)
+
+
+@dataclass
+class SessionRecord:
+    """Hold the record of a session: a ServiceClient of a user.
+
+    `session.json` holds every field but `beat`, the monotonic time of the last heartbeat.
+    """
+
+    session_id: str
+    owner: str
+    user_metadata: dict[str, str] = field(default_factory=dict)
+    display_name: str | None = None
+    created: float = field(default_factory=time.time)
+    finished: str | None = None
+    beat: float = field(default_factory=time.monotonic)
+
+    def note(self) -> dict[str, Any]:
+        """Return the fields of `session.json`."""
+        return {name: value for name, value in asdict(self).items() if name != "beat"}
+
+
+@dataclass
+class ModelRecord:
+    """Hold the record of a training client of a user.
+
+    `client`: the training client; None while the model is written out to disk.
+    """
+
+    model_id: str
+    owner: str
+    session: str
+    folder: Path
+    base: ServedBaseModel
+    user_metadata: dict[str, str]
+    client: TrainingClient | None = None
+    next_seq: int = 1  # sequence number of the request to run next
+    # requests with a later number than `next_seq`, by number
+    queued_jobs: dict[int, EngineJob] = field(default_factory=dict)
+    last_started_seq: int = 0  # sequence number of the request that started last
+    last_update: dict[str, Any] | None = None  # number and result of the last optimizer step
+    gradient_error: str | None = None  # the reason for which the accumulated gradient was dropped
+    # the reason for which an optimizer step would use only part of the accumulated batches
+    batch_error: str | None = None
+    has_gradient: bool = False  # whether a gradient is accumulated
+    is_running: bool = False  # whether a request of the model is running
+    is_written_out: bool = False  # whether `live/` holds the current state
+    # monotonic time since which a number is missing that an earlier server may have run
+    gap_since: float | None = None
+    resumed: bool = False
+    lora_rank: int | None = None
+    # of the body of the request that created the model; empty: an earlier release created it
+    request_digest: str = ""
+    create_result: dict[str, Any] = field(default_factory=dict)  # the result of that request
+    last_used: float = field(default_factory=time.monotonic)
+    last_request: float = field(default_factory=time.time)
+
+    @property
+    def live_folder(self) -> Path:
+        """Return the folder to which the model is written out."""
+        return self.folder / LIVE_FOLDER
+
+
+@dataclass
+class SamplerRecord:
+    """Hold the record of a sampling session of a user.
+
+    `path`: the folder from which its weights can be loaded again.
+    """
+
+    sampler_id: str
+    owner: str
+    session: str
+    base: ServedBaseModel
+    path: Path | None = None
+    client: SamplingClient | None = None
+    is_in_memory: bool = False  # whether its weights exist only in memory
+    clones: int = 0
+    last_used: float = field(default_factory=time.monotonic)
+
+
+def get_tenant(record: SessionRecord | ModelRecord | SamplerRecord) -> str:
+    """Return the tenant for which a record counts: its owner, or its session if the server has no
+    keys.
+    """
+    if record.owner != LOCAL_OWNER:
+        return record.owner
+    return record.session_id if isinstance(record, SessionRecord) else record.session
+
+
+class SessionStore:
+    """Hold the records of sessions, models and samplers by id.
+
+    Lookups raise Refused (404) for a record of another owner, as for an unknown id.
+    """
+
+    def __init__(self, output_dir: Path, limits: ServeLimits):
+        self.root = Path(output_dir)
+        self.limits = limits
+        self._open_lock = threading.Lock()
+        self.sessions: dict[str, SessionRecord] = {}
+        self.models: dict[str, ModelRecord] = {}
+        self.samplers: dict[str, SamplerRecord] = {}
+        # returns whether the server has other tenants
+        self.has_other_tenants: Callable[[str], bool] = lambda tenant: False
+
+    # ------------------------------------------------------------------------------------- sessions
+
+    def open_session(
+        self, owner: str, user_metadata: dict[str, str], display_name: str | None
+    ) -> SessionRecord:
+        """Create a session and write its file. Raises Refused (429) above the owner's share."""
+        with self._open_lock:
+            live_owners = [
+                session.owner
+                for session in list(self.sessions.values())
+                if session.finished is None
+            ]
+            # without keys all sessions belong to the same tenant
+            has_others = owner != LOCAL_OWNER and self.has_other_tenants(owner)
+            check_share(
+                "sessions that are alive (--sessions)",
+                self.limits.sessions,
+                len(live_owners),
+                live_owners.count(owner),
+                has_others,
+            )
+            session = SessionRecord(uuid.uuid4().hex, owner, user_metadata, display_name)
+            try:
+                self.save_session(session)
+            except BaseException:
+                shutil.rmtree(self.root / session.session_id, ignore_errors=True)
+                raise
+            self.sessions[session.session_id] = session
+            return session
+
+    def save_session(self, session: SessionRecord) -> None:
+        """Write `session.json` atomically."""
+        write_json_atomically(self.root / session.session_id / "session.json", session.note())
+
+    def get_session(self, session_id: str, owner: str, *, alive: bool = True) -> SessionRecord:
+        """Return the session and renew its heartbeat. Raises Refused: 404 for an unknown id, 410
+        for an ended session if `alive`.
+        """
+        session = self.sessions.get(session_id)
+        if session is None or session.owner != owner:
+            raise HttpError(404, f"unknown session {session_id[:64]!r}")
+        if alive and session.finished is not None:
+            raise HttpError(
+                410,
+                f"session {session_id} has ended ({session.finished}): create a new ServiceClient",
+            )
+        session.beat = time.monotonic()
+        return session
+
+    # -------------------------------------------------------------------------- models and samplers
+
+    def add_model(
+        self, session: SessionRecord, seq: int, base: ServedBaseModel, user_metadata: dict[str, str]
+    ) -> ModelRecord:
+        """Add the record of a new model. Raises Refused (429) above the tenant's share."""
+        models = [
+            model
+            for model in list(self.models.values())
+            if self.sessions[model.session].finished is None
+        ]
+        tenant_count = sum(get_tenant(model) == get_tenant(session) for model in models)
+        resource = "training clients in sessions that are alive (--models)"
+        check_share(
+            resource,
+            self.limits.models,
+            len(models),
+            tenant_count,
+            self.has_other_tenants(get_tenant(session)),
+        )
+        model_id = f"{session.session_id}:train:{seq}"
+        folder = self.root / session.session_id / f"train-{seq}"
+        metadata = {**session.user_metadata, **user_metadata}
+        model = self.models[model_id] = ModelRecord(
+            model_id, session.owner, session.session_id, folder, base, metadata
+        )
+        return model
+
+    def get_model(self, model_id: str, owner: str, *, alive: bool = True) -> ModelRecord:
+        """Return the model and note its use. Raises Refused: 404 for an unknown id, 410 if its
+        session has ended and `alive`.
+        """
+        model = self.models.get(model_id)
+        if model is None or model.owner != owner:
+            raise HttpError(404, f"unknown model {model_id[:80]!r}")
+        self.get_session(model.session, owner, alive=alive)
+        model.last_used, model.last_request = time.monotonic(), time.time()
+        return model
+
+    def get_sampler(self, sampler_id: str, owner: str) -> SamplerRecord:
+        """Return the sampling session and note its use. Raises Refused (404) for an unknown id."""
+        sampler = self.samplers.get(sampler_id)
+        if sampler is None or sampler.owner != owner:
+            raise HttpError(404, f"unknown sampling session {sampler_id[:80]!r}")
+        sampler.last_used = time.monotonic()
+        return sampler
+
+    def add_sampler(self, sampler: SamplerRecord) -> SamplerRecord:
+        """Add a sampling session.
+
+        Above `limits.samplers`, remove the least recently used sessions of the tenants that hold
+        the most.
+        """
+        self.samplers[sampler.sampler_id] = sampler
+        count = len(self.samplers) - self.limits.samplers
+        if count > 0:
+            by_last_use = sorted(list(self.samplers.values()), key=lambda record: record.last_used)
+            holders = {record.sampler_id: get_tenant(record) for record in by_last_use}
+            for sampler_id in choose_evictions(holders, list(holders), count):
+                evicted = (
+                    self.samplers.pop(sampler_id, None)
+                    if sampler_id != sampler.sampler_id
+                    else None
+                )
+                if evicted is not None:  # None: another thread removed it
+                    evicted.client = None
+        return sampler
+
+    def list_models(self, owner: str) -> list[ModelRecord]:
+        """Return the models of an owner."""
+        return [model for model in list(self.models.values()) if model.owner == owner]
+
+    # ---------------------------------------------------------------------------------------- paths
+
+    def find_folder(
+        self, tinker_path: str, owner: str, *, kinds: tuple[str, ...] = CHECKPOINT_KINDS
+    ) -> tuple[ModelRecord, Path]:
+        """Return the model and folder of a checkpoint tinker://<model>/<kind>/<name>.
+
+        Raises Refused: 404 if the path is malformed, unknown or of another owner, 400 if its kind
+        is not in `kinds`. The folder is always below the model's folder.
+        """
+        parts = tinker_path.removeprefix("tinker://").split("/")
+        is_valid = (
+            tinker_path.startswith("tinker://")
+            and len(parts) == 3
+            and parts[1] in CHECKPOINT_KINDS
+            and checkpoint_folder.is_checkpoint_name(parts[2])
+        )
+        if not is_valid or not _MODEL_PATTERN.fullmatch(parts[0]):
+            raise HttpError(
+                404,
+                f"{tinker_path[:120]!r} is not a path of this server: expected "
+                "tinker://<model>/weights/<name>, as returned when saving",
+            )
+        if parts[1] not in kinds:
+            raise HttpError(400, f"{tinker_path} holds {parts[1]}, expected {' or '.join(kinds)}")
+        model = self.models.get(parts[0])
+        if model is None or model.owner != owner:
+            raise HttpError(404, f"there is nothing at {tinker_path}")
+        folder = checkpoint_folder.checkpoint_path(model.folder / parts[1], parts[2])
+        checkpoint_folder.remove_expired(folder.parent)
+        if folder.is_symlink() or not (folder / checkpoint_folder.MANIFEST).is_file():
+            raise HttpError(404, f"there is nothing at {tinker_path}")
+        return model, folder
+
+    @staticmethod
+    def format_path(model: ModelRecord, kind: str, name: str) -> str:
+        """Return the tinker:// path of a checkpoint."""
+        return f"tinker://{model.model_id}/{kind}/{name}"
+
+    def iter_checkpoints(self, model: ModelRecord) -> Iterator[tuple[str, Path]]:
+        """Yield (kind, folder) of each checkpoint of a model that has not expired."""
+        for kind in CHECKPOINT_KINDS:
+            parent = model.folder / kind
+            checkpoint_folder.remove_expired(parent)
+            for folder in sorted(parent.iterdir()) if parent.is_dir() else ():
+                if (
+                    (folder / checkpoint_folder.MANIFEST).is_file()
+                    and not folder.is_symlink()
+                    and checkpoint_folder.is_checkpoint_name(folder.name)
+                ):
+                    yield kind, folder
+
+    # --------------------------------------------------------------------------------------- resume
+
+    def has_saved_sessions(self) -> bool:
+        """Return whether the output folder holds sessions of an earlier server."""
+        return self.root.is_dir() and any(
+            _SESSION_PATTERN.fullmatch(path.name) for path in self.root.iterdir()
+        )
+
+    def load_sessions(self, bases: dict[str, ServedBaseModel]) -> None:
+        """Load the sessions of an earlier server and their models, as last written out.
+
+        `bases`: served base models by name. A model of any other base is skipped.
+        """
+        for path in sorted(self.root.iterdir()):
+            file = path / "session.json"
+            if not _SESSION_PATTERN.fullmatch(path.name) or path.is_symlink():
+                continue
+            # an earlier server was killed while it created this session, before it responded
+            if not file.is_file():
+                (path / "session.json.partial").unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+                continue
+            fields = json.loads(file.read_text())
+            session = self.sessions[path.name] = SessionRecord(**fields)
+            for folder in sorted(path.glob("train-*")):
+                if (
+                    re.fullmatch(r"train-(0|[1-9][0-9]{0,8})", folder.name)
+                    and (folder / "model.json").is_file()
+                ):
+                    self._load_model(session, folder, bases)
+
+    def _load_model(
+        self, session: SessionRecord, folder: Path, bases: dict[str, ServedBaseModel]
+    ) -> None:
+        """Load the record of a model, and the state of its `live/` folder if it exists."""
+        record = json.loads((folder / "model.json").read_text())
+        base = bases.get(record["base"])
+        if base is None:
+            return  # its base is not served now; the paths work again once it is
+        model_id = f"{session.session_id}:train:{folder.name.removeprefix('train-')}"
+        model = ModelRecord(
+            model_id,
+            session.owner,
+            session.session_id,
+            folder,
+            base,
+            record["user_metadata"],
+            lora_rank=record["lora_rank"],
+        )
+        model.resumed, model.request_digest = True, record.get("digest", "")
+        model.create_result = record.get("answer", {"model_id": model_id, "type": "create_model"})
+        checkpoint_folder.restore_replaced(model.live_folder)
+        checkpoint_folder.remove_leftovers(folder)
+        if (model.live_folder / checkpoint_folder.MANIFEST).is_file():
+            state = checkpoint_folder.read_verified_state(model.live_folder)["metadata"]
+            model.next_seq, model.batch_error, model.is_written_out, model.last_update = (
+                state["next_seq"],
+                state["failed"],
+                True,
+                state["last"],
+            )
+            model.last_started_seq = model.next_seq - 1
+        self.models[model_id] = model
+
+    @staticmethod
+    def save_model_record(model: ModelRecord) -> None:
+        """Write `model.json`, so that a later server knows the paths of the model."""
+        record = {
+            "base": model.base.name,
+            "user_metadata": model.user_metadata,
+            "lora_rank": model.lora_rank,
+        }
+        write_json_atomically(
+            model.folder / "model.json",
+            {**record, "digest": model.request_digest, "answer": model.create_result},
+        )
+
+    def remove_model(self, model: ModelRecord, with_files: bool) -> None:
+        """Remove a model that could not be created. `with_files`: remove its folder as well."""
+        self.models.pop(model.model_id, None)
+        if with_files:
+            shutil.rmtree(model.folder, ignore_errors=True)
+
+    @staticmethod
+    def read_live_metadata(model: ModelRecord) -> dict[str, Any] | None:
+        """Return the metadata of the last time that the model was written out; None if it never
+        was.
+        """
+        checkpoint_folder.restore_replaced(model.live_folder)
+        if not (model.live_folder / checkpoint_folder.MANIFEST).is_file():
+            return None
+        return dict(checkpoint_folder.read_unverified_state(model.live_folder)["metadata"])
+
+
+def write_json_atomically(file: Path, fields: dict[str, Any]) -> None:
+    """Write JSON to `file` atomically, and create its folder. A failure leaves no partial file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f"{file.name}.partial")
+    try:
+        with partial.open("w") as handle:
+            handle.write(json.dumps(fields, indent=1))
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(partial, file)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

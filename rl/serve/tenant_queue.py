@@ -1,0 +1,83 @@
+"""Limit each tenant's share of a resource: queue, sessions, models, samplers, open requests, bytes.
+
+While other tenants exist, each tenant may hold half of the capacity that the others do not use, so
+that capacity remains for the next tenant. (Routers limit flows that share a buffer by this rule:
+Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998, with
+their factor at 1.) A tenant is a key, or a session if the server has no keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from rl.serve.http_errors import HttpError
+
+T = TypeVar("T")
+
+
+def compute_share(limit: int, total_used: int, tenant_used: int) -> int:
+    """Return the amount of `limit` that a tenant may hold, at least 1.
+
+    total    amount that all tenants hold
+    mine     amount that the tenant holds
+    """
+    return max(1, (limit - (total_used - tenant_used)) // 2)
+
+
+def check_share(
+    resource: str,
+    limit: int,
+    total_used: int,
+    tenant_used: int,
+    has_others: bool,
+    *,
+    amount: int = 1,
+    retry_after: float = 5.0,
+) -> None:
+    """Raise Refused (429) if `amount` exceeds the free capacity or the tenant's share.
+
+    what      the resource, in the plural, with its flag
+    limit     capacity of the server
+    total     amount that all tenants hold
+    mine      amount that the tenant holds
+    others    whether other tenants exist
+    """
+    if total_used + amount > limit:
+        text = (
+            f"this server holds {total_used} {resource}, and its limit is {limit}: try again later"
+        )
+        raise HttpError(429, text, retry_after=retry_after)
+    share = compute_share(limit, total_used, tenant_used)
+    if has_others and tenant_used + amount > share:
+        text = (
+            f"{tenant_used} of the {resource} are yours, and your share is {share} while other "
+            "tenants "
+            "exist: try again later"
+        )
+        raise HttpError(429, text, retry_after=retry_after)
+
+
+def choose_evictions(
+    tenant_by_item: Mapping[T, str], oldest_first: Iterable[T], count: int
+) -> list[T]:
+    """Return `count` items to evict: repeatedly the oldest item of the tenant that holds most.
+
+    holders         the tenant of each item
+    oldest_first    the items that may be evicted
+    """
+    counts: dict[str, int] = {}
+    for tenant in tenant_by_item.values():
+        counts[tenant] = counts.get(tenant, 0) + 1
+    queues: dict[str, list[T]] = {}
+    for item in oldest_first:
+        queues.setdefault(tenant_by_item[item], []).append(item)
+    chosen: list[T] = []
+    while len(chosen) < count and queues:
+        age = {item: i for i, item in enumerate(queue[0] for queue in queues.values())}
+        tenant = max(queues, key=lambda name: (counts[name], -age[queues[name][0]]))
+        chosen.append(queues[tenant].pop(0))
+        counts[tenant] -= 1
+        if not queues[tenant]:
+            del queues[tenant]
+    return chosen

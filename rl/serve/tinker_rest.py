@@ -1,0 +1,417 @@
+"""Serve the REST part of Tinker's protocol.
+
+Its routes list runs, checkpoints and sessions, delete checkpoints, set their time to live, and
+download them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import tarfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from datetime import UTC, datetime
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from rl.client import RestClient
+from rl.distributed import checkpoint_folder
+from rl.serve.http_errors import HttpError
+from rl.serve.json_response import SafeJSONResponse
+from rl.serve.request_store import RequestStore
+from rl.serve.schemas import RequestBody
+from rl.serve.served_models import ModelManager
+from rl.serve.serving_engine import ServingEngine
+from rl.serve.session_store import CHECKPOINT_KINDS, ModelRecord, SessionStore
+from rl.serve.signed_url import UrlSigner
+
+RestHandler = Callable[[Request], Awaitable[Response]]
+_CHECKPOINT_TYPES = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
+_LINK_SECONDS = 3600
+_CHUNK_BYTES = 2**20  # bytes read and sent per chunk of a file
+ARCHIVE_NAME = "archive.tar"  # file name in a link that means all files of the folder
+
+
+class TinkerRestRoutes:
+    """Hold the handlers under /api/v1 that inspect and manage saved weights."""
+
+    def __init__(
+        self,
+        engine: ServingEngine,
+        session_store: SessionStore,
+        model_manager: ModelManager,
+        request_store: RequestStore,
+        links: UrlSigner,
+    ):
+        self.engine = engine
+        self.session_store = session_store
+        self.links = links
+
+    def routes(self) -> list[Route]:
+        """Return the routes of the REST part."""
+        checkpoint_path = "training_runs/{model_id}/checkpoints/{kind}/{name}"
+        table: list[tuple[str, str, RestHandler]] = [
+            ("GET", "get_server_capabilities", self.get_capabilities),
+            ("GET", "training_runs", self.list_runs),
+            ("GET", "training_runs/{model_id}", self.get_run),
+            ("GET", "training_runs/{model_id}/checkpoints", self.list_checkpoints),
+            ("GET", "checkpoints", self.list_all_checkpoints),
+            ("DELETE", checkpoint_path, self.delete_checkpoint),
+            ("PUT", checkpoint_path + "/ttl", self.set_ttl),
+            ("GET", checkpoint_path + "/archive", self.redirect_to_archive),
+            ("GET", checkpoint_path + "/external_weights_urls", self.list_file_urls),
+            ("GET", "files/{expires}/{sign}/{model_id}/{kind}/{name}/{file:path}", self.get_file),
+            ("POST", checkpoint_path + "/publish", _refuse_publish),
+            ("DELETE", checkpoint_path + "/publish", _refuse_publish),
+            ("POST", "weights_info", self.get_weights_info),
+            ("GET", "samplers/{sampler_id}", self.get_sampler),
+            ("GET", "sessions", self.list_sessions),
+            ("GET", "sessions/{session_id}", self.get_session),
+        ]
+        return [
+            Route(f"/api/v1/{path}", answer, methods=[method]) for method, path, answer in table
+        ]
+
+    async def get_capabilities(self, request: Request) -> Response:
+        """Return the base models and their context lengths."""
+        bases = await self.engine.run_function(
+            request.state.owner, "capabilities", self.engine.list_bases
+        )
+        models = [
+            {
+                "model_name": base.name,
+                "max_context_length": base.max_context,
+                "trainable": True,
+                "sampleable": True,
+            }
+            for base in bases
+        ]
+        return SafeJSONResponse({"supported_models": models})
+
+    # ---------------------------------------------------------------------------- runs, checkpoints
+
+    def _run_record(self, model: ModelRecord) -> dict[str, Any]:
+        """Return a training run as Tinker's JSON describes it."""
+        checkpoints = sorted(
+            (
+                self._checkpoint_record(model, *entry)
+                for entry in self.session_store.iter_checkpoints(model)
+            ),
+            key=lambda entry: entry["time"],
+        )
+        last = {
+            kind: next(
+                (entry for entry in reversed(checkpoints) if entry["checkpoint_type"] == kind), None
+            )
+            for kind in ("training", "sampler")
+        }
+        return {
+            "training_run_id": model.model_id,
+            "base_model": model.base.name,
+            "model_owner": model.owner,
+            "is_lora": model.lora_rank is not None,
+            "lora_rank": model.lora_rank,
+            "corrupted": False,
+            "last_request_time": _iso_time(model.last_request),
+            "last_checkpoint": last["training"],
+            "last_sampler_checkpoint": last["sampler"],
+            "user_metadata": model.user_metadata,
+        }
+
+    def _checkpoint_record(self, model: ModelRecord, kind: str, folder: Path) -> dict[str, Any]:
+        """Return a checkpoint as Tinker's JSON describes it."""
+        saved = RestClient().get_training_run_by_tinker_path(str(folder)).result().last_checkpoint
+        assert saved is not None  # the folder has just been identified as a checkpoint
+        return {
+            "checkpoint_id": f"{kind}/{folder.name}",
+            "checkpoint_type": _CHECKPOINT_TYPES[kind],
+            "time": saved.time.isoformat(),
+            "tinker_path": self.session_store.format_path(model, kind, folder.name),
+            "size_bytes": saved.size_bytes,
+            "public": False,
+            "user_metadata": saved.user_metadata,
+            "expires_at": saved.expires_at.isoformat() if saved.expires_at else None,
+        }
+
+    async def list_runs(self, request: Request) -> Response:
+        """Return a page of the owner's training runs, the most recently used first."""
+        models = sorted(
+            self.session_store.list_models(request.state.owner),
+            key=lambda model: model.last_request,
+            reverse=True,
+        )
+        page, cursor = _paginate(request, models)
+        records = await asyncio.to_thread(lambda: [self._run_record(model) for model in page])
+        return SafeJSONResponse({"training_runs": records, "cursor": cursor})
+
+    async def get_run(self, request: Request) -> Response:
+        """Return a training run."""
+        return SafeJSONResponse(
+            await asyncio.to_thread(self._run_record, self._find_model(request))
+        )
+
+    def _find_model(self, request: Request) -> ModelRecord:
+        """Return the model of the path. Raises Refused (404) if the owner has no such model."""
+        model = self.session_store.models.get(request.path_params["model_id"])
+        if model is None or model.owner != request.state.owner:
+            raise HttpError(404, f"unknown training run {request.path_params['model_id'][:80]!r}")
+        return model
+
+    async def list_checkpoints(self, request: Request) -> Response:
+        """Return the checkpoints of a training run."""
+        model = self._find_model(request)
+        checkpoints = await asyncio.to_thread(
+            lambda: [
+                self._checkpoint_record(model, *location)
+                for location in self.session_store.iter_checkpoints(model)
+            ]
+        )
+        return SafeJSONResponse({"checkpoints": checkpoints})
+
+    async def list_all_checkpoints(self, request: Request) -> Response:
+        """Return a page of the checkpoints of all runs of the owner, the newest first."""
+        models = self.session_store.list_models(request.state.owner)
+        checkpoints = await asyncio.to_thread(
+            lambda: [
+                self._checkpoint_record(model, *entry)
+                for model in models
+                for entry in self.session_store.iter_checkpoints(model)
+            ]
+        )
+        page, cursor = _paginate(
+            request, sorted(checkpoints, key=lambda entry: entry["time"], reverse=True)
+        )
+        return SafeJSONResponse({"checkpoints": page, "cursor": cursor})
+
+    def _find_folder(self, request: Request) -> Path:
+        """Return the folder of the checkpoint of the path."""
+        params = request.path_params
+        return self.session_store.find_folder(
+            f"tinker://{params['model_id']}/{params['kind']}/{params['name']}", request.state.owner
+        )[1]
+
+    async def delete_checkpoint(self, request: Request) -> Response:
+        """Delete a checkpoint."""
+        await asyncio.to_thread(
+            lambda: checkpoint_folder.remove_checkpoint(self._find_folder(request))
+        )
+        return Response(status_code=204)
+
+    async def set_ttl(self, request: Request) -> Response:
+        """Set or remove the time to live of a checkpoint, in seconds."""
+        body = await RequestBody.from_request(request)
+        seconds = body.get_optional_int("ttl_seconds", 1)
+        await asyncio.to_thread(
+            lambda: checkpoint_folder.set_expiry(self._find_folder(request), seconds)
+        )
+        return Response(status_code=204)
+
+    async def get_weights_info(self, request: Request) -> Response:
+        """Return the base model and the LoRA settings of saved weights."""
+        body = await RequestBody.from_request(request)
+        path = body.get_text("tinker_path")
+        model, folder = await asyncio.to_thread(
+            self.session_store.find_folder, path, request.state.owner
+        )
+        info = await asyncio.to_thread(
+            lambda: RestClient().get_weights_info_by_tinker_path(str(folder)).result()
+        )
+        flags = {
+            name: getattr(info, name)
+            for name in ("is_lora", "lora_rank", "train_unembed", "train_mlp", "train_attn")
+        }
+        return SafeJSONResponse({"base_model": model.base.name, **flags})
+
+    # ------------------------------------------------------------------------------------ downloads
+
+    async def redirect_to_archive(self, request: Request) -> Response:
+        """Return a redirect to a link to the folder as a tar file.
+
+        The link needs no key and expires after an hour.
+        """
+        folder = await asyncio.to_thread(self._find_folder, request)
+        await asyncio.to_thread(checkpoint_folder.verify_checkpoint, folder)
+        expires = int(time.time()) + _LINK_SECONDS
+        headers = {
+            "location": self._make_link(request, expires, ARCHIVE_NAME),
+            "expires": formatdate(expires, usegmt=True),
+        }
+        return Response(status_code=302, headers=headers)
+
+    async def list_file_urls(self, request: Request) -> Response:
+        """Return a link for each file. A link needs no key and expires after an hour."""
+        folder = await asyncio.to_thread(self._find_folder, request)
+        expires, hidden = (
+            int(time.time()) + _LINK_SECONDS,
+            (checkpoint_folder.MANIFEST, "state.json"),
+        )
+        names = [
+            file.relative_to(folder).as_posix()
+            for file in list_files(folder)
+            if file.name not in hidden
+        ]
+        return SafeJSONResponse(
+            {
+                "urls": {name: self._make_link(request, expires, name) for name in names},
+                "expires": _iso_time(expires),
+            }
+        )
+
+    def _make_link(self, request: Request, expires: int, name: str) -> str:
+        """Return a signed URL of a file of the path's checkpoint. `expires`: Unix seconds."""
+        params = request.path_params
+        place = f"{params['model_id']}/{params['kind']}/{params['name']}/{name}"
+        path = self.links.make_path(request.state.owner, expires, place)
+        return f"{str(request.base_url).rstrip('/')}{path}"
+
+    async def get_file(self, request: Request) -> Response:
+        """Return the file of a signed link, or the folder as a tar file.
+
+        Raises Refused (404) if the link is invalid or expired, or if the file does not exist.
+        """
+        params = request.path_params
+        model = self.session_store.models.get(params["model_id"])
+        valid = model is not None and self.links.is_valid(model.owner, request.scope["path"])
+        if model is None or not valid or params["kind"] not in CHECKPOINT_KINDS:
+            raise HttpError(404, "the link was not created by this server, or it has expired")
+        tinker_path = f"tinker://{model.model_id}/{params['kind']}/{params['name']}"
+        _, folder = await asyncio.to_thread(
+            self.session_store.find_folder, tinker_path, model.owner
+        )
+        if params["file"] == ARCHIVE_NAME:
+            headers = {"content-disposition": f'attachment; filename="{folder.name}.tar"'}
+            chunks = stream_tar(folder)
+            try:
+                await asyncio.to_thread(next, chunks)
+            except OSError as error:  # removed in the meantime
+                raise HttpError(404, f"no checkpoint at {tinker_path}") from error
+            return StreamingResponse(chunks, media_type="application/x-tar", headers=headers)
+        file = (folder / params["file"]).resolve()
+        if not file.is_file() or not file.is_relative_to(folder.resolve()):
+            raise HttpError(404, "the checkpoint has no such file")
+        return FileResponse(file)
+
+    # ----------------------------------------------------------------------- samplers and sessions
+
+    async def get_sampler(self, request: Request) -> Response:
+        """Return the base model of a sampling session and the path of its weights."""
+        sampler = self.session_store.get_sampler(
+            request.path_params["sampler_id"], request.state.owner
+        )
+        path = None
+        if sampler.path is not None:
+            model_id = (
+                f"{sampler.path.parent.parent.parent.name}:train:"
+                f"{sampler.path.parent.parent.name.removeprefix('train-')}"
+            )
+            path = f"tinker://{model_id}/{sampler.path.parent.name}/{sampler.path.name}"
+        return SafeJSONResponse(
+            {"sampler_id": sampler.sampler_id, "base_model": sampler.base.name, "model_path": path}
+        )
+
+    async def list_sessions(self, request: Request) -> Response:
+        """Return a page of the owner's session ids, the newest first."""
+        session_ids = [
+            session.session_id
+            for session in list(self.session_store.sessions.values())
+            if session.owner == request.state.owner
+        ]
+        page, _ = _paginate(request, session_ids[::-1])
+        return SafeJSONResponse({"sessions": page})
+
+    async def get_session(self, request: Request) -> Response:
+        """Return the training runs and sampling sessions of a session."""
+        session = self.session_store.get_session(
+            request.path_params["session_id"], request.state.owner, alive=False
+        )
+        models = [
+            model.model_id
+            for model in list(self.session_store.models.values())
+            if model.session == session.session_id
+        ]
+        samplers = [
+            sampler.sampler_id
+            for sampler in list(self.session_store.samplers.values())
+            if sampler.session == session.session_id
+        ]
+        ids = {
+            "training_run_ids": models,
+            "sampler_ids": samplers,
+            "user_metadata": session.user_metadata,
+        }
+        return SafeJSONResponse({**ids, "display_name": session.display_name})
+
+
+def list_files(folder: Path) -> list[Path]:
+    """Return all files below `folder`, sorted by path."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def stream_tar(folder: Path) -> Iterator[bytes]:
+    """Yield a tar file of a folder in chunks. No copy is written to disk.
+
+    The first chunk is empty. When it has been yielded, all files are open. Raises
+    FileNotFoundError if the folder has no manifest, and OSError if a file shrinks meanwhile.
+    """
+    with contextlib.ExitStack() as stack:
+        opened = [
+            (file.relative_to(folder).as_posix(), stack.enter_context(file.open("rb")))
+            for file in list_files(folder)
+        ]
+        if checkpoint_folder.MANIFEST not in dict(opened):
+            raise FileNotFoundError(folder)
+        yield b""
+        for name, file in opened:
+            info = tarfile.TarInfo(name)
+            status = os.fstat(file.fileno())
+            info.size, info.mtime = status.st_size, int(status.st_mtime)
+            yield info.tobuf(tarfile.PAX_FORMAT)
+            remaining = info.size
+            while remaining:
+                chunk = file.read(min(remaining, _CHUNK_BYTES))
+                if not chunk:
+                    raise OSError(f"{name} became shorter while it was being sent")
+                remaining -= len(chunk)
+                yield chunk
+            yield bytes(-info.size % tarfile.BLOCKSIZE)
+    yield bytes(2 * tarfile.BLOCKSIZE)
+
+
+def _paginate(request: Request, items: list[Any]) -> tuple[list[Any], dict[str, int]]:
+    """Return the items that `limit` and `offset` select, and the cursor (with the total count).
+
+    Raises Refused (400) if either is not a whole number.
+    """
+    requested = {
+        name: request.query_params.get(name, default)
+        for name, default in (("limit", "20"), ("offset", "0"))
+    }
+    if not all(value.isdigit() and len(value) < 10 for value in requested.values()):
+        raise HttpError(400, f"limit and offset must be whole numbers, got {requested}")
+    limit, offset = int(requested["limit"]), int(requested["offset"])
+    return items[offset : offset + limit], {
+        "offset": offset,
+        "limit": limit,
+        "total_count": len(items),
+    }
+
+
+def _iso_time(seconds: float) -> str:
+    """Return a Unix time as ISO 8601 text in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+async def _refuse_publish(request: Request) -> Response:
+    """Raise Refused (400): checkpoints cannot be published."""
+    raise HttpError(400, "publishing is not supported here: a checkpoint belongs to its key")

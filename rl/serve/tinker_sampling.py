@@ -1,0 +1,197 @@
+"""Serve the sampling part of Tinker's protocol: sampling sessions and sample requests.
+
+A sampling session has fixed weights. Clients poll for the result of a sample request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from rl.errors import BadRequestError
+from rl.serve import conversion
+from rl.serve.http_errors import HttpError
+from rl.serve.json_response import SafeJSONResponse
+from rl.serve.request_store import PendingRequest, RequestStore, compute_digest, resolve_request
+from rl.serve.schemas import RequestBody
+from rl.serve.served_models import ModelManager
+from rl.serve.serving_engine import ServingEngine
+from rl.serve.session_store import SamplerRecord, SessionStore
+from rl.types import ModelInput, SamplingParams
+
+# largest body whose fields are parsed on the event loop; larger bodies are parsed in a thread
+_MAX_INLINE_BODY_BYTES = 16384
+
+
+class TinkerSamplingRoutes:
+    """Hold the handlers under /api/v1 for sampling."""
+
+    def __init__(
+        self,
+        engine: ServingEngine,
+        session_store: SessionStore,
+        model_manager: ModelManager,
+        request_store: RequestStore,
+    ):
+        self.engine = engine
+        self.session_store = session_store
+        self.model_manager = model_manager
+        self.request_store = request_store
+        engine.resolvers.append(model_manager.resolve_name)
+        engine.name_listers.append(model_manager.list_names)
+
+    def routes(self) -> list[Route]:
+        """Return the routes for sampling."""
+        posts = {
+            "create_sampling_session": self.create_sampling_session,
+            "join_sampling_session": self.join_sampling_session,
+            "asample": self.asample,
+        }
+        return [
+            Route(f"/api/v1/{path}", answer, methods=["POST"]) for path, answer in posts.items()
+        ]
+
+    async def create_sampling_session(self, request: Request) -> Response:
+        """Create a sampling session of a base model or of saved weights.
+
+        A repeated request returns the same session. Raises Refused (400) if the session exists with
+        other weights.
+        """
+        body = await RequestBody.from_request(request)
+        session = self.session_store.get_session(body.get_text("session_id"), request.state.owner)
+        sampler_id = f"{session.session_id}:sample:{body.get_int('sampling_session_seq_id')}"
+        path = body.get_optional("model_path", str)
+        if path is None:
+            base, folder = self.engine.settings.find_base(body.get_text("base_model")), None
+        else:
+            kinds = ("weights", "sampler_weights")
+            model, folder = await asyncio.to_thread(
+                lambda: self.session_store.find_folder(path, session.owner, kinds=kinds)
+            )
+            base = model.base
+        existing = self.session_store.samplers.get(sampler_id)
+        if existing is not None and (existing.base, existing.path) != (base, folder):
+            raise HttpError(
+                400, f"the sampling session {sampler_id} already exists, with other weights"
+            )
+        if existing is None:
+            self.session_store.add_sampler(
+                SamplerRecord(sampler_id, session.owner, session.session_id, base, folder)
+            )
+        return SafeJSONResponse(
+            {"type": "create_sampling_session", "sampling_session_id": sampler_id}
+        )
+
+    async def join_sampling_session(self, request: Request) -> Response:
+        """Count another client of a sampling session, and return the count."""
+        body = await RequestBody.from_request(request)
+        sampler = self.session_store.get_sampler(
+            body.get_text("sampling_session_id"), request.state.owner
+        )
+        sampler.clones += 1
+        return SafeJSONResponse({"type": "join_sampling_session", "client_counter": sampler.clones})
+
+    async def asample(self, request: Request) -> Response:
+        """Queue a sample request, and return its id and the ids of its sequences.
+
+        A repeated request returns the same ids. An invalid value becomes the request's result.
+        """
+        body = await RequestBody.from_request(request)
+        owner, raw = request.state.owner, await request.body()
+        if body.get_optional("sampling_session_id", str) is None:
+            raise HttpError(
+                400, "asample needs the sampling_session_id that create_sampling_session returned"
+            )
+        sampler, seq = (
+            self.session_store.get_sampler(body.get_text("sampling_session_id"), owner),
+            body.get_int("seq_id", 0, 2**63 - 1),
+        )
+        self.session_store.get_session(sampler.session, owner)
+        count, request_id = (
+            body.get_optional_int("num_samples", 1, 1_000_000) or 1,
+            f"{sampler.sampler_id}:{seq}",
+        )
+        digest, parsed = compute_digest(raw), None
+        if (
+            self.request_store.find_duplicate(request_id, digest) is None
+            and len(raw) > _MAX_INLINE_BODY_BYTES
+        ):
+            parsed = await asyncio.to_thread(self._try_parse, count, body)
+        # check again: the same request may have arrived meanwhile
+        pending = self.request_store.find_duplicate(request_id, digest)
+        if pending is None:
+            ids = [f"{request_id}:{i}" for i in range(count)]
+            tenant, size = self.engine.get_tenant(owner, sampler.session), len(raw)
+            self.request_store.check_capacity(tenant, size)
+            pending = PendingRequest(
+                request_id,
+                owner,
+                "sample",
+                digest,
+                session_id=sampler.session,
+                sequence_ids=ids,
+                tenant=tenant,
+                size=size,
+            )
+            parsed = parsed or self._try_parse(count, body)
+            if isinstance(parsed, Exception):
+                resolve_request(pending, error=parsed)
+            else:
+                prompt, params, options = parsed
+                client = functools.partial(self.model_manager.sampling_client, sampler)
+                pending.work_future = self.engine.submit_sample(
+                    client, owner, prompt, count, params, tenant=tenant, sequence_ids=ids, **options
+                )
+            self.request_store.add(pending)
+        return SafeJSONResponse(
+            {"request_id": request_id, "sample_sequence_ids": pending.sequence_ids}
+        )
+
+    def _try_parse(
+        self, count: int, body: RequestBody
+    ) -> tuple[ModelInput, SamplingParams, dict[str, Any]] | Exception:
+        """Return the parsed request, or the error that becomes the request's result."""
+        try:
+            return self._parse_request(count, body)
+        except (ValueError, TypeError) as error:
+            return error
+
+    def _parse_request(
+        self, count: int, body: RequestBody
+    ) -> tuple[ModelInput, SamplingParams, dict[str, Any]]:
+        """Return prompt, sampling parameters and logprob options of `count` samples.
+
+        Raises BadRequestError if a field is not supported or the request has too many tokens, and
+        ValueError or TypeError if a value is wrong.
+        """
+        for name in ("topk_sample_logprobs", "prompt_alt_tokens_k"):
+            if body.fields.get(name):
+                raise BadRequestError(
+                    f"{name} is not computed here: use topk_prompt_logprobs, or a forward of the "
+                    "training client"
+                )
+        prompt, params = (
+            conversion.parse_prompt(body.fields.get("prompt")),
+            conversion.parse_sampling_params(body.fields.get("sampling_params") or {}),
+        )
+        limit = self.engine.settings.limits.tokens
+        if conversion.count_tokens(prompt) + count * (params.max_tokens or 1) > limit:
+            text = (
+                f"{conversion.count_tokens(prompt)} prompt tokens and {count} samples of "
+                f"{params.max_tokens}"
+            )
+            raise BadRequestError(f"{text} exceed {limit}, the limit of a request (--tokens)")
+        options: dict[str, Any] = {
+            "include_prompt_logprobs": body.get_flag("prompt_logprobs"),
+            "topk_prompt_logprobs": body.get_optional_int("topk_prompt_logprobs") or 0,
+            "target_prompt_logprobs": conversion.parse_targets(
+                body.get_optional("target_prompt_logprobs", dict)
+            ),
+            "prompt_logprobs_last_n": body.get_optional_int("prompt_logprobs_last_n", 1),
+        }
+        return prompt, params, options

@@ -1,0 +1,619 @@
+"""Serve the training part of Tinker's protocol, as its SDK (0.38) uses it.
+
+It has sessions, models, numbered requests, and results for which clients poll.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from rl.client import TrainingClient
+from rl.distributed import checkpoint_folder
+from rl.errors import BadRequestError
+from rl.serve import conversion, tinker_protobuf
+from rl.serve.compression import decompress, is_zstd_available
+from rl.serve.encoded_results import PROTOBUF_TYPE
+from rl.serve.http_errors import HttpError
+from rl.serve.json_response import SafeJSONResponse
+from rl.serve.request_store import PendingRequest, RequestStore, compute_digest, resolve_request
+from rl.serve.schemas import RequestBody
+from rl.serve.serve_settings import LOOPBACK_HOSTS
+from rl.serve.served_base_models import locate_tokenizer
+from rl.serve.served_models import ModelManager, end_session
+from rl.serve.serving_engine import ServingEngine
+from rl.serve.session_store import ModelRecord, SamplerRecord, SessionRecord, SessionStore
+
+_MAX_TTL_SECONDS = 10 * 366 * 86400  # longest time to live of a checkpoint, in seconds
+# largest result that is converted to JSON on the event loop; larger results use a thread
+_MAX_INLINE_RESULT_BYTES = 16384
+TrainingHandler = Callable[[Request], Awaitable[Response]]
+
+
+class TinkerTrainingRoutes:
+    """Hold the handlers under /api/v1 for training."""
+
+    def __init__(
+        self,
+        engine: ServingEngine,
+        session_store: SessionStore,
+        model_manager: ModelManager,
+        request_store: RequestStore,
+    ):
+        self.engine = engine
+        self.session_store = session_store
+        self.model_manager = model_manager
+        self.request_store = request_store
+
+    def routes(self) -> list[Route]:
+        """Return the routes for training, including the unsupported ones."""
+        posts: dict[str, TrainingHandler] = {
+            "client/config": self.get_client_config,
+            "client/dynamic_config": self.get_dynamic_config,
+            "telemetry": self.accept_telemetry,
+            "create_session": self.create_session,
+            "session_heartbeat": self.record_heartbeat,
+            "sessions/{session_id}/finish": self.finish_session,
+            "create_model": self.create_model,
+            "unload_model": self.unload_model,
+            "get_info": self.get_info,
+            "forward_backward": self.forward_backward,
+            "optim_step": self.optim_step,
+            "save_weights": self.save_weights,
+            "save_weights_for_sampler": self.save_weights_for_sampler,
+            "save_weights_external": self.save_weights_external,
+            "load_weights": self.load_weights,
+            "retrieve_future": self.retrieve_future,
+            "cancel_future": self.cancel_future,
+            "create_custom_loss": _make_unsupported(
+                "custom losses on the server: forward_backward_custom runs them in your script"
+            ),
+            "copy_weights": _make_unsupported(
+                "copying weights: every session of the same key can load the saved weights"
+            ),
+            "retrieve_futures": _make_unsupported(
+                "retrieving many results at once: use retrieve_future"
+            ),
+            "auth/token": _make_unsupported("exchanging a key for a token: send the key itself"),
+        }
+        return [
+            Route(f"/api/v1/{path}", answer, methods=["POST"]) for path, answer in posts.items()
+        ]
+
+    # ------------------------------------------------------------------------------------- sessions
+
+    async def get_client_config(self, request: Request) -> Response:
+        """Return the SDK's feature flags.
+
+        Chunks are sent in parallel, keys are sent directly, and bodies from other machines are
+        compressed.
+        """
+        compress = self.engine.settings.host not in LOOPBACK_HOSTS and is_zstd_available()
+        flags = {
+            "pjwt_auth_enabled": False,
+            "proto_compress_fwdbwd": compress,
+            "parallel_fwdbwd_chunks": True,
+        }
+        return SafeJSONResponse(
+            {**flags, "sample_use_retrieve_futures": False, "custom_loss_server_side": False}
+        )
+
+    async def get_dynamic_config(self, request: Request) -> Response:
+        """Return the SDK's settings that may change while it runs."""
+        return SafeJSONResponse({"refresh_interval_sec": 300, "sample_cancel_enabled": True})
+
+    async def accept_telemetry(self, request: Request) -> Response:
+        """Accept telemetry and discard it."""
+        await request.body()
+        return SafeJSONResponse({"status": "accepted"})
+
+    async def create_session(self, request: Request) -> Response:
+        """Create a session."""
+        body = await RequestBody.from_request(request)
+        owner, words, name = (
+            request.state.owner,
+            body.get_metadata("user_metadata"),
+            body.get_optional("display_name", str),
+        )
+        session = await asyncio.to_thread(self.session_store.open_session, owner, words, name)
+        return SafeJSONResponse({"type": "create_session", "session_id": session.session_id})
+
+    async def record_heartbeat(self, request: Request) -> Response:
+        """Record a heartbeat of a session."""
+        body = await RequestBody.from_request(request)
+        self.session_store.get_session(body.get_text("session_id"), request.state.owner)
+        return SafeJSONResponse({"type": "session_heartbeat"})
+
+    async def finish_session(self, request: Request) -> Response:
+        """End a session, with the client's reason."""
+        body = await RequestBody.from_request(request)
+        session = self.session_store.get_session(
+            request.path_params["session_id"], request.state.owner, alive=False
+        )
+        reason = (body.get_optional("reason", dict) or {}).get("type", "success")
+        end_session(self.engine, self.model_manager, session, str(reason)[:40])
+        return Response(status_code=204)
+
+    # --------------------------------------------------------------------------------------- models
+
+    async def create_model(self, request: Request) -> Response:
+        """Queue the creation of a LoRA training client.
+
+        Raises Refused (400) if the request lacks a LoRA or names another optimizer than AdamW.
+        """
+        body = await RequestBody.from_request(request)
+        lora = RequestBody(
+            _require_field(
+                body.get_optional("lora_config", dict),
+                "lora_config: only LoRA training is supported over the network, not full "
+                "fine-tuning",
+            )
+        )
+        session = self.session_store.get_session(body.get_text("session_id"), request.state.owner)
+        base = self.engine.settings.find_base(body.get_text("base_model"))
+        optimizer = (body.get_optional("optimizer_config", dict) or {}).get("type", "adamw")
+        if optimizer != "adamw":
+            raise HttpError(
+                400, f"only AdamW is supported here, got the optimizer {str(optimizer)[:40]!r}"
+            )
+        lora_flags = {
+            name: lora.fields.get(name, True)
+            for name in ("train_mlp", "train_attn", "train_unembed")
+        }
+        rank, seed = lora.get_int("rank", 1, 4096), lora.get_optional_int("seed", 0, 2**63 - 1)
+
+        def make() -> TrainingClient:
+            service = self.engine.service
+            return service.create_lora_training_client(
+                base.source, rank, seed, **lora_flags, tokenizer=base.tokenizer
+            )
+
+        return self._create_once(
+            session, body, base, make, await request.body(), {"type": "create_model"}
+        )
+
+    def _create_once(
+        self,
+        session: SessionRecord,
+        body: RequestBody,
+        base: Any,
+        make: Callable[[], TrainingClient],
+        raw: bytes,
+        result: dict[str, str],
+    ) -> Response:
+        """Create the model of a number in its session, once, even if the request is repeated.
+
+        Raises Refused (400) if the number was used for another request, and Refused (429) if the
+        queue is full.
+        """
+        seq = body.get_int("model_seq_id")
+        request_id, digest = f"{session.session_id}:train:{seq}:0", compute_digest(raw)
+        pending = self.request_store.find_duplicate(request_id, digest)
+        if pending is None:
+            tenant, model_id = (
+                self.engine.get_tenant(session.owner, session.session_id),
+                f"{session.session_id}:train:{seq}",
+            )
+            self.engine.queue.check_capacity(tenant)
+            existing = self.session_store.models.get(model_id)
+            if (
+                existing is not None
+                and existing.request_digest
+                and existing.request_digest != digest.hex()
+            ):
+                raise HttpError(
+                    400,
+                    f"{model_id} was created by another request: use a new model_seq_id for each "
+                    "model of a session",
+                )
+            # a model that was only in memory when an earlier server ended no longer exists: it is
+            # created again
+            if existing is not None and (existing.is_written_out or not existing.resumed):
+                pending = PendingRequest(
+                    request_id,
+                    session.owner,
+                    "create_model",
+                    digest,
+                    session_id=session.session_id,
+                    tenant=tenant,
+                )
+                self.request_store.add(resolve_request(pending, existing.create_result))
+                return SafeJSONResponse({"request_id": request_id, "model_id": model_id})
+            model = self.session_store.add_model(
+                session, seq, base, body.get_metadata("user_metadata")
+            )
+            model.request_digest, model.create_result = (
+                digest.hex(),
+                {"model_id": model_id, **result},
+            )
+            pending = PendingRequest(
+                request_id,
+                session.owner,
+                "create_model",
+                digest,
+                session_id=session.session_id,
+                tenant=tenant,
+            )
+            self.request_store.add(pending)
+            self.engine.submit(
+                session.owner,
+                model.model_id,
+                "create_model",
+                lambda: self.model_manager.create_model(model, make),
+                pending.work_future,
+                tenant,
+            )
+        return SafeJSONResponse(
+            {"request_id": request_id, "model_id": f"{session.session_id}:train:{seq}"}
+        )
+
+    async def unload_model(self, request: Request) -> Response:
+        """Write a model to disk and free its memory."""
+        body = await RequestBody.from_request(request)
+        model = self.session_store.get_model(body.get_text("model_id"), request.state.owner)
+
+        def unload() -> None:
+            self.model_manager.write_model(model)
+            self.model_manager.free_model(model)
+
+        await self.engine.run_function(
+            model.owner, "unload_model", unload, self.engine.get_tenant(model.owner, model.session)
+        )
+        pending = PendingRequest(
+            f"{model.model_id}:unload:{time.monotonic_ns()}", model.owner, "unload_model"
+        )
+        self.request_store.add(
+            resolve_request(pending, {"model_id": model.model_id, "type": "unload_model"})
+        )
+        return SafeJSONResponse({"request_id": pending.request_id, "model_id": model.model_id})
+
+    async def get_info(self, request: Request) -> Response:
+        """Return architecture, tokenizer and LoRA rank of a model."""
+        body = await RequestBody.from_request(request)
+        model = self.session_store.get_model(body.get_text("model_id"), request.state.owner)
+        tenant = self.engine.get_tenant(model.owner, model.session)
+        info = await self.engine.run_function(
+            model.owner, "get_info", lambda: self.model_manager.load_client(model).info, tenant
+        )
+        place = await asyncio.to_thread(
+            locate_tokenizer, model.base, info["tokenizer"], self.session_store.root
+        )
+        data = {"arch": info["arch"], "model_name": model.base.name, "tokenizer_id": place}
+        fields = {
+            "type": "get_info",
+            "model_id": model.model_id,
+            "model_data": data,
+            "model_name": model.base.name,
+        }
+        return SafeJSONResponse(
+            {**fields, "is_lora": info["lora_rank"] is not None, "lora_rank": info["lora_rank"]}
+        )
+
+    # --------------------------------------------------------------------------- numbered requests
+
+    def _enqueue_once(
+        self,
+        model: ModelRecord,
+        seq: int,
+        verb: str,
+        raw: bytes,
+        work: Callable[[], Generator[None, None, Any]],
+        size: int | None = None,
+    ) -> Response:
+        """Queue a model's request once, even if it is repeated. Return its id.
+
+        A wrong value in the request becomes its result.
+
+        raw     the body, or a digest of the body
+        size    bytes of the body, if `raw` is a digest
+
+        Raises Refused: 503 if the server is shutting down, 429 if a limit is reached, 400 if the
+        number was used for another request.
+        """
+        request_id, digest = f"{model.model_id}:{seq}", compute_digest(verb.encode(), raw)
+        size = len(raw) if size is None else size
+        if self.engine.is_shutting_down:
+            raise HttpError(503, "the server is shutting down: try again", retry_after=5.0)
+        if self.request_store.find_duplicate(request_id, digest) is None:
+            tenant = self.engine.get_tenant(model.owner, model.session)
+            self.request_store.check_capacity(tenant, size)
+            pending = PendingRequest(
+                request_id,
+                model.owner,
+                verb,
+                digest,
+                session_id=model.session,
+                tenant=tenant,
+                size=size,
+            )
+            self.model_manager.enqueue_request(model, seq, pending, work)
+            self.request_store.add(pending)
+        return SafeJSONResponse({"request_id": request_id, "model_id": model.model_id})
+
+    async def forward_backward(self, request: Request) -> Response:
+        """Queue a forward, or a forward and backward pass, from a protobuf body.
+
+        Raises Refused (415) for another content type, and Refused (400) for a `seq_id` below 1.
+        """
+        raw = await request.body()
+        if not request.headers.get("content-type", "").startswith(PROTOBUF_TYPE):
+            raise HttpError(
+                415,
+                f"forward_backward takes {PROTOBUF_TYPE}, which the SDK sends since 0.30: upgrade "
+                "tinker",
+            )
+        encoding, max_bytes = (
+            request.headers.get("content-encoding", ""),
+            self.engine.settings.limits.body_bytes,
+        )
+
+        def parse() -> tuple[Any, bytes, int]:
+            body = decompress(raw, encoding, max_bytes)
+            return (
+                tinker_protobuf.parse_message("ForwardBackwardRequest", body),
+                compute_digest(raw),
+                len(body),
+            )
+
+        message, digest, size = await asyncio.to_thread(parse)
+        model = self.session_store.get_model(message.model_id, request.state.owner)
+        if message.seq_id < 1:
+            raise HttpError(400, f"seq_id must be at least 1, got {message.seq_id}")
+        backward = not message.forward_only
+
+        def read() -> tuple[list[Any], str, dict[str, Any]]:
+            tokens = sum(
+                len(chunk.encoded_text.tokens) // 4
+                for datum in message.data
+                for chunk in datum.model_input
+            )
+            if tokens > self.engine.settings.limits.tokens:
+                raise BadRequestError(
+                    f"the request has {tokens} tokens, and this server takes "
+                    f"{self.engine.settings.limits.tokens}: send less"
+                )
+            conversion.check_cells(message.data)
+            return (
+                [conversion.parse_datum(datum) for datum in message.data],
+                message.loss_fn,
+                conversion.parse_loss_config(message),
+            )
+
+        verb = "forward_backward" if backward else "forward"
+        return self._enqueue_once(
+            model,
+            message.seq_id,
+            verb,
+            digest,
+            lambda: self.model_manager.forward_backward(model, read, backward),
+            size,
+        )
+
+    async def optim_step(self, request: Request) -> Response:
+        """Queue an update of the weights."""
+        body = await RequestBody.from_request(request)
+        model, seq = self._read_model_and_seq(body, request)
+
+        def work() -> Generator[None, None, Any]:
+            if body.fields.get("optimizer_params") is not None:
+                raise BadRequestError(
+                    "only AdamW is supported here: optim_step takes types.AdamParams"
+                )
+            return self.model_manager.optim_step(
+                model, conversion.parse_adam_params(body.fields.get("adam_params"))
+            )
+
+        return self._enqueue_once(
+            model, seq, "optim_step", await request.body(), lambda: _run_deferred(work)
+        )
+
+    def _read_model_and_seq(self, body: RequestBody, request: Request) -> tuple[ModelRecord, int]:
+        """Return the model and the sequence number of a request."""
+        return self.session_store.get_model(
+            body.get_text("model_id"), request.state.owner
+        ), body.get_int("seq_id", 1)
+
+    async def save_weights(self, request: Request) -> Response:
+        """Queue saving weights and optimizer state."""
+        body = await RequestBody.from_request(request)
+        model, seq = self._read_model_and_seq(body, request)
+
+        def work() -> Generator[None, None, Any]:
+            words, overwrite = body.get_metadata("user_metadata"), body.get_flag("overwrite")
+            return self.model_manager.save_state(
+                model, _read_checkpoint_name(body, seq), _read_ttl(body), overwrite, words
+            )
+
+        return self._enqueue_once(
+            model, seq, "save_weights", await request.body(), lambda: _run_deferred(work)
+        )
+
+    async def save_weights_for_sampler(self, request: Request) -> Response:
+        """Queue saving weights for sampling, or a new sampling session of the current weights.
+
+        Without a `path`, the weights become a sampling session and are not saved.
+        """
+        body = await RequestBody.from_request(request)
+        model, seq = self._read_model_and_seq(body, request)
+
+        def work() -> Generator[None, None, Any]:
+            if body.fields.get("kind", "snapshot") != "snapshot":
+                raise BadRequestError(
+                    "kind is 'snapshot' here: create a new sampling client after each update"
+                )
+            if body.fields.get("path") is not None:
+                return self.model_manager.save_for_sampler(
+                    model,
+                    _read_checkpoint_name(body, seq),
+                    _read_ttl(body),
+                    body.get_metadata("user_metadata"),
+                )
+            sampler_id = f"{model.session}:sample:{body.get_int('sampling_session_seq_id')}"
+            if sampler_id in self.session_store.samplers:
+                raise BadRequestError(f"the sampling session {sampler_id} already exists")
+            return self.model_manager.snapshot_weights(
+                model,
+                SamplerRecord(
+                    sampler_id, model.owner, model.session, model.base, is_in_memory=True
+                ),
+            )
+
+        # the SDK increments the number of its sampling session for each try: if a response was
+        # lost, the repeated request has another number
+        payload = {
+            name: value for name, value in body.fields.items() if name != "sampling_session_seq_id"
+        }
+        return self._enqueue_once(
+            model,
+            seq,
+            "save_weights_for_sampler",
+            json.dumps(payload, sort_keys=True).encode(),
+            lambda: _run_deferred(work),
+        )
+
+    async def save_weights_external(self, request: Request) -> Response:
+        """Queue saving the merged weights as a Hugging Face folder."""
+        body = await RequestBody.from_request(request)
+        model, seq = self._read_model_and_seq(body, request)
+
+        def work() -> Generator[None, None, Any]:
+            if body.fields.get("age_encryption_recipients"):
+                raise BadRequestError(
+                    "encryption of weights is not supported here: omit age_encryption_recipients"
+                )
+            return self.model_manager.save_external(
+                model, _read_checkpoint_name(body, seq), _read_ttl(body)
+            )
+
+        return self._enqueue_once(
+            model, seq, "save_weights_external", await request.body(), lambda: _run_deferred(work)
+        )
+
+    async def load_weights(self, request: Request) -> Response:
+        """Queue loading saved weights into a model, or into a new model if none is named."""
+        body = await RequestBody.from_request(request)
+        owner, path, with_optimizer = (
+            request.state.owner,
+            body.get_text("path"),
+            body.get_flag("optimizer"),
+        )
+        kinds = ("weights",) if with_optimizer else ("weights", "sampler_weights")
+        if body.fields.get("model_id") is not None:
+            model, seq = self._read_model_and_seq(body, request)
+
+            def work() -> Generator[None, None, Any]:
+                return self.model_manager.load_weights(
+                    model,
+                    self.session_store.find_folder(path, owner, kinds=kinds)[1],
+                    with_optimizer,
+                    path,
+                )
+
+            return self._enqueue_once(
+                model, seq, "load_weights", await request.body(), lambda: _run_deferred(work)
+            )
+        session = self.session_store.get_session(body.get_text("session_id"), owner)
+        source, folder = await asyncio.to_thread(
+            lambda: self.session_store.find_folder(path, owner, kinds=kinds)
+        )
+        base = (
+            source.base
+            if body.get_optional("base_model", str) is None
+            else self.engine.settings.find_base(body.get_text("base_model"))
+        )
+        optimizer = (body.get_optional("optimizer_config", dict) or {}).get("type", "adamw")
+        if optimizer != "adamw":
+            raise HttpError(
+                400, f"only AdamW is supported here, got the optimizer {str(optimizer)[:40]!r}"
+            )
+
+        def make() -> TrainingClient:
+            service = self.engine.service
+            if with_optimizer:
+                return service.create_training_client_from_state_with_optimizer(
+                    str(folder), base.source
+                )
+            return service.create_training_client_from_state(str(folder), base.source)
+
+        return self._create_once(
+            session, body, base, make, await request.body(), {"path": path, "type": "load_weights"}
+        )
+
+    # -------------------------------------------------------------------------------------- results
+
+    async def retrieve_future(self, request: Request) -> Response:
+        """Return the result of a request, or 408 after `poll_seconds`; the SDK then polls again."""
+        body = await RequestBody.from_request(request)
+        pending = self.request_store.find_request(body.get_text("request_id"), request.state.owner)
+        if not await pending.wait(self.engine.settings.limits.poll_seconds):
+            state = {"type": "try_again", "request_id": pending.request_id, "queue_state": "active"}
+            return SafeJSONResponse(state, status_code=408)
+        pending.sent_at = time.monotonic()
+        answer, protobuf = (
+            pending.encoded_result,
+            PROTOBUF_TYPE in request.headers.get("accept", ""),
+        )
+        if protobuf or len(answer.body) < _MAX_INLINE_RESULT_BYTES:
+            return answer.to_response(protobuf)
+        return await asyncio.to_thread(answer.to_response, protobuf)
+
+    async def cancel_future(self, request: Request) -> Response:
+        """Cancel a sample request. A request that trains is not cancelled."""
+        body = await RequestBody.from_request(request)
+        pending = self.request_store.find_request(body.get_text("request_id"), request.state.owner)
+        if pending.verb == "sample":
+            pending.work_future.cancel()
+        return Response(status_code=204)
+
+
+def _run_deferred(work: Callable[[], Generator[None, None, Any]]) -> Generator[None, None, Any]:
+    """Call `work` only when the request is scheduled, and run the generator that it returns.
+
+    A wrong value then becomes the request's result, and leaves no gap in the sequence numbers.
+    """
+    return (yield from work())
+
+
+def _make_unsupported(feature: str) -> TrainingHandler:
+    """Return a handler that raises Refused (400): `feature` is not supported."""
+
+    async def refuse(request: Request) -> Response:
+        raise HttpError(400, f"not supported here: {feature}")
+
+    return refuse
+
+
+def _require_field(value: Any, description: str) -> Any:
+    """Return a value. Raises Refused (400), which names the field `description`, if the value is
+    None.
+    """
+    if value is None:
+        raise HttpError(400, f"the body lacks {description}")
+    return value
+
+
+def _read_checkpoint_name(body: RequestBody, seq: int) -> str:
+    """Return the name of a checkpoint, `step-<seq>` by default.
+
+    Raises BadRequestError if the name has other characters than letters, digits, '.', '_' and '-'.
+    """
+    name = body.get_optional("path", str)
+    if name is None:
+        return f"step-{seq:06d}"
+    if not checkpoint_folder.is_checkpoint_name(name):
+        raise BadRequestError(
+            f"a checkpoint's name consists of letters, digits, '.', '_' and '-', got {name[:80]!r}"
+        )
+    return name
+
+
+def _read_ttl(body: RequestBody) -> int | None:
+    """Return the time to live of a checkpoint in seconds, or None."""
+    return body.get_optional_int("ttl_seconds", 1, _MAX_TTL_SECONDS)

@@ -1,0 +1,51 @@
+"""Execute runs: the two training loops, stages, resuming, and the memory plan of a whole run."""
+
+from rl.trainer.code_trust import check_trusted, list_environment_addresses, list_reward_addresses
+from rl.trainer.entry_point import main, run_guarded
+from rl.trainer.evaluation_metrics import compute_evaluation_metrics, make_response_rows
+from rl.trainer.export import describe_export, export_weights, push_to_hub
+from rl.trainer.opponent_models import load_evaluation_opponents
+from rl.trainer.prompt_source import iterate_prompts, select_fitting_problems
+from rl.trainer.saved_weights import open_weights
+from rl.trainer.stage_data import (
+    find_sandbox_kind,
+    load_held_out_problems,
+    load_held_out_rows,
+    resolve_stage_reward,
+)
+from rl.trainer.stage_environment import (
+    build_episode_groups,
+    check_scoring,
+    resolve_environment,
+    resolve_episode_reward,
+)
+from rl.trainer.stage_models import make_renderer
+from rl.trainer.train_function import TrainingResult, train
+
+__all__ = [
+    "TrainingResult",
+    "make_response_rows",
+    "iterate_prompts",
+    "check_scoring",
+    "check_trusted",
+    "describe_export",
+    "list_environment_addresses",
+    "resolve_environment",
+    "build_episode_groups",
+    "resolve_episode_reward",
+    "export_weights",
+    "compute_evaluation_metrics",
+    "run_guarded",
+    "load_held_out_problems",
+    "load_held_out_rows",
+    "main",
+    "make_renderer",
+    "open_weights",
+    "push_to_hub",
+    "resolve_stage_reward",
+    "list_reward_addresses",
+    "find_sandbox_kind",
+    "load_evaluation_opponents",
+    "select_fitting_problems",
+    "train",
+]

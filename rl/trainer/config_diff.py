@@ -1,0 +1,287 @@
+"""Check the settings of a resumed run against those that its folder records.
+
+Three kinds of difference are allowed: settings that change no result, more steps, and the settings
+that --change names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from rl.algorithms import METHODS
+from rl.config import (
+    ModelSettings,
+    PreferenceDataSettings,
+    RunConfig,
+    RunSettings,
+    StageConfig,
+    diff_configs,
+    flatten_settings,
+    resolve_config,
+    unflatten_settings,
+)
+from rl.errors import RunFolderError
+from rl.lr_schedule import compute_lr_factor
+
+# Options of a single launch, or of output and reporting.
+CHANGEABLE_OPTIONS = ("resume", "auto_resume", "overwrite", "output_dir", "quiet", "wandb_project",
+                "timeout", "stop_grace", "reward_env", "self_test", "replay", "plan", "plan_gpus",
+                "plan_gpu_memory", "plan_zero", "plan_prompt_tokens", "change")  # fmt: skip
+# Settings of a stage for micro-batching, memory, evaluation, checkpoints and timeouts. No gradient
+# and no sample depends on them (except for rounding).
+CHANGEABLE_SETTINGS = (
+    "token_budget",
+    "layout",
+    "gradient_checkpointing",
+    "fused_logprobs",
+    "kept_logits_gib",
+    "kv_cache_tokens",
+    "max_rows",
+    "sampler_cache",
+    "sampler_tp",
+    "sampler_ranks",
+    "eval_every",
+    "save_every",
+    "rollouts_every",
+    "keep_last",
+    "keep_best",
+    "keep_best_mode",
+    "reward_timeout",
+    "reward_workers",
+    "reward_env",
+)
+# The members of CHANGEABLE_SETTINGS that affect rounding: they determine the order of sums, and
+# after a checkpoint caches are computed again.
+ROUNDING_SETTINGS = (
+    "token_budget",
+    "layout",
+    "gradient_checkpointing",
+    "fused_logprobs",
+    "kept_logits_gib",
+    "kv_cache_tokens",
+    "max_rows",
+    "sampler_tp",
+    "save_every",
+)
+CHANGES_KEY = "changes"  # in config.json
+
+
+@dataclass(frozen=True)
+class ConfigChanges:
+    """Hold the resumed run and its changes: notes for config.json, and lines for the console."""
+
+    run: RunConfig
+    notes: list[dict[str, Any]]
+    messages: list[str]
+
+
+def check_changes(
+    config: Mapping[str, Any], run: RunConfig, stage_index: int, done: int, step: int
+) -> ConfigChanges:
+    """Return `run` with the changes allowed over `config`, the config.json of the folder.
+
+    The run resumes at batch `done` of stage number `stage_index`, which is the run's step `step`.
+    Stages that have ended keep their settings. Raises RunFolderError, with the remedy, if a
+    difference would change the result and is not named by --change, or cannot change at all.
+    """
+    started_stages = stage_index + 1
+    recorded_stages, requested = config["stages"], resolve_config(run)
+    # sources of the defaults of settings that an older config.json lacks
+    default_sources: dict[str, Any] = {"methods": METHODS, "options": RunSettings}
+    recorded, current = (
+        {**config, "stages": recorded_stages[:started_stages]},
+        {**requested, "stages": requested["stages"][:started_stages]},
+    )
+    mismatches = diff_configs(
+        recorded, current, ignore=_ignored_settings(recorded_stages, requested), **default_sources
+    )
+    if any(line.startswith("stages ") for line in mismatches):
+        raise RunFolderError(_format_refusal(mismatches))
+    changeable = {
+        word.partition("=")[0].rpartition(".")[2].replace("-", "_") for word in run.options.change
+    }
+    stages = list(run.stages)
+    notes: list[dict[str, Any]] = []
+    for index, stage in enumerate(run.stages[:started_stages]):
+        before = {**_default_settings(stage), **recorded_stages[index]["settings"]}
+        after = flatten_settings(stage.settings)
+        if index < stage_index:
+            stages[index] = _restore_ended_stage(stage, before, after)
+            after = {key: value for key, value in after.items() if key not in changeable}
+            continue
+        changed = {
+            key: (before.get(key), value)
+            for key, value in after.items()
+            if before.get(key) != value
+        }
+        _check_steps(changed, done)
+        _check_model(changed, changeable)
+        notes = [
+            {"step": step, "stage": stage.name, "setting": key, "from": old_value, "to": value}
+            for key, (old_value, value) in changed.items()
+            if key in (*CHANGEABLE_SETTINGS, "steps") or key in changeable
+        ]
+    refused = diff_configs(
+        recorded,
+        current,
+        ignore=(*CHANGEABLE_OPTIONS, *CHANGEABLE_SETTINGS, "steps", *changeable),
+        **default_sources,
+    )
+    if stage_index and (
+        unended := _diff_ended_steps(
+            recorded_stages[:stage_index], requested["stages"][:stage_index]
+        )
+    ):
+        refused = [*unended, *refused]
+    if refused:
+        raise RunFolderError(_format_refusal(refused))
+    messages = [
+        f"from step {step} on: {note['setting']} {note['from']} -> {note['to']}" for note in notes
+    ]
+    messages += (
+        _describe_schedule_change(
+            run.stages[stage_index], recorded_stages[stage_index]["settings"], done
+        )
+        if any(note["setting"] == "steps" for note in notes)
+        else []
+    )
+    later_changes = diff_configs(
+        {"options": {}, "stages": recorded_stages[started_stages:]},
+        {"options": {}, "stages": requested["stages"][started_stages:]},
+        **default_sources,
+    )
+    if later_changes:
+        messages.append(f"changed in stages that have not begun: {'; '.join(later_changes)}")
+    return ConfigChanges(replace(run, stages=tuple(stages)), notes, messages)
+
+
+def find_replay_differences(config: Mapping[str, Any], run: RunConfig) -> list[str]:
+    """Return the settings that keep a replay from being bit-identical, a line for each.
+
+    `config` is the config.json of the run that `run` replays.
+    """
+    off_policy = any(
+        getattr(getattr(stage.settings, "flow", None), "max_steps_off_policy", 0)
+        for stage in run.stages
+    )
+    ignored = {*CHANGEABLE_OPTIONS, *CHANGEABLE_SETTINGS} - {*ROUNDING_SETTINGS} | (
+        set() if off_policy else {"save_every"}
+    )
+    return diff_configs(
+        config, resolve_config(run), ignore=tuple(ignored), methods=METHODS, options=RunSettings
+    )
+
+
+def includes_data_change(notes: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the changes include a setting of the training data."""
+    data = {item.name for item in fields(PreferenceDataSettings)}
+    return any(note["setting"] in data - {*CHANGEABLE_SETTINGS} for note in notes)
+
+
+def _ignored_settings(
+    recorded: Sequence[Mapping[str, Any]], requested: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Return the names of all settings, so that only names and methods of stages are compared."""
+    return tuple(
+        {
+            *CHANGEABLE_OPTIONS,
+            *(key for stage in [*recorded, *requested["stages"]] for key in stage["settings"]),
+        }
+    )
+
+
+def _default_settings(stage: StageConfig) -> dict[str, Any]:
+    """Return the default settings of a stage's method, flat."""
+    return flatten_settings(METHODS[stage.method].settings())
+
+
+def _restore_ended_stage(
+    stage: StageConfig, before: Mapping[str, Any], after: Mapping[str, Any]
+) -> StageConfig:
+    """Return an ended stage with the settings it was trained with.
+
+    Settings of CHANGEABLE_SETTINGS, which hold for the whole run, take their current values. Raises
+    RunFolderError if the recorded settings are invalid.
+    """
+    known = {key: value for key, value in before.items() if key in after}
+    problems: list[str] = []
+    settings = unflatten_settings(
+        type(stage.settings),
+        {**known, **{key: after[key] for key in CHANGEABLE_SETTINGS if key in after}},
+        problems,
+        stage.name,
+    )
+    if problems:
+        message = (
+            "the config.json of this run is invalid for a stage that has ended: "
+            f"{'; '.join(problems)}"
+        )
+        raise RunFolderError(f"{message}: correct it, or choose another --output-dir")
+    return replace(stage, settings=settings)
+
+
+def _diff_ended_steps(
+    recorded: Sequence[Mapping[str, Any]], requested: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Return a line for each ended stage with a changed number of steps: none can be added."""
+    pairs = [
+        (a["name"], a["settings"].get("steps"), b["settings"].get("steps"))
+        for a, b in zip(recorded, requested, strict=True)
+    ]
+    return [
+        f"stage {name}, which has ended: steps {was} -> {now}"
+        for name, was, now in pairs
+        if was != now
+    ]
+
+
+def _check_steps(changed: Mapping[str, tuple[Any, Any]], done: int) -> None:
+    """Raise RunFolderError if `steps` is changed to fewer than are done."""
+    if "steps" in changed and changed["steps"][1] < done:
+        raise RunFolderError(
+            f"{done} steps of this stage are done, so steps cannot be {changed['steps'][1]}: set "
+            f"it to {done} or more"
+        )
+
+
+def _check_model(changed: Mapping[str, tuple[Any, Any]], changeable: set[str]) -> None:
+    """Raise RunFolderError if --change names a setting of the model: the checkpoint fixes these."""
+    of_model = [
+        item.name
+        for item in fields(ModelSettings)
+        if item.name in changed and item.name in changeable and item.name not in CHANGEABLE_SETTINGS
+    ]
+    if of_model:
+        raise RunFolderError(
+            f"--change {of_model[0]}: a checkpoint fits only the model from which it was saved. "
+            "Begin a new run from its weights, with --base-model set to the folder of this run "
+            "and another --output-dir"
+        )
+
+
+def _format_refusal(lines: Sequence[str]) -> str:
+    """Return the message for settings that differ and are not allowed to."""
+    return (
+        f"a resumed run keeps its settings, these differ: {'; '.join(lines)}. Use the recorded "
+        "settings (with only --resume and --output-dir, all are read from the folder), allow a "
+        "change with --change NAME=VALUE, or choose a new --output-dir"
+    )
+
+
+def _describe_schedule_change(
+    stage: StageConfig, before: Mapping[str, Any], done: int
+) -> list[str]:
+    """Return a line about the effect of a changed number of steps on the learning-rate schedule."""
+    optim, steps = stage.settings.optim, stage.settings.loop.steps
+    if optim.schedule == "constant":
+        return []
+    peak, warmup = stage.settings.learning_rate, optim.warmup_steps
+    was = peak * compute_lr_factor(optim.schedule, done, int(before["steps"]), warmup)
+    now = peak * compute_lr_factor(optim.schedule, done, steps, warmup)
+    return [
+        f"the {optim.schedule} schedule now ends at step {steps} of the stage, not at "
+        f"{before['steps']}: the next step's learning rate is {now:.3g}, it would have been "
+        f"{was:.3g}"
+    ]

@@ -1,0 +1,386 @@
+"""Execute the stages of a run in order, from its start or newest checkpoint to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rl.algorithms import METHODS, Models
+from rl.client import ServiceClient, TrainingClient
+from rl.config import RunConfig, resolve_config
+from rl.distributed import RunStopped, StopRequest
+from rl.errors import RunFolderError
+from rl.reporting import (
+    Console,
+    Logbook,
+    check_claim_folder,
+    check_tracker,
+    check_writable,
+    claim_folder,
+    contains_run,
+    has_no_steps,
+    load_saved_config,
+    write_config,
+)
+from rl.trainer.checkpoint_manager import CheckpointManager
+from rl.trainer.config_diff import CHANGES_KEY, includes_data_change
+from rl.trainer.epochs import convert_epochs_to_steps
+from rl.trainer.held_out_metrics import HeldOutMetrics
+from rl.trainer.initial_weights import check_initial_weights, find_previous_stage
+from rl.trainer.memory_report import check_memory as check_memory
+from rl.trainer.offline_loop import train_offline
+from rl.trainer.online_loop import train_online
+from rl.trainer.opponent_models import OpponentModels
+from rl.trainer.pipeline import dry_run, prepare_stages
+from rl.trainer.replay_log import check_replay
+from rl.trainer.resolve_weights import (
+    ORIGINS_KEY,
+    check_outside_run_folder,
+    format_origin,
+    resolve_initial_weights,
+)
+from rl.trainer.resume import (
+    ResumePoint,
+    check_final_checkpoints,
+    find_resume_point,
+    remove_later_checkpoints,
+)
+from rl.trainer.rollout_data import load_stored_answers
+from rl.trainer.run_lock import RunLock
+from rl.trainer.run_summary import format_resume_command, print_introduction, print_summary
+from rl.trainer.same_run import RUN_ID_KEY, check_same_data, make_run_id
+from rl.trainer.same_run import make_identity as identity_of
+from rl.trainer.stage import Stage
+from rl.trainer.stage_data import PreparedStage, check_rows, check_sandboxes, describe_prepared
+from rl.trainer.stage_models import StageModelFactory, make_policy, stage_renderer
+from rl.trainer.worker_settings import collect_worker_settings
+
+
+def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None:
+    """Execute a run on rank 0; other ranks serve inside ServiceClient.
+
+    Settings, data, reward, model and folder are checked before the folder is changed; `on_begin` is
+    called between the two. Raises Stopped when a stop was requested.
+    """
+    options = run.options
+    folder = resolve_run_folder(run)
+    check_tracker(options.wandb_project)
+    settings = replace(
+        collect_worker_settings(run.stages),
+        timeout_seconds=options.timeout,
+        stop_grace_seconds=options.stop_grace,
+    )
+    with (
+        StopRequest(options.stop_grace) as stop_request,
+        ServiceClient(output_dir=folder, seed=options.seed, settings=settings) as service,
+        Console(quiet=options.quiet) as console,
+        RunLock(folder, patient=options.auto_resume) as lock,
+        ExitStack() as stack,
+    ):
+        stop_request.on_exit = lock.release
+        check_writable(folder)
+        if folder.is_dir():
+            lock.acquire(console.warn)
+        run = convert_epochs_to_steps(_resume_if_started(run, folder))
+        options = run.options
+        check_claim_folder(folder, resume=options.resume, overwrite=options.overwrite)
+        run, origins = resolve_initial_weights(
+            run, load_saved_config(folder).get(ORIGINS_KEY, ()) if options.resume else ()
+        )
+        check_outside_run_folder(origins, folder)
+        position = (
+            find_resume_point(run, folder, console)
+            if options.resume
+            else ResumePoint(run_id=make_run_id())
+        )
+        run = position.run or run
+        check_replay(run, console.warn)
+        check_sandboxes(run.stages)
+        stages = prepare_stages(run.stages)
+        for prepared in stages:
+            if prepared.scorer is not None:
+                stack.callback(prepared.scorer.close)
+            for text in prepared.remarks:
+                console.warn(text)
+        check_initial_weights(run.stages)
+        check_memory(run, console.warn)
+        run_state = RunState(run, folder, stages, position)
+        run_state.check_stages()
+        policy = run_state.create_policy(service)
+        others = run_state.create_other_models(service, policy)
+        on_begin()
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(console.warn)
+        record = {
+            RUN_ID_KEY: position.run_id or make_run_id(),
+            ORIGINS_KEY: origins,
+            CHANGES_KEY: [*position.changed, *position.notes],
+        }
+        config = {**resolve_config(run), **record, **describe_prepared(stages)}
+        claim_folder(folder, config, resume=options.resume, overwrite=options.overwrite)
+        remove_later_checkpoints(folder, position)
+        if options.resume:
+            # a run resumed by its folder only names no recipe
+            config["recipe"] = run.recipe or load_saved_config(folder).get("recipe")
+            # update the config after a corrected recipe, or of a run older than run ids
+            write_config(folder, config)
+        run_state.run_id = config[RUN_ID_KEY]
+        print_introduction(run, folder, policy, console, stages)
+        for note in origins:
+            console.note(format_origin(note))
+        logbook = stack.enter_context(_open_logbook(run, folder, position, console, lock))
+        stop_request.has_started = True
+        _run_stages(run_state, service, policy, others, logbook, console, stop_request)
+
+
+def resolve_run_folder(run: RunConfig) -> Path:
+    """Return the run's folder: --output-dir with `~` expanded, or runs/<name>.
+
+    Raises RunFolderError if `~` cannot be expanded.
+    """
+    output_dir = Path(run.options.output_dir or Path("runs") / run.name)
+    try:
+        return output_dir.expanduser()
+    except RuntimeError as error:  # ~nobody
+        raise RunFolderError(f"--output-dir {output_dir}: {error}") from error
+
+
+def _resume_if_started(run: RunConfig, folder: Path) -> RunConfig:
+    """Return `run` with `resume` set if `auto_resume` is on and the folder's run took a step."""
+    if not run.options.auto_resume or not contains_run(folder) or has_no_steps(folder):
+        return run
+    return replace(run, options=replace(run.options, resume=True))
+
+
+def _open_logbook(
+    run: RunConfig, folder: Path, position: ResumePoint, console: Console, lock: RunLock
+) -> Logbook:
+    """Return the run's logbook, truncated to the step from which the run resumes."""
+    return Logbook(
+        folder,
+        resume_step=position.step if run.options.resume else None,
+        wandb_project=run.options.wandb_project,
+        config=resolve_config(run),
+        console=console,
+        checkpoints=position.rows,
+        guard=lock.check_held,
+    )
+
+
+class RunState:
+    """Track the stages of a run: `index` is the current stage, beginning at `position`."""
+
+    def __init__(
+        self, run: RunConfig, folder: Path, stages: Sequence[PreparedStage], position: ResumePoint
+    ):
+        self.run, self.folder, self.stages, self.position = run, folder, stages, position
+        self.run_id = position.run_id
+        self.index = position.stage
+        # False if all batches are trained but the stage's final checkpoint is missing.
+        if position.stage_ended:
+            self.index += 1
+
+    @property
+    def finished(self) -> bool:
+        """Return whether all stages have ended."""
+        return self.index >= len(self.stages)
+
+    @property
+    def resumes_here(self) -> bool:
+        """Return whether the current stage resumes from a checkpoint of itself."""
+        return self.position.state_path is not None and self.index == self.position.stage
+
+    def first_step(self, index: int) -> int:
+        """Return the run's step count before a stage.
+
+        A step is reserved between stages for the evaluation before the first step.
+        """
+        return sum(prepared.plan.settings.loop.steps + 1 for prepared in self.stages[:index])
+
+    def final_path(self, index: int) -> str:
+        """Return the path of the final checkpoint of a stage."""
+        return str(self.folder / "checkpoints" / f"{self.stages[index].plan.name}-final")
+
+    def initial_checkpoint(self, index: int) -> str | None:
+        """Return the checkpoint from which a stage begins; None if it begins from a base model."""
+        before = find_previous_stage(self.run.stages, index)
+        return None if before is None else self.final_path(before)
+
+    def check_stages(self) -> None:
+        """Raise UserError if a needed final checkpoint is missing or a later stage cannot begin."""
+        if self.finished:
+            return
+        ahead = range(self.index, len(self.stages))
+        needed = {
+            before
+            for i in ahead
+            if (before := find_previous_stage(self.run.stages, i)) is not None
+            and before < self.index
+        }
+        check_final_checkpoints(
+            self.run, self.folder, [self.stages[i].plan.name for i in sorted(needed)]
+        )
+        dry_run(self.run.stages, self.stages, self.index)
+
+    def _prepare_stage(self) -> PreparedStage:
+        """Return the current stage, with the rows that an earlier stage has written."""
+        prepared = self.stages[self.index]
+        if prepared.awaited_stage is not None and prepared.rows is None:
+            first, loop = (
+                self.first_step(prepared.awaited_stage),
+                self.stages[prepared.awaited_stage].plan.settings.loop,
+            )
+            prepared.rows = load_stored_answers(
+                prepared.plan,
+                self.folder,
+                range(first + 1, first + loop.steps + 1, loop.rollouts_every),
+            )
+        return prepared
+
+    def create_policy(self, service: ServiceClient) -> TrainingClient:
+        """Return the training client of the current stage, after checking its data.
+
+        Raises UserError if the data differ from those that the checkpoint was trained on.
+        """
+        index = min(self.index, len(self.stages) - 1)
+        prepared = self.stages[index]
+        if not self.finished:
+            self._prepare_stage()
+        previous = self.initial_checkpoint(index)
+        resume_from = self.position.state_path if self.resumes_here or self.finished else None
+        value_head = METHODS[prepared.plan.method].value_head(prepared.plan.settings)
+        policy = make_policy(
+            service,
+            prepared.plan.settings.model,
+            previous,
+            resume_from,
+            self.run.options.seed,
+            value_head=value_head,
+        )
+        if not self.finished:
+            check_rows(prepared, policy, stage_renderer(policy, prepared.plan.settings))
+        loop_state, changed = self.position.loop_state, includes_data_change(self.position.notes)
+        # `prepared.problems` has only the rows that were not skipped
+        if not self.finished and self.resumes_here and loop_state is not None and not changed:
+            check_same_data(
+                loop_state.get("run"),
+                prepared.problems,
+                prepared.plan.name,
+                str(self.position.state_path),
+            )
+        return policy
+
+    def create_other_models(self, service: ServiceClient, policy: TrainingClient) -> dict[str, Any]:
+        """Return the other models that the current stage's method needs, by their roles."""
+        if self.finished:
+            return {}
+        prepared = self.stages[self.index]
+        plan, tags = prepared.plan, prepared.problems.tags
+        previous = self.initial_checkpoint(self.index)
+        earlier = {
+            stage.name: self.final_path(i) for i, stage in enumerate(self.run.stages[: self.index])
+        }
+        resume_from = self.position.state_path if self.resumes_here else None
+        hosts = StageModelFactory(
+            service,
+            policy,
+            plan.settings.model,
+            previous,
+            earlier,
+            self.run.options.seed,
+            resume_from,
+            tags,
+            stage_renderer(policy, plan.settings),
+        )
+        models = METHODS[plan.method].make_other_models(plan.settings, hosts)
+        if prepared.environment is not None:
+            models = {
+                **models,
+                "opponents": OpponentModels(
+                    prepared.environment.make(), plan.settings.env, hosts, self.folder, plan.name
+                ),
+            }
+        return models
+
+    def data_remark(self) -> str | None:
+        """Return the method's remark on the current stage's data, if any."""
+        prepared = self.stages[self.index]
+        return METHODS[prepared.plan.method].remark(prepared.plan.settings, prepared.problems)
+
+    def create_stage(
+        self,
+        policy: TrainingClient,
+        others: dict[str, Any],
+        logbook: Logbook,
+        console: Console,
+        keeper: CheckpointManager,
+        stop_request: StopRequest,
+    ) -> Stage:
+        """Return the current stage, with the state of the checkpoint if it resumes."""
+        prepared = self.stages[self.index]
+        plan = prepared.plan
+        method = METHODS[plan.method].hooks(plan.settings)
+        loop_state = self.position.loop_state if self.resumes_here else None
+        stage = Stage(
+            name=plan.name,
+            index=self.index,
+            method=method,
+            models=Models(policy, others),
+            problems=prepared.curriculum or prepared.problems,
+            test_problems=prepared.test_problems,
+            renderer=stage_renderer(policy, plan.settings),
+            scorer=prepared.scorer,
+            seed=self.run.options.seed,
+            first_step=self.first_step(self.index),
+            done=self.position.next_batch if loop_state is not None else 0,
+            logbook=logbook,
+            console=console,
+            checkpoints=keeper,
+            stop_request=stop_request,
+            identity=identity_of(self.run, self.run_id, self.index, prepared.problems),
+            environment=prepared.environment,
+            runs_self_test=self.run.options.self_test,
+            replay=self.run.options.replay,
+        )
+        if loop_state is not None:
+            stage.load_state(loop_state)
+        return stage
+
+
+def _run_stages(
+    run_state: RunState,
+    service: ServiceClient,
+    policy: TrainingClient,
+    others: dict[str, Any],
+    logbook: Logbook,
+    console: Console,
+    stop_request: StopRequest,
+) -> None:
+    """Train the remaining stages in order and print the results. Raises Stopped on a stop."""
+    keeper = CheckpointManager(logbook)
+    held_out: dict[str, HeldOutMetrics] = {}
+    while not run_state.finished:
+        stage = run_state.create_stage(policy, others, logbook, console, keeper, stop_request)
+        for remark in (run_state.data_remark(), stage.data_remark()):
+            if remark is not None:
+                console.note(remark)
+        try:
+            (train_online if stage.method.online else train_offline)(stage)
+        except RunStopped:
+            console.end(
+                "stopped on request, everything is saved",
+                facts={"folder": run_state.folder},
+                commands=[format_resume_command(run_state.folder)],
+            )
+            raise
+        held_out[stage.name] = stage.held_out
+        policy.release()
+        del stage, others  # frees the other models' weights
+        run_state.index += 1
+        if not run_state.finished:
+            policy = run_state.create_policy(service)
+            others = run_state.create_other_models(service, policy)
+    print_summary(run_state, held_out, console)

@@ -1,0 +1,207 @@
+"""Export the weights of a run for transformers, PEFT and vLLM, with a model card."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from rl.distributed import checkpoint_folder
+from rl.errors import UserError
+from rl.learner import ModelSpec, learner_checkpoint
+from rl.models import (
+    LoadedModel,
+    check_model_weights,
+    find_adapter_base,
+    is_adapter,
+    is_lora,
+    merge_adapter,
+)
+from rl.trainer.checkpoint_scan import CHECKPOINTS_FOLDER, WEIGHTS_FOLDER
+from rl.trainer.model_card import render_model_card
+from rl.trainer.saved_weights import open_weights
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """Describe an export: its folder and, in words, its contents (`description`).
+
+    `untied` tells whether the head became a separate matrix, because the adapter changed the head
+    and not the embedding.
+    """
+
+    folder: Path
+    description: str
+    untied: bool = False
+
+
+def export_weights(
+    target: str,
+    out: Path,
+    *,
+    name: str | None = None,
+    merged: bool = False,
+    dtype: Dtype = "fp32",
+    overwrite: bool = False,
+) -> ExportResult:
+    """Write the weights of `target` (a run, a checkpoint, a folder of weights) to the folder `out`.
+
+    `overwrite` replaces an earlier export in `out`, which is removed when the new one is complete.
+    An adapter stays an adapter unless `merged` is set or its base cannot be loaded elsewhere (a
+    tiny model built at run time, or a merged adapter). Merging and rounding are done in fp32.
+    Raises UserError if `out` is not empty or cannot be written to, or if nothing can be exported.
+    """
+    replaces_export = overwrite and _is_export(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())) and not replaces_export:
+        problem = (
+            "is no earlier export, and --overwrite replaces only exports"
+            if overwrite
+            else "is not empty"
+        )
+        remedy = (
+            "name another folder"
+            if overwrite or not _is_export(out)
+            else "name another folder, or replace the earlier export with --overwrite"
+        )
+        raise UserError(
+            f"{out} exists already and {problem}: an export is written to a new folder, {remedy}"
+        )
+    weights = open_weights(target, name)
+    if replaces_export and weights.path is not None and weights.path.resolve() == out.resolve():
+        raise UserError(f"{out} would be written from itself: name another folder")
+    if weights.path is None:
+        raise UserError(
+            f"{target} is a base model, not trained by a run: name a run, a checkpoint or a folder "
+            "of weights to export"
+        )
+    source = learner_checkpoint.model_folder(weights.path)
+    loaded, _, spec = learner_checkpoint.load_for_sampling(str(weights.path), None)
+    tied = bool(loaded.model.config.get_text_config().tie_word_embeddings)
+    merge_reason = "" if not is_lora(loaded.model) or merged else _merge_reason(source)
+    adapter = is_lora(loaded.model) and not merged and not merge_reason
+    if not adapter and is_lora(loaded.model):
+        loaded.model = merge_adapter(loaded.model)
+    untied = tied and not loaded.model.config.get_text_config().tie_word_embeddings
+    loaded.model = loaded.model.to(DTYPES[dtype])
+    kind = f"a LoRA adapter of {spec.base_model}" if adapter else "all weights"
+    exported = ExportResult(
+        out,
+        f"{kind}, {dtype}" + (f" (merged, since {merge_reason})" if merge_reason else ""),
+        untied,
+    )
+    if not adapter:
+        spec = ModelSpec(spec.base_model, value_head=spec.value_head)
+        loaded.model.config.dtype = DTYPES[dtype]
+    try:
+        if out.is_dir() and not replaces_export:
+            out.rmdir()  # it is empty
+        with checkpoint_folder.write_checkpoint(
+            out,
+            expected_bytes=learner_checkpoint.model_bytes(loaded.model),
+            replace=replaces_export,
+        ) as folder:
+            _write_model_folder(loaded, spec, weights.path, folder)
+        card_text = render_model_card(
+            weights, exported.description, spec.base_model, adapter=adapter
+        )
+        (out / "README.md").write_text(card_text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{out} cannot be written to ({error}): name another folder") from error
+    return exported
+
+
+def push_to_hub(folder: Path, repository: str) -> str:
+    """Upload an export to the hub and return the address of the repository.
+
+    The repository is created (private) if it does not exist. Raises UserError if the upload fails.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    api = HfApi()
+    try:
+        repository_url = api.create_repo(repository, private=True, exist_ok=True)
+        api.upload_folder(
+            folder_path=str(folder),
+            repo_id=repository_url.repo_id,
+            commit_message="Weights, exported by Whetstone",
+        )
+    except (
+        HfHubHTTPError,
+        LocalTokenNotFoundError,
+        OfflineModeIsEnabled,
+        OSError,
+        ValueError,
+    ) as error:
+        raise UserError(
+            f"{folder} is written, but could not be pushed to {repository}: {error}"
+        ) from error
+    return str(repository_url)
+
+
+def _is_export(folder: Path) -> bool:
+    """Return whether a folder was written by `export_weights`, with its model card.
+
+    Weights that a run or a server saved look similar and are no exports.
+    """
+    if folder.resolve().parent.name in (CHECKPOINTS_FOLDER, WEIGHTS_FOLDER):
+        return False
+    return all(
+        (folder / name).is_file()
+        for name in (checkpoint_folder.MANIFEST, "state.json", "README.md")
+    )
+
+
+def _merge_reason(source: Path) -> str:
+    """Return why an adapter is not usable by itself; "" if its base can be loaded elsewhere."""
+    base = find_adapter_base(source).name
+    if base.startswith("tiny:"):
+        return f"its base {base} is built at run time"
+    folder = Path(base).expanduser()
+    if (folder / "adapter_config.json").is_file():
+        return "its base is itself a merged adapter"
+    return ""
+
+
+def _write_model_folder(loaded: LoadedModel, spec: ModelSpec, weights: Path, folder: Path) -> None:
+    """Write the model as a plain folder, with the state.json that a run needs to begin from it."""
+    learner_checkpoint.write_model(loaded.model, loaded.tokenizer, folder)
+    if not is_adapter(folder):
+        # an untied head may leave a tensor that the architecture ties under another name
+        check_model_weights(folder)
+    # Remove PEFT's empty card; this project's card is written later, since it may be edited.
+    (folder / "README.md").unlink(missing_ok=True)
+    head = weights / learner_checkpoint.VALUE_FILE
+    if head.is_file():
+        shutil.copy(head, folder / head.name)
+    state = {
+        "format": learner_checkpoint.FORMAT,
+        "spec": asdict(spec),
+        "version": 0,
+        "temperatures": [],
+        "metadata": {},
+        "user_metadata": {},
+    }
+    (folder / "state.json").write_text(json.dumps(state, indent=1))
+
+
+def describe_export(result: ExportResult) -> str:
+    """Return the console text about an export: folder, contents, and whether the head is untied."""
+    text = f"{result.folder}: {result.description}"
+    if result.untied:
+        text += (
+            "\nIts head is now a separate matrix: the adapter changed only the head, which the "
+            "base ties to the embedding (train with --no-train-unembed to keep them tied)"
+        )
+    return text

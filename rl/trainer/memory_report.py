@@ -1,0 +1,174 @@
+"""Run `train.py ... --plan`: report the memory that each GPU of a run would hold, whether it fits,
+and what to change, before weights are loaded.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from multiprocessing.connection import Connection
+
+import torch
+
+from rl.algorithms import METHODS
+from rl.config import RunConfig
+from rl.errors import UserError
+from rl.memory_plan import USABLE_FRACTION, LaunchShape
+from rl.trainer.memory_requirements import (
+    TRACE_CACHE,
+    UnsupportedTensorParallel,
+    compute_stage_needs,
+    measure_nothing,
+    resolve_launch,
+)
+from rl.trainer.memory_savings import find_combination, find_savings, queue_traces, select_listed
+from rl.trainer.memory_table import DeviceMemory, StageNeeds, format_gib, print_plans
+from rl.trainer.resolve_weights import resolve_initial_weights
+
+# least Python memory of an answer, its tokens, logprobs and advantages; twice as much is usual
+ANSWER_BYTES = 2048
+
+
+def report_memory(run: RunConfig, helpers: Sequence[Connection] = ()) -> None:
+    """Print the plan of a run on rank 0. `helpers`: connections to helper processes, see
+    `Traces.use_helpers`.
+
+    Raises UserError (on every rank) if the run cannot fit.
+    """
+    # garbage collection takes a tenth of the time of this short process with many imports
+    gc.disable()
+    try:
+        with TRACE_CACHE.use_helpers(helpers) if helpers else nullcontext():
+            _report_memory(run)
+    finally:
+        gc.enable()
+
+
+def _report_memory(run: RunConfig) -> None:
+    run, _ = resolve_initial_weights(run)
+    options = run.options
+    _check_batches(run)
+    launch, device = resolve_launch(options, run.stages[0].settings.model.precision)
+    queue_traces(run, launch, options.plan_prompt_tokens)
+    stages = compute_stage_needs(run, launch, options.plan_prompt_tokens)
+    largest = max(stages, key=lambda needs: needs.plan.peak)
+    prints = os.environ.get("RANK", "0") == "0"
+    if prints:
+        print_plans(stages, device)
+    if largest.plan.peak <= USABLE_FRACTION * device.memory:
+        return
+    # only rank 0 prints its message
+    advice = _suggest_changes(run, launch, options.plan_prompt_tokens, device) if prints else ""
+    if largest.plan.peak > device.memory:
+        raise UserError(
+            _describe_shortage(largest, device) + advice + _describe_sampler_limit(largest, device)
+        )
+    if prints:
+        print(advice.strip())
+
+
+def check_memory(run: RunConfig, warn: Callable[[str], None]) -> None:
+    """Check the memory plan at the start of a run on a GPU, before weights are loaded. Call `warn`
+    with what may not fit.
+
+    Raises UserError if weights, optimizer and the sampler's copy alone cannot fit, whatever the
+    lengths of prompts and answers; on any device also if the requested number of processes cannot
+    share a sampler. A model that cannot be planned is accepted.
+    """
+    _check_batches(run)
+    options = run.options
+    launch, device = resolve_launch(options, run.stages[0].settings.model.precision)
+    cuda = torch.cuda.is_available()
+    if not cuda and all(stage.settings.sampling.sampler_tp == 1 for stage in run.stages):
+        return
+    try:
+        stages = compute_stage_needs(
+            run, launch, options.plan_prompt_tokens, measure=None if cuda else measure_nothing
+        )
+    except UnsupportedTensorParallel:
+        raise
+    except UserError:
+        return
+    for needs in stages if cuda else ():
+        stays = sum(min(item.sample, item.train, item.update) for item in needs.plan.items)
+        if stays > device.memory:
+            raise UserError(
+                _describe_shortage(needs, device)
+                + " --plan says what to change."
+                + _describe_sampler_limit(needs, device)
+            )
+        if needs.plan.peak > device.memory:
+            warn(f"{_describe_shortage(needs, device)} --plan says what to change.")
+
+
+def _check_batches(run: RunConfig) -> None:
+    """Raise UserError if a batch's answers, ANSWER_BYTES each, exceed the driver's memory."""
+    machine = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    for stage in run.stages:
+        hooks = METHODS[stage.method].hooks(stage.settings)
+        group, batch = (hooks.group_size if hooks.online else 1), stage.settings.loop.batch_size
+        if batch * group * ANSWER_BYTES > machine:
+            product = f"batch_size {batch}" + (f" x group_size {group}" if group > 1 else "")
+            raise UserError(
+                f"stage {stage.name}: {product} are {batch * group} answers a batch, at the "
+                f"very least {format_gib(batch * group * ANSWER_BYTES)} of the "
+                f"{format_gib(machine)} that "
+                f"this machine has: lower batch_size{' or group_size' if group > 1 else ''}"
+            )
+
+
+def _describe_shortage(needs: StageNeeds, device: DeviceMemory) -> str:
+    peak, moment = max((size, name) for name, size in needs.plan.sums.items())
+    when = {
+        "sample": "while it samples",
+        "train": "in a micro-batch",
+        "update": "at the optimizer's step",
+    }[moment]
+    return (
+        f"stage {needs.stage} with {needs.model} needs {format_gib(peak)} on each {device.name}, "
+        f"which has {format_gib(device.memory)} (most {when})."
+    )
+
+
+def _suggest_changes(run: RunConfig, launch: LaunchShape, prompt: int, device: DeviceMemory) -> str:
+    """Return the changes that would lower the peak, the most effective first, and a combination of
+    changes if no single change is enough.
+    """
+    limit = USABLE_FRACTION * device.memory
+    changes = find_savings(run, launch, prompt)
+    if not changes:
+        return " No setting lowers it: use a smaller model, or larger GPUs."
+    lines = [
+        f"  {change.command}: {format_gib(change.peak)}"
+        + (", fits" if change.peak <= limit else "")
+        for change in select_listed(changes, limit)
+    ]
+    text = "\nWhat would lower it, the most effective first:\n" + "\n".join(lines)
+    if any(change.peak <= limit for change in changes):
+        return text
+    combination, peak = find_combination(run, launch, prompt, changes, limit)
+    if not combination:
+        return text + (
+            f"\nAll of it together still needs {format_gib(peak)}: use a smaller model, or larger "
+            "GPUs."
+        )
+    return (
+        text
+        + f"\nNo single change is enough; together {format_gib(peak)}, which fits: "
+        + ", ".join(change.command for change in combination)
+    )
+
+
+def _describe_sampler_limit(needs: StageNeeds, device: DeviceMemory) -> str:
+    copy = next(item.train for item in needs.plan.items if item.name.startswith("sampler"))
+    if copy <= USABLE_FRACTION * device.memory:
+        return ""
+    if needs.launch.sampler_tp > 1:
+        return (
+            f"\nA GPU's part of the sampler's copy alone is {format_gib(copy)}: a larger "
+            "--sampler-tp helps, or larger GPUs."
+        )
+    advice = "no sharding of the learner helps; --sampler-tp does, or larger GPUs"
+    return f"\nThe sampler's copy alone is {format_gib(copy)}, whole on every GPU: {advice}."

@@ -1,0 +1,434 @@
+"""Compute what each stage of a run would hold, from the run's settings and its launch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl.algorithms import METHODS
+from rl.config import ModelSettings, RunConfig, StageConfig
+from rl.distributed import (
+    check_tensor_parallel_size,
+    check_tensor_parallel_without_roles,
+    get_zero_settings,
+    uses_fsdp,
+)
+from rl.errors import UserError
+from rl.learner import kept_bytes_from_gib
+from rl.memory_plan import (
+    GIB,
+    ComputeConfig,
+    LaunchShape,
+    MemoryPlan,
+    MicroBatch,
+    MicroBatchMemory,
+    ModelShape,
+    StepWork,
+    TraceCache,
+    check_tensor_parallel,
+    compute_concurrent_rows,
+    count_pool_pages,
+    largest_micro_batch,
+    plan_memory,
+    plan_sampler_memory,
+    saved_logits_bytes,
+    staged_weight_bytes,
+)
+from rl.models import (
+    LORA_PARTS,
+    count_classifier_parameters,
+    resolve_adapter_chain,
+    supports_lazy_loading,
+)
+from rl.trainer.initial_weights import find_previous_stage
+from rl.trainer.memory_table import DeviceMemory, StageNeeds
+from rl.trainer.resolve_weights import continues_adapter, find_initial_weights
+from rl.trainer.saved_weights import is_run_folder
+from rl.types import LoraConfig
+
+_DEFAULT_GPU = 80.0  # GiB of a hypothetical GPU
+TRACE_CACHE = TraceCache()  # a process plans a single run, repeatedly with other settings
+MeasureMicroBatch = Callable[[ModelSettings, MicroBatch, LaunchShape], MicroBatchMemory]
+
+
+def resolve_launch(options: Any, precision: str) -> tuple[LaunchShape, DeviceMemory]:
+    """Return (launch, device): the processes of this launch, or of a hypothetical launch
+    (--plan-gpus, --plan-zero), and the memory of each.
+    """
+    has_gpu = torch.cuda.is_available()
+    hypothetical = options.plan_gpus is not None or options.plan_gpu_memory is not None
+    cuda = has_gpu or hypothetical
+    launched, zero, offload = int(os.environ.get("WORLD_SIZE", "1")), *get_zero_settings()
+    world = options.plan_gpus or launched
+    fsdp = uses_fsdp() and options.plan_zero is None
+    if options.plan_zero is not None:
+        zero, offload = (None if options.plan_zero == "none" else int(options.plan_zero)), False
+    per_node = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", "8")) if world == launched else 8)
+    bf16 = precision == "bf16" or (precision == "auto" and cuda)
+    device = _resolve_device(options.plan_gpu_memory, hypothetical=hypothetical, per_node=per_node)
+    launch = LaunchShape(
+        cuda=cuda,
+        bf16=bf16,
+        world=world,
+        per_node=per_node,
+        zero_stage=zero,
+        offload=offload,
+        fsdp=fsdp,
+        memory=device.memory if cuda else 0.0,
+    )
+    return launch, device
+
+
+def _resolve_device(gib: float | None, *, hypothetical: bool, per_node: int) -> DeviceMemory:
+    """Return a device of `gib` GiB; by default the present GPU, a hypothetical GPU, or a process's
+    part of this machine.
+    """
+    if gib is not None:
+        return DeviceMemory(f"GPU of {gib:g} GiB", gib * GIB)
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")))
+        return DeviceMemory(properties.name, float(properties.total_memory))
+    if hypothetical:
+        return DeviceMemory(f"GPU of {_DEFAULT_GPU:g} GiB", _DEFAULT_GPU * GIB)
+    machine = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return DeviceMemory("CPU process", machine / per_node)
+
+
+def compute_stage_needs(
+    run: RunConfig,
+    launch: LaunchShape,
+    prompt: int,
+    settings: Sequence[Any] | None = None,
+    measure: MeasureMicroBatch | None = None,
+) -> list[StageNeeds]:
+    """Return the needs of every stage, under `settings` (by default the run's).
+
+    `measure`: function that returns what a micro-batch holds; None: trace the micro-batch, which
+    takes long.
+    """
+    needs = []
+    measure = measure or _measure_micro_batch
+    stage_settings = (
+        [stage.settings for stage in run.stages] if settings is None else list(settings)
+    )
+    for i, stage in enumerate(run.stages):
+        first, predecessor = i, find_previous_stage(run.stages, i)
+        while (earlier := find_previous_stage(run.stages, first)) is not None:
+            first = earlier
+        model = replace(
+            stage_settings[i].model,
+            base_model=stage_settings[first].model.base_model,
+            tokenizer=stage_settings[first].model.tokenizer,
+        )
+        is_continued = (
+            find_initial_weights(model, None).continued_checkpoint is not None
+            if predecessor is None
+            else continues_adapter(stage_settings[predecessor].model, model)
+        )
+        adapter = bool(model.lora_rank) and not is_continued
+        if is_continued and predecessor is None:
+            root = resolve_adapter_chain(model.base_model)[0]
+            model = replace(model, base_model=root.name, tokenizer=root.tokenizer)
+        needs += _compute_needs(
+            stage, stage_settings[i], model, launch, prompt, fresh_adapter=adapter, measure=measure
+        )
+    return needs
+
+
+def _compute_needs(
+    stage: StageConfig,
+    settings: Any,
+    model: ModelSettings,
+    launch: LaunchShape,
+    prompt: int,
+    *,
+    fresh_adapter: bool,
+    measure: MeasureMicroBatch,
+) -> list[StageNeeds]:
+    """Return the needs of a stage: a single item, or two if some ranks only sample (the learner
+    ranks', then the sampler ranks').
+
+    `fresh_adapter`: whether the stage's initial policy is its base model, under an adapter that can
+    be turned off.
+    """
+    samplers, launch = _split_launch(settings, launch)
+    shape = TRACE_CACHE.get_shape((model.base_model, model.tokenizer, _lora_config(model)))
+    sampling, optim, loop = settings.sampling, settings.optim, settings.loop
+    team = _tensor_parallel_size(
+        sampling.sampler_tp, 0 if samplers is None else samplers.world, shape, launch
+    )
+    hooks = METHODS[stage.method].hooks(settings)
+    group = hooks.group_size if hooks.online else 1
+    if shape.max_context is not None:
+        prompt = max(1, min(prompt, shape.max_context - sampling.max_tokens))
+    layout = "padded" if shape.windowed and optim.layout == "auto" else optim.layout
+    batch = largest_micro_batch(
+        groups=max(1, loop.batch_size // optim.num_substeps),
+        group=group,
+        prompt=prompt,
+        answer=sampling.max_tokens,
+        budget=optim.token_budget,
+        layout=layout,
+        world=launch.world,
+        hidden=shape.hidden,
+    )
+    budgets = {
+        "kv_cache_tokens": sampling.kv_cache_tokens,
+        "max_rows": sampling.max_rows,
+        "world": (samplers or launch).world // team,
+    }
+    in_pages = _uses_paged_cache(sampling, model, shape, launch, team)
+    limits = {"prompt": prompt, "answer": sampling.max_tokens, **budgets}
+    calls = [{"groups": settings.data.eval_limit, "group": 1}] if loop.eval_every else []
+    calls += [{"groups": loop.batch_size, "group": group}] if hooks.online else []
+    prompts, rows = max(
+        (compute_concurrent_rows(**call, **limits, paged=in_pages) for call in calls),
+        key=lambda pair: pair[1],
+        default=(0, 0),
+    )
+    streams = bool(getattr(getattr(settings, "flow", None), "is_async", False))
+    pages = (
+        max((count_pool_pages(**call, **limits, streams=streams) for call in calls), default=0)
+        if in_pages
+        else 0
+    )
+    work = StepWork(
+        batch=batch,
+        samples=bool(calls),
+        prompts=prompts,
+        prompt=prompt,
+        rows=rows,
+        answer=sampling.max_tokens,
+        pages=pages,
+    )
+    unread = supports_lazy_loading(model.base_model)
+    launch = replace(
+        launch,
+        base_dtype=_base_dtype(model, launch),
+        optimizer=optim.optimizer,
+        loads_in_shards=unread,
+        sampler_tp=team,
+    )
+    others, method = _other_model_shapes(stage.method, settings, shape), METHODS[stage.method]
+    if method.needs_initial_policy(settings) and not fresh_adapter:
+        others.append(shape)
+    critic = method.critic(settings)
+    critics = (
+        []
+        if critic is None
+        else [
+            shape
+            if critic == "policy"
+            else TRACE_CACHE.get_shape((critic, model.tokenizer, _lora_config(model)))
+        ]
+    )
+    held = measure(model, batch, launch)
+    kept_bytes = (
+        saved_logits_bytes(shape, launch, batch, kept_bytes_from_gib(model.kept_logits_gib))
+        if model.fused_logprobs
+        else 0.0
+    )
+    if samplers is None:
+        return [
+            StageNeeds(
+                stage.name,
+                model.base_model,
+                plan_memory(shape, held, launch, work, others, critics, kept_bytes),
+                work,
+                launch,
+            )
+        ]
+    learner_plan = plan_memory(
+        shape, held, launch, StepWork(batch=batch, samples=False), (), critics, kept_bytes
+    )
+    host = (
+        *learner_plan.host,
+        ("weights on their way to the ranks that sample, on rank 0", staged_weight_bytes(shape)),
+    )
+    learner_needs = StageNeeds(
+        f"{stage.name}, ranks that learn",
+        model.base_model,
+        MemoryPlan(learner_plan.items, host),
+        replace(work, samples=False),
+        launch,
+    )
+    sampler_plan = plan_sampler_memory(shape, samplers, work, others)
+    return [
+        learner_needs,
+        StageNeeds(
+            f"{stage.name}, ranks that sample", model.base_model, sampler_plan, work, samplers
+        ),
+    ]
+
+
+def _uses_paged_cache(
+    sampling: Any, model: ModelSettings, shape: ModelShape, launch: LaunchShape, team: int
+) -> bool:
+    """Return whether the sampler uses a paged KV cache, as `rl.sampler.make_engine` chooses.
+
+    On a GPU the engine tries it; the plan assumes that it succeeds.
+    """
+    may = shape.fast and sampling.sampler != "hf" and team == 1 and not model.router_replay
+    return may and (
+        sampling.sampler_cache == "paged" or (sampling.sampler_cache == "auto" and launch.cuda)
+    )
+
+
+def _split_launch(settings: Any, launch: LaunchShape) -> tuple[LaunchShape | None, LaunchShape]:
+    """Return (sampler launch or None, learner launch). The sampler launch exists if some ranks only
+    sample.
+
+    Raises UserError if no rank remains to learn.
+    """
+    ranks = getattr(getattr(settings, "flow", None), "sampler_ranks", 0)
+    if not ranks:
+        return None, launch
+    if ranks >= launch.world:
+        raise UserError(
+            f"sampler_ranks {ranks} of {launch.world} processes leaves no rank to learn: "
+            "--plan-gpus sets the number of processes, or launch more"
+        )
+    sampler_launch = replace(
+        launch,
+        world=ranks,
+        per_node=min(ranks, launch.per_node),
+        zero_stage=None,
+        fsdp=False,
+        offload=False,
+    )
+    return sampler_launch, replace(
+        launch, world=launch.world - ranks, per_node=min(launch.world - ranks, launch.per_node)
+    )
+
+
+class UnsupportedTensorParallel(UserError):
+    """Raised if the requested number of processes cannot share a sampler."""
+
+
+def _tensor_parallel_size(
+    sampler_tp: int, sampler_ranks: int, shape: ModelShape, launch: LaunchShape
+) -> int:
+    """Return the number of processes that share a sampler of this model. Raises
+    UnsupportedTensorParallel if it is not possible.
+    """
+    if sampler_tp == 1:
+        return 1
+    try:
+        check_tensor_parallel_without_roles(sampler_tp, sampler_ranks)
+        if launch.world == 1:
+            raise UserError(
+                f"sampler_tp {sampler_tp} splits the sampler's weights over {sampler_tp} "
+                "processes of a machine, but only a single process was launched: launch as "
+                f"many (--plan-gpus {sampler_tp} plans for them), or set it to 1"
+            )
+        check_tensor_parallel_size(sampler_tp, launch.per_node)
+        check_tensor_parallel(shape, sampler_tp)
+    except UserError as error:
+        raise UnsupportedTensorParallel(str(error)) from error
+    return sampler_tp
+
+
+def _other_model_shapes(method: str, settings: Any, policy: ModelShape) -> list[ModelShape]:
+    """Return the shapes of the models that a method's weights name. A name that is no model's name
+    (a stage, a run's folder) counts as a model like the policy.
+
+    A reward model is loaded like a learner, which tensor parallelism does not split.
+    """
+    learned = getattr(settings, "learned", None)
+    read_whole = (
+        {name for name, _ in learned.weighted_reward_models} if learned is not None else set()
+    )
+    shapes = []
+    for target in METHODS[method].list_other_weights(settings):
+        folder = Path(target).expanduser()
+        is_model = target.startswith("tiny:") or (
+            (folder / "config.json").is_file() and not is_run_folder(folder)
+        )
+        if (
+            is_model
+            and target in read_whole
+            and (size := count_classifier_parameters(target)) is not None
+        ):
+            shapes.append(
+                replace(
+                    policy,
+                    name=target,
+                    parameters=size,
+                    adapters=0,
+                    unsplit=size,
+                    unsplit_adapters=0,
+                    fast=False,
+                )
+            )
+            continue
+        shape = (
+            TRACE_CACHE.get_shape((target, settings.model.tokenizer, None)) if is_model else policy
+        )
+        whole = replace(
+            shape, unsplit=shape.parameters - shape.adapters, unsplit_adapters=shape.adapters
+        )
+        shapes.append(whole if target in read_whole else shape)
+    return shapes
+
+
+def _base_dtype(model: ModelSettings, launch: LaunchShape) -> str:
+    """Return the dtype of the frozen base (rl.learner.frozen_base)."""
+    if not model.lora_rank:
+        return "fp32"
+    return ("bf16" if launch.bf16 else "fp32") if model.base_dtype == "auto" else model.base_dtype
+
+
+def _lora_config(model: ModelSettings) -> LoraConfig | None:
+    if not model.lora_rank:
+        return None
+    return LoraConfig(model.lora_rank, **{part: getattr(model, part) for part in LORA_PARTS})
+
+
+def measure_nothing(
+    model: ModelSettings, batch: MicroBatch, launch: LaunchShape
+) -> MicroBatchMemory:
+    """Return zero bytes for a micro-batch, which needs no tracing."""
+    return MicroBatchMemory()
+
+
+def collect_micro_batches(
+    run: RunConfig, launch: LaunchShape, prompt: int, settings: Sequence[Any]
+) -> list[Any]:
+    """Return the micro-batches that a plan would trace, in the form that `TraceCache.queue_runs`
+    accepts.
+    """
+    micro_batches = []
+
+    def note(model: ModelSettings, batch: MicroBatch, launch: LaunchShape) -> MicroBatchMemory:
+        micro_batches.append(_trace_request(model, batch, launch))
+        return MicroBatchMemory()
+
+    compute_stage_needs(run, launch, prompt, settings, note)
+    return micro_batches
+
+
+def _measure_micro_batch(
+    model: ModelSettings, batch: MicroBatch, launch: LaunchShape
+) -> MicroBatchMemory:
+    return TRACE_CACHE.get_memory(_trace_request(model, batch, launch))
+
+
+def _trace_request(model: ModelSettings, batch: MicroBatch, launch: LaunchShape) -> Any:
+    config = ComputeConfig(
+        dtype=torch.bfloat16
+        if launch.compute_bytes == 2 and (launch.fsdp or launch.zero_stage is not None)
+        else torch.float32,
+        autocast=launch.bf16 and launch.zero_stage is None and not launch.fsdp,
+        keeps_gradients=launch.zero_stage in (None, 0) and not launch.fsdp,
+        fused=model.fused_logprobs,
+        checkpointing=model.gradient_checkpointing,
+        cuda=launch.cuda,
+        saved_bytes=None if launch.cuda else kept_bytes_from_gib(model.kept_logits_gib),
+        bf16_base=launch.base_dtype != "fp32" and launch.zero_stage is None and not launch.fsdp,
+    )
+    return (model.base_model, model.tokenizer, _lora_config(model)), batch, config

@@ -1,0 +1,87 @@
+"""Record the timing decisions of a run in its folder, so that a replay is bit-identical.
+
+The decisions are those of rl.rollout.EventLog.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rl.config import RunConfig
+from rl.errors import UserError
+from rl.jsonl import format_json_line, read_jsonl, write_atomically
+from rl.reporting import load_saved_config
+from rl.rollout import EventLog, ReplayedEventLog
+from rl.trainer.config_diff import find_replay_differences
+
+DECISIONS_FILE = "decisions.jsonl"
+
+
+class ReplayLog:
+    """Hold the event log of a stage.
+
+    `done` is the number of its batches that are trained already; recorded events of later batches
+    belong to no checkpoint and are removed. `replay` is the folder of the run to
+    replay. Raises UserError if that folder has no event log.
+    """
+
+    def __init__(self, folder: Path, stage: str, done: int, replay: Path | None = None):
+        self.path, self.stage = folder / DECISIONS_FILE, stage
+        self.batch = done
+        self.path.touch()
+        rows = read_jsonl(self.path)
+        kept_rows = [row for row in rows if row["stage"] != stage or row["batch"] < done]
+        if len(kept_rows) != len(rows):
+            write_atomically(self.path, "".join(map(format_json_line, kept_rows)))
+        self._recorded_events: list[dict[str, Any]] | None = None
+        if replay is not None:
+            self._recorded_events = [
+                row for row in read_jsonl(_find_log(replay)) if row["stage"] == stage
+            ]
+
+    def create_event_log(self, tick: int = 0, *, whole_stage: bool = False) -> EventLog:
+        """Return the clock of batch `self.batch` (ticks begin at 0), or of the `whole_stage` stage.
+
+        The first tick is `tick`. The clock replays recorded events if the run is a replay.
+        """
+        if self._recorded_events is None:
+            return EventLog(self._write, tick)
+        return ReplayedEventLog(
+            [row for row in self._recorded_events if whole_stage or row["batch"] == self.batch],
+            self._write,
+            tick,
+        )
+
+    def _write(self, row: dict[str, Any]) -> None:
+        """Append an event to the log."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(format_json_line({"stage": self.stage, "batch": self.batch, **row}))
+
+
+def check_replay(run: RunConfig, warn: Callable[[str], None]) -> None:
+    """Check a replay before anything is loaded.
+
+    Raises UserError if the folder has no event log. Warns if settings differ, so that the replay
+    cannot be bit-identical.
+    """
+    if run.options.replay is None:
+        return
+    folder = _find_log(run.options.replay).parent
+    if differs := find_replay_differences(load_saved_config(folder), run):
+        warn(
+            f"this replay of {folder} will not be bit-identical, because settings differ: "
+            f"{'; '.join(differs)}"
+        )
+
+
+def _find_log(replay: Path) -> Path:
+    """Return the path of the event log in a run's folder. Raises UserError if it has none."""
+    path = Path(replay).expanduser() / DECISIONS_FILE
+    if not path.is_file():
+        raise UserError(
+            f"replay {replay}: the folder has no {DECISIONS_FILE}, which runs write with episodes "
+            "continuous or settings that require it"
+        )
+    return path

@@ -1,0 +1,272 @@
+"""Choose the initial weights of a stage's policy: a base model, or weights trained before, by this
+run or another.
+
+A trained adapter is either continued, or merged into its base first, and a fresh adapter (or all
+weights) are trained on the result. The setting `lora_start` chooses. The choice is printed on the
+console and stored in config.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rl.config import ModelSettings, RunConfig, StageConfig
+from rl.errors import UserError
+from rl.learner import learner_checkpoint
+from rl.models import LEGACY_PART_DEFAULTS, LORA_PARTS, is_adapter, read_base_name
+from rl.trainer.initial_weights import find_previous_stage
+from rl.trainer.saved_weights import SavedWeights, open_weights
+
+ORIGINS_KEY = (
+    "origins"  # key in config.json: the source of each stage that begins from trained weights
+)
+_ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", *LORA_PARTS)
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """Name the initial weights.
+
+    `base`: the weights to load, with a merged adapter if any; `continued_checkpoint`: the
+    checkpoint with the adapter to continue instead.
+    """
+
+    base: str
+    continued_checkpoint: str | None = None
+
+
+def find_initial_weights(model: ModelSettings, previous: str | None) -> InitialWeights:
+    """Return the initial weights of a stage's policy.
+
+    `previous`: the final checkpoint of the stage that it begins from; None: it begins from its
+    base_model.
+    """
+    source = str(Path(previous) / "model") if previous is not None else model.base_model
+    if is_adapter(source) and model.lora_start != "merge":
+        folder = Path(source).expanduser()
+        saved = _read_adapter_shape(folder)
+        if saved is not None and _has_same_shape(saved, model):
+            return InitialWeights(source, str(folder.parent if folder.name == "model" else folder))
+    return InitialWeights(source)
+
+
+def continues_adapter(previous: ModelSettings, model: ModelSettings) -> bool:
+    """Return whether a stage that begins from another stage's end continues its adapter."""
+    return (
+        bool(previous.lora_rank)
+        and model.lora_start != "merge"
+        and _has_same_shape(previous, model)
+    )
+
+
+def resolve_initial_weights(
+    run: RunConfig, recorded_notes: Sequence[Mapping[str, Any]] = ()
+) -> tuple[RunConfig, list[dict[str, Any]]]:
+    """Resolve each stage's weights and the shape of its adapter. Return (run, notes): a note for
+    each stage that begins from trained weights.
+
+    `recorded_notes`: the notes of the run that is resumed. Its stages begin from the same weights
+    as before, whatever was saved there since. Raises UserError if a stage requests settings that
+    its initial weights do not fit.
+    """
+    earlier = [
+        note for note in recorded_notes if note.get("asked") and Path(note["base_model"]).is_dir()
+    ]
+    # a run resumed by its folder requests the paths resolved before, as config.json has them
+    known = {
+        word: note["base_model"] for note in earlier for word in (note["base_model"], note["asked"])
+    }
+    stages = list(run.stages)
+    notes: list[dict[str, Any]] = []
+    for index, stage in enumerate(run.stages):
+        predecessor = find_previous_stage(run.stages, index)
+        try:
+            if predecessor is None:
+                model, note = _resolve_base_model(stage, known)
+            else:
+                model, note = _resolve_previous_stage(stage.settings.model, stages[predecessor])
+        except UserError as error:
+            raise UserError(f"stage {stage.name}: {error}") from error
+        if model.base_dtype in ("bf16", "4bit") and not model.lora_rank:
+            raise UserError(
+                f"stage {stage.name}: base_dtype {model.base_dtype} applies to the frozen "
+                "weights under a LoRA adapter, but all weights are trained: give --lora-rank, "
+                "or leave base_dtype out"
+            )
+        stages[index] = replace(stage, settings=replace(stage.settings, model=model))
+        notes += [{"stage": stage.name, **note}] if note else []
+    # The model named for all stages is the model that the first stage begins from, in all stages.
+    resolved_paths = {note["asked"]: note["base_model"] for note in notes if note.get("asked")}
+    for index, stage in enumerate(stages):
+        model = stage.settings.model
+        if model.base_model in resolved_paths:
+            model = replace(model, base_model=resolved_paths[model.base_model])
+            stages[index] = replace(stage, settings=replace(stage.settings, model=model))
+    return replace(run, stages=tuple(stages)), notes
+
+
+def check_outside_run_folder(notes: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Raise UserError if a run would begin from weights in its own folder, which it is going to
+    write to.
+    """
+    for note in notes:
+        if note.get("asked") and Path(note["base_model"]).expanduser().resolve().is_relative_to(
+            folder.resolve()
+        ):
+            raise UserError(
+                f"the run would begin from {note['from']} and write into the same folder: give "
+                "another --output-dir"
+            )
+
+
+def format_origin(note: Mapping[str, Any]) -> str:
+    """Return the console line of a note of `resolve_initial_weights`."""
+    return f"stage {note['stage']} begins from {note['from']}: {note['how']}"
+
+
+def find_weights_folder(word: str) -> str:
+    """Return the folder of the model or adapter that `word` refers to. Return a hub name and
+    tiny:<preset> unchanged.
+    """
+    if word.startswith("tiny:") or not Path(word).expanduser().is_dir():
+        return word
+    weights = open_weights(word)
+    return word if weights.path is None else str(learner_checkpoint.model_folder(weights.path))
+
+
+def _resolve_base_model(
+    stage: StageConfig, known: Mapping[str, str]
+) -> tuple[ModelSettings, dict[str, Any] | None]:
+    model = stage.settings.model
+    requested = model.base_model
+    if requested.startswith("tiny:") or not (
+        requested in known or Path(requested).expanduser().is_dir()
+    ):
+        _check_has_adapter(model, requested)
+        return model, None
+    weights = open_weights(known.get(requested, requested))
+    _check_not_reward_model(weights, stage, requested)
+    folder = (
+        Path(known[requested])
+        if requested in known
+        else learner_checkpoint.model_folder(weights.path)
+        if weights.path is not None
+        else Path(requested)
+    )
+    model = replace(model, base_model=str(folder))
+    note: dict[str, Any] = {"asked": requested, "base_model": str(folder), "from": weights.name}
+    if not is_adapter(folder):
+        _check_has_adapter(model, requested)
+        return model, ({**note, "how": "all of its weights"} if weights.stage is not None else None)
+    saved = _read_adapter_shape(folder.expanduser())
+    if saved is None:
+        if model.lora_start == "continue":
+            raise UserError(
+                f"the adapter in {folder} was not saved by a run, so its shape is not known and "
+                "it cannot be continued: --lora-start merge merges it into its base"
+            )
+        read_base_name(folder.expanduser())
+        return replace(model, lora_start="merge"), {
+            **note,
+            "how": f"its LoRA adapter {_describe_merge(model)}",
+        }
+    model, description = _apply_adapter_shape(model, saved)
+    return model, {**note, "how": description}
+
+
+def _resolve_previous_stage(
+    model: ModelSettings, previous: StageConfig
+) -> tuple[ModelSettings, dict[str, Any] | None]:
+    earlier = previous.settings.model
+    if not earlier.lora_rank:
+        _check_has_adapter(model, f"stage {previous.name}")
+        return model, None
+    model, description = _apply_adapter_shape(model, earlier)
+    return model, {"from": f"stage {previous.name}", "how": description}
+
+
+def _apply_adapter_shape(model: ModelSettings, saved: ModelSettings) -> tuple[ModelSettings, str]:
+    """Return (settings, description): the settings have the adapter's shape if it is continued, and
+    the description says what happens to the adapter.
+    """
+    same_shape = _has_same_shape(saved, model)
+    if model.lora_start == "merge" or (
+        model.lora_start == "auto" and model.lora_rank and not same_shape
+    ):
+        return model, f"its LoRA adapter of rank {saved.lora_rank} {_describe_merge(model)}"
+    if model.lora_rank and not same_shape:
+        changed = [
+            f"{name} {getattr(saved, name)} -> {getattr(model, name)}"
+            for name in _ADAPTER_SETTINGS
+            if not _has_equal_setting(saved, model, name)
+        ]
+        raise UserError(
+            "lora_start continue continues a LoRA adapter unchanged, but other settings were "
+            f"requested: {', '.join(changed)}. Leave out what differs, or set lora_start to "
+            "merge, which merges it into its base and trains a fresh adapter on that"
+        )
+    return replace(
+        model, **{name: getattr(saved, name) for name in _ADAPTER_SETTINGS}
+    ), f"its LoRA adapter of rank {saved.lora_rank} is continued"
+
+
+def _describe_merge(model: ModelSettings) -> str:
+    then = (
+        f"a fresh adapter of rank {model.lora_rank} is trained"
+        if model.lora_rank
+        else "all weights are trained"
+    )
+    return f"is merged into its base, in fp32, and {then}"
+
+
+def _check_has_adapter(model: ModelSettings, source: str) -> None:
+    if model.lora_start != "auto":
+        raise UserError(
+            f"lora_start {model.lora_start} has no effect: {source} has no LoRA adapter; leave "
+            "lora_start out"
+        )
+
+
+def _check_not_reward_model(weights: SavedWeights, stage: StageConfig, requested: str) -> None:
+    if weights.stage is not None and weights.stage.method == "reward_model" != stage.method:
+        raise UserError(
+            f"{requested} was trained as a reward model, which scores answers and generates none: "
+            f"give base_model {weights.stage.settings.model.base_model}, which it began from, or "
+            "use it as --reward-model"
+        )
+
+
+def _read_adapter_shape(folder: Path) -> ModelSettings | None:
+    """Return the shape of the adapter of a run's checkpoint (or of an exported checkpoint). None if
+    no run saved it.
+    """
+    path = (folder.parent if folder.name == "model" else folder) / "state.json"
+    if not path.is_file():
+        return None
+    try:
+        lora = json.loads(path.read_text(encoding="utf-8"))["spec"]["lora"]
+        lora = {**LEGACY_PART_DEFAULTS, **lora}
+        return ModelSettings(
+            lora_rank=lora["rank"],
+            lora_alpha=lora["alpha"],
+            **{name: lora[name] for name in LORA_PARTS},
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} does not describe the adapter next to it ({error!r}): it was changed or "
+            "damaged"
+        ) from error
+
+
+def _has_same_shape(first: ModelSettings, second: ModelSettings) -> bool:
+    return all(_has_equal_setting(first, second, name) for name in _ADAPTER_SETTINGS)
+
+
+def _has_equal_setting(first: ModelSettings, second: ModelSettings, name: str) -> bool:
+    if name == "lora_alpha":  # by default the rank
+        return (first.lora_alpha or first.lora_rank) == (second.lora_alpha or second.lora_rank)
+    return bool(getattr(first, name) == getattr(second, name))

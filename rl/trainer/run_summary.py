@@ -1,0 +1,227 @@
+"""Print the summary of a run at its start and end, with the commands to run next."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from rl.algorithms import METHODS
+from rl.client import TrainingClient
+from rl.config import RunConfig
+from rl.reporting import Console, format_count
+from rl.trainer.code_trust import (
+    is_outside_current_folder,
+    list_environment_addresses,
+    list_reward_addresses,
+)
+from rl.trainer.held_out_metrics import HeldOutMetrics
+from rl.trainer.initial_weights import find_previous_stage
+from rl.trainer.stage_data import PreparedStage, describe_prepared, resolve_stage_reward
+from rl.trainer.worker_settings import collect_worker_settings
+
+
+class StagePaths(Protocol):
+    """Describe a run's stages and the paths of their final weights."""
+
+    run: RunConfig
+    folder: Path
+    stages: Sequence[PreparedStage]
+
+    def final_path(self, index: int) -> str:
+        """Return the path of the final checkpoint of a stage."""
+        ...
+
+
+def print_introduction(
+    run: RunConfig,
+    folder: Path,
+    policy: TrainingClient,
+    console: Console,
+    stages: Sequence[PreparedStage],
+) -> None:
+    """Print the stages, model, device and folder; warn of held-out rows in the training data."""
+    info, settings = policy.info, collect_worker_settings(run.stages)
+    trained = (
+        "all weights"
+        if info["lora_rank"] is None
+        else f"LoRA rank {info['lora_rank']}, {format_count(info['trainable_parameters'])}"
+    )
+    if info["lora_rank"] is not None and info["base_dtype"] != "fp32":
+        trained += f" on a base in {info['base_dtype']}"
+    if info["lora_unadapted"] >= 0.01:
+        trained += f"; {info['lora_unadapted']:.0%} of the weights, experts, have no adapter"
+    console.start(
+        f"Whetstone: {run.name}",
+        {
+            "stages": " -> ".join(f"{s.name} ({s.settings.loop.steps} steps)" for s in run.stages),
+            "model": (
+                f"{info['base_model']}, {format_count(info['parameters'])} parameters ({trained})"
+            ),
+            "device": f"{info['device']}, {info['dtype']}, {_describe_processes(info['world'], settings.sampler_ranks, settings.sampler.tp)}",  # noqa: E501
+            **(
+                {"programs in": kind}
+                if (kind := describe_prepared(stages).get("sandbox")) is not None
+                else {}
+            ),
+            "writes to": folder,
+        },
+    )
+    for text in dict.fromkeys(
+        str(prepared.overlap)
+        for prepared in stages
+        if prepared.overlap is not None and prepared.overlap.shared
+    ):
+        console.warn(text)
+
+
+def _describe_processes(world: int, samplers: int, tensor_parallel: int = 1) -> str:
+    """Describe the processes: `world` of the learner, `samplers`, `tensor_parallel` per sampler
+    (TP).
+    """
+    learners = f"{world} process{'es' if world > 1 else ''}"
+    if tensor_parallel > 1:
+        return f"{learners}, every {tensor_parallel} of which share a sampler"
+    return (
+        f"{learners} that learn{'s' if world == 1 else ''}, {samplers} that "
+        f"sample{'s' if samplers == 1 else ''}"
+        if samplers
+        else learners
+    )
+
+
+def print_summary(
+    run_state: StagePaths, held_out: Mapping[str, HeldOutMetrics], console: Console
+) -> None:
+    """Print the held-out results of each stage, the files of the run, and the next commands."""
+    folder = run_state.folder
+    results: dict[str, tuple[float | None, float | None]] = {}
+    remarks = []
+    for name, summary in held_out.items():
+        if summary.after is not None:
+            results[f"held-out {summary.what}, {name}"] = (summary.before, summary.after)
+        for set_name, figures in summary.rows.items():
+            results[
+                f"held-out {summary.headline}, {name}" + (f", {set_name}" if set_name else "")
+            ] = figures
+        if summary.greedy_after is not None:
+            results[f"greedy {summary.what}, {name}"] = (
+                summary.greedy_before,
+                summary.greedy_after,
+            )
+        remarks += [text for text in [summary.describe_sharpening()] if text is not None]
+    console.end(
+        f"{run_state.run.name}: done",
+        results=results,
+        facts={
+            "metrics": folder / "metrics.jsonl",
+            "curves": folder / "curves.png",
+            "weights": Path(run_state.final_path(len(run_state.stages) - 1)) / "model",
+        },
+        remarks=remarks,
+        commands=[
+            *_usage_commands(run_state, folder),
+            f"python plot.py {shlex.quote(str(folder))}",
+            *_export_commands(run_state, folder),
+        ],
+    )
+
+
+def _export_commands(run_state: StagePaths, folder: Path) -> list[str]:
+    """Return the command that exports the weights: merged if they are an adapter."""
+    merge = " --merge" if run_state.stages[-1].plan.settings.model.lora_rank else ""
+    return [
+        f"python export.py {shlex.quote(str(folder))} "
+        f"{shlex.quote(str(_unused_path(Path('exports') / folder.name)))}{merge}"
+    ]
+
+
+def _unused_path(path: Path) -> Path:
+    """Return `path`, or the first of path-2, path-3, ... that is free if `path` exists."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return (
+        path
+        if not path.exists()
+        else next(candidate for candidate in numbered if not candidate.exists())
+    )
+
+
+def _usage_commands(run_state: StagePaths, folder: Path) -> list[str]:
+    """Return the commands that use the weights of the run's last stage."""
+    last, quoted_folder = run_state.stages[-1].plan, shlex.quote(str(folder))
+    if last.method != "reward_model":
+        # evaluate.py needs a reward
+        scored = (
+            run_state.stages[-1].environment is not None
+            or resolve_stage_reward(last.settings.data) is not None
+        )
+        trust = (
+            " --trust-run"
+            if is_outside_current_folder(
+                [
+                    *list_reward_addresses(last.settings.data),
+                    *list_environment_addresses(last.settings),
+                ]
+            )
+            else ""
+        )
+        return [
+            f"python sample.py {quoted_folder}",
+            *([f"python evaluate.py {quoted_folder}{trust}"] if scored else []),
+        ]
+    flag = "reward" if METHODS[last.method].value_head(last.settings) else "comparison"
+    method = "rlhf" if flag == "reward" else "grpo"  # which has groups to compare within
+    # preference pairs hold no reference answer to compare with
+    flags = [*_policy_flags(run_state), *(["--reward", "None"] if method == "grpo" else [])]
+    return [
+        f"{_detect_launcher()} train.py {method} --{flag}-model {quoted_folder} {shlex.join(flags)}"
+    ]
+
+
+_DATA_SETTINGS = ("dataset_config", "data_format", "prompt_column", "system_prompt", "renderer")
+
+
+def _policy_flags(run_state: StagePaths) -> list[str]:
+    """Return the flags of a run that trains a policy with the reward model of the last stage.
+
+    The policy begins from the same weights and reads the same rows. It writes to a new folder next
+    to the run's.
+    """
+    plan = run_state.stages[-1].plan
+    before = find_previous_stage(run_state.run.stages, len(run_state.run.stages) - 1)
+    model, data = plan.settings.model, plan.settings.data
+    base = model.base_model if before is None else str(Path(run_state.final_path(before)) / "model")
+    flags = [
+        "--base-model",
+        base,
+        *(["--tokenizer", model.tokenizer] if model.tokenizer else []),
+        "--dataset",
+        data.dataset,
+    ]
+    for name in _DATA_SETTINGS:
+        if (value := getattr(data, name)) != getattr(type(data)(), name):
+            flags += [f"--{name.replace('_', '-')}", str(value)]
+    return [
+        *flags,
+        "--output-dir",
+        str(_unused_path(run_state.folder.with_name(f"{run_state.folder.name}-policy"))),
+    ]
+
+
+def format_resume_command(folder: Path) -> str:
+    """Return the command that resumes the run in `folder`."""
+    return f"{_detect_launcher()} train.py --resume --output-dir {shlex.quote(str(folder))}"
+
+
+def _detect_launcher() -> str:
+    """Return the command that launched this process, `accelerate launch` or `python`.
+
+    Launchers set environment variables; `accelerate launch` reads its saved config again.
+    """
+    launched = {"LOCAL_RANK", "TORCHELASTIC_RUN_ID"} & os.environ.keys() or any(
+        name.startswith("ACCELERATE_") for name in os.environ
+    )
+    return "accelerate launch" if launched else "python"

@@ -1,0 +1,214 @@
+"""Open saved weights for sampling: from a run's folder, with the settings of their training, or
+from any other source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl.config import RunConfig, StageConfig, load_resolved_config
+from rl.distributed import checkpoint_path
+from rl.errors import UserError
+from rl.reporting import CHECKPOINTS, CONFIG, contains_run, load_saved_config
+from rl.seed import derive_seed
+from rl.trainer.checkpoint_scan import (
+    CHECKPOINTS_FOLDER,
+    WEIGHTS_FOLDER,
+    complete_checkpoint_list,
+    read_checkpoint_list,
+    read_stage_steps,
+)
+from rl.trainer.code_trust import check_method_code
+
+if TYPE_CHECKING:
+    from rl.client import SamplingClient, ServiceClient
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """Describe weights that can be sampled from: a folder, or the name of a base model.
+
+    name: for display
+
+    path: their folder; None for a base model
+
+    run, stage, stage_index: the run and the stage that made them; None if no run is known
+
+    run_folder, step: the folder of that run, and its step at which they were saved
+    """
+
+    name: str
+    path: Path | None = None
+    run: RunConfig | None = None
+    stage: StageConfig | None = None
+    stage_index: int | None = None
+    run_folder: Path | None = None
+    step: int | None = None
+
+    @property
+    def evaluation_seed(self) -> int:
+        """Return the seed of the random streams of the run's held-out evaluation."""
+        stage_seed = (
+            0 if self.run is None else derive_seed(self.run.options.seed, self.stage_index or 0)
+        )
+        return derive_seed(stage_seed, "test")
+
+    def create_service(self, seed: int = 0, sampler_tp: int = 1) -> ServiceClient:
+        """Create a service with the run's precision and sampler, so that the same weights generate
+        the same samples.
+
+        The run's settings of its launch (`sampler_ranks`, `sampler_tp`) do not apply: this service
+        may have a single process.
+        """
+        from rl.client import ServiceClient
+        from rl.runtime import WorkerSettings
+        from rl.trainer.worker_settings import collect_worker_settings
+
+        settings = (
+            collect_worker_settings(self.run.stages) if self.run is not None else WorkerSettings()
+        )
+        # tensor-parallel samplers have no paged KV cache
+        cache = settings.sampler.cache if sampler_tp == 1 else "auto"
+        settings = replace(
+            settings, sampler_ranks=0, sampler=replace(settings.sampler, tp=sampler_tp, cache=cache)
+        )
+        return ServiceClient(seed=seed, settings=settings)
+
+    def create_sampler(self, service: ServiceClient) -> SamplingClient:
+        """Load the weights into a sampling client. Raises UserError if they cannot be loaded."""
+        if self.path is None:
+            return service.create_sampling_client(base_model=self.name)
+        return service.create_sampling_client(model_path=str(self.path))
+
+
+def open_weights(target: str, checkpoint: str | None = None) -> SavedWeights:
+    """Open what a word on the command line names: a run's folder, a folder of weights, a hub name,
+    or tiny:<preset>.
+
+    `checkpoint`: of a run's folder, "best" or a name in checkpoints.jsonl; None: the newest
+    checkpoint of the training. Raises UserError if the name does not exist, or nothing is saved
+    yet.
+    """
+    folder = Path(target).expanduser()
+    if is_run_folder(folder):
+        return _open_run(folder, checkpoint)
+    if checkpoint is not None:
+        raise UserError(
+            f"--checkpoint {checkpoint} chooses a checkpoint of a run, but {target} is no "
+            "folder of a run"
+        )
+    if folder.is_dir():
+        return _open_folder(folder)
+    if target.startswith("tiny:") or not _looks_like_path(target, folder):
+        return SavedWeights(target)
+    expected = "a run's folder, a folder of weights, a hub name or tiny:<preset>"
+    raise UserError(f"no folder {target}{_list_siblings(folder)}: give {expected}")
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Return whether config.json is a run's; a model's folder has a config.json too."""
+    return contains_run(folder)
+
+
+def _open_run(folder: Path, checkpoint: str | None) -> SavedWeights:
+    from rl.algorithms import METHODS, is_method_address
+    from rl.config import RunSettings
+
+    for stage in load_saved_config(folder)["stages"]:
+        if is_method_address(stage["method"]):
+            check_method_code(stage["method"], str(folder / CONFIG))
+    run = load_resolved_config(
+        load_saved_config(folder), METHODS, options=RunSettings, place=str(folder / CONFIG)
+    )
+    row = _select_checkpoint(folder, _list_checkpoints(folder), checkpoint)
+    # by name below this folder, not by the recorded path: the run's folder may have been moved
+    path = checkpoint_path(
+        folder / (CHECKPOINTS_FOLDER if row["state_path"] else WEIGHTS_FOLDER), row["name"]
+    )
+    names = [stage.name for stage in run.stages]
+    if row["stage"] not in names:
+        raise UserError(
+            f"{folder / CHECKPOINTS} says that {row['name']} belongs to stage {row['stage']!r}; "
+            f"the run's stages are {', '.join(names)}"
+        )
+    index = names.index(row["stage"])
+    return SavedWeights(
+        f"{folder}: {row['name']}", path, run, run.stages[index], index, folder, row["batch"]
+    )
+
+
+def _list_checkpoints(folder: Path) -> list[dict[str, Any]]:
+    """Return the run's checkpoints on disk. If none exists, return those of its list, so that an
+    error can name what is missing.
+    """
+    return complete_checkpoint_list(folder, read_stage_steps(load_saved_config(folder)["stages"]))[
+        0
+    ] or read_checkpoint_list(folder)
+
+
+def _select_checkpoint(
+    folder: Path, rows: list[dict[str, Any]], checkpoint: str | None
+) -> dict[str, Any]:
+    """Return the row of a checkpoint.
+
+    Best weights were chosen by held-out problems, so they are returned only if they are requested.
+    """
+    if not rows:
+        raise UserError(
+            f"the run in {folder} has saved no weights yet: wait for its first checkpoint (its "
+            "setting save_every)"
+        )
+    best = [row for row in rows if row.get("kind") == "best"]
+    if checkpoint is None:
+        return max(
+            (row for row in rows if row not in best), key=lambda row: row["batch"], default=rows[-1]
+        )
+    if checkpoint == "best" and best:
+        return best[-1]
+    named = [row for row in rows if row["name"] == checkpoint]
+    if not named:
+        available = ", ".join([*(["best"] if best else []), *(row["name"] for row in rows)])
+        raise UserError(f"the run in {folder} has no checkpoint {checkpoint!r}; it has {available}")
+    return named[0]
+
+
+def _open_folder(folder: Path) -> SavedWeights:
+    """Open a folder of weights. If it lies in a run's folder, the run's settings are attached."""
+    if folder.name == "model" and (folder.parent / "state.json").is_file():
+        folder = folder.parent  # state.json of this folder records the base model
+    run_folder = folder.resolve().parent.parent
+    if (folder / "state.json").is_file() and is_run_folder(run_folder):
+        if any(row["name"] == folder.name for row in _list_checkpoints(run_folder)):
+            return _open_run(run_folder, folder.name)
+    if not any(
+        (folder / name).is_file() for name in ("state.json", "config.json", "adapter_config.json")
+    ):
+        available = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+        raise UserError(f"{folder} contains neither a run nor weights (it has {available})")
+    return SavedWeights(str(folder), folder)
+
+
+def _looks_like_path(target: str, folder: Path) -> bool:
+    """Return whether a word means a path, since hub names look like paths: it begins like a path,
+    has several levels, or its parent folder exists.
+    """
+    parent_exists = folder.parent != Path(".") and folder.parent.is_dir()
+    return (
+        target.startswith((".", "/", "~", "runs/"))
+        or target.count("/") > 1
+        or parent_exists
+        or Path("runs", target).is_dir()
+    )
+
+
+def _list_siblings(folder: Path) -> str:
+    if Path("runs", folder).is_dir():
+        return f" (did you mean {Path('runs', folder)}?)"
+    siblings = (
+        sorted(str(path) for path in folder.parent.iterdir() if path.is_dir())
+        if folder.parent.is_dir()
+        else []
+    )
+    return f" ({folder.parent} has {', '.join(siblings[:8])})" if siblings else ""

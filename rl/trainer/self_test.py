@@ -1,0 +1,269 @@
+"""Check before the first step that sampler and learner agree, and that updates reach the sampler.
+
+Most errors that ruin a run silently leave its metrics healthy: weights that are never synchronized,
+an adapter that the sampler lacks, a mask that is off by one. The test therefore samples a few
+answers to the first problems and compares sampler and learner on them. It leaves no traces:
+samples, gradients and weights of the run are bitwise the same without it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rl.client import SamplingClient, TrainingClient
+from rl.errors import UserError
+from rl.renderers import Renderer
+from rl.rollout import Trajectory, Transition, trajectory_to_datums
+from rl.runtime import ConsistencyReport, check_sync
+from rl.sampler import SamplingRequest
+from rl.seed import derive_seed
+from rl.types import Datum, Message, ModelInput, SampledSequence, SamplingParams
+
+# number of problems, answers to each problem, tokens of each answer at most
+PROBLEMS, ANSWERS, TOKENS = 2, 2, 16
+_PLACEHOLDER_TOKENS = range(3, 9)  # tokens that replace the prompt of an environment
+TOLERANCE = 2e-3  # nats: fp32 rounding over a deep model stays below 1e-4
+# limits with moved weights in fp32: nats, and a multiple of the difference before
+MOVED_TOLERANCE, MOVED_GROWTH = 3e-5, 30
+TOLERANCE_BF16 = 0.1  # nats on average; single tokens differ by more
+MOVED_FRACTION_BF16 = 0.25  # fraction of the mean change that moved weights make
+
+
+class SelfTestFailed(UserError):
+    """Raised if the run would not learn from what it samples."""
+
+    def __init__(self, problem: str):
+        super().__init__(
+            f"self-test: {problem}. Nothing was trained; --no-self-test trains without this check"
+        )
+
+
+def self_test(
+    policy: TrainingClient,
+    sampler: SamplingClient,
+    conversations: Sequence[Sequence[Message]],
+    renderer: Renderer,
+    params: SamplingParams,
+    seed: int,
+) -> str:
+    """Run the self-test and return its result as a line of text. `sampler`: of the current weights.
+
+    Raises SelfTestFailed, naming what is broken.
+    """
+    start = time.perf_counter()
+    samples = _sample_answers(sampler, conversations[:PROBLEMS], renderer, params, seed)
+    datums: list[Datum] = []
+    for prompt, sequence in samples:
+        _check_endings(sequence, prompt, renderer, params)
+        sample_datums = trajectory_to_datums(
+            Trajectory([Transition(prompt, sequence, 0.0, True)], advantage=1.0)
+        )
+        _check_tokens(prompt, sequence, sample_datums)
+        datums += sample_datums
+    versions = {sequence.version for _, sequence in samples}
+    if versions != {policy.version}:
+        raise SelfTestFailed(
+            f"samples are labeled version {sorted(map(str, versions))}, the weights are version "
+            f"{policy.version}"
+        )
+    seen = check_sync(policy, sampler, datums, params.temperature)
+    exact = policy.info["dtype"] == "fp32"
+    difference = _check_agreement(datums, seen, exact)
+    _check_weight_sync(
+        datums,
+        seen,
+        min(TOLERANCE, max(MOVED_TOLERANCE, MOVED_GROWTH * difference)) if exact else None,
+    )
+    reached = _check_gradients(seen)
+    return (
+        f"self-test: sampler and learner agree to {difference:.1g} nats over "
+        f"{sum(len(s.tokens) for _, s in samples)} tokens, moved weights reach the sampler, "
+        f"gradients reach {reached} tensors ({time.perf_counter() - start:.1f} s)"
+    )
+
+
+def _sample_answers(
+    sampler: SamplingClient,
+    conversations: Sequence[Sequence[Message]],
+    renderer: Renderer,
+    params: SamplingParams,
+    seed: int,
+) -> list[tuple[ModelInput, SampledSequence]]:
+    short = replace(
+        params,
+        max_tokens=min(TOKENS, params.max_tokens or TOKENS),
+        stop=renderer.get_stop_sequences(),
+    )
+    # An environment's prompt is not used: it would begin an episode.
+    prompts = [
+        renderer.build_generation_prompt(messages)
+        if messages
+        else ModelInput.from_ints(list(_PLACEHOLDER_TOKENS))
+        for messages in conversations
+    ]
+    sampling_seed = derive_seed(seed, "self-test")
+    requests = [
+        SamplingRequest(
+            prompt=prompt.flat(),
+            images=prompt.placed(),
+            num_samples=ANSWERS,
+            params=short,
+            seed=sampling_seed,
+            problem=i,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    responses, _ = sampler.sample_many(requests).result()
+    return [
+        (prompt, sequence)
+        for prompt, response in zip(prompts, responses, strict=True)
+        for sequence in response.sequences
+    ]
+
+
+def _check_endings(
+    sequence: SampledSequence, prompt: ModelInput, renderer: Renderer, params: SamplingParams
+) -> None:
+    """Check that sampler and renderer agree whether an answer ended. A truncated answer did not
+    end.
+    """
+    _, ended = renderer.parse_response(sequence.tokens)
+    if ended != (sequence.stop_reason == "stop"):
+        reading = "ended" if ended else "not ended"
+        raise SelfTestFailed(
+            f"an answer of {len(sequence.tokens)} tokens with stop_reason "
+            f"{sequence.stop_reason!r} is read as {reading} (its last tokens: "
+            f"{renderer.tokenizer.decode(sequence.tokens[-4:])!r})"
+        )
+
+
+def _check_tokens(prompt: ModelInput, sequence: SampledSequence, datums: Sequence[Datum]) -> None:
+    """Check that the trained tokens are exactly the sampled tokens, all of them."""
+    trained: list[int] = []
+    logprobs: list[float] = []
+    for datum in datums:
+        inputs = datum.loss_fn_inputs
+        mask = inputs["mask"].array != 0
+        trained += inputs["target_tokens"].array[mask].tolist()
+        logprobs += inputs["logprobs"].array[mask].tolist()
+    if trained != list(sequence.tokens):
+        raise SelfTestFailed(
+            f"the tokens that would be trained {trained[:8]} are not the tokens that were "
+            f"sampled {list(sequence.tokens)[:8]}"
+        )
+    if not np.array_equal(
+        np.array(logprobs, np.float32), np.array(sequence.logprobs or [], np.float32)
+    ):
+        raise SelfTestFailed(
+            "the logprobs that would be used in training are not the logprobs of the sampled "
+            "tokens at their positions"
+        )
+    whole = [
+        *datums[0].model_input.flat(),
+        int(datums[-1].loss_fn_inputs["target_tokens"].array[-1]),
+    ]
+    if len(datums) == 1 and whole != [*prompt.flat(), *sequence.tokens]:
+        raise SelfTestFailed("the sequence that would be trained is not the prompt and its answer")
+
+
+def _select_actions(datums: Sequence[Datum], logprobs: dict[int, np.ndarray]) -> np.ndarray:
+    return np.concatenate(
+        [logprobs[i][datum.loss_fn_inputs["mask"].array != 0] for i, datum in enumerate(datums)]
+    )
+
+
+def _check_agreement(datums: Sequence[Datum], report: ConsistencyReport, exact: bool) -> float:
+    """Return the largest difference in nats between learner and sampler (its sampling logprobs and
+    its scoring logprobs).
+    """
+    sampled = np.concatenate(
+        [d.loss_fn_inputs["logprobs"].array[d.loss_fn_inputs["mask"].array != 0] for d in datums]
+    ).astype(np.float64)
+    learner, read = _select_actions(datums, report.learner), _select_actions(datums, report.sampler)
+    for action, sampler in (("drew", sampled), ("reads", read)):
+        difference = np.abs(sampler - learner)
+        if difference.max() > TOLERANCE if exact else difference.mean() > TOLERANCE_BF16:
+            at = int(difference.argmax())
+            raise SelfTestFailed(
+                "sampler and learner disagree on the logprobs of the same tokens at the same "
+                f"weights, by {difference.mean():.3g} nats on average and "
+                f"{difference.max():.3g} at worst (the sampler {action} {sampler[at]:.4f}, the "
+                f"learner has {learner[at]:.4f})"
+            )
+    return float(np.abs(sampled - learner).max())
+
+
+def _check_weight_sync(
+    datums: Sequence[Datum], report: ConsistencyReport, tolerance: float | None
+) -> None:
+    """Check that moved weights change the sampler's logprobs in the same way as the learner's.
+
+    `tolerance`: largest difference in nats, in fp32; None: in bf16.
+    """
+    learner, sampler = (
+        _select_actions(datums, report.learner_moved),
+        _select_actions(datums, report.sampler_moved),
+    )
+    change = np.abs(learner - _select_actions(datums, report.learner))
+    if not report.num_perturbed or not change.max() > 0:
+        raise SelfTestFailed(
+            "moving the trained weights changes no logprob of the learner: nothing is trained"
+        )
+    if not np.abs(sampler - _select_actions(datums, report.sampler)).max() > 0:
+        raise SelfTestFailed(
+            "the sampler does not notice that the weights changed: the weight sync delivers nothing"
+        )
+    difference = np.abs(sampler - learner)
+    if (
+        difference.max() > tolerance
+        if tolerance is not None
+        else difference.mean() > max(TOLERANCE_BF16, MOVED_FRACTION_BF16 * float(change.mean()))
+    ):
+        raise SelfTestFailed(
+            "the weight sync delivers only a part of the weights: with moved weights sampler "
+            f"and learner disagree by {difference.mean():.3g} nats on average and "
+            f"{difference.max():.3g} at worst, where moving them changes the learner by "
+            f"{change.mean():.3g}"
+        )
+
+
+def _check_gradients(report: ConsistencyReport) -> str:
+    if report.frozen_with_gradient:
+        raise SelfTestFailed(
+            f"frozen tensors have a gradient: {_format_names(report.frozen_with_gradient)}"
+        )
+    missed = [
+        name
+        for name, size in report.gradient_sizes.items()
+        if not size > 0 and not _may_lack_gradient(name)
+    ]
+    if missed:
+        raise SelfTestFailed(
+            f"no gradient reaches {len(missed)} of {len(report.gradient_sizes)} trained tensors: "
+            f"{_format_names(missed)}"
+        )
+    return (
+        f"{sum(size > 0 for size in report.gradient_sizes.values())} of "
+        f"{len(report.gradient_sizes)}"
+    )
+
+
+def _may_lack_gradient(name: str) -> bool:
+    """Return whether a tensor may have no gradient: a few tokens reach few experts, and text
+    reaches no image encoder.
+    """
+    return any(
+        part in name
+        for part in ("expert", "vision", "visual", "image", "audio", "mm_projector", "multi_modal")
+    )
+
+
+def _format_names(names: Sequence[Any]) -> str:
+    return ", ".join(map(str, names[:3])) + (
+        f" and {len(names) - 3} more" if len(names) > 3 else ""
+    )

@@ -1,0 +1,295 @@
+"""Create the models of a stage: its policy and the other models that its method needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rl.client import SamplingClient, ServiceClient, TrainingClient
+from rl.config import LearnedRewardSettings, ModelSettings
+from rl.distributed import checkpoint_folder
+from rl.errors import UserError
+from rl.judges import (
+    BaseModelScorer,
+    ComparisonModel,
+    FrozenScorer,
+    LearnedRewards,
+    PairwiseJudge,
+    PublishedRewardModel,
+    RewardModel,
+    Rubric,
+    RubricJudge,
+    TokenScorer,
+    WeightedRewardModels,
+    shares_vocabulary,
+)
+from rl.models import LORA_PARTS, is_adapter, load_classifier_config
+from rl.renderers import Renderer, StopTextRenderer, get_renderer
+from rl.seed import derive_seed
+from rl.trainer.resolve_weights import find_initial_weights, find_weights_folder
+from rl.trainer.saved_weights import SavedWeights, open_weights
+
+
+def make_policy(
+    service: ServiceClient,
+    model: ModelSettings,
+    previous: str | None,
+    resume_from: str | None,
+    seed: int,
+    *,
+    value_head: bool = False,
+) -> TrainingClient:
+    """Return the training client of a stage.
+
+    Its weights are those of `resume_from`, of `previous` (the final checkpoint of the stage from
+    which it continues), or of its base model.
+    """
+    if resume_from is not None:
+        return service.create_training_client_from_state_with_optimizer(resume_from)
+    origin = find_initial_weights(model, previous)
+    if origin.continued_checkpoint is not None:
+        return service.create_training_client_from_state(
+            origin.continued_checkpoint, value_head=value_head, base_dtype=model.base_dtype
+        )
+    base = origin.base
+    weights_seed = derive_seed(seed, "weights") % 2**31
+    if model.lora_rank == 0:
+        return service.create_full_training_client(
+            base, tokenizer=model.tokenizer, seed=weights_seed, value_head=value_head
+        )
+    return service.create_lora_training_client(
+        base,
+        rank=model.lora_rank,
+        seed=derive_seed(seed, "adapter") % 2**31,
+        **{part: getattr(model, part) for part in LORA_PARTS},
+        alpha=model.lora_alpha,
+        tokenizer=model.tokenizer,
+        model_seed=weights_seed,
+        value_head=value_head,
+        base_dtype=model.base_dtype,
+    )
+
+
+class StageModelFactory:
+    """Create the models of a stage's method; see rl.algorithms.method_interface.ModelFactory.
+
+    `previous` is the checkpoint from which the stage began. `earlier` maps each earlier stage to
+    its final checkpoint.
+    `renderer` is the policy's renderer.
+    """
+
+    def __init__(
+        self,
+        service: ServiceClient,
+        policy: TrainingClient,
+        model: ModelSettings,
+        previous: str | None,
+        earlier: Mapping[str, str],
+        seed: int,
+        resume_from: str | None = None,
+        tags: Sequence[str] = (),
+        renderer: Renderer | None = None,
+    ):
+        self.service, self.policy, self.model, self.previous, self.earlier, self.seed = (
+            service,
+            policy,
+            model,
+            previous,
+            earlier,
+            seed,
+        )
+        self.resume_from, self.tags, self.renderer = resume_from, tags, renderer
+
+    def initial_policy(self) -> TokenScorer:
+        """Return a scorer with the stage's initial weights, for example as the reference model.
+
+        The weights are loaded from the policy's origin, not from the policy, so that they are the
+        same when the stage begins and when it is resumed.
+        """
+        origin, model = find_initial_weights(self.model, self.previous), self.model
+        if origin.continued_checkpoint is not None:
+            return FrozenScorer(
+                self.service.create_sampling_client(model_path=origin.continued_checkpoint)
+            )
+        if model.lora_rank:
+            return BaseModelScorer(self.policy)
+        if self.previous is not None and not is_adapter(origin.base):
+            return FrozenScorer(self.service.create_sampling_client(model_path=self.previous))
+        seed = derive_seed(self.seed, "weights") % 2**31
+        return FrozenScorer(
+            self.service.create_sampling_client(
+                base_model=origin.base, tokenizer=model.tokenizer, seed=seed
+            )
+        )
+
+    def load(self, target: str) -> SamplingClient:
+        """Return a client of an earlier stage, the policy's base model or other weights."""
+        if target in self.earlier:
+            return self.service.create_sampling_client(model_path=self.earlier[target])
+        if self.policy.info["lora_rank"] and self.policy.info["base_model"] == target:
+            return (
+                self.policy.get_base_sampling_client()
+            )  # loaded already, as the base of the adapter
+        return open_weights(target).create_sampler(self.service)
+
+    def rewards(self, learned: LearnedRewardSettings) -> dict[str, LearnedRewards]:
+        """Return the learned rewards that the settings name, under "rewards"; {} if none."""
+        if learned.comparison_model is not None:
+            judge = self.load(learned.comparison_model)
+            renderer = make_renderer(judge, *self.renderer_of(learned.comparison_model))
+            scorer: Any = PairwiseJudge(ComparisonModel(judge, renderer))
+        elif learned.rubric_model is not None:
+            judge = self.load(learned.rubric_model)
+            renderer_name, template = self.renderer_of(learned.rubric_model)
+            renderer = make_renderer(
+                judge,
+                learned.rubric_renderer or renderer_name,
+                () if learned.rubric_renderer else template,
+            )
+            scorer = RubricJudge(
+                judge, renderer, make_rubric(learned), derive_seed(self.seed, "rubric")
+            )
+        elif learned.reward_models:
+            scorer = WeightedRewardModels(
+                [
+                    (name, self._load_reward_model(name), weight)
+                    for name, weight in learned.reward_models
+                ]
+            )
+        elif learned.reward_model is not None:
+            scorer = self._load_reward_model(learned.reward_model)
+        else:
+            return {}
+        return {"rewards": LearnedRewards(scorer, learned.other_reward_weight)}
+
+    def _load_reward_model(self, target: str) -> RewardModel | PublishedRewardModel:
+        """Return the reward model `target`. Raises UserError if it is no reward model."""
+        weights = None if target in self.earlier else open_weights(target)
+        if weights is not None and is_published_reward_model(weights):
+            return PublishedRewardModel(self.service.create_classifier_client(target), target)
+        if (
+            weights is not None
+            and weights.stage is not None
+            and weights.stage.method != "reward_model"
+        ):
+            training_method = weights.stage.method
+            raise UserError(
+                f"{target} is no reward model: {training_method} trained it, and its value head "
+                "predicts the rewards of its policy. Name weights that train.py reward_model "
+                "trained"
+            )
+        path = Path(self.earlier[target]) if weights is None else weights.path
+        if (
+            path is None
+            or not (path / "state.json").is_file()
+            or not checkpoint_folder.read_verified_state(path)["spec"].get("value_head")
+        ):
+            raise UserError(
+                f"{target} is no reward model: it is not a ...ForSequenceClassification with a "
+                "single output, and has no value head that train.py reward_model trained. Train a "
+                "reward model with train.py reward_model, or use a published reward model; a "
+                "language model can score responses with --comparison-model"
+            )
+        client = self.service.create_training_client_from_state(str(path))
+        same_vocabulary = shares_vocabulary(self.policy, client, f"reward model {target}")
+        return RewardModel(
+            client,
+            target,
+            make_renderer(client, *self.renderer_of(target)),
+            shares_vocabulary=same_vocabulary,
+            policy_renderer=self.renderer,
+        )
+
+    def renderer_of(self, target: str) -> tuple[str | None, tuple[tuple[str, str], ...]]:
+        """Return the renderer (None: the default) and template settings of a model's training.
+
+        A model must be prompted with the renderer it was trained with.
+        """
+        weights = open_weights(self.earlier.get(target, target))
+        return (
+            (None, ())
+            if weights.stage is None
+            else (weights.stage.settings.data.renderer, weights.stage.settings.data.template)
+        )
+
+    def critic(self, base_model: str) -> TrainingClient:
+        """Return the critic: resumed, a copy of the policy's initial weights, or a base model."""
+        if self.resume_from is not None:
+            return self.service.create_training_client_from_state_with_optimizer(
+                str(Path(self.resume_from) / "critic")
+            )
+        if base_model == "policy":
+            return make_policy(
+                self.service, self.model, self.previous, None, self.seed, value_head=True
+            )
+        return make_policy(
+            self.service,
+            replace(self.model, base_model=find_weights_folder(base_model)),
+            None,
+            None,
+            self.seed,
+            value_head=True,
+        )
+
+
+def is_published_reward_model(weights: SavedWeights) -> bool:
+    """Return whether weights are a published reward model: a sequence classifier, not of a run.
+
+    Raises UserError if `load_classifier_config` does.
+    """
+    if weights.path is not None and (weights.path / "state.json").is_file():
+        return False
+    return (
+        load_classifier_config(weights.name if weights.path is None else str(weights.path))
+        is not None
+    )
+
+
+def make_rubric(learned: LearnedRewardSettings) -> Rubric:
+    """Return the rubric of the settings."""
+    return Rubric.from_weights(
+        learned.rubric,
+        learned.rubric_reading,
+        scale=learned.rubric_scale,
+        max_tokens=learned.rubric_max_tokens,
+    )
+
+
+def make_renderer(
+    client: TrainingClient | SamplingClient,
+    renderer_name: str | None,
+    template: Sequence[tuple[str, str]] = (),
+    stop: Sequence[str] = (),
+) -> Renderer:
+    """Return the requested renderer, by default the model's chat template.
+
+    The default is plain text if the tokenizer has no chat template. `template` holds settings of
+    the template as YAML texts. `stop` holds texts that end a response. Raises UserError if the
+    model has no tokenizer.
+    """
+    tokenizer = client.get_tokenizer()
+    if tokenizer is None:
+        raise UserError(
+            f"{client.info['base_model']} has no tokenizer: name a tokenizer with --tokenizer, or "
+            "put its files into the model's folder"
+        )
+    settings: dict[str, Any] = {
+        name: yaml.safe_load(value) if value.strip() else value for name, value in template
+    }
+    renderer = get_renderer(
+        renderer_name or ("chat_template" if tokenizer.chat_template else "plain"),
+        tokenizer,
+        **settings,
+    )
+    return StopTextRenderer(renderer, stop) if stop else renderer
+
+
+def stage_renderer(client: TrainingClient | SamplingClient, settings: Any) -> Renderer:
+    """Return the renderer of a stage according to its settings."""
+    return make_renderer(
+        client, settings.data.renderer, settings.data.template, settings.sampling.stop
+    )

@@ -1,0 +1,55 @@
+"""Collect a run's worker settings (precision, micro-batches, caches), shared by all stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rl.config import AsyncRolloutSettings, StageConfig
+from rl.errors import UserError
+from rl.learner import LearnerSettings, kept_bytes_from_gib
+from rl.runtime import SamplerSettings, WorkerSettings
+
+
+def collect_worker_settings(stages: Sequence[StageConfig]) -> WorkerSettings:
+    """Return the worker settings of the whole run. Raises UserError if those of stages differ."""
+    per_stage = []
+    for plan in stages:
+        model, optim, sampling = plan.settings.model, plan.settings.optim, plan.settings.sampling
+        learner = LearnerSettings(
+            token_budget=optim.token_budget,
+            layout=optim.layout,
+            fused=model.fused_logprobs,
+            kept_bytes=kept_bytes_from_gib(model.kept_logits_gib),
+            gradient_checkpointing=model.gradient_checkpointing,
+            optimizer=optim.optimizer,
+            router_replay=model.router_replay,
+            router_aux_loss_coef=model.router_aux_loss_coef,
+        )
+        limits = (sampling.kv_cache_tokens, sampling.max_rows)
+        sampler = SamplerSettings(
+            *limits,
+            sampling.sampler,
+            model.router_replay,
+            sampling.sampler_cache,
+            sampling.sampler_tp,
+        )
+        per_stage.append(WorkerSettings(dtype=model.precision, learner=learner, sampler=sampler))
+    ranks = {
+        flow.sampler_ranks
+        for plan in stages
+        if isinstance(flow := getattr(plan.settings, "flow", None), AsyncRolloutSettings)
+    }
+    if len(ranks) > 1:
+        raise UserError(
+            "sampler_ranks applies to the whole run: set it at the recipe's top level or on the "
+            "command line"
+        )
+    if any(settings != per_stage[0] for settings in per_stage):
+        raise UserError(
+            "precision, token_budget, layout, fused_logprobs, kept_logits_gib, "
+            "gradient_checkpointing, optimizer, router_replay, router_aux_loss_coef, "
+            "kv_cache_tokens, max_rows, sampler, sampler_cache and sampler_tp apply to the whole "
+            "run: set them at the recipe's top level or on the command line"
+        )
+    return replace(per_stage[0], sampler_ranks=max(ranks, default=0))
