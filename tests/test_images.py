@@ -240,5 +240,5 @@ def test_the_renderers_tokens_are_those_of_the_families_own_processor(seeing):
     mine = renderer.build_generation_prompt(said)
     assert mine.flat() == theirs["input_ids"][0].tolist()
     assert torch.equal(
-        reader.read(mine.placed()[0][1]).tensors["pixel_values"], theirs["pixel_values"]
+        reader.process(mine.placed()[0][1]).tensors["pixel_values"], theirs["pixel_values"]
     )
