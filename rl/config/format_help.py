@@ -118,8 +118,8 @@ def print_index(
         table = Table.grid(padding=(0, 2, 0, 0))
         table.add_column(no_wrap=True)
         table.add_column()
-        for remaining, right in rows:
-            table.add_row(Text(remaining, style="cyan"), Text(right))
+        for name, text in rows:
+            table.add_row(Text(name, style="cyan"), Text(text))
         console.print(Text(f"\n{title}", style="bold"))
         console.print(Padding(table, (0, 0, 0, 2)))
 
@@ -133,7 +133,7 @@ def print_index(
     section("Methods", [(name, spec.summary) for name, spec in methods.items()])
     rows = [
         (
-            str(path),
+            path.name if path.is_absolute() else str(path),
             read_recipe_summary(path) + (" (the default)" if path == default_recipe else ""),
         )
         for path in recipes

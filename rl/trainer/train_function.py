@@ -17,7 +17,10 @@ from rl.rewards import register_reward
 from rl.trainer.execute import execute, resolve_run_folder
 from rl.trainer.saved_weights import SavedWeights, open_weights
 
-_DEFAULT_RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "addition.yaml"
+_ROOT = Path(__file__).resolve().parents[2]
+# a wheel installs the recipes in whetstone_scripts (setup.py)
+_FOLDER = _ROOT if (_ROOT / "recipes").is_dir() else _ROOT / "whetstone_scripts"
+_DEFAULT_RECIPE = _FOLDER / "recipes" / "addition.yaml"
 
 
 @dataclass(frozen=True)

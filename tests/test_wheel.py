@@ -1,0 +1,109 @@
+"""Build the wheel and use it from a folder that is not the checkout."""
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Return the folder into which the wheel of the tracked files is installed, and the wheel."""
+    work = tmp_path_factory.mktemp("wheel")
+    source = work / "source"
+    tracked = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    for name in tracked:
+        if (REPO / name).is_file() and not name.startswith(("tests/", "bench/", "docs/")):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((REPO / name).read_bytes())
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    build = ["wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", str(work), "."]
+    subprocess.run([*pip, *build], cwd=source, check=True, timeout=300)
+    (wheel,) = work.glob("*.whl")
+    target = work / "site"
+    subprocess.run(
+        [*pip, "install", "--no-deps", "--no-index", "--target", str(target), str(wheel)],
+        check=True,
+        timeout=300,
+    )
+    return target, wheel
+
+
+def run(target: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess:
+    """Run the installed command, with the packages of this environment behind it."""
+    line = (
+        f"import sys; sys.path.insert(0, {str(target)!r}); import rl as package; "
+        f"assert package.__file__.startswith({str(target)!r}); from whetstone import main; "
+        "sys.exit(main())"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", line, *words], cwd=cwd, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.slow
+def test_the_wheel_trains_samples_and_knows_its_version(installed, tmp_path):
+    target, wheel = installed
+    version = run(target, tmp_path, "--version").stdout.strip()
+    assert version.startswith("whetstone ") and version.split()[1] in wheel.name
+    help_page = run(target, tmp_path, "train", "--help")
+    assert help_page.returncode == 0 and "grpo" in help_page.stdout
+    assert "gsm8k.yaml" in help_page.stdout  # the recipes are found
+    words = "train grpo --dataset addition --steps 1 --batch-size 2 --output-dir out --quiet"
+    trained = run(target, tmp_path, *words.split())
+    assert trained.returncode == 0, trained.stderr
+    sampled = run(target, tmp_path, *"sample out --prompt 1+1= --max-tokens 4".split())
+    assert sampled.returncode == 0, sampled.stderr
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_what_the_package_reads_and_nothing_else(installed):
+    _, wheel = installed
+    names = set(zipfile.ZipFile(wheel).namelist())
+    packages = {
+        str(path.relative_to(REPO))
+        for folder in ("rl", "kernels")
+        for path in (REPO / folder).rglob("*")
+        if path.is_file() and path.suffix in (".py", ".cpp")
+    }
+    recipes = {f"whetstone_scripts/recipes/{p.name}" for p in (REPO / "recipes").glob("*.yaml")}
+    assert packages | recipes | {"whetstone.py", "whetstone_scripts/train.py"} <= names
+    assert {name.split("/")[0] for name in names} - {"rl", "kernels", "whetstone_scripts"} == {
+        "whetstone.py",
+        f"whetstone-{wheel.name.split('-')[1]}.dist-info",
+    }
+
+
+def test_the_ranges_contain_the_pinned_versions():
+    """requirements.txt is what the tests run with."""
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    extras = [one for group in project["optional-dependencies"].values() for one in group]
+    ranges = {
+        (one := Requirement(text)).name.lower(): one for text in [*project["dependencies"], *extras]
+    }
+    pins = {}
+    for path in REPO.glob("requirements*.txt"):
+        for line in path.read_text().splitlines():
+            if "==" in line and not line.startswith("#"):
+                one = Requirement(line)
+                pins[one.name.lower()] = str(one.specifier).removeprefix("==")
+    outside = {
+        name: version
+        for name, version in pins.items()
+        if name in ranges and version not in ranges[name].specifier
+    }
+    assert not outside
+    assert set(ranges) <= set(pins), "a range without a version that the tests run with"
