@@ -3,6 +3,7 @@
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -240,16 +241,36 @@ def test_words_of_other_libraries_are_answered(word, here, tmp_path):
         asked(str(recipe))
 
 
+@pytest.mark.parametrize(
+    "words,expected",
+    [
+        ("GRPO", "unknown method 'GRPO'; did you mean grpo?"),
+        ("grpo --actor_rollout_ref.rollout.n 8", "it is called --group-size here"),
+        ("grpo actor_rollout_ref.rollout.n=8", "it is called --group-size here"),
+        ("grpo data.train_batch_size=8", "it is called --batch-size here"),
+        ("grpo --trainer.nnodes 2", "accelerate launch --num_machines"),
+        ("grpo mine=3", "a setting is --name value"),
+        ("--config recipes/gsm8k.yaml", "a recipe is named without a flag"),
+        ("grpo --epochs 3", "it is called --steps here"),
+    ],
+)
+def test_commands_in_the_manner_of_other_libraries_are_answered(words, expected):
+    with pytest.raises(SettingsError, match=re.escape(expected)):
+        asked(words)
+
+
 def test_every_word_of_other_libraries_leads_to_a_setting():
-    from rl.config.aliases import _FOREIGN_NAMES
+    from rl.config.aliases import _DOTTED_NAMES, _FOREIGN_NAMES
     from rl.config.fields import get_fields
 
     known = {
         *get_fields(RunSettings),
         *(key for method in METHODS.values() for key in get_fields(method.settings)),
     }
-    assert {here for here, _ in _FOREIGN_NAMES.values() if here} <= known
-    assert known & _FOREIGN_NAMES.keys() == {"beta"}  # dpo's, offline's
+    names = [*_FOREIGN_NAMES.values(), *_DOTTED_NAMES.values()]
+    assert {here for here, _ in names if here} <= known
+    # settings of some methods: beta of dpo and offline, epochs of ppo and others
+    assert known & _FOREIGN_NAMES.keys() == {"beta", "epochs"}
 
 
 def test_reward_beside_rewards_is_no_longer_ignored(tmp_path):

@@ -100,6 +100,41 @@ _FOREIGN_NAMES: dict[str, tuple[str, str]] = {
     "enforce_eager": ("sampler_cache", "plain uses no CUDA graphs"),
     "num_train_epochs": ("steps", "number of batches; rows / batch_size of them are an epoch"),
     "disable_dropout": ("", "dropout is never used here"),
+    "epochs": ("steps", "number of batches; rows / batch_size of them are an epoch"),
+    "config": ("", "a recipe is named without a flag, as in train.py RECIPE.yaml"),
+}
+# verl's keys, without actor_rollout_ref in front: the same as above.
+_DOTTED_NAMES: dict[str, tuple[str, str]] = {
+    "data.train_batch_size": ("batch_size", "problems a step"),
+    "data.train_files": ("dataset", ""),
+    "data.max_prompt_length": ("max_prompt_tokens", ""),
+    "data.max_response_length": ("max_tokens", ""),
+    "model.path": ("base_model", ""),
+    "model.lora_rank": ("lora_rank", ""),
+    "rollout.n": ("group_size", ""),
+    "rollout.temperature": ("temperature", ""),
+    "rollout.top_p": ("top_p", ""),
+    "rollout.gpu_memory_utilization": ("kv_cache_tokens", "the KV cache in tokens"),
+    "rollout.tensor_model_parallel_size": ("sampler_tp", ""),
+    "actor.optim.lr": ("learning_rate", ""),
+    "actor.ppo_mini_batch_size": (
+        "num_substeps",
+        "number of optimizer steps into which a batch is split",
+    ),
+    "actor.ppo_micro_batch_size_per_gpu": ("token_budget", "token positions in a micro-batch"),
+    "actor.kl_loss_coef": ("kl_coef", "with kl_placement loss"),
+    "actor.clip_ratio_low": ("clip_low", "a ratio: 1 - clip_ratio_low"),
+    "actor.clip_ratio_high": ("clip_high", "a ratio: 1 + clip_ratio_high"),
+    "algorithm.adv_estimator": ("advantage", "the method is the first word: grpo, ppo"),
+    "algorithm.kl_ctrl.kl_coef": ("kl_coef", "with kl_placement reward"),
+    "trainer.total_epochs": ("steps", "rows / batch_size steps are an epoch"),
+    "trainer.total_training_steps": ("steps", ""),
+    "trainer.save_freq": ("save_every", ""),
+    "trainer.test_freq": ("eval_every", ""),
+    "trainer.project_name": ("wandb_project", ""),
+    "trainer.experiment_name": ("name", ""),
+    "trainer.n_gpus_per_node": ("", "accelerate launch --num_processes sets it"),
+    "trainer.nnodes": ("", "accelerate launch --num_machines sets it"),
 }
 
 # Former names of settings and former words of their values; both are still accepted.
@@ -136,15 +171,16 @@ def current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return current
 
 
-def find_alias_hint(word: str, known: Collection[str]) -> str | None:
+def find_alias_hint(word: str, known: Collection[str] | None = None) -> str | None:
     """Return a hint for a setting of another library: its name here. Returns None for an unknown
-    word, or if `known` (the settings of this run) lacks the setting.
+    word, or if `known` (the settings of this run; None: any) lacks the setting.
     """
-    if word not in _FOREIGN_NAMES:
+    match = _FOREIGN_NAMES.get(word) or _DOTTED_NAMES.get(word.removeprefix("actor_rollout_ref."))
+    if match is None:
         return None
-    here, more = _FOREIGN_NAMES[word]
+    here, more = match
     if not here:
-        return f"; this project has no such setting: {more}"
-    if here not in known:
+        return f": {more}"
+    if known is not None and here not in known:
         return None
     return f"; it is called --{here.replace('_', '-')} here" + (f" ({more})" if more else "")

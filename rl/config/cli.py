@@ -78,7 +78,11 @@ def _unknown_word_message(word: str, methods: Collection[str], folder: Path) -> 
             f"recipes: {', '.join(recipes) or f'none in {folder}'}",
         )
     else:
-        near = nearest_name(word, methods)
+        if "=" in word:
+            key = word.partition("=")[0]
+            hint = aliases.find_alias_hint(key) or ": a setting is --name value"
+            return f"{word!r} is no method and no recipe{hint}"
+        near = nearest_name(word.lower(), methods)
         near = near or by_stem.get(nearest_name(word, by_stem) or "")
         what, known = (
             f"unknown method {word!r}",

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.config.aliases import current_name, current_settings
+from rl.config.aliases import current_name, current_settings, find_alias_hint
 from rl.config.fields import RawValue, nearest_name, to_words
 from rl.config.recipe import RecipeStage
 
@@ -102,6 +102,10 @@ def group_by_stage(
     for key, raw in stage_flags.items():
         stage, _, setting = key.rpartition(".")
         if stage not in by_stage:
+            known = {setting for table in tables.values() for setting in table}
+            if (alias_hint := find_alias_hint(key, known)) is not None:
+                problems.append(f"{raw.place}: no such setting{alias_hint}")
+                continue
             near = nearest_name(stage, names)
             hint = f"did you mean {near}?" if near else f"its stages are {', '.join(names)}"
             problems.append(f"{raw.place}: this run has no stage {stage!r}; {hint}")
