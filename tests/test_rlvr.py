@@ -551,3 +551,10 @@ def test_the_cookbooks_script_runs_with_other_imports_and_a_real_sampler(shared_
         assert checkpoint_folder.read_verified_state(tmp_path / where)["metadata"][
             "reward"
         ] == pytest.approx(float(reward), abs=6e-4)
+
+
+def test_the_mock_sampler_of_a_guide_is_answered():
+    with pytest.raises(ImportError, match=r"RolloutSampler\(client, ...\) in place of"):
+        from rl.rlvr import MockRolloutSampler  # noqa: F401
+    with pytest.raises(ImportError, match="cannot import name 'NoSuchName'"):
+        from rl.rlvr import NoSuchName  # noqa: F401

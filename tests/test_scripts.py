@@ -141,6 +141,7 @@ def test_what_cannot_be_opened_says_why(tmp_path: Path, monkeypatch: pytest.Monk
         (("runs/min",), "runs has runs/mine"),
         (("runs",), "neither a run nor weights (it has mine)"),
         (("./gone",), "no folder ./gone"),
+        (("tinker://abc/sampler_weights/x",), "is a path of a Tinker server"),
         (("tiny:addition", "best"), "no folder of a run"),
     ]
     for words, message in cases:

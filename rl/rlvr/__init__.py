@@ -6,6 +6,8 @@
 The package is a thin layer: clients and methods do the computation.
 """
 
+from typing import Any
+
 from rl.client import LoRAConfig, ServiceClient, TrainingConfig
 from rl.rewards import register_reward, resolve_reward
 from rl.rlvr.algorithms import PPO, REINFORCE, Algorithm, UpdateResult
@@ -28,3 +30,13 @@ __all__ = [
     "register_reward",
     "resolve_reward",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # ImportError and not AttributeError: `from rl.rlvr import name` shows its text
+    if name == "MockRolloutSampler":
+        raise ImportError(
+            "rl.rlvr samples from a model: write RolloutSampler(client, ...) in place of "
+            "MockRolloutSampler(...) (docs/rlvr.md)"
+        )
+    raise AttributeError(f"module 'rl.rlvr' has no attribute {name!r}")

@@ -104,6 +104,11 @@ def open_weights(target: str, checkpoint: str | None = None) -> SavedWeights:
     if target.startswith("tiny:") or not _looks_like_path(target, folder):
         return SavedWeights(target)
     expected = "a run's folder, a folder of weights, a hub name or tiny:<preset>"
+    if target.startswith("tinker://"):
+        raise UserError(
+            f"{target} is a path of a Tinker server: give {expected} (serve.py keeps the weights "
+            "below its --output-dir)"
+        )
     raise UserError(f"no folder {target}{_list_siblings(folder)}: give {expected}")
 
 
