@@ -29,7 +29,7 @@ OTHERS = {
     "model_args",
     "num_generations",
 }
-BENCH = {"gpu", "campaign"}  # scripts of bench/ whose flags are named
+BENCH = {"gpu", "campaign", "roles", "sampler_vllm"}  # scripts of bench/ whose flags are named
 IN_CODE = re.compile(r"```.*?```|`[^`\n]+`|^    .*$", re.S | re.M)
 FLAG = re.compile(r"(?<![\w-])--([a-z][\w.-]*)")
 SETTINGS = {key for method in METHODS.values() for key in get_fields(method.settings)} | set(
