@@ -1,7 +1,12 @@
-"""README and docs name settings that exist, and their command lines are taken as they stand."""
+"""README and docs name settings that exist, and their command lines are taken as they stand.
+
+Their links lead to pages and sections that exist, docs/index.md lists every page, and the README
+stays short.
+"""
 
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -29,9 +34,10 @@ OTHERS = {
     "model_args",
     "num_generations",
 }
-BENCH = {"gpu", "campaign"}  # scripts of bench/ whose flags are named
+BENCH = {"gpu", "campaign", "roles", "sampler_vllm"}  # scripts of bench/ whose flags are named
 IN_CODE = re.compile(r"```.*?```|`[^`\n]+`|^    .*$", re.S | re.M)
 FLAG = re.compile(r"(?<![\w-])--([a-z][\w.-]*)")
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 SETTINGS = {key for method in METHODS.values() for key in get_fields(method.settings)} | set(
     get_fields(RunSettings)
 )
@@ -107,3 +113,57 @@ def test_a_setting_that_is_gone_would_be_seen(monkeypatch):
         read_run(
             ["grpo", "--group-sizes", "4"], METHODS, ROOT / "recipes" / "addition.yaml", RunSettings
         )
+
+
+def section_ids(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(
+        r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M
+    )
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    broken = []
+    for target, section in LINK.findall(re.sub(r"```.*?```", "", text, flags=re.S)):
+        path = (page.parent / target).resolve() if target else page
+        if not path.exists() or (section and section not in section_ids(path)):
+            broken.append(f"{target}#{section}")
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_somewhere(page):
+    assert broken_links(page, page.read_text()) == []
+
+
+def test_a_broken_link_is_seen():
+    text = "[a](docs/nothing.md) [b](docs/running.md#nothing) [c](docs/running.md#does-it-fit)"
+    assert broken_links(ROOT / "README.md", text) == ["docs/nothing.md#", "docs/running.md#nothing"]
+
+
+def test_the_index_lists_every_page_once():
+    rows = re.findall(r"^\| \[([^]]+)\]\(\1\) \|", (ROOT / "docs" / "index.md").read_text(), re.M)
+    assert sorted(rows) == [page.name for page in PAGES[1:] if page.name != "index.md"]
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+def test_the_page_of_methods_quotes_the_loop():
+    """The block under "The loop" is a run of lines of rl/trainer/online_loop.py."""
+    section = (ROOT / "docs" / "methods.md").read_text().partition("## The loop\n")[2]
+    quoted = re.findall(r"```python\n(.*?)```", section, re.S)[0]
+    loop = (ROOT / "rl" / "trainer" / "online_loop.py").read_text()
+    assert textwrap.indent(quoted, " " * 8) in loop
+
+
+def test_the_reward_of_the_readme_scores():
+    block = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[0]
+    names: dict = {}
+    exec(block, names)
+    for answer in ("46", 46):
+        assert names["last_number"]("What is 12 + 34?", "12 + 34 = 46", {"answer": answer}) == 1
+        assert names["last_number"]("What is 12 + 34?", "46, or 47", {"answer": answer}) == 0
+        assert names["last_number"]("What is 12 + 34?", "", {"answer": answer}) == 0
