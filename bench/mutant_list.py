@@ -1323,14 +1323,14 @@ MUTANTS = [
         "wrappers",
     ),
     M(
-        "rl/serve/tenant_queue.py",
+        "rl/serve/tenant_limit.py",
         "    if has_others and tenant_used + amount > share:\n",
         "    if tenant_used < 0:\n",
         "a tenant's part of the queue",
         "serve_turns",
     ),
     M(
-        "rl/serve/tenant_queue.py",
+        "rl/serve/tenant_limit.py",
         "        tenant = max(queues, key=lambda name: (counts[name], -age[queues[name][0]]))\n",
         "        tenant = min(queues, key=lambda name: (counts[name], -age[queues[name][0]]))\n",
         "who holds most gives up first",
@@ -1513,8 +1513,8 @@ MUTANTS = [
     ),
     M(
         "rl/trainer/async_source.py",
-        "        self.flow.player_streams[None].stream.switch_weights(\n            self.sampler, recompute=self.stage.settings.flow.recompute_cache\n        )\n",
-        "        self.flow.player_streams[None].stream.switch_weights(self.sampler, recompute=False)\n",
+        "        self.engine.player_streams[None].stream.switch_weights(\n            self.sampler, recompute=self.stage.settings.flow.recompute_cache\n        )\n",
+        "        self.engine.player_streams[None].stream.switch_weights(self.sampler, recompute=False)\n",
         "second review: recompute_cache does nothing",
         "staleness",
     ),
@@ -1681,7 +1681,7 @@ MUTANTS = [
     ),
     M(
         "rl/sampler/block_manager.py",
-        "        return new + sum(\n            min(count, self.pool.ref_counts[page] - 1) for page, count in writers.items()\n        )\n",
+        "        return new + sum(\n            min(count, self.pool.ref_counts[block] - 1) for block, count in writers.items()\n        )\n",
         "        return new + len(writers)\n",
         "second review: copies of shared pages are counted wrong",
         "block_tables",

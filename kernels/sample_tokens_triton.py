@@ -1,10 +1,10 @@
 """Implement `sample_tokens` in Triton: sums of exp over slices of the vocabulary, then the slice
 that a uniform number falls into, then the token in that slice.
 
-A slice has SUB columns. The chosen slice of a row is computed a second time from SUB rows of W: at
-D = 4096 this reads half a megabyte for each row, whereas writing and reading logits would take four
-passes over 2 V bytes. Sums within a slice are float32, sums over slices float64. The random numbers
-come from the host (rl/sampler/philox.py).
+A slice has SLICE_COLUMNS columns. The chosen slice of a row is computed a second time from SUB rows
+of W: at D = 4096 this reads half a megabyte for each row, whereas writing and reading logits would
+take four passes over 2 V bytes. Sums within a slice are float32, sums over slices float64. The
+random numbers come from the host (rl/sampler/philox.py).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _slices_kernel(
     PRECISION: tl.constexpr,
 ):
     """Store max[slice, row] of z = x w' scale (logits / log 2) and sum[slice, row] of 2^(z - max),
-    for every slice of SUB columns.
+    for every slice of SLICE_COLUMNS columns.
     """
     block, split = _item(N, SPLITS, GROUP, BM)
     rows = block * BM + tl.arange(0, BM)

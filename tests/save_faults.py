@@ -26,7 +26,7 @@ from rl.jsonl import read_jsonl  # noqa: E402
 from rl.reporting.logbook import CHECKPOINTS, Logbook  # noqa: E402
 from rl.trainer.checkpoint_manager import CheckpointManager  # noqa: E402
 from rl.trainer.checkpoint_scan import StageSteps, complete_checkpoint_list  # noqa: E402
-from rl.trainer.resume import ResumePoint, remove_later_checkpoints  # noqa: E402
+from rl.trainer.resume import ResumePoint, remove_damaged_checkpoints  # noqa: E402
 from rl.types import SaveWeightsResponse  # noqa: E402
 
 DISK = ctypes.CDLL(None)
@@ -129,7 +129,7 @@ def resume(worker, folder: Path, whole: dict[int, dict]) -> int:
         f"the checkpoint of step {step} is another than was saved"
     )
     here = rows.index(found[0])
-    remove_later_checkpoints(folder, ResumePoint(stale=rows[here + 1 :]))
+    remove_damaged_checkpoints(folder, ResumePoint(stale=rows[here + 1 :]))
     logbook = Logbook(folder, resume_step=step, checkpoints=rows[: here + 1])
     logbook._metrics.close()
     if step == 1:

@@ -65,12 +65,12 @@ def simulate(seed: int, apart: bool):
             admission.advance_version()
             if chance.random() < 0.3:  # a run that goes on from a checkpoint
                 state = admission.state()
-                counts = admission.awaited_groups, admission.rescheduled_groups
+                counts = admission.num_awaited, admission.num_rescheduled
                 admission = StalenessController(
                     size, bound, size * steps, resample=admission.resample
                 )
                 admission.load_state(state)
-                admission.awaited_groups, admission.rescheduled_groups = counts
+                admission.num_awaited, admission.num_rescheduled = counts
         elif kind == "ended" and which == attempt[number]:
             admission.mark_ended(number)
     return admission, batches, size, bound, steps
@@ -91,7 +91,7 @@ def test_no_token_is_ever_older_than_the_bound_and_every_group_is_trained_once(f
             for _, began in batch:
                 assert 0 <= version - began <= bound
                 ages.add(version - began)
-        waited, redrawn = waited + admission.awaited_groups, redrawn + admission.rescheduled_groups
+        waited, redrawn = waited + admission.num_awaited, redrawn + admission.num_rescheduled
         if bound == 0:  # in step: each batch is the problems of its own step, in order
             in_order = [list(range(i * size, i * size + size)) for i in range(steps)]
             assert [[number for number, _ in batch] for _, batch in batches] == in_order
@@ -110,10 +110,10 @@ def test_a_batch_is_of_those_that_are_there_until_one_may_wait_no_longer():
     for number in (4, 5):
         admission.mark_ended(number)
     # trained after this update they would be two versions old
-    assert admission.take_batch() == ([], []) and admission.awaited_groups == 2
+    assert admission.take_batch() == ([], []) and admission.num_awaited == 2
     admission.mark_ended(0)
     admission.mark_ended(3)
-    assert admission.take_batch() == ([0, 3], []) and admission.awaited_groups == 2
+    assert admission.take_batch() == ([0, 3], []) and admission.num_awaited == 2
     again = StalenessController(batch_size=1, max_staleness=1, num_groups=3, resample=True)
     again.start_groups()
     again.mark_ended(1)
@@ -123,6 +123,6 @@ def test_a_batch_is_of_those_that_are_there_until_one_may_wait_no_longer():
     again.mark_ended(2)
     assert (
         again.take_batch() == ([2], [0])
-        and again.rescheduled_groups == 1
+        and again.num_rescheduled == 1
         and again.start_versions == {0: 1}
     )

@@ -29,7 +29,7 @@ from rl.learner.learner_checkpoint import read_learner_state, read_spec
 from rl.models import check_model_folder
 from rl.reporting.logbook import check_claim_folder
 from rl.reporting.metric_plots import read_curve
-from rl.trainer.resume import find_resume_point, remove_later_checkpoints
+from rl.trainer.resume import find_resume_point, remove_damaged_checkpoints
 from rl.trainer.saved_weights import open_weights
 
 ODD = [
@@ -138,7 +138,7 @@ def done(tmp_path_factory) -> Path:
 
 def resumed(folder: Path, plan):
     position = find_resume_point(plan, folder, Heard())
-    remove_later_checkpoints(folder, position)
+    remove_damaged_checkpoints(folder, position)
     return position
 
 

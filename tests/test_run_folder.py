@@ -18,7 +18,7 @@ from rl.reporting.console import Console
 from rl.reporting.logbook import CHECKPOINTS
 from rl.trainer import execute as run
 from rl.trainer.checkpoint_scan import complete_checkpoint_list, read_stage_steps
-from rl.trainer.resume import find_resume_point, remove_later_checkpoints
+from rl.trainer.resume import find_resume_point, remove_damaged_checkpoints
 
 REPO = Path(__file__).resolve().parent.parent
 RECIPE = """
@@ -203,7 +203,7 @@ def survives(done: Path, to: Path, count: int, seed: int) -> int:
         console = Heard()
         position = find_resume_point(plan, folder, console)
         assert position == right, damaged
-        remove_later_checkpoints(folder, position)
+        remove_damaged_checkpoints(folder, position)
         noticed += len(console.said) > 0
     assert whole(to) == before and (outside / "thesis.txt").read_text() == "years of work"
     return noticed

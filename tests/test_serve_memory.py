@@ -14,7 +14,7 @@ from serving import BASE, Wire, held, server
 from test_serve import KEYS, texts
 from test_serve_gone import until
 
-from rl.serve import served_models, session_store, tenant_queue, tinker_protobuf
+from rl.serve import served_models, session_store, tenant_limit, tinker_protobuf
 from rl.serve.request_store import PendingRequest, RequestStore
 from rl.serve.session_store import SamplerRecord
 from rl.types import Datum, ModelInput, SampledSequence, SampleResponse
@@ -277,7 +277,7 @@ def test_samplers_that_two_threads_forget_at_once_are_no_error(tmp_path, monkeyp
         base, chosen = one.engine.settings.bases[0], []
 
         def surplus(holders, oldest_first, count):
-            names = tenant_queue.choose_evictions(holders, oldest_first, count)
+            names = tenant_limit.choose_evictions(holders, oldest_first, count)
             chosen.extend(names)
             for name in names:
                 one.session_store.samplers.pop(name, None)

@@ -11,7 +11,7 @@ from rl.serve.agent_sessions import AgentSessions
 from rl.serve.http_errors import HttpError
 from rl.serve.request_fields import OpenAIRequestError as ChatRefused
 from rl.serve.session_store import SamplerRecord
-from rl.serve.tenant_queue import check_share, choose_evictions
+from rl.serve.tenant_limit import check_share, choose_evictions
 
 
 @pytest.mark.parametrize("limit", [2, 7, 64])

@@ -111,12 +111,13 @@ class PolicyGradient:
             f"{groups[p].tag}/{groups[p].problem_index}" + (f"/turn {turn}" if turn else "")
             for p, turn, _ in cells
         ]
+        advantages_P_G_N = [[[0.0] * len(steps) for steps in group] for group in rewards_P_G_N]
         for (p, _, members), advantages_K in zip(
             cells, self._estimate_advantages(rewards_C_K, keys_C), strict=True
         ):
             for (g, n), advantage in zip(members, advantages_K, strict=True):
-                rewards_P_G_N[p][g][n] = float(advantage)
-        for group, advantages_G_N in zip(groups, rewards_P_G_N, strict=True):
+                advantages_P_G_N[p][g][n] = float(advantage)
+        for group, advantages_G_N in zip(groups, advantages_P_G_N, strict=True):
             for trajectory, advantages_N in zip(group.trajectories_G, advantages_G_N, strict=True):
                 self._store_advantages(trajectory, advantages_N)
         trained = {

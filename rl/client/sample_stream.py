@@ -26,9 +26,9 @@ class SampleStream:
 
         stream = SampleStream(client)
         params = SamplingParams(max_tokens=64)
-        ticket = stream.add(Request(prompt=[1, 5, 7], params=params, seed=0, problem=3))
+        ticket = stream.add(SamplingRequest(prompt=[1, 5, 7], params=params, seed=0, problem=3))
         while stream.busy:
-            # at most STEPS engine steps, the same number on every rank
+            # at most ENGINE_STEPS engine steps, the same number on every rank
             output = stream.slice()  # .finished: {ticket: SampleResponse or ValueError}
         stream.close()
 

@@ -172,7 +172,7 @@ class SamplingClient(AsyncSamplingMethods, AwaitableClient):
         unsupported: Mapping[str, int] | None = None,
         target_prompt_logprobs: TensorData | None = None,
     ) -> SamplingRequest:
-        """Return the Request that `sample` would submit, with its random stream, for a
+        """Return the SamplingRequest that `sample` would submit, with its random stream, for a
         `SampleStream` (an extension). `unsupported`: unsupported options by name; a nonzero value
         raises BadRequestError.
         """

@@ -181,7 +181,7 @@ def select_good_rows(
     The rows of a stream are checked when they are read.
     on_bad_row: "error" raises FaultyRows (a UserError) for bad rows; "skip" logs and skips the bad
         rows, and raises UserError if no row remains.
-    Rows that are too long are skipped (see Limits), logged and counted, too.
+    Rows that are too long are skipped (see LengthLimits), logged and counted, too.
     """
     if problems.is_lazy:
         return problems.with_check(check, on_bad_row)

@@ -15,8 +15,9 @@ from rl.envs.environment_registry import EnvironmentSpec
 from rl.envs.tools import Tool, ToolCall, as_tool, run_calls
 from rl.types import Message
 
-MAX_CHARACTERS = 1_000_000  # in the messages of a Turn
-PER_SEAT_FIELDS = ("rewards", "metrics_of", "logs_of")  # fields of a Turn that are for other seats
+MAX_CHARACTERS = 1_000_000  # in the messages of a TurnResult
+# fields of a TurnResult that are for other seats
+PER_SEAT_FIELDS = ("rewards", "metrics_of", "logs_of")
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class EpisodeTask:
 
 @dataclass(frozen=True)
 class EpisodeStart:
-    """Describe a started episode: the first messages or Turn (unchecked), the tools' schemas by
-    name, and the player of each seat.
+    """Describe a started episode: the first messages or TurnResult (unchecked), the tools' schemas
+    by name, and the player of each seat.
     """
 
     first_turn: Any
@@ -45,7 +46,7 @@ class EnvRunner(Protocol):
     """
 
     def start(self) -> Any:
-        """Return a Begun, or an awaitable of a Begun."""
+        """Return an EpisodeStart, or an awaitable of one."""
         ...
 
     def process_answer(self, message: Message) -> Any:
@@ -132,7 +133,7 @@ def count_characters(messages: Any) -> int:
 
 
 def encode_result(result: Any) -> dict[str, Any]:
-    """Convert a result of a Host method to JSON-serializable data.
+    """Convert a result of an `EnvRunner` method to JSON-serializable data.
 
     Raises ValueError if the messages have more than MOST_CHARACTERS characters.
     """

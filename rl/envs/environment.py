@@ -63,9 +63,9 @@ class Environment:
     without calls. `tools` may be set in `__init__` or `start`.
 
     Several seats (a game): `seats` holds the player of each seat, None for the policy, else a name
-    of `Play.players`. `start` may return a Turn, and its `seat` acts first. Each Turn names the
-    `seat` that acts next. Only that seat receives the messages of the Turn. Each seat has a
-    separate conversation, which begins with the first messages it receives. See `Env` in
+    of `Play.players`. `start` may return a TurnResult, and its `seat` acts first. Each Turn names
+    the `seat` that acts next. Only that seat receives the messages of the TurnResult. Each seat has
+    a separate conversation, which begins with the first messages it receives. See `Env` in
     rl.rollout for the part that is trained.
     """
 
@@ -82,8 +82,8 @@ class Environment:
 
     @property
     def models(self) -> Sequence[str]:
-        """Return the players that are not the policy: names of models, or POOL for an older version
-        of the policy.
+        """Return the players that are not the policy: names of models, or OPPONENT_POOL for an
+        older version of the policy.
         """
         return [player for player in self.seats if player is not None]
 

@@ -380,7 +380,7 @@ class ProcessChannel:
 
 
 class SubprocessRunner:
-    """Run an episode in a separate process. See `Host`. `fork`: function that forks the
+    """Run an episode in a separate process. See `EnvRunner`. `fork`: function that forks the
     process.
     """
 

@@ -91,7 +91,7 @@ class Game(Environment):
         return list(self.named)
 
     def start(self) -> TurnResult:
-        """Begin the match and return the first Turn of a seat that is not played by a rule."""
+        """Begin the match. Return the first TurnResult of a seat that no rule plays."""
         self.open()
         self._play_rules()
         return self._make_result(self.turn)

@@ -347,7 +347,7 @@ class MessageEnv(StepValidator, Env):
         return metrics
 
     def _send_messages(self, turn: TurnResult) -> None:
-        """Add the Turn's messages to the conversation of the seat that acts next."""
+        """Add the TurnResult's messages to the conversation of the seat that acts next."""
         if not isinstance(turn.seat, int) or not 0 <= turn.seat < len(self.players):
             raise self.make_error(
                 f"names the seat {sanitize_text(safe_repr(turn.seat), 100)}; seats are numbered "

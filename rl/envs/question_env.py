@@ -58,7 +58,7 @@ class QuestionEnv(Environment):
         return [*system, {"role": "user", "content": self.question}]
 
     def step(self, answer: Message) -> TurnResult:
-        """Return the score of the final answer as a finished Turn."""
+        """Return the score of the final answer as a finished TurnResult."""
         reward, metrics = self.score(str(answer["content"]))
         used = float(any(call.error is None for call in self.calls))
         return TurnResult(

@@ -1,4 +1,4 @@
-"""Validate the fields of a Turn that an environment returned, before they are used."""
+"""Validate the fields of a TurnResult that an environment returned, before they are used."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rl.sanitize import describe_error, sanitize_text
 
 
 class StepValidator:
-    """Validate Turns for an episode: an invalid Turn fails this episode only, with an error that
-    names the field. `players`: player of each seat.
+    """Validate results for an episode: an invalid TurnResult fails this episode only, with an error
+    that names the field. `players`: player of each seat.
     """
 
     players: Sequence[str | None]
@@ -25,8 +25,8 @@ class StepValidator:
         raise NotImplementedError
 
     def _validate_step_result(self, result: Any) -> TurnResult:
-        """Return the Turn with all fields checked and converted. Raises EpisodeFailed if any field
-        is invalid.
+        """Return the TurnResult with all fields checked and converted. Raises EpisodeFailed if any
+        field is invalid.
         """
         if not isinstance(result, TurnResult):
             raise self.make_error(

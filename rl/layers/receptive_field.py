@@ -130,7 +130,9 @@ def find_unknown_kinds(model: Any) -> str | None:
 
 @contextlib.contextmanager
 def shrink_window(model: Any, name: str) -> Iterator[None]:
-    """Set the config's number `name`, and its copies in modules, to SHRUNK inside the context."""
+    """Set the config's number `name`, and its copies in modules, to SHRUNK_WINDOW inside the
+    context.
+    """
     config = get_text_config(model)
     value = getattr(config, name)
     owners = [

@@ -132,7 +132,8 @@ def _preserve_state(model: nn.Module) -> Iterator[None]:
 class _LayoutProbe:
     """Probe a model at one precision.
 
-    `tolerances`: the largest differences, see SHARP. `is_retry`: a more precise probe ran before.
+    `tolerances`: the largest differences, see FP32_TOLERANCES. `is_retry`: a more precise probe ran
+    before.
     """
 
     def __init__(self, model: Any, tolerances: tuple[float, float], is_retry: bool = False):
@@ -391,7 +392,7 @@ class _LayoutProbe:
         """Return the gradient of `value` at the judged sequence's embeddings [T, D], and its norm
         elsewhere.
 
-        Raises Untried if the forward does not use the embeddings as expected.
+        Raises ProbeError if the forward does not use the embeddings as expected.
         """
         if not leaves:
             raise ProbeError("its forward does not use its input embeddings")

@@ -133,7 +133,7 @@ def make_micro_batches(
     A round without a micro-batch for this rank gets a micro-batch of the same kind with weight 0.
 
     `rope_switch`: set if rotary frequencies change with a row's length. A batch with rows of both
-    kinds is split into its `sides`.
+    kinds is split into its `sub_batches`.
     """
     rank, micro_batches = collectives.rank(), []
     for round_chunks in rounds:
@@ -155,7 +155,8 @@ def make_micro_batches(
 def _split_by_rope_switch(
     batch: PackedBatch, datums: Sequence[Datum], rope_switch: Any, device: torch.device
 ) -> None:
-    """Set the batch's `sides`, a forward each, if it has rows of both kinds of rotary frequencies.
+    """Set the batch's `sub_batches`, a forward each, if it has rows of both kinds of rotary
+    frequencies.
 
     Such a batch does not replay its routers: their record is discarded.
     """

@@ -43,15 +43,14 @@ class PackedBatch:
     datum_index     the position of each datum in the caller's list
     scale           1.0, or 0.0 for a batch that only keeps a rank in step with the others
     temperature     the temperature at which all of its datums are scored
-    experts         int64 [positions of input_ids, B * K] recorded experts (see
-    rl.layers.router_replay),
-                    -1 for positions without a record; or None
+    experts         int64 [positions of input_ids, B * K] recorded experts, -1 without a record
+                    (see rl.layers.router_replay); or None
     images          of each row (padded only): its placed images and its length; None if no datum
                     has images
-    sides           the batches, a forward each, of a batch with rows that cannot share a forward;
+    sub_batches     the batches, a forward each, of a batch with rows that cannot share a forward;
                     else empty
-    side_order      int64 [T] position of each token of this batch in the concatenated tokens of
-                    `sub_batches`; None without sides
+    sub_batch_order int64 [T] position of each token of this batch in the concatenated tokens of
+                    `sub_batches`; None without them
     """
 
     input_ids: Tensor

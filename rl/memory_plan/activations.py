@@ -23,8 +23,8 @@ KINDS = tuple(field.name for field in dataclasses.fields(MicroBatchMemory))
 
 @dataclass(frozen=True)
 class Allocation:
-    """Record an allocation of `size` bytes and `kind`. `held_bytes`: bytes of each of KINDS after
-    it.
+    """Record an allocation of `size` bytes and `kind`. `held_bytes`: bytes of each of
+    CHECKPOINT_KINDS after it.
     """
 
     size: int
@@ -37,8 +37,8 @@ class LayerBlock:
     """Describe marked layers in the middle of a model by their allocation indices in the forward
     and in the backward (first, last + 1).
 
-    `kept`: additional bytes of each of KINDS after their forward; `remaining`: after their
-    backward, too.
+    `kept`: additional bytes of each of CHECKPOINT_KINDS after their forward; `remaining`: after
+    their backward, too.
     """
 
     forward: tuple[int, int]

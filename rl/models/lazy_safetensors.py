@@ -39,7 +39,7 @@ class CannotReadLazily(Exception):
 class SafetensorsWeights:
     """Read the tensors of a folder by the names of a model's parameters and buffers.
 
-    Raises Unfit if the files lack tensors, have additional ones or other shapes.
+    Raises CannotReadLazily if the files lack tensors, have additional ones or other shapes.
     """
 
     def __init__(self, folder: Path, model: Any):
@@ -234,8 +234,8 @@ def replace_meta_parameters_(model: nn.Module) -> None:
 
 
 def _map_keys_to_files(folder: Path) -> dict[str, Path]:
-    """Return the file of each key. Raises Unfit if safetensors files of the whole model are
-    missing.
+    """Return the file of each key. Raises CannotReadLazily if safetensors files of the whole model
+    are missing.
     """
     from safetensors import safe_open
 

@@ -184,7 +184,7 @@ def draw_curves(
     of `out` sets the picture format. The file is written atomically.
 
     A metric that no run has gets no panel. Stages are shaded if a single run is drawn. Raises
-    NoCurvesError if no panel remains; UserError for a suffix that is not in PICTURES.
+    NoCurvesError if no panel remains; UserError for a suffix that is not in PICTURE_SUFFIXES.
     """
     if out.suffix.lower() not in PICTURE_SUFFIXES:
         raise UserError(

@@ -90,8 +90,8 @@ def _get_error_location(error: BaseException) -> str:
 
 
 def run_worker(channel: int) -> None:
-    """Run the worker process: receive the reward, send READY or the error, then score batches of
-    items.
+    """Run the worker process: receive the reward, send READY_ITEM or the error, then score batches
+    of items.
 
     Returns when the socket is closed.
     """

@@ -39,7 +39,7 @@ def save_engine_state(engine: RolloutEngine) -> dict[str, Any]:
             {
                 "number": group.number,
                 "seed": group.seed,
-                "problem": group.problem,
+                "problem": group.random_stream,
                 "since": group.start_version,
                 "episodes": [_episode_to_json(episode) for episode in group.episodes],
             }

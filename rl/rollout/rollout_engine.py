@@ -79,26 +79,26 @@ class PlayerStream:
 
 @dataclass
 class GroupState:
-    """Hold the state of a running group. `seed`: of its samples. `problem`: their random stream.
-    `start_version`: the weight version when the group started.
+    """Hold the state of a running group. `seed`, `random_stream`: of its
+    samples.     `start_version`: the weight version when the group started.
     """
 
     number: int
     builder: EnvGroupBuilder
     seed: int
-    problem: int
+    random_stream: int
     start_version: int
     episodes: list[EpisodeState] = field(default_factory=list)
     running_episodes: int = 0  # number of episodes that have not ended
 
 
 class RolloutEngine:
-    """Run groups of episodes asynchronously. Call `tick` until the required groups are
-    `completed_groups`, then `take_rollouts` them.
+    """Run groups of episodes asynchronously. Call `tick` until
+    `completed_groups()` lists the required groups, then take them with `take_rollouts`.
 
     `player_streams`: by player, None for the policy. `env_timeout`: timeout of an environment that
     blocks (other environments have their specific timeouts). The thread that calls `tick` also
-    calls the environments, except environments that block (`Env.blocks`): a thread of the waiters
+    calls the environments, except environments that block (`Env.blocks`): a thread of the executor
     calls these.
     """
 
@@ -130,7 +130,7 @@ class RolloutEngine:
         self.sample_seconds = self.score_seconds = 0.0
         # recorded actions that are replayed instead of sampled
         self.recorded_actions: dict[EpisodeKey, list[SampledSequence]] = {}
-        # while scripts are replayed: the episodes that have reached the end of their script
+        # during a replay: the episodes that have no recorded actions left
         self.replayed_episodes: dict[EpisodeKey, EpisodeState] | None = None
         self._sampling: dict[
             tuple[str | None, int], EpisodeState
@@ -225,7 +225,7 @@ class RolloutEngine:
         """Advance as far as possible without waiting for episodes that are not ready; if no episode
         can continue, wait until an episode is ready.
 
-        Return the clock's decision.
+        Return the events of the tick.
         """
         self._call_environments()
         start = time.perf_counter()
@@ -355,7 +355,7 @@ class RolloutEngine:
             images=episode.observation.placed(),
             params=get_sampling_params(episode, self.params),
             seed=derive_seed(group.seed, turn),
-            problem=group.problem,
+            problem=group.random_stream,
             first_index=episode.index,
             resume_from=partial_action,
             conversation=_conversation_id(episode) if episode.env.several_turns else None,

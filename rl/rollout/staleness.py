@@ -3,8 +3,8 @@
 The module is pure: it reads no clock and starts no threads.
 
 The staleness bound holds by counting. A group that started at version v is trained at version v +
-bound at the latest. Therefore no more groups run than the batches up to that version can take, and
-a batch leaves no group that later batches could not take in time.
+bound at the latest. Therefore at most as many groups are outside a batch as the batches up to that
+version can take, and a batch leaves no group that later batches could not take in time.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class StalenessController:
     version: int = 0
     next_group: int = 0
     batches_taken: int = 0  # number of batches
-    # version at which each running group started
+    # version at which each group that is in no batch yet started
     start_versions: dict[int, int] = field(default_factory=dict)
     ended_groups: set[int] = field(default_factory=set)
-    awaited_groups: int = 0  # groups that a batch waited for because of their age
-    rescheduled_groups: int = 0
+    num_awaited: int = 0  # groups that a batch waited for because of their age
+    num_rescheduled: int = 0
     _late_groups: set[int] = field(default_factory=set)
 
     def start_groups(self) -> list[int]:
@@ -62,16 +62,16 @@ class StalenessController:
         it is not complete yet. Rescheduled groups start again.
         """
         given_back: list[int] = []
-        while missing := self._awaited_groups():
+        while missing := self._find_overdue_groups():
             # A group that started at the current version would not get younger by a new start.
             late = {number for number in missing if self.start_versions[number] < self.version}
             if not (self.resample and late):
-                self.awaited_groups += len(late - self._late_groups)
+                self.num_awaited += len(late - self._late_groups)
                 self._late_groups |= late
                 return [], given_back
             for number in sorted(late):
                 self.start_versions[number] = self.version
-                self.rescheduled_groups += 1
+                self.num_rescheduled += 1
                 given_back.append(number)
         batch = self._next_batch()
         if len(batch) < min(self.batch_size, len(self.start_versions)) or not batch:
@@ -93,7 +93,7 @@ class StalenessController:
             : self.batch_size
         ]
 
-    def _awaited_groups(self) -> set[int]:
+    def _find_overdue_groups(self) -> set[int]:
         """Return the groups that have not ended but are so old that they require a batch now;
         empty if the batch may be taken.
         """

@@ -46,7 +46,7 @@ class VerbRouter:
         # by version: (model id, version of the learner)
         self._version_sources: dict[int, tuple[int, int]] = {}
         self._folder_models: dict[str, int] = {}
-        # by version: (temperature, reshapes) pairs reported to the learner
+        # by version: (temperature, changes_distribution) pairs reported to the learner
         self._reported_params: dict[int, set[tuple[float, bool]]] = {}
         opened: Future = Future()
         self._group.queue.put(
@@ -270,16 +270,16 @@ class VerbRouter:
 
     def _report_params(self, version_id: int, params: Sequence[SamplingParams]) -> None:
         """Report to the learner of these weights the way they are sampled, once for each
-        (temperature, reshapes) pair.
+        (temperature, changes_distribution) pair.
         """
         owner = self._version_sources.get(version_id)
         if owner is None:
             return
-        new_params, known_modes = [], self._reported_params.setdefault(version_id, set())
+        new_params, reported = [], self._reported_params.setdefault(version_id, set())
         for sampling_params in params:
-            mode = (sampling_params.temperature, sampling_params.changes_distribution)
-            if mode not in known_modes:
-                known_modes.add(mode)
+            pair = (sampling_params.temperature, sampling_params.changes_distribution)
+            if pair not in reported:
+                reported.add(pair)
                 new_params.append(sampling_params)
         if new_params:
             self._submit_to_learners("record_params", (*owner, new_params), (), Future())

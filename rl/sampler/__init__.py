@@ -3,7 +3,7 @@
 decoder = make_decoder(model)
 engine = Engine(decoder, eos_token_ids=(2,), kv_cache_tokens=100_000, max_rows=512)
 params = SamplingParams(max_tokens=64)
-engine.add(Request(prompt=[1, 5, 7], num_samples=8, params=params, seed=0, problem=3))
+engine.add(SamplingRequest(prompt=[1, 5, 7], num_samples=8, params=params, seed=0, problem=3))
 responses = engine.run()
 """
 

@@ -2,9 +2,9 @@
 and rows.
 
 A row's table covers its prompt and its response, position by position. Rows of a prompt share its
-pages. Each row copies the prompt's last, partly filled page at its first write, except the last row
-that holds it, which writes in place. A prompt without rows holds its pages itself. So at most one
-page of each row is not full, whatever the lengths.
+blocks. Each row copies the prompt's last, partly filled block at its first write, except the last
+row that holds it, which writes in place. A prompt without rows holds its blocks itself. So at most
+one block of each row is not full, whatever the lengths.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 
 def max_blocks(requests: Iterable[tuple[int, int, int]], size: int, max_rows: int) -> int:
-    """Return the most pages of `size` positions that requests can hold at once, with at most
+    """Return the most blocks of `size` positions that requests can hold at once, with at most
     `max_rows` rows.
 
-    asked: (length of the prompt, samples, most tokens of each). The full pages of a prompt are held
-    once for all its rows; each row holds its copy of the prompt's last page and the following
-    pages. A prompt may hold its pages in addition while its other samples wait.
+    requests: (length of the prompt, samples, most tokens of each). The full blocks of a prompt are
+    held once for all its rows; each row holds its copy of the prompt's last block and the following
+    blocks. A prompt may hold its blocks in addition while its other samples wait.
     """
     per_request = [
         (
@@ -38,7 +38,7 @@ def max_blocks(requests: Iterable[tuple[int, int, int]], size: int, max_rows: in
 
 
 def choose_pool_size(budget: int, need: int | None) -> int:
-    """Return the size of a pool in pages: the budget, or the need rounded up by at most an eighth.
+    """Return the size of a pool in blocks: the budget, or the need rounded up by at most an eighth.
 
     Rounding gives calls with a similar need the same pool size.
     """
@@ -47,11 +47,11 @@ def choose_pool_size(budget: int, need: int | None) -> int:
 
 
 class OutOfBlocks(Exception):
-    """Signal that no page is free; the caller preempts rows."""
+    """Signal that no block is free; the caller preempts rows."""
 
 
 class BlockPool:
-    """Count the references of pages 0..count-1. A page without references is free."""
+    """Count the references of blocks 0..count-1. A block without references is free."""
 
     def __init__(self, count: int):
         self.ref_counts = [0] * count
@@ -59,34 +59,34 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Return the number of free pages."""
+        """Return the number of free blocks."""
         return len(self._free_blocks)
 
     def allocate(self) -> int:
-        """Take a free page with a reference count of 1. Raises OutOfBlocks if no page is free."""
+        """Take a free block with a reference count of 1. Raises OutOfBlocks if no block is free."""
         if not self._free_blocks:
             raise OutOfBlocks
-        page = self._free_blocks.pop()
-        self.ref_counts[page] = 1
-        return page
+        block = self._free_blocks.pop()
+        self.ref_counts[block] = 1
+        return block
 
-    def share(self, pages: list[int]) -> list[int]:
-        """Add a reference to each page; return them as a new list."""
-        for page in pages:
-            self.ref_counts[page] += 1
-        return list(pages)
+    def share(self, blocks: list[int]) -> list[int]:
+        """Add a reference to each block; return them as a new list."""
+        for block in blocks:
+            self.ref_counts[block] += 1
+        return list(blocks)
 
-    def release(self, pages: list[int]) -> None:
-        """Drop a reference of each page; pages without references become free."""
-        for page in pages:
-            self.ref_counts[page] -= 1
-            if self.ref_counts[page] == 0:
-                self._free_blocks.append(page)
+    def release(self, blocks: list[int]) -> None:
+        """Drop a reference of each block; blocks without references become free."""
+        for block in blocks:
+            self.ref_counts[block] -= 1
+            if self.ref_counts[block] == 0:
+                self._free_blocks.append(block)
 
 
 @dataclass(slots=True)
 class PromptBlockTable:
-    """Hold the length of a prompt and, while it has no rows, its pages."""
+    """Hold the length of a prompt and, while it has no rows, its blocks."""
 
     length: int
     block_table: list[int] = field(default_factory=list)
@@ -113,17 +113,17 @@ class BlockManager:
         self.rows: list[RowBlockTable] = []
 
     def num_blocks_for(self, positions: int) -> int:
-        """Return the number of pages for `positions` positions."""
+        """Return the number of blocks for `positions` positions."""
         return -(-positions // self.block_size)
 
     def add_prompt(self, length: int) -> PromptBlockTable:
-        """Append a prompt with new pages to be written. Raises OutOfBlocks."""
+        """Append a prompt with new blocks to be written. Raises OutOfBlocks."""
         prompt = PromptBlockTable(length, self._allocate(self.num_blocks_for(length)))
         self.prompts.append(prompt)
         return prompt
 
     def _allocate(self, count: int) -> list[int]:
-        """Take `count` pages. Raises OutOfBlocks, without taking any, if fewer are free."""
+        """Take `count` blocks. Raises OutOfBlocks, without taking any, if fewer are free."""
         if count > self.pool.num_free:
             raise OutOfBlocks
         return [self.pool.allocate() for _ in range(count)]
@@ -131,7 +131,7 @@ class BlockManager:
     def add_row(self, slot: int) -> RowBlockTable:
         """Append a row of the prompt in `slot`."""
         prompt = self.prompts[slot]
-        if prompt.rows == 0:  # the first row takes over the prompt's pages
+        if prompt.rows == 0:  # the first row takes over the prompt's blocks
             row = RowBlockTable(prompt, prompt.length, prompt.block_table)
             prompt.block_table = []
         else:
@@ -146,7 +146,7 @@ class BlockManager:
         return row
 
     def add_resumed_row(self, slot: int, length: int) -> RowBlockTable:
-        """Append a preempted row that resumes: `length` positions, to be recomputed into new pages
+        """Append a preempted row that resumes: `length` positions, to be recomputed into new blocks
         of the row.
         """
         prompt = self.prompts[slot]
@@ -159,7 +159,7 @@ class BlockManager:
         return row
 
     def cache_row(self, row: RowBlockTable, length: int) -> None:
-        """Append a prompt of the first `length` positions of a row; both hold the pages."""
+        """Append a prompt of the first `length` positions of a row; both hold the blocks."""
         self.prompts.append(
             PromptBlockTable(
                 length, self.pool.share(row.block_table[: self.num_blocks_for(length)])
@@ -169,15 +169,15 @@ class BlockManager:
     def extend_prompt(self, slot: int, count: int) -> tuple[int, int] | None:
         """Extend a prompt without rows by `count` positions.
 
-        Returns (source, target) if its last page has to be copied first, else None. Raises
+        Returns (source, target) if its last block has to be copied first, else None. Raises
         OutOfBlocks.
         """
         prompt, copy = self.prompts[slot], None
         if prompt.length % self.block_size and self.pool.ref_counts[prompt.block_table[-1]] > 1:
-            (new_page,) = self._allocate(1)
-            copy = (prompt.block_table[-1], new_page)
+            (new_block,) = self._allocate(1)
+            copy = (prompt.block_table[-1], new_block)
             self.pool.release(prompt.block_table[-1:])
-            prompt.block_table[-1] = new_page
+            prompt.block_table[-1] = new_block
         prompt.length += count
         prompt.block_table += self._allocate(
             self.num_blocks_for(prompt.length) - len(prompt.block_table)
@@ -185,8 +185,8 @@ class BlockManager:
         return copy
 
     def blocks_needed(self, counts: Sequence[int] | None = None) -> int:
-        """Return the number of new pages for the next token of every row, or for `counts` tokens of
-        each row.
+        """Return the number of new blocks for the next token of every row, or for `counts` tokens
+        of each row.
         """
         new, writers = 0, dict[int, int]()
         for row, count in zip(self.rows, counts or [1] * len(self.rows), strict=True):
@@ -195,13 +195,13 @@ class BlockManager:
             if index < len(row.block_table):
                 writers[row.block_table[index]] = writers.get(row.block_table[index], 0) + 1
         return new + sum(
-            min(count, self.pool.ref_counts[page] - 1) for page, count in writers.items()
+            min(count, self.pool.ref_counts[block] - 1) for block, count in writers.items()
         )
 
     def append_position(self, row: RowBlockTable) -> tuple[int, int, tuple[int, int] | None]:
         """Make room for the row's next position.
 
-        Returns (page, offset in it, copy); copy is (source, target) if a page has to be copied
+        Returns (block, offset in it, copy); copy is (source, target) if a block has to be copied
         first, else None.
         """
         index, place = divmod(row.length, self.block_size)
@@ -209,15 +209,15 @@ class BlockManager:
         if index == len(row.block_table):
             row.block_table.append(self.pool.allocate())
         elif self.pool.ref_counts[row.block_table[index]] > 1:
-            new_page = self.pool.allocate()
-            copy = (row.block_table[index], new_page)
+            new_block = self.pool.allocate()
+            copy = (row.block_table[index], new_block)
             self.pool.release([row.block_table[index]])
-            row.block_table[index] = new_page
+            row.block_table[index] = new_block
         row.length += 1
         return row.block_table[index], place, copy
 
     def append_positions(self, row: RowBlockTable, count: int) -> tuple[int, int] | None:
-        """Make room for `count` more positions of a row; return (source, target) if a page must be
+        """Make room for `count` more positions of a row; return (source, target) if a block must be
         copied first.
         """
         index, end = row.length // self.block_size, row.length + count
@@ -234,9 +234,9 @@ class BlockManager:
         return copy
 
     def drop_row(self, row: RowBlockTable) -> None:
-        """Release the pages of a row before its slot is removed.
+        """Release the blocks of a row before its slot is removed.
 
-        The last row of a prompt returns the prompt's pages to the prompt.
+        The last row of a prompt returns the prompt's blocks to the prompt.
         """
         prompt = row.prompt
         prompt.rows -= 1
@@ -248,24 +248,24 @@ class BlockManager:
         row.block_table = []
 
     def drop_prompt(self, prompt: PromptBlockTable) -> None:
-        """Release the pages of a prompt."""
+        """Release the blocks of a prompt."""
         self.pool.release(prompt.block_table)
         prompt.block_table = []
 
     def shared_prefixes(self) -> list[tuple[list[int], list[int]]]:
-        """Return (rows, full pages) of each group of rows with tables that begin with the same
-        pages.
+        """Return (rows, full blocks) of each group of rows with tables that begin with the same
+        blocks.
 
-        Attention reads these pages once for the whole group.
+        Attention reads these blocks once for the whole group.
         """
-        # Keyed by prompt and first page: a resumed row has separate pages.
+        # Keyed by prompt and first block: a resumed row has separate blocks.
         groups: dict[tuple[int, int], list[int]] = {}
         for i, row in enumerate(self.rows):
             if row.prompt.rows > 1 and row.prompt.length >= self.block_size:
                 groups.setdefault((id(row.prompt), row.block_table[0]), []).append(i)
-        groups_with_pages = []
+        groups_with_blocks = []
         for rows in groups.values():
             full = self.rows[rows[0]].prompt.length // self.block_size
             if len(rows) > 1:
-                groups_with_pages.append((rows, self.rows[rows[0]].block_table[:full]))
-        return groups_with_pages
+                groups_with_blocks.append((rows, self.rows[rows[0]].block_table[:full]))
+        return groups_with_blocks

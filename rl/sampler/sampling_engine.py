@@ -106,7 +106,7 @@ class Engine(ConversationCache):
             raise ValueError(f"num_samples is at least 1, got {request.num_samples}")
         if resumed_tokens and request.num_samples != 1:
             raise ValueError(
-                "a request with a partial sample (begun) needs num_samples=1, "
+                "a request with a partial sample (resume_from) needs num_samples=1, "
                 f"got num_samples={request.num_samples}"
             )
         max_tokens = resolve_max_tokens(self, self._state, len(prompt), params.max_tokens)

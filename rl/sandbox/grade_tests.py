@@ -147,7 +147,9 @@ def _grade_answer(
     compare: Compare,
     expected: Any,
 ) -> Verdict:
-    """Return the verdict of an answer. Raises Forged if the value is not encoded properly."""
+    """Return the verdict of an answer. Raises ForgedMessageError if the value is not encoded
+    properly.
+    """
     if isinstance(answer, reply_parser.ErrorReply):
         return False, f"error: {answer.text[:300]}"
     try:

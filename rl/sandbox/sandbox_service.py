@@ -78,7 +78,7 @@ class SandboxService:
         files: Mapping[str, str],
         limits: SandboxLimits,
     ) -> ProgramRun:
-        """Run a program. Raises Lost if the service gives no valid response."""
+        """Run a program. Raises SandboxLost if the service gives no valid response."""
         if language not in _LANGUAGES:
             raise UserError(f"language {language!r} is unknown, expected: {', '.join(_LANGUAGES)}")
         coded = {name: base64.b64encode(text.encode()).decode() for name, text in files.items()}

@@ -37,7 +37,7 @@ class SandboxWorker:
         self.zygote: Zygote | None = None
 
     def open(self, job: dict[str, Any]) -> WorkerJob:
-        """Begin a job. Raises Lost if two attempts fail."""
+        """Begin a job. Raises SandboxLost if two attempts fail."""
         for attempt in (1, 2):
             try:
                 return self._open(job)
@@ -147,7 +147,7 @@ class WorkerPool:
 
     @contextlib.contextmanager
     def open_job(self, job: dict[str, Any]) -> Any:
-        """Run a job in the next free slot. Raises Lost."""
+        """Run a job in the next free slot. Raises SandboxLost."""
         slot = self._take_worker()
         try:
             opened = slot.open(job)

@@ -295,7 +295,7 @@ class AgentSessions:
     def get_or_create(self, owner: str, name: str) -> AgentSession:
         """Return the session of that name, and create it if it does not exist.
 
-        Raises Refused for an invalid name or a full session.
+        Raises OpenAIRequestError for an invalid name or a full session.
         """
         check_session_name(name)
         session = self._by_name.setdefault((owner, name), AgentSession(owner))
@@ -313,7 +313,7 @@ class AgentSessions:
         return session
 
     def find(self, owner: str, name: str) -> AgentSession:
-        """Return the session of that name. Raises Refused (404) if it does not exist."""
+        """Return the session of that name. Raises OpenAIRequestError (404) if it does not exist."""
         session = self._by_name.get((owner, name))
         if session is None:
             raise OpenAIRequestError(
@@ -326,13 +326,13 @@ class AgentSessions:
         return [name for session_owner, name in self._by_name if session_owner == owner]
 
     def delete(self, owner: str, name: str) -> None:
-        """Delete a session. Raises Refused (404) if it does not exist."""
+        """Delete a session. Raises OpenAIRequestError (404) if it does not exist."""
         self.find(owner, name)
         del self._by_name[owner, name]
 
 
 def check_session_name(name: str) -> None:
-    """Raise Refused for an invalid session name."""
+    """Raise OpenAIRequestError for an invalid session name."""
     if not 0 < len(name) <= 200 or not name.isprintable() or "/" in name:
         raise OpenAIRequestError(
             "a session name must have 1 to 200 printable characters and no slash", "X-Session-ID"

@@ -26,7 +26,7 @@ from rl.serve.request_timeouts import ReceiveFn, limit_body
 from rl.serve.serve_settings import LOCAL_OWNER, compute_owner_id
 from rl.serve.serving_engine import ServingEngine
 from rl.serve.signed_url import LINK_PREFIX, UrlSigner
-from rl.serve.tenant_queue import check_share
+from rl.serve.tenant_limit import check_share
 
 log = logging.getLogger("whetstone.serve")
 
@@ -145,7 +145,7 @@ class RequestGuard:
     def _get_owner(self, scope: Scope) -> str | None:
         """Return the owner of the request; None if the request lacks a required key.
 
-        A signed link belongs to its creator. An expired or invalid link belongs to LOCAL.
+        A signed link belongs to its creator. An expired or invalid link belongs to LOCAL_OWNER.
         """
         if not self._keys or scope["path"] in KEYLESS_PATHS:
             return LOCAL_OWNER

@@ -75,7 +75,7 @@ class ChatRequest:
 def read_chat_request(body: Any) -> ChatRequest:
     """Read a chat completion request.
 
-    Raises Refused, which names the field, for a malformed or unsupported field.
+    Raises OpenAIRequestError, which names the field, for a malformed or unsupported field.
     """
     fields = FieldReader(body)
     raw_messages = fields.get("messages")

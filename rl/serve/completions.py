@@ -60,7 +60,7 @@ def make_completion_routes(serving: OpenAIServing) -> list[Route]:
 
 
 def _read_request(body: Any, tokenizer: Any) -> _CompletionRequest:
-    """Read a completion request and tokenize its prompts. Raises Refused."""
+    """Read a completion request and tokenize its prompts. Raises OpenAIRequestError."""
     fields = FieldReader(body)
     model = fields.get_text("model")
     special = fields.get_flag("add_special_tokens", True)

@@ -20,7 +20,7 @@ def is_zstd_available() -> bool:
 def decompress(body: bytes, encoding: str, limit: int) -> bytes:
     """Return the decompressed body.
 
-    Raises Refused: 415 for an unsupported encoding, 413 above `limit` bytes (decompression stops
+    Raises HttpError: 415 for an unsupported encoding, 413 above `limit` bytes (decompression stops
     at the limit), 400 for invalid or truncated zstd.
     """
     if not encoding:

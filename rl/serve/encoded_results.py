@@ -33,7 +33,7 @@ class EncodedResult:
     def to_response(self, protobuf: bool) -> Response:
         """Return the HTTP response, in protobuf or in JSON.
 
-        Raises Refused (503) if the server shut down before it ran the request.
+        Raises HttpError (503) if the server shut down before it ran the request.
         """
         if self.kind == "interrupted":
             raise HttpError(

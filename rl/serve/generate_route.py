@@ -34,7 +34,7 @@ async def generate(
     """Sample completions of a prompt of token ids, and return a choice for each sample.
 
     The stop token is the last id of a choice. Tokens in `logprobs` are written `token_id:<id>`.
-    Raises Refused if a field has a wrong value or is not supported.
+    Raises OpenAIRequestError if a field has a wrong value or is not supported.
     """
     fields = FieldReader(body)
     model, prompt = fields.get_text("model"), fields.get("token_ids")

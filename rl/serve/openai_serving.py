@@ -105,7 +105,7 @@ def join_path_and_body(raw: bytes, request: Request) -> bytes:
 
 
 def parse_json_body(raw: bytes) -> Any:
-    """Return the value of a JSON body. Raises Refused if it is too large or invalid."""
+    """Return the value of a JSON body. Raises OpenAIRequestError if it is too large or invalid."""
     check_json_size(raw)
     try:
         return parse_json(raw)
@@ -227,7 +227,7 @@ def make_chat_routes(serving: OpenAIServing) -> list[Route]:
 async def handle_chat(
     serving: OpenAIServing, body: Any, session: AgentSession, live: LiveSamples | None
 ) -> HandlerResult:
-    """Sample a chat completion and record its turns in the session. Raises Refused."""
+    """Sample a chat completion and record its turns in the session. Raises OpenAIRequestError."""
     request = read_chat_request(body)
     if request.top_logprobs and not session.allows_rescoring:
         raise OpenAIRequestError(

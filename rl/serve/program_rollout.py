@@ -129,7 +129,9 @@ class ProgramEpisode(AgentSession):
         return SampleResponse([await self._request_action(prompt, params) for _ in range(n)])
 
     async def _request_action(self, prompt: list[int], params: SamplingParams) -> SampledSequence:
-        """Put a request into the queue of events and wait for the action. Raises Refused."""
+        """Put a request into the queue of events and wait for the action. Raises
+        OpenAIRequestError.
+        """
         if self.end_reason is None and self.request_count >= self.limits.turns:
             self.end_reason = f"it has used its {self.limits.turns} turns (max_turns)"
         if self.end_reason is not None:
@@ -152,7 +154,7 @@ class ProgramEpisode(AgentSession):
     def _replace_settings(self, params: SamplingParams) -> None:
         """Record sampling settings of a request, which the run's settings replace.
 
-        Raises Refused for any such setting if `strict`.
+        Raises OpenAIRequestError for any such setting if `strict`.
         """
         defaults = SamplingParams()
         for name in (

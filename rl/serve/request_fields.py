@@ -178,7 +178,9 @@ class FieldReader:
         return value
 
     def refuse_unread(self) -> None:
-        """Raise Refused for a field that was not read, unless it is a label or has no effect."""
+        """Raise OpenAIRequestError for a field that was not read, unless it is a label or has no
+        effect.
+        """
         for name, value in self.body.items():
             if name in self.read_names or name in IGNORED_FIELDS or value is None:
                 continue
@@ -303,7 +305,7 @@ def _read_stops(fields: FieldReader) -> list[str | int]:
 
 @contextlib.contextmanager
 def refuse_unknown_words(param: str) -> Iterator[None]:
-    """Raise Refused for a text that the tokenizer cannot encode.
+    """Raise OpenAIRequestError for a text that the tokenizer cannot encode.
 
     The tokenizers library raises a bare Exception for an unknown word.
     """

@@ -18,7 +18,7 @@ from typing import Any
 
 from rl.serve.encoded_results import EncodedResult, encode_future
 from rl.serve.http_errors import HttpError
-from rl.serve.tenant_queue import check_share
+from rl.serve.tenant_limit import check_share
 
 
 @dataclass
@@ -88,7 +88,7 @@ class RequestStore:
     def find_duplicate(self, request_id: str, digest: bytes) -> PendingRequest | None:
         """Return the stored request of this id, or None if the id is new.
 
-        Raises Refused (400) if the stored request has another digest. The status is not 409,
+        Raises HttpError (400) if the stored request has another digest. The status is not 409,
         because clients retry a 409.
         """
         request = self._requests.get(request_id)
@@ -101,7 +101,7 @@ class RequestStore:
         return request
 
     def check_capacity(self, tenant: str, size: int) -> None:
-        """Raise Refused (429) if `size` more bytes exceed `held_bytes` or the tenant's share.
+        """Raise HttpError (429) if `size` more bytes exceed `held_bytes` or the tenant's share.
 
         Results of the tenant that were not fetched in time are removed first.
         """
@@ -162,7 +162,7 @@ class RequestStore:
         request.work_future = request.result_future
 
     def find_request(self, request_id: str, owner: str) -> PendingRequest:
-        """Return a request. Raises Refused (410) if the id is unknown or has another owner."""
+        """Return a request. Raises HttpError (410) if the id is unknown or has another owner."""
         request = self._requests.get(request_id)
         if request is None or request.owner != owner:
             retention = (

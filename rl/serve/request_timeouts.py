@@ -64,7 +64,7 @@ def make_timeout_protocol(header_seconds: float) -> type[asyncio.Protocol]:
 def limit_body(receive: ReceiveFn, limit: int, seconds: float) -> ReceiveFn:
     """Return a `receive` that limits size and duration of a body.
 
-    It raises Refused (413) for a body of more than `limit` bytes, and Refused (408) for a slow
+    It raises HttpError (413) for a body of more than `limit` bytes, and HttpError (408) for a slow
     body. The timeout is `seconds`, plus a second for every 64 KiB received.
     """
     length, complete, start = 0, False, time.monotonic()

@@ -4,7 +4,7 @@ Work waits in lanes, a lane per model. The queue serves owners in turn, and each
 turn. Work is a generator that yields between slices. Samples have no lane: after each slice, all
 waiting samples are taken together.
 
-`rl/serve/tenant_queue.py` limits each tenant's share of the queue.
+`rl/serve/tenant_limit.py` limits each tenant's share of the queue.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl.serve.tenant_queue import check_share
+from rl.serve.tenant_limit import check_share
 
 WorkFn = Callable[[], Generator[None, None, Any]]
 
@@ -73,7 +73,7 @@ class FairQueue:
         return self._waiting_jobs + len(self._samples)
 
     def check_capacity(self, tenant: str, amount: int = 1, *, in_order: bool = False) -> None:
-        """Raise Refused (429) if the queue is full, or if the tenant's share of it is.
+        """Raise HttpError (429) if the queue is full, or if the tenant's share of it is.
 
         `in_order`: the request is the next number of a model, and later numbers wait for it. These
         are then not counted, because they stay until this request has arrived.
@@ -111,7 +111,7 @@ class FairQueue:
             self.changed.notify()
 
     def add_sample(self, job: SamplingJob) -> None:
-        """Queue a sample. Raises Refused (429) if the queue, or the tenant's share, is full."""
+        """Queue a sample. Raises HttpError (429) if the queue, or the tenant's share, is full."""
         job.tenant = job.tenant or job.owner
         self.check_capacity(job.tenant)
         with self.changed:

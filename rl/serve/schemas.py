@@ -30,7 +30,7 @@ def parse_json(raw: bytes) -> Any:
 
 
 def check_json_size(raw: bytes, limit: int = MAX_JSON_BYTES) -> None:
-    """Raise Refused (413) for a JSON body of more than `limit` bytes.
+    """Raise HttpError (413) for a JSON body of more than `limit` bytes.
 
     Parsing blocks the event loop for about 20 ms per MiB.
     """
@@ -44,7 +44,7 @@ def check_json_size(raw: bytes, limit: int = MAX_JSON_BYTES) -> None:
 class RequestBody:
     """Hold the JSON object of a request body, and check its fields on access.
 
-    Every method raises Refused (400) for a field of another type.
+    Every method raises HttpError (400) for a field of another type.
     """
 
     def __init__(self, fields: dict[str, Any]):
@@ -52,8 +52,8 @@ class RequestBody:
 
     @classmethod
     async def from_request(cls, request: Request, limit: int = MAX_JSON_BYTES) -> RequestBody:
-        """Return the body of `request`. Raises Refused: 413 above `limit` bytes, 400 if the body is
-        not a JSON object.
+        """Return the body of `request`. Raises HttpError: 413 above `limit` bytes, 400 if the body
+        is not a JSON object.
         """
         raw = await request.body()
         check_json_size(raw, limit)
@@ -105,7 +105,7 @@ class RequestBody:
         }
 
     def _require(self, name: str, value: T | None) -> T:
-        """Return the value. Raises Refused (400) if it is None."""
+        """Return the value. Raises HttpError (400) if it is None."""
         if value is None:
             raise HttpError(400, f"the body lacks {name!r}")
         return value

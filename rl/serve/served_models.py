@@ -27,7 +27,7 @@ from rl.serve.session_store import (
     SessionStore,
     get_tenant,
 )
-from rl.serve.tenant_queue import choose_evictions
+from rl.serve.tenant_limit import choose_evictions
 from rl.types import AdamParams, Datum
 
 VerbSteps = Generator[None, None, Any]
@@ -80,7 +80,7 @@ class ModelManager:
         """Queue a request of a model, in the order of `seq`.
 
         A request that arrives before its predecessors waits for them. A number that was used before
-        gives an error as the result. Raises Refused (429) if the queue is full.
+        gives an error as the result. Raises HttpError (429) if the queue is full.
         """
         if seq < model.next_seq:
             message = (
@@ -248,7 +248,7 @@ class ModelManager:
 
         `uses_gradient`: the change consumed a gradient.
 
-        Raises Refused (507) if writing failed. The change is then undone: the model is read from
+        Raises HttpError (507) if writing failed. The change is then undone: the model is read from
         `live/`, which holds the state before the change.
         """
         if not self.engine.settings.durable:
@@ -463,7 +463,7 @@ class ModelManager:
     def sampling_client(self, sampler: SamplerRecord) -> SamplingClient:
         """Return the client of a sampling session, and create it from its weights if needed.
 
-        Runs on the thread of `ServingEngine`. Raises Refused (404) if the session's snapshot was
+        Runs on the thread of `ServingEngine`. Raises HttpError (404) if the session's snapshot was
         freed.
         """
         if sampler.client is None:

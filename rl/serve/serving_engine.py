@@ -108,7 +108,7 @@ class ServingEngine:
     async def run_function(
         self, owner: str, label: str, work: Callable[[], Any], tenant: str = ""
     ) -> Any:
-        """Run a function on the engine's thread, in the lane `label`. Raises Refused (429) if the
+        """Run a function on the engine's thread, in the lane `label`. Raises HttpError (429) if the
         queue is full.
         """
 
@@ -134,7 +134,8 @@ class ServingEngine:
 
         `options`: include_prompt_logprobs, topk_prompt_logprobs, prompt_logprobs_last_n,
         sequence_ids. `show`: called on the engine's thread every few tokens with the samples so
-        far, by index. Raises Refused: 503 if the server is shutting down, 429 if the queue is full.
+        far, by index. Raises HttpError: 503 if the server is shutting down, 429 if the queue is
+        full.
         """
         if self.is_shutting_down:
             raise HttpError(503, "the server is shutting down: try again", retry_after=5.0)
@@ -163,7 +164,7 @@ class ServingEngine:
         **options: Any,
     ) -> SampleResponse:
         """Return `num_samples` samples of a model by its name: a base model, a tinker:// path or a
-        sampling session. Raises Refused (404) for an unknown name.
+        sampling session. Raises HttpError (404) for an unknown name.
         """
         done = self.submit_sample(
             self.find_client(model, owner),
@@ -201,7 +202,7 @@ class ServingEngine:
     def tokenizer(self, model: str | None = None, owner: str = LOCAL_OWNER) -> Any:
         """Return the tokenizer of a model by its name. May wait until the model is loaded.
 
-        Raises Refused: 404 for an unknown name, 400 if the model has no tokenizer.
+        Raises HttpError: 404 for an unknown name, 400 if the model has no tokenizer.
         """
         tokenizer = self.find_client(model, owner)().get_tokenizer()
         if tokenizer is None:
@@ -228,7 +229,7 @@ class ServingEngine:
     def find_client(self, model: str | None, owner: str) -> Callable[[], SamplingClient]:
         """Return a function that returns the sampling client of a model name.
 
-        Raises Refused (404) if the owner has no model of that name.
+        Raises HttpError (404) if the owner has no model of that name.
         """
         for resolve in self.resolvers:
             get_client = resolve(model, owner) if model is not None else None
@@ -340,7 +341,7 @@ class ServingEngine:
                 _resolve(job.done, None, error, "sample")
 
     def _check_tokens(self, request: SamplingRequest, max_context: int | None) -> None:
-        """Raise Refused (400) if a request may sample more tokens than the limit per request."""
+        """Raise HttpError (400) if a request may sample more tokens than the limit per request."""
         max_answer = request.params.max_tokens or (max_context or 0) + 1 - len(request.prompt)
         max_total, limit = (
             len(request.prompt) + request.num_samples * max_answer,

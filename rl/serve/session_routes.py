@@ -76,7 +76,7 @@ def _wrap_handler(
 
 
 def read_reward(body: Any) -> tuple[float, dict[str, float]]:
-    """Return the reward and the metrics of a posted score. Raises Refused."""
+    """Return the reward and the metrics of a posted score. Raises HttpError."""
     fields = FieldReader(body)
     reward = fields.body.get("reward")
     if not _is_number(reward):

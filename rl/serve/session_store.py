@@ -28,7 +28,7 @@ from rl.distributed import checkpoint_folder
 from rl.serve.http_errors import HttpError
 from rl.serve.scheduler import EngineJob
 from rl.serve.serve_settings import LOCAL_OWNER, ServedBaseModel, ServeLimits
-from rl.serve.tenant_queue import check_share, choose_evictions
+from rl.serve.tenant_limit import check_share, choose_evictions
 
 CHECKPOINT_KINDS = ("weights", "sampler_weights", "external_weights")
 LIVE_FOLDER = "live"
@@ -129,7 +129,7 @@ def get_tenant(record: SessionRecord | ModelRecord | SamplerRecord) -> str:
 class SessionStore:
     """Hold the records of sessions, models and samplers by id.
 
-    Lookups raise Refused (404) for a record of another owner, as for an unknown id.
+    Lookups raise HttpError (404) for a record of another owner, as for an unknown id.
     """
 
     def __init__(self, output_dir: Path, limits: ServeLimits):
@@ -147,7 +147,7 @@ class SessionStore:
     def open_session(
         self, owner: str, user_metadata: dict[str, str], display_name: str | None
     ) -> SessionRecord:
-        """Create a session and write its file. Raises Refused (429) above the owner's share."""
+        """Create a session and write its file. Raises HttpError (429) above the owner's share."""
         with self._open_lock:
             live_owners = [
                 session.owner
@@ -177,7 +177,7 @@ class SessionStore:
         write_json_atomically(self.root / session.session_id / "session.json", session.note())
 
     def get_session(self, session_id: str, owner: str, *, alive: bool = True) -> SessionRecord:
-        """Return the session and renew its heartbeat. Raises Refused: 404 for an unknown id, 410
+        """Return the session and renew its heartbeat. Raises HttpError: 404 for an unknown id, 410
         for an ended session if `alive`.
         """
         session = self.sessions.get(session_id)
@@ -196,7 +196,7 @@ class SessionStore:
     def add_model(
         self, session: SessionRecord, seq: int, base: ServedBaseModel, user_metadata: dict[str, str]
     ) -> ModelRecord:
-        """Add the record of a new model. Raises Refused (429) above the tenant's share."""
+        """Add the record of a new model. Raises HttpError (429) above the tenant's share."""
         models = [
             model
             for model in list(self.models.values())
@@ -220,7 +220,7 @@ class SessionStore:
         return model
 
     def get_model(self, model_id: str, owner: str, *, alive: bool = True) -> ModelRecord:
-        """Return the model and note its use. Raises Refused: 404 for an unknown id, 410 if its
+        """Return the model and note its use. Raises HttpError: 404 for an unknown id, 410 if its
         session has ended and `alive`.
         """
         model = self.models.get(model_id)
@@ -231,7 +231,7 @@ class SessionStore:
         return model
 
     def get_sampler(self, sampler_id: str, owner: str) -> SamplerRecord:
-        """Return the sampling session and note its use. Raises Refused (404) for an unknown id."""
+        """Return the sampling session and note its use, or raise HttpError (404)."""
         sampler = self.samplers.get(sampler_id)
         if sampler is None or sampler.owner != owner:
             raise HttpError(404, f"unknown sampling session {sampler_id[:80]!r}")
@@ -270,7 +270,7 @@ class SessionStore:
     ) -> tuple[ModelRecord, Path]:
         """Return the model and folder of a checkpoint tinker://<model>/<kind>/<name>.
 
-        Raises Refused: 404 if the path is malformed, unknown or of another owner, 400 if its kind
+        Raises HttpError: 404 if the path is malformed, unknown or of another owner, 400 if its kind
         is not in `kinds`. The folder is always below the model's folder.
         """
         parts = tinker_path.removeprefix("tinker://").split("/")

@@ -8,7 +8,8 @@ import secrets
 import time
 from collections.abc import Iterable
 
-LINK_PREFIX = "/api/v1/files/"  # a link's path: LINKS, expiry, signature, and the path of the file
+# a link's path: LINK_PREFIX, expiry, signature, and the path of the file
+LINK_PREFIX = "/api/v1/files/"
 
 
 class UrlSigner:

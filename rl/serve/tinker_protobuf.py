@@ -132,7 +132,7 @@ MESSAGES = _build_classes()
 
 
 def parse_message(name: str, body: bytes) -> Any:
-    """Parse `body` as the message `name`. Raises Refused (400) if it cannot be parsed."""
+    """Parse `body` as the message `name`. Raises HttpError (400) if it cannot be parsed."""
     try:
         return MESSAGES[name].FromString(body)
     except (DecodeError, ValueError, RecursionError):

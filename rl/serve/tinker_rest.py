@@ -162,7 +162,7 @@ class TinkerRestRoutes:
         )
 
     def _find_model(self, request: Request) -> ModelRecord:
-        """Return the model of the path. Raises Refused (404) if the owner has no such model."""
+        """Return the model of the path. Raises HttpError (404) if the owner has no such model."""
         model = self.session_store.models.get(request.path_params["model_id"])
         if model is None or model.owner != request.state.owner:
             raise HttpError(404, f"unknown training run {request.path_params['model_id'][:80]!r}")
@@ -278,7 +278,7 @@ class TinkerRestRoutes:
     async def get_file(self, request: Request) -> Response:
         """Return the file of a signed link, or the folder as a tar file.
 
-        Raises Refused (404) if the link is invalid or expired, or if the file does not exist.
+        Raises HttpError (404) if the link is invalid or expired, or if the file does not exist.
         """
         params = request.path_params
         model = self.session_store.models.get(params["model_id"])
@@ -391,7 +391,7 @@ def stream_tar(folder: Path) -> Iterator[bytes]:
 def _paginate(request: Request, items: list[Any]) -> tuple[list[Any], dict[str, int]]:
     """Return the items that `limit` and `offset` select, and the cursor (with the total count).
 
-    Raises Refused (400) if either is not a whole number.
+    Raises HttpError (400) if either is not a whole number.
     """
     requested = {
         name: request.query_params.get(name, default)
@@ -413,5 +413,5 @@ def _iso_time(seconds: float) -> str:
 
 
 async def _refuse_publish(request: Request) -> Response:
-    """Raise Refused (400): checkpoints cannot be published."""
+    """Raise HttpError (400): checkpoints cannot be published."""
     raise HttpError(400, "publishing is not supported here: a checkpoint belongs to its key")

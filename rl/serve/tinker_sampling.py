@@ -59,8 +59,8 @@ class TinkerSamplingRoutes:
     async def create_sampling_session(self, request: Request) -> Response:
         """Create a sampling session of a base model or of saved weights.
 
-        A repeated request returns the same session. Raises Refused (400) if the session exists with
-        other weights.
+        A repeated request returns the same session. Raises HttpError (400) if the session exists
+        with other weights.
         """
         body = await RequestBody.from_request(request)
         session = self.session_store.get_session(body.get_text("session_id"), request.state.owner)

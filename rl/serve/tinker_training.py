@@ -146,7 +146,7 @@ class TinkerTrainingRoutes:
     async def create_model(self, request: Request) -> Response:
         """Queue the creation of a LoRA training client.
 
-        Raises Refused (400) if the request lacks a LoRA or names another optimizer than AdamW.
+        Raises HttpError (400) if the request lacks a LoRA or names another optimizer than AdamW.
         """
         body = await RequestBody.from_request(request)
         lora = RequestBody(
@@ -190,8 +190,8 @@ class TinkerTrainingRoutes:
     ) -> Response:
         """Create the model of a number in its session, once, even if the request is repeated.
 
-        Raises Refused (400) if the number was used for another request, and Refused (429) if the
-        queue is full.
+        Raises HttpError (400) if the number was used for another request, and HttpError (429) if
+        the queue is full.
         """
         seq = body.get_int("model_seq_id")
         request_id, digest = f"{session.session_id}:train:{seq}:0", compute_digest(raw)
@@ -314,7 +314,7 @@ class TinkerTrainingRoutes:
         raw     the body, or a digest of the body
         size    bytes of the body, if `raw` is a digest
 
-        Raises Refused: 503 if the server is shutting down, 429 if a limit is reached, 400 if the
+        Raises HttpError: 503 if the server is shutting down, 429 if a limit is reached, 400 if the
         number was used for another request.
         """
         request_id, digest = f"{model.model_id}:{seq}", compute_digest(verb.encode(), raw)
@@ -340,7 +340,7 @@ class TinkerTrainingRoutes:
     async def forward_backward(self, request: Request) -> Response:
         """Queue a forward, or a forward and backward pass, from a protobuf body.
 
-        Raises Refused (415) for another content type, and Refused (400) for a `seq_id` below 1.
+        Raises HttpError (415) for another content type, and HttpError (400) for a `seq_id` below 1.
         """
         raw = await request.body()
         if not request.headers.get("content-type", "").startswith(PROTOBUF_TYPE):
@@ -582,7 +582,7 @@ def _run_deferred(work: Callable[[], Generator[None, None, Any]]) -> Generator[N
 
 
 def _make_unsupported(feature: str) -> TrainingHandler:
-    """Return a handler that raises Refused (400): `feature` is not supported."""
+    """Return a handler that raises HttpError (400): `feature` is not supported."""
 
     async def refuse(request: Request) -> Response:
         raise HttpError(400, f"not supported here: {feature}")
@@ -591,7 +591,7 @@ def _make_unsupported(feature: str) -> TrainingHandler:
 
 
 def _require_field(value: Any, description: str) -> Any:
-    """Return a value. Raises Refused (400), which names the field `description`, if the value is
+    """Return a value. Raises HttpError (400), which names the field `description`, if the value is
     None.
     """
     if value is None:

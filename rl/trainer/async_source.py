@@ -50,34 +50,34 @@ def train_asynchronous(stage: Stage) -> None:
         state["tick"] if state else 0, whole_stage=True
     )
     with (
-        stage.stage_sampler.start_engine({None: sampler}, clock) as flow,
-        ThreadPoolExecutor(1, "learner") as learner,
+        stage.stage_sampler.start_engine({None: sampler}, clock) as engine,
+        ThreadPoolExecutor(1, "learner") as update_executor,
     ):
-        in_flight = InFlightGroups(stage, flow, state)
+        in_flight = InFlightGroups(stage, engine, state)
         weight_sync = WeightSync(stage, in_flight, sampler)
         stage.stage_checkpoints.get_engine_state = weight_sync.state
         update_future: Future | None = None
         pending_batch: tuple[RolloutBatch, list[Datum]] | None = None
         learner_version = sampler.version  # the version of the learner's weights
-        flow.is_updating = lambda: update_future is not None or weight_sync.pending is not None
-        flow.update_ended, flow.weights_arrived = (
+        engine.is_updating = lambda: update_future is not None or weight_sync.pending is not None
+        engine.update_ended, engine.weights_arrived = (
             lambda: update_future is not None and update_future.done(),
             weight_sync.has_arrived,
         )
         for batch in stage.batches():
             stage.context.replay_log.batch = batch
             while True:
-                in_flight.begin_groups()
+                in_flight.start_groups()
                 if (
                     update_future is None
                     and (rollouts := in_flight.take_batch(learner_version)) is not None
                 ):
                     pending_batch = (rollouts, [])
-                    update_future = learner.submit(
+                    update_future = update_executor.submit(
                         _update_policy, stage, batch, *pending_batch, weight_sync.pending
                     )
-                    update_future.add_done_callback(lambda _: flow.executor.wake())
-                decision = flow.tick()
+                    update_future.add_done_callback(lambda _: engine.executor.wake())
+                decision = engine.tick()
                 if decision.update_ended:
                     break
                 if decision.weights_arrived:
@@ -137,15 +137,15 @@ def _update_policy(
 class WeightSync:
     """Manage the weight sync of an asynchronous stage.
 
-    `create_sampler` samples with the current weights. `pending` holds newer weights that are on
+    `sampler` samples with the current weights. `pending` holds newer weights that are on
     their way to the sampler's ranks while learner and sampler continue; None if no weights are.
     """
 
     def __init__(self, stage: Stage, in_flight: InFlightGroups, sampler: SamplingClient):
-        self.stage, self.in_flight, self.flow, self.sampler = (
+        self.stage, self.in_flight, self.engine, self.sampler = (
             stage,
             in_flight,
-            in_flight.flow,
+            in_flight.engine,
             sampler,
         )
         self.pending: SamplingClient | None = None
@@ -179,13 +179,13 @@ class WeightSync:
         must_wait = (
             stage.stage_checkpoints.is_due(batch + 1) or stage.stop_request.exit_code is not None
         )
-        if self.flow.event_log.log_weights_in_transit(new_weights is not None and not must_wait):
+        if self.engine.event_log.log_weights_in_transit(new_weights is not None and not must_wait):
             self._start_transfer(new_weights)
         else:
             self.sampler = stage.next_sampler(self.sampler, new_weights)
             self._use_sampler()
-        if self.flow.event_log.is_stopped():
-            self.flow.player_streams[None].stream.recompute_cache()
+        if self.engine.event_log.is_stopped():
+            self.engine.player_streams[None].stream.recompute_cache()
 
     def state(self) -> dict[str, Any]:
         """Return the state of the groups in flight for a checkpoint.
@@ -193,7 +193,7 @@ class WeightSync:
         A run resumed from it continues with the newest weights, so pending weights are waited for.
         """
         if self.pending is not None:
-            if self.flow.event_log.log_weights_awaited():
+            if self.engine.event_log.log_weights_awaited():
                 self.switch_to_pending()
             else:
                 self.stage.console.warn(
@@ -205,7 +205,7 @@ class WeightSync:
             self.stage.stop_request.exit_code is not None
             and not self.stage.stage_checkpoints.is_due(self.stage.done)
         ):
-            self.flow.event_log.log_stop()
+            self.engine.event_log.log_stop()
         return self.in_flight.state()
 
     def _start_transfer(self, new_weights: SamplingClient | None) -> None:
@@ -213,12 +213,12 @@ class WeightSync:
         self.pending = (
             new_weights or self.stage.models.policy.save_weights_and_get_sampling_client()
         )
-        self.pending.on_ready(self.flow.executor.wake)
+        self.pending.on_ready(self.engine.executor.wake)
 
     def _use_sampler(self) -> None:
-        """Sample with the weights of `create_sampler` from the next token on."""
+        """Sample with the weights of `sampler` from the next token on."""
         _ = self.sampler.version  # waits; raises if the transfer failed
-        self.flow.player_streams[None].stream.switch_weights(
+        self.engine.player_streams[None].stream.switch_weights(
             self.sampler, recompute=self.stage.settings.flow.recompute_cache
         )
         self.in_flight.admission.advance_version()
@@ -227,8 +227,8 @@ class WeightSync:
 class InFlightGroups:
     """Hold the groups of a stage: the problem of each, those in flight, and those to start next."""
 
-    def __init__(self, stage: Stage, flow: RolloutEngine, state: Mapping[str, Any] | None):
-        self.stage, self.flow = stage, flow
+    def __init__(self, stage: Stage, engine: RolloutEngine, state: Mapping[str, Any] | None):
+        self.stage, self.engine = stage, engine
         # AsyncRolloutSettings: only methods that have these settings train asynchronously.
         loop, flow_settings = stage.loop, stage.settings.flow
         size = loop.batch_size
@@ -247,10 +247,10 @@ class InFlightGroups:
             self.admission.load_state(state["admission"])
             self.attempts = {int(number): count for number, count in state["attempts"].items()}
             for number in restore_engine_state(
-                flow, state["flow"], lambda number: self._builder_and_stream(number)[0]
+                engine, state["flow"], lambda number: self._builder_and_stream(number)[0]
             ):
                 self._restart_group(number)
-            self._ended_groups = set(flow.completed_groups()) & self.admission.ended_groups
+            self._ended_groups = set(engine.completed_groups()) & self.admission.ended_groups
 
     def _builder_and_stream(self, number: int) -> tuple[EnvGroupBuilder, int]:
         """Return the builder of a group and the random stream of its problem.
@@ -262,18 +262,18 @@ class InFlightGroups:
         stream = assign_random_streams([problem.index for problem in problems])[number % size]
         return stage.build_groups([problems[number % size]], stage.method.group_size)[0], stream
 
-    def begin_groups(self) -> None:
+    def start_groups(self) -> None:
         """Begin as many groups as the staleness bound allows."""
         for number in self.admission.start_groups():
-            self._begin_group(number)
+            self._start_group(number)
 
-    def _begin_group(self, number: int) -> None:
+    def _start_group(self, number: int) -> None:
         """Begin a group with the seed of its batch and attempt."""
         builder, stream = self._builder_and_stream(number)
         seed = derive_seed(self.stage.seed, "sample", number // self.stage.loop.batch_size)
         if attempt := self.attempts.get(number, 0):
             seed = derive_seed(seed, "again", attempt)
-        self.flow.start_group(
+        self.engine.start_group(
             number,
             builder,
             seed=seed,
@@ -286,24 +286,24 @@ class InFlightGroups:
         self.attempts[number] = self.attempts.get(number, 0) + 1
         self.admission.start_versions[number] = self.admission.version
         self.admission.ended_groups.discard(number)
-        self._begin_group(number)
+        self._start_group(number)
 
     def take_batch(self, learner_version: int) -> RolloutBatch | None:
         """Return the next batch, for weights of version `learner_version`; None if it is
         incomplete.
         """
-        for number in self.flow.completed_groups():
+        for number in self.engine.completed_groups():
             if number not in self._ended_groups:
                 self._ended_groups.add(number)
                 self.admission.mark_ended(number)
         batch, rescheduled = self.admission.take_batch()
         for number in rescheduled:
-            self.discarded_tokens += self.flow.discard_group(number)
+            self.discarded_tokens += self.engine.discard_group(number)
             self._restart_group(number)
         if not batch:
             return None
         self._ended_groups -= set(batch)
-        rollouts = self.stage.stage_sampler.add_judgements(self.flow.take_rollouts(batch))
+        rollouts = self.stage.stage_sampler.add_judgements(self.engine.take_rollouts(batch))
         self.stage.stage_sampler.check_rollouts(
             rollouts, learner_version, self.admission.max_staleness
         )
@@ -323,16 +323,14 @@ class InFlightGroups:
         metrics["async/age/mean"] = sum(age * count for age, count in ages.items()) / total
         metrics["async/age/max"] = max(ages, default=0)
         metrics |= {
-            "async/awaited_groups": self.admission.awaited_groups,
-            "async/redrawn_groups": self.admission.rescheduled_groups,
+            "async/awaited_groups": self.admission.num_awaited,
+            "async/redrawn_groups": self.admission.num_rescheduled,
         }
         metrics |= {
             "async/redrawn_tokens": self.discarded_tokens,
-            "async/groups_under_way": len(self.flow.groups),
+            "async/groups_under_way": len(self.engine.groups),
         }
-        self.admission.awaited_groups = self.admission.rescheduled_groups = (
-            self.discarded_tokens
-        ) = 0
+        self.admission.num_awaited = self.admission.num_rescheduled = self.discarded_tokens = 0
         return metrics
 
     def state(self) -> dict[str, Any]:
@@ -343,11 +341,11 @@ class InFlightGroups:
             if number in self.admission.start_versions
         }
         state = {
-            "tick": self.flow.event_log.tick,
+            "tick": self.engine.event_log.tick,
             "admission": self.admission.state(),
             "attempts": attempts,
         }
-        return {**state, "flow": save_engine_state(self.flow)}
+        return {**state, "flow": save_engine_state(self.engine)}
 
 
 def token_versions(rollouts: RolloutBatch) -> list[int]:

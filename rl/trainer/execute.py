@@ -46,7 +46,7 @@ from rl.trainer.resume import (
     ResumePoint,
     check_final_checkpoints,
     find_resume_point,
-    remove_later_checkpoints,
+    remove_damaged_checkpoints,
 )
 from rl.trainer.rollout_data import load_stored_answers
 from rl.trainer.run_lock import RunLock
@@ -63,7 +63,7 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
     """Execute a run on rank 0; other ranks serve inside ServiceClient.
 
     Settings, data, reward, model and folder are checked before the folder is changed; `on_begin` is
-    called between the two. Raises Stopped when a stop was requested.
+    called between the two. Raises RunStopped when a stop was requested.
     """
     options = run.options
     folder = resolve_run_folder(run)
@@ -121,7 +121,7 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
         }
         config = {**resolve_config(run), **record, **describe_prepared(stages)}
         claim_folder(folder, config, resume=options.resume, overwrite=options.overwrite)
-        remove_later_checkpoints(folder, position)
+        remove_damaged_checkpoints(folder, position)
         if options.resume:
             # a run resumed by its folder only names no recipe
             config["recipe"] = run.recipe or load_saved_config(folder).get("recipe")
@@ -359,7 +359,7 @@ def _run_stages(
     console: Console,
     stop_request: StopRequest,
 ) -> None:
-    """Train the remaining stages in order and print the results. Raises Stopped on a stop."""
+    """Train the remaining stages in order and print the results. Raises RunStopped on a stop."""
     keeper = CheckpointManager(logbook)
     held_out: dict[str, HeldOutMetrics] = {}
     while not run_state.finished:

@@ -33,7 +33,7 @@ ANSWER_BYTES = 2048
 
 def report_memory(run: RunConfig, helpers: Sequence[Connection] = ()) -> None:
     """Print the plan of a run on rank 0. `helpers`: connections to helper processes, see
-    `Traces.use_helpers`.
+    `TraceCache.use_helpers`.
 
     Raises UserError (on every rank) if the run cannot fit.
     """

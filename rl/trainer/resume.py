@@ -37,7 +37,7 @@ class ResumePoint:
 
     rows: the checkpoints that stay
 
-    stale: the checkpoints after this point; their folders are removed or replaced
+    stale: the checkpoints after this point; damaged ones are removed, others are replaced
 
     run: the run as it continues: the requested settings, except for stages that have ended
 
@@ -256,7 +256,7 @@ def _check_no_conflicts(
                     )
 
 
-def remove_later_checkpoints(folder: Path, resume_point: ResumePoint) -> None:
+def remove_damaged_checkpoints(folder: Path, resume_point: ResumePoint) -> None:
     """Remove incomplete writes and damaged checkpoints after the resume point. Complete weights
     stay until the run writes them again.
 

@@ -160,13 +160,13 @@ class Stage:
 
     def fill(self, rollouts: RolloutBatch, batch: int, sampler: SamplingClient) -> RolloutBatch:
         """Sample further problems until batch_size groups are mixed (dynamic sampling, see
-        Samples.fill). Without dynamic sampling, return the same rollouts.
+        StageSampler.fill_mixed_groups). Without dynamic sampling, return the same rollouts.
         """
         return self.stage_sampler.fill_mixed_groups(rollouts, batch, sampler)
 
     def check(self, rollouts: RolloutBatch, sampler: SamplingClient) -> None:
         """End the run if every reward failed, or samples come from other weights (see
-        Samples.check).
+        StageSampler.check_rollouts).
         """
         self.stage_sampler.check_rollouts(rollouts, sampler.version)
 
@@ -200,7 +200,7 @@ class Stage:
         grace time.
 
         The rest of the step is estimated by its duration in the previous batch. A resumed run
-        generates the same samples again. Raises Stopped.
+        generates the same samples again. Raises RunStopped.
         """
         self._sampling_end = time.perf_counter()
         code = self.stop_request.exit_code

@@ -17,8 +17,8 @@ from rl.trainer.warn_once import WarnOnce
 
 
 class StageCheckpoints:
-    """Choose when to save, and assemble the state. The Keeper writes checkpoints and removes old
-    ones.
+    """Choose when to save, and assemble the state. The CheckpointManager writes checkpoints and
+    removes old ones.
     """
 
     def __init__(self, context: StageContext, evaluator: Evaluator, warn_once: WarnOnce):

@@ -172,7 +172,7 @@ class TextArena(Environment):
         return "\n".join(lines) or "Your move."
 
     def _finish(self) -> TurnResult:
-        """Return the final Turn with the rewards of all players."""
+        """Return the final TurnResult with the rewards of all players."""
         rewards, info = self.made.close()
         earned = {int(player): float(reward) for player, reward in (rewards or {}).items()}
         # The player of the last answer; the game may have advanced to another player.

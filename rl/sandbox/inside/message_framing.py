@@ -29,7 +29,7 @@ class TooLong(BadMessage):
 
 
 def send(to: socket.socket | int, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-    """Send a message. `fds` need a unix socket; they are sent with the first byte. Raises Ended."""
+    """Send a message. `fds` need a unix socket; they are sent with the first byte. Raises ConnectionClosedError."""
     data = memoryview(pack(message))
     try:
         if isinstance(to, int):
@@ -63,14 +63,14 @@ def pack(message: dict[str, Any]) -> bytes:
 
 
 def receive(of: socket.socket | int, longest: int = MAX_MESSAGE_BYTES) -> dict[str, Any]:
-    """Return the next message. Raises Ended, BadMessage, and TimeoutError if the socket has a
+    """Return the next message. Raises ConnectionClosedError, BadMessage, and TimeoutError if the socket has a
     timeout.
     """
     return _read(receive_bytes(of, longest))
 
 
 def receive_bytes(of: socket.socket | int, longest: int = MAX_MESSAGE_BYTES) -> bytes:
-    """Return the bytes of the next message, unparsed. Raises Ended, RowTooLong, and TimeoutError if
+    """Return the bytes of the next message, unparsed. Raises ConnectionClosedError, TooLong, and TimeoutError if
     the socket has a timeout.
     """
     (size,) = _HEAD.unpack(_read_exactly(of, _HEAD.size))

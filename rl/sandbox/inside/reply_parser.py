@@ -37,7 +37,7 @@ class ResultReply:
 
 
 def parse(body: bytes | str) -> dict[str, Any]:
-    """Return the JSON object of a frame. Raises Forged."""
+    """Return the JSON object of a frame. Raises ForgedMessageError."""
     try:
         message = json.loads(body if isinstance(body, str) else body.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -49,7 +49,7 @@ def parse(body: bytes | str) -> dict[str, Any]:
 
 def read_loaded(message: dict[str, Any]) -> tuple[str, str] | None:
     """Return the reason that the program failed to load (load or exit, and a text), None if it
-    loaded. Raises Forged.
+    loaded. Raises ForgedMessageError.
     """
     if message == {"loaded": True} and message["loaded"] is True:
         return None
@@ -69,7 +69,7 @@ def read_answer(
     None if the request is not a call.
 
     Only a call that returns None may report changed arguments: any other call could change the
-    values that its result is compared with. Raises Forged.
+    values that its result is compared with. Raises ForgedMessageError.
     """
     keys = message.keys()
     if type(message.get("id")) is not int or message["id"] != number:
@@ -94,7 +94,7 @@ def read_answer(
 
 
 def read_callback(message: dict[str, Any]) -> tuple[str, list[Any]]:
-    """Return the name of a tester's function and its encoded arguments. Raises Forged."""
+    """Return the name of a tester's function and its encoded arguments. Raises ForgedMessageError."""
     if (
         message.keys() != {"call", "arguments"}
         or type(message["call"]) is not str

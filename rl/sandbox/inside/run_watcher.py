@@ -82,7 +82,7 @@ class RunWatcher:
             raise LimitReached("forged") from None
 
     def read_frame(self, source: int, deadline: float) -> bytes:
-        """Return the next message from the pipe `source`, unparsed. Raises Stopped; raises
+        """Return the next message from the pipe `source`, unparsed. Raises LimitReached; raises
         frames.Ended if the candidate or the pipe ended before.
         """
         longest = int(self.limits["output_kb"]) << 10
@@ -137,7 +137,7 @@ class RunWatcher:
     def _wait_for_event(
         self, deadline: float, sources: tuple[int, ...], sinks: tuple[int, ...] = ()
     ) -> list[Any]:
-        """Wait for an event, at most a tick; read the streams. Raises Stopped at a limit, Gone."""
+        """Wait for an event, at most a tick; read the streams. Raises LimitReached at a limit, CallerClosedError."""
         now = time.monotonic()
         if now >= deadline:
             raise LimitReached("timeout")

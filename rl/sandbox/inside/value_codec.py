@@ -190,7 +190,7 @@ def decode(
 
     `referent`: returns the object for the output of `reference` in `encode`; without it a reference
     raises NotPlain. `longest_range`: total length allowed for all ranges; longer ranges raise
-    NotPlain, since a short text would become a long list. Raises Forged on any other content that
+    NotPlain, since a short text would become a long list. Raises ForgedMessageError on any other content that
     `encode` does not write, from any sender: no constructor is called on an unchecked text.
     """
     try:

@@ -35,7 +35,7 @@ def check_share(
     amount: int = 1,
     retry_after: float = 5.0,
 ) -> None:
-    """Raise Refused (429) if `amount` exceeds the free capacity or the tenant's share.
+    """Raise HttpError (429) if `amount` exceeds the free capacity or the tenant's share.
 
     what      the resource, in the plural, with its flag
     limit     capacity of the server
