@@ -2,7 +2,7 @@
 is ready, while other episodes decode.
 
 A tick takes the environment results that have arrived since the last tick, requests the turns that
-follow, and lets the sampler take some steps. A `EventLog` decides which results had arrived; the
+follow, and lets the sampler take some steps. An `EventLog` decides which results had arrived; the
 rest of the tick follows from that decision. The sampled tokens do not depend on the decisions: the
 random stream of a sample is a function of (seed, turn, problem, member, position), the same as in
 lockstep rollouts (rl.rollout.lockstep).
@@ -209,8 +209,8 @@ class RolloutEngine:
             lost += sum(len(turn.ac.tokens) for turn in episode.transitions)
             if not self._has_ended(episode):
                 episode.env.close()
-                for seat in self.player_streams.values():
-                    seat.stream.end_conversation(_conversation_id(episode))
+                for player_stream in self.player_streams.values():
+                    player_stream.stream.end_conversation(_conversation_id(episode))
         group.builder.given_back()
         return lost
 
@@ -230,7 +230,9 @@ class RolloutEngine:
         self._call_environments()
         start = time.perf_counter()
         awaited = len(self.executor) > 0 or self.is_updating()
-        blocked = awaited and not any(seat.stream.busy for seat in self.player_streams.values())
+        blocked = awaited and not any(
+            player_stream.stream.busy for player_stream in self.player_streams.values()
+        )
         decision = self.event_log.next_events(
             self.executor, self.update_ended, blocked=blocked, weights_arrived=self.weights_arrived
         )
@@ -241,9 +243,9 @@ class RolloutEngine:
         self._call_environments()
         sampled = time.perf_counter()
         self.score_seconds += sampled - start
-        for player, seat in self.player_streams.items():
-            if seat.stream.busy:
-                self._run_sampler(player, seat)
+        for player, player_stream in self.player_streams.items():
+            if player_stream.stream.busy:
+                self._run_sampler(player, player_stream)
         self.sample_seconds += time.perf_counter() - sampled
         return decision
 
@@ -386,8 +388,8 @@ class RolloutEngine:
     def finish_episode(self, episode: EpisodeState) -> None:
         """End an episode, for any reason."""
         episode.env.close()
-        for seat in self.player_streams.values():
-            seat.stream.end_conversation(_conversation_id(episode))
+        for player_stream in self.player_streams.values():
+            player_stream.stream.end_conversation(_conversation_id(episode))
         self.recorded_actions.pop((episode.group, episode.index), None)
         self.groups[episode.group].running_episodes -= 1
 

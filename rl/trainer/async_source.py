@@ -46,11 +46,11 @@ def train_asynchronous(stage: Stage) -> None:
             "environment has other players: remove max_steps_off_policy"
         )
     state = stage.stage_checkpoints.in_flight
-    clock = stage.context.replay_log.create_event_log(
+    event_log = stage.context.replay_log.create_event_log(
         state["tick"] if state else 0, whole_stage=True
     )
     with (
-        stage.stage_sampler.start_engine({None: sampler}, clock) as engine,
+        stage.stage_sampler.start_engine({None: sampler}, event_log) as engine,
         ThreadPoolExecutor(1, "learner") as update_executor,
     ):
         in_flight = InFlightGroups(stage, engine, state)

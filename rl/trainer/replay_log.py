@@ -42,9 +42,10 @@ class ReplayLog:
             ]
 
     def create_event_log(self, tick: int = 0, *, whole_stage: bool = False) -> EventLog:
-        """Return the clock of batch `self.batch` (ticks begin at 0), or of the `whole_stage` stage.
+        """Return the event log of batch `self.batch` (ticks begin at 0), or of the `whole_stage`
+        stage.
 
-        The first tick is `tick`. The clock replays recorded events if the run is a replay.
+        The first tick is `tick`. It replays recorded events if the run is a replay.
         """
         if self._recorded_events is None:
             return EventLog(self._write, tick)

@@ -132,13 +132,13 @@ class StageSampler:
 
     @contextmanager
     def start_engine(
-        self, samplers: Mapping[str | None, Any], clock: EventLog
+        self, samplers: Mapping[str | None, Any], event_log: EventLog
     ) -> Iterator[RolloutEngine]:
         """Run episodes with separate sample streams, which close with the context."""
-        waiters = EnvExecutor(self.context.flow.max_waiting)
+        executor = EnvExecutor(self.context.flow.max_waiting)
         with ExitStack() as stack:
-            stack.callback(waiters.close)
-            seats = {
+            stack.callback(executor.close)
+            player_streams = {
                 player: PlayerStream(
                     stack.enter_context(SampleStream(player_sampler)),
                     player_sampler.info["max_context"],
@@ -146,11 +146,16 @@ class StageSampler:
                 for player, player_sampler in samplers.items()
             }
             params, steps = self.context.sampling_params, self.context.flow.slice_steps
-            flow = RolloutEngine(
-                seats, params, waiters, clock, steps=steps, env_timeout=self.env_timeout
+            engine = RolloutEngine(
+                player_streams,
+                params,
+                executor,
+                event_log,
+                steps=steps,
+                env_timeout=self.env_timeout,
             )
-            stack.callback(flow.close)
-            yield flow
+            stack.callback(engine.close)
+            yield engine
 
     @property
     def env_timeout(self) -> float:
