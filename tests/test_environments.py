@@ -103,7 +103,7 @@ def test_a_files_place_does_not_change_its_episodes(tmp_path):
         (tmp_path / folder).mkdir()
         file = tmp_path / folder / "mine.py"
         file.write_text(
-            "from rl.envs.calculator_env import CalculatorEnv\nclass Mine(Calculator):\n    pass\n"
+            "from rl.envs.calculator_env import CalculatorEnv\nclass Mine(CalculatorEnv):\n    pass\n"
         )
         spec = resolve_environment(f"{file}:Mine")
         group = EnvironmentGroup(spec, Problem((), {}, index=3), 1, None)
