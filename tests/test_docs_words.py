@@ -33,6 +33,7 @@ OTHERS = {
     "model",
     "model_args",
     "num_generations",
+    "version",  # of the command whetstone
 }
 BENCH = {"gpu", "campaign", "roles", "sampler_vllm"}  # scripts of bench/ whose flags are named
 IN_CODE = re.compile(r"```.*?```|`[^`\n]+`|^    .*$", re.S | re.M)
