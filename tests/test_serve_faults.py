@@ -135,7 +135,7 @@ def test_what_the_sdk_does_again_after_a_fault_is_done_once(seen, here):
         "a model that was asked for twice was made twice"
     )
     done = {
-        verb: one.engine.metrics.value("work_total", verb=verb, outcome="done")
+        verb: one.engine.metrics.get_value("work_total", verb=verb, outcome="done")
         for verb in ("forward_backward", "optim_step", "forward")
     }
     assert done == {"forward_backward": 4, "optim_step": 4, "forward": 1}, (
@@ -144,7 +144,7 @@ def test_what_the_sdk_does_again_after_a_fault_is_done_once(seen, here):
     rows = [row for rows in (*found["sampled"], *beside["alone"]) for row, _ in rows] + beside[
         "wave"
     ]
-    assert one.engine.metrics.value("sampled_tokens_total") == sum(map(len, rows)), (
+    assert one.engine.metrics.get_value("sampled_tokens_total") == sum(map(len, rows)), (
         "a sample was drawn twice"
     )
 
