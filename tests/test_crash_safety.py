@@ -391,8 +391,8 @@ def test_told_to_stop_two_processes_save_and_ask_to_be_requeued(
 
 @pytest.mark.slow
 def test_a_step_that_does_not_fit_into_the_grace_time_is_left_out(ranks, undisturbed, tmp_path):
-    """Each update is made to take two seconds of a grace time of one and a half: the state before
-    it is saved, in time.
+    """Each update takes four seconds, and the grace time is three. The signal arrives while the
+    step samples: the state before the step is saved, in time.
     """
     recipe = write(tmp_path)
     script = tmp_path / "slow.py"
@@ -400,12 +400,17 @@ def test_a_step_that_does_not_fit_into_the_grace_time_is_left_out(ranks, undistu
 import runpy, sys, time
 sys.path.insert(0, {str(REPO)!r})
 from rl.algorithms import grpo
-update = grpo.PolicyGradient.update
+from rl.trainer.stage import Stage
+update, stop_if_late = grpo.PolicyGradient.update, Stage.stop_if_late
 def slow(self, models, datums, progress):
     if progress.batch >= 1:
-        time.sleep(2.0)
+        time.sleep(4.0)
     return update(self, models, datums, progress)
-grpo.PolicyGradient.update = slow
+def late(self):
+    while self.name == "grpo" and self.done >= 2 and self.stop_request.exit_code is None:
+        time.sleep(0.01)
+    return stop_if_late(self)
+grpo.PolicyGradient.update, Stage.stop_if_late = slow, late
 runpy.run_path({str(REPO / "train.py")!r}, run_name="__main__")
 """)
     launch = ranks.start(
@@ -413,7 +418,7 @@ runpy.run_path({str(REPO / "train.py")!r}, run_name="__main__")
         "--output-dir",
         "out",
         "--stop-grace",
-        "1.5",
+        "3",
         *QUICK,
         cwd=tmp_path,
         script=str(script),
