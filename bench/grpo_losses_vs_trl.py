@@ -190,7 +190,7 @@ def run_whetstone(
     drawn: list[Completion],
 ) -> Steps:
     """Run the hooks of `grpo` on a real client and record what its worker computes."""
-    from rl.algorithms.grpo import PolicyGradient
+    from rl.algorithms.grpo import GRPO
     from rl.algorithms.grpo_settings import GrpoSettings, PolicyGradientSettings
     from rl.algorithms.method_interface import Models, Progress
     from rl.client.service_client import ServiceClient
@@ -214,7 +214,7 @@ def run_whetstone(
             )
         return result
 
-    method = PolicyGradient(
+    method = GRPO(
         GrpoSettings(
             sampling=SamplingSettings(temperature=1.0, max_tokens=MAX_TOKENS),
             policy_gradient=PolicyGradientSettings(

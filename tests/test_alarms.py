@@ -15,7 +15,7 @@ import pytest
 from rl.algorithms import METHODS
 from rl.algorithms.distillation import Distillation
 from rl.algorithms.distillation_settings import DistillationSettings
-from rl.algorithms.grpo import PolicyGradient
+from rl.algorithms.grpo import GRPO
 from rl.algorithms.method_interface import Models, Progress
 from rl.algorithms.ppo_settings import PpoOptions
 from rl.config.cli import parse_run
@@ -539,7 +539,7 @@ def test_the_same_where_every_token_has_an_advantage_all_the_same(
 def test_a_learner_that_scores_at_another_temperature_is_said_by_a_real_run(
     tmp_path, capsys, monkeypatch, sampled, learnt, expected
 ):
-    class Mistaken(PolicyGradient):
+    class Mistaken(GRPO):
         def update(self, models, datums, progress):
             right = self.settings
             self.settings = dataclasses.replace(

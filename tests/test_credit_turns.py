@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from rl.algorithms import has_signal
-from rl.algorithms.grpo import PolicyGradient
+from rl.algorithms.grpo import GRPO
 from rl.algorithms.grpo_settings import GrpoSettings, PolicyGradientSettings
 from rl.algorithms.method_interface import Models
-from rl.algorithms.ppo import Ppo
+from rl.algorithms.ppo import PPO
 from rl.algorithms.ppo_settings import PpoOptions, PpoSettings
 from rl.config import KlSettings
 from rl.rollout import Trajectory, TrajectoryGroup
@@ -95,9 +95,7 @@ def test_groups_are_compared_and_turns_discounted(advantage, step_rewards, disco
         advantage=advantage, step_rewards=step_rewards, reward_discount=discount, group_size=4
     )
     found = trained(
-        PolicyGradient(GrpoSettings(policy_gradient=pg)).compute_advantages(
-            groups, Models(SimpleNamespace())
-        )
+        GRPO(GrpoSettings(policy_gradient=pg)).compute_advantages(groups, Models(SimpleNamespace()))
     )
     wanted: list[float] = []
     for group in groups:
@@ -158,7 +156,7 @@ def test_generalised_advantages_run_over_actions_across_what_was_observed(gamma,
         normalise_advantages=False, gamma=gamma, gae_lambda=lam, truncated="bootstrap"
     )
     found = trained(
-        Ppo(PpoSettings(ppo=options, kl=KlSettings(kl_coef=0.0))).compute_advantages(
+        PPO(PpoSettings(ppo=options, kl=KlSettings(kl_coef=0.0))).compute_advantages(
             groups, Models(Values())
         )
     )

@@ -26,14 +26,14 @@ SMALL = {
 }
 OWN = '''
 from dataclasses import dataclass, field, replace
-from rl.algorithms import GrpoSettings, PolicyGradient, PolicyGradientSettings
+from rl.algorithms import GrpoSettings, GRPO, PolicyGradientSettings
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(GrpoSettings):
     """GRPO that looks twice."""
     looks: int = 2
 
-class Twice(PolicyGradient):
+class Twice(GRPO):
     """Learns from the same answers, and says how often it looked."""
     Settings = Settings
 

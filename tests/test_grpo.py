@@ -26,7 +26,7 @@ from rl.algorithms.advantages import (
     subtract_mean,
     subtract_mean_divide_by_batch_std,
 )
-from rl.algorithms.grpo import PolicyGradient
+from rl.algorithms.grpo import GRPO
 from rl.algorithms.grpo_settings import (
     VARIANTS,
     GrpoSettings,
@@ -76,10 +76,8 @@ def group(*rewards_G: list[float], problem: int = 0) -> TrajectoryGroup:
     )
 
 
-def method(*, entropy: float = 0.0, **given) -> PolicyGradient:
-    return PolicyGradient(
-        GrpoSettings(policy_gradient=PolicyGradientSettings(entropy_coef=entropy, **given))
-    )
+def method(*, entropy: float = 0.0, **given) -> GRPO:
+    return GRPO(GrpoSettings(policy_gradient=PolicyGradientSettings(entropy_coef=entropy, **given)))
 
 
 # --------------------------------------------------------------------------------------- advantages
@@ -277,7 +275,7 @@ def test_kl_is_charged_in_the_reward_or_handed_to_the_loss():
 
     def credited(**kl):
         pg = PolicyGradientSettings(kl_discount=kl.pop("discount", 1.0))
-        made = PolicyGradient(GrpoSettings(policy_gradient=pg, kl=KlSettings(**kl)))
+        made = GRPO(GrpoSettings(policy_gradient=pg, kl=KlSettings(**kl)))
         return made.compute_advantages([group([1.0], [0.0])], models)
 
     assert advantages(credited(kl_coef=0.2, discount=0.0)) == [
@@ -295,7 +293,7 @@ def test_kl_is_charged_in_the_reward_or_handed_to_the_loss():
 
 def test_kl_is_off_until_a_reference_is_named():
     def coefficient(**kl) -> tuple[bool, float]:
-        found = PolicyGradient(GrpoSettings(kl=KlSettings(**kl))).kl
+        found = GRPO(GrpoSettings(kl=KlSettings(**kl))).kl
         return found.needs_reference, found.coefficient
 
     assert coefficient() == (False, 0.0) and coefficient(reference_model="x") == (True, 0.1)
@@ -409,7 +407,7 @@ def test_a_variant_is_its_settings_and_what_is_given_wins(variant):
         "grpo", "--variant", variant, "--normalise", "sum", "--max-tokens", "9"
     ).policy_gradient
     assert given.normalise == "sum" and given.variant == variant
-    PolicyGradient(run.stages[0].settings)
+    GRPO(run.stages[0].settings)
 
 
 # From each paper, but for GRPO's bounds, which it leaves open: PPO's. Loss ppo is the clipped ratio
@@ -665,7 +663,7 @@ def test_a_coefficient_that_a_registered_loss_does_not_read_is_rejected(monkeypa
             with pytest.raises(UnusedSettingError, match=f"{name} .* has no effect: loss {loss}"):
                 PolicyGradientSettings(loss=loss, **{name: value})
         settings = GrpoSettings(policy_gradient=PolicyGradientSettings(loss=loss))
-        config = PolicyGradient(settings).loss_config()
+        config = GRPO(settings).loss_config()
         clips = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
         assert config == {
             "temperature": settings.sampling.temperature,

@@ -12,7 +12,7 @@ from helpers import ADAM
 
 from rl import ServiceClient
 from rl.algorithms import Models, Progress
-from rl.algorithms.kto import Kto, KtoSettings
+from rl.algorithms.kto import KTO, KtoSettings
 from rl.algorithms.update import add_loss_inputs
 from rl.config import LoopSettings, OptimSettings
 from rl.renderers import get_renderer
@@ -96,6 +96,6 @@ def test_z_is_of_other_prompts_answers_and_never_below_zero(sign, pairs, tmp_pat
         models = Models(
             policy, {"reference": SimpleNamespace(logprobs=lambda datums: logprobs(frozen, datums))}
         )
-        method = Kto(settings)
+        method = KTO(settings)
         metrics = method.update(models, method.datums(rows, renderer, models, 0), Progress(0, 1))
         assert metrics["optim/kl_ref_k1"] == pytest.approx(max(0.0, expected), abs=1e-5)

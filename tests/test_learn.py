@@ -8,7 +8,7 @@ import torch
 from helpers import call, make_worker
 from test_datums import turn
 
-from rl.algorithms.grpo import PolicyGradient
+from rl.algorithms.grpo import GRPO
 from rl.algorithms.grpo_settings import GrpoSettings, PolicyGradientSettings, variant_settings
 from rl.algorithms.method_interface import Models, Progress
 from rl.algorithms.update import compute_divisor, split_into_substeps, weight_by_sequence
@@ -63,7 +63,7 @@ def learn(policy, datums, *, optim=None, **given):
         policy_gradient=PolicyGradientSettings(**given),
         optim=optim or OptimSettings(learning_rate=1e-2),
     )
-    return PolicyGradient(settings).update(Models(policy), datums, Progress(0, 1))
+    return GRPO(settings).update(Models(policy), datums, Progress(0, 1))
 
 
 def datum(advantages):
@@ -132,7 +132,7 @@ CLIPS = [
 @pytest.mark.parametrize(("policy_gradient", "ratio", "advantage", "learns"), CLIPS)
 def test_clip_bounds_are_those_of_the_settings(policy_gradient, ratio, advantage, learns):
     policy = Policy()
-    method = PolicyGradient(
+    method = GRPO(
         GrpoSettings(policy_gradient=policy_gradient, optim=OptimSettings(learning_rate=1e-2))
     )
     metrics = method.update(Models(policy), [drifted(policy, ratio, advantage)], Progress(0, 1))
@@ -152,7 +152,7 @@ def credited(*, cut):
     first = Trajectory([turn([1, 2], [3], [-1.0]), second])
     members = [first, Trajectory([turn([1, 2], [4, 5], [-1.0] * 2)])]
     members[0].transitions[-1].reward = 1.0
-    return PolicyGradient(GrpoSettings()).compute_advantages(
+    return GRPO(GrpoSettings()).compute_advantages(
         [TrajectoryGroup(members, [0.0] * 2, [{}] * 2)], None
     )
 

@@ -14,7 +14,7 @@ import pytest
 from test_default_recipe import RECIPE, taught_model
 
 from rl.algorithms import METHODS
-from rl.algorithms.grpo import PolicyGradient
+from rl.algorithms.grpo import GRPO
 from rl.client.service_client import ServiceClient
 from rl.config.cli import parse_run
 from rl.config.sections import RunSettings
@@ -64,7 +64,7 @@ def gain(taught: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, edit: Edit
     given.
     """
 
-    class Edited(PolicyGradient):
+    class Edited(GRPO):
         def compute_advantages(self, groups, models):
             return super().compute_advantages(
                 with_rewards(groups, edit) if edit else groups, models
@@ -99,7 +99,7 @@ def test_edited_rewards_are_those_that_credit_sees():
     edited = with_rewards(groups, lambda rewards: rewards[::-1])
     assert [g.get_total_rewards() for g in groups] == [[1.0, 0.0], [2.0, 0.5]]
     assert [g.get_total_rewards() for g in edited] == [[0.5, 2.0], [0.0, 1.0]]
-    datums = PolicyGradient(METHODS["grpo"].settings()).compute_advantages(edited, None)  # type: ignore[arg-type]  # it needs no models
+    datums = GRPO(METHODS["grpo"].settings()).compute_advantages(edited, None)  # type: ignore[arg-type]  # it needs no models
     assert [float(d.loss_fn_inputs["advantages"].array[-1]) for d in datums] == [
         -0.75,
         0.75,

@@ -14,7 +14,7 @@ from whole_runs import train
 from rl.algorithms.best_of_n import BestOfN, BestOfNSettings, SelectionSettings, select_best
 from rl.algorithms.method_interface import Models, Progress
 from rl.algorithms.online_dpo import (
-    OnlineDpo,
+    OnlineDPO,
     OnlineDpoSettings,
     OnlinePreferenceSettings,
     make_pairs,
@@ -98,7 +98,7 @@ def test_online_dpo_is_dpos_loss_on_the_better_and_the_worse_answer(loss, pairs)
         loss=loss, pairs=pairs, beta=0.3, group_size=3, length_normalise=False
     )
     sampling = SamplingSettings(temperature=TEMPERATURE, max_tokens=8)
-    method = OnlineDpo(OnlineDpoSettings(preference=preference, sampling=sampling, optim=LOOK))
+    method = OnlineDPO(OnlineDpoSettings(preference=preference, sampling=sampling, optim=LOOK))
     models = Models(policy, {"reference": reference})
     rewards = [[0.0, 1.0, 0.25], [0.5, 0.5, 0.5]]
     datums = method.compute_advantages(groups(rewards), models)
@@ -169,7 +169,7 @@ def test_answers_that_all_earn_the_same_move_no_weight(name):
     )
     if name == "online_dpo":
         preference = OnlinePreferenceSettings(group_size=3)
-        method = OnlineDpo(OnlineDpoSettings(preference=preference, sampling=sampling, optim=optim))
+        method = OnlineDPO(OnlineDpoSettings(preference=preference, sampling=sampling, optim=optim))
     else:
         method = BestOfN(
             BestOfNSettings(
@@ -201,7 +201,7 @@ def test_an_episode_of_several_sequences_is_refused_by_online_dpo():
     group.trajectories_G[1].transitions.append(again)
     preference = OnlinePreferenceSettings(group_size=3, reference_free=True)
     with pytest.raises(UserError, match="a single sequence of tokens"):
-        OnlineDpo(OnlineDpoSettings(preference=preference)).compute_advantages(
+        OnlineDPO(OnlineDpoSettings(preference=preference)).compute_advantages(
             [group], Models(Policy())
         )
 

@@ -18,10 +18,10 @@ SMALL = {
 }
 FILE = '''
 from rl.rollout import trajectory_to_datums
-from rl.algorithms import GrpoSettings, METHODS, PolicyGradient
+from rl.algorithms import GrpoSettings, METHODS, GRPO
 from rl.algorithms.update import train_single_pass
 
-class Derived(PolicyGradient):
+class Derived(GRPO):
     Settings = GrpoSettings
 
 class Whole:

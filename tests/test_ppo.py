@@ -23,7 +23,7 @@ from rl.algorithms.kl_penalty import (
 )
 from rl.algorithms.method_interface import Models, Progress
 from rl.algorithms.metric_sums import MetricSums
-from rl.algorithms.ppo import Ppo
+from rl.algorithms.ppo import PPO
 from rl.algorithms.ppo_settings import PpoOptions, PpoSettings
 from rl.config.sections import (
     KlSettings,
@@ -258,7 +258,7 @@ def expected(trajectory, final, coef, cut):
     "kl", [{"kl_placement": "reward"}, {"kl_placement": "loss"}, {"kl_coef": 0.0}]
 )
 def test_credit_by_walking_the_episodes(truncated, kl):
-    method = Ppo(settings(ppo={"truncated": truncated}, kl=kl))
+    method = PPO(settings(ppo={"truncated": truncated}, kl=kl))
     models = Models(Values(), {"reference": Reference()})
     datums = method.compute_advantages([TrajectoryGroup(EPISODES, list(FINAL), [{}] * 4)], models)
     assert len(datums) == 5  # the second episode makes two
@@ -292,7 +292,7 @@ def test_credit_follows_the_turns_of_two_conversations(truncated):
         [0.5, -1.0, 2.0],
         stop="length",
     )
-    method = Ppo(settings(ppo={"truncated": truncated}))
+    method = PPO(settings(ppo={"truncated": truncated}))
     datums = method.compute_advantages(
         [TrajectoryGroup([trajectory], [0.25], [{}])], Models(Values(), {"reference": Reference()})
     )
@@ -317,7 +317,7 @@ def test_a_minibatch_that_a_correction_leaves_empty_adds_nothing_to_the_means():
 
 def test_normalised_advantages_have_mean_0_and_std_1_over_actions():
     plain, scaled = (
-        Ppo(settings(ppo={"normalise_advantages": on})).compute_advantages(
+        PPO(settings(ppo={"normalise_advantages": on})).compute_advantages(
             [TrajectoryGroup(EPISODES, list(FINAL), [{}] * 4)],
             Models(Values(), {"reference": Reference()}),
         )
@@ -332,7 +332,7 @@ def test_normalised_advantages_have_mean_0_and_std_1_over_actions():
 
 
 def test_rewards_are_scaled_by_running_statistics():
-    method = Ppo(settings(shaping=ShapingSettings(normalise_rewards=True), kl={"kl_coef": 0.0}))
+    method = PPO(settings(shaping=ShapingSettings(normalise_rewards=True), kl={"kl_coef": 0.0}))
     method.compute_advantages([TrajectoryGroup(EPISODES, list(FINAL), [{}] * 4)], Models(Values()))
     totals = [1.5, 1.25, 0.125, 0.5]
     assert method.state()["reward_statistics"] == pytest.approx(
@@ -372,7 +372,7 @@ def learn_once(service, critic=False, reference=True, **ppo):
         "optim": OptimSettings(learning_rate=3e-3, num_substeps=2),
         "loop": LoopSettings(steps=5, batch_size=8),
     }
-    method = Ppo(
+    method = PPO(
         settings(
             ppo={"truncated": "end", **ppo}, kl={} if reference else {"kl_coef": 0.0}, **changed
         )
@@ -410,7 +410,7 @@ def test_minibatches_are_dealt_out_by_the_runs_seed():
 
     step = SimpleNamespace(result=lambda: SimpleNamespace(metrics={"grad_norm": 0.0}))
     policy = SimpleNamespace(forward_backward=noted, forward=noted, optim_step=lambda params: step)
-    method = Ppo(
+    method = PPO(
         settings(
             ppo={"epochs": 2},
             optim=OptimSettings(num_substeps=3),

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from helpers import random_datums
 
-from rl.algorithms.grpo import PolicyGradient
+from rl.algorithms.grpo import GRPO
 from rl.algorithms.grpo_settings import GrpoSettings, PolicyGradientSettings
 from rl.algorithms.method_interface import Models, Progress
-from rl.algorithms.ppo import Ppo
+from rl.algorithms.ppo import PPO
 from rl.algorithms.ppo_settings import PpoOptions, PpoSettings
 from rl.algorithms.rlhf import RlhfSettings
 from rl.algorithms.streamed_step import StreamedStep
@@ -64,7 +64,7 @@ def groups_of(seed=0, count=4, size=3, gap=0.7):
 
 
 def method_of(correction, normalise, loss="importance_sampling", **given):
-    return PolicyGradient(
+    return GRPO(
         GrpoSettings(
             policy_gradient=PolicyGradientSettings(
                 normalise=normalise, loss=loss, group_size=3, **given
@@ -217,7 +217,7 @@ def test_ppo_goes_on_where_a_correction_removes_every_token(service, settings, c
     as one without signal.
     """
     how = PpoOptions(critic_model="policy" if critic else None, group_size=3)
-    method = Ppo(
+    method = PPO(
         settings(
             ppo=how,
             correction=ALL,
@@ -233,7 +233,7 @@ def test_ppo_goes_on_where_a_correction_removes_every_token(service, settings, c
         else {}
     )
     models = Models(policy, others)
-    first = Ppo(
+    first = PPO(
         settings(ppo=how, kl=KlSettings(kl_coef=0.0), optim=OptimSettings(learning_rate=RATE))
     )
     assert "optim/skipped_no_signal" not in first.update(

@@ -14,8 +14,8 @@ from test_renderer_specials import pairs, renderers, tokenizers  # noqa: F401  (
 from rl import ServiceClient
 from rl.algorithms.method_interface import Models
 from rl.algorithms.reward_model import (
-    BradleyTerry,
     RewardModelSettings,
+    RewardModelTraining,
     make_comparison_pair,
     make_scored_pair,
 )
@@ -238,7 +238,9 @@ def test_the_held_out_margin_is_the_one_that_rlhf_reads(renderers, name, shared_
             [d for row in rows for d in make_scored_pair(row, renderer)], "bradley_terry"
         ).result()
         client.optim_step(ADAM).result()
-        held_out = BradleyTerry(RewardModelSettings()).evaluate(rows, renderer, Models(client, {}))
+        held_out = RewardModelTraining(RewardModelSettings()).evaluate(
+            rows, renderer, Models(client, {})
+        )
         end = (
             ways_to_end(renderer, name)[-1]
             if name == "role_colon"

@@ -13,7 +13,7 @@ from whole_runs import train
 
 from rl.algorithms.offline import check_stored_answer
 from rl.algorithms.offline_settings import OfflineSettings
-from rl.algorithms.reward_model import BradleyTerry, RewardModelling, RewardModelSettings
+from rl.algorithms.reward_model import RewardModelOptions, RewardModelSettings, RewardModelTraining
 from rl.data import addition, load_problems
 from rl.data.problem_set import concatenate_sets
 from rl.data.rollout_file import load_rollouts
@@ -201,7 +201,9 @@ def test_pairs_that_fit_alone_and_not_side_by_side(tmp_path, renderer):
     rows = [{"prompt": "a", "chosen": "b" * n, "rejected": "c" * n} for n in (5, 80)]
     problems = load_problems(write(tmp_path / "rows.jsonl", *rows), format="preferences")
     asked = {
-        form: BradleyTerry(RewardModelSettings(reward_modelling=RewardModelling(form=form)))
+        form: RewardModelTraining(
+            RewardModelSettings(reward_modelling=RewardModelOptions(form=form))
+        )
         for form in ("scalar", "comparison")
     }
     checks = {

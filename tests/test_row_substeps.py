@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from rl import ServiceClient
-from rl.algorithms.kto import Kto, KtoSettings
+from rl.algorithms.kto import KTO, KtoSettings
 from rl.algorithms.method_interface import Models, Progress
 from rl.algorithms.offline import Offline
 from rl.algorithms.offline_settings import OfflineOptions, OfflineSettings
-from rl.algorithms.reward_model import BradleyTerry, RewardModelling, RewardModelSettings
+from rl.algorithms.reward_model import RewardModelOptions, RewardModelSettings, RewardModelTraining
 from rl.config import LoopSettings, ModelSettings, OptimSettings, RowLoopSettings
 from rl.judges.token_scorers import restore_full_tokens
 from rl.trainer.stage_models import StageModelFactory, make_renderer
@@ -93,7 +93,7 @@ def numbers(steps, datums):
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
 def test_kto_on_pairs_sees_good_and_bad_answers_in_every_step(service, steps):
-    method = Kto(KtoSettings(optim=optim(steps), **loop()))
+    method = KTO(KtoSettings(optim=optim(steps), **loop()))
     datums, parts, metrics, models = learn(
         service, method, [pair(i) for i in range(ROWS)], reference=True
     )
@@ -129,7 +129,7 @@ def test_no_prompt_of_a_mixed_batch_stands_beside_an_answer_of_its_own(service):
         [single(0), pair(1), single(2), pair(3)],
         [pair(0), pair(1), single(2), single(3)],
     ):
-        method = Kto(KtoSettings(optim=optim(1), loop=RowLoopSettings(steps=4, batch_size=4)))
+        method = KTO(KtoSettings(optim=optim(1), loop=RowLoopSettings(steps=4, batch_size=4)))
         datums, _, _, _ = learn(service, method, rows, reference=True)
         own = {tuple(restore_full_tokens(d)) for d in datums}
         assert len(method._mismatched) == len(datums)
@@ -139,14 +139,16 @@ def test_no_prompt_of_a_mixed_batch_stands_beside_an_answer_of_its_own(service):
 @pytest.mark.parametrize("steps", [2, 4])
 def test_a_comparing_reward_model_sees_both_orders_in_every_step(service, steps):
     """And the weights are those of as many batches of the rows of each step, one after the other."""
-    how = RewardModelling(form="comparison")
+    how = RewardModelOptions(form="comparison")
     rows = [pair(i) for i in range(ROWS)]
-    method = BradleyTerry(RewardModelSettings(reward_modelling=how, optim=optim(steps), **loop()))
+    method = RewardModelTraining(
+        RewardModelSettings(reward_modelling=how, optim=optim(steps), **loop())
+    )
     datums, parts, metrics, models = learn(service, method, rows)
     assert numbers(parts, datums) == [
         [2 * row + side for row in range(k, ROWS, steps) for side in (0, 1)] for k in range(steps)
     ]
-    plain = BradleyTerry(
+    plain = RewardModelTraining(
         RewardModelSettings(
             reward_modelling=how, optim=optim(1), loop=LoopSettings(steps=4, batch_size=ROWS)
         )

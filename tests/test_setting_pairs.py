@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from rl import ServiceClient
 from rl.algorithms import Models, Progress
-from rl.algorithms.grpo import PolicyGradient
+from rl.algorithms.grpo import GRPO
 from rl.algorithms.grpo_settings import GrpoSettings
 from rl.algorithms.streamed_step import StreamedStep
 from rl.config import unflatten_settings
@@ -307,7 +307,7 @@ def policy_at(tmp_path_factory):
         policy = service.create_full_training_client("tiny:addition-small", seed=1)
         groups = groups_of(np.random.default_rng(99), 0, False)
         off_the_policy(policy, groups, np.random.default_rng(98))
-        method = PolicyGradient(settings_of(("none", "tokens", "whole", "ppo-mean")))
+        method = GRPO(settings_of(("none", "tokens", "whole", "ppo-mean")))
         for batch in range(3):  # versions 0 to 2 are behind it
             method.update(
                 Models(policy),
@@ -326,7 +326,7 @@ def two_steps(policy_at, row: Row, folder, seed: int = 5) -> None:
     policy, path, model = policy_at
     policy.load_state_with_optimizer(path).result()
     method, models, baseline = (
-        PolicyGradient(settings_of(row)),
+        GRPO(settings_of(row)),
         Models(policy),
         Baseline(LOSSES[row[3]][1]),
     )

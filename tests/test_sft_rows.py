@@ -15,7 +15,7 @@ from test_any_file import contents, sums, write
 from whole_runs import train
 
 from rl.algorithms import METHODS
-from rl.algorithms.sft import Sft, SftOptions, SftSettings, make_response_datum
+from rl.algorithms.sft import SFT, SftOptions, SftSettings, make_response_datum
 from rl.config import (
     AnswerDataSettings,
     DataSettings,
@@ -84,7 +84,7 @@ def test_too_long_rows_are_named_counted_skipped_or_cut(tmp_path, caplog, tokeni
     )
     assert contents(cut) == ["111=", "1" * 9 + "=", "111="] and [p.index for p in cut] == [0, 1, 2]
     settings = SftSettings(data=AnswerDataSettings(max_row_tokens=20, on_too_long="cut"))
-    datum = Sft(settings).datums([cut[2]], plain, None, 0)[0]
+    datum = SFT(settings).datums([cut[2]], plain, None, 0)[0]
     whole = make_response_datum(cut[2], plain)
     assert (
         datum.model_input.to_ints() == whole.model_input.to_ints()[:19]
@@ -143,15 +143,15 @@ def test_all_turns_are_learnt_by_default_and_a_text_whole(tokenizer):
     row = Problem(talk, {}, "4")
     weights = {}
     for how in ("all_assistant", "last_assistant"):
-        (datum,) = Sft(SftSettings(sft=SftOptions(train_on=how))).datums([row], plain, None, 0)
+        (datum,) = SFT(SftSettings(sft=SftOptions(train_on=how))).datums([row], plain, None, 0)
         weights[how] = datum.loss_fn_inputs["weights"].array
     assert SftSettings().sft.train_on == "all_assistant"
     # "2", "4" and the end mark of each
     assert (weights["all_assistant"].sum(), weights["last_assistant"].sum()) == (4, 2)
-    text = Sft(SftSettings()).datums([Problem((), {}, "1+1=2")], plain, None, 0)[0]
+    text = SFT(SftSettings()).datums([Problem((), {}, "1+1=2")], plain, None, 0)[0]
     # four of five characters follow one, and EOS
     assert text.loss_fn_inputs["weights"].array.sum() == 5
-    said = Sft(SftSettings()).remark([row], plain)
+    said = SFT(SftSettings()).remark([row], plain)
     assert "every message of the assistant" in said and f"{4 / 11:.1%}" in said
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from rl import ServiceClient
 from rl.algorithms import Models, Progress
-from rl.algorithms.grpo import PolicyGradient
+from rl.algorithms.grpo import GRPO
 from rl.algorithms.grpo_settings import GrpoSettings
 from rl.algorithms.streamed_step import StreamedStep
 from rl.config import unflatten_settings
@@ -68,13 +68,13 @@ OFTEN = {
 PARTS = (2, 4, 6)  # the second part is groups 2 and 3
 
 
-def method_of(loss: str, correction: str) -> PolicyGradient:
+def method_of(loss: str, correction: str) -> GRPO:
     problems: list[str] = []
     settings = unflatten_settings(
         GrpoSettings, {**OFTEN, **LOSSES[loss], **CORRECTIONS[correction]}, problems, "a test"
     )
     assert not problems, problems
-    return PolicyGradient(settings)
+    return GRPO(settings)
 
 
 def episodes_of(rng: np.random.Generator, silent: set[int]) -> list[TrajectoryGroup]:

@@ -12,8 +12,11 @@ from rl.algorithms.advantages import (
     has_signal,
     normalize_by_batch,
 )
+from rl.algorithms.best_of_n import BestOfN
 from rl.algorithms.builtin_method_registry import METHODS
-from rl.algorithms.grpo import PolicyGradient
+from rl.algorithms.distillation import Distillation
+from rl.algorithms.dpo import DPO
+from rl.algorithms.grpo import GRPO
 from rl.algorithms.grpo_settings import GrpoSettings, PolicyGradientSettings
 from rl.algorithms.importance_correction import (
     ImportanceCorrection,
@@ -27,16 +30,20 @@ from rl.algorithms.kl_penalty import (
     compute_kl_metrics,
     compute_logprob_gaps,
 )
+from rl.algorithms.kto import KTO
 from rl.algorithms.method_interface import Models, Progress, RowEvaluator
 from rl.algorithms.method_registry import is_method_address
 from rl.algorithms.method_spec import MethodSpec
-from rl.algorithms.offline import check_stored_answer
+from rl.algorithms.offline import Offline, check_stored_answer
 from rl.algorithms.offline_settings import RolloutDataSettings
-from rl.algorithms.ppo import Ppo
+from rl.algorithms.online_dpo import OnlineDPO
+from rl.algorithms.orpo_simpo import ReferenceFreeDPO
+from rl.algorithms.ppo import PPO
 from rl.algorithms.ppo_settings import PpoOptions, PpoSettings
 from rl.algorithms.reinforce import ReinforceSettings
+from rl.algorithms.reward_model import RewardModelTraining
 from rl.algorithms.reward_shaping import RewardShaper
-from rl.algorithms.sft import Sft, SftSettings
+from rl.algorithms.sft import SFT, SftSettings
 from rl.algorithms.streamed_step import StreamedStep
 
 __all__ = [
@@ -62,17 +69,25 @@ __all__ = [
     "METHODS",
     "MethodSpec",
     "Models",
-    "PolicyGradient",
+    "GRPO",
     "PolicyGradientSettings",
-    "Ppo",
+    "PPO",
     "PpoOptions",
     "PpoSettings",
     "Progress",
     "ReinforceSettings",
     "RolloutDataSettings",
-    "Sft",
+    "SFT",
     "SftSettings",
     "StreamedStep",
     "check_stored_answer",
     "is_method_address",
+    "BestOfN",
+    "Distillation",
+    "DPO",
+    "KTO",
+    "Offline",
+    "OnlineDPO",
+    "ReferenceFreeDPO",
+    "RewardModelTraining",
 ]

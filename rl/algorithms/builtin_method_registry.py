@@ -7,44 +7,44 @@ from __future__ import annotations
 from rl.algorithms.best_of_n import BestOfN, BestOfNSettings
 from rl.algorithms.distillation import Distillation
 from rl.algorithms.distillation_settings import DistillSettings
-from rl.algorithms.dpo import Dpo, DpoSettings
-from rl.algorithms.grpo import PolicyGradient
+from rl.algorithms.dpo import DPO, DpoSettings
+from rl.algorithms.grpo import GRPO
 from rl.algorithms.grpo_settings import GrpoSettings
-from rl.algorithms.kto import Kto, KtoSettings
+from rl.algorithms.kto import KTO, KtoSettings
 from rl.algorithms.method_registry import MethodRegistry
 from rl.algorithms.method_spec import MethodSpec, make_method_spec
 from rl.algorithms.offline import Offline
 from rl.algorithms.offline_settings import OfflineSettings
-from rl.algorithms.online_dpo import OnlineDpo, OnlineDpoSettings
-from rl.algorithms.orpo_simpo import OrpoSettings, SimpoSettings, WithoutReference
-from rl.algorithms.ppo import Ppo
+from rl.algorithms.online_dpo import OnlineDPO, OnlineDpoSettings
+from rl.algorithms.orpo_simpo import OrpoSettings, ReferenceFreeDPO, SimpoSettings
+from rl.algorithms.ppo import PPO
 from rl.algorithms.ppo_settings import PpoSettings
 from rl.algorithms.reinforce import ReinforceSettings
-from rl.algorithms.reward_model import BradleyTerry, RewardModelSettings
+from rl.algorithms.reward_model import RewardModelSettings, RewardModelTraining
 from rl.algorithms.rlhf import RlhfSettings, list_rlhf_weights
-from rl.algorithms.sft import Sft, SftSettings
+from rl.algorithms.sft import SFT, SftSettings
 
 METHODS: dict[str, MethodSpec] = MethodRegistry(
     {
         "grpo": make_method_spec(
-            PolicyGradient,
+            GRPO,
             GrpoSettings,
             "RL: a group of answers to each problem, each compared with its group",
         ),
         "reinforce": make_method_spec(
-            PolicyGradient,
+            GRPO,
             ReinforceSettings,
             "RL: one answer to each problem, compared with a running mean of rewards",
             variants={},
         ),
         "ppo": make_method_spec(
-            Ppo,
+            PPO,
             PpoSettings,
             "RL: several clipped epochs a batch, with token advantages from a learned value "
             "function",
         ),
         "online_dpo": make_method_spec(
-            OnlineDpo,
+            OnlineDPO,
             OnlineDpoSettings,
             "RL: the better of the policy's answers against the worse, by DPO's loss",
         ),
@@ -54,36 +54,36 @@ METHODS: dict[str, MethodSpec] = MethodRegistry(
             "RL: fine-tune on the best of several answers to each problem (rejection sampling)",
         ),
         "sft": make_method_spec(
-            Sft,
+            SFT,
             SftSettings,
             "supervised fine-tuning on worked responses, conversations or plain texts",
         ),
         "dpo": make_method_spec(
-            Dpo,
+            DPO,
             DpoSettings,
             "preferences: learn which of two answers is preferred, without a reward",
         ),
         "orpo": make_method_spec(
-            WithoutReference,
+            ReferenceFreeDPO,
             OrpoSettings,
             "preferences: the preferred answer's likelihood and the odds against the other, "
             "without a reference",
         ),
         "simpo": make_method_spec(
-            WithoutReference,
+            ReferenceFreeDPO,
             SimpoSettings,
             "preferences: mean logprobs and a margin, without a reference",
         ),
         "kto": make_method_spec(
-            Kto, KtoSettings, "preferences: answers labeled good or bad, without pairs"
+            KTO, KtoSettings, "preferences: answers labeled good or bad, without pairs"
         ),
         "reward_model": make_method_spec(
-            BradleyTerry,
+            RewardModelTraining,
             RewardModelSettings,
             "preferences: train a model that predicts which of two answers is preferred",
         ),
         "rlhf": make_method_spec(
-            Ppo,
+            PPO,
             RlhfSettings,
             "RL: ppo on the scores of a reward model",
             needs_reward=False,

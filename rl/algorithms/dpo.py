@@ -100,7 +100,7 @@ class DpoSettings:
         return rate if rate is not None else (5e-6 if self.model.lora_rank else 5e-7)
 
 
-class Dpo(RowEvaluator):
+class DPO(RowEvaluator):
     """Implement `dpo`: its training hooks and the models that a run loads for them. Subclasses
     inherit both.
     """

@@ -41,7 +41,7 @@ def make_adaptive_kl(settings: GrpoSettings) -> AdaptiveKL:
     return AdaptiveKL(coefficient, kl.kl_target, kl.kl_rate)
 
 
-class PolicyGradient:
+class GRPO:
     """Implement `grpo` and `reinforce`: its training hooks and the models that a run loads
     for them. Subclasses inherit both.
     """

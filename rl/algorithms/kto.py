@@ -89,7 +89,7 @@ class KtoSettings:
         return rate if rate is not None else (5e-6 if self.model.lora_rank else 1e-6)
 
 
-class Kto(RowEvaluator):
+class KTO(RowEvaluator):
     """Implement `kto`: its training hooks and the models that a run loads for them. Subclasses
     inherit both.
     """

@@ -91,7 +91,7 @@ def make_pairs(rewards_G: Sequence[float], kind: str) -> list[tuple[int, int]]:
     return [(best, worst)] if rewards_G[best] > rewards_G[worst] else []
 
 
-class OnlineDpo(dpo.Dpo):
+class OnlineDPO(dpo.DPO):
     """Implement `online_dpo`: `update` is DPO's, at the sampling temperature."""
 
     online = True

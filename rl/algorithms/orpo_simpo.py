@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from rl.algorithms.dpo import ACCURACY_METRIC, Dpo, make_pair_datums
+from rl.algorithms.dpo import ACCURACY_METRIC, DPO, make_pair_datums
 from rl.algorithms.method_interface import Models
 from rl.algorithms.method_spec import list_no_weights, make_no_models, return_false
 from rl.config import (
@@ -100,7 +100,7 @@ class SimpoSettings(_PairSettings):
         return rate if rate is not None else (1e-5 if self.model.lora_rank else 1e-6)
 
 
-class WithoutReference(Dpo):
+class ReferenceFreeDPO(DPO):
     """Implement `orpo` and `simpo`."""
 
     clients, weights, needs_initial_policy = (

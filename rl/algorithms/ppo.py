@@ -41,7 +41,7 @@ def _make_adaptive_kl(settings: PpoSettings) -> AdaptiveKL:
     return AdaptiveKL(settings.kl.kl_coef or 0.0, settings.kl.kl_target, settings.kl.kl_rate)
 
 
-class Ppo:
+class PPO:
     """Implement `ppo`: its training hooks and the models that a run loads for them.
     Subclasses inherit both.
     """

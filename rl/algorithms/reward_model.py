@@ -50,7 +50,7 @@ PAIR_ACCURACY_METRIC = "test/rewards/accuracies"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardModelling:
+class RewardModelOptions:
     """Configure the training on pairs."""
 
     form: Literal["scalar", "comparison"] = "scalar"
@@ -80,7 +80,7 @@ class RewardModelSettings:
 
     model: ModelSettings = field(default_factory=ModelSettings)
     data: PreferenceDataSettings = field(default_factory=PreferenceDataSettings)
-    reward_modelling: RewardModelling = field(default_factory=RewardModelling)
+    reward_modelling: RewardModelOptions = field(default_factory=RewardModelOptions)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     optim: OptimSettings = field(default_factory=OptimSettings)
     loop: RowLoopSettings = field(default_factory=_default_loop)
@@ -113,7 +113,7 @@ def has_value_head(settings: RewardModelSettings) -> bool:
     return settings.reward_modelling.form == "scalar"
 
 
-class BradleyTerry(RowEvaluator):
+class RewardModelTraining(RowEvaluator):
     """Implement `reward_model`: its training hooks and the models that a run loads for them.
     Subclasses inherit both.
     """

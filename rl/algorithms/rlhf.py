@@ -47,4 +47,4 @@ def list_rlhf_weights(settings: Any) -> list[str]:
             "run's folder or a checkpoint of it (or --comparison-model with a language model that "
             "compares answers)"
         )
-    return ppo.Ppo.weights(settings)
+    return ppo.PPO.weights(settings)

@@ -63,7 +63,7 @@ class SftSettings:
         return rate if rate is not None else (1e-4 if self.model.lora_rank else 1e-5)
 
 
-class Sft(RowEvaluator):
+class SFT(RowEvaluator):
     """Implement `sft`: its training hooks and the models that a run loads for them. Subclasses
     inherit both.
     """

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rl.algorithms.grpo import PolicyGradient
+from rl.algorithms.grpo import GRPO
 from rl.algorithms.importance_correction import merge_effective_sample_size
 from rl.algorithms.method_interface import Models, Progress
 from rl.algorithms.update import (
@@ -32,7 +32,7 @@ class StreamedStep:
     accumulated undivided and scaled before the update. Raises UserError under DeepSpeed.
     """
 
-    def __init__(self, method: PolicyGradient, models: Models, progress: Progress):
+    def __init__(self, method: GRPO, models: Models, progress: Progress):
         if models.policy.info["distributed_type"] == "DEEPSPEED":
             raise UserError(
                 "stream_minibatches scales accumulated gradients, to which DeepSpeed gives no "

@@ -10,7 +10,9 @@ from typing import Any
 
 from rl.client import LoRAConfig, ServiceClient, TrainingConfig
 from rl.rewards import register_reward, resolve_reward
-from rl.rlvr.algorithms import PPO, REINFORCE, Algorithm, UpdateResult
+from rl.rlvr.algorithms import Algorithm, UpdateResult
+from rl.rlvr.algorithms import PPOAlgorithm as PPO
+from rl.rlvr.algorithms import REINFORCEAlgorithm as REINFORCE
 from rl.rlvr.configs import PPOConfig, REINFORCEConfig
 from rl.rlvr.rollout_sampler import RolloutSampler, ScoredTrajectory, TrajectoryBatch
 

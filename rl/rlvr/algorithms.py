@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from rl.algorithms import (
+    GRPO,
+    PPO,
     Models,
-    PolicyGradient,
     PolicyGradientSettings,
-    Ppo,
     PpoOptions,
     PpoSettings,
     Progress,
@@ -75,7 +75,7 @@ class Algorithm(ABC, Generic[Config]):
     def __init__(self, config: Config | None = None, *, reference: SamplingClient | None = None):
         if config is not None and not isinstance(config, self.config_class):
             raise UserError(
-                f"{type(self).__name__} takes a {self.config_class.__name__}, got {config!r}"
+                f"{self.name} takes a {self.config_class.__name__}, got {config!r}"
             )
         self.config: Config = self.config_class() if config is None else config
         self.reference = reference
@@ -132,7 +132,7 @@ class Algorithm(ABC, Generic[Config]):
             raise UserError(
                 f"kl_penalty_coef {self.config.kl_penalty_coef} needs a reference model, and a "
                 "client that trains all weights keeps no copy of its base model: pass "
-                f"{type(self).__name__}(config, "
+                f"{self.name}(config, "
                 "reference=service.create_sampling_client(base_model=...)), or train a LoRA "
                 "adapter"
             )
@@ -192,7 +192,7 @@ def _check_versions(batch: TrajectoryBatch, client: TrainingClient) -> None:
             )
 
 
-class _NormalizedPolicyGradient(PolicyGradient):
+class _NormalizedGRPO(GRPO):
     """Compute REINFORCE advantages, normalized to mean 0 and std 1 over the batch."""
 
     def _estimate_advantages(
@@ -202,13 +202,13 @@ class _NormalizedPolicyGradient(PolicyGradient):
         return normalize_by_batch(advantages_P_K) if len(advantages_P_K) > 1 else advantages_P_K
 
 
-class REINFORCE(Algorithm[REINFORCEConfig]):
+class REINFORCEAlgorithm(Algorithm[REINFORCEConfig]):
     """Update with REINFORCE; see REINFORCEConfig."""
 
     name = "REINFORCE"
     config_class = REINFORCEConfig
 
-    def _make_method(self, temperature: float) -> PolicyGradient:
+    def _make_method(self, temperature: float) -> GRPO:
         c = self.config
         settings = ReinforceSettings(
             sampling=SamplingSettings(temperature=temperature),
@@ -221,14 +221,10 @@ class REINFORCE(Algorithm[REINFORCEConfig]):
             kl=KlSettings(kl_coef=c.kl_penalty_coef),
             optim=OptimSettings(learning_rate=c.learning_rate, grad_clip_norm=c.max_grad_norm),
         )
-        return (
-            _NormalizedPolicyGradient(settings)
-            if c.normalize_advantages
-            else PolicyGradient(settings)
-        )
+        return _NormalizedGRPO(settings) if c.normalize_advantages else GRPO(settings)
 
     def _update_models(
-        self, method: PolicyGradient, models: Models, datums: Sequence[Datum]
+        self, method: GRPO, models: Models, datums: Sequence[Datum]
     ) -> dict[str, float]:
         metrics = method.update(models, datums, self._progress(models))
         temperature = {"temperature": method.settings.sampling.temperature}
@@ -240,7 +236,7 @@ class REINFORCE(Algorithm[REINFORCEConfig]):
         )
 
 
-class PPO(Algorithm[PPOConfig]):
+class PPOAlgorithm(Algorithm[PPOConfig]):
     """Update with PPO; see PPOConfig.
 
     The value is a head on the policy, which `create_training_client` creates.
@@ -249,7 +245,7 @@ class PPO(Algorithm[PPOConfig]):
     name = "PPO"
     config_class = PPOConfig
 
-    def _make_method(self, temperature: float) -> Ppo:
+    def _make_method(self, temperature: float) -> PPO:
         c = self.config
         options = PpoOptions(
             epochs=c.ppo_epochs,
@@ -262,7 +258,7 @@ class PPO(Algorithm[PPOConfig]):
             value_clip=c.value_clip,
             entropy_coef=c.entropy_coef,
         )
-        return Ppo(
+        return PPO(
             PpoSettings(
                 sampling=SamplingSettings(temperature=temperature),
                 shaping=ShapingSettings(normalise_rewards=c.reward_normalization),
@@ -287,6 +283,6 @@ class PPO(Algorithm[PPOConfig]):
         return super()._make_models(client)
 
     def _update_models(
-        self, method: Ppo, models: Models, datums: Sequence[Datum]
+        self, method: PPO, models: Models, datums: Sequence[Datum]
     ) -> dict[str, float]:
         return method.update(models, datums, self._progress(models))
