@@ -43,17 +43,6 @@ LONG_FUNCTIONS = frozenset(
     kernels/sample_tokens_triton.py::_pick_kernel
     kernels/sample_tokens_triton.py::_search_kernel
     kernels/sample_tokens_triton.py::sample_tokens
-    rl/config/cli.py::read_run
-    rl/learner/logprob_head.py::LogprobHead._head_forward
-    rl/sampler/block_tables.py::split_block_tables
-    rl/sampler/contiguous_state.py::ContiguousState.extend_prompts
-    rl/sampler/decode_inputs.py::decode_step
-    rl/sampler/paged_state.py::PagedState.extend_prompts
-    rl/sampler/sampling_engine.py::Engine._admit
-    rl/trainer/config_diff.py::check_changes
-    rl/trainer/execute.py::execute
-    rl/trainer/memory_requirements.py::_compute_needs
-    rl/trainer/resume.py::find_resume_point
     """.split()
 )
 # Files with more code tokens than MOST_FILE_TOKENS. The list may only shrink.

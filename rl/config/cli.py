@@ -309,54 +309,49 @@ def read_run(
         words, methods, default_recipe, problems
     )
     stages = _select_known_stages(plan, methods, problems)
-    tables = {str(s.method): get_fields(methods[str(s.method)].settings) for s in stages}
-    for method, table in tables.items():
-        if both := set(table) & set(option_table):
-            raise TypeError(
-                f"settings of {method} and of the run share the names {sorted(both)}; flat names "
-                "must be unique"
-            )
+    tables = _setting_tables(stages, methods, option_table)
     known = {*option_table, *(key for table in tables.values() for key in table)}
-    everything = _methods_by_setting(methods)
-    whole = len(stages) == len(plan.stages) > 0
+    owners = _methods_by_setting(methods)
     # If a method is unknown, so are its settings: then only keys that no method has are problems.
+    accepted = known if len(stages) == len(plan.stages) > 0 else {*known, *owners}
     names = _name_stages(stages)
-    stage_flags = {
-        flag.key: flag.raw
-        for flag in flags
-        if "." in flag.key and not flag.key.startswith(ENVIRONMENT_PREFIX)
+    stage_tables = {
+        name: tables[str(stage.method)] for name, stage in zip(names, stages, strict=True)
     }
-    flags = [flag for flag in flags if flag.key not in stage_flags]
-    flag_values = _resolve_flags(
-        flags, known if whole else {*known, *everything}, everything, problems
-    )
-    if "change" in flag_values:
-        changed = parse_changes(flag_values["change"].words, problems)
-        stage_flags |= {
-            key: raw
-            for key, raw in changed.items()
-            if "." in key and not key.startswith(ENVIRONMENT_PREFIX)
-        }
-        rest = [ParsedFlag(key, raw) for key, raw in changed.items() if key not in stage_flags]
-        flag_values |= _resolve_flags(rest, known, everything, problems)
-    by_stage = group_by_stage(
-        stage_flags,
-        names,
-        {name: tables[str(stage.method)] for name, stage in zip(names, stages, strict=True)},
-        problems,
-    )
-    named = " or ".join(tables) or "any method"
-    _check_keys(plan.shared, known if whole else {*known, *everything}, named, problems)
+    line = _read_line_settings(flags, stage_tables, known, accepted, owners, problems)
+    _check_keys(plan.shared, accepted, " or ".join(tables) or "any method", problems)
 
     # Settings that may come from a recipe keep their recipe names in messages.
-    typed = (flag_values if plan.recipe else known) - methods.keys()
+    typed = (line.shared if plan.recipe else known) - methods.keys()
     options_value = _build_section(
         options,
-        {k: v for k, v in {**plan.shared, **flag_values}.items() if k in option_table},
+        {k: v for k, v in {**plan.shared, **line.shared}.items() if k in option_table},
         problems,
         plan,
         typed,
     )
+    built = _build_stages(stages, names, plan, line, methods, option_table, typed, problems)
+    if problems:
+        raise SettingsError(problems)
+    run_name = (
+        options_value.name or plan.folder or (plan.recipe.stem if plan.recipe else built[0].name)
+    )
+    return RunConfig(
+        run_name, tuple(built), options_value, str(plan.recipe) if plan.recipe else None
+    )
+
+
+def _build_stages(
+    stages: Sequence[RecipeStage],
+    names: Sequence[str],
+    plan: _RequestedRun,
+    line: _LineSettings,
+    methods: Mapping[str, MethodEntry],
+    option_table: Collection[str],
+    typed: Collection[str],
+    problems: list[str],
+) -> list[StageConfig]:
+    """Merge the sources of each stage's settings, check them and build the stages."""
     built: list[StageConfig] = []
     used: set[str] = set()
     # A setting for all stages applies to those in which it has an effect; an error if none has.
@@ -366,67 +361,133 @@ def read_run(
         for key in [key for key in stage.raw_values if key in option_table]:
             problems.append(
                 f"{stage.raw_values[key].place}: applies to the whole run; move it to the "
-                "recipe's top "
-                "level"
+                "recipe's top level"
             )
         stage_values = {
             key: value for key, value in stage.raw_values.items() if key not in option_table
         }
-        _check_keys(stage_values, tables[method], method, problems)
-        line_values = {
-            key: value
-            for key, value in flag_values.items()
-            if key != "base_model"
-            or not _names_earlier_stage(stage_values.get(key), names[: len(built)])
-        }
-        line_values |= by_stage[name]
-        stage_values = drop_replaced(stage_values, line_values) | by_stage[name]
-        raw = {
-            **drop_replaced(plan.shared, {**stage_values, **line_values}),
-            **stage_values,
-            **line_values,
-        }
-        merged = merge_environment_settings(
-            {k: v for k, v in raw.items() if _is_setting(k, tables[method])}
+        _check_keys(stage_values, get_fields(methods[method].settings), method, problems)
+        merged = _merge_stage(
+            stage_values, plan, line, name, names[: len(built)], len(stages), methods[method]
         )
-        implied = {
-            k: v
-            for k, v in _variant_settings(methods[method], merged.get("variant")).items()
-            if k not in merged
-        }
         prefix = f"stage {name}: " if len(stages) > 1 else ""
-        # Implied settings of a variant without effect are dropped silently.
-        shared = (
-            merge_environment_settings({**plan.shared, **line_values}).keys()
-            - (stage_values.keys() - line_values.keys())
-            if len(stages) > 1
-            else set()
+        unused |= {key: f"{prefix}{text}" for key, text in merged.unused.items()}
+        used |= merged.values.keys()
+        settings = _build_section(
+            methods[method].settings, merged.values, problems, plan, typed, prefix
         )
-        spare = {*implied, *shared} - by_stage[name].keys()
-        # Older runs could save settings without effect.
-        spare |= (merged.keys() - line_values.keys()) if plan.folder is not None else set()
-        merged, left_out = drop_unused(methods[method].settings, {**implied, **merged}, spare)
-        unused |= {key: f"{prefix}{text}" for key, text in left_out.items() if key not in implied}
-        used |= merged.keys()
-        built.append(
-            StageConfig(
-                method,
-                name,
-                _build_section(methods[method].settings, merged, problems, plan, typed, prefix),
-            )
-        )
+        built.append(StageConfig(method, name, settings))
     problems += [
-        *check_two_rewards(flag_values),
+        *check_two_rewards(line.shared),
         *(format_as_flags(text, typed) for key, text in unused.items() if key not in used),
     ]
-    if problems:
-        raise SettingsError(problems)
-    run_name = (
-        options_value.name or plan.folder or (plan.recipe.stem if plan.recipe else built[0].name)
+    return built
+
+
+def _setting_tables(
+    stages: Sequence[RecipeStage],
+    methods: Mapping[str, MethodEntry],
+    option_table: Mapping[str, Any],
+) -> Mapping[str, Mapping[str, Any]]:
+    """Return the settings of each stage's method by method name. Raises TypeError if a method and
+    the run share the name of a setting.
+    """
+    tables = {str(s.method): get_fields(methods[str(s.method)].settings) for s in stages}
+    for method, table in tables.items():
+        if both := set(table) & set(option_table):
+            raise TypeError(
+                f"settings of {method} and of the run share the names {sorted(both)}; flat names "
+                "must be unique"
+            )
+    return tables
+
+
+@dataclass(frozen=True)
+class _LineSettings:
+    """Hold the settings of the command line, `--change` included."""
+
+    shared: dict[str, RawValue]  # of every stage that has the setting
+    by_stage: Mapping[str, Mapping[str, RawValue]]  # of the stage of this name (--stage.setting)
+
+
+def _read_line_settings(
+    flags: Sequence[ParsedFlag],
+    stage_tables: Mapping[str, Mapping[str, Any]],
+    known: Collection[str],
+    accepted: Collection[str],
+    owners: Mapping[str, str],
+    problems: list[str],
+) -> _LineSettings:
+    """Return the settings that the flags set.
+
+    `stage_tables`: the settings of each stage by the stage's name. `known`: every setting of the
+    run. `accepted`: the settings that cause no problem. `owners`: methods by setting.
+    """
+
+    def is_of_one_stage(key: str) -> bool:
+        return "." in key and not key.startswith(ENVIRONMENT_PREFIX)
+
+    stage_flags = {flag.key: flag.raw for flag in flags if is_of_one_stage(flag.key)}
+    rest = [flag for flag in flags if flag.key not in stage_flags]
+    shared = _resolve_flags(rest, accepted, owners, problems)
+    if "change" in shared:
+        changes = parse_changes(shared["change"].words, problems)
+        stage_flags |= {key: raw for key, raw in changes.items() if is_of_one_stage(key)}
+        rest = [ParsedFlag(key, raw) for key, raw in changes.items() if key not in stage_flags]
+        shared |= _resolve_flags(rest, known, owners, problems)
+    by_stage = group_by_stage(stage_flags, list(stage_tables), stage_tables, problems)
+    return _LineSettings(shared, by_stage)
+
+
+@dataclass(frozen=True)
+class _MergedStage:
+    """Hold a stage's merged settings, and why each of the dropped settings has no effect."""
+
+    values: Mapping[str, RawValue]
+    unused: Mapping[str, str]
+
+
+def _merge_stage(
+    stage_values: Mapping[str, RawValue],
+    plan: _RequestedRun,
+    line: _LineSettings,
+    name: str,
+    earlier_names: Sequence[str],
+    stage_count: int,
+    method: MethodEntry,
+) -> _MergedStage:
+    """Merge the sources of a stage's settings; later sources take precedence: the variant, the
+    recipe's top level, the recipe's stage (`stage_values`), the line.
+    """
+    line_values = {
+        key: value
+        for key, value in line.shared.items()
+        if key != "base_model" or not _names_earlier_stage(stage_values.get(key), earlier_names)
+    }
+    line_values |= line.by_stage[name]
+    stage_values = {**drop_replaced(stage_values, line_values), **line.by_stage[name]}
+    raw = {
+        **drop_replaced(plan.shared, {**stage_values, **line_values}),
+        **stage_values,
+        **line_values,
+    }
+    table = get_fields(method.settings)
+    merged = merge_environment_settings({k: v for k, v in raw.items() if _is_setting(k, table)})
+    implied = {
+        k: v for k, v in _variant_settings(method, merged.get("variant")).items() if k not in merged
+    }
+    # Implied settings of a variant without effect are dropped silently.
+    shared = (
+        merge_environment_settings({**plan.shared, **line_values}).keys()
+        - (stage_values.keys() - line_values.keys())
+        if stage_count > 1
+        else set()
     )
-    return RunConfig(
-        run_name, tuple(built), options_value, str(plan.recipe) if plan.recipe else None
-    )
+    spare = {*implied, *shared} - line.by_stage[name].keys()
+    # Older runs could save settings without effect.
+    spare |= (merged.keys() - line_values.keys()) if plan.folder is not None else set()
+    merged, unused = drop_unused(method.settings, {**implied, **merged}, spare)
+    return _MergedStage(merged, {key: text for key, text in unused.items() if key not in implied})
 
 
 def override_settings(

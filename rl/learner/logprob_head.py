@@ -89,6 +89,24 @@ def compute_logprobs_with_kernel(
     return logp, entropy_T if entropy else torch.zeros_like(logp)
 
 
+def _augment_for_lora(head: Any, flat: Tensor) -> tuple[Tensor, Tensor, Tensor | None, int]:
+    """Return the inputs [T, D'] and the weight [V, D'] of one product that includes LoRA, the bias
+    and the number of frozen columns of the weight.
+
+    W h + s B A h = [W, s B] [h, A h]: a single head of a slightly larger hidden size, with rows
+    still aligned to 16 bytes. Without LoRA, D' = D.
+    """
+    lora = _unpack_lora_head(head)
+    if lora is None:
+        return flat, head.weight, head.bias, 0
+    base, bias, a, b, scale = lora
+    gap = -(base.shape[1] + len(a)) % 16
+    frozen = 0 if base.requires_grad else base.shape[1]
+    flat = torch.cat([flat, F.pad(F.linear(flat.to(a.dtype), a).to(flat.dtype), (0, gap))], dim=-1)
+    weight = torch.cat([base, F.pad((b * scale).to(base.dtype), (0, gap))], dim=-1)
+    return flat, weight, bias, frozen
+
+
 def _unpack_lora_head(
     head: nn.Module,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float] | None:
@@ -244,46 +262,9 @@ class LogprobHead:
             # The zeros depend on the values: ZeRO-3 gathers a layer for the backward only if the
             # model's output is in the graph.
             return zeros + 0.0 * values[0][:, None] if values else zeros
-        lora = _unpack_lora_head(head)
-        if lora is not None:
-            # W h + s B A h = [W, s B] [h, A h]: a single head of a slightly larger hidden size,
-            # with rows still aligned to 16 bytes.
-            base, head_bias, a, b, scale = lora
-            gap = -(base.shape[1] + len(a)) % 16
-            frozen = 0 if base.requires_grad else base.shape[1]
-            flat = torch.cat(
-                [flat, F.pad(F.linear(flat.to(a.dtype), a).to(flat.dtype), (0, gap))], dim=-1
-            )
-            weight = torch.cat([base, F.pad((b * scale).to(base.dtype), (0, gap))], dim=-1)
-        else:
-            weight, head_bias, frozen = head.weight, head.bias, 0
-        # soft targets: K logprobs a position
-        if request.targets.ndim == 2 and len(flat) * len(weight) > _SMALL_LOGITS:
-            from kernels import topk_target_logprob
-
-            logp, ent = topk_target_logprob(
-                flat,
-                weight,
-                request.targets,
-                head_bias,
-                request.temperature,
-                self.softcap,
-                entropy=request.entropy,
-                saved_bytes=self.kept_bytes,
-                frozen_columns=frozen,
-                checked=True,
-            )
-            return torch.cat(
-                [logp, (torch.zeros_like(logp[:, 0]) if ent is None else ent)[:, None]], dim=-1
-            )
+        flat, weight, head_bias, frozen = _augment_for_lora(head, flat)
         if request.targets.ndim == 2:
-            logits = F.linear(flat, weight, head_bias).float()
-            if self.softcap is not None:
-                logits = self.softcap * torch.tanh(logits / self.softcap)
-            logp, entropy = compute_logprobs(
-                logits, request.targets, request.temperature, request.entropy
-            )
-            return torch.cat([logp, entropy[:, None]], dim=-1)
+            return self._score_soft_targets(flat, weight, head_bias, frozen, request)
         from kernels import linear_logprob
 
         logp, token_stats, *_ = linear_logprob(
@@ -308,6 +289,41 @@ class LogprobHead:
         return torch.stack(
             [logp, torch.zeros_like(logp) if token_stats is None else token_stats], dim=-1
         )
+
+    def _score_soft_targets(
+        self,
+        flat: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        frozen_columns: int,
+        request: HeadRequest,
+    ) -> Tensor:
+        """Return [T, K + 1]: the logprobs of K targets a position, then the entropy."""
+        if len(flat) * len(weight) > _SMALL_LOGITS:
+            from kernels import topk_target_logprob
+
+            logp, ent = topk_target_logprob(
+                flat,
+                weight,
+                request.targets,
+                bias,
+                request.temperature,
+                self.softcap,
+                entropy=request.entropy,
+                saved_bytes=self.kept_bytes,
+                frozen_columns=frozen_columns,
+                checked=True,
+            )
+            return torch.cat(
+                [logp, (torch.zeros_like(logp[:, 0]) if ent is None else ent)[:, None]], dim=-1
+            )
+        logits = F.linear(flat, weight, bias).float()
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        logp, entropy = compute_logprobs(
+            logits, request.targets, request.temperature, request.entropy
+        )
+        return torch.cat([logp, entropy[:, None]], dim=-1)
 
     @torch.no_grad()
     def _matches_model(self) -> bool:

@@ -74,9 +74,7 @@ class Algorithm(ABC, Generic[Config]):
 
     def __init__(self, config: Config | None = None, *, reference: SamplingClient | None = None):
         if config is not None and not isinstance(config, self.config_class):
-            raise UserError(
-                f"{self.name} takes a {self.config_class.__name__}, got {config!r}"
-            )
+            raise UserError(f"{self.name} takes a {self.config_class.__name__}, got {config!r}")
         self.config: Config = self.config_class() if config is None else config
         self.reference = reference
         self.updates = 0

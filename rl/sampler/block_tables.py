@@ -41,20 +41,12 @@ def split_block_tables(
         np.zeros(rows, np.bool_),
         np.zeros(rows, np.int64),
     )
-    table, shared_table = (
-        np.zeros((rows, table_width), np.int32),
-        np.zeros((groups, table_width), np.int32),
-    )
+    shared_table = np.zeros((groups, table_width), np.int32)
     shared_length = np.zeros(groups, np.int32)
     for number, (members, pages) in enumerate(shared):
         skip[members], shares[members], group[members] = len(pages) * block_size, True, number
         shared_table[number, : len(pages)], shared_length[number] = pages, len(pages) * block_size
-    first = (skip // block_size).tolist()
-    row_tables = [pages[first[i] :] if first[i] else pages for i, pages in enumerate(tables)]
-    counts = np.array([len(pages) for pages in row_tables], np.int64)
-    filled = np.zeros((rows, table_width), np.bool_)
-    filled[: len(row_tables)] = np.arange(table_width) < counts[:, None]
-    table[filled] = np.fromiter(chain.from_iterable(row_tables), np.int32, int(counts.sum()))
+    table = _private_tables(tables, skip // block_size, rows, table_width)
     order = np.argsort(np.where(shares, group, groups), kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(group[shares], minlength=groups))]).astype(
         np.int32
@@ -72,6 +64,20 @@ def split_block_tables(
         length.astype(np.int32),
         shared_fields | {"starts": starts, "table": shared_table, "length": shared_length},
     )
+
+
+def _private_tables(
+    tables: Sequence[Sequence[int]], first: np.ndarray, rows: int, table_width: int
+) -> np.ndarray:
+    """Return the table of each row [R, B] from its block `first` [R] on, padded with zeros."""
+    starts = first.tolist()
+    row_tables = [pages[starts[i] :] if starts[i] else pages for i, pages in enumerate(tables)]
+    counts = np.array([len(pages) for pages in row_tables], np.int64)
+    table = np.zeros((rows, table_width), np.int32)
+    filled = np.zeros((rows, table_width), np.bool_)
+    filled[: len(row_tables)] = np.arange(table_width) < counts[:, None]
+    table[filled] = np.fromiter(chain.from_iterable(row_tables), np.int32, int(counts.sum()))
+    return table
 
 
 def make_block_tables(

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from rl.sampler.cpu_kernels import CpuKernels
 from rl.sampler.decode_state import DecodeState, LogitsReader
 from rl.sampler.forward_fast import LlamaForward
 from rl.sampler.linear_layers import RowAdapters
 from rl.sampler.prefix_attention import PromptBand, make_bands, row_attention, shared_attention
+from rl.sampler.suffix_batch import SuffixBatch
 from rl.types import PlacedImage
 
 CacheAttention = Callable[[int, Tensor], Tensor]
@@ -161,46 +161,27 @@ class ContiguousState(DecodeState):
         Keys and values are written to their final positions and read together with the cached
         positions.
         """
-        decoder, device, a = self.decoder, self.decoder.device, self.decoder.architecture
-        counts = torch.tensor([len(suffix) for suffix in tokens])
-        longest = int(counts.max())
-        ids = torch.tensor([[*suffix, *[0] * (longest - len(suffix))] for suffix in tokens]).to(
-            device
-        )
-        start_B = torch.from_numpy(self.prompt_lengths[list(slots)])
-        position_BT = start_B[:, None] + torch.arange(longest)
-        end = int((start_B + counts).max())
-        b, t = (
-            index.to(device)
-            for index in torch.nonzero(torch.arange(longest) < counts[:, None], as_tuple=True)
-        )
-        slot_B, position_BT = torch.tensor(list(slots)).to(device), position_BT.to(device)
-        # [B, 1, T, positions]
-        visible = torch.arange(end, device=device) <= position_BT[:, None, :, None]
-        repeat = a.heads // a.key_heads
+        decoder, device = self.decoder, self.decoder.device
+        batch = SuffixBatch.pad(self.prompt_lengths[list(slots)], tokens, device)
+        slot_B = torch.tensor(list(slots)).to(device)
+        slot_X, position_X = slot_B[batch.row_X], batch.position_X
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             block = self.prompt_kv[layer]
             for which, new in enumerate((k, v)):
-                block[which, slot_B[b], :, position_BT[b, t]] = new[b, t]
-            keys, values = (
-                block[which, slot_B, :, :end].repeat_interleave(repeat, dim=1) for which in (0, 1)
-            )
-            return (
-                F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=visible)
-                .transpose(1, 2)
-                .flatten(2)
-            )
+                block[which, slot_X, :, position_X] = batch.select(new)
+            keys, values = (block[which, slot_B, :, : batch.end] for which in (0, 1))
+            return batch.attend(q, keys, values)
 
         row_adapters = (
             decoder.group_by_adapter([self.prompt_adapters[slot] for slot in slots])
             if decoder.multi_adapter
             else None
         )
-        rope = decoder.rope(position_BT, int(start_B.max()) + longest)
-        hidden = decoder.forward(ids, rope, attend, row_adapters, (counts - 1).to(device))
+        rope = decoder.rope(batch.position_BT, batch.rope_positions)
+        hidden = decoder.forward(batch.ids_BT, rope, attend, row_adapters, batch.last_B)
         self.prompt_lengths = self.prompt_lengths.copy()
-        self.prompt_lengths[list(slots)] += counts.numpy()
+        self.prompt_lengths[list(slots)] += [len(suffix) for suffix in tokens]
         self._bands = None
         return decoder.head(hidden, row_adapters).float()
 

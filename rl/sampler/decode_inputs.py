@@ -111,21 +111,9 @@ def decode_step(
     (`LlamaForward.rope_table`). `shared`: whether some rows are in groups with shared pages, which
     are read once for all rows of a group.
     """
-    a, size, unused_page, b = (
-        model.architecture,
-        kv[0].shape[2],
-        kv[0].shape[1] - 1,
-        buffers.first_rows(rows),
-    )
-    ended, lives, position = b.remaining < 1, b.remaining > 0, b.position
-    private_position = position - b.skip
-    page = (
-        b.table.gather(1, (private_position // size).unsqueeze(1))
-        .squeeze(1)
-        .long()
-        .masked_fill(ended, unused_page)
-    )
-    place, length = position % size, (private_position + 1).int().masked_fill_(ended, 1)
+    a, b = model.architecture, buffers.first_rows(rows)
+    position = b.position
+    page, place, length = _locate_cache_entries(b, kv[0].shape[2], kv[0].shape[1] - 1)
     table = b.table.narrow(1, 0, width)
     shared_table = b.shared_table.narrow(1, 0, width)
     groups = (
@@ -148,6 +136,32 @@ def decode_step(
     token, logprob = _sample(
         model, hidden, b.uniform.index_select(0, b.at).squeeze(0), b.temperature, b.greedy
     )
+    _record_tokens(b, token, logprob)
+
+
+def _locate_cache_entries(
+    b: DecodeInputs, block_size: int, unused_page: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the page [R] and the place in it [R] of each row's new key and value, and the number
+    of positions that the row reads [R]. A finished row writes to `unused_page` and reads one
+    position.
+    """
+    ended = b.remaining < 1
+    private_position = b.position - b.skip
+    page = (
+        b.table.gather(1, (private_position // block_size).unsqueeze(1))
+        .squeeze(1)
+        .long()
+        .masked_fill(ended, unused_page)
+    )
+    return page, b.position % block_size, (private_position + 1).int().masked_fill_(ended, 1)
+
+
+def _record_tokens(b: DecodeInputs, token: Tensor, logprob: Tensor) -> None:
+    """Store the sampled tokens [R] and logprobs [R] of the rows that have not finished, and advance
+    these rows by one position.
+    """
+    lives = b.remaining > 0
     token = torch.where(lives, token, b.token, out=b.token)
     b.tokens.index_copy_(0, b.at, token.unsqueeze(0))
     b.logprobs.index_copy_(0, b.at, logprob.unsqueeze(0))

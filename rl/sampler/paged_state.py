@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from kernels import compute_paged_attention
 from rl.sampler.block_manager import BlockManager, PromptBlockTable
 from rl.sampler.block_tables import make_block_tables
 from rl.sampler.decode_state import DecodeState, LogitsReader
 from rl.sampler.forward_fast import LlamaForward
+from rl.sampler.suffix_batch import SuffixBatch
 from rl.types import PlacedImage
 
 BLOCK_SIZE = 256  # positions: the block size of torch's varlen attention
@@ -124,52 +124,34 @@ class PagedState(DecodeState):
 
         The cached positions are gathered from their blocks.
         """
-        decoder, device, a = self.decoder, self.decoder.device, self.decoder.architecture
-        start_B = torch.from_numpy(self.prompt_lengths[list(slots)])
+        decoder, device = self.decoder, self.decoder.device
+        batch = SuffixBatch.pad(self.prompt_lengths[list(slots)], tokens, device)
         self.copy_blocks(
             [
-                self.block_manager.extend_prompt(slot, len(row))
-                for slot, row in zip(slots, tokens, strict=True)
+                self.block_manager.extend_prompt(slot, len(suffix))
+                for slot, suffix in zip(slots, tokens, strict=True)
             ]
         )
-        counts = torch.tensor([len(row) for row in tokens])
-        longest, end = int(counts.max()), int((start_B + counts).max())
-        ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in tokens]).to(device)
-        position_BT = start_B[:, None] + torch.arange(longest)
-        b, t = torch.nonzero(torch.arange(longest) < counts[:, None], as_tuple=True)
-        pages = [self.block_manager.prompts[slot].block_table for slot in slots]
-        table_BP = torch.tensor([[*row, *[0] * (max(map(len, pages)) - len(row))] for row in pages])
-        page_X, place_X = (
-            table_BP[b, position_BT[b, t] // self.block_size].to(device),
-            (position_BT[b, t] % self.block_size).to(device),
-        )
-        b, t, position_BT, table_BP = (
-            b.to(device),
-            t.to(device),
-            position_BT.to(device),
-            table_BP.to(device),
-        )
-        # [B, 1, T, positions]
-        visible = torch.arange(end, device=device) <= position_BT[:, None, :, None]
-        repeat = a.heads // a.key_heads
+        tables = [self.block_manager.prompts[slot].block_table for slot in slots]
+        width = max(map(len, tables))
+        table_BP = torch.tensor([[*row, *[0] * (width - len(row))] for row in tables]).to(device)
+        position_X = batch.position_X
+        page_X = table_BP[batch.row_X, position_X // self.block_size]
+        place_X = position_X % self.block_size
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             kv = self.kv[layer]
-            kv[0, page_X, place_X], kv[1, page_X, place_X] = k[b, t], v[b, t]
+            kv[0, page_X, place_X] = batch.select(k)
+            kv[1, page_X, place_X] = batch.select(v)
             keys, values = (
-                x.flatten(1, 2)[:, :end].transpose(1, 2).repeat_interleave(repeat, dim=1)
-                for x in kv[:, table_BP]
+                x.flatten(1, 2)[:, : batch.end].transpose(1, 2) for x in kv[:, table_BP]
             )
-            return (
-                F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=visible)
-                .transpose(1, 2)
-                .flatten(2)
-            )
+            return batch.attend(q, keys, values)
 
-        rope = decoder.rope(position_BT, int(start_B.max()) + longest)
-        hidden = decoder.forward(ids, rope, attend, last_B=(counts - 1).to(device))
+        rope = decoder.rope(batch.position_BT, batch.rope_positions)
+        hidden = decoder.forward(batch.ids_BT, rope, attend, last_B=batch.last_B)
         self.prompt_lengths = self.prompt_lengths.copy()
-        self.prompt_lengths[list(slots)] += counts.numpy()
+        self.prompt_lengths[list(slots)] += [len(suffix) for suffix in tokens]
         return decoder.head(hidden).float()
 
     def copy_blocks(self, copies: Sequence[tuple[int, int] | None]) -> None:

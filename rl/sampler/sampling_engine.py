@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,20 @@ from rl.sampler.sequence_groups import (
 from rl.sampler.stop_conditions import StopStringMatcher, StopTable, build_stop_condition
 from rl.sampler.token_sampling import RowSamplingSettings, make_row_settings
 from rl.types import SampledSequence, SampleResponse
+
+
+@dataclass(slots=True)
+class _Admission:
+    """Hold the samples that move to the running queue, and the batch's size with them."""
+
+    slots: dict[Any, int]  # slot by key of a prompt
+    rows: int
+    longest_prompt: int
+    longest_response: int
+    entering: list[tuple[SequenceGroup, int]] = field(default_factory=list)  # group, samples
+    prefills: list[SequenceGroup] = field(default_factory=list)
+    # groups of cached conversations, with their slots
+    continued: list[tuple[SequenceGroup, int]] = field(default_factory=list)
 
 
 class Engine(ConversationCache):
@@ -172,58 +186,66 @@ class Engine(ConversationCache):
         """
         if not self._waiting or len(self._rows) >= self.max_rows:
             return []
-        slots = {prompt.key: slot for slot, prompt in enumerate(self._prompts)}
-        prefills: list[SequenceGroup] = []
-        continued: list[
-            tuple[SequenceGroup, int]
-        ] = []  # groups of cached conversations, with their slots
-        entering: list[tuple[SequenceGroup, int]] = []  # group, samples
-        rows = len(self._rows)
-        longest_prompt = int(self._state.prompt_lengths.max(initial=0))
-        longest_response = int(self._rows["max_tokens"].max(initial=1)) - 1
-        while self._waiting:
-            group = self._waiting[0]
-            fresh = group.key not in slots
-            group.shares_prompt = group.shares_prompt or not (fresh or group.num_admitted)
-            shape = (
-                max(longest_prompt, len(group.key[0])),
-                max(longest_response, group.max_tokens - 1 - group.num_resumed),
-            )
-            cached_slot = self._find_cached_slot(group) if fresh else None
-            count = self._count_admissible(
-                group, len(slots) + (fresh and cached_slot is None), shape[0], rows, shape[1]
-            )
-            if count == 0:
-                if not entering and self._evict_conversations():
-                    return self._admit()
-                break
-            if cached_slot is not None:
-                continued.append((group, cached_slot))
-                del slots[self._prompts[cached_slot].key]
-                slots[group.key], self._prompts[cached_slot].key = cached_slot, group.key
-            elif fresh:
-                slots[group.key] = len(slots)
-                prefills.append(group)
-            longest_prompt, longest_response = shape
-            rows += count
-            entering.append((group, count))
-            if group.num_admitted + count < group.request.num_samples:
-                break
-            self._waiting.popleft()
-        if not entering:
-            return []
+        admission = self._select_waiting()
+        if not admission.entering:
+            return self._admit() if self._evict_conversations() else []
         # Sort prompts by length (see `make_bands`). The order does not change any sample.
+        slots, prefills = admission.slots, admission.prefills
         prefills.sort(key=lambda group: len(group.key[0]))
         slots.update({group.key: len(self._prompts) + i for i, group in enumerate(prefills)})
-        entering.sort(key=lambda pair: slots[pair[0].key])
-        needed = (len(slots), longest_prompt, rows, longest_response)
+        entering = sorted(admission.entering, key=lambda pair: slots[pair[0].key])
+        needed = (
+            len(slots), admission.longest_prompt, admission.rows, admission.longest_response
+        )  # fmt: skip
         self._state.reserve(*needed)
         self.counters.peak_cache_tokens = max(
             self.counters.peak_cache_tokens, self._state.cost(*needed)
         )
-        self._extend_conversations(continued)
+        self._extend_conversations(admission.continued)
         self._prefill(prefills)
         return [self._add_rows([(group, slots[group.key], count) for group, count in entering])]
+
+    def _select_waiting(self) -> _Admission:
+        """Take samples from the waiting queue, first come first served, as long as the budget holds
+        them.
+        """
+        admission = _Admission(
+            slots={prompt.key: slot for slot, prompt in enumerate(self._prompts)},
+            rows=len(self._rows),
+            longest_prompt=int(self._state.prompt_lengths.max(initial=0)),
+            longest_response=int(self._rows["max_tokens"].max(initial=1)) - 1,
+        )
+        slots = admission.slots
+        while self._waiting:
+            group = self._waiting[0]
+            fresh = group.key not in slots
+            group.shares_prompt = group.shares_prompt or not (fresh or group.num_admitted)
+            longest_prompt = max(admission.longest_prompt, len(group.key[0]))
+            longest_response = max(
+                admission.longest_response, group.max_tokens - 1 - group.num_resumed
+            )
+            cached_slot = self._find_cached_slot(group) if fresh else None
+            prompts = len(slots) + (fresh and cached_slot is None)
+            count = self._count_admissible(
+                group, prompts, longest_prompt, admission.rows, longest_response
+            )
+            if count == 0:
+                break
+            if cached_slot is not None:
+                admission.continued.append((group, cached_slot))
+                del slots[self._prompts[cached_slot].key]
+                slots[group.key], self._prompts[cached_slot].key = cached_slot, group.key
+            elif fresh:
+                slots[group.key] = len(slots)
+                admission.prefills.append(group)
+            admission.longest_prompt = longest_prompt
+            admission.longest_response = longest_response
+            admission.rows += count
+            admission.entering.append((group, count))
+            if group.num_admitted + count < group.request.num_samples:
+                break
+            self._waiting.popleft()
+        return admission
 
     def _count_admissible(
         self,

@@ -109,13 +109,8 @@ def check_changes(
         after = flatten_settings(stage.settings)
         if index < stage_index:
             stages[index] = _restore_ended_stage(stage, before, after)
-            after = {key: value for key, value in after.items() if key not in changeable}
             continue
-        changed = {
-            key: (before.get(key), value)
-            for key, value in after.items()
-            if before.get(key) != value
-        }
+        changed = _changed_settings(before, after)
         _check_steps(changed, done)
         _check_model(changed, changeable)
         notes = [
@@ -123,29 +118,16 @@ def check_changes(
             for key, (old_value, value) in changed.items()
             if key in (*CHANGEABLE_SETTINGS, "steps") or key in changeable
         ]
-    refused = diff_configs(
-        recorded,
-        current,
-        ignore=(*CHANGEABLE_OPTIONS, *CHANGEABLE_SETTINGS, "steps", *changeable),
-        **default_sources,
-    )
-    if stage_index and (
-        unended := _diff_ended_steps(
-            recorded_stages[:stage_index], requested["stages"][:stage_index]
-        )
-    ):
-        refused = [*unended, *refused]
+    changeable_keys = (*CHANGEABLE_OPTIONS, *CHANGEABLE_SETTINGS, "steps", *changeable)
+    ended = slice(stage_index)
+    refused = [
+        *_diff_ended_steps(recorded_stages[ended], requested["stages"][ended]),
+        *diff_configs(recorded, current, ignore=changeable_keys, **default_sources),
+    ]
     if refused:
         raise RunFolderError(_format_refusal(refused))
-    messages = [
-        f"from step {step} on: {note['setting']} {note['from']} -> {note['to']}" for note in notes
-    ]
-    messages += (
-        _describe_schedule_change(
-            run.stages[stage_index], recorded_stages[stage_index]["settings"], done
-        )
-        if any(note["setting"] == "steps" for note in notes)
-        else []
+    messages = _describe_changes(
+        notes, run.stages[stage_index], recorded_stages[stage_index]["settings"], done
     )
     later_changes = diff_configs(
         {"options": {}, "stages": recorded_stages[started_stages:]},
@@ -155,6 +137,28 @@ def check_changes(
     if later_changes:
         messages.append(f"changed in stages that have not begun: {'; '.join(later_changes)}")
     return ConfigChanges(replace(run, stages=tuple(stages)), notes, messages)
+
+
+def _changed_settings(
+    before: Mapping[str, Any], after: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Return (value before, value after) of each setting that differs."""
+    return {
+        key: (before.get(key), value) for key, value in after.items() if before.get(key) != value
+    }
+
+
+def _describe_changes(
+    notes: Sequence[Mapping[str, Any]], stage: StageConfig, recorded: Mapping[str, Any], done: int
+) -> list[str]:
+    """Return a line for each change, and what added or removed steps do to the schedule."""
+    messages = [
+        f"from step {note['step']} on: {note['setting']} {note['from']} -> {note['to']}"
+        for note in notes
+    ]
+    if any(note["setting"] == "steps" for note in notes):
+        messages += _describe_schedule_change(stage, recorded, done)
+    return messages
 
 
 def find_replay_differences(config: Mapping[str, Any], run: RunConfig) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -114,19 +114,7 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
         on_begin()
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(console.warn)
-        record = {
-            RUN_ID_KEY: position.run_id or make_run_id(),
-            ORIGINS_KEY: origins,
-            CHANGES_KEY: [*position.changed, *position.notes],
-        }
-        config = {**resolve_config(run), **record, **describe_prepared(stages)}
-        claim_folder(folder, config, resume=options.resume, overwrite=options.overwrite)
-        remove_damaged_checkpoints(folder, position)
-        if options.resume:
-            # a run resumed by its folder only names no recipe
-            config["recipe"] = run.recipe or load_saved_config(folder).get("recipe")
-            # update the config after a corrected recipe, or of a run older than run ids
-            write_config(folder, config)
+        config = _claim_run_folder(run, folder, position, origins, stages)
         run_state.run_id = config[RUN_ID_KEY]
         print_introduction(run, folder, policy, console, stages)
         for note in origins:
@@ -134,6 +122,31 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
         logbook = stack.enter_context(_open_logbook(run, folder, position, console, lock))
         stop_request.has_started = True
         _run_stages(run_state, service, policy, others, logbook, console, stop_request)
+
+
+def _claim_run_folder(
+    run: RunConfig,
+    folder: Path,
+    position: ResumePoint,
+    origins: Sequence[Mapping[str, Any]],
+    stages: Sequence[PreparedStage],
+) -> dict[str, Any]:
+    """Write config.json and remove damaged checkpoints. Returns the config."""
+    options = run.options
+    record = {
+        RUN_ID_KEY: position.run_id or make_run_id(),
+        ORIGINS_KEY: origins,
+        CHANGES_KEY: [*position.changed, *position.notes],
+    }
+    config = {**resolve_config(run), **record, **describe_prepared(stages)}
+    claim_folder(folder, config, resume=options.resume, overwrite=options.overwrite)
+    remove_damaged_checkpoints(folder, position)
+    if options.resume:
+        # a run resumed by its folder only names no recipe
+        config["recipe"] = run.recipe or load_saved_config(folder).get("recipe")
+        # update the config after a corrected recipe, or of a run older than run ids
+        write_config(folder, config)
+    return config
 
 
 def resolve_run_folder(run: RunConfig) -> Path:

@@ -158,54 +158,16 @@ def _compute_needs(
     """
     samplers, launch = _split_launch(settings, launch)
     shape = TRACE_CACHE.get_shape((model.base_model, model.tokenizer, _lora_config(model)))
-    sampling, optim, loop = settings.sampling, settings.optim, settings.loop
+    optim = settings.optim
     team = _tensor_parallel_size(
-        sampling.sampler_tp, 0 if samplers is None else samplers.world, shape, launch
+        settings.sampling.sampler_tp, 0 if samplers is None else samplers.world, shape, launch
     )
-    hooks = METHODS[stage.method].hooks(settings)
-    group = hooks.group_size if hooks.online else 1
-    if shape.max_context is not None:
-        prompt = max(1, min(prompt, shape.max_context - sampling.max_tokens))
-    layout = "padded" if shape.windowed and optim.layout == "auto" else optim.layout
-    batch = largest_micro_batch(
-        groups=max(1, loop.batch_size // optim.num_substeps),
-        group=group,
-        prompt=prompt,
-        answer=sampling.max_tokens,
-        budget=optim.token_budget,
-        layout=layout,
-        world=launch.world,
-        hidden=shape.hidden,
+    sampler_world = (samplers or launch).world // team
+    in_pages = _uses_paged_cache(settings.sampling, model, shape, launch, team)
+    work = _compute_step_work(
+        stage.method, settings, shape, prompt, launch.world, sampler_world, in_pages
     )
-    budgets = {
-        "kv_cache_tokens": sampling.kv_cache_tokens,
-        "max_rows": sampling.max_rows,
-        "world": (samplers or launch).world // team,
-    }
-    in_pages = _uses_paged_cache(sampling, model, shape, launch, team)
-    limits = {"prompt": prompt, "answer": sampling.max_tokens, **budgets}
-    calls = [{"groups": settings.data.eval_limit, "group": 1}] if loop.eval_every else []
-    calls += [{"groups": loop.batch_size, "group": group}] if hooks.online else []
-    prompts, rows = max(
-        (compute_concurrent_rows(**call, **limits, paged=in_pages) for call in calls),
-        key=lambda pair: pair[1],
-        default=(0, 0),
-    )
-    streams = bool(getattr(getattr(settings, "flow", None), "is_async", False))
-    pages = (
-        max((count_pool_pages(**call, **limits, streams=streams) for call in calls), default=0)
-        if in_pages
-        else 0
-    )
-    work = StepWork(
-        batch=batch,
-        samples=bool(calls),
-        prompts=prompts,
-        prompt=prompt,
-        rows=rows,
-        answer=sampling.max_tokens,
-        pages=pages,
-    )
+    batch = work.batch
     unread = supports_lazy_loading(model.base_model)
     launch = replace(
         launch,
@@ -214,19 +176,7 @@ def _compute_needs(
         loads_in_shards=unread,
         sampler_tp=team,
     )
-    others, method = _other_model_shapes(stage.method, settings, shape), METHODS[stage.method]
-    if method.needs_initial_policy(settings) and not fresh_adapter:
-        others.append(shape)
-    critic = method.critic(settings)
-    critics = (
-        []
-        if critic is None
-        else [
-            shape
-            if critic == "policy"
-            else TRACE_CACHE.get_shape((critic, model.tokenizer, _lora_config(model)))
-        ]
-    )
+    others, critics = _list_other_shapes(stage.method, settings, model, shape, fresh_adapter)
     held = measure(model, batch, launch)
     kept_bytes = (
         saved_logits_bytes(shape, launch, batch, kept_bytes_from_gib(model.kept_logits_gib))
@@ -264,6 +214,82 @@ def _compute_needs(
             f"{stage.name}, ranks that sample", model.base_model, sampler_plan, work, samplers
         ),
     ]
+
+
+def _compute_step_work(
+    method: str,
+    settings: Any,
+    shape: ModelShape,
+    prompt: int,
+    world: int,
+    sampler_world: int,
+    in_pages: bool,
+) -> StepWork:
+    """Return the largest micro-batch of a learner rank and the largest batch of a sampler.
+
+    `prompt`: tokens of the longest prompt. `world`: learner ranks. `sampler_world`: samplers.
+    `in_pages`: whether the sampler uses a paged KV cache.
+    """
+    sampling, optim, loop = settings.sampling, settings.optim, settings.loop
+    hooks = METHODS[method].hooks(settings)
+    group = hooks.group_size if hooks.online else 1
+    if shape.max_context is not None:
+        prompt = max(1, min(prompt, shape.max_context - sampling.max_tokens))
+    batch = largest_micro_batch(
+        groups=max(1, loop.batch_size // optim.num_substeps),
+        group=group,
+        prompt=prompt,
+        answer=sampling.max_tokens,
+        budget=optim.token_budget,
+        layout="padded" if shape.windowed and optim.layout == "auto" else optim.layout,
+        world=world,
+        hidden=shape.hidden,
+    )
+    limits = {
+        "prompt": prompt,
+        "answer": sampling.max_tokens,
+        "kv_cache_tokens": sampling.kv_cache_tokens,
+        "max_rows": sampling.max_rows,
+        "world": sampler_world,
+    }
+    calls = [{"groups": settings.data.eval_limit, "group": 1}] if loop.eval_every else []
+    calls += [{"groups": loop.batch_size, "group": group}] if hooks.online else []
+    prompts, rows = max(
+        (compute_concurrent_rows(**call, **limits, paged=in_pages) for call in calls),
+        key=lambda pair: pair[1],
+        default=(0, 0),
+    )
+    streams = bool(getattr(getattr(settings, "flow", None), "is_async", False))
+    pages = [count_pool_pages(**call, **limits, streams=streams) for call in calls if in_pages]
+    return StepWork(
+        batch=batch,
+        samples=bool(calls),
+        prompts=prompts,
+        prompt=prompt,
+        rows=rows,
+        answer=sampling.max_tokens,
+        pages=max(pages, default=0),
+    )
+
+
+def _list_other_shapes(
+    method_name: str,
+    settings: Any,
+    model: ModelSettings,
+    shape: ModelShape,
+    fresh_adapter: bool,
+) -> tuple[list[ModelShape], list[ModelShape]]:
+    """Return the shapes of the frozen models beside the policy, and of the critics."""
+    method = METHODS[method_name]
+    others = _other_model_shapes(method_name, settings, shape)
+    if method.needs_initial_policy(settings) and not fresh_adapter:
+        others.append(shape)
+    critic = method.critic(settings)
+    if critic is None:
+        return others, []
+    if critic == "policy":
+        return others, [shape]
+    return others, [TRACE_CACHE.get_shape((critic, model.tokenizer, _lora_config(model)))]
 
 
 def _uses_paged_cache(

@@ -104,16 +104,8 @@ def find_resume_point(run: RunConfig, folder: Path, console: Console) -> ResumeP
     ended = row["kind"] == "final"
     renamed = None
     if ended and loop["next_batch"] < stages[loop["stage"]].steps:  # steps were added
-        ended, name = False, f"{row['stage']}-{row['batch']:06d}"
-        renamed = (row["name"], name)
-        target = folder / CHECKPOINTS_FOLDER / name
-        renamed_row = {
-            **row,
-            "name": name,
-            "kind": "last",
-            "state_path": str(target),
-            "sampler_path": str(target / "model"),
-        }
+        ended, renamed_row = False, _rename_final_checkpoint(folder, row)
+        renamed = (row["name"], renamed_row["name"])
         kept_rows = [*[other for other in kept_rows if other["name"] not in renamed], renamed_row]
     _apply_changed_settings(loop, changes.notes)
     fields: dict[str, Any] = {
@@ -131,6 +123,19 @@ def find_resume_point(run: RunConfig, folder: Path, console: Console) -> ResumeP
         "renamed": renamed,
     }
     return ResumePoint(**fields, run=run, notes=changes.notes, changed=config.get(CHANGES_KEY, ()))
+
+
+def _rename_final_checkpoint(folder: Path, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row of a final checkpoint as that of a checkpoint before the stage's end."""
+    name = f"{row['stage']}-{row['batch']:06d}"
+    target = folder / CHECKPOINTS_FOLDER / name
+    return {
+        **row,
+        "name": name,
+        "kind": "last",
+        "state_path": str(target),
+        "sampler_path": str(target / "model"),
+    }
 
 
 def _start_from_beginning(
