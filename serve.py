@@ -130,7 +130,7 @@ if __name__ == "__main__":
     from rl.trainer import run_guarded
 
     def serve() -> None:
-        from rl.errors import UserError
+        from rl.errors import UserError, install_command
 
         lacking = [
             name
@@ -139,8 +139,8 @@ if __name__ == "__main__":
         ]
         if lacking:
             raise UserError(
-                f"serving needs packages that are not installed ({', '.join(lacking)}): pip "
-                "install -r requirements-serve.txt"
+                f"serving needs packages that are not installed ({', '.join(lacking)}): "
+                f"{install_command('serve')}"
             )
         from rl.serve import main
 

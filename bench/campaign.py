@@ -69,7 +69,7 @@ def command_line() -> str:
 @dataclass(frozen=True)
 class Part:
     """Describe a script of this folder that writes a table into results/. `peers`: whether it needs
-    the packages of requirements-bench.txt.
+    the packages of the extra `bench`.
     """
 
     name: str
@@ -270,10 +270,11 @@ def install_peers() -> None:
         "-m",
         "pip",
         "install",
-        "--quiet",
         "--disable-pip-version-check",
-        "-r",
-        str(REPO / "requirements-bench.txt"),
+        "-c",
+        str(REPO / "constraints.txt"),
+        "-e",
+        f"{REPO}[bench]",
     ]
     subprocess.run([str(PEER_PYTHON), *words], check=True)
 

@@ -45,7 +45,9 @@ from bench.campaign import command_line, machine, write_table  # noqa: E402
 
 PROBLEMS, SAMPLES, MAX_TOKENS, HELD_OUT = 64, 8, 4, 512
 PEERS = ("whetstone", "trl")
-INSTALL = "python3 -m venv .venv-bench && .venv-bench/bin/pip install -r requirements-bench.txt"
+INSTALL = (
+    "python3 -m venv .venv-bench && .venv-bench/bin/pip install -c constraints.txt -e '.[bench]'"
+)
 
 
 class Turns:

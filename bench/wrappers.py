@@ -1,6 +1,6 @@
 """Test the wrappers against the packages that they wrap.
 
-The script installs each package from its requirements file into a separate environment.
+The script installs each package, as its extra in pyproject.toml says, into a separate environment.
 
     # create the environments; needs a package index
     python bench/wrappers.py --out bench/results/wrappers.csv
@@ -23,6 +23,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+import tomllib
 import venv
 from pathlib import Path
 
@@ -40,12 +41,10 @@ def make(folder: Path, name: str) -> Path:
     python = folder / "bin" / "python"
     (packages,) = folder.glob("lib/python*/site-packages")
     (packages / "base.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    file = REPO / f"requirements-{name.removeprefix('tinker-')}.txt"
-    own = [
-        line for line in file.read_text().splitlines() if line and not line.startswith(("#", "-r"))
-    ]
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    requirements = project["optional-dependencies"][name.removeprefix("tinker-")]
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]
-    subprocess.run([*install, *own], check=True)
+    subprocess.run([*install, "-c", str(REPO / "constraints.txt"), *requirements], check=True)
     # It requires a tml-renderers version that the package index may not have.
     if name == "tinker-cookbook":
         subprocess.run(

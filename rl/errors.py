@@ -123,6 +123,14 @@ class RankLost(RuntimeError):
     """
 
 
+def install_command(extra: str) -> str:
+    """Return the command that installs the packages of an extra of pyproject.toml.
+
+    The package index has another project called whetstone, so extras are installed from a checkout.
+    """
+    return f'pip install -e ".[{extra}]" in the checkout'
+
+
 def warn_on_rank_zero(text: str, stacklevel: int = 3) -> None:
     """Warn on rank 0 only, since every rank detects the same condition.
 

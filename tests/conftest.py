@@ -55,7 +55,7 @@ LONG = (
 )
 
 
-# Tests of serve.py stand in files of these names: they need requirements-serve.txt. `.ci/run`
+# Tests of serve.py stand in files of these names: they need the extra `serve`. `.ci/run`
 # installs it after `make test`.
 SERVER = ("test_serve", "test_endpoint")
 

@@ -14,10 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-TestClient = pytest.importorskip(
-    "starlette.testclient", reason="pip install -r requirements-serve.txt"
-).TestClient
-pytest.importorskip("google.protobuf", reason="pip install -r requirements-serve.txt")
+TestClient = pytest.importorskip("starlette.testclient", reason="needs the extra serve").TestClient
+pytest.importorskip("google.protobuf", reason="needs the extra serve")
 
 from rl.learner import LearnerSettings  # noqa: E402
 from rl.runtime import WorkerSettings  # noqa: E402

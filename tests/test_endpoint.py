@@ -10,8 +10,8 @@ from dataclasses import replace
 import httpx
 import pytest
 
-pytest.importorskip("starlette", reason="needs requirements-serve.txt")
-pytest.importorskip("uvicorn", reason="needs requirements-serve.txt")
+pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("uvicorn", reason="needs the extra serve")
 
 from endpoints import Endpoint, ScriptedDesk, TinyDesk  # noqa: E402
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("starlette", reason="needs requirements-serve.txt")
-pytest.importorskip("uvicorn", reason="needs requirements-serve.txt")
+pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("uvicorn", reason="needs the extra serve")
 
 from scripted import Scripted  # noqa: E402
 

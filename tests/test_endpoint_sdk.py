@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("starlette", reason="needs requirements-serve.txt")
+pytest.importorskip("starlette", reason="needs the extra serve")
 
 from endpoints import Endpoint, ScriptedDesk, TinyDesk  # noqa: E402
 
@@ -26,10 +26,7 @@ def seen(shared_data):
     """
     python = os.environ.get("WHETSTONE_TEST_SDK")
     if not python:
-        pytest.skip(
-            "WHETSTONE_TEST_SDK names no Python with openai and openenv (pip install -r "
-            "requirements-sdk.txt elsewhere)"
-        )
+        pytest.skip("WHETSTONE_TEST_SDK names no Python with openai and openenv (the extra sdk)")
     tiny = Endpoint(TinyDesk(renderer="role_colon"))
     said = iter([CALL, "It is 3.", CALL])
     scripted = Endpoint(

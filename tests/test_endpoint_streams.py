@@ -9,8 +9,8 @@ import threading
 import httpx
 import pytest
 
-pytest.importorskip("starlette", reason="needs requirements-serve.txt")
-pytest.importorskip("uvicorn", reason="needs requirements-serve.txt")
+pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("uvicorn", reason="needs the extra serve")
 
 from endpoints import Endpoint, ScriptedDesk, TinyDesk  # noqa: E402
 from serving import BASE, server  # noqa: E402

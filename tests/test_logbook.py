@@ -164,11 +164,12 @@ def test_wandb_that_is_not_installed_is_said_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(RunFolderError, match="pip install wandb"):
+    with pytest.raises(RunFolderError, match=r'pip install -e "\.\[wandb\]"'):
         Logbook(tmp_path, wandb_project="p")
 
 
 @pytest.mark.slow
+@pytest.mark.extras
 def test_wandb_offline_keeps_its_files_in_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

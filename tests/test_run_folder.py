@@ -786,7 +786,7 @@ def test_a_tracker_that_is_not_installed_is_known_before_work(tmp_path, monkeypa
     from rl.reporting import wandb_tracker
 
     monkeypatch.setattr(wandb_tracker.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RunFolderError, match="pip install wandb"):
+    with pytest.raises(RunFolderError, match=r'pip install -e "\.\[wandb\]"'):
         train(
             "sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 2 "
             "--wandb-project p",

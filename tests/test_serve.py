@@ -867,7 +867,7 @@ def test_an_error_that_a_client_was_told_is_no_complaint_in_the_log():
 
 
 def test_a_compressed_forward_backward_is_read_and_a_bomb_is_not(tmp_path):
-    zstandard = pytest.importorskip("zstandard", reason="pip install -r requirements-serve.txt")
+    zstandard = pytest.importorskip("zstandard", reason="needs the extra serve")
     with server(tmp_path, body_bytes=1 << 20) as served:
         client = Wire(served)
         client.open()

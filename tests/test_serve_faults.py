@@ -90,10 +90,7 @@ def seen(tmp_path_factory):
     """What tests/sdk_faults.py saw, and the server that it saw it of."""
     python = os.environ.get("WHETSTONE_TEST_SDK")
     if not python:
-        pytest.skip(
-            "WHETSTONE_TEST_SDK names no Python with the tinker SDK (pip install -r "
-            "requirements-sdk.txt into a venv of its own)"
-        )
+        pytest.skip("WHETSTONE_TEST_SDK names no Python with the tinker SDK (the extra sdk)")
     with server(tmp_path_factory.mktemp("served"), keys=KEYS, token_budget=BUDGET) as one:
         _breaks_once(one.model_manager)
         faulty = Faulty(one.app)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from serving import Wire, server
 
-pytest.importorskip("starlette", reason="needs requirements-serve.txt")
+pytest.importorskip("starlette", reason="needs the extra serve")
 
 from endpoints import Endpoint, ScriptedDesk  # noqa: E402
 
@@ -48,10 +48,7 @@ def seen(tmp_path_factory, shared_data):
     """What tests/sdk_openenv.py saw, and a client that draws from the trained model."""
     python = os.environ.get("WHETSTONE_TEST_SDK")
     if not python:
-        pytest.skip(
-            "WHETSTONE_TEST_SDK names no Python with openenv (pip install -r requirements-sdk.txt "
-            "into a venv of its own)"
-        )
+        pytest.skip("WHETSTONE_TEST_SDK names no Python with openenv (the extra sdk)")
     scripted = Endpoint(
         ScriptedDesk(lambda *_: CALL, "chat_template", str(shared_data / "tokenizers" / "qwen3"))
     )

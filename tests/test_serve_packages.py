@@ -22,7 +22,4 @@ def test_a_missing_package_is_named_with_its_remedy():
     )
     said = " ".join(done.stderr.replace("│", " ").split())
     assert done.returncode == 2 and "Traceback" not in said
-    assert (
-        re.search(r"not installed \(starlette\b", said)
-        and "pip install -r requirements-serve.txt" in said
-    )
+    assert re.search(r"not installed \(starlette\b", said) and 'pip install -e ".[serve]"' in said

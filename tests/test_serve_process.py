@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 httpx = pytest.importorskip("httpx")
-pytest.importorskip("uvicorn", reason="pip install -r requirements-serve.txt")
+pytest.importorskip("uvicorn", reason="needs the extra serve")
 from sampler_models import tiny_model  # noqa: E402
 from serving import BASE, Wire, server  # noqa: E402
 from test_serve import texts  # noqa: E402

@@ -24,10 +24,7 @@ def seen(tmp_path_factory) -> dict:
     """What tests/sdk_client.py saw."""
     python = os.environ.get("WHETSTONE_TEST_SDK")
     if not python:
-        pytest.skip(
-            "WHETSTONE_TEST_SDK names no Python with the tinker SDK (pip install -r "
-            "requirements-sdk.txt into a venv of its own)"
-        )
+        pytest.skip("WHETSTONE_TEST_SDK names no Python with the tinker SDK (the extra sdk)")
     folder = tmp_path_factory.mktemp("served")
     command = [
         sys.executable,

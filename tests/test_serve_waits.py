@@ -25,7 +25,7 @@ from rl.errors import UserError
 from rl.serve import ModelServer, ServedBaseModel, ServeSettings, tinker_protobuf
 from rl.serve.request_timeouts import make_timeout_protocol
 
-uvicorn = pytest.importorskip("uvicorn", reason="pip install -r requirements-serve.txt")
+uvicorn = pytest.importorskip("uvicorn", reason="needs the extra serve")
 
 
 def longest_wait(app, work, seconds=0.05):

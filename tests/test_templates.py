@@ -98,9 +98,7 @@ TOOL = {
 def package_template(name):
     found = importlib.util.find_spec("trl")
     if found is None or found.origin is None:
-        pytest.skip(
-            "its template is in the package trl (requirements-bench.txt), which is not installed"
-        )
+        pytest.skip("its template is in the package trl (extra bench), which is not installed")
     return (Path(found.origin).parent / "chat_templates" / f"{name}.jinja").read_text(
         encoding="utf-8"
     )

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -89,10 +90,10 @@ def package(monkeypatch):
         ("openenv", {"url": "http://x"}, "openenv.core.generic_client"),
     ],
 )
-def test_a_package_that_is_not_there_names_its_requirements(name, settings, module, monkeypatch):
+def test_a_package_that_is_not_there_names_its_extra(name, settings, module, monkeypatch):
     monkeypatch.setitem(sys.modules, module.split(".")[0], None)
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UserError, match=r"pip install -r requirements-[\w-]+\.txt"):
+    with pytest.raises(UserError, match=rf'pip install -e "\.\[{name.replace("_", "-")}\]"'):
         resolve_environment(name, **settings).make()
 
 
@@ -720,7 +721,7 @@ def test_the_cookbooks_groups_by_name(tmp_path, renderer):
 def test_a_required_setting_is_named_by_its_flag():
     for name, setting in (("tinker", "builders"), ("endpoint", "program")):
         if name == "endpoint":
-            pytest.importorskip("starlette", reason="needs requirements-serve.txt")
+            pytest.importorskip("starlette", reason="needs the extra serve")
         with pytest.raises(SettingsError, match=rf"set it with --environment\.{setting} STR"):
             parse_environment(name, [])
 
@@ -736,7 +737,7 @@ def test_a_required_setting_is_named_by_its_flag():
         "resolve_environment('textarena', game='SpellingBee-v0').make()",
     ],
 )
-def test_a_missing_package_is_named_with_a_file_that_installs_it(code):
+def test_a_missing_package_is_named_with_an_extra_that_installs_it(code):
     """In a process without any of these packages."""
     hidden = ["starlette", "uvicorn", "mcp", "openenv", "reasoning_gym", "skyrl_gym", "textarena"]
     code = f"""
@@ -754,5 +755,8 @@ from rl.envs.wrappers.mcp_tools import McpServer
         [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=120
     )
     last = done.stderr.strip().splitlines()[-1]
-    files = re.findall(r"needs the package .*: pip install -r (\S+)$", last)
-    assert len(files) == 1 and (REPO / files[0]).is_file(), last
+    extras = re.findall(
+        r'needs the package .*: pip install -e "\.\[(\S+)\]" in the checkout$', last
+    )
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    assert len(extras) == 1 and extras[0] in project["optional-dependencies"], last

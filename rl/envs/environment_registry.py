@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar
 from rl.config import RawValue, SettingsError, build_settings, nearest_name
 from rl.envs.environment import Environment
 from rl.envs.trl_env import TrlEnvironment, wrap_factory
-from rl.errors import UserError
+from rl.errors import UserError, install_command
 from rl.rewards import load_file
 from rl.sanitize import describe_error
 
@@ -44,8 +44,8 @@ BUILT_IN: dict[str, str] = {
     "textarena": "rl.envs.wrappers.textarena_env:TextArena",
     "tinker": "rl.envs.wrappers.tinker_cookbook_env:Tinker",
 }
-# Built-in environments that import packages which requirements.txt does not install.
-_REQUIREMENTS = {"endpoint": "requirements-serve.txt"}
+# Extras of pyproject.toml with the packages that built-in environments import.
+_EXTRAS = {"endpoint": "serve"}
 _REGISTERED: dict[str, type] = {}
 
 
@@ -478,10 +478,10 @@ def _load_module(spec: str, place: str) -> ModuleType:
     try:
         return importlib.import_module(place)
     except ImportError as error:
-        if spec in _REQUIREMENTS and isinstance(error, ModuleNotFoundError):
+        if spec in _EXTRAS and isinstance(error, ModuleNotFoundError):
             raise UserError(
-                f"environment {spec!r} needs the package {error.name}: pip install -r"
-                f" {_REQUIREMENTS[spec]}"
+                f"environment {spec!r} needs the package {error.name}:"
+                f" {install_command(_EXTRAS[spec])}"
             ) from error
         raise UserError(
             f"environment {spec!r}: importing {place!r} failed ({type(error).__name__}: {error});"

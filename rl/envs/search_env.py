@@ -13,7 +13,7 @@ from typing import Any
 
 from rl.envs.question_env import QuestionEnv
 from rl.envs.tools import Tool
-from rl.errors import UserError
+from rl.errors import UserError, install_command
 
 _SYLLABLES = (
     "ba",
@@ -55,7 +55,7 @@ class BM25Index:
             import bm25s
         except ImportError as error:
             raise UserError(
-                "search needs the library bm25s: pip install -r requirements-search.txt"
+                f"search needs the library bm25s: {install_command('search')}"
             ) from error
         self.documents = documents
         self._library: Any = bm25s

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl.errors import UserError
+from rl.errors import UserError, install_command
 from rl.types import AdamParams
 
 OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit")
@@ -42,8 +42,8 @@ def check_optimizer(kind: str, device: torch.device, *, sharded: bool) -> None:
         )
     if importlib.util.find_spec(PACKAGE) is None:
         raise UserError(
-            f"optimizer {kind} needs the package {PACKAGE}: pip install -r "
-            f"requirements-{PACKAGE}.txt, or use adamw"
+            f"optimizer {kind} needs the package {PACKAGE}: "
+            f"{install_command('quantized')}, or use adamw"
         )
     if kind.startswith("paged") and device.type != "cuda":
         raise UserError(

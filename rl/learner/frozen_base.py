@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl.distributed import uses_fsdp
-from rl.errors import UserError
+from rl.errors import UserError, install_command
 from rl.sampler import cast_frozen_
 
 PACKAGE = "bitsandbytes"
@@ -58,8 +58,8 @@ def choose_base_dtype(requested: str, *, lora: bool, bf16: bool, deepspeed: bool
             )
         if importlib.util.find_spec(PACKAGE) is None:
             raise UserError(
-                f"base_dtype 4bit needs the package {PACKAGE}: pip install -r "
-                f"requirements-{PACKAGE}.txt, or use bf16"
+                f"base_dtype 4bit needs the package {PACKAGE}: "
+                f"{install_command('quantized')}, or use bf16"
             )
     return requested
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from rl.errors import RunFolderError
+from rl.errors import RunFolderError, install_command
 from rl.jsonl import write_atomically
 
 
@@ -31,8 +31,8 @@ def check_tracker(project: str | None) -> None:
 def _missing_package_error(project: str) -> RunFolderError:
     """Return the error for a missing wandb package."""
     return RunFolderError(
-        f"logging to the weights & biases project {project!r} needs the package: pip install "
-        f"wandb, or omit the flag"
+        f"logging to the weights & biases project {project!r} needs the package wandb: "
+        f"{install_command('wandb')}, or omit the flag"
     )
 
 

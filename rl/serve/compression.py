@@ -13,7 +13,7 @@ _MAX_WINDOW = 1 << 27  # largest window of a frame in bytes, which bounds the de
 
 
 def is_zstd_available() -> bool:
-    """Return whether the zstandard package is installed (requirements-serve.txt)."""
+    """Return whether the zstandard package is installed (extra `serve`)."""
     return importlib.util.find_spec("zstandard") is not None
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
 
-from rl.errors import UserError
+from rl.errors import UserError, install_command
 
 _START_SECONDS = 30.0
 HOST = "127.0.0.1"
@@ -27,7 +27,7 @@ class LoopServer:
             import uvicorn
         except ImportError as error:
             raise UserError(
-                f"{name} needs uvicorn and starlette: pip install -r requirements-serve.txt"
+                f"{name} needs uvicorn and starlette: {install_command('serve')}"
             ) from error
         self._socket = socket.socket()
         self._socket.bind((HOST, 0))

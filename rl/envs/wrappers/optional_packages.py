@@ -6,12 +6,12 @@ import importlib
 import json
 from typing import Any
 
-from rl.errors import UserError
+from rl.errors import UserError, install_command
 
 
 def import_package(module: str, name: str) -> Any:
     """Return an imported module. Raises UserError, with the command that installs the package
-    `name`, if it is missing.
+    `name` (an extra of pyproject.toml), if it is missing.
     """
     try:
         return importlib.import_module(module)
@@ -21,9 +21,8 @@ def import_package(module: str, name: str) -> Any:
                 f"the package {name} is installed, but not {error.name}, which it needs:"
                 f" pip install {error.name}"
             ) from error
-        file = f"requirements-{name}.txt"
         raise UserError(
-            f"this environment needs the package {name}: pip install -r {file}"
+            f"this environment needs the package {name}: {install_command(name)}"
         ) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -32,7 +33,13 @@ class SkyRLGym(Environment):
     def __post_init__(self) -> None:
         self.gym = import_package("skyrl_gym", "skyrl-gym")
         if self.imports:
-            import_package(self.imports, self.imports)
+            try:
+                importlib.import_module(self.imports)
+            except ModuleNotFoundError as error:
+                raise UserError(
+                    f"environment.imports {self.imports!r} cannot be imported ({error}): it "
+                    "must be importable from the working directory (PYTHONPATH)"
+                ) from error
         if self.env not in self.gym.registry:
             near = nearest_name(self.env, self.gym.registry)
             hint = (
