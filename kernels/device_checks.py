@@ -18,6 +18,19 @@ def _allclose(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) ->
 
 
 @cache
+def check_mm_to_fp32() -> None:
+    """Check that torch has the product of half-precision matrices into float32.
+
+    Raises RuntimeError for torch before 2.8, which lacks it.
+    """
+    if "dtype" not in torch.ops.aten.mm.overloads():
+        raise RuntimeError(
+            f"torch {torch.__version__} has no torch.mm(out_dtype=), the product of half-precision "
+            "matrices into float32; expected torch 2.8 or newer: upgrade torch"
+        )
+
+
+@cache
 def supports_addmm_in_place(dtype: torch.dtype) -> bool:
     """Return whether torch.addmm can add a product of `dtype` to a float32 tensor in place.
 
@@ -34,6 +47,18 @@ def supports_addmm_in_place(dtype: torch.dtype) -> bool:
     except (RuntimeError, TypeError):  # declared, but unsupported for this device or dtype
         return False
     return _allclose(total.double(), expected, 1e-5)
+
+
+def outputs_agree(
+    newer_outputs: tuple[torch.Tensor, ...], older_outputs: tuple[torch.Tensor, ...]
+) -> bool:
+    """Return whether the outputs of two kernels agree to float32's rounding, the last output to
+    that of half precision.
+    """
+    pairs = list(zip(newer_outputs, older_outputs, strict=True))
+    return all(_allclose(newer, older, 1e-4) for newer, older in pairs[:-1]) and _allclose(
+        *pairs[-1], 1e-2
+    )
 
 
 @cache
@@ -67,10 +92,7 @@ def check_kernels_agree(
                 stacklevel=2,
             )
             return False
-    pairs = list(zip(*outputs, strict=True))
-    agree = all(
-        _allclose(newer_output, older_output, 1e-4) for newer_output, older_output in pairs[:-1]
-    ) and _allclose(pairs[-1][0], pairs[-1][1], 1e-2)
+    agree = outputs_agree(*outputs)
     if not agree:
         warnings.warn(
             "a newer kernel gives other numbers than the older kernel on this GPU, using the older "

@@ -132,6 +132,7 @@ def _dlogits_ws_kernel(
     N,
     V,
     col_base,
+    col_end,
     tiles,
     stride_x,
     stride_w,
@@ -182,4 +183,8 @@ def _dlogits_ws_kernel(
             + rows.to(tl.int64)[:, None] * stride_out
             + (tile * BN + tl.arange(0, BN))[None, :]
         )
-        tl.store(where, dz.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (cols < V)[None, :])
+        tl.store(
+            where,
+            dz.to(out_ptr.dtype.element_ty),
+            mask=inside[:, None] & (cols < col_end)[None, :],
+        )

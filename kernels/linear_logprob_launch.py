@@ -61,38 +61,51 @@ def select_hopper_tiles(x: Tensor) -> TileConfig | None:
 
 
 def _run_trial(use_hopper: bool, index: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Run forward and dlogits of a small head by either branch, at sizes that end within a tile."""
-    device = torch.device("cuda", index)
+    """Run the trial on a GPU, as `check_kernels_agree` calls it."""
+    return run_trial(use_hopper, torch.device("cuda", index), dtype)
+
+
+def run_trial(use_hopper: bool, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Run forward and dlogits of a small head by either branch, at sizes that end within a tile.
+
+    Returns the statistics of each row, what the launches wrote outside of their slabs (zeros if
+    nothing), and the slabs.
+    """
+    rows, vocab = 300, 5001
     g = torch.Generator(device).manual_seed(0)
-    x = torch.randn(300, 328, generator=g, device=device).to(dtype)
-    w = (torch.randn(5001, 328, generator=g, device=device) / 8).to(dtype)
+    x = torch.randn(rows, 328, generator=g, device=device).to(dtype)
+    w = (torch.randn(vocab, 328, generator=g, device=device) / 8).to(dtype)
     y, a = (
-        torch.randint(0, 5001, (300,), generator=g, device=device),
-        torch.randn(300, generator=g, device=device),
+        torch.randint(0, vocab, (rows,), generator=g, device=device),
+        torch.randn(rows, generator=g, device=device),
     )
+    tiles = select_tile_sizes(328, dtype, get_gpu_info(x))
     scores = ScoreLauncher(
-        x,
-        w,
-        y,
-        None,
-        HeadConfig(0.8),
-        select_tile_sizes(328, dtype, get_gpu_info(x)),
-        HOPPER_TILES if use_hopper else None,
+        x, w, y, None, HeadConfig(0.8), tiles, HOPPER_TILES if use_hopper else None
     )
     out = scores.combine(scores.statistics(True))
-    dz = torch.zeros(300, 905, dtype=dtype, device=device)
-    scores.dlogits(dz, 4096, 5001, out.lse * LOG2E, GradientCoefficients(a, -a, a.flip(0)))
     kept, exponents = (
-        dz.new_zeros(300, 5008).narrow(1, 0, 5001),
-        a.new_zeros(triton.cdiv(5001, scores.tiles.columns), 300),
+        x.new_zeros(rows, align_columns(vocab)).narrow(1, 0, vocab),
+        a.new_zeros(triton.cdiv(vocab, tiles.columns), rows),
     )
     resaved = scores.combine(scores.statistics(True, (kept, exponents)))
-    p = torch.empty_like(dz)
     ones, zeros = torch.ones_like(a), torch.zeros_like(a)
-    scores.saved_dlogits(
-        p, 0, 905, kept, exponents, None, resaved.logp * LOG2E, resaved.lse * LOG2E, zeros, ones
-    )
-    return out.logp, out.entropy, out.lse, resaved.logp, resaved.entropy, torch.cat((p, dz)).float()
+    slabs, outside = [], []
+    # a slab of an odd number of narrow tiles, as slabs are cut, and the vocabulary's last columns
+    for lo, hi in ((4096 - 3 * tiles.columns, 4096), (4096, vocab)):
+        # a row after the last one shows a write past the end
+        line = align_columns(hi - lo)
+        buffers = [x.new_zeros(rows + 1, line) for _ in range(2)]
+        dz, p = (buffer.narrow(0, 0, rows).narrow(1, 0, hi - lo) for buffer in buffers)
+        scores.dlogits(dz, lo, hi, out.lse * LOG2E, GradientCoefficients(a, -a, a.flip(0)))
+        logp2, lse2 = resaved.logp * LOG2E, resaved.lse * LOG2E
+        scores.saved_dlogits(p, lo, hi, kept, exponents, None, logp2, lse2, zeros, ones)
+        slabs += [dz.flatten().float(), p.flatten().float()]
+        dz.zero_()
+        p.zero_()
+        outside += [buffer.flatten().float() for buffer in buffers]
+    statistics = (out.logp, out.entropy, out.lse, resaved.logp, resaved.entropy)
+    return *statistics, torch.cat(outside), torch.cat(slabs)
 
 
 def _allocate_scratch(size: int, alignment: int, stream: int | None) -> Tensor:
@@ -268,6 +281,7 @@ class ScoreLauncher:
             self.N,
             self.V,
             lo,
+            hi,
             triton.cdiv(hi - lo, self.tiles.columns),
             index * splits,
             part.shape[1],
@@ -327,6 +341,7 @@ class ScoreLauncher:
                 self.N,
                 self.V,
                 lo,
+                hi,
                 count,
                 self.x.stride(0),
                 self.w.stride(0),
@@ -351,6 +366,7 @@ class ScoreLauncher:
             self.N,
             self.V,
             lo,
+            hi,
             triton.cdiv(hi - lo, self.tiles.columns),
             self.x.stride(0),
             self.w.stride(0),
@@ -392,8 +408,8 @@ class ScoreLauncher:
             b,
             out,
             self.N,
-            self.V,
             lo,
+            hi,
             lo // BN,
             count,
             kept.stride(0),

@@ -34,7 +34,17 @@ CHUNK_SPLITS = 33
 GROUP = 16
 # Arguments that change from batch to batch. Without do_not_specialize, Triton would compile a
 # variant for each argument that is 1 or a multiple of 16, in the middle of a run.
-BATCH = ("N", "col_base", "tiles", "tile_base", "split_base", "parts", "stride_exp", "exps")
+BATCH = (
+    "N",
+    "col_base",
+    "col_end",
+    "tiles",
+    "tile_base",
+    "split_base",
+    "parts",
+    "stride_exp",
+    "exps",
+)
 FLOOR = tl.constexpr(-1e30)
 TO_NATS = tl.constexpr(LN2)
 
@@ -145,6 +155,7 @@ def _forward_kernel(
     N,
     V,
     col_base,
+    col_end,
     tiles,
     split_base,
     parts,
@@ -209,9 +220,9 @@ def _forward_kernel(
             PRECISION,
         )
         z, slope = _logits(acc, bias_ptr, cols, V, in_scale, out_scale, HAS_BIAS, SOFTCAP)
-        # Columns past V exist only in the tile: they lie below every real logit before the maximum,
-        # and are exactly 0 after it.
-        z = tl.where((cols < V)[None, :], z, FLOOR)
+        # Columns past the end exist only in the tile: they lie below every real logit before the
+        # maximum, and are exactly 0 after it.
+        z = tl.where((cols < col_end)[None, :], z, FLOOR)
         hit = (y >= col0) & (y < col0 + BN)
         # only a single tile of V / BN holds a row's target; the others skip the search
         if tl.max(hit.to(tl.int32), 0) > 0:
@@ -246,7 +257,7 @@ def _forward_kernel(
             tl.store(
                 where,
                 kept.to(kept_ptr.dtype.element_ty),
-                mask=(rows < N)[:, None] & (cols < V)[None, :],
+                mask=(rows < N)[:, None] & (cols < col_end)[None, :],
             )
             tl.store(exp_ptr + tile * stride_exp + rows, k, mask=rows < N)
     out = part_ptr + (split_base + split) * N + rows
@@ -322,6 +333,7 @@ def _dlogits_kernel(
     N,
     V,
     col_base,
+    col_end,
     tiles,
     stride_x,
     stride_w,
@@ -386,13 +398,17 @@ def _dlogits_kernel(
             + rows.to(tl.int64)[:, None] * stride_out
             + (tile * BN + tl.arange(0, BN))[None, :]
         )
-        tl.store(where, dz.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (cols < V)[None, :])
+        tl.store(
+            where,
+            dz.to(out_ptr.dtype.element_ty),
+            mask=inside[:, None] & (cols < col_end)[None, :],
+        )
 
 
 @triton.jit(do_not_specialize=BATCH)
 def _saved_dlogits_kernel(
     kept_ptr, exp_ptr, at_ptr, y_ptr, logp2_ptr, lse2_ptr, a_ptr, b_ptr, out_ptr,
-    N, V, col_base, tile_base, tiles, stride_kept, stride_exp, stride_out, out_scale,
+    N, col_base, col_end, tile_base, tiles, stride_kept, stride_exp, stride_out, out_scale,
     BM: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, HAS_AT: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient (without an entropy gradient) from the saved 2^(z-k) and k: a single
@@ -405,7 +421,7 @@ def _saved_dlogits_kernel(
     rows = tl.program_id(0) // tiles * BM + tl.arange(0, BM)
     inside = rows < N
     cols = col_base + tile * BN + tl.arange(0, BN)
-    mask = inside[:, None] & (cols < V)[None, :]
+    mask = inside[:, None] & (cols < col_end)[None, :]
     source = rows.to(tl.int64)
     if HAS_AT:
         source = tl.load(at_ptr + rows, mask=inside, other=0)

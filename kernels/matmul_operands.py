@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.device_checks import supports_addmm_in_place
+from kernels.device_checks import check_mm_to_fp32, supports_addmm_in_place
 from kernels.tile_config import TileConfig, get_gpu_info
 
 Operand: TypeAlias = Tensor | TensorDescriptor
@@ -25,10 +25,16 @@ def is_interpreting() -> bool:
 
 
 def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b in float32 from operands of lower precision, without intermediate rounding."""
+    """Return a @ b in float32 from operands of lower precision, without intermediate rounding.
+
+    Raises RuntimeError on CUDA if torch lacks that product.
+    """
     if a.dtype == torch.float32:
         return a @ b
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+    if not a.is_cuda:
+        return a.float() @ b.float()
+    check_mm_to_fp32()
+    return torch.mm(a, b, out_dtype=torch.float32)
 
 
 def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 ASSEMBLERS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 INTS = (
-    "N V T col_base tiles tile_base split_base parts stride stride_x stride_w stride_kept "
+    "N V T col_base col_end tiles tile_base split_base parts stride stride_x stride_w stride_kept "
     "stride_exp stride_out columns ignore_index"
 )
 INTS += " exps R splits first stride_row stride_head stride_page stride_place stride_table"

@@ -173,3 +173,17 @@ def test_a_branch_that_fails_or_differs_is_not_taken(monkeypatch):
             rf"\({kind.__name__}: PassManager::run failed\)",
         ):
             assert not check_kernels_agree(raising(kind), 0, torch.bfloat16)
+
+
+def test_a_torch_without_the_product_into_float32_is_reported(monkeypatch):
+    """torch 2.7 has torch.mm with one overload less; on CUDA the product would raise a TypeError."""
+    from types import SimpleNamespace
+
+    from kernels.device_checks import check_mm_to_fp32
+
+    check_mm_to_fp32.cache_clear()
+    check_mm_to_fp32()
+    check_mm_to_fp32.cache_clear()
+    monkeypatch.setattr(torch.ops.aten, "mm", SimpleNamespace(overloads=lambda: ["default", "out"]))
+    with pytest.raises(RuntimeError, match="expected torch 2.8 or newer: upgrade torch"):
+        check_mm_to_fp32()

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from kernels.device_checks import check_mm_to_fp32
+
 # columns of a head per product, if its weights have to be converted to float32 first
 _COLUMNS = 2048
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -33,6 +35,7 @@ def linear_fp32(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> T
         return F.linear(x.to(weight_OI.dtype), weight_OI, bias_O)
     flat = x.reshape(-1, x.shape[-1]).to(weight_OI.dtype)
     if flat.is_cuda:
+        check_mm_to_fp32()
         y = torch.mm(flat, weight_OI.t(), out_dtype=torch.float32)
     else:
         y, wide = flat.new_empty(len(flat), len(weight_OI), dtype=torch.float32), flat.float()

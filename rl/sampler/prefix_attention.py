@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.device_checks import check_mm_to_fp32
+
 # Number of (row, prompt position) pairs that a band may waste. This costs less than the fixed cost
 # of another band.
 _MAX_WASTED_PAIRS = 16_384
@@ -159,6 +161,7 @@ def compute_scores_fp32(q: Tensor, k: Tensor) -> Tensor:
     if q.dtype == torch.float32:
         return torch.bmm(q, k.transpose(1, 2))
     if q.is_cuda:
+        check_mm_to_fp32()
         return torch.bmm(q, k.transpose(1, 2), out_dtype=torch.float32)
     return torch.bmm(q.float(), k.float().transpose(1, 2))
 
