@@ -2,14 +2,28 @@
 
 WEIGHTS is a run's folder (its newest checkpoint, or --checkpoint), a folder of weights, a hub name
 or tiny:<preset>. Without --prompt, prompts are read line by line from standard input: a pipe or the
-terminal (Ctrl-D ends). With --dataset, the prompts are its rows. All flags of train.py on reading
+terminal (Ctrl-D ends). With --dataset, the prompts are its rows. With --chat, the lines are the
+messages of a conversation, with one model or several side by side. All flags of train.py on reading
 data and building prompts are accepted too (docs/data.md): --prompt-column, --prompt-suffix,
 --template.enable_thinking false, --stop, ...
 """
 
+from __future__ import annotations
+
 import argparse
+import contextlib
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rl.client import SamplingClient
+    from rl.config import DataSettings
+    from rl.renderers import Renderer
+    from rl.types import SamplingParams
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -17,7 +31,13 @@ parser = argparse.ArgumentParser(
 parser.add_argument(
     "weights",
     metavar="WEIGHTS",
-    help="a run's folder, a folder of weights, a hub name or tiny:<preset>",
+    nargs="+",
+    help="a run's folder, a folder of weights, a hub name or tiny:<preset>; several with --chat",
+)
+parser.add_argument(
+    "--chat",
+    action="store_true",
+    help="hold a conversation; several WEIGHTS answer side by side, /help lists the commands",
 )
 parser.add_argument(
     "--checkpoint", help="of a run: best, or a name in its checkpoints.jsonl (default: the newest)"
@@ -71,7 +91,11 @@ parser.add_argument(
     help="chat_template, role_colon or plain (default: the run's, else by the tokenizer)",
 )
 parser.add_argument(
-    "--system-prompt", help="system prompt before every prompt (default: the run's, else none)"
+    "--system",
+    "--system-prompt",
+    dest="system_prompt",
+    metavar="TEXT",
+    help="system prompt before every prompt or conversation (default: the run's, else none)",
 )
 
 
@@ -90,65 +114,110 @@ def read_prompts(requested: list[str] | None) -> Iterator[str]:
     yield from requested
 
 
-def main(args: argparse.Namespace) -> None:
+@dataclass(frozen=True)
+class OpenModel:
+    """Hold loaded weights and the settings to sample them with."""
+
+    name: str
+    sampler: SamplingClient
+    renderer: Renderer
+    params: SamplingParams
+    data: DataSettings
+
+
+def open_model(target: str, args: argparse.Namespace, resources: contextlib.ExitStack) -> OpenModel:
+    """Load weights, with the settings of their run and the flags over them.
+
+    `resources` closes the service that samples.
+    """
     from dataclasses import replace
 
-    from rich.console import Console
-    from rich.text import Text
-
     from rl.config import DataSettings, SamplingSettings, override_settings
-    from rl.images import content_to_text
-    from rl.trainer import iterate_prompts, make_renderer, open_weights
+    from rl.trainer import make_renderer, open_weights
     from rl.types import SamplingParams
 
-    weights = open_weights(args.weights, args.checkpoint)
+    weights = open_weights(target, args.checkpoint)
     data = weights.stage.settings.data if weights.stage else DataSettings()
     sampling = (
         weights.stage.settings.sampling if weights.stage else SamplingSettings(temperature=1.0)
     )
     data, sampling = override_settings((data, sampling), args.others, vars(args))
-    temperature = sampling.temperature if args.temperature is None else args.temperature
     data = replace(
         data,
         system_prompt=(data.system_prompt if args.system_prompt is None else args.system_prompt)
         or None,
     )
+    service = resources.enter_context(weights.create_service(args.seed, args.sampler_tp))
+    sampler = weights.create_sampler(service)
+    renderer = make_renderer(sampler, args.renderer or data.renderer, data.template, sampling.stop)
+    params = SamplingParams(
+        args.max_tokens or sampling.max_tokens,
+        None,
+        renderer.get_stop_sequences(),
+        sampling.temperature if args.temperature is None else args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+    )
+    return OpenModel(weights.name, sampler, renderer, params, data)
+
+
+def main(args: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
     console = Console(highlight=False, soft_wrap=True)
-    with weights.create_service(args.seed, args.sampler_tp) as service:
-        sampler = weights.create_sampler(service)
-        renderer = make_renderer(
-            sampler, args.renderer or data.renderer, data.template, sampling.stop
-        )
-        stop = renderer.get_stop_sequences()
-        params = SamplingParams(
-            args.max_tokens or sampling.max_tokens,
-            None,
-            stop,
-            temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-        )
-        console.print(
-            Text(
-                f"{weights.name}, temperature {temperature:g}, at most {params.max_tokens} tokens",
-                style="dim",
+    with contextlib.ExitStack() as resources:
+        models = [open_model(target, args, resources) for target in args.weights]
+        for model in models:
+            params = model.params
+            line = (
+                f"{model.name}, temperature {params.temperature:g}, at most {params.max_tokens} "
+                "tokens"
             )
+            console.print(Text(line, style="dim"))
+        if args.chat:
+            chat(models, console, resources)
+        else:
+            sample_prompts(models[0], args, console)
+
+
+def sample_prompts(model: OpenModel, args: argparse.Namespace, console: Console) -> None:
+    """Print `args.n` samples of each prompt."""
+    from rich.text import Text
+
+    from rl.chat import describe_sample
+    from rl.images import content_to_text
+    from rl.trainer import iterate_prompts
+
+    for messages in iterate_prompts(
+        model.data, read_prompts(args.prompt), args.dataset, args.limit
+    ):
+        if args.image:
+            text = {"type": "text", "text": content_to_text(messages[-1]["content"])}
+            shown = [{"type": "image", "image": path} for path in args.image]
+            messages = [*messages[:-1], {**messages[-1], "content": [*shown, text]}]
+        tokens = model.renderer.build_generation_prompt(messages)
+        console.print(Text(f"\n{content_to_text(messages[-1]['content'])}", style="bold cyan"))
+        for sequence in model.sampler.sample(tokens, args.n, model.params).result().sequences:
+            message, ended = model.renderer.parse_response(sequence.tokens)
+            note = describe_sample(sequence, "" if ended else "cut off")
+            console.print(Text(str(message["content"])).append(note, style="dim"))
+
+
+def chat(models: list[OpenModel], console: Console, resources: contextlib.ExitStack) -> None:
+    """Hold a conversation with all models at once."""
+    from rl.chat import ChatConsole, ChatSession
+    from rl.data import PromptTemplate
+
+    sessions = []
+    for model in models:
+        data = model.data
+        template = PromptTemplate(
+            data.system_prompt, data.prompt_template, data.prompt_suffix, data.answer_column
         )
-        for messages in iterate_prompts(data, read_prompts(args.prompt), args.dataset, args.limit):
-            if args.image:
-                text = {"type": "text", "text": content_to_text(messages[-1]["content"])}
-                shown = [{"type": "image", "image": path} for path in args.image]
-                messages = [*messages[:-1], {**messages[-1], "content": [*shown, text]}]
-            tokens = renderer.build_generation_prompt(messages)
-            console.print(Text(f"\n{content_to_text(messages[-1]['content'])}", style="bold cyan"))
-            for sequence in sampler.sample(tokens, args.n, params).result().sequences:
-                message, ended = renderer.parse_response(sequence.tokens)
-                mean = sum(sequence.logprobs or []) / max(1, len(sequence.tokens))
-                note = (
-                    f"  [mean logprob {mean:.4f}, {len(sequence.tokens)} "
-                    f"tokens{'' if ended else ', cut off'}]"
-                )
-                console.print(Text(str(message["content"])).append(note, style="dim"))
+        session = ChatSession(model.name, model.sampler, model.renderer, model.params, template)
+        sessions.append(resources.enter_context(contextlib.closing(session)))
+    ChatConsole(sessions, console).run()
 
 
 if __name__ == "__main__":
@@ -164,6 +233,13 @@ if __name__ == "__main__":
         value = getattr(args, name)
         if value is not None and not value >= least:
             parser.error(f"{name.replace('_', '-')} is at least {least}, got {value}")
+    if len(args.weights) > 1 and not args.chat:
+        parser.error(f"several WEIGHTS need --chat, got {' '.join(args.weights)}")
+    if args.chat and (args.prompt or args.dataset or args.image or args.n != 1):
+        parser.error(
+            "--chat reads messages from the terminal or a pipe: leave out --prompt, --dataset, "
+            "--image and -n"
+        )
     from rl.startup import reduce_gc
 
     reduce_gc()

@@ -15,7 +15,7 @@ REPO = Path(__file__).resolve().parent.parent
 LAYERS = {
     9: ["trainer", "rlvr"],
     8: ["algorithms"],
-    7: ["judges", "serve"],
+    7: ["judges", "serve", "chat"],
     6: ["client"],
     5: ["envs", "reporting", "memory_plan", "runtime"],
     4: ["learner", "rollout", "data"],

@@ -458,6 +458,21 @@ def test_prompts_from_a_pipe_are_answered_greedily_as_transformers_does(run: Pat
 
 
 @pytest.mark.slow
+def test_a_chat_begins_as_a_prompt_is_sampled(run: Path):
+    """With the settings of the run; a second run answers the same messages."""
+    words = ("--temperature", 0, "--prompt-suffix", "=")
+    alone = script("sample.py", run, "--prompt", "12+22", *words, cwd=run.parent)
+    (expected, *_), *_ = ANSWER.findall(alone.stdout)
+    chat = script(
+        "sample.py", run, "tiny:addition", "--chat", *words, cwd=run.parent, input="12+22\nhello\n"
+    )
+    assert chat.returncode == 0, chat.stderr
+    mine, other = chat.stdout.split("tiny:addition:\n")
+    assert ANSWER.findall(mine)[-1][0] == expected and len(ANSWER.findall(other)) == 1
+    assert f"{run}: grpo-final:\n" in mine and "no tokens for some of the text 'hello" in other
+
+
+@pytest.mark.slow
 def test_a_terminal_is_asked_until_its_input_ends(run: Path):
     ours, theirs = pty.openpty()
     os.write(ours, b"10+20=\n\x04")

@@ -1,0 +1,242 @@
+"""Chat with models in a terminal: read messages and commands, and show the answers."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from rl.chat.answer_display import ColumnDisplay, make_display
+from rl.chat.chat_session import ChatSession, ChatTurn
+from rl.jsonl import format_json_line
+from rl.sanitize import sanitize_message
+
+_PROMPT = "> "
+
+
+class ChatConsole:
+    """Send each line of the user to all sessions, or run it as a command.
+
+    Lines come from the terminal, with line editing and recall, or from a pipe. Ctrl-C stops the
+    answer; Ctrl-D and /exit end the chat.
+    """
+
+    def __init__(self, sessions: Sequence[ChatSession], console: Console):
+        self.sessions, self.console = sessions, console
+        self._count = 0  # messages sent
+        self._last_text: str | None = None
+        self._omitted = [0] * len(sessions)  # turns that the last prompt of a session omits
+        # command: (method, its argument, description)
+        self._commands: dict[str, tuple[Callable[[str], None], str, str]] = {
+            "/reset": (self._reset, "", "begin a new conversation"),
+            "/system": (self._set_system, "TEXT", "set the system prompt; without TEXT: none"),
+            "/undo": (self._undo, "", "take back the last message and its answers"),
+            "/retry": (self._retry, "", "sample new answers to the last message"),
+            "/temperature": (self._set_temperature, "NUMBER", "0 is greedy"),
+            "/max-tokens": (self._set_max_tokens, "NUMBER", "maximum tokens of an answer"),
+            "/save": (self._save, "FILE", "append the conversation to a .jsonl file, as a row"),
+            "/help": (self._help, "", "list the commands"),
+            "/exit": (self._help, "", "end the chat, like Ctrl-D"),
+        }
+
+    def run(self) -> None:
+        """Read lines until the input ends."""
+        self._say("/help lists the commands; /exit or Ctrl-D ends the chat")
+        for line in self._read_lines():
+            command, _, argument = line.strip().partition(" ")
+            if command == "/exit":
+                return
+            try:
+                if command in self._commands:
+                    self._commands[command][0](argument.strip())
+                elif command.startswith("/") and not command.startswith("//"):
+                    self._warn(f"unknown command {command}: /help lists them; // begins a message")
+                else:
+                    self._send(line.replace("//", "/", 1) if command.startswith("//") else line)
+            except ValueError as error:  # of what was typed: the chat goes on
+                self._warn(str(error))
+
+    def _read_lines(self) -> Iterator[str]:
+        """Iterate over non-empty lines of standard input."""
+        is_terminal = sys.stdin.isatty()
+        if is_terminal:
+            with contextlib.suppress(ImportError):  # gives input() line editing and recall
+                import readline  # noqa: F401
+        while True:
+            try:
+                line = input(_PROMPT if is_terminal else "")
+            except EOFError:
+                if is_terminal:
+                    self.console.print()
+                return
+            except KeyboardInterrupt:
+                self._say("\n/exit or Ctrl-D ends the chat")
+                continue
+            if not line.strip():
+                continue
+            if not is_terminal:
+                self.console.print(Text(f"{_PROMPT}{sanitize_message(line)}", style="bold cyan"))
+            yield line
+
+    # ------------------------------------------------------------------------------------- messages
+
+    def _send(self, text: str) -> None:
+        """Send a message to all sessions, or to none if any of them cannot take it."""
+        turns: list[ChatTurn] = []
+        try:
+            for session in self.sessions:
+                turns.append(session.start_turn(text, self._count + 1))
+        except ValueError:
+            for session, turn in zip(self.sessions, turns, strict=False):
+                session.drop_turn(turn)
+            raise
+        self._count, self._last_text = self._count + 1, text
+        self._report_omitted(turns)
+        with _catch_interrupt() as interrupted:
+            self._show_answers(turns, interrupted)
+
+    def _show_answers(self, turns: Sequence[ChatTurn], interrupted: threading.Event) -> None:
+        """Sample and show the answers until all have ended or `interrupted` is set."""
+        display = make_display(self.console, [session.name for session in self.sessions])
+        # columns grow together, lines one after the other
+        everything = list(range(len(turns)))
+        rounds = [everything] if isinstance(display, ColumnDisplay) else [[i] for i in everything]
+        try:
+            for indices in rounds:
+                running = list(indices)
+                while running:
+                    for i in list(running):
+                        if not self._advance(self.sessions[i], turns[i], i, display, interrupted):
+                            running.remove(i)
+        finally:
+            display.close()
+
+    def _advance(
+        self,
+        session: ChatSession,
+        turn: ChatTurn,
+        index: int,
+        display: Any,
+        interrupted: threading.Event,
+    ) -> bool:
+        """Sample and show more of an answer. Return whether it goes on."""
+        try:
+            if interrupted.is_set():
+                session.stop_turn(turn)
+            else:
+                session.advance(turn)
+        except ValueError as error:  # such as logits that are not finite: the others go on
+            display.fail(index, str(error))
+            return False
+        display.show(index, turn)
+        return turn.answer is None
+
+    def _report_omitted(self, turns: Sequence[ChatTurn]) -> None:
+        """Say how many of the oldest turns a prompt omits, when the number has grown."""
+        for i, (session, turn) in enumerate(zip(self.sessions, turns, strict=True)):
+            before, self._omitted[i] = self._omitted[i], turn.first
+            if turn.first > before:
+                self._say(
+                    f"the context of {session.name} ({session.client.info['max_context']} tokens) "
+                    f"is full: its oldest messages are omitted ({turn.first} of "
+                    f"{len(session.turns)}); /reset begins a new conversation"
+                )
+
+    # ------------------------------------------------------------------------------------- commands
+
+    def _reset(self, argument: str) -> None:
+        for session in self.sessions:
+            session.reset()
+        self._last_text, self._omitted = None, [0] * len(self.sessions)
+        self._say("a new conversation")
+
+    def _set_system(self, argument: str) -> None:
+        for session in self.sessions:
+            session.template = replace(session.template, system=argument or None)
+        self._say("the system prompt is set" if argument else "there is no system prompt")
+
+    def _undo(self, argument: str) -> None:
+        """Remove the last message of all sessions that have it."""
+        last = max((turn.number for s in self.sessions for turn in s.turns[-1:]), default=None)
+        if last is None:
+            raise ValueError("there is no message to take back")
+        for session in self.sessions:
+            session.undo(last)
+        self._say("the last message and its answers are taken back")
+
+    def _retry(self, argument: str) -> None:
+        if self._last_text is None:
+            raise ValueError("there is no message to answer again")
+        for session in self.sessions:
+            session.undo(self._count)
+        self._send(self._last_text)
+
+    def _set_temperature(self, argument: str) -> None:
+        temperature = _parse_number(float, "/temperature", argument, "0.7")
+        for session in self.sessions:
+            session.params = replace(session.params, temperature=temperature)
+        self._say(f"temperature {temperature:g}")
+
+    def _set_max_tokens(self, argument: str) -> None:
+        max_tokens = _parse_number(int, "/max-tokens", argument, "256")
+        if max_tokens < 1:
+            raise ValueError(f"/max-tokens is at least 1, got {max_tokens}")
+        for session in self.sessions:
+            session.params = replace(session.params, max_tokens=max_tokens)
+        self._say(f"at most {max_tokens} tokens")
+
+    def _save(self, argument: str) -> None:
+        if not argument:
+            raise ValueError("/save needs a file: /save chat.jsonl")
+        rows = [session.to_row() for session in self.sessions if session.turns]
+        if not rows:
+            raise ValueError("there is no message to save")
+        try:
+            with Path(argument).expanduser().open("a", encoding="utf-8") as file:
+                file.writelines(map(format_json_line, rows))
+        except OSError as error:
+            raise ValueError(
+                f"{argument} cannot be written ({error.strerror}): choose another file"
+            ) from error
+        self._say(f"{len(rows)} row{'s' * (len(rows) > 1)} added to {argument}")
+
+    def _help(self, argument: str) -> None:
+        width = max(len(f"{name} {value}") for name, (_, value, _) in self._commands.items())
+        for name, (_, value, description) in self._commands.items():
+            self._say(f"{f'{name} {value}':{width}}  {description}")
+        self._say("Ctrl-C stops an answer; // begins a message that starts with /")
+
+    def _say(self, text: str) -> None:
+        self.console.print(Text(text, style="dim"))
+
+    def _warn(self, text: str) -> None:
+        self.console.print(Text(sanitize_message(text), style="red"))
+
+
+def _parse_number(kind: Callable[[str], Any], command: str, argument: str, example: str) -> Any:
+    """Return the number of a command. Raises ValueError with an example for anything else."""
+    try:
+        return kind(argument)
+    except ValueError:
+        raise ValueError(
+            f"{command} needs a number, got {argument!r}: {command} {example}"
+        ) from None
+
+
+@contextlib.contextmanager
+def _catch_interrupt() -> Iterator[threading.Event]:
+    """Let Ctrl-C set an event instead of raising KeyboardInterrupt."""
+    interrupted = threading.Event()
+    previous = signal.signal(signal.SIGINT, lambda number, frame: interrupted.set())
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, previous)
