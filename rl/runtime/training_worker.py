@@ -33,6 +33,7 @@ from rl.models import (
     add_value_head,
     load_classifier,
     load_model_lazily,
+    resolve_head,
     score_inputs,
     set_lora_alpha,
 )
@@ -113,6 +114,7 @@ class TrainingWorker(SamplingWorker):
             )
             loaded.name = spec.base_model
             if spec.lora is not None:
+                spec = replace(spec, lora=resolve_head(loaded.model, spec.lora))
                 loaded = add_lora(loaded, spec.lora)
             if spec.value_head:
                 loaded = add_value_head(loaded)
