@@ -61,6 +61,11 @@ parser.add_argument(
     help="sampling seed: the same seed gives the same samples (default 0)",
 )
 parser.add_argument(
+    "--trust-run",
+    action="store_true",
+    help="import the run's custom method from the path in its config",
+)
+parser.add_argument(
     "--sampler-tp",
     type=int,
     default=1,
@@ -101,7 +106,7 @@ def main(args: argparse.Namespace) -> None:
     from rl.trainer import iterate_prompts, make_renderer, open_weights
     from rl.types import SamplingParams
 
-    weights = open_weights(args.weights, args.checkpoint)
+    weights = open_weights(args.weights, args.checkpoint, trusted=args.trust_run)
     data = weights.stage.settings.data if weights.stage else DataSettings()
     sampling = (
         weights.stage.settings.sampling if weights.stage else SamplingSettings(temperature=1.0)
