@@ -114,8 +114,8 @@ class TrainingWorker(SamplingWorker):
             )
             loaded.name = spec.base_model
             if spec.lora is not None:
-                spec = replace(spec, lora=resolve_head(loaded.model, spec.lora))
-                loaded = add_lora(loaded, spec.lora)
+                lora = resolve_head(loaded.model, spec.lora)
+                spec, loaded = replace(spec, lora=lora), add_lora(loaded, lora)
             if spec.value_head:
                 loaded = add_value_head(loaded)
             self.base_keys[model_id] = (base, tokenizer, spec.seed)
