@@ -95,7 +95,7 @@ parser.add_argument(
 parser.add_argument(
     "--trust-run",
     action="store_true",
-    help="import the run's custom reward from the path in its config",
+    help="import the run's custom reward, environment and method from the paths in its config",
 )
 parser.add_argument(
     "--output", type=Path, help="write the metrics and every answer to this .json file"
@@ -222,7 +222,7 @@ def main(args: argparse.Namespace) -> None:
     from rl.errors import UserError
     from rl.trainer import find_sandbox_kind, open_weights, resolve_environment
 
-    weights = open_weights(args.weights, args.checkpoint)
+    weights = open_weights(args.weights, args.checkpoint, trusted=args.trust_run)
     data, sampling, params = resolve_settings(args, weights.stage)
     request = EvaluationRequest(data, resolve_env_settings(args, weights.stage))
     console = Console(highlight=False, soft_wrap=True)

@@ -42,6 +42,11 @@ parser.add_argument(
     help="data type of the exported weights (default fp32)",
 )
 parser.add_argument(
+    "--trust-run",
+    action="store_true",
+    help="import the run's custom method from the path in its config",
+)
+parser.add_argument(
     "--push",
     metavar="REPO",
     help="also upload to this repository of the Hugging Face hub (created as private if it is new)",
@@ -61,6 +66,7 @@ def main(args: argparse.Namespace) -> None:
         merged=args.merge,
         dtype=args.dtype,
         overwrite=args.overwrite,
+        trusted=args.trust_run,
     )
     console.print(describe_export(summary), markup=False)
     if args.push:

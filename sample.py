@@ -81,6 +81,11 @@ parser.add_argument(
     help="sampling seed: the same seed gives the same samples (default 0)",
 )
 parser.add_argument(
+    "--trust-run",
+    action="store_true",
+    help="import the run's custom method from the path in its config",
+)
+parser.add_argument(
     "--sampler-tp",
     type=int,
     default=1,
@@ -136,7 +141,7 @@ def open_model(target: str, args: argparse.Namespace, resources: contextlib.Exit
     from rl.trainer import make_renderer, open_weights
     from rl.types import SamplingParams
 
-    weights = open_weights(target, args.checkpoint)
+    weights = open_weights(target, args.checkpoint, trusted=args.trust_run)
     data = weights.stage.settings.data if weights.stage else DataSettings()
     sampling = (
         weights.stage.settings.sampling if weights.stage else SamplingSettings(temperature=1.0)

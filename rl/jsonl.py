@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,19 @@ import numpy as np
 from rl.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
+# held-out answers: <stage>-eval-<step>.jsonl, greedy ones <stage>-eval-greedy-<step>.jsonl
+_EVALUATION_FILE = re.compile(r".+-eval-(?:greedy-)?(\d{6,})\.jsonl")
+
+
+def name_evaluation_file(stage: str, step: int, *, greedy: bool = False) -> str:
+    """Return the name of the file that holds a stage's held-out answers at a step of the run."""
+    return f"{stage}-eval-{'greedy-' if greedy else ''}{step:06d}.jsonl"
+
+
+def get_evaluation_step(name: str) -> int | None:
+    """Return the step of a file of held-out answers by its name; None for any other file."""
+    match = _EVALUATION_FILE.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def write_atomically(path: Path, text: str) -> None:

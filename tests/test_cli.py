@@ -19,7 +19,8 @@ from typing import Literal
 import pytest
 import tyro
 
-from rl.config import cli, run_config
+from rl import algorithms
+from rl.config import cli, run_config, sections
 from rl.config.fields import SettingsError, format_as_flags, get_fields
 from rl.config.format_help import exit_with_problems
 
@@ -435,7 +436,7 @@ def test_help_is_the_index(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_of_a_method_has_every_setting_with_help_and_default(
     method: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = shown(capsys, method, "--help")
+    page = shown(capsys, method, "--help", "all")
     for cls in (METHODS[method].settings, RunSettings):
         for name in get_fields(cls):
             assert f"--{name.replace('_', '-')}" in page
@@ -446,10 +447,43 @@ def test_help_of_a_method_has_every_setting_with_help_and_default(
 
 def test_help_of_a_recipe_shows_its_values(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Samples of each problem. (default: 4)" in shown(
+        capsys, "recipes/addition.yaml", "--help", "all"
+    )
+    page = shown(
+        capsys,
+        recipe("stages:\n- method: sft\n  noise: 0.7\n- method: grpo\n"),
+        "--help",
+        "all",
+    )
+    assert "train.py sft" in page and "train.py grpo" in page and "spoilt. (default: 0.7)" in page
+
+
+@pytest.mark.parametrize("method", algorithms.METHODS)
+def test_help_of_a_method_begins_with_its_twelve_most_used_settings(
+    method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.parse_run(
+            [method, "--help"],
+            algorithms.METHODS,
+            Path("recipes/addition.yaml"),
+            options=sections.RunSettings,
+        )
+    page = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    names = re.findall(r"^--([a-z-]+) ", page, re.MULTILINE)
+    assert len(names) == 12 == len({*names})
+    known = {*get_fields(algorithms.METHODS[method].settings), *get_fields(sections.RunSettings)}
+    assert {name.replace("-", "_") for name in names} <= known
+    assert {"base-model", "dataset", "steps", "learning-rate", "output-dir"} < {*names}
+    assert ("teacher" in names) == (method == "distill")
+    assert f"python train.py {method} --help all" in page
+    assert "Rank of the LoRA adapters; 0 trains all weights. (default: 0)" in page
+
+
+def test_short_help_of_a_recipe_shows_its_values(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Samples of each problem. (default: 4)" in shown(
         capsys, "recipes/addition.yaml", "--help"
     )
-    page = shown(capsys, recipe("stages:\n- method: sft\n  noise: 0.7\n- method: grpo\n"), "--help")
-    assert "train.py sft" in page and "train.py grpo" in page and "spoilt. (default: 0.7)" in page
 
 
 @pytest.mark.parametrize("words", [[], ["grpo"]])

@@ -41,11 +41,14 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("runs")
     words = "sft --reward exact_match --steps 4 --batch-size 4 --learning-rate 3e-2"
     words += " --eval-every 2 --eval-limit 4 --max-tokens 4 --save-every 0"
-    train(f"{words} --lora-rank 4", folder / "lora")
+    train(f"{words} --lora-rank 4 --train-unembed", folder / "lora")
     train(words, folder / "full")
     base = model_loading.load_model("tiny:addition", seed=3)
     learner_checkpoint.write_model(base.model, base.tokenizer, folder / "base")
-    train(f"{words} --base-model {folder / 'base'} --lora-rank 4", folder / "on_folder")
+    train(
+        f"{words} --base-model {folder / 'base'} --lora-rank 4 --train-unembed",
+        folder / "on_folder",
+    )
     return {name: folder / name for name in ("lora", "full", "on_folder", "base")}
 
 

@@ -9,9 +9,34 @@ from rl.reporting.console import format_headline, format_held_out
 
 LOGGED = {
     "grpo": (
-        {"reward/total": 0.5, "optim/loss": 3.0, "optim/kl_sample_train_v1": 1e-5},
-        "reward 0.500  KL sampler-learner 1.0e-05",
+        {
+            "reward/total": 0.5,
+            "optim/loss": 3.0,
+            "optim/kl_sample_train_v1": 1e-5,
+            "optim/entropy": 1.0,
+            "env/all/ac_tokens_per_turn": 123.4,
+            "env/all/frac_truncated": 0.125,
+            "env/all/by_group/frac_mixed": 0.75,
+            "env/all/total_episodes": 32,
+            "env/all/total_groups": 8,
+        },
+        "reward 0.500  length 123  cut off 12%  signal 75%",
     ),
+    "ppo, whose groups hold a single answer": (
+        {
+            "reward/total": 0.5,
+            "env/all/by_group/frac_mixed": 0.0,
+            "env/all/total_episodes": 8,
+            "env/all/total_groups": 8,
+        },
+        "reward 0.500",
+    ),
+    "grpo with a sampler that differs from the learner": (
+        {"reward/total": 0.5, "optim/kl_sample_train_v1": 2e-3},
+        "reward 0.500  KL sampler-learner 2.0e-03",
+    ),
+    "grpo with scores around zero": ({"reward/total": -1e-5}, "reward -1e-05"),
+    "grpo with a score of minus zero": ({"reward/total": -0.0}, "reward 0.000"),
     "grpo with a reference": (
         {"reward/total": 0.5, "optim/kl_ref_k3": 0.01},
         "reward 0.500  KL to reference 1.0e-02",
@@ -31,7 +56,7 @@ LOGGED = {
     ),
     "distill, own answers": (
         {"teacher/kl_per_token": 0.25, "optim/kl_sample_train_v1": 1e-5},
-        "KL to teacher 2.5e-01  KL sampler-learner 1.0e-05",
+        "KL to teacher 2.5e-01",
     ),
     "distill, the data's": (
         {"optim/loss": 1.0, "optim/kl": 0.25},
@@ -49,6 +74,13 @@ LOGGED = {
 def test_the_console_shows_a_figure_of_every_method_and_says_which_kl_it_is(kind):
     metrics, shown = LOGGED[kind]
     assert format_headline(metrics) == shown
+
+
+def test_a_narrow_terminal_loses_the_last_figures_first():
+    metrics = {"reward/total": 0.5, "env/all/frac_truncated": 0.5, "time/tokens_per_second": 9.0}
+    assert format_headline(metrics, width=40) == "reward 0.500  cut off 50%  9 tok/s"
+    assert format_headline(metrics, width=30) == "reward 0.500  cut off 50%"
+    assert format_headline(metrics, width=5) == "reward 0.500"
 
 
 def test_held_out_figures_of_every_kind_are_shown_while_a_run_goes_on():

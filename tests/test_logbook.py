@@ -19,7 +19,7 @@ import pytest
 from rl.errors import RunFolderError, UserError
 from rl.jsonl import read_jsonl, write_atomically
 from rl.reporting import console, rollout_html
-from rl.reporting.logbook import Logbook, claim_folder
+from rl.reporting.logbook import Logbook, claim_folder, has_no_steps
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -139,6 +139,20 @@ def test_a_folder_is_claimed_once(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["config.json"]
     with pytest.raises(RunFolderError, match="nothing to resume"):
         claim_folder(tmp_path / "nothing", CONFIG, resume=True)
+
+
+def test_held_out_answers_before_the_first_step_are_no_steps(tmp_path: Path) -> None:
+    """A run that ended before its first step may start again in its folder."""
+    claim_folder(tmp_path, CONFIG)
+    with Logbook(tmp_path) as book:
+        book.log(0, {"stage": "grpo"})
+        book.write_held_out_answers(0, [{"response": "1"}], "grpo")
+        assert has_no_steps(tmp_path)
+        book.write_held_out_answers(3, [{"response": "1"}], "grpo", greedy=True)
+        assert not has_no_steps(tmp_path)
+    with Logbook(tmp_path, resume_step=2):
+        names = [path.name for path in (tmp_path / "rollouts").iterdir()]
+        assert names == ["grpo-eval-000000.jsonl"]
 
 
 def test_overwrite_deletes_runs_only(tmp_path: Path) -> None:

@@ -66,6 +66,8 @@ def test_a_runs_own_rows_are_grouped_as_they_were_sampled(tmp_path):
     write(folder / "step_000001.jsonl", drawn(0), drawn(0, reward=0.0), drawn(1))
     write(folder / "step_000002.jsonl", drawn(0, reward=0.5))
     (folder / "step_000002.html").write_text("a page")
+    write(folder / "grpo-eval-000002.jsonl", drawn(7))  # held-out answers are not trained on
+    write(folder / "grpo-eval-greedy-000002.jsonl", drawn(7))
     problems = load_rollouts(tmp_path / "run")
     assert [[a.reward for a in p.answers] for p in problems] == [[1.0, 0.0], [1.0], [0.5]]
     answer = problems[0].answers[0]

@@ -48,7 +48,7 @@ def of(checkpoint: Path) -> torch.Tensor:
 def adapter(tmp_path_factory) -> Path:
     """A run of SFT under LoRA, of a tied model whose head is adapted."""
     folder = tmp_path_factory.mktemp("runs") / "sft"
-    train(f"{SFT} --lora-rank 4 --seed 5", folder)
+    train(f"{SFT} --lora-rank 4 --train-unembed --seed 5", folder)
     return folder
 
 
@@ -246,7 +246,12 @@ def test_the_plan_knows_what_a_run_begins_from(adapter):
     )
     held = show_needs(run)
     other = show_needs(
-        parse_run([*f"{GRPO} --lora-rank 4 --plan".split()], METHODS, RECIPE, options=RunSettings)
+        parse_run(
+            [*f"{GRPO} --lora-rank 4 --train-unembed --plan".split()],
+            METHODS,
+            RECIPE,
+            options=RunSettings,
+        )
     )
     assert held == other
 

@@ -118,7 +118,7 @@ class ServiceClient(AsyncServiceMethods):
         seed: int | None = None,
         train_mlp: bool = True,
         train_attn: bool = True,
-        train_unembed: bool = True,
+        train_unembed: bool | None = None,
         user_metadata: Mapping[str, str] | None = None,
         optimizer: types.OptimizerConfig | None = None,
         *,
@@ -133,6 +133,7 @@ class ServiceClient(AsyncServiceMethods):
         """Create a client that trains a LoRA adapter on `base_model` (a hub name, a folder,
         tiny:<preset>). The base stays frozen.
 
+        `train_unembed`: adapt the output head; None: unless the model ties it to its embedding.
         `user_metadata`: string pairs saved with its checkpoints. `optimizer`: only AdamW is
         supported. `alpha` (an extension): the adapter is scaled by alpha / rank. Default 32, as on
         Tinker; None: alpha = rank. `value_head` (an extension): add a scalar output per position,
@@ -148,7 +149,7 @@ class ServiceClient(AsyncServiceMethods):
             minimum=1,
             maximum=MAX_RANK,
         )
-        if not (train_mlp or train_attn or train_unembed or train_experts):
+        if not (train_mlp or train_attn or train_unembed is not False or train_experts):
             raise UserError(
                 "a LoRA that adapts no matrix cannot be trained: set train_attn, train_mlp or "
                 "train_unembed"
@@ -218,7 +219,11 @@ class ServiceClient(AsyncServiceMethods):
             return self._create_client(spec)
         local = Path(self.output_dir, "checkpoints", checkpoint_id)
         path = str(local if local.is_dir() else checkpoint_id)
-        _check_same_model(spec, _read_spec(path), path)
+        saved = _read_spec(path)
+        if adapter is not None and adapter.train_unembed is None and saved.lora is not None:
+            adapter = replace(adapter, train_unembed=saved.lora.train_unembed)
+            spec = replace(spec, lora=adapter)
+        _check_same_model(spec, saved, path)
         return self._create_client(spec, path, True)
 
     def create_training_client_from_state(

@@ -51,8 +51,8 @@ class LoRAConfig:
     """Adapt the attention matrices."""
     train_mlp: bool = True
     """Adapt the feed-forward matrices."""
-    train_unembed: bool = True
-    """Adapt the output head."""
+    train_unembed: bool | None = None
+    """Adapt the output head; None: unless the model ties it to the embedding."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:

@@ -570,13 +570,8 @@ def parse_run(
     default_recipe = _relative_path(default_recipe)
     try:
         if any(token in HELP_WORDS for token in argv):
-            _print_help(
-                [token for token in argv if token not in HELP_WORDS],
-                methods,
-                default_recipe,
-                options,
-                environments,
-            )
+            everything, rest = _split_help_words(argv)
+            _print_help(rest, methods, default_recipe, options, environments, everything)
         return read_run(argv, methods, default_recipe, options)
     except SettingsError as error:
         # A set of names: `in methods` would import a user's module again.
@@ -589,14 +584,30 @@ def parse_run(
 # --------------------------------------------------------------------------------------------- help
 
 
+def _split_help_words(argv: Sequence[str]) -> tuple[bool, list[str]]:
+    """Return (whether `--help all` is requested, the other words)."""
+    everything, rest, after_help = False, list[str](), False
+    for token in argv:
+        if after_help and token == "all":
+            everything = True
+        elif token not in HELP_WORDS:
+            rest.append(token)
+        after_help = token in HELP_WORDS
+    return everything, rest
+
+
 def _print_help(
     argv: Sequence[str],
     methods: Mapping[str, MethodEntry],
     default_recipe: Path,
     options: type,
     environments: Callable[[str | None], None] | None,
+    everything: bool,
 ) -> NoReturn:
-    """Print the index, or every setting of the named method, recipe or environment; then exit."""
+    """Print the index, or the settings of the named method, recipe or environment; then exit.
+
+    `everything`: print every setting of a method, instead of the most used ones.
+    """
     words, flags = split_flags(argv, [])
     named = [flag.raw.words[0] for flag in flags if flag.key == "environment" and flag.raw.words]
     pages: list[tuple[str, Any, Any]] = []
@@ -613,9 +624,10 @@ def _print_help(
     if os.environ.get("RANK", "0") == "0":
         with format_help.ignore_closed_stdout():
             for method, settings, options_value in pages:
-                format_help.print_method_help(
-                    method, methods[method], options, settings, options_value
+                show = (
+                    format_help.print_method_help if everything else format_help.print_used_settings
                 )
+                show(method, methods[method], options, settings, options_value)
             if not pages:
                 format_help.print_index(
                     methods, default_recipe, _list_recipes(default_recipe.parent)

@@ -77,8 +77,8 @@ class SettingField:
 
     @property
     def is_switch(self) -> bool:
-        """Return whether the field is a bool, which a flag sets without a value."""
-        return self.spec.metavar == "{True,False}"
+        """Return whether the field is a bool (or None), which a flag sets without a value."""
+        return self.spec.metavar in ("{True,False}", "{None,True,False}")
 
 
 @dataclass(frozen=True)

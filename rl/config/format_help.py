@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
+import inspect
+import itertools
 import os
 import sys
+import textwrap
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from rl.config.fields import format_value, get_fields
 from rl.config.recipe import read_recipe_summary
 from rl.sanitize import sanitize_message
 
@@ -102,6 +109,105 @@ def print_method_help(
         return  # tyro exits after its page; a recipe of several stages prints several pages
 
 
+_MOST_USED = 12  # settings on the short page of a method
+# Settings for the short page, the most used first. A page takes those that its method has.
+_USED_SETTINGS = (
+    "base_model",
+    "dataset",
+    "teacher",
+    "chosen_column",
+    "rejected_column",
+    "steps",
+    "batch_size",
+    "group_size",
+    "learning_rate",
+    "lora_rank",
+    "output_dir",
+    "reward",
+    "max_tokens",
+    "environment",
+    "kl_coef",
+    "temperature",
+    "eval_limit",
+    "eval_every",
+    "seed",
+)
+
+
+def print_used_settings(
+    name: str, spec: MethodEntry, options: type, settings: Any = None, options_value: Any = None
+) -> None:
+    """Print the short help page of a method: its most used settings, each with its default and the
+    first sentence of its help.
+
+    `settings` and `options_value` (of a recipe) are shown as the defaults if they are given.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    sources = ((spec.settings, settings), (options, options_value))
+    available = [key for key in _USED_SETTINGS if any(key in get_fields(cls) for cls, _ in sources)]
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for key in available[:_MOST_USED]:
+        cls, value = next(source for source in sources if key in get_fields(source[0]))
+        field = get_fields(cls)[key]
+        holder = value if field.section is None else getattr(value, field.section, None)
+        default = field.default if value is None else getattr(holder, key)
+        owner = cls if field.section is None else typing.get_type_hints(cls)[field.section]
+        text = (read_field_help(owner, key) or "").split(". ")[0].rstrip(".")
+        shown = f" (default: {format_value(default)})"
+        if field.required and value is None:
+            shown = " (required)"
+        elif default is None and "default:" in text:
+            shown = ""
+        table.add_row(
+            Text(f"--{key.replace('_', '-')}", style="cyan"),
+            Text.assemble(f"{text}.", (shown, "dim")),
+        )
+    console = Console(highlight=False)
+    total = sum(len(get_fields(cls)) for cls, _ in sources)
+    command = f"train.py {name}"
+    console.print(Text(f"{command}: {spec.summary}\n", style="bold"))
+    console.print(table)
+    console.print(
+        Text(f"\n{len(table.rows)} of {total} settings. All of them: python {command} --help all")
+    )
+
+
+@functools.cache
+def _parse_class(cls: type) -> list[ast.stmt]:
+    """Return the statements of a class; [] if its source is not available."""
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    except (OSError, SyntaxError, TypeError):
+        return []
+    return body.body if isinstance(body, ast.ClassDef) else []
+
+
+def read_field_help(cls: type, name: str) -> str | None:
+    """Return the string below a setting's field in the source of the class or of one that it
+    inherits from; None if there is none.
+    """
+    for owner in cls.__mro__:
+        for field, following in itertools.pairwise(_parse_class(owner)):
+            matches = (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and field.target.id == name
+            )
+            if (
+                matches
+                and isinstance(following, ast.Expr)
+                and isinstance(following.value, ast.Constant)
+                and isinstance(following.value.value, str)
+            ):
+                return following.value.value
+    return None
+
+
 def print_index(
     methods: Mapping[str, MethodEntry], default_recipe: Path, recipes: Sequence[Path]
 ) -> None:
@@ -144,7 +250,8 @@ def print_index(
         "Next",
         [
             ("python train.py", f"run the default recipe, {default_recipe}"),
-            (f"python train.py {first} --help", "every setting of a method, with its default"),
+            (f"python train.py {first} --help", "the most used settings of a method"),
+            (f"python train.py {first} --help all", "every setting of a method, with its default"),
             ("python train.py RECIPE.yaml --help", "the same, with the recipe's values"),
             (
                 "python train.py RECIPE.yaml --seed 1",

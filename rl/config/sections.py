@@ -112,8 +112,8 @@ class ModelSettings:
     """Train LoRA on the attention layers."""
     train_mlp: bool = True
     """Train LoRA on the MLP layers."""
-    train_unembed: bool = True
-    """Train LoRA on the output head."""
+    train_unembed: bool | None = None
+    """Train LoRA on the output head. Default: yes, except for a head that the model ties to its embedding: with such a head in the adapter, other engines (vLLM, PEFT's merge) cannot use the adapter, and export.py --merge has to write the head as a separate matrix."""
     train_vision: bool = False
     """Train LoRA on the vision tower of a vision-language model and on its projection to the text model. (Full training, --lora-rank 0, always includes both.)"""
     train_experts: bool = False
@@ -331,7 +331,7 @@ class LoopSettings:
     keep_best_mode: Literal["max", "min"] = "max"
     """Whether the best value of keep_best is the highest or the lowest (for a metric with a name that ends in loss, always the lowest)."""
     rollouts_every: Count = 20
-    """Steps between rollout files (jsonl and an HTML page); 0: none."""
+    """Steps between rollout files (jsonl and an HTML page), besides that of the last step. 0: none, also of the answers to held-out problems, which are otherwise stored at every evaluation."""
 
     def __post_init__(self) -> None:
         check_ranges(self)

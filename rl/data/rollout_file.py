@@ -23,6 +23,7 @@ from rl.data.row_formats import read_messages
 from rl.data.row_readers import FILE_SUFFIXES, BadRow, BadRowCollector, MissingColumn, OnBadRow
 from rl.errors import UserError
 from rl.images import has_images
+from rl.jsonl import get_evaluation_step
 from rl.types import Message, Problem, StoredAnswer, experts_from_text
 
 # The candidates for a column that the caller does not name, in order of preference.
@@ -164,7 +165,11 @@ def _find_rollout_files(path: Path, steps: range | None) -> list[Path]:
             f"the run in {path} kept no rollouts: a method that samples writes them every "
             f"rollouts_every steps"
         )
-    files = sorted(file for file in folder.iterdir() if file.name.endswith(FILE_SUFFIXES))
+    files = sorted(
+        file
+        for file in folder.iterdir()
+        if file.name.endswith(FILE_SUFFIXES) and get_evaluation_step(file.name) is None
+    )
     if steps is not None:
         files = [file for file in files if _step(file) in steps]
         available_steps = {_step(file) for file in files}

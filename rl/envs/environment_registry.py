@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib
 import inspect
-import itertools
 import shlex
-import textwrap
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, TypeVar
 
-from rl.config import RawValue, SettingsError, build_settings, nearest_name
+from rl.config import RawValue, SettingsError, build_settings, format_help, nearest_name
 from rl.envs.environment import Environment
 from rl.envs.trl_env import TrlEnvironment, wrap_factory
 from rl.errors import UserError, install_command
@@ -300,7 +297,7 @@ def show_help(name: str | None) -> None:
         print(f"\nThe environment {name} takes any settings: --environment.NAME VALUE")
         return
     for item in dataclasses.fields(table):
-        if (help_text := _field_help(cls, item.name)) is not None:
+        if (help_text := format_help.read_field_help(cls, item.name)) is not None:
             table.__annotations__[item.name] = Annotated[
                 table.__annotations__[item.name], tyro.conf.arg(help=help_text)
             ]
@@ -314,29 +311,6 @@ def show_help(name: str | None) -> None:
         )
     except SystemExit:
         return  # tyro exits after it has printed the help
-
-
-def _field_help(cls: type, name: str) -> str | None:
-    """Return the string below a setting's field in the source of the class, or None."""
-    try:
-        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    except (OSError, SyntaxError, TypeError):
-        return None
-    statements = body.body if isinstance(body, ast.ClassDef) else []
-    for field_, following in itertools.pairwise(statements):
-        matches = (
-            isinstance(field_, ast.AnnAssign)
-            and isinstance(field_.target, ast.Name)
-            and field_.target.id == name
-        )
-        if (
-            matches
-            and isinstance(following, ast.Expr)
-            and isinstance(following.value, ast.Constant)
-            and isinstance(following.value.value, str)
-        ):
-            return following.value.value
-    return None
 
 
 def _dataclass_fields(cls: type) -> list[tuple[str, Any, Any]]:

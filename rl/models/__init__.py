@@ -25,7 +25,13 @@ from rl.models.lazy_safetensors import (
     open_lazy_tensors,
 )
 from rl.models.lora_adapters import add_lora, compute_unadapted_share, set_lora_alpha
-from rl.models.lora_targets import LEGACY_PART_DEFAULTS, LORA_PARTS, is_vision_parameter
+from rl.models.lora_targets import (
+    LEGACY_PART_DEFAULTS,
+    LORA_PARTS,
+    is_head_tied,
+    is_vision_parameter,
+    resolve_head,
+)
 from rl.models.model_loading import (
     LoadedModel,
     add_value_head,
@@ -86,7 +92,9 @@ __all__ = [
     "info",
     "unwrap_model",
     "is_adapter",
+    "is_head_tied",
     "is_lora",
+    "resolve_head",
     "is_value_head_parameter",
     "load_model",
     "load_skeleton",

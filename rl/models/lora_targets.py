@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -23,6 +24,23 @@ LEGACY_PART_DEFAULTS = {"train_vision": False, "train_experts": False}
 _NO_MATRIX = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.GroupNorm)
 
 
+def is_head_tied(model: Any) -> bool:
+    """Return whether the output head of a transformers model is the matrix of its embedding."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return head is not None and getattr(head, "weight", None) is embedding.weight
+
+
+def resolve_head(model: Any, lora: LoraConfig) -> LoraConfig:
+    """Return `lora` with `train_unembed` decided: None becomes whether the head is a separate
+    matrix.
+
+    An adapter on a head that is tied to the embedding fits no engine that keeps the two tied.
+    """
+    if lora.train_unembed is not None:
+        return lora
+    return replace(lora, train_unembed=not is_head_tied(model))
+
+
 def find_lora_targets(model: Any, lora: LoraConfig) -> list[str]:
     """Return the full names of the linear layers of attention and MLP, and of the head, that get an
     adapter.
@@ -30,6 +48,7 @@ def find_lora_targets(model: Any, lora: LoraConfig) -> list[str]:
     Raises UserError if no module is selected and experts are not trained: all parts are off, or no
     adapter fits those selected.
     """
+    lora = resolve_head(model, lora)
     names = [
         name
         for name, module in _iter_linear_layers(model)
@@ -238,7 +257,7 @@ def is_vision_parameter(name: str) -> bool:
 def _is_selected(model: Any, name: str, module: nn.Module, lora: LoraConfig) -> bool:
     """Return whether `lora` selects this module."""
     if module is model.get_output_embeddings():
-        return lora.train_unembed
+        return bool(lora.train_unembed)
     if not lora.train_vision and is_vision_parameter(name):
         return False
     if "attn" in name or "attention" in name:

@@ -34,24 +34,16 @@ from rl.reporting.metric_plots import (
 )
 from rl.sanitize import sanitize_message
 
-# Metrics of the bar: label, names of the metric (the first name that occurs), format.
-_HEADLINES: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("loss", LOSS, "{:.3f}"),
-    ("reward", REWARD, "{:.3f}"),
-    ("policy loss", ("optim/policy_loss",), "{:.3f}"),  # loss on stored answers
-    ("KL to teacher", ("teacher/kl_per_token", "optim/kl"), "{:.1e}"),
-    ("KL sampler-learner", ("optim/kl_sample_train_v1",), "{:.1e}"),
-    ("KL to behaviour", ("optim/kl_behaviour_v1",), "{:.1e}"),
-    ("KL to reference", ("optim/kl_ref_k3",), "{:.1e}"),  # if the run has a reference model
-    ("entropy", ("optim/entropy",), "{:.2f}"),
-)
-_FAILED, _SCORED = "reward/failed", "env/all/total_episodes"
+_FAILED, _SCORED, _GROUPS = "reward/failed", "env/all/total_episodes", "env/all/total_groups"
+_SAMPLER_CHECK = "optim/kl_sample_train_v1"
+_SAMPLER_CHECK_FROM = 1e-3  # nats a token: below it, sampler and learner agree
 # Metrics of held-out problems: the first available metric of each line.
 _HELD_OUT: tuple[tuple[tuple[str, str], ...], ...] = (
     (("accuracy", HELD_OUT), ("accuracy", HELD_OUT_PAIRS), ("reward", HELD_OUT_REWARD)),
     (("loss", HELD_OUT_LOSS),),
     (("token accuracy", TOKEN_ACCURACY),),
 )
+_BAR_COLUMNS = 7  # of a terminal line: the shortest bar, and spaces between the columns
 _LINES_PER_STAGE = 25  # maximum number of plain lines of a stage, unless `every` is set
 
 
@@ -86,24 +78,67 @@ def round_interval(total: int, lines: int = _LINES_PER_STAGE) -> int:
         scale *= 10
 
 
-def format_headline(metrics: Mapping[str, Any]) -> str:
-    """Format the metrics as a single line. Absent metrics are omitted; the loss is omitted if there
-    is a reward (the loss then measures nothing).
+def format_score(value: float) -> str:
+    """Format a reward, a share or a loss with three decimals; a value below 0.0005 as 1e-05."""
+    if 0 < abs(value) < 0.0005:
+        return f"{value:.0e}"
+    return f"{value + 0.0:.3f}"  # + 0.0: not -0.000
+
+
+def _format_share(value: float) -> str:
+    return f"{value:.0%}"
+
+
+def _format_kl(value: float) -> str:
+    return f"{value:.1e}"
+
+
+# Metrics of a step's line: label, names of the metric (the first name that occurs), format. A line
+# that is too long for the terminal loses its last metrics.
+_HEADLINES: tuple[tuple[str, tuple[str, ...], Callable[[float], str]], ...] = (
+    ("loss", LOSS, format_score),
+    ("reward", REWARD, format_score),
+    ("policy loss", ("optim/policy_loss",), format_score),  # loss on stored answers
+    ("KL to teacher", ("teacher/kl_per_token", "optim/kl"), _format_kl),
+    ("length", ("env/all/ac_tokens_per_turn",), format_count),  # tokens of an answer
+    ("cut off", ("env/all/frac_truncated",), _format_share),
+    ("signal", ("env/all/by_group/frac_mixed",), _format_share),  # groups with unequal rewards
+    ("KL to reference", ("optim/kl_ref_k3",), _format_kl),  # if the run has a reference model
+    ("KL sampler-learner", (_SAMPLER_CHECK,), _format_kl),
+    ("KL to behaviour", ("optim/kl_behaviour_v1",), _format_kl),
+)
+
+
+def format_headline(
+    metrics: Mapping[str, Any], *, width: int | None = None, short: bool = False
+) -> str:
+    """Format the metrics as a single line of at most `width` columns. Absent metrics are omitted;
+    the loss is omitted if there is a reward (the loss then measures nothing). `short`: for a narrow
+    terminal, single spaces and "KL" for the KL to the reference.
     """
-    parts = []
+    parts, separator = [], " " if short else "  "
     rewarded = any(name in metrics for name in REWARD)
+    # groups of a single answer cannot have unequal rewards
+    grouped = metrics.get(_SCORED) != metrics.get(_GROUPS) or _GROUPS not in metrics
     for label, names, form in _HEADLINES:
-        if label in ("loss", "policy loss") and rewarded:
-            continue
         value = next((metrics[name] for name in names if metrics.get(name) is not None), None)
-        if value is not None:
-            parts.append(f"{label} {form.format(value)}")
+        hidden = (
+            (label in ("loss", "policy loss") and rewarded)
+            or (label == "signal" and not grouped)
+            or (value is not None and names[0] == _SAMPLER_CHECK and value < _SAMPLER_CHECK_FROM)
+        )
+        if value is not None and not hidden:
+            label = "KL" if short and label == "KL to reference" else label
+            parts.append(f"{label} {form(value)}")
     if failed := metrics.get(_FAILED):  # the reward is the mean of the scored samples
         parts.insert(1, f"not scored {failed:.0f} of {failed + metrics.get(_SCORED, 0):.0f}")
     speed = next(
         (metrics[name] for name in TOKENS_PER_SECOND if metrics.get(name) is not None), None
     )
-    return "  ".join(parts + ([f"{format_count(speed)} tok/s"] if speed is not None else []))
+    parts += [f"{format_count(speed)} tok/s"] if speed is not None else []
+    while width is not None and len(parts) > 1 and len(separator.join(parts)) > width:
+        parts.pop()
+    return separator.join(parts)
 
 
 def format_held_out(metrics: Mapping[str, Any]) -> str:
@@ -112,7 +147,7 @@ def format_held_out(metrics: Mapping[str, Any]) -> str:
     for line in _HELD_OUT:
         value = next(
             (
-                f"{label} {metrics[name]:.3f}"
+                f"{label} {format_score(metrics[name])}"
                 for label, name in line
                 if metrics.get(name) is not None
             ),
@@ -221,9 +256,12 @@ class Console:
             return
         measured = format_held_out(metrics)
         if self._bar is not None:
-            times, text = self._format_times(done), format_headline(metrics)
-            if self._rich.width < 100:  # leave space for the bar
-                times, text = times.partition(", ")[2] or times, text.replace("  ", " ")
+            times, narrow = self._format_times(done), self._rich.width < 100
+            if narrow:  # leave space for the bar
+                times = times.partition(", ")[2] or times
+            counts = len(f"{done}/{self._total}")
+            space = self._rich.width - len(self._stage) - counts - len(times) - _BAR_COLUMNS
+            text = format_headline(metrics, width=space, short=narrow)
             self._bar.update(self._task, completed=done, text=text, times=times)
             if measured:
                 self._rich.print(Text(f"{self._stage} {done}/{self._total}  {measured}"))
@@ -348,6 +386,6 @@ class Console:
 def _format_change(before: float | None, after: float | None) -> str:
     """Format a result before and after; n/a if unknown."""
     return (
-        f"{'n/a' if before is None else f'{before:.3f}'} -> "
-        f"{'n/a' if after is None else f'{after:.3f}'}"
+        f"{'n/a' if before is None else format_score(before)} -> "
+        f"{'n/a' if after is None else format_score(after)}"
     )

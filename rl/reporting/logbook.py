@@ -6,6 +6,8 @@ without a trace of the interruption.
     checkpoints.jsonl        a line a checkpoint: "name", "batch", "state_path", "sampler_path"
     decisions.jsonl          decisions of the event log of async rollouts: rl.trainer.replay_log
     rollouts/step_000010.*   the samples: .jsonl with all rows, .html to read
+    rollouts/grpo-eval-000010.jsonl
+                             the held-out answers of an evaluation (greedy: grpo-eval-greedy-000010)
     curves.png               drawn at the end (and by plot.py at any time)
     run.lock                 while a process works in the folder: see rl.trainer.run_lock
     logs/                    logs of the launcher (slurm/job.sh); never touched by this module
@@ -31,6 +33,8 @@ from rl.errors import RunFolderError
 from rl.jsonl import (
     METRICS_FILE,
     format_json_line,
+    get_evaluation_step,
+    name_evaluation_file,
     read_jsonl,
     read_metrics,
     replace_nonfinite,
@@ -85,7 +89,10 @@ def has_no_steps(folder: Path) -> bool:
     """
     for name in ("checkpoints", "sampler_weights", ROLLOUTS):
         parent = folder / name
-        if parent.is_dir() and any(".partial-" not in path.name for path in parent.iterdir()):
+        if parent.is_dir() and any(
+            ".partial-" not in path.name and get_evaluation_step(path.name) != 0
+            for path in parent.iterdir()
+        ):
             return False
     if (folder / CHECKPOINTS).exists() and read_jsonl(folder / CHECKPOINTS):
         return False
@@ -306,6 +313,9 @@ class Logbook:
             digits = path.name.removeprefix("step_").partition(".")[0].partition("_")[0]
             if digits.isdigit() and int(digits) > resume_step:
                 path.unlink()
+        for path in (self.folder / ROLLOUTS).glob("*.jsonl"):
+            if (get_evaluation_step(path.name) or 0) > resume_step:
+                path.unlink()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append a row of metrics. Values are numbers (NaN and infinity become null) or short texts
@@ -349,6 +359,17 @@ class Logbook:
         self._run_optional(
             "page of rollouts",
             lambda: self._write_page(folder / f"{name}.html", step, plain, title),
+        )
+
+    def write_held_out_answers(
+        self, step: int, rows: Iterable[Mapping[str, Any]], stage: str, *, greedy: bool = False
+    ) -> None:
+        """Write the held-out answers of an evaluation at `step`, in the format of the rollouts."""
+        folder = self.folder / ROLLOUTS
+        folder.mkdir(exist_ok=True)
+        write_atomically(
+            folder / name_evaluation_file(stage, step, greedy=greedy),
+            "".join(format_json_line(replace_nonfinite(row)) for row in rows),
         )
 
     def _write_page(

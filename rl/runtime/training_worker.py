@@ -33,6 +33,7 @@ from rl.models import (
     add_value_head,
     load_classifier,
     load_model_lazily,
+    resolve_head,
     score_inputs,
     set_lora_alpha,
 )
@@ -113,7 +114,8 @@ class TrainingWorker(SamplingWorker):
             )
             loaded.name = spec.base_model
             if spec.lora is not None:
-                loaded = add_lora(loaded, spec.lora)
+                lora = resolve_head(loaded.model, spec.lora)
+                spec, loaded = replace(spec, lora=lora), add_lora(loaded, lora)
             if spec.value_head:
                 loaded = add_value_head(loaded)
             self.base_keys[model_id] = (base, tokenizer, spec.seed)

@@ -127,13 +127,12 @@ class BatchLog:
         self.context.console.update(step, metrics)
 
     def write_rollouts(self, batch: int, rollouts: RolloutBatch | None) -> None:
-        """Write the rollouts of a batch, every `rollouts_every` batches."""
+        """Write the rollouts of a batch: every `rollouts_every` batches, and of the last batch."""
         context = self.context
-        if (
-            rollouts is not None
-            and context.loop.rollouts_every
-            and (batch % context.loop.rollouts_every == 0)
-        ):
+        every = context.loop.rollouts_every
+        if rollouts is None or not every:
+            return
+        if batch % every == 0 or batch + 1 == context.loop.steps:
             rows = build_rollout_rows(
                 rollouts, context.renderer, context.sampling_params.temperature
             )

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import importlib.machinery
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl.config import DataSettings
+from rl.config import DataSettings, StageConfig
 from rl.errors import UserError
+
+LAUNCH_FOLDER_KEY = "launched_from"  # in config.json: the folder in which the run was started
 
 
 def list_environment_addresses(settings: Any) -> list[str]:
@@ -53,17 +56,65 @@ def find_source_file(address: str) -> Path | None:
     return Path(spec.origin).resolve() if spec.origin else None
 
 
-def check_method_code(address: str, source: str) -> None:
-    """Raise UserError if a method's code that a run's files name lies outside the current folder:
-    opening the run would execute it.
+def locate_recorded_files(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's config.json for use in another folder than the one that it was started in.
+
+    Relative files that do not exist here (code and data) are replaced by those of the run's
+    starting folder. Nothing is imported: `check_trusted` decides about code.
+    """
+    start = config.get(LAUNCH_FOLDER_KEY)
+    if not isinstance(start, str):
+        return dict(config)
+
+    def locate(word: Any) -> Any:
+        if not isinstance(word, str):
+            return word
+        place, colon, name = word.rpartition(":") if ".py:" in word else (word, "", "")
+        path = Path(start, place)
+        if not place or Path(place).expanduser().exists() or not path.exists():
+            return word
+        return f"{path}{colon}{name}"
+
+    stages = []
+    for stage in config["stages"]:
+        settings = dict(stage["settings"])
+        settings |= {key: locate(settings[key]) for key in _FILE_SETTINGS if key in settings}
+        if isinstance(rewards := settings.get("rewards"), list):
+            settings["rewards"] = [
+                [locate(pair[0]), *pair[1:]] if isinstance(pair, list) and pair else pair
+                for pair in rewards
+            ]
+        stages.append({**stage, "method": locate(stage["method"]), "settings": settings})
+    return {**config, "stages": stages}
+
+
+_FILE_SETTINGS = ("reward", "environment", "dataset", "eval_dataset")
+
+
+def list_code_addresses(stage: StageConfig) -> list[str]:
+    """Return all code that a stage names by an address: its method, rewards and environment."""
+    return [
+        *([stage.method] if ":" in stage.method else []),
+        *list_reward_addresses(stage.settings.data),
+        *list_environment_addresses(stage.settings),
+    ]
+
+
+def check_method_code(address: str, source: str, trusted: bool = False) -> None:
+    """Raise UserError if a method's code that a run's files name does not exist, or lies outside
+    the current folder and is not trusted: opening the run would execute it.
     """
     file = find_source_file(address)
-    exists = file is not None and file.exists()
-    if not exists or not file.is_relative_to(Path.cwd().resolve()):  # type: ignore[union-attr]
+    if file is None or not file.exists():
         raise UserError(
-            f"{source} names the method {address}, which is "
-            f"{file if exists else 'not available from this folder'}: only code in the current "
-            "folder is imported for a run that is opened; change to its folder"
+            f"{source} names the method {address}, which is not available from this folder: "
+            "change to its folder"
+        )
+    if not trusted and not file.is_relative_to(Path.cwd().resolve()):
+        raise UserError(
+            f"{source} names the method {address}, which is {file}: only code in the current "
+            "folder is imported for a run that is opened; change to its folder, or give "
+            "--trust-run (sample.py, evaluate.py, export.py) if you know that file"
         )
 
 

@@ -9,7 +9,7 @@ from itertools import chain
 
 from rl.algorithms import RowEvaluator
 from rl.client import SamplingClient
-from rl.rollout import compute_group_metrics, rollout
+from rl.rollout import RolloutBatch, build_rollout_rows, compute_group_metrics, rollout
 from rl.seed import derive_seed
 from rl.trainer.held_out_metrics import HeldOutMetrics
 from rl.trainer.stage_context import StageContext
@@ -24,6 +24,8 @@ class Evaluator:
     def __init__(self, context: StageContext, samples: StageSampler):
         self.context, self.samples = context, samples
         self.held_out = HeldOutMetrics()
+        # the answers of the current evaluation, and whether they are greedy
+        self._answers: list[tuple[RolloutBatch, bool]] = []
 
     @property
     def samples_held_out(self) -> bool:
@@ -62,6 +64,7 @@ class Evaluator:
         metrics = self.evaluate_rows()
         if sampler is not None:
             metrics |= {**self.evaluate_sampled(sampler), **self.evaluate_greedy(sampler)}
+        self._write_answers(0)
         return metrics
 
     def evaluate_after_batch(self, batch: int, sampler: SamplingClient | None) -> dict[str, float]:
@@ -76,6 +79,7 @@ class Evaluator:
             metrics |= self.evaluate_sampled(sampler)
             if batch + 1 == self.context.loop.steps:
                 metrics |= self.evaluate_greedy(sampler)
+        self._write_answers(batch + 1)
         return metrics
 
     def evaluate_rows(self) -> dict[str, float]:
@@ -106,6 +110,7 @@ class Evaluator:
         result = self.samples.add_judgements(result, ungrouped=True)
         self._reset_reward_timers()
         self.samples.check_rollouts(result, sampler.version)
+        self._answers.append((result, False))
         metrics = compute_group_metrics(result.groups, "test/env")
         metrics["time/test"] = time.perf_counter() - start
         accuracy, held_out = self._headline(metrics, "test/env/all"), self.held_out
@@ -133,6 +138,7 @@ class Evaluator:
         result = rollout(builders, sampler, params, seed=0, players=players)
         result = self.samples.add_judgements(result, ungrouped=True)
         self._reset_reward_timers()
+        self._answers.append((result, True))
         metrics = {
             k: v
             for k, v in compute_group_metrics(result.groups, "test/greedy").items()
@@ -144,6 +150,21 @@ class Evaluator:
         )
         held_out.greedy_after = accuracy
         return metrics
+
+    def _write_answers(self, done: int) -> None:
+        """Write the answers of the evaluation after the stage's step `done`, unless the run stores
+        no rollouts.
+        """
+        context, answers = self.context, self._answers
+        self._answers = []
+        for result, greedy in answers if context.loop.rollouts_every else ():
+            temperature = 0.0 if greedy else context.eval_params.temperature
+            context.logbook.write_held_out_answers(
+                context.first_step + done,
+                build_rollout_rows(result, context.renderer, temperature),
+                context.name,
+                greedy=greedy,
+            )
 
     def _reset_reward_timers(self) -> None:
         """Reset the reward timers, so that evaluation does not count towards the next batch."""

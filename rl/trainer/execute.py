@@ -26,6 +26,7 @@ from rl.reporting import (
     write_config,
 )
 from rl.trainer.checkpoint_manager import CheckpointManager
+from rl.trainer.code_trust import LAUNCH_FOLDER_KEY
 from rl.trainer.config_diff import CHANGES_KEY, includes_data_change
 from rl.trainer.epochs import convert_epochs_to_steps
 from rl.trainer.held_out_metrics import HeldOutMetrics
@@ -39,6 +40,7 @@ from rl.trainer.replay_log import check_replay
 from rl.trainer.resolve_weights import (
     ORIGINS_KEY,
     check_outside_run_folder,
+    describe_tied_heads,
     format_origin,
     resolve_initial_weights,
 )
@@ -88,7 +90,7 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
         options = run.options
         check_claim_folder(folder, resume=options.resume, overwrite=options.overwrite)
         run, origins = resolve_initial_weights(
-            run, load_saved_config(folder).get(ORIGINS_KEY, ()) if options.resume else ()
+            run, load_saved_config(folder) if options.resume else None
         )
         check_outside_run_folder(origins, folder)
         position = (
@@ -117,8 +119,8 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
         config = _claim_run_folder(run, folder, position, origins, stages)
         run_state.run_id = config[RUN_ID_KEY]
         print_introduction(run, folder, policy, console, stages)
-        for note in origins:
-            console.note(format_origin(note))
+        for text in [*map(format_origin, origins), *describe_tied_heads(run)]:
+            console.note(text)
         logbook = stack.enter_context(_open_logbook(run, folder, position, console, lock))
         stop_request.has_started = True
         _run_stages(run_state, service, policy, others, logbook, console, stop_request)
@@ -137,6 +139,7 @@ def _claim_run_folder(
         RUN_ID_KEY: position.run_id or make_run_id(),
         ORIGINS_KEY: origins,
         CHANGES_KEY: [*position.changed, *position.notes],
+        LAUNCH_FOLDER_KEY: str(Path.cwd()),
     }
     config = {**resolve_config(run), **record, **describe_prepared(stages)}
     claim_folder(folder, config, resume=options.resume, overwrite=options.overwrite)

@@ -54,12 +54,14 @@ def export_weights(
     merged: bool = False,
     dtype: Dtype = "fp32",
     overwrite: bool = False,
+    trusted: bool = False,
 ) -> ExportResult:
     """Write the weights of `target` (a run, a checkpoint, a folder of weights) to the folder `out`.
 
     `overwrite` replaces an earlier export in `out`, which is removed when the new one is complete.
     An adapter stays an adapter unless `merged` is set or its base cannot be loaded elsewhere (a
     tiny model built at run time, or a merged adapter). Merging and rounding are done in fp32.
+    `trusted`: as for `open_weights`.
     Raises UserError if `out` is not empty or cannot be written to, or if nothing can be exported.
     """
     replaces_export = overwrite and _is_export(out)
@@ -77,7 +79,7 @@ def export_weights(
         raise UserError(
             f"{out} exists already and {problem}: an export is written to a new folder, {remedy}"
         )
-    weights = open_weights(target, name)
+    weights = open_weights(target, name, trusted=trusted)
     if replaces_export and weights.path is not None and weights.path.resolve() == out.resolve():
         raise UserError(f"{out} would be written from itself: name another folder")
     if weights.path is None:
@@ -202,6 +204,6 @@ def describe_export(result: ExportResult) -> str:
     if result.untied:
         text += (
             "\nIts head is now a separate matrix: the adapter changed only the head, which the "
-            "base ties to the embedding (train with --no-train-unembed to keep them tied)"
+            "base ties to the embedding (train without --train-unembed to keep them tied)"
         )
     return text

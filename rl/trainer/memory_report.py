@@ -25,7 +25,7 @@ from rl.trainer.memory_requirements import (
 )
 from rl.trainer.memory_savings import find_combination, find_savings, queue_traces, select_listed
 from rl.trainer.memory_table import DeviceMemory, StageNeeds, format_gib, print_plans
-from rl.trainer.resolve_weights import resolve_initial_weights
+from rl.trainer.resolve_weights import describe_tied_heads, resolve_initial_weights
 
 # least Python memory of an answer, its tokens, logprobs and advantages; twice as much is usual
 ANSWER_BYTES = 2048
@@ -57,6 +57,8 @@ def _report_memory(run: RunConfig) -> None:
     prints = os.environ.get("RANK", "0") == "0"
     if prints:
         print_plans(stages, device)
+        for text in describe_tied_heads(run):
+            print(text)
     if largest.plan.peak <= USABLE_FRACTION * device.memory:
         return
     # only rank 0 prints its message

@@ -11,13 +11,23 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from rl.config import ModelSettings, RunConfig, StageConfig
 from rl.errors import UserError
 from rl.learner import learner_checkpoint
-from rl.models import LEGACY_PART_DEFAULTS, LORA_PARTS, is_adapter, read_base_name
+from rl.models import (
+    LEGACY_PART_DEFAULTS,
+    LORA_PARTS,
+    is_adapter,
+    is_head_tied,
+    load_skeleton,
+    read_base_name,
+)
 from rl.trainer.initial_weights import find_previous_stage
 from rl.trainer.saved_weights import SavedWeights, open_weights
 
@@ -64,18 +74,22 @@ def continues_adapter(previous: ModelSettings, model: ModelSettings) -> bool:
 
 
 def resolve_initial_weights(
-    run: RunConfig, recorded_notes: Sequence[Mapping[str, Any]] = ()
+    run: RunConfig, recorded: Mapping[str, Any] | None = None
 ) -> tuple[RunConfig, list[dict[str, Any]]]:
     """Resolve each stage's weights and the shape of its adapter. Return (run, notes): a note for
     each stage that begins from trained weights.
 
-    `recorded_notes`: the notes of the run that is resumed. Its stages begin from the same weights
-    as before, whatever was saved there since. Raises UserError if a stage requests settings that
-    its initial weights do not fit.
+    `recorded`: the config.json of the run that is resumed. Its stages begin from the same weights
+    as before, whatever was saved there since, and their adapters hold the same matrices. Raises
+    UserError if a stage requests settings that its initial weights do not fit.
     """
+    recorded = recorded or {}
     earlier = [
-        note for note in recorded_notes if note.get("asked") and Path(note["base_model"]).is_dir()
+        note
+        for note in recorded.get(ORIGINS_KEY, ())
+        if note.get("asked") and Path(note["base_model"]).is_dir()
     ]
+    run = _restore_head_settings(run, recorded)
     # a run resumed by its folder requests the paths resolved before, as config.json has them
     known = {
         word: note["base_model"] for note in earlier for word in (note["base_model"], note["asked"])
@@ -97,6 +111,11 @@ def resolve_initial_weights(
                 "weights under a LoRA adapter, but all weights are trained: give --lora-rank, "
                 "or leave base_dtype out"
             )
+        if model.train_unembed is None:
+            tied = bool(model.lora_rank) and _begins_with_tied_head(
+                run.stages, stages, index, model
+            )
+            model = replace(model, train_unembed=not tied)
         stages[index] = replace(stage, settings=replace(stage.settings, model=model))
         notes += [{"stage": stage.name, **note}] if note else []
     # The model named for all stages is the model that the first stage begins from, in all stages.
@@ -107,6 +126,64 @@ def resolve_initial_weights(
             model = replace(model, base_model=resolved_paths[model.base_model])
             stages[index] = replace(stage, settings=replace(stage.settings, model=model))
     return replace(run, stages=tuple(stages)), notes
+
+
+def _restore_head_settings(run: RunConfig, recorded: Mapping[str, Any]) -> RunConfig:
+    """Return `run` with the recorded `train_unembed` in each stage that does not set it."""
+    saved = {stage["name"]: stage["settings"] for stage in recorded.get("stages", ())}
+    stages = []
+    for stage in run.stages:
+        model = stage.settings.model
+        if model.train_unembed is None:
+            head = saved.get(stage.name, {}).get("train_unembed")
+            model = replace(model, train_unembed=head)
+        stages.append(replace(stage, settings=replace(stage.settings, model=model)))
+    return replace(run, stages=tuple(stages))
+
+
+def _begins_with_tied_head(
+    requested: Sequence[StageConfig],
+    stages: Sequence[StageConfig],
+    index: int,
+    model: ModelSettings,
+) -> bool:
+    """Return whether the output head of a stage's initial weights is tied to the embedding.
+
+    `requested`: the stages as the user wrote them; `stages`: with resolved models before `index`.
+    False if the base model cannot be read; whatever loads it reports that.
+    """
+    before = find_previous_stage(requested, index)
+    if before is None:
+        return _has_tied_head(model.base_model, model.tokenizer)
+    earlier = stages[before].settings.model
+    # a merged adapter of the head makes it a separate matrix
+    return not (earlier.lora_rank and earlier.train_unembed) and _begins_with_tied_head(
+        requested, stages, before, earlier
+    )
+
+
+@cache
+def _has_tied_head(base_model: str, tokenizer: str | None) -> bool:
+    try:
+        with torch.device("meta"):
+            return is_head_tied(load_skeleton(base_model, tokenizer=tokenizer).model)
+    except (ValueError, OSError):
+        return False
+
+
+def describe_tied_heads(run: RunConfig) -> list[str]:
+    """Return a line for each stage of a resolved run whose adapter holds a head that its model ties
+    to the embedding.
+    """
+    return [
+        f"stage {stage.name}: the adapter holds the output head, which "
+        f"{stage.settings.model.base_model} ties to its embedding: vLLM cannot serve this adapter, "
+        "only merged weights (export.py RUN OUT --merge); --no-train-unembed leaves the head out"
+        for index, stage in enumerate(run.stages)
+        if (model := stage.settings.model).lora_rank
+        and model.train_unembed
+        and _begins_with_tied_head(run.stages, run.stages, index, model)
+    ]
 
 
 def check_outside_run_folder(notes: Sequence[Mapping[str, Any]], folder: Path) -> None:
@@ -269,4 +346,6 @@ def _has_same_shape(first: ModelSettings, second: ModelSettings) -> bool:
 def _has_equal_setting(first: ModelSettings, second: ModelSettings, name: str) -> bool:
     if name == "lora_alpha":  # by default the rank
         return (first.lora_alpha or first.lora_rank) == (second.lora_alpha or second.lora_rank)
+    if name == "train_unembed" and second.train_unembed is None:
+        return True
     return bool(getattr(first, name) == getattr(second, name))

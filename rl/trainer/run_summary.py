@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -13,11 +14,7 @@ from rl.algorithms import METHODS
 from rl.client import TrainingClient
 from rl.config import RunConfig
 from rl.reporting import Console, format_count
-from rl.trainer.code_trust import (
-    is_outside_current_folder,
-    list_environment_addresses,
-    list_reward_addresses,
-)
+from rl.trainer.code_trust import is_outside_current_folder, list_code_addresses
 from rl.trainer.held_out_metrics import HeldOutMetrics
 from rl.trainer.initial_weights import find_previous_stage
 from rl.trainer.stage_data import PreparedStage, describe_prepared, resolve_stage_reward
@@ -124,7 +121,7 @@ def print_summary(
         remarks=remarks,
         commands=[
             *_usage_commands(run_state, folder),
-            f"python plot.py {shlex.quote(str(folder))}",
+            f"{_format_script('plot')} {shlex.quote(str(folder))}",
             *_export_commands(run_state, folder),
         ],
     )
@@ -134,9 +131,32 @@ def _export_commands(run_state: StagePaths, folder: Path) -> list[str]:
     """Return the command that exports the weights: merged if they are an adapter."""
     merge = " --merge" if run_state.stages[-1].plan.settings.model.lora_rank else ""
     return [
-        f"python export.py {shlex.quote(str(folder))} "
+        f"{_format_script('export')} {shlex.quote(str(folder))} "
         f"{shlex.quote(str(_unused_path(Path('exports') / folder.name)))}{merge}"
+        f"{_format_trust(_list_methods(run_state))}"
     ]
+
+
+def _list_methods(run_state: StagePaths) -> list[str]:
+    """Return the methods of the run that are named by an address."""
+    return [stage.method for stage in run_state.run.stages if ":" in stage.method]
+
+
+def _format_trust(addresses: list[str]) -> str:
+    """Return " --trust-run" if code at one of the addresses is imported from another folder."""
+    return " --trust-run" if is_outside_current_folder(addresses) else ""
+
+
+def _format_script(name: str) -> str:
+    """Return the command of one of the scripts, as train.py was started: `whetstone sample`, or
+    `python` with the path of sample.py.
+    """
+    started = Path(sys.argv[0])
+    if started.name != "train.py":
+        return f"python {name}.py"
+    if "whetstone" in sys.modules:
+        return f"whetstone {name}"
+    return f"python {shlex.quote(str(started.with_name(f'{name}.py')))}"
 
 
 def _unused_path(path: Path) -> Path:
@@ -158,27 +178,17 @@ def _usage_commands(run_state: StagePaths, folder: Path) -> list[str]:
             run_state.stages[-1].environment is not None
             or resolve_stage_reward(last.settings.data) is not None
         )
-        trust = (
-            " --trust-run"
-            if is_outside_current_folder(
-                [
-                    *list_reward_addresses(last.settings.data),
-                    *list_environment_addresses(last.settings),
-                ]
-            )
-            else ""
-        )
+        methods = _list_methods(run_state)
+        trust = _format_trust([*methods, *list_code_addresses(last)])
         return [
-            f"python sample.py {quoted_folder}",
-            *([f"python evaluate.py {quoted_folder}{trust}"] if scored else []),
+            f"{_format_script('sample')} {quoted_folder}{_format_trust(methods)}",
+            *([f"{_format_script('evaluate')} {quoted_folder}{trust}"] if scored else []),
         ]
     flag = "reward" if METHODS[last.method].value_head(last.settings) else "comparison"
     method = "rlhf" if flag == "reward" else "grpo"  # which has groups to compare within
     # preference pairs hold no reference answer to compare with
     flags = [*_policy_flags(run_state), *(["--reward", "None"] if method == "grpo" else [])]
-    return [
-        f"{_detect_launcher()} train.py {method} --{flag}-model {quoted_folder} {shlex.join(flags)}"
-    ]
+    return [f"{_format_launch()} {method} --{flag}-model {quoted_folder} {shlex.join(flags)}"]
 
 
 _DATA_SETTINGS = ("dataset_config", "data_format", "prompt_column", "system_prompt", "renderer")
@@ -213,15 +223,22 @@ def _policy_flags(run_state: StagePaths) -> list[str]:
 
 def format_resume_command(folder: Path) -> str:
     """Return the command that resumes the run in `folder`."""
-    return f"{_detect_launcher()} train.py --resume --output-dir {shlex.quote(str(folder))}"
+    return f"{_format_launch()} --resume --output-dir {shlex.quote(str(folder))}"
 
 
-def _detect_launcher() -> str:
-    """Return the command that launched this process, `accelerate launch` or `python`.
+def _format_launch() -> str:
+    """Return the command that launched this process: `python train.py` or `accelerate launch
+    train.py` (with the script's path), or `whetstone train`.
 
     Launchers set environment variables; `accelerate launch` reads its saved config again.
     """
     launched = {"LOCAL_RANK", "TORCHELASTIC_RUN_ID"} & os.environ.keys() or any(
         name.startswith("ACCELERATE_") for name in os.environ
     )
-    return "accelerate launch" if launched else "python"
+    command = _format_script("train")
+    script = (
+        shlex.quote(sys.argv[0])
+        if command.startswith("whetstone")
+        else command.removeprefix("python ")
+    )
+    return f"accelerate launch {script}" if launched else command

@@ -20,7 +20,7 @@ from rl.trainer.checkpoint_scan import (
     read_checkpoint_list,
     read_stage_steps,
 )
-from rl.trainer.code_trust import check_method_code
+from rl.trainer.code_trust import check_method_code, locate_recorded_files
 
 if TYPE_CHECKING:
     from rl.client import SamplingClient, ServiceClient
@@ -83,17 +83,19 @@ class SavedWeights:
         return service.create_sampling_client(model_path=str(self.path))
 
 
-def open_weights(target: str, checkpoint: str | None = None) -> SavedWeights:
+def open_weights(
+    target: str, checkpoint: str | None = None, *, trusted: bool = False
+) -> SavedWeights:
     """Open what a word on the command line names: a run's folder, a folder of weights, a hub name,
     or tiny:<preset>.
 
     `checkpoint`: of a run's folder, "best" or a name in checkpoints.jsonl; None: the newest
-    checkpoint of the training. Raises UserError if the name does not exist, or nothing is saved
-    yet.
+    checkpoint of the training. `trusted`: a run's method may be imported from another folder.
+    Raises UserError if the name does not exist, or nothing is saved yet.
     """
     folder = Path(target).expanduser()
     if is_run_folder(folder):
-        return _open_run(folder, checkpoint)
+        return _open_run(folder, checkpoint, trusted=trusted)
     if checkpoint is not None:
         raise UserError(
             f"--checkpoint {checkpoint} chooses a checkpoint of a run, but {target} is no "
@@ -117,16 +119,15 @@ def is_run_folder(folder: Path) -> bool:
     return contains_run(folder)
 
 
-def _open_run(folder: Path, checkpoint: str | None) -> SavedWeights:
+def _open_run(folder: Path, checkpoint: str | None, *, trusted: bool = False) -> SavedWeights:
     from rl.algorithms import METHODS, is_method_address
     from rl.config import RunSettings
 
-    for stage in load_saved_config(folder)["stages"]:
+    config = locate_recorded_files(load_saved_config(folder))
+    for stage in config["stages"]:
         if is_method_address(stage["method"]):
-            check_method_code(stage["method"], str(folder / CONFIG))
-    run = load_resolved_config(
-        load_saved_config(folder), METHODS, options=RunSettings, place=str(folder / CONFIG)
-    )
+            check_method_code(stage["method"], str(folder / CONFIG), trusted)
+    run = load_resolved_config(config, METHODS, options=RunSettings, place=str(folder / CONFIG))
     row = _select_checkpoint(folder, _list_checkpoints(folder), checkpoint)
     # by name below this folder, not by the recorded path: the run's folder may have been moved
     path = checkpoint_path(

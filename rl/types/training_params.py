@@ -86,7 +86,8 @@ class LoraConfig:
     seed: int | None = None
     train_mlp: bool = True
     train_attn: bool = True
-    train_unembed: bool = True
+    # None: unless the model ties the head to its embedding (rl.models.lora_targets.resolve_head)
+    train_unembed: bool | None = None
     # extension; None: alpha = rank, so that the adapter's scale is 1, as in checkpoints that state
     # no alpha
     alpha: float | None = None

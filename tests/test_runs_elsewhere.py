@@ -1,0 +1,119 @@
+"""A run opened from another folder than the one that it was started in, with its own code."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from whole_runs import train
+
+from rl.errors import UserError
+from rl.jsonl import read_jsonl
+from rl.reporting import Console
+from rl.trainer import open_weights
+
+REPO = Path(__file__).resolve().parent.parent
+WORDS = (
+    "--reward scores.py:score --dataset rows.jsonl --eval-dataset rows.jsonl --steps 1 "
+    "--batch-size 2 --max-tokens 4 --base-model tiny:addition"
+)
+CODE = """from rl.algorithms import GRPO, GrpoSettings
+
+
+def score(prompt, response, meta):
+    return float(response.strip() == meta["answer"])
+
+
+class Mine(GRPO):
+    Settings = GrpoSettings
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch) -> Path:
+    """The folder of a user with a reward, a method and data."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "scores.py").write_text(CODE)
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(4)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def run_script(command: str, folder: Path) -> subprocess.CompletedProcess:
+    words = [sys.executable, *shlex.split(command)[1:]]
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_printed_commands_work_as_printed(project, tmp_path, monkeypatch):
+    """Started in the user's folder, and with its code named from a third one."""
+    third = tmp_path / "third folder"
+    third.mkdir()
+    for name, folder, words in (
+        ("here", project, f"grpo {WORDS}"),
+        ("there", third, f"grpo {WORDS.replace('scores.py', '../project/scores.py')}"),
+    ):
+        words = words.replace("rows.jsonl", str(project / "rows.jsonl"))
+        command = f"python {REPO / 'train.py'} {words} --group-size 2 --output-dir {name}"
+        done = run_script(command, folder)
+        assert done.returncode == 0, done.stderr
+        lines = [line.strip() for line in done.stdout.splitlines()]
+        (printed,) = [line for line in lines if "evaluate.py" in line]
+        done = run_script(f"{printed} --limit 2", folder)
+        assert done.returncode == 0, done.stderr
+        assert "reward" in done.stdout
+
+
+def test_a_run_finds_its_code_and_data_from_another_folder(project, tmp_path, monkeypatch):
+    train(f"grpo {WORDS} --group-size 2", project / "run")
+    monkeypatch.chdir(tmp_path)
+    data = open_weights("project/run").stage.settings.data
+    assert data.reward == f"{project / 'scores.py'}:score"
+    assert data.dataset == data.eval_dataset == str(project / "rows.jsonl")
+    # a file of the same name in the current folder counts first
+    (tmp_path / "rows.jsonl").write_text("")
+    assert open_weights("project/run").stage.settings.data.dataset == "rows.jsonl"
+
+
+def test_a_method_of_another_folder_is_imported_only_if_the_run_is_trusted(
+    project, tmp_path, monkeypatch
+):
+    shown = {}
+    monkeypatch.setattr(Console, "end", lambda self, title, **what: shown.update(what))
+    train(f"scores.py:Mine {WORDS} --group-size 2", project / "run")
+    assert not any("--trust-run" in command for command in shown["commands"])
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    with pytest.raises(UserError, match="--trust-run"):
+        open_weights("../project/run")
+    assert open_weights("../project/run", trusted=True).stage.method.endswith("scores.py:Mine")
+    words = WORDS.replace("rows.jsonl", "../project/rows.jsonl").replace(
+        "scores.py", "../project/scores.py"
+    )
+    train(f"../project/scores.py:Mine {words} --group-size 2", tmp_path / "run")
+    trusted = [command.split()[1] for command in shown["commands"] if "--trust-run" in command]
+    assert trusted == ["sample.py", "evaluate.py", "export.py"]
+
+
+def test_the_last_step_and_every_evaluation_keep_their_answers(project):
+    words = WORDS.replace("--steps 1", "--steps 3 --rollouts-every 2 --eval-every 2 --eval-limit 3")
+    rows = train(f"grpo {words} --group-size 2", project / "run")
+    folder = project / "run" / "rollouts"
+    assert sorted(path.name for path in folder.glob("*.jsonl")) == [
+        *(f"grpo-eval-{step:06d}.jsonl" for step in (0, 2, 3)),
+        *(f"grpo-eval-greedy-{step:06d}.jsonl" for step in (0, 3)),
+        *(f"step_{step:06d}.jsonl" for step in (1, 3)),
+    ]
+    for path in folder.glob("grpo-eval-0*.jsonl"):
+        answers = read_jsonl(path)
+        step = int(path.stem.rpartition("-")[2])
+        (metrics,) = [row for row in rows if row["step"] == step]
+        assert len(answers) == 3
+        expected = sum(answer["reward"] for answer in answers) / 3
+        assert metrics["test/env/all/reward/total"] == pytest.approx(expected)
+        assert answers[0].keys() == read_jsonl(folder / "step_000003.jsonl")[0].keys()
