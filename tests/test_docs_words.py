@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, SettingsError
@@ -17,7 +18,8 @@ from rl.config.cli import read_run
 from rl.config.fields import get_fields
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 SCRIPTS = ["evaluate", "export", "plot", "sample", "serve", "minimal_loop"]
 SCRIPTS += ["rl/envs/demo_generator"]
 # Of other programs that the pages name: accelerate, Slurm, pip, lm-evaluation-harness, TRL
@@ -34,6 +36,8 @@ OTHERS = {
     "model_args",
     "num_generations",
     "version",  # of the command whetstone
+    "pid",  # of py-spy
+    "setting",  # a placeholder
 }
 BENCH = {"gpu", "campaign", "roles", "sampler_vllm"}  # scripts of bench/ whose flags are named
 IN_CODE = re.compile(r"```.*?```|`[^`\n]+`|^    .*$", re.S | re.M)
@@ -143,9 +147,39 @@ def test_a_broken_link_is_seen():
     assert broken_links(ROOT / "README.md", text) == ["docs/nothing.md#", "docs/running.md#nothing"]
 
 
+PARTS = ["Start", "Guides", "Internals"]
+
+
+def index_parts() -> dict[str, list[str]]:
+    """Return the pages that docs/index.md lists, by part."""
+    _, *sections = re.split(r"^## (.*)\n", (DOCS / "index.md").read_text(), flags=re.M)
+    return {
+        part: re.findall(r"^\| \[([^]]+)\]\(\1\) \|", text, re.M)
+        for part, text in zip(sections[::2], sections[1::2], strict=True)
+    }
+
+
+def flatten_nav(entries: list) -> list[str]:
+    """Return the pages of a part of the nav, in order; a part may have parts."""
+    return [
+        page
+        for entry in entries
+        for page in ([entry] if isinstance(entry, str) else flatten_nav(*entry.values()))
+    ]
+
+
 def test_the_index_lists_every_page_once():
-    rows = re.findall(r"^\| \[([^]]+)\]\(\1\) \|", (ROOT / "docs" / "index.md").read_text(), re.M)
-    assert sorted(rows) == [page.name for page in PAGES[1:] if page.name != "index.md"]
+    parts = index_parts()
+    assert list(parts) == PARTS
+    pages = [str(page.relative_to(DOCS)) for page in PAGES[1:] if page.name != "index.md"]
+    assert sorted(sum(parts.values(), [])) == sorted(pages)
+
+
+def test_the_site_has_the_parts_of_the_index():
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    parts = {part: flatten_nav(pages) for entry in nav for part, pages in entry.items()}
+    parts["Start"].remove("index.md")
+    assert parts == index_parts()
 
 
 def test_the_readme_is_short():
