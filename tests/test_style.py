@@ -52,7 +52,7 @@ VERBS = frozenset(
     """
     Accept Access Accumulate Acquire Adapt Add Admit Advance Allocate Annotate Answer Append
     Apply Arrange Ask Assign Attach Attend Average Await Base Begin Bind Blend Block Broadcast
-    Buffer Build Cache Call Cancel Capture Cast Change Charge Check Choose Claim Clamp Clean
+    Buffer Build Cache Call Cancel Capture Cast Change Charge Chat Check Choose Claim Clamp Clean
     Clear Close Collect Combine Compare Compile Compute Concatenate Confine Configure Connect
     Continue Control Convert Copy Correct Count Create Cut Deal Debate Decide Declare Decode
     Decompress Decorate Define Delete Deny Derive Describe Destroy Detect Determine Direct

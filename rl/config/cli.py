@@ -28,166 +28,19 @@ from rl.config.fields import (
     to_words,
 )
 from rl.config.flag_parser import ParsedFlag, merge_dotted_flags, split_flags
-from rl.config.recipe import Recipe, RecipeStage, read_recipe
+from rl.config.recipe import RecipeStage
+from rl.config.requested_run import (
+    RequestedRun,
+    list_recipes,
+    plan_from_folder,
+    plan_from_words,
+    relative_path,
+)
 from rl.config.run_config import MethodEntry, RunConfig, StageConfig
-from rl.config.saved_config import group_by_stage, parse_changes, read_saved_run
+from rl.config.saved_config import group_by_stage, parse_changes
 from rl.config.sources import check_two_rewards, drop_replaced
 
 HELP_WORDS = ("-h", "--help")
-
-
-# ------------------------------------------------------------------------------- words of the line
-
-
-@dataclass(frozen=True)
-class _RequestedRun:
-    """Hold the stages and shared settings that the words request, before any setting is checked."""
-
-    stages: tuple[RecipeStage, ...]
-    shared: Mapping[str, RawValue]
-    recipe: Path | None
-    folder: str | None = None  # the run's name if the plan comes from its folder
-
-
-def _relative_path(path: Path) -> Path:
-    """Return `path` relative to the working folder if it lies below it, as a user would type it."""
-    return (
-        path.relative_to(Path.cwd())
-        if path.is_absolute() and path.is_relative_to(Path.cwd())
-        else path
-    )
-
-
-def _list_recipes(folder: Path) -> list[Path]:
-    """Return the recipe files in `folder`, sorted."""
-    return sorted(
-        path for path in [*folder.glob("*.yaml"), *folder.glob("*.yml")] if path.is_file()
-    )
-
-
-def _unknown_word_message(word: str, methods: Collection[str], folder: Path) -> str:
-    """Return the problem text for a word that is neither a method nor a recipe."""
-    recipes = {str(path): path for path in _list_recipes(folder)}
-    by_stem = {path.stem: name for name, path in recipes.items()}
-    if word.endswith((".yaml", ".yml")):
-        near = by_stem.get(nearest_name(Path(word).stem, by_stem) or "") or nearest_name(
-            word, recipes
-        )
-        what, known = (
-            f"no recipe file {word!r}",
-            f"recipes: {', '.join(recipes) or f'none in {folder}'}",
-        )
-    else:
-        if "=" in word:
-            key = word.partition("=")[0]
-            hint = aliases.find_alias_hint(key) or ": a setting is --name value"
-            return f"{word!r} is no method and no recipe{hint}"
-        near = nearest_name(word.lower(), methods)
-        near = near or by_stem.get(nearest_name(word, by_stem) or "")
-        what, known = (
-            f"unknown method {word!r}",
-            f"methods: {', '.join(methods)}; a recipe's name ends in .yaml",
-        )
-    return what + (f"; did you mean {near}?" if near else f" ({known})")
-
-
-def _plan_from_folder(
-    words: Sequence[str], flags: Sequence[ParsedFlag], options: Collection[str]
-) -> _RequestedRun | None:
-    """Return the plan of the run that --output-dir and --resume (or --auto-resume) name, if no word
-    names a method or recipe; else None.
-    """
-    words_by_flag = {flag.key: flag.raw.words for flag in flags}
-    if (
-        words
-        or len(words_by_flag.get("output_dir", ())) != 1
-        or not any(
-            name in words_by_flag and words_by_flag[name] in ((), ("True",))
-            for name in _RESUME_FLAGS
-        )
-    ):
-        return None
-    saved_run = read_saved_run(Path(words_by_flag["output_dir"][0]), options)
-    return (
-        None
-        if saved_run is None
-        else _RequestedRun(tuple(saved_run[1]), saved_run[2], None, saved_run[0])
-    )
-
-
-_RESUME_FLAGS = ("resume", "auto_resume")
-
-
-def _plan_from_words(
-    words: Sequence[str],
-    methods: Mapping[str, MethodEntry],
-    default_recipe: Path,
-    problems: list[str],
-) -> _RequestedRun:
-    """Return the plan that the leading words request: a method, a recipe, or both."""
-    remaining = list(words)
-    method = remaining.pop(0) if remaining and remaining[0] in methods else None
-    is_file = (
-        bool(remaining)
-        and remaining[0].endswith((".yaml", ".yml"))
-        and Path(remaining[0]).is_file()
-    )
-    path = Path(remaining.pop(0)) if is_file else default_recipe if not words else None
-    for word in remaining:
-        if word in methods or (word.endswith((".yaml", ".yml")) and Path(word).is_file()):
-            problems.append(
-                f"{word!r} is not expected: the line holds at most a method, then at most a "
-                "recipe, then --flags"
-            )
-        else:
-            problems.append(_unknown_word_message(word, list(methods), default_recipe.parent))
-    if path is None:
-        return _RequestedRun((RecipeStage(method, None, 0),) if method else (), {}, None)
-    if not path.is_file():
-        problems.append(
-            f"no method on the line, and the default recipe {path} does not exist; name a method: "
-            f"{', '.join(methods)}"
-        )
-        return _RequestedRun((), {}, None)
-    before = len(problems)
-    recipe = read_recipe(path, problems)
-    # An unreadable file has no stages; a second problem about that would mislead.
-    stages = (
-        _select_recipe_stages(recipe, method, problems)
-        if recipe.stages or len(problems) == before
-        else []
-    )
-    return _RequestedRun(tuple(stages), recipe.shared, path)
-
-
-def _select_recipe_stages(
-    recipe: Recipe, method: str | None, problems: list[str]
-) -> list[RecipeStage]:
-    """Return the recipe's stages, checked against the method on the line."""
-    if not recipe.stages:
-        if method is None:
-            problems.append(
-                f"{recipe.path}: no `method:` and no `stages:`; add one, or put the method before "
-                "the recipe"
-            )
-            return []
-        return [RecipeStage(method, None, 0)]
-    if method is not None and len(recipe.stages) > 1:
-        names = ", ".join(str(stage.method) for stage in recipe.stages)
-        problems.append(
-            f"{recipe.path} runs {len(recipe.stages)} stages ({names}); leave out {method!r} "
-            "before it"
-        )
-    elif method is not None and recipe.stages[0].method != method:
-        recipe_method = recipe.stages[0].method
-        problems.append(
-            f"{recipe.path} is a recipe for {recipe_method}, not {method}; leave out {method!r} "
-            "before it"
-        )
-    return recipe.stages
-
-
-# ------------------------------------------------------------------- settings to stages and options
 
 
 def _resolve_flags(
@@ -279,7 +132,7 @@ def _names_earlier_stage(base_model: RawValue | None, names: Sequence[str]) -> b
 
 
 def _select_known_stages(
-    plan: _RequestedRun, methods: Mapping[str, MethodEntry], problems: list[str]
+    plan: RequestedRun, methods: Mapping[str, MethodEntry], problems: list[str]
 ) -> list[RecipeStage]:
     """Return the stages with a known method; append a problem for each other stage."""
     known = []
@@ -305,7 +158,7 @@ def read_run(
     words, flags = split_flags(argv, problems)
     flags = merge_dotted_flags(flags)
     option_table = get_fields(options)
-    plan = _plan_from_folder(words, flags, option_table) or _plan_from_words(
+    plan = plan_from_folder(words, flags, option_table) or plan_from_words(
         words, methods, default_recipe, problems
     )
     stages = _select_known_stages(plan, methods, problems)
@@ -344,7 +197,7 @@ def read_run(
 def _build_stages(
     stages: Sequence[RecipeStage],
     names: Sequence[str],
-    plan: _RequestedRun,
+    plan: RequestedRun,
     line: _LineSettings,
     methods: Mapping[str, MethodEntry],
     option_table: Collection[str],
@@ -449,7 +302,7 @@ class _MergedStage:
 
 def _merge_stage(
     stage_values: Mapping[str, RawValue],
-    plan: _RequestedRun,
+    plan: RequestedRun,
     line: _LineSettings,
     name: str,
     earlier_names: Sequence[str],
@@ -532,7 +385,7 @@ def _build_section(
     cls: type,
     raw_values: Mapping[str, RawValue],
     problems: list[str],
-    plan: _RequestedRun,
+    plan: RequestedRun,
     typed: Collection[str],
     prefix: str = "",
 ) -> Any:
@@ -567,7 +420,7 @@ def parse_run(
     Help is printed with exit code 0, mistakes in a box on stderr with exit code 2. With several
     processes (RANK is set), only rank 0 prints.
     """
-    default_recipe = _relative_path(default_recipe)
+    default_recipe = relative_path(default_recipe)
     try:
         if any(token in HELP_WORDS for token in argv):
             everything, rest = _split_help_words(argv)
@@ -630,7 +483,7 @@ def _print_help(
                 show(method, methods[method], options, settings, options_value)
             if not pages:
                 format_help.print_index(
-                    methods, default_recipe, _list_recipes(default_recipe.parent)
+                    methods, default_recipe, list_recipes(default_recipe.parent)
                 )
             if environments is not None:
                 for name in [*named, *([] if pages else [None])]:

@@ -1,0 +1,165 @@
+"""Read the words of a command line: which stages a run has, and the settings of its recipe.
+
+No setting is checked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl.config import aliases
+from rl.config.fields import RawValue, nearest_name
+from rl.config.flag_parser import ParsedFlag
+from rl.config.recipe import Recipe, RecipeStage, read_recipe
+from rl.config.run_config import MethodEntry
+from rl.config.saved_config import read_saved_run
+
+
+@dataclass(frozen=True)
+class RequestedRun:
+    """Hold the stages and shared settings that the words request, before any setting is checked."""
+
+    stages: tuple[RecipeStage, ...]
+    shared: Mapping[str, RawValue]
+    recipe: Path | None
+    folder: str | None = None  # the run's name if the plan comes from its folder
+
+
+def relative_path(path: Path) -> Path:
+    """Return `path` relative to the working folder if it lies below it, as a user would type it."""
+    return (
+        path.relative_to(Path.cwd())
+        if path.is_absolute() and path.is_relative_to(Path.cwd())
+        else path
+    )
+
+
+def list_recipes(folder: Path) -> list[Path]:
+    """Return the recipe files in `folder`, sorted."""
+    return sorted(
+        path for path in [*folder.glob("*.yaml"), *folder.glob("*.yml")] if path.is_file()
+    )
+
+
+def _unknown_word_message(word: str, methods: Collection[str], folder: Path) -> str:
+    """Return the problem text for a word that is neither a method nor a recipe."""
+    recipes = {str(path): path for path in list_recipes(folder)}
+    by_stem = {path.stem: name for name, path in recipes.items()}
+    if word.endswith((".yaml", ".yml")):
+        near = by_stem.get(nearest_name(Path(word).stem, by_stem) or "") or nearest_name(
+            word, recipes
+        )
+        what, known = (
+            f"no recipe file {word!r}",
+            f"recipes: {', '.join(recipes) or f'none in {folder}'}",
+        )
+    else:
+        if "=" in word:
+            key = word.partition("=")[0]
+            hint = aliases.find_alias_hint(key) or ": a setting is --name value"
+            return f"{word!r} is no method and no recipe{hint}"
+        near = nearest_name(word.lower(), methods)
+        near = near or by_stem.get(nearest_name(word, by_stem) or "")
+        what, known = (
+            f"unknown method {word!r}",
+            f"methods: {', '.join(methods)}; a recipe's name ends in .yaml",
+        )
+    return what + (f"; did you mean {near}?" if near else f" ({known})")
+
+
+def plan_from_folder(
+    words: Sequence[str], flags: Sequence[ParsedFlag], options: Collection[str]
+) -> RequestedRun | None:
+    """Return the plan of the run that --output-dir and --resume (or --auto-resume) name, if no word
+    names a method or recipe; else None.
+    """
+    words_by_flag = {flag.key: flag.raw.words for flag in flags}
+    if (
+        words
+        or len(words_by_flag.get("output_dir", ())) != 1
+        or not any(
+            name in words_by_flag and words_by_flag[name] in ((), ("True",))
+            for name in _RESUME_FLAGS
+        )
+    ):
+        return None
+    saved_run = read_saved_run(Path(words_by_flag["output_dir"][0]), options)
+    return (
+        None
+        if saved_run is None
+        else RequestedRun(tuple(saved_run[1]), saved_run[2], None, saved_run[0])
+    )
+
+
+_RESUME_FLAGS = ("resume", "auto_resume")
+
+
+def plan_from_words(
+    words: Sequence[str],
+    methods: Mapping[str, MethodEntry],
+    default_recipe: Path,
+    problems: list[str],
+) -> RequestedRun:
+    """Return the plan that the leading words request: a method, a recipe, or both."""
+    remaining = list(words)
+    method = remaining.pop(0) if remaining and remaining[0] in methods else None
+    is_file = (
+        bool(remaining)
+        and remaining[0].endswith((".yaml", ".yml"))
+        and Path(remaining[0]).is_file()
+    )
+    path = Path(remaining.pop(0)) if is_file else default_recipe if not words else None
+    for word in remaining:
+        if word in methods or (word.endswith((".yaml", ".yml")) and Path(word).is_file()):
+            problems.append(
+                f"{word!r} is not expected: the line holds at most a method, then at most a "
+                "recipe, then --flags"
+            )
+        else:
+            problems.append(_unknown_word_message(word, list(methods), default_recipe.parent))
+    if path is None:
+        return RequestedRun((RecipeStage(method, None, 0),) if method else (), {}, None)
+    if not path.is_file():
+        problems.append(
+            f"no method on the line, and the default recipe {path} does not exist; name a method: "
+            f"{', '.join(methods)}"
+        )
+        return RequestedRun((), {}, None)
+    before = len(problems)
+    recipe = read_recipe(path, problems)
+    # An unreadable file has no stages; a second problem about that would mislead.
+    stages = (
+        _select_recipe_stages(recipe, method, problems)
+        if recipe.stages or len(problems) == before
+        else []
+    )
+    return RequestedRun(tuple(stages), recipe.shared, path)
+
+
+def _select_recipe_stages(
+    recipe: Recipe, method: str | None, problems: list[str]
+) -> list[RecipeStage]:
+    """Return the recipe's stages, checked against the method on the line."""
+    if not recipe.stages:
+        if method is None:
+            problems.append(
+                f"{recipe.path}: no `method:` and no `stages:`; add one, or put the method before "
+                "the recipe"
+            )
+            return []
+        return [RecipeStage(method, None, 0)]
+    if method is not None and len(recipe.stages) > 1:
+        names = ", ".join(str(stage.method) for stage in recipe.stages)
+        problems.append(
+            f"{recipe.path} runs {len(recipe.stages)} stages ({names}); leave out {method!r} "
+            "before it"
+        )
+    elif method is not None and recipe.stages[0].method != method:
+        recipe_method = recipe.stages[0].method
+        problems.append(
+            f"{recipe.path} is a recipe for {recipe_method}, not {method}; leave out {method!r} "
+            "before it"
+        )
+    return recipe.stages
