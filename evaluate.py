@@ -1,4 +1,4 @@
-"""Score saved weights on held-out problems: `python evaluate.py runs/addition --samples 8 --output
+"""Score saved weights on held-out problems: `python evaluate.py runs/sorting --samples 8 --output
 results.json`.
 
 WEIGHTS is a run's folder (its newest checkpoint, or --checkpoint), a folder of weights, a hub name

@@ -1,4 +1,4 @@
-"""Plot a run's curves, or compare several runs: `python plot.py runs/addition [runs/other ...] [-o
+"""Plot a run's curves, or compare several runs: `python plot.py runs/sorting [runs/other ...] [-o
 curves.png]`.
 
 The picture is written to curves.png in the run's folder; for several runs, to curves.png in the

@@ -1,4 +1,4 @@
-"""Sample from saved weights: `python sample.py runs/addition --prompt "12+34=" -n 4`.
+"""Sample from saved weights: `python sample.py runs/sorting --prompt "50412=" -n 4`.
 
 WEIGHTS is a run's folder (its newest checkpoint, or --checkpoint), a folder of weights, a hub name
 or tiny:<preset>. Without --prompt, prompts are read line by line from standard input: a pipe or the

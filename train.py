@@ -1,7 +1,7 @@
 """Train a language model: `accelerate launch train.py [METHOD] [RECIPE.yaml] [--flags]`, or plain
 `python train.py`.
 
-Without arguments it runs the default recipe, recipes/addition.yaml. `--help` lists methods and
+Without arguments it runs the default recipe, recipes/sorting.yaml. `--help` lists methods and
 recipes, `METHOD --help` all settings.
 """
 
@@ -28,7 +28,7 @@ if __name__ == "__main__":
     run = parse_run(
         sys.argv[1:],
         METHODS,
-        Path(__file__).parent / "recipes" / "addition.yaml",
+        Path(__file__).parent / "recipes" / "sorting.yaml",
         options=RunSettings,
         environments=show_help,
     )

@@ -95,6 +95,12 @@ PARTS = (
         ("--default-recipe",),
     ),
     Part(
+        "addition",
+        "recipes/addition.yaml, seeds 0, 1 and 2: the same figures of a gain that is sharpening",
+        "campaign.py",
+        ("--addition-recipe",),
+    ),
+    Part(
         "methods", "each method learns: its recipe with seeds 0, 1 and 2, past a bar", "methods.py"
     ),
     Part(
@@ -196,32 +202,72 @@ PARTS = (
 )
 
 
-# ------------------------------------------------------------------------------- the default recipe
+# -------------------------------------------------------------------------------- whole recipes
 
 
-def default_recipe(seeds: tuple[int, ...]) -> None:
-    """Run `accelerate launch train.py` once for each seed and write default_recipe.csv."""
-    found = []
-    with tempfile.TemporaryDirectory(prefix="default_recipe-") as name:
+# The metrics of the picture.
+PLOTTED_METRICS = (
+    "step",
+    "stage",
+    "optim/loss",
+    "optim/grad_norm",
+    "optim/entropy",
+    "optim/kl_sample_train_v1",
+    "reward/total",
+    HELD_OUT,
+    GREEDY,
+    "time/step",
+    "time/tokens_per_second",
+)
+
+
+def run_recipe(table: str, recipe: list[str], seeds: tuple[int, ...]) -> None:
+    """Run `accelerate launch train.py RECIPE` once for each seed and write `table`.csv.
+
+    The plotted metrics of the first seed are written to `table`.jsonl.
+    """
+    rows = []
+    with tempfile.TemporaryDirectory(prefix=f"{table}-") as name:
         for seed in seeds:
-            found.append(one_seed(seed, Path(name) / f"seed-{seed}"))
-            write_table(RESULTS / "default_recipe.csv", found)
+            folder = Path(name) / f"seed-{seed}"
+            rows.append(one_seed(recipe, seed, folder))
+            write_table(RESULTS / f"{table}.csv", rows)
+            if seed == seeds[0]:
+                write_plotted_metrics(folder, RESULTS / f"{table}.jsonl")
             print(
                 ", ".join(
                     f"{key} {value}"
-                    for key, value in found[-1].items()
+                    for key, value in rows[-1].items()
                     if key not in ("machine", "command")
                 ),
                 flush=True,
             )
 
 
-def one_seed(seed: int, folder: Path) -> dict[str, Any]:
-    """Return a row of default_recipe.csv. `seconds`: wall clock of the whole command, including
-    start-up.
+def write_plotted_metrics(folder: Path, out: Path) -> None:
+    """Write the plotted metrics of a run to `out`."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    with out.open("w") as file:
+        for row in rows:
+            metrics = {key: row[key] for key in PLOTTED_METRICS if key in row}
+            if row["stage"] == "grpo":  # the value of its loss has no meaning
+                metrics.pop("optim/loss", None)
+            file.write(json.dumps(metrics) + "\n")
+
+
+def draw_picture(table: str, title: str) -> None:
+    """Draw `table`.jsonl as `table`.png."""
+    metrics, picture = (RESULTS / f"{table}.{suffix}" for suffix in ("jsonl", "png"))
+    words = [str(REPO / "plot.py"), str(metrics), "-o", str(picture), "--labels", title]
+    subprocess.run([sys.executable, *words], cwd=REPO, check=True)
+
+
+def one_seed(recipe: list[str], seed: int, folder: Path) -> dict[str, Any]:
+    """Return a row of a recipe's table. `seconds`: wall clock of the whole command, including
+    start-up. `warm_up_seconds`: the steps before the last stage.
     """
     launcher = Path(sys.executable).parent / "accelerate"
-    words = ["launch", "--quiet", "train.py", "--seed", str(seed)]
+    words = ["launch", "--quiet", "train.py", *recipe, "--seed", str(seed)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     load, start = os.getloadavg()[0], time.perf_counter()
     subprocess.run(
@@ -233,6 +279,7 @@ def one_seed(seed: int, folder: Path) -> dict[str, Any]:
     greedy = [row[GREEDY] for row in rows if GREEDY in row]
     stage = rows[-1]["stage"]
     steps = [row["time/step"] for row in rows if row["stage"] == stage and "time/step" in row]
+    warm_up = sum(row.get("time/step", 0.0) for row in rows if row["stage"] != stage)
     return {
         "seed": seed,
         "before": round(held_out[0], 4),
@@ -241,6 +288,7 @@ def one_seed(seed: int, folder: Path) -> dict[str, Any]:
         "cpu_seconds": round(
             after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1
         ),
+        "warm_up_seconds": round(warm_up, 1),
         f"{stage}_step_mean_ms": round(1e3 * sum(steps) / len(steps), 1),
         f"{stage}_steps": len(steps),
         "greedy_before": round(greedy[0], 4),
@@ -329,16 +377,21 @@ def main() -> int:
         "--install", action="store_true", help="install TRL into .venv-bench first (2.5 GB)"
     )
     parser.add_argument("--default-recipe", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--addition-recipe", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--seeds",
         type=int,
         nargs="+",
         default=list(SEEDS),
-        help="of the default recipe (with --default-recipe)",
+        help="of the recipe (with --default-recipe or --addition-recipe)",
     )
     args = parser.parse_args()
     if args.default_recipe:
-        default_recipe(tuple(args.seeds))
+        run_recipe("default_recipe", [], tuple(args.seeds))
+        draw_picture("default_recipe", f"make train: digits to sort, seed {args.seeds[0]}")
+        return 0
+    if args.addition_recipe:
+        run_recipe("addition", ["recipes/addition.yaml"], tuple(args.seeds))
         return 0
     if args.list:
         for part in PARTS:

@@ -377,7 +377,7 @@ def accuracies(
 
 
 def teach(folder: Path) -> Path:
-    """Run only the first stage of the default recipe and return the folder of its weights."""
+    """Run only the first stage of recipes/addition.yaml and return the folder of its weights."""
     import yaml
 
     recipe = yaml.safe_load((HERE.parent / "recipes" / "addition.yaml").read_text())

@@ -178,8 +178,8 @@ def stages_of(recipe: str, first: int, last: int | None, folder: Path) -> Path:
 
 
 def taught_model(seed: int, work: Path) -> Path:
-    """Return the weights of the default recipe's first stage, which answers sums, but badly. The
-    model is trained once per seed.
+    """Return the weights of the first stage of recipes/addition.yaml, which answers sums, but
+    badly. The model is trained once per seed.
     """
     folder = work / f"taught-{seed}"
     model = folder / "checkpoints" / "sft-final" / "model"

@@ -4,7 +4,7 @@ Three shapes run on a Qwen3-architecture model with random weights and no EOS, s
 sample the same number of tokens:
   batch    64 prompts of 16 tokens, 64 new tokens
   group    1 prompt of 512 tokens, 16 samples, 16 new tokens
-  recipe   64 prompts of 6 tokens, 8 samples, 4 new tokens (the default recipe's model)
+  recipe   64 prompts of 6 tokens, 8 samples, 4 new tokens (recipes/addition.yaml and its model)
 Two shapes run on hybrids (qwen3_next: linear attention and experts; falcon_h1: state space and
 attention) and on a mixture of experts (qwen3_moe). These decode with transformers' forward:
   NAME batch   32 prompts of 16 tokens, 32 new tokens

@@ -1,6 +1,6 @@
 """Measure the cost of stale tokens, and the gain of each correction.
 
-The task is GRPO on the default recipe's problems, at several ages of the tokens. Part of
+The task is GRPO on the problems of recipes/addition.yaml, at several ages of the tokens. Part of
 `make campaign`.
 
     # writes bench/results/staleness.csv and .png; keeps existing rows

@@ -314,7 +314,7 @@ def test_metrics_of_samples_by_hand():
     )
 
 
-def test_the_recorded_default_run_is_silent():
+def test_the_recorded_addition_run_is_silent():
     """Its file keeps few metrics: what they allow to be judged (KL, gradient norm, reward, entropy)
     stays off in both stages.
 
@@ -323,7 +323,7 @@ def test_the_recorded_default_run_is_silent():
     """
     recorded = [
         json.loads(line)
-        for line in (REPO / "bench/results/default_recipe.jsonl").read_text().splitlines()
+        for line in (REPO / "bench/results/addition.jsonl").read_text().splitlines()
     ]
     judged, norms = {}, []
     for stage in ("sft", "grpo"):

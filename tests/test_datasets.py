@@ -292,6 +292,52 @@ def test_generated_splits_share_nothing_and_are_always_the_same(make: Callable[.
         assert not keys[0] & keys[1] and len(test) == 40
 
 
+def test_sorting_holds_out_digits_in_every_order_and_shuffles_without_a_preference():
+    train, test = load_problems("sorting:noise=1"), load_problems("sorting", split="test")
+    rows = [
+        {problem.messages[-1]["content"].removesuffix("=") for problem in part}
+        for part in (train, test)
+    ]
+    assert len(rows[0]) == len(train) == 10_000 and len(rows[1]) == len(test) == 1_000
+    bags = [{tuple(sorted(row)) for row in part} for part in rows]
+    assert bags[0] and bags[1] and not bags[0] & bags[1]
+    for problem in test:
+        digits = sorted(problem.messages[-1]["content"].removesuffix("="))
+        assert problem.meta["answer"] == problem.response == "".join(digits)
+    for index, problem in enumerate(train):
+        assert sorted(str(problem.response)) == sorted(problem.meta["answer"])
+        assert train.at(index, 0) == problem
+    assert sum(train.at(i, 0).response != train.at(i, 1).response for i in range(100)) > 90
+    # Five different digits have 120 orders: 1/120 of the answers are ascending, 1/120 descending.
+    different = [i for i in range(10_000) if len(set(train[i].meta["answer"])) == 5]
+    orders = [
+        (str(train.at(i, epoch).response), train[i].meta["answer"])
+        for i in different
+        for epoch in range(4)
+    ]
+    for share in (
+        sum(order == answer for order, answer in orders) / len(orders),
+        sum(order == answer[::-1] for order, answer in orders) / len(orders),
+    ):
+        assert abs(share - 1 / 120) < 4 * (1 / 120 / len(orders)) ** 0.5
+    late = load_problems("sorting:noise=1,from=2")
+    assert late.at(5, 1).response == late.at(5, 1).meta["answer"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("noise=2", "sorting takes the options"),
+        ("digits=1", "got 'digits=1'"),
+        ("order=up", "got 'order=up'"),
+        ("digits=2", "fewer than 10000 rows exist"),
+    ],
+)
+def test_sorting_checks_its_options(options: str, message: str):
+    with pytest.raises(UserError, match=message):
+        load_problems(f"sorting:{options}")
+
+
 def test_countdowns_solutions_are_right_by_pythons_own_arithmetic():
     reward = resolve_reward("countdown")
     for problem in countdown("test", {"numbers": "5", "size": "1000"}):

@@ -82,7 +82,7 @@ def test_a_call_says_what_a_line_would():
     )
     assert settings.optim.learning_rate == 1e-3 and settings.data.train_limit is None
     assert [stage.settings.loop.steps for stage in resolve_run("", {"grpo.steps": 3}).stages] == [
-        750,
+        120,
         3,
     ]
     with pytest.raises(

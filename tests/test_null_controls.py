@@ -71,7 +71,7 @@ def gain(taught: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, edit: Edit
             )
 
     monkeypatch.setitem(METHODS, "grpo", dataclasses.replace(METHODS["grpo"], hooks=Edited))
-    # The default recipe's second stage at a low learning rate: at 3e-4 the noise of permuted
+    # The second stage of recipes/addition.yaml at a low learning rate: at 3e-4 the noise of permuted
     # rewards alone breaks the model, which would hide a small leak.
     words = f"""grpo --base-model {taught} --dataset addition --reward exact_match --max-tokens 4 --temperature 1.0 --batch-size 64
         --group-size 8 --advantage mean_std --learning-rate 5e-5 --steps {STEPS} --eval-every 0 --save-every 0 --rollouts-every 0

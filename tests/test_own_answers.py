@@ -208,8 +208,8 @@ def test_an_episode_of_several_sequences_is_refused_by_online_dpo():
 
 @pytest.fixture(scope="module")
 def careless(tmp_path_factory):
-    """A policy that knows sums and answers badly, as at the beginning of the default recipe's
-    second stage.
+    """A policy that knows sums and answers badly, as at the beginning of the second stage
+    of recipes/addition.yaml.
     """
     folder = tmp_path_factory.mktemp("careless") / "sft"
     how = (

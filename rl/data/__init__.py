@@ -14,6 +14,7 @@ from rl.data.prompt_template import PromptTemplate
 from rl.data.rollout_file import filter_answers, load_rollouts
 from rl.data.row_checks import RowCheck, make_answers_check, select_good_rows
 from rl.data.row_readers import FaultyRows, MissingSplit
+from rl.data.sorting_dataset import sorting
 from rl.data.streaming import StreamedProblemSet
 
 __all__ = [
@@ -43,4 +44,5 @@ __all__ = [
     "find_contamination",
     "find_default_reward",
     "has_row_splits",
+    "sorting",
 ]

@@ -87,6 +87,7 @@ GENERATED_REWARDS = {
     "countdown": "countdown",
     "oneliners": "code_tests",
     "shapes": "exact_match",
+    "sorting": "exact_match",
 }
 
 

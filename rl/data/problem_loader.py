@@ -33,13 +33,20 @@ from rl.data.row_formats import (
 from rl.data.row_images import RowImages
 from rl.data.row_readers import FILE_SUFFIXES, BadRow, BadRowCollector, OnBadRow, Row, read_hub
 from rl.data.shape_images import shapes
+from rl.data.sorting_dataset import sorting
 from rl.data.streaming import StreamedProblemSet
 from rl.data.table_readers import open_table
 from rl.errors import UserError
 from rl.types import Problem
 
 FORMATS = get_args(DataFormat)
-GENERATED = {"addition": addition, "countdown": countdown, "oneliners": oneliners, "shapes": shapes}
+GENERATED = {
+    "addition": addition,
+    "countdown": countdown,
+    "oneliners": oneliners,
+    "shapes": shapes,
+    "sorting": sorting,
+}
 _PUBLISHED: dict[str, Callable[[], RowFormat]] = {
     "gsm8k": GSM8K,
     "math": MATH,
@@ -74,7 +81,7 @@ def load_problems(
 
     source: one of
         - a generated set: "addition" or "addition:noise=0.7"; also "countdown", "oneliners",
-          "shapes";
+          "shapes", "sorting";
         - a file: .jsonl, .json, .csv, .tsv, .gz of these, .parquet or .arrow. If the rows of a file
           name their split (MBPP's task_id), only the rows of `split` are read;
         - a folder (rl.data.data_files.find_files);

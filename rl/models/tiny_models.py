@@ -45,7 +45,7 @@ class ModelPreset:
 
 
 MODEL_PRESETS: dict[str, ModelPreset] = {
-    # 0.43M parameters: two-digit addition, the default recipe.
+    # 0.43M parameters: tasks about digits, such as the default recipe.
     "addition": ModelPreset(128, 2, 4, 4, 384, "0123456789+="),
     # 0.24M: a student for distillation from it.
     "addition-small": ModelPreset(96, 2, 4, 4, 288, "0123456789+="),

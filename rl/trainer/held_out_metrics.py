@@ -51,9 +51,9 @@ class HeldOutMetrics:
                 self.rows[set_name] = (self.rows.get(set_name, (value,))[0], value)
 
     def describe_sharpening(self) -> str | None:
-        """Return a remark if greedy decoding before training already reaches most of the gain.
+        """Return a remark on the share of the gain that greedy decoding had before training.
 
-        None otherwise, and if the metric is not accuracy.
+        None if there is no gain, and if the metric is not accuracy.
         """
         if (
             self.before is None
@@ -66,7 +66,11 @@ class HeldOutMetrics:
             return None
         share = (min(self.greedy_before, self.after) - self.before) / (self.after - self.before)
         if share < 0.5:
-            return None
+            return (
+                f"{'Part' if share > 0.1 else 'Little'} of this gain ({max(share, 0.0):.0%}) is "
+                "sharpening, the rest is new: before the first step the greedy answer was correct "
+                f"for {self.greedy_before:.1%} of the problems."
+            )
         return (
             f"Most of this gain ({share:.0%}) is sharpening, not new knowledge: before the first "
             f"step the greedy answer was already correct for {self.greedy_before:.1%} of the "

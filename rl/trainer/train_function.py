@@ -20,7 +20,7 @@ from rl.trainer.saved_weights import SavedWeights, open_weights
 _ROOT = Path(__file__).resolve().parents[2]
 # a wheel installs the recipes in whetstone_scripts (setup.py)
 _FOLDER = _ROOT if (_ROOT / "recipes").is_dir() else _ROOT / "whetstone_scripts"
-_DEFAULT_RECIPE = _FOLDER / "recipes" / "addition.yaml"
+_DEFAULT_RECIPE = _FOLDER / "recipes" / "sorting.yaml"
 
 
 @dataclass(frozen=True)
