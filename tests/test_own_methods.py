@@ -2,6 +2,9 @@
 method.
 """
 
+import re
+from pathlib import Path
+
 import pytest
 
 import rl
@@ -129,3 +132,51 @@ def test_a_derived_class_of_rows_runs(here):
         "mine.py:From_sft", output_dir=here / "run", steps=1, batch_size=2, eval_every=0, quiet=True
     ).metrics[-1]
     assert row["optim/loss"] > 0
+
+
+def count_symbols(prompt, response, meta):
+    return len(set(response)) / 4
+
+
+@pytest.fixture
+def documented(here):
+    """The files of docs/methods.md, in the folder of the run."""
+    text = (Path(__file__).parent.parent / "docs" / "methods.md").read_text()
+    files = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.S)
+    for name, body in files:
+        (here / name).write_text(body)
+    assert [name for name, _ in files] == ["batch_mean.py", "median_grpo.py", "tanh_grpo.py"]
+    return here
+
+
+def gradient_norm(folder, method, **settings):
+    small = SMALL | {"group_size": 4, "batch_size": 4, "self_test": False, "reward": count_symbols}
+    settings = small | {"overwrite": True, "output_dir": folder / "run"} | settings
+    return rl.train(method, **settings).metrics[-1]["optim/grad_norm"]
+
+
+PLAIN = {"loss": "importance_sampling", "normalise": "sequences"}
+
+
+@pytest.mark.slow
+def test_the_documented_method_is_reinforce_with_the_mean_of_the_batch(documented):
+    """The running mean begins as the mean of the first batch."""
+    expected = gradient_norm(documented, "grpo", advantage="running_mean", **PLAIN)
+    assert expected > 0
+    assert gradient_norm(documented, "batch_mean.py:BatchMean") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_documented_loss_has_the_policy_gradient_at_a_ratio_of_one(documented):
+    """The slope of tanh is 1 at 0."""
+    expected = gradient_norm(documented, "grpo", **PLAIN)
+    assert gradient_norm(documented, "tanh_grpo.py:TanhGRPO") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_documented_advantage_reaches_the_gradient(documented):
+    names: dict = {}
+    exec((documented / "median_grpo.py").read_text(), names)
+    assert names["subtract_median"]([0, 0, 1, 0]).tolist() == [0, 0, 1, 0]
+    mean = gradient_norm(documented, "grpo")
+    assert gradient_norm(documented, "median_grpo.py:MedianGRPO") != pytest.approx(mean, rel=1e-3)
