@@ -1,4 +1,4 @@
-"""Chat with models in a terminal: conversations, commands, and answers shown side by side."""
+"""Hold conversations with models in a terminal: commands, and answers shown side by side."""
 
 from rl.chat.answer_display import describe_sample
 from rl.chat.chat_console import ChatConsole

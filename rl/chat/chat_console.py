@@ -1,4 +1,4 @@
-"""Chat with models in a terminal: read messages and commands, and show the answers."""
+"""Run a chat in a terminal: read messages and commands, and show the answers."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class ChatConsole:
         return turn.answer is None
 
     def _report_omitted(self, turns: Sequence[ChatTurn]) -> None:
-        """Say how many of the oldest turns a prompt omits, when the number has grown."""
+        """Report how many of the oldest turns a prompt omits, when the number has grown."""
         for i, (session, turn) in enumerate(zip(self.sessions, turns, strict=True)):
             before, self._omitted[i] = self._omitted[i], turn.first
             if turn.first > before:

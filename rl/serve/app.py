@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from rl.serve.chat_page_route import is_page_request
 from rl.serve.http_errors import HttpError, to_http_error
 from rl.serve.json_response import SafeJSONResponse
 from rl.serve.request_timeouts import ReceiveFn, limit_body
@@ -147,7 +148,7 @@ class RequestGuard:
 
         A signed link belongs to its creator. An expired or invalid link belongs to LOCAL_OWNER.
         """
-        if not self._keys or scope["path"] in KEYLESS_PATHS:
+        if not self._keys or scope["path"] in KEYLESS_PATHS or is_page_request(scope):
             return LOCAL_OWNER
         if scope["path"].startswith(LINK_PREFIX):
             owners = (owner for _, owner in self._keys)

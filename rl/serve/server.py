@@ -22,6 +22,7 @@ from rl.errors import UserError
 from rl.memory_plan import ModelSkeleton, check_tensor_parallel
 from rl.runtime import SamplerSettings, WorkerSettings
 from rl.serve.app import JsonLineFormatter, make_app
+from rl.serve.chat_page_route import make_chat_page_route
 from rl.serve.http_socket import allow_port_reuse, bind_sockets, check_certificate
 from rl.serve.openai_routes import make_openai_routes as openai_routes
 from rl.serve.request_store import PendingRequest, RequestStore, resolve_request
@@ -137,6 +138,7 @@ class ModelServer:
             *TinkerSamplingRoutes(*parts).routes(),
             *TinkerRestRoutes(*parts, links).routes(),
             *openai_routes(engine),
+            make_chat_page_route(),
         ]
         return cls(*parts, make_app(engine, routes, links))
 

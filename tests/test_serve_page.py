@@ -1,0 +1,147 @@
+"""The chat page of the server: its headers for browsers, what other clients get at its path, and a
+conversation in a real browser.
+"""
+
+import base64
+import hashlib
+import re
+import shutil
+
+import pytest
+
+pytest.importorskip("starlette", reason="needs requirements-serve.txt")
+pytest.importorskip("uvicorn", reason="needs requirements-serve.txt")
+
+from serving import BASE, TestClient, held, server  # noqa: E402
+
+from rl.serve.loop_server import LoopServer  # noqa: E402
+
+KEY = "tml-of-the-chat-page"
+BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
+HOSTILE = "<img src=x onerror=\"document.title='taken'\"><b>bold</b>"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    with server(tmp_path_factory.mktemp("page"), keys=[KEY]) as parts:
+        yield parts
+
+
+def test_a_browser_gets_the_page_without_a_key_and_other_clients_what_they_got(served):
+    http = TestClient(served.app, raise_server_exceptions=False)
+    page = http.get("/", headers={"accept": BROWSER})
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    assert http.head("/", headers={"accept": BROWSER}).status_code == 200
+    for accept in ("*/*", "application/json", "application/json, text/html"):
+        assert http.get("/", headers={"accept": accept}).status_code == 401
+        answer = http.get("/", headers={"accept": accept, "x-api-key": KEY})
+        assert answer.status_code == 404 and "GET /: Not Found" == answer.json()["detail"]
+    assert http.post("/", headers={"accept": BROWSER}).status_code == 401
+    assert http.post("/", headers={"accept": BROWSER, "x-api-key": KEY}).status_code == 404
+    # only this path is free
+    assert http.get("/v1/models", headers={"accept": BROWSER}).status_code == 401
+    assert http.get("/index.html", headers={"accept": BROWSER}).status_code == 401
+
+
+def test_the_policy_of_the_page_allows_its_own_code_and_nothing_else(served):
+    http = TestClient(served.app, raise_server_exceptions=False)
+    page = http.get("/", headers={"accept": BROWSER})
+    policy = dict(
+        part.strip().split(" ", 1) for part in page.headers["content-security-policy"].split(";")
+    )
+    for kind in ("script", "style"):
+        (text,) = re.findall(rf"<{kind}[^>]*>(.*?)</{kind}>", page.text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert policy[f"{kind}-src"] == f"'sha256-{digest}'"
+    assert policy["default-src"] == "'none'" and policy["connect-src"] == "'self'"
+    assert "unsafe" not in str(policy) and policy["frame-ancestors"] == "'none'"
+    assert page.headers["x-content-type-options"] == "nosniff"
+    for forbidden in ("http:", "https:", "innerHTML", "localStorage", "eval(", "document.write"):
+        assert forbidden not in page.text
+    assert not re.search(r'\s(on\w+|style)="', page.text), "the policy blocks inline handlers"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium, of playwright or of the system."""
+    api = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip)")
+    installed = shutil.which("chromium") or shutil.which("google-chrome")
+    with api.sync_playwright() as playwright:
+        try:
+            chromium = playwright.chromium.launch(executable_path=installed, args=["--no-sandbox"])
+        except api.Error as error:
+            pytest.skip(f"no Chromium can be started: {str(error)[:100]}")
+        yield chromium
+        chromium.close()
+
+
+@pytest.mark.extras
+@pytest.mark.slow
+def test_a_conversation_in_a_browser(served, browser):
+    loop_server = LoopServer(lambda: served.app, "the chat page")
+    page = browser.new_page()
+    requests, problems = [], []
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+
+    def send(text):
+        page.fill("#message", text)
+        page.press("#message", "Enter")
+
+    def wait_for_answers():
+        page.wait_for_selector("#send:visible")
+
+    try:
+        page.goto(loop_server.url)
+        page.wait_for_selector("#status:visible")
+        assert "needs an API key" in page.inner_text("#status")
+        page.fill("#key", KEY)
+        page.press("#key", "Tab")
+        page.wait_for_selector("select option", state="attached")
+        assert page.eval_on_selector("select", "select => select.value") == BASE
+        page.fill("#max-tokens", "8")
+        page.fill("#system", HOSTILE)
+        page.check("#compare")
+
+        # both models answer, and markup stays text
+        page.fill("#message", HOSTILE)
+        page.press("#message", "Shift+Enter")
+        page.keyboard.type("second line")
+        page.press("#message", "Enter")
+        wait_for_answers()
+        users = page.locator(".message.user .text")
+        assert users.all_text_contents() == [f"{HOSTILE}\nsecond line"] * 2
+        assert page.locator(".message.assistant").count() == 2
+        assert page.locator("main img, main b").count() == 0 and "taken" not in page.title()
+        send("and again")
+        wait_for_answers()
+        assert page.locator(".message.assistant .note").count() == 4
+
+        # an error of the server is shown, and the message can be sent again
+        page.uncheck("#compare")
+        page.fill("#max-tokens", "100000")
+        send("too long")
+        wait_for_answers()
+        assert "exceed the model's context" in page.inner_text(".failure")
+        assert page.input_value("#message") == "too long"
+
+        # stop
+        page.fill("#max-tokens", "8")
+        with held(served):
+            send("to be stopped")
+            page.click("#stop")
+            wait_for_answers()
+        assert page.locator(".message.assistant .note").last.text_content() == "stopped"
+
+        # the key lasts for this tab alone, the conversation until a reset
+        page.click("#reset")
+        assert page.locator(".message").count() == 0
+        page.reload()
+        page.wait_for_selector("select option", state="attached")
+        assert page.input_value("#key") == KEY
+        assert page.evaluate("localStorage.length") == 0 and not page.context.cookies()
+        assert not problems
+        assert all(url.startswith(loop_server.url) for url in requests)
+    finally:
+        page.close()
+        loop_server.close()
