@@ -4,7 +4,9 @@ warnings.
 
 import os
 import warnings
-from typing import Any
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
 
 
 class TinkerError(Exception):
@@ -138,3 +140,22 @@ def warn_on_rank_zero(text: str, stacklevel: int = 3) -> None:
     """
     if int(os.environ.get("RANK", "0")) == 0:
         warnings.warn(text, stacklevel=stacklevel)
+
+
+def suggest_hub_name(name: str, known: Iterable[str], kind: Literal["model", "dataset"]) -> str:
+    """Return " (did you mean ...?)" with the name closest to a hub name, or "" if none is close.
+
+    The candidates are `known` and what the hub's cache holds. Nothing is fetched.
+    """
+    import difflib
+
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    cached = [
+        path.name.removeprefix(f"{kind}s--").replace("--", "/")
+        for path in Path(HF_HUB_CACHE).glob(f"{kind}s--*")
+    ]
+    names = {candidate.lower(): candidate for candidate in (*cached, *known)}
+    matches = difflib.get_close_matches(name.lower(), [*names], n=1, cutoff=0.75)
+    nearest = names[matches[0]] if matches else name
+    return "" if nearest == name else f" (did you mean {nearest}?)"

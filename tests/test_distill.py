@@ -28,6 +28,7 @@ from rl.judges.token_scorers import describe_vocabulary_difference
 from rl.losses.losses import get_loss
 from rl.models.model_loading import load_model, load_tokenizer
 from rl.renderers import get_renderer
+from rl.reporting import Console
 from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
 from rl.trainer.stage_models import StageModelFactory
 from rl.types import AdamParams, Datum, LoraConfig, ModelInput, SampledSequence
@@ -461,3 +462,24 @@ def test_what_cannot_be_distilled_is_said_before_anything_is_done(teacher, tmp_p
         with pytest.raises(UserError, match=message):
             train(f"distill {words}", tmp_path / "run")
         assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("learn_from,label", [("student", "KL to teacher"), ("teacher", "KL to")])
+def test_a_run_ends_with_the_kl_to_the_teacher_before_and_after(
+    learn_from, label, tmp_path, monkeypatch
+):
+    shown = {}
+    monkeypatch.setattr(Console, "end", lambda self, title, **what: shown.update(what))
+    base = load_model("tiny:addition", seed=1)
+    base.model.save_pretrained(tmp_path / "teacher")
+    base.tokenizer.save_pretrained(tmp_path / "teacher")
+    rows = train(
+        f"distill --teacher {tmp_path / 'teacher'} --learn-from {learn_from} --steps 3 "
+        "--batch-size 4 --group-size 2 --max-tokens 4 --eval-every 0 --learning-rate 3e-3",
+        tmp_path / "run",
+    )
+    metric = "teacher/kl_per_token" if learn_from == "student" else "optim/kl"
+    values = [row[metric] for row in rows if metric in row]
+    assert len(values) == 3
+    (name,) = [name for name in shown["results"] if name.startswith(label)]
+    assert shown["results"][name] == (values[0], values[-1])

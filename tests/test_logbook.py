@@ -331,8 +331,8 @@ def test_plain_output_has_round_steps_true_times_and_no_control_characters() -> 
         [1, 27, *range(10, 201, 10)]
     )
     # After 10 of 200 steps at 2 s each: 20 s spent, 380 s left.
-    assert "grpo  10/200  reward 0.060  12.3k tok/s  0:20, 6:20 left" in lines
-    assert lines[-1] == "grpo 200/200  reward 0.250  12.3k tok/s  6:40"
+    assert "grpo  10/200 (step 60)  reward 0.060  12.3k tok/s  0:20, 6:20 left" in lines
+    assert lines[-1] == "grpo 200/200 (step 250)  reward 0.250  12.3k tok/s  6:40"
     assert next(line for line in lines if " 27/" in line).endswith("held-out accuracy 0.900")
     # a policy loss is not shown
     assert "warning: a [warning]" in text and "note: a note" in text and "loss" not in text

@@ -1,6 +1,7 @@
 """A run opened from another folder than the one that it was started in, with its own code."""
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -9,10 +10,13 @@ from pathlib import Path
 import pytest
 from whole_runs import train
 
+from rl.algorithms import METHODS
+from rl.config import RunSettings, parse_run
 from rl.errors import UserError
 from rl.jsonl import read_jsonl
 from rl.reporting import Console
 from rl.trainer import open_weights
+from rl.trainer.execute import execute
 
 REPO = Path(__file__).resolve().parent.parent
 WORDS = (
@@ -117,3 +121,29 @@ def test_the_last_step_and_every_evaluation_keep_their_answers(project):
         expected = sum(answer["reward"] for answer in answers) / 3
         assert metrics["test/env/all/reward/total"] == pytest.approx(expected)
         assert answers[0].keys() == read_jsonl(folder / "step_000003.jsonl")[0].keys()
+
+
+def test_console_metrics_and_files_count_the_same_steps(project, capsys):
+    """A second stage: the console's step of the run is that of the metrics and the file names."""
+    (project / "recipe.yaml").write_text(
+        "base_model: tiny:addition\ndataset: rows.jsonl\neval_dataset: rows.jsonl\nbatch_size: 2\n"
+        "max_tokens: 4\nreward: scores.py:score\nstages:\n"
+        "- {method: best_of_n, steps: 2, group_size: 2}\n"
+        "- {method: grpo, steps: 2, group_size: 2, rollouts_every: 1, save_every: 1}\n"
+    )
+    run = parse_run(
+        ["recipe.yaml", "--output-dir", "run"], METHODS, project / "none", options=RunSettings
+    )
+    execute(run)
+    steps = re.findall(r"grpo (\d)/2 \(step (\d)\)", capsys.readouterr().out)
+    assert steps == [("0", "3"), ("1", "4"), ("2", "5")]
+    rows = [row for row in read_jsonl(project / "run/metrics.jsonl") if row["stage"] == "grpo"]
+    assert [row["step"] for row in rows] == [3, 4, 5]
+    assert [row.get("progress/batch") for row in rows] == [None, 0, 1]
+    names = {path.name for path in (project / "run/rollouts").iterdir()}
+    assert {f"step_{step:06d}_grpo.jsonl" for step in (4, 5)} <= names
+    assert {f"grpo-eval-{step:06d}.jsonl" for step in (3, 5)} <= names
+    saved = read_jsonl(project / "run/checkpoints.jsonl")
+    assert {"grpo-000004": 4, "grpo-final": 5}.items() <= {
+        row["name"]: row["batch"] for row in saved
+    }.items()

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rl.errors import UserError
+from rl.data.dataset_registry import DATASET_REGISTRY
+from rl.errors import UserError, suggest_hub_name
 
 logger = logging.getLogger(__name__)
 
@@ -355,9 +356,11 @@ def read_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if "Unknown split" in reason:
             raise MissingSplit(f"hub data set {name!r} has no split {split!r}: {reason}") from error
+        known = [*DATASET_REGISTRY, *(entry.hub for entry in DATASET_REGISTRY.values())]
+        suggestion = suggest_hub_name(name, known, "dataset")
         raise UserError(
-            f"hub data set {name!r} (config {config!r}, split {split!r}) "
-            f"cannot be loaded: {reason}. Without a network the data set must be in the hub's "
+            f"hub data set {name!r} (config {config!r}, split {split!r}) cannot be "
+            f"loaded{suggestion}: {reason}. Without a network the data set must be in the hub's "
             "cache (HF_HUB_OFFLINE=1 then prevents requests); or pass the path of a .jsonl file "
             "instead"
         ) from error

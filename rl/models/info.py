@@ -27,6 +27,21 @@ _SIZE_OR_FORMAT = re.compile(
 )
 
 
+# Hub names in the recipes and pages of this project, for "did you mean".
+KNOWN_MODELS = (
+    "Qwen/Qwen2.5-0.5B-Instruct",
+    "Qwen/Qwen2.5-Coder-1.5B-Instruct",
+    "Qwen/Qwen2.5-32B-Instruct",
+    "Qwen/Qwen3-0.6B",
+    "Qwen/Qwen3-4B",
+    "Qwen/Qwen3-4B-Instruct-2507",
+    "Qwen/Qwen3-8B",
+    "Qwen/Qwen3-30B-A3B",
+    "Qwen/Qwen3-32B",
+    "Qwen/Qwen3-VL-2B-Instruct",
+)
+
+
 def get_recommended_renderer_name(model_name: str) -> str:
     """Return the recommended renderer of a model; nothing is fetched from the hub.
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl.errors import UserError
+from rl.errors import UserError, suggest_hub_name
 from rl.images import attach_image_reader, get_image_reader
 from rl.layers import unwrap_model
 from rl.models.adapter_folders import (
@@ -24,6 +24,7 @@ from rl.models.adapter_folders import (
     resolve_adapter_chain,
 )
 from rl.models.check_weights import load_checked_adapter, load_checked_model
+from rl.models.info import KNOWN_MODELS
 from rl.models.lazy_safetensors import SafetensorsWeights
 from rl.models.tiny_models import ModelPreset, get_model_preset
 from rl.models.tokenizer_loading import build_tiny_tokenizer, load_tokenizer
@@ -110,7 +111,8 @@ def load_model(
             else ""
         )
         raise UserError(
-            f"cannot load the model {base_model!r}{_offline_note()}{hint}: {error}"
+            f"cannot load the model {base_model!r}{_offline_note()}{hint}"
+            f"{suggest_hub_name(base_model, KNOWN_MODELS, 'model')}: {error}"
         ) from error
     loaded_tokenizer = load_tokenizer(tokenizer or source, required=tokenizer is not None)
     _check_vocabulary(model, loaded_tokenizer, base_model)
@@ -179,7 +181,8 @@ def load_skeleton(base_model: str, *, tokenizer: str | None = None) -> LoadedMod
         config = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else base_model)
     except OSError as error:
         raise UserError(
-            f"cannot read the config of the model {base_model!r}{_offline_note()}: {error}"
+            f"cannot read the config of the model {base_model!r}{_offline_note()}"
+            f"{suggest_hub_name(base_model, KNOWN_MODELS, 'model')}: {error}"
         ) from error
     return LoadedModel(
         _disable_randomness(select_auto_class(config).from_config(config, dtype=torch.float32)),

@@ -264,12 +264,11 @@ class Console:
             text = format_headline(metrics, width=space, short=narrow)
             self._bar.update(self._task, completed=done, text=text, times=times)
             if measured:
-                self._rich.print(Text(f"{self._stage} {done}/{self._total}  {measured}"))
+                self._rich.print(Text(f"{self._stage} {self._format_step(done)}  {measured}"))
         elif self._is_due(done) or measured:
             tail = f"  {measured}" if measured else ""
-            width = len(str(self._total))
             parts = [
-                f"{self._stage} {done:{width}}/{self._total}",
+                f"{self._stage} {self._format_step(done)}",
                 format_headline(metrics),
                 self._format_times(done),
             ]
@@ -284,6 +283,13 @@ class Console:
             or done // every > self._last_done // every
             or self._last_done == self._start_done
         )
+
+    def _format_step(self, done: int) -> str:
+        """Format the finished steps of the stage; after an earlier stage also those of the run, as
+        in the metrics and in file names.
+        """
+        text = f"{done:{len(str(self._total))}}/{self._total}"
+        return text + (f" (step {self._first + done})" if self._first else "")
 
     def _format_times(self, done: int) -> str:
         """Format the elapsed time of this stage, and the remaining time at its mean speed so

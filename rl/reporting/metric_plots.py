@@ -248,7 +248,7 @@ def _build_figure(curves: Sequence[RunCurve], panels: Sequence[PlotPanel]) -> Fi
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
     for axis in axes[max(0, len(panels) - columns) : len(panels)]:
-        axis.set_xlabel("optimizer step", fontsize=9)
+        axis.set_xlabel("step of the run", fontsize=9)
     title = " / ".join(curve.label for curve in curves) if not several else "runs compared"
     smooth = any(
         panel.smooth and len(curve.series(panel)[0]) >= SMOOTH_FROM

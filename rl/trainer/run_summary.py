@@ -13,6 +13,7 @@ from typing import Protocol
 from rl.algorithms import METHODS
 from rl.client import TrainingClient
 from rl.config import RunConfig
+from rl.jsonl import METRICS_FILE, read_metrics
 from rl.reporting import Console, format_count
 from rl.trainer.code_trust import is_outside_current_folder, list_code_addresses
 from rl.trainer.held_out_metrics import HeldOutMetrics
@@ -110,6 +111,7 @@ def print_summary(
                 summary.greedy_after,
             )
         remarks += [text for text in [summary.describe_sharpening()] if text is not None]
+    results |= _measure_distillation(run_state)
     console.end(
         f"{run_state.run.name}: done",
         results=results,
@@ -125,6 +127,32 @@ def print_summary(
             *_export_commands(run_state, folder),
         ],
     )
+
+
+# what a distillation learns: label and metrics, the first that a stage has logged
+_DISTILLED = (
+    ("KL to teacher", ("teacher/kl_per_token", "optim/kl")),
+    ("cross-entropy to the teacher's answers", ("optim/ce",)),
+)
+
+
+def _measure_distillation(run_state: StagePaths) -> dict[str, tuple[float | None, float | None]]:
+    """Return the figure of each stage that learns from a teacher, at its first and last step."""
+    rows = read_metrics(run_state.folder / METRICS_FILE)
+    results: dict[str, tuple[float | None, float | None]] = {}
+    for plan in run_state.run.stages:
+        for label, names in _DISTILLED:
+            values = [
+                row[name]
+                for row in rows
+                if row.get("stage") == plan.name
+                for name in names
+                if row.get(name) is not None
+            ]
+            if values:
+                results[f"{label}, first to last step, {plan.name}"] = values[0], values[-1]
+                break
+    return results
 
 
 def _export_commands(run_state: StagePaths, folder: Path) -> list[str]:

@@ -1,0 +1,54 @@
+"""A hub name with a typing mistake: the answer names the nearest known name, without a network."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub import constants
+
+from rl.data.row_readers import read_hub
+from rl.errors import UserError, suggest_hub_name
+from rl.models import load_model, load_skeleton
+from rl.models.info import KNOWN_MODELS
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch, tmp_path):
+    """No network, and a cache with one model and one data set."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for name in ("models--someone--Small-1B", "datasets--someone--riddles"):
+        (tmp_path / name).mkdir()
+
+
+def test_the_nearest_name_is_named_from_this_project_and_from_the_cache():
+    assert suggest_hub_name("opnai/gsm8k", ["openai/gsm8k"], "dataset") == (
+        " (did you mean openai/gsm8k?)"
+    )
+    assert "someone/Small-1B?" in suggest_hub_name("someone/small-1b", [], "model")
+    assert "someone/riddles?" in suggest_hub_name("somone/riddles", [], "dataset")
+    assert suggest_hub_name("someone/riddles", [], "model") == ""
+    assert suggest_hub_name("openai/gsm8k", ["openai/gsm8k"], "dataset") == ""
+    assert suggest_hub_name("far/away", ["openai/gsm8k"], "dataset") == ""
+
+
+def test_a_data_set_and_a_model_with_a_mistake_in_the_name_are_answered_with_the_nearest():
+    with pytest.raises(UserError, match=r"did you mean openai/gsm8k\?"):
+        list(read_hub("opnai/gsm8k", "main", "train"))
+    with pytest.raises(UserError, match=r"did you mean Qwen/Qwen2.5-0.5B-Instruct\?"):
+        load_model("Qwen/Qwen2.5-0.5B-Instrct")
+    with pytest.raises(UserError, match=r"did you mean Qwen/Qwen3-0.6B\?"):
+        load_skeleton("qwen/Qwen3-0.6")
+
+
+def test_every_model_of_the_recipes_is_known():
+    named = set()
+    for path in (REPO / "recipes").glob("*.yaml"):
+        recipe = yaml.safe_load(path.read_text())
+        for holder in (recipe, *recipe.get("stages", ())):
+            base = holder.get("base_model", "")
+            named |= {base} if base.count("/") == 1 else set()
+    assert named and named <= {*KNOWN_MODELS}
