@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from rl.models import info as model_info
     from rl.models import load_tokenizer as get_tokenizer
     from rl.rewards import register_reward, resolve_reward
-    from rl.trainer import train
+    from rl.trainer import open_run, sample, train
     from rl.types import (  # fmt: skip
         AdamOptimizerConfig,
         AdamParams,
@@ -95,10 +95,12 @@ _PUBLIC_NAMES: dict[str, tuple[str, str | None]] = {
     "TrainingConfig": ("rl.client.training_config", "TrainingConfig"),
     "get_tokenizer": ("rl.models", "load_tokenizer"),
     "model_info": ("rl.models.info", None),
+    "open_run": ("rl.trainer", "open_run"),
     "register_reward": ("rl.rewards", "register_reward"),
     "renderers": ("rl.renderers", None),
     "resolve_reward": ("rl.rewards", "resolve_reward"),
     "rewards": ("rl.rewards", None),
+    "sample": ("rl.trainer", "sample"),
     "train": ("rl.trainer", "train"),
     "types": ("rl.types", None),
 }
@@ -145,7 +147,8 @@ __all__ = [
     "SampledProvenanceSpan", "SampledSequence", "SamplingClient", "SamplingParams", "ServiceClient",
     "StopReason", "TensorData", "TensorDtype", "TinkerError", "TrainingClient", "TrainingConfig",
     "TrainingRun", "UnprocessableEntityError", "UserError", "get_tokenizer", "model_info",
-    "register_reward", "renderers", "resolve_reward", "rewards", "train", "types",
+    "open_run", "register_reward", "renderers", "resolve_reward", "rewards", "sample", "train",
+    "types",
 ]  # fmt: skip
 
 

@@ -69,6 +69,46 @@ def test_a_run_from_python_with_a_function_as_reward(here):
     assert [row["step"] for row in again.metrics] == [1, 2]
 
 
+def test_the_results_of_a_run_are_read_in_python(here):
+    """The files of the run's folder, and the samples of the clients, are the reference."""
+    settings = {**SMALL, "steps": 2, "rollouts_every": 1}
+    trained = rl.train(
+        "grpo", base_model="tiny:addition", dataset="addition", output_dir=here / "run", **settings
+    )
+    opened = rl.open_run("run")
+    assert opened.metrics == trained.metrics
+    lines = [json.loads(line) for line in (here / "run/metrics.jsonl").read_text().splitlines()]
+    assert opened.series("reward/total") == {row["step"]: row["reward/total"] for row in lines}
+    assert opened.series("reward/total", "grpo") == opened.series("reward/total")
+    with pytest.raises(
+        UserError, match="no values of 'reward/totl'; similar metrics: reward/total"
+    ):
+        opened.series("reward/totl")
+    files = sorted((here / "run/rollouts").glob("*.jsonl"))
+    stored = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    assert [row["response"] for row in opened.rollouts] == [row["response"] for row in stored]
+    assert [row["step"] for row in opened.rollouts] == [1] * 8 + [2] * 8
+    assert opened._repr_png_() == (here / "run/curves.png").read_bytes()
+    with pytest.raises(UserError, match="rollouts holds no run"):
+        rl.open_run(here / "run" / "rollouts")
+
+    prompts = ["12+34=", "56+78="]
+    sampled = rl.sample(here / "run", prompts, temperature=0)
+    with rl.ServiceClient() as service:
+        client = service.create_sampling_client(model_path=str(trained.weights.path))
+        renderer = rl.renderers.get_renderer("plain", client.get_tokenizer())
+        params = rl.types.SamplingParams(4, None, renderer.get_stop_sequences(), 0.0)
+        for prompt, answers in zip(prompts, sampled, strict=True):
+            tokens = renderer.build_generation_prompt([{"role": "user", "content": prompt}])
+            [sequence] = client.sample(tokens, 1, params).result().sequences
+            assert answers == [renderer.parse_response(sequence.tokens)[0]["content"]]
+    conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    assert rl.sample(here / "run", conversations, temperature=0) == sampled
+    assert [len(answers) for answers in rl.sample(here / "run", prompts, 3)] == [3, 3]
+    with pytest.raises(UserError, match=r"expected a list of prompts: pass \['12\+34='\]"):
+        rl.sample(here / "run", "12+34=")
+
+
 def test_a_call_says_what_a_line_would():
     rewards = {"gsm8k": 1, "exact_match": 0.5}
     run = resolve_run(

@@ -6,6 +6,7 @@ from rl.trainer.evaluation_metrics import compute_evaluation_metrics, make_respo
 from rl.trainer.export import describe_export, export_weights, push_to_hub
 from rl.trainer.opponent_models import load_evaluation_opponents
 from rl.trainer.prompt_source import iterate_prompts, select_fitting_problems
+from rl.trainer.sample_function import sample
 from rl.trainer.saved_weights import open_weights
 from rl.trainer.stage_data import (
     find_sandbox_kind,
@@ -20,7 +21,7 @@ from rl.trainer.stage_environment import (
     resolve_episode_reward,
 )
 from rl.trainer.stage_models import make_renderer
-from rl.trainer.train_function import TrainingResult, train
+from rl.trainer.train_function import TrainingResult, open_run, train
 
 __all__ = [
     "TrainingResult",
@@ -40,12 +41,14 @@ __all__ = [
     "load_held_out_rows",
     "main",
     "make_renderer",
+    "open_run",
     "open_weights",
     "push_to_hub",
     "resolve_stage_reward",
     "list_reward_addresses",
     "find_sandbox_kind",
     "load_evaluation_opponents",
+    "sample",
     "select_fitting_problems",
     "train",
 ]

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from rl.algorithms import METHODS
 from rl.config import RunConfig, RunSettings, read_run, to_words
 from rl.errors import UserError
-from rl.jsonl import METRICS_FILE, read_metrics
+from rl.jsonl import METRICS_FILE, read_jsonl, read_metrics
+from rl.reporting import CURVES, ROLLOUTS, contains_run
 from rl.rewards import register_reward
 from rl.trainer.execute import execute, resolve_run_folder
 from rl.trainer.saved_weights import SavedWeights, open_weights
@@ -26,7 +28,7 @@ _DEFAULT_RECIPE = _FOLDER / "recipes" / "sorting.yaml"
 @dataclass(frozen=True)
 class TrainingResult:
     """Give access to the results in a run's folder. `pandas.DataFrame(trained.metrics)` is its
-    table.
+    table. A notebook displays it as its curves.
     """
 
     folder: Path
@@ -36,12 +38,55 @@ class TrainingResult:
         """Return one row per step, as in metrics.jsonl."""
         return read_metrics(self.folder / METRICS_FILE)
 
+    def series(self, name: str, stage: str | None = None) -> dict[int, float]:
+        """Return step to value of a metric, of all stages or of `stage`.
+
+        Raises UserError, with the most similar metrics, if no row has a value of that name.
+        """
+        rows = [row for row in self.metrics if stage in (None, row.get("stage"))]
+        values = {row["step"]: row[name] for row in rows if row.get(name) is not None}
+        if not values:
+            where = f"{self.folder / METRICS_FILE}" + (f", stage {stage}," if stage else "")
+            known = sorted({key for row in rows for key in row})
+            similar = ", ".join(get_close_matches(name, known, n=4, cutoff=0.4) or known[:8])
+            raise UserError(f"{where} has no values of {name!r}; similar metrics: {similar or '-'}")
+        return values
+
     @property
     def weights(self) -> SavedWeights:
-        """Return the newest weights: `.sampler(service)` samples from them, `.path` is their
-        folder.
+        """Return the newest weights: `.path` is their folder. `rl.sample(trained.folder, prompts)`
+        samples from them.
         """
         return open_weights(str(self.folder))
+
+    @property
+    def rollouts(self) -> list[dict[str, Any]]:
+        """Return one row per stored episode, as in rollouts/*.jsonl, with its `step` and `file`.
+
+        The setting `rollouts_every` selects the steps of which episodes are stored.
+        """
+        files = sorted((self.folder / ROLLOUTS).glob("step_*.jsonl"))
+        return [
+            {"step": int(file.stem.split("_")[1]), "file": file.name, **row}
+            for file in files
+            for row in read_jsonl(file)
+        ]
+
+    def _repr_png_(self) -> bytes | None:
+        """Return the curves, for notebooks; None if the run has drawn none."""
+        path = self.folder / CURVES
+        return path.read_bytes() if path.is_file() else None
+
+
+def open_run(folder: str | Path) -> TrainingResult:
+    """Open the results of a run, which may have ended, still run, or run in another process.
+
+    Raises UserError if the folder holds no run.
+    """
+    path = Path(folder).expanduser()
+    if not contains_run(path):
+        raise UserError(f"{path} holds no run: expected a folder that rl.train or train.py wrote")
+    return TrainingResult(path)
 
 
 def train(
