@@ -86,7 +86,7 @@ def serve(*modules: str) -> None:
     for name in (*EARLY, *modules):
         importlib.import_module(name)
     # seconds, for a picture that nobody here looks at
-    sys.modules["rl.reporting.metric_plots"].draw = lambda *arguments: None
+    sys.modules["rl.reporting.metric_plots"].draw_curves = lambda source, out, *labels: out.touch()
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         order = json.loads(line)
