@@ -1,8 +1,8 @@
 """Starts runs of train.py on several gloo processes in an instant: everything is imported once
-here, and ranks are forks.
+here, and ranks are forks. Other scripts, and modules as `-m` runs them, start in the same way.
 
 Driven by `Ranks` below, over lines of JSON: {"argv", "cwd", "world", "env", "log"} starts a run and
-answers {"pids"}; {"wait": pid} answers {"code"}, null while it runs. What accelerate's own launcher
+answers {"pids"} ("stdout" names a file of its own for the output); {"wait": pid} answers {"code"}, null while it runs. What accelerate's own launcher
 does beside that is tested with the launcher itself.
 """
 
@@ -58,12 +58,20 @@ def become_rank(order: dict, rank: int, port: int) -> int:
     os.chdir(order["cwd"])
     log = os.open(f"{order['log']}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for target, source in ((0, nothing), (1, log), (2, log)):
+    output = log
+    if order.get("stdout"):
+        output = os.open(order["stdout"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for target, source in ((0, nothing), (1, output), (2, log)):
         os.dup2(source, target)
-    sys.argv = order["argv"]
-    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
+    is_module = order["argv"][0] == "-m"
+    sys.argv = order["argv"][is_module:]
+    folder = "." if is_module else Path(sys.argv[0]).resolve().parent
+    sys.path.insert(0, str(folder))
     try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        if is_module:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else int(done.code is not None)
     return 0
@@ -86,7 +94,7 @@ def serve(*modules: str) -> None:
     for name in (*EARLY, *modules):
         importlib.import_module(name)
     # seconds, for a picture that nobody here looks at
-    sys.modules["rl.reporting.metric_plots"].draw = lambda *arguments: None
+    sys.modules["rl.reporting.metric_plots"].draw_curves = lambda source, out, *labels: out.touch()
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         order = json.loads(line)
@@ -181,7 +189,13 @@ class Ranks:
         return json.loads(self.process.stdout.readline())
 
     def start(
-        self, *words: str | Path, cwd: Path, world: int = 1, script: str = TRAIN, **env: str
+        self,
+        *words: str | Path,
+        cwd: Path,
+        world: int = 1,
+        script: str = TRAIN,
+        stdout: str | None = None,
+        **env: str,
     ) -> Launch:
         self.runs += 1
         log = cwd / f"log-{self.runs}"
@@ -193,6 +207,7 @@ class Ranks:
             "world": world,
             "env": env,
             "log": str(log),
+            "stdout": stdout,
         }
         return Launch(self, self.ask(order)["pids"], log)
 

@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from doc_blocks import blocks_of
 from whole_runs import RECIPE, train, two_and_two
 
 from rl.algorithms import METHODS
@@ -375,8 +376,8 @@ def test_the_pages_example_runs(tmp_path, monkeypatch):
     from rl.renderers import get_renderer
     from rl.types import SamplingParams
 
-    page = (REPO / "docs" / "environments.md").read_text()
-    written = dict(re.findall(r"<!-- example: (\S+) -->\n```python\n(.*?)```", page, re.DOTALL))
+    blocks = [b for b in blocks_of(REPO / "docs" / "environments.md") if b.language == "python"]
+    written = {block.file or "script": block.text for block in blocks}
     assert len([line for line in written["hunt.py"].splitlines() if line.strip()]) <= 30
     (tmp_path / "hunt.py").write_text(written["hunt.py"])
     monkeypatch.chdir(tmp_path)

@@ -1,13 +1,10 @@
 """Every command that a run prints under "Next:" works as it is printed."""
 
 import json
-import os
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from doc_shell import link_checkout, make_shell
 
 from rl.algorithms import METHODS
 from rl.config.cli import parse_run
@@ -66,24 +63,10 @@ RUNS = {
 ALWAYS = ("reward of a file", "scalar reward model")
 
 
-@pytest.fixture
-def checkout(tmp_path, monkeypatch) -> Path:
-    """A current folder with the scripts, in which commands may write."""
-    folder = tmp_path / "checkout"
-    folder.mkdir()
-    for name in (
-        "rl",
-        "kernels",
-        "recipes",
-        "train.py",
-        "sample.py",
-        "evaluate.py",
-        "plot.py",
-        "export.py",
-    ):
-        (folder / name).symlink_to(REPO / name)
-    monkeypatch.chdir(folder)
-    return folder
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory):
+    with make_shell(tmp_path_factory.mktemp("shell")) as shell:
+        yield shell
 
 
 def write_inputs(here: Path) -> None:
@@ -108,7 +91,9 @@ def printed_commands(text: str) -> list[str]:
     "kind",
     [kind if kind in ALWAYS else pytest.param(kind, marks=pytest.mark.campaign) for kind in RUNS],
 )
-def test_printed_commands_run_as_printed(kind, checkout, tmp_path, capsys, monkeypatch):
+def test_printed_commands_run_as_printed(kind, shell, tmp_path, capsys, monkeypatch):
+    checkout = link_checkout(tmp_path / "checkout", shell)
+    monkeypatch.chdir(checkout)
     # a terminal's lines may be wrapped; a copied command is not
     monkeypatch.setenv("COLUMNS", "1000")
     here = tmp_path / "here"
@@ -125,14 +110,4 @@ def test_printed_commands_run_as_printed(kind, checkout, tmp_path, capsys, monke
     commands = printed_commands(capsys.readouterr().out)
     assert len(commands) == count
     for command in commands:
-        more = (
-            ["--steps", "1", "--batch-size", "4", "--max-tokens", "4"]
-            if "train.py" in command
-            else []
-        )
-        done = subprocess.run(
-            [sys.executable, *shlex.split(command)[1:], *more],
-            cwd=checkout, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        shell.run(command, checkout)

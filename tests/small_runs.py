@@ -1,0 +1,67 @@
+"""Makes the runs of documented commands small. tests/rank_server.py imports it before it forks.
+
+A run is parsed as it was typed, then with small sizes. With the variable `ONLY_PARSED` nothing more
+than the parsing happens, in train.py and in scripts that use argparse.
+"""
+
+import argparse
+import os
+import re
+from pathlib import Path
+
+from doc_shell import ONLY_PARSED
+
+import rl.config
+from rl.algorithms import METHODS
+from rl.config.fields import get_fields
+
+RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "addition.yaml"
+SMALL = {
+    "steps": 1,
+    "batch_size": 2,
+    "group_size": 2,
+    "max_tokens": 8,
+    "eval_limit": 2,
+    "eval_every": 0,
+    "save_every": 0,
+    "max_turns": 2,
+}
+parse_whole_run = rl.config.parse_run
+parse_all_arguments = argparse.ArgumentParser.parse_args
+report_error = argparse.ArgumentParser.error
+
+
+def parse_small_run(argv, *arguments, **options):
+    run = parse_whole_run(argv, *arguments, **options)
+    if ONLY_PARSED in os.environ:
+        raise SystemExit(0)
+    if run.options.plan:
+        return run
+    names = set().union(*(get_fields(type(stage.settings)) for stage in run.stages))
+    small = [
+        word
+        for name, value in SMALL.items()
+        if name in names and (name != "max_turns" or "--environment" in argv)
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    return parse_whole_run([*argv, *small], *arguments, **options)
+
+
+def parse_arguments(parser, *arguments, **options):
+    parsed = parse_all_arguments(parser, *arguments, **options)
+    if ONLY_PARSED in os.environ:
+        raise SystemExit(0)
+    return parsed
+
+
+def report(parser, message):
+    """A part of a command may lack what its parser requires."""
+    if os.environ.get(ONLY_PARSED) == "part" and re.search("are required|expected", message):
+        raise SystemExit(0)
+    report_error(parser, message)
+
+
+parse_whole_run([], METHODS, RECIPE, options=rl.config.RunSettings)  # remembers all settings
+rl.config.parse_run = parse_small_run
+argparse.ArgumentParser.parse_args = parse_arguments
+argparse.ArgumentParser.error = report
