@@ -74,7 +74,8 @@ def range(*numbers):
 """
 # What stands for a name in a command.
 PLACEHOLDERS = {
-    "RUN": "runs/addition",
+    "RUN": "runs/sorting",
+    "OTHER_RUN": "runs/sorting",
     "METHOD": "grpo",
     "NAME": "Qwen/Qwen3-0.6B",
     "MODEL": "Qwen/Qwen3-0.6B",
@@ -85,7 +86,7 @@ PLACEHOLDERS = {
 RUN_OF_PAGE = {"games.md": "runs/grpo"}  # where RUN is a run of the page's commands
 # Runs that a page continues from, and that no command of it makes.
 RUNS = {
-    "runs/addition": "grpo --base-model Qwen/Qwen3-0.6B --dataset sums.jsonl --reward exact_match",
+    "runs/sorting": "grpo --base-model Qwen/Qwen3-0.6B --dataset sums.jsonl --reward exact_match",
     "runs/my-reward-model": "reward_model --base-model Qwen/Qwen3-0.6B --dataset pairs.jsonl",
 }
 

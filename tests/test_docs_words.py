@@ -29,6 +29,7 @@ OTHERS = {
     "account",
     "nodes",
     "partition",
+    "no-build-isolation",
     "no-deps",
     "python",
     "model",
