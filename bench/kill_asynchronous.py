@@ -78,7 +78,7 @@ def main() -> None:
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         groups = [
             (json.loads(line)["problem"], json.loads(line)["index"])
-            for path in sorted((folder / "rollouts").glob("*.jsonl"))
+            for path in sorted((folder / "rollouts").glob("step_*.jsonl"))
             for line in path.read_text().splitlines()
         ]
     wanted = args.steps * 4 * 2

@@ -70,7 +70,10 @@ def chain(name: str, tied: bool, folder: Path) -> tuple[float, float]:
     model.config.eos_token_id = model.generation_config.eos_token_id = 1
     learner_checkpoint.write_model(model, load_tokenizer("tiny:addition"), folder / "base")
     assert AutoModelForCausalLM.from_pretrained(folder / "base").config.tie_word_embeddings == tied
-    train(f"sft {_WORDS} --base-model {folder / 'base'} --lora-rank 4", folder / "sft")
+    train(
+        f"sft {_WORDS} --base-model {folder / 'base'} --lora-rank 4 --train-unembed",
+        folder / "sft",
+    )
     train(f"dpo {_WORDS} --base-model {folder / 'sft'}", folder / "dpo")
     train(
         f"grpo {_WORDS} --group-size 4 --base-model {folder / 'dpo'} --lora-rank 2 --no-train-mlp",

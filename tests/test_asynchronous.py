@@ -96,7 +96,7 @@ def metrics(folder: Path) -> list[dict]:
 def drawn(folder: Path) -> list:
     """What each step trained on: problem, member, tokens of each turn."""
     found = []
-    for path in sorted((folder / "rollouts").glob("*.jsonl")):
+    for path in sorted((folder / "rollouts").glob("step_*.jsonl")):
         for line in path.read_text().splitlines():
             row = json.loads(line)
             said = [turn["token_ids"] for turn in row.get("turns", ()) if turn["sampled"]]
@@ -191,7 +191,9 @@ def test_asynchronous_runs_hold_their_bound_train_each_group_once_and_repeat_bit
     problems = [(problem, index) for _, problem, index, _ in drawn(first)]
     assert len(problems) == len(set(problems)) == 4 * 4 * 2
     assert any(
-        "versions" in turn for path in (first / "rollouts").glob("*.jsonl") for turn in _turns(path)
+        "versions" in turn
+        for path in (first / "rollouts").glob("step_*.jsonl")
+        for turn in _turns(path)
     )
     again = trained("again", f"{LATE} --replay {first}")
     assert same(first, again) and metrics(again) == metrics(first)
@@ -246,7 +248,7 @@ def test_with_a_cache_that_is_read_again_every_logprob_is_that_of_the_weights_it
         for version, name in names.items()
     }
     compared, of_several, apart = 0, 0, 0.0
-    for path in sorted((folder / "rollouts").glob("*.jsonl")):
+    for path in sorted((folder / "rollouts").glob("step_*.jsonl")):
         for row in map(json.loads, path.read_text().splitlines()):
             drew = np.array(row.get("versions") or [row["version"]] * len(row["response_tokens"]))
             of_several += len(set(drew.tolist())) > 1

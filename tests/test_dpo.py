@@ -280,7 +280,7 @@ LEARNS = (
         "--loss ipo",
         "--label-smoothing 0.1",
         "--reference-free",
-        "--lora-rank 8 --learning-rate 5e-3",
+        "--lora-rank 8 --train-unembed --learning-rate 5e-3",
     ],
 )
 def test_it_learns_preferences_with_a_known_answer(how, tmp_path):

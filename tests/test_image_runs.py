@@ -106,7 +106,9 @@ def test_grpo_on_pictures_resumes_bit_for_bit_and_shows_them(tmp_path):
     assert len(apart) == 4 and max(apart) < 1e-4
     stored = [
         json.loads(line)
-        for line in next((tmp_path / "whole" / "rollouts").glob("*.jsonl")).read_text().splitlines()
+        for line in next((tmp_path / "whole" / "rollouts").glob("step_*.jsonl"))
+        .read_text()
+        .splitlines()
     ]
     assert all(row["image_count"] == 1 and row["prompt"] == "[image]how many?" for row in stored)
     page = next((tmp_path / "whole" / "rollouts").glob("*.html")).read_text()

@@ -428,7 +428,7 @@ def rollouts(folder) -> list[dict]:
     """Every answer of a run's rollout files, with its experts."""
     rows = [
         json.loads(line)
-        for path in sorted((folder / "rollouts").glob("*.jsonl"))
+        for path in sorted((folder / "rollouts").glob("step_*.jsonl"))
         for line in path.read_text().splitlines()
     ]
     return [turn for row in rows for turn in row.get("turns", [row]) if turn.get("sampled", True)]
@@ -446,7 +446,7 @@ def test_stored_answers_are_learnt_with_the_experts_that_they_were_drawn_with(tm
     file = tmp_path / "other.jsonl"
     rows = [
         json.loads(line)
-        for path in sorted((tmp_path / "run" / "rollouts").glob("*.jsonl"))
+        for path in sorted((tmp_path / "run" / "rollouts").glob("step_*.jsonl"))
         for line in path.read_text().splitlines()
     ]
     file.write_text(

@@ -306,7 +306,9 @@ def test_a_runs_folder_holds_what_it_promises(undisturbed):
     assert all((undisturbed.parent / row["sampler_path"]).is_dir() for row in checkpoints)
     sampled = [
         json.loads(line)
-        for line in next(iter((undisturbed / "rollouts").glob("*.jsonl"))).read_text().splitlines()
+        for line in next(iter((undisturbed / "rollouts").glob("step_*.jsonl")))
+        .read_text()
+        .splitlines()
     ]
     assert len(sampled) == 32 and all(
         len(r["response_tokens"]) == len(r["logprobs"]) for r in sampled

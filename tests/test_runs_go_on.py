@@ -175,7 +175,7 @@ def test_two_runs_with_stages_of_one_name_are_not_mixed_up(adapter, tmp_path):
 def test_a_chain_of_stages_under_other_adapters_is_one_of_merged_weights(tmp_path, said):
     recipe = tmp_path / "chain.yaml"
     recipe.write_text(
-        "stages:\n  - {method: sft, lora_rank: 3}\n  - {method: sft, name: second, lora_rank: 2, "
+        "stages:\n  - {method: sft, lora_rank: 3, train_unembed: yes}\n  - {method: sft, name: second, lora_rank: 2, "
         "train_mlp: no}\n"
         "  - {method: grpo, group_size: 2}\nlearning_rate: 1e-2\nsteps: 1\nbatch_size: 4\n"
         "eval_every: 0\nmax_tokens: 4\n"
