@@ -34,6 +34,8 @@ OTHERS = {
     "model_args",
     "num_generations",
     "version",  # of the command whetstone
+    "no-build-isolation",  # of pip
+    "torch-backend",  # of uv
 }
 BENCH = {"gpu", "campaign", "roles", "sampler_vllm"}  # scripts of bench/ whose flags are named
 IN_CODE = re.compile(r"```.*?```|`[^`\n]+`|^    .*$", re.S | re.M)
