@@ -170,6 +170,12 @@ PARTS = (
         "scaling.py",
         ("--measure",),
     ),
+    Part(
+        "version_ranges",
+        "the lowest and the newest versions of requirements.txt, each in an environment of its own: "
+        "import, train, tests",
+        "version_ranges.py",
+    ),
     Part("graders", "the math graders on real text: agreement with published grades", "graders.py"),
     Part(
         "code_sets",

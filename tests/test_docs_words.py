@@ -29,7 +29,6 @@ OTHERS = {
     "account",
     "nodes",
     "partition",
-    "no-build-isolation",
     "no-deps",
     "python",
     "model",
@@ -38,6 +37,8 @@ OTHERS = {
     "version",  # of the command whetstone
     "pid",  # of py-spy
     "setting",  # a placeholder
+    "no-build-isolation",  # of pip
+    "torch-backend",  # of uv
 }
 BENCH = {"gpu", "campaign", "roles", "sampler_vllm"}  # scripts of bench/ whose flags are named
 IN_CODE = re.compile(r"```.*?```|`[^`\n]+`|^    .*$", re.S | re.M)

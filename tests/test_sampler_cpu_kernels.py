@@ -4,12 +4,19 @@ models: test_sampler_decoders.py.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from sampler_models import random_prompts, tiny_model
 
-from rl.sampler import cpu_kernels
+from rl.sampler import Engine, SamplingRequest, cpu_kernels, make_decoder
 from rl.sampler.token_sampling import make_row_settings, sample_tokens, sample_with_torch
+from rl.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(cpu_kernels.load_cpu_kernels() is None, reason="no C++ compiler")
 
@@ -178,6 +185,45 @@ def test_without_a_compiler_it_says_so(fresh, monkeypatch):
     monkeypatch.setattr(cpu_kernels.shutil, "which", lambda name: None)
     with pytest.warns(UserWarning, match="no C\\+\\+ compiler"):
         assert cpu_kernels.load_cpu_kernels() is None
+
+
+def sample_tiny_model() -> list:
+    """Return tokens and logprobs of 4 prompts with 3 samples each."""
+    engine = Engine(make_decoder(tiny_model("qwen3")), eos_token_ids=())
+    params = SamplingParams(max_tokens=12, temperature=0.8)
+    for problem, prompt in enumerate(random_prompts([9, 3, 30, 3])):
+        engine.add(
+            SamplingRequest(prompt=prompt, num_samples=3, params=params, seed=0, problem=problem)
+        )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    responses = engine.run()
+    torch.set_num_threads(threads)
+    return [[item.tokens, item.logprobs] for response in responses for item in response.sequences]
+
+
+@pytest.mark.slow
+def test_without_a_compiler_on_path_the_samples_are_those_of_the_torch_path(tmp_path, monkeypatch):
+    code = (
+        "import json; import test_sampler_cpu_kernels as tests; "
+        "print(json.dumps(tests.sample_tiny_model()))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent,
+        env={"PATH": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    warned = [line for line in run.stderr.splitlines() if "Warning: no C++" in line]
+    assert len(warned) == 1 and "apt-get install g++" in warned[0]
+    compiled = sample_tiny_model()
+    monkeypatch.setattr(cpu_kernels, "load_cpu_kernels", lambda: None)
+    in_torch = sample_tiny_model()
+    assert json.loads(run.stdout.splitlines()[-1]) == in_torch
+    assert [tokens for tokens, _ in in_torch] == [tokens for tokens, _ in compiled]
 
 
 def test_a_compiler_that_fails_is_named_with_what_it_said(fresh, monkeypatch, tmp_path):
