@@ -129,6 +129,14 @@ def test_a_call_says_what_a_line_would():
         UserError, match="learning_rte: no such setting; did you mean --learning-rate"
     ):
         resolve_run("grpo", {"learning_rte": 1})
+    keys = {"environment": "tic_tac_toe", "environment.opponent": "perfect"}
+    mapping = {"environment": {"name": "tic_tac_toe", "opponent": "perfect"}}
+    by_mapping, by_keys = resolve_run("grpo", mapping), resolve_run("grpo", keys)
+    assert by_mapping.stages == by_keys.stages and "perfect" in repr(by_mapping.stages)
+    with pytest.raises(UserError, match="environment has the keys digits, expected also 'name'"):
+        resolve_run("grpo", {"environment": {"digits": 4}})
+    with pytest.raises(UserError, match="dataset is a list of 1 rows, expected the name of a file"):
+        resolve_run("grpo", {"dataset": [{"prompt": "1+2=", "answer": "3"}]})
 
 
 def test_a_method_of_ones_own(here):
