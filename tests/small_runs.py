@@ -7,13 +7,17 @@ than the parsing happens, in train.py and in scripts that use argparse.
 import argparse
 import os
 import re
+import sys
 from pathlib import Path
 
 from doc_shell import ONLY_PARSED
 
 import rl.config
 from rl.algorithms import METHODS
+from rl.config import SettingsError
 from rl.config.fields import get_fields
+from rl.envs import parse_environment
+from rl.errors import UserError
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "addition.yaml"
 SMALL = {
@@ -34,6 +38,7 @@ report_error = argparse.ArgumentParser.error
 def parse_small_run(argv, *arguments, **options):
     run = parse_whole_run(argv, *arguments, **options)
     if ONLY_PARSED in os.environ:
+        check_environments(run)
         raise SystemExit(0)
     if run.options.plan:
         return run
@@ -45,6 +50,19 @@ def parse_small_run(argv, *arguments, **options):
         for word in (f"--{name.replace('_', '-')}", str(value))
     ]
     return parse_whole_run([*argv, *small], *arguments, **options)
+
+
+def check_environments(run):
+    """Parse the settings of environments, whose packages need not be installed."""
+    for stage in run.stages:
+        env = getattr(stage.settings, "env", None)
+        if env is not None and env.environment is not None:
+            try:
+                parse_environment(env.environment, env.environment_settings)
+            except (SettingsError, UserError) as error:
+                if "pip install" not in str(error):
+                    print(error, file=sys.stderr)
+                    raise SystemExit(2) from error
 
 
 def parse_arguments(parser, *arguments, **options):

@@ -47,6 +47,7 @@ OWN_FILES = {
         "mine.py": "from rl.algorithms import GRPO, GrpoSettings\n\n\n"
         "class Method(GRPO):\n    Settings = GrpoSettings\n"
     },
+    "wrappers.md": {"mine.py": "def builders(row, group_size, renderer):\n    return None\n"},
 }
 # What the text says that a page's python blocks continue from.
 BEFORE = {
