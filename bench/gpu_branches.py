@@ -62,7 +62,7 @@ def _verdicts(table: Any, dtype: torch.dtype, device: str) -> None:
     name = str(dtype).removeprefix("torch.")
 
     def special() -> None:
-        from kernels.linear_logprob_launch import select_hopper_tiles
+        from kernels.score_launcher import select_hopper_tiles
 
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -132,12 +132,12 @@ def _special(table: Any, shape: Shape, o: Operands) -> None:
 
 def scores_of(o: Operands, special: bool) -> Any:
     """Return the launches of a branch. Explicit tiles override the device's choice."""
-    from kernels import linear_logprob_launch as launch
     from kernels.common import HeadConfig
+    from kernels.score_launcher import ScoreLauncher
     from kernels.tile_config import HOPPER_TILES, get_gpu_info, select_tile_sizes
 
     tiles = select_tile_sizes(o.x.shape[1], o.x.dtype, get_gpu_info(o.x))
-    return launch.ScoreLauncher(
+    return ScoreLauncher(
         o.x, o.w, o.y, None, HeadConfig(), tiles, HOPPER_TILES if special else None
     )
 

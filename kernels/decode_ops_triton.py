@@ -57,6 +57,21 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, F: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
+def _weight_norm(x, scale, weight, mask, kind: tl.constexpr):
+    """Return x times `scale` and its weights, both products rounded as in torch."""
+    x = (x * scale).to(kind).to(tl.float32)
+    return (x * tl.load(weight, mask=mask, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+
+
+@triton.jit
+def _rotate(x, y, rope_ptr, position, positions, cols, mask, D: tl.constexpr, kind: tl.constexpr):
+    """Return the channels x, rotated together with the channels y."""
+    cos = tl.load(rope_ptr + position * D + cols, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(rope_ptr + (positions + position) * D + cols, mask=mask, other=0.0).to(tl.float32)
+    return (x * cos).to(kind).to(tl.float32) + y * sin
+
+
+@triton.jit
 def _rope_to_cache_kernel(
     qkv_ptr,
     norm_ptr,
@@ -95,28 +110,10 @@ def _rope_to_cache_kernel(
         if HAS_NORM:
             weight = norm_ptr + tl.where(head < H, 0, D)
             scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / D + eps)
-            x = (
-                (
-                    (x * scale).to(kind).to(tl.float32)
-                    * tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
-                )
-                .to(kind)
-                .to(tl.float32)
-            )
-            y = (
-                (
-                    (y * scale).to(kind).to(tl.float32)
-                    * tl.load(weight + other, mask=mask, other=0.0).to(tl.float32)
-                )
-                .to(kind)
-                .to(tl.float32)
-            )
+            x = _weight_norm(x, scale, weight + cols, mask, kind)
+            y = _weight_norm(y, scale, weight + other, mask, kind)
         position = tl.load(position_ptr + row)
-        cos = tl.load(rope_ptr + position * D + cols, mask=mask, other=0.0).to(tl.float32)
-        sin = tl.load(rope_ptr + (positions + position) * D + cols, mask=mask, other=0.0).to(
-            tl.float32
-        )
-        x = (x * cos).to(kind).to(tl.float32) + y * sin
+        x = _rotate(x, y, rope_ptr, position, positions, cols, mask, D, kind)
     if head < H:
         tl.store(q_ptr + (row * H + head) * D + cols, x.to(kind), mask=mask)
     else:

@@ -154,6 +154,57 @@ def _(
     return logp, ent, lse, *_empty_saved_tensors(hidden, weight.shape[0], plan)
 
 
+def _find_active_rows(
+    co: GradientCoefficients, used: Tensor, only_logp: bool
+) -> tuple[Tensor | None, int, bool]:
+    """Return the used rows with an upstream gradient (None: all), their number, and whether the
+    entropy has a gradient in any of them. Waits for the device once.
+
+    `only_logp`: no gradient comes from the entropy and the log-sum-exp.
+    """
+    active = co.a != 0 if only_logp else (co.a != 0) | (co.b != 0)
+    if co.c is None:
+        count, curved = int(active.logical_and_(used).sum()), 0
+    else:
+        has_curvature = used & (co.c != 0)
+        active = has_curvature.logical_or(active & used)
+        count, curved = torch.stack((active.sum(), has_curvature.sum())).tolist()
+    return find_true_rows(active, count), count, curved > 0
+
+
+def _zero_gradients(inputs: tuple[Tensor | None, ...], need: list[bool]) -> HeadGradients:
+    """Return zeros for each input that needs a gradient."""
+    pairs = zip(inputs, need, strict=True)
+    return HeadGradients(
+        *(torch.zeros_like(t) if t is not None and needed else None for t, needed in pairs)
+    )
+
+
+def _compute_frozen_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    head: HeadConfig,
+    co: GradientCoefficients,
+    rows: Tensor | None,
+    logp: Tensor,
+    lse: Tensor,
+    expected: Tensor,
+) -> HeadGradients:
+    """Return the gradient of the rows `rows` of `hidden` under the plan "expected"; y, lse and the
+    coefficients are those of these rows.
+    """
+    slope = (
+        None
+        if head.softcap is None
+        else 1.0 - ((select_rows(logp, rows) + lse) * (head.temperature / head.softcap)).square_()
+    )
+    dx = linear_logprob_torch.backward_frozen(
+        weight, y, head, co, slope, select_rows(expected, rows)
+    )
+    return HeadGradients(dx.to(hidden.dtype), None, None)
+
+
 def _gradients(
     g_logp: Tensor | None,
     g_entropy: Tensor | None,
@@ -180,22 +231,9 @@ def _gradients(
     """
     head, used = HeadConfig(temperature, softcap), target != ignore_index
     co = compute_coefficients(g_logp, g_entropy, g_lse, entropy)
-    active = co.a != 0 if g_entropy is None and g_lse is None else (co.a != 0) | (co.b != 0)
-    if co.c is None:
-        count, curved = int(active.logical_and_(used).sum()), 0
-    else:
-        has_curvature = used & (co.c != 0)
-        active = has_curvature.logical_or(active & used)
-        count, curved = torch.stack((active.sum(), has_curvature.sum())).tolist()
-    rows = find_true_rows(active, count)
+    rows, count, curved = _find_active_rows(co, used, g_entropy is None and g_lse is None)
     if count == 0:
-        pairs = zip((hidden, weight, bias), need, strict=True)
-        return _replace_none(
-            hidden,
-            HeadGradients(
-                *(torch.zeros_like(t) if t is not None and needed else None for t, needed in pairs)
-            ),
-        )
+        return _replace_none(hidden, _zero_gradients((hidden, weight, bias), need))
     co = GradientCoefficients(
         select_rows(co.a, rows),
         select_rows(co.b, rows),
@@ -207,15 +245,7 @@ def _gradients(
     }
     backend = _backend(hidden)
     if plan == "expected" and co.c is None:
-        slope = (
-            None
-            if softcap is None
-            else 1.0 - ((select_rows(logp, rows) + lse) * (temperature / softcap)).square_()
-        )
-        dx = linear_logprob_torch.backward_frozen(
-            weight, y, head, co, slope, select_rows(kept, rows)
-        ).to(hidden.dtype)
-        grads = HeadGradients(dx, None, None)
+        grads = _compute_frozen_gradients(hidden, weight, y, head, co, rows, logp, lse, kept)
     elif plan in SAVING_PLANS and (co.c is None or not exponents.numel()):
         # Saved rows are the rows that took part in the forward, without gaps: the k-th used row is
         # row k of the saved tensor.

@@ -22,11 +22,27 @@ from kernels.linear_logprob_triton import (
     BATCH,
     FLOOR,
     TO_NATS,
+    _add_tile,
+    _empty_statistics,
     _item,
     _item_of,
     _products,
+    _store_statistics,
+    _store_target,
+    _store_tile,
     _tile_range,
 )
+
+
+@triton.jit
+def _store_exponents(exp_ptr, k, rows, N, tile, exps, stride_exp, HALVES: tl.constexpr):
+    """Store k HALVES times, for each of the narrower tiles of the readers."""
+    for half in tl.static_range(HALVES):
+        tl.store(
+            exp_ptr + (tile * HALVES + half) * stride_exp + rows,
+            k,
+            mask=(rows < N) & (tile * HALVES + half < exps),
+        )
 
 
 @triton.jit(do_not_specialize=BATCH)
@@ -77,9 +93,7 @@ def _forward_ws_kernel(
     row0 = block * BM
     rows = row0 + tl.arange(0, BM)
     y = tl.load(y_ptr + rows, mask=rows < N, other=-1)
-    m = tl.full((BM,), FLOOR, tl.float32)
-    total = tl.zeros((BM,), tl.float32)
-    spread = tl.zeros((BM,), tl.float32)
+    m, total, spread = _empty_statistics(BM)
     for tile in tl.range(begin, end, warp_specialize=WS):
         col0 = tile * BN
         cols = col0 + tl.arange(0, BN)
@@ -87,36 +101,15 @@ def _forward_ws_kernel(
             x, w, row0, col0, N, V, stride_x, stride_w, D, BM, BN, BK, True, UPCAST, PRECISION
         )
         z = acc * in_scale + tl.where(cols < V, 0.0, FLOOR)[None, :]
-        hit = (y >= col0) & (y < col0 + BN)
-        if tl.max(hit.to(tl.int32), 0) > 0:
-            tl.store(
-                target_ptr + rows,
-                tl.sum(tl.where(cols[None, :] == y[:, None], z, 0.0), 1),
-                mask=hit,
-            )
+        _store_target(target_ptr, rows, y, col0, cols, z, BN)
         tile_m = tl.max(z, 1)
-        new_m = tl.maximum(m, tile_m)
-        decay = tl.exp2(m - new_m)
-        shifted = z - new_m[:, None]
-        e = tl.exp2(shifted)
-        if ENTROPY:
-            spread = decay * (spread + (m - new_m) * total) + tl.sum(shifted * e, 1)
-        total = decay * total + tl.sum(e, 1)
-        m = new_m
+        m, total, spread = _add_tile(m, total, spread, z, tile_m, ENTROPY)
         if KEEP:
             k = tl.ceil(tile_m)
             to.store([row0, col0], tl.exp2(z - k[:, None]).to(kept_ptr.dtype.element_ty))
-            for half in tl.static_range(HALVES):
-                tl.store(
-                    exp_ptr + (tile * HALVES + half) * stride_exp + rows,
-                    k,
-                    mask=(rows < N) & (tile * HALVES + half < exps),
-                )
+            _store_exponents(exp_ptr, k, rows, N, tile, exps, stride_exp, HALVES)
     out = part_ptr + split * N.to(tl.int64) + rows
-    plane = parts * N.to(tl.int64)
-    tl.store(out, m, mask=rows < N)
-    tl.store(out + plane, total, mask=rows < N)
-    tl.store(out + 2 * plane, spread, mask=rows < N)
+    _store_statistics(out, N, parts, m, total, spread, rows < N)
 
 
 @triton.jit(do_not_specialize=BATCH)
@@ -178,13 +171,4 @@ def _dlogits_ws_kernel(
         dz += tl.where(
             cols[None, :] == tl.load(y_ptr + rows, mask=inside, other=-1)[:, None], a[:, None], 0.0
         )
-        where = (
-            out_ptr
-            + rows.to(tl.int64)[:, None] * stride_out
-            + (tile * BN + tl.arange(0, BN))[None, :]
-        )
-        tl.store(
-            where,
-            dz.to(out_ptr.dtype.element_ty),
-            mask=inside[:, None] & (cols < col_end)[None, :],
-        )
+        _store_tile(out_ptr, rows, tile, stride_out, dz, inside, cols, col_end, BN)

@@ -217,14 +217,10 @@ def backward(
             db[cols] = 0.0
         for at in range(0, len(x_ND), blocks.rows):
             rows = slice(at, at + blocks.rows)
-            z, slope = blocks.logits(scaled[rows], w, lo)
             part = GradientCoefficients(
                 co.a[rows], co.b[rows], None if co.c is None else co.c[rows]
             )
-            dz = compute_logit_gradient(
-                z.sub_(lse2[rows]), y_N[rows] - lo, part, head.grad_scale, blocks.spare_like(z)
-            )
-            dz = dz if slope is None else dz.mul_(slope)
+            dz = _block_gradient(blocks, scaled[rows], w, lo, y_N[rows], part, lse2[rows])
             if dx is not None:
                 dx[rows].addmm_(dz, w)
             if dw_slab is not None:
@@ -239,6 +235,22 @@ def backward(
         dw,
         None if db is None or bias_V is None else db.to(bias_V.dtype),
     )
+
+
+def _block_gradient(
+    blocks: ScoreBlocks,
+    scaled: Tensor,
+    w: Tensor,
+    lo: int,
+    y: Tensor,
+    co: GradientCoefficients,
+    lse2: Tensor,
+) -> Tensor:
+    """Return the gradient of the raw scores of some rows and the columns `w` from `lo` on."""
+    z, slope = blocks.logits(scaled, w, lo)
+    scale, spare = blocks.head.grad_scale, blocks.spare_like(z)
+    dz = compute_logit_gradient(z.sub_(lse2), y - lo, co, scale, spare)
+    return dz if slope is None else dz.mul_(slope)
 
 
 def compute_logit_gradient(

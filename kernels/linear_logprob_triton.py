@@ -141,6 +141,76 @@ def _logits(
     return z, slope
 
 
+@triton.jit
+def _store_target(target_ptr, rows, y, col0, cols, z, BN: tl.constexpr):
+    """Store z at the target of each row whose target lies in this tile.
+
+    Only a single tile of V / BN holds a row's target; the others skip the search.
+    """
+    hit = (y >= col0) & (y < col0 + BN)
+    if tl.max(hit.to(tl.int32), 0) > 0:
+        tl.store(
+            target_ptr + rows, tl.sum(tl.where(cols[None, :] == y[:, None], z, 0.0), 1), mask=hit
+        )
+
+
+@triton.jit
+def _add_tile(m, total, spread, z, tile_max, ENTROPY: tl.constexpr):
+    """Return the statistics m, total and spread of each row with the scores of another tile."""
+    new_m = tl.maximum(m, tile_max)
+    decay = tl.exp2(m - new_m)
+    shifted = z - new_m[:, None]
+    e = tl.exp2(shifted)
+    if ENTROPY:
+        spread = decay * (spread + (m - new_m) * total) + tl.sum(shifted * e, 1)
+    total = decay * total + tl.sum(e, 1)
+    return new_m, total, spread
+
+
+@triton.jit
+def _store_statistics(out, N, parts, m, total, spread, mask):
+    """Store the statistics of each row to the three planes of the partial statistics."""
+    plane = parts * N.to(tl.int64)
+    tl.store(out, m, mask=mask)
+    tl.store(out + plane, total, mask=mask)
+    tl.store(out + 2 * plane, spread, mask=mask)
+
+
+@triton.jit
+def _empty_statistics(BM: tl.constexpr):
+    """Return the statistics m, total and spread of rows without scores."""
+    zeros = tl.zeros((BM,), tl.float32)
+    return tl.full((BM,), FLOOR, tl.float32), zeros, zeros
+
+
+@triton.jit
+def _store_tile(out_ptr, rows, tile, stride, value, inside, cols, col_end, BN: tl.constexpr):
+    """Store the rows `inside` and the columns before `col_end` of a tile of a slab, in the slab's
+    dtype.
+    """
+    where = out_ptr + rows.to(tl.int64)[:, None] * stride + (tile * BN + tl.arange(0, BN))[None, :]
+    tl.store(
+        where,
+        value.to(out_ptr.dtype.element_ty),
+        mask=inside[:, None] & (cols < col_end)[None, :],
+    )
+
+
+@triton.jit
+def _keep_tile(
+    kept_ptr, exp_ptr, z, k, rows, N, tile, cols, col_end, stride_kept, stride_exp, out_scale,
+    KEEP_SLOPE: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Store 2^(z-k), times the slope of the tanh if KEEP_SLOPE, and k."""
+    kept = tl.exp2(z - k[:, None])
+    # from z, so that the slope need not stay alive in registers since the tanh
+    if KEEP_SLOPE:
+        t = z * (1.0 / out_scale)
+        kept *= 1.0 - t * t
+    _store_tile(kept_ptr, rows, tile, stride_kept, kept, rows < N, cols, col_end, BN)
+    tl.store(exp_ptr + tile * stride_exp + rows, k, mask=rows < N)
+
+
 @triton.jit(do_not_specialize=BATCH)
 def _forward_kernel(
     x,
@@ -196,9 +266,7 @@ def _forward_kernel(
     ref = tl.zeros((BM,), tl.float32)
     if KEEP:
         ref = tl.load(ref_ptr + rows, mask=rows < N, other=0.0)
-    m = tl.full((BM,), FLOOR, tl.float32)
-    total = tl.zeros((BM,), tl.float32)
-    spread = tl.zeros((BM,), tl.float32)
+    m, total, spread = _empty_statistics(BM)
     for tile in tl.range(begin, end, flatten=True):
         col0 = col_base + tile * BN
         cols = col0 + tl.arange(0, BN)
@@ -223,48 +291,31 @@ def _forward_kernel(
         # Columns past the end exist only in the tile: they lie below every real logit before the
         # maximum, and are exactly 0 after it.
         z = tl.where((cols < col_end)[None, :], z, FLOOR)
-        hit = (y >= col0) & (y < col0 + BN)
-        # only a single tile of V / BN holds a row's target; the others skip the search
-        if tl.max(hit.to(tl.int32), 0) > 0:
-            tl.store(
-                target_ptr + rows,
-                tl.sum(tl.where(cols[None, :] == y[:, None], z, 0.0), 1),
-                mask=hit,
-            )
+        _store_target(target_ptr, rows, y, col0, cols, z, BN)
         tile_max = tl.max(z, 1)
-        new_m = tl.maximum(m, tile_max)
-        decay = tl.exp2(m - new_m)
-        shifted = z - new_m[:, None]
-        e = tl.exp2(shifted)
-        if ENTROPY:
-            spread = decay * (spread + (m - new_m) * total) + tl.sum(shifted * e, 1)
-        total = decay * total + tl.sum(e, 1)
-        m = new_m
+        m, total, spread = _add_tile(m, total, spread, z, tile_max, ENTROPY)
         # after the sums and from z: this needs a second exp2, but keeping both z and e alive would
         # spill registers
         if KEEP:
             k = tl.where(tile_max <= ref + headroom, ref, tl.ceil(tile_max))
-            kept = tl.exp2(z - k[:, None])
-            # from z, so that the slope need not stay alive in registers since the tanh
-            if KEEP_SLOPE:
-                t = z * (1.0 / out_scale)
-                kept *= 1.0 - t * t
-            where = (
-                kept_ptr
-                + rows.to(tl.int64)[:, None] * stride_kept
-                + (tile * BN + tl.arange(0, BN))[None, :]
+            _keep_tile(
+                kept_ptr,
+                exp_ptr,
+                z,
+                k,
+                rows,
+                N,
+                tile,
+                cols,
+                col_end,
+                stride_kept,
+                stride_exp,
+                out_scale,
+                KEEP_SLOPE,
+                BN,
             )
-            tl.store(
-                where,
-                kept.to(kept_ptr.dtype.element_ty),
-                mask=(rows < N)[:, None] & (cols < col_end)[None, :],
-            )
-            tl.store(exp_ptr + tile * stride_exp + rows, k, mask=rows < N)
     out = part_ptr + (split_base + split) * N + rows
-    plane = parts * N.to(tl.int64)
-    tl.store(out, m, mask=rows < N)
-    tl.store(out + plane, total, mask=rows < N)
-    tl.store(out + 2 * plane, spread, mask=rows < N)
+    _store_statistics(out, N, parts, m, total, spread, rows < N)
 
 
 @triton.jit(do_not_specialize=BATCH)
@@ -393,16 +444,17 @@ def _dlogits_kernel(
         dz = _gradient(log2p, tl.exp2(log2p), cols, y, a, b, c, HAS_C)
         if SOFTCAP:
             dz *= slope
-        where = (
-            out_ptr
-            + rows.to(tl.int64)[:, None] * stride_out
-            + (tile * BN + tl.arange(0, BN))[None, :]
-        )
-        tl.store(
-            where,
-            dz.to(out_ptr.dtype.element_ty),
-            mask=inside[:, None] & (cols < col_end)[None, :],
-        )
+        _store_tile(out_ptr, rows, tile, stride_out, dz, inside, cols, col_end, BN)
+
+
+@triton.jit
+def _saved_slope(kept, k, hit, at_target, out_scale):
+    """Return the slope of the tanh from 2^(z-k); `at_target`: z of each row's target."""
+    # A score so low that 2^(z-k) is 0 adds nothing, unless it is the target's; any finite
+    # substitute for its logarithm is sufficient.
+    z = tl.log2(tl.where(kept > 0.0, kept, 1.0)) + tl.where(kept > 0.0, k[:, None], FLOOR)
+    t = tl.maximum(tl.where(hit, at_target[:, None], z) / out_scale, -1.0)
+    return 1.0 - t * t
 
 
 @triton.jit(do_not_specialize=BATCH)
@@ -438,15 +490,8 @@ def _saved_dlogits_kernel(
     p = tl.where(hit, tl.exp2(logp2)[:, None], kept * tl.exp2(k - lse2)[:, None])
     dz = p * b[:, None] + tl.where(hit, a[:, None], 0.0)
     if SOFTCAP:
-        # A score so low that 2^(z-k) is 0 adds nothing, unless it is the target's; any finite
-        # substitute for its logarithm is sufficient.
-        z = tl.log2(tl.where(kept > 0.0, kept, 1.0)) + tl.where(kept > 0.0, k[:, None], FLOOR)
-        t = tl.maximum(tl.where(hit, (logp2 + lse2)[:, None], z) / out_scale, -1.0)
-        dz *= 1.0 - t * t
-    where = (
-        out_ptr + rows.to(tl.int64)[:, None] * stride_out + (tile * BN + tl.arange(0, BN))[None, :]
-    )
-    tl.store(where, dz.to(out_ptr.dtype.element_ty), mask=mask)
+        dz *= _saved_slope(kept, k, hit, logp2 + lse2, out_scale)
+    _store_tile(out_ptr, rows, tile, stride_out, dz, inside, cols, col_end, BN)
 
 
 @triton.jit(do_not_specialize=BATCH)

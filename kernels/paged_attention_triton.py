@@ -101,6 +101,34 @@ def _over_pages(
     return m, total, acc
 
 
+@triton.jit
+def _empty_sums(BM: tl.constexpr, BLOCK: tl.constexpr):
+    """Return maximum, sum and weighted values of queries without positions."""
+    return (
+        tl.full((BM,), FLOOR, tl.float32),
+        tl.zeros((BM,), tl.float32),
+        tl.zeros((BM, BLOCK), tl.float32),
+    )
+
+
+@triton.jit
+def _divisor(total):
+    """Return the sum of each query, or 1 for a query without positions."""
+    return tl.where(total > 0.0, total, 1.0)
+
+
+@triton.jit
+def _window_rows(
+    order_ptr, group_ptr, shares_ptr, window, R, BM: tl.constexpr, HEADS: tl.constexpr
+):
+    """Return the row of each query of a window, its group (-1: none), and whether it exists."""
+    i = window * (BM // HEADS) + tl.arange(0, BM) // HEADS
+    row = tl.load(order_ptr + i, mask=i < R, other=0)
+    member = tl.load(shares_ptr + row, mask=i < R, other=0).to(tl.int32) > 0
+    group = tl.where(member, tl.load(group_ptr + i, mask=i < R, other=0).to(tl.int32), -1)
+    return row, group, i < R
+
+
 @triton.jit(do_not_specialize=BATCH)
 def _private_pages_kernel(
     q_ptr,
@@ -146,8 +174,7 @@ def _private_pages_kernel(
     )
     if UPCAST:
         q = q.to(tl.float32)
-    m, total = tl.full((BM,), FLOOR, tl.float32), tl.zeros((BM,), tl.float32)
-    acc = tl.zeros((BM, BLOCK), tl.float32)
+    m, total, acc = _empty_sums(BM, BLOCK)
     k_ptr = kv_ptr + head * D
     m, total, acc = _over_pages(
         q,
@@ -170,11 +197,11 @@ def _private_pages_kernel(
         UPCAST,
         PRECISION,
     )
-    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    acc = acc / _divisor(total)[:, None]
     at = (row * (K * REPEAT) + heads) * parts + split
     tl.store(out_ptr + at[:, None] * D + cols[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
     if PARTIAL:
-        tl.store(lse_ptr + at, m + tl.log2(tl.where(total > 0.0, total, 1.0)), mask=inside)
+        tl.store(lse_ptr + at, m + tl.log2(_divisor(total)), mask=inside)
 
 
 @triton.jit(do_not_specialize=BATCH)
@@ -216,15 +243,9 @@ def _shared_pages_kernel(
     Of HEADS heads, REPEAT exist.
     """
     window, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    i, j, cols = (
-        window * (BM // HEADS) + tl.arange(0, BM) // HEADS,
-        tl.arange(0, BM) % HEADS,
-        tl.arange(0, BLOCK),
-    )
-    inside = (i < R) & (j < REPEAT)
-    row = tl.load(order_ptr + i, mask=i < R, other=0)
-    member = tl.load(shares_ptr + row, mask=i < R, other=0).to(tl.int32) > 0
-    group = tl.where(member, tl.load(group_ptr + i, mask=i < R, other=0).to(tl.int32), -1)
+    j, cols = tl.arange(0, BM) % HEADS, tl.arange(0, BLOCK)
+    row, group, inside = _window_rows(order_ptr, group_ptr, shares_ptr, window, R, BM, HEADS)
+    inside = inside & (j < REPEAT)
     heads = head * REPEAT + j
     mask = inside[:, None] & (cols < D)[None, :]
     q = tl.load(
@@ -234,8 +255,7 @@ def _shared_pages_kernel(
     )
     if UPCAST:
         q = q.to(tl.float32)
-    m, total = tl.full((BM,), FLOOR, tl.float32), tl.zeros((BM,), tl.float32)
-    acc = tl.zeros((BM, BLOCK), tl.float32)
+    m, total, acc = _empty_sums(BM, BLOCK)
     k_ptr = kv_ptr + head * D
     last = tl.max(group, 0)
     for number in range(tl.min(tl.where(group < 0, last + 1, group), 0), last + 1):
@@ -261,10 +281,10 @@ def _shared_pages_kernel(
             UPCAST,
             PRECISION,
         )
-    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    acc = acc / _divisor(total)[:, None]
     at = (row * (K * REPEAT) + heads) * parts + first + split
     tl.store(out_ptr + at[:, None] * D + cols[None, :], acc, mask=mask)
-    tl.store(lse_ptr + at, m + tl.log2(tl.where(total > 0.0, total, 1.0)), mask=inside)
+    tl.store(lse_ptr + at, m + tl.log2(_divisor(total)), mask=inside)
 
 
 @triton.jit(do_not_specialize=BATCH)

@@ -69,31 +69,18 @@ def _kl_term(e, KL_KIND: tl.constexpr):
     return kl, grad
 
 
-@triton.jit(do_not_specialize=["T"])
-def _policy_loss_kernel(
-    lp_ptr, old_ptr, adv_ptr, mask_ptr, ref_ptr, low_ptr, high_ptr, mean_ptr, grad_ptr, sums_ptr,
-    T, low, high, beta, kl_coef,
-    KIND: tl.constexpr, KL_KIND: tl.constexpr, HAS_MASK: tl.constexpr, HAS_REF: tl.constexpr,
-    HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offs < T
-    active = inside
-    if HAS_MASK:
-        active = active & (tl.load(mask_ptr + offs, mask=inside, other=0) != 0)
-    # Loads of inactive tokens return 0, so their NaN or infinity enters no arithmetic.
-    lp = tl.load(lp_ptr + offs, mask=active, other=0.0).to(tl.float32)
-    d = lp - tl.load(old_ptr + offs, mask=active, other=0.0).to(tl.float32)
-    adv = tl.load(adv_ptr + offs, mask=active, other=0.0).to(tl.float32)
-    lo = tl.zeros((BLOCK,), tl.float32) + low
-    hi = tl.zeros((BLOCK,), tl.float32) + high
-    if HAS_LOW:
-        lo = tl.load(low_ptr + offs, mask=active, other=0.0).to(tl.float32)
-    if HAS_HIGH:
-        hi = tl.load(high_ptr + offs, mask=active, other=0.0).to(tl.float32)
-    r = tl.exp(d)
-    if KIND == GSPO:
-        r = tl.exp(tl.load(mean_ptr + offs, mask=active, other=0.0))
+@triton.jit
+def _bound(at, active, value, HAS_TENSOR: tl.constexpr, BLOCK: tl.constexpr):
+    """Return a bound of the ratio for each token: `value`, or what lies at the pointers `at`."""
+    bound = tl.zeros((BLOCK,), tl.float32) + value
+    if HAS_TENSOR:
+        bound = tl.load(at, mask=active, other=0.0).to(tl.float32)
+    return bound
+
+
+@triton.jit
+def _token_loss(lp, d, r, adv, lo, hi, beta, KIND: tl.constexpr):
+    """Return each token's loss and its derivative by lp; d = lp - q, r is the ratio."""
     # The device's default minimum and maximum drop a NaN, as would a comparison; the loss would
     # then hide the NaN.
     clipped = tl.minimum(
@@ -111,6 +98,44 @@ def _policy_loss_kernel(
     else:
         loss = -tl.minimum(r * adv, clipped * adv, propagate_nan=tl.PropagateNan.ALL)
         grad = tl.where(r * adv > clipped * adv, 0.0, -r * adv)
+    return loss, grad
+
+
+@triton.jit
+def _store_sums(row, active, loss, d, r, lo, hi, kl):
+    """Store the sums of METRICS over a program's tokens."""
+    tl.store(row + 0, tl.sum(tl.where(active, loss, 0.0), 0))
+    tl.store(row + 1, tl.sum(active.to(tl.float32), 0))
+    tl.store(row + 2, tl.sum(tl.where(active, r, 0.0), 0))
+    tl.store(row + 3, tl.sum((active & (r < lo)).to(tl.float32), 0))
+    tl.store(row + 4, tl.sum((active & (r > hi)).to(tl.float32), 0))
+    tl.store(row + 5, tl.sum(-d, 0))
+    tl.store(row + 6, tl.sum(0.5 * d * d, 0))
+    tl.store(row + 7, tl.sum(tl.where(active, kl, 0.0), 0))
+
+
+@triton.jit(do_not_specialize=["T"])
+def _policy_loss_kernel(
+    lp_ptr, old_ptr, adv_ptr, mask_ptr, ref_ptr, low_ptr, high_ptr, mean_ptr, grad_ptr, sums_ptr,
+    T, low, high, beta, kl_coef,
+    KIND: tl.constexpr, KL_KIND: tl.constexpr, HAS_MASK: tl.constexpr, HAS_REF: tl.constexpr,
+    HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offs < T
+    active = inside
+    if HAS_MASK:
+        active = active & (tl.load(mask_ptr + offs, mask=inside, other=0) != 0)
+    # Loads of inactive tokens return 0, so their NaN or infinity enters no arithmetic.
+    lp = tl.load(lp_ptr + offs, mask=active, other=0.0).to(tl.float32)
+    d = lp - tl.load(old_ptr + offs, mask=active, other=0.0).to(tl.float32)
+    adv = tl.load(adv_ptr + offs, mask=active, other=0.0).to(tl.float32)
+    lo = _bound(low_ptr + offs, active, low, HAS_LOW, BLOCK)
+    hi = _bound(high_ptr + offs, active, high, HAS_HIGH, BLOCK)
+    r = tl.exp(d)
+    if KIND == GSPO:
+        r = tl.exp(tl.load(mean_ptr + offs, mask=active, other=0.0))
+    loss, grad = _token_loss(lp, d, r, adv, lo, hi, beta, KIND)
     kl = tl.zeros((BLOCK,), tl.float32)
     if HAS_REF:
         kl, kl_grad = _kl_term(
@@ -120,14 +145,7 @@ def _policy_loss_kernel(
         grad += kl_coef * kl_grad
     tl.store(grad_ptr + offs, tl.where(active, grad, 0.0), mask=inside)
     row = sums_ptr + tl.program_id(0) * 8
-    tl.store(row + 0, tl.sum(tl.where(active, loss, 0.0), 0))
-    tl.store(row + 1, tl.sum(active.to(tl.float32), 0))
-    tl.store(row + 2, tl.sum(tl.where(active, r, 0.0), 0))
-    tl.store(row + 3, tl.sum((active & (r < lo)).to(tl.float32), 0))
-    tl.store(row + 4, tl.sum((active & (r > hi)).to(tl.float32), 0))
-    tl.store(row + 5, tl.sum(-d, 0))
-    tl.store(row + 6, tl.sum(0.5 * d * d, 0))
-    tl.store(row + 7, tl.sum(tl.where(active, kl, 0.0), 0))
+    _store_sums(row, active, loss, d, r, lo, hi, kl)
 
 
 def launch_policy_loss(

@@ -36,13 +36,12 @@ def _block_statistics(x: Tensor, w: Tensor, temperature_N: Tensor) -> tuple[Tens
     return torch.stack(tops, 1), torch.stack(sums, 1)
 
 
-def _sample_torch(
-    x: Tensor, w: Tensor, temperature_N: Tensor, uniform_N: Tensor, greedy_N: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Sample a token (int64) and its logprob (float32) for each row in plain torch."""
-    x, V = x.float(), len(w)
-    top_NB, sum_NB = _block_statistics(x, w, temperature_N)
-    top_N = top_NB.amax(1)
+def _choose_blocks(
+    top_NB: Tensor, top_N: Tensor, sum_NB: Tensor, uniform_N: Tensor, greedy_N: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each row's block of the sampled token, the rest of u times the total for that block,
+    and the total, in units of exp(top), where top is the row's largest logit.
+    """
     cumulative_NB = (sum_NB * (top_NB - top_N[:, None]).double().exp()).cumsum(1)
     total_N = cumulative_NB[:, -1]
     target_N = torch.minimum(
@@ -58,19 +57,31 @@ def _sample_torch(
     before_N = torch.where(
         block_N > 0, cumulative_NB.gather(1, (block_N - 1).clamp_min(0)[:, None])[:, 0], 0.0
     )
+    return block_N, target_N - before_N, total_N
+
+
+def _search_block(z: Tensor, top_N: Tensor, rest_N: Tensor) -> Tensor:
+    """Return the first column of a block at which the sum of exp(z - top) passes the rest."""
+    cumulative = (z - top_N[:, None]).exp_().cumsum(1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    rest = torch.minimum(rest_N, torch.nextafter(total, torch.zeros_like(total)))
+    column = torch.searchsorted(cumulative, rest[:, None], right=True)[:, 0]
+    return column.clamp_max(z.shape[1] - 1)
+
+
+def _sample_torch(
+    x: Tensor, w: Tensor, temperature_N: Tensor, uniform_N: Tensor, greedy_N: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Sample a token (int64) and its logprob (float32) for each row in plain torch."""
+    x, V = x.float(), len(w)
+    top_NB, sum_NB = _block_statistics(x, w, temperature_N)
+    top_N = top_NB.amax(1)
+    block_N, rest_N, total_N = _choose_blocks(top_NB, top_N, sum_NB, uniform_N, greedy_N)
     token_N, logit_N = torch.zeros_like(block_N), torch.zeros_like(top_N)
     for block in block_N.unique().tolist():
         rows, lo = (block_N == block).nonzero()[:, 0], block * COLUMNS
         z = (x[rows] @ w[lo : lo + COLUMNS].float().t()).div_(temperature_N[rows, None])
-        weight = (z - top_N[rows, None]).exp_()
-        inside = weight.cumsum(1, dtype=torch.float64)
-        rest = torch.minimum(
-            target_N[rows] - before_N[rows],
-            torch.nextafter(inside[:, -1], torch.zeros_like(inside[:, -1])),
-        )
-        column = torch.searchsorted(inside, rest[:, None], right=True)[:, 0].clamp_max(
-            z.shape[1] - 1
-        )
+        column = _search_block(z, top_N[rows], rest_N[rows])
         column = column if greedy_N is None else torch.where(greedy_N[rows], z.argmax(1), column)
         token_N[rows], logit_N[rows] = lo + column, z.gather(1, column[:, None])[:, 0]
     return token_N.clamp_max(V - 1), logit_N - top_N - total_N.log().float()

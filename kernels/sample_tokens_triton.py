@@ -9,6 +9,8 @@ random numbers come from the host (rl/sampler/philox.py).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -97,16 +99,9 @@ def _weights(max_ptr, sum_ptr, index, rows, inside, top, N, slices):
     )
 
 
-@triton.jit(do_not_specialize=BATCH)
-def _pick_kernel(
-    max_ptr, sum_ptr, uniform_ptr, greedy_ptr, slice_ptr, rest_ptr, top_ptr, lse_ptr, N, slices,
-    HAS_GREEDY: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr,
-):  # fmt: skip
-    """Store each row's chosen slice, the rest of u times the total for that slice, its largest z,
-    and log2 of the total.
-    """
-    rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    inside = rows < N
+@triton.jit
+def _largest_slices(max_ptr, rows, inside, N, slices, BM: tl.constexpr, BS: tl.constexpr):
+    """Return each row's largest z and the first slice that holds it."""
     place = tl.arange(0, BS)[:, None]
     top = tl.full((BM,), FLOOR, tl.float32)
     largest = tl.zeros((BM,), tl.int32)
@@ -119,10 +114,17 @@ def _pick_kernel(
         lowest = tl.min(tl.where(m == block_top[None, :], first + place, 2147483647), 0)
         largest = tl.where(block_top > top, lowest, largest)
         top = tl.maximum(top, block_top)
-    total = tl.zeros((BM,), tl.float64)
-    for first in range(0, slices, BS):
-        total += tl.sum(_weights(max_ptr, sum_ptr, first + place, rows, inside, top, N, slices), 0)
-    target = tl.load(uniform_ptr + rows, mask=inside, other=0.0) * total
+    return top, largest
+
+
+@triton.jit
+def _choose_blocks(
+    max_ptr, sum_ptr, target, rows, inside, top, N, slices, BM: tl.constexpr, BS: tl.constexpr
+):
+    """Return the first slice of the block of BS slices in which the cumulative weight passes the
+    target, and the weight before this block.
+    """
+    place = tl.arange(0, BS)[:, None]
     running = tl.zeros((BM,), tl.float64)
     before = tl.zeros((BM,), tl.float64)  # the sum of blocks that end at or below the target
     chosen = tl.zeros((BM,), tl.int32)
@@ -140,10 +142,39 @@ def _pick_kernel(
     past = chosen > last
     chosen = tl.where(past, last, chosen)
     before = tl.where(past, last_before, before)
+    return chosen, before
+
+
+@triton.jit
+def _first_above(weight, rest, place, AXIS: tl.constexpr, SIZE: tl.constexpr):
+    """Return the first place along an axis at which the cumulative weight passes the rest.
+
+    The sum rises at this place, so its weight is not 0.
+    """
+    below = tl.cumsum(weight, AXIS) <= rest
+    first = tl.min(tl.where(below | (weight <= 0.0), SIZE, place), AXIS)
+    return tl.minimum(first, tl.max(tl.where(weight > 0.0, place, 0), AXIS))
+
+
+@triton.jit(do_not_specialize=BATCH)
+def _pick_kernel(
+    max_ptr, sum_ptr, uniform_ptr, greedy_ptr, slice_ptr, rest_ptr, top_ptr, lse_ptr, N, slices,
+    HAS_GREEDY: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """Store each row's chosen slice, the rest of u times the total for that slice, its largest z,
+    and log2 of the total.
+    """
+    rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    inside = rows < N
+    place = tl.arange(0, BS)[:, None]
+    top, largest = _largest_slices(max_ptr, rows, inside, N, slices, BM, BS)
+    total = tl.zeros((BM,), tl.float64)
+    for first in range(0, slices, BS):
+        total += tl.sum(_weights(max_ptr, sum_ptr, first + place, rows, inside, top, N, slices), 0)
+    target = tl.load(uniform_ptr + rows, mask=inside, other=0.0) * total
+    chosen, before = _choose_blocks(max_ptr, sum_ptr, target, rows, inside, top, N, slices, BM, BS)
     weight = _weights(max_ptr, sum_ptr, chosen[None, :] + place, rows, inside, top, N, slices)
-    below = tl.cumsum(weight, 0) <= (target - before)[None, :]
-    offset = tl.min(tl.where(below | (weight <= 0.0), BS, place), 0)
-    offset = tl.minimum(offset, tl.max(tl.where(weight > 0.0, place, 0), 0))
+    offset = _first_above(weight, (target - before)[None, :], place, 0, BS)
     before += tl.sum(tl.where(place < offset[None, :], weight, 0.0), 0)
     chosen += offset
     if HAS_GREEDY:
@@ -153,6 +184,26 @@ def _pick_kernel(
     tl.store(rest_ptr + rows, target - before, mask=inside)
     tl.store(top_ptr + rows, top, mask=inside)
     tl.store(lse_ptr + rows, top + tl.log2(total.to(tl.float32)), mask=inside)
+
+
+@triton.jit
+def _slice_products(
+    x_ptr, w_ptr, rows, cols, inside, real, stride_x, stride_w,
+    D: tl.constexpr, BM: tl.constexpr, SUB: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Return the products of each row and the columns `cols` [rows, SUB] of its slice."""
+    z = tl.zeros((BM, SUB), tl.float32)
+    for k in range(0, D, BK):
+        depth = k + tl.arange(0, BK)
+        x = tl.load(
+            x_ptr + rows[:, None] * stride_x + depth[None, :],
+            mask=inside[:, None] & (depth < D)[None, :],
+            other=0.0,
+        )
+        at = w_ptr + cols[:, :, None] * stride_w + depth[None, None, :]
+        w = tl.load(at, mask=real[:, :, None] & (depth < D)[None, None, :], other=0.0)
+        z += tl.sum(x.to(tl.float32)[:, None, :] * w.to(tl.float32), 2)
+    return z
 
 
 @triton.jit(do_not_specialize=BATCH)
@@ -187,26 +238,13 @@ def _search_kernel(
         + tl.arange(0, SUB)[None, :]
     )
     real = inside[:, None] & (cols < V)
-    z = tl.zeros((BM, SUB), tl.float32)
-    for k in range(0, D, BK):
-        depth = k + tl.arange(0, BK)
-        x = tl.load(
-            x_ptr + rows[:, None] * stride_x + depth[None, :],
-            mask=inside[:, None] & (depth < D)[None, :],
-            other=0.0,
-        )
-        at = w_ptr + cols[:, :, None] * stride_w + depth[None, None, :]
-        w = tl.load(at, mask=real[:, :, None] & (depth < D)[None, None, :], other=0.0)
-        z += tl.sum(x.to(tl.float32)[:, None, :] * w.to(tl.float32), 2)
+    z = _slice_products(x_ptr, w_ptr, rows, cols, inside, real, stride_x, stride_w, D, BM, SUB, BK)
     z = tl.where(real, z * tl.load(scale_ptr + rows, mask=inside, other=0.0)[:, None], FLOOR)
     top = tl.load(top_ptr + rows, mask=inside, other=0.0)
     weight = tl.where(real, tl.exp2(z - top[:, None]), 0.0).to(tl.float64)
-    below = tl.cumsum(weight, 1) <= tl.load(rest_ptr + rows, mask=inside, other=0.0)[:, None]
+    rest = tl.load(rest_ptr + rows, mask=inside, other=0.0)[:, None]
     place = tl.arange(0, SUB)[None, :]
-    # the sum rises at this token, so the weight of the token is not 0
-    first = tl.min(tl.where(below | (weight <= 0.0), SUB, place), 1)
-    last = tl.max(tl.where(weight > 0.0, place, 0), 1)
-    index = tl.minimum(first, last)
+    index = _first_above(weight, rest, place, 1, SUB)
     if HAS_GREEDY:
         greedy = tl.load(greedy_ptr + rows, mask=inside, other=0) != 0
         index = tl.where(
@@ -223,6 +261,115 @@ def _search_kernel(
 
 
 # ------------------------------------------------------------------------------------------- launch
+
+
+class _Operands(NamedTuple):
+    """Hold the hidden states and the head as all launches take them."""
+
+    x: Tensor
+    w: Tensor
+    scale: Tensor  # [N], from a product to logits in units of log 2
+    columns: int  # of a slice
+
+
+class _Choice(NamedTuple):
+    """Hold each row's chosen slice, the rest of u times the total for it, and the row's
+    statistics.
+    """
+
+    chosen: Tensor
+    rest: Tensor
+    top: Tensor
+    lse: Tensor
+
+
+def _sum_slices(operands: _Operands, tiles: TileConfig, splits: int) -> tuple[Tensor, Tensor]:
+    """Return the largest z of every slice and the sum of 2^(z - largest), both [slices, N]."""
+    x, w, N, V = operands.x, operands.w, len(operands.x), len(operands.w)
+    count = triton.cdiv(V, tiles.columns)
+    slices = count * (tiles.columns // operands.columns)
+    slice_max, total = (
+        torch.empty((slices, N), dtype=torch.float32, device=x.device) for _ in range(2)
+    )
+    x_arg, w_arg, options = build_matmul_options(x, w, tiles)
+    splits = min(splits, count)
+    _slices_kernel[(triton.cdiv(N, tiles.rows) * splits,)](
+        x_arg,
+        w_arg,
+        operands.scale,
+        slice_max,
+        total,
+        N,
+        V,
+        count,
+        x.stride(0),
+        w.stride(0),
+        SUB=operands.columns,
+        SPLITS=splits,
+        GROUP=GROUP,
+        **options,
+    )
+    return slice_max, total
+
+
+def _pick_slices(
+    slice_max: Tensor,
+    total: Tensor,
+    uniform_N: Tensor,
+    greedy_N: Tensor | None,
+    pick: tuple[int, int],
+) -> _Choice:
+    """Choose the slice of each row."""
+    (slices, N), device = slice_max.shape, slice_max.device
+    choice = _Choice(
+        torch.empty(N, dtype=torch.int32, device=device),
+        torch.empty(N, dtype=torch.float64, device=device),
+        torch.empty(N, dtype=torch.float32, device=device),
+        torch.empty(N, dtype=torch.float32, device=device),
+    )
+    _pick_kernel[(triton.cdiv(N, pick[0]),)](
+        slice_max,
+        total,
+        uniform_N.contiguous(),
+        choice.chosen if greedy_N is None else greedy_N,
+        *choice,
+        N,
+        slices,
+        HAS_GREEDY=greedy_N is not None,
+        BM=pick[0],
+        BS=pick[1],
+        num_warps=4,
+    )
+    return choice
+
+
+def _search_slices(
+    operands: _Operands, choice: _Choice, greedy_N: Tensor | None, search: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Return the token within the chosen slice of each row, and its logprob."""
+    x, w, N = operands.x, operands.w, len(operands.x)
+    logp = torch.empty(N, dtype=torch.float32, device=x.device)
+    token = torch.empty(N, dtype=torch.int64, device=x.device)
+    _search_kernel[(triton.cdiv(N, search[0]),)](
+        x,
+        w,
+        operands.scale,
+        *choice,
+        choice.chosen if greedy_N is None else greedy_N,
+        token,
+        logp,
+        N,
+        len(w),
+        x.stride(0),
+        w.stride(0),
+        D=x.shape[1],
+        BM=search[0],
+        SUB=operands.columns,
+        BK=search[1],
+        HAS_GREEDY=greedy_N is not None,
+        num_warps=4,
+    )
+    return token, logp
 
 
 def sample_tokens(
@@ -243,77 +390,12 @@ def sample_tokens(
     _search_kernel.
     """
     tiles = tiles or select_tile_sizes(x_ND.shape[1], x_ND.dtype, get_gpu_info(x_ND))
-    x, w, N, V = align_operand(x_ND), align_operand(w_VD), len(x_ND), len(w_VD)
-    sub = min(SLICE_COLUMNS, tiles.columns)
-    scale = (LOG2E / temperature_N.float()).contiguous()
-    count = triton.cdiv(V, tiles.columns)
-    slices = count * (tiles.columns // sub)
-    slice_max, total = (
-        torch.empty((slices, N), dtype=torch.float32, device=x.device) for _ in range(2)
+    operands = _Operands(
+        align_operand(x_ND),
+        align_operand(w_VD),
+        (LOG2E / temperature_N.float()).contiguous(),
+        min(SLICE_COLUMNS, tiles.columns),
     )
-    x_arg, w_arg, options = build_matmul_options(x, w, tiles)
-    splits = min(splits, count)
-    _slices_kernel[(triton.cdiv(N, tiles.rows) * splits,)](
-        x_arg,
-        w_arg,
-        scale,
-        slice_max,
-        total,
-        N,
-        V,
-        count,
-        x.stride(0),
-        w.stride(0),
-        SUB=sub,
-        SPLITS=splits,
-        GROUP=GROUP,
-        **options,
-    )
-    chosen = torch.empty(N, dtype=torch.int32, device=x.device)
-    rest = torch.empty(N, dtype=torch.float64, device=x.device)
-    top, lse, logp = (torch.empty(N, dtype=torch.float32, device=x.device) for _ in range(3))
-    token = torch.empty(N, dtype=torch.int64, device=x.device)
-    uniform, greedy = (
-        uniform_N.contiguous(),
-        chosen if greedy_N is None else greedy_N.to(torch.uint8),
-    )
-    has_greedy = greedy_N is not None
-    _pick_kernel[(triton.cdiv(N, pick[0]),)](
-        slice_max,
-        total,
-        uniform,
-        greedy,
-        chosen,
-        rest,
-        top,
-        lse,
-        N,
-        slices,
-        HAS_GREEDY=has_greedy,
-        BM=pick[0],
-        BS=pick[1],
-        num_warps=4,
-    )
-    _search_kernel[(triton.cdiv(N, search[0]),)](
-        x,
-        w,
-        scale,
-        chosen,
-        rest,
-        top,
-        lse,
-        greedy,
-        token,
-        logp,
-        N,
-        V,
-        x.stride(0),
-        w.stride(0),
-        D=x.shape[1],
-        BM=search[0],
-        SUB=sub,
-        BK=search[1],
-        HAS_GREEDY=has_greedy,
-        num_warps=4,
-    )
-    return token, logp
+    greedy = None if greedy_N is None else greedy_N.to(torch.uint8)
+    choice = _pick_slices(*_sum_slices(operands, tiles, splits), uniform_N, greedy, pick)
+    return _search_slices(operands, choice, greedy, search)

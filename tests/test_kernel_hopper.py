@@ -20,6 +20,7 @@ if INTERPRETED:
     from interpreting import patch_once
 
     from kernels import linear_logprob_launch as launch
+    from kernels import score_launcher
     from kernels.common import LOG2E, HeadConfig
     from kernels.linear_logprob_torch import GradientCoefficients
     from kernels.tile_config import TileConfig
@@ -33,7 +34,7 @@ if INTERPRETED:
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(launch, "SPLITS", 3)
+    monkeypatch.setattr(score_launcher, "SPLITS", 3)
 
 
 def problem(dtype, N, D, V, scale=1.0):
@@ -65,7 +66,7 @@ def test_what_is_kept(small, dtype, columns, N, D, V, scale):
     keeps nothing.
     """
     x, w, y = problem(dtype, N, D, V, scale)
-    scores = launch.ScoreLauncher(
+    scores = score_launcher.ScoreLauncher(
         x, w, y, None, HeadConfig(0.8), TileConfig(16, columns, 16, 4, 1), SPECIAL
     )
     kept, exponents = room(dtype, N, V, columns)
@@ -105,9 +106,9 @@ def test_a_tokens_bits_are_those_of_every_plan(small, monkeypatch):
     """
     x, w, y = problem(torch.bfloat16, 40, 24, 96)
     x, w = (8 * x).round() / 8, (8 * w).round() / 8
-    monkeypatch.setattr(launch, "select_hopper_tiles", lambda hidden: SPECIAL)
+    monkeypatch.setattr(score_launcher, "select_hopper_tiles", lambda hidden: SPECIAL)
     monkeypatch.setattr(
-        launch, "select_tile_sizes", lambda D, dtype, device: TileConfig(16, 16, 16, 4, 1)
+        score_launcher, "select_tile_sizes", lambda D, dtype, device: TileConfig(16, 16, 16, 4, 1)
     )
     keep = room(torch.bfloat16, 40, 96, 16)
     found = [
@@ -124,10 +125,10 @@ def test_a_tokens_bits_are_those_of_every_plan(small, monkeypatch):
 def test_rows_that_do_not_begin_at_16_bytes_are_kept_by_the_other_branch(small, monkeypatch):
     """The copy engine cannot write them."""
     x, w, y = problem(torch.bfloat16, 9, 24, 33)
-    monkeypatch.setattr(launch, "select_hopper_tiles", lambda hidden: SPECIAL)
-    monkeypatch.setattr(launch, "_forward_ws_kernel", None)
+    monkeypatch.setattr(score_launcher, "select_hopper_tiles", lambda hidden: SPECIAL)
+    monkeypatch.setattr(score_launcher, "_forward_ws_kernel", None)
     monkeypatch.setattr(
-        launch, "select_tile_sizes", lambda D, dtype, device: TileConfig(16, 32, 16, 4, 1)
+        score_launcher, "select_tile_sizes", lambda D, dtype, device: TileConfig(16, 32, 16, 4, 1)
     )
     kept, exponents = torch.empty(9, 33, dtype=torch.bfloat16), torch.empty(2, 9)
     out = launch.saved_forward(x, w, y, None, HeadConfig(0.7), kept, exponents, entropy=True)
@@ -142,8 +143,10 @@ def test_a_slabs_gradient_is_the_same_whoever_computes_it(small, monkeypatch, pr
     x, w, y = problem(torch.float16, 70, 24, 200)
     a, found = torch.randn(70, generator=torch.Generator().manual_seed(0)), []
     for count in (programs, 7):
-        monkeypatch.setattr(launch, "count_multiprocessors", lambda tensor, count=count: count)
-        scores = launch.ScoreLauncher(
+        monkeypatch.setattr(
+            score_launcher, "count_multiprocessors", lambda tensor, count=count: count
+        )
+        scores = score_launcher.ScoreLauncher(
             x, w, y, None, HeadConfig(0.7), TileConfig(16, 32, 16, 4, 1), SPECIAL
         )
         dz = torch.full((70, 136), torch.nan, dtype=torch.float16)

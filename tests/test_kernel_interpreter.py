@@ -29,8 +29,8 @@ if INTERPRETED:
 
     from kernels import linear_logprob_launch as launch
     from kernels import linear_logprob_torch as path
-    from kernels import matmul_operands, vocab_chunks
-    from kernels.common import HeadConfig
+    from kernels import matmul_operands, score_launcher, vocab_chunks
+    from kernels.common import LOG2E, HeadConfig
     from kernels.tile_config import GpuInfo, TileConfig
 
     patch_once()
@@ -56,8 +56,9 @@ def close(mine, truth, tolerance):
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(launch, "SPLITS", 2)
-    monkeypatch.setattr(launch, "CHUNK_SPLITS", 2)
+    monkeypatch.setattr(score_launcher, "SPLITS", 2)
+    for module in (launch, score_launcher):
+        monkeypatch.setattr(module, "CHUNK_SPLITS", 2)
     monkeypatch.setattr(vocab_chunks, "CHUNK_COLUMNS", 64)
 
 
@@ -189,7 +190,7 @@ def test_hoppers_branch_gives_the_others_numbers(small, V):
     x, w, y, _ = problem(V=V)
     a, found = torch.randn(len(x)), []
     for special in (None, TILES):
-        scores = launch.ScoreLauncher(x, w, y, None, HeadConfig(0.7), TILES, special)
+        scores = score_launcher.ScoreLauncher(x, w, y, None, HeadConfig(0.7), TILES, special)
         out = scores.combine(scores.statistics(True))
         slabs_of = [
             torch.zeros(len(x), hi - lo) for lo, hi in ((0, min(32, V)), (32, V)) if hi > lo
@@ -199,7 +200,7 @@ def test_hoppers_branch_gives_the_others_numbers(small, V):
                 dz,
                 lo,
                 lo + dz.shape[1],
-                out.lse * launch.LOG2E,
+                out.lse * LOG2E,
                 GradientCoefficients(a, -a, a.flip(0)),
             )
         found.append((out.logp, out.entropy, out.lse, *slabs_of))
@@ -235,7 +236,7 @@ def test_a_hundred_random_cases_of_hoppers_branch_against_float64(small):
         every = z.log_softmax(-1)
         logp, entropy = every.gather(1, y[:, None])[:, 0], -(every.exp() * every).sum(-1)
         ((logp * upstream[0]).sum() + (entropy * upstream[1]).sum() * bent).backward()
-        scores = launch.ScoreLauncher(x, w, y, None, HeadConfig(temperature), TILES, TILES)
+        scores = score_launcher.ScoreLauncher(x, w, y, None, HeadConfig(temperature), TILES, TILES)
         keep = (
             (
                 torch.zeros(N, -(-V // 16) * 16, dtype=dtype)[:, :V],
@@ -248,7 +249,7 @@ def test_a_hundred_random_cases_of_hoppers_branch_against_float64(small):
         close(out.logp, logp.detach(), 1e-5)
         if keep is not None:  # what the saved plan keeps: each probability, to its rounding
             k = keep[1].repeat_interleave(TILES.columns, 0)[:V].t()
-            p = keep[0].float() * torch.exp2(k - out.lse[:, None] * launch.LOG2E)
+            p = keep[0].float() * torch.exp2(k - out.lse[:, None] * LOG2E)
             close(
                 p,
                 every.exp().detach(),
@@ -263,7 +264,7 @@ def test_a_hundred_random_cases_of_hoppers_branch_against_float64(small):
                 dz,
                 lo,
                 V,
-                out.lse * launch.LOG2E,
+                out.lse * LOG2E,
                 compute_coefficients(upstream[0], upstream[1] if bent else None, None, out.entropy),
             )
             # of storing it: 2^-11, 2^-8
@@ -284,7 +285,7 @@ def forced(small, monkeypatch, request):
     from kernels import linear_logprob
 
     public = sys.modules["kernels.linear_logprob"]
-    for module in (launch, public):
+    for module in (score_launcher, public):
         monkeypatch.setattr(module, "select_tile_sizes", lambda D, dtype, device: TILES)
     monkeypatch.setattr(public, "can_run_triton", lambda tensor: True)
     monkeypatch.setattr(public, "_is_small_problem", lambda *_: False)

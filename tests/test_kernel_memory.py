@@ -30,7 +30,13 @@ if INTERPRETED:
     from triton.runtime import interpreter
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    from kernels import SharedPages, decode_ops_triton, paged_attention_triton, vocab_chunks
+    from kernels import (
+        SharedPages,
+        decode_ops_triton,
+        paged_attention_triton,
+        score_launcher,
+        vocab_chunks,
+    )
     from kernels import linear_logprob_launch as launch
     from kernels import linear_logprob_torch as path
     from kernels.common import LOG2E, HeadConfig
@@ -186,10 +192,11 @@ def head_results(g, N, D, V, dtype, bias, softcap, curved) -> list[torch.Tensor]
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(launch, "SPLITS", 3)
-    monkeypatch.setattr(launch, "CHUNK_SPLITS", 2)
-    monkeypatch.setattr(launch, "count_multiprocessors", lambda tensor: 5)
-    monkeypatch.setattr(launch, "select_tile_sizes", lambda *_: TILES)
+    monkeypatch.setattr(score_launcher, "SPLITS", 3)
+    for module in (launch, score_launcher):
+        monkeypatch.setattr(module, "CHUNK_SPLITS", 2)
+    monkeypatch.setattr(score_launcher, "count_multiprocessors", lambda tensor: 5)
+    monkeypatch.setattr(score_launcher, "select_tile_sizes", lambda *_: TILES)
     monkeypatch.setattr(paged_attention_triton, "MIN_PROGRAMS", 12)
 
 
@@ -206,7 +213,7 @@ HEADS = [
 def _check_heads(cases, launched, monkeypatch):
     for dtype, N, D, V, bias, softcap, curved, wide in cases:
         monkeypatch.setattr(
-            launch, "select_hopper_tiles", lambda x, w=wide: WIDE_TILES if w else None
+            score_launcher, "select_hopper_tiles", lambda x, w=wide: WIDE_TILES if w else None
         )
 
         def compute(case=(N, D, V, dtype, bias, softcap, curved)):
@@ -318,7 +325,7 @@ def draw_results(g) -> list[torch.Tensor]:
 def test_a_write_past_the_end_is_noticed(small):
     """A gradient of 32 columns into a buffer of 16."""
     x, w, y = torch.randn(5, 16), torch.randn(64, 16), torch.zeros(5, dtype=torch.long)
-    scores = launch.ScoreLauncher(x, w, y, None, HeadConfig(), TILES, WIDE_TILES)
+    scores = score_launcher.ScoreLauncher(x, w, y, None, HeadConfig(), TILES, WIDE_TILES)
     a, dz = torch.randn(5), torch.zeros(5, 16)
     with poisoned_launches(0xFF, set()), pytest.raises(AssertionError, match="outside"):
         scores.dlogits(
@@ -345,8 +352,8 @@ class UnboundedKernel:
 def test_the_trial_on_a_device_notices_writes_outside_of_a_slab(monkeypatch):
     """The trial that chooses the warp-specialised kernels, at the tiles of a Hopper."""
     device, dtype = torch.device("cpu"), torch.bfloat16
-    older, newer = (launch.run_trial(hopper, device, dtype) for hopper in (False, True))
+    older, newer = (score_launcher.run_trial(hopper, device, dtype) for hopper in (False, True))
     assert outputs_agree(newer, older)
-    kernel = UnboundedKernel(launch._dlogits_ws_kernel)
-    monkeypatch.setattr(launch, "_dlogits_ws_kernel", kernel)
-    assert not outputs_agree(launch.run_trial(True, device, dtype), older)
+    kernel = UnboundedKernel(score_launcher._dlogits_ws_kernel)
+    monkeypatch.setattr(score_launcher, "_dlogits_ws_kernel", kernel)
+    assert not outputs_agree(score_launcher.run_trial(True, device, dtype), older)

@@ -115,6 +115,8 @@ class Counter:
 @pytest.fixture
 def launches(monkeypatch):
     launch = pytest.importorskip("kernels.linear_logprob_launch", reason="triton is not installed")
+    from kernels import score_launcher
+
     log = []
 
     def forward_flops(args, options):
@@ -125,18 +127,18 @@ def launches(monkeypatch):
         n, _, lo, hi = args[9:13]
         return 2 * n * options["D"] * (hi - lo)
 
-    monkeypatch.setattr(launch, "_forward_kernel", Counter(log, forward_flops))
-    monkeypatch.setattr(launch, "_dlogits_kernel", Counter(log, dlogits_flops))
+    monkeypatch.setattr(score_launcher, "_forward_kernel", Counter(log, forward_flops))
+    monkeypatch.setattr(score_launcher, "_dlogits_kernel", Counter(log, dlogits_flops))
     for name in ("_combine_kernel", "_align_kernel", "_saved_dlogits_kernel"):
-        monkeypatch.setattr(launch, name, Counter(log, lambda args, options: 0))
+        monkeypatch.setattr(score_launcher, name, Counter(log, lambda args, options: 0))
     from kernels import matmul_operands
     from kernels.tile_config import GpuInfo, select_tile_sizes
 
     # pointers: descriptors look at addresses
     monkeypatch.setattr(matmul_operands, "get_gpu_info", lambda tensor: GpuInfo(80))
-    monkeypatch.setattr(launch, "get_gpu_info", lambda tensor: GpuInfo(80))
+    monkeypatch.setattr(score_launcher, "get_gpu_info", lambda tensor: GpuInfo(80))
     monkeypatch.setattr(
-        launch, "select_tile_sizes", lambda D, dtype, device: select_tile_sizes(D, dtype)
+        score_launcher, "select_tile_sizes", lambda D, dtype, device: select_tile_sizes(D, dtype)
     )
     return launch, log
 
@@ -204,6 +206,8 @@ def test_every_thread_that_launches_gives_descriptors_their_memory(launches, mon
     """Triton keeps who gives it by thread, and autograd runs a backward in one of its own.
     (Hopper's kernels make descriptors.)
     """
+    from kernels import score_launcher
+
     launch, _ = launches
     allocation = pytest.importorskip("triton.runtime._allocation")
     asked = []
@@ -213,8 +217,8 @@ def test_every_thread_that_launches_gives_descriptors_their_memory(launches, mon
             return lambda *args, **options: asked.append(allocation._allocator.get())
 
     for name in ("_forward_ws_kernel", "_dlogits_ws_kernel"):
-        monkeypatch.setattr(launch, name, Asking())
-    monkeypatch.setattr(launch, "select_hopper_tiles", lambda x: HOPPER_TILES)
+        monkeypatch.setattr(score_launcher, name, Asking())
+    monkeypatch.setattr(score_launcher, "select_hopper_tiles", lambda x: HOPPER_TILES)
 
     def run():
         with FakeTensorMode():
@@ -235,7 +239,7 @@ def test_every_thread_that_launches_gives_descriptors_their_memory(launches, mon
     here = len(asked)
     with ThreadPoolExecutor(1) as other:
         other.submit(run).result()
-    assert here > 0 and len(asked) == 2 * here and set(asked) == {launch._allocate_scratch}
+    assert here > 0 and len(asked) == 2 * here and set(asked) == {score_launcher._allocate_scratch}
 
 
 def test_fake_cuda_extra_memory_is_flat_in_v(launches):
@@ -366,6 +370,8 @@ def test_every_row_of_scores_begins_at_16_elements(launches, monkeypatch):
     spilled 1.4 KB a thread on Hopper, and Triton takes none for aligned whose stride is no multiple
     of 16.
     """
+    from kernels import score_launcher
+
     launch, _ = launches
     strides = []
 
@@ -382,7 +388,7 @@ def test_every_row_of_scores_begins_at_16_elements(launches, monkeypatch):
         ("_saved_dlogits_kernel", 8),
         ("_align_kernel", 0),
     ):
-        monkeypatch.setattr(launch, name, Stores(at))
+        monkeypatch.setattr(score_launcher, name, Stores(at))
     head = sys.modules["kernels.linear_logprob"]
     monkeypatch.setattr(head, "can_run_triton", lambda tensor: True)
     with FakeTensorMode():
