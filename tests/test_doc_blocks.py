@@ -39,8 +39,6 @@ ROWS = {
     "mine.jsonl": PICTURE,
 }
 PICTURES = ("cat.png", "picture.png")
-# A python block that names no file is this one: the page's first.
-UNNAMED_FILES = {"README.md": "my_reward.py"}
 # Files that a page names and leaves to the reader.
 OWN_FILES = {
     "methods.md": {
@@ -237,9 +235,6 @@ def test_every_block_says_what_is_done_with_it():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_blocks_of_a_page_run(page, shell, made_runs, tmp_path, monkeypatch):
     blocks = [block for block in blocks_of(page) if not block.skip]
-    if page.name in UNNAMED_FILES:
-        first = next(block for block in blocks if block.language == "python")
-        blocks[blocks.index(first)] = replace(first, file=UNNAMED_FILES[page.name])
     folder = link_checkout(tmp_path / "checkout", shell)
     write_inputs(folder)
     shutil.copytree(made_runs, folder / "runs")
