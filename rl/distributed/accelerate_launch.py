@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from rl.distributed import collectives
+from rl.distributed.gloo_interface import select_gloo_interface
 from rl.distributed.rank_roles import has_role
 from rl.errors import UserError
 
@@ -55,6 +56,7 @@ def make_accelerator(*, bf16: bool, timeout_seconds: float = 1800.0) -> Any:
     bound = datetime.timedelta(seconds=timeout_seconds)
     group = [InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=bound)]
     _check_environment(processes)
+    select_gloo_interface()
     if _is_set("ACCELERATE_USE_DEEPSPEED"):
         accelerator = _make_deepspeed_accelerator(bf16, precision, group, timeout_seconds)
     else:

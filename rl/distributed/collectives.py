@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rl.distributed.gloo_interface import select_gloo_interface
 from rl.distributed.heartbeat import HeartbeatMonitor, HeartbeatSender
 from rl.errors import OtherRankFailed, RankLost
 
@@ -360,6 +361,7 @@ def init_world(store: Any, rank: int, world: int, timeout_seconds: float) -> Non
         "nccl" if torch.cuda.is_available() else "gloo",
         datetime.timedelta(seconds=timeout_seconds),
     )
+    select_gloo_interface()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=bound)
 
 
