@@ -171,7 +171,7 @@ METRICS: dict[str, str] = {
     "time/sample": "sampling",
     "time/score": "waiting for environments and rewards",
     "time/sync": "giving the new weights to the sampler",
-    "time/test": "evaluation by samples",
+    "time/test": "evaluation by samples, and storing the answers",
     "time/test_rows": "evaluation on rows",
     "time/reward/NAME": "the reward NAME, summed over all workers",
     "time/tokens_per_second": "sampled (else trained) tokens over `time/step`",
