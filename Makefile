@@ -9,7 +9,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: train test quick lint campaign clean
 
-# The four settings are accelerate's defaults for one process; unsaid, it prints a paragraph about them.
+# The four settings are accelerate's defaults for one process; without them, accelerate prints a paragraph about its defaults.
 train: $(STAMP)
 	$(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no train.py $(ARGS)
 

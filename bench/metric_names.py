@@ -7,6 +7,7 @@ rows of short runs. Words in capital letters stand for a name or a number.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 # Prefix of the metrics -> (title, text below it).
 SECTIONS: dict[str, tuple[str, str]] = {
@@ -171,7 +172,7 @@ METRICS: dict[str, str] = {
     "time/sample": "sampling",
     "time/score": "waiting for environments and rewards",
     "time/sync": "giving the new weights to the sampler",
-    "time/test": "evaluation by samples",
+    "time/test": "evaluation by samples, and storing the answers",
     "time/test_rows": "evaluation on rows",
     "time/reward/NAME": "the reward NAME, summed over all workers",
     "time/tokens_per_second": "sampled (else trained) tokens over `time/step`",
@@ -204,16 +205,29 @@ METRICS: dict[str, str] = {
 }
 
 
-def make_pattern(name: str) -> str:
-    """Return the regular expression of a documented name; capitals match one part or several."""
-    return re.sub(r"[A-Z]+(?=/|$)", ".+", re.escape(name))
+def make_pattern(name: str, custom_names: Collection[str] = ()) -> str:
+    """Return the regular expression of a documented name: N is a number, other capitals are one of
+    `custom_names`.
+    """
+    choices = "|".join(map(re.escape, custom_names)) or "(?!)"  # without names it matches nothing
+    return re.sub(
+        r"[A-Z]+(?=/|$)",
+        lambda match: r"\d+" if match[0] == "N" else f"(?:{choices})",
+        re.escape(name),
+    )
 
 
-def is_documented(name: str) -> bool:
+def is_documented(name: str, custom_names: Collection[str] = ()) -> bool:
     """Return whether the table explains a metric of a run. The metrics of a data set, `env/SET/...`,
     `test/env/SET/...` and `test/SET/...`, are explained under `all`, and without SET.
+
+    `custom_names`: names that a user or a data set gave to metrics, rewards and questions. Every
+    other part of a name is compared exactly, so that a misspelt name is not taken for one of these.
     """
     names = {name, re.sub(r"^((?:test/)?(?:env|greedy))/[^/]+/", r"\1/all/", name)}
     if not name.startswith(("test/env/", "test/greedy/")):
         names.add(re.sub(r"^test/[^/]+/", "test/", name))
-    return any(re.fullmatch(make_pattern(known), item) for known in METRICS for item in names)
+    # held-out samples have the names of samples
+    names |= {item.removeprefix("test/") for item in names if item.startswith("test/env/")}
+    patterns = [make_pattern(known, custom_names) for known in METRICS]
+    return any(re.fullmatch(pattern, item) for pattern in patterns for item in names)

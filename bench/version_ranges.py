@@ -9,7 +9,8 @@ script creates and removes; `--folder` keeps it.
 uv comes from pip. An end is a download of 3 GB, unless uv's cache has it; `--torch-backend cpu` makes
 it 0.6 GB.
 
-Writes bench/results/version_ranges.csv, a row for each end. The exit code is 1 if an end fails.
+Writes bench/results/version_ranges.csv, a row for each end. The exit code is 1 if an end fails, also
+if its packages do not install; the other end is tried nevertheless.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -27,8 +29,9 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent
-# Replace this folder on sys.path: its kernels.py would shadow the package `kernels`.
-sys.path[0] = str(REPO)
+if __name__ == "__main__":
+    # Replace this folder on sys.path: its kernels.py would shadow the package `kernels`.
+    sys.path[0] = str(REPO)
 from bench.campaign import RESULTS, write_table  # noqa: E402
 
 RESOLUTIONS = {"lowest": "lowest-direct", "newest": "highest"}
@@ -39,6 +42,7 @@ TESTS = (
     "tests/test_models.py",
     "tests/test_serve_forms.py",
 )
+CHECKS = ("install", "import", "train", "tests")
 VERSIONS = """
 import json, sys
 from importlib.metadata import version
@@ -72,22 +76,30 @@ def check(python: Path, folder: Path) -> dict[str, str]:
     outcomes = {}
     for name, words in checks.items():
         run = subprocess.run([str(python), *words], cwd=REPO, capture_output=True, text=True)
-        lines = [line for line in (run.stdout + run.stderr).splitlines() if line.strip()]
-        print(*lines[-25 if run.returncode else -1 :], sep="\n", flush=True)
-        failure = f"exit code {run.returncode}: {lines[-1] if lines else ''}"
-        outcomes[name] = failure if run.returncode else "ok"
-        if name == "tests" and not run.returncode:
-            outcomes[name] = lines[-1].strip("= ").split(" in ")[0]
+        lines = [line for line in run.stdout.splitlines() if line.strip()]
+        if run.returncode:
+            print(run.stdout[-3000:], run.stderr[-3000:], sep="\n", flush=True)
+            errors = run.stderr.strip().splitlines() or [""]
+            outcomes[name] = f"exit code {run.returncode}: {lines[-1] if lines else errors[-1]}"
+        else:  # warnings go to stderr, the summary of pytest to stdout
+            outcomes[name] = lines[-1].strip("= ").split(" in ")[0] if name == "tests" else "ok"
     return outcomes
 
 
 def measure(end: str, folder: Path, torch_backend: str) -> dict[str, Any]:
-    """Return the row of one end."""
+    """Return the row of one end; without versions and outcomes if its packages do not install."""
     start = time.perf_counter()
-    python = install(end, folder, torch_backend)
-    words = [str(python), "-c", VERSIONS, *PACKAGES]
-    versions = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
-    outcomes = check(python, folder)
+    outcomes = dict.fromkeys(CHECKS, "")
+    versions: dict[str, str] = dict.fromkeys(PACKAGES, "")
+    try:
+        python = install(end, folder, torch_backend)
+    except subprocess.CalledProcessError as error:
+        outcomes["install"] = f"exit code {error.returncode}"
+    else:
+        words = [str(python), "-c", VERSIONS, *PACKAGES]
+        reply = subprocess.run(words, check=True, capture_output=True, text=True)
+        versions = json.loads(reply.stdout)
+        outcomes = {"install": "ok", **check(python, folder)}
     return {
         "end": end,
         **outcomes,
@@ -95,7 +107,7 @@ def measure(end: str, folder: Path, torch_backend: str) -> dict[str, Any]:
         **versions,
         "seconds": round(time.perf_counter() - start),
         "date": time.strftime("%Y-%m-%d"),
-        "command": f"python bench/version_ranges.py --end {end}",
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
     }
 
 
@@ -120,7 +132,7 @@ def main() -> int:
     failed = [
         f"{end}: {name}: {rows[end][name]}"
         for end in ends
-        for name in ("import", "train", "tests")
+        for name in CHECKS
         if rows[end][name].startswith("exit code")
     ]
     print(*failed, sep="\n", file=sys.stderr)

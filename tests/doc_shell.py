@@ -6,7 +6,6 @@ tests/rank_server.py, with small sizes (tests/small_runs.py). What is not run is
 an installation's requirement file, a measurement's flags, the script of a batch job.
 """
 
-import importlib.util
 import json
 import os
 import re
@@ -27,7 +26,7 @@ from rank_server import Ranks
 REPO = Path(__file__).resolve().parent.parent
 # For tests/small_runs.py; its value: "whole", or "part" of a command. Workers of rewards get it too.
 ONLY_PARSED = "PYTHON_WHETSTONE_ONLY_PARSED"
-PROGRAMS = "python python3 accelerate make pip sbatch srun whetstone lm_eval docker".split()
+PROGRAMS = "python python3 accelerate make pip uv sbatch srun whetstone lm_eval docker".split()
 PROGRAM = """#!{python} -IS
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as connection:
@@ -43,6 +42,7 @@ MORE_WORDS = {  # of scripts that small_runs.py does not make small
     "sample.py": ["--max-tokens", "8"],
     "minimal_loop.py": ["--sft-steps", "2", "--steps", "1"],
 }
+FOREIGN_MODULES = {"tinker_cookbook"}  # of `python -m`: packages that the tests do not install
 # Environments whose packages requirements.txt does not install (bench/wrappers.py runs them).
 OTHER_ENVIRONMENTS = {
     "endpoint",
@@ -74,6 +74,13 @@ def check_install(words: list[str], folder: Path) -> None:
         if extras := re.fullmatch(r"\.\[(.*)\]", flag):
             if missing := set(extras[1].split(",")) - project["optional-dependencies"].keys():
                 raise CommandError(f"pyproject.toml has no extras {missing}")
+
+
+def check_image(words: list[str], folder: Path) -> None:
+    """Check that the file of `docker build -f FILE` exists."""
+    for flag, value in zip(words, words[1:], strict=False):
+        if words[0] == "build" and flag in ("-f", "--file") and not (folder / value).is_file():
+            raise CommandError(f"no file {value}")
 
 
 def split_launcher(words: list[str]) -> list[str]:
@@ -148,11 +155,13 @@ class DocShell:
 
     def dispatch(self, words: list[str], order: dict) -> tuple[int, str]:
         program, rest, folder = words[0], words[1:], Path(order["cwd"])
-        if program == "pip" or rest[:2] == ["-m", "pip"]:
+        if program in ("pip", "uv") or rest[:2] == ["-m", "pip"]:
             check_install(rest, folder)
         elif program == "make":
             return self.make(rest, order)
-        elif program in ("lm_eval", "docker"):
+        elif program == "docker":
+            check_image(rest, folder)
+        elif program == "lm_eval":
             pass
         elif program == "srun":
             return self.dispatch(rest, order)
@@ -169,7 +178,7 @@ class DocShell:
             (folder / "whetstone_main.py").write_text("import whetstone\nexit(whetstone.main())\n")
             return self.script(["whetstone_main.py", *rest], order)
         elif rest[:2] == ["-m", "venv"]:
-            (folder / rest[2] / "bin").mkdir(parents=True)
+            (folder / rest[2] / "bin").mkdir(parents=True, exist_ok=True)
             (folder / rest[2] / "bin" / "activate").touch()
         else:
             return self.script(rest, order)
@@ -198,8 +207,8 @@ class DocShell:
         if name == "-c":
             (folder / "typed.py").write_text(words[1])
             name, words = "typed.py", ["typed.py", *words[2:]]
-        if name == "-m" and importlib.util.find_spec(words[1].partition(".")[0]) is None:
-            return 0, ""  # a package of others that is not installed
+        if name == "-m" and words[1].partition(".")[0] in FOREIGN_MODULES:
+            return 0, ""
         if name != "-m" and not (folder / name).is_file():
             raise CommandError(f"no file {name}")
         env = {**order["env"], "PATH": os.environ["PATH"]}

@@ -8,6 +8,7 @@ import argparse
 import os
 import re
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 from doc_shell import ONLY_PARSED
@@ -32,6 +33,7 @@ SMALL = {
 }
 parse_whole_run = rl.config.parse_run
 parse_all_arguments = argparse.ArgumentParser.parse_args
+parse_known_arguments = argparse.ArgumentParser.parse_known_args
 report_error = argparse.ArgumentParser.error
 
 
@@ -66,10 +68,40 @@ def check_environments(run):
 
 
 def parse_arguments(parser, *arguments, **options):
-    parsed = parse_all_arguments(parser, *arguments, **options)
+    with use_original_parser():
+        parsed = parse_all_arguments(parser, *arguments, **options)
     if ONLY_PARSED in os.environ:
         raise SystemExit(0)
     return parsed
+
+
+def parse_some_arguments(parser, *arguments, **options):
+    """The words that the parser does not know are settings: of a method, or of an environment."""
+    with use_original_parser():
+        parsed, rest = parse_known_arguments(parser, *arguments, **options)
+    if ONLY_PARSED in os.environ:
+        names = set().union(*(get_fields(method.settings) for method in METHODS.values()))
+        flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
+        unknown = [
+            flag
+            for flag in flags
+            if flag.removeprefix("--").removeprefix("no-").replace("-", "_") not in names
+            and not flag.startswith("--environment.")
+        ]
+        if unknown:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        raise SystemExit(0)
+    return parsed, rest
+
+
+@contextmanager
+def use_original_parser():
+    """argparse calls parse_known_args for parse_args and for each subcommand."""
+    argparse.ArgumentParser.parse_known_args = parse_known_arguments
+    try:
+        yield
+    finally:
+        argparse.ArgumentParser.parse_known_args = parse_some_arguments
 
 
 def report(parser, message):
@@ -82,4 +114,5 @@ def report(parser, message):
 parse_whole_run([], METHODS, RECIPE, options=rl.config.RunSettings)  # remembers all settings
 rl.config.parse_run = parse_small_run
 argparse.ArgumentParser.parse_args = parse_arguments
+argparse.ArgumentParser.parse_known_args = parse_some_arguments
 argparse.ArgumentParser.error = report

@@ -8,6 +8,7 @@ import base64
 import json
 import os
 import pickle
+import random
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +25,10 @@ from rl.data import (
     has_row_splits,
     load_problems,
     oneliners,
+    sorting,
 )
 from rl.data import row_readers as rows_module
+from rl.data.sorting_dataset import is_test as sorting_is_test
 from rl.errors import UserError
 from rl.rewards import resolve_reward
 from rl.rewards.countdown_reward import evaluate_arithmetic
@@ -331,11 +334,30 @@ def test_sorting_holds_out_digits_in_every_order_and_shuffles_without_a_preferen
         ("digits=1", "got 'digits=1'"),
         ("order=up", "got 'order=up'"),
         ("digits=2", "fewer than 10000 rows exist"),
+        ("digits=²", "got 'digits=²'"),
+        ("size=1²", "got 'size=1²'"),
     ],
 )
 def test_sorting_checks_its_options(options: str, message: str):
     with pytest.raises(UserError, match=message):
         load_problems(f"sorting:{options}")
+
+
+def test_a_sorting_size_that_no_split_has_is_refused_before_any_row_is_drawn(monkeypatch):
+    """The largest size that is accepted yields every row of the split."""
+    every = {f"{row:03d}=" for row in range(1000)}
+    held_out = {text for text in every if sorting_is_test(text[:-1])}
+    for split, rows, size in (
+        ("train", every - held_out, len(every - held_out)),
+        ("test", held_out, 10 * len(held_out)),
+    ):
+        options = {"digits": "3", "size": str(size)}
+        problems = list(sorting(split, options))
+        assert {problem.messages[-1]["content"] for problem in problems} == rows
+        with monkeypatch.context() as patch:
+            patch.setattr(random.Random, "choices", None)
+            with pytest.raises(UserError, match=f"fewer than {len(rows) + 1} .*: {len(rows)};"):
+                sorting(split, {"digits": "3", "size": str(size + 1)})
 
 
 def test_countdowns_solutions_are_right_by_pythons_own_arithmetic():
@@ -392,8 +414,9 @@ def test_one_liners_do_what_their_tests_say():
     for options in ({"noise": "2"}, {"loud": "1"}):
         with pytest.raises(UserError, match="oneliners takes the options"):
             oneliners("train", options)
-    with pytest.raises(UserError, match="countdown takes the options"):
-        countdown("train", {"numbers": "1"})
+    for value in ("1", "²"):
+        with pytest.raises(UserError, match="countdown takes the options"):
+            countdown("train", {"numbers": value})
 
 
 # -------------------------------------------------------------------------------- what splits share

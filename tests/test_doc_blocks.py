@@ -135,7 +135,7 @@ def made_runs(shell, tmp_path_factory) -> Path:
 def fill_placeholders(command: str, page: str, number: int) -> str:
     words = {**PLACEHOLDERS, "OUT": f"out-{number}"}
     words["RUN"] = RUN_OF_PAGE.get(page, words["RUN"])
-    return re.sub(r"[\w.]+", lambda match: words.get(match[0], match[0]), command)
+    return re.sub(r"(?<![-\w.])[\w.]+", lambda match: words.get(match[0], match[0]), command)
 
 
 def run_block(block: Block, shell: DocShell, folder: Path, commands: str) -> None:
@@ -229,6 +229,23 @@ python train.py sft
 def test_every_block_says_what_is_done_with_it():
     undecided = [b.place for b in BLOCKS if b.language not in HANDLED and not b.skip]
     assert not undecided and len(BLOCKS) > 30
+
+
+@pytest.mark.slow
+def test_a_command_that_is_only_parsed_does_not_start(shell, tmp_path):
+    """No such run exists: a script that starts says so."""
+    folder = link_checkout(tmp_path / "checkout", shell)
+    for script in ("sample.py", "evaluate.py"):
+        shell.run(
+            f"python {script} runs/none --max-tokens 8 --system-prompt x", folder, only="part"
+        )
+        with pytest.raises(AssertionError, match="arguments: --max-tokns"):
+            shell.run(f"python {script} runs/none --max-tokns 8", folder, only="part")
+    with pytest.raises(AssertionError, match="No module named 'missing_package'"):
+        shell.run("python -m missing_package.tool", folder)
+    shell.run("docker build -f docker/Dockerfile -t x .", folder)
+    with pytest.raises(AssertionError, match="no file docker/Missing"):
+        shell.run("docker build -f docker/Missing -t x .", folder)
 
 
 @pytest.mark.slow

@@ -162,6 +162,15 @@ def test_rows_tell_an_episode_turn_by_turn(play, ascii_tokenizer):
         assert turn["logprobs"] == transition.ac.logprobs and "restarts" not in turn
     assert row["reward"] == pytest.approx(sum(turn["reward"] for turn in turns if turn["sampled"]))
 
+    # for reading alone: the same without tokens, so that no token is decoded
+    (short,) = json.loads(json.dumps(list(build_rollout_rows(found, None, 1.0))))
+    by_token = {"prompt_tokens", "response_tokens", "tokens", "token_ids", "logprobs"}
+    drop = [
+        {key: value for key, value in entry.items() if key not in by_token}
+        for entry in (row, *turns)
+    ]
+    assert short == {**drop[0], "turns": drop[1:]}
+
 
 # ------------------------------------------------------------------------------------------- limits
 

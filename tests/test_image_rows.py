@@ -430,7 +430,16 @@ def test_shapes_are_what_their_answers_say():
     for problem in load_problems("shapes:ask=colour,rows=20"):
         image = np.asarray(open_image(problem.messages[0]["content"][0]["image"])).reshape(-1, 3)
         assert (image == COLOURS[problem.response]).all(-1).sum() > 50
-    for options in ("ask=size", "rows=x", "blind=2", "hue=1", "noise=2", "noise=x", "from=-1"):
+    for options in (
+        "ask=size",
+        "rows=x",
+        "rows=²",
+        "blind=2",
+        "hue=1",
+        "noise=2",
+        "noise=x",
+        "from=-1",
+    ):
         with pytest.raises(UserError, match="shapes takes the options"):
             load_problems(f"shapes:{options}")
 

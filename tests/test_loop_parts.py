@@ -4,6 +4,7 @@ state that goes on.
 
 import json
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from test_controls import levelled
@@ -12,9 +13,11 @@ from rl.algorithms.grpo_settings import GrpoSettings
 from rl.algorithms.update import make_adam_params
 from rl.config.sections import LoopSettings, OptimSettings, SamplingSettings
 from rl.rollout.lockstep import RolloutBatch
+from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
 from rl.trainer import evaluator, online_loop, stage_sampling
 from rl.trainer.held_out_metrics import HeldOutMetrics
 from rl.trainer.stage import Stage
+from rl.types import ModelInput, SampledSequence
 
 SETTINGS = GrpoSettings(
     loop=LoopSettings(eval_every=2), sampling=SamplingSettings(max_tokens=4, temperature=0.8)
@@ -22,7 +25,15 @@ SETTINGS = GrpoSettings(
 
 
 def bare_stage(
-    *, method=None, models=None, problems=None, keeper=None, seed=5, **overridden
+    *,
+    method=None,
+    models=None,
+    problems=None,
+    keeper=None,
+    seed=5,
+    logbook=None,
+    renderer=None,
+    **overridden,
 ) -> Stage:
     """A stage of no more than these parts, that asks for pairs of a problem and a size;
     `overridden`: methods of its own.
@@ -36,12 +47,12 @@ def bare_stage(
         models=models or SimpleNamespace(rewards=None, learning={}, opponents=None),
         problems=problems,
         test_problems=["a", "b"],
-        renderer=None,
+        renderer=renderer,
         scorer=SimpleNamespace(take_seconds=dict),
         seed=seed,
         first_step=3,
         done=0,
-        logbook=None,
+        logbook=logbook,
         console=None,
         checkpoints=keeper,
         stop_request=None,
@@ -77,6 +88,38 @@ def test_held_out_answers_are_always_drawn_with_the_same_streams(monkeypatch):
     # another run's are other streams
     bare_stage(seed=6).evaluator.evaluate_sampled(SimpleNamespace(version=0))
     assert drawn[-1] not in drawn[:-1] and drawn[-1][:2] == drawn[0][:2]
+
+
+def test_storing_held_out_answers_decodes_nothing_and_counts_as_evaluation(monkeypatch):
+    """`time/test` holds it: here storing an answer takes 100 seconds of a clock."""
+    now, stored = [0.0], []
+    answer = SampledSequence(tokens=[1, 2, 3], logprobs=[-1.0, -2.0, -3.0], stop_reason="stop")
+    turn = Transition(
+        ModelInput.from_ints([7]), answer, 1.0, True, {"correct": 1.0}, {"response": "abc"}
+    )
+    group = TrajectoryGroup([Trajectory([turn])], [0.0], [{}], "sums", 4)
+    decode = Mock(side_effect=AssertionError("a token was decoded"))
+
+    def write_held_out_answers(step, rows, stage, *, greedy):
+        stored.extend((step, greedy, row) for row in rows)
+        now[0] += 100.0
+
+    monkeypatch.setattr(evaluator, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(
+        evaluator, "rollout", lambda *_, **__: RolloutBatch([group], [], {}, 0.0, 0.0)
+    )
+    stage = bare_stage(
+        logbook=SimpleNamespace(write_held_out_answers=write_held_out_answers),
+        renderer=SimpleNamespace(tokenizer=SimpleNamespace(decode=decode)),
+    )
+    metrics = stage.evaluator.evaluate_before_training(SimpleNamespace(version=0))
+    assert metrics["time/test"] == 200.0 and decode.call_count == 0
+    assert [(step, greedy) for step, greedy, _ in stored] == [(3, False), (3, True)]
+    for *_, row in stored:
+        expected = {"problem": 4, "tag": "sums", "response": "abc", "reward": 1.0}
+        assert expected | {"stop_reason": "stop"} == {
+            key: row[key] for key in (*expected, "stop_reason")
+        }
 
 
 def test_training_samples_have_streams_of_their_own_at_each_batch(monkeypatch):

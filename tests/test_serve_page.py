@@ -6,11 +6,12 @@ import base64
 import hashlib
 import re
 import shutil
+import subprocess
 
 import pytest
 
-pytest.importorskip("starlette", reason="needs requirements-serve.txt")
-pytest.importorskip("uvicorn", reason="needs requirements-serve.txt")
+pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("uvicorn", reason="needs the extra serve")
 
 from serving import BASE, TestClient, held, server  # noqa: E402
 
@@ -61,10 +62,22 @@ def test_the_policy_of_the_page_allows_its_own_code_and_nothing_else(served):
     assert not re.search(r'\s(on\w+|style)="', page.text), "the policy blocks inline handlers"
 
 
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_script_of_the_page_parses(served, tmp_path):
+    http = TestClient(served.app, raise_server_exceptions=False)
+    page = http.get("/", headers={"accept": BROWSER}).text
+    ((kind, text),) = re.findall(r"<script([^>]*)>(.*?)</script>", page, re.DOTALL)
+    file = tmp_path / f"page.{'mjs' if 'module' in kind else 'cjs'}"
+    for script, is_valid in ((text, True), (text + "\n}", False)):
+        file.write_text(script)
+        check = subprocess.run(["node", "--check", str(file)], capture_output=True, text=True)
+        assert (check.returncode == 0) == is_valid, check.stderr
+
+
 @pytest.fixture(scope="module")
 def browser():
     """Chromium, of playwright or of the system."""
-    api = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip)")
+    api = pytest.importorskip("playwright.sync_api", reason="needs the extra browser")
     installed = shutil.which("chromium") or shutil.which("google-chrome")
     with api.sync_playwright() as playwright:
         try:

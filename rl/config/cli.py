@@ -171,19 +171,21 @@ def read_run(
     stage_tables = {
         name: tables[str(stage.method)] for name, stage in zip(names, stages, strict=True)
     }
-    line = _read_line_settings(flags, stage_tables, known, accepted, owners, problems)
+    command_line = _read_command_line_settings(
+        flags, stage_tables, known, accepted, owners, problems
+    )
     _check_keys(plan.shared, accepted, " or ".join(tables) or "any method", problems)
 
     # Settings that may come from a recipe keep their recipe names in messages.
-    typed = (line.shared if plan.recipe else known) - methods.keys()
+    typed = (command_line.shared if plan.recipe else known) - methods.keys()
     options_value = _build_section(
         options,
-        {k: v for k, v in {**plan.shared, **line.shared}.items() if k in option_table},
+        {k: v for k, v in {**plan.shared, **command_line.shared}.items() if k in option_table},
         problems,
         plan,
         typed,
     )
-    built = _build_stages(stages, names, plan, line, methods, option_table, typed, problems)
+    built = _build_stages(stages, names, plan, command_line, methods, option_table, typed, problems)
     if problems:
         raise SettingsError(problems)
     run_name = (
@@ -198,7 +200,7 @@ def _build_stages(
     stages: Sequence[RecipeStage],
     names: Sequence[str],
     plan: RequestedRun,
-    line: _LineSettings,
+    command_line: _CommandLineSettings,
     methods: Mapping[str, MethodEntry],
     option_table: Collection[str],
     typed: Collection[str],
@@ -221,7 +223,13 @@ def _build_stages(
         }
         _check_keys(stage_values, get_fields(methods[method].settings), method, problems)
         merged = _merge_stage(
-            stage_values, plan, line, name, names[: len(built)], len(stages), methods[method]
+            stage_values,
+            plan,
+            command_line,
+            name,
+            names[: len(built)],
+            len(stages),
+            methods[method],
         )
         prefix = f"stage {name}: " if len(stages) > 1 else ""
         unused |= {key: f"{prefix}{text}" for key, text in merged.unused.items()}
@@ -231,7 +239,7 @@ def _build_stages(
         )
         built.append(StageConfig(method, name, settings))
     problems += [
-        *check_two_rewards(line.shared),
+        *check_two_rewards(command_line.shared),
         *(format_as_flags(text, typed) for key, text in unused.items() if key not in used),
     ]
     return built
@@ -256,21 +264,21 @@ def _setting_tables(
 
 
 @dataclass(frozen=True)
-class _LineSettings:
+class _CommandLineSettings:
     """Hold the settings of the command line, `--change` included."""
 
     shared: dict[str, RawValue]  # of every stage that has the setting
     by_stage: Mapping[str, Mapping[str, RawValue]]  # of the stage of this name (--stage.setting)
 
 
-def _read_line_settings(
+def _read_command_line_settings(
     flags: Sequence[ParsedFlag],
     stage_tables: Mapping[str, Mapping[str, Any]],
     known: Collection[str],
     accepted: Collection[str],
     owners: Mapping[str, str],
     problems: list[str],
-) -> _LineSettings:
+) -> _CommandLineSettings:
     """Return the settings that the flags set.
 
     `stage_tables`: the settings of each stage by the stage's name. `known`: every setting of the
@@ -289,7 +297,7 @@ def _read_line_settings(
         rest = [ParsedFlag(key, raw) for key, raw in changes.items() if key not in stage_flags]
         shared |= _resolve_flags(rest, known, owners, problems)
     by_stage = group_by_stage(stage_flags, list(stage_tables), stage_tables, problems)
-    return _LineSettings(shared, by_stage)
+    return _CommandLineSettings(shared, by_stage)
 
 
 @dataclass(frozen=True)
@@ -303,22 +311,22 @@ class _MergedStage:
 def _merge_stage(
     stage_values: Mapping[str, RawValue],
     plan: RequestedRun,
-    line: _LineSettings,
+    command_line: _CommandLineSettings,
     name: str,
     earlier_names: Sequence[str],
     stage_count: int,
     method: MethodEntry,
 ) -> _MergedStage:
     """Merge the sources of a stage's settings; later sources take precedence: the variant, the
-    recipe's top level, the recipe's stage (`stage_values`), the line.
+    recipe's top level, the recipe's stage (`stage_values`), the command line.
     """
     line_values = {
         key: value
-        for key, value in line.shared.items()
+        for key, value in command_line.shared.items()
         if key != "base_model" or not _names_earlier_stage(stage_values.get(key), earlier_names)
     }
-    line_values |= line.by_stage[name]
-    stage_values = {**drop_replaced(stage_values, line_values), **line.by_stage[name]}
+    line_values |= command_line.by_stage[name]
+    stage_values = {**drop_replaced(stage_values, line_values), **command_line.by_stage[name]}
     raw = {
         **drop_replaced(plan.shared, {**stage_values, **line_values}),
         **stage_values,
@@ -336,7 +344,7 @@ def _merge_stage(
         if stage_count > 1
         else set()
     )
-    spare = {*implied, *shared} - line.by_stage[name].keys()
+    spare = {*implied, *shared} - command_line.by_stage[name].keys()
     # Older runs could save settings without effect.
     spare |= (merged.keys() - line_values.keys()) if plan.folder is not None else set()
     merged, unused = drop_unused(method.settings, {**implied, **merged}, spare)

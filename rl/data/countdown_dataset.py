@@ -78,7 +78,7 @@ def _options(options: Mapping[str, str]) -> dict[str, int]:
     for key, value in options.items():
         if (
             key not in _DEFAULTS
-            or not value.isdigit()
+            or not value.isdecimal()
             or not _LEAST[key] <= int(value) <= _MOST[key]
         ):
             ranges = ", ".join(f"{name} from {_LEAST[name]} to {_MOST[name]}" for name in _DEFAULTS)

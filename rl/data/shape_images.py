@@ -57,7 +57,7 @@ def shapes(
     invalid = (
         resolved["ask"] not in QUESTIONS
         or resolved["blind"] not in ("0", "1")
-        or not (resolved["rows"] or "1").isdigit()
+        or not (resolved["rows"] or "1").isdecimal()
     )
     noise = parse_noise(resolved)
     if invalid or noise is None or set(resolved) - set(_DEFAULTS):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import zlib
+from collections import Counter
 from collections.abc import Mapping
+from itertools import combinations_with_replacement
 
 from rl.data.noise_config import parse_noise
 from rl.data.problem_set import ProblemSet
@@ -22,6 +25,15 @@ def is_test(digits: str) -> bool:
     All orders of the same digits are in the same split.
     """
     return zlib.crc32(f"sorting {''.join(sorted(digits))}".encode()) % 10 == 0
+
+
+def _count_rows(digits: int, split: str) -> int:
+    """Return the number of different rows in a split: of each multiset of digits all its orders."""
+    return sum(
+        math.factorial(digits) // math.prod(map(math.factorial, Counter(row).values()))
+        for row in combinations_with_replacement("0123456789", digits)
+        if is_test("".join(row)) == (split == "test")
+    )
 
 
 def sorting(
@@ -44,19 +56,17 @@ def sorting(
     if split not in ("train", "test"):
         raise UserError(f"sorting has the splits 'train' and 'test', got {split!r}")
     count = size if split == "train" else -(-size // 10)
+    if count > (existing := _count_rows(digits, split)):
+        raise UserError(
+            f"sorting: of {digits} digits fewer than {count} rows exist in the split {split}: "
+            f"{existing}; request a smaller size or more digits"
+        )
     rng = random.Random(f"sorting {split} {digits}")
     rows: dict[str, None] = {}
-    for _ in range(200 * count + 10_000):
+    while len(rows) < count:
         row = "".join(rng.choices("0123456789", k=digits))
         if is_test(row) == (split == "test"):
             rows[row] = None
-        if len(rows) == count:
-            break
-    else:
-        raise UserError(
-            f"sorting: of {digits} digits fewer than {count} rows exist in the split {split}; "
-            "request a smaller size or more digits"
-        )
     system = () if system_prompt is None else ({"role": "system", "content": system_prompt},)
     problems = [
         Problem(
@@ -87,7 +97,7 @@ def _parse_options(options: Mapping[str, str]) -> tuple[int, int, float, int]:
     noise = parse_noise(options)
     numbers = {key: options.get(key, str(value)) for key, value in _DEFAULTS.items()}
     valid = all(
-        numbers[key].isdigit() and low <= int(numbers[key]) <= high
+        numbers[key].isdecimal() and low <= int(numbers[key]) <= high
         for key, (low, high) in _RANGES.items()
     )
     if noise is None or not valid or set(options) - {"noise", "from", *_DEFAULTS}:

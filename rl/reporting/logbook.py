@@ -364,7 +364,7 @@ class Logbook:
     def write_held_out_answers(
         self, step: int, rows: Iterable[Mapping[str, Any]], stage: str, *, greedy: bool = False
     ) -> None:
-        """Write the held-out answers of an evaluation at `step`, in the format of the rollouts."""
+        """Write the held-out answers of an evaluation at `step`, as rows without tokens."""
         folder = self.folder / ROLLOUTS
         folder.mkdir(exist_ok=True)
         write_atomically(

@@ -15,10 +15,12 @@ from rl.types import SampledSequence, experts_as_text
 
 
 def build_rollout_rows(
-    rollouts: RolloutBatch, renderer: Renderer, temperature: float
+    rollouts: RolloutBatch, renderer: Renderer | None, temperature: float
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each trajectory, with the prompt, the answer, the sampled tokens (at
     `temperature`) and the reward, for reading and for training on it again.
+
+    Without a `renderer`, rows have no tokens and no logprobs: they are small, and for reading only.
 
     The answer's keys describe the last answer of the episode. A row of a multi-turn environment
     holds the whole episode as `turns`, see `build_turn_entries`.
@@ -42,12 +44,15 @@ def build_rollout_rows(
                 **({} if turn.ac.versions is None else {"versions": turn.ac.versions}),
                 "temperature": temperature,
                 "metrics": turn.metrics,
-                "prompt_tokens": turn.ob.flat(),
-                "response_tokens": turn.ac.tokens,
-                "tokens": [renderer.tokenizer.decode([token]) for token in turn.ac.tokens],
-                "logprobs": turn.ac.logprobs,
-                **_expert_fields(turn.ac),
             }
+            if renderer is not None:
+                row |= {
+                    "prompt_tokens": turn.ob.flat(),
+                    "response_tokens": turn.ac.tokens,
+                    "tokens": [renderer.tokenizer.decode([token]) for token in turn.ac.tokens],
+                    "logprobs": turn.ac.logprobs,
+                    **_expert_fields(turn.ac),
+                }
             # images are stored in the first row of a group; every row has their number
             if images := [image for _, image in turn.ob.placed()]:
                 row |= {"image_count": len(images)} | (
@@ -71,8 +76,9 @@ def _expert_fields(action: SampledSequence) -> dict[str, str]:
     return {} if action.experts is None else {"experts": experts_as_text(action.experts)}
 
 
-def build_turn_entries(trajectory: Trajectory, renderer: Renderer) -> list[dict[str, Any]]:
-    """Return an episode from its first message to its last answer, an entry for each message.
+def build_turn_entries(trajectory: Trajectory, renderer: Renderer | None) -> list[dict[str, Any]]:
+    """Return an episode from its first message to its last answer, an entry for each message;
+    without a `renderer`, its answers have no tokens, logprobs and experts.
 
     An input message: {"role", "text", "sampled": False}, with "name" of the tool that answered if
     the message has a name. An answer: {"role": "assistant", "text", "sampled": True, "tokens" (in
@@ -106,9 +112,14 @@ def build_turn_entries(trajectory: Trajectory, renderer: Renderer) -> list[dict[
             "role": "assistant",
             "text": turn.logs.get("response", ""),
             "sampled": True,
-            "tokens": [renderer.tokenizer.decode([token]) for token in turn.ac.tokens],
-            "token_ids": list(turn.ac.tokens),
-            "logprobs": turn.ac.logprobs,
+        }
+        if renderer is not None:
+            entry |= {
+                "tokens": [renderer.tokenizer.decode([token]) for token in turn.ac.tokens],
+                "token_ids": list(turn.ac.tokens),
+                "logprobs": turn.ac.logprobs,
+            }
+        entry |= {
             "observation_tokens": len(observation) - len(previous_tokens)
             if continues
             else len(observation),
@@ -117,7 +128,7 @@ def build_turn_entries(trajectory: Trajectory, renderer: Renderer) -> list[dict[
             "stop_reason": turn.ac.stop_reason,
             **({} if turn.ac.version is None else {"version": turn.ac.version}),
             **({} if turn.ac.versions is None else {"versions": turn.ac.versions}),
-            **_expert_fields(turn.ac),
+            **({} if renderer is None else _expert_fields(turn.ac)),
             "metrics": turn.metrics,
             "seat": turn.seat,
         }

@@ -164,13 +164,13 @@ class ContiguousState(DecodeState):
         decoder, device = self.decoder, self.decoder.device
         batch = SuffixBatch.pad(self.prompt_lengths[list(slots)], tokens, device)
         slot_B = torch.tensor(list(slots)).to(device)
-        slot_X, position_X = slot_B[batch.row_X], batch.position_X
+        slot_X, position_X = slot_B[batch.row_index_X], batch.position_X
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             block = self.prompt_kv[layer]
             for which, new in enumerate((k, v)):
                 block[which, slot_X, :, position_X] = batch.select(new)
-            keys, values = (block[which, slot_B, :, : batch.end] for which in (0, 1))
+            keys, values = (block[which, slot_B, :, : batch.max_positions] for which in (0, 1))
             return batch.attend(q, keys, values)
 
         row_adapters = (

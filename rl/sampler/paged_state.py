@@ -136,7 +136,7 @@ class PagedState(DecodeState):
         width = max(map(len, tables))
         table_BP = torch.tensor([[*row, *[0] * (width - len(row))] for row in tables]).to(device)
         position_X = batch.position_X
-        page_X = table_BP[batch.row_X, position_X // self.block_size]
+        page_X = table_BP[batch.row_index_X, position_X // self.block_size]
         place_X = position_X % self.block_size
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class PagedState(DecodeState):
             kv[0, page_X, place_X] = batch.select(k)
             kv[1, page_X, place_X] = batch.select(v)
             keys, values = (
-                x.flatten(1, 2)[:, : batch.end].transpose(1, 2) for x in kv[:, table_BP]
+                x.flatten(1, 2)[:, : batch.max_positions].transpose(1, 2) for x in kv[:, table_BP]
             )
             return batch.attend(q, keys, values)
 

@@ -64,7 +64,7 @@ class Evaluator:
         metrics = self.evaluate_rows()
         if sampler is not None:
             metrics |= {**self.evaluate_sampled(sampler), **self.evaluate_greedy(sampler)}
-        self._write_answers(0)
+        self._write_answers(0, metrics)
         return metrics
 
     def evaluate_after_batch(self, batch: int, sampler: SamplingClient | None) -> dict[str, float]:
@@ -79,7 +79,7 @@ class Evaluator:
             metrics |= self.evaluate_sampled(sampler)
             if batch + 1 == self.context.loop.steps:
                 metrics |= self.evaluate_greedy(sampler)
-        self._write_answers(batch + 1)
+        self._write_answers(batch + 1, metrics)
         return metrics
 
     def evaluate_rows(self) -> dict[str, float]:
@@ -151,20 +151,23 @@ class Evaluator:
         held_out.greedy_after = accuracy
         return metrics
 
-    def _write_answers(self, done: int) -> None:
+    def _write_answers(self, done: int, metrics: dict[str, float]) -> None:
         """Write the answers of the evaluation after the stage's step `done`, unless the run stores
-        no rollouts.
+        no rollouts. Add the seconds to `time/test`.
         """
-        context, answers = self.context, self._answers
+        context, answers, start = self.context, self._answers, time.perf_counter()
         self._answers = []
-        for result, greedy in answers if context.loop.rollouts_every else ():
+        if not answers or not context.loop.rollouts_every:
+            return
+        for result, greedy in answers:
             temperature = 0.0 if greedy else context.eval_params.temperature
             context.logbook.write_held_out_answers(
                 context.first_step + done,
-                build_rollout_rows(result, context.renderer, temperature),
+                build_rollout_rows(result, None, temperature),
                 context.name,
                 greedy=greedy,
             )
+        metrics["time/test"] += time.perf_counter() - start
 
     def _reset_reward_timers(self) -> None:
         """Reset the reward timers, so that evaluation does not count towards the next batch."""
