@@ -143,8 +143,10 @@ def warn_on_rank_zero(text: str, stacklevel: int = 3) -> None:
 
 
 def suggest_hub_name(name: str, known: Iterable[str], kind: Literal["model", "dataset"]) -> str:
-    """Return " (did you mean ...?)" with the name closest to a hub name, or "" if none is close.
+    """Return " (did you mean ...?)" with the name that was meant if a hub name has a typing
+    mistake, or "".
 
+    A typing mistake is at most two letters, and no digit: Qwen3-1.7B and Qwen3-0.6B are two models.
     The candidates are `known` and what the hub's cache holds. Nothing is fetched.
     """
     import difflib
@@ -156,6 +158,14 @@ def suggest_hub_name(name: str, known: Iterable[str], kind: Literal["model", "da
         for path in Path(HF_HUB_CACHE).glob(f"{kind}s--*")
     ]
     names = {candidate.lower(): candidate for candidate in (*cached, *known)}
-    matches = difflib.get_close_matches(name.lower(), [*names], n=1, cutoff=0.75)
-    nearest = names[matches[0]] if matches else name
-    return "" if nearest == name else f" (did you mean {nearest}?)"
+    if name in names.values() or Path(name).expanduser().exists():
+        return ""
+
+    def is_mistake(candidate: str) -> bool:
+        edits = difflib.SequenceMatcher(None, name.lower(), candidate).get_opcodes()
+        changed = sum(max(b - a, d - c) for kind, a, b, c, d in edits if kind != "equal")
+        digits = [[c for c in text if c.isdigit()] for text in (name, candidate)]
+        return changed <= 2 and digits[0] == digits[1]
+
+    matches = difflib.get_close_matches(name.lower(), filter(is_mistake, names), n=1, cutoff=0.75)
+    return f" (did you mean {names[matches[0]]}?)" if matches else ""

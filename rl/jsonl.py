@@ -18,6 +18,9 @@ METRICS_FILE = "metrics.jsonl"
 # held-out answers: <stage>-eval-<step>.jsonl, greedy ones <stage>-eval-greedy-<step>.jsonl
 _EVALUATION_FILE = re.compile(r".+-eval-(?:greedy-)?(\d{6,})\.jsonl")
 
+# samples of a training step, and their page: step_000010.jsonl, step_000010_<stage>.html
+_ROLLOUT_FILE = re.compile(r"step_(\d+)(?:[._].*)?")
+
 
 def name_evaluation_file(stage: str, step: int, *, greedy: bool = False) -> str:
     """Return the name of the file that holds a stage's held-out answers at a step of the run."""
@@ -27,6 +30,14 @@ def name_evaluation_file(stage: str, step: int, *, greedy: bool = False) -> str:
 def get_evaluation_step(name: str) -> int | None:
     """Return the step of a file of held-out answers by its name; None for any other file."""
     match = _EVALUATION_FILE.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def get_rollout_step(name: str) -> int | None:
+    """Return the step of a run's file of rollouts by its name (step_000010.jsonl,
+    step_000010_grpo.html); None for any other file.
+    """
+    match = _ROLLOUT_FILE.fullmatch(name)
     return None if match is None else int(match[1])
 
 

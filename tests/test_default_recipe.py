@@ -112,8 +112,9 @@ def read_rows(folder: Path) -> list[dict]:
     [
         ((0.4, 1.0, 1.0, 1.0), "Most of this gain (100%) is sharpening, not new knowledge"),
         ((0.2, 0.7, 0.45, 0.9), "Most of this gain (50%) is sharpening"),
-        ((0.1, 0.9, 0.3, 1.0), "Part of this gain (25%) is sharpening, the rest is new"),
-        ((0.02, 1.0, 0.01, 1.0), "Little of this gain (0%) is sharpening, the rest is new"),
+        ((0.1, 0.9, 0.3, 1.0), "25% of this gain is sharpening: before the first step"),
+        ((0.02, 1.0, 0.01, 1.0), "for 1.0% of the problems. All of it is new."),
+        ((0.02, 1.0, 0.01, 1.0), "None of this gain is sharpening: before the first step"),
         ((0.5, 0.4, 0.9, 0.9), None),
         ((0.1, 0.9, None, 0.9), None),
     ],
@@ -138,7 +139,8 @@ def test_the_default_recipe_learns_what_it_was_never_shown(tmp_path_factory):
     # The console says what the figures are, and how much of the gain is new.
     assert re.search(rf"held-out accuracy.*{before:.3f} -> {after:.3f}", printed), printed
     assert re.search(rf"greedy accuracy.*{greedy_before:.3f} -> {greedy_after:.3f}", printed)
-    assert "Little of this gain" in printed and "sharpening, the rest is new" in printed
+    assert "of this gain is sharpening: before the first step" in printed
+    assert "Most of this gain" not in printed
     taught, final = (
         folder / "checkpoints" / f"{stage}-final" / "model" for stage in ("sft", "grpo")
     )

@@ -35,6 +35,17 @@ def test_the_nearest_name_is_named_from_this_project_and_from_the_cache():
     assert suggest_hub_name("far/away", ["openai/gsm8k"], "dataset") == ""
 
 
+def test_a_correct_name_of_another_size_or_kind_gets_no_hint(tmp_path, monkeypatch):
+    """Offline and gated models fail to load as well."""
+    known = ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen2.5-0.5B-Instruct"]
+    for name in ("Qwen/Qwen3-1.7B", "Qwen/Qwen3-8B-Base", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.8B"):
+        assert suggest_hub_name(name, known, "model") == ""
+    assert "Qwen/Qwen3-8B?" in suggest_hub_name("Qwen/Qewn3-8B", known, "model")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen" / "Qwen3-8b").mkdir(parents=True)
+    assert suggest_hub_name("Qwen/Qwen3-8b", known, "model") == ""
+
+
 def test_a_data_set_and_a_model_with_a_mistake_in_the_name_are_answered_with_the_nearest():
     with pytest.raises(UserError, match=r"did you mean openai/gsm8k\?"):
         list(read_hub("opnai/gsm8k", "main", "train"))

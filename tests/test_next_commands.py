@@ -1,6 +1,7 @@
 """Every command that a run prints under "Next:" works as it is printed."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,7 @@ def printed_commands(text: str) -> list[str]:
 def test_printed_commands_run_as_printed(kind, shell, tmp_path, capsys, monkeypatch):
     checkout = link_checkout(tmp_path / "checkout", shell)
     monkeypatch.chdir(checkout)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
     # a terminal's lines may be wrapped; a copied command is not
     monkeypatch.setenv("COLUMNS", "1000")
     here = tmp_path / "here"

@@ -67,6 +67,21 @@ JUDGES = {
 }
 
 
+def test_a_renamed_class_is_named_in_the_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for place, before, after in (
+        ("rl.algorithms", "PolicyGradient", "GRPO"),
+        ("rl.algorithms.ppo", "Ppo", "PPO"),
+        ("rl.algorithms.orpo_simpo", "WithoutReference", "ReferenceFreeDPO"),
+    ):
+        file = tmp_path / f"{before}.py"
+        file.write_text(f"from {place} import {before}\n")
+        with pytest.raises(UserError, match=f"{before} was renamed to {after}"):
+            rl.train(f"{file.name}:Mine", output_dir="run")
+        assert hasattr(rl.algorithms, after)
+    assert not hasattr(rl.algorithms, "Nothing")
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -3,20 +3,23 @@
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 from whole_runs import train
 
 from rl.algorithms import METHODS
-from rl.config import RunSettings, parse_run
+from rl.config import RunSettings, parse_run, read_run
 from rl.errors import UserError
 from rl.jsonl import read_jsonl
 from rl.reporting import Console
 from rl.trainer import open_weights
 from rl.trainer.execute import execute
+from rl.trainer.run_summary import format_resume_command
 
 REPO = Path(__file__).resolve().parent.parent
 WORDS = (
@@ -78,9 +81,70 @@ def test_a_run_finds_its_code_and_data_from_another_folder(project, tmp_path, mo
     data = open_weights("project/run").stage.settings.data
     assert data.reward == f"{project / 'scores.py'}:score"
     assert data.dataset == data.eval_dataset == str(project / "rows.jsonl")
-    # a file of the same name in the current folder counts first
+    # a file of the same name in the current folder counts first; a copy needs no remark
+    shutil.copy(project / "rows.jsonl", tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert open_weights("project/run").stage.settings.data.dataset == "rows.jsonl"
     (tmp_path / "rows.jsonl").write_text("")
-    assert open_weights("project/run").stage.settings.data.dataset == "rows.jsonl"
+    with pytest.warns(UserWarning, match=f"started with {project / 'rows.jsonl'}; the two differ"):
+        assert open_weights("project/run").stage.settings.data.dataset == "rows.jsonl"
+
+
+def test_folders_with_the_names_of_methods_and_data_sets_are_not_taken_for_them(
+    project, tmp_path, monkeypatch
+):
+    for name in ("grpo", "addition", "exact_match", "calculator"):
+        (project / name).mkdir()
+    words = "--steps 1 --batch-size 2 --max-tokens 4 --base-model tiny:addition"
+    train(f"grpo {words} --dataset addition --group-size 2", project / "run")
+    monkeypatch.chdir(tmp_path)
+    stage = open_weights("project/run").stage
+    assert (stage.method, stage.settings.data.dataset) == ("grpo", "addition")
+    assert stage.settings.data.reward == "exact_match"
+
+
+def resume(folder: Path, *words: str) -> None:
+    words = ("--resume", "--output-dir", str(folder), "--quiet", *words)
+    execute(read_run(words, METHODS, folder / "none", RunSettings))
+
+
+def test_a_run_resumed_from_another_folder_reads_its_own_files(project, tmp_path, monkeypatch):
+    train(f"scores.py:Mine {WORDS} --group-size 2", project / "run")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    with pytest.raises(UserError, match=f"Change to {project}, .*--trust-run"):
+        resume(project / "run", "--steps", "2")
+    resume(project / "run", "--steps", "2", "--trust-run")
+    config = json.loads((project / "run/config.json").read_text())
+    assert config["launched_from"] == str(project)
+    assert config["stages"][0]["method"] == "scores.py:Mine"
+    settings = config["stages"][0]["settings"]
+    assert (settings["reward"], settings["dataset"]) == ("scores.py:score", "rows.jsonl")
+    # another reward of the same name is used, but not silently, and recorded by its path
+    (elsewhere / "scores.py").write_text(CODE.replace("==", "!="))
+    with pytest.warns(UserWarning, match="the two differ"):
+        resume(project / "run", "--steps", "3", "--trust-run")
+    settings = json.loads((project / "run/config.json").read_text())["stages"][0]["settings"]
+    assert settings["reward"] == f"{elsewhere / 'scores.py'}:score"
+
+
+def test_a_script_of_the_user_prints_commands_that_exist(project, monkeypatch):
+    """A script of the name train.py that calls rl.train."""
+    shown = {}
+    monkeypatch.setattr(Console, "end", lambda self, title, **what: shown.update(what))
+    monkeypatch.setattr(sys, "argv", ["sub/train.py"])
+    train(f"grpo {WORDS} --group-size 2", project / "run")
+    scripts = [shlex.split(command)[1] for command in shown["commands"]]
+    assert len(scripts) == 4 and all(Path(script).is_file() for script in scripts)
+    assert format_resume_command(Path("runs/it")) == "rl.train(resume=True, output_dir='runs/it')"
+    monkeypatch.setattr(sys, "argv", [str(REPO / "train.py")])
+    assert shlex.split(format_resume_command(Path("runs/it")))[-3:] == [
+        "--resume",
+        "--output-dir",
+        "runs/it",
+    ]
 
 
 def test_a_method_of_another_folder_is_imported_only_if_the_run_is_trusted(
@@ -100,7 +164,8 @@ def test_a_method_of_another_folder_is_imported_only_if_the_run_is_trusted(
         "scores.py", "../project/scores.py"
     )
     train(f"../project/scores.py:Mine {words} --group-size 2", tmp_path / "run")
-    trusted = [command.split()[1] for command in shown["commands"] if "--trust-run" in command]
+    commands = [shlex.split(command) for command in shown["commands"]]
+    trusted = [Path(words[1]).name for words in commands if "--trust-run" in words]
     assert trusted == ["sample.py", "evaluate.py", "export.py"]
 
 

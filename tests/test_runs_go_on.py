@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import shutil
+import sys
 import warnings
 from pathlib import Path
 
@@ -293,6 +294,7 @@ def test_commands_at_the_end_are_whole_and_quoted(adapter, tmp_path, monkeypatch
     ):
         if mark is not None:
             monkeypatch.setenv(mark, "0")
+        monkeypatch.setattr(sys, "argv", ["train.py"])
         again = shlex.split(format_resume_command(folder))
         assert again[: len(started) + 1] == [*started, "train.py"]
         assert (

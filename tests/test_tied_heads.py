@@ -12,7 +12,7 @@ from rl.client import LoRAConfig, ServiceClient, TrainingConfig
 from rl.config import RunSettings, parse_run
 from rl.models import load_model
 from rl.reporting import Console
-from rl.trainer.resolve_weights import resolve_initial_weights
+from rl.trainer.resolve_weights import describe_tied_heads, resolve_initial_weights
 
 SFT = (
     "sft --steps 1 --batch-size 2 --eval-every 0 --max-tokens 4 --lora-rank 2 "
@@ -76,8 +76,13 @@ def test_a_run_on_top_of_an_adapter_continues_it_with_or_without_its_head(tmp_pa
         run, notes = resolve_initial_weights(run)
         assert run.stages[0].settings.model.train_unembed is True
         assert "is continued" in notes[0]["how"]
+        (remark,) = describe_tied_heads(run)
+        assert "vLLM cannot serve this adapter" in remark
     # merged, the head is a matrix of its own: an adapter may hold it
-    assert resolve_heads(f"{SFT} {tmp_path / 'head'} --lora-start merge") == [True]
+    merged = f"{SFT} {tmp_path / 'head'} --lora-start merge"
+    assert resolve_heads(merged) == [True]
+    run = parse_run(merged.split(), METHODS, RECIPE, options=RunSettings)
+    assert describe_tied_heads(resolve_initial_weights(run)[0]) == []
 
 
 def test_the_plan_says_what_a_tied_head_in_an_adapter_costs(capsys):

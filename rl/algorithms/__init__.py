@@ -2,6 +2,8 @@
 (`ppo.py`, `ppo_settings.py`). Their shared parts are in `update.py`.
 """
 
+from typing import TYPE_CHECKING
+
 from rl.algorithms.advantages import (
     ADVANTAGES,
     AdvantageEstimator,
@@ -32,7 +34,6 @@ from rl.algorithms.kl_penalty import (
 )
 from rl.algorithms.kto import KTO
 from rl.algorithms.method_interface import Models, Progress, RowEvaluator
-from rl.algorithms.method_registry import is_method_address
 from rl.algorithms.method_spec import MethodSpec
 from rl.algorithms.offline import Offline, check_stored_answer
 from rl.algorithms.offline_settings import RolloutDataSettings
@@ -41,10 +42,15 @@ from rl.algorithms.orpo_simpo import ReferenceFreeDPO
 from rl.algorithms.ppo import PPO
 from rl.algorithms.ppo_settings import PpoOptions, PpoSettings
 from rl.algorithms.reinforce import ReinforceSettings
+from rl.algorithms.renamed_classes import make_getattr
 from rl.algorithms.reward_model import RewardModelTraining
 from rl.algorithms.reward_shaping import RewardShaper
 from rl.algorithms.sft import SFT, SftSettings
 from rl.algorithms.streamed_step import StreamedStep
+from rl.config import is_method_address
+
+if not TYPE_CHECKING:  # mypy would accept every name of this module
+    __getattr__ = make_getattr(__name__)
 
 __all__ = [
     "ADVANTAGES",

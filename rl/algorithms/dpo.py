@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 
 from rl.algorithms.method_interface import ModelFactory, Models, Progress, RowEvaluator
+from rl.algorithms.renamed_classes import make_getattr
 from rl.algorithms.row_datums import evaluate_by_tag, truncate_datum
 from rl.algorithms.update import compute_expert_metrics, make_adam_params, split_into_substeps
 from rl.config import (
@@ -323,3 +324,7 @@ def compute_pair_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         "logps/chosen": sums.get("chosen_logps:sum", 0.0) / pairs,
         "logps/rejected": sums.get("rejected_logps:sum", 0.0) / pairs,
     }
+
+
+if not TYPE_CHECKING:  # mypy would accept every name of this module
+    __getattr__ = make_getattr(__name__)

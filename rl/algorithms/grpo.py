@@ -9,12 +9,13 @@ same three hooks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl.algorithms.advantages import ADVANTAGES, compute_returns_to_go, has_signal
 from rl.algorithms.grpo_settings import VARIANTS, GrpoSettings, find_loss_coefficients
 from rl.algorithms.kl_penalty import AdaptiveKL, apply_kl_penalty
 from rl.algorithms.method_interface import ModelFactory, Models, Progress
+from rl.algorithms.renamed_classes import make_getattr
 from rl.algorithms.reward_shaping import RewardShaper
 from rl.algorithms.update import (
     add_loss_inputs,
@@ -287,3 +288,7 @@ def group_comparable_rewards(
             (p, turn, [(g, n) for g, n in entries if n == turn or not by_turn]) for turn in turns
         ]
     return cells
+
+
+if not TYPE_CHECKING:  # mypy would accept every name of this module
+    __getattr__ = make_getattr(__name__)

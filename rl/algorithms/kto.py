@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
 from rl.algorithms.method_interface import ModelFactory, Models, Progress, RowEvaluator
+from rl.algorithms.renamed_classes import make_getattr
 from rl.algorithms.row_datums import evaluate_by_tag, truncate_datum
 from rl.algorithms.update import (
     add_loss_inputs,
@@ -269,3 +270,7 @@ def compute_label_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         "rewards/rejected": rejected,
     }
     return {**means, "rewards/margins": chosen - rejected}
+
+
+if not TYPE_CHECKING:  # mypy would accept every name of this module
+    __getattr__ = make_getattr(__name__)

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from rl.algorithms.method_spec import MethodSpec, make_method_spec
-from rl.config import SettingsError
+from rl.config import SettingsError, is_method_address
 
 _REQUIRED_HOOKS = ("update", "state", "load_state")
 
@@ -37,17 +37,6 @@ class MethodRegistry(dict[str, MethodSpec]):
 
     def get(self, name: str, default: Any = None) -> Any:  # type: ignore[override]
         return self[name] if name in self else default
-
-
-def is_method_address(name: object) -> bool:
-    """Return whether a word names a method by its location."""
-    place, colon, attribute = str(name).rpartition(":")
-    return (
-        isinstance(name, str)
-        and bool(colon and place)
-        and attribute.isidentifier()
-        and not name.startswith("tiny:")
-    )
 
 
 def _load_spec(address: str) -> MethodSpec:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rl.algorithms import dpo
 from rl.algorithms.method_interface import Models, Progress
 from rl.algorithms.method_spec import reads_no_answers
+from rl.algorithms.renamed_classes import make_getattr
 from rl.algorithms.reward_shaping import RewardShaper
 from rl.algorithms.update import add_loss_inputs, compare_sampler_and_learner
 from rl.config import (
@@ -198,3 +199,7 @@ def _make_datum(group: TrajectoryGroup, member: int) -> Datum:
             "template that drops earlier thinking): use grpo, or another renderer"
         )
     return datums[0]
+
+
+if not TYPE_CHECKING:  # mypy would accept every name of this module
+    __getattr__ = make_getattr(__name__)

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rl.algorithms.dpo import ACCURACY_METRIC, DPO, make_pair_datums
 from rl.algorithms.method_interface import Models
 from rl.algorithms.method_spec import list_no_weights, make_no_models, return_false
+from rl.algorithms.renamed_classes import make_getattr
 from rl.config import (
     ModelSettings,
     NotNegative,
@@ -132,3 +133,7 @@ class ReferenceFreeDPO(DPO):
             if isinstance(options, OrpoOptions)
             else {"beta": options.beta, "gamma": options.gamma}
         )
+
+
+if not TYPE_CHECKING:  # mypy would accept every name of this module
+    __getattr__ = make_getattr(__name__)

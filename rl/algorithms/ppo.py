@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from rl.algorithms.kl_penalty import AdaptiveKL, compute_kl_metrics, compute_log
 from rl.algorithms.method_interface import ModelFactory, Models, Progress
 from rl.algorithms.metric_sums import MetricSums
 from rl.algorithms.ppo_settings import PpoSettings
+from rl.algorithms.renamed_classes import make_getattr
 from rl.algorithms.reward_shaping import RewardShaper
 from rl.algorithms.update import (
     add_loss_inputs,
@@ -330,3 +331,7 @@ def _split_minibatches(
     ).permutation(len(datums))
     parts = [[datums[i] for i in sorted(order[k::num_minibatches])] for k in range(num_minibatches)]
     return [part for part in parts if part]
+
+
+if not TYPE_CHECKING:  # mypy would accept every name of this module
+    __getattr__ = make_getattr(__name__)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from rl.algorithms.method_interface import Models, Progress, RowEvaluator
+from rl.algorithms.renamed_classes import make_getattr
 from rl.algorithms.update import (
     compute_expert_metrics,
     make_adam_params,
@@ -328,3 +329,7 @@ def compute_preference_metrics(margins: np.ndarray) -> dict[str, float]:
         PAIR_ACCURACY_METRIC: float(right.mean()),
         "test/rewards/calibration_error": compute_calibration_error(sure.tolist(), right.tolist()),
     }
+
+
+if not TYPE_CHECKING:  # mypy would accept every name of this module
+    __getattr__ = make_getattr(__name__)

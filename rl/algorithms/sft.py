@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from rl.algorithms.method_interface import Models, Progress, RowEvaluator
+from rl.algorithms.renamed_classes import make_getattr
 from rl.algorithms.row_datums import evaluate_by_tag, truncate_datum
 from rl.algorithms.update import train_single_pass
 from rl.config import (
@@ -190,3 +191,7 @@ def make_response_datum(row: Problem, renderer: Any, train_on: str = "last_assis
     messages = [*row.messages, {"role": "assistant", "content": row.response}]
     model_input, weights = renderer.build_supervised_example(messages, train_on)
     return supervised_datum(model_input, weights)
+
+
+if not TYPE_CHECKING:  # mypy would accept every name of this module
+    __getattr__ = make_getattr(__name__)

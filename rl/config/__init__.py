@@ -39,6 +39,14 @@ from rl.config.number_range import (
     Weight,
     check_ranges,
 )
+from rl.config.recorded_files import (
+    LAUNCH_FOLDER_KEY,
+    find_source_file,
+    is_method_address,
+    locate_recorded_files,
+    match_recorded_files,
+    record_resumed_files,
+)
 from rl.config.reward_model_config import LearnedRewardSettings
 from rl.config.rollout_config import AsyncRolloutSettings, RolloutSettings
 from rl.config.run_config import (
@@ -97,6 +105,12 @@ __all__ = [
     "check_ranges",
     "check_substeps",
     "diff_configs",
+    "LAUNCH_FOLDER_KEY",
+    "find_source_file",
+    "is_method_address",
+    "locate_recorded_files",
+    "match_recorded_files",
+    "record_resumed_files",
     "flatten_settings",
     "load_resolved_config",
     "format_help",

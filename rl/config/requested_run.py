@@ -14,7 +14,7 @@ from rl.config.fields import RawValue, nearest_name
 from rl.config.flag_parser import ParsedFlag
 from rl.config.recipe import Recipe, RecipeStage, read_recipe
 from rl.config.run_config import MethodEntry
-from rl.config.saved_config import read_saved_run
+from rl.config.saved_config import check_resumed_code, read_saved_run
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,11 @@ def plan_from_folder(
     ):
         return None
     saved_run = read_saved_run(Path(words_by_flag["output_dir"][0]), options)
-    return (
-        None
-        if saved_run is None
-        else RequestedRun(tuple(saved_run[1]), saved_run[2], None, saved_run[0])
-    )
+    if saved_run is None:
+        return None
+    if words_by_flag.get("trust_run") not in ((), ("True",)):
+        check_resumed_code(Path(words_by_flag["output_dir"][0]), saved_run[1], {*words_by_flag})
+    return RequestedRun(tuple(saved_run[1]), saved_run[2], None, saved_run[0])
 
 
 _RESUME_FLAGS = ("resume", "auto_resume")

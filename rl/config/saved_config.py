@@ -12,11 +12,25 @@ from pathlib import Path
 from typing import Any
 
 from rl.config.aliases import current_name, current_settings, find_alias_hint
-from rl.config.fields import RawValue, nearest_name, to_words
+from rl.config.fields import RawValue, SettingsError, nearest_name, to_words
 from rl.config.recipe import RecipeStage
+from rl.config.recorded_files import (
+    LAUNCH_FOLDER_KEY,
+    find_source_file,
+    is_method_address,
+    locate_recorded_files,
+)
 
 # options of a single launch, not of the run
-_LAUNCH_OPTIONS = ("resume", "auto_resume", "overwrite", "output_dir", "plan", "change")
+_LAUNCH_OPTIONS = (
+    "resume",
+    "auto_resume",
+    "overwrite",
+    "output_dir",
+    "plan",
+    "change",
+    "trust_run",
+)
 
 
 def read_saved_run(
@@ -30,7 +44,7 @@ def read_saved_run(
     """
     path = folder.expanduser() / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = locate_recorded_files(json.loads(path.read_text(encoding="utf-8")))
         stages = [_saved_stage(stage, path) for stage in config["stages"]]
         shared = {
             k: _saved_value(k, v, path)
@@ -41,6 +55,36 @@ def read_saved_run(
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None  # the code that opens the folder reports the problem
     return (name, stages, shared) if stages and isinstance(name, str) else None
+
+
+def check_resumed_code(
+    folder: Path, stages: Sequence[RecipeStage], replaced: Collection[str]
+) -> None:
+    """Raise SettingsError if code that config.json in `folder` names lies outside of the current
+    folder, and the run was started in another folder: resuming the run would import it.
+
+    `replaced`: the settings that the command line names instead.
+    """
+    path = folder.expanduser() / "config.json"
+    start = json.loads(path.read_text(encoding="utf-8")).get(LAUNCH_FOLDER_KEY)
+    here = Path.cwd().resolve()
+    if not isinstance(start, str) or Path(start).resolve() == here:
+        return
+    names = {"environment", "reward", "rewards"}.difference(replaced)
+    if "reward" not in names or "rewards" not in names:  # each replaces the other
+        names -= {"reward", "rewards"}
+    for stage in stages:
+        values = [value for key, value in stage.raw_values.items() if key in names]
+        for word in (stage.method or "", *(word for value in values for word in value.words)):
+            file = find_source_file(word) if is_method_address(word) else None
+            if file is not None and not file.is_relative_to(here):
+                raise SettingsError(
+                    [
+                        f"{path} names {word}, which is {file}: not in the current folder, and "
+                        f"importing it runs it. Change to {start}, where the run was started, or "
+                        "give --trust-run if you know that file"
+                    ]
+                )
 
 
 def _saved_stage(stage: Mapping[str, Any], path: Path) -> RecipeStage:

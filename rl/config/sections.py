@@ -49,6 +49,8 @@ class RunSettings:
     """Resume the run in output_dir, or start it if the folder holds no run: for jobs that are restarted with the same command."""
     change: tuple[str, ...] = ()
     """With --resume: change settings that affect training, NAME=VALUE ... (or STAGE.NAME=VALUE), from the checkpoint on. Each change is recorded with its step in config.json. Settings that do not affect the result, and a larger number of steps, need no --change."""
+    trust_run: bool = False
+    """With --resume in another folder than the run's: import the code (method, rewards, environment) that the run's config.json names outside of the current folder."""
     overwrite: bool = False
     """Replace the run in output_dir."""
     seed: Annotated[int, Range(-(2**63), 2**63 - 1)] = 0

@@ -23,7 +23,7 @@ from rl.data.row_formats import read_messages
 from rl.data.row_readers import FILE_SUFFIXES, BadRow, BadRowCollector, MissingColumn, OnBadRow
 from rl.errors import UserError
 from rl.images import has_images
-from rl.jsonl import get_evaluation_step
+from rl.jsonl import get_evaluation_step, get_rollout_step
 from rl.types import Message, Problem, StoredAnswer, experts_from_text
 
 # The candidates for a column that the caller does not name, in order of preference.
@@ -171,8 +171,8 @@ def _find_rollout_files(path: Path, steps: range | None) -> list[Path]:
         if file.name.endswith(FILE_SUFFIXES) and get_evaluation_step(file.name) is None
     )
     if steps is not None:
-        files = [file for file in files if _step(file) in steps]
-        available_steps = {_step(file) for file in files}
+        files = [file for file in files if get_rollout_step(file.name) in steps]
+        available_steps = {get_rollout_step(file.name) for file in files}
         if missing := [step for step in steps if step not in available_steps]:
             raise UserError(
                 f"{folder} lacks the rollouts of {len(missing)} of the {len(steps)} steps "
@@ -186,15 +186,6 @@ def _find_rollout_files(path: Path, steps: range | None) -> list[Path]:
             f"steps"
         )
     return files
-
-
-def _step(file: Path) -> int:
-    """Return the step in the name of a run's file (step_000010.jsonl, step_000010_grpo.jsonl).
-
-    Returns -1 for any other file.
-    """
-    digits = file.name.removeprefix("step_").partition(".")[0].partition("_")[0]
-    return int(digits) if digits.isdecimal() else -1
 
 
 def _parse_run_row(columns: Mapping[str, Any], place: str) -> tuple[tuple[Any, ...], _AnswerGroup]:

@@ -17,7 +17,7 @@ from rl.reporting.logbook import (
     load_saved_config,
     write_config,
 )
-from rl.reporting.metric_plots import PICTURE_SUFFIXES, draw_curves
+from rl.reporting.metric_plots import PICTURE_SUFFIXES, TEACHER_KL, draw_curves
 from rl.reporting.wandb_tracker import check_tracker
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "LOCK",
     "PICTURE_SUFFIXES",
     "ROLLOUTS",
+    "TEACHER_KL",
     "Logbook",
     "check_writable",
     "check_claim_folder",

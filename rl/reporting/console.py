@@ -29,6 +29,7 @@ from rl.reporting.metric_plots import (
     HELD_OUT_REWARD,
     LOSS,
     REWARD,
+    TEACHER_KL,
     TOKEN_ACCURACY,
     TOKENS_PER_SECOND,
 )
@@ -99,7 +100,7 @@ _HEADLINES: tuple[tuple[str, tuple[str, ...], Callable[[float], str]], ...] = (
     ("loss", LOSS, format_score),
     ("reward", REWARD, format_score),
     ("policy loss", ("optim/policy_loss",), format_score),  # loss on stored answers
-    ("KL to teacher", ("teacher/kl_per_token", "optim/kl"), _format_kl),
+    ("KL to teacher", TEACHER_KL, _format_kl),
     ("length", ("env/all/ac_tokens_per_turn",), format_count),  # tokens of an answer
     ("cut off", ("env/all/frac_truncated",), _format_share),
     ("signal", ("env/all/by_group/frac_mixed",), _format_share),  # groups with unequal rewards

@@ -34,6 +34,7 @@ from rl.jsonl import (
     METRICS_FILE,
     format_json_line,
     get_evaluation_step,
+    get_rollout_step,
     name_evaluation_file,
     read_jsonl,
     read_metrics,
@@ -309,12 +310,9 @@ class Logbook:
         self._checkpoints = [dict(row) for row in checkpoints]
         if (self.folder / CHECKPOINTS).exists() or self._checkpoints:
             self._write_checkpoints()
-        for path in (self.folder / ROLLOUTS).glob("step_*"):
-            digits = path.name.removeprefix("step_").partition(".")[0].partition("_")[0]
-            if digits.isdigit() and int(digits) > resume_step:
-                path.unlink()
-        for path in (self.folder / ROLLOUTS).glob("*.jsonl"):
-            if (get_evaluation_step(path.name) or 0) > resume_step:
+        for path in (self.folder / ROLLOUTS).glob("*"):
+            step = get_rollout_step(path.name) or get_evaluation_step(path.name) or 0
+            if step > resume_step:
                 path.unlink()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 LOSS = ("optim/loss",)
 REWARD = ("reward/total", "env/all/reward/total")
 TOKENS_PER_SECOND = ("time/tokens_per_second",)
+TEACHER_KL = ("teacher/kl_per_token", "optim/kl")
 HELD_OUT = "test/env/all/correct"
 HELD_OUT_PAIRS = "test/rewards/accuracies"  # accuracy on preference pairs
 HELD_OUT_REWARD = "test/env/all/reward/total"
@@ -50,7 +51,7 @@ PANELS = (
     PlotPanel("reward margin, chosen to rejected", ("rewards/margins",)),
     PlotPanel("KL, sampler to learner", ("optim/kl_sample_train_v1",)),
     PlotPanel("KL to reference (nats a token)", ("optim/kl_ref_k3", "optim/kl_ref_k1")),
-    PlotPanel("KL to teacher (nats a token)", ("teacher/kl_per_token", "optim/kl")),
+    PlotPanel("KL to teacher (nats a token)", TEACHER_KL),
     PlotPanel("KL to behavior policy", ("optim/kl_behaviour_v1",)),
     PlotPanel("answer length (tokens)", ("env/all/ac_tokens_per_turn",)),
     PlotPanel("share of answers cut off", ("env/all/frac_truncated",), share=True),

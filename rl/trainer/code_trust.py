@@ -4,16 +4,12 @@ user trusts the run.
 
 from __future__ import annotations
 
-import importlib.machinery
-import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.config import DataSettings, StageConfig
+from rl.config import DataSettings, StageConfig, find_source_file, is_method_address
 from rl.errors import UserError
-
-LAUNCH_FOLDER_KEY = "launched_from"  # in config.json: the folder in which the run was started
 
 
 def list_environment_addresses(settings: Any) -> list[str]:
@@ -30,74 +26,9 @@ def list_reward_addresses(data: DataSettings) -> list[str]:
     return [name for name in named if ":" in name]
 
 
-def find_source_file(address: str) -> Path | None:
-    """Return the file that `file.py:function` or `module:function` would import, or None. Nothing
-    is imported.
-    """
-    place = address.rpartition(":")[0]
-    if place.endswith(".py"):
-        return Path(place).expanduser().resolve()
-    top, *inner = place.split(".")
-    # Look up the top package only: to look inside of it, Python would import it.
-    spec = importlib.machinery.PathFinder.find_spec(top, sys.path)
-    if spec is None:
-        return None
-    if spec.submodule_search_locations:
-        folder = Path(next(iter(spec.submodule_search_locations)))
-        inside = folder.joinpath(*inner)
-        return next(
-            (
-                path.resolve()
-                for path in (inside.with_suffix(".py"), inside / "__init__.py")
-                if path.is_file()
-            ),
-            folder.resolve(),
-        )
-    return Path(spec.origin).resolve() if spec.origin else None
-
-
-def locate_recorded_files(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's config.json for use in another folder than the one that it was started in.
-
-    Relative files that do not exist here (code and data) are replaced by those of the run's
-    starting folder. Nothing is imported: `check_trusted` decides about code.
-    """
-    start = config.get(LAUNCH_FOLDER_KEY)
-    if not isinstance(start, str):
-        return dict(config)
-
-    def locate(word: Any) -> Any:
-        if not isinstance(word, str):
-            return word
-        place, colon, name = word.rpartition(":") if ".py:" in word else (word, "", "")
-        path = Path(start, place)
-        if not place or Path(place).expanduser().exists() or not path.exists():
-            return word
-        return f"{path}{colon}{name}"
-
-    stages = []
-    for stage in config["stages"]:
-        settings = dict(stage["settings"])
-        settings |= {key: locate(settings[key]) for key in _FILE_SETTINGS if key in settings}
-        if isinstance(rewards := settings.get("rewards"), list):
-            settings["rewards"] = [
-                [locate(pair[0]), *pair[1:]] if isinstance(pair, list) and pair else pair
-                for pair in rewards
-            ]
-        stages.append({**stage, "method": locate(stage["method"]), "settings": settings})
-    return {**config, "stages": stages}
-
-
-_FILE_SETTINGS = ("reward", "environment", "dataset", "eval_dataset")
-
-
-def list_code_addresses(stage: StageConfig) -> list[str]:
-    """Return all code that a stage names by an address: its method, rewards and environment."""
-    return [
-        *([stage.method] if ":" in stage.method else []),
-        *list_reward_addresses(stage.settings.data),
-        *list_environment_addresses(stage.settings),
-    ]
+def list_method_addresses(stages: Sequence[StageConfig]) -> list[str]:
+    """Return the methods of stages that are named by an address."""
+    return [stage.method for stage in stages if is_method_address(stage.method)]
 
 
 def check_method_code(address: str, source: str, trusted: bool = False) -> None:

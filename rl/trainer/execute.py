@@ -10,7 +10,12 @@ from typing import Any
 
 from rl.algorithms import METHODS, Models
 from rl.client import ServiceClient, TrainingClient
-from rl.config import RunConfig, resolve_config
+from rl.config import (
+    LAUNCH_FOLDER_KEY,
+    RunConfig,
+    record_resumed_files,
+    resolve_config,
+)
 from rl.distributed import RunStopped, StopRequest
 from rl.errors import RunFolderError
 from rl.reporting import (
@@ -26,7 +31,6 @@ from rl.reporting import (
     write_config,
 )
 from rl.trainer.checkpoint_manager import CheckpointManager
-from rl.trainer.code_trust import LAUNCH_FOLDER_KEY
 from rl.trainer.config_diff import CHANGES_KEY, includes_data_change
 from rl.trainer.epochs import convert_epochs_to_steps
 from rl.trainer.held_out_metrics import HeldOutMetrics
@@ -145,8 +149,10 @@ def _claim_run_folder(
     claim_folder(folder, config, resume=options.resume, overwrite=options.overwrite)
     remove_damaged_checkpoints(folder, position)
     if options.resume:
+        recorded = load_saved_config(folder)
         # a run resumed by its folder only names no recipe
-        config["recipe"] = run.recipe or load_saved_config(folder).get("recipe")
+        config["recipe"] = run.recipe or recorded.get("recipe")
+        config = record_resumed_files(recorded, config)
         # update the config after a corrected recipe, or of a run older than run ids
         write_config(folder, config)
     return config
@@ -389,7 +395,7 @@ def _run_stages(
             console.end(
                 "stopped on request, everything is saved",
                 facts={"folder": run_state.folder},
-                commands=[format_resume_command(run_state.folder)],
+                commands=[format_resume_command(run_state.folder, run_state.run.options.trust_run)],
             )
             raise
         held_out[stage.name] = stage.held_out

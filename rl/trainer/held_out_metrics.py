@@ -66,10 +66,11 @@ class HeldOutMetrics:
             return None
         share = (min(self.greedy_before, self.after) - self.before) / (self.after - self.before)
         if share < 0.5:
+            percent = f"{max(share, 0.0):.0%}"
+            part, remainder = ("None", "All of it") if percent == "0%" else (percent, "The rest")
             return (
-                f"{'Part' if share > 0.1 else 'Little'} of this gain ({max(share, 0.0):.0%}) is "
-                "sharpening, the rest is new: before the first step the greedy answer was correct "
-                f"for {self.greedy_before:.1%} of the problems."
+                f"{part} of this gain is sharpening: before the first step the greedy answer was "
+                f"correct for {self.greedy_before:.1%} of the problems. {remainder} is new."
             )
         return (
             f"Most of this gain ({share:.0%}) is sharpening, not new knowledge: before the first "

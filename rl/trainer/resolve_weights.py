@@ -23,6 +23,7 @@ from rl.learner import learner_checkpoint
 from rl.models import (
     LEGACY_PART_DEFAULTS,
     LORA_PARTS,
+    find_adapter_base,
     is_adapter,
     is_head_tied,
     load_skeleton,
@@ -154,12 +155,16 @@ def _begins_with_tied_head(
     """
     before = find_previous_stage(requested, index)
     if before is None:
+        if find_initial_weights(model, None).continued_checkpoint is not None:
+            base = find_adapter_base(Path(model.base_model))
+            return _has_tied_head(base.name, model.tokenizer or base.tokenizer)
         return _has_tied_head(model.base_model, model.tokenizer)
     earlier = stages[before].settings.model
-    # a merged adapter of the head makes it a separate matrix
-    return not (earlier.lora_rank and earlier.train_unembed) and _begins_with_tied_head(
-        requested, stages, before, earlier
+    # a merged adapter of the head makes it a separate matrix; a continued one has its old base
+    is_separate = (
+        earlier.lora_rank and earlier.train_unembed and not continues_adapter(earlier, model)
     )
+    return not is_separate and _begins_with_tied_head(requested, stages, before, earlier)
 
 
 @cache

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl.config import RunConfig, resolve_config
+from rl.config import RunConfig, match_recorded_files, resolve_config
 from rl.distributed import checkpoint_folder
 from rl.errors import RunFolderError, UserError
 from rl.learner import read_learner_state
@@ -71,7 +71,7 @@ def find_resume_point(run: RunConfig, folder: Path, console: Console) -> ResumeP
     differ. Raises RunFolderError or UserError if they differ, if a checkpoint belongs to another
     run, or if the metrics have gaps.
     """
-    config = load_saved_config(folder)
+    config = match_recorded_files(load_saved_config(folder), resolve_config(run))
     rows, trouble = complete_checkpoint_list(folder, read_stage_steps(config["stages"]))
     if trouble is not None:
         console.warn(f"{trouble}: the list is rebuilt from the {len(rows)} checkpoints on disk")

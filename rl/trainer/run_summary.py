@@ -14,12 +14,21 @@ from rl.algorithms import METHODS
 from rl.client import TrainingClient
 from rl.config import RunConfig
 from rl.jsonl import METRICS_FILE, read_metrics
-from rl.reporting import Console, format_count
-from rl.trainer.code_trust import is_outside_current_folder, list_code_addresses
+from rl.reporting import TEACHER_KL, Console, format_count
+from rl.trainer.code_trust import (
+    is_outside_current_folder,
+    list_environment_addresses,
+    list_method_addresses,
+    list_reward_addresses,
+)
 from rl.trainer.held_out_metrics import HeldOutMetrics
 from rl.trainer.initial_weights import find_previous_stage
 from rl.trainer.stage_data import PreparedStage, describe_prepared, resolve_stage_reward
 from rl.trainer.worker_settings import collect_worker_settings
+
+_ROOT = Path(__file__).resolve().parents[2]
+# a wheel installs the root scripts and the recipes in whetstone_scripts (setup.py)
+SCRIPTS_FOLDER = _ROOT if (_ROOT / "train.py").is_file() else _ROOT / "whetstone_scripts"
 
 
 class StagePaths(Protocol):
@@ -131,7 +140,7 @@ def print_summary(
 
 # what a distillation learns: label and metrics, the first that a stage has logged
 _DISTILLED = (
-    ("KL to teacher", ("teacher/kl_per_token", "optim/kl")),
+    ("KL to teacher", TEACHER_KL),
     ("cross-entropy to the teacher's answers", ("optim/ce",)),
 )
 
@@ -161,13 +170,8 @@ def _export_commands(run_state: StagePaths, folder: Path) -> list[str]:
     return [
         f"{_format_script('export')} {shlex.quote(str(folder))} "
         f"{shlex.quote(str(_unused_path(Path('exports') / folder.name)))}{merge}"
-        f"{_format_trust(_list_methods(run_state))}"
+        f"{_format_trust(list_method_addresses(run_state.run.stages))}"
     ]
-
-
-def _list_methods(run_state: StagePaths) -> list[str]:
-    """Return the methods of the run that are named by an address."""
-    return [stage.method for stage in run_state.run.stages if ":" in stage.method]
 
 
 def _format_trust(addresses: list[str]) -> str:
@@ -179,12 +183,23 @@ def _format_script(name: str) -> str:
     """Return the command of one of the scripts, as train.py was started: `whetstone sample`, or
     `python` with the path of sample.py.
     """
-    started = Path(sys.argv[0])
-    if started.name != "train.py":
-        return f"python {name}.py"
-    if "whetstone" in sys.modules:
-        return f"whetstone {name}"
-    return f"python {shlex.quote(str(started.with_name(f'{name}.py')))}"
+    script = SCRIPTS_FOLDER / f"{name}.py"
+    if _is_train_script():
+        if "whetstone" in sys.modules:
+            return f"whetstone {name}"
+        script = Path(sys.argv[0]).with_name(script.name)
+    elif SCRIPTS_FOLDER != _ROOT:
+        return f"whetstone {name}"  # installed from a wheel
+    elif script.parent == Path.cwd():
+        script = Path(script.name)
+    return f"python {shlex.quote(str(script))}"
+
+
+def _is_train_script() -> bool:
+    """Return whether this process was started by the project's train.py, not by a user's script
+    that calls `rl.train`.
+    """
+    return Path(sys.argv[0]).resolve() == SCRIPTS_FOLDER / "train.py"
 
 
 def _unused_path(path: Path) -> Path:
@@ -206,8 +221,12 @@ def _usage_commands(run_state: StagePaths, folder: Path) -> list[str]:
             run_state.stages[-1].environment is not None
             or resolve_stage_reward(last.settings.data) is not None
         )
-        methods = _list_methods(run_state)
-        trust = _format_trust([*methods, *list_code_addresses(last)])
+        methods = list_method_addresses(run_state.run.stages)
+        scorers = [
+            *list_reward_addresses(last.settings.data),
+            *list_environment_addresses(last.settings),
+        ]
+        trust = _format_trust([*methods, *scorers])
         return [
             f"{_format_script('sample')} {quoted_folder}{_format_trust(methods)}",
             *([f"{_format_script('evaluate')} {quoted_folder}{trust}"] if scored else []),
@@ -249,9 +268,15 @@ def _policy_flags(run_state: StagePaths) -> list[str]:
     ]
 
 
-def format_resume_command(folder: Path) -> str:
-    """Return the command that resumes the run in `folder`."""
-    return f"{_format_launch()} --resume --output-dir {shlex.quote(str(folder))}"
+def format_resume_command(folder: Path, trusted: bool = False) -> str:
+    """Return the command that resumes the run in `folder`: of the shell, or of Python if
+    `rl.train` started it.
+    """
+    if not _is_train_script():
+        trust = ", trust_run=True" if trusted else ""
+        return f"rl.train(resume=True, output_dir={str(folder)!r}{trust})"
+    trust = " --trust-run" if trusted else ""
+    return f"{_format_launch()} --resume --output-dir {shlex.quote(str(folder))}{trust}"
 
 
 def _format_launch() -> str:

@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl.config import RunConfig, StageConfig, load_resolved_config
+from rl.config import (
+    RunConfig,
+    StageConfig,
+    is_method_address,
+    load_resolved_config,
+    locate_recorded_files,
+)
 from rl.distributed import checkpoint_path
 from rl.errors import UserError
 from rl.reporting import CHECKPOINTS, CONFIG, contains_run, load_saved_config
@@ -20,7 +26,7 @@ from rl.trainer.checkpoint_scan import (
     read_checkpoint_list,
     read_stage_steps,
 )
-from rl.trainer.code_trust import check_method_code, locate_recorded_files
+from rl.trainer.code_trust import check_method_code
 
 if TYPE_CHECKING:
     from rl.client import SamplingClient, ServiceClient
@@ -95,7 +101,7 @@ def open_weights(
     """
     folder = Path(target).expanduser()
     if is_run_folder(folder):
-        return _open_run(folder, checkpoint, trusted=trusted)
+        return _open_run_weights(folder, checkpoint, trusted=trusted)
     if checkpoint is not None:
         raise UserError(
             f"--checkpoint {checkpoint} chooses a checkpoint of a run, but {target} is no "
@@ -119,8 +125,10 @@ def is_run_folder(folder: Path) -> bool:
     return contains_run(folder)
 
 
-def _open_run(folder: Path, checkpoint: str | None, *, trusted: bool = False) -> SavedWeights:
-    from rl.algorithms import METHODS, is_method_address
+def _open_run_weights(
+    folder: Path, checkpoint: str | None, *, trusted: bool = False
+) -> SavedWeights:
+    from rl.algorithms import METHODS
     from rl.config import RunSettings
 
     config = locate_recorded_files(load_saved_config(folder))
@@ -187,7 +195,7 @@ def _open_folder(folder: Path) -> SavedWeights:
     run_folder = folder.resolve().parent.parent
     if (folder / "state.json").is_file() and is_run_folder(run_folder):
         if any(row["name"] == folder.name for row in _list_checkpoints(run_folder)):
-            return _open_run(run_folder, folder.name)
+            return _open_run_weights(run_folder, folder.name)
     if not any(
         (folder / name).is_file() for name in ("state.json", "config.json", "adapter_config.json")
     ):

@@ -13,16 +13,14 @@ from typing import Any
 from rl.algorithms import METHODS
 from rl.config import RunConfig, RunSettings, read_run, to_words
 from rl.errors import UserError
-from rl.jsonl import METRICS_FILE, read_jsonl, read_metrics
+from rl.jsonl import METRICS_FILE, get_rollout_step, read_jsonl, read_metrics
 from rl.reporting import CURVES, ROLLOUTS, contains_run
 from rl.rewards import register_reward
 from rl.trainer.execute import execute, resolve_run_folder
+from rl.trainer.run_summary import SCRIPTS_FOLDER
 from rl.trainer.saved_weights import SavedWeights, open_weights
 
-_ROOT = Path(__file__).resolve().parents[2]
-# a wheel installs the recipes in whetstone_scripts (setup.py)
-_FOLDER = _ROOT if (_ROOT / "recipes").is_dir() else _ROOT / "whetstone_scripts"
-_DEFAULT_RECIPE = _FOLDER / "recipes" / "sorting.yaml"
+_DEFAULT_RECIPE = SCRIPTS_FOLDER / "recipes" / "sorting.yaml"
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class TrainingResult:
         """
         files = sorted((self.folder / ROLLOUTS).glob("step_*.jsonl"))
         return [
-            {"step": int(file.stem.split("_")[1]), "file": file.name, **row}
+            {"step": get_rollout_step(file.name), "file": file.name, **row}
             for file in files
             for row in read_jsonl(file)
         ]
