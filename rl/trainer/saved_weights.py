@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl.config import RunConfig, StageConfig, load_resolved_config
+from rl.config import (
+    DataSettings,
+    RunConfig,
+    SamplingSettings,
+    StageConfig,
+    load_resolved_config,
+)
 from rl.distributed import checkpoint_path
 from rl.errors import UserError
 from rl.reporting import CHECKPOINTS, CONFIG, contains_run, load_saved_config
@@ -54,6 +60,13 @@ class SavedWeights:
             0 if self.run is None else derive_seed(self.run.options.seed, self.stage_index or 0)
         )
         return derive_seed(stage_seed, "test")
+
+    @property
+    def prompt_settings(self) -> tuple[DataSettings, SamplingSettings]:
+        """Return the settings of data and sampling of the stage, else defaults at temperature 1."""
+        if self.stage is None:
+            return DataSettings(), SamplingSettings(temperature=1.0)
+        return self.stage.settings.data, self.stage.settings.sampling
 
     def create_service(self, seed: int = 0, sampler_tp: int = 1) -> ServiceClient:
         """Create a service with the run's precision and sampler, so that the same weights generate
