@@ -150,25 +150,24 @@ def resolve_env_settings(args: argparse.Namespace, stage: Any) -> Any:
     )
 
 
-def resolve_settings(args: argparse.Namespace, stage: Any) -> tuple[Any, Any, Any]:
+def resolve_settings(args: argparse.Namespace, weights: Any) -> tuple[Any, Any, Any]:
     """Return (data settings, sampling settings, SamplingParams).
 
     Each value is from the arguments, else from the run, else the default.
     """
-    from rl.config import DataSettings, SamplingSettings, override_settings
+    from rl.config import override_settings
     from rl.data import find_default_reward
     from rl.errors import UserError
     from rl.types import SamplingParams
 
     dataset_reward = find_default_reward(args.dataset) if args.dataset is not None else None
     reward = args.reward or dataset_reward
-    if stage is None and not args.environment and not (args.dataset and reward):
+    if weights.stage is None and not args.environment and not (args.dataset and reward):
         missing = f"{args.weights} is not a run's folder and provides no settings"
         raise UserError(
             f"{missing}: pass --dataset (such as openai/gsm8k) and --reward (such as gsm8k)"
         )
-    data = stage.settings.data if stage else DataSettings()
-    sampling = stage.settings.sampling if stage else SamplingSettings(temperature=1.0)
+    data, sampling = weights.prompt_settings
     overrides = {
         "eval_dataset": args.dataset,
         "eval_limit": args.limit,
@@ -223,7 +222,7 @@ def main(args: argparse.Namespace) -> None:
     from rl.trainer import find_sandbox_kind, open_weights, resolve_environment
 
     weights = open_weights(args.weights, args.checkpoint, trusted=args.trust_run)
-    data, sampling, params = resolve_settings(args, weights.stage)
+    data, sampling, params = resolve_settings(args, weights)
     request = EvaluationRequest(data, resolve_env_settings(args, weights.stage))
     console = Console(highlight=False, soft_wrap=True)
     check_trust(args, data, request, console)

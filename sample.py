@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from rl.client import SamplingClient
-    from rl.config import DataSettings
-    from rl.renderers import Renderer
-    from rl.types import SamplingParams
+    from rl.trainer import SampledModel
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -40,7 +38,8 @@ parser.add_argument(
     help="hold a conversation; several WEIGHTS answer side by side, /help lists the commands",
 )
 parser.add_argument(
-    "--checkpoint", help="of a run: best, or a name in its checkpoints.jsonl (default: the newest)"
+    "--checkpoint",
+    help="of each run: best, or a name in its checkpoints.jsonl (default: the newest)",
 )
 parser.add_argument("--prompt", nargs="+", help="prompts to sample from")
 parser.add_argument(
@@ -83,7 +82,7 @@ parser.add_argument(
 parser.add_argument(
     "--trust-run",
     action="store_true",
-    help="import the run's custom method from the path in its config",
+    help="import the custom methods of all WEIGHTS from the paths in their configs",
 )
 parser.add_argument(
     "--sampler-tp",
@@ -119,51 +118,35 @@ def read_prompts(requested: list[str] | None) -> Iterator[str]:
     yield from requested
 
 
-@dataclass(frozen=True)
-class OpenModel:
-    """Hold loaded weights and the settings to sample them with."""
+def open_models(
+    args: argparse.Namespace, resources: contextlib.ExitStack
+) -> Iterator[SampledModel]:
+    """Load all WEIGHTS, each with the settings of its run and the flags over them.
 
-    name: str
-    sampler: SamplingClient
-    renderer: Renderer
-    params: SamplingParams
-    data: DataSettings
-
-
-def open_model(target: str, args: argparse.Namespace, resources: contextlib.ExitStack) -> OpenModel:
-    """Load weights, with the settings of their run and the flags over them.
-
-    `resources` closes the service that samples.
+    --checkpoint applies to runs alone. `resources` closes the services that sample.
     """
-    from dataclasses import replace
+    from rl.config import override_settings
+    from rl.trainer import is_run_folder, load_sampled_model, open_weights
 
-    from rl.config import DataSettings, SamplingSettings, override_settings
-    from rl.trainer import make_renderer, open_weights
-    from rl.types import SamplingParams
-
-    weights = open_weights(target, args.checkpoint, trusted=args.trust_run)
-    data = weights.stage.settings.data if weights.stage else DataSettings()
-    sampling = (
-        weights.stage.settings.sampling if weights.stage else SamplingSettings(temperature=1.0)
-    )
-    data, sampling = override_settings((data, sampling), args.others, vars(args))
-    data = replace(
-        data,
-        system_prompt=(data.system_prompt if args.system_prompt is None else args.system_prompt)
-        or None,
-    )
-    service = resources.enter_context(weights.create_service(args.seed, args.sampler_tp))
-    sampler = weights.create_sampler(service)
-    renderer = make_renderer(sampler, args.renderer or data.renderer, data.template, sampling.stop)
-    params = SamplingParams(
-        args.max_tokens or sampling.max_tokens,
-        None,
-        renderer.get_stop_sequences(),
-        sampling.temperature if args.temperature is None else args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-    )
-    return OpenModel(weights.name, sampler, renderer, params, data)
+    runs = [target for target in args.weights if is_run_folder(Path(target).expanduser())]
+    for target in args.weights:
+        # without a run, open_weights refuses a checkpoint
+        checkpoint = args.checkpoint if target in runs or not runs else None
+        saved = open_weights(target, checkpoint, trusted=args.trust_run)
+        data, sampling = override_settings(saved.prompt_settings, args.others, vars(args))
+        service = resources.enter_context(saved.create_service(args.seed, args.sampler_tp))
+        yield load_sampled_model(
+            saved,
+            service,
+            data,
+            sampling,
+            system_prompt=args.system_prompt,
+            renderer_name=args.renderer,
+            max_tokens=args.max_tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+        )
 
 
 def main(args: argparse.Namespace) -> None:
@@ -172,7 +155,7 @@ def main(args: argparse.Namespace) -> None:
 
     console = Console(highlight=False, soft_wrap=True)
     with contextlib.ExitStack() as resources:
-        models = [open_model(target, args, resources) for target in args.weights]
+        models = list(open_models(args, resources))
         for model in models:
             params = model.params
             line = (
@@ -186,7 +169,7 @@ def main(args: argparse.Namespace) -> None:
             sample_prompts(models[0], args, console)
 
 
-def sample_prompts(model: OpenModel, args: argparse.Namespace, console: Console) -> None:
+def sample_prompts(model: SampledModel, args: argparse.Namespace, console: Console) -> None:
     """Print `args.n` samples of each prompt."""
     from rich.text import Text
 
@@ -209,17 +192,14 @@ def sample_prompts(model: OpenModel, args: argparse.Namespace, console: Console)
             console.print(Text(str(message["content"])).append(note, style="dim"))
 
 
-def chat(models: list[OpenModel], console: Console, resources: contextlib.ExitStack) -> None:
+def chat(models: list[SampledModel], console: Console, resources: contextlib.ExitStack) -> None:
     """Hold a conversation with all models at once."""
     from rl.chat import ChatConsole, ChatSession
     from rl.data import PromptTemplate
 
     sessions = []
     for model in models:
-        data = model.data
-        template = PromptTemplate(
-            data.system_prompt, data.prompt_template, data.prompt_suffix, data.answer_column
-        )
+        template = PromptTemplate.from_settings(model.data)
         session = ChatSession(model.name, model.sampler, model.renderer, model.params, template)
         sessions.append(resources.enter_context(contextlib.closing(session)))
     ChatConsole(sessions, console).run()
@@ -244,6 +224,13 @@ if __name__ == "__main__":
         parser.error(
             "--chat reads messages from the terminal or a pipe: leave out --prompt, --dataset, "
             "--image and -n"
+        )
+    num_launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if args.chat and max(args.sampler_tp, num_launched) > 1:
+        wrong = f"--sampler-tp {args.sampler_tp}" if args.sampler_tp > 1 else "a launcher"
+        parser.error(
+            f"--chat needs a single process, got {wrong}: Ctrl-C would end the other processes; "
+            "leave out --sampler-tp and the launcher, or use the chat page of serve.py"
         )
     from rl.startup import reduce_gc
 

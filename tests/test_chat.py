@@ -4,6 +4,7 @@ written.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -15,12 +16,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import sample
 from rl import ServiceClient
 from rl.chat import ChatConsole, ChatSession
 from rl.chat.answer_display import make_display
 from rl.chat.chat_session import ChatTurn
 from rl.data import PromptTemplate
 from rl.renderers import get_renderer
+from rl.trainer import open_weights
 from rl.types import ModelInput, SampledSequence, SamplingParams
 
 REPO = Path(__file__).resolve().parent.parent
@@ -37,6 +40,10 @@ def make_session(client, max_tokens=6, name="tiny", **template) -> ChatSession:
     renderer = get_renderer("plain", client.get_tokenizer())
     params = SamplingParams(max_tokens, None, renderer.get_stop_sequences(), 0.0)
     return ChatSession(name, client, renderer, params, PromptTemplate(**template))
+
+
+def make_turn() -> ChatTurn:
+    return ChatTurn(1, "x", {"role": "user", "content": "x"}, None, 0, [1], False, 0)
 
 
 def chat(monkeypatch, sessions, lines, **console) -> str:
@@ -148,9 +155,9 @@ def test_the_oldest_turns_are_omitted_when_the_context_is_full(client, monkeypat
         assert len(turn.prompt) + limit // 4 <= limit + 1
     # the prompt of the last turn, from the turns that it includes
     last = session.turns[-1]
-    assert 0 < last.first < 3
+    assert 0 < last.first_turn < 3
     expected = []
-    for turn in session.turns[last.first : -1]:
+    for turn in session.turns[last.first_turn : -1]:
         expected += tokenizer.encode(message, add_special_tokens=False)
         answer = turn.sequence.tokens
         expected += answer if answer[-1] == eos else [*answer, eos]
@@ -198,6 +205,110 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(client, monkeypatch):
     assert last.sequence.tokens == greedy(client, last.prompt)
 
 
+class InterruptedSession(ChatSession):
+    """Send Ctrl-C to the process before the first token, if `interrupts` is set."""
+
+    interrupts = False
+
+    def start_turn(self, text, message_id):
+        turn = super().start_turn(text, message_id)
+        if self.interrupts:
+            os.kill(os.getpid(), signal.SIGINT)
+        return turn
+
+
+def test_ctrl_c_before_the_first_token_leaves_the_conversation_unchanged(client, monkeypatch):
+    plain = make_session(client)
+    session = InterruptedSession("A", client, plain.renderer, plain.params, PromptTemplate())
+    chat(monkeypatch, [session], ["1+2="])
+    before = session.get_messages()
+    session.interrupts = True
+    for line in ("3=", "/retry"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"{line}\n"))
+        out = io.StringIO()
+        ChatConsole([session], Console(file=out, width=200)).run()
+        assert "stopped before the first token: the conversation is unchanged" in out.getvalue()
+        assert session.get_messages() == before
+    session.interrupts = False
+    chat(monkeypatch, [session], ["3="])
+    chat(monkeypatch, [plain], ["1+2=", "3="])
+    assert session.turns[-1].prompt == plain.turns[-1].prompt
+
+
+def test_ctrl_c_while_one_of_two_models_answers_gives_the_other_no_turn(client, monkeypatch):
+    """In lines: the second model has not begun. A retry is its first answer to the message."""
+    prompt = client.get_tokenizer().encode("1+2=", add_special_tokens=False)
+    out = InterruptingFile(text_of(client, greedy(client, prompt, 2)))
+    sessions = [make_session(client, max_tokens=200, name=name) for name in "AB"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("1+2=\n"))
+    console = ChatConsole(sessions, Console(file=out, width=5000))
+    console.run()
+    assert out.interrupts == 1 and "B:\nstopped before the first token" in out.getvalue()
+    assert [len(session.turns) for session in sessions] == [1, 0]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/max-tokens 6\n/retry\n"))
+    console.run()
+    answers = [[turn.sequence.tokens for turn in session.turns] for session in sessions]
+    assert answers == [[greedy(client, prompt)]] * 2
+
+
+def test_retry_answers_the_last_message_that_remains(client, monkeypatch):
+    session = make_session(client, suffix="=")
+    written = chat(monkeypatch, [session], ["1+2", "3+4", "/undo", "/retry"])
+    first, _, again = answers_in(written)
+    assert first == again and [turn.text for turn in session.turns] == ["1+2"]
+    assert session.turns[0].user["content"] == "1+2="
+
+
+def test_a_refused_retry_keeps_the_answer(client, monkeypatch):
+    sessions = [make_session(client, name=name) for name in "AB"]
+    console = ChatConsole(sessions, Console(file=io.StringIO(), width=200))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("1+2=\n"))
+    console.run()
+    before = [session.get_messages() for session in sessions]
+    sessions[1].template = PromptTemplate(system="?")  # its tokenizer has no such token
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/retry\n"))
+    console.run()
+    assert "no tokens for some of the text" in console.console.file.getvalue()
+    sessions[1].template = PromptTemplate()
+    assert [session.get_messages() for session in sessions] == before
+    assert len(before[0]) == 2
+
+
+def test_a_saved_conversation_has_the_texts_as_typed_and_its_first_system_prompt(
+    client, monkeypatch, tmp_path
+):
+    session = make_session(client, system="9+", template="0{prompt}", suffix="=")
+    file = tmp_path / "chat.jsonl"
+    chat(monkeypatch, [session], ["1+2", "/system 8", "3", f"/save {file}"])
+    answers = [turn.answer["content"] for turn in session.turns]
+    row = json.loads(file.read_text())
+    assert [(message["role"], message["content"]) for message in row["messages"]] == [
+        ("system", "9+"),
+        ("user", "1+2"),
+        ("assistant", answers[0]),
+        ("user", "3"),
+        ("assistant", answers[1]),
+    ]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_failed_answer_keeps_its_part_so_far_on_the_screen(terminal):
+    out = io.StringIO()
+    console = Console(file=out, width=200, height=20, force_terminal=terminal, color_system=None)
+    display = make_display(console, ["A", "B"])
+    turn = make_turn()
+    turn.visible = {"role": "assistant", "content": "the part so far"}
+    display.show(0, turn)
+    display.fail(0, "the logits are not finite")
+    display.fail(1, "no token at all")
+    display.close()
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    # columns are written again at the end
+    last = max(i for i, line in enumerate(lines) if line.startswith("the part so far"))
+    assert lines[last + 1].startswith("the logits are not finite")
+    assert "no token at all" in (lines[last] if terminal else lines[-1])
+
+
 @pytest.mark.parametrize("width", [40, 200])
 def test_two_models_answer_every_message(client, monkeypatch, width):
     """Each with its own history; in columns where the terminal is wide."""
@@ -230,7 +341,7 @@ def test_two_models_take_a_message_or_none_does(client, monkeypatch):
 def test_what_a_model_writes_does_not_control_the_terminal(names):
     out = io.StringIO()
     console = Console(file=out, width=200, height=20, force_terminal=True, color_system=None)
-    turn = ChatTurn(1, {"role": "user", "content": "x"}, None, 0, [1], False, 0)
+    turn = make_turn()
     display = make_display(console, names)
     for i in range(len(names)):
         turn.answer = None
@@ -246,6 +357,27 @@ def test_what_a_model_writes_does_not_control_the_terminal(names):
     assert "[bold]c[/bold]" in out.getvalue()
 
 
+def test_a_checkpoint_is_chosen_for_runs_alone(monkeypatch):
+    """With fakes: a run of the name run/a, and a tiny model for all weights."""
+    opened = []
+
+    def open_tiny(target, checkpoint, *, trusted):
+        opened.append((target, checkpoint))
+        return open_weights("tiny:addition")
+
+    def open_all(*words):
+        opened.clear()
+        args, args.others = sample.parser.parse_known_args([*words, "--checkpoint", "best"])
+        with contextlib.ExitStack() as resources:
+            assert len(list(sample.open_models(args, resources))) == len(words)
+        return opened
+
+    monkeypatch.setattr("rl.trainer.is_run_folder", lambda folder: folder == Path("run/a"))
+    monkeypatch.setattr("rl.trainer.open_weights", open_tiny)
+    assert open_all("owner/model", "run/a") == [("owner/model", None), ("run/a", "best")]
+    assert open_all("owner/model") == [("owner/model", "best")], "which open_weights refuses"
+
+
 def test_wrong_combinations_of_flags_are_refused():
     def error_of(*words: str) -> str:
         done = subprocess.run(
@@ -257,3 +389,6 @@ def test_wrong_combinations_of_flags_are_refused():
     assert "several WEIGHTS need --chat, got a b" in error_of("a", "b", "--prompt", "1")
     assert "leave out --prompt" in error_of("a", "--chat", "--prompt", "1")
     assert "leave out --prompt" in error_of("a", "--chat", "-n", "2")
+    assert "--chat needs a single process, got --sampler-tp 2" in error_of(
+        "a", "--chat", "--sampler-tp", "2"
+    )

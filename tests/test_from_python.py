@@ -169,11 +169,18 @@ def test_what_is_no_method_is_said(here, method, problem):
 
 
 def test_a_run_of_anothers_method_is_opened_in_its_folder_alone(here, monkeypatch):
-    rl.train("mine.py:Twice", output_dir=here / "run", **SMALL)
+    trained = rl.train("mine.py:Twice", output_dir=here / "run", **SMALL)
     (here / "other").mkdir()
     monkeypatch.chdir(here / "other")
     with pytest.raises(UserError, match="only code in the current folder is imported"):
         open_weights(str(here / "run"))
+    with pytest.raises(UserError, match=r"or trusted=True \(rl.sample, rl.open_run\)"):
+        rl.sample(here / "run", ["12+34="])
+    assert [len(answers) for answers in rl.sample(here / "run", ["12+34="], trusted=True)] == [1]
+    with pytest.raises(UserError, match="trusted=True"):
+        _ = rl.open_run(here / "run").weights
+    opened = rl.open_run(here / "run", trusted=True)
+    assert opened.weights.path == trained.weights.path
 
 
 def test_methods_are_those_here_and_addresses():

@@ -4,6 +4,7 @@ conversation in a real browser.
 
 import base64
 import hashlib
+import json
 import re
 import shutil
 import subprocess
@@ -93,8 +94,9 @@ def browser():
 def test_a_conversation_in_a_browser(served, browser):
     loop_server = LoopServer(lambda: served.app, "the chat page")
     page = browser.new_page()
-    requests, problems = [], []
+    requests, bodies, problems = [], [], []
     page.on("request", lambda request: requests.append(request.url))
+    page.on("request", lambda request: bodies.append(request.post_data or ""))
     page.on("pageerror", lambda error: problems.append(str(error)))
 
     def send(text):
@@ -144,7 +146,13 @@ def test_a_conversation_in_a_browser(served, browser):
             send("to be stopped")
             page.click("#stop")
             wait_for_answers()
-        assert page.locator(".message.assistant .note").last.text_content() == "stopped"
+        note = page.locator(".message.assistant .note").last.text_content()
+        assert note == "stopped before the answer: the conversation is unchanged"
+        send("after the stop")
+        wait_for_answers()
+        messages = json.loads(bodies[-1])["messages"]
+        assert messages[-1]["content"] == "after the stop"
+        assert "to be stopped" not in bodies[-1]
 
         # the key lasts for this tab alone, the conversation until a reset
         page.click("#reset")

@@ -26,7 +26,7 @@ class AnswerDisplay(Protocol):
         ...
 
     def fail(self, index: int, message: str) -> None:
-        """Show that an answer failed."""
+        """Show below the part so far that an answer failed."""
         ...
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class LineDisplay:
 
     def fail(self, index: int, message: str) -> None:
         self._begin(index)
-        self._write(f"{message}\n", "red")
+        self._write(f"\n{message}\n" if any(self._sent.values()) else f"{message}\n", "red")
 
     def close(self) -> None:
         """Do nothing: everything has been written."""
@@ -106,14 +106,19 @@ class ColumnDisplay:
         if turn.answer is not None:
             text.append(describe_sample(turn.sequence, turn.outcome), _NOTE)
         self._texts[index] = text
-        self._live.update(self._make_table(self._console.height - 3), refresh=True)
+        self._refresh()
 
     def fail(self, index: int, message: str) -> None:
-        self._texts[index] = _make_text(message, "red")
+        text = self._texts[index]
+        text.append_text(_make_text(f"\n{message}" if text else message, "red"))
+        self._refresh()
 
     def close(self) -> None:
         self._live.stop()
         self._console.print(self._make_table(None))
+
+    def _refresh(self) -> None:
+        self._live.update(self._make_table(self._console.height - 3), refresh=True)
 
     def _make_table(self, max_lines: int | None) -> Table:
         """Return a column for each answer. `max_lines`: show only the last lines of each."""

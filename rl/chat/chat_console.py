@@ -31,8 +31,6 @@ class ChatConsole:
 
     def __init__(self, sessions: Sequence[ChatSession], console: Console):
         self.sessions, self.console = sessions, console
-        self._count = 0  # messages sent
-        self._last_text: str | None = None
         self._omitted = [0] * len(sessions)  # turns that the last prompt of a session omits
         # command: (method, its argument, description)
         self._commands: dict[str, tuple[Callable[[str], None], str, str]] = {
@@ -60,7 +58,9 @@ class ChatConsole:
                 elif command.startswith("/") and not command.startswith("//"):
                     self._warn(f"unknown command {command}: /help lists them; // begins a message")
                 else:
-                    self._send(line.replace("//", "/", 1) if command.startswith("//") else line)
+                    text = line.replace("//", "/", 1) if command.startswith("//") else line
+                    last_turn = self._find_last_turn()
+                    self._send(text, 1 if last_turn is None else last_turn.message_id + 1)
             except ValueError as error:  # of what was typed: the chat goes on
                 self._warn(str(error))
 
@@ -88,27 +88,26 @@ class ChatConsole:
 
     # ------------------------------------------------------------------------------------- messages
 
-    def _send(self, text: str) -> None:
+    def _send(self, text: str, message_id: int) -> None:
         """Send a message to all sessions, or to none if any of them cannot take it."""
-        turns: list[ChatTurn] = []
-        try:
-            for session in self.sessions:
-                turns.append(session.start_turn(text, self._count + 1))
-        except ValueError:
-            for session, turn in zip(self.sessions, turns, strict=False):
-                session.drop_turn(turn)
-            raise
-        self._count, self._last_text = self._count + 1, text
-        self._report_omitted(turns)
         with _catch_interrupt() as interrupted:
+            turns: list[ChatTurn] = []
+            try:
+                for session in self.sessions:
+                    turns.append(session.start_turn(text, message_id))
+            except ValueError:
+                for session, turn in zip(self.sessions, turns, strict=False):
+                    session.drop_turn(turn)
+                raise
+            self._report_omitted(turns)
             self._show_answers(turns, interrupted)
 
     def _show_answers(self, turns: Sequence[ChatTurn], interrupted: threading.Event) -> None:
         """Sample and show the answers until all have ended or `interrupted` is set."""
         display = make_display(self.console, [session.name for session in self.sessions])
         # columns grow together, lines one after the other
-        everything = list(range(len(turns)))
-        rounds = [everything] if isinstance(display, ColumnDisplay) else [[i] for i in everything]
+        all_indices = list(range(len(turns)))
+        rounds = [all_indices] if isinstance(display, ColumnDisplay) else [[i] for i in all_indices]
         try:
             for indices in rounds:
                 running = list(indices)
@@ -133,7 +132,7 @@ class ChatConsole:
                 session.stop_turn(turn)
             else:
                 session.advance(turn)
-        except ValueError as error:  # such as logits that are not finite: the others go on
+        except ValueError as error:  # such as logits that are not finite: other answers go on
             display.fail(index, str(error))
             return False
         display.show(index, turn)
@@ -142,12 +141,13 @@ class ChatConsole:
     def _report_omitted(self, turns: Sequence[ChatTurn]) -> None:
         """Report how many of the oldest turns a prompt omits, when the number has grown."""
         for i, (session, turn) in enumerate(zip(self.sessions, turns, strict=True)):
-            before, self._omitted[i] = self._omitted[i], turn.first
-            if turn.first > before:
+            before, self._omitted[i] = self._omitted[i], turn.first_turn
+            if turn.first_turn > before:
+                num_earlier = sum(t.message_id < turn.message_id for t in session.turns)
                 self._say(
                     f"the context of {session.name} ({session.client.info['max_context']} tokens) "
-                    f"is full: its oldest messages are omitted ({turn.first} of "
-                    f"{len(session.turns)}); /reset begins a new conversation"
+                    f"is full: its oldest messages are omitted ({turn.first_turn} of "
+                    f"{num_earlier}); /reset begins a new conversation"
                 )
 
     # ------------------------------------------------------------------------------------- commands
@@ -155,7 +155,7 @@ class ChatConsole:
     def _reset(self, argument: str) -> None:
         for session in self.sessions:
             session.reset()
-        self._last_text, self._omitted = None, [0] * len(self.sessions)
+        self._omitted = [0] * len(self.sessions)
         self._say("a new conversation")
 
     def _set_system(self, argument: str) -> None:
@@ -165,19 +165,24 @@ class ChatConsole:
 
     def _undo(self, argument: str) -> None:
         """Remove the last message of all sessions that have it."""
-        last = max((turn.number for s in self.sessions for turn in s.turns[-1:]), default=None)
-        if last is None:
+        last_turn = self._find_last_turn()
+        if last_turn is None:
             raise ValueError("there is no message to take back")
         for session in self.sessions:
-            session.undo(last)
+            session.undo(last_turn.message_id)
         self._say("the last message and its answers are taken back")
 
     def _retry(self, argument: str) -> None:
-        if self._last_text is None:
+        """Send the last message again. Its turn stays in a session until there is a new answer."""
+        last_turn = self._find_last_turn()
+        if last_turn is None:
             raise ValueError("there is no message to answer again")
-        for session in self.sessions:
-            session.undo(self._count)
-        self._send(self._last_text)
+        self._send(last_turn.text, last_turn.message_id)
+
+    def _find_last_turn(self) -> ChatTurn | None:
+        """Return the turn of the newest message in any session; None without messages."""
+        last_turns = [turn for session in self.sessions for turn in session.turns[-1:]]
+        return max(last_turns, key=lambda turn: turn.message_id, default=None)
 
     def _set_temperature(self, argument: str) -> None:
         temperature = _parse_number(float, "/temperature", argument, "0.7")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rl.config import DataSettings
 from rl.types import Message, Problem
 
 # columns that would reveal the answer
@@ -28,6 +29,11 @@ class PromptTemplate:
     template: str | None = None
     suffix: str | None = None
     answer_column: str | None = None
+
+    @classmethod
+    def from_settings(cls, data: DataSettings) -> PromptTemplate:
+        """Return the template of the data settings."""
+        return cls(data.system_prompt, data.prompt_template, data.prompt_suffix, data.answer_column)
 
     @property
     def is_active(self) -> bool:

@@ -7,7 +7,8 @@ from rl.trainer.export import describe_export, export_weights, push_to_hub
 from rl.trainer.opponent_models import load_evaluation_opponents
 from rl.trainer.prompt_source import iterate_prompts, select_fitting_problems
 from rl.trainer.sample_function import sample
-from rl.trainer.saved_weights import open_weights
+from rl.trainer.sampled_model import SampledModel, load_sampled_model
+from rl.trainer.saved_weights import is_run_folder, open_weights
 from rl.trainer.stage_data import (
     find_sandbox_kind,
     load_held_out_problems,
@@ -24,6 +25,7 @@ from rl.trainer.stage_models import make_renderer
 from rl.trainer.train_function import TrainingResult, open_run, train
 
 __all__ = [
+    "SampledModel",
     "TrainingResult",
     "make_response_rows",
     "iterate_prompts",
@@ -42,6 +44,8 @@ __all__ = [
     "main",
     "make_renderer",
     "open_run",
+    "is_run_folder",
+    "load_sampled_model",
     "open_weights",
     "push_to_hub",
     "resolve_stage_reward",

@@ -45,7 +45,8 @@ def check_method_code(address: str, source: str, trusted: bool = False) -> None:
         raise UserError(
             f"{source} names the method {address}, which is {file}: only code in the current "
             "folder is imported for a run that is opened; change to its folder, or give "
-            "--trust-run (sample.py, evaluate.py, export.py) if you know that file"
+            "--trust-run (sample.py, evaluate.py, export.py) or trusted=True (rl.sample, "
+            "rl.open_run) if you know that file"
         )
 
 

@@ -51,9 +51,7 @@ def iterate_prompts(
         )
         yield from (problem.messages for problem in problems or () if problem.messages)
         return
-    template = PromptTemplate(
-        data.system_prompt, data.prompt_template, data.prompt_suffix, data.answer_column
-    )
+    template = PromptTemplate.from_settings(data)
     for prompt in prompts:
         if not prompt.strip():
             raise UserError("a prompt is empty: pass a text with --prompt")

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from rl.config import DataSettings, SamplingSettings
 from rl.errors import UserError
 from rl.images import content_to_text
 from rl.trainer.prompt_source import iterate_prompts
+from rl.trainer.sampled_model import load_sampled_model
 from rl.trainer.saved_weights import open_weights
-from rl.trainer.stage_models import make_renderer
-from rl.types import Message, SamplingParams
+from rl.types import Message
 
 
 def sample(
@@ -25,6 +23,7 @@ def sample(
     max_tokens: int | None = None,
     system_prompt: str | None = None,
     seed: int = 0,
+    trusted: bool = False,
 ) -> list[list[str]]:
     """Return `samples` answers to each prompt, as `python sample.py WEIGHTS` prints them.
 
@@ -40,35 +39,37 @@ def sample(
 
     temperature, max_tokens, system_prompt: by default those of the run, else 1, 256 and none.
 
+    trusted: import a run's custom method from any folder, not from the current folder alone.
+
     Raises UserError if the weights cannot be opened, or prompts is a single text.
     """
     if isinstance(prompts, str):
         raise UserError(f"prompts is a text, expected a list of prompts: pass [{prompts!r}]")
-    saved = open_weights(str(weights), checkpoint)
-    data = saved.stage.settings.data if saved.stage else DataSettings()
-    sampling = saved.stage.settings.sampling if saved.stage else SamplingSettings(temperature=1.0)
-    if system_prompt is not None:
-        data = replace(data, system_prompt=system_prompt or None)
+    saved = open_weights(str(weights), checkpoint, trusted=trusted)
     with saved.create_service(seed) as service:
-        sampler = saved.create_sampler(service)
-        renderer = make_renderer(sampler, data.renderer, data.template, sampling.stop)
-        params = SamplingParams(
-            sampling.max_tokens if max_tokens is None else max_tokens,
-            None,
-            renderer.get_stop_sequences(),
-            sampling.temperature if temperature is None else temperature,
+        model = load_sampled_model(
+            saved,
+            service,
+            *saved.prompt_settings,
+            system_prompt=system_prompt,
+            max_tokens=max_tokens,
+            temperature=temperature,
         )
         conversations = [
-            next(iterate_prompts(data, [prompt], None, 1)) if isinstance(prompt, str) else prompt
+            next(iterate_prompts(model.data, [prompt], None, 1))
+            if isinstance(prompt, str)
+            else prompt
             for prompt in prompts
         ]
         futures = [
-            sampler.sample(renderer.build_generation_prompt(messages), samples, params)
+            model.sampler.sample(
+                model.renderer.build_generation_prompt(messages), samples, model.params
+            )
             for messages in conversations
         ]
         return [
             [
-                content_to_text(renderer.parse_response(sequence.tokens)[0]["content"])
+                content_to_text(model.renderer.parse_response(sequence.tokens)[0]["content"])
                 for sequence in future.result().sequences
             ]
             for future in futures

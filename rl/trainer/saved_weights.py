@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.config import (
+    DataSettings,
     RunConfig,
+    SamplingSettings,
     StageConfig,
     is_method_address,
     load_resolved_config,
@@ -60,6 +62,13 @@ class SavedWeights:
             0 if self.run is None else derive_seed(self.run.options.seed, self.stage_index or 0)
         )
         return derive_seed(stage_seed, "test")
+
+    @property
+    def prompt_settings(self) -> tuple[DataSettings, SamplingSettings]:
+        """Return the settings of data and sampling of the stage, else defaults at temperature 1."""
+        if self.stage is None:
+            return DataSettings(), SamplingSettings(temperature=1.0)
+        return self.stage.settings.data, self.stage.settings.sampling
 
     def create_service(self, seed: int = 0, sampler_tp: int = 1) -> ServiceClient:
         """Create a service with the run's precision and sampler, so that the same weights generate

@@ -5,7 +5,7 @@ command line.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,12 @@ _DEFAULT_RECIPE = SCRIPTS_FOLDER / "recipes" / "sorting.yaml"
 class TrainingResult:
     """Give access to the results in a run's folder. `pandas.DataFrame(trained.metrics)` is its
     table. A notebook displays it as its curves.
+
+    trusted: `weights` may import the run's custom method from any folder
     """
 
     folder: Path
+    trusted: bool = field(default=False, repr=False)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -55,7 +58,7 @@ class TrainingResult:
         """Return the newest weights: `.path` is their folder. `rl.sample(trained.folder, prompts)`
         samples from them.
         """
-        return open_weights(str(self.folder))
+        return open_weights(str(self.folder), trusted=self.trusted)
 
     @property
     def rollouts(self) -> list[dict[str, Any]]:
@@ -76,15 +79,18 @@ class TrainingResult:
         return path.read_bytes() if path.is_file() else None
 
 
-def open_run(folder: str | Path) -> TrainingResult:
+def open_run(folder: str | Path, *, trusted: bool = False) -> TrainingResult:
     """Open the results of a run, which may have ended, still run, or run in another process.
+
+    trusted: `weights` may import the run's custom method from any folder, not from the current
+    folder alone.
 
     Raises UserError if the folder holds no run.
     """
     path = Path(folder).expanduser()
     if not contains_run(path):
         raise UserError(f"{path} holds no run: expected a folder that rl.train or train.py wrote")
-    return TrainingResult(path)
+    return TrainingResult(path, trusted)
 
 
 def train(
@@ -122,7 +128,7 @@ def train(
         if stopped.exit_code == INTERRUPTED:
             raise KeyboardInterrupt("the run is saved: resume=True continues it") from None
         raise
-    return TrainingResult(resolve_run_folder(run))
+    return TrainingResult(resolve_run_folder(run), trusted=True)  # its method was just imported
 
 
 def resolve_run(what: str | Path, settings: dict[str, Any]) -> RunConfig:
