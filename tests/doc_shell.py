@@ -27,7 +27,7 @@ from rank_server import Ranks
 REPO = Path(__file__).resolve().parent.parent
 # For tests/small_runs.py; its value: "whole", or "part" of a command. Workers of rewards get it too.
 ONLY_PARSED = "PYTHON_WHETSTONE_ONLY_PARSED"
-PROGRAMS = "python python3 accelerate make pip sbatch srun whetstone lm_eval docker".split()
+PROGRAMS = "python python3 accelerate make pip uv sbatch srun whetstone lm_eval docker".split()
 PROGRAM = """#!{python} -IS
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as connection:
@@ -148,7 +148,7 @@ class DocShell:
 
     def dispatch(self, words: list[str], order: dict) -> tuple[int, str]:
         program, rest, folder = words[0], words[1:], Path(order["cwd"])
-        if program == "pip" or rest[:2] == ["-m", "pip"]:
+        if program in ("pip", "uv") or rest[:2] == ["-m", "pip"]:
             check_install(rest, folder)
         elif program == "make":
             return self.make(rest, order)
@@ -169,7 +169,7 @@ class DocShell:
             (folder / "whetstone_main.py").write_text("import whetstone\nexit(whetstone.main())\n")
             return self.script(["whetstone_main.py", *rest], order)
         elif rest[:2] == ["-m", "venv"]:
-            (folder / rest[2] / "bin").mkdir(parents=True)
+            (folder / rest[2] / "bin").mkdir(parents=True, exist_ok=True)
             (folder / rest[2] / "bin" / "activate").touch()
         else:
             return self.script(rest, order)

@@ -126,7 +126,7 @@ def made_runs(shell, tmp_path_factory) -> Path:
 def fill_placeholders(command: str, page: str, number: int) -> str:
     words = {**PLACEHOLDERS, "OUT": f"out-{number}"}
     words["RUN"] = RUN_OF_PAGE.get(page, words["RUN"])
-    return re.sub(r"[\w.]+", lambda match: words.get(match[0], match[0]), command)
+    return re.sub(r"(?<![-\w.])[\w.]+", lambda match: words.get(match[0], match[0]), command)
 
 
 def run_block(block: Block, shell: DocShell, folder: Path, commands: str) -> None:
