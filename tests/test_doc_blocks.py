@@ -49,15 +49,6 @@ OWN_FILES = {
 }
 # What the text says that a page's python blocks continue from.
 BEFORE = {
-    "environments.md": """
-from rl import ServiceClient
-from rl.renderers import get_renderer
-from rl.types import SamplingParams
-client = ServiceClient().create_lora_training_client("tiny:ascii", rank=2)
-renderer = get_renderer("plain", client.get_tokenizer())
-sampling_client = client.save_weights_and_get_sampling_client()
-params = SamplingParams(max_tokens=8, temperature=1.0)
-""",
     "own_loop.md": """
 from rl.types import Datum, ModelInput
 prompt = ModelInput.from_ints([5, 6, 7])

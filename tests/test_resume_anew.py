@@ -252,6 +252,14 @@ def test_words_of_other_libraries_are_answered(word, here, tmp_path):
         ("grpo mine=3", "a setting is --name value"),
         ("--config recipes/gsm8k.yaml", "a recipe is named without a flag"),
         ("grpo --epochs 3", "it is called --steps here"),
+        ("grpo --max_prompt_length 256", "it is called --max-prompt-tokens here"),
+        ("grpo --steps_per_generation 4", "it is called --num-substeps here"),
+        ("grpo --importance_sampling_level sequence", "it is called --loss here (gspo"),
+        ("grpo --target_modules all-linear", "it is called --train-attn here"),
+        ("sft --packing true", "it is called --layout here (packed"),
+        ("sft --max_length 2048", "it is called --max-row-tokens here"),
+        ("sft --assistant_only_loss true", "it is called --train-on here"),
+        ("sft --num_train_epochs 3", "sft and the methods on preferences have epochs"),
     ],
 )
 def test_commands_in_the_manner_of_other_libraries_are_answered(words, expected):

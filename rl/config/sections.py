@@ -307,7 +307,7 @@ class OptimSettings:
     token_budget: Size = 16_384
     """Number of token positions in a micro-batch, which sets the activation memory. The gradient does not depend on it."""
     layout: Literal["auto", "padded", "packed", "shared"] = "auto"
-    """Layout of a micro-batch. padded: rows of similar length. packed: sequences end to end in a single row. shared: the prompt of a group is computed once. auto: padded or shared, whichever needs less work and is exact for the model. The gradient does not depend on it."""
+    """Layout of a micro-batch. padded: rows of similar length. packed: sequences end to end in a single row. shared: the prompt of a group is computed once. auto: packed if flash attention runs the model, else padded or shared, whichever needs less work; only layouts that are exact for the model. The gradient does not depend on it."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
