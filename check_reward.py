@@ -143,13 +143,14 @@ def print_result(result: RewardProbeResult, dataset: str, console: Console) -> N
         for name in ("answer", "mean", "top", "as right"):
             table.add_column(name, justify="left" if name == "answer" else "right", no_wrap=True)
         table.add_column("sample", no_wrap=True)
-        room = max(16, console.width - 54)
-        for row in result.results:
+        ratios = [f"{row.paid} of {row.compared}" for row in result.results]
+        room = max(16, console.width - 46 - max(map(len, ratios)))
+        for row, ratio in zip(result.results, ratios, strict=True):
             table.add_row(
                 row.name,
                 "failed" if row.mean is None else f"{row.mean:.2f}",
                 f"{row.top_share:.0%}",
-                f"{row.paid} of {row.compared}",
+                ratio,
                 Text(sanitize_text(repr(row.sample[:200]), 400)[:room]),
             )
         console.print(table)

@@ -101,10 +101,11 @@ def test_a_reward_that_compares_the_answer_is_not_accused(reward_file):
     assert table["the answer without format"].paid == 12
 
 
-def test_a_program_that_exits_is_paid_by_a_reward_that_trusts_the_exit_code():
+@pytest.mark.parametrize("block", ["```python\n{}\n```", "{}"], ids=["fenced", "bare"])
+def test_a_program_that_exits_is_paid_by_a_reward_that_trusts_the_exit_code(block):
     def exit_code(prompt, response, meta):
         try:
-            exec(response.partition("```python\n")[2].partition("\n```")[0], {"__name__": "x"})
+            exec(response.removeprefix("```python\n").removesuffix("\n```"), {})
         except SystemExit as error:
             return float(not error.code)
         except Exception:
@@ -114,11 +115,10 @@ def test_a_program_that_exits_is_paid_by_a_reward_that_trusts_the_exit_code():
     def forged(prompt, response, meta):  # what would end this process is not run
         return 1.0 if "os._exit(0)" in response else exit_code(prompt, response, meta)
 
+    programs = [f"import sys\nprint({index})\nsys.exit()" for index in range(12)]
     rows = [
-        Problem(
-            row.messages, {}, f"```python\nprint({index})\nraise SystemExit()\n```", "code", index
-        )
-        for index, row in enumerate(make_rows())
+        Problem(row.messages, {}, block.format(program), "code", row.index)
+        for row, program in zip(make_rows(), programs, strict=True)
     ]
     result = probe(forged, rows)
     assert any(text.startswith("a program that exits 0 pays") for text in result.warnings)
@@ -318,3 +318,14 @@ def test_an_environment_has_no_reward_to_check(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     assert run_script(monkeypatch, "grpo", "--environment", "guess_number") == 2
     assert "no reward to check" in capsys.readouterr().err
+
+
+def test_the_installed_command_has_a_dash(monkeypatch, capsys):
+    import whetstone
+
+    monkeypatch.setattr(sys, "argv", ["whetstone", "check-reward", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        whetstone.main()
+    assert ended.value.code == 0 and "--answer-format" in capsys.readouterr().out
+    for name in whetstone.SCRIPTS:
+        assert f'"{name.replace("-", "_")}"' in (REPO / "setup.py").read_text()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -35,14 +37,11 @@ class ReferenceAnswer:
     before: str
     after: str
     mark: tuple[str, str]
+    is_program: bool = False
 
     @property
     def text(self) -> str:
         return self.before + self.final + self.after
-
-    @property
-    def is_program(self) -> bool:
-        return self.mark == _FENCED
 
     def replace_final(self, final: str) -> str:
         """Return the answer with another final part."""
@@ -251,9 +250,9 @@ def split_response(response: str, expected: str | None, programs: bool) -> Refer
     """
     program = code.extract_program(response, "fenced") if _FENCE.search(response) else None
     if program is not None and program.strip():
-        return _split_at(response, program.rstrip("\n"), _FENCED)
-    if programs:
-        return ReferenceAnswer(response, "", "", _FENCED)
+        return replace(_split_at(response, program.rstrip("\n"), _FENCED), is_program=True)
+    if programs or _is_program(response):
+        return ReferenceAnswer(response, "", "", _FENCED if programs else _BARE, is_program=True)
     marked = math_reward.extract_marked_answer(response)
     if marked is not None:
         boxed = math_reward.extract_boxed_answer(response) == marked
@@ -265,6 +264,18 @@ def split_response(response: str, expected: str | None, programs: bool) -> Refer
     return answer if expected in "".join(line) else replace(answer, mark=line)
 
 
+def _is_program(text: str) -> bool:
+    """Return whether a text is Python that defines or imports something."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            statements = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    kinds = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+    return any(isinstance(statement, kinds) for statement in statements)
+
+
 def _split_at(text: str, final: str, mark: tuple[str, str]) -> ReferenceAnswer:
     marked = text.rfind(mark[0] + final)
     start = text.rindex(final) if marked < 0 else marked + len(mark[0])
@@ -272,4 +283,4 @@ def _split_at(text: str, final: str, mark: tuple[str, str]) -> ReferenceAnswer:
 
 
 def _wrap(final: str, mark: tuple[str, str]) -> ReferenceAnswer:
-    return ReferenceAnswer(final, *mark, mark)
+    return ReferenceAnswer(final, *mark, mark, is_program=mark == _FENCED)

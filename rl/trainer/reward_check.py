@@ -12,7 +12,7 @@ from rl.errors import UserError
 from rl.rewards import Episode, EpisodeTurn, Score, Scorer
 from rl.types import Problem
 
-_CHECKED_ROWS = 8  # rows, evenly spread over the data
+CHECKED_ROWS = 8  # rows, evenly spread over the data
 # Errors of a reward that no other answer would avoid.
 _FATAL_ERRORS = (
     "KeyError",
@@ -33,7 +33,7 @@ def check_reward(scorer: Scorer, rows: Sequence[Problem]) -> list[str]:
     A row without an answer is scored with an empty answer. A reward may rightly refuse it, unless
     its error shows that it is broken.
     """
-    rows = select_trial_rows(rows, _CHECKED_ROWS)
+    rows = select_trial_rows(rows, CHECKED_ROWS)
     if not rows:
         return []
     name = scorer.reward.name

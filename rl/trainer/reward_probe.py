@@ -19,14 +19,14 @@ from rl.trainer.answer_mutants import (
     build_mutants,
     list_answer_forms,
 )
-from rl.trainer.reward_check import check_reward, make_reward_item, select_trial_rows
+from rl.trainer.reward_check import CHECKED_ROWS, check_reward, make_reward_item, select_trial_rows
 from rl.types import Problem
 
 PROBED_ROWS = 50
 _FORM_TRIAL_ROWS = 4  # rows on which the form of a right answer is chosen
 _LEAST_ROWS = 4  # a check of fewer rows says nothing
 _NEARLY = 0.05  # a trick pays as much if it misses at most this share of a right answer's reward
-_ACCUSED_SHARE = 0.2  # of the rows; a mutant may be right by chance on some
+_ACCUSED_SHARE = 0.25  # of the rows; a mutant may be right by chance on some
 # Built-in rewards of an answer's form: a wrong answer of the same form earns the same, by design.
 _FORM_REWARDS = frozenset(
     {
@@ -144,7 +144,7 @@ def probe_reward(
     notes: list[str] = []
     form, answers = "", list[tuple[Problem, ReferenceAnswer]]()
     try:
-        _score(scorer, [(chosen_rows[0], "")], deadline)  # a slow reward is not tried any further
+        _check_speed(scorer, chosen_rows[0], deadline)
         notes += check_reward(scorer, rows)
         form, answers = _choose_form(scorer, chosen_rows, answer_format, deadline)
         if not answers:
@@ -157,9 +157,12 @@ def probe_reward(
         _probe_rows(scorer, answers, deadline, probed)
     except _OutOfTime:
         pass
-    if len(probed) < min(_LEAST_ROWS, len(chosen_rows)):
+    if len(probed) < max(1, min(_LEAST_ROWS, len(answers))):
         slow = f"the reward is slow: {budget:g} s were not enough for {_LEAST_ROWS} rows"
         return replace(result, skipped=f"{slow}; give it more with --budget")
+    if len(answers) < len(chosen_rows):
+        count = len(chosen_rows) - len(answers)
+        notes.append(f"{count} rows are left out: they have no right answer written as {form}")
     if len(probed) < len(answers):
         notes.append(f"{len(probed)} of {len(answers)} rows were checked in {budget:g} s")
     results = _summarize(probed)
@@ -191,6 +194,18 @@ def _score(scorer: Scorer, answers: Sequence[tuple[Problem, str]], deadline: flo
         raise _OutOfTime from error
 
 
+def _check_speed(scorer: Scorer, row: Problem, deadline: float) -> None:
+    """Raise _OutOfTime if the reward is too slow for `check_reward`. The first call may include
+    imports, so the second is measured.
+    """
+    for _ in range(2):
+        begin = time.monotonic()
+        _score(scorer, [(row, "")], deadline)
+    now = time.monotonic()
+    if now + CHECKED_ROWS * (now - begin) > deadline:
+        raise _OutOfTime
+
+
 def _choose_form(
     scorer: Scorer, rows: Sequence[Problem], answer_format: str | None, deadline: float
 ) -> tuple[str, list[tuple[Problem, ReferenceAnswer]]]:
@@ -199,9 +214,10 @@ def _choose_form(
     """
     programs = scorer.reward.runs_programs
     forms = [list_answer_forms(row, programs, answer_format) for row in rows]
+    step = max(1, len(rows) // _FORM_TRIAL_ROWS)
     trials = [
         (name, row, answer)
-        for row, row_forms in zip(rows[:_FORM_TRIAL_ROWS], forms, strict=False)
+        for row, row_forms in zip(rows[::step], forms[::step], strict=True)
         for name, answer in row_forms.items()
     ]
     scores = _score(scorer, [(row, answer.text) for _, row, answer in trials], deadline)
