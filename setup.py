@@ -10,7 +10,16 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-SCRIPTS = ("train", "sample", "evaluate", "export", "serve", "plot", "minimal_loop")
+SCRIPTS = (
+    "train",
+    "sample",
+    "evaluate",
+    "export",
+    "serve",
+    "plot",
+    "check_reward",
+    "minimal_loop",
+)
 
 
 class BuildWithScripts(build_py):

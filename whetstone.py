@@ -11,7 +11,7 @@ from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
 _SCRIPTS_FOLDER = _HERE if (_HERE / "train.py").is_file() else _HERE / "whetstone_scripts"
-SCRIPTS = ("train", "sample", "evaluate", "export", "serve", "plot")
+SCRIPTS = ("train", "sample", "evaluate", "export", "serve", "plot", "check-reward")
 
 
 def main() -> int:
@@ -31,7 +31,7 @@ def main() -> int:
         )
         (sys.stderr if unknown else sys.stdout).write(text)
         return 2 if unknown else 0
-    script = _SCRIPTS_FOLDER / f"{name}.py"
+    script = _SCRIPTS_FOLDER / f"{name.replace('-', '_')}.py"
     if not script.is_file():
         sys.stderr.write(
             f"whetstone: {script} does not exist: the installation is damaged, install it again\n"

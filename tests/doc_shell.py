@@ -36,7 +36,15 @@ with socket.socket(socket.AF_UNIX) as connection:
     connection.sendall(json.dumps(order).encode() + b"\\n")
     sys.exit(int(connection.makefile().readline()))
 """
-RUN_SCRIPTS = ("train.py", "sample.py", "evaluate.py", "export.py", "plot.py", "minimal_loop.py")
+RUN_SCRIPTS = (
+    "train.py",
+    "sample.py",
+    "evaluate.py",
+    "export.py",
+    "plot.py",
+    "check_reward.py",
+    "minimal_loop.py",
+)
 MORE_WORDS = {  # of scripts that small_runs.py does not make small
     "evaluate.py": ["--limit", "2", "--max-tokens", "8"],
     "sample.py": ["--max-tokens", "8"],

@@ -1,14 +1,16 @@
 """Execute runs: the two training loops, stages, resuming, and the memory plan of a whole run."""
 
 from rl.trainer.code_trust import check_trusted, list_environment_addresses, list_reward_addresses
+from rl.trainer.data_source import load_training_problems
 from rl.trainer.entry_point import main, run_guarded
 from rl.trainer.evaluation_metrics import compute_evaluation_metrics, make_response_rows
 from rl.trainer.export import describe_export, export_weights, push_to_hub
 from rl.trainer.opponent_models import load_evaluation_opponents
 from rl.trainer.prompt_source import iterate_prompts, select_fitting_problems
+from rl.trainer.reward_probe import PROBED_ROWS, RewardProbeResult, probe_reward
 from rl.trainer.sample_function import sample
 from rl.trainer.sampled_model import SampledModel, load_sampled_model
-from rl.trainer.saved_weights import is_run_folder, open_weights
+from rl.trainer.saved_weights import is_run_folder, load_run, open_weights
 from rl.trainer.stage_data import (
     find_sandbox_kind,
     load_held_out_problems,
@@ -25,8 +27,14 @@ from rl.trainer.stage_models import make_renderer
 from rl.trainer.train_function import TrainingResult, open_run, train
 
 __all__ = [
+    "PROBED_ROWS",
+    "RewardProbeResult",
     "SampledModel",
     "TrainingResult",
+    "probe_reward",
+    "load_training_problems",
+    "is_run_folder",
+    "load_run",
     "make_response_rows",
     "iterate_prompts",
     "check_scoring",
@@ -44,7 +52,6 @@ __all__ = [
     "main",
     "make_renderer",
     "open_run",
-    "is_run_folder",
     "load_sampled_model",
     "open_weights",
     "push_to_hub",

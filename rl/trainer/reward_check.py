@@ -5,13 +5,14 @@ sampling.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rl.envs import last_user_text, make_reward_episode, make_reward_meta
 from rl.errors import UserError
 from rl.rewards import Episode, EpisodeTurn, Score, Scorer
 from rl.types import Problem
 
-_CHECKED_ROWS = 8  # rows, evenly spread over the data
+CHECKED_ROWS = 8  # rows, evenly spread over the data
 # Errors of a reward that no other answer would avoid.
 _FATAL_ERRORS = (
     "KeyError",
@@ -32,11 +33,7 @@ def check_reward(scorer: Scorer, rows: Sequence[Problem]) -> list[str]:
     A row without an answer is scored with an empty answer. A reward may rightly refuse it, unless
     its error shows that it is broken.
     """
-    rows = [
-        row
-        for i in range(min(_CHECKED_ROWS, len(rows)))
-        if (row := rows[i * len(rows) // min(_CHECKED_ROWS, len(rows))]).messages
-    ]
+    rows = select_trial_rows(rows, CHECKED_ROWS)
     if not rows:
         return []
     name = scorer.reward.name
@@ -47,17 +44,11 @@ def check_reward(scorer: Scorer, rows: Sequence[Problem]) -> list[str]:
             f"{', '.join(map(repr, lacking))}, and the rows of {rows[0].tag} have {available} "
             "and their prompt: rename the column, or give it a default in the function"
         )
-    answers = [_reference_answer(row) for row in rows]
-    items = [
-        (
-            last_user_text(row.messages),
-            answer or "",
-            make_reward_meta(row, scorer),
-            _make_episode(row, answer or "", scorer),
-        )
+    answers = [get_reference_answer(row) for row in rows]
+    scores = scorer.score_many(
+        make_reward_item(row, answer or "", scorer)
         for row, answer in zip(rows, answers, strict=True)
-    ]
-    scores = scorer.score_many(items)
+    )
     failed = [score for score in scores if score.reward is None]
     if not failed:
         return _check_reference_scores(name, rows, scores)
@@ -71,6 +62,22 @@ def check_reward(scorer: Scorer, rows: Sequence[Problem]) -> list[str]:
     ]
 
 
+def select_trial_rows(rows: Sequence[Problem], count: int) -> list[Problem]:
+    """Return at most `count` rows with a prompt, evenly spread over the data."""
+    count = min(count, len(rows))
+    return [row for i in range(count) if (row := rows[i * len(rows) // count]).messages]
+
+
+def make_reward_item(row: Problem, answer: str, scorer: Scorer) -> tuple[Any, ...]:
+    """Return the arguments of `Scorer.submit` for an answer to a row, as in training."""
+    return (
+        last_user_text(row.messages),
+        answer,
+        make_reward_meta(row, scorer),
+        _make_episode(row, answer, scorer),
+    )
+
+
 def _make_episode(row: Problem, answer: str, scorer: Scorer) -> Episode | None:
     """Return the answer as an episode of one turn, for a reward that scores episodes. Each letter
     counts as a token.
@@ -82,9 +89,13 @@ def _make_episode(row: Problem, answer: str, scorer: Scorer) -> Episode | None:
     )
 
 
-def _reference_answer(row: Problem) -> str | None:
-    if row.response is not None:
-        return row.response
+def get_reference_answer(row: Problem) -> str | None:
+    """Return the row's worked response, else its expected answer as text; None without both."""
+    return get_expected_answer(row) if row.response is None else row.response
+
+
+def get_expected_answer(row: Problem) -> str | None:
+    """Return the row's expected answer as text; None without one."""
     answer = row.meta.get("answer")
     return str(answer) if isinstance(answer, (str, int, float)) else None
 

@@ -134,9 +134,10 @@ def is_run_folder(folder: Path) -> bool:
     return contains_run(folder)
 
 
-def _open_run_weights(
-    folder: Path, checkpoint: str | None, *, trusted: bool = False
-) -> SavedWeights:
+def load_run(folder: Path, *, trusted: bool = False) -> RunConfig:
+    """Return the settings of the run in a folder. Raises UserError if they name a method's code in
+    another folder and it is not `trusted`.
+    """
     from rl.algorithms import METHODS
     from rl.config import RunSettings
 
@@ -144,7 +145,13 @@ def _open_run_weights(
     for stage in config["stages"]:
         if is_method_address(stage["method"]):
             check_method_code(stage["method"], str(folder / CONFIG), trusted)
-    run = load_resolved_config(config, METHODS, options=RunSettings, place=str(folder / CONFIG))
+    return load_resolved_config(config, METHODS, options=RunSettings, place=str(folder / CONFIG))
+
+
+def _open_run_weights(
+    folder: Path, checkpoint: str | None, *, trusted: bool = False
+) -> SavedWeights:
+    run = load_run(folder, trusted=trusted)
     row = _select_checkpoint(folder, _list_checkpoints(folder), checkpoint)
     # by name below this folder, not by the recorded path: the run's folder may have been moved
     path = checkpoint_path(
