@@ -57,8 +57,8 @@ MUTANTS = [
     ),
     M(
         "rl/client/service_client.py",
-        '    def create_lora_training_client(\n        self,\n        base_model: str,\n        rank: int = 32,\n        seed: int | None = None,\n        train_mlp: bool = True,\n        train_attn: bool = True,\n        train_unembed: bool = True,\n        user_metadata: Mapping[str, str] | None = None,\n        optimizer: types.OptimizerConfig | None = None,\n        *,\n        alpha: float | None = TINKER_ALPHA,\n        train_vision: bool = False,\n        train_experts: bool = False,\n        tokenizer: str | None = None,\n        model_seed: int = 0,\n        value_head: bool = False,\n        base_dtype: str = "auto",\n    ) -> TrainingClient:\n',
-        "    def create_lora_training_client(self, base_model: str, rank: int=32, seed: int | None=None, train_mlp: bool=True, train_attn: bool=True, train_unembed: bool=True, user_metadata: Mapping[str, str] | None=None, optimizer: types.OptimizerConfig | None=None, *, alpha: float | None=None, train_vision: bool=False, train_experts: bool=False, tokenizer: str | None=None, model_seed: int=0, value_head: bool=False, base_dtype: str='auto') -> TrainingClient:\n",
+        '    def create_lora_training_client(\n        self,\n        base_model: str,\n        rank: int = 32,\n        seed: int | None = None,\n        train_mlp: bool = True,\n        train_attn: bool = True,\n        train_unembed: bool | None = None,\n        user_metadata: Mapping[str, str] | None = None,\n        optimizer: types.OptimizerConfig | None = None,\n        *,\n        alpha: float | None = TINKER_ALPHA,\n        train_vision: bool = False,\n        train_experts: bool = False,\n        tokenizer: str | None = None,\n        model_seed: int = 0,\n        value_head: bool = False,\n        base_dtype: str = "auto",\n    ) -> TrainingClient:\n',
+        '    def create_lora_training_client(\n        self,\n        base_model: str,\n        rank: int = 32,\n        seed: int | None = None,\n        train_mlp: bool = True,\n        train_attn: bool = True,\n        train_unembed: bool | None = None,\n        user_metadata: Mapping[str, str] | None = None,\n        optimizer: types.OptimizerConfig | None = None,\n        *,\n        alpha: float | None = None,\n        train_vision: bool = False,\n        train_experts: bool = False,\n        tokenizer: str | None = None,\n        model_seed: int = 0,\n        value_head: bool = False,\n        base_dtype: str = "auto",\n    ) -> TrainingClient:\n',
         "Tinker's alpha of 32",
         "lora_scale",
     ),
@@ -1436,7 +1436,7 @@ MUTANTS = [
     ),
     M(
         "rl/sampler/block_tables.py",
-        "    row_tables = [pages[first[i] :] if first[i] else pages for i, pages in enumerate(tables)]\n",
+        "    row_tables = [pages[starts[i] :] if starts[i] else pages for i, pages in enumerate(tables)]\n",
         "    row_tables = [pages for i, pages in enumerate(tables)]\n",
         "shared pages in a row's own table",
         "kernel_paged sampler_paged",
@@ -1464,8 +1464,8 @@ MUTANTS = [
     ),
     M(
         "rl/sampler/decode_inputs.py",
-        "    place, length = position % size, (private_position + 1).int().masked_fill_(ended, 1)\n",
-        "    place, length = (position % size, (private_position + 1).int().masked_fill_(lives, 1))\n",
+        "    return page, b.position % block_size, (private_position + 1).int().masked_fill_(ended, 1)\n",
+        "    return page, b.position % block_size, (private_position + 1).int().masked_fill_(~ended, 1)\n",
         "rows that live read one position",
         "sampler_stepped",
     ),
