@@ -31,8 +31,12 @@ import tempfile
 import time
 from pathlib import Path
 
-import httpx
 import numpy as np
+
+try:
+    import httpx
+except ImportError:  # --help needs no package of the server's clients
+    httpx = None
 
 REPO = Path(__file__).resolve().parent.parent
 RESULTS = REPO / "bench" / "results" / "serving.csv"
@@ -397,6 +401,8 @@ def main() -> None:
     parser.add_argument("case", choices=cases)
     parser.add_argument("--count", type=int)
     args = parser.parse_args()
+    if httpx is None:
+        parser.error('httpx is missing: pip install -e ".[sdk]"')
     case, count = cases[args.case]
     with tempfile.TemporaryDirectory() as folder:
         begin = time.monotonic()
