@@ -10,7 +10,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-SCRIPTS = ("train", "sample", "evaluate", "export", "serve", "plot", "minimal_loop")
+SCRIPTS = ("train", "sample", "evaluate", "export", "serve", "plot", "report", "minimal_loop")
 
 
 class BuildWithScripts(build_py):

@@ -6,6 +6,7 @@ from rl.trainer.evaluation_metrics import compute_evaluation_metrics, make_respo
 from rl.trainer.export import describe_export, export_weights, push_to_hub
 from rl.trainer.opponent_models import load_evaluation_opponents
 from rl.trainer.prompt_source import iterate_prompts, select_fitting_problems
+from rl.trainer.run_report import write_report
 from rl.trainer.sample_function import sample
 from rl.trainer.saved_weights import open_weights
 from rl.trainer.stage_data import (
@@ -51,4 +52,5 @@ __all__ = [
     "sample",
     "select_fitting_problems",
     "train",
+    "write_report",
 ]
