@@ -107,11 +107,11 @@ def collect_series(
         True: max(200, _PANEL_POINTS // (max(len(drawn), 1) * num_runs)),
         False: max(50, _OTHER_POINTS // (max(len(indices) - len(drawn), 1) * num_runs)),
     }
-    series = {}
+    series: dict[str, dict[str, list[float]]] = {}
     for name, places in indices.items():
         thinned = _thin(places, limits[name in drawn])
         series[sanitize_text(name, _NAME_LIMIT)] = {
-            "rows": thinned,
+            "rows": list(thinned),
             "values": [round_number(rows[i][name]) for i in thinned],
         }
     return series

@@ -112,8 +112,8 @@ def _collect_evaluations(
 ) -> list[dict[str, Any]]:
     """Return the answers to the same problems at the selected evaluations."""
     selected: list[EvaluationFile] = []
-    for key in dict.fromkeys((file.stage, file.greedy) for file in files):
-        selected += select_evenly([f for f in files if (f.stage, f.greedy) == key], 3)
+    for kind in dict.fromkeys((file.stage, file.greedy) for file in files):
+        selected += select_evenly([f for f in files if (f.stage, f.greedy) == kind], 3)
     rows_by_file = [read_rollouts(file.path) for file in selected]
     entries: list[dict[str, Any]] = []
     for file, rows in zip(selected, rows_by_file, strict=True):

@@ -20,6 +20,7 @@ from rl.jsonl import read_jsonl, write_atomically
 from rl.reporting import (
     CHECKPOINTS,
     MAX_REPORT_BYTES,
+    REPORT,
     ROLLOUTS,
     PairedComparison,
     RunCurve,
@@ -43,7 +44,6 @@ from rl.reporting import (
 from rl.sanitize import sanitize_text
 from rl.trainer.held_out_metrics import HELD_OUT_ACCURACY, HeldOutMetrics
 
-REPORT = "report.html"
 _HELD_OUT_REWARD = "test/env/all/reward/total"
 # Held-out metrics of stages that learn from rows: label and metric.
 _ROW_METRICS = (
@@ -174,7 +174,9 @@ def describe_settings(run: SavedRun) -> list[dict[str, Any]]:
     """Return the settings of each stage: those that differ from the defaults, and all others."""
     sections = []
     options = flatten_settings(RunSettings())
-    entries = [("options", None, run.config["options"], options)]
+    entries: list[tuple[str, str | None, dict[str, Any], dict[str, Any] | None]] = [
+        ("options", None, run.config["options"], options)
+    ]
     entries += [
         (stage["name"], stage["method"], stage["settings"], _get_stage_defaults(stage["method"]))
         for stage in run.config["stages"]
