@@ -17,6 +17,7 @@ SCRIPTS = (
     "export",
     "serve",
     "plot",
+    "report",
     "check_reward",
     "minimal_loop",
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
 _SCRIPTS_FOLDER = _HERE if (_HERE / "train.py").is_file() else _HERE / "whetstone_scripts"
-SCRIPTS = ("train", "sample", "evaluate", "export", "serve", "plot", "check-reward")
+SCRIPTS = ("train", "sample", "evaluate", "export", "serve", "plot", "report", "check-reward")
 
 
 def main() -> int:

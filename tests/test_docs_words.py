@@ -19,7 +19,16 @@ from rl.config.fields import get_fields
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-SCRIPTS = ["evaluate", "export", "plot", "sample", "serve", "check_reward", "minimal_loop"]
+SCRIPTS = [
+    "evaluate",
+    "export",
+    "plot",
+    "report",
+    "sample",
+    "serve",
+    "check_reward",
+    "minimal_loop",
+]
 SCRIPTS += ["rl/envs/demo_generator"]
 # Of other programs that the pages name: accelerate, Slurm, pip, lm-evaluation-harness, TRL
 # (docs/coming_from.md).

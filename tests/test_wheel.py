@@ -78,7 +78,7 @@ def test_the_wheel_holds_what_the_package_reads_and_nothing_else(installed):
         str(path.relative_to(REPO))
         for folder in ("rl", "kernels")
         for path in (REPO / folder).rglob("*")
-        if path.is_file() and path.suffix in (".py", ".cpp", ".html")
+        if path.is_file() and path.suffix in (".py", ".cpp", ".html", ".css", ".js")
     }
     recipes = {f"whetstone_scripts/recipes/{p.name}" for p in (REPO / "recipes").glob("*.yaml")}
     assert packages | recipes | {"whetstone.py", "whetstone_scripts/train.py"} <= names

@@ -2,11 +2,20 @@
 
 from rl.reporting.alarm_monitor import AlarmMonitor
 from rl.reporting.console import Console, format_count
+from rl.reporting.curve_report import (
+    collect_alarms,
+    collect_axes,
+    collect_panels,
+    collect_series,
+    collect_times,
+)
+from rl.reporting.html_report import MAX_REPORT_BYTES, load_plotly, render_report
 from rl.reporting.logbook import (
     CHECKPOINTS,
     CONFIG,
     CURVES,
     LOCK,
+    REPORT,
     ROLLOUTS,
     Logbook,
     check_claim_folder,
@@ -17,7 +26,20 @@ from rl.reporting.logbook import (
     load_saved_config,
     write_config,
 )
-from rl.reporting.metric_plots import PICTURE_SUFFIXES, TEACHER_KL, draw_curves
+from rl.reporting.metric_plots import (
+    PICTURE_SUFFIXES,
+    TEACHER_KL,
+    RunCurve,
+    draw_curves,
+    read_curve,
+)
+from rl.reporting.paired_comparison import PairedComparison, average_by_problem, compare_paired
+from rl.reporting.rollout_report import (
+    collect_rollouts,
+    encode_json,
+    list_evaluations,
+    read_rollouts,
+)
 from rl.reporting.wandb_tracker import check_tracker
 
 __all__ = [
@@ -41,4 +63,22 @@ __all__ = [
     "has_no_steps",
     "load_saved_config",
     "write_config",
+    "REPORT",
+    "MAX_REPORT_BYTES",
+    "PairedComparison",
+    "RunCurve",
+    "average_by_problem",
+    "collect_alarms",
+    "collect_axes",
+    "collect_panels",
+    "collect_rollouts",
+    "collect_series",
+    "collect_times",
+    "compare_paired",
+    "encode_json",
+    "list_evaluations",
+    "load_plotly",
+    "read_curve",
+    "read_rollouts",
+    "render_report",
 ]

@@ -9,6 +9,7 @@ without a trace of the interruption.
     rollouts/grpo-eval-000010.jsonl
                              the held-out answers of an evaluation (greedy: grpo-eval-greedy-000010)
     curves.png               drawn at the end (and by plot.py at any time)
+    report.html              written by report.py at any time
     run.lock                 while a process works in the folder: see rl.trainer.run_lock
     logs/                    logs of the launcher (slurm/job.sh); never touched by this module
 
@@ -45,13 +46,14 @@ from rl.reporting import metric_plots, rollout_html
 from rl.reporting.wandb_tracker import WandbTracker, WarningSink
 
 CHECKPOINTS, CONFIG, ROLLOUTS, CURVES = "checkpoints.jsonl", "config.json", "rollouts", "curves.png"
-LOGS, LOCK = "logs", "run.lock"
+REPORT, LOGS, LOCK = "report.html", "logs", "run.lock"
 _RUN_FILES = (
     "decisions.jsonl",
     CONFIG,
     METRICS_FILE,
     CHECKPOINTS,
     CURVES,
+    REPORT,
     ROLLOUTS,
     "checkpoints",
     "sampler_weights",

@@ -8,6 +8,7 @@ from rl.trainer.export import describe_export, export_weights, push_to_hub
 from rl.trainer.opponent_models import load_evaluation_opponents
 from rl.trainer.prompt_source import iterate_prompts, select_fitting_problems
 from rl.trainer.reward_probe import PROBED_ROWS, RewardProbeResult, probe_reward
+from rl.trainer.run_report import write_report
 from rl.trainer.sample_function import sample
 from rl.trainer.sampled_model import SampledModel, load_sampled_model
 from rl.trainer.saved_weights import is_run_folder, load_run, open_weights
@@ -62,4 +63,5 @@ __all__ = [
     "sample",
     "select_fitting_problems",
     "train",
+    "write_report",
 ]

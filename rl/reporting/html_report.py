@@ -1,0 +1,59 @@
+"""Render the report: one HTML file with its scripts and data, from the files of templates/."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl.errors import UserError
+from rl.reporting.episode_html import BANDS
+from rl.reporting.rollout_report import encode_json
+from rl.sanitize import sanitize_text
+
+MAX_REPORT_BYTES = 10_000_000
+_TEXT_LIMIT = 100_000  # characters of a text in the template
+_TEMPLATES = Path(__file__).with_name("templates")
+
+
+def load_plotly() -> str:
+    """Return the script of Plotly, about 5 MB. Raises UserError if the package is missing."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise UserError(
+            "the report draws its curves with plotly, which is not installed: pip install plotly, "
+            'or in a checkout pip install ".[report]"'
+        ) from error
+    return get_plotlyjs()
+
+
+def _clean(value: Any) -> Any:
+    """Return a text without control characters and marks that reverse the direction of writing."""
+    return sanitize_text(value, _TEXT_LIMIT) if type(value) is str else value
+
+
+def render_report(context: Mapping[str, Any], data: Mapping[str, Any], plotly: str) -> str:
+    """Return the page. `context` fills the template; its texts are escaped and bounded. `data` is
+    what the page's script draws; it becomes JSON. `plotly`: the library's script.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_clean,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    # not templates: nothing in them is filled in
+    scripts = {name: (_TEMPLATES / name).read_text("utf-8") for name in ("report.css", "report.js")}
+    return environment.get_template("report.html").render(
+        **context,
+        data=encode_json(data),
+        style=scripts["report.css"],
+        script=scripts["report.js"],
+        plotly=plotly.replace("</script", "<\\/script"),
+        bands=[colour for _, colour in BANDS],
+    )

@@ -1,0 +1,342 @@
+"""Select the rollouts that the report shows, within a number of bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rl.jsonl import get_evaluation_step
+from rl.reporting.episode_html import collect_turns, get_stop_reason, render_turns
+from rl.reporting.paired_comparison import average_by_problem, make_problem_key, score_row
+from rl.sanitize import sanitize_text
+
+_TEXT_LIMIT, _PIECE_LIMIT, _TOKENS = 4000, 200, 1000  # characters; characters; tokens of an answer
+_FILE_BYTES = 32 << 20  # bytes that are read of a file of rollouts
+_EPISODE_BYTES = 200_000  # characters of a rendered episode
+_BATCHES, _GROUPS, _ANSWERS = 12, 6, 8  # batches; groups of a batch; answers of a group
+_PROBLEMS = 60  # held-out problems that are shown
+Item = TypeVar("Item")
+_BATCH_FILE = re.compile(r"step_(\d{6,})(?:_(.+))?\.jsonl")
+
+
+@dataclass(frozen=True)
+class EvaluationFile:
+    """Hold the location of the held-out answers of an evaluation."""
+
+    path: Path
+    stage: str
+    step: int
+    greedy: bool
+
+
+class _ByteBudget:
+    """Count the bytes of the rows that fit in."""
+
+    def __init__(self, limit: int):
+        self.remaining = limit
+
+    def spend(self, item: Any) -> bool:
+        """Return whether the item fits in, and count it if it does."""
+        size = len(encode_json(item))
+        if size > self.remaining:
+            return False
+        self.remaining -= size
+        return True
+
+
+def encode_json(value: Any) -> str:
+    """Return JSON that may stand in a script element: ASCII, without <, > and &."""
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def list_evaluations(folder: Path) -> list[EvaluationFile]:
+    """Return the files of held-out answers below the `folder` of rollouts, by step."""
+    files = []
+    for path in folder.glob("*-eval-*.jsonl"):
+        step = get_evaluation_step(path.name)
+        if step is not None:
+            stage, _, rest = path.name.rpartition("-eval-")
+            greedy = rest.startswith("greedy-")
+            files.append(EvaluationFile(path, stage, step, greedy))
+    return sorted(files, key=lambda file: (file.step, file.greedy, file.stage))
+
+
+def read_rollouts(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of rollouts, of its first 32 MiB. Lines that are no JSON objects
+    are skipped: a run may still write the file.
+    """
+    rows = []
+    with path.open("rb") as file:
+        for line in file.read(_FILE_BYTES).split(b"\n"):
+            try:
+                row = json.loads(line.decode("utf-8"))
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(row, dict):
+                rows.append(row)
+    return rows
+
+
+def select_evenly(items: Sequence[Item], count: int) -> list[Item]:
+    """Return at most `count` items at equal distances, the first and the last among them."""
+    if len(items) <= count:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+
+
+def collect_rollouts(folder: Path, limit: int) -> dict[str, Any]:
+    """Return the rollouts that the page shows, in at most `limit` bytes of JSON.
+
+    `evaluations`: the same problems at the first, the middle and the last evaluation of each stage.
+    `batches`: groups of answers of up to 12 training steps, best and worst among them. `files`: the
+    names of all files of rollouts.
+    """
+    files = list_evaluations(folder)
+    evaluations = _collect_evaluations(files, _ByteBudget(limit * 2 // 5))
+    used = len(encode_json(evaluations))
+    batches = _collect_batches(folder, limit - used)
+    return {
+        "evaluations": evaluations,
+        "batches": batches,
+        "files": [sanitize_text(path.name, 300) for path in sorted(folder.glob("*.jsonl"))][:2000],
+    }
+
+
+def _collect_evaluations(
+    files: Sequence[EvaluationFile], budget: _ByteBudget
+) -> list[dict[str, Any]]:
+    """Return the answers to the same problems at the selected evaluations."""
+    selected: list[EvaluationFile] = []
+    for kind in dict.fromkeys((file.stage, file.greedy) for file in files):
+        selected += select_evenly([f for f in files if (f.stage, f.greedy) == kind], 3)
+    rows_by_file = [read_rollouts(file.path) for file in selected]
+    entries: list[dict[str, Any]] = []
+    for file, rows in zip(selected, rows_by_file, strict=True):
+        scores = [score for row in rows if (score := score_row(row)) is not None]
+        entries.append(
+            {
+                "stage": sanitize_text(file.stage, _PIECE_LIMIT),
+                "step": file.step,
+                "greedy": file.greedy,
+                "file": sanitize_text(file.path.name, _PIECE_LIMIT),
+                "answers": len(rows),
+                "mean": sum(scores) / len(scores) if scores else None,
+                "rows": [],
+            }
+        )
+    by_problem = [_group_by(rows, make_problem_key) for rows in rows_by_file]
+    for key in _choose_problems(selected, rows_by_file):
+        answers = [
+            {"problem": key, **make_answer(groups[key][0])} if key in groups else None
+            for groups in by_problem
+        ]
+        if not budget.spend(answers):
+            continue
+        for entry, answer in zip(entries, answers, strict=True):
+            if answer is not None:
+                entry["rows"].append(answer)
+    _number_problems(entries)
+    return entries
+
+
+def _number_problems(entries: Sequence[Mapping[str, Any]]) -> None:
+    """Replace the keys of problems by small numbers."""
+    numbers: dict[str, int] = {}
+    for entry in entries:
+        for row in entry["rows"]:
+            row["problem"] = numbers.setdefault(row["problem"], len(numbers))
+
+
+def _choose_problems(
+    files: Sequence[EvaluationFile], rows_by_file: Sequence[Sequence[Mapping[str, Any]]]
+) -> list[str]:
+    """Return problems in turn of those that were learned, were lost, stayed wrong, stayed right.
+
+    The last stage with evaluations by samples decides.
+    """
+    sampled = [i for i, file in enumerate(files) if not file.greedy] or list(range(len(files)))
+    if not sampled:
+        return []
+    last = sampled[-1]
+    first = next(i for i in sampled if files[i].stage == files[last].stage)
+    before, after = (average_by_problem(rows_by_file[i]) for i in (first, last))
+    kinds: dict[tuple[bool, bool], list[str]] = {
+        (False, True): [], (True, False): [], (False, False): [], (True, True): []
+    }  # fmt: skip
+    for key, value in after.items():
+        kinds[(before.get(key, value) > 0.5, value > 0.5)].append(key)
+    chosen: list[str] = []
+    while any(kinds.values()) and len(chosen) < _PROBLEMS:
+        chosen += [keys.pop(0) for keys in kinds.values() if keys]
+    return chosen[:_PROBLEMS]
+
+
+def _group_by(rows: Iterable[Mapping[str, Any]], key_of: Any) -> dict[Any, list[Mapping[str, Any]]]:
+    """Return the rows of each key."""
+    groups: dict[Any, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(key_of(row), []).append(row)
+    return groups
+
+
+def _collect_batches(folder: Path, limit: int) -> list[dict[str, Any]]:
+    """Return groups of answers of training steps at equal distances."""
+    matches = [
+        (int(match[1]), match[2] or "", path)
+        for path in folder.glob("step_*.jsonl")
+        if (match := _BATCH_FILE.fullmatch(path.name))
+    ]
+    selected = select_evenly(sorted(matches), _BATCHES)
+    batches = []
+    for step, stage, path in selected:
+        budget = _ByteBudget(limit // len(selected))
+        rows = read_rollouts(path)
+        groups = list(_group_by(rows, _make_group_key).values())
+        batch: dict[str, Any] = {
+            "step": step,
+            "stage": sanitize_text(stage, _PIECE_LIMIT),
+            "file": sanitize_text(path.name, _PIECE_LIMIT),
+            "page": path.with_suffix(".html").name if path.with_suffix(".html").is_file() else None,
+            "num_groups": len(groups),
+            "num_answers": len(rows),
+            "groups": [],
+        }
+        for group in _choose_groups(groups):
+            entry = {**_describe_problem(group[0]), "size": len(group), "answers": []}
+            for row in _choose_answers(group):
+                answer = make_answer(row)
+                if budget.spend(answer):
+                    entry["answers"].append(answer)
+            if entry["answers"] and budget.spend({**entry, "answers": []}):
+                batch["groups"].append(entry)
+        batches.append(batch)
+    return batches
+
+
+def _make_group_key(row: Mapping[str, Any]) -> str:
+    """Return the key of the row's group."""
+    return json.dumps([row.get("group"), make_problem_key(row)], default=str)
+
+
+def _get_reward(row: Mapping[str, Any]) -> float:
+    """Return the reward of a row; 0 if it has none."""
+    reward = row.get("reward")
+    return float(reward) if isinstance(reward, (int, float)) else 0.0
+
+
+def _choose_groups(groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[Any]:
+    """Return groups: the widest range of rewards, the lowest and the highest mean, then others at
+    equal distances.
+    """
+    if len(groups) <= _GROUPS:
+        return list(groups)
+    rewards = [[_get_reward(row) for row in group] for group in groups]
+    means = [sum(values) / len(values) for values in rewards]
+    ranges = [max(values) - min(values) for values in rewards]
+    order = range(len(groups))
+    best = [max(order, key=lambda i: ranges[i]), min(order, key=lambda i: means[i]),
+            max(order, key=lambda i: means[i]), *select_evenly(order, _GROUPS)]  # fmt: skip
+    return [groups[i] for i in list(dict.fromkeys(best))[:_GROUPS]]
+
+
+def _choose_answers(group: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return answers of a group from the highest to the lowest reward, both ends among them."""
+    return select_evenly(sorted(group, key=_get_reward, reverse=True), _ANSWERS)
+
+
+def _describe_problem(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return prompt, expected answer and name of a row's problem, as bounded text."""
+    fields = {
+        "tag": row.get("tag"),
+        "number": row.get("problem"),
+        "prompt": row.get("prompt"),
+        "expected": row.get("answer"),
+    }
+    return {
+        name: sanitize_text(str(value), _TEXT_LIMIT)
+        for name, value in fields.items()
+        if value is not None and value != ""
+    }
+
+
+def make_answer(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of rollouts as the page shows it, with bounded text.
+
+    An answer with tokens has `tokens` and `logprobs` (None: not sampled), otherwise `text`. An
+    episode of several turns has `html`, which rl.reporting.episode_html renders.
+    """
+    turns = collect_turns(row)
+    answer: dict[str, Any] = {
+        "reward": _round(row.get("reward")),
+        "advantage": _round(row.get("advantage")),
+        "stop": sanitize_text(get_stop_reason(row), _PIECE_LIMIT),
+        "length": _count_tokens(row, turns),
+        "metrics": _bound_metrics(row.get("metrics")),
+        "score": score_row(row),
+        **_describe_problem(row),
+    }
+    if row.get("error"):
+        answer["error"] = sanitize_text(str(row["error"]), _TEXT_LIMIT)
+    if len(turns) > 1 or (turns and turns[0].get("tool_calls")):
+        return {**answer, **_render_episode(row, turns)}
+    tokens = row.get("tokens")
+    if not isinstance(tokens, list) or not tokens:
+        return {**answer, "text": sanitize_text(str(row.get("response", "")), _TEXT_LIMIT)}
+    answer["tokens"] = [sanitize_text(str(piece), _PIECE_LIMIT) for piece in tokens[:_TOKENS]]
+    logprobs = row.get("logprobs")
+    if isinstance(logprobs, list) and len(logprobs) == len(tokens):
+        answer["logprobs"] = [_round(value) for value in logprobs[:_TOKENS]]
+    advantages = row.get("advantages")
+    if isinstance(advantages, list) and len(advantages) == len(tokens):
+        answer["advantages"] = [_round(value) for value in advantages[:_TOKENS]]
+    return answer
+
+
+def _render_episode(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the `html` of an episode of several turns; a `text` if it is too long or malformed."""
+    bounded = _bound_strings({**row, "turns": turns})
+    try:
+        html = render_turns(bounded, bounded["turns"], 0)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return {"text": sanitize_text(f"this episode cannot be shown: {error}", _TEXT_LIMIT)}
+    if len(html) > _EPISODE_BYTES:
+        return {"text": f"[an episode of {len(turns)} turns, too long for this page]"}
+    return {"html": html}
+
+
+def _count_tokens(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> int:
+    """Return the tokens of an answer or episode; characters if it has no tokens."""
+    parts = turns if len(turns) > 1 else [row]
+    return sum(len(part.get("tokens") or str(part.get("response", ""))) for part in parts)
+
+
+def _round(value: Any) -> float | None:
+    """Return the number with four significant digits; None if it is no finite number."""
+    if not isinstance(value, (int, float)) or value != value or abs(value) == float("inf"):
+        return None
+    return float(f"{value:.4g}")
+
+
+def _bound_metrics(metrics: Any) -> dict[str, float | None]:
+    """Return the first metrics of an answer."""
+    items = list(metrics.items())[:20] if isinstance(metrics, Mapping) else []
+    return {sanitize_text(str(name), _PIECE_LIMIT): _round(value) for name, value in items}
+
+
+def _bound_strings(value: Any, depth: int = 0) -> Any:
+    """Return the value with its texts and lists bounded; deep parts become text."""
+    if isinstance(value, str):
+        return sanitize_text(value, _TEXT_LIMIT)
+    if depth > 8:
+        return sanitize_text(str(value), _PIECE_LIMIT)
+    if isinstance(value, Mapping):
+        items = list(value.items())[:100]
+        return {str(key): _bound_strings(item, depth + 1) for key, item in items}
+    if isinstance(value, (list, tuple)):
+        return [_bound_strings(item, depth + 1) for item in value[:_TOKENS]]
+    return value

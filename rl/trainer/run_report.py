@@ -1,0 +1,445 @@
+"""Write the report of runs: what was learned, settings, curves and rollouts as one HTML file."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rl.algorithms import METHODS
+from rl.config import RunSettings, flatten_settings
+from rl.errors import UserError
+from rl.jsonl import read_jsonl, write_atomically
+from rl.reporting import (
+    CHECKPOINTS,
+    MAX_REPORT_BYTES,
+    REPORT,
+    ROLLOUTS,
+    PairedComparison,
+    RunCurve,
+    average_by_problem,
+    collect_alarms,
+    collect_axes,
+    collect_panels,
+    collect_rollouts,
+    collect_series,
+    collect_times,
+    compare_paired,
+    contains_run,
+    encode_json,
+    list_evaluations,
+    load_plotly,
+    load_saved_config,
+    read_curve,
+    read_rollouts,
+    render_report,
+)
+from rl.sanitize import sanitize_text
+from rl.trainer.held_out_metrics import HELD_OUT_ACCURACY, HeldOutMetrics
+
+_HELD_OUT_REWARD = "test/env/all/reward/total"
+# Held-out metrics of stages that learn from rows: label and metric.
+_ROW_METRICS = (
+    ("loss", "test/loss"),
+    ("token accuracy", "test/token_accuracy"),
+    ("accuracy on pairs", "test/rewards/accuracies"),
+)
+_FIRST_SETTINGS = ("base_model", "dataset", "reward", "rewards", "environment")
+# Options of a launch, which change no result.
+_LAUNCH_OPTIONS = frozenset(
+    "name output_dir resume auto_resume change overwrite wandb_project quiet timeout stop_grace "
+    "self_test replay plan plan_gpus plan_gpu_memory plan_zero plan_prompt_tokens".split()
+)
+_VALUE_LIMIT = 2000  # characters of a setting
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """Hold what the folder of a run records: its label, configuration and metrics."""
+
+    folder: Path
+    label: str
+    config: dict[str, Any]
+    curve: RunCurve
+
+    def stage_rows(self, name: str) -> list[dict[str, Any]]:
+        """Return the rows of a stage."""
+        return [row for row in self.curve.rows if row.get("stage") == name]
+
+
+def read_saved_run(folder: Path, label: str | None = None) -> SavedRun:
+    """Read the folder of a run. Raises UserError if it holds no run or no metrics."""
+    if not contains_run(folder):
+        raise UserError(f"{folder} holds no run: expected a folder that rl.train or train.py wrote")
+    try:
+        curve = read_curve(folder, label)
+    except FileNotFoundError as error:
+        raise UserError(str(error)) from error
+    name = sanitize_text(label or folder.resolve().name, 200)
+    return SavedRun(folder, name, load_saved_config(folder), curve)
+
+
+# --------------------------------------------------------------------------------------- headline
+
+
+def measure_held_out(run: SavedRun) -> dict[str, HeldOutMetrics]:
+    """Return the held-out metrics of each stage, from the rows of its evaluations."""
+    results = {}
+    for stage in run.config["stages"]:
+        rows = run.stage_rows(stage["name"])
+        accuracy = any(row.get(HELD_OUT_ACCURACY) is not None for row in rows)
+        metric = HELD_OUT_ACCURACY if accuracy else _HELD_OUT_REWARD
+        greedy = metric.replace("test/env/", "test/greedy/")
+        sampled_values = [row[metric] for row in rows if row.get(metric) is not None]
+        greedy_values = [row[greedy] for row in rows if row.get(greedy) is not None]
+        if sampled_values:
+            results[stage["name"]] = HeldOutMetrics(
+                before=sampled_values[0],
+                after=sampled_values[-1],
+                greedy_before=greedy_values[0] if greedy_values else None,
+                greedy_after=greedy_values[-1] if len(greedy_values) > 1 else None,
+                what="accuracy" if accuracy else "reward",
+            )
+    return results
+
+
+def describe_headline(run: SavedRun) -> dict[str, Any]:
+    """Return the held-out figures before and after each stage, and remarks on them."""
+    figures: list[tuple[str, float, float]] = []
+    remarks: list[str] = []
+    for name, held_out in measure_held_out(run).items():
+        if held_out.before is not None and held_out.after is not None:
+            figures.append((f"held-out {held_out.what}, {name}", held_out.before, held_out.after))
+        if held_out.greedy_before is not None and held_out.greedy_after is not None:
+            label = f"greedy {held_out.what}, {name}"
+            figures.append((label, held_out.greedy_before, held_out.greedy_after))
+        remarks += [text for text in [held_out.describe_sharpening()] if text is not None]
+        paired = compare_ends(run, name)
+        remarks += [f"{name}, last against first evaluation: {paired.describe()}"] if paired else []
+    for stage in run.config["stages"]:
+        for label, metric in _ROW_METRICS:
+            rows = run.stage_rows(stage["name"])
+            values = [row[metric] for row in rows if row.get(metric) is not None]
+            if values:
+                figures.append((f"held-out {label}, {stage['name']}", values[0], values[-1]))
+    return {
+        "figures": [
+            {"label": label, "before": before, "after": after} for label, before, after in figures
+        ],
+        "remarks": remarks,
+    }
+
+
+def compare_ends(run: SavedRun, stage: str) -> PairedComparison | None:
+    """Compare the last evaluation of a stage with its first, problem by problem; None if the run
+    stored fewer than two.
+    """
+    files = [
+        file
+        for file in list_evaluations(run.folder / ROLLOUTS)
+        if file.stage == stage and not file.greedy
+    ]
+    if len(files) < 2:
+        return None
+    before, after = (average_by_problem(read_rollouts(files[i].path)) for i in (0, -1))
+    return compare_paired(before, after)
+
+
+# --------------------------------------------------------------------------------------- settings
+
+
+def _get_stage_defaults(method: str) -> dict[str, Any] | None:
+    """Return the default settings of a built-in method; None for a method in a file, whose code is
+    not imported.
+    """
+    if method not in METHODS.keys():  # noqa: SIM118  (`in METHODS` imports a method in a file)
+        return None
+    return flatten_settings(METHODS[method].settings())
+
+
+def _format_value(value: Any) -> str:
+    """Return a setting as text."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return sanitize_text("(not set)" if value is None else text, _VALUE_LIMIT)
+
+
+def describe_settings(run: SavedRun) -> list[dict[str, Any]]:
+    """Return the settings of each stage: those that differ from the defaults, and all others."""
+    sections = []
+    options = flatten_settings(RunSettings())
+    entries: list[tuple[str, str | None, dict[str, Any], dict[str, Any] | None]] = [
+        ("options", None, run.config["options"], options)
+    ]
+    entries += [
+        (stage["name"], stage["method"], stage["settings"], _get_stage_defaults(stage["method"]))
+        for stage in run.config["stages"]
+    ]
+    for name, method, settings, defaults in entries:
+        known = defaults or {}
+        rows = [
+            {
+                "name": str(key),
+                "value": _format_value(value),
+                "default": _format_value(known[key]) if key in known else "",
+                "differs": key not in known or known[key] != value,
+            }
+            for key, value in settings.items()
+        ]
+        sections.append(
+            {
+                "title": name if method is None else f"{name} ({method})",
+                "changed": [row for row in rows if row["differs"]] if defaults else rows,
+                "others": [row for row in rows if not row["differs"]] if defaults else [],
+            }
+        )
+    return sections
+
+
+def make_recipe(config: Mapping[str, Any]) -> str:
+    """Return a recipe, as YAML, whose run has the settings of `config`.
+
+    It has the settings that differ from the defaults of their method, and those that the method's
+    variant implies. It has all settings of a method in a file.
+    """
+    stages = []
+    for stage in config["stages"]:
+        defaults = _get_stage_defaults(stage["method"])
+        settings = stage["settings"]
+        variant = settings.get("variant")
+        implied = METHODS[stage["method"]].variants.get(variant, {}) if defaults and variant else {}
+        changed = {
+            key: value
+            for key, value in settings.items()
+            if defaults is None or key in implied or key not in defaults or defaults[key] != value
+        }
+        stages.append({"method": stage["method"], "name": stage["name"], **changed})
+    recipe = {"stages": stages}
+    text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100)
+    if sanitize_text(text, len(text)) == text:
+        return text
+    # marks that a page cannot show as they are become escapes of YAML
+    return yaml.safe_dump(recipe, sort_keys=False, width=100)
+
+
+def format_repeat_command(config: Mapping[str, Any]) -> str:
+    """Return the command that repeats a run with the recipe of `make_recipe` as repeat.yaml."""
+    words = ["whetstone", "train", "repeat.yaml", "--name", str(config["name"]) + "-repeated"]
+    seed = config["options"].get("seed")
+    return shlex.join([*words, *(["--seed", str(seed)] if seed is not None else [])])
+
+
+def describe_versions() -> list[tuple[str, str]]:
+    """Return the versions of the packages of this process."""
+    entries = [("python", platform.python_version())]
+    for name in ("torch", "transformers", "accelerate", "peft", "numpy", "plotly"):
+        try:
+            entries.append((name, version(name)))
+        except PackageNotFoundError:
+            continue
+    return entries
+
+
+def list_checkpoints(run: SavedRun) -> list[dict[str, Any]]:
+    """Return the checkpoints of the run with the held-out value of their step."""
+    values: dict[int, float] = {}
+    for row in run.curve.rows:
+        value = row.get(HELD_OUT_ACCURACY, row.get(_HELD_OUT_REWARD))
+        if value is not None:
+            values[row["step"]] = value
+    return [
+        {
+            "name": str(row.get("name", "")),
+            "kind": str(row.get("kind", "")),
+            "stage": str(row.get("stage", "")),
+            "step": row.get("batch"),
+            "held_out": row.get("value", values.get(row.get("batch", -1))),
+        }
+        for row in read_jsonl(run.folder / CHECKPOINTS)
+    ]
+
+
+# ------------------------------------------------------------------------------------- several runs
+
+
+def list_differing_settings(runs: Sequence[SavedRun]) -> list[dict[str, Any]]:
+    """Return the settings in which runs differ: name and the value of each run. Stages are compared
+    by position.
+    """
+    tables = [_flatten_run(run.config) for run in runs]
+    rows = []
+    for name in dict.fromkeys(key for table in tables for key in table):
+        values = [_format_value(table[name]) if name in table else "-" for table in tables]
+        if len(set(values)) > 1:
+            rows.append({"name": name, "values": values})
+    return rows
+
+
+def _flatten_run(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options and the settings of all stages by one name each."""
+    flat = {key: value for key, value in config["options"].items() if key not in _LAUNCH_OPTIONS}
+    several = len(config["stages"]) > 1
+    for i, stage in enumerate(config["stages"], start=1):
+        prefix = f"stage {i}: " if several else ""
+        flat[f"{prefix}method"] = stage["method"]
+        flat |= {f"{prefix}{key}": value for key, value in stage["settings"].items()}
+    return flat
+
+
+def group_by_settings(runs: Sequence[SavedRun]) -> list[int]:
+    """Return a number for each run that runs share if they differ in the seed alone."""
+    numbers: dict[str, int] = {}
+    groups = []
+    for run in runs:
+        flat = {key: value for key, value in _flatten_run(run.config).items() if key != "seed"}
+        key = json.dumps(flat, sort_keys=True, default=str)
+        groups.append(numbers.setdefault(key, len(numbers)))
+    return groups
+
+
+def compare_runs(runs: Sequence[SavedRun]) -> list[dict[str, Any]]:
+    """Compare the last held-out answers of each later run with those of the first, by problem.
+    Sampled answers are compared with sampled ones, greedy answers with greedy ones.
+    """
+    rows = []
+    for greedy in (False, True):
+        scores: list[dict[str, float]] = []
+        for run in runs:
+            files = [f for f in list_evaluations(run.folder / ROLLOUTS) if f.greedy is greedy]
+            scores.append(average_by_problem(read_rollouts(files[-1].path)) if files else {})
+        for run, after in list(zip(runs, scores, strict=True))[1:]:
+            paired = compare_paired(scores[0], after)
+            if paired is not None:
+                rows.append(
+                    {
+                        "first": runs[0].label,
+                        "second": run.label,
+                        "kind": "greedy" if greedy else "sampled",
+                        "problems": paired.problems,
+                        "before": paired.before,
+                        "after": paired.after,
+                        "difference": paired.difference,
+                        "standard_error": paired.standard_error,
+                        "sentence": paired.describe(),
+                    }
+                )
+    return rows
+
+
+# --------------------------------------------------------------------------------------- the page
+
+
+def collect_report(
+    runs: Sequence[SavedRun], out: Path, limit: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what fills the template, and the data of the page's script, in about `limit` bytes."""
+    panels = collect_panels([run.curve for run in runs])
+    groups = group_by_settings(runs)
+    data: dict[str, Any] = {"panels": panels, "runs": []}
+    for i, run in enumerate(runs):
+        rows = run.curve.rows
+        data["runs"].append(
+            {
+                "label": run.label,
+                "group": groups[i],
+                "stages": [
+                    {"name": sanitize_text(name, 200), "first": first, "last": last}
+                    for name, first, last in run.curve.stages()
+                ],
+                "axes": collect_axes(rows),
+                "series": collect_series(
+                    rows,
+                    [{**panel, "metrics": panel["metrics"][i : i + 1]} for panel in panels],
+                    len(runs),
+                ),
+                "alarms": collect_alarms(rows),
+                "times": collect_times(rows),
+            }
+        )
+    context = {
+        "title": " / ".join(run.label for run in runs[:6]),
+        "runs": [_describe_run(run, entry) for run, entry in zip(runs, data["runs"], strict=True)],
+        "differing": list_differing_settings(runs) if len(runs) > 1 else [],
+        "paired": compare_runs(runs) if len(runs) > 1 else [],
+        "versions": describe_versions(),
+    }
+    remaining = limit - len(encode_json(data)) - len(json.dumps(context, default=str))
+    for run, entry in zip(runs, data["runs"], strict=True):
+        folder = run.folder / ROLLOUTS
+        entry["rollouts"] = collect_rollouts(folder, max(0, remaining // len(runs)))
+        entry["rollouts"]["link"] = _make_link(folder, out)
+    return context, data
+
+
+def _make_link(folder: Path, out: Path) -> str:
+    """Return the address of a folder from the page: relative if it lies below the page's folder."""
+    target, base = folder.resolve(), out.resolve().parent
+    if target.is_relative_to(base):
+        return target.relative_to(base).as_posix()
+    return target.as_uri()
+
+
+def _describe_run(run: SavedRun, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the template shows of a run."""
+    rows = run.curve.rows
+    stages = run.config["stages"]
+    facts = [
+        ("stages", " → ".join(f"{stage['name']} ({stage['method']})" for stage in stages)),
+        ("steps", str(rows[-1]["step"] if rows else 0)),
+        ("hours in steps and evaluations", f"{entry['axes']['hours'][-1]:.3g}" if rows else "0"),
+        ("recipe", run.config.get("recipe")),
+        ("id", run.config.get("id")),
+        ("folder", str(run.folder)),
+    ]
+    for stage in stages:
+        for name in _FIRST_SETTINGS:
+            if value := stage["settings"].get(name):
+                facts.append((f"{stage['name']}: {name}", _format_value(value)))
+    return {
+        "label": run.label,
+        "facts": [(name, _format_value(value)) for name, value in facts if value],
+        "headline": describe_headline(run),
+        "settings": describe_settings(run),
+        "checkpoints": list_checkpoints(run),
+        "alarms": entry["alarms"][:200],
+        "times": entry["times"]["total"],
+        "recipe": make_recipe(run.config),
+        "command": format_repeat_command(run.config),
+    }
+
+
+def write_report(
+    folders: Sequence[Path], out: Path | None = None, labels: Sequence[str] | None = None
+) -> Path:
+    """Write the report of the runs in `folders`, and return its path.
+
+    `out`: the file, by default report.html in the run's folder, or for several runs in the current
+    folder. The page has at most 10 MB. Raises UserError if a folder holds no run, if labels do not
+    match, or if plotly is missing.
+    """
+    if labels is not None and len(labels) != len(folders):
+        raise UserError(
+            f"{len(labels)} labels for {len(folders)} runs: expected a label for each run"
+        )
+    runs = [
+        read_saved_run(folder, labels[i] if labels else None) for i, folder in enumerate(folders)
+    ]
+    out = out or (folders[0] / REPORT if len(folders) == 1 else Path(REPORT))
+    plotly = load_plotly()
+    limit = MAX_REPORT_BYTES - len(plotly.encode()) - 300_000  # the rest: the template
+    while True:
+        context, data = collect_report(runs, out, limit)
+        page = render_report(context, data, plotly)
+        excess = len(page.encode()) - MAX_REPORT_BYTES
+        if excess <= 0 or limit <= 0:
+            break
+        limit -= excess
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, page)
+    return out

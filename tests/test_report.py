@@ -1,0 +1,353 @@
+"""Check the page of `whetstone report`: numbers, hostile text, its size, and pairs of runs."""
+
+import html
+import json
+import math
+import random
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from urllib.parse import quote
+
+import pytest
+
+from rl.algorithms import METHODS
+from rl.config import RunSettings, resolve_config
+from rl.config.cli import read_run
+from rl.errors import UserError
+from rl.trainer import write_report
+
+REPO = Path(__file__).resolve().parent.parent
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \u202e\x00\x1b[2J\u2028 &lt;b&gt;"
+
+
+@pytest.fixture
+def small_plotly(monkeypatch):
+    """Replace the library by a comment, so that the tests run without it."""
+    package, offline = ModuleType("plotly"), ModuleType("plotly.offline")
+    offline.get_plotlyjs = lambda: "// plotly"
+    monkeypatch.setitem(sys.modules, "plotly", package)
+    monkeypatch.setitem(sys.modules, "plotly.offline", offline)
+    return offline
+
+
+def resolve(*words: str) -> dict:
+    return resolve_config(read_run(words, METHODS, REPO / "recipes" / "sorting.yaml", RunSettings))
+
+
+GRPO = ("grpo", "--dataset", "addition", "--reward", "exact_match", "--steps", "4")
+
+
+def write_run(folder: Path, metrics, rollouts=None, words=GRPO) -> Path:
+    """Write the folder of a run: its configuration, metrics and files of rollouts."""
+    (folder / "rollouts").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(resolve(*words)))
+    lines = [json.dumps(row) + "\n" for row in metrics]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    for name, rows in (rollouts or {}).items():
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / "rollouts" / name).write_text(text)
+    return folder
+
+
+def make_row(problem: int, correct: float, response: str = "4", **more) -> dict:
+    row = {"group": problem, "tag": "addition", "problem": problem, "prompt": f"{problem}+1="}
+    row |= {"response": response, "reward": correct, "advantage": None, "stop_reason": "stop"}
+    return {**row, "metrics": {"correct": correct}, **more}
+
+
+def read_page(path: Path) -> tuple[str, dict]:
+    """Return the page and the data of its script."""
+    page = path.read_text(encoding="utf-8")
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    return page, json.loads(text)
+
+
+def read_text(page: str) -> str:
+    """Return the text of the page without tags."""
+    return html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page)))
+
+
+def test_curves_equal_the_metrics(tmp_path, small_plotly):
+    rng = random.Random(1)
+    metrics = [
+        {
+            "step": step,
+            "stage": "grpo",
+            "reward/total": rng.random(),
+            "optim/lr": 1e-5 * rng.random(),
+        }
+        for step in range(1, 60)
+    ]
+    metrics[9] |= {"test/env/all/correct": 0.25, "time/step": 3.0, "time/tokens_per_second": 10.0}
+    metrics[20]["reward/total"] = None  # it was not finite
+    path = write_report([write_run(tmp_path / "run", metrics)])
+    assert path == tmp_path / "run" / "report.html"
+    (run,) = read_page(path)[1]["runs"]
+    names = {name for row in metrics for name in row} - {"step", "stage"}
+    assert set(run["series"]) == names
+    for name, series in run["series"].items():
+        expected = [(i, row[name]) for i, row in enumerate(metrics) if row.get(name) is not None]
+        assert series["rows"] == [i for i, _ in expected]
+        assert series["values"] == pytest.approx([value for _, value in expected], rel=1e-6)
+    assert run["axes"]["steps"] == [row["step"] for row in metrics]
+    assert run["axes"]["tokens"][8:10] == [0, 30] and run["axes"]["tokens"][-1] == 30
+    assert run["axes"]["hours"][-1] == pytest.approx(3 / 3600)
+
+
+def test_long_curves_are_thinned_and_keep_their_values(tmp_path, small_plotly):
+    metrics = [
+        {
+            "step": i + 1,
+            "stage": "grpo",
+            "reward/total": i / 7,
+            **{f"m/{j}": i + j for j in range(5)},
+        }
+        for i in range(30_000)
+    ]
+    (run,) = read_page(write_report([write_run(tmp_path / "run", metrics)]))[1]["runs"]
+    series = run["series"]["m/3"]
+    assert 10_000 < len(series["rows"]) < 15_001 and series["rows"][-1] == 29_999
+    assert series["values"] == [float(i + 3) for i in series["rows"]]
+    assert len(run["series"]["reward/total"]["rows"]) == 30_000  # a panel shows it
+
+
+def test_alarms_are_periods_and_the_parts_of_a_step_add_up(tmp_path, small_plotly):
+    metrics = [
+        {"step": step, "stage": "grpo", "time/step": 10.0, "time/sample": 4.0, "time/score": 1.0,
+         "alarm/length": float(step in (2, 3, 5)), "alarm/kl_1": 0.0}
+        for step in range(1, 7)
+    ]  # fmt: skip
+    metrics[-1]["time/test"] = 2.0
+    page, data = read_page(write_report([write_run(tmp_path / "run", metrics)]))
+    (run,) = data["runs"]
+    assert [(a["name"], a["first"], a["last"]) for a in run["alarms"]] == [
+        ("length", 2, 3), ("length", 5, 5)
+    ]  # fmt: skip
+    assert run["times"]["total"] == {
+        "sampling": 24.0, "waiting for rewards and environments": 6.0,
+        "update, and the rest of the step": 30.0, "evaluation by samples": 2.0,
+    }  # fmt: skip
+    assert run["times"]["steps"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_headline_says_how_much_is_new(tmp_path, small_plotly):
+    metrics = [
+        {"step": 0, "stage": "grpo", "test/env/all/correct": 0.2, "test/greedy/all/correct": 0.6},
+        {"step": 1, "stage": "grpo", "reward/total": 0.5},
+        {"step": 4, "stage": "grpo", "test/env/all/correct": 0.7, "test/greedy/all/correct": 0.7},
+    ]
+    text = read_text(read_page(write_report([write_run(tmp_path / "run", metrics)]))[0])
+    assert "0.2 → 0.7 held-out accuracy, grpo" in text and "0.6 → 0.7 greedy accuracy" in text
+    assert "Most of this gain (80%) is sharpening" in text  # (0.6 - 0.2) / (0.7 - 0.2)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        GRPO,
+        (*GRPO, "--variant", "dr_grpo", "--learning-rate", "3e-5", "--stop", "no", "1e3"),
+        (str(REPO / "recipes" / "sorting.yaml"),),
+        (str(REPO / "recipes" / "gsm8k.yaml"), "--temperature", "0.7"),
+    ],
+    ids=["grpo", "variant", "sorting", "gsm8k"],
+)
+def test_the_recipe_of_the_page_repeats_the_run(tmp_path, small_plotly, words):
+    folder = write_run(tmp_path / "run", [{"step": 1, "stage": "grpo"}], words=words)
+    page, _ = read_page(write_report([folder]))
+    (text,) = re.findall(r'<pre class="recipe">(.*?)</pre>', page, re.S)
+    recipe = tmp_path / "repeat.yaml"
+    recipe.write_text(html.unescape(text))
+    assert resolve(str(recipe))["stages"] == resolve(*words)["stages"]
+
+
+class _Tags(HTMLParser):
+    """Collect the elements of a page."""
+
+    def __init__(self):
+        super().__init__()
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+
+
+def write_hostile_run(folder: Path) -> Path:
+    metrics = [
+        {"step": step, "stage": HOSTILE, "reward/total": 0.5, HOSTILE: 1.0, f"alarm/{HOSTILE}": 1.0}
+        for step in range(1, 4)
+    ]
+    answers = [
+        make_row(0, 1.0, HOSTILE, prompt=HOSTILE, answer=HOSTILE, tag=HOSTILE, error=HOSTILE),
+        make_row(1, 0.0, "x" * 2_000_000, tokens=[HOSTILE, "a"], logprobs=[-1.0, None]),
+        make_row(2, 0.0, HOSTILE * 50_000),
+        make_row(3, 0.0, turns=[{"text": HOSTILE, "sampled": False, "role": "user"},
+                                {"text": HOSTILE, "sampled": True, "tool_calls": [{"name": HOSTILE, "answer": HOSTILE}]}]),
+    ]  # fmt: skip
+    rollouts = {"grpo-eval-000000.jsonl": answers, "grpo-eval-000003.jsonl": answers}
+    write_run(folder, metrics, {**rollouts, "step_000003_grpo.jsonl": answers})
+    with (folder / "rollouts" / "step_000003_grpo.jsonl").open("a") as file:
+        file.write('[1]\n{"unfinished')
+    config = json.loads((folder / "config.json").read_text())
+    config["stages"][0]["name"] = config["recipe"] = HOSTILE
+    config["stages"][0]["settings"]["system_prompt"] = HOSTILE
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_hostile_text_stays_text(tmp_path, small_plotly):
+    folders = [write_hostile_run(tmp_path / f"run{i}") for i in range(2)]
+    path = write_report(folders, tmp_path / "page.html", labels=[HOSTILE, HOSTILE + "2"])
+    page, data = read_page(path)
+    parser = _Tags()
+    parser.feed(page)
+    assert parser.tags.count("script") == 3 and "img" not in parser.tags
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2028\u2066-\u2069]", page)
+    assert len(page) < 500_000  # four megabyte answers are shortened
+    rollouts = data["runs"][0]["rollouts"]
+    answers = [answer for group in rollouts["batches"][0]["groups"] for answer in group["answers"]]
+    assert len(answers) == 4
+    for answer in answers:
+        rendered = answer.get("html", "")
+        assert "<script" not in rendered and "<img" not in rendered
+    assert any("&lt;script&gt;" in answer.get("html", "") for answer in answers)
+
+
+def test_a_page_of_many_rollouts_stays_below_ten_megabytes(tmp_path, small_plotly):
+    small_plotly.get_plotlyjs = lambda: "//" + "x" * 4_900_000
+    tokens = [f"word{i} é" for i in range(800)]
+    logprobs = [-0.123456 * (i % 9) for i in range(800)]
+    rollouts = {
+        f"step_{step:06d}_grpo.jsonl": [
+            make_row(i // 8, i % 2, "", tokens=tokens, logprobs=logprobs) for i in range(48)
+        ]
+        for step in range(1, 15)
+    }
+    evaluation = [make_row(i, 1.0, "", tokens=tokens, logprobs=logprobs) for i in range(60)]
+    rollouts |= {f"grpo-eval-{step:06d}.jsonl": evaluation for step in (0, 5, 10, 14)}
+    metrics = [{"step": step, "stage": "grpo", "reward/total": 0.5} for step in range(1, 15)]
+    path = write_report([write_run(tmp_path / "run", metrics, rollouts)])
+    assert (
+        sum(file.stat().st_size for file in (tmp_path / "run" / "rollouts").iterdir()) > 15_000_000
+    )
+    assert 7_000_000 < path.stat().st_size <= 10_000_000
+    shown = read_page(path)[1]["runs"][0]["rollouts"]
+    assert len(shown["files"]) == 18 and len(shown["batches"]) == 12
+    assert all(batch["groups"] for batch in shown["batches"])
+    assert [entry["step"] for entry in shown["evaluations"]] == [0, 10, 14]
+    assert len(shown["evaluations"][0]["rows"]) > 5
+
+
+def test_best_and_worst_and_the_same_problem_over_training(tmp_path, small_plotly):
+    group = [make_row(0, float(i), str(i), metrics={}) for i in range(20)]
+    before, middle, after = ([make_row(i, float(i < n)) for i in range(8)] for n in (2, 4, 6))
+    rollouts = {"step_000001.jsonl": group, "grpo-eval-greedy-000000.jsonl": before}
+    rollouts |= {f"grpo-eval-{i:06d}.jsonl": rows for i, rows in enumerate((before, middle, after))}
+    folder = write_run(tmp_path / "run", [{"step": 1, "stage": "grpo"}], rollouts)
+    shown = read_page(write_report([folder]))[1]["runs"][0]["rollouts"]
+    answers = shown["batches"][0]["groups"][0]["answers"]
+    rewards = [answer["reward"] for answer in answers]
+    assert rewards == sorted(rewards, reverse=True) and (rewards[0], rewards[-1]) == (19.0, 0.0)
+    sampled = [entry for entry in shown["evaluations"] if not entry["greedy"]]
+    assert [(entry["step"], entry["mean"]) for entry in sampled] == [(0, 0.25), (1, 0.5), (2, 0.75)]
+    assert len({tuple(row["problem"] for row in entry["rows"]) for entry in sampled}) == 1
+    numbers = [row["number"] for row in sampled[0]["rows"]]
+    assert numbers[:3] == ["2", "6", "0"]  # learned, still wrong, still right
+
+
+def write_pair(tmp_path: Path, differences: list[int]) -> list[Path]:
+    """Write two runs whose scores differ by `differences`, in another order of problems."""
+    first = [make_row(i, float(d < 0)) for i, d in enumerate(differences)]
+    second = [make_row(i, float(d > 0)) for i, d in enumerate(differences)]
+    names = ("base", "seed", "rate")
+    words = ((), ("--seed", "1"), ("--learning-rate", "2e-5"))
+    metrics = [{"step": 4, "stage": "grpo", "reward/total": 1.0}]
+    folders = []
+    for name, more, rows in zip(names, words, (first, second[::-1], first), strict=True):
+        rollouts = {"grpo-eval-000004.jsonl": rows}
+        folders.append(write_run(tmp_path / name, metrics, rollouts, (*GRPO, *more)))
+    return folders
+
+
+@pytest.mark.parametrize(
+    ("differences", "mean", "error", "verdict"),
+    [
+        # deviations +-0.5 from the mean of 0.5: sqrt(4 * 0.25 / 3 / 4)
+        ([1, 1, 0, 0], 0.5, 0.288675, "is within the noise"),
+        # 20 of 40: sqrt(40 * 0.25 / 39 / 40)
+        ([1] * 20 + [0] * 20, 0.5, 0.080064, "is larger than the noise"),
+        # squares around the mean of 0: 10 ones of 40
+        ([1] * 5 + [-1] * 5 + [0] * 30, 0.0, math.sqrt(10 / 39 / 40), "is within the noise"),
+    ],
+)
+def test_runs_are_paired_by_problem(tmp_path, small_plotly, differences, mean, error, verdict):
+    base, seed, rate = write_pair(tmp_path, differences)
+    path = write_report([base, seed, rate], tmp_path / "page.html")
+    page, data = read_page(path)
+    rows = [read_text(row) for row in re.findall("<tr>.*?</tr>", page, re.S)]
+    (row,) = [row for row in rows if "base , seed" in row]
+    assert f"sampled {len(differences)} " in row and verdict in row
+    assert f"{mean:+.3f} {error:.4f} " in row
+    assert any("base , rate" in row and "Both score the same on each" in row for row in rows)
+    assert [run["group"] for run in data["runs"]] == [0, 0, 1]
+    assert any(row.split() == ["seed", "0", "1", "0"] for row in rows)
+    assert any(row.split()[0] == "learning_rate" and "2e-05" in row for row in rows)
+    assert not any(row.split()[:1] == ["output_dir"] for row in rows if len(row.split()) > 3)
+
+
+def test_another_problem_is_not_paired(tmp_path, small_plotly):
+    metrics = [{"step": 4, "stage": "grpo"}]
+    folders = [
+        write_run(
+            tmp_path / str(i), metrics, {"grpo-eval-000004.jsonl": [make_row(0, 1.0, prompt=text)]}
+        )
+        for i, text in enumerate(("1+1=", "2+2="))
+    ]
+    page, _ = read_page(write_report(folders, tmp_path / "page.html"))
+    assert "No two runs have held-out answers to the same problems" in page
+
+
+def test_errors_say_what_is_missing(tmp_path, small_plotly, monkeypatch):
+    with pytest.raises(UserError, match="holds no run"):
+        write_report([tmp_path])
+    folder = write_run(tmp_path / "run", [{"step": 1, "stage": "grpo"}])
+    with pytest.raises(UserError, match="2 labels for 1 runs"):
+        write_report([folder], labels=["a", "b"])
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(UserError, match="pip install plotly"):
+        write_report([folder])
+    assert not (folder / "report.html").exists()
+
+
+def test_the_command_is_listed_and_explains_itself():
+    script = [sys.executable, str(REPO / "report.py")]
+    shown = subprocess.run([*script, "--help"], capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0 and "report.html" in shown.stdout
+    import whetstone
+
+    assert "report" in whetstone.SCRIPTS
+
+
+@pytest.mark.extras
+def test_a_browser_draws_the_page(tmp_path):
+    """Open the page with the real library in a headless Chromium, hostile text included."""
+    pytest.importorskip("plotly")
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium")
+    path = write_report([write_hostile_run(tmp_path / "run")])
+    words = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    words += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=10000"]
+    address = f"file://{quote(str(path))}"
+    drawn = subprocess.run([browser, *words, address], capture_output=True, text=True, timeout=120)
+    assert "CONSOLE" not in drawn.stderr, drawn.stderr
+    (body,) = re.findall(r"<body[^>]*>", drawn.stdout)
+    assert 'data-drawn="1 panels"' in body
+    parser = _Tags()
+    parser.feed(drawn.stdout)
+    assert "img" not in parser.tags
+    assert parser.tags.count("svg") >= 1 and parser.tags.count("article") >= 4
