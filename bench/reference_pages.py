@@ -32,6 +32,7 @@ from rl.config.fields import SettingField, format_value, get_fields  # noqa: E40
 from rl.envs.environment_registry import BUILT_IN  # noqa: E402
 from rl.losses import LOSSES  # noqa: E402
 from rl.rewards import registered_rewards  # noqa: E402
+from rl.rewards.reward_registry import _REGISTRY  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"
 COMMAND = "python bench/reference_pages.py"
@@ -309,8 +310,6 @@ def methods_page() -> str:
 
 def describe_reward(name: str) -> list[str]:
     """Return the row of a registered reward: name, settings, docstring."""
-    from rl.rewards.reward_registry import _REGISTRY
-
     target = _REGISTRY[name].target
     doc = first_paragraph(target)
     settings = ""
@@ -323,7 +322,10 @@ def describe_reward(name: str) -> list[str]:
 
 def rewards_page() -> str:
     """Return the page of registered rewards."""
-    rows = [describe_reward(name) for name in registered_rewards()]
+    built_in = [
+        name for name in registered_rewards() if _REGISTRY[name].target.__module__.startswith("rl.")
+    ]
+    rows = [describe_reward(name) for name in built_in]
     return page(
         "Rewards",
         "Names for `--reward` and `--rewards`. A setting without a default has to be set where the "

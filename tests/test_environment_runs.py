@@ -398,7 +398,11 @@ def test_the_pages_example_runs(tmp_path, monkeypatch):
         "sampling_client": Scripted(tokenizer, say),
     }
     names["params"] = SamplingParams(max_tokens=100, temperature=1.0)
-    exec(compile(written["script"], "script", "exec"), names)
+    # the page's model, renderer and parameters are replaced by the ones above
+    lines = written["script"].splitlines()
+    replaced = ("client =", *(f"{name} =" for name in names))
+    script = "\n".join(line for line in lines if not line.startswith(replaced))
+    exec(compile(script, "script", "exec"), names)
     episodes = [episode for group in names["episodes"] for episode in group.trajectories_G]
     assert len(episodes) == 8
     for episode in episodes:

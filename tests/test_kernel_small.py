@@ -113,7 +113,7 @@ def test_the_setting_reaches_the_head(monkeypatch):
         "linear_logprob",
         lambda *args, **how: seen.append((args, how)) or original(*args, **how),
     )
-    worker = make_worker(lora=LoraConfig(3), kept_bytes=12_345)
+    worker = make_worker(lora=LoraConfig(3, train_unembed=True), kept_bytes=12_345)
     worker.forward_backward(0, random_datums(3), "importance_sampling", {}, 1.0, True)
     args, how = seen[-1]
     assert how["saved_bytes"] == 12_345
