@@ -7,9 +7,9 @@ import json
 import math
 from dataclasses import replace
 
-import httpx
 import pytest
 
+httpx = pytest.importorskip("httpx", reason="needs the extra sdk")
 pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 

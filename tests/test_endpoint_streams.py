@@ -6,9 +6,9 @@ import asyncio
 import json
 import threading
 
-import httpx
 import pytest
 
+httpx = pytest.importorskip("httpx", reason="needs the extra sdk")
 pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 

@@ -8,13 +8,14 @@ import threading
 import time
 import weakref
 
-import httpx
 import numpy as np
 from serving import BASE, Wire, held, server
 from test_serve import KEYS, rewarded, texts
 
 from rl.serve.request_store import PendingRequest, RequestStore
 from rl.serve.scheduler import SamplingJob
+
+httpx = pytest.importorskip("httpx", reason="needs the extra sdk")
 
 LONG = 200  # tokens, of what is given up
 

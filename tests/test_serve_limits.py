@@ -6,13 +6,14 @@ import asyncio
 import threading
 import time
 
-import httpx
 import pytest
 from serving import BASE, Wire, held, server
 from test_serve import KEYS, texts
 
 from rl.serve import serving_engine
 from rl.serve.served_models import end_session
+
+httpx = pytest.importorskip("httpx", reason="needs the extra sdk")
 
 
 def test_the_model_that_was_used_longest_ago_is_written_out(tmp_path):

@@ -11,7 +11,6 @@ import threading
 import time
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 from serving import BASE, PROTOBUF, Wire, server
@@ -24,6 +23,8 @@ from rl.distributed import checkpoint_folder
 from rl.errors import UserError
 from rl.serve import ModelServer, ServedBaseModel, ServeSettings, tinker_protobuf
 from rl.serve.request_timeouts import make_timeout_protocol
+
+httpx = pytest.importorskip("httpx", reason="needs the extra sdk")
 
 uvicorn = pytest.importorskip("uvicorn", reason="needs the extra serve")
 
