@@ -402,7 +402,7 @@ def main() -> None:
     parser.add_argument("--count", type=int)
     args = parser.parse_args()
     if httpx is None:
-        parser.error('httpx is missing: pip install -e ".[sdk]"')
+        parser.error('httpx is missing: pip install -e ".[dev]"')
     case, count = cases[args.case]
     with tempfile.TemporaryDirectory() as folder:
         begin = time.monotonic()

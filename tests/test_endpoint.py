@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-httpx = pytest.importorskip("httpx", reason="needs the extra sdk")
+httpx = pytest.importorskip("httpx", reason="needs the extra dev")
 pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 

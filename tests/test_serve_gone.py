@@ -9,13 +9,14 @@ import time
 import weakref
 
 import numpy as np
+import pytest
 from serving import BASE, Wire, held, server
 from test_serve import KEYS, rewarded, texts
 
 from rl.serve.request_store import PendingRequest, RequestStore
 from rl.serve.scheduler import SamplingJob
 
-httpx = pytest.importorskip("httpx", reason="needs the extra sdk")
+httpx = pytest.importorskip("httpx", reason="needs the extra dev")
 
 LONG = 200  # tokens, of what is given up
 

@@ -13,7 +13,7 @@ from test_serve import KEYS, texts
 from rl.serve import serving_engine
 from rl.serve.served_models import end_session
 
-httpx = pytest.importorskip("httpx", reason="needs the extra sdk")
+httpx = pytest.importorskip("httpx", reason="needs the extra dev")
 
 
 def test_the_model_that_was_used_longest_ago_is_written_out(tmp_path):

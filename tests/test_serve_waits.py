@@ -24,7 +24,7 @@ from rl.errors import UserError
 from rl.serve import ModelServer, ServedBaseModel, ServeSettings, tinker_protobuf
 from rl.serve.request_timeouts import make_timeout_protocol
 
-httpx = pytest.importorskip("httpx", reason="needs the extra sdk")
+httpx = pytest.importorskip("httpx", reason="needs the extra dev")
 
 uvicorn = pytest.importorskip("uvicorn", reason="needs the extra serve")
 
