@@ -99,12 +99,14 @@ def test_the_plan_says_what_a_tied_head_in_an_adapter_costs(capsys):
         assert ("vLLM cannot serve this adapter" in capsys.readouterr().out) == expected
 
 
-def test_clients_leave_a_tied_head_out_and_keep_an_explicit_request(tmp_path, separate_heads):
+def test_clients_adapt_a_head_as_tinker_does_unless_a_tied_one_is_to_be_left_out(
+    tmp_path, separate_heads
+):
     with ServiceClient(output_dir=tmp_path) as service:
         for name, base, flags, expected in (
-            ("default", "tiny:addition", {}, False),
-            ("request", "tiny:addition", {"train_unembed": True}, True),
-            ("separate", str(separate_heads), {}, True),
+            ("default", "tiny:addition", {}, True),
+            ("left-out", "tiny:addition", {"train_unembed": None}, False),
+            ("separate", str(separate_heads), {"train_unembed": None}, True),
         ):
             client = service.create_lora_training_client(base, 2, **flags)
             folder = Path(client.save_state(name).result().path)

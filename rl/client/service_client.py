@@ -118,7 +118,7 @@ class ServiceClient(AsyncServiceMethods):
         seed: int | None = None,
         train_mlp: bool = True,
         train_attn: bool = True,
-        train_unembed: bool | None = None,
+        train_unembed: bool | None = True,
         user_metadata: Mapping[str, str] | None = None,
         optimizer: types.OptimizerConfig | None = None,
         *,
@@ -133,7 +133,8 @@ class ServiceClient(AsyncServiceMethods):
         """Create a client that trains a LoRA adapter on `base_model` (a hub name, a folder,
         tiny:<preset>). The base stays frozen.
 
-        `train_unembed`: adapt the output head; None: unless the model ties it to its embedding.
+        `train_unembed`: adapt the output head, as Tinker does by default. None: unless the model
+        ties it to its embedding, where vLLM serves no adapter on it.
         `user_metadata`: string pairs saved with its checkpoints. `optimizer`: only AdamW is
         supported. `alpha` (an extension): the adapter is scaled by alpha / rank. Default 32, as on
         Tinker; None: alpha = rank. `value_head` (an extension): add a scalar output per position,
