@@ -11,11 +11,13 @@ from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
 _SCRIPTS_FOLDER = _HERE if (_HERE / "train.py").is_file() else _HERE / "whetstone_scripts"
+running_script: str | None = None  # the script that `main` runs in this process
 SCRIPTS = ("train", "sample", "evaluate", "export", "serve", "plot", "report", "check-reward")
 
 
 def main() -> int:
     """Run a script: `whetstone train grpo --steps 10` is `python train.py grpo --steps 10`."""
+    global running_script
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name == "--version":
         from rl import __version__
@@ -39,5 +41,9 @@ def main() -> int:
         return 2
     sys.argv = [str(script), *sys.argv[2:]]
     sys.path.insert(0, str(_SCRIPTS_FOLDER))
-    runpy.run_path(str(script), run_name="__main__")
+    running_script = name
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        running_script = None
     return 0

@@ -79,7 +79,7 @@ def folder_of(model: dict, path: Path) -> str:
 
 
 def planned(folder: str, s: dict, zero: int | None, fsdp: bool) -> MemoryPlan:
-    lora = LoraConfig(s["lora_rank"]) if s["lora_rank"] else None
+    lora = LoraConfig(s["lora_rank"], train_unembed=True) if s["lora_rank"] else None
     skeleton = ModelSkeleton(folder, None, lora)
     length = s["prompt"] + s["answer"]
     batch = largest_micro_batch(

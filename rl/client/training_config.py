@@ -51,7 +51,7 @@ class LoRAConfig:
     """Adapt the attention matrices."""
     train_mlp: bool = True
     """Adapt the feed-forward matrices."""
-    train_unembed: bool | None = None
+    train_unembed: bool | None = True
     """Adapt the output head; None: unless the model ties it to the embedding."""
 
     def __post_init__(self) -> None:

@@ -185,7 +185,7 @@ def _format_script(name: str) -> str:
     """
     script = SCRIPTS_FOLDER / f"{name}.py"
     if _is_train_script():
-        if "whetstone" in sys.modules:
+        if _is_console_command():
             return f"whetstone {name}"
         script = Path(sys.argv[0]).with_name(script.name)
     elif SCRIPTS_FOLDER != _ROOT:
@@ -200,6 +200,11 @@ def _is_train_script() -> bool:
     that calls `rl.train`.
     """
     return Path(sys.argv[0]).resolve() == SCRIPTS_FOLDER / "train.py"
+
+
+def _is_console_command() -> bool:
+    """Return whether the command `whetstone` runs the script."""
+    return getattr(sys.modules.get("whetstone"), "running_script", None) is not None
 
 
 def _unused_path(path: Path) -> Path:
