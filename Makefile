@@ -7,18 +7,24 @@ DEV_STAMP := .venv/installed-dev
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: train test quick lint campaign clean
+.PHONY: train test slow test-all lint campaign clean
 
 # The four settings are accelerate's defaults for one process; without them, accelerate prints a paragraph about its defaults.
 train: $(STAMP)
 	$(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no train.py $(ARGS)
 
 # Two workers of one thread each: tiny models gain little from a second thread, and many tests wait for processes of their own.
-test: $(DEV_STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-quick: $(DEV_STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
+# Ten minutes on two CPU cores: every test that takes seconds.
+test: $(DEV_STAMP)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+# The tests that train models or start many processes: 40 minutes.
+slow: $(DEV_STAMP)
+	$(PYTEST) -m slow $(ARGS)
+
+test-all: test slow
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

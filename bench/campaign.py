@@ -110,7 +110,7 @@ PARTS = (
     ),
     Part(
         "long_tests",
-        "tests too long for `make test`: learning, and one more layout of what others show",
+        "tests too long for `make test-all`: learning, and one more layout of what others show",
         "long_tests.py",
     ),
     Part(

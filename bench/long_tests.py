@@ -1,4 +1,4 @@
-"""Run the tests that are too long for `make test`, marked `campaign`: `python bench/long_tests.py`.
+"""Run the tests that are too long for `make test-all`, marked `campaign`: `python bench/long_tests.py`.
 Writes results/long_tests.csv.
 
 The table has a row for each test: its outcome and its seconds. learning_seeds.py runs the tests

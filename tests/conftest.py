@@ -56,7 +56,7 @@ LONG = (
 
 
 # Tests of serve.py stand in files of these names: they need the extra `serve`. `.ci/run`
-# installs it after `make test`.
+# installs it after `make test` and `make slow`.
 SERVER = ("test_serve", "test_endpoint")
 
 

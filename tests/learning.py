@@ -1,7 +1,7 @@
 """Tests that train until something is learnt: their seed, and the figures that they hold against
 bars.
 
-`make test` runs them with the seeds that they name. bench/learning_seeds.py runs them with others,
+`make test-all` runs them with the seeds that they name. bench/learning_seeds.py runs them with others,
 by WHETSTONE_LEARNING_SEED (added to a test's own seed), and gathers the figures that
 WHETSTONE_LEARNING_FIGURES names a file for.
 """
