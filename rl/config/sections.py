@@ -65,6 +65,8 @@ class RunSettings:
     """Seconds to finish the step and save a checkpoint after SIGTERM, SIGUSR1 or Ctrl-C. After that time, or at a second signal, the run ends at once. A step that would not fit into the time is not started."""
     self_test: bool = True
     """Check the pipeline before the first step of each stage that samples: sample a few answers, then check that learner and sampler agree, that changed weights reach the sampler, that the trained tokens are the sampled ones, and that gradients reach the weights. The check changes nothing."""
+    profile: Annotated[int, Range(0, 1000)] = 0
+    """Profile this many steps of each stage, from its second step on: torch's profiler writes a trace for Perfetto and a table of the time of each part of a step to RUN/profile/. 0: none."""
     replay: Path | None = None
     """Repeat the run in this folder bit for bit: with the same settings, every scheduling decision (the order in which groups became ready, the step at which new weights arrived) is read from its decisions.jsonl."""
     plan: bool = False

@@ -12,9 +12,12 @@ from rl.distributed.tensor_parallel_launch import (
     check_tensor_parallel_size,
     check_tensor_parallel_without_roles,
 )
+from rl.distributed.trace_regions import REGION_PREFIX, trace_region
 
 __all__ = [
     "INTERRUPTED",
+    "REGION_PREFIX",
+    "trace_region",
     "StopRequest",
     "RunStopped",
     "uses_fsdp",

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.distributed import collectives
+from rl.distributed import collectives, trace_region
 from rl.errors import UserError
 from rl.images import get_image_reader
 from rl.layers import ExpertReplay, describe_layers, get_hidden_size, replay_experts
@@ -275,11 +275,13 @@ class Learner:
                 self.backend.micro_batch(),
                 replaying as replay,
             ):
-                value, token_outputs, metrics = self._forward(
-                    batch, loss, config, batch.temperature, entropy
-                )
+                with trace_region("forward"):
+                    value, token_outputs, metrics = self._forward(
+                        batch, loss, config, batch.temperature, entropy
+                    )
                 if backward:
-                    self.backend.backward(value * (batch.scale / divisor))
+                    with trace_region("backward"):
+                        self.backend.backward(value * (batch.scale / divisor))
             if batch.scale == 0.0:
                 continue
             if replay is not None:
@@ -422,9 +424,10 @@ class Learner:
         rounds = dealing.plan_rounds(datums, group, drawn_at)
         self.num_micro_batches = len(rounds)
         selected = rounds if micro_batch is None else rounds[micro_batch : micro_batch + 1]
-        return make_micro_batches(
-            datums, selected, group, drawn_at, self.accelerator.device, self.length_switch
-        )
+        with trace_region("collate"):
+            return make_micro_batches(
+                datums, selected, group, drawn_at, self.accelerator.device, self.length_switch
+            )
 
     # ----------------------------------------------------------------------------------------- step
 
@@ -438,7 +441,8 @@ class Learner:
         if not self.has_gradient:
             return {"grad_norm": 0.0, "skipped": 1.0}
         self.has_gradient = False
-        norm, applied = self.backend.step(params)
+        with trace_region("update"):
+            norm, applied = self.backend.step(params)
         if not applied:
             return {"grad_norm": norm, "skipped_nonfinite": 1.0}
         self.version += 1

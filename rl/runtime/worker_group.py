@@ -19,7 +19,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Any, ClassVar
 
-from rl.distributed import assign_role, check_same_launch, collectives, stop_signals
+from rl.distributed import (
+    assign_role,
+    check_same_launch,
+    collectives,
+    stop_signals,
+    trace_region,
+)
 from rl.errors import OtherRankFailed, RankLost, UserError
 from rl.runtime.rank_settings import WorkerSettings
 from rl.runtime.sampling_worker import SamplingWorker
@@ -146,7 +152,8 @@ def _execute(worker: Any, verb: str, arguments: Sequence[Any]) -> Any:
     error: BaseException | None = None
     result = None
     try:
-        result = getattr(worker, verb)(*arguments)
+        with trace_region(verb):
+            result = getattr(worker, verb)(*arguments)
     except RankLost:
         raise
     except OtherRankFailed:

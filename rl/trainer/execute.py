@@ -366,6 +366,7 @@ class RunState:
             environment=prepared.environment,
             runs_self_test=self.run.options.self_test,
             replay=self.run.options.replay,
+            profiled_steps=self.run.options.profile,
         )
         if loop_state is not None:
             stage.load_state(loop_state)

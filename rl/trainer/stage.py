@@ -29,6 +29,7 @@ from rl.trainer.self_test import PROBLEMS, self_test
 from rl.trainer.stage_checkpoints import StageCheckpoints
 from rl.trainer.stage_context import StageContext
 from rl.trainer.stage_sampling import StageSampler
+from rl.trainer.step_profile import StepProfile
 from rl.trainer.warn_once import WarnOnce
 from rl.types import Datum, Problem
 
@@ -38,7 +39,8 @@ class Stage:
 
     `first_step`: the run's step count before this stage; `done`: batches already trained;
     `identity`: what its checkpoints record of the run (see rl.trainer.same_run); `runs_self_test`:
-    run the self-test first (see rl.trainer.self_test).
+    run the self-test first (see rl.trainer.self_test); `profiled_steps`: steps to profile (see
+    rl.trainer.step_profile).
     """
 
     def __init__(
@@ -63,12 +65,18 @@ class Stage:
         environment: EnvironmentSpec | None = None,
         runs_self_test: bool = False,
         replay: Path | None = None,
+        profiled_steps: int = 0,
     ):
         self.name, self.first_step, self.done = name, first_step, done
         self.method, self.models, self.problems, self.renderer = method, models, problems, renderer
         self.logbook, self.console, self.stop_request = logbook, console, stop_request
         self.seed = derive_seed(seed, index)
         self.runs_self_test = runs_self_test
+        self.profile = (
+            StepProfile(logbook.folder / "profile", name, profiled_steps)
+            if profiled_steps
+            else None
+        )
         flow = getattr(method.settings, "flow", None)
         continuous = flow is not None and flow.is_async and method.online
         context = StageContext(
@@ -148,7 +156,8 @@ class Stage:
         )
 
     def batches(self) -> Iterator[int]:
-        yield from range(self.done, self.loop.steps)
+        batches = range(self.done, self.loop.steps)
+        yield from batches if self.profile is None else self.profile.iter_batches(batches)
 
     def progress(self, batch: int) -> Progress:
         return Progress(batch, self.loop.steps, self.seed)
@@ -225,6 +234,8 @@ class Stage:
             row |= self.context.opponents.update_after_batch(
                 self.models.policy, rollouts, done, self.first_step + done
             )
+        if self.profile is not None:
+            self.profile.add_metrics(row)
         row |= self.evaluator.evaluate_after_batch(batch, sampler)
         warnings = self.log.check_alarms(row)
         self.done = done
@@ -243,6 +254,9 @@ class Stage:
     def end(self) -> None:
         """Save the stage's final state under its name."""
         self.save(self.done, final=True)
+        if self.profile is not None and self.profile.table is not None:
+            table = self.profile.table.replace("\n", "\n  ")
+            self.console.note(f"profile of {self.name} (in {self.profile.folder}):\n  {table}")
 
     def _log(self, done: int, metrics: Mapping[str, float]) -> None:
         self.log.write_row(done, metrics)
