@@ -4,6 +4,7 @@ from rl.distributed import checkpoint_folder, collectives, stop_signals
 from rl.distributed.accelerate_launch import get_zero_settings, make_accelerator, uses_fsdp
 from rl.distributed.checkpoint_folder import checkpoint_path
 from rl.distributed.launch_agreement import check_same_launch
+from rl.distributed.profiler_trace import REGION_PREFIX, trace_region
 from rl.distributed.rank_roles import assign_role, check_roles, rank_name
 from rl.distributed.shutdown import end_process_at_exit
 from rl.distributed.stop_signals import INTERRUPTED, RunStopped, StopRequest, end_with_launcher
@@ -12,7 +13,6 @@ from rl.distributed.tensor_parallel_launch import (
     check_tensor_parallel_size,
     check_tensor_parallel_without_roles,
 )
-from rl.distributed.trace_regions import REGION_PREFIX, trace_region
 
 __all__ = [
     "INTERRUPTED",

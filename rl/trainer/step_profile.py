@@ -1,6 +1,4 @@
-"""Profile some steps of a stage: a trace for chrome://tracing or Perfetto, and a table of the time
-of each part of a step.
-"""
+"""Measure some steps of a stage: a trace for Perfetto, and a table of the time of each part."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ NUM_OPERATORS = 20
 
 
 class StepProfile:
-    """Profile `steps` steps of a stage on rank 0, after a step that is not profiled (compilation,
+    """Measure `steps` steps of a stage on rank 0, after a step that is not profiled (compilation,
     first allocations).
 
     Writes `folder`/NAME.json.gz (the trace) and `folder`/NAME.txt (the tables). The profiler
