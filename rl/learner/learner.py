@@ -30,9 +30,9 @@ from rl.learner.layout_probe import find_layout_faults_on_all_ranks, use_cpu_att
 from rl.learner.logprob_head import HeadRequest, LogprobHead
 from rl.learner.microbatches import (
     MicroBatchPlanner,
+    collect_outputs,
     make_micro_batches,
     merge_sub_batches,
-    split_outputs,
     sum_terms,
 )
 from rl.learner.packing import PackedBatch
@@ -45,6 +45,7 @@ from rl.models import (
     is_lora,
     is_value_head_parameter,
     make_attention_mask,
+    skip_packing_search,
     unwrap_model,
     uses_flash_attention,
 )
@@ -265,8 +266,11 @@ class Learner:
             validate_target_ids(
                 f"datum {i}", datum.loss_fn_inputs["target_tokens"].array, self.vocabulary
             )
-        outputs: dict[int, dict[str, np.ndarray]] = {}
-        sums: dict[str, Tensor] = {}
+        # Everything stays on the device until all micro-batches are launched: a GPU that waits for
+        # the host between two of them idles.
+        device = self.accelerator.device
+        parts: list[tuple[dict[int, int], dict[str, Tensor]]] = []
+        sums: dict[str, Tensor] = {"loss:sum": torch.zeros((), dtype=torch.float64, device=device)}
         for batch in self._local_micro_batches(datums, loss.group, temperature, micro_batch):
             replaying = self._router_replay(batch if use_adapters else None)
             with (
@@ -288,18 +292,22 @@ class Learner:
                 rerouted, routed = replay.counts()
                 metrics = {**metrics, "rerouted:sum": rerouted, "routed:sum": routed}
             for name, metric in {"loss:sum": value.detach(), **metrics}.items():
-                sums[name] = (
-                    sums[name] + metric.double() if name in sums else metric.detach().double()
-                )
-            split_outputs(outputs, batch, token_outputs)
-        totals = {name: float(value) for name, value in sums.items()}
-        loss_sum = torch.tensor([totals.get("loss:sum", 0.0)], device=self.accelerator.device)
+                total = metric.detach().to(device, torch.float64)
+                sums[name] = sums[name] + total if name in sums else total
+            lengths = dict(zip(batch.datum_index, batch.lengths, strict=True))
+            parts.append((lengths, {k: tensor.detach() for k, tensor in token_outputs.items()}))
+        loss_sum = sums["loss:sum"].float()
         # Every rank gets the sum: otherwise ranks without the bad datum would wait for the rest.
         collectives.all_sum_([loss_sum])
-        if not math.isfinite(float(loss_sum)):
+        *values, loss_total = torch.stack([*sums.values(), loss_sum.double()]).tolist()
+        totals = dict(zip(sums, values, strict=True))
+        if not parts:
+            del totals["loss:sum"]
+        outputs = collect_outputs(parts)
+        if not math.isfinite(loss_total):
             self.drop_gradients()
             raise FloatingPointError(
-                f"the loss ({loss.fn.__name__}) is {float(loss_sum)}: a logprob or an input is "
+                f"the loss ({loss.fn.__name__}) is {loss_total}: a logprob or an input is "
                 "not finite. The gradients since the last step were dropped, and the weights "
                 "are unchanged. Look for logprobs of -inf in the datums, or lower the learning rate"
             )
@@ -325,7 +333,8 @@ class Learner:
             request = HeadRequest(
                 targets, side.token_index, temperature, wants_entropy, loss.logprobs, likeliest
             )
-            with self.router_aux_loss.record() as balance:
+            search = contextlib.nullcontext() if side.is_packed else skip_packing_search()
+            with search, self.router_aux_loss.record() as balance:
                 parts.append(self.head(self.backend.wrapped, request, **self._model_inputs(side)))
             balances += [] if balance is None else [balance(side, loss)]
         logp, entropy_T, values_T = merge_sub_batches(parts, batch.sub_batch_order)
@@ -370,7 +379,7 @@ class Learner:
         if (
             experts is None
             or columns != len(experts.blocks) * experts.per_token
-            or batch.experts.max() >= experts.count
+            or batch.max_expert >= experts.count
         ):
             raise ValueError(
                 f"datums with {columns} experts a token do not fit this model ({self.layers}): "
@@ -406,9 +415,9 @@ class Learner:
         group: int = 1,
         temperature: float | Sequence[float] = 1.0,
         micro_batch: int | None = None,
-    ) -> list[PackedBatch]:
-        """Return this rank's micro-batches (rl.learner.microbatches); `micro_batch`: only that
-        index.
+    ) -> Iterator[PackedBatch]:
+        """Plan this rank's micro-batches (rl.learner.microbatches) and yield them; `micro_batch`:
+        only that index.
         """
         drawn_at = (
             [temperature] * len(datums) if isinstance(temperature, (int, float)) else temperature
@@ -424,10 +433,9 @@ class Learner:
         rounds = dealing.plan_rounds(datums, group, drawn_at)
         self.num_micro_batches = len(rounds)
         selected = rounds if micro_batch is None else rounds[micro_batch : micro_batch + 1]
-        with trace_region("collate"):
-            return make_micro_batches(
-                datums, selected, group, drawn_at, self.accelerator.device, self.length_switch
-            )
+        return make_micro_batches(
+            datums, selected, group, drawn_at, self.accelerator.device, self.length_switch
+        )
 
     # ----------------------------------------------------------------------------------------- step
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.distributed import collectives
+from rl.distributed import collectives, trace_region
 from rl.learner.packing import (
     PackedBatch,
     block_cost,
     choose_layout,
     collate,
+    copy_to_device,
     make_blocks,
     plan_micro_batches,
 )
@@ -127,29 +128,30 @@ def make_micro_batches(
     temperatures: Sequence[float],
     device: torch.device,
     rope_switch: Any = None,
-) -> list[PackedBatch]:
-    """Return this rank's micro-batch of each round.
+) -> Iterator[PackedBatch]:
+    """Yield this rank's micro-batch of each round. The next is laid out while a GPU still computes
+    the current one.
 
     A round without a micro-batch for this rank gets a micro-batch of the same kind with weight 0.
 
     `rope_switch`: set if rotary frequencies change with a row's length. A batch with rows of both
     kinds is split into its `sub_batches`.
     """
-    rank, micro_batches = collectives.rank(), []
+    rank = collectives.rank()
     for round_chunks in rounds:
-        if rank < len(round_chunks):
-            layout, mine = round_chunks[rank]
-            micro_batches.append(collate(datums, mine, layout, device))
-        else:
-            first = round_chunks[0][1][0][0] // group * group
-            micro_batches.append(
-                collate(datums, [[i] for i in range(first, first + group)], "padded", device)
-            )
-            micro_batches[-1].scale = 0.0
-        micro_batches[-1].temperature = temperatures[micro_batches[-1].datum_index[0]]
-        if rope_switch is not None:
-            _split_by_rope_switch(micro_batches[-1], datums, rope_switch, device)
-    return micro_batches
+        with trace_region("collate"):
+            if rank < len(round_chunks):
+                layout, mine = round_chunks[rank]
+                batch = collate(datums, mine, layout, device)
+            else:
+                first = round_chunks[0][1][0][0] // group * group
+                unit = [[i] for i in range(first, first + group)]
+                batch = collate(datums, unit, "padded", device)
+                batch.scale = 0.0
+            batch.temperature = temperatures[batch.datum_index[0]]
+            if rope_switch is not None:
+                _split_by_rope_switch(batch, datums, rope_switch, device)
+        yield batch
 
 
 def _split_by_rope_switch(
@@ -179,7 +181,7 @@ def _split_by_rope_switch(
     order = [
         np.arange(begins[i], begins[i] + datums[i].model_input.length) for i in batch.datum_index
     ]
-    batch.sub_batch_order = torch.from_numpy(np.concatenate(order)).to(device)
+    batch.sub_batch_order = copy_to_device(np.concatenate(order), device)
 
 
 def merge_sub_batches(
@@ -209,13 +211,25 @@ def sum_terms(
     return sum(value for value, _ in terms), metrics
 
 
-def split_outputs(
-    outputs: dict[int, dict[str, np.ndarray]],
-    batch: PackedBatch,
-    token_outputs: Mapping[str, Tensor],
-) -> None:
-    """Split the outputs of all tokens by datum."""
-    bounds = batch.cu_seqlens.tolist()
-    arrays = {name: tensor.detach().float().cpu().numpy() for name, tensor in token_outputs.items()}
-    for i, start, end in zip(batch.datum_index, bounds[:-1], bounds[1:], strict=True):
-        outputs[i] = {name: array[start:end] for name, array in arrays.items()}
+def collect_outputs(
+    parts: Sequence[tuple[Mapping[int, int], Mapping[str, Tensor]]],
+) -> dict[int, dict[str, np.ndarray]]:
+    """Return the outputs of all tokens by datum index.
+
+    parts: of each micro-batch, the length of each datum by its index, and its outputs, [T] or
+    [T, K] each. A single copy brings them to the host, as fp32.
+    """
+    outputs: dict[int, dict[str, np.ndarray]] = {i: {} for lengths, _ in parts for i in lengths}
+    tensors = [tensor.float() for _, token_outputs in parts for tensor in token_outputs.values()]
+    if not tensors:
+        return outputs
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu().numpy()
+    start = 0
+    for lengths, token_outputs in parts:
+        ends = np.cumsum([*lengths.values()])[:-1]
+        for name, tensor in token_outputs.items():
+            array = flat[start : start + tensor.numel()].reshape(tensor.shape)
+            start += tensor.numel()
+            for i, rows in zip(lengths, np.split(array, ends), strict=True):
+                outputs[i][name] = rows
+    return outputs

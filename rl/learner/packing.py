@@ -35,16 +35,19 @@ class PackedBatch:
     `input_ids` and `position_ids` have the model's input shape; all other fields are flat over real
     tokens.
 
-    attention_mask  bool [rows, 1, longest, longest] if a row is not plainly causal, else None
+    segments        int32 [rows, longest] if a row is not plainly causal, else None: 0 for a shared
+                    prompt, k for the k-th answer to it, -1 for padding
     token_index     int64 [T] position of each datum's token in input_ids.flatten() (several
                     tokens may share a position); None: in order
     cu_seqlens      int64 [D + 1]
     inputs          the datums' fields, [T] (or [T, K])
     datum_index     the position of each datum in the caller's list
+    lengths         the tokens of each datum, in host memory
     scale           1.0, or 0.0 for a batch that only keeps a rank in step with the others
     temperature     the temperature at which all of its datums are scored
     experts         int64 [positions of input_ids, B * K] recorded experts, -1 without a record
                     (see rl.layers.router_replay); or None
+    max_expert      the largest recorded expert, in host memory; -1 without a record
     images          of each row (padded only): its placed images and its length; None if no datum
                     has images
     sub_batches     the batches, a forward each, of a batch with rows that cannot share a forward;
@@ -55,14 +58,16 @@ class PackedBatch:
 
     input_ids: Tensor
     position_ids: Tensor | None
-    attention_mask: Tensor | None
+    segments: Tensor | None
     token_index: Tensor | None
     cu_seqlens: Tensor
     inputs: dict[str, Tensor]
     datum_index: list[int]
+    lengths: list[int]
     scale: float = 1.0
     temperature: float = 1.0
     experts: Tensor | None = None
+    max_expert: int = -1
     images: list[tuple[tuple[PlacedImage, ...], int]] | None = None
     sub_batches: Sequence[PackedBatch] = ()
     sub_batch_order: Tensor | None = None
@@ -70,7 +75,26 @@ class PackedBatch:
     @property
     def tokens(self) -> int:
         """Return the number of real tokens."""
-        return int(self.cu_seqlens[-1])
+        return sum(self.lengths)
+
+    @property
+    def is_packed(self) -> bool:
+        """Return whether rows are concatenated sequences, which their positions separate."""
+        return self.position_ids is not None and self.segments is None
+
+    @property
+    def attention_mask(self) -> Tensor | None:
+        """Return bool [rows, 1, longest, longest], True where a position may attend: an answer sees
+        its shared prompt and itself. None if every row is plainly causal.
+
+        It is built on the device: a host would need longer for it than a GPU for the forward.
+        """
+        if self.segments is None:
+            return None
+        query, key = self.segments[:, :, None], self.segments[:, None, :]
+        sees = query == key
+        sees |= (key == 0) & (query > 0)
+        return sees.tril_()[:, None]
 
 
 def make_units(datums: Sequence[Datum], layout: str, token_budget: int) -> list[list[int]]:
@@ -222,20 +246,20 @@ def collate(
     has_images = any(placed for placed, _ in images)
     if has_images and layout != "padded":
         raise ValueError(f"sequences with images need the layout padded, got {layout}")
-    cu_seqlens = np.concatenate([[0], np.cumsum([len(t) for t in tokens])])
+    lengths = [len(token_ids) for token_ids in tokens]
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     lay_out = {"packed": _packed, "padded": _padded, "shared": _shared}[layout]
-    input_ids, position_ids, mask, token_index = lay_out(tokens, chunk, datums)
+    input_ids, position_ids, segments, token_index = lay_out(tokens, chunk, datums)
     inputs = {
-        name: torch.from_numpy(
-            np.concatenate([datum.loss_fn_inputs[name].array for datum in selected])
-        ).to(device)
+        name: copy_to_device(
+            np.concatenate([datum.loss_fn_inputs[name].array for datum in selected]), device
+        )
         for name in selected[0].loss_fn_inputs
     }
 
     def put(array: np.ndarray | None) -> Tensor | None:
-        return None if array is None else torch.from_numpy(array).to(device)
+        return None if array is None else copy_to_device(array, device)
 
-    ids = torch.from_numpy(input_ids).to(device)
     experts = None
     if selected[0].experts is not None:
         experts = np.full((input_ids.size, selected[0].experts.shape[1]), -1, np.int64)
@@ -244,16 +268,26 @@ def collate(
         )
         experts[np.arange(len(recorded)) if token_index is None else token_index] = recorded
     return PackedBatch(
-        ids,
+        copy_to_device(input_ids, device),
         put(position_ids),
-        put(mask),
+        put(segments),
         put(token_index),
-        torch.from_numpy(cu_seqlens).to(device),
+        copy_to_device(cu_seqlens, device),
         inputs,
         indices,
+        lengths,
         experts=put(experts),
+        max_expert=-1 if experts is None else int(experts.max(initial=-1)),
         images=images if has_images else None,
     )
+
+
+def copy_to_device(array: np.ndarray, device: torch.device | str) -> Tensor:
+    """Return `array` as a tensor on `device`. A copy to a GPU does not wait for the GPU's work."""
+    tensor = torch.from_numpy(array)
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 _Layout = tuple[np.ndarray, np.ndarray | None, np.ndarray | None, np.ndarray | None]
@@ -288,7 +322,7 @@ def _shared(
     longest = max(unit_cost(datums, unit) for unit in chunk)
     input_ids = np.zeros((len(chunk), longest), dtype=np.int64)
     position_ids = np.zeros_like(input_ids)
-    segments = np.full((len(chunk), longest), -1, dtype=np.int64)
+    segments = np.full((len(chunk), longest), -1, dtype=np.int32)
     token_index = []
     sequences = iter(tokens)
     for row, unit in enumerate(chunk):
@@ -311,8 +345,4 @@ def _shared(
                 k,
             )
             token_index += [np.arange(at, at + prompt), np.arange(at + start, at + end)]
-    sees = (segments[:, None, :] == segments[:, :, None]) | (
-        (segments == 0)[:, None, :] & (segments > 0)[:, :, None]
-    )
-    mask = sees & np.tri(longest, dtype=bool)[None]
-    return input_ids, position_ids, mask[:, None], np.concatenate(token_index)
+    return input_ids, position_ids, segments, np.concatenate(token_index)

@@ -46,6 +46,7 @@ from rl.models.model_loading import (
     load_skeleton,
     make_attention_mask,
     seeded_torch,
+    skip_packing_search,
     unwrap_model,
     uses_flash_attention,
 )
@@ -83,6 +84,7 @@ __all__ = [
     "add_lora",
     "add_value_head",
     "make_attention_mask",
+    "skip_packing_search",
     "is_vision_parameter",
     "check_model_folder",
     "check_tensors",

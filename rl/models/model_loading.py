@@ -239,6 +239,23 @@ def make_attention_mask(model: Any, attends: torch.Tensor) -> torch.Tensor:
     )
 
 
+@contextlib.contextmanager
+def skip_packing_search() -> Iterator[None]:
+    """Do not let transformers look for concatenated sequences in rows that have none.
+
+    It compares position ids in each forward and reads the result on the host, which waits until the
+    GPU has done all earlier work.
+    """
+    from transformers import masking_utils
+
+    search = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = search
+
+
 def check_model_folder(folder: Path) -> None:
     """Raise UserError unless a folder has a model's config and weights."""
     if not (folder / "config.json").is_file():
