@@ -1,7 +1,7 @@
 """Run the GPU campaign: every measurement that needs a GPU, in a single command of under nine
 minutes.
 
-    python bench/gpu.py --output results_gpu              # every part; results_gpu/gpu.csv, gpu.png
+    python bench/gpu.py --output results_gpu              # every part
     python bench/gpu.py --output results_gpu --part kernels decode
     python bench/gpu.py --list
     python bench/gpu.py --output /tmp/dry --dry           # without a GPU: each part at tiny sizes
@@ -9,7 +9,10 @@ minutes.
 Each part runs in a separate process with a time limit and writes a row as soon as it has a figure.
 A part that fails, runs out of memory or time, or cannot run is recorded as a row, and the other
 parts continue. With --dry, each part's code runs as far as it can without a GPU. No network is
-needed. Peers that are not installed are recorded as rows. Columns: part, case, provider, metric,
+needed. Peers that are not installed are recorded as rows.
+
+The output folder holds verdict.md (what is right, what is slow), gpu.csv, gpu.png, and parts.tar.gz
+with the logs, traces and tables of the parts. Columns of gpu.csv: part, case, provider, metric,
 value, unit, floor (the best possible value on this GPU, where known), note.
 """
 
@@ -19,8 +22,10 @@ import argparse
 import csv
 import importlib
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
 import time
 import traceback
 from collections.abc import Callable
@@ -39,30 +44,31 @@ LIMIT = 530  # seconds for all parts together
 # most LIMIT. Time that a part does not use passes to the next parts. Each part takes at most twice
 # its seconds, so that a part that hangs does not use up all of the time.
 PARTS = {
-    "tests": (90, "tests marked gpu"),
-    "pages": (
-        20,
-        "attention over pages: ours, torch's varlen attention with one split and with its own "
-        "choice (pytorch#194167)",
-    ),
-    "branches": (
-        60,
-        "what the device's checks chose; score kernels of both branches and products by "
-        "themselves, TFLOP/s",
-    ),
-    "kernels": (85, "linear_logprob beside torch, torch.compile, Liger, cut-cross-entropy"),
+    "floors": (6, "the limits of this GPU: a large product, a large copy, an empty launch"),
+    "tests": (100, "tests marked gpu, the kernels' first"),
+    "agreement": (18, "sampler against learner in bf16 and in float32"),
+    "step": (60, "a GRPO step, LoRA and full: samples per second, time by part, profile"),
     "decode": (
         117,
         "decode tokens per second over pages and plain, beside generate, continuous batching, "
         "vLLM; what the trial says",
     ),
-    "group": (16, "a group of 16 on a prompt of 4,096 tokens"),
-    "draw": (15, "a token from hidden states, without logits, beside today's path"),
-    "agreement": (18, "sampler against learner in bf16 and in float32"),
-    "learner": (32, "learner tokens per second; peak memory against --plan"),
-    "step": (35, "a GRPO step end to end: samples per second, time by part"),
-    "sharded": (25, "ZeRO-3 and offload on one GPU"),
-    "trace": (17, "profiles of a call of each engine and of a learner step"),
+    "kernels": (75, "linear_logprob beside torch, torch.compile, Liger, cut-cross-entropy"),
+    "learner": (30, "learner tokens per second; peak memory against --plan"),
+    "branches": (
+        50,
+        "what the device's checks chose; score kernels of both branches and products by "
+        "themselves, TFLOP/s",
+    ),
+    "pages": (
+        18,
+        "attention over pages: ours, torch's varlen attention with one split and with its own "
+        "choice (pytorch#194167)",
+    ),
+    "group": (14, "a group of 16 on a prompt of 4,096 tokens"),
+    "draw": (12, "a token from hidden states, without logits, beside today's path"),
+    "sharded": (20, "ZeRO-3 and offload on one GPU"),
+    "trace": (10, "profiles of a call of each engine and of a learner step"),
 }
 MODULES = ("gpu_kernels", "gpu_pages", "gpu_branches", "gpu_decode", "gpu_models", "gpu_runs")
 CANNOT = (NotImplementedError, ModuleNotFoundError)  # missing in the device or the installation
@@ -162,7 +168,12 @@ def run_part(part: str, output: Path, dry: bool, seconds: float) -> None:
     began = time.perf_counter()
     with (output / f"{part}.log").open("w") as log:
         process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd=HERE.parent
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=HERE.parent,
+            env=os.environ | {"WHETSTONE_GPU_FLOORS": str((output / "floors.json").resolve())},
         )
         try:
             code = process.wait(timeout=seconds)
@@ -179,17 +190,21 @@ def run_part(part: str, output: Path, dry: bool, seconds: float) -> None:
     table.row("whole part", "", "seconds", time.perf_counter() - began, "s")
 
 
-def collect(output: Path) -> list[dict[str, str]]:
-    """Merge the rows of all parts into gpu.csv and return them."""
+def collect(output: Path, parts_folder: Path) -> list[dict[str, str]]:
+    """Merge the rows of all parts into gpu.csv and return them. Put the parts' files into
+    parts.tar.gz.
+    """
     rows: list[dict[str, str]] = []
     for part in PARTS:
-        if (output / f"{part}.csv").exists():
-            with (output / f"{part}.csv").open(newline="") as file:
+        if (parts_folder / f"{part}.csv").exists():
+            with (parts_folder / f"{part}.csv").open(newline="") as file:
                 rows += list(csv.DictReader(file))
     with (output / "gpu.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(rows)
+    with tarfile.open(output / "parts.tar.gz", "w:gz") as archive:
+        archive.add(parts_folder, "parts")
     return rows
 
 
@@ -262,30 +277,38 @@ def main() -> None:
         return
     import torch
 
+    from bench.gpu_verdict import format_verdict
+
     if not args.dry and not torch.cuda.is_available():
         sys.exit(
             "bench/gpu.py: no CUDA device is visible; --dry runs every part's code on a CPU, at "
             "tiny sizes"
         )
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU (dry run)"
     end = time.perf_counter() + args.limit
+    parts_folder = args.output / "parts"
+    parts_folder.mkdir(exist_ok=True)
     for i, part in enumerate(args.part):
         left = end - time.perf_counter()
         print(f"{part}: {PARTS[part][1]}", flush=True)
         if left < 5 and not args.dry:
-            (args.output / f"{part}.csv").unlink(missing_ok=True)
-            Table(part, args.output / f"{part}.csv").row(
+            (parts_folder / f"{part}.csv").unlink(missing_ok=True)
+            Table(part, parts_folder / f"{part}.csv").row(
                 "whole part", "", "status", "not begun", note=f"{args.limit:.0f} s were over"
             )
         else:
             run_part(
                 part,
-                args.output,
+                parts_folder,
                 args.dry,
                 600.0 if args.dry else seconds_for(part, args.part[i + 1 :], left),
             )
-        rows = collect(args.output)
+        rows = collect(args.output, parts_folder)
+        (args.output / "verdict.md").write_text(format_verdict(rows, device))
     plot(rows, args.output / "gpu.png")
-    print(f"written to {args.output / 'gpu.csv'} and {args.output / 'gpu.png'}")
+    shutil.rmtree(parts_folder)  # parts.tar.gz holds it
+    print((args.output / "verdict.md").read_text())
+    print(f"written to {args.output}: verdict.md, gpu.csv, gpu.png, parts.tar.gz")
 
 
 if __name__ == "__main__":

@@ -4,18 +4,21 @@ part_NAME(table, dry).
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.shapes import SHAPES, TINY, Shape, floor_ms
+from bench.shapes import SHAPES, TINY, Shape, copy_floor_ms, floor_ms
 
 REPO = Path(__file__).resolve().parent.parent
 CHOSEN = ("Qwen2.5-0.5B", "Qwen3-1.7B", "Llama-3.1-8B")
@@ -50,12 +53,55 @@ def milliseconds(run: Callable[[], object], device: str, repeats: int = 10) -> f
     return statistics.median(times)
 
 
+# ------------------------------------------------------------------------------------------- floors
+
+
+def part_floors(table: Any, dry: bool) -> None:
+    """Measure the limits of this device that other parts compare with: a large square product in
+    bf16, a large copy, and an empty launch. They are written to floors.json too.
+    """
+    device, dtype = device_of(dry), torch.float32 if dry else torch.bfloat16
+    size, count = (256, 1 << 16) if dry else (8192, 1 << 29)
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    ms = milliseconds(lambda: torch.mm(a, a), device)
+    tflops = 2e-9 * size**3 / ms
+    table.row(f"{size}^3", "torch.mm", "TFLOP/s", tflops, note=f"{dtype}, {ms:.3f} ms")
+    source = torch.zeros(count, device=device, dtype=torch.int32)
+    target = torch.empty_like(source)
+    ms = milliseconds(lambda: target.copy_(source), device)
+    tb_per_s = 8e-9 * count / ms  # read and written
+    table.row(f"{4 * count >> 20} MiB", "copy", "TB/s", tb_per_s, note=f"{ms:.3f} ms")
+    small = torch.zeros(1, device=device)
+
+    def launch() -> None:
+        for _ in range(100):
+            small.add_(1.0)
+
+    table.row("100 in a row", "torch add_", "launch", 10 * milliseconds(launch, device), "us")
+    floors = {"tflops": tflops, "tb_per_s": tb_per_s}
+    Path(table.path).with_name("floors.json").write_text(json.dumps(floors))
+
+
 # -------------------------------------------------------------------------------------------- tests
+
+_OUTCOME = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
+_TEST_ID = re.compile(r"tests/\S+::.*?(?= (?:PASSED|FAILED|ERROR|SKIPPED)|$)")
+
+
+def read_outcome(line: str) -> tuple[str, str] | None:
+    """Return (test, outcome) of a line of `pytest -v`, with or without pytest-xdist; None for any
+    other line.
+    """
+    test, outcome = _TEST_ID.search(line), _OUTCOME.search(line)
+    if test is None or outcome is None:
+        return None
+    return test[0].strip(), outcome[0].lower()
 
 
 def part_tests(table: Any, dry: bool) -> None:
-    """Run the tests marked gpu and record the counts, each failed test and each file that pytest
-    cannot collect. The kernel tests run first, because the other tests depend on them.
+    """Run the tests marked gpu. Record each test as soon as it ends, the counts, and each file that
+    pytest cannot collect. The kernel tests run first, because the other tests depend on them. With
+    pytest-xdist installed, twelve processes share the tests.
     """
     files = sorted(
         path.relative_to(REPO).as_posix()
@@ -64,33 +110,27 @@ def part_tests(table: Any, dry: bool) -> None:
     )
     first = "tests/test_kernel_gpu.py"
     for some in [[first]] if dry else [[first], [file for file in files if file != first]]:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-m",
-            "gpu",
-            "-p",
-            "no:cacheprovider",
-            "--tb=line",
-            "-rfE",
-            "--no-header",
-        ]
-        done = subprocess.run(
-            [*command, "--continue-on-collection-errors", *some],
-            capture_output=True,
-            text=True,
-            cwd=REPO,
+        command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider"]
+        command += ["--tb=short", "-rfE", "--no-header", "--continue-on-collection-errors"]
+        if importlib.util.find_spec("xdist") is not None:
+            command += ["-n", "2" if dry else "12", "--dist", "load"]
+        process = subprocess.Popen(
+            [*command, *some], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPO
         )
-        print(done.stdout[-6000:], done.stderr[-2000:])
-        for line in done.stdout.splitlines():
-            if line.startswith(("FAILED", "ERROR")):
-                table.row(line.split()[1], "pytest", "failed", 1, note=line[:200])
-        for count, what in re.findall(
-            r"(\d+) (passed|failed|skipped|errors?)\b", done.stdout[-400:]
-        ):
-            table.row(" ".join(Path(file).stem for file in some), "pytest", what, int(count))
+        assert process.stdout is not None
+        counts: Counter[str] = Counter()
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if (result := read_outcome(line)) is not None and not line.startswith(
+                ("FAILED", "ERROR")
+            ):
+                counts[result[1]] += 1
+                table.row(result[0], "pytest", result[1], 1)
+            elif line.startswith(("FAILED", "ERROR")):  # the summary, with the reason
+                table.row(line.split()[1], "pytest", "reason", 1, note=line.strip()[:200])
+        process.wait()
+        for outcome, count in counts.items():
+            table.row(" ".join(Path(file).stem for file in some), "pytest", f"all {outcome}", count)
 
 
 # ---------------------------------------------------------------------------------- the two kernels
@@ -188,7 +228,7 @@ def part_draw(table: Any, dry: bool) -> None:
                     note="bf16 logits round",
                 )
                 for name, way in ways.items():
-                    floor = max(size / 3.0e9, floor_ms(2, rows, shape))
+                    floor = max(copy_floor_ms(size), floor_ms(2, rows, shape))
                     table.row(case, name, "time", milliseconds(way, device), "ms", floor)
 
             table.attempt(f"{shape.model}, {rows} rows", "ours", run)

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from bench.gpu_kernels import device_of
+from bench.shapes import TB_PER_S
 
-BANDWIDTH = 3.0e12  # bytes per second of a large copy on an H100
+BANDWIDTH = TB_PER_S * 1e12  # bytes per second of a large copy
 COMMON = dict(max_position_embeddings=32_768, eos_token_id=None, bos_token_id=None, pad_token_id=0)
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "0.5B": (

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from bench.gpu_kernels import device_of, milliseconds
+from bench.shapes import TB_PER_S
 
-BYTES_A_MS = 3.0e9  # bytes per millisecond of a large copy on an H100
+BYTES_A_MS = TB_PER_S * 1e9  # bytes per millisecond of a large copy
 # Rows, query heads, key heads, head width; maximum positions of a row; rows of a group, its shared
 # pages.
 CASES = [

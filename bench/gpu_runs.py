@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -187,9 +188,18 @@ def compare_plan(
         table.row(case, f"{name}, --plan", "measured/planned", peak / planned)
 
 
-def grpo(table: Any, case: str, dry: bool, launcher: list[str], sizes: list[str]) -> None:
-    """Run three GRPO steps with train.py and record each time of the last step. Raises RuntimeError
-    if the command fails.
+def grpo(
+    table: Any,
+    case: str,
+    dry: bool,
+    launcher: list[str],
+    sizes: list[str],
+    *,
+    profile: bool = False,
+) -> None:
+    """Run five GRPO steps with train.py and record each time of the last step. With `profile`, the
+    second and third step are profiled: record the time of each of their parts, and copy the trace
+    and the table next to the rows. Raises RuntimeError if the command fails.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -209,33 +219,17 @@ def grpo(table: Any, case: str, dry: bool, launcher: list[str], sizes: list[str]
         ]
         command += [
             "--steps",
-            "3",
+            "5",
             "--eval-every",
             "0",
             "--save-every",
             "0",
+            *sizes,
+            *(["--profile", "2"] if profile else []),
             "--output-dir",
             str(folder / "run"),
-            *sizes,
         ]
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            cwd=REPO,
-            env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        )
-        print(done.stdout[-4000:], done.stderr[-4000:])
-        if done.returncode:
-            lines = [
-                line for line in (done.stderr + done.stdout).strip().splitlines() if line.strip()
-            ]
-            raise RuntimeError(
-                next(
-                    (line for line in reversed(lines) if "Error" in line),
-                    lines[-1] if lines else "no output",
-                )
-            )
+        _run_command(command)
         metrics = [
             json.loads(line)
             for line in next(folder.glob("run/**/metrics.jsonl")).read_text().splitlines()
@@ -256,13 +250,52 @@ def grpo(table: Any, case: str, dry: bool, launcher: list[str], sizes: list[str]
                 value, int | float
             ):
                 table.row(case, "ours", key, float(value))
+        if profile:
+            _record_profile(table, case, folder / "run")
+
+
+def _run_command(command: list[str]) -> None:
+    """Run a command in the repository. Raises RuntimeError with its last error if it fails."""
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=REPO,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
+    print(done.stdout[-4000:], done.stderr[-4000:])
+    if done.returncode:
+        lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+        last = lines[-1] if lines else "no output"
+        raise RuntimeError(next((line for line in reversed(lines) if "Error" in line), last))
+
+
+def _record_profile(table: Any, case: str, folder: Path) -> None:
+    """Record the parts of a step from the table of `--profile`, and copy it and the trace."""
+    for path in sorted((folder / "profile").iterdir()):
+        name = f"profile_{case.split(',')[0].replace(' ', '_')}_{path.name}"
+        shutil.copy(path, Path(table.path).with_name(name))
+    text = (folder / "profile" / "grpo.txt").read_text().split("\n\n")[0]
+    title, *lines = text.splitlines()
+    columns = title[34:].replace(" ms", "_ms").split()
+    for line in lines:
+        for column, value in zip(columns, line[34:].split(), strict=True):
+            if column != "share":
+                table.row(f"{case}, profiled", line[:34].strip(), column, float(value), "ms")
 
 
 def part_step(table: Any, dry: bool) -> None:
     sizes = ["--batch-size", "2", "--group-size", "2", "--max-tokens", "4"]
     sizes = sizes if dry else ["--batch-size", "32", "--group-size", "8", "--max-tokens", "256"]
-    case = "tiny" if dry else "0.5B, 32 x 8 answers of 256 tokens"
-    table.attempt(case, "ours", lambda: grpo(table, case, dry, [sys.executable], sizes))
+    for kind, flags in (("LoRA", ["--lora-rank", "16"]), ("full", [])):
+        case = f"{kind}, {'tiny' if dry else '0.5B, 32 x 8 answers of 256 tokens'}"
+        table.attempt(
+            case,
+            "ours",
+            lambda c=case, f=flags: grpo(
+                table, c, dry, [sys.executable], [*sizes, *f], profile=True
+            ),
+        )
 
 
 def part_sharded(table: Any, dry: bool) -> None:

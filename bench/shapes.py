@@ -1,11 +1,24 @@
-"""Define the LM heads of the kernel benchmarks' models, and an H100's measured limits."""
+"""Define the LM heads of the kernel benchmarks' models, and the limits of the GPU.
+
+The limits are those that `bench/gpu.py` has measured on this GPU (the file named by
+WHETSTONE_GPU_FLOORS), otherwise those of an H100.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
-TFLOPS = 790.0  # bfloat16, a large square product
-TB_PER_S = 3.0  # a large copy
+_FLOORS = os.environ.get("WHETSTONE_GPU_FLOORS", "")
+_LIMITS = {
+    "tflops": 790.0,
+    "tb_per_s": 3.0,
+    **(json.loads(Path(_FLOORS).read_text()) if _FLOORS and Path(_FLOORS).is_file() else {}),
+}
+TFLOPS: float = _LIMITS["tflops"]  # bfloat16, a large square product
+TB_PER_S: float = _LIMITS["tb_per_s"]  # a large copy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +44,10 @@ TOKENS = (1_024, 2_048, 4_096, 8_192, 16_384, 32_768)
 
 
 def floor_ms(products: float, tokens: int, shape: Shape) -> float:
-    """Return the milliseconds of `products` x N D V operations on an H100."""
+    """Return the milliseconds of `products` x N D V operations."""
     return products * tokens * shape.D * shape.V / (TFLOPS * 1e9)
 
 
 def copy_floor_ms(size: float) -> float:
-    """Return the milliseconds to move `size` bytes on an H100."""
+    """Return the milliseconds to move `size` bytes."""
     return size / (TB_PER_S * 1e9)

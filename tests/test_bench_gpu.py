@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from bench import gpu, gpu_branches, gpu_decode, gpu_kernels, gpu_models, gpu_peers, gpu_runs
+from bench import (
+    gpu,
+    gpu_branches,
+    gpu_decode,
+    gpu_kernels,
+    gpu_models,
+    gpu_peers,
+    gpu_runs,
+    gpu_verdict,
+)
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -278,13 +287,76 @@ def test_the_plan_beside_the_learner_is_of_the_step_that_it_makes(tmp_path):
     assert twice.sums["train"] > gpu_runs.plan_of(model, 2, 32).sums["train"]
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            "tests/test_a.py::test_b[x y] PASSED   [ 10%]",
+            ("tests/test_a.py::test_b[x y]", "passed"),
+        ),
+        ("tests/test_a.py::test_b SKIPPED (why)  [ 1%]", ("tests/test_a.py::test_b", "skipped")),
+        ("[gw3] [ 12%] FAILED tests/test_a.py::test_b ", ("tests/test_a.py::test_b", "failed")),
+        ("tests/test_a.py::test_b ", None),
+        ("=== 3 passed, 1 FAILED ===", None),
+    ],
+)
+def test_the_outcome_of_a_test_is_read_with_and_without_xdist(line, expected):
+    assert gpu_kernels.read_outcome(line) == expected
+
+
+def test_the_verdict_names_what_failed_what_is_slow_and_who_is_faster():
+    def row(part, case, provider, metric, value, floor="", unit="", note=""):
+        return dict(
+            zip(
+                gpu.COLUMNS,
+                [part, case, provider, metric, str(value), unit, str(floor), note],
+                strict=True,
+            )
+        )
+
+    rows = [
+        row("floors", "8192^3", "torch.mm", "TFLOP/s", 700),
+        row("floors", "whole part", "", "seconds", 3.0, unit="s"),
+        row("tests", "a", "pytest", "passed", 1),
+        row("tests", "b", "pytest", "passed", 1),
+        row("tests", "c", "pytest", "failed", 1),
+        row("agreement", "0.5B, bfloat16", "ours", "kl", 0.02, 0.01, "nats"),
+        row("agreement", "0.5B, float32", "ours", "kl", 1e-9, 0.01, "nats"),
+        row("decode", "8B, 64 rows", "paged", "tokens_per_s", 500, 1000),
+        row("decode", "8B, 64 rows", "vllm", "tokens_per_s", 750),
+        row("kernels", "0.5B", "ours", "both", 2.0, 1.5, "ms"),
+        row("kernels", "0.5B", "liger", "both", 3.0, 1.5, "ms"),
+        row("step", "LoRA", "ours", "samples_per_s", 80, note="3.2 s a step"),
+        row("sharded", "whole part", "", "status", "stopped after 25 s"),
+    ]
+    text = gpu_verdict.format_verdict(rows, "a card")
+    lines = text.splitlines()
+    assert lines[0] == "# Verdict: a card"
+    for expected in (
+        "- tests: 2 passed, 1 failed",
+        "- failed: c",
+        "- parts that did not end: sharded (stopped after 25 s)",
+        "- limit: TFLOP/s 700",
+        "- agreement, 0.5B, bfloat16, ours: KL 0.02, WRONG",
+        "- agreement, 0.5B, float32, ours: KL 1e-09, right",
+        "- step, LoRA: 80 samples/s, 3.2 s a step",
+        "- next: decode, 8B, 64 rows, tokens_per_s reaches 50% of its floor",
+        "- behind: decode, 8B, 64 rows: vllm is 1.50 times as fast (tokens_per_s)",
+    ):
+        assert expected in lines, expected
+    assert "liger" not in text  # it is slower
+    assert lines.index("- next: decode, 8B, 64 rows, tokens_per_s reaches 50% of its floor") < (
+        lines.index("- next: kernels, 0.5B, both reaches 75% of its floor")
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.campaign
 def test_parts_run_dry(tmp_path):
     """As the command that a GPU gets, on a CPU with the smallest sizes: these parts end, and table
     and plot are there.
     """
-    parts = ["draw", "group", "decode", "trace"]
+    parts = ["floors", "draw", "group", "decode", "trace"]
     words = [
         sys.executable,
         str(REPO / "bench" / "gpu.py"),
@@ -300,5 +372,13 @@ def test_parts_run_dry(tmp_path):
     assert {row["part"] for row in found} == set(parts) and (
         tmp_path / "gpu.png"
     ).stat().st_size > 1000
-    assert [row["value"] for row in found if row["metric"] == "status"] == ["done"] * 4
+    assert [row["value"] for row in found if row["metric"] == "status"] == ["done"] * 5
     assert not [row for row in found if row["metric"] == "failed"]
+    # few files, so that a machine that returns few returns everything
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "gpu.csv",
+        "gpu.png",
+        "parts.tar.gz",
+        "verdict.md",
+    ]
+    assert (tmp_path / "verdict.md").read_text().startswith("# Verdict")
