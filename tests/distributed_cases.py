@@ -208,7 +208,7 @@ class CaseWorker(TrainingWorker):
         return found, norm
 
     def micro_batches(self, model_id: int, datums: Sequence[Datum]) -> int:
-        return len(self.learners[model_id]._local_micro_batches(datums))
+        return len(list(self.learners[model_id]._local_micro_batches(datums)))
 
     def plant_divisor(self, model_id: int, divisor: float) -> None:
         """A defect: every loss is divided by `divisor` once too often."""

@@ -6,7 +6,7 @@ every launch, is shown by the slow tests of real processes (test_distributed.py,
 test_two_processes.py).
 """
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -86,7 +86,7 @@ def two_ranks(monkeypatch):
     others: list[torch.Tensor] = []
 
     def all_reduce(flat):
-        flat.add_(others.pop(0).to(flat.dtype))
+        flat.add_(others.pop(0).to(flat.dtype).reshape(flat.shape))
 
     monkeypatch.setattr(collectives, "world", lambda: 2)
     monkeypatch.setattr(collectives.dist, "all_reduce", all_reduce)
@@ -110,11 +110,7 @@ def test_ddp_steps_on_the_sum_of_the_ranks_gradients(monkeypatch, two_ranks):
     other's.
     """
     model, trainable = linear()
-    monkeypatch.setattr(
-        torch.nn.parallel,
-        "DistributedDataParallel",
-        lambda module, **_: SimpleNamespace(module=module),
-    )
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, source: None)
     backend = ReplicatedBackend(model, trainable, SimpleNamespace(device=torch.device("cpu")))
     start, mine, other = model.weight.detach().clone(), torch.randn(3, 5), torch.randn(3, 5)
     for own in (mine, None):
@@ -130,29 +126,58 @@ def test_ddp_steps_on_the_sum_of_the_ranks_gradients(monkeypatch, two_ranks):
 
 
 def test_ddp_reduces_nothing_while_micro_batches_run(monkeypatch, two_ranks):
-    """DDP's own reduction would average, and once a backward: gradients stay where they are until
-    the step.
+    """A sum per backward would send each gradient once a micro-batch: gradients stay where they are
+    until the step.
     """
-    inside = []
-
-    class Wrapped:
-        def __init__(self, module, **_):
-            self.module = module
-
-        @contextmanager
-        def no_sync(self):
-            inside.append(True)
-            yield
-            inside.pop()
-
-    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", Wrapped)
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, source: None)
     model, trainable = linear()
     accelerator = SimpleNamespace(
         device=torch.device("cpu"), autocast=lambda: torch.autocast("cpu", enabled=False)
     )
-    with ReplicatedBackend(model, trainable, accelerator).micro_batch():
-        assert inside == [True]
-    assert not inside
+    backend = ReplicatedBackend(model, trainable, accelerator)
+    x = torch.randn(2, 5)
+    for _ in range(2):
+        with backend.micro_batch():
+            backend.backward(
+                backend.wrapped(x).sum()
+            )  # a sum over ranks would fail: none is queued
+    assert torch.allclose(model.weight.grad, 2 * x.sum(0).expand(3, 5))
+
+
+def test_every_rank_begins_with_the_weights_of_rank_0(monkeypatch, two_ranks):
+    """Also those of a weight that is not contiguous, and a buffer."""
+    model, trainable = linear()
+    model.weight.data = torch.zeros(5, 3).t()
+    model.register_buffer("scale", torch.zeros(2))
+    sent = {(3, 5): torch.arange(15.0).reshape(3, 5), (2,): torch.tensor([1.0, 2.0])}
+
+    def broadcast(tensor, source):
+        assert source == 0 and tensor.is_contiguous()
+        tensor.copy_(sent[tuple(tensor.shape)])
+
+    monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
+    ReplicatedBackend(model, trainable, SimpleNamespace(device=torch.device("cpu")))
+    assert torch.equal(model.weight, sent[3, 5]) and torch.equal(model.scale, sent[2,])
+
+
+def test_messages_have_a_bounded_size(monkeypatch, two_ranks):
+    """Buckets of at most the bound, a larger tensor alone and without a copy; the sums are those of
+    a single message.
+    """
+    monkeypatch.setattr(collectives, "SUM_BUCKET_BYTES", 16)
+    sizes = []
+    reduce = torch.distributed.all_reduce
+
+    def record(flat):
+        sizes.append(flat.numel())
+        reduce(flat)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", record)
+    tensors = [torch.ones(2), torch.ones(2), torch.ones(1), torch.ones(9), torch.ones(3)]
+    two_ranks += [torch.full((n,), float(n)) for n in (4, 1, 9, 3)]
+    collectives.all_sum_(tensors)
+    assert sizes == [4, 1, 9, 3] and not two_ranks
+    assert [t.tolist() for t in tensors] == [[5.0] * 2, [5.0] * 2, [2.0], [10.0] * 9, [4.0] * 3]
 
 
 @pytest.mark.parametrize("world", [1, 4])
@@ -230,7 +255,7 @@ def test_ranks_deal_micro_batches_out_among_themselves(monkeypatch):
     shares = []
     for rank in range(3):
         monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
-        shares.append(worker.learners[0]._local_micro_batches(datums))
+        shares.append(list(worker.learners[0]._local_micro_batches(datums)))
     assert len({len(share) for share in shares}) == 1
     assert sorted(
         i for share in shares for batch in share if batch.scale for i in batch.datum_index

@@ -593,7 +593,7 @@ def os_kill(pid: int) -> None:
 
 LAUNCHES = {
     "one": (1, None, ["NO", "Qwen3ForCausalLM", 1]),
-    "ddp": (2, None, ["MULTI_CPU", "DistributedDataParallel", 2]),
+    "ddp": (2, None, ["MULTI_CPU", "Qwen3ForCausalLM", 2]),
     "zero1": (2, 1, ["DEEPSPEED", "DeepSpeedEngine", 2]),
     "zero3": (2, 3, ["DEEPSPEED", "DeepSpeedEngine", 2]),
     "zero2": (2, 2, ["DEEPSPEED", "DeepSpeedEngine", 2]),

@@ -43,7 +43,7 @@ SHARDED = 200
 # own class), processes; a second DeepSpeed config for the same processes
 LAUNCHES = {
     "one process": (None, ("NO", "*", 1), None),
-    "ddp": ("ddp", ("MULTI_CPU", "DistributedDataParallel", 2), None),
+    "ddp": ("ddp", ("MULTI_CPU", "*", 2), None),
     "zero1": ("zero1", ("DEEPSPEED", "DeepSpeedEngine", 2), None),
     "zero2": ("zero2", ("DEEPSPEED", "DeepSpeedEngine", 2), None),
     "zero3": ("zero3", ("DEEPSPEED", "DeepSpeedEngine", 2), "zero3_offload"),

@@ -181,7 +181,7 @@ def test_ranks_share_whole_pairs_in_as_many_micro_batches(layout, monkeypatch):
     shares = []
     for rank in range(3):
         monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
-        shares.append(learner._local_micro_batches(datums, 2))
+        shares.append(list(learner._local_micro_batches(datums, 2)))
     assert [len(share) for share in shares] == [2, 2, 2]
     batches = [batch for share in shares for batch in share]
     assert all(

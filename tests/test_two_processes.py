@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 REPO = Path(__file__).resolve().parent.parent
 LAUNCHES = {
-    "ddp": ["MULTI_CPU", "DistributedDataParallel", 2],
+    "ddp": ["MULTI_CPU", "Qwen3ForCausalLM", 2],
     "zero3": ["DEEPSPEED", "DeepSpeedEngine", 2],
 }
 

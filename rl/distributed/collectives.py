@@ -12,7 +12,7 @@ import os
 import pickle
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from rl.distributed.gloo_interface import select_gloo_interface
 from rl.distributed.heartbeat import HeartbeatMonitor, HeartbeatSender
 from rl.errors import OtherRankFailed, RankLost
 
+SUM_BUCKET_BYTES = 256 << 20  # bytes of a flat message of gradients
 _MAX_ADDRESS_BYTES = 2048  # bytes of a process's pickled name and heartbeat address
 
 
@@ -305,15 +306,43 @@ def is_communication_error(error: BaseException) -> bool:
 
 
 def all_sum_(tensors: list[torch.Tensor]) -> None:
-    """Sum each tensor over the ranks, in place, as a flat message per dtype."""
+    """Sum each tensor over the ranks, in place, as flat messages of one dtype and at most
+    SUM_BUCKET_BYTES each. A larger contiguous tensor is summed where it is.
+    """
     if world() == 1 or not tensors:
         return
     for dtype in sorted({t.dtype for t in tensors}, key=str):
-        same = [t for t in tensors if t.dtype == dtype]
-        flat = torch.cat([t.reshape(-1) for t in same])
-        dist.all_reduce(flat)
-        for tensor, piece in zip(same, flat.split([t.numel() for t in same]), strict=True):
-            tensor.copy_(piece.view_as(tensor))
+        for bucket in _split_into_buckets([t for t in tensors if t.dtype == dtype]):
+            if len(bucket) == 1 and bucket[0].is_contiguous():
+                dist.all_reduce(bucket[0])
+                continue
+            flat = torch.cat([t.reshape(-1) for t in bucket])
+            dist.all_reduce(flat)
+            for tensor, piece in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                tensor.copy_(piece.view_as(tensor))
+
+
+def _split_into_buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield consecutive tensors of together at most SUM_BUCKET_BYTES; a larger tensor alone."""
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and size + tensor.nbytes > SUM_BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def copy_from_rank_0_(tensors: Iterable[torch.Tensor]) -> None:
+    """Replace the tensors of every rank by those of rank 0."""
+    if world() > 1:
+        for tensor in tensors:
+            message = tensor.detach().contiguous()
+            dist.broadcast(message, 0)
+            tensor.detach().copy_(message)
 
 
 @contextlib.contextmanager

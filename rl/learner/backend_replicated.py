@@ -1,4 +1,4 @@
-"""Replicate weights, gradients and optimizer on every rank: a single process, or DDP."""
+"""Replicate weights, gradients and optimizer on every rank: a single process, or data parallel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl.distributed import collectives
 from rl.learner.adamw import get_adam_state, load_adam_state, make_adamw, set_adam_params
@@ -16,9 +16,11 @@ from rl.types import AdamParams
 
 
 class ReplicatedBackend:
-    """Implement `rl.learner.backend.Backend` for a single process or DDP.
+    """Implement `rl.learner.backend.Backend` for a single process or for data parallel ranks.
 
-    Every rank holds everything.
+    Every rank holds everything. torch's DistributedDataParallel is not used: it would allocate
+    buckets of the size of all gradients, and reduce once per backward. Here the step sums the
+    gradients of all micro-batches.
     """
 
     def __init__(
@@ -31,19 +33,13 @@ class ReplicatedBackend:
         """Wrap `model` for this launch. `optimizer`: its kind, see rl.learner.adamw."""
         self.model, self.trainable, self.accelerator = model, trainable, accelerator
         self.wrapped = model
-        if collectives.world() > 1:
-            devices = [accelerator.device] if accelerator.device.type == "cuda" else None
-            self.wrapped = nn.parallel.DistributedDataParallel(model, device_ids=devices)
+        collectives.copy_from_rank_0_([*model.parameters(), *model.buffers()])
         self.adam = make_adamw(trainable, optimizer)
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Keep gradients local until the step sums them.
-
-        The number of backward calls is not known in advance.
-        """
-        no_sync = self.wrapped.no_sync() if collectives.world() > 1 else contextlib.nullcontext()
-        with no_sync, self.accelerator.autocast():
+        """Compute in the launch's precision."""
+        with self.accelerator.autocast():
             yield
 
     def backward(self, value: Tensor) -> None:

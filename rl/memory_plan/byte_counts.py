@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from kernels import estimate_saved_bytes
+from rl.distributed import collectives
 from rl.learner import (
     ADAM_8BIT_BYTES,
     ADAM_BYTES,
@@ -280,9 +281,9 @@ def temporary_item(
     if launch.zero_stage in (None, 0):
         if launch.world == 1:
             return MemoryItem(name, train=busy)
-        # DDP's buckets, which stay unused; and all gradients in a flat buffer
-        buckets = FP32 * shape.trainable if launch.cuda else 0.0
-        return MemoryItem(name, buckets, buckets + busy, buckets + FP32 * shape.trainable)
+        # a bucket of gradients in a flat buffer
+        bucket = min(collectives.SUM_BUCKET_BYTES, FP32 * shape.trainable)
+        return MemoryItem(name, train=busy, update=bucket)
     mine = FP32 * shape.trainable / launch.world
     if launch.zero_stage == 1:
         return MemoryItem(name, train=busy + FP32 * early, update=FP32 * reserved + mine)
