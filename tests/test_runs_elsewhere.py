@@ -202,8 +202,8 @@ def test_console_metrics_and_files_count_the_same_steps(project, capsys):
         ["recipe.yaml", "--output-dir", "run"], METHODS, project / "none", options=RunSettings
     )
     execute(run)
-    steps = re.findall(r"grpo (\d)/2 \(step (\d)\)", capsys.readouterr().out)
-    assert steps == [("0", "3"), ("1", "4"), ("2", "5")]
+    steps = re.findall(r"grpo (\d)/2 \(step (\d) of the run\)", capsys.readouterr().out)
+    assert steps == [("1", "4"), ("2", "5")]
     rows = [row for row in read_jsonl(project / "run/metrics.jsonl") if row["stage"] == "grpo"]
     assert [row["step"] for row in rows] == [3, 4, 5]
     assert [row.get("progress/batch") for row in rows] == [None, 0, 1]
