@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl.data.dataset_registry import DATASET_REGISTRY
-from rl.errors import UserError, suggest_hub_name
+from rl.errors import UserError, check_hub_access, suggest_hub_name
 
 logger = logging.getLogger(__name__)
 
@@ -343,6 +343,8 @@ def read_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
             f"data set {name!r} is read as a hub name, and hub data sets need the package "
             "`datasets`: pip install datasets"
         ) from error
+    known = [*DATASET_REGISTRY, *(entry.hub for entry in DATASET_REGISTRY.values())]
+    check_hub_access(name, "dataset", known)
     try:
         try:
             rows = datasets.load_dataset(name, config, split=split)
@@ -356,7 +358,6 @@ def read_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if "Unknown split" in reason:
             raise MissingSplit(f"hub data set {name!r} has no split {split!r}: {reason}") from error
-        known = [*DATASET_REGISTRY, *(entry.hub for entry in DATASET_REGISTRY.values())]
         suggestion = suggest_hub_name(name, known, "dataset")
         raise UserError(
             f"hub data set {name!r} (config {config!r}, split {split!r}) cannot be "
