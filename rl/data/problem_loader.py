@@ -307,8 +307,11 @@ def _is_local_path(source: str) -> bool:
         or source.count("/") > 1
     )
     if looks_like_path:
+        siblings = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
+        near_names = difflib.get_close_matches(path.name, siblings, n=1, cutoff=0.75)
+        hint = f"; did you mean {path.with_name(near_names[0])}?" if near_names else ""
         raise UserError(
-            f"data file or folder {source} does not exist (current directory: {Path.cwd()})"
+            f"data file or folder {source} does not exist (current directory: {Path.cwd()}){hint}"
         )
     if find_dataset(source) is not None:
         return False

@@ -211,16 +211,17 @@ def _missing_column_message(
         (setting for setting, column in columns_by_setting.items() if column == missing.name), None
     )
     close_matches = difflib.get_close_matches(missing.name, missing.columns, n=1)
-    likely_columns = (
-        [name for name in _PROMPTS if name in missing.columns]
-        if missing.name == "prompt" and setting is not None
-        else []
-    )
+    candidates: list[str] = []  # for the prompt, which has a default name
+    if missing.name == "prompt" and setting is not None:
+        candidates = [name for name in missing.columns if name != "answer"]
+    likely_columns = [name for name in _PROMPTS if name in candidates]
     hint = (
         f"; did you mean {close_matches[0]!r}?"
         if close_matches
         else f"; if it is {likely_columns[0]!r}, say {setting} {likely_columns[0]}"
         if likely_columns
+        else f"; name the column that has it, such as {setting} {candidates[0]}"
+        if candidates
         else ""
     )
     setting_note = f" ({setting})" if setting is not None else ""
