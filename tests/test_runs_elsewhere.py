@@ -137,7 +137,7 @@ def test_a_script_of_the_user_prints_commands_that_exist(project, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["sub/train.py"])
     train(f"grpo {WORDS} --group-size 2", project / "run")
     scripts = [shlex.split(command)[1] for command in shown["commands"]]
-    assert len(scripts) == 4 and all(Path(script).is_file() for script in scripts)
+    assert len(scripts) == 5 and all(Path(script).is_file() for script in scripts)
     assert format_resume_command(Path("runs/it")) == "rl.train(resume=True, output_dir='runs/it')"
     monkeypatch.setattr(sys, "argv", [str(REPO / "train.py")])
     assert shlex.split(format_resume_command(Path("runs/it")))[-3:] == [
