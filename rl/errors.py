@@ -143,6 +143,24 @@ def warn_on_rank_zero(text: str, stacklevel: int = 3) -> None:
         warnings.warn(text, stacklevel=stacklevel)
 
 
+def suggest_path(path: Path) -> str:
+    """Return "; did you mean ...?" with the nearest name beside a missing file, or ""."""
+    import difflib
+
+    siblings = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
+    near_names = difflib.get_close_matches(path.name, siblings, n=1, cutoff=0.75)
+    return f"; did you mean {path.with_name(near_names[0])}?" if near_names else ""
+
+
+def describe_import_error(error: Exception, path: str) -> str:
+    """Return the type and text of an error in a user's file, without the file's name, which the
+    message has.
+    """
+    if isinstance(error, SyntaxError) and Path(error.filename or "").name == Path(path).name:
+        return f"{type(error).__name__} in line {error.lineno}: {error.msg}"
+    return f"{type(error).__name__}: {error}"
+
+
 def check_hub_access(
     name: str, kind: Literal["model", "dataset"], known: Iterable[str] = ()
 ) -> None:

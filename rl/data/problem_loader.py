@@ -36,7 +36,7 @@ from rl.data.shape_images import shapes
 from rl.data.sorting_dataset import sorting
 from rl.data.streaming import StreamedProblemSet
 from rl.data.table_readers import open_table
-from rl.errors import UserError
+from rl.errors import UserError, suggest_path
 from rl.types import Problem
 
 FORMATS = get_args(DataFormat)
@@ -307,11 +307,9 @@ def _is_local_path(source: str) -> bool:
         or source.count("/") > 1
     )
     if looks_like_path:
-        siblings = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
-        near_names = difflib.get_close_matches(path.name, siblings, n=1, cutoff=0.75)
-        hint = f"; did you mean {path.with_name(near_names[0])}?" if near_names else ""
         raise UserError(
-            f"data file or folder {source} does not exist (current directory: {Path.cwd()}){hint}"
+            f"data file or folder {source} does not exist (current directory: {Path.cwd()})"
+            f"{suggest_path(path)}"
         )
     if find_dataset(source) is not None:
         return False
