@@ -41,9 +41,10 @@ clean:
 $(STAMP): requirements.txt constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed, $(PYTHON) is older: make PYTHON=python3.12 ..."; exit 1; }
 	@command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || [ -n "$$CXX" ] || echo "No C++ compiler: sampling on the CPU uses torch operations, which take 1.1 to 1.6 times as long. Install a compiler, on Debian with apt-get install g++"
-	@echo "Installing requirements.txt into .venv: 90 packages. On Linux x86-64 they are a download of 2.9 GB, of which torch for CUDA and"
-	@echo "its libraries are 2.7 GB (0.4 GB with a torch for the CPU); on a Mac 0.2 GB. docs/install.md says how to use another torch."
 	$(PYTHON) -m venv .venv
+	@$(BIN)/python -c 'from importlib.metadata import version; print("Installing requirements.txt into .venv beside torch", version("torch") + ": a download of at most 0.2 GB.")' 2>/dev/null \
+		|| { echo "Installing requirements.txt into .venv: 90 packages. On Linux x86-64 they are a download of 2.9 GB if pip chooses a torch for CUDA,"; \
+		echo "and of 0.4 GB with a torch for the CPU; on a Mac 0.2 GB. docs/install.md says how to choose the torch."; }
 	$(INSTALL) -r requirements.txt
 	@touch $@
 

@@ -254,6 +254,7 @@ def main(args: argparse.Namespace) -> None:
     write_report(
         args,
         summary | ({"sandbox": kind} if kind is not None else {}),
+        describe_problems(data, environment),
         problems,
         result,
         seed,
@@ -364,9 +365,20 @@ def sample_and_score(
         return problems, rollout(group_builders, sampler, params, seed=seed, players={})
 
 
+def describe_problems(data: Any, environment: Any) -> str:
+    """Return which problems are evaluated, as words."""
+    if environment is not None and not environment.needs_rows:
+        return f"held-out episodes of {environment.name}"
+    sets = [data.eval_dataset, *data.more_eval_datasets]
+    if data.eval_dataset is not None:
+        return f"problems of {' + '.join(sets)}"
+    return f"held-out problems of {' + '.join([data.dataset, *data.more_datasets, *sets[1:]])}"
+
+
 def write_report(
     args: argparse.Namespace,
     summary: dict[str, Any],
+    source: str,
     problems: Any,
     result: Any,
     seed: int,
@@ -385,8 +397,12 @@ def write_report(
         "answers": len(rows),
         "answers whose reward failed": len(result.errors),
     }
+    settings = {
+        name: value for name, value in summary.items() if name not in ("weights", "problems")
+    }
+    described = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in settings.items())
     console.print(
-        ", ".join(f"{name} {value}" for name, value in summary.items()),
+        f"{summary['weights']} on {len(problems)} {source} ({described})",
         build_table(counts, metrics),
         sep="\n",
         markup=False,

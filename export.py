@@ -56,7 +56,7 @@ parser.add_argument(
 def main(args: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from rl.trainer import describe_export, export_weights, push_to_hub
+    from rl.trainer import describe_export, export_weights, format_script, push_to_hub
 
     console = Console(highlight=False, soft_wrap=True)
     summary = export_weights(
@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> None:
     console.print(describe_export(summary), markup=False)
     if args.push:
         console.print(f"pushed to {push_to_hub(args.out, args.push)}", markup=False)
-    console.print(f"Next:\n  python sample.py {shlex.quote(str(args.out))}", markup=False)
+    console.print(f"Next:\n  {format_script('sample')} {shlex.quote(str(args.out))}", markup=False)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ warnings.
 import os
 import warnings
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -140,6 +141,66 @@ def warn_on_rank_zero(text: str, stacklevel: int = 3) -> None:
     """
     if int(os.environ.get("RANK", "0")) == 0:
         warnings.warn(text, stacklevel=stacklevel)
+
+
+def suggest_path(path: Path) -> str:
+    """Return "; did you mean ...?" with the nearest name beside a missing file, or ""."""
+    import difflib
+
+    siblings = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
+    near_names = difflib.get_close_matches(path.name, siblings, n=1, cutoff=0.75)
+    return f"; did you mean {path.with_name(near_names[0])}?" if near_names else ""
+
+
+def describe_import_error(error: Exception, path: str) -> str:
+    """Return the type and text of an error in a user's file, without the file's name, which the
+    message has.
+    """
+    if isinstance(error, SyntaxError) and Path(error.filename or "").name == Path(path).name:
+        return f"{type(error).__name__} in line {error.lineno}: {error.msg}"
+    return f"{type(error).__name__}: {error}"
+
+
+def check_hub_access(
+    name: str, kind: Literal["model", "dataset"], known: Iterable[str] = ()
+) -> None:
+    """Raise UserError if a hub name is not cached and the hub cannot be reached. `known`: as for
+    `suggest_hub_name`.
+
+    One request without retries decides. The libraries of Hugging Face repeat each request for half
+    a minute. Existing folders, and offline mode, which fails at once, are not checked.
+    """
+    from huggingface_hub import constants
+
+    cached = Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}" / "snapshots"
+    if constants.HF_HUB_OFFLINE or cached.is_dir() or Path(name).expanduser().exists():
+        return
+    problem = _probe_hub(constants.ENDPOINT)
+    if problem is None:
+        return
+    local = (
+        "a local folder, or tiny:ascii, a small untrained model that is built here"
+        if kind == "model"
+        else "a local file or folder"
+    )
+    raise UserError(
+        f"the {kind} {name!r} is neither a local folder nor in the hub's cache"
+        f"{suggest_hub_name(name, known, kind)}, and {constants.ENDPOINT} cannot be reached "
+        f"({problem}). Without a network use {local}. A cache that was filled elsewhere is read "
+        "too: set HF_HOME, and HF_HUB_OFFLINE=1 against requests"
+    )
+
+
+@cache
+def _probe_hub(endpoint: str) -> str | None:
+    """Return why an address does not answer a request; None if it does, with any status."""
+    from huggingface_hub.utils import get_session
+
+    try:
+        get_session().head(endpoint, timeout=10)
+    except Exception as error:  # of the HTTP library that this version of huggingface_hub uses
+        return str(error) or type(error).__name__
+    return None
 
 
 def suggest_hub_name(name: str, known: Iterable[str], kind: Literal["model", "dataset"]) -> str:

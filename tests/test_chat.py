@@ -68,6 +68,14 @@ def answers_in(written: str) -> list[str]:
     return [line.partition(NOTE)[0] for line in written.splitlines() if NOTE in line]
 
 
+def test_a_model_without_roles_gets_a_hint_at_the_start(client, monkeypatch):
+    session = make_session(client)
+    assert "tiny reads plain text without roles" in chat(monkeypatch, [session], [])
+    with_roles = make_session(client)
+    with_roles.renderer = get_renderer("role_colon", client.get_tokenizer())
+    assert "without roles" not in chat(monkeypatch, [with_roles], [])
+
+
 def test_each_turn_continues_the_tokens_of_the_turns_before(client, monkeypatch):
     """By hand: plain text has no roles, and an answer without an end gets one."""
     tokenizer = client.get_tokenizer()

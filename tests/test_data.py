@@ -251,10 +251,13 @@ def test_many_bad_rows_are_counted_and_the_first_five_shown(tmp_path):
         ("/nowhere/at/all", "does not exist"),
         ("~/nowhere-at-all", "does not exist"),
         ("data/sets/mine", "does not exist"),
+        ("rowz.jsonl", r"did you mean rows\.jsonl\?"),
         ("adition", "did you mean 'addition'"),
     ],
 )
-def test_a_missing_path_is_not_taken_for_a_hub_name(source, message, monkeypatch):
+def test_a_missing_path_is_not_taken_for_a_hub_name(source, message, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "rows.jsonl", [{"prompt": "a"}])
     monkeypatch.setattr("rl.data.problem_loader.read_hub", lambda *a: pytest.fail("asked the hub"))
     with pytest.raises(ValueError, match=message):
         load_problems(source)
@@ -378,6 +381,9 @@ def test_a_column_that_no_row_has_is_one_error_that_names_the_nearest(tmp_path):
         ),
     ):
         load_problems(asked)
+    plain = write(tmp_path / "plain.jsonl", [{"answer": "2", "q": "1+1"}])
+    with pytest.raises(ValueError, match="that has it, such as prompt_column q"):
+        load_problems(plain)
     # and a line that is no JSON is not the first thing to say
     asked.write_text(asked.read_text() + '{"query": ')
     with pytest.raises(

@@ -119,8 +119,22 @@ def test_the_card_has_recipe_data_and_figures(runs, tmp_path):
         and "| sft | sft | 4 | `addition` | exact_match |" in text
     )
     assert (
-        "test/env/all/correct" in text and "lora_rank: 4" in text and "learning_rate: 0.03" in text
+        "| held-out accuracy |" in text and "lora_rank: 4" in text and "learning_rate: 0.03" in text
     )
+
+
+def test_the_card_names_the_model_with_which_the_first_of_several_runs_began(
+    runs, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").symlink_to(runs["full"].parent)
+    first = f"runs/{runs['full'].name}"
+    small = "--steps 1 --batch-size 4 --eval-every 0 --max-tokens 4"
+    train(f"sft {small} --base-model {first}", tmp_path / "second")
+    export_weights("second", tmp_path / "out")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "from `tiny:addition`, a small model with random weights" in text
+    assert "base_model:" not in text.split("---")[1]
 
 
 @pytest.mark.parametrize("what", ["is there", "a file", "base model", "checkpoint"])

@@ -20,7 +20,7 @@ LOGGED = {
             "env/all/total_episodes": 32,
             "env/all/total_groups": 8,
         },
-        "reward 0.500  length 123  cut off 12%  signal 75%",
+        "reward 0.500  length 123  cut off 12%  mixed groups 75%",
     ),
     "ppo, whose groups hold a single answer": (
         {

@@ -1,5 +1,7 @@
 """A hub name with a typing mistake: the answer names the nearest known name, without a network."""
 
+import socketserver
+import threading
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,31 @@ def test_a_data_set_and_a_model_with_a_mistake_in_the_name_are_answered_with_the
         load_model("Qwen/Qwen2.5-0.5B-Instrct")
     with pytest.raises(UserError, match=r"did you mean Qwen/Qwen3-0.6B\?"):
         load_skeleton("qwen/Qwen3-0.6")
+
+
+class _ClosingServer(socketserver.BaseRequestHandler):
+    """Close each connection without an answer, and count it."""
+
+    count = 0
+
+    def handle(self) -> None:
+        type(self).count += 1
+
+
+def test_an_unreachable_hub_is_tried_once_and_the_error_names_what_works_without(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with socketserver.TCPServer(("127.0.0.1", 0), _ClosingServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
+        for load in (load_model, load_skeleton):
+            with pytest.raises(UserError, match=r"cannot be reached .*local folder, or tiny:ascii"):
+                load("Qwen/Qwen3-0.6B")
+        with pytest.raises(UserError, match=r"did you mean openai/gsm8k\?.*a local file .*HF_HOME"):
+            list(read_hub("opnai/gsm8k", "main", "train"))
+        server.shutdown()
+    assert _ClosingServer.count == 1
 
 
 def test_every_model_of_the_recipes_is_known():

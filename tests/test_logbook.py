@@ -331,8 +331,8 @@ def test_plain_output_has_round_steps_true_times_and_no_control_characters() -> 
         [1, 27, *range(10, 201, 10)]
     )
     # After 10 of 200 steps at 2 s each: 20 s spent, 380 s left.
-    assert "grpo  10/200 (step 60)  reward 0.060  12.3k tok/s  0:20, 6:20 left" in lines
-    assert lines[-1] == "grpo 200/200 (step 250)  reward 0.250  12.3k tok/s  6:40"
+    assert "grpo  10/200 (step 60 of the run)  reward 0.060  12.3k tok/s  0:20, 6:20 left" in lines
+    assert lines[-1] == "grpo 200/200 (step 250 of the run)  reward 0.250  12.3k tok/s  6:40"
     assert next(line for line in lines if " 27/" in line).endswith("held-out accuracy 0.900")
     # a policy loss is not shown
     assert "warning: a [warning]" in text and "note: a note" in text and "loss" not in text
@@ -357,9 +357,29 @@ def test_a_resumed_stage_counts_from_where_it_was() -> None:
     stream, clock = io.StringIO(), Clock()
     out = console.Console(stream=stream, clock=clock, terminal=False, every=1)
     out.stage("grpo", 100, done=80)
-    clock.now += 3
-    out.update(81, {})
-    assert stream.getvalue() == "grpo  81/100  0:03, 0:57 left\n"  # 19 more at 3 s: not 3 s for 81
+    for step in (81, 82):
+        clock.now += 3
+        out.update(step, {})
+    # 18 more at 3 s: not 6 s for 82
+    assert stream.getvalue() == "grpo  81/100  0:03\ngrpo  82/100  0:06, 0:54 left\n"
+
+
+def test_the_remaining_time_excludes_the_self_test_the_first_evaluation_and_compilation() -> None:
+    stream, clock = io.StringIO(), Clock()
+    out = console.Console(stream=stream, clock=clock, terminal=False, every=1)
+    out.stage("grpo", 10)
+    clock.now += 60  # the self-test
+    out.update(0, {"test/env/all/correct": 0.1})
+    for step, seconds in enumerate((40, 2, 2, 2), start=1):
+        clock.now += seconds
+        out.update(step, {})
+    assert stream.getvalue().splitlines() == [
+        "grpo before the first step  1:00  held-out accuracy 0.100",
+        "grpo  1/10  1:40",
+        "grpo  2/10  1:42, 0:16 left",
+        "grpo  3/10  1:44, 0:14 left",
+        "grpo  4/10  1:46, 0:12 left",
+    ]
 
 
 def test_a_terminal_gets_a_bar_and_boxes() -> None:

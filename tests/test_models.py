@@ -3,6 +3,9 @@ at random.
 """
 
 import json
+import re
+import string
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +14,12 @@ from helpers import call, make_worker, random_datums
 from sampler_models import VOCAB, tiny_model
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
+from rl.algorithms import METHODS
+from rl.config import RunSettings, parse_run
 from rl.errors import UserError
 from rl.models.model_loading import load_model, load_skeleton
+from rl.models.tiny_models import MODEL_PRESETS
+from rl.trainer.initial_weights import describe_random_weights
 from rl.types import LoraConfig
 
 
@@ -112,3 +119,38 @@ def test_without_the_hub_a_model_that_is_not_cached_says_why(load, monkeypatch):
         match=r"'nobody/nothing' \(HF_HUB_OFFLINE=1 is set: only cached models are available\)",
     ):
         load("nobody/nothing")
+
+
+def test_the_page_lists_every_tiny_model_with_its_characters_size_and_context():
+    page = (Path(__file__).parent.parent / "docs/models.md").read_text()
+    listed = re.findall(r"^\| `tiny:(\S+)`.*? \| (.*?) \| (.*?) \| ([\d,]+) \|", page, re.M)
+    assert [name for name, *_ in listed] == list(MODEL_PRESETS)
+    for name, characters, size, context in listed:
+        preset = MODEL_PRESETS[name]
+        assert int(context.replace(",", "")) == preset.max_position
+        if preset.alphabet is None:
+            assert characters == "those of the tokenizer"
+            continue
+        ascii_text = "\n" + string.printable[:95]
+        expected = ascii_text if characters.startswith("printable ASCII") else characters.strip("`")
+        assert sorted(preset.alphabet) == sorted(expected)
+        with torch.device("meta"):
+            model = load_skeleton(f"tiny:{name}").model
+        assert f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M" == size
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("grpo --base-model tiny:ascii", "sft first.*--learning-rate 1e-3 instead of 1e-06"),
+        ("grpo --base-model tiny:ascii --learning-rate 3e-4", r"sft first \(docs/models.md\S+$"),
+        ("sft --base-model tiny:ascii", None),
+        ("grpo --base-model Qwen/Qwen3-0.6B", None),
+        ("recipes/addition.yaml", None),  # its grpo continues from its sft
+    ],
+)
+def test_rl_on_random_weights_is_hinted_at(words, expected):
+    run = parse_run(words.split(), METHODS, Path("recipes/addition.yaml"), options=RunSettings)
+    lines = describe_random_weights(run.stages)
+    assert len(lines) == (expected is not None)
+    assert all(re.search(expected, line) for line in lines)

@@ -79,6 +79,17 @@ def test_what_is_drawn_is_what_was_logged(tmp_path: Path) -> None:
     )
 
 
+def test_the_axis_of_a_reward_between_0_and_1_begins_at_0_and_every_panel_names_its_axis(
+    tmp_path: Path,
+) -> None:
+    rows = [{"step": i, "test/env/all/reward/total": 0.05, "reward/total": 5.0 + i} for i in (0, 9)]
+    axes = axes_by_title([metric_plots.read_curve(write(tmp_path / "a", rows))])
+    low, high = axes["held-out reward"].get_ylim()
+    assert -0.01 < low <= 0 and high == 0.1
+    assert axes["reward"].get_ylim()[0] > 4  # other scales are fitted
+    assert {axis.get_xlabel() for axis in axes.values()} == {"step of the run"}
+
+
 def test_no_line_and_no_mean_runs_over_the_end_of_a_stage(tmp_path: Path) -> None:
     axes = axes_by_title([metric_plots.read_curve(write(tmp_path / "a", two_stages()))])
     lines = drawn(axes["gradient norm, before clipping"])

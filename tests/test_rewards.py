@@ -73,6 +73,18 @@ def test_a_bad_spec_or_setting_says_what_is_expected(spec, settings, message):
         resolve_reward(spec, **settings)
 
 
+def test_a_reward_file_that_is_missing_or_broken_is_named_once(tmp_path):
+    broken = tmp_path / "my_reward.py"
+    broken.write_text("x = 1\ndef f(:\n")
+    with pytest.raises(
+        ValueError, match=r"my_reward\.py failed to load: SyntaxError in line 2"
+    ) as e:
+        resolve_reward(f"{broken}:f")
+    assert str(e.value).count("my_reward.py") == 1
+    with pytest.raises(ValueError, match=r"does not exist; did you mean .*my_reward\.py\?"):
+        resolve_reward(f"{tmp_path}/my_rewards.py:f")
+
+
 def test_a_taken_name_needs_replace_and_a_built_in_gives_way_with_a_warning(registry):
     def one(prompt, response, meta=None):
         return 1.0

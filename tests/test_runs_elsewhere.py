@@ -137,7 +137,7 @@ def test_a_script_of_the_user_prints_commands_that_exist(project, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["sub/train.py"])
     train(f"grpo {WORDS} --group-size 2", project / "run")
     scripts = [shlex.split(command)[1] for command in shown["commands"]]
-    assert len(scripts) == 4 and all(Path(script).is_file() for script in scripts)
+    assert len(scripts) == 5 and all(Path(script).is_file() for script in scripts)
     assert format_resume_command(Path("runs/it")) == "rl.train(resume=True, output_dir='runs/it')"
     monkeypatch.setattr(sys, "argv", [str(REPO / "train.py")])
     assert shlex.split(format_resume_command(Path("runs/it")))[-3:] == [
@@ -202,8 +202,8 @@ def test_console_metrics_and_files_count_the_same_steps(project, capsys):
         ["recipe.yaml", "--output-dir", "run"], METHODS, project / "none", options=RunSettings
     )
     execute(run)
-    steps = re.findall(r"grpo (\d)/2 \(step (\d)\)", capsys.readouterr().out)
-    assert steps == [("0", "3"), ("1", "4"), ("2", "5")]
+    steps = re.findall(r"grpo (\d)/2 \(step (\d) of the run\)", capsys.readouterr().out)
+    assert steps == [("1", "4"), ("2", "5")]
     rows = [row for row in read_jsonl(project / "run/metrics.jsonl") if row["stage"] == "grpo"]
     assert [row["step"] for row in rows] == [3, 4, 5]
     assert [row.get("progress/batch") for row in rows] == [None, 0, 1]

@@ -77,8 +77,8 @@ def test_what_is_right_passes(run, policy, sampler):
         .sequences
     )
     text = run()
-    assert "moved weights reach the sampler" in text and "gradients reach" in text
-    reached, of = text.split("gradients reach ")[1].split(" tensors")[0].split(" of ")
+    assert "changed weights reach the sampler" in text and "get a gradient" in text
+    reached, of = text.split("sampler, and ")[1].split(" trained tensors")[0].split(" of ")
     assert reached == of and int(of) > 10
     after = (
         policy.forward(random_datums(3, seed=5), "importance_sampling", {"temperature": 1.0})

@@ -15,6 +15,7 @@ from typing import Any
 
 from rl.algorithms.method_spec import MethodSpec, make_method_spec
 from rl.config import SettingsError, is_method_address
+from rl.errors import describe_import_error
 
 _REQUIRED_HOOKS = ("update", "state", "load_state")
 
@@ -105,7 +106,7 @@ def _import_file(place: str) -> ModuleType:
     except Exception as error:  # boundary: the user's module
         del sys.modules[name]
         raise SettingsError(
-            [f"method file {place} failed to load: {type(error).__name__}: {error}"]
+            [f"method file {place} failed to load: {describe_import_error(error, place)}"]
         ) from error
     return module
 

@@ -154,7 +154,7 @@ class SFT(RowEvaluator):
         ]
         share, tokens = sum(int(np.count_nonzero(w)) for w in trained), sum(len(w) for w in trained)
         turns = any(message["role"] == "assistant" for row in inspected for message in row.messages)
-        description = "the assistant's answers" if not turns else {
+        description = "the responses, not the prompts" if not turns else {
             "all_assistant": "every message of the assistant (--train-on last_assistant for only "
             "the last)",
             "last_assistant": "the assistant's last message (--train-on all_assistant for all of "
@@ -163,8 +163,9 @@ class SFT(RowEvaluator):
         if all(not row.messages for row in inspected):
             description = "whole texts"
         return (
-            f"sft trains {description}: {share / max(1, tokens):.1%} of the tokens of the first "
-            f"{len(inspected)} rows, {tokens / len(inspected):.0f} tokens a row"
+            f"sft trains on {description}. In a sample of {len(inspected)} rows these are "
+            f"{share / max(1, tokens):.1%} of the tokens; a row has {tokens / len(inspected):.0f} "
+            "tokens on average"
         )
 
     def state(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from rich.text import Text
 from rl.chat.answer_display import ColumnDisplay, make_display
 from rl.chat.chat_session import ChatSession, ChatTurn
 from rl.jsonl import format_json_line
+from rl.renderers import PlainRenderer
 from rl.sanitize import sanitize_message
 
 _PROMPT = "> "
@@ -48,6 +49,12 @@ class ChatConsole:
     def run(self) -> None:
         """Read lines until the input ends."""
         self._say("/help lists the commands; /exit or Ctrl-D ends the chat")
+        for session in self.sessions:
+            if isinstance(getattr(session.renderer, "inner", session.renderer), PlainRenderer):
+                self._say(
+                    f"{session.name} reads plain text without roles: a message continues the text "
+                    "before it. If the model was trained on single prompts, /reset before each one"
+                )
         for line in self._read_lines():
             command, _, argument = line.strip().partition(" ")
             if command == "/exit":

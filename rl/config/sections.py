@@ -103,7 +103,7 @@ class ModelSettings:
     """Hold the settings of the policy model."""
 
     base_model: str = "tiny:addition"
-    """Model to train: a hub name, a model folder, tiny:<preset> (addition, ascii, vision, chat; built at the start), or an earlier result: a run's folder (its newest checkpoint), a checkpoint, an export. A later stage starts from the previous stage unless it names a model or, by name, another earlier stage."""
+    """Model to train: a hub name, a model folder, tiny:<preset> (a small model with random weights, see docs/models.md), or an earlier result: a run's folder (its newest checkpoint), a checkpoint, an export. A later stage starts from the previous stage unless it names a model or, by name, another earlier stage."""
     tokenizer: str | None = None
     """Folder or hub name of a tokenizer to use instead of the model's."""
     lora_rank: Annotated[int, Range(0, 4096)] = 0

@@ -36,7 +36,7 @@ from rl.data.shape_images import shapes
 from rl.data.sorting_dataset import sorting
 from rl.data.streaming import StreamedProblemSet
 from rl.data.table_readers import open_table
-from rl.errors import UserError
+from rl.errors import UserError, suggest_path
 from rl.types import Problem
 
 FORMATS = get_args(DataFormat)
@@ -309,6 +309,7 @@ def _is_local_path(source: str) -> bool:
     if looks_like_path:
         raise UserError(
             f"data file or folder {source} does not exist (current directory: {Path.cwd()})"
+            f"{suggest_path(path)}"
         )
     if find_dataset(source) is not None:
         return False

@@ -31,6 +31,19 @@ _MAX_FAULTS = 1000  # number of faulty rows after which the check stops
 _TEMPLATE = 256  # tokens that a chat template may add around the messages
 
 
+# common names of the column with the response, likeliest first
+_RESPONSES = ("response", "answer", "output", "solution", "target", "reply", "text")
+
+
+def _find_response_column(problem: Problem) -> str | None:
+    """Return the column that holds a row's response, by its name or as the only text; None if
+    unknown.
+    """
+    texts = [name for name, value in problem.meta.items() if isinstance(value, str) and value]
+    known = [name for name in _RESPONSES if name in texts]
+    return (known or (texts if len(texts) == 1 else [None]))[0]
+
+
 class RowCheck:
     """Check that a row is usable in a training stage.
 
@@ -74,9 +87,7 @@ class RowCheck:
         the model's context or a limit. Each row of a file is rendered. A generated row is not
         rendered if it must fit by its number of bytes, since a token has at least 1 byte.
         """
-        where = f"row {problem.index} of {self.name}" + (
-            f" ({problem.place})" if problem.place else ""
-        )
+        where = problem.place or f"row {problem.index} of {self.name}"
         answers = {field: getattr(problem, field) for field in self.reads}
         if self.skip_missing:
             answers = {field: answer for field, answer in answers.items() if answer is not None}
@@ -84,7 +95,9 @@ class RowCheck:
             if answer is None:
                 others = ", ".join(map(repr, problem.meta)) or "nothing"
                 shape = f"beside its prompt it has {others}; such a row is {_EXAMPLES[field]}"
-                raise UserError(f"{where} has {_REMEDIES[field]} ({shape})")
+                column = _find_response_column(problem) if field == "response" else None
+                flag = "" if column is None else f"; here: --response-column {column}"
+                raise UserError(f"{where} has {_REMEDIES[field]} ({shape}){flag}")
         if self.sampled and not problem.messages:
             raise UserError(
                 f"{where} is a text without a prompt, but an answer to a prompt is to be sampled: "
@@ -198,7 +211,9 @@ def select_good_rows(
                 if len(faults) == _MAX_FAULTS:
                     break
                 continue
-            (long if skipped else bad).add(problem.place or f"row {i}", BadRow(str(error)))
+            place = problem.place or f"row {i}"
+            reason = str(error).removeprefix(place).removeprefix(":").strip()
+            (long if skipped else bad).add(place, BadRow(reason))
             continue
         good_indices.append(i)
         if checked is not problem:

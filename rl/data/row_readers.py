@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl.data.dataset_registry import DATASET_REGISTRY
-from rl.errors import UserError, suggest_hub_name
+from rl.errors import UserError, check_hub_access, suggest_hub_name
 
 logger = logging.getLogger(__name__)
 
@@ -211,16 +211,17 @@ def _missing_column_message(
         (setting for setting, column in columns_by_setting.items() if column == missing.name), None
     )
     close_matches = difflib.get_close_matches(missing.name, missing.columns, n=1)
-    likely_columns = (
-        [name for name in _PROMPTS if name in missing.columns]
-        if missing.name == "prompt" and setting is not None
-        else []
-    )
+    candidates: list[str] = []  # for the prompt, which has a default name
+    if missing.name == "prompt" and setting is not None:
+        candidates = [name for name in missing.columns if name != "answer"]
+    likely_columns = [name for name in _PROMPTS if name in candidates]
     hint = (
         f"; did you mean {close_matches[0]!r}?"
         if close_matches
         else f"; if it is {likely_columns[0]!r}, say {setting} {likely_columns[0]}"
         if likely_columns
+        else f"; name the column that has it, such as {setting} {candidates[0]}"
+        if candidates
         else ""
     )
     setting_note = f" ({setting})" if setting is not None else ""
@@ -343,6 +344,8 @@ def read_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
             f"data set {name!r} is read as a hub name, and hub data sets need the package "
             "`datasets`: pip install datasets"
         ) from error
+    known = [*DATASET_REGISTRY, *(entry.hub for entry in DATASET_REGISTRY.values())]
+    check_hub_access(name, "dataset", known)
     try:
         try:
             rows = datasets.load_dataset(name, config, split=split)
@@ -356,7 +359,6 @@ def read_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if "Unknown split" in reason:
             raise MissingSplit(f"hub data set {name!r} has no split {split!r}: {reason}") from error
-        known = [*DATASET_REGISTRY, *(entry.hub for entry in DATASET_REGISTRY.values())]
         suggestion = suggest_hub_name(name, known, "dataset")
         raise UserError(
             f"hub data set {name!r} (config {config!r}, split {split!r}) cannot be "

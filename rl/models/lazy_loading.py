@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from rl.errors import warn_on_rank_zero
+from rl.errors import check_hub_access, warn_on_rank_zero
 from rl.models.adapter_folders import is_adapter
 from rl.models.check_weights import convert_read_errors
 from rl.models.lazy_safetensors import (
@@ -95,6 +95,7 @@ def _locate_folder(base_model: str) -> Path | None:
     from huggingface_hub import snapshot_download
 
     try:
+        check_hub_access(base_model, "model")
         snapshot = Path(
             snapshot_download(
                 base_model,

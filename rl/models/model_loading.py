@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl.errors import UserError, suggest_hub_name
+from rl.errors import UserError, check_hub_access, suggest_hub_name
 from rl.images import attach_image_reader, get_image_reader
 from rl.layers import unwrap_model
 from rl.models.adapter_folders import (
@@ -99,6 +99,8 @@ def load_model(
         return _load_merged(folder, tokenizer)
     if local:
         check_model_folder(folder)
+    else:
+        check_hub_access(base_model, "model", KNOWN_MODELS)
     source = str(folder) if local else base_model
     try:
         model = load_checked_model(
@@ -177,6 +179,7 @@ def load_skeleton(base_model: str, *, tokenizer: str | None = None) -> LoadedMod
             f"no model folder at {folder}: give an existing folder, a hub name (owner/model) "
             "or tiny:<preset>"
         )
+    check_hub_access(base_model, "model", KNOWN_MODELS)
     try:
         config = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else base_model)
     except OSError as error:

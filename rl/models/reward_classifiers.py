@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rl.errors import UserError
+from rl.errors import UserError, check_hub_access
 from rl.layers import get_config_number
 from rl.models.check_weights import check_tensor_names, convert_read_errors, hide_progress_bars
 from rl.models.tokenizer_loading import load_tokenizer
@@ -45,6 +45,7 @@ def load_classifier_config(name: str) -> Any | None:
     source = _resolve_source(name)
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         return None
+    check_hub_access(source, "model")
     try:
         config = AutoConfig.from_pretrained(source)
     except (

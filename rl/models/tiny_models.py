@@ -1,4 +1,4 @@
-"""Define the tiny models that are built locally: `tiny:<preset>`.
+"""Define the tiny models that are built locally: `tiny:<preset>`. docs/models.md lists them.
 
 Torch is not imported here, so that help and checks stay fast.
 """
@@ -55,7 +55,7 @@ MODEL_PRESETS: dict[str, ModelPreset] = {
     "ascii-small": ModelPreset(
         64, 2, 2, 2, 192, "\n" + "".join(chr(c) for c in range(32, 127)), 512
     ),
-    # 0.3M: the same shape with a vision tower, for tasks about small images. It has a separate
+    # 0.52M: a similar shape with a vision tower, for tasks about small images. It has a separate
     # template; its characters are printable ASCII.
     "vision": ModelPreset(
         96,

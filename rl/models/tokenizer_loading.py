@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.errors import UserError
+from rl.errors import UserError, check_hub_access
 from rl.models.tiny_models import get_model_preset
 
 EOS, PAD = "<eos>", "<pad>"
@@ -45,6 +45,7 @@ def _load_with_transformers(name: str, required: bool) -> Any | None:
             )
         return None
     try:
+        check_hub_access(name, "model")
         if folder.is_dir() and _names_generic_class(folder):
             return PreTrainedTokenizerFast.from_pretrained(str(folder))
         if (

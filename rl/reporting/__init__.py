@@ -1,7 +1,7 @@
 """Report on a run: console, logbook, plots, pages, alarms."""
 
 from rl.reporting.alarm_monitor import AlarmMonitor
-from rl.reporting.console import Console, format_count
+from rl.reporting.console import Console, format_count, format_held_out
 from rl.reporting.curve_report import (
     collect_alarms,
     collect_axes,
@@ -58,6 +58,7 @@ __all__ = [
     "check_tracker",
     "claim_folder",
     "format_count",
+    "format_held_out",
     "draw_curves",
     "contains_run",
     "has_no_steps",

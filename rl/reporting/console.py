@@ -36,6 +36,7 @@ from rl.reporting.metric_plots import (
 from rl.sanitize import sanitize_message
 
 _FAILED, _SCORED, _GROUPS = "reward/failed", "env/all/total_episodes", "env/all/total_groups"
+_MIXED_GROUPS = "env/all/by_group/frac_mixed"
 _SAMPLER_CHECK = "optim/kl_sample_train_v1"
 _SAMPLER_CHECK_FROM = 1e-3  # nats a token: below it, sampler and learner agree
 # Metrics of held-out problems: the first available metric of each line.
@@ -103,7 +104,7 @@ _HEADLINES: tuple[tuple[str, tuple[str, ...], Callable[[float], str]], ...] = (
     ("KL to teacher", TEACHER_KL, _format_kl),
     ("length", ("env/all/ac_tokens_per_turn",), format_count),  # tokens of an answer
     ("cut off", ("env/all/frac_truncated",), _format_share),
-    ("signal", ("env/all/by_group/frac_mixed",), _format_share),  # groups with unequal rewards
+    ("mixed groups", (_MIXED_GROUPS,), _format_share),  # groups with unequal rewards
     ("KL to reference", ("optim/kl_ref_k3",), _format_kl),  # if the run has a reference model
     ("KL sampler-learner", (_SAMPLER_CHECK,), _format_kl),
     ("KL to behaviour", ("optim/kl_behaviour_v1",), _format_kl),
@@ -125,7 +126,7 @@ def format_headline(
         value = next((metrics[name] for name in names if metrics.get(name) is not None), None)
         hidden = (
             (label in ("loss", "policy loss") and rewarded)
-            or (label == "signal" and not grouped)
+            or (names[0] == _MIXED_GROUPS and not grouped)
             or (value is not None and names[0] == _SAMPLER_CHECK and value < _SAMPLER_CHECK_FROM)
         )
         if value is not None and not hidden:
@@ -192,6 +193,7 @@ class Console:
         self._stage, self._first, self._total = "", 0, 0
         self._stage_start = self._run_start = clock()
         self._last_done = -1
+        self._step_ends: list[tuple[int, float]] = []  # (steps of the stage, clock) of each update
 
     # --- progress of the run
 
@@ -236,6 +238,7 @@ class Console:
         self._end_bar()
         self._stage, self._first, self._total = name, first, total
         self._stage_start, self._start_done, self._last_done = self._clock(), done, done
+        self._step_ends = []
         if self._fancy and not self._quiet:
             self._bar = Progress(
                 TextColumn("[bold]{task.description}"),
@@ -255,6 +258,8 @@ class Console:
         done = step - self._first
         if self._quiet:
             return
+        if done > self._start_done:
+            self._step_ends.append((done, self._clock()))
         measured = format_held_out(metrics)
         if self._bar is not None:
             times, narrow = self._format_times(done), self._rich.width < 100
@@ -289,21 +294,25 @@ class Console:
         """Format the finished steps of the stage; after an earlier stage also those of the run, as
         in the metrics and in file names.
         """
+        if done == 0:
+            return "before the first step"
         text = f"{done:{len(str(self._total))}}/{self._total}"
-        return text + (f" (step {self._first + done})" if self._first else "")
+        return text + (f" (step {self._first + done} of the run)" if self._first else "")
 
     def _format_times(self, done: int) -> str:
-        """Format the elapsed time of this stage, and the remaining time at its mean speed so
-        far.
+        """Format the elapsed time of this stage, and the remaining time once two steps ended.
+
+        The remaining time is estimated from the later half of the steps so far, and never from the
+        first step: the self-test, compilation and the evaluation before training would count as a
+        part of every step.
         """
-        spent = self._clock() - self._stage_start
-        steps_done = done - self._start_done
-        remaining = (
-            f", {format_duration(spent / steps_done * (self._total - done))} left"
-            if steps_done > 0 and done < self._total
-            else ""
-        )
-        return format_duration(spent) + remaining
+        now = self._clock()
+        elapsed = format_duration(now - self._stage_start)
+        if len(self._step_ends) < 2 or done >= self._total:
+            return elapsed
+        first, start = self._step_ends[(len(self._step_ends) - 1) // 2]
+        remaining = (now - start) / (done - first) * (self._total - done)
+        return f"{elapsed}, {format_duration(remaining)} left"
 
     # --- messages
 

@@ -34,6 +34,7 @@ class PlotPanel:
     title: str
     names: tuple[str, ...]
     share: bool = False  # a share: the axis runs from 0 to 1
+    reward: bool = False  # the axis begins at 0 if all values are between 0 and 1
     log: bool = False
     smooth: bool = True
     unless: tuple[str, ...] = ()  # skip rows with any of these metrics
@@ -41,10 +42,10 @@ class PlotPanel:
 
 PANELS = (
     PlotPanel("held-out accuracy", (HELD_OUT, HELD_OUT_PAIRS), share=True, smooth=False),
-    PlotPanel("held-out reward", (HELD_OUT_REWARD,), smooth=False, unless=(HELD_OUT,)),
+    PlotPanel("held-out reward", (HELD_OUT_REWARD,), reward=True, smooth=False, unless=(HELD_OUT,)),
     PlotPanel("held-out loss (nats a token or pair)", (HELD_OUT_LOSS,), smooth=False),
     PlotPanel("held-out token accuracy", (TOKEN_ACCURACY,), share=True, smooth=False),
-    PlotPanel("reward", REWARD),
+    PlotPanel("reward", REWARD, reward=True),
     # a policy-gradient loss measures nothing
     PlotPanel("loss, supervised (nats a token or pair)", LOSS, unless=REWARD),
     PlotPanel("loss on stored answers", ("optim/policy_loss",), unless=REWARD),
@@ -248,8 +249,8 @@ def _build_figure(curves: Sequence[RunCurve], panels: Sequence[PlotPanel]) -> Fi
         _draw_panel(axis, panel, curves)
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
-    for axis in axes[max(0, len(panels) - columns) : len(panels)]:
-        axis.set_xlabel("step of the run", fontsize=9)
+    for axis in axes[: len(panels)]:
+        axis.set_xlabel("step of the run", fontsize=8.5)
     title = " / ".join(curve.label for curve in curves) if not several else "runs compared"
     smooth = any(
         panel.smooth and len(curve.series(panel)[0]) >= SMOOTH_FROM
@@ -305,9 +306,14 @@ def _draw_panel(axis: Axes, panel: PlotPanel, curves: Sequence[RunCurve]) -> Non
             _shade_stages(axis, curve, curve.series(panel)[0])
         for part_steps, part_values in curve.parts(panel):
             _draw_line(axis, panel, part_steps, part_values, COLOURS[i % len(COLOURS)])
+    values = [value for curve in curves for value in curve.series(panel)[1]]
     if panel.share:
         axis.set_ylim(-0.03, 1.05)
-    _style_numbers(axis, panel, [value for curve in curves for value in curve.series(panel)[1]])
+    elif panel.reward and min(values) >= 0 and max(values) <= 1:
+        # a zoomed axis would show noise as a trend
+        top = 1.05 if max(values) > 0.5 else max(0.1, 1.25 * max(values))
+        axis.set_ylim(-0.03 * top, top)
+    _style_numbers(axis, panel, values)
     if len(curves) == 1 and panel.share:
         _annotate_ends(axis, *curves[0].series(panel))
 
@@ -337,12 +343,17 @@ def _draw_line(
 
 
 def _annotate_ends(axis: Axes, steps: list[float], values: list[float]) -> None:
-    """Annotate the first and the last value of a share."""
+    """Annotate the first and the last value of a share, beside the curve: below a point in the
+    upper half, above one in the lower half, and to the right of the first point of a steep curve.
+    """
+    steep = len(values) > 1 and abs(values[1] - values[0]) > 0.1
     ends = [(steps[0], values[0], "left")] + (
         [(steps[-1], values[-1], "right")] if len(steps) > 1 else []
     )
     for step, value, side in ends:
-        offset = (7 if side == "left" else 0, -14 if value > 0.8 else -4)
+        offset = (0, -15 if value > 0.5 else 8)
+        if side == "left" and steep:
+            offset = (10, -4)
         style: dict[str, Any] = {"ha": side, "fontsize": 9, "fontweight": "bold"}
         axis.annotate(
             f"{value:.2f}", (step, value), xytext=offset, textcoords="offset points", **style

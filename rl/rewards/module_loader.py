@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 from types import ModuleType
 
-from rl.errors import UserError
+from rl.errors import UserError, describe_import_error, suggest_path
 
 
 def load_file(path: str, label: str) -> ModuleType:
@@ -20,7 +20,7 @@ def load_file(path: str, label: str) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     if not Path(path).is_file():
-        raise UserError(f"{label} file {path} does not exist")
+        raise UserError(f"{label} file {path} does not exist{suggest_path(Path(path))}")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # holds for every .py path
     module = importlib.util.module_from_spec(spec)
@@ -35,6 +35,6 @@ def load_file(path: str, label: str) -> ModuleType:
     except Exception as error:  # boundary: user code
         del sys.modules[name]
         raise UserError(
-            f"{label} file {path} failed to load: {type(error).__name__}: {error}"
+            f"{label} file {path} failed to load: {describe_import_error(error, path)}"
         ) from error
     return module

@@ -198,7 +198,8 @@ class RequestGuard:
             )
             return
         length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > limits.body_bytes:
+        # bytes.isdigit is about ASCII; int() refuses more than 4300 digits
+        if not length.isdigit() or len(length) > 18 or int(length) > limits.body_bytes:
             await make_error_response(
                 413, f"a body may have at most {limits.body_bytes} bytes: send less at once"
             )(scope, receive, send)

@@ -397,7 +397,8 @@ def _paginate(request: Request, items: list[Any]) -> tuple[list[Any], dict[str, 
         name: request.query_params.get(name, default)
         for name, default in (("limit", "20"), ("offset", "0"))
     }
-    if not all(value.isdigit() and len(value) < 10 for value in requested.values()):
+    # isdigit alone accepts digits, such as superscripts, that int() refuses
+    if not all(v.isascii() and v.isdigit() and len(v) < 10 for v in requested.values()):
         raise HttpError(400, f"limit and offset must be whole numbers, got {requested}")
     limit, offset = int(requested["limit"]), int(requested["offset"])
     return items[offset : offset + limit], {

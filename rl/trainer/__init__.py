@@ -9,6 +9,7 @@ from rl.trainer.opponent_models import load_evaluation_opponents
 from rl.trainer.prompt_source import iterate_prompts, select_fitting_problems
 from rl.trainer.reward_probe import PROBED_ROWS, RewardProbeResult, probe_reward
 from rl.trainer.run_report import write_report
+from rl.trainer.run_summary import format_script
 from rl.trainer.sample_function import sample
 from rl.trainer.sampled_model import SampledModel, load_sampled_model
 from rl.trainer.saved_weights import is_run_folder, load_run, open_weights
@@ -59,6 +60,7 @@ __all__ = [
     "resolve_stage_reward",
     "list_reward_addresses",
     "find_sandbox_kind",
+    "format_script",
     "load_evaluation_opponents",
     "sample",
     "select_fitting_problems",

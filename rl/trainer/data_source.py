@@ -156,6 +156,9 @@ def _is_single_file(data: DataSettings) -> bool:
     )
 
 
+LAST_ROWS_SUFFIX = ", held out"  # of the name of rows that were split off
+
+
 def _split_off_held_out(problems: ProblemSet, limit: int) -> tuple[ProblemSet, ProblemSet | None]:
     """Split off the last tenth (at most `limit` rows) of a file without a test split. It is held
     out and never trained on.
@@ -167,5 +170,5 @@ def _split_off_held_out(problems: ProblemSet, limit: int) -> tuple[ProblemSet, P
         return problems.first(len(problems) - count), problems.last(count)
     rows = list(problems)
     return ProblemSet(rows[:-count], name=problems.name), ProblemSet(
-        rows[-count:], name=f"{problems.name}, held out"
+        rows[-count:], name=f"{problems.name}{LAST_ROWS_SUFFIX}"
     )

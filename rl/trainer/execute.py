@@ -34,7 +34,11 @@ from rl.trainer.checkpoint_manager import CheckpointManager
 from rl.trainer.config_diff import CHANGES_KEY, includes_data_change
 from rl.trainer.epochs import convert_epochs_to_steps
 from rl.trainer.held_out_metrics import HeldOutMetrics
-from rl.trainer.initial_weights import check_initial_weights, find_previous_stage
+from rl.trainer.initial_weights import (
+    check_initial_weights,
+    describe_random_weights,
+    find_previous_stage,
+)
 from rl.trainer.memory_report import check_memory as check_memory
 from rl.trainer.offline_loop import train_offline
 from rl.trainer.online_loop import train_online
@@ -123,7 +127,8 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
         config = _claim_run_folder(run, folder, position, origins, stages)
         run_state.run_id = config[RUN_ID_KEY]
         print_introduction(run, folder, policy, console, stages)
-        for text in [*map(format_origin, origins), *describe_tied_heads(run)]:
+        hints = [] if options.resume else describe_random_weights(run.stages)
+        for text in [*map(format_origin, origins), *describe_tied_heads(run), *hints]:
             console.note(text)
         logbook = stack.enter_context(_open_logbook(run, folder, position, console, lock))
         stop_request.has_started = True

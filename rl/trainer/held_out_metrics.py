@@ -50,6 +50,17 @@ class HeldOutMetrics:
                 set_name = name.removeprefix("test/").removesuffix(self.headline).rstrip("/")
                 self.rows[set_name] = (self.rows.get(set_name, (value,))[0], value)
 
+    def describe_no_gain(self) -> str | None:
+        """Return a remark if the sampled answers to held-out problems did not improve."""
+        if self.before is None or self.after is None or self.after > self.before:
+            return None
+        if self.what == "accuracy" and self.before == 1:
+            return None
+        return (
+            f"The held-out {self.what} did not rise. docs/troubleshooting.md lists causes under "
+            '"It does not learn".'
+        )
+
     def describe_sharpening(self) -> str | None:
         """Return a remark on the share of the gain that greedy decoding had before training.
 

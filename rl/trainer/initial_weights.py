@@ -81,6 +81,32 @@ def check_initial_weights(stages: Sequence[StageConfig]) -> None:
                 open_weights(target)
 
 
+# tiny models learn little below this rate: the recipes train them with 3e-4 to 3e-3
+_TINY_MODEL_RATE = 1e-4
+
+
+def describe_random_weights(stages: Sequence[StageConfig]) -> list[str]:
+    """Return a line for each stage that learns from the rewards of a model with random weights."""
+    lines = []
+    for i, plan in enumerate(stages):
+        base = plan.settings.model.base_model
+        if (
+            not base.startswith("tiny:")
+            or not METHODS[plan.method].needs_reward
+            or not begins_from_base_model(stages, i)
+        ):
+            continue
+        rate = getattr(plan.settings, "learning_rate", None)  # a user's method may have none
+        advice = "train it with sft first (docs/models.md#tiny-models)"
+        if rate is not None and rate < _TINY_MODEL_RATE:
+            advice += f", and with --learning-rate 1e-3 instead of {rate:g}"
+        lines.append(
+            f"stage {plan.name}: the weights of {base} are random, so hardly any answer earns a "
+            f"reward; {advice}"
+        )
+    return lines
+
+
 def _check_stage_name(target: str, plan: StageConfig, earlier: Sequence[str]) -> None:
     """Raise UserError if `target` is a single word close to the name of an earlier stage.
 

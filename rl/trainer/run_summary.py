@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import shlex
@@ -14,19 +15,22 @@ from rl.algorithms import METHODS
 from rl.client import TrainingClient
 from rl.config import RunConfig
 from rl.jsonl import METRICS_FILE, read_metrics
-from rl.reporting import TEACHER_KL, Console, format_count
+from rl.reporting import TEACHER_KL, Console, format_count, format_held_out
+from rl.trainer.checkpoint_scan import read_checkpoint_list
 from rl.trainer.code_trust import (
     is_outside_current_folder,
     list_environment_addresses,
     list_method_addresses,
     list_reward_addresses,
 )
+from rl.trainer.data_source import LAST_ROWS_SUFFIX
 from rl.trainer.held_out_metrics import HeldOutMetrics
 from rl.trainer.initial_weights import find_previous_stage
 from rl.trainer.stage_data import PreparedStage, describe_prepared, resolve_stage_reward
 from rl.trainer.worker_settings import collect_worker_settings
 
 _ROOT = Path(__file__).resolve().parents[2]
+_SCRIPT_NAMES = ("train.py", "export.py")  # the scripts that print commands
 # a wheel installs the root scripts and the recipes in whetstone_scripts (setup.py)
 SCRIPTS_FOLDER = _ROOT if (_ROOT / "train.py").is_file() else _ROOT / "whetstone_scripts"
 
@@ -68,6 +72,7 @@ def print_introduction(
             "model": (
                 f"{info['base_model']}, {format_count(info['parameters'])} parameters ({trained})"
             ),
+            "data": "; ".join(_describe_data(stages)),
             "device": f"{info['device']}, {info['dtype']}, {_describe_processes(info['world'], settings.sampler_ranks, settings.sampler.tp)}",  # noqa: E501
             **(
                 {"programs in": kind}
@@ -83,6 +88,33 @@ def print_introduction(
         if prepared.overlap is not None and prepared.overlap.shared
     ):
         console.warn(text)
+
+
+def _describe_data(stages: Sequence[PreparedStage]) -> list[str]:
+    """Return the data of the stages: the numbers of training rows and of held-out rows.
+
+    Stages with equal descriptions share one.
+    """
+    names: dict[str, list[str]] = {}
+    for prepared in stages:
+        data, held_out = prepared.plan.settings.data, prepared.test_problems
+        source = " + ".join([data.dataset, *data.more_datasets])
+        if prepared.environment is not None and not prepared.environment.needs_rows:
+            source = prepared.environment.name
+        if prepared.rows is None:
+            text = "training rows that an earlier stage writes"
+        else:
+            text = f"{len(prepared.rows):,} training rows of {source}"
+        if held_out is None:
+            text += ", none held out"
+        elif held_out.name.endswith(LAST_ROWS_SUFFIX) and not data.more_datasets:
+            text += f", its last {len(held_out):,} rows held out"
+        else:
+            text += f", {len(held_out):,} held out"
+        names.setdefault(text, []).append(prepared.plan.name)
+    if len(names) == 1:
+        return list(names)
+    return [f"{', '.join(stage_names)}: {text}" for text, stage_names in names.items()]
 
 
 def _describe_processes(world: int, samplers: int, tensor_parallel: int = 1) -> str:
@@ -119,7 +151,10 @@ def print_summary(
                 summary.greedy_before,
                 summary.greedy_after,
             )
-        remarks += [text for text in [summary.describe_sharpening()] if text is not None]
+        described = [summary.describe_no_gain(), summary.describe_sharpening()]
+        remarks += [text for text in described if text is not None]
+    if (better := _describe_better_weights(run_state)) is not None:
+        remarks.append(better)
     results |= _measure_distillation(run_state)
     console.end(
         f"{run_state.run.name}: done",
@@ -132,9 +167,42 @@ def print_summary(
         remarks=remarks,
         commands=[
             *_usage_commands(run_state, folder),
-            f"{_format_script('plot')} {shlex.quote(str(folder))}",
+            f"{format_script('plot')} {shlex.quote(str(folder))}",
+            _format_report_command(folder),
             *_export_commands(run_state, folder),
         ],
+    )
+
+
+def _describe_better_weights(run_state: StagePaths) -> str | None:
+    """Return a remark if the last stage's best weights are of an earlier step than its last."""
+    stage = run_state.run.stages[-1].name
+    best = [row for row in read_checkpoint_list(run_state.folder) if row.get("kind") == "best"]
+    if not best or best[-1]["stage"] != stage or not isinstance(best[-1].get("value"), float):
+        return None
+    step, metric, value = (best[-1][key] for key in ("batch", "metric", "value"))
+    measured = [
+        (row["step"], row[metric])
+        for row in read_metrics(run_state.folder / METRICS_FILE)
+        if row.get("stage") == stage and row.get(metric) is not None
+    ]
+    if not measured or measured[-1][0] <= step or measured[-1][1] == value:
+        return None
+    before, after = (
+        format_held_out({metric: number}) or f"{metric} {number:.3g}"
+        for number in (value, measured[-1][1])
+    )
+    return (
+        f"The best weights of {stage} are those of step {step}: {before}, at the end {after}. "
+        "--checkpoint best selects them in sample.py, evaluate.py and export.py."
+    )
+
+
+def _format_report_command(folder: Path) -> str:
+    """Return the command that writes the page of the run, with what it needs if that is missing."""
+    missing = importlib.util.find_spec("plotly") is None
+    return f"{format_script('report')} {shlex.quote(str(folder))}" + (
+        "  # needs: pip install plotly" if missing else ""
     )
 
 
@@ -168,7 +236,7 @@ def _export_commands(run_state: StagePaths, folder: Path) -> list[str]:
     """Return the command that exports the weights: merged if they are an adapter."""
     merge = " --merge" if run_state.stages[-1].plan.settings.model.lora_rank else ""
     return [
-        f"{_format_script('export')} {shlex.quote(str(folder))} "
+        f"{format_script('export')} {shlex.quote(str(folder))} "
         f"{shlex.quote(str(_unused_path(Path('exports') / folder.name)))}{merge}"
         f"{_format_trust(list_method_addresses(run_state.run.stages))}"
     ]
@@ -179,12 +247,12 @@ def _format_trust(addresses: list[str]) -> str:
     return " --trust-run" if is_outside_current_folder(addresses) else ""
 
 
-def _format_script(name: str) -> str:
-    """Return the command of one of the scripts, as train.py was started: `whetstone sample`, or
-    `python` with the path of sample.py.
+def format_script(name: str) -> str:
+    """Return the command of one of the scripts, as the running script was started: `whetstone
+    sample`, or `python` with the path of sample.py.
     """
     script = SCRIPTS_FOLDER / f"{name}.py"
-    if _is_train_script():
+    if _is_own_script():
         if _is_console_command():
             return f"whetstone {name}"
         script = Path(sys.argv[0]).with_name(script.name)
@@ -195,10 +263,14 @@ def _format_script(name: str) -> str:
     return f"python {shlex.quote(str(script))}"
 
 
+def _is_own_script() -> bool:
+    """Return whether a script of the project runs, not a user's script that imports `rl`."""
+    script = Path(sys.argv[0]).resolve()
+    return script.parent == SCRIPTS_FOLDER and script.name in _SCRIPT_NAMES
+
+
 def _is_train_script() -> bool:
-    """Return whether this process was started by the project's train.py, not by a user's script
-    that calls `rl.train`.
-    """
+    """Return whether the project's train.py runs."""
     return Path(sys.argv[0]).resolve() == SCRIPTS_FOLDER / "train.py"
 
 
@@ -233,8 +305,8 @@ def _usage_commands(run_state: StagePaths, folder: Path) -> list[str]:
         ]
         trust = _format_trust([*methods, *scorers])
         return [
-            f"{_format_script('sample')} {quoted_folder}{_format_trust(methods)}",
-            *([f"{_format_script('evaluate')} {quoted_folder}{trust}"] if scored else []),
+            f"{format_script('sample')} {quoted_folder}{_format_trust(methods)}",
+            *([f"{format_script('evaluate')} {quoted_folder}{trust}"] if scored else []),
         ]
     flag = "reward" if METHODS[last.method].value_head(last.settings) else "comparison"
     method = "rlhf" if flag == "reward" else "grpo"  # which has groups to compare within
@@ -293,7 +365,7 @@ def _format_launch() -> str:
     launched = {"LOCAL_RANK", "TORCHELASTIC_RUN_ID"} & os.environ.keys() or any(
         name.startswith("ACCELERATE_") for name in os.environ
     )
-    command = _format_script("train")
+    command = format_script("train")
     script = (
         shlex.quote(sys.argv[0])
         if command.startswith("whetstone")

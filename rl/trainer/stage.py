@@ -146,14 +146,12 @@ class Stage:
 
     def data_remark(self) -> str | None:
         """Return the method's remark on the rows that it learns from, if any."""
-        first = self.problems.batch(
-            0, min(256, self.loop.batch_size * max(1, self.loop.steps)), self.seed
-        )
-        return (
-            self.method.remark(first, self.renderer)
-            if isinstance(self.method, RowEvaluator) and self.done == 0
-            else None
-        )
+        if not isinstance(self.method, RowEvaluator) or self.done > 0:
+            return None
+        count = min(256, self.loop.batch_size * max(1, self.loop.steps))
+        if isinstance(self.problems, ProblemSet):
+            count = min(count, len(self.problems))  # a larger batch would repeat rows
+        return self.method.remark(self.problems.batch(0, count, self.seed), self.renderer)
 
     def batches(self) -> Iterator[int]:
         batches = range(self.done, self.loop.steps)

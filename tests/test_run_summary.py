@@ -1,0 +1,57 @@
+"""The lines at the start and end of a run: its data, and which of its weights are the best."""
+
+import json
+import re
+
+import pytest
+from whole_runs import train
+
+from rl.reporting import Console
+from rl.trainer.held_out_metrics import HeldOutMetrics
+
+
+@pytest.fixture
+def printed(monkeypatch) -> dict[str, dict]:
+    """What the console gets at the start and end of a run."""
+    calls: dict[str, dict] = {}
+    monkeypatch.setattr(Console, "start", lambda self, title, facts: calls.update(start=facts))
+    monkeypatch.setattr(Console, "end", lambda self, title, **words: calls.update(end=words))
+    return calls
+
+
+def test_the_data_line_names_held_out_rows_and_the_end_the_best_weights(
+    printed, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # at this rate the loss of rows that are not trained on rises again
+    metrics = train(
+        "sft --base-model tiny:addition --dataset rows.jsonl --learning-rate 1e-2 --steps 9 "
+        "--batch-size 8 --eval-every 3",
+        tmp_path / "run",
+    )
+    assert printed["start"]["data"] == ("36 training rows of rows.jsonl, its last 4 rows held out")
+    measured = {
+        row["step"]: row["test/loss"] for row in metrics if row["step"] and "test/loss" in row
+    }
+    best = min(measured, key=measured.__getitem__)
+    assert best < max(measured)
+    (remark,) = [text for text in printed["end"]["remarks"] if "--checkpoint best" in text]
+    assert [int(step) for step in re.findall(r"step (\d+)", remark)] == [best]
+    assert [float(value) for value in re.findall(r"\d\.\d+", remark)] == pytest.approx(
+        [measured[best], measured[max(measured)]], abs=1e-3
+    )
+    assert any(command.endswith("run") and "report" in command for command in _commands(printed))
+
+
+def _commands(printed: dict[str, dict]) -> list[str]:
+    return [command.partition("  #")[0] for command in printed["end"]["commands"]]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "remarked"),
+    [(0.5, 0.5, True), (0.5, 0.4, True), (0.5, 0.6, False), (1.0, 1.0, False), (None, 1.0, False)],
+)
+def test_held_out_accuracy_that_did_not_rise_is_remarked(before, after, remarked):
+    assert (HeldOutMetrics(before, after).describe_no_gain() is not None) == remarked
