@@ -40,7 +40,7 @@ from rl.reporting.rollout_report import (
     list_evaluations,
     read_rollouts,
 )
-from rl.reporting.wandb_tracker import check_tracker
+from rl.reporting.tracker_process import check_trackers
 
 __all__ = [
     "AlarmMonitor",
@@ -55,7 +55,7 @@ __all__ = [
     "Logbook",
     "check_writable",
     "check_claim_folder",
-    "check_tracker",
+    "check_trackers",
     "claim_folder",
     "format_count",
     "draw_curves",
