@@ -24,6 +24,7 @@ SCRIPTS = [
     "export",
     "plot",
     "report",
+    "watch",
     "sample",
     "serve",
     "check_reward",
