@@ -18,6 +18,7 @@ SCRIPTS = (
     "serve",
     "plot",
     "report",
+    "watch",
     "check_reward",
     "minimal_loop",
 )

@@ -42,6 +42,7 @@ RUN_SCRIPTS = (
     "evaluate.py",
     "export.py",
     "plot.py",
+    "watch.py",
     "check_reward.py",
     "minimal_loop.py",
 )

@@ -24,6 +24,7 @@ SCRIPTS = [
     "export",
     "plot",
     "report",
+    "watch",
     "sample",
     "serve",
     "check_reward",
@@ -48,6 +49,8 @@ OTHERS = {
     "setting",  # a placeholder
     "no-build-isolation",  # of pip
     "torch-backend",  # of uv
+    "logdir",  # of tensorboard
+    "backend-store-uri",  # of mlflow
 }
 BENCH = {"gpu", "campaign", "roles", "sampler_vllm"}  # scripts of bench/ whose flags are named
 IN_CODE = re.compile(r"```.*?```|`[^`\n]+`|^    .*$", re.S | re.M)

@@ -8,7 +8,6 @@ import io
 import json
 import math
 import re
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -169,31 +168,6 @@ def test_a_second_logbook_in_a_folder_is_refused(tmp_path: Path) -> None:
     Logbook(tmp_path).log(0, {})
     with pytest.raises(RunFolderError, match="has metrics or checkpoints already"):
         Logbook(tmp_path)
-
-
-# -------------------------------------------------------------------------------------------- wandb
-
-
-def test_wandb_that_is_not_installed_is_said_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(RunFolderError, match=r'pip install -e "\.\[wandb\]"'):
-        Logbook(tmp_path, wandb_project="p")
-
-
-@pytest.mark.slow
-@pytest.mark.extras
-def test_wandb_offline_keeps_its_files_in_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("wandb", reason="the optional package wandb is not installed")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.chdir(tmp_path)
-    with Logbook(tmp_path / "run", wandb_project="p", config=CONFIG) as book:
-        book.log(0, {"reward/total": 0.5})
-    assert list((tmp_path / "run/wandb").glob("offline-run-*/*.wandb"))
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 # ----------------------------------------------------------------------------------------- the page

@@ -55,8 +55,12 @@ class RunSettings:
     """Replace the run in output_dir."""
     seed: Annotated[int, Range(-(2**63), 2**63 - 1)] = 0
     """Seed of the whole run: initial weights of tiny models, order of the data, samples."""
+    tracker: tuple[Literal["wandb", "tensorboard", "trackio", "mlflow"], ...] = ()
+    """Trackers to log metrics and rollouts to as well, NAME ... Their files are in the run's folder, unless wandb has a key or the environment names a server. A tracker that fails never ends the run."""
+    tracker_project: str = "whetstone"
+    """Project of the run in wandb and trackio, and experiment in mlflow."""
     wandb_project: str | None = None
-    """Weights & Biases project to log to as well (WANDB_MODE=offline works)."""
+    """Short for --tracker wandb --tracker-project NAME."""
     quiet: bool = False
     """Show no progress display."""
     timeout: Seconds = 1800.0
@@ -79,6 +83,12 @@ class RunSettings:
     """ZeRO stage to plan for (none: a single process or DDP); default: that of this launch."""
     plan_prompt_tokens: Size = 512
     """Prompt length that the plan assumes, in tokens."""
+
+    @property
+    def tracker_names(self) -> tuple[str, ...]:
+        """Return the names of the trackers, each once."""
+        implied = ("wandb",) if self.wandb_project else ()
+        return tuple(dict.fromkeys((*self.tracker, *implied)))
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -40,7 +40,9 @@ from rl.reporting.rollout_report import (
     list_evaluations,
     read_rollouts,
 )
-from rl.reporting.wandb_tracker import check_tracker
+from rl.reporting.run_follower import RunFollower
+from rl.reporting.tracker_process import check_trackers
+from rl.reporting.watch_view import render_runs
 
 __all__ = [
     "AlarmMonitor",
@@ -55,7 +57,7 @@ __all__ = [
     "Logbook",
     "check_writable",
     "check_claim_folder",
-    "check_tracker",
+    "check_trackers",
     "claim_folder",
     "format_count",
     "format_held_out",
@@ -68,6 +70,7 @@ __all__ = [
     "MAX_REPORT_BYTES",
     "PairedComparison",
     "RunCurve",
+    "RunFollower",
     "average_by_problem",
     "collect_alarms",
     "collect_axes",
@@ -82,4 +85,5 @@ __all__ = [
     "read_curve",
     "read_rollouts",
     "render_report",
+    "render_runs",
 ]

@@ -10,6 +10,7 @@ without a trace of the interruption.
                              the held-out answers of an evaluation (greedy: grpo-eval-greedy-000010)
     curves.png               drawn at the end (and by plot.py at any time)
     report.html              written by report.py at any time
+    wandb/, wandb_id.txt     of each tracker: its files, and the id under which it resumes
     run.lock                 while a process works in the folder: see rl.trainer.run_lock
     logs/                    logs of the launcher (slurm/job.sh); never touched by this module
 
@@ -43,7 +44,7 @@ from rl.jsonl import (
     write_atomically,
 )
 from rl.reporting import metric_plots, rollout_html
-from rl.reporting.wandb_tracker import WandbTracker, WarningSink
+from rl.reporting.tracker_process import TRACKER_FILES, RunTrackers, WarningSink
 
 CHECKPOINTS, CONFIG, ROLLOUTS, CURVES = "checkpoints.jsonl", "config.json", "rollouts", "curves.png"
 REPORT, LOGS, LOCK = "report.html", "logs", "run.lock"
@@ -57,8 +58,7 @@ _RUN_FILES = (
     ROLLOUTS,
     "checkpoints",
     "sampler_weights",
-    "wandb",
-    "wandb_id.txt",
+    *TRACKER_FILES,
 )
 
 
@@ -258,8 +258,8 @@ class Logbook:
     so that the files end up equal to those of an uninterrupted run (except times). Without
     `resume_step`, a folder with metrics raises RunFolderError. `checkpoints`: the checkpoints of a
     resumed run (see rl.trainer.checkpoint_scan); by default the rows of checkpoints.jsonl up to
-    that step. `guard` raises if the folder no longer belongs to this process. `wandb_project`: also
-    log to weights & biases (its files are in the run's folder; WANDB_MODE=offline works).
+    that step. `guard` raises if the folder no longer belongs to this process. `trackers`: names of
+    trackers to log to as well, in the project `tracker_project`.
     """
 
     def __init__(
@@ -267,7 +267,8 @@ class Logbook:
         folder: Path,
         *,
         resume_step: int | None = None,
-        wandb_project: str | None = None,
+        trackers: Sequence[str] = (),
+        tracker_project: str = "whetstone",
         config: Mapping[str, Any] | None = None,
         console: WarningSink | None = None,
         checkpoints: Sequence[Mapping[str, Any]] | None = None,
@@ -287,11 +288,13 @@ class Logbook:
                 f"{folder} has metrics or checkpoints already: resume that run, or use another "
                 f"folder"
             )
-        resumed = resume_step is not None
-        self._tracker = (
-            WandbTracker(wandb_project, folder, config or {}, resumed=resumed, console=console)
-            if wandb_project
-            else None
+        self._trackers = RunTrackers(
+            trackers,
+            tracker_project,
+            folder,
+            config or {},
+            resume_step=resume_step,
+            console=console,
         )
         # errors="replace": a metric's name may be arbitrary text of a data row
         self._metrics = (folder / METRICS_FILE).open("a", encoding="utf-8", errors="replace")
@@ -330,8 +333,7 @@ class Logbook:
         self._last_step = step
         self._metrics.write(format_json_line(replace_nonfinite({"step": step, **metrics})))
         self._metrics.flush()
-        if self._tracker is not None:
-            self._tracker.log(step, metrics)
+        self._trackers.log(step, metrics)
 
     def read_rows(self) -> list[dict[str, Any]]:
         """Return the metrics so far, oldest first."""
@@ -360,6 +362,7 @@ class Logbook:
             "page of rollouts",
             lambda: self._write_page(folder / f"{name}.html", step, plain, title),
         )
+        self._trackers.log_table("rollouts", step, plain)
 
     def write_held_out_answers(
         self, step: int, rows: Iterable[Mapping[str, Any]], stage: str, *, greedy: bool = False
@@ -367,10 +370,13 @@ class Logbook:
         """Write the held-out answers of an evaluation at `step`, as rows without tokens."""
         folder = self.folder / ROLLOUTS
         folder.mkdir(exist_ok=True)
+        plain = [replace_nonfinite(row) for row in rows]
         write_atomically(
             folder / name_evaluation_file(stage, step, greedy=greedy),
-            "".join(format_json_line(replace_nonfinite(row)) for row in rows),
+            "".join(map(format_json_line, plain)),
         )
+        if not greedy:
+            self._trackers.log_table("held_out_answers", step, plain)
 
     def _write_page(
         self, page: Path, step: int, rows: Sequence[Mapping[str, Any]], title: str
@@ -445,8 +451,7 @@ class Logbook:
         if self._metrics.closed:
             return
         self._metrics.close()
-        if self._tracker is not None:
-            self._tracker.finish()
+        self._trackers.finish()
         if self.read_rows():
             # a failed picture must not fail a finished run
             self._run_optional(

@@ -22,7 +22,7 @@ from rl.reporting import (
     Console,
     Logbook,
     check_claim_folder,
-    check_tracker,
+    check_trackers,
     check_writable,
     claim_folder,
     contains_run,
@@ -77,7 +77,7 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
     """
     options = run.options
     folder = resolve_run_folder(run)
-    check_tracker(options.wandb_project)
+    check_trackers(options.tracker_names)
     settings = replace(
         collect_worker_settings(run.stages),
         timeout_seconds=options.timeout,
@@ -189,7 +189,8 @@ def _open_logbook(
     return Logbook(
         folder,
         resume_step=position.step if run.options.resume else None,
-        wandb_project=run.options.wandb_project,
+        trackers=run.options.tracker_names,
+        tracker_project=run.options.wandb_project or run.options.tracker_project,
         config=resolve_config(run),
         console=console,
         checkpoints=position.rows,

@@ -1,0 +1,172 @@
+"""Draw curves in a terminal, with rich: two by four dots of a Braille character in each cell."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console, ConsoleOptions
+from rich.style import Style
+from rich.text import Text
+
+from rl.reporting.console import format_count
+
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # column, row: a bit of U+2800
+_LABEL_WIDTH = 8  # of the values beside a chart
+ALARM_COLOUR = "red"
+
+
+@dataclass(frozen=True)
+class ChartCurve:
+    """Hold the points of a line: steps in ascending order, and their values."""
+
+    steps: Sequence[float]
+    values: Sequence[float]
+    colour: str
+
+
+@dataclass(frozen=True)
+class TerminalChart:
+    """Draw lines over steps, as wide as the console allows and `height` rows high.
+
+    A column that has several points shows their mean. `bands`: first and last steps that are marked
+    on the axis. `log`: draw log10 of positive values. `from_zero`: the axis includes 0.
+    """
+
+    title: str
+    lines: Sequence[ChartCurve]
+    height: int = 8
+    bands: Sequence[tuple[float, float]] = ()
+    log: bool = False
+    from_zero: bool = False
+    summary: Sequence[tuple[str, str]] = field(default=())  # (text, colour) beside the title
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Text]:
+        width = max(4, options.max_width - _LABEL_WIDTH - 2)
+        yield self._format_title(options.max_width)
+        lines = [self._transform(line) for line in self.lines]
+        points = [point for line in lines for point in zip(line.steps, line.values, strict=True)]
+        rows = max(1, self.height - 3)
+        if not points:
+            yield Text("no values yet", style="dim")
+            return
+        first, last = min(step for step, _ in points), max(step for step, _ in points)
+        cells = _Canvas(width, rows)
+        columns = [_average_columns(line, first, last, 2 * width) for line in lines]
+        means = [value for line in columns for _, value in line]
+        low, high = min(means), max(means)
+        if self.from_zero and not self.log:
+            low, high = min(low, 0.0), max(high, 0.0)
+        for line, averaged in zip(lines, columns, strict=True):
+            scale = (4 * rows - 1) / (high - low) if high > low else 0.0
+            middle = 0 if high > low else 2 * rows
+            cells.draw(
+                [(x, middle + round((value - low) * scale)) for x, value in averaged], line.colour
+            )
+        labels = {0: self._format_value(high), rows - 1: self._format_value(low)}
+        for i, text in enumerate(cells.render(options.ascii_only)):
+            bar = "|" if options.ascii_only else "┤" if i in labels else "│"
+            label = labels.get(i, "") if high > low or i == 0 else ""
+            yield Text(f"{label:>{_LABEL_WIDTH}}{bar}", style="dim") + text
+        yield self._format_axis(first, last, width, options.ascii_only)
+        start, end = f"{first:g}", f"{last:g}" if last > first else ""
+        gap = max(1, width - len(start) - len(end))
+        yield Text(f"{'':{_LABEL_WIDTH + 1}}{start}{'':{gap}}{end}", style="dim", no_wrap=True)
+
+    def _transform(self, line: ChartCurve) -> ChartCurve:
+        """Return the line without values that cannot be drawn, in the scale of the axis."""
+        points = [
+            (step, math.log10(value) if self.log else float(value))
+            for step, value in zip(line.steps, line.values, strict=True)
+            if math.isfinite(value) and (value > 0 or not self.log)
+        ]
+        steps, values = zip(*points, strict=True) if points else ((), ())
+        return ChartCurve(steps, values, line.colour)
+
+    def _format_title(self, width: int) -> Text:
+        title = Text(self.title, style="bold")
+        for text, colour in self.summary:
+            title.append(f"  {text}", style=colour)
+        title.truncate(width, overflow="ellipsis")
+        return title
+
+    def _format_value(self, value: float) -> str:
+        """Format a value of the axis in at most eight characters."""
+        return format_axis_value(10**value if self.log and value < 300 else value)
+
+    def _format_axis(self, first: float, last: float, width: int, ascii_only: bool) -> Text:
+        """Return the axis, on which the bands are marked."""
+        plain, marked, corner = ("-", "=", "+") if ascii_only else ("─", "━", "└")
+        axis = Text(" " * _LABEL_WIDTH + corner, style="dim")
+        flags = [False] * width
+        for start, end in self.bands:
+            if end >= first and start <= last:
+                columns = [_find_column(step, first, last, width) for step in (start, end)]
+                flags[columns[0] : columns[1] + 1] = [True] * (columns[1] + 1 - columns[0])
+        for is_marked in flags:
+            axis.append(marked if is_marked else plain, style=ALARM_COLOUR if is_marked else "dim")
+        return axis
+
+
+class _Canvas:
+    """Hold the dots of a chart: 2 columns and 4 rows of dots in each cell, row 0 at the bottom."""
+
+    def __init__(self, width: int, height: int):
+        self.width, self.height = width, height
+        self._bits = [[0] * width for _ in range(height)]
+        self._colours = [[""] * width for _ in range(height)]
+
+    def draw(self, dots: Sequence[tuple[int, int]], colour: str) -> None:
+        """Connect the dots."""
+        for (x0, y0), (x1, y1) in zip(dots, dots[1:], strict=False):
+            count = max(abs(x1 - x0), abs(y1 - y0), 1)
+            for i in range(count):
+                self._set(
+                    x0 + round((x1 - x0) * i / count), y0 + round((y1 - y0) * i / count), colour
+                )
+        if dots:
+            self._set(*dots[-1], colour)
+
+    def _set(self, x: int, y: int, colour: str) -> None:
+        row, column = self.height - 1 - y // 4, x // 2
+        if 0 <= row < self.height and 0 <= column < self.width:
+            self._bits[row][column] |= _DOTS[x % 2][3 - y % 4]
+            self._colours[row][column] = colour
+
+    def render(self, ascii_only: bool) -> list[Text]:
+        """Return the rows from the top."""
+        rows = []
+        for bits, colours in zip(self._bits, self._colours, strict=True):
+            text = Text(no_wrap=True)
+            for bit, colour in zip(bits, colours, strict=True):
+                mark = "*" if ascii_only else chr(0x2800 + bit)
+                text.append(mark if bit else " ", style=Style.parse(colour) if bit else None)
+            rows.append(text)
+        return rows
+
+
+def format_axis_value(value: float) -> str:
+    """Format a value in at most eight characters: 12.3k, 0.512, 3e-05."""
+    if 1000 <= abs(value) < 1e12:
+        return ("-" if value < 0 else "") + format_count(abs(value))
+    text = f"{value + 0.0:.3g}"  # + 0.0: not -0
+    return text if len(text) <= _LABEL_WIDTH else f"{value:.0e}"
+
+
+def _find_column(step: float, first: float, last: float, width: int) -> int:
+    """Return the column of a step."""
+    share = (step - first) / (last - first) if last > first else 0.0
+    return round(min(max(share, 0.0), 1.0) * (width - 1))
+
+
+def _average_columns(
+    line: ChartCurve, first: float, last: float, width: int
+) -> list[tuple[int, float]]:
+    """Return the mean value of each column of dots that has points."""
+    sums: dict[int, tuple[float, int]] = {}
+    for step, value in zip(line.steps, line.values, strict=True):
+        column = _find_column(step, first, last, width)
+        total, count = sums.get(column, (0.0, 0))
+        sums[column] = (total + value, count + 1)
+    return [(column, total / count) for column, (total, count) in sorted(sums.items())]

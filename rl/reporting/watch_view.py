@@ -1,0 +1,261 @@
+"""Draw the screen of `whetstone watch`: progress, alarms, curves and latest answers of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from rl.reporting.console import format_duration, format_headline, format_held_out, format_score
+from rl.reporting.episode_html import collect_turns
+from rl.reporting.metric_plots import PANELS, PlotPanel, find_reward_panels
+from rl.reporting.run_follower import RunFollower, choose_answers, sanitize_name
+from rl.reporting.terminal_chart import ALARM_COLOUR, ChartCurve, TerminalChart, format_axis_value
+from rl.sanitize import sanitize_text
+
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red", "white")
+_STATES = {
+    "running": ("●", "green"),
+    "finished": ("✓", "green"),
+    "stopped": ("■", "yellow"),
+    "killed": ("✗", "red"),
+    "waiting": ("…", "dim"),
+}
+_STATE_NOTES = {
+    "killed": "its process has not written for a minute: killed, or its host is gone",
+    "stopped": "no process is working on it",
+    "waiting": "no run in this folder yet",
+}
+_MIN_CHART_WIDTH, _CHART_HEIGHT, _MAX_CHART_HEIGHT, _MAX_CHARTS = 38, 8, 16, 12
+_TEXT_LIMIT = 1500  # characters of an answer
+Series = tuple[list[float], list[float]]  # steps and values
+
+
+def render_runs(
+    runs: Sequence[RunFollower],
+    *,
+    width: int,
+    height: int | None = None,
+    page: int = 0,
+    keys: str = "",
+) -> RenderableType:
+    """Return the screen of some runs. `height`: rows of the terminal; None: as many as needed.
+
+    `page`: page of answers. `keys`: a line on the keys, at the bottom.
+    """
+    colours = [_COLOURS[i % len(_COLOURS)] for i in range(len(runs))]
+    head: list[Any] = []
+    for run, colour in zip(runs, colours, strict=True):
+        head += _render_run(run, colour if len(runs) > 1 else "", width)
+    footer = [Text(keys, style="dim", no_wrap=True)] if keys else []
+    used = len(head) + len(footer)
+    num_answers = 3 if len(runs) == 1 else 2
+    columns = max(1, min(4, width // _MIN_CHART_WIDTH))
+    limit, chart_height = _MAX_CHARTS, _CHART_HEIGHT
+    if height is not None:
+        spare = height - used - _CHART_HEIGHT
+        num_answers = max(0, min(num_answers, (spare - len(runs)) // (2 * len(runs))))
+    answers = _render_answers(runs, colours, num_answers, page, width)
+    panels = _collect_series(runs)
+    if height is not None:
+        room = height - used - len(answers)
+        limit = columns * max(0, room // _CHART_HEIGHT)
+        grid_rows = -(-min(limit, _MAX_CHARTS, len(panels)) // columns)
+        chart_height = min(_MAX_CHART_HEIGHT, room // grid_rows) if grid_rows else _CHART_HEIGHT
+    panels = panels[: min(limit, _MAX_CHARTS)]
+    charts = _render_charts(runs, colours, panels, columns, chart_height)
+    return Group(*head, *charts, *answers, *footer)
+
+
+def _render_run(run: RunFollower, colour: str, width: int) -> list[RenderableType]:
+    """Return the lines on a run: its state, the newest metrics, its alarms."""
+    state = run.get_state()
+    mark, style = _STATES[state]
+    line = Text()
+    line.append(f"{mark} ", style=style)
+    line.append(run.label, style=f"bold {colour}".strip())
+    line.append(f"  {state}", style=style)
+    stage = run.find_stage()
+    if stage is not None:
+        name, done, steps = stage
+        line.append(f"  {name} {done}/{steps}")
+        if len(run.stages) > 1:
+            line.append(f" (step {run.step} of {run.last_step})", style="dim")
+    if state == "running":
+        remaining, age = run.estimate_seconds(), run.get_age()
+        if remaining:
+            line.append(f"  about {format_duration(remaining)} left")
+        if age is not None:
+            line.append(f"  last step {format_duration(age)} ago", style="dim")
+    elif state in _STATE_NOTES:
+        line.append(f"  {_STATE_NOTES[state]}", style="dim")
+    line.truncate(width, overflow="ellipsis")
+    lines: list[RenderableType] = [line]
+    if run.step is not None and run.last_step:
+        bar_style = colour or ("green" if state == "finished" else "cyan")
+        bar = Table.grid(expand=True)  # a bar alone does not end its line
+        bar.add_row(
+            ProgressBar(
+                total=run.last_step,
+                completed=run.step,
+                complete_style=bar_style,
+                finished_style=bar_style,
+            )
+        )
+        lines.append(bar)
+    metrics = format_headline(run.rows[-1], width=width) if run.rows else ""
+    measured = [text for row in run.evaluations if (text := format_held_out(row))]
+    if metrics:
+        lines.append(Text(metrics, no_wrap=True, overflow="ellipsis"))
+    if measured:
+        text = measured[-1]
+        if len(measured) > 1:
+            text += f"  (first: {measured[0].removeprefix('held-out ')})"
+        lines.append(Text(text, no_wrap=True, overflow="ellipsis"))
+    return [*lines, *_render_alarms(run, width)]
+
+
+def _render_alarms(run: RunFollower, width: int) -> list[RenderableType]:
+    """Return a line on the alarms that are on, and a line on the earlier ones."""
+    periods = run.alarms
+    last = next((r["step"] for r in reversed(run.rows) if any("alarm/" in k for k in r)), None)
+    active = [f"{p['name']} since step {p['first']}" for p in periods if p["last"] == last]
+    ended = [f"{p['name']} {p['first']}-{p['last']}" for p in periods if p["last"] != last]
+    lines: list[RenderableType] = []
+    if active:
+        text = Text(f"▲ alarm: {', '.join(active)}", style=f"bold {ALARM_COLOUR}", no_wrap=True)
+        text.truncate(width, overflow="ellipsis")
+        lines.append(text)
+    if ended:
+        text = Text(f"△ earlier alarms: {', '.join(ended[::-1])}", style=ALARM_COLOUR, no_wrap=True)
+        text.truncate(width, overflow="ellipsis")
+        lines.append(text)
+    return lines
+
+
+def _collect_series(runs: Sequence[RunFollower]) -> list[tuple[PlotPanel, list[Series]]]:
+    """Return the panels that a run has values for, with the series of each run."""
+    curves = [run.curve for run in runs]
+    panels = [
+        (panel, [curve.series(panel) for curve in curves])
+        for panel in [*PANELS, *find_reward_panels(curves)]
+    ]
+    return [(panel, series) for panel, series in panels if any(steps for steps, _ in series)]
+
+
+def _render_charts(
+    runs: Sequence[RunFollower],
+    colours: Sequence[str],
+    panels: Sequence[tuple[PlotPanel, list[Series]]],
+    columns: int,
+    height: int,
+) -> list[RenderableType]:
+    """Return the charts of the panels as rows of `columns` charts."""
+    bands = [(period["first"], period["last"]) for run in runs for period in run.alarms]
+    charts = [_make_chart(panel, series, colours, bands, height) for panel, series in panels]
+    grids: list[RenderableType] = []
+    for start in range(0, len(charts), columns):
+        grid = Table.grid(padding=(0, 1, 0, 0), expand=True)
+        group = charts[start : start + columns]
+        for _ in range(columns):
+            grid.add_column(ratio=1)
+        grid.add_row(*group, *[""] * (columns - len(group)))
+        grids.append(grid)
+    return grids
+
+
+def _make_chart(
+    panel: PlotPanel,
+    series: Sequence[Series],
+    colours: Sequence[str],
+    bands: Sequence[tuple[float, float]],
+    height: int,
+) -> TerminalChart:
+    """Return the chart of a panel, with the last value of each run beside its title."""
+    lines = [
+        ChartCurve(steps, values, colour)
+        for (steps, values), colour in zip(series, colours, strict=True)
+    ]
+    return TerminalChart(
+        sanitize_name(panel.title),
+        lines,
+        height=height,
+        bands=bands,
+        log=panel.log,
+        from_zero=panel.share,
+        summary=[
+            (format_axis_value(line.values[-1]), line.colour) for line in lines if line.values
+        ],
+    )
+
+
+def _render_answers(
+    runs: Sequence[RunFollower], colours: Sequence[str], count: int, page: int, width: int
+) -> list[RenderableType]:
+    """Return the latest answers of each run; a prompt once for the answers to it."""
+    lines: list[RenderableType] = []
+    for run, colour in zip(runs, colours, strict=True):
+        rows = choose_answers(run.answers, count, page)
+        if not rows:
+            continue
+        kind = "held-out answers" if run.are_held_out else "answers"
+        choice = "best to worst" if page == 0 else f"page {page}"
+        name = f"{run.label}: " if len(runs) > 1 else ""
+        title = f"{name}{len(run.answers)} {kind} of step {run.answers_step}, {choice}"
+        style = colour if len(runs) > 1 else "dim"
+        lines.append(Rule(Text(title, style=style), align="left", style="dim"))
+        previous = None
+        for row in rows:
+            prompt = _render_prompt(row, width)
+            lines += [prompt] * (prompt != previous) + [_render_answer(row, width)]
+            previous = prompt
+    return lines
+
+
+def _render_prompt(row: Mapping[str, Any], width: int) -> Text:
+    """Return a line with the end of the prompt, where a question mostly is, and the expected
+    answer.
+    """
+    expected = f"  (expected {_flatten(str(row['answer']))[:60]})" if row.get("answer") else ""
+    prompt = _flatten(str(row.get("prompt")))
+    room = max(10, width - 9 - cell_len(expected))
+    line = Text(" " * 8 + _cut(prompt, 0, room) + expected, style="dim", no_wrap=True)
+    line.truncate(width, overflow="ellipsis")
+    return line
+
+
+def _render_answer(row: Mapping[str, Any], width: int) -> Text:
+    """Return a line with the reward, and with the beginning and the end of the answer."""
+    turns = collect_turns(row) if isinstance(row.get("turns"), list) else []
+    answer = _flatten(str(row.get("response") or (turns[-1]["response"] if turns else "")))
+    reward = row.get("reward") if isinstance(row.get("reward"), (int, float)) else None
+    line = Text(no_wrap=True)
+    score = "n/a" if reward is None else format_score(float(reward))
+    line.append(f"{score:>7} ", style="green" if reward and reward > 0 else "red")
+    line.append(_cut(answer, (width - 9) // 2, max(10, width - 9)) or "(empty)")
+    line.truncate(width, overflow="ellipsis")
+    return line
+
+
+def _cut(text: str, head: int, room: int) -> str:
+    """Return the text in `room` columns, of which the first `head` show its beginning and the
+    others its end.
+    """
+    if cell_len(text) <= room:
+        return text
+    end = text[-room:]
+    while cell_len(end) > room - head - 1:
+        end = end[1:]
+    return f"{set_cell_size(text, head) if head else ''}…{end}"
+
+
+def _flatten(text: str) -> str:
+    """Return foreign text as a single line; a line break becomes a mark."""
+    lines = sanitize_text(text, _TEXT_LIMIT).split("\n")
+    return " ⏎ ".join(part for line in lines if (part := " ".join(line.split())))
