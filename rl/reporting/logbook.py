@@ -47,6 +47,7 @@ from rl.reporting.wandb_tracker import WandbTracker, WarningSink
 
 CHECKPOINTS, CONFIG, ROLLOUTS, CURVES = "checkpoints.jsonl", "config.json", "rollouts", "curves.png"
 REPORT, LOGS, LOCK = "report.html", "logs", "run.lock"
+EVALUATIONS = "evaluations"  # a .json and a .md file for each evaluation by evaluate.py
 _RUN_FILES = (
     "decisions.jsonl",
     CONFIG,
@@ -55,6 +56,7 @@ _RUN_FILES = (
     CURVES,
     REPORT,
     ROLLOUTS,
+    EVALUATIONS,
     "checkpoints",
     "sampler_weights",
     "wandb",
