@@ -1,10 +1,12 @@
-"""Score saved weights on held-out problems: `python evaluate.py runs/sorting --samples 8 --output
-results.json`.
+"""Score saved weights on held-out problems: `python evaluate.py runs/math --dataset math500 aime
+gpqa --samples 8 --seeds 0 1 2`.
 
 WEIGHTS is a run's folder (its newest checkpoint, or --checkpoint), a folder of weights, a hub name
 or tiny:<preset>. For a run, the defaults are the settings of its held-out evaluation, which
-reproduce its metrics. A --dataset by a short name (humaneval, math500, mbpp, gsm8k, ...;
-docs/datasets.md) also selects the reward that scores it. A custom reward of a run, if it is outside
+reproduce its metrics. A --dataset by a short name (humaneval, math500, aime, gpqa, ifeval, ...;
+docs/datasets.md) also selects the reward that scores it; aime:FILE reads a local file as that data
+set. The table of all metrics with their standard errors, and every answer, are written to --output,
+by default into the run's folder evaluations/. A custom reward of a run, if it is outside
 of the current folder, is imported only with --trust-run: the author of the run's files chose that
 file. All flags of train.py on reading data and building prompts are accepted too (docs/data.md):
 --prompt-column, --data-format, --prompt-suffix, --system-prompt, --template.enable_thinking false,
@@ -12,7 +14,9 @@ file. All flags of train.py on reading data and building prompts are accepted to
 """
 
 import argparse
+import hashlib
 import json
+import re
 import shlex
 import sys
 from contextlib import ExitStack
@@ -26,6 +30,7 @@ parser = argparse.ArgumentParser(
 parser.add_argument(
     "weights",
     metavar="WEIGHTS",
+    nargs="?",
     help="a run's folder, a folder of weights, a hub name or tiny:<preset>",
 )
 parser.add_argument(
@@ -33,8 +38,11 @@ parser.add_argument(
 )
 parser.add_argument(
     "--dataset",
-    help="evaluation problems: a short name, a folder's or hub name's test split, a file "
-    "(default: the run's)",
+    "--datasets",
+    nargs="+",
+    default=[],
+    help="evaluation problems, one or several: a short name, a short name and a file as "
+    "aime:FILE, a folder's or hub name's test split, a file (default: the run's)",
 )
 parser.add_argument(
     "--reward",
@@ -80,7 +88,13 @@ parser.add_argument(
     "--max-tokens", type=int, help="maximum tokens of a response (default: the run's, else 256)"
 )
 parser.add_argument(
-    "--seed", type=int, help="sampling seed (default: that of the run's evaluation)"
+    "--seed",
+    "--seeds",
+    dest="seeds",
+    type=int,
+    nargs="+",
+    help="sampling seeds, one or several; each draws --samples answers to every problem "
+    "(default: that of the run's evaluation)",
 )
 parser.add_argument(
     "--sampler-tp",
@@ -98,7 +112,16 @@ parser.add_argument(
     help="import the run's custom reward, environment and method from the paths in its config",
 )
 parser.add_argument(
-    "--output", type=Path, help="write the metrics and every answer to this .json file"
+    "--output",
+    type=Path,
+    help="write the table and every answer to this .json file, and the table to a .md file beside "
+    "it (default: a file in the run's folder evaluations/)",
+)
+parser.add_argument(
+    "--baseline",
+    type=Path,
+    metavar="FILE",
+    help="compare with an earlier evaluation's .json file, problem by problem",
 )
 
 
@@ -137,6 +160,53 @@ class EvaluationRequest:
     env: Any
 
 
+@dataclass(frozen=True)
+class DatasetEvaluation:
+    """Hold what the evaluation of a data set needs.
+
+    dataset: the requested name; None for the run's data set
+    sandbox: the kind that programs run in; None if the reward runs none
+    """
+
+    dataset: str | None
+    request: EvaluationRequest
+    sampling: Any
+    params: Any
+    environment: Any
+    problems: Any
+    reward: Any
+    sandbox: str | None
+
+    @property
+    def label(self) -> str:
+        """Return the name of the data set."""
+        return self.dataset or self.problems.name
+
+    @property
+    def reward_name(self) -> str:
+        """Return the name of what scores the answers."""
+        data = self.request.data
+        name = " + ".join(f"{weight:g} {part}" for part, weight in data.rewards) or data.reward
+        if self.environment is None:
+            return name
+        return f"environment {self.environment.name}" + (
+            f" + {name}" if self.reward is not None else ""
+        )
+
+    def summarize(self, weights: Any) -> dict[str, Any]:
+        """Return the settings that the console and the file name."""
+        params = self.params
+        summary = {
+            "weights": weights.name,
+            "problems": self.problems.name,
+            "reward": self.reward_name,
+            "temperature": params.temperature,
+        }
+        summary |= {"top_k": params.top_k} if params.top_k != -1 else {}
+        summary |= {"top_p": params.top_p} if params.top_p != 1 else {}
+        return summary | ({"sandbox": self.sandbox} if self.sandbox is not None else {})
+
+
 def resolve_env_settings(args: argparse.Namespace, stage: Any) -> Any:
     """Return the requested environment, else the run's, updated with the settings in `args`."""
     from rl.config import EnvironmentSettings
@@ -150,8 +220,10 @@ def resolve_env_settings(args: argparse.Namespace, stage: Any) -> Any:
     )
 
 
-def resolve_settings(args: argparse.Namespace, weights: Any) -> tuple[Any, Any, Any]:
-    """Return (data settings, sampling settings, SamplingParams).
+def resolve_settings(
+    args: argparse.Namespace, weights: Any, dataset: str | None
+) -> tuple[Any, Any, Any]:
+    """Return (data settings, sampling settings, SamplingParams) of a data set; None: the run's.
 
     Each value is from the arguments, else from the run, else the default.
     """
@@ -160,16 +232,16 @@ def resolve_settings(args: argparse.Namespace, weights: Any) -> tuple[Any, Any, 
     from rl.errors import UserError
     from rl.types import SamplingParams
 
-    dataset_reward = find_default_reward(args.dataset) if args.dataset is not None else None
+    dataset_reward = find_default_reward(dataset) if dataset is not None else None
     reward = args.reward or dataset_reward
-    if weights.stage is None and not args.environment and not (args.dataset and reward):
+    if weights.stage is None and not args.environment and not (dataset and reward):
         missing = f"{args.weights} is not a run's folder and provides no settings"
         raise UserError(
             f"{missing}: pass --dataset (such as openai/gsm8k) and --reward (such as gsm8k)"
         )
     data, sampling = weights.prompt_settings
     overrides = {
-        "eval_dataset": args.dataset,
+        "eval_dataset": dataset,
         "eval_limit": args.limit,
         "renderer": args.renderer,
         "sandbox": args.sandbox,
@@ -218,47 +290,40 @@ def build_table(counts: dict[str, int], figures: dict[str, float]) -> Any:
 def main(args: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from rl.errors import UserError
-    from rl.trainer import find_sandbox_kind, open_weights, resolve_environment
+    from rl.reporting import read_evaluation
+    from rl.trainer import open_weights
 
+    baseline = read_evaluation(args.baseline) if args.baseline is not None else None
     weights = open_weights(args.weights, args.checkpoint, trusted=args.trust_run)
-    data, sampling, params = resolve_settings(args, weights)
-    request = EvaluationRequest(data, resolve_env_settings(args, weights.stage))
     console = Console(highlight=False, soft_wrap=True)
+    evaluations = [
+        prepare_evaluation(args, weights, dataset, console) for dataset in args.dataset or [None]
+    ]
+    seeds = args.seeds or [weights.evaluation_seed]
+    parts = []
+    with weights.create_service(sampler_tp=args.sampler_tp) as service:
+        sampler = weights.create_sampler(service)
+        for evaluation in evaluations:
+            parts.append(
+                evaluate_dataset(args, weights, service, sampler, evaluation, seeds, console)
+            )
+    write_results(args, weights, seeds, parts, baseline, console)
+
+
+def prepare_evaluation(
+    args: argparse.Namespace, weights: Any, dataset: str | None, console: Any
+) -> DatasetEvaluation:
+    """Resolve the settings of a data set and load its problems, before any weights are loaded."""
+    from rl.trainer import find_sandbox_kind, resolve_environment
+
+    data, sampling, params = resolve_settings(args, weights, dataset)
+    request = EvaluationRequest(data, resolve_env_settings(args, weights.stage))
     check_trust(args, data, request, console)
     environment = resolve_environment(request)
     problems, reward = load_problems_and_reward(args, data, request, environment)
     kind = None if reward is None else find_sandbox_kind(reward, data)
-    reward_name = " + ".join(f"{weight:g} {name}" for name, weight in data.rewards) or data.reward
-    if environment is not None:
-        reward_name = f"environment {environment.name}" + (
-            f" + {reward_name}" if reward is not None else ""
-        )
-    seed = weights.evaluation_seed if args.seed is None else args.seed
-    problems, result = sample_and_score(
-        args, weights, request, sampling, params, environment, problems, reward, seed
-    )
-    if not result.groups:
-        raise UserError(
-            f"{'the reward' if environment is None else 'the'} {reward_name} failed on every "
-            f"answer: {result.errors[0]}"
-        )
-    summary = {
-        "weights": weights.name,
-        "problems": problems.name,
-        "reward": reward_name,
-        "temperature": params.temperature,
-    }
-    summary |= {"top_k": params.top_k} if params.top_k != -1 else {}
-    summary |= {"top_p": params.top_p} if params.top_p != 1 else {}
-    write_report(
-        args,
-        summary | ({"sandbox": kind} if kind is not None else {}),
-        describe_problems(data, environment),
-        problems,
-        result,
-        seed,
-        console,
+    return DatasetEvaluation(
+        dataset, request, sampling, params, environment, problems, reward, kind
     )
 
 
@@ -316,15 +381,12 @@ def load_problems_and_reward(
 def sample_and_score(
     args: argparse.Namespace,
     weights: Any,
-    request: EvaluationRequest,
-    sampling: Any,
-    params: Any,
-    environment: Any,
-    problems: Any,
-    reward: Any,
-    seed: int,
-) -> tuple[Any, Any]:
-    """Return (the problems that fit, their scored answers)."""
+    service: Any,
+    sampler: Any,
+    evaluation: DatasetEvaluation,
+    seeds: list[int],
+) -> tuple[Any, list[Any]]:
+    """Return (the problems that fit, their scored answers for each seed)."""
     from rl.envs import ProblemGroupBuilder
     from rl.judges import add_episode_rewards
     from rl.rewards import Scorer
@@ -336,97 +398,192 @@ def sample_and_score(
         select_fitting_problems,
     )
 
-    data = request.data
+    request, environment, params = evaluation.request, evaluation.environment, evaluation.params
+    data, problems, reward = request.data, evaluation.problems, evaluation.reward
     limits: dict[str, Any] = {
         "timeout": data.reward_timeout,
         "workers": data.reward_workers,
         "environment": data.reward_env,
     }
-    with weights.create_service(sampler_tp=args.sampler_tp) as service, ExitStack() as stack:
-        sampler = weights.create_sampler(service)
+    with ExitStack() as stack:
         scorer = stack.enter_context(Scorer(reward, **limits)) if reward is not None else None
-        renderer = make_renderer(sampler, data.renderer, data.template, sampling.stop)
+        renderer = make_renderer(sampler, data.renderer, data.template, evaluation.sampling.stop)
+        players: Any = {}
         if environment is not None:
             players, renderers = load_evaluation_opponents(
                 environment.make(), request.env, weights, service
             )
-            builders = build_episode_groups(
-                environment, request, list(problems), args.samples, renderer, renderers
+        else:
+            problems = select_fitting_problems(
+                problems, data, sampler.info, renderer, params.max_tokens
             )
+        results = []
+        for seed in seeds:
+            if environment is not None:
+                builders: Any = build_episode_groups(
+                    environment, request, list(problems), args.samples, renderer, renderers
+                )
+            else:
+                assert scorer is not None
+                builders = [
+                    ProblemGroupBuilder(problem, args.samples, renderer, scorer)
+                    for problem in problems
+                ]
             result = rollout(builders, sampler, params, seed=seed, players=players)
-            return problems, add_episode_rewards(result, scorer)
-        problems = select_fitting_problems(
-            problems, data, sampler.info, renderer, params.max_tokens
-        )
-        assert scorer is not None
-        group_builders = [
-            ProblemGroupBuilder(problem, args.samples, renderer, scorer) for problem in problems
-        ]
-        return problems, rollout(group_builders, sampler, params, seed=seed, players={})
+            results.append(result if environment is None else add_episode_rewards(result, scorer))
+        return problems, results
 
 
-def describe_problems(data: Any, environment: Any) -> str:
-    """Return which problems are evaluated, as words."""
-    if environment is not None and not environment.needs_rows:
-        return f"held-out episodes of {environment.name}"
-    sets = [data.eval_dataset, *data.more_eval_datasets]
-    if data.eval_dataset is not None:
-        return f"problems of {' + '.join(sets)}"
-    return f"held-out problems of {' + '.join([data.dataset, *data.more_datasets, *sets[1:]])}"
-
-
-def write_report(
+def evaluate_dataset(
     args: argparse.Namespace,
-    summary: dict[str, Any],
-    source: str,
-    problems: Any,
-    result: Any,
-    seed: int,
+    weights: Any,
+    service: Any,
+    sampler: Any,
+    evaluation: DatasetEvaluation,
+    seeds: list[int],
     console: Any,
-) -> None:
-    """Print the results and write them to --output."""
-    from rl.jsonl import replace_nonfinite, write_atomically
+) -> dict[str, Any]:
+    """Evaluate a data set with all seeds, print its metrics, and return them with every answer."""
+    from rl.errors import UserError
+    from rl.reporting import make_table_rows
     from rl.trainer import compute_evaluation_metrics, make_response_rows
 
-    rows, metrics = (
-        make_response_rows(result.groups, list(problems)),
-        compute_evaluation_metrics(result.groups, args.samples),
-    )
+    problems, results = sample_and_score(args, weights, service, sampler, evaluation, seeds)
+    groups = [group for result in results for group in result.groups]
+    errors = [error for result in results for error in result.errors]
+    if not groups:
+        raise UserError(
+            f"{'the reward' if evaluation.environment is None else 'the'} "
+            f"{evaluation.reward_name} failed on every answer: {errors[0]}"
+        )
+    rows = []
+    for seed, result in zip(seeds, results, strict=True):
+        answers = make_response_rows(result.groups, list(problems))
+        rows += [{**row, "seed": seed} for row in answers] if len(seeds) > 1 else answers
+    metrics = compute_evaluation_metrics(groups, args.samples * len(seeds))
     counts = {
         "problems": len(problems),
         "answers": len(rows),
-        "answers whose reward failed": len(result.errors),
+        "answers whose reward failed": len(errors),
     }
-    settings = {
-        name: value for name, value in summary.items() if name not in ("weights", "problems")
-    }
-    described = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in settings.items())
+    summary = evaluation.summarize(weights)
     console.print(
         f"{summary['weights']} on {len(problems)} {source} ({described})",
         build_table(counts, metrics),
         sep="\n",
         markup=False,
     )
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        everything = replace_nonfinite({**summary, "seed": seed, **counts, **metrics, "rows": rows})
-        write_atomically(args.output, json.dumps(everything, indent=1) + "\n")
+    return {
+        **summary,
+        "dataset": evaluation.label,
+        "seed": seeds[0],
+        "seeds": seeds,
+        "samples": args.samples,
+        **counts,
+        **metrics,
+        "table": make_table_rows(evaluation.label, metrics, len(problems), len(rows)),
+        "rows": rows,
+    }
 
 
-if __name__ == "__main__":
+def write_results(
+    args: argparse.Namespace,
+    weights: Any,
+    seeds: list[int],
+    parts: list[dict[str, Any]],
+    baseline: dict[str, Any] | None,
+    console: Any,
+) -> None:
+    """Print the table of all data sets and the comparison with --baseline, and write the files."""
+    from rl.jsonl import replace_nonfinite, write_atomically
+    from rl.reporting import compare_evaluations, format_markdown
+
+    if len(parts) == 1:
+        (evaluation,) = parts
+    else:
+        table = [row for part in parts for row in part.pop("table")]
+        common = {key: parts[0][key] for key in ("weights", "temperature", "samples")}
+        evaluation = {**common, "seeds": seeds, "table": table, "datasets": parts}
+    text = format_markdown(evaluation["table"])
+    console.print(text.rstrip(), markup=False)
+    if baseline is not None:
+        evaluation["comparison"] = [
+            {"dataset": name, "problems": paired.problems, "difference": paired.difference,
+             "standard_error": paired.standard_error, "sentence": f"{name}: {paired.describe()}"}
+            for name, paired in compare_evaluations(baseline, evaluation)
+        ]  # fmt: skip
+        sentences = [row["sentence"] for row in evaluation["comparison"]] or [
+            f"{args.baseline} shares no problem with this evaluation"
+        ]
+        console.print(*sentences, sep="\n", markup=False)
+        text += "".join(f"\n{sentence}\n" for sentence in sentences)
+    output = args.output or choose_output(args, weights, evaluation)
+    if output is None:
+        return
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(output, json.dumps(replace_nonfinite(evaluation), indent=1) + "\n")
+        write_atomically(output.with_suffix(".md"), text)
+    except OSError as error:
+        if args.output is not None:
+            raise
+        console.print(f"nothing was written into the run's folder: {error}", markup=False)
+        return
+    console.print(f"written to {output} and {output.with_suffix('.md').name}", markup=False)
+
+
+def choose_output(
+    args: argparse.Namespace, weights: Any, evaluation: dict[str, Any]
+) -> Path | None:
+    """Return the file of an evaluation in the run's folder; None if the weights are of no run.
+
+    Its name has the checkpoint, the data sets and a hash of the settings: the same evaluation
+    writes the same file again.
+    """
+    from rl.reporting import EVALUATIONS
+
+    if weights.run_folder is None:
+        return None
+    parts = evaluation.get("datasets") or [evaluation]
+    others = ("weights", "checkpoint", "output", "baseline", "trust_run")
+    settings = [[name, value] for name, value in sorted(vars(args).items()) if name not in others]
+    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
+    names = [re.sub(r"[^A-Za-z0-9.]+", "_", Path(part["dataset"]).name)[:40] for part in parts]
+    stem = "-".join([weights.path.name, *names])[:150]
+    return weights.run_folder / EVALUATIONS / f"{stem}-{digest}.json"
+
+
+def read_arguments() -> argparse.Namespace:
+    """Return the arguments of the command line. The program ends if one is invalid."""
     args, rest = parser.parse_known_args()
+    if args.weights is None and len(args.dataset) > 1:
+        args.weights = args.dataset.pop()  # --dataset NAME WEIGHTS
+    if args.weights is None:
+        parser.error("the following arguments are required: WEIGHTS")
     args.environment_settings, args.others = split_environment_flags(rest)
     for name, least in {
         "limit": 1,
         "samples": 1,
         "max_tokens": 1,
         "temperature": 0,
-        "seed": 0,
         "sampler_tp": 1,
     }.items():
         value = getattr(args, name)
         if value is not None and not value >= least:
             parser.error(f"{name.replace('_', '-')} is at least {least}, got {value}")
+    seeds = args.seeds or []
+    if any(seed < 0 for seed in seeds):
+        parser.error(f"seed is at least 0, got {min(seeds)}")
+    for name, values in (("seeds", seeds), ("dataset", args.dataset)):
+        if len(set(values)) < len(values):
+            parser.error(f"{name} has a value twice: {' '.join(map(str, values))}")
+    if args.output is not None and args.output.suffix == ".md":
+        parser.error(f"output is a .json file (the .md file is written beside it): {args.output}")
+    return args
+
+
+if __name__ == "__main__":
+    args = read_arguments()
     from rl.startup import reduce_gc
 
     reduce_gc()

@@ -4,12 +4,12 @@ random models of the same architectures, and data sets of a few rows.
 A script: `python offline_hub.py FOLDER NAME [NAME ...]`, the names of models.
 """
 
+import hashlib
 import json
 import re
 import sys
 from pathlib import Path
 
-COMMIT = "0" * 40
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -46,6 +46,12 @@ MBPP |= {"test_list": ["assert f(2) == 4"], "test_setup_code": "", "challenge_te
 HUMANEVAL = {"task_id": "HumanEval/0", "prompt": 'def f(x):\n    """Negate x."""\n'}
 HUMANEVAL |= {"canonical_solution": "    return -x\n", "entry_point": "f"}
 HUMANEVAL |= {"test": "def check(candidate):\n    assert candidate(2) == -2\n"}
+AIME = {"id": 60, "problem": "Find 1+1.", "solution": "It is 2.", "answer": "002", "year": "2024"}
+GPQA = {"Question": "What is 1+1?", "Correct Answer": "2", "Record ID": "rec1"}
+GPQA |= {f"Incorrect Answer {i}": str(i + 2) for i in (1, 2, 3)}
+IFEVAL = {"key": 1000, "prompt": "Write two words without a comma."}
+IFEVAL |= {"instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"]}
+IFEVAL |= {"kwargs": [{}, {"relation": "at least", "num_words": 2}]}
 # data set -> configuration, splits, a row
 DATASETS = {
     "openai/gsm8k": ("main", ("train", "test"), GSM8K),
@@ -53,6 +59,9 @@ DATASETS = {
     "HuggingFaceH4/MATH-500": ("default", ("test",), MATH),
     "google-research-datasets/mbpp": ("full", ("train", "validation", "test"), MBPP),
     "openai/openai_humaneval": ("default", ("test",), HUMANEVAL),
+    "HuggingFaceH4/aime_2024": ("default", ("train",), AIME),
+    "Idavidrein/gpqa": ("gpqa_diamond", ("train",), GPQA),
+    "google/IFEval": ("default", ("train",), IFEVAL),
 }
 ROWS = 12
 
@@ -68,8 +77,9 @@ def make_snapshot(hub: Path, kind: str, name: str) -> Path:
     """Return the new folder of a repository's files."""
     repository = hub / f"{kind}s--{name.replace('/', '--')}"
     (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text(COMMIT)
-    folder = repository / "snapshots" / COMMIT
+    commit = hashlib.sha1(name.encode()).hexdigest()  # `datasets` tells two snapshots apart by it
+    (repository / "refs" / "main").write_text(commit)
+    folder = repository / "snapshots" / commit
     folder.mkdir(parents=True)
     return folder
 

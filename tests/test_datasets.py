@@ -248,13 +248,21 @@ def test_short_names_are_hub_names_with_their_config_and_splits(monkeypatch: pyt
 
     def read_hub(*words: Any) -> Any:
         asked.append(words)
-        return iter([rows_module.Row("row 0", {"problem": "p", "answer": "1"})])
+        return iter([rows_module.Row("row 0", rows[formats[words[0]]])])
 
+    gsm8k = {"question": "1+1?", "answer": "#### 2"}
+    choice = {"Question": "1+1?", "Correct Answer": "2"}
+    choice |= {f"Incorrect Answer {i}": f"{i + 2}" for i in (1, 2, 3)}
+    instruction = {"prompt": "p", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+    rows = {"gsm8k": gsm8k, "math": MATH, "mbpp": MBPP, "humaneval": HUMANEVAL}
+    rows |= {"aime": {"problem": "p", "answer": "7"}}
+    rows |= {"multiple_choice": choice, "ifeval": instruction}
+    formats = {entry.hub: entry.format for entry in DATASET_REGISTRY.values()}
     monkeypatch.setattr("rl.data.problem_loader.read_hub", read_hub)
     for name, found in DATASET_REGISTRY.items():
         for split in found.splits:
             load_problems(name, split=split)
-            assert asked.pop() == (found.hub, found.config, split)
+            assert asked.pop() == (found.hub, found.config, found.splits[split])
         assert find_default_reward(name) == find_default_reward(found.hub) == found.reward
         resolve_reward(found.reward)
     load_problems("openai/gsm8k", config="socratic")

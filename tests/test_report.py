@@ -351,3 +351,22 @@ def test_a_browser_draws_the_page(tmp_path):
     parser.feed(drawn.stdout)
     assert "img" not in parser.tags
     assert parser.tags.count("svg") >= 1 and parser.tags.count("article") >= 4
+
+
+def test_the_page_has_the_tables_of_evaluate(tmp_path, small_plotly):
+    run = write_run(tmp_path / "run", [{"step": 1, "stage": "grpo", "reward/total": 0.5}])
+    page = read_page(write_report([run]))[0]
+    assert 'id="evaluations"' not in page
+    row = {"dataset": HOSTILE, "metric": "pass@4", "mean": 0.625, "standard_error": 0.0312}
+    row |= {"problems": 30, "answers": 120, "truncated": None}
+    evaluation = {"weights": "run: grpo-final", "temperature": 0.8, "seeds": [0, 1], "table": [row]}
+    evaluation["comparison"] = [{"sentence": "aime: The difference is noise."}]
+    (run / "evaluations").mkdir()
+    (run / "evaluations" / "a.json").write_text(json.dumps(evaluation))
+    (run / "evaluations" / "broken.json").write_text("{")
+    page = read_page(write_report([run]))[0]
+    (section,) = re.findall(r'<section id="evaluations">.*?</section>', page, re.S)
+    assert "<script" not in section and "<img" not in section
+    text = read_text(section)
+    assert "run: grpo-final" in text and "temperature 0.8 , seeds 0, 1" in text
+    assert "pass@4 0.6250 0.0312 30 120 n/a" in text and "aime: The difference is noise." in text

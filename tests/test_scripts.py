@@ -249,6 +249,10 @@ def test_evaluate_asks_before_it_imports_what_a_folder_of_somebody_else_names(
     assert list(work.iterdir()) == []
     done = script("evaluate.py", stolen, "--limit", 2, "--trust-run", cwd=work)
     assert done.returncode == 0 and f"importing {(tmp_path / 'evil.py').resolve()}" in done.stdout
+    # without --output, each of the two evaluations that ran has its files in the run's folder
+    written = sorted(path.suffix for path in (stolen / "evaluations").iterdir())
+    assert written == [".json", ".json", ".md", ".md"]
+    assert f"written to {stolen / 'evaluations' / 'grpo-final-'}" in done.stdout
     assert (work / "touched").exists()
 
 

@@ -35,8 +35,16 @@ SETTINGS = {
     "language": {"language": "en"},
     "composite": {"weights": {"math_correctness": 1.0, "gsm8k": 0.5}},
     "cosine_length": {"max_length": 100, "reward": "math_correctness"},
+    "multiple_choice": {},
+    "ifeval": {},
 }
-META = {"answer": "7", "numbers": [1, 2, 3], "target": 7}
+META = {
+    "answer": "7",
+    "numbers": [1, 2, 3],
+    "target": 7,
+    "instruction_id_list": ["punctuation:no_comma", "detectable_format:json_format"],
+    "kwargs": [{}, {}],
+}
 
 
 def test_every_built_in_grader_of_texts_is_listed():
@@ -49,7 +57,7 @@ def test_every_text_gets_a_number_in_time(name: str):
     if name == "language":
         pytest.importorskip("py3langid")
     reward = resolve_reward(name, **SETTINGS[name])
-    meta = {**META, "answer": "8"}
+    meta = {**META, "answer": "B" if name == "multiple_choice" else "8"}
     for answer in ANSWERS:
         for response in (answer, f"\\boxed{{{answer}}}", f"#### {answer}"):
             begin = time.process_time()

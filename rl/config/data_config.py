@@ -21,7 +21,7 @@ from rl.config.number_range import (
 
 DataFormat = Literal[
     "auto", "columns", "text", "messages", "sharegpt", "alpaca", "gsm8k", "math", "mbpp", "humaneval", "apps", "livecodebench",
-    "preferences", "unpaired",
+    "preferences", "unpaired", "aime", "multiple_choice", "ifeval",
 ]  # fmt: skip
 
 

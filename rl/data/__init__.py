@@ -4,7 +4,12 @@ from rl.data.addition_dataset import addition
 from rl.data.contamination import ContaminationResult, find_contamination
 from rl.data.countdown_dataset import countdown
 from rl.data.curriculum import Curriculum
-from rl.data.dataset_registry import DATASET_REGISTRY, GENERATED_REWARDS, find_dataset
+from rl.data.dataset_registry import (
+    DATASET_REGISTRY,
+    GENERATED_REWARDS,
+    find_dataset,
+    split_named_file,
+)
 from rl.data.length_limits import LengthLimits, RowTooLong
 from rl.data.mixture import Mixture
 from rl.data.one_line_functions import oneliners
@@ -45,4 +50,5 @@ __all__ = [
     "find_default_reward",
     "has_row_splits",
     "sorting",
+    "split_named_file",
 ]

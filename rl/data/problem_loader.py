@@ -14,7 +14,19 @@ from rl.data.addition_dataset import addition
 from rl.data.code_formats import APPS, MBPP, HumanEval, LiveCodeBench, detect_code_format
 from rl.data.countdown_dataset import countdown
 from rl.data.data_files import find_files, read_file
-from rl.data.dataset_registry import DATASET_REGISTRY, GENERATED_REWARDS, find_dataset
+from rl.data.dataset_registry import (
+    DATASET_REGISTRY,
+    GENERATED_REWARDS,
+    DatasetEntry,
+    find_dataset,
+    split_named_file,
+)
+from rl.data.evaluation_formats import (
+    AIMEFormat,
+    IFEvalFormat,
+    MultipleChoiceFormat,
+    detect_evaluation_format,
+)
 from rl.data.math_formats import GSM8K, MATH
 from rl.data.one_line_functions import oneliners
 from rl.data.problem_set import ProblemSet
@@ -54,6 +66,9 @@ _PUBLISHED: dict[str, Callable[[], RowFormat]] = {
     "humaneval": HumanEval,
     "apps": APPS,
     "livecodebench": LiveCodeBench,
+    "aime": AIMEFormat,
+    "multiple_choice": MultipleChoiceFormat,
+    "ifeval": IFEvalFormat,
 }
 
 
@@ -85,9 +100,10 @@ def load_problems(
         - a file: .jsonl, .json, .csv, .tsv, .gz of these, .parquet or .arrow. If the rows of a file
           name their split (MBPP's task_id), only the rows of `split` are read;
         - a folder (rl.data.data_files.find_files);
-        - a name of rl.data.dataset_registry ("mbpp");
+        - a name of rl.data.dataset_registry ("mbpp"), or such a name and a file with its columns
+          ("aime:problems.jsonl"), which is read in the format of that data set;
         - otherwise a hub name, with `config` if the data set has several.
-    format: one of
+    format: by default that of a listed data set, else chosen by the columns; one of
         - "columns": prompt, response and answer in the named columns. A prompt may be text or a
           list of messages;
         - "text": trained on as it is, without a prompt;
@@ -99,6 +115,7 @@ def load_problems(
         - "preferences": two answers to a prompt, see rl.data.row_formats.PreferencesFormat;
         - "unpaired": an answer and whether it is good;
         - "mbpp", "humaneval", "apps", "livecodebench": programs to write (rl.data.code_formats);
+        - "aime", "multiple_choice", "ifeval": rl.data.evaluation_formats;
         - "auto": chosen by the columns of the first good row.
     answer_column: the column that reaches the reward as meta["answer"]. The default column may be
         absent, a column that the caller names may not. None: no answer. All other columns reach the
@@ -115,6 +132,12 @@ def load_problems(
     Raises UserError if an option is invalid, or if the source cannot be read or has no rows.
     """
     _check_options(format, on_bad_row, limit)
+    named_file = split_named_file(str(source))
+    entry = named_file[0] if named_file is not None else _find_hub_entry(str(source))
+    if entry is not None and format == "auto" and (prompt_column, response_column) == _DEFAULTS:
+        format = entry.format
+    if named_file is not None:
+        source = named_file[1]
     name, _, options = str(source).partition(":")
     if name in GENERATED:
         generated = GENERATED[name](
@@ -155,6 +178,14 @@ def load_problems(
     if not problems:
         raise UserError(f"{source} (split {split!r}) holds no row")
     return ProblemSet(problems, name=f"{label}/{split}")
+
+
+_DEFAULTS = ("prompt", None)  # prompt_column and response_column that no caller named
+
+
+def _find_hub_entry(source: str) -> DatasetEntry | None:
+    """Return the entry of a data set that is read from the hub; None if it is not listed."""
+    return None if Path(source).expanduser().exists() else find_dataset(source)
 
 
 def _check_options(format: str, on_bad_row: str, limit: int | None) -> None:
@@ -209,6 +240,8 @@ def has_row_splits(
 
     named: the column arguments of `load_problems`.
     """
+    if (named_file := split_named_file(str(source))) is not None:
+        source = named_file[1]
     if not Path(source).expanduser().is_file():
         return False
     columns = {
@@ -228,15 +261,19 @@ def has_row_splits(
 def find_default_reward(source: str) -> str | None:
     """Return the name of the reward that scores a source; None if no reward is known for it.
 
-    Known sources: catalogued data sets (by short name or hub name), generated sets, and files of
-    programs to write.
+    Known sources: catalogued data sets (by short name, hub name, or name and file), generated sets,
+    and files of programs to write, of multiple choice or of instructions.
     """
+    if (named_file := split_named_file(source)) is not None:
+        return named_file[0].reward
     if (name := source.partition(":")[0]) in GENERATED_REWARDS:
         return GENERATED_REWARDS[name]
     if Path(source).expanduser().is_file():
         first = _first_good_row(source)
-        return "code_tests" if first is not None and detect_code_format(first) is not None else None
-    entry = None if Path(source).expanduser().exists() else find_dataset(source)
+        if first is None:
+            return None
+        return "code_tests" if detect_code_format(first) else detect_evaluation_format(first)
+    entry = _find_hub_entry(source)
     return None if entry is None else entry.reward
 
 
@@ -334,6 +371,8 @@ def _detect_format(columns: Mapping[str, Any], columns_by_setting: Mapping[str, 
         return "columns"
     if (program := detect_code_format(columns)) is not None:
         return program
+    if (evaluation := detect_evaluation_format(columns)) is not None:
+        return evaluation
     if "prompt" in columns:
         return "columns"
     if "messages" in columns:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rl.data.dataset_registry import DATASET_REGISTRY
+from rl.data.dataset_registry import DATASET_REGISTRY, find_dataset
 from rl.errors import UserError, check_hub_access, suggest_hub_name
 
 logger = logging.getLogger(__name__)
@@ -360,11 +360,14 @@ def read_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
         if "Unknown split" in reason:
             raise MissingSplit(f"hub data set {name!r} has no split {split!r}: {reason}") from error
         suggestion = suggest_hub_name(name, known, "dataset")
+        entry = find_dataset(name)
+        access = f"; {entry.access}" if entry is not None and entry.access else ""
+        short = next((key for key, value in DATASET_REGISTRY.items() if value == entry), None)
         raise UserError(
             f"hub data set {name!r} (config {config!r}, split {split!r}) cannot be "
-            f"loaded{suggestion}: {reason}. Without a network the data set must be in the hub's "
-            "cache (HF_HUB_OFFLINE=1 then prevents requests); or pass the path of a .jsonl file "
-            "instead"
+            f"loaded{suggestion}: {reason}{access}. Without a network the data set must be in the "
+            "hub's cache (HF_HUB_OFFLINE=1 then prevents requests); or pass the path of a .jsonl "
+            "file instead" + (f", as {short}:FILE with the same columns" if short else "")
         ) from error
     for number, row in enumerate(rows):
         yield Row(f"{name} {split} row {number}", row)

@@ -48,6 +48,7 @@ from rl.reporting.tracker_process import TRACKER_FILES, RunTrackers, WarningSink
 
 CHECKPOINTS, CONFIG, ROLLOUTS, CURVES = "checkpoints.jsonl", "config.json", "rollouts", "curves.png"
 REPORT, LOGS, LOCK = "report.html", "logs", "run.lock"
+EVALUATIONS = "evaluations"  # a .json and a .md file for each evaluation by evaluate.py
 _RUN_FILES = (
     "decisions.jsonl",
     CONFIG,
@@ -56,6 +57,7 @@ _RUN_FILES = (
     CURVES,
     REPORT,
     ROLLOUTS,
+    EVALUATIONS,
     "checkpoints",
     "sampler_weights",
     *TRACKER_FILES,

@@ -4,7 +4,16 @@
 `scorer` runs rewards.
 """
 
-from rl.rewards import code, countdown_reward, math_reward, text, text_quality
+from rl.rewards import (
+    code,
+    countdown_reward,
+    ifeval_reward,
+    instruction_checks,
+    math_reward,
+    multiple_choice_reward,
+    text,
+    text_quality,
+)
 from rl.rewards.module_loader import load_file
 from rl.rewards.reward_calls import Episode, EpisodeTurn, RewardResult
 from rl.rewards.reward_futures import PendingScore, RewardsLost, Score
@@ -36,6 +45,9 @@ __all__ = [
     "code",
     "build_worker_environment",
     "countdown_reward",
+    "ifeval_reward",
+    "instruction_checks",
+    "multiple_choice_reward",
     "math_reward",
     "register_reward",
     "registered_rewards",

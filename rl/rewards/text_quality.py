@@ -178,8 +178,8 @@ class LanguageReward:
     def __call__(
         self, prompt: str, response: str, meta: Mapping[str, Any] | None = None
     ) -> RewardResult:
-        ranked = dict(_load_identifier().rank(response))
-        language = self.language or _load_identifier().rank(prompt)[0][0]
+        ranked = dict(rank_languages(response))
+        language = self.language or rank_languages(prompt)[0][0]
         if language not in ranked:
             raise UserError(
                 f"py3langid does not know the language {language!r}, it knows "
@@ -187,6 +187,13 @@ class LanguageReward:
             )
         share = float(ranked[language])
         return RewardResult(share, {"language": share})
+
+
+def rank_languages(text: str) -> list[tuple[str, float]]:
+    """Return the languages that py3langid knows with their probabilities, the most probable
+    first.
+    """
+    return _load_identifier().rank(text)
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from rl.data import (
     concatenate_sets,
     has_row_splits,
     load_problems,
+    split_named_file,
 )
 from rl.errors import UserError
 
@@ -151,7 +152,9 @@ def load_held_out_problems(data: DataSettings) -> ProblemSet | None:
 
 def _is_single_file(data: DataSettings) -> bool:
     """Return whether the data set is a file without named splits."""
-    return Path(data.dataset).expanduser().is_file() and not has_row_splits(
+    named_file = split_named_file(data.dataset)
+    file = data.dataset if named_file is None else named_file[1]
+    return Path(file).expanduser().is_file() and not has_row_splits(
         data.dataset, **_column_settings(data)
     )
 

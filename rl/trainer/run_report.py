@@ -22,6 +22,7 @@ from rl.reporting import (
     MAX_REPORT_BYTES,
     REPORT,
     ROLLOUTS,
+    TABLE_COLUMNS,
     PairedComparison,
     RunCurve,
     average_by_problem,
@@ -34,6 +35,7 @@ from rl.reporting import (
     compare_paired,
     contains_run,
     encode_json,
+    list_evaluation_tables,
     list_evaluations,
     load_plotly,
     load_saved_config,
@@ -59,6 +61,7 @@ _LAUNCH_OPTIONS = frozenset(
     "plan_prompt_tokens".split()
 )
 _VALUE_LIMIT = 2000  # characters of a setting
+_MAX_EVALUATIONS = 50  # evaluations by evaluate.py that the page shows, the newest
 
 
 @dataclass(frozen=True)
@@ -369,6 +372,7 @@ def collect_report(
         "differing": list_differing_settings(runs) if len(runs) > 1 else [],
         "paired": compare_runs(runs) if len(runs) > 1 else [],
         "versions": describe_versions(),
+        "evaluation_columns": [name.replace("_", " ") for name in TABLE_COLUMNS],
     }
     remaining = limit - len(encode_json(data)) - len(json.dumps(context, default=str))
     for run, entry in zip(runs, data["runs"], strict=True):
@@ -408,6 +412,7 @@ def _describe_run(run: SavedRun, entry: Mapping[str, Any]) -> dict[str, Any]:
         "headline": describe_headline(run),
         "settings": describe_settings(run),
         "checkpoints": list_checkpoints(run),
+        "evaluations": list_evaluation_tables(run.folder)[-_MAX_EVALUATIONS:],
         "alarms": entry["alarms"][:200],
         "times": entry["times"]["total"],
         "recipe": make_recipe(run.config),

@@ -1,0 +1,162 @@
+"""Define the row formats of published evaluations: AIME, multiple choice (GPQA) and IFEval."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl.data.math_formats import MATH
+from rl.data.row_formats import ParsedRow, RowFormat, collect_meta, read_text
+from rl.data.row_readers import BadRow
+from rl.errors import UserError, install_command
+from rl.rewards import instruction_checks
+from rl.seed import derive_seed
+
+AIME_INSTRUCTION = (
+    "\n\nThe answer is an integer from 0 to 999. Reason step by step, then write it inside "
+    "\\boxed{}."
+)
+CHOICE_INSTRUCTION = (
+    '\n\nReason step by step, then write as the last line "Answer: X", where X is one of {letters}.'
+)
+_CORRECT = "Correct Answer"
+_INCORRECT = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+_SHUFFLE_SEED = 0
+_MOST_CHOICES = 26
+
+
+class AIMEFormat(RowFormat):
+    """Read problem and answer, an integer from 0 to 999, with or without leading zeros. The columns
+    may be capitalized.
+    """
+
+    example = json.dumps({"problem": "Find 2+2.", "answer": "004"})
+
+    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+        renamed = {
+            name.lower() if name in ("Problem", "Answer", "Solution") else name: value
+            for name, value in columns.items()
+        }
+        problem = read_text(renamed, "problem")
+        answer = renamed.get("answer")
+        text = str(answer).strip()
+        if not (text.isascii() and text.isdigit() and int(text) <= 999):
+            raise BadRow(f"'answer' is an integer from 0 to 999, this is {answer!r}")
+        row = MATH().read({**renamed, "answer": str(int(text))})
+        return row._replace(messages=[{"role": "user", "content": problem + AIME_INSTRUCTION}])
+
+
+class MultipleChoiceFormat(RowFormat):
+    """Read a question and its choices; meta["answer"] is the letter of the right choice.
+
+    With GPQA's columns (Question, Correct Answer, Incorrect Answer 1 to 3) the choices are
+    shuffled, by a seed derived from the question: a question always has the same order. With the
+    columns question, choices (or options) and answer (a letter or a position from 0), their order
+    is kept.
+    """
+
+    example = json.dumps({"question": "2+2=", "choices": ["3", "4"], "answer": "B"})
+
+    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+        if _CORRECT in columns:
+            question = read_text(columns, "Question").strip()
+            texts = [read_text(columns, name).strip() for name in (_CORRECT, *_INCORRECT)]
+            order = list(range(len(texts)))
+            random.Random(derive_seed(_SHUFFLE_SEED, "choices", question)).shuffle(order)
+            choices, position = [texts[i] for i in order], order.index(0)
+            meta = {"record": columns["Record ID"]} if "Record ID" in columns else {}
+        else:
+            question = read_text(columns, "question").strip()
+            choices, position = self._read_choices(columns)
+            used = {"question", "choices", "options", "answer"}
+            meta = collect_meta(columns, None, used)
+        letters = [chr(ord("A") + i) for i in range(len(choices))]
+        listing = "\n".join(
+            f"{letter}) {text}" for letter, text in zip(letters, choices, strict=True)
+        )
+        prompt = f"{question}\n\n{listing}" + CHOICE_INSTRUCTION.format(letters=", ".join(letters))
+        return ParsedRow(
+            [{"role": "user", "content": prompt}],
+            {**meta, "answer": letters[position], "choices": choices},
+            f"Answer: {letters[position]}",
+        )
+
+    @staticmethod
+    def _read_choices(columns: Mapping[str, Any]) -> tuple[list[str], int]:
+        """Return the texts of the choices and the position of the right choice."""
+        name = "choices" if "choices" in columns else "options"
+        texts = columns.get(name)
+        if not (
+            isinstance(texts, Sequence)
+            and not isinstance(texts, str)
+            and 2 <= len(texts) <= _MOST_CHOICES
+            and all(isinstance(text, str) and text.strip() for text in texts)
+        ):
+            raise BadRow(
+                f"'choices' is a list of 2 to {_MOST_CHOICES} texts, this is {str(texts)[:60]!r}"
+            )
+        answer = columns.get("answer")
+        position = -1
+        if isinstance(answer, int) and not isinstance(answer, bool):
+            position = answer
+        elif isinstance(answer, str) and len(answer.strip()) == 1:
+            position = ord(answer.strip().upper()) - ord("A")
+        if not 0 <= position < len(texts):
+            raise BadRow(
+                f"'answer' is a letter from A to {chr(ord('A') + len(texts) - 1)} or a position "
+                f"from 0 to {len(texts) - 1}, this is {answer!r}"
+            )
+        return [text.strip() for text in texts], position
+
+
+class IFEvalFormat(RowFormat):
+    """Read prompt, instruction_id_list and kwargs. Raises UserError if a row needs the detection of
+    languages and its package is missing.
+    """
+
+    example = json.dumps(
+        {
+            "prompt": "Write two words without a comma.",
+            "instruction_id_list": ["punctuation:no_comma"],
+            "kwargs": [{}],
+        }
+    )
+
+    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+        prompt = read_text(columns, "prompt")
+        try:
+            instructions = instruction_checks.bind_instructions(
+                columns.get("instruction_id_list"), columns.get("kwargs")
+            )
+        except ValueError as error:
+            raise BadRow(str(error)) from error
+        ids = [name for name, _ in instructions]
+        languages = instruction_checks.LANGUAGE_INSTRUCTIONS.intersection(ids)
+        if languages and importlib.util.find_spec("py3langid") is None:
+            raise UserError(
+                f"{', '.join(sorted(languages))}: these instructions need the package py3langid, "
+                f"which is not installed: {install_command('language')}"
+            )
+        meta = collect_meta(columns, None, {"prompt", "instruction_id_list", "kwargs"})
+        return ParsedRow(
+            [{"role": "user", "content": prompt}],
+            {
+                **meta,
+                "instruction_id_list": ids,
+                "kwargs": [parameters for _, parameters in instructions],
+            },
+        )
+
+
+def detect_evaluation_format(columns: Mapping[str, Any]) -> str | None:
+    """Return the evaluation format of a row, by its columns; None if it is another row."""
+    if "instruction_id_list" in columns and "kwargs" in columns:
+        return "ifeval"
+    if _CORRECT in columns and "Question" in columns:
+        return "multiple_choice"
+    if "question" in columns and ("choices" in columns or "options" in columns):
+        return "multiple_choice"
+    return None

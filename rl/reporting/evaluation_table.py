@@ -1,0 +1,132 @@
+"""Tabulate evaluations: the metrics of each data set with their standard errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl.errors import UserError
+from rl.reporting.logbook import EVALUATIONS
+from rl.reporting.paired_comparison import PairedComparison, average_by_problem, compare_paired
+from rl.sanitize import sanitize_text
+
+TABLE_COLUMNS = ("dataset", "metric", "mean", "standard_error", "problems", "answers", "truncated")
+_ERROR = "standard error of "
+_NAME_LIMIT = 200  # characters of a name in a table
+
+
+def make_table_rows(
+    dataset: str, metrics: Mapping[str, float], problems: int, answers: int
+) -> list[dict[str, Any]]:
+    """Return the rows of a data set: its accuracy (the mean reward if correctness is unknown),
+    pass@k, and the accuracies of instructions, the first of which is the accuracy.
+
+    `metrics`: those of `rl.trainer.compute_evaluation_metrics`. A row has the keys `TABLE_COLUMNS`;
+    `standard_error` is None for a single problem, `truncated` the share of answers that reached
+    max_tokens.
+    """
+    first = "correct" if "correct" in metrics else "mean reward"
+    names = [
+        name
+        for name in metrics
+        if (name == first and "prompt_level_strict_acc" not in metrics)
+        or name.startswith(("pass@", "prompt_level_", "inst_level_"))
+        and not name.startswith(_ERROR)
+    ]
+    return [
+        {
+            "dataset": dataset,
+            "metric": name,
+            "mean": metrics[name],
+            "standard_error": metrics.get(_ERROR + name),
+            "problems": problems,
+            "answers": answers,
+            "truncated": metrics.get("truncated"),
+        }
+        for name in names
+    ]
+
+
+def format_cells(row: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a row as text, in the order of `TABLE_COLUMNS`."""
+    cells = []
+    for column in TABLE_COLUMNS:
+        value = row.get(column)
+        if isinstance(value, float):
+            cells.append(f"{value:.4f}")
+        else:
+            cells.append("n/a" if value is None else sanitize_text(str(value), _NAME_LIMIT))
+    return cells
+
+
+def format_markdown(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return a table of Markdown."""
+    titles = [column.replace("_", " ") for column in TABLE_COLUMNS]
+    lines = [titles, ["---"] * 2 + ["---:"] * (len(TABLE_COLUMNS) - 2), *map(format_cells, rows)]
+    return "".join(
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n" for cells in lines
+    )
+
+
+def read_evaluation(path: Path) -> dict[str, Any]:
+    """Read what `evaluate.py` wrote. Raises UserError if the file is another one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as an evaluation: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("table"), list):
+        raise UserError(f"{path} is no evaluation: expected a .json file that evaluate.py wrote")
+    return content
+
+
+def list_evaluation_tables(folder: Path) -> list[dict[str, Any]]:
+    """Return the evaluations in a run's folder, the oldest first: name, weights, temperature, seeds
+    and the cells of the table. Files that hold no evaluation are left out.
+    """
+    paths = sorted((folder / EVALUATIONS).glob("*.json"), key=lambda path: path.stat().st_mtime)
+    tables = []
+    for path in paths:
+        try:
+            content = read_evaluation(path)
+        except UserError:
+            continue
+        rows = [row for row in content["table"] if isinstance(row, Mapping)]
+        tables.append(
+            {
+                "name": path.name,
+                "weights": str(content.get("weights", "")),
+                "temperature": str(content.get("temperature", "")),
+                "seeds": str(content.get("seeds", "")).strip("[]"),
+                "rows": [format_cells(row) for row in rows],
+                "sentences": _list_sentences(content.get("comparison")),
+            }
+        )
+    return tables
+
+
+def _list_sentences(comparison: Any) -> list[str]:
+    rows = comparison if isinstance(comparison, list) else []
+    return [str(row["sentence"]) for row in rows if isinstance(row, dict) and "sentence" in row]
+
+
+def compare_evaluations(
+    before: Mapping[str, Any], after: Mapping[str, Any]
+) -> list[tuple[str, PairedComparison]]:
+    """Compare two evaluations on the problems that they share: a comparison for each data set."""
+    first, second = _average_answers(before), _average_answers(after)
+    pairs = [(name, compare_paired(first.get(name, {}), second[name])) for name in second]
+    return [(name, comparison) for name, comparison in pairs if comparison is not None]
+
+
+def _average_answers(evaluation: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the mean score of each problem, by data set."""
+    parts: Sequence[Mapping[str, Any]] = evaluation.get("datasets") or [evaluation]
+    return {
+        str(part.get("dataset")): average_by_problem(
+            {**row, "metrics": {"correct": row["correct"]} if "correct" in row else {}}
+            for row in part.get("rows") or []
+        )
+        for part in parts
+    }

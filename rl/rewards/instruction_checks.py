@@ -1,0 +1,390 @@
+"""Check the verifiable instructions of IFEval: Zhou et al. 2023, arXiv 2311.07911, table 1.
+
+Each check takes a response and the parameters of its instruction, under the names that the data
+set's column `kwargs` uses. A word is a run of letters, digits and underscores.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rl.rewards.text_quality import rank_languages
+
+_RELATIONS: Mapping[str, Callable[[int, int], bool]] = {
+    "at least": lambda count, bound: count >= bound,
+    "less than": lambda count, bound: count < bound,
+    "at most": lambda count, bound: count <= bound,
+    "more than": lambda count, bound: count > bound,
+}
+# A full stop after these does not end a sentence.
+_ABBREVIATIONS = frozenset(
+    "mr mrs ms dr prof sr jr st vs etc e.g i.e inc ltd co no vol fig approx a.m p.m u.s u.k".split()
+)
+# Linear in the length: a match begins only at the first mark of a run, and nothing is given back.
+_SENTENCE_END = re.compile(
+    r"(?<![.!?…])[.!?…]++[\"'”’)\]*_]*+(?=\s|\Z)|[。！？]++"  # the latter need no space
+)
+_FINAL_ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+_TITLE = re.compile(r"<<((?:[^\n<>]|<(?!<)|>(?!>))+)>>")
+_FENCE, _STARS = "```", "******"
+
+
+def _contains(response: str, phrase: str) -> bool:
+    return phrase.lower() in response.lower()
+
+
+def _count_phrase(response: str, phrase: str) -> int:
+    return response.lower().count(phrase.lower())
+
+
+def check_keywords(response: str, *, keywords: Sequence[str]) -> bool:
+    """Return whether the response contains every keyword, in any letter case."""
+    return all(_contains(response, keyword) for keyword in keywords)
+
+
+def check_keyword_frequency(response: str, *, keyword: str, frequency: int, relation: str) -> bool:
+    """Return whether the keyword occurs at least, or less than, `frequency` times."""
+    return _RELATIONS[relation](_count_phrase(response, keyword), frequency)
+
+
+def check_forbidden_words(response: str, *, forbidden_words: Sequence[str]) -> bool:
+    """Return whether no forbidden word occurs as a whole word, in any letter case."""
+    return not any(
+        re.search(rf"(?<!\w){re.escape(word)}(?!\w)", response, re.IGNORECASE)
+        for word in forbidden_words
+    )
+
+
+def check_letter_frequency(
+    response: str, *, letter: str, let_frequency: int, let_relation: str
+) -> bool:
+    """Return whether a character occurs at least, or less than, `let_frequency` times, in any
+    letter case.
+    """
+    return _RELATIONS[let_relation](_count_phrase(response, letter), let_frequency)
+
+
+def check_response_language(response: str, *, language: str) -> bool:
+    """Return whether `language`, an ISO 639-1 code, is the most probable language of the text.
+
+    A text without letters has no language.
+    """
+    if not any(map(str.isalpha, response)):
+        return False
+    return rank_languages(response.lower())[0][0] == language.lower().partition("-")[0]
+
+
+def count_sentences(text: str) -> int:
+    """Return the number of sentences: they end at . ! ? or an ellipsis before white space, and at
+    empty lines. Abbreviations, initials and the number of a list item do not end a sentence.
+    """
+    count = 0
+    for block in re.split(r"\n\s*\n", text):
+        start = 0
+        for match in _SENTENCE_END.finditer(block):
+            if _is_abbreviated(block, match) or not _has_word(block[start : match.start()]):
+                continue
+            count += 1
+            start = match.end()
+        count += _has_word(block[start:])
+    return count
+
+
+def _has_word(text: str) -> bool:
+    return re.search(r"\w", text) is not None
+
+
+def _is_abbreviated(block: str, match: re.Match[str]) -> bool:
+    """Return whether a full stop belongs to the word or the number before it."""
+    if not match.group().startswith(".") or match.group().startswith(".."):
+        return False
+    before = block[max(0, match.start() - 20) : match.start()]
+    words = before.split()
+    word = words[-1].lstrip("(\"'“‘[*_") if words and not before[-1].isspace() else ""
+    if word.isdigit():  # the number of a list item, which begins its line
+        return not block[: match.start() - len(word)].rpartition("\n")[2].strip()
+    initial = len(word) == 1 and word.isupper() and word != "I"
+    return initial or word.lower() in _ABBREVIATIONS
+
+
+def check_number_of_sentences(response: str, *, num_sentences: int, relation: str) -> bool:
+    """Return whether the response has at least, or less than, `num_sentences` sentences."""
+    return _RELATIONS[relation](count_sentences(response), num_sentences)
+
+
+def check_number_of_paragraphs(response: str, *, num_paragraphs: int) -> bool:
+    """Return whether dividers *** separate exactly `num_paragraphs` paragraphs.
+
+    A divider may also begin or end the response. No paragraph between dividers is empty.
+    """
+    parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", response)]
+    inner = parts[(not parts[0]) : len(parts) - (not parts[-1])]
+    return all(inner) and len(inner) == num_paragraphs
+
+
+def check_number_of_words(response: str, *, num_words: int, relation: str) -> bool:
+    """Return whether the response has at least, or less than, `num_words` words."""
+    return _RELATIONS[relation](len(re.findall(r"\w+", response)), num_words)
+
+
+def check_first_word_of_paragraph(
+    response: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str
+) -> bool:
+    """Return whether the response has `num_paragraphs` paragraphs, separated by empty lines, and
+    paragraph `nth_paragraph` (from 1) begins with `first_word`, in any letter case.
+    """
+    paragraphs = [part.strip() for part in response.split("\n\n") if part.strip()]
+    if len(paragraphs) != num_paragraphs or not 1 <= nth_paragraph <= num_paragraphs:
+        return False
+    first = paragraphs[nth_paragraph - 1].split()[0].lstrip("\"'“‘*_")
+    return re.split(r"[.,?!;:\"'”’*_]", first)[0].lower() == first_word.lower()
+
+
+def check_placeholders(response: str, *, num_placeholders: int) -> bool:
+    """Return whether the response has at least `num_placeholders` placeholders in square brackets,
+    such as [address].
+    """
+    return sum(map(_has_word, re.findall(r"\[([^\[\]\n]*)\]", response))) >= num_placeholders
+
+
+def check_postscript(response: str, *, postscript_marker: str) -> bool:
+    """Return whether the response has a postscript that begins with the marker.
+
+    P.S. and P.P.S may have spaces between their letters, and a full stop at the end or none.
+    """
+    letters = re.findall(r"[a-z]", postscript_marker.lower())
+    if letters in (["p", "s"], ["p", "p", "s"]):
+        # the first letter begins a word: P.P.S. is no P.S.
+        pattern = r"(?<![\w.])" + r"\.\s?".join(letters) + r"\b"
+        return re.search(pattern, response.lower()) is not None
+    return _contains(response, postscript_marker.strip())
+
+
+def check_bullet_list(response: str, *, num_bullets: int) -> bool:
+    """Return whether exactly `num_bullets` lines are bullet points that begin with * or -.
+
+    A line that begins with ** is bold text, and one of three or more - is a rule.
+    """
+    bullets = re.findall(r"^[ \t]*(?:\*(?!\*)|-(?!--))[ \t]*\S", response, re.MULTILINE)
+    return len(bullets) == num_bullets
+
+
+def check_constrained_response(response: str) -> bool:
+    """Return whether the response contains one of the three answers that the prompt allows."""
+    return any(answer in response for answer in _FINAL_ANSWERS)
+
+
+def check_highlighted_sections(response: str, *, num_highlights: int) -> bool:
+    """Return whether at least `num_highlights` parts are highlighted as *text* or **text**."""
+    highlights = re.findall(r"\*\*[^\n*]+\*\*|\*[^\n*]+\*", response)
+    return sum(bool(part.strip("* \t")) for part in highlights) >= num_highlights
+
+
+def check_sections(response: str, *, section_spliter: str, num_sections: int) -> bool:
+    """Return whether at least `num_sections` sections begin with the splitter and a number."""
+    pattern = rf"(?<!\w){re.escape(section_spliter.strip())}\s?\d+"
+    return len(re.findall(pattern, response)) >= num_sections
+
+
+def check_json(response: str) -> bool:
+    """Return whether the whole response is JSON; a code fence may surround it."""
+    text = response.strip()
+    if text.startswith(_FENCE) and text.endswith(_FENCE) and len(text) > 2 * len(_FENCE):
+        text = re.sub(r"\A[Jj](?:son|SON)\b", "", text[len(_FENCE) : -len(_FENCE)])
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def check_title(response: str) -> bool:
+    """Return whether the response has a title in double angle brackets, such as <<poem of joy>>."""
+    return any(title.strip(" \t<>") for title in _TITLE.findall(response))
+
+
+def check_two_responses(response: str) -> bool:
+    """Return whether ****** separates two different responses."""
+    parts = [part.strip() for part in response.split(_STARS)]
+    inner = parts[(not parts[0]) : len(parts) - (not parts[-1])]
+    return len(inner) == 2 and all(inner) and inner[0] != inner[1]
+
+
+def check_repeated_prompt(response: str, *, prompt_to_repeat: str) -> bool:
+    """Return whether the response begins with the request, in any letter case."""
+    return response.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+def check_end(response: str, *, end_phrase: str) -> bool:
+    """Return whether the response ends with the phrase, in any letter case; a quotation mark may
+    follow.
+    """
+    return response.strip().strip('"').strip().lower().endswith(end_phrase.strip().lower())
+
+
+def check_quotation(response: str) -> bool:
+    """Return whether double quotation marks surround the whole response."""
+    text = response.strip()
+    return len(text) > 1 and text[0] == text[-1] == '"'
+
+
+def check_capital_word_frequency(
+    response: str, *, capital_frequency: int, capital_relation: str
+) -> bool:
+    """Return whether at least, or less than, `capital_frequency` words are in capital letters.
+
+    Parts of a word that a hyphen or apostrophe joins count as a single word.
+    """
+    words = re.findall(r"\w+(?:[-'’]\w+)*", response)
+    return _RELATIONS[capital_relation](sum(map(str.isupper, words)), capital_frequency)
+
+
+def check_capital_letters(response: str) -> bool:
+    """Return whether the response is English in capital letters only."""
+    return response.isupper() and check_response_language(response, language="en")
+
+
+def check_lowercase_letters(response: str) -> bool:
+    """Return whether the response is English in lowercase letters only."""
+    return response.islower() and check_response_language(response, language="en")
+
+
+def check_no_comma(response: str) -> bool:
+    """Return whether the response has no comma of any script."""
+    return not any(unicodedata.name(sign, "").endswith("COMMA") for sign in set(response))
+
+
+INSTRUCTIONS: Mapping[str, Callable[..., bool]] = {
+    "keywords:existence": check_keywords,
+    "keywords:frequency": check_keyword_frequency,
+    "keywords:forbidden_words": check_forbidden_words,
+    "keywords:letter_frequency": check_letter_frequency,
+    "language:response_language": check_response_language,
+    "length_constraints:number_sentences": check_number_of_sentences,
+    "length_constraints:number_paragraphs": check_number_of_paragraphs,
+    "length_constraints:number_words": check_number_of_words,
+    "length_constraints:nth_paragraph_first_word": check_first_word_of_paragraph,
+    "detectable_content:number_placeholders": check_placeholders,
+    "detectable_content:postscript": check_postscript,
+    "detectable_format:number_bullet_lists": check_bullet_list,
+    "detectable_format:constrained_response": check_constrained_response,
+    "detectable_format:number_highlighted_sections": check_highlighted_sections,
+    "detectable_format:multiple_sections": check_sections,
+    "detectable_format:json_format": check_json,
+    "detectable_format:title": check_title,
+    "combination:two_responses": check_two_responses,
+    "combination:repeat_prompt": check_repeated_prompt,
+    "startend:end_checker": check_end,
+    "startend:quotation": check_quotation,
+    "change_case:capital_word_frequency": check_capital_word_frequency,
+    "change_case:english_capital": check_capital_letters,
+    "change_case:english_lowercase": check_lowercase_letters,
+    "punctuation:no_comma": check_no_comma,
+}
+# The instructions whose checks detect the language of the response.
+LANGUAGE_INSTRUCTIONS = frozenset(
+    ("language:response_language", "change_case:english_capital", "change_case:english_lowercase")
+)
+
+
+@functools.cache
+def _list_parameters(instruction: str) -> tuple[str, ...]:
+    """Return the names of the parameters of an instruction."""
+    return tuple(inspect.signature(INSTRUCTIONS[instruction]).parameters)[1:]
+
+
+def bind_instructions(ids: Any, kwargs: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Return the instructions of a row, each with its parameters.
+
+    `ids`, `kwargs`: the columns instruction_id_list and kwargs. Parameters that are null are left
+    out, as tables have every parameter in every row. Raises ValueError, which names the
+    instruction, if one is unknown or lacks a parameter, or if a parameter is invalid.
+    """
+    if not isinstance(ids, Sequence) or isinstance(ids, str) or not ids:
+        raise ValueError(
+            f"'instruction_id_list' is a list of at least 1 instruction, this is {ids!r}"
+        )
+    if not isinstance(kwargs, Sequence) or len(kwargs) != len(ids):
+        raise ValueError(
+            f"'kwargs' has an entry for each of {len(ids)} instructions, this is "
+            f"{str(kwargs)[:60]!r}"
+        )
+    return [
+        (name, _bind_parameters(name, {} if values is None else values))
+        for name, values in zip(ids, kwargs, strict=True)
+    ]
+
+
+def _bind_parameters(instruction: Any, values: Any) -> dict[str, Any]:
+    if instruction not in INSTRUCTIONS:
+        raise ValueError(
+            f"unknown instruction {instruction!r}; known are {', '.join(sorted(INSTRUCTIONS))}"
+        )
+    if not isinstance(values, Mapping):
+        raise ValueError(
+            f"the parameters of {instruction} are an object, this is {str(values)[:60]!r}"
+        )
+    parameters = {name: value for name, value in values.items() if value is not None}
+    expected = _list_parameters(instruction)
+    if set(parameters) != set(expected):
+        raise ValueError(
+            f"{instruction} has the parameters {', '.join(expected) or '(none)'}; this row has "
+            f"{', '.join(parameters) or '(none)'}"
+        )
+    for name, value in parameters.items():
+        if (expectation := _find_parameter_fault(name, value)) is not None:
+            raise ValueError(f"{name} of {instruction} is {expectation}, this is {value!r}")
+    return {name: _as_integer(value) for name, value in parameters.items()}
+
+
+def _as_integer(value: Any) -> Any:
+    """Return a float of a table as the whole number that it is."""
+    return int(value) if isinstance(value, float) else value
+
+
+_COUNTS = frozenset(
+    "frequency let_frequency num_sentences num_paragraphs num_words nth_paragraph num_placeholders "
+    "num_bullets num_highlights num_sections capital_frequency".split()
+)
+
+
+def _find_parameter_fault(name: str, value: Any) -> str | None:
+    """Return what a parameter is expected to be; None if it is that."""
+    if name in _COUNTS:
+        whole = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return None if whole and value >= 0 and value == int(value) else "a whole number"
+    if name.endswith("relation"):
+        return None if value in _RELATIONS else f"one of {', '.join(_RELATIONS)}"
+    if name in ("keywords", "forbidden_words"):
+        listed = isinstance(value, Sequence) and not isinstance(value, str)
+        good = listed and value and all(isinstance(word, str) and word.strip() for word in value)
+        return None if good else "a list of texts"
+    return None if isinstance(value, str) and value.strip() else "a text"
+
+
+def list_loose_variants(response: str) -> list[str]:
+    """Return the texts of which one has to follow an instruction in the loose accuracy.
+
+    They are the response as it is and without its first line, its last line, both; each also
+    without the * of Markdown (arXiv 2311.07911, section 2.2).
+    """
+    lines = response.split("\n")
+    texts = [response, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
+    return [*texts, *(text.replace("*", "") for text in texts)]
+
+
+def follow_instructions(
+    instructions: Sequence[tuple[str, Mapping[str, Any]]], response: str, *, loose: bool = False
+) -> list[bool]:
+    """Return whether the response follows each instruction; an empty response follows none."""
+    texts = list_loose_variants(response) if loose else [response]
+    return [
+        any(text.strip() and INSTRUCTIONS[name](text, **values) for text in texts)
+        for name, values in instructions
+    ]
