@@ -193,6 +193,17 @@ class DatasetEvaluation:
             f" + {name}" if self.reward is not None else ""
         )
 
+    @property
+    def source(self) -> str:
+        """Return which problems are evaluated, as words."""
+        data, environment = self.request.data, self.environment
+        if environment is not None and not environment.needs_rows:
+            return f"held-out episodes of {environment.name}"
+        sets = [data.eval_dataset, *data.more_eval_datasets]
+        if data.eval_dataset is not None:
+            return f"problems of {' + '.join(sets)}"
+        return f"held-out problems of {' + '.join([data.dataset, *data.more_datasets, *sets[1:]])}"
+
     def summarize(self, weights: Any) -> dict[str, Any]:
         """Return the settings that the console and the file name."""
         params = self.params
@@ -467,8 +478,13 @@ def evaluate_dataset(
         "answers whose reward failed": len(errors),
     }
     summary = evaluation.summarize(weights)
+    settings = ", ".join(
+        f"{name.replace('_', '-')} {value}"
+        for name, value in summary.items()
+        if name not in ("weights", "problems")
+    )
     console.print(
-        f"{summary['weights']} on {len(problems)} {source} ({described})",
+        f"{weights.name} on {len(problems)} {evaluation.source} ({settings})",
         build_table(counts, metrics),
         sep="\n",
         markup=False,
