@@ -1,4 +1,4 @@
-"""Tabulate evaluations: the metrics of each data set with their standard errors."""
+"""List the metrics of evaluations as tables, with their standard errors."""
 
 from __future__ import annotations
 
