@@ -243,6 +243,25 @@ def test_a_failing_tracker_costs_one_warning(
 
 
 @pytest.mark.slow
+def test_a_killed_run_keeps_what_it_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = install_fake("never", tmp_path, monkeypatch)
+    code = (
+        "import os, pathlib, time; from rl.reporting.tracker_process import RunTrackers\n"
+        f"trackers = RunTrackers(['wandb'], 'p', pathlib.Path({str(tmp_path)!r}), {{}})\n"
+        "for step in (1, 2, 3): trackers.log(step, {'x': 0.5})\n"
+        "time.sleep(1); os.kill(os.getpid(), 9)"
+    )
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "PYTHONPATH": paths}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, cwd=REPO)
+    assert result.returncode == -9
+    deadline = time.monotonic() + 120
+    while calls.read_text().count("\n") < 3 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert calls.read_text().split() == ["1", "2", "3"]
+
+
+@pytest.mark.slow
 def test_a_run_continues_without_its_tracker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,7 @@ TRACKER_FILES = tuple(
 TABLE_COLUMNS = ("step", "problem", "prompt", "answer", "expected", "reward", "advantage")
 _TABLE_ROWS, _TEXT_LIMIT = 50, 2000  # rows of a table; characters of a cell
 _QUEUE_LINES = 1000  # messages that wait for a tracker; further ones are dropped
-_FINISH_SECONDS = 60.0  # seconds in which all trackers must finish at the end of a run
+_FINISH_SECONDS = 120.0  # seconds in which all trackers must finish at the end of a run
 # Variables of a launch: the tracker's process belongs to no process group.
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
 _LAUNCH_PREFIXES = ("ACCELERATE_", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
@@ -251,7 +251,7 @@ class RunTrackers:
         self._handle_replies()
 
     def finish(self) -> None:
-        """Finish the trackers. One that needs longer than a minute is killed."""
+        """Finish the trackers. One that needs longer than two minutes is killed."""
         for process in self._processes:
             process.request_end()
         deadline = time.monotonic() + self._finish_seconds

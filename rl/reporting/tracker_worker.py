@@ -10,6 +10,7 @@ MLFLOW_TRACKING_URI, TRACKIO_DIR, TRACKIO_SPACE_ID, TRACKIO_SERVER_URL.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -235,8 +236,9 @@ def serve(messages: IO[str], replies: IO[str]) -> None:
     """Start the tracker of the first message, log the others, and finish at the end of input."""
 
     def reply(**fields: Any) -> None:
-        replies.write(json.dumps(fields) + "\n")
-        replies.flush()
+        with contextlib.suppress(OSError):  # the run was killed
+            replies.write(json.dumps(fields) + "\n")
+            replies.flush()
 
     def attempt(label: str, action: Callable[[], Any]) -> Any:
         """Return the result of `action`; reply with a failure if it raises. All exceptions are

@@ -90,7 +90,8 @@ def _render_run(run: RunFollower, colour: str, width: int) -> list[RenderableTyp
     if state == "running":
         remaining, age = run.estimate_seconds(), run.get_age()
         if remaining:
-            line.append(f"  about {format_duration(remaining)} left")
+            scope = f" in {stage[0]}" if stage is not None and len(run.stages) > 1 else ""
+            line.append(f"  about {format_duration(remaining)} left{scope}")
         if age is not None:
             line.append(f"  last step {format_duration(age)} ago", style="dim")
     elif state in _STATE_NOTES:
