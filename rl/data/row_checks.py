@@ -41,7 +41,9 @@ def _find_response_column(problem: Problem) -> str | None:
     """
     texts = [name for name, value in problem.meta.items() if isinstance(value, str) and value]
     known = [name for name in _RESPONSES if name in texts]
-    return (known or (texts if len(texts) == 1 else [None]))[0]
+    if known:
+        return known[0]
+    return texts[0] if len(texts) == 1 else None
 
 
 class RowCheck:
