@@ -8,6 +8,7 @@ from rl.envs.environment import OPPONENT_POOL, Environment, TurnResult
 from rl.envs.environment_registry import (
     EnvironmentSpec,
     list_environments,
+    load_object,
     make_settings_class,
     parse_environment,
     register_environment,
@@ -49,6 +50,7 @@ __all__ = [
     "last_user_text",
     "register_environment",
     "list_environments",
+    "load_object",
     "resolve_environment",
     "make_reward_meta",
     "make_settings_class",
