@@ -447,12 +447,14 @@ def test_the_tools_descriptions_are_those_of_transformers():
 
 def test_environments_are_found_by_name_and_address(tmp_path):
     # others need a package, rows or a server
-    alone = {"calculator", "debate", "guess_number", "tic_tac_toe", "twenty_questions"}
+    alone = {"calculator", "guess_number", "tic_tac_toe"}
     assert alone < set(list_environments())
     for name in alone:
         assert resolve_environment(name).make() is not None
     with pytest.raises(UserError, match="did you mean 'calculator'"):
         resolve_environment("calculater")
+    with pytest.raises(UserError, match="examples/games/debate.py:DebateEnv"):
+        resolve_environment("debate")
     file = tmp_path / "mine.py"
     source = (
         "class Mine(Environment):\n    def __init__(self, size: int, *, on: bool = False): ...\n"

@@ -15,7 +15,7 @@ from rl.envs.environment_registry import (
     show_help,
 )
 from rl.envs.episode_thread import EpisodeThread
-from rl.envs.game_env import Game
+from rl.envs.game_env import Game, check_choice
 from rl.envs.key_value_store import KeyValueStore
 from rl.envs.message_env import EnvironmentGroup, EpisodeLimits
 from rl.envs.opponent_pool import OpponentPool
@@ -57,4 +57,5 @@ __all__ = [
     "show_help",
     "tool",
     "apply_isolation",
+    "check_choice",
 ]

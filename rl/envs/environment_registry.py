@@ -25,12 +25,9 @@ T = TypeVar("T", bound=type)
 # rl.serve and rl.integrations are above this layer: imported by name only.
 BUILT_IN: dict[str, str] = {
     "calculator": "rl.envs.calculator_env:CalculatorEnv",
-    "debate": "rl.envs.debate_env:DebateEnv",
-    "debugging": "rl.envs.debugging_env:DebuggingEnv",
     "endpoint": "rl.serve.program_env:Endpoint",
     "guess_number": "rl.envs.guess_number_env:GuessNumber",
     "tic_tac_toe": "rl.envs.tic_tac_toe_env:TicTacToeEnv",
-    "twenty_questions": "rl.envs.twenty_questions_env:TwentyQuestionsEnv",
     "mcp": "rl.integrations.mcp_tools:McpTools",
     "openenv": "rl.integrations.openenv_env:OpenEnv",
     "python": "rl.envs.python_env:Python",
@@ -46,6 +43,12 @@ _EXTRAS = {"endpoint": "serve"}
 _MOVED_MODULES = {
     "rl.envs.wrappers.": "rl.integrations.",
     "rl.envs.trl_env": "rl.integrations.trl_env",
+}
+# Built-in games of earlier versions, which are files of the repository now.
+_EXAMPLES = {
+    "debate": "examples/games/debate.py:DebateEnv",
+    "debugging": "examples/games/debugging.py:DebuggingEnv",
+    "twenty_questions": "examples/games/twenty_questions.py:TwentyQuestionsEnv",
 }
 _REGISTERED: dict[str, type] = {}
 
@@ -398,6 +401,11 @@ def _load_class(spec: str) -> type:
         return _REGISTERED[spec]
     address = _expand_name(spec)
     if ":" not in address:
+        if spec in _EXAMPLES:
+            raise UserError(
+                f"the environment {spec!r} is an example now, no built-in: copy the file from the"
+                f" repository and set --environment {_EXAMPLES[spec]}"
+            )
         names = list_environments()
         closest = nearest_name(spec, names)
         hint = f"did you mean {closest!r}? " if closest else ""
