@@ -47,6 +47,7 @@ class Game:
     model: str = "tiny:ascii-small"
     warm_up_batch: int = 64
     rate: float = 1e-3  # learning rate of GRPO
+    file: str = ""  # address of a game that is not built in
 
     def passed(self, value: float) -> bool:
         return value <= self.bar if self.at_most else value >= self.bar
@@ -70,6 +71,7 @@ GAMES = {
         held_out=256,
         model="tiny:ascii",
         rate=5e-4,
+        file="examples/games/debugging.py:DebuggingEnv",
     ),
     # The rule plays a move of ten imperfectly (it loses 0.03), so that GRPO can still improve on
     # it.
@@ -94,7 +96,7 @@ GAMES = {
 
 def recipe(name: str, game: Game, data: Path) -> str:
     """Return the two stages as the text of a recipe."""
-    environment = json.dumps({"name": name, **game.settings})
+    environment = json.dumps({"name": game.file or name, **game.settings})
     return f"""
 stages:
   - {{method: sft, base_model: "{game.model}", dataset: "{data}", learning_rate: 3e-3, schedule: cosine, warmup_steps: 20, beta2: 0.99,
@@ -138,7 +140,7 @@ def learn(name: str, game: Game, seed: int, folder: Path) -> dict:
         key: value == "True" if value in ("True", "False") else value
         for key, value in game.settings.items()
     }
-    before = untrained(name, plain, game.metric, game.max_tokens, game.model, seed)
+    before = untrained(game.file or name, plain, game.metric, game.max_tokens, game.model, seed)
     data = folder / f"{name}.jsonl"
     words = [
         word
@@ -149,7 +151,7 @@ def learn(name: str, game: Game, seed: int, folder: Path) -> dict:
         sys.executable,
         "-m",
         "rl.envs.demo_generator",
-        name,
+        game.file or name,
         game.player,
         "--episodes",
         str(game.episodes),

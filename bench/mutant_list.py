@@ -1302,14 +1302,14 @@ MUTANTS = [
         "episode_page",
     ),
     M(
-        "rl/envs/wrappers/textarena_env.py",
+        "rl/integrations/textarena_env.py",
         '                vars(module)["random"] = _thread_local_random\n',
         "                pass\n",
         "a game is a function of its seed",
         "wrappers",
     ),
     M(
-        "rl/envs/wrappers/tinker_cookbook_env.py",
+        "rl/integrations/tinker_cookbook_env.py",
         "        envs = [env.env for env in self._envs if env.is_trained]\n",
         "        envs = [env.env for env in self._envs]\n",
         "group rewards of those that did not fail",

@@ -407,7 +407,9 @@ def find_classes() -> dict[str, ast.ClassDef]:
     """Return the classes of environments by name, from their source: some import packages that
     are not installed everywhere.
     """
-    files = [*(ROOT / "rl" / "envs").rglob("*.py"), ROOT / "rl" / "serve" / "program_env.py"]
+    folders = (ROOT / "rl" / "envs", ROOT / "rl" / "integrations")
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    files.append(ROOT / "rl" / "serve" / "program_env.py")
     return {
         node.name: node
         for file in sorted(files)

@@ -229,7 +229,7 @@ def tinker_groups() -> Found:
     import tinker
     from tinker_cookbook.rl import types
 
-    from rl.envs.wrappers.tinker_cookbook_env import TinkerGroup
+    from rl.integrations.tinker_cookbook_env import TinkerGroup
 
     render = renderer()
     seen: list[Any] = []

@@ -4,14 +4,32 @@ each seat read.
 
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rl.envs import EnvironmentGroup, EpisodeLimits, resolve_environment
 from rl.models.model_loading import load_tokenizer
 from rl.renderers import get_renderer
+from rl.rewards import load_file
 from rl.rollout import rollout
 from rl.types import Problem, SampledSequence, SampleResponse, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=12)
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "games"
+CLASSES = {
+    "debate": "DebateEnv",
+    "debugging": "DebuggingEnv",
+    "twenty_questions": "TwentyQuestionsEnv",
+}
+
+
+def example_address(name: str) -> str:
+    """The address of a game of examples/games; a built-in game's name."""
+    return f"{EXAMPLES / name}.py:{CLASSES[name]}" if name in CLASSES else name
+
+
+def load_example(name: str):
+    """The module of a game of examples/games, as the registry loads it."""
+    return load_file(str(EXAMPLES / f"{name}.py"), "environment")
 
 
 @dataclass
@@ -84,7 +102,7 @@ def play(
     **settings,
 ):
     """Groups of an environment, played to their ends."""
-    spec = resolve_environment(name, **settings)
+    spec = resolve_environment(example_address(name), **settings)
     rendered = get_renderer(renderer, policy.tokenizer)
     problems = [Problem((), {"seed": 100 * seed + i}, tag=name, index=i) for i in range(groups)]
     builders = [

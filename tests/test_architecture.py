@@ -16,7 +16,7 @@ LAYERS = {
     9: ["trainer", "rlvr"],
     8: ["algorithms"],
     7: ["judges", "serve", "chat"],
-    6: ["client"],
+    6: ["client", "integrations"],
     5: ["envs", "reporting", "memory_plan", "runtime"],
     4: ["learner", "rollout", "data"],
     3: ["sampler"],

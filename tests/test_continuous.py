@@ -23,7 +23,7 @@ from rl.envs import (
     parse_environment,
     resolve_environment,
 )
-from rl.envs.wrappers.tinker_cookbook_env import TinkerGroup
+from rl.integrations.tinker_cookbook_env import TinkerGroup
 from rl.renderers import get_renderer
 from rl.rewards import Scorer
 from rl.rollout import (

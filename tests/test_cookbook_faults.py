@@ -12,7 +12,7 @@ from games import MadeUp, tokenizer
 
 from rl import ServiceClient
 from rl.client import SampleStream
-from rl.envs.wrappers.tinker_cookbook_env import Tinker, TinkerGroup
+from rl.integrations.tinker_cookbook_env import Tinker, TinkerGroup
 from rl.renderers import get_renderer
 from rl.rollout import EventLog, ReplayedEventLog, continuous_rollout, rollout
 from rl.types import Problem, SampledSequence, SamplingParams

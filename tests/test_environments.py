@@ -27,6 +27,7 @@ from rl.envs import (
     tool,
 )
 from rl.errors import UserError
+from rl.integrations.trl_env import MultiTrlEnvironment
 from rl.models import load_tokenizer
 from rl.renderers import get_renderer
 from rl.rewards import Scorer, resolve_reward
@@ -446,12 +447,14 @@ def test_the_tools_descriptions_are_those_of_transformers():
 
 def test_environments_are_found_by_name_and_address(tmp_path):
     # others need a package, rows or a server
-    alone = {"calculator", "debate", "guess_number", "tic_tac_toe", "twenty_questions"}
+    alone = {"calculator", "guess_number", "tic_tac_toe"}
     assert alone < set(list_environments())
     for name in alone:
         assert resolve_environment(name).make() is not None
     with pytest.raises(UserError, match="did you mean 'calculator'"):
         resolve_environment("calculater")
+    with pytest.raises(UserError, match="examples/games/debate.py:DebateEnv"):
+        resolve_environment("debate")
     file = tmp_path / "mine.py"
     source = (
         "class Mine(Environment):\n    def __init__(self, size: int, *, on: bool = False): ...\n"
@@ -481,6 +484,20 @@ def test_environments_are_found_by_name_and_address(tmp_path):
     assert resolve_environment("guess for this test", high=7).make().high == 7
     with pytest.raises(UserError, match="did you mean --environment.high"):
         resolve_environment(Guess, hihg=7)
+
+
+def test_addresses_from_before_the_adapters_moved_are_resolved():
+    """An address in an older run's config.json still means its class; a script that imports from
+    there is told the new place.
+    """
+    for module in ("rl.integrations.trl_env", "rl.envs.trl_env"):
+        assert resolve_environment(f"{module}:MultiTrlEnvironment").cls is MultiTrlEnvironment
+    with pytest.raises(
+        UserError, match="'McpTool' is not an environment in it; did you mean 'McpTools'"
+    ):
+        resolve_environment("rl.envs.wrappers.mcp_tools:McpTool")
+    with pytest.raises(ImportError, match=r"from rl\.integrations import McpServer"):
+        importlib.import_module("rl.envs.wrappers.mcp_tools")
 
 
 # ------------------------------------------------------------------------------- what breaks, where

@@ -22,7 +22,7 @@ from rl.memory_plan.shapes import LaunchShape, MicroBatch, MicroBatchMemory, Mod
 from rl.memory_plan.step_shapes import compute_concurrent_rows, largest_micro_batch
 from rl.memory_plan.tracing import HEAD_BLOCKS, ComputeConfig, ModelSkeleton
 from rl.trainer.memory_requirements import compute_stage_needs, resolve_launch
-from rl.trainer.memory_savings import find_combination, find_savings, select_listed
+from rl.trainer.memory_savings import find_savings, select_listed
 from rl.trainer.memory_table import _describe_launch
 from rl.types import LoraConfig
 
@@ -347,11 +347,6 @@ def test_a_smaller_cache_is_named_where_the_cache_does_not_fit(tmp_path):
         and named.command == f"--kv-cache-tokens {largest}"
         and named.peak == peaks[largest] <= room
     )
-    changes = [
-        change for change in find_savings(run, launch, 512) if change.kind == "kv_cache_tokens"
-    ]
-    taken, peak = find_combination(run, launch, 512, changes, room)
-    assert [change.command for change in taken] == [named.command] and peak <= room
 
 
 def asked(*words: str) -> RunConfig:
@@ -531,12 +526,8 @@ def test_a_deep_model_is_worked_out_from_short_ones(kind, rank, run, tmp_path):
         ModelSkeleton(str(tmp_path), None, lora),
         ModelSkeleton(str(tmp_path), None, lora, all_layers=True),
     )
-    assert (
-        skeleton._short_depths is not None
-        and whole._short_depths is None
-        and skeleton._depth < whole._depth
-    )
     assert skeleton.shape == whole.shape
+    assert skeleton._omitted > 0 == whole._omitted
     # torch runs a fake operation otherwise the first time: a tensor of 96 bytes less
     skeleton.measure_micro_batch(MicroBatch(1, 4, 3), RUNS[run])
     for batch in (MicroBatch(1, 4, 3), MicroBatch(4, 64, 256)):
@@ -545,7 +536,7 @@ def test_a_deep_model_is_worked_out_from_short_ones(kind, rank, run, tmp_path):
         ), batch
 
 
-def test_layers_that_cannot_be_marked_are_worked_out_from_two_depths(tmp_path, monkeypatch):
+def test_of_layers_that_cannot_be_marked_the_whole_model_is_traced(tmp_path, monkeypatch):
     AutoConfig.for_model("gpt2", **DEEP["gpt2"]).save_pretrained(tmp_path)
     skeleton, batch = ModelSkeleton(str(tmp_path), None, None), MicroBatch(4, 64, 256)
     skeleton.measure_micro_batch(batch, RUNS["plain"])

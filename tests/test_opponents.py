@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from games import example_address
 from safetensors.torch import load_file
 from whole_runs import train, two_and_two
 
@@ -102,9 +103,9 @@ def test_the_folder_is_bounded_and_a_lost_version_is_named(tmp_path):
     [
         "--environment tic_tac_toe --environment.opponent policy",
         "--environment tic_tac_toe --environment.opponent tiny:ascii",
-        "--environment twenty_questions --environment.questions 2 --environment.answerer "
+        f"--environment {example_address('twenty_questions')} --environment.questions 2 --environment.answerer "
         "tiny:ascii-small",
-        "--environment debate --environment.judge tiny:ascii",
+        f"--environment {example_address('debate')} --environment.judge tiny:ascii",
     ],
     ids=["itself", "a model", "an answerer", "a judge"],
 )

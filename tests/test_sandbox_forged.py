@@ -11,9 +11,9 @@ import time
 
 import pytest
 from adversary import COMPUTING, TAKE_OVER, adversary, forged, value
+from games import example_address, load_example
 
 from rl.envs import resolve_environment
-from rl.envs.rules import bug_generator
 from rl.errors import UserError
 from rl.sandbox import Asserts, Calls, Pytest, Sandbox, SandboxLimits, StdinStdoutTests
 
@@ -411,7 +411,7 @@ def test_the_python_tool_answers_a_forged_reply():
     ],
 )
 def test_debugging_tells_a_forged_reply_and_goes_on(name):
-    match = resolve_environment("debugging").make()
+    match = resolve_environment(example_address("debugging")).make()
     match.seed, match.rng, match.row = 1, random.Random(1), {}
     match.start()
     encoded = json.dumps(COMPUTING[name])
@@ -422,5 +422,5 @@ def test_debugging_tells_a_forged_reply_and_goes_on(name):
     start = time.monotonic()
     turn = match.step({"content": f"```python\n{source}\n```"})
     assert not turn.done and ", forged: " in turn.messages and len(turn.messages) < 300
-    assert match.step({"content": bug_generator.make_fix(match.bug)}).reward == 1
+    assert match.step({"content": load_example("debugging").make_fix(match.bug)}).reward == 1
     assert time.monotonic() - start < 20

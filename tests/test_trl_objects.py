@@ -10,8 +10,8 @@ from scripted import Scripted
 from whole_runs import train
 
 from rl.envs import EnvironmentGroup, isolate_environment, parse_environment, resolve_environment
-from rl.envs.trl_env import wrap_factory
 from rl.errors import UserError
+from rl.integrations.trl_env import wrap_factory
 from rl.models import load_tokenizer
 from rl.renderers import get_renderer
 from rl.rollout import rollout

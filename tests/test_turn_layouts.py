@@ -16,7 +16,6 @@ from rl.rollout import rollout, trajectory_to_datums
 TOKENIZER = tokenizer()
 GAMES = [
     ("guess_number", "plain", {"high": 16}),
-    ("debugging", "plain", {}),
     # two seats, each with observations of its own
     ("tic_tac_toe", "plain", {"opponent": "policy"}),
     # prompts that do not always go on from the answer before them: several datums

@@ -20,9 +20,9 @@ import pytest
 from rl.config import SettingsError
 from rl.envs import EnvironmentGroup, EpisodeLimits, resolve_environment
 from rl.envs.environment_registry import parse_environment
-from rl.envs.wrappers.client_session import ClientSession
-from rl.envs.wrappers.tinker_cookbook_env import TinkerGroup
 from rl.errors import UserError
+from rl.integrations.client_session import ClientSession
+from rl.integrations.tinker_cookbook_env import TinkerGroup
 from rl.models import load_model
 from rl.renderers import get_renderer
 from rl.rollout import EpisodeFailed, rollout
@@ -748,7 +748,7 @@ class Hidden:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Hidden())
 from rl.envs import resolve_environment
-from rl.envs.wrappers.mcp_tools import McpServer
+from rl.integrations.mcp_tools import McpServer
 {code}
 """
     done = subprocess.run(

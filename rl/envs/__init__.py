@@ -8,13 +8,14 @@ from rl.envs.environment import OPPONENT_POOL, Environment, TurnResult
 from rl.envs.environment_registry import (
     EnvironmentSpec,
     list_environments,
+    load_object,
     make_settings_class,
     parse_environment,
     register_environment,
     show_help,
 )
 from rl.envs.episode_thread import EpisodeThread
-from rl.envs.game_env import Game
+from rl.envs.game_env import Game, check_choice
 from rl.envs.key_value_store import KeyValueStore
 from rl.envs.message_env import EnvironmentGroup, EpisodeLimits
 from rl.envs.opponent_pool import OpponentPool
@@ -49,10 +50,12 @@ __all__ = [
     "last_user_text",
     "register_environment",
     "list_environments",
+    "load_object",
     "resolve_environment",
     "make_reward_meta",
     "make_settings_class",
     "show_help",
     "tool",
     "apply_isolation",
+    "check_choice",
 ]

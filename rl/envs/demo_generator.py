@@ -71,7 +71,7 @@ def main(words: Sequence[str]) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "environment", help="guess_number, twenty_questions, debugging, tic_tac_toe, debate"
+        "environment", help="guess_number, tic_tac_toe, or file.py:Class of another game"
     )
     parser.add_argument("player", help="rule that plays the policy's seat, such as any_number")
     parser.add_argument("--episodes", type=int, default=1000)

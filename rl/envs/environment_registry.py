@@ -16,33 +16,40 @@ from typing import Annotated, Any, TypeVar
 
 from rl.config import RawValue, SettingsError, build_settings, format_help, nearest_name
 from rl.envs.environment import Environment
-from rl.envs.trl_env import TrlEnvironment, wrap_factory
 from rl.errors import UserError, install_command
 from rl.rewards import load_file
 from rl.sanitize import describe_error
 
 T = TypeVar("T", bound=type)
 
+# rl.serve and rl.integrations are above this layer: imported by name only.
 BUILT_IN: dict[str, str] = {
     "calculator": "rl.envs.calculator_env:CalculatorEnv",
-    "debate": "rl.envs.debate_env:DebateEnv",
-    "debugging": "rl.envs.debugging_env:DebuggingEnv",
-    # in a package above this layer: imported by name only
     "endpoint": "rl.serve.program_env:Endpoint",
     "guess_number": "rl.envs.guess_number_env:GuessNumber",
     "tic_tac_toe": "rl.envs.tic_tac_toe_env:TicTacToeEnv",
-    "twenty_questions": "rl.envs.twenty_questions_env:TwentyQuestionsEnv",
-    "mcp": "rl.envs.wrappers.mcp_tools:McpTools",
-    "openenv": "rl.envs.wrappers.openenv_env:OpenEnv",
+    "mcp": "rl.integrations.mcp_tools:McpTools",
+    "openenv": "rl.integrations.openenv_env:OpenEnv",
     "python": "rl.envs.python_env:Python",
-    "reasoning_gym": "rl.envs.wrappers.reasoning_gym_env:ReasoningGym",
+    "reasoning_gym": "rl.integrations.reasoning_gym_env:ReasoningGym",
     "search": "rl.envs.search_env:Search",
-    "skyrl_gym": "rl.envs.wrappers.skyrl_gym_env:SkyRLGym",
-    "textarena": "rl.envs.wrappers.textarena_env:TextArena",
-    "tinker": "rl.envs.wrappers.tinker_cookbook_env:Tinker",
+    "skyrl_gym": "rl.integrations.skyrl_gym_env:SkyRLGym",
+    "textarena": "rl.integrations.textarena_env:TextArena",
+    "tinker": "rl.integrations.tinker_cookbook_env:Tinker",
 }
 # Extras of pyproject.toml with the packages that built-in environments import.
 _EXTRAS = {"endpoint": "serve"}
+# Addresses of earlier versions, as users and the files of runs name them.
+_MOVED_MODULES = {
+    "rl.envs.wrappers.": "rl.integrations.",
+    "rl.envs.trl_env": "rl.integrations.trl_env",
+}
+# Built-in games of earlier versions, which are files of the repository now.
+_EXAMPLES = {
+    "debate": "examples/games/debate.py:DebateEnv",
+    "debugging": "examples/games/debugging.py:DebuggingEnv",
+    "twenty_questions": "examples/games/twenty_questions.py:TwentyQuestionsEnv",
+}
 _REGISTERED: dict[str, type] = {}
 
 
@@ -110,7 +117,7 @@ class EnvironmentSpec:
         instance = self.cls(**self.settings)
         if isinstance(instance, Environment):
             return instance
-        return TrlEnvironment(instance)
+        return _import_trl_adapter().TrlEnvironment(instance)
 
     @property
     def has_shared_data(self) -> bool:
@@ -220,10 +227,25 @@ def _find_address(name: str) -> str | None:
     """
     if name in _REGISTERED:
         return None
-    source, _, attribute = BUILT_IN.get(name, name).rpartition(":")
+    source, _, attribute = _expand_name(name).rpartition(":")
     return (
         f"{Path(source).expanduser().resolve() if source.endswith('.py') else source}:{attribute}"
     )
+
+
+def _expand_name(name: str) -> str:
+    """Return the address of a built-in environment, and the present address of a class that moved;
+    any other name unchanged.
+    """
+    for earlier, present in _MOVED_MODULES.items():
+        if name.startswith(earlier):
+            return present + name.removeprefix(earlier)
+    return BUILT_IN.get(name, name)
+
+
+def _import_trl_adapter() -> Any:
+    """Return the module that adapts objects in TRL's form, from a package above this layer."""
+    return importlib.import_module("rl.integrations.trl_env")
 
 
 def parse_environment(name: str, settings: Sequence[tuple[str, str]]) -> EnvironmentSpec:
@@ -377,8 +399,13 @@ def _load_class(spec: str) -> type:
         raise UserError(f"an environment is a name, 'module:Class' or a class, got {spec!r}")
     if spec in _REGISTERED:
         return _REGISTERED[spec]
-    address = BUILT_IN.get(spec, spec)
+    address = _expand_name(spec)
     if ":" not in address:
+        if spec in _EXAMPLES:
+            raise UserError(
+                f"the environment {spec!r} is an example now, no built-in: copy the file from the"
+                f" repository and set --environment {_EXAMPLES[spec]}"
+            )
         names = list_environments()
         closest = nearest_name(spec, names)
         hint = f"did you mean {closest!r}? " if closest else ""
@@ -396,7 +423,10 @@ def _load_class(spec: str) -> type:
     target: Any = module
     for part in attribute.split("."):
         target = getattr(target, part, None)
-    if not isinstance(target, type) and (adapter := wrap_factory(target, attribute)) is not None:
+    if (
+        not isinstance(target, type)
+        and (adapter := _import_trl_adapter().wrap_factory(target, attribute)) is not None
+    ):
         return adapter
     if not isinstance(target, type) or not (
         issubclass(target, Environment) or hasattr(target, "reset")

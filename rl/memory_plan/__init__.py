@@ -15,8 +15,7 @@ from rl.memory_plan.step_shapes import (
     largest_micro_batch,
 )
 from rl.memory_plan.tensor_parallel_check import check_tensor_parallel
-from rl.memory_plan.trace_workers import TraceCache, serve_traces
-from rl.memory_plan.tracing import ComputeConfig, ModelSkeleton
+from rl.memory_plan.tracing import ComputeConfig, ModelSkeleton, load_shape, trace_micro_batch
 
 __all__ = [
     "ComputeConfig",
@@ -28,15 +27,15 @@ __all__ = [
     "MemoryPlan",
     "USABLE_FRACTION",
     "ModelSkeleton",
-    "TraceCache",
     "StepWork",
     "check_tensor_parallel",
-    "serve_traces",
     "saved_logits_bytes",
     "largest_micro_batch",
+    "load_shape",
     "plan_memory",
     "plan_sampler_memory",
     "count_pool_pages",
     "compute_concurrent_rows",
     "staged_weight_bytes",
+    "trace_micro_batch",
 ]

@@ -1,14 +1,13 @@
-"""Track tensor storages by kind while a model runs on tensors without memory, and extrapolate to a
-deeper model.
+"""Track tensor storages by kind while a model runs on tensors without memory, and extrapolate the
+peak to more layers.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -88,35 +87,6 @@ class AllocationRecord:
             tuple(a + b for a, b in zip(moment.held_bytes, further, strict=True))
             for moment, further in moments
         )
-
-    def extrapolate_depth(self, longer: AllocationRecord, times: int) -> MicroBatchMemory:
-        """Return the peak of a deeper model, with `times` times the additional layers of `longer`.
-
-        In the last layers, counted from the start of the backward, each repetition adds as much as
-        `longer` adds. The same holds in the first layers, counted from the end of the backward.
-        Between them memory changes linearly, so the peak is in the last or the first layers.
-        """
-        alike = [
-            *_pair_allocations(reversed(self.forward), reversed(longer.forward)),
-            *_pair_allocations(self.backward, longer.backward),
-            *_pair_allocations(reversed(self.backward), reversed(longer.backward)),
-        ]
-        return _find_peak(
-            tuple(
-                a + times * (b - a) for a, b in zip(mine.held_bytes, more.held_bytes, strict=True)
-            )
-            for mine, more in alike
-        )
-
-
-def _pair_allocations(
-    mine: Iterable[Allocation], longer: Iterable[Allocation]
-) -> Iterator[tuple[Allocation, Allocation]]:
-    """Yield pairs of allocations as long as both sides run the same operations."""
-    return takewhile(
-        lambda pair: (pair[0].size, pair[0].kind) == (pair[1].size, pair[1].kind),
-        zip(mine, longer, strict=False),
-    )
 
 
 def _find_peak(held: Iterable[tuple[float, ...]]) -> MicroBatchMemory:

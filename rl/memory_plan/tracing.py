@@ -15,6 +15,7 @@ import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -86,9 +87,10 @@ class ModelSkeleton:
     """Build a model without weights, as the learner would train it. Raises UserError if the model
     is not available.
 
-    Layers of the same kind hold the same memory. Of a deep model only the first layers get adapters
-    and run (see `measure_micro_batch`), and the memory of the others is extrapolated. `all_layers`:
-    run all layers, which takes longer and gives the same result; for tests.
+    Layers of the same kind hold the same memory. Of a deep model only the first layers are kept,
+    and the memory of the others is extrapolated (`AllocationRecord.extrapolate_block`): a trace of
+    all layers gives the same bytes and takes several seconds, and a plan makes about eight.
+    `all_layers`: keep all layers.
     """
 
     def __init__(
@@ -99,66 +101,42 @@ class ModelSkeleton:
         *,
         all_layers: bool = False,
     ):
+        self._arguments = base_model, tokenizer, lora
         with torch.device("meta"):
             loaded = load_skeleton(base_model, tokenizer=tokenizer)
-            described, fast, self._layers = (
-                describe_layers(loaded.model),
-                _is_fast(loaded.model),
-                find_layer_list(loaded.model),
-            )
-            self._depth, period, before = find_layer_period(loaded.model) or (0, 1, 0)
-            short = before + max(period, 2) + (self._depth - before) % period
-            self._short_depths = (
-                (short, short + period) if short + period < self._depth and not all_layers else None
-            )
-            # number of repetitions: the longer model is deeper than the shorter by a single period
-            self._repetitions = (self._depth - short) // period
-            # not the first layer of all, whose input may need no gradient, and not the last
-            self._marked_layers = (before + 1, before + 1 + period)
+            described, fast = describe_layers(loaded.model), _is_fast(loaded.model)
             share = None if lora is None else compute_unadapted_share(loaded.model, lora)
-            # A tensor shared by several layers is held once, whatever the depth. Then all layers
-            # stay, to be counted exactly.
-            cut = (
-                self._layers is not None
-                and self._short_depths is not None
-                and not layers_share_tensors(self._layers[1])
-            )
-            if self._layers is not None and self._short_depths is not None and cut:
-                self._depth = self._short_depths[1]
-                keep_first_layers_(loaded.model, self._layers, self._depth)
+            layers = find_layer_list(loaded.model)
+            depth, period, before = find_layer_period(loaded.model) or (0, 1, 0)
+            short = before + max(period, 2) + (depth - before) % period
+            # number of periods that are left out; none if layers share a tensor, which is held once
+            self._omitted = 0
+            if layers is not None and not all_layers and not layers_share_tensors(layers[1]):
+                self._omitted = max(0, (depth - short) // period - 1)
+            if layers is not None and self._omitted:
+                keep_first_layers_(loaded.model, layers, short + period)
             self._loaded = loaded if lora is None else add_lora(loaded, lora, unadapted=share)
         numbers = _count_parameters(self._loaded.model, fast)
-        if self._short_depths is not None and cut:
-            with self._shortened(self._short_depths[0]):
-                shorter = _count_parameters(self._loaded.model, fast)
+        # names of the layers at which a period begins and ends: not the first layer of all, whose
+        # input may need no gradient, and not the last
+        self._marked_layers: list[str] = []
+        if layers is not None and self._omitted:
+            self._marked_layers = [f"{layers[0]}.{before + 1 + i}" for i in (0, period)]
+            keep_first_layers_(self._loaded.model, layers, short)
+            fewer = _count_parameters(self._loaded.model, fast)
+            keep_first_layers_(self._loaded.model, layers, short + period)
             numbers = {
-                name: n + (self._repetitions - 1) * (n - shorter[name])
-                for name, n in numbers.items()
+                name: number + self._omitted * (number - fewer[name])
+                for name, number in numbers.items()
             }
         self.shape = _make_shape(self._loaded, numbers, described, fast)
 
     def measure_micro_batch(self, batch: MicroBatch, config: ComputeConfig) -> MicroBatchMemory:
-        """Return what a micro-batch holds at the peak of its forward and backward.
-
-        Of a deep model a shorter copy is run in which the repeating layers are marked, see
-        `AllocationRecord.extrapolate_block`. If these layers do not run one by one, two short
-        copies are run, the second with more of these layers, see
-        `AllocationRecord.extrapolate_depth`. Raises UserError for a model whose forward depends on
-        tensor values.
+        """Return what a micro-batch holds at the peak of its forward and backward. Raises UserError
+        for a model whose forward depends on tensor values.
         """
         try:
-            if self._short_depths is None:
-                course, inside_op = self._trace(batch, config)
-                peak = course.peak
-            else:
-                with self._shortened(self._short_depths[1]):
-                    longer, inside_op = self._trace(batch, config)
-                if longer.block is not None:
-                    peak = longer.extrapolate_block(self._repetitions - 1)
-                else:
-                    with self._shortened(self._short_depths[0]):
-                        course, inside_op = self._trace(batch, config)
-                    peak = course.extrapolate_depth(longer, self._repetitions)
+            record, inside_op = self._trace(batch, config)
         except RuntimeError as error:
             first = str(error).strip().partition("\n")[0]
             raise UserError(
@@ -167,17 +145,14 @@ class ModelSkeleton:
                 f"({type(error).__name__}: {first}). Measure it with a short run: --steps 1 "
                 "--eval-every 0, with the intended lengths"
             ) from error
+        if not self._omitted:
+            peak = record.peak
+        elif record.block is not None:
+            peak = record.extrapolate_block(self._omitted)
+        else:  # its layers do not run one by one
+            whole = ModelSkeleton(*self._arguments, all_layers=True)
+            return whole.measure_micro_batch(batch, config)
         return dataclasses.replace(peak, logits=peak.logits + inside_op)
-
-    @contextlib.contextmanager
-    def _shortened(self, depth: int) -> Iterator[None]:
-        """Shorten the model to its first `depth` layers within the context."""
-        assert self._layers is not None
-        keep_first_layers_(self._loaded.model, self._layers, depth)
-        try:
-            yield
-        finally:
-            keep_first_layers_(self._loaded.model, self._layers, self._depth)
 
     def _trace(self, batch: MicroBatch, config: ComputeConfig) -> tuple[AllocationRecord, int]:
         """Return (record of the storages, bytes that an op holds inside)."""
@@ -197,9 +172,8 @@ class ModelSkeleton:
                 model, fused=config.fused, kept_bytes=0 if config.cuda else config.saved_bytes
             )
             storages = StorageTracker(model)
-            if self._layers is not None and self._short_depths is not None:
-                blocks: Any = unwrap_model(model).get_submodule(self._layers[0])
-                storages.mark_layers([blocks[i] for i in self._marked_layers if i < len(blocks)])
+            modules = unwrap_model(model)
+            storages.mark_layers([modules.get_submodule(name) for name in self._marked_layers])
             with _gradients_as_in_training(model, storages, config.keeps_gradients):
                 ids = torch.zeros(batch.rows, batch.length, dtype=torch.int64)
                 inputs: dict[str, Any] = {"input_ids": ids}
@@ -228,6 +202,31 @@ class ModelSkeleton:
         return estimate_workspace_bytes(
             batch.tokens, self.shape.hidden, self.shape.vocab, size, frozen=frozen
         )
+
+
+@cache
+def _load_skeleton(
+    base_model: str, tokenizer: str | None, lora: LoraConfig | None
+) -> ModelSkeleton:
+    """Return the model's skeleton, which is built once."""
+    return ModelSkeleton(base_model, tokenizer, lora)
+
+
+def load_shape(base_model: str, tokenizer: str | None, lora: LoraConfig | None) -> ModelShape:
+    """Return the shape of a model. Raises UserError if the model is not available."""
+    return _load_skeleton(base_model, tokenizer, lora).shape
+
+
+@cache
+def trace_micro_batch(
+    base_model: str,
+    tokenizer: str | None,
+    lora: LoraConfig | None,
+    batch: MicroBatch,
+    config: ComputeConfig,
+) -> MicroBatchMemory:
+    """Return `ModelSkeleton.measure_micro_batch`, which is traced once."""
+    return _load_skeleton(base_model, tokenizer, lora).measure_micro_batch(batch, config)
 
 
 def _copy_to_fake_cpu(model: Any, dtype: torch.dtype) -> Any:

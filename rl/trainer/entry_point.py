@@ -7,8 +7,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection
+from typing import NoReturn
 
 from rl.algorithms import METHODS
 from rl.config import RunConfig, flatten_settings, format_as_flags
@@ -17,12 +17,11 @@ TRACEBACK_VARIABLE = "WHETSTONE_TRACEBACK"
 RANK_LOST_EXIT_CODE = 1
 
 
-def main(run: RunConfig, helpers: Sequence[Any] = ()) -> int:
+def main(run: RunConfig) -> int:
     """Plan or execute a run and return its exit code.
 
     0: done. 1: another process was lost. 2: a user error. 75: stopped and saved, run again with
-    --resume. 130: interrupted by Ctrl-C. The connections in `helpers` lead to processes that help
-    to plan (rl.startup.fork_helper).
+    --resume. 130: interrupted by Ctrl-C.
     """
 
     outcome = ["nothing was started"]
@@ -31,7 +30,7 @@ def main(run: RunConfig, helpers: Sequence[Any] = ()) -> int:
         if run.options.plan:
             from rl.trainer.memory_report import report_memory
 
-            report_memory(run, helpers)
+            report_memory(run)
             return
         from rl.trainer.execute import execute
 

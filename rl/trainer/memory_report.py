@@ -4,11 +4,8 @@ and what to change, before weights are loaded.
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 
 import torch
 
@@ -17,13 +14,12 @@ from rl.config import RunConfig
 from rl.errors import UserError
 from rl.memory_plan import USABLE_FRACTION, LaunchShape
 from rl.trainer.memory_requirements import (
-    TRACE_CACHE,
     UnsupportedTensorParallel,
     compute_stage_needs,
     measure_nothing,
     resolve_launch,
 )
-from rl.trainer.memory_savings import find_combination, find_savings, queue_traces, select_listed
+from rl.trainer.memory_savings import find_savings, select_listed
 from rl.trainer.memory_table import DeviceMemory, StageNeeds, format_gib, print_plans
 from rl.trainer.resolve_weights import describe_tied_heads, resolve_initial_weights
 
@@ -31,27 +27,12 @@ from rl.trainer.resolve_weights import describe_tied_heads, resolve_initial_weig
 ANSWER_BYTES = 2048
 
 
-def report_memory(run: RunConfig, helpers: Sequence[Connection] = ()) -> None:
-    """Print the plan of a run on rank 0. `helpers`: connections to helper processes, see
-    `TraceCache.use_helpers`.
-
-    Raises UserError (on every rank) if the run cannot fit.
-    """
-    # garbage collection takes a tenth of the time of this short process with many imports
-    gc.disable()
-    try:
-        with TRACE_CACHE.use_helpers(helpers) if helpers else nullcontext():
-            _report_memory(run)
-    finally:
-        gc.enable()
-
-
-def _report_memory(run: RunConfig) -> None:
+def report_memory(run: RunConfig) -> None:
+    """Print the plan of a run on rank 0. Raises UserError (on every rank) if the run cannot fit."""
     run, _ = resolve_initial_weights(run)
     options = run.options
     _check_batches(run)
     launch, device = resolve_launch(options, run.stages[0].settings.model.precision)
-    queue_traces(run, launch, options.plan_prompt_tokens)
     stages = compute_stage_needs(run, launch, options.plan_prompt_tokens)
     largest = max(stages, key=lambda needs: needs.plan.peak)
     prints = os.environ.get("RANK", "0") == "0"
@@ -135,9 +116,7 @@ def _describe_shortage(needs: StageNeeds, device: DeviceMemory) -> str:
 
 
 def _suggest_changes(run: RunConfig, launch: LaunchShape, prompt: int, device: DeviceMemory) -> str:
-    """Return the changes that would lower the peak, the most effective first, and a combination of
-    changes if no single change is enough.
-    """
+    """Return the changes that would lower the peak, each alone, the most effective first."""
     limit = USABLE_FRACTION * device.memory
     changes = find_savings(run, launch, prompt)
     if not changes:
@@ -150,16 +129,9 @@ def _suggest_changes(run: RunConfig, launch: LaunchShape, prompt: int, device: D
     text = "\nWhat would lower it, the most effective first:\n" + "\n".join(lines)
     if any(change.peak <= limit for change in changes):
         return text
-    combination, peak = find_combination(run, launch, prompt, changes, limit)
-    if not combination:
-        return text + (
-            f"\nAll of it together still needs {format_gib(peak)}: use a smaller model, or larger "
-            "GPUs."
-        )
-    return (
-        text
-        + f"\nNo single change is enough; together {format_gib(peak)}, which fits: "
-        + ", ".join(change.command for change in combination)
+    return text + (
+        "\nNo single change is enough: plan again with several of them, with a smaller model, or"
+        " with larger GPUs."
     )
 
 

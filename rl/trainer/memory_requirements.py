@@ -29,15 +29,16 @@ from rl.memory_plan import (
     MicroBatchMemory,
     ModelShape,
     StepWork,
-    TraceCache,
     check_tensor_parallel,
     compute_concurrent_rows,
     count_pool_pages,
     largest_micro_batch,
+    load_shape,
     plan_memory,
     plan_sampler_memory,
     saved_logits_bytes,
     staged_weight_bytes,
+    trace_micro_batch,
 )
 from rl.models import (
     LORA_PARTS,
@@ -52,7 +53,6 @@ from rl.trainer.saved_weights import is_run_folder
 from rl.types import LoraConfig
 
 _DEFAULT_GPU = 80.0  # GiB of a hypothetical GPU
-TRACE_CACHE = TraceCache()  # a process plans a single run, repeatedly with other settings
 MeasureMicroBatch = Callable[[ModelSettings, MicroBatch, LaunchShape], MicroBatchMemory]
 
 
@@ -112,7 +112,7 @@ def compute_stage_needs(
     takes long.
     """
     needs = []
-    measure = measure or _measure_micro_batch
+    measure = measure or _trace
     stage_settings = (
         [stage.settings for stage in run.stages] if settings is None else list(settings)
     )
@@ -157,7 +157,7 @@ def _compute_needs(
     be turned off.
     """
     samplers, launch = _split_launch(settings, launch)
-    shape = TRACE_CACHE.get_shape((model.base_model, model.tokenizer, _lora_config(model)))
+    shape = load_shape(model.base_model, model.tokenizer, _lora_config(model))
     optim = settings.optim
     team = _tensor_parallel_size(
         settings.sampling.sampler_tp, 0 if samplers is None else samplers.world, shape, launch
@@ -289,7 +289,7 @@ def _list_other_shapes(
         return others, []
     if critic == "policy":
         return others, [shape]
-    return others, [TRACE_CACHE.get_shape((critic, model.tokenizer, _lora_config(model)))]
+    return others, [load_shape(critic, model.tokenizer, _lora_config(model))]
 
 
 def _uses_paged_cache(
@@ -392,9 +392,7 @@ def _other_model_shapes(method: str, settings: Any, policy: ModelShape) -> list[
                 )
             )
             continue
-        shape = (
-            TRACE_CACHE.get_shape((target, settings.model.tokenizer, None)) if is_model else policy
-        )
+        shape = load_shape(target, settings.model.tokenizer, None) if is_model else policy
         whole = replace(
             shape, unsplit=shape.parameters - shape.adapters, unsplit_adapters=shape.adapters
         )
@@ -422,29 +420,7 @@ def measure_nothing(
     return MicroBatchMemory()
 
 
-def collect_micro_batches(
-    run: RunConfig, launch: LaunchShape, prompt: int, settings: Sequence[Any]
-) -> list[Any]:
-    """Return the micro-batches that a plan would trace, in the form that `TraceCache.queue_runs`
-    accepts.
-    """
-    micro_batches = []
-
-    def note(model: ModelSettings, batch: MicroBatch, launch: LaunchShape) -> MicroBatchMemory:
-        micro_batches.append(_trace_request(model, batch, launch))
-        return MicroBatchMemory()
-
-    compute_stage_needs(run, launch, prompt, settings, note)
-    return micro_batches
-
-
-def _measure_micro_batch(
-    model: ModelSettings, batch: MicroBatch, launch: LaunchShape
-) -> MicroBatchMemory:
-    return TRACE_CACHE.get_memory(_trace_request(model, batch, launch))
-
-
-def _trace_request(model: ModelSettings, batch: MicroBatch, launch: LaunchShape) -> Any:
+def _trace(model: ModelSettings, batch: MicroBatch, launch: LaunchShape) -> MicroBatchMemory:
     config = ComputeConfig(
         dtype=torch.bfloat16
         if launch.compute_bytes == 2 and (launch.fsdp or launch.zero_stage is not None)
@@ -457,4 +433,4 @@ def _trace_request(model: ModelSettings, batch: MicroBatch, launch: LaunchShape)
         saved_bytes=None if launch.cuda else kept_bytes_from_gib(model.kept_logits_gib),
         bf16_base=launch.base_dtype != "fp32" and launch.zero_stage is None and not launch.fsdp,
     )
-    return (model.base_model, model.tokenizer, _lora_config(model)), batch, config
+    return trace_micro_batch(model.base_model, model.tokenizer, _lora_config(model), batch, config)

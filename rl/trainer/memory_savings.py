@@ -1,22 +1,14 @@
-"""Find changes that would make a run fit: single changes of its settings or its launch, and
-combinations.
-"""
+"""Find changes of a run's settings or its launch that would lower its peak, each alone."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rl.config import RunConfig
 from rl.memory_plan import LaunchShape
-from rl.trainer.memory_requirements import (
-    TRACE_CACHE,
-    collect_micro_batches,
-    compute_stage_needs,
-    measure_nothing,
-)
+from rl.trainer.memory_requirements import MeasureMicroBatch, compute_stage_needs, measure_nothing
 
 # settings, and kinds of change, of which only the smallest sufficient change is listed
 CACHE, TENSOR_PARALLEL = "kv_cache_tokens", "sampler_tp"
@@ -28,15 +20,13 @@ class MemorySaving:
     """Describe a change: the words to type, its effect on a stage's settings and on the launch, and
     the peak with it.
 
-    `kind`: a combination contains at most a single change of each kind. `costly`: the change
-    affects what is learned, or costs much time.
+    `kind`: the setting that changes, or "launch".
     """
 
     command: str
     settings: Callable[[Any], Any]
     launch: Callable[[LaunchShape], LaunchShape]
     kind: str
-    costly: bool = False
     peak: float = 0.0
 
 
@@ -44,12 +34,12 @@ def _unchanged(value: Any) -> Any:
     return value
 
 
-def _setting_change(section: str, name: str, value: Any, costly: bool = False) -> MemorySaving:
+def _setting_change(section: str, name: str, value: Any) -> MemorySaving:
     def apply(settings: Any) -> Any:
         return replace(settings, **{section: replace(getattr(settings, section), **{name: value})})
 
     flag = "--" + name.replace("_", "-") + ("" if value is True else f" {value}")
-    return MemorySaving(flag, apply, _unchanged, name, costly)
+    return MemorySaving(flag, apply, _unchanged, name)
 
 
 def _sharding_change(stage: int, gpus: int, offload: bool = False) -> MemorySaving:
@@ -60,11 +50,7 @@ def _sharding_change(stage: int, gpus: int, offload: bool = False) -> MemorySavi
 
     name = f"zero{stage}{'_offload' if offload else ''}"
     return MemorySaving(
-        f"accelerate_configs/{name}.yaml on {gpus} GPUs",
-        _unchanged,
-        apply,
-        "launch",
-        costly=offload,
+        f"accelerate_configs/{name}.yaml on {gpus} GPUs", _unchanged, apply, "launch"
     )
 
 
@@ -79,7 +65,7 @@ def _list_candidates(run: RunConfig, launch: LaunchShape) -> list[MemorySaving]:
     changes += [_setting_change("model", "kept_logits_gib", 0)] * (
         launch.cuda and model.fused_logprobs and model.kept_logits_gib != 0
     )
-    changes += [_setting_change("model", "lora_rank", 32, costly=True)] * (not model.lora_rank)
+    changes += [_setting_change("model", "lora_rank", 32)] * (not model.lora_rank)
     changes += [
         _setting_change("optim", "token_budget", max(1, optim.token_budget // divisor))
         for divisor in (2, 4)
@@ -88,14 +74,10 @@ def _list_candidates(run: RunConfig, launch: LaunchShape) -> list[MemorySaving]:
     changes += [
         _setting_change("sampling", "kv_cache_tokens", size) for size in _halved_cache_sizes(run)
     ]
-    # these changes exclude each other, and sharding
+    # sharding excludes these changes
     if launch.cuda and launch.zero_stage is None and not launch.fsdp:
-        changes += [
-            replace(_setting_change("model", "base_dtype", "4bit", costly=True), kind="launch")
-        ] * bool(model.lora_rank)
-        changes.append(
-            replace(_setting_change("optim", "optimizer", "adamw_8bit", costly=True), kind="launch")
-        )
+        changes += [_setting_change("model", "base_dtype", "4bit")] * bool(model.lora_rank)
+        changes.append(_setting_change("optim", "optimizer", "adamw_8bit"))
     if launch.cuda:
         gpus = max(launch.world, 8)
         now = 3 if launch.fsdp else launch.zero_stage or 0
@@ -160,172 +142,43 @@ def _halved_cache_sizes(run: RunConfig) -> list[int]:
     return [now >> i for i in range(1, 12) if now >> i >= least]
 
 
-def queue_traces(run: RunConfig, launch: LaunchShape, prompt: int) -> None:
-    """Start computing what the run's plan and its changes need, if helper processes exist."""
-    _queue_traces(
-        run, launch, prompt, [[], *([change] for change in _list_candidates(run, launch))]
-    )
-
-
 def find_savings(run: RunConfig, launch: LaunchShape, prompt: int) -> list[MemorySaving]:
     """Return single changes that lower the peak of the run, the most effective first."""
-    bound = MIN_EFFECT * _compute_peak(run, launch, prompt, [])
-    candidates = _list_candidates(run, launch)
-    _queue_traces(
-        run,
-        launch,
-        prompt,
-        [
-            [change]
-            for change in candidates
-            if _compute_lower_bound(run, launch, prompt, [change]) <= bound
-        ],
-    )
-    evaluated = [
-        replace(change, peak=_compute_peak(run, launch, prompt, [change], bound))
-        for change in candidates
-    ]
-    return sorted(
-        (change for change in evaluated if change.peak < bound), key=lambda change: change.peak
-    )
-
-
-def find_combination(
-    run: RunConfig, launch: LaunchShape, prompt: int, changes: Sequence[MemorySaving], limit: float
-) -> tuple[list[MemorySaving], float]:
-    """Return (changes, peak): changes that make the run fit in combination. Costly changes are
-    included only if the others are not enough.
-
-    The list is empty if all changes together are not enough.
-    """
-    selected: list[MemorySaving] = []
-    peak = _compute_peak(run, launch, prompt, [])
-    ordered = sorted(changes, key=lambda change: (change.costly, change.peak))
-    for i, change in enumerate(ordered):
-        trial = _add_change(selected, change)
-        # meanwhile compute what comes next if this change helps
-        if (
-            TRACE_CACHE.has_helpers
-            and _compute_lower_bound(run, launch, prompt, trial) <= MIN_EFFECT * peak
-        ):
-            following = [_add_change(trial, change) for change in ordered[i + 1 : i + 2]]
-            everything = trial  # for the case that nothing less is enough
-            for change in ordered[i + 1 :]:
-                everything = (
-                    everything
-                    if change.kind in {other.kind for other in everything}
-                    else _add_change(everything, change)
-                )
-            _queue_traces(run, launch, prompt, [trial, *following, everything])
-        lower = _compute_peak(run, launch, prompt, trial, MIN_EFFECT * peak)
-        if lower < MIN_EFFECT * peak:
-            selected, peak = trial, lower
-        if peak <= limit:
-            return _minimize_combination(run, launch, prompt, selected, changes, limit)
-    return [], peak
-
-
-def _add_change(selected: Sequence[MemorySaving], change: MemorySaving) -> list[MemorySaving]:
-    """Add `change` and replace a change of the same kind."""
-    return [*(other for other in selected if other.kind != change.kind), change]
-
-
-def _minimize_combination(
-    run: RunConfig,
-    launch: LaunchShape,
-    prompt: int,
-    selected: list[MemorySaving],
-    changes: Sequence[MemorySaving],
-    limit: float,
-) -> tuple[list[MemorySaving], float]:
-    """Return (changes, peak): the combination with the smallest tensor-parallel group and the
-    largest KV cache that still fit.
-    """
-    others = [change for change in selected if change.kind not in (CACHE, TENSOR_PARALLEL)]
-    caches = [[], *([cache] for cache in _order_least_first(changes, CACHE))]
-    teams = [[], *([team] for team in _order_least_first(changes, TENSOR_PARALLEL))]
-    for team, cache in ((team, cache) for team in teams for cache in caches):
-        peak = _compute_peak(run, launch, prompt, [*others, *team, *cache], limit)
-        if peak <= limit:
-            return [*others, *team, *cache], peak
-    raise AssertionError("the selected changes fit")
-
-
-def _order_least_first(changes: Sequence[MemorySaving], kind: str) -> list[MemorySaving]:
-    return sorted(
-        (change for change in changes if change.kind == kind), key=lambda change: -change.peak
-    )
-
-
-def select_listed(changes: Sequence[MemorySaving], limit: float) -> list[MemorySaving]:
-    """Return the changes to list. Of several cache sizes or tensor-parallel sizes, list only the
-    smallest change that fits, or the most effective if none fits.
-    """
-    best = []
-    for kind in (CACHE, TENSOR_PARALLEL):
-        ordered = _order_least_first(changes, kind)
-        best += (
-            [next((change for change in ordered if change.peak <= limit), ordered[-1])]
-            if ordered
-            else []
-        )
-    return [
-        change
-        for change in changes
-        if change.kind not in (CACHE, TENSOR_PARALLEL) or change in best
-    ]
+    settings = [stage.settings for stage in run.stages]
+    bound = MIN_EFFECT * _compute_peak(run, launch, prompt, settings)
+    savings = []
+    for change in _list_candidates(run, launch):
+        changed = [change.settings(stage_settings) for stage_settings in settings]
+        changed_launch = change.launch(launch)
+        # a micro-batch counts as 0 B first: its trace takes long
+        if _compute_peak(run, changed_launch, prompt, changed, measure_nothing) >= bound:
+            continue
+        peak = _compute_peak(run, changed_launch, prompt, changed)
+        if peak < bound:
+            savings.append(replace(change, peak=peak))
+    return sorted(savings, key=lambda change: change.peak)
 
 
 def _compute_peak(
     run: RunConfig,
     launch: LaunchShape,
     prompt: int,
-    changes: Sequence[MemorySaving],
-    bound: float = math.inf,
+    settings: Sequence[Any],
+    measure: MeasureMicroBatch | None = None,
 ) -> float:
-    """Return the run's peak with these changes. If its lower bound exceeds `bound`, return the
-    lower bound.
+    """Return the run's peak with these settings of the stages and this launch."""
+    stages = compute_stage_needs(run, launch, prompt, settings, measure)
+    return max(needs.plan.peak for needs in stages)
+
+
+def select_listed(changes: Sequence[MemorySaving], limit: float) -> list[MemorySaving]:
+    """Return the changes to list. Of several cache sizes or tensor-parallel sizes, list only the
+    smallest change that fits, or the most effective if none fits.
     """
-    if math.isfinite(bound):  # tracing a micro-batch takes long
-        least = _compute_lower_bound(run, launch, prompt, changes)
-        if least > bound:
-            return least
-    settings, launch = _apply_changes(run, launch, changes)
-    return max(needs.plan.peak for needs in compute_stage_needs(run, launch, prompt, settings))
-
-
-def _compute_lower_bound(
-    run: RunConfig, launch: LaunchShape, prompt: int, changes: Sequence[MemorySaving]
-) -> float:
-    """Return a lower bound of the run's peak with these changes: a micro-batch counts as 0 B."""
-    settings, launch = _apply_changes(run, launch, changes)
-    return max(
-        needs.plan.peak
-        for needs in compute_stage_needs(run, launch, prompt, settings, measure_nothing)
-    )
-
-
-def _apply_changes(
-    run: RunConfig, launch: LaunchShape, changes: Sequence[MemorySaving]
-) -> tuple[list[Any], LaunchShape]:
-    """Return (the stages' settings, the launch) with these changes."""
-    settings = [stage.settings for stage in run.stages]
-    for change in changes:
-        settings, launch = (
-            [change.settings(stage_settings) for stage_settings in settings],
-            change.launch(launch),
-        )
-    return settings, launch
-
-
-def _queue_traces(
-    run: RunConfig, launch: LaunchShape, prompt: int, combinations: Sequence[Sequence[MemorySaving]]
-) -> None:
-    """Queue the micro-batches of these sets of changes for tracing, in this order, if helper
-    processes exist.
-    """
-    micro_batches = []
-    for changes in combinations if TRACE_CACHE.has_helpers else ():
-        settings, changed = _apply_changes(run, launch, changes)
-        micro_batches += collect_micro_batches(run, changed, prompt, settings)
-    TRACE_CACHE.queue_runs(micro_batches)
+    several = (CACHE, TENSOR_PARALLEL)
+    selected = []
+    for kind in several:
+        least_first = sorted((c for c in changes if c.kind == kind), key=lambda c: -c.peak)
+        if least_first:
+            selected.append(next((c for c in least_first if c.peak <= limit), least_first[-1]))
+    return [change for change in changes if change.kind not in several or change in selected]

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from rl.envs.answer_score import grade_answer
-from rl.envs.environment import Environment, TurnResult
-from rl.envs.tools import Tool
-from rl.envs.wrappers.client_session import ClientSession
-from rl.envs.wrappers.optional_packages import import_package
+from rl.envs import Environment, Tool, TurnResult, grade_answer
 from rl.errors import UserError
+from rl.integrations.client_session import ClientSession
+from rl.integrations.optional_packages import import_package
 from rl.rewards import resolve_reward
 from rl.types import Message
 

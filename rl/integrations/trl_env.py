@@ -14,7 +14,7 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from rl.envs.environment import Environment, TurnResult
+from rl.envs import Environment, TurnResult
 from rl.errors import UserError
 from rl.types import Message
 

@@ -1,13 +1,78 @@
-"""Play a debate between two seats before a judge, which is a rule or a model."""
+"""Play a debate between two seats before a judge, which is a rule or a model.
+
+    python train.py grpo --environment examples/games/debate.py:DebateEnv
+
+The rule counts the points of a small table that a side makes.
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
-from rl.envs.game_env import Game, check_choice
-from rl.envs.rules import debate_rules as rules
+from rl.envs import Game, check_choice
 from rl.errors import UserError
+
+SIDES = ("for", "against")
+
+
+@dataclass(frozen=True, slots=True)
+class Motion:
+    """Hold a motion, and the words that count as points for each side."""
+
+    text: str
+    points: dict[str, tuple[str, ...]]
+
+
+MOTIONS = (
+    Motion(
+        "cats are better than dogs",
+        {
+            "for": ("clean", "quiet", "small", "calm"),
+            "against": ("loyal", "guard", "walk", "train"),
+        },
+    ),
+    Motion(
+        "tea is better than coffee",
+        {"for": ("mild", "calm", "leaf", "cheap"), "against": ("strong", "awake", "bean", "taste")},
+    ),
+    Motion(
+        "towns are better than farms",
+        {"for": ("jobs", "shops", "near", "music"), "against": ("air", "space", "food", "peace")},
+    ),
+    Motion(
+        "trains are better than cars",
+        {"for": ("fast", "read", "safe", "clean"), "against": ("door", "free", "near", "load")},
+    ),
+)
+
+
+def split_words(text: str) -> list[str]:
+    """Split a text into lower-case words."""
+    return re.findall(r"[a-z]+", text.lower())
+
+
+def find_points(
+    motion: Motion, side: str, speech: str, previous: frozenset[str] = frozenset()
+) -> frozenset[str]:
+    """Return the side's points that appear in a speech and not in `previous`."""
+    return frozenset(motion.points[side]) & frozenset(split_words(speech)) - previous
+
+
+def count_points(motion: Motion, speeches: list[tuple[str, str]]) -> dict[str, int]:
+    """Return the points of each side after these (side, speech) pairs; each point counts once."""
+    made: dict[str, frozenset[str]] = {side: frozenset() for side in SIDES}
+    for side, speech in speeches:
+        made[side] |= find_points(motion, side, speech)
+    return {side: len(points) for side, points in made.items()}
+
+
+def judge_by_points(motion: Motion, speeches: list[tuple[str, str]]) -> float:
+    """Return 1 if "for" made more points, -1 if "against" did, 0 if both made equally many."""
+    score = count_points(motion, speeches)
+    return float((score["for"] > score["against"]) - (score["for"] < score["against"]))
+
 
 JUDGE = 2
 _VERDICTS = {1.0: "for", -1.0: "against", 0.0: "neither"}
@@ -56,7 +121,7 @@ class DebateEnv(Game):
         self.assign(
             JUDGE,
             judge,
-            {"rule": lambda match: _VERDICTS[rules.judge_by_points(match.motion, match.speeches)]},
+            {"rule": lambda match: _VERDICTS[judge_by_points(match.motion, match.speeches)]},
         )
         self.speeches: list[tuple[str, str]] = []
 
@@ -73,8 +138,8 @@ class DebateEnv(Game):
         if self.plays == "against" or (self.plays == "either" and self.rng.random() < 0.5):
             self.assign(1, "policy")
             self.assign(0, self.opponent, self.PLAYERS)
-        self.motion = self.rng.choice(rules.MOTIONS)
-        for seat, side in enumerate(rules.SIDES):
+        self.motion = self.rng.choice(MOTIONS)
+        for seat, side in enumerate(SIDES):
             self.observe(seat, f"Debate: {self.motion.text}. You speak {side} it.")
         self.observe(0, "You: ")
 
@@ -101,7 +166,7 @@ class DebateEnv(Game):
 
     def _finish(self, verdict: float, *, unclear: bool) -> None:
         """End the match. `verdict`: 1 for the first side, -1 for the second, 0 for neither."""
-        points = rules.count_points(self.motion, self.speeches)
+        points = count_points(self.motion, self.speeches)
         for seat, sign in ((0, 1.0), (1, -1.0)):
             won, side_points = float(sign * verdict > 0), float(points[self.names[seat]])
             self.seat_metrics[seat] = {

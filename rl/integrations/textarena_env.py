@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl.config import nearest_name
-from rl.envs.environment import Environment, TurnResult
-from rl.envs.wrappers.optional_packages import import_package, parse_json_options, to_float
+from rl.envs import Environment, TurnResult
 from rl.errors import UserError
+from rl.integrations.optional_packages import import_package, parse_json_options, to_float
 from rl.types import Message
 
 _MAX_CONSECUTIVE_MOVES = 1000  # consecutive moves of random players

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rl.envs.environment import Environment, TurnResult
-from rl.envs.wrappers.client_session import ClientSession
-from rl.envs.wrappers.optional_packages import import_package, parse_json_options
+from rl.envs import Environment, TurnResult
 from rl.errors import UserError
+from rl.integrations.client_session import ClientSession
+from rl.integrations.optional_packages import import_package, parse_json_options
 from rl.types import Message
 
 

@@ -17,9 +17,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from rl.envs.environment import Environment
-from rl.envs.environment_registry import load_object
-from rl.envs.episode_thread import EpisodeThread
+from rl.envs import Environment, EpisodeThread, load_object
 from rl.jsonl import replace_nonfinite
 from rl.renderers import Renderer
 from rl.rollout import Env, EnvGroupBuilder, EpisodeFailed, StepResult, Trajectory

@@ -1,0 +1,280 @@
+"""The games of examples/games: rules and players against exhaustive search and counts known from
+elsewhere, and debugging's fixes in the sandbox.
+"""
+
+import math
+import random
+from functools import cache
+
+import pytest
+from games import example_address, load_example
+
+from rl.envs import resolve_environment
+from rl.errors import UserError
+from rl.sandbox import Sandbox
+
+questions, debugging, debate = map(load_example, ("twenty_questions", "debugging", "debate"))
+
+# --------------------------------------------------------------------------------- twenty questions
+
+
+@cache
+def fewest_questions(things: frozenset[str]) -> int:
+    """By search over every attribute and every guess: the questions that name any of the things for
+    sure.
+    """
+    if len(things) == 1:
+        return 1
+    best = 10**6
+    for attribute in questions.WORDS:
+        held = questions.filter_by_attribute(attribute, things)
+        if held and held != things:
+            best = min(best, 1 + max(fewest_questions(held), fewest_questions(things - held)))
+    guess = sorted(things)[0]
+    return min(best, 1 + fewest_questions(things - {guess}))
+
+
+def questions_asked(secret: str, things: frozenset[str]) -> int:
+    """The questions of the rule `splitting` until it has named the secret."""
+    answers = []
+    while questions.RIGHT not in answers:
+        question = questions.choose_question(things)
+        answers.append(questions.answer_by_rule(secret, question, questions.THINGS))
+        things = questions.filter_by_answer(things, question, answers[-1])
+    return len(answers)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
+def test_splitting_needs_as_few_questions_as_any_strategy(count):
+    things = frozenset(list(questions.THINGS)[:count])
+    assert (
+        max(questions_asked(secret, things) for secret in things)
+        == fewest_questions(things)
+        == int(math.log2(count)) + 1
+    )
+
+
+def test_things_are_told_apart_by_what_holds_of_them():
+    assert len(set(questions.THINGS.values())) == len(questions.THINGS) == 16
+    assert {a for held in questions.THINGS.values() for a in held} == set(questions.WORDS)
+
+
+@pytest.mark.parametrize(
+    "thing, text, answer",
+    [
+        ("cat", "Is it alive?", "yes"),
+        ("cat", "Does it fly?", "no"),
+        ("cat", "Is it a CAT?", "right"),
+        ("cat", "Is it a dog?", "no"),
+        ("cat", "Is it a cat or a dog?", "unclear"),
+        ("cat", "Is it alive and big?", "unclear"),
+        ("cat", "What is it?", "unclear"),
+        ("plane", "Is it made of iron?", "yes"),
+        ("book", "catalogue", "unclear"),
+    ],
+)
+def test_the_rule_answers_what_is_asked(thing, text, answer):
+    assert questions.answer_by_rule(thing, text, questions.THINGS) == answer
+
+
+# ---------------------------------------------------------------------------------------- debugging
+
+
+def outcome(source: str, case: debugging.Case):
+    """What the function returns; here the programs are this test's own."""
+    space: dict = {}
+    exec(source, space)
+    return space[debugging.FUNCTION_NAME](*case.arguments)
+
+
+@pytest.mark.parametrize("level", debugging.LEVELS)
+def test_a_planted_bug_fails_its_first_case_and_its_fix_passes_all(level):
+    seen = set()
+    for seed in range(150):
+        bug = debugging.plant_bug(seed, [level])
+        assert (
+            bug == debugging.plant_bug(seed, [level]) and bug.level == level and len(bug.cases) == 4
+        )
+        assert outcome(bug.source, bug.cases[0]) == bug.wrong_result != bug.cases[0].expected
+        assert all(outcome(bug.solution, case) == case.expected for case in bug.cases)
+        assert (
+            debugging.apply_reply(bug, debugging.make_fix(bug))
+            == debugging.apply_reply(bug, bug.solution)
+            == bug.solution
+            != bug.source
+        )
+        assert (
+            eval(bug.cases[0].call, {debugging.FUNCTION_NAME: lambda *given: given})
+            == bug.cases[0].arguments
+        )
+        seen.add(bug.source)
+    assert len(seen) >= 3
+
+
+def test_every_way_to_write_a_fix():
+    bug = debugging.plant_bug(0, ["operator"])
+    whole, line = bug.solution, debugging.make_fix(bug)
+    for reply in (
+        whole,
+        f"\n{whole}",
+        f"```python\n{whole}```",
+        f"Here:\n```\n{whole}```",
+        line,
+        f" {line} ",
+        f"```\n{line}\n```",
+    ):
+        assert debugging.apply_reply(bug, reply) == whole, reply
+    for reply in (
+        "",
+        "return a + b",
+        "9: return a + b",
+        "0: return a",
+        "2:",
+        "two: return a",
+        "import os",
+        f"{line}\nand more",
+    ):
+        assert debugging.apply_reply(bug, reply) is None, reply
+    assert (
+        debugging.apply_reply(bug, "1: def f(b, a):\n2: return a") == "def f(b, a):\n    return a\n"
+    )
+
+
+def test_other_fixes_have_the_form_of_a_fix():
+    draw = random.Random(0)
+    for level in debugging.LEVELS:
+        bug = debugging.plant_bug(1, [level])
+        replies = {debugging.sample_fix(bug, draw) for _ in range(60)}
+        assert debugging.make_fix(bug) in replies and len(replies) >= 3
+        assert all(debugging.apply_reply(bug, reply) is not None for reply in replies)
+
+
+@pytest.mark.parametrize("level", debugging.LEVELS)
+def test_an_untried_fix_is_neither_what_stands_nor_what_failed(level):
+    """Whoever tries each fix of a kind once has the right one after as many tries as there are
+    others.
+    """
+    others = {"operator": 2, "bounds": 3, "start": 3, "compare": 4}[level]
+    needed = []
+    for seed in range(40):
+        bug, draw, tried = debugging.plant_bug(seed, [level]), random.Random(seed), []
+        while debugging.make_fix(bug) not in tried:
+            tried.append(debugging.sample_untried_fix(bug, tried, draw))
+        assert len(set(tried)) == len(tried) and debugging.apply_reply(bug, tried[0]) != bug.source
+        needed.append(len(tried))
+    assert set(needed) == set(range(1, others + 1))
+
+
+def test_a_careful_fix_is_right_as_often_as_its_two_parts_are():
+    """Of the three operators one stands there: four times of five one of the other two, else one of
+    all: 0.4 + 0.2/3.
+    """
+    bug = debugging.plant_bug(0, ["operator"])
+    draw = random.Random(3)
+    right = sum(
+        debugging.sample_careful_fix(bug, (), draw) == debugging.make_fix(bug) for _ in range(3000)
+    )
+    assert abs(right / 3000 - 7 / 15) < 0.028  # three standard errors
+
+
+@pytest.fixture(scope="module")
+def walls():
+    try:
+        Sandbox().close()
+    except UserError as error:
+        pytest.skip(f"no sandbox on this machine: {error}")
+
+
+def begun(seed=0, **settings):
+    match = resolve_environment(example_address("debugging"), **settings).make()
+    match.seed, match.rng, match.row = seed, random.Random(seed), {}
+    return match, match.start()
+
+
+@pytest.mark.parametrize("level", debugging.LEVELS)
+def test_the_right_line_is_enough_and_a_wrong_one_shows_what_fails(level, walls):
+    match, turn = begun(3, levels=(level,))
+    case, bug = match.bug.cases[0], match.bug
+    assert (
+        bug.numbered_source() in turn.messages
+        and f"{case.call} should be {case.expected!r}, is {bug.wrong_result!r}" in turn.messages
+    )
+    turn = match.step({"content": f"{bug.line}: {bug.lines[bug.line - 1].strip()}"})  # as it was
+    assert (
+        not turn.done
+        and turn.reward == 0
+        and f"{case.call} should be {case.expected!r}, is {bug.wrong_result!r}" in turn.messages
+    )
+    turn = match.step({"content": debugging.make_fix(bug)})
+    assert (
+        turn.done
+        and turn.reward == 1
+        and turn.metrics == {"correct": 1.0, "correct_at_once": 0.0, "malformed": 0.0}
+    )
+    match, _ = begun(3, levels=(level,))
+    turn = match.step({"content": bug.solution})
+    assert turn.done and turn.reward == 1 and turn.metrics["correct_at_once"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        ("nonsense", "That is no fix"),
+        ("2: return a / 0", "error: ZeroDivisionError"),
+        ("2: return a +", "load: "),
+        ("2: import os; os._exit(0)", "exit: "),
+        (
+            "def f(a, b):\n    class E(int):\n        __eq__ = lambda s, o: True\n    return E(0)",
+            "should be",
+        ),
+        ("2: return " + "'x' * 10**6", "should be"),
+    ],
+)
+def test_what_a_reply_comes_to_is_told_in_a_line_and_costs_a_try(reply, said, walls):
+    match, _ = begun(1)
+    turn = match.step({"content": reply})
+    assert not turn.done and said in turn.messages and len(turn.messages) < 200
+    turn = match.step({"content": reply})
+    assert turn.done and turn.reward == 0 and turn.metrics["correct"] == 0.0
+    assert turn.metrics["malformed"] == float(reply == "nonsense")
+
+
+def test_what_passes_the_test_that_is_shown_alone_does_not_pass(walls):
+    match, _ = begun(2)
+    case = match.bug.cases[0]
+    turn = match.step({"content": f"def f(a, b):\n    return {case.expected!r}\n"})
+    assert not turn.done and case.call not in turn.messages
+
+
+# ------------------------------------------------------------------------------------------- debate
+
+
+def test_a_point_counts_once_and_for_its_own_side():
+    motion = debate.MOTIONS[0]
+    assert debate.count_points(
+        motion, [("for", "They are clean, clean and QUIET"), ("against", "clean loyal dogs")]
+    ) == {"for": 2, "against": 1}
+    assert debate.count_points(motion, [("for", "clean"), ("for", "clean calm")]) == {
+        "for": 2,
+        "against": 0,
+    }
+    assert debate.find_points(motion, "for", "clean and calm", frozenset({"clean"})) == {"calm"}
+
+
+@pytest.mark.parametrize("swap", [1, -1])
+def test_the_verdict_is_of_who_made_more_points(swap):
+    motion = debate.MOTIONS[0]
+    own, other = ("for", "against")[::swap]
+    said = [(own, " ".join(motion.points[own][:2])), (other, motion.points[other][0])]
+    assert debate.judge_by_points(motion, said) == swap
+    assert debate.judge_by_points(motion, [*said, (other, motion.points[other][1])]) == 0
+    assert debate.judge_by_points(motion, []) == 0
+
+
+def test_motions_have_as_many_points_for_either_side():
+    for motion in debate.MOTIONS:
+        made, others = motion.points["for"], motion.points["against"]
+        assert len(set(made)) == len(made) == len(set(others)) == len(others) and not set(
+            made
+        ) & set(others)
+        assert all(debate.split_words(word) == [word] for word in (*made, *others))
