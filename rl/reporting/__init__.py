@@ -9,11 +9,12 @@ from rl.reporting.curve_report import (
     collect_series,
     collect_times,
 )
-from rl.reporting.html_report import MAX_REPORT_BYTES, load_plotly, render_report
+from rl.reporting.html_report import MAX_REPORT_BYTES, has_plotly, load_plotly, render_report
 from rl.reporting.logbook import (
     CHECKPOINTS,
     CONFIG,
     CURVES,
+    LAUNCHES,
     LOCK,
     REPORT,
     ROLLOUTS,
@@ -48,6 +49,7 @@ __all__ = [
     "CONFIG",
     "CURVES",
     "Console",
+    "LAUNCHES",
     "LOCK",
     "PICTURE_SUFFIXES",
     "ROLLOUTS",
@@ -77,6 +79,7 @@ __all__ = [
     "compare_paired",
     "encode_json",
     "list_evaluations",
+    "has_plotly",
     "load_plotly",
     "read_curve",
     "read_rollouts",

@@ -9,7 +9,8 @@ without a trace of the interruption.
     rollouts/grpo-eval-000010.jsonl
                              the held-out answers of an evaluation (greedy: grpo-eval-greedy-000010)
     curves.png               drawn at the end (and by plot.py at any time)
-    report.html              written by report.py at any time
+    report.html              written at evaluations and at the end: rl.trainer.report_writer
+    launches.jsonl           a line a launch: versions, devices, memory: rl.trainer.launch_log
     run.lock                 while a process works in the folder: see rl.trainer.run_lock
     logs/                    logs of the launcher (slurm/job.sh); never touched by this module
 
@@ -46,7 +47,7 @@ from rl.reporting import metric_plots, rollout_html
 from rl.reporting.wandb_tracker import WandbTracker, WarningSink
 
 CHECKPOINTS, CONFIG, ROLLOUTS, CURVES = "checkpoints.jsonl", "config.json", "rollouts", "curves.png"
-REPORT, LOGS, LOCK = "report.html", "logs", "run.lock"
+REPORT, LAUNCHES, LOGS, LOCK = "report.html", "launches.jsonl", "logs", "run.lock"
 _RUN_FILES = (
     "decisions.jsonl",
     CONFIG,
@@ -54,6 +55,7 @@ _RUN_FILES = (
     CHECKPOINTS,
     CURVES,
     REPORT,
+    LAUNCHES,
     ROLLOUTS,
     "checkpoints",
     "sampler_weights",

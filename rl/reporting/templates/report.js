@@ -48,6 +48,7 @@ function getPoints(run, metric, axis) {
   return {
     x: series.rows.map((row) => run.axes[axis][row]),
     y: series.values,
+    steps,
     stages: steps.map((step) => run.stages.findIndex((stage) => step <= stage.last)),
   };
 }
@@ -56,20 +57,23 @@ function fade(colour, opacity) {
   return colour + Math.round(opacity * 255).toString(16).padStart(2, "0");
 }
 
-// Mean and standard deviation of the runs of a group at the positions that all of them have.
+// Mean and standard deviation of the runs of a group at the steps that all of them have. Tokens and
+// hours of a step are the means of the runs.
 function averageSeeds(members) {
-  const tables = members.map((points) => new Map(points.x.map((x, i) => [x, points.y[i]])));
-  const x = members[0].x.filter((place) => tables.every((table) => table.has(place)));
-  const mean = [], low = [], high = [];
-  const stageAt = new Map(members[0].x.map((place, i) => [place, members[0].stages[i]]));
-  for (const place of x) {
-    const values = tables.map((table) => table.get(place));
+  const tables = members.map((points) => new Map(points.steps.map((step, i) => [step, i])));
+  const steps = members[0].steps.filter((step) => tables.every((table) => table.has(step)));
+  const x = [], mean = [], low = [], high = [], stages = [];
+  for (const step of steps) {
+    const places = tables.map((table) => table.get(step));
+    const values = members.map((points, i) => points.y[places[i]]);
+    x.push(members.reduce((sum, points, i) => sum + points.x[places[i]], 0) / members.length);
+    stages.push(members[0].stages[places[0]]);
     const average = values.reduce((a, b) => a + b, 0) / values.length;
     const square = values.reduce((a, b) => a + (b - average) ** 2, 0);
     const deviation = Math.sqrt(square / Math.max(1, values.length - 1));
     mean.push(average); low.push(average - deviation); high.push(average + deviation);
   }
-  return { x, mean, low, high, stages: x.map((place) => stageAt.get(place)) };
+  return { x, mean, low, high, stages };
 }
 
 function lineOf(x, y, colour, name, width = 1.8) {
@@ -325,9 +329,14 @@ function showProblem() {
     return;
   }
   const row = element("div", { class: "answers" });
-  answers.forEach((answer, i) => {
-    if (answer) row.append(renderAnswer(answer, { title: `step ${entries[i].step}`, before: i ? answers[i - 1] : null }));
+  const places = entries.map((_, i) => i).filter((i) => answers[i]);
+  const middle = places[Math.floor((places.length - 1) / 2)];
+  const shown = byId("every").checked ? places : [...new Set([places[0], middle, places[places.length - 1]])];
+  shown.forEach((place, i) => {
+    const before = i ? answers[shown[i - 1]] : null;
+    row.append(renderAnswer(answers[place], { title: `step ${entries[place].step}`, before }));
   });
+  byId("every-label").hidden = places.length < 4;
   byId("problem-view").append(element("div", { class: "group" }, ...renderProblem(first), row));
 }
 
@@ -354,9 +363,10 @@ function readLimit(id, fallback) {
 
 function passes(answer) {
   const reward = answer.reward === null ? 0 : answer.reward;
-  const words = byId("words").value.toLowerCase();
+  const words = byId("words").value.toLowerCase(), tag = byId("tag").value;
   return reward >= readLimit("reward-low", -Infinity) && reward <= readLimit("reward-high", Infinity) &&
     answer.length >= readLimit("length-low", 0) && answer.length <= readLimit("length-high", Infinity) &&
+    (!tag || answer.tag === tag) &&
     (!words || `${answer.prompt || ""}\n${answer.html || piecesOf(answer).join("")}`.toLowerCase().includes(words));
 }
 
@@ -370,7 +380,7 @@ function showSource() {
   view.replaceChildren();
   note.replaceChildren();
   if (!kind) {
-    note.append("This run stores no answers (rollouts_every is 0).");
+    note.append(byId("alarm").value ? "No answers are stored of the steps of this alarm." : "This run stores no answers (rollouts_every is 0).");
     return;
   }
   const entry = kind === "batch" ? rollouts.batches[index] : rollouts.evaluations[index];
@@ -393,16 +403,35 @@ function showSource() {
 }
 
 function showRun() {
-  const rollouts = currentRollouts(), names = [...listSeries().keys()];
-  fillSelect(byId("series"), names.map((name) => [name, name]));
-  byId("series").value = names.filter((name) => name.endsWith(", sampled")).pop() || names[0] || "";
-  const batches = rollouts.batches.map((entry, i) => [`batch ${i}`, `step ${entry.step}: groups of training`]);
-  const evaluations = rollouts.evaluations.map((entry, i) => [`evaluation ${i}`,
-    `step ${entry.step}: held-out${entry.greedy ? ", greedy" : ""}, ${entry.stage}${describeMean(entry)}`]);
-  fillSelect(byId("source"), [...batches, ...evaluations]);
-  if (batches.length) byId("source").value = batches[batches.length - 1][0];
+  const rollouts = currentRollouts(), series = [...listSeries().keys()];
+  fillSelect(byId("series"), series.map((name) => [name, name]));
+  byId("series").value = series.filter((name) => name.endsWith(", sampled")).pop() || series[0] || "";
+  const answers = [...rollouts.batches.flatMap((entry) => entry.groups.flatMap((group) => group.answers)), ...rollouts.evaluations.flatMap((entry) => entry.rows)];
+  const tags = [...new Set(answers.map((answer) => answer.tag).filter((tag) => tag !== undefined))].sort();
+  fillSelect(byId("tag"), [["", "any"], ...tags.map((tag) => [tag, tag])]);
+  byId("tag-label").hidden = tags.length < 2;
+  const names = [...new Set(currentAlarms().map((alarm) => alarm.name))].sort();
+  fillSelect(byId("alarm"), [["", "any step"], ...names.map((name) => [name, name])]);
+  byId("alarm-label").hidden = !names.length;
   byId("files").replaceChildren(...rollouts.files.flatMap((name) => [linkTo(rollouts, name), " "]));
   listProblems();
+  listSources();
+}
+
+const currentAlarms = () => data.runs[Number(byId("run").value)].alarms;
+
+// The training steps and the evaluations, those of an alarm alone if one is selected.
+function listSources() {
+  const rollouts = currentRollouts(), alarm = byId("alarm").value;
+  const during = (step) => !alarm || currentAlarms().some((item) => item.name === alarm && item.first <= step && step <= item.last);
+  const describe = (entry) => (entry.alarms.length ? `, alarms: ${entry.alarms.join(", ")}` : "");
+  const batches = rollouts.batches.map((entry, i) => [`batch ${i}`, `step ${entry.step}: groups of training${describe(entry)}`, entry.step]);
+  const evaluations = rollouts.evaluations.map((entry, i) => [`evaluation ${i}`,
+    `step ${entry.step}: held-out${entry.greedy ? ", greedy" : ""}, ${entry.stage}${describeMean(entry)}`, entry.step]);
+  const sources = [...batches, ...evaluations].filter(([, , step]) => during(step));
+  fillSelect(byId("source"), sources);
+  const last = sources.filter(([key]) => key.startsWith("batch")).pop();
+  if (last) byId("source").value = last[0];
   showSource();
 }
 
@@ -414,7 +443,9 @@ function startAnswers() {
   byId("problem").addEventListener("change", showProblem);
   byId("previous").addEventListener("click", () => moveProblem(-1));
   byId("next").addEventListener("click", () => moveProblem(1));
-  for (const id of ["source", "reward-low", "reward-high", "length-low", "length-high", "words"]) byId(id).addEventListener("input", showSource);
+  byId("every").addEventListener("change", showProblem);
+  byId("alarm").addEventListener("change", listSources);
+  for (const id of ["source", "tag", "reward-low", "reward-high", "length-low", "length-high", "words"]) byId(id).addEventListener("input", showSource);
   for (const radio of document.querySelectorAll('input[name="colour"]'))
     radio.addEventListener("change", () => { document.body.className = radio.value; });
   showRun();
