@@ -4,7 +4,6 @@ from rl.reporting.alarm_monitor import AlarmMonitor
 from rl.reporting.console import Console, format_count
 from rl.reporting.curve_report import (
     collect_alarms,
-    collect_axes,
     collect_panels,
     collect_series,
     collect_times,
@@ -28,9 +27,11 @@ from rl.reporting.logbook import (
     write_config,
 )
 from rl.reporting.metric_plots import (
+    AXES,
     PICTURE_SUFFIXES,
     TEACHER_KL,
     RunCurve,
+    collect_axes,
     draw_curves,
     read_curve,
 )
@@ -44,6 +45,7 @@ from rl.reporting.rollout_report import (
 from rl.reporting.wandb_tracker import check_tracker
 
 __all__ = [
+    "AXES",
     "AlarmMonitor",
     "CHECKPOINTS",
     "CONFIG",
