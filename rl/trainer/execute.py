@@ -107,12 +107,7 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
         run = position.run or run
         check_replay(run, console.warn)
         check_sandboxes(run.stages)
-        stages = prepare_stages(run.stages)
-        for prepared in stages:
-            if prepared.scorer is not None:
-                stack.callback(prepared.scorer.close)
-            for text in prepared.remarks:
-                console.warn(text)
+        stages = _prepare_stages(run, console, stack)
         check_initial_weights(run.stages)
         plans = check_memory(run, console.warn)
         run_state = RunState(run, folder, stages, position)
@@ -128,17 +123,22 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
         for text in [*map(format_origin, origins), *describe_tied_heads(run)]:
             console.note(text)
         launch = describe_launch(max(0, position.step), policy.info, plans)
-        report = ReportWriter(
-            folder,
-            console,
-            LaunchLog(folder, launch),
-            guard=lock.check_held,
-            exceeds_grace=stop_request.exceeds_grace,
-        )
+        report = _open_report(folder, launch, console, lock, stop_request)
         stack.callback(report.close)
         logbook = stack.enter_context(_open_logbook(run, folder, position, console, lock))
         stop_request.has_started = True
         _run_stages(run_state, service, policy, others, logbook, console, stop_request, report)
+
+
+def _prepare_stages(run: RunConfig, console: Console, stack: ExitStack) -> list[PreparedStage]:
+    """Return the prepared stages, print their remarks, and let `stack` close their scorers."""
+    stages = prepare_stages(run.stages)
+    for prepared in stages:
+        if prepared.scorer is not None:
+            stack.callback(prepared.scorer.close)
+        for text in prepared.remarks:
+            console.warn(text)
+    return stages
 
 
 def _claim_run_folder(
@@ -200,6 +200,23 @@ def _open_logbook(
         console=console,
         checkpoints=position.rows,
         guard=lock.check_held,
+    )
+
+
+def _open_report(
+    folder: Path,
+    launch: Mapping[str, Any],
+    console: Console,
+    lock: RunLock,
+    stop_request: StopRequest,
+) -> ReportWriter:
+    """Return the writer of the run's page, with the record of this launch."""
+    return ReportWriter(
+        folder,
+        console,
+        LaunchLog(folder, launch),
+        guard=lock.check_held,
+        exceeds_grace=stop_request.exceeds_grace,
     )
 
 

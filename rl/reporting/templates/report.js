@@ -136,13 +136,16 @@ function buildBands(traces, axis) {
 function baseLayout() {
   const style = getComputedStyle(document.documentElement);
   const [text, line] = ["--text", "--line"].map((name) => style.getPropertyValue(name).trim());
-  const axis = { gridcolor: line, zeroline: false, linecolor: line, automargin: true };
+  const axis = { gridcolor: line, zeroline: false, linecolor: line, automargin: true, exponentformat: "e", minexponent: 4 };
   const card = style.getPropertyValue("--card").trim();
   return { margin: { l: 46, r: 10, t: 8, b: 34 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { size: 11, color: text }, showlegend: false, hovermode: "x unified",
     hoverlabel: { bgcolor: card, bordercolor: line, font: { color: text } },
     xaxis: { ...axis, showgrid: false }, yaxis: { ...axis } };
 }
+
+// 1, 2 and 5 times the powers of ten: Plotly would label 0.5 as 5.
+const LOG_TICKS = Array.from({ length: 39 }, (_, i) => Number(`${[1, 2, 5][i % 3]}e${Math.floor(i / 3) - 6}`));
 
 const OPTIONS = { displayModeBar: false, responsive: true };
 
@@ -152,7 +155,7 @@ function drawPanel(panel) {
   layout.xaxis.title = { text: axis, standoff: 4 };
   const traces = buildTraces(panel.metrics, axis, window, byId("seeds").checked);
   layout.shapes = buildBands(traces, axis);
-  if (panel.log) Object.assign(layout.yaxis, { type: "log", dtick: "D2" });
+  if (panel.log) Object.assign(layout.yaxis, { type: "log", tickvals: LOG_TICKS, ticktext: LOG_TICKS.map(String) });
   if (panel.share) layout.yaxis.range = [-0.03, 1.05];
   Plotly.react(panel.plot, traces, layout, OPTIONS);
 }
@@ -210,7 +213,8 @@ function startCurves() {
     byId("seeds-label").hidden = true;
   }
   const rows = Math.max(...data.runs.map((run) => run.axes.steps.length));
-  byId("smoothing").value = rows >= 40 ? Math.min(50, Math.max(3, Math.floor(rows / 20))) : 0;
+  byId("smoothing").max = Math.min(1000, Math.max(50, Math.floor(rows / 10)));
+  byId("smoothing").value = rows >= 40 ? Math.max(3, Math.floor(rows / 20)) : 0;
   const showWindow = () => {
     const window = Number(byId("smoothing").value);
     byId("smoothing-value").textContent = window > 1 ? `${window} points` : "off";
@@ -314,8 +318,13 @@ function listSeries() {
 }
 
 function describeChange(answers) {
-  const words = answers.filter(Boolean).map((answer) => (answer.score === null ? "no score" : answer.score > 0.5 ? "right" : "wrong"));
+  const words = answers.map((answer) => (answer.score === null ? "no score" : answer.score > 0.5 ? "right" : "wrong"));
   return words.join(", ");
+}
+
+// The first, the middle and the last item.
+function selectThree(items) {
+  return [...new Set([items[0], items[Math.floor((items.length - 1) / 2)], items[items.length - 1]])];
 }
 
 function showProblem() {
@@ -330,8 +339,7 @@ function showProblem() {
   }
   const row = element("div", { class: "answers" });
   const places = entries.map((_, i) => i).filter((i) => answers[i]);
-  const middle = places[Math.floor((places.length - 1) / 2)];
-  const shown = byId("every").checked ? places : [...new Set([places[0], middle, places[places.length - 1]])];
+  const shown = byId("every").checked ? places : selectThree(places);
   shown.forEach((place, i) => {
     const before = i ? answers[shown[i - 1]] : null;
     row.append(renderAnswer(answers[place], { title: `step ${entries[place].step}`, before }));
@@ -346,7 +354,7 @@ function listProblems() {
   fillSelect(byId("problem"), numbers.map((number) => {
     const answers = entries.map((entry) => entry.rows.find((row) => row.problem === number));
     const first = answers.find(Boolean);
-    return [number, `${describeChange(answers)}: ${(first.prompt || String(first.number)).slice(0, 60)}`];
+    return [number, `${describeChange(selectThree(answers.filter(Boolean)))}: ${(first.prompt || String(first.number)).slice(0, 60)}`];
   }));
   showProblem();
 }
