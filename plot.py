@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from rl.errors import UserError
-from rl.reporting import CURVES, PICTURE_SUFFIXES, draw_curves
+from rl.reporting import AXES, CURVES, PICTURE_SUFFIXES, draw_curves
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -28,6 +28,14 @@ parser.add_argument(
     "--labels",
     nargs="+",
     help="names in the legend, in the order of the runs (default: the folders' names)",
+)
+parser.add_argument(
+    "--axis", choices=list(AXES), default="steps", help="horizontal axis (default: steps)"
+)
+parser.add_argument(
+    "--metrics",
+    nargs="+",
+    help="metrics of metrics.jsonl to draw, such as optim/entropy (default: the usual panels)",
 )
 
 
@@ -46,7 +54,8 @@ def main() -> int:
     default = first / CURVES if len(args.runs) == 1 else Path(CURVES)
     out = args.out or default
     try:
-        print(draw_curves(args.runs, out / CURVES if out.is_dir() else out, args.labels))
+        path = out / CURVES if out.is_dir() else out
+        print(draw_curves(args.runs, path, args.labels, axis=args.axis, metrics=args.metrics))
     except (OSError, ImportError, UserError) as error:
         print(f"plot.py: {error}", file=sys.stderr)
         return 2

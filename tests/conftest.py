@@ -3,6 +3,7 @@ test without a GPU.
 """
 
 import os
+import shutil
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -21,6 +22,20 @@ def shared_data() -> Path:
     if not path.is_dir():
         pytest.skip(f"no data folder at {path}: set WHETSTONE_DATA to one to run this test")
     return path
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium, of playwright or of the system."""
+    api = pytest.importorskip("playwright.sync_api", reason="needs the extra browser")
+    installed = shutil.which("chromium") or shutil.which("google-chrome")
+    with api.sync_playwright() as playwright:
+        try:
+            chromium = playwright.chromium.launch(executable_path=installed, args=["--no-sandbox"])
+        except api.Error as error:
+            pytest.skip(f"no Chromium can be started: {str(error)[:100]}")
+        yield chromium
+        chromium.close()
 
 
 @pytest.fixture(scope="session")

@@ -219,3 +219,24 @@ def test_a_backend_that_means_nothing_is_not_asked_for(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0 and is_png(folder / "curves.png"), done.stderr
+
+
+def test_curves_over_tokens_and_hours_and_named_metrics(tmp_path, monkeypatch):
+    rows = [
+        {"step": i, "stage": "grpo", "reward/total": i / 10, "other/metric": 2.0 * i,
+         "time/step": 1800.0, "time/tokens_per_second": 2.0}
+        for i in range(1, 5)
+    ]  # fmt: skip
+    folder, figures = write(tmp_path / "run", rows), []
+    build = metric_plots._build_figure
+    monkeypatch.setattr(
+        metric_plots, "_build_figure", lambda *args: figures.append(build(*args)) or figures[-1]
+    )
+    expected = {"hours": [0.5, 1.0, 1.5, 2.0], "tokens": [3600, 7200, 10800, 14400]}
+    for axis, places in expected.items():
+        metric_plots.draw_curves(folder, tmp_path / "a.png", axis=axis, metrics=["other/metric"])
+        (panel,) = [item for item in figures[-1].axes if item.get_title(loc="left")]
+        assert panel.get_title(loc="left") == "other/metric" and panel.get_xlabel() == axis
+        assert drawn(panel) == [(places, [2.0, 4.0, 6.0, 8.0])]
+    with pytest.raises(metric_plots.NoCurvesError):
+        metric_plots.draw_curves(folder, tmp_path / "a.png", metrics=["no/metric"])

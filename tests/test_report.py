@@ -5,7 +5,6 @@ import json
 import math
 import random
 import re
-import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -13,13 +12,17 @@ from pathlib import Path
 from types import ModuleType
 from urllib.parse import quote
 
+import numpy as np
 import pytest
+import torch
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, resolve_config
 from rl.config.cli import read_run
 from rl.errors import UserError
 from rl.trainer import write_report
+from rl.trainer.launch_log import LaunchLog, describe_launch
+from rl.trainer.report_writer import ReportWriter
 
 REPO = Path(__file__).resolve().parent.parent
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \u202e\x00\x1b[2J\u2028 &lt;b&gt;"
@@ -238,7 +241,7 @@ def test_a_page_of_many_rollouts_stays_below_ten_megabytes(tmp_path, small_plotl
     shown = read_page(path)[1]["runs"][0]["rollouts"]
     assert len(shown["files"]) == 18 and len(shown["batches"]) == 12
     assert all(batch["groups"] for batch in shown["batches"])
-    assert [entry["step"] for entry in shown["evaluations"]] == [0, 10, 14]
+    assert [entry["step"] for entry in shown["evaluations"]] == [0, 5, 10, 14]
     assert len(shown["evaluations"][0]["rows"]) > 5
 
 
@@ -332,25 +335,249 @@ def test_the_command_is_listed_and_explains_itself():
     assert "report" in whetstone.SCRIPTS
 
 
-@pytest.mark.extras
-def test_a_browser_draws_the_page(tmp_path):
-    """Open the page with the real library in a headless Chromium, hostile text included."""
+class _Listener:
+    """Collect the messages of a run."""
+
+    def __init__(self):
+        self.notes: list[str] = []
+        self.warnings: list[str] = []
+
+    def note(self, text):
+        self.notes.append(text)
+
+    def warn(self, text):
+        self.warnings.append(text)
+
+
+def make_writer(folder: Path, **more) -> tuple[ReportWriter, _Listener]:
+    listener = _Listener()
+    launches = LaunchLog(folder, describe_launch(0, {"world": 1, "device": "cpu"}, []))
+    return ReportWriter(folder, listener, launches, **more), listener
+
+
+def test_a_run_writes_its_page_and_its_launches(tmp_path, small_plotly):
+    folder = write_run(tmp_path / "run", [{"step": 1, "stage": "grpo", "reward/total": 0.5}])
+    for _ in range(2):  # the second one resumes
+        writer, listener = make_writer(folder)
+        writer.update()  # too early: a page would take more than 1% of the time
+        assert writer._thread is None
+        writer.close()
+        assert not listener.notes and not listener.warnings
+    launches = [json.loads(line) for line in (folder / "launches.jsonl").open()]
+    assert len(launches) == 2
+    assert launches[1]["versions"]["torch"] == torch.__version__
+    assert launches[1]["devices"] and launches[1]["peak_memory"] > 10_000_000
+    text = read_text(read_page(folder / "report.html")[0])
+    assert f"torch {torch.__version__}" in text and "process of rank 0" in text
+
+
+def test_an_evaluation_writes_the_page_in_a_thread(tmp_path, small_plotly):
+    folder = write_run(tmp_path / "run", [{"step": 1, "stage": "grpo", "reward/total": 0.5}])
+    writer, listener = make_writer(folder)
+    writer._last_end -= 60  # as after a minute
+    generator, states = torch.get_rng_state(), (random.getstate(), np.random.get_state()[1].copy())
+    writer.update()
+    writer._thread.join()
+    assert "reward" in (folder / "report.html").read_text() and not listener.warnings
+    assert torch.equal(torch.get_rng_state(), generator) and random.getstate() == states[0]
+    assert (np.random.get_state()[1] == states[1]).all()
+    pages = writer._thread
+    writer.update()  # the next one waits for a hundred times the cost of this one
+    assert writer._thread is pages
+
+
+def test_a_failing_page_is_a_single_warning(tmp_path, small_plotly):
+    folder = write_run(tmp_path / "run", [{"step": 1, "stage": "grpo"}])
+    writer, listener = make_writer(folder)
+    (folder / "config.json").write_text("{broken")
+    writer.close()
+    writer.close()
+    assert len(listener.warnings) == 1 and "no report.html" in listener.warnings[0]
+
+
+def test_a_stop_without_time_writes_no_page(tmp_path, small_plotly):
+    folder = write_run(tmp_path / "run", [{"step": 1, "stage": "grpo"}])
+    writer, _ = make_writer(folder, exceeds_grace=lambda seconds: seconds > 1)
+    writer.close()
+    assert not (folder / "report.html").exists() and (folder / "launches.jsonl").exists()
+
+
+def test_without_plotly_a_note_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "plotly", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    writer, listener = make_writer(write_run(tmp_path / "run", [{"step": 1, "stage": "grpo"}]))
+    writer.close()
+    assert len(listener.notes) == 1 and ".[report]" in listener.notes[0]
+    assert not listener.warnings and not (tmp_path / "run" / "report.html").exists()
+
+
+def test_checkpoints_have_the_metrics_of_their_step(tmp_path, small_plotly):
+    metrics = [
+        {"step": 2, "stage": "grpo", "reward/total": 0.4321, "optim/entropy": 1.234,
+         "test/env/all/correct": 0.125},
+        {"step": 4, "stage": "grpo", "reward/total": 0.8765},
+    ]  # fmt: skip
+    folder = write_run(tmp_path / "run", metrics)
+    rows = [{"name": f"grpo-{i}", "kind": "step", "batch": i} for i in (2, 4)]
+    (folder / "checkpoints.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page, _ = read_page(write_report([folder]))
+    rows = [read_text(row).split() for row in re.findall("<tr>.*?</tr>", page, re.S)]
+    assert ["grpo-2", "step", "2", "0.125", "0.4321", "1.234"] in rows
+    assert ["grpo-4", "step", "4", "0.8765"] in rows
+
+
+def test_steps_with_alarms_are_shown(tmp_path, small_plotly):
+    rollouts = {
+        f"step_{step:06d}.jsonl": [make_row(0, 1.0), make_row(0, 0.0)] for step in range(1, 101)
+    }
+    metrics = [
+        {"step": step, "stage": "grpo", "alarm/length": float(47 <= step <= 49)}
+        for step in range(1, 101)
+    ]
+    folder = write_run(tmp_path / "run", metrics, rollouts)
+    batches = read_page(write_report([folder]))[1]["runs"][0]["rollouts"]["batches"]
+    assert {47, 48, 49} <= {batch["step"] for batch in batches} and len(batches) <= 16
+    assert [batch["step"] for batch in batches if batch["alarms"] == ["length"]] == [47, 48, 49]
+
+
+@pytest.fixture
+def open_page(browser):
+    """Open a page from disk in Chromium. No script error is tolerated, and no request."""
     pytest.importorskip("plotly")
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("no chromium")
-    path = write_report([write_hostile_run(tmp_path / "run")])
-    words = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-    words += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=10000"]
-    address = f"file://{quote(str(path))}"
-    drawn = subprocess.run([browser, *words, address], capture_output=True, text=True, timeout=120)
-    assert "CONSOLE" not in drawn.stderr, drawn.stderr
-    (body,) = re.findall(r"<body[^>]*>", drawn.stdout)
-    assert 'data-drawn="1 panels"' in body
-    parser = _Tags()
-    parser.feed(drawn.stdout)
-    assert "img" not in parser.tags
-    assert parser.tags.count("svg") >= 1 and parser.tags.count("article") >= 4
+    tab, problems = browser.new_page(viewport={"width": 1300, "height": 900}), []
+    tab.on("pageerror", lambda error: problems.append(str(error)))
+    tab.on("console", lambda message: problems.append(message.text))
+    tab.on("dialog", lambda dialog: problems.append("a dialog"))
+    tab.on(
+        "request", lambda request: problems.extend([request.url] * request.url.startswith("http"))
+    )
+
+    def visit(path: Path):
+        tab.goto(f"file://{quote(str(path))}")
+        tab.wait_for_selector("body[data-drawn]")
+        return tab
+
+    yield visit
+    tab.close()
+    assert not problems
+
+
+CURVES_OF_THE_PAGE = """() => Object.fromEntries([...document.querySelectorAll(".panel")].map((panel) => [
+    panel.querySelector("h3").textContent,
+    panel.querySelector(".plot").data.map((trace) => [Array.from(trace.x), Array.from(trace.y)])]))"""
+
+
+@pytest.mark.extras
+@pytest.mark.slow
+def test_a_browser_shows_the_curves_and_answers_of_a_run(tmp_path, open_page):
+    rng = random.Random(2)
+    metrics = [
+        {"step": step, "stage": "grpo", "reward/total": rng.random(), "time/step": 36.0,
+         "time/tokens_per_second": 10.0, "alarm/length": float(step in (3, 4))}
+        for step in range(1, 25)
+    ]  # fmt: skip
+    for step in (1, 10, 24):
+        metrics[step - 1]["test/env/all/correct"] = rng.random()
+    answers = [
+        make_row(0, float(i % 2), "", tokens=["a", " b"] * (i + 1), logprobs=[-0.1, -4.0] * (i + 1),
+                 advantage=i - 3.5, tag=("addition", "other")[i // 4])
+        for i in range(8)
+    ]  # fmt: skip
+    rollouts = {f"step_{step:06d}.jsonl": answers for step in (1, 4, 20)}
+    for i, step in enumerate((0, 5, 10, 15, 24)):
+        rows = [make_row(j, float(j < i), f"the answer of {step} is") for j in range(3)]
+        rollouts[f"grpo-eval-{step:06d}.jsonl"] = rows
+    page = open_page(write_report([write_run(tmp_path / "run", metrics, rollouts)]))
+
+    (curve,) = page.evaluate(CURVES_OF_THE_PAGE)["reward"]
+    assert curve[0] == list(range(1, 25))
+    assert curve[1] == pytest.approx([row["reward/total"] for row in metrics], rel=1e-6)
+    ((steps, values),) = page.evaluate(CURVES_OF_THE_PAGE)["held-out accuracy"]
+    assert steps == [1, 10, 24]
+    page.select_option("#axis", "hours")
+    (curve,) = page.evaluate(CURVES_OF_THE_PAGE)["reward"]
+    assert curve[0] == pytest.approx([0.01 * step for step in range(1, 25)])
+    page.select_option("#axis", "tokens")
+    assert page.evaluate(CURVES_OF_THE_PAGE)["reward"][0][0][-1] == 24 * 360
+    page.select_option("#metric", "time/step")
+    assert page.evaluate(CURVES_OF_THE_PAGE)["time/step"][0][1] == [36.0] * 24
+
+    def count_answers() -> int:
+        return page.locator("#source-view article").count()
+
+    assert (
+        "step 20" in page.locator("#source option:checked").text_content() and count_answers() == 8
+    )
+    page.fill("#reward-low", "0.5")
+    assert count_answers() == 4
+    page.fill("#length-high", "8")  # tokens: 4 and 8 of 4, 8, 12, 16
+    assert count_answers() == 2
+    page.fill("#reward-low", "")
+    page.fill("#length-high", "")
+    page.select_option("#tag", "other")
+    assert count_answers() == 4
+    page.select_option("#tag", "")
+    page.fill("#words", "nowhere")
+    assert count_answers() == 0
+    page.fill("#words", "")
+    page.select_option("#alarm", "length")
+    assert page.locator("#source option").all_text_contents() == [
+        "step 4: groups of training, alarms: length"
+    ]
+
+    def colour_of(kind: str) -> str:
+        token = page.locator(f"#source-view span.{kind}").first
+        return token.evaluate("(node) => getComputedStyle(node).backgroundColor")
+
+    by_probability = colour_of("adown.p1"), colour_of("adown.p5")
+    assert by_probability[0] != by_probability[1]
+    page.check('input[value="by-advantage"]')
+    assert colour_of("adown.p1") == colour_of("adown.p5") != colour_of("aup")
+
+    titles = page.locator("#problem-view article b")
+    assert titles.all_text_contents() == ["step 0", "step 10", "step 24"]
+    assert page.locator("#problem-view article .new").all_text_contents() == ["10", "24"]
+    page.check("#every")
+    assert len(titles.all_text_contents()) == 5
+    before = page.locator("#problem-view").text_content()
+    page.click("#next")
+    assert page.locator("#problem-view").text_content() != before
+
+
+@pytest.mark.extras
+@pytest.mark.slow
+def test_a_browser_draws_seeds_as_mean_and_band(tmp_path, open_page):
+    folders = []
+    for seed in range(3):
+        metrics = [
+            {"step": step, "stage": "grpo", "reward/total": float(step + seed), "time/step": 36.0 + seed}
+            for step in range(1, 21)
+        ]  # fmt: skip
+        folders.append(write_run(tmp_path / str(seed), metrics, None, (*GRPO, "--seed", str(seed))))
+    page = open_page(write_report(folders, tmp_path / "page.html"))
+    for axis, place in (("steps", 2), ("hours", 2 * 37 / 3600)):
+        page.select_option("#axis", axis)
+        low, high, mean = page.evaluate(CURVES_OF_THE_PAGE)["reward"]
+        assert [line[1][1] for line in (low, high, mean)] == pytest.approx([2, 4, 3])
+        assert mean[0][1] == pytest.approx(place, rel=1e-5)
+    page.uncheck("#seeds")
+    assert len(page.evaluate(CURVES_OF_THE_PAGE)["reward"]) == 3
+
+
+@pytest.mark.extras
+@pytest.mark.slow
+def test_a_browser_shows_hostile_text_as_text(tmp_path, open_page):
+    page = open_page(write_report([write_hostile_run(tmp_path / "run")]))
+    assert page.evaluate("document.body.dataset.drawn") == "1 panels"
+    assert page.locator("img").count() == 0 and page.locator("svg").count() >= 1
+    assert page.locator("article").count() >= 4
+    assert "<script>alert(1)</script>" in page.locator("#problem-view").text_content()
+    sources = page.locator("#source option").evaluate_all(
+        "(nodes) => nodes.map((node) => node.value)"
+    )
+    for source in sources:
+        page.select_option("#source", source)
+        assert page.locator("#source-view img").count() == 0
 
 
 def test_the_page_has_the_tables_of_evaluate(tmp_path, small_plotly):

@@ -75,20 +75,6 @@ def test_the_script_of_the_page_parses(served, tmp_path):
         assert (check.returncode == 0) == is_valid, check.stderr
 
 
-@pytest.fixture(scope="module")
-def browser():
-    """Chromium, of playwright or of the system."""
-    api = pytest.importorskip("playwright.sync_api", reason="needs the extra browser")
-    installed = shutil.which("chromium") or shutil.which("google-chrome")
-    with api.sync_playwright() as playwright:
-        try:
-            chromium = playwright.chromium.launch(executable_path=installed, args=["--no-sandbox"])
-        except api.Error as error:
-            pytest.skip(f"no Chromium can be started: {str(error)[:100]}")
-        yield chromium
-        chromium.close()
-
-
 @pytest.mark.extras
 @pytest.mark.slow
 def test_a_conversation_in_a_browser(served, browser):

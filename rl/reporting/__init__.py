@@ -4,7 +4,6 @@ from rl.reporting.alarm_monitor import AlarmMonitor
 from rl.reporting.console import Console, format_count, format_held_out
 from rl.reporting.curve_report import (
     collect_alarms,
-    collect_axes,
     collect_panels,
     collect_series,
     collect_times,
@@ -18,12 +17,13 @@ from rl.reporting.evaluation_table import (
     make_table_rows,
     read_evaluation,
 )
-from rl.reporting.html_report import MAX_REPORT_BYTES, load_plotly, render_report
+from rl.reporting.html_report import MAX_REPORT_BYTES, has_plotly, load_plotly, render_report
 from rl.reporting.logbook import (
     CHECKPOINTS,
     CONFIG,
     CURVES,
     EVALUATIONS,
+    LAUNCHES,
     LOCK,
     REPORT,
     ROLLOUTS,
@@ -37,9 +37,11 @@ from rl.reporting.logbook import (
     write_config,
 )
 from rl.reporting.metric_plots import (
+    AXES,
     PICTURE_SUFFIXES,
     TEACHER_KL,
     RunCurve,
+    collect_axes,
     draw_curves,
     read_curve,
 )
@@ -55,6 +57,7 @@ from rl.reporting.tracker_process import check_trackers
 from rl.reporting.watch_view import render_runs
 
 __all__ = [
+    "AXES",
     "AlarmMonitor",
     "CHECKPOINTS",
     "CONFIG",
@@ -62,6 +65,7 @@ __all__ = [
     "Console",
     "EVALUATIONS",
     "TABLE_COLUMNS",
+    "LAUNCHES",
     "LOCK",
     "PICTURE_SUFFIXES",
     "ROLLOUTS",
@@ -99,6 +103,7 @@ __all__ = [
     "read_evaluation",
     "encode_json",
     "list_evaluations",
+    "has_plotly",
     "load_plotly",
     "read_curve",
     "read_rollouts",

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl.reporting.metric_plots import PANELS, RunCurve, find_reward_panels
+from rl.reporting.metric_plots import (
+    EVALUATION_TIMES,
+    PANELS,
+    RunCurve,
+    find_reward_panels,
+    round_number,
+)
 from rl.sanitize import sanitize_text
 
 # Seconds of a step that do not overlap; rl.reporting names them as docs/reference/metrics.md does.
@@ -14,17 +20,11 @@ TIME_PARTS = (
     ("time/score", "waiting for rewards and environments"),
     ("time/sync", "new weights to the sampler"),
 )
-EVALUATION_TIMES = (("time/test", "evaluation by samples"), ("time/test_rows", "evaluation, rows"))
 REST = "update, and the rest of the step"
 
 _PANEL_POINTS, _OTHER_POINTS = 150_000, 60_000  # points of all curves: about 10 bytes each
 _TIME_BINS = 60
 _NAME_LIMIT = 200  # characters of a metric's or a stage's name
-
-
-def round_number(value: float) -> float:
-    """Return the value with seven significant digits, which a page shows and a float32 has."""
-    return float(f"{value:.7g}")
 
 
 def _is_number(value: Any) -> bool:
@@ -37,24 +37,6 @@ def _thin(indices: list[int], limit: int) -> list[int]:
     stride = max(1, -(-len(indices) // max(limit, 1)))
     thinned = indices[::stride]
     return thinned if not indices or thinned[-1] == indices[-1] else [*thinned, indices[-1]]
-
-
-def collect_axes(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Return the position of each row on three axes: step, tokens and hours.
-
-    Tokens are those that `time/tokens_per_second` counts (sampled, otherwise trained). Hours are
-    those of steps and evaluations, without the start of the run and its interruptions.
-    """
-    tokens = hours = 0.0
-    axes: dict[str, list[float]] = {"steps": [], "tokens": [], "hours": []}
-    for row in rows:
-        seconds = float(row.get("time/step") or 0)
-        tokens += seconds * float(row.get("time/tokens_per_second") or 0)
-        hours += (seconds + sum(float(row.get(name) or 0) for name, _ in EVALUATION_TIMES)) / 3600
-        axes["steps"].append(row["step"])
-        axes["tokens"].append(round(tokens))
-        axes["hours"].append(round_number(hours))
-    return axes
 
 
 def collect_panels(curves: Sequence[RunCurve]) -> list[dict[str, Any]]:

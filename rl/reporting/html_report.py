@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,11 @@ from rl.sanitize import sanitize_text
 MAX_REPORT_BYTES = 10_000_000
 _TEXT_LIMIT = 100_000  # characters of a text in the template
 _TEMPLATES = Path(__file__).with_name("templates")
+
+
+def has_plotly() -> bool:
+    """Return whether the package plotly is installed."""
+    return "plotly" in sys.modules or importlib.util.find_spec("plotly") is not None
 
 
 def load_plotly() -> str:

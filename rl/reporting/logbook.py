@@ -9,8 +9,9 @@ without a trace of the interruption.
     rollouts/grpo-eval-000010.jsonl
                              the held-out answers of an evaluation (greedy: grpo-eval-greedy-000010)
     curves.png               drawn at the end (and by plot.py at any time)
-    report.html              written by report.py at any time
     wandb/, wandb_id.txt     of each tracker: its files, and the id under which it resumes
+    report.html              written at evaluations and at the end: rl.trainer.report_writer
+    launches.jsonl           a line a launch: versions, devices, memory: rl.trainer.launch_log
     run.lock                 while a process works in the folder: see rl.trainer.run_lock
     logs/                    logs of the launcher (slurm/job.sh); never touched by this module
 
@@ -47,8 +48,8 @@ from rl.reporting import metric_plots, rollout_html
 from rl.reporting.tracker_process import TRACKER_FILES, RunTrackers, WarningSink
 
 CHECKPOINTS, CONFIG, ROLLOUTS, CURVES = "checkpoints.jsonl", "config.json", "rollouts", "curves.png"
-REPORT, LOGS, LOCK = "report.html", "logs", "run.lock"
 EVALUATIONS = "evaluations"  # a .json and a .md file for each evaluation by evaluate.py
+REPORT, LAUNCHES, LOGS, LOCK = "report.html", "launches.jsonl", "logs", "run.lock"
 _RUN_FILES = (
     "decisions.jsonl",
     CONFIG,
@@ -56,6 +57,7 @@ _RUN_FILES = (
     CHECKPOINTS,
     CURVES,
     REPORT,
+    LAUNCHES,
     ROLLOUTS,
     EVALUATIONS,
     "checkpoints",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,10 @@ HELD_OUT = "test/env/all/correct"
 HELD_OUT_PAIRS = "test/rewards/accuracies"  # accuracy on preference pairs
 HELD_OUT_REWARD = "test/env/all/reward/total"
 HELD_OUT_LOSS, TOKEN_ACCURACY = "test/loss", "test/token_accuracy"
+
+# Axes of curves: name and label.
+AXES = {"steps": "step of the run", "tokens": "tokens", "hours": "hours"}
+EVALUATION_TIMES = (("time/test", "evaluation by samples"), ("time/test_rows", "evaluation, rows"))
 
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")  # supported file name suffixes
 
@@ -147,6 +151,36 @@ def read_curve(source: Path, label: str | None = None) -> RunCurve:
     return RunCurve(label or path.resolve().parent.name, read_metrics(path))
 
 
+def round_number(value: float) -> float:
+    """Return the value with seven significant digits, which a page shows and a float32 has."""
+    return float(f"{value:.7g}")
+
+
+def collect_axes(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Return the position of each row on three axes: step, tokens and hours.
+
+    Tokens are those that `time/tokens_per_second` counts (sampled, otherwise trained). Hours are
+    those of steps and evaluations, without the start of the run and its interruptions.
+    """
+    tokens = hours = 0.0
+    axes: dict[str, list[float]] = {"steps": [], "tokens": [], "hours": []}
+    for row in rows:
+        seconds = float(row.get("time/step") or 0)
+        tokens += seconds * float(row.get("time/tokens_per_second") or 0)
+        hours += (seconds + sum(float(row.get(name) or 0) for name, _ in EVALUATION_TIMES)) / 3600
+        axes["steps"].append(row["step"])
+        axes["tokens"].append(round(tokens))
+        axes["hours"].append(round_number(hours))
+    return axes
+
+
+def _place_on_axis(curve: RunCurve, axis: str) -> RunCurve:
+    """Return the curve with its positions on an axis in the place of its steps."""
+    places = collect_axes(curve.rows)[axis]
+    rows = [{**row, "step": place} for row, place in zip(curve.rows, places, strict=True)]
+    return RunCurve(curve.label, rows)
+
+
 def moving_average(values: Sequence[float], window: int) -> list[float]:
     """Return the centered running mean over `window` points; at the ends over the available points
     (no padding).
@@ -180,13 +214,20 @@ def find_reward_panels(curves: Sequence[RunCurve]) -> list[PlotPanel]:
 
 
 def draw_curves(
-    source: Path | Sequence[Path], out: Path, labels: Sequence[str] | None = None
+    source: Path | Sequence[Path],
+    out: Path,
+    labels: Sequence[str] | None = None,
+    *,
+    axis: str = "steps",
+    metrics: Sequence[str] | None = None,
 ) -> Path:
     """Draw the curves of a run (or compare several runs) into `out`, and return `out`. The suffix
     of `out` sets the picture format. The file is written atomically.
 
-    A metric that no run has gets no panel. Stages are shaded if a single run is drawn. Raises
-    NoCurvesError if no panel remains; UserError for a suffix that is not in PICTURE_SUFFIXES.
+    `axis`: steps, tokens or hours, see `collect_axes`. `metrics`: the metrics to draw, by default
+    those of PANELS and the parts of rewards. A metric that no run has gets no panel. Stages are
+    shaded if a single run is drawn. Raises NoCurvesError if no panel remains; UserError for a
+    suffix that is not in PICTURE_SUFFIXES.
     """
     if out.suffix.lower() not in PICTURE_SUFFIXES:
         raise UserError(
@@ -198,16 +239,16 @@ def draw_curves(
             f"{len(labels)} labels for {len(sources)} runs: expected a label for each run"
         )
     curves = [read_curve(path, labels[i] if labels else None) for i, path in enumerate(sources)]
-    panels = [
-        panel
-        for panel in [*PANELS, *find_reward_panels(curves)]
-        if any(curve.series(panel)[0] for curve in curves)
-    ]
+    curves = [_place_on_axis(curve, axis) for curve in curves]
+    candidates = [*PANELS, *find_reward_panels(curves)]
+    if metrics is not None:
+        candidates = [PlotPanel(name, (name,)) for name in metrics]
+    panels = [panel for panel in candidates if any(curve.series(panel)[0] for curve in curves)]
     if not panels:
         raise NoCurvesError(
             f"no curve in {', '.join(map(str, sources))}: no row has a metric with a panel"
         )
-    figure = _build_figure(curves, panels)
+    figure = _build_figure(curves, panels, AXES[axis])
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(out.name + ".tmp")
     figure.savefig(temporary, format=out.suffix.lower()[1:], dpi=130, facecolor="white")
@@ -227,7 +268,9 @@ def _import_matplotlib() -> None:
             os.environ["MPLBACKEND"] = backend
 
 
-def _build_figure(curves: Sequence[RunCurve], panels: Sequence[PlotPanel]) -> Figure:
+def _build_figure(
+    curves: Sequence[RunCurve], panels: Sequence[PlotPanel], label: str = AXES["steps"]
+) -> Figure:
     """Return the figure of all panels."""
     _import_matplotlib()
     # Figure without pyplot: no global state, no display, no choice of backend.
@@ -250,7 +293,7 @@ def _build_figure(curves: Sequence[RunCurve], panels: Sequence[PlotPanel]) -> Fi
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
     for axis in axes[: len(panels)]:
-        axis.set_xlabel("step of the run", fontsize=8.5)
+        axis.set_xlabel(label, fontsize=8.5)
     title = " / ".join(curve.label for curve in curves) if not several else "runs compared"
     smooth = any(
         panel.smooth and len(curve.series(panel)[0]) >= SMOOTH_FROM

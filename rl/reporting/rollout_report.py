@@ -18,6 +18,8 @@ _TEXT_LIMIT, _PIECE_LIMIT, _TOKENS = 4000, 200, 1000  # characters; characters; 
 _FILE_BYTES = 32 << 20  # bytes that are read of a file of rollouts
 _EPISODE_BYTES = 200_000  # characters of a rendered episode
 _BATCHES, _GROUPS, _ANSWERS = 12, 6, 8  # batches; groups of a batch; answers of a group
+_ALARM_BATCHES = 4  # more batches, of steps with alarms
+_EVALUATIONS = 12  # of each stage and kind
 _PROBLEMS = 60  # held-out problems that are shown
 Item = TypeVar("Item")
 _BATCH_FILE = re.compile(r"step_(\d{6,})(?:_(.+))?\.jsonl")
@@ -89,17 +91,20 @@ def select_evenly(items: Sequence[Item], count: int) -> list[Item]:
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
-def collect_rollouts(folder: Path, limit: int) -> dict[str, Any]:
+def collect_rollouts(
+    folder: Path, limit: int, alarms: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
     """Return the rollouts that the page shows, in at most `limit` bytes of JSON.
 
-    `evaluations`: the same problems at the first, the middle and the last evaluation of each stage.
-    `batches`: groups of answers of up to 12 training steps, best and worst among them. `files`: the
-    names of all files of rollouts.
+    `evaluations`: the same problems at up to 12 evaluations of each stage. `batches`: groups of
+    answers of up to 12 training steps, best and worst among them, and of up to 4 more steps with
+    alarms. `files`: the names of all files of rollouts. `alarms`: the periods of
+    `rl.reporting.collect_alarms`.
     """
     files = list_evaluations(folder)
     evaluations = _collect_evaluations(files, _ByteBudget(limit * 2 // 5))
     used = len(encode_json(evaluations))
-    batches = _collect_batches(folder, limit - used)
+    batches = _collect_batches(folder, limit - used, alarms)
     return {
         "evaluations": evaluations,
         "batches": batches,
@@ -113,7 +118,7 @@ def _collect_evaluations(
     """Return the answers to the same problems at the selected evaluations."""
     selected: list[EvaluationFile] = []
     for kind in dict.fromkeys((file.stage, file.greedy) for file in files):
-        selected += select_evenly([f for f in files if (f.stage, f.greedy) == kind], 3)
+        selected += select_evenly([f for f in files if (f.stage, f.greedy) == kind], _EVALUATIONS)
     rows_by_file = [read_rollouts(file.path) for file in selected]
     entries: list[dict[str, Any]] = []
     for file, rows in zip(selected, rows_by_file, strict=True):
@@ -184,14 +189,19 @@ def _group_by(rows: Iterable[Mapping[str, Any]], key_of: Any) -> dict[Any, list[
     return groups
 
 
-def _collect_batches(folder: Path, limit: int) -> list[dict[str, Any]]:
-    """Return groups of answers of training steps at equal distances."""
+def _collect_batches(
+    folder: Path, limit: int, alarms: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return groups of answers of training steps at equal distances, and of steps with alarms."""
     matches = [
         (int(match[1]), match[2] or "", path)
         for path in folder.glob("step_*.jsonl")
         if (match := _BATCH_FILE.fullmatch(path.name))
     ]
-    selected = select_evenly(sorted(matches), _BATCHES)
+    matches.sort()
+    alarming = [match for match in matches if _name_alarms(match[0], alarms)]
+    chosen = {*select_evenly(matches, _BATCHES), *select_evenly(alarming, _ALARM_BATCHES)}
+    selected = sorted(chosen)
     batches = []
     for step, stage, path in selected:
         budget = _ByteBudget(limit // len(selected))
@@ -200,6 +210,7 @@ def _collect_batches(folder: Path, limit: int) -> list[dict[str, Any]]:
         batch: dict[str, Any] = {
             "step": step,
             "stage": sanitize_text(stage, _PIECE_LIMIT),
+            "alarms": _name_alarms(step, alarms),
             "file": sanitize_text(path.name, _PIECE_LIMIT),
             "page": path.with_suffix(".html").name if path.with_suffix(".html").is_file() else None,
             "num_groups": len(groups),
@@ -216,6 +227,11 @@ def _collect_batches(folder: Path, limit: int) -> list[dict[str, Any]]:
                 batch["groups"].append(entry)
         batches.append(batch)
     return batches
+
+
+def _name_alarms(step: int, alarms: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the alarms that are on at a step."""
+    return sorted({item["name"] for item in alarms if item["first"] <= step <= item["last"]})
 
 
 def _make_group_key(row: Mapping[str, Any]) -> str:

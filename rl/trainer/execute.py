@@ -39,12 +39,14 @@ from rl.trainer.initial_weights import (
     describe_random_weights,
     find_previous_stage,
 )
+from rl.trainer.launch_log import LaunchLog, describe_launch
 from rl.trainer.memory_report import check_memory as check_memory
 from rl.trainer.offline_loop import train_offline
 from rl.trainer.online_loop import train_online
 from rl.trainer.opponent_models import OpponentModels
 from rl.trainer.pipeline import dry_run, prepare_stages
 from rl.trainer.replay_log import check_replay
+from rl.trainer.report_writer import ReportWriter
 from rl.trainer.resolve_weights import (
     ORIGINS_KEY,
     check_outside_run_folder,
@@ -109,14 +111,9 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
         run = position.run or run
         check_replay(run, console.warn)
         check_sandboxes(run.stages)
-        stages = prepare_stages(run.stages)
-        for prepared in stages:
-            if prepared.scorer is not None:
-                stack.callback(prepared.scorer.close)
-            for text in prepared.remarks:
-                console.warn(text)
+        stages = _prepare_stages(run, console, stack)
         check_initial_weights(run.stages)
-        check_memory(run, console.warn)
+        plans = check_memory(run, console.warn)
         run_state = RunState(run, folder, stages, position)
         run_state.check_stages()
         policy = run_state.create_policy(service)
@@ -130,9 +127,23 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
         hints = [] if options.resume else describe_random_weights(run.stages)
         for text in [*map(format_origin, origins), *describe_tied_heads(run), *hints]:
             console.note(text)
+        launch = describe_launch(max(0, position.step), policy.info, plans)
+        report = _open_report(folder, launch, console, lock, stop_request)
+        stack.callback(report.close)
         logbook = stack.enter_context(_open_logbook(run, folder, position, console, lock))
         stop_request.has_started = True
-        _run_stages(run_state, service, policy, others, logbook, console, stop_request)
+        _run_stages(run_state, service, policy, others, logbook, console, stop_request, report)
+
+
+def _prepare_stages(run: RunConfig, console: Console, stack: ExitStack) -> list[PreparedStage]:
+    """Return the prepared stages, print their remarks, and let `stack` close their scorers."""
+    stages = prepare_stages(run.stages)
+    for prepared in stages:
+        if prepared.scorer is not None:
+            stack.callback(prepared.scorer.close)
+        for text in prepared.remarks:
+            console.warn(text)
+    return stages
 
 
 def _claim_run_folder(
@@ -195,6 +206,23 @@ def _open_logbook(
         console=console,
         checkpoints=position.rows,
         guard=lock.check_held,
+    )
+
+
+def _open_report(
+    folder: Path,
+    launch: Mapping[str, Any],
+    console: Console,
+    lock: RunLock,
+    stop_request: StopRequest,
+) -> ReportWriter:
+    """Return the writer of the run's page, with the record of this launch."""
+    return ReportWriter(
+        folder,
+        console,
+        LaunchLog(folder, launch),
+        guard=lock.check_held,
+        exceeds_grace=stop_request.exceeds_grace,
     )
 
 
@@ -346,6 +374,7 @@ class RunState:
         console: Console,
         keeper: CheckpointManager,
         stop_request: StopRequest,
+        report: ReportWriter,
     ) -> Stage:
         """Return the current stage, with the state of the checkpoint if it resumes."""
         prepared = self.stages[self.index]
@@ -368,6 +397,7 @@ class RunState:
             console=console,
             checkpoints=keeper,
             stop_request=stop_request,
+            report=report,
             identity=identity_of(self.run, self.run_id, self.index, prepared.problems),
             environment=prepared.environment,
             runs_self_test=self.run.options.self_test,
@@ -387,12 +417,15 @@ def _run_stages(
     logbook: Logbook,
     console: Console,
     stop_request: StopRequest,
+    report: ReportWriter,
 ) -> None:
     """Train the remaining stages in order and print the results. Raises RunStopped on a stop."""
     keeper = CheckpointManager(logbook)
     held_out: dict[str, HeldOutMetrics] = {}
     while not run_state.finished:
-        stage = run_state.create_stage(policy, others, logbook, console, keeper, stop_request)
+        stage = run_state.create_stage(
+            policy, others, logbook, console, keeper, stop_request, report
+        )
         for remark in (run_state.data_remark(), stage.data_remark()):
             if remark is not None:
                 console.note(remark)

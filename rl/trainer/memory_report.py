@@ -52,9 +52,9 @@ def report_memory(run: RunConfig) -> None:
         print(advice.strip())
 
 
-def check_memory(run: RunConfig, warn: Callable[[str], None]) -> None:
+def check_memory(run: RunConfig, warn: Callable[[str], None]) -> list[StageNeeds]:
     """Check the memory plan at the start of a run on a GPU, before weights are loaded. Call `warn`
-    with what may not fit.
+    with what may not fit. Return the needs of each stage on a GPU; none on a CPU.
 
     Raises UserError if weights, optimizer and the sampler's copy alone cannot fit, whatever the
     lengths of prompts and answers; on any device also if the requested number of processes cannot
@@ -65,7 +65,7 @@ def check_memory(run: RunConfig, warn: Callable[[str], None]) -> None:
     launch, device = resolve_launch(options, run.stages[0].settings.model.precision)
     cuda = torch.cuda.is_available()
     if not cuda and all(stage.settings.sampling.sampler_tp == 1 for stage in run.stages):
-        return
+        return []
     try:
         stages = compute_stage_needs(
             run, launch, options.plan_prompt_tokens, measure=None if cuda else measure_nothing
@@ -73,7 +73,7 @@ def check_memory(run: RunConfig, warn: Callable[[str], None]) -> None:
     except UnsupportedTensorParallel:
         raise
     except UserError:
-        return
+        return []
     for needs in stages if cuda else ():
         stays = sum(min(item.sample, item.train, item.update) for item in needs.plan.items)
         if stays > device.memory:
@@ -84,6 +84,7 @@ def check_memory(run: RunConfig, warn: Callable[[str], None]) -> None:
             )
         if needs.plan.peak > device.memory:
             warn(f"{_describe_shortage(needs, device)} --plan says what to change.")
+    return stages if cuda else []
 
 
 def _check_batches(run: RunConfig) -> None:

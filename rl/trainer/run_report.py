@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import platform
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from rl.errors import UserError
 from rl.jsonl import read_jsonl, write_atomically
 from rl.reporting import (
     CHECKPOINTS,
+    LAUNCHES,
     MAX_REPORT_BYTES,
     REPORT,
     ROLLOUTS,
@@ -45,6 +45,7 @@ from rl.reporting import (
 )
 from rl.sanitize import sanitize_text
 from rl.trainer.held_out_metrics import HELD_OUT_ACCURACY, HeldOutMetrics
+from rl.trainer.memory_table import format_gib
 
 _HELD_OUT_REWARD = "test/env/all/reward/total"
 # Held-out metrics of stages that learn from rows: label and metric.
@@ -52,6 +53,14 @@ _ROW_METRICS = (
     ("loss", "test/loss"),
     ("token accuracy", "test/token_accuracy"),
     ("accuracy on pairs", "test/rewards/accuracies"),
+)
+# Metrics of a checkpoint's step: label and name.
+_CHECKPOINT_METRICS = (
+    ("reward", "reward/total"),
+    ("loss on held-out rows", "test/loss"),
+    ("loss", "optim/loss"),
+    ("KL to reference", "optim/kl_ref_k3"),
+    ("entropy", "optim/entropy"),
 )
 _FIRST_SETTINGS = ("base_model", "dataset", "reward", "rewards", "environment")
 # Options of a launch, which change no result.
@@ -239,34 +248,72 @@ def format_repeat_command(config: Mapping[str, Any]) -> str:
     return shlex.join([*words, *(["--seed", str(seed)] if seed is not None else [])])
 
 
-def describe_versions() -> list[tuple[str, str]]:
-    """Return the versions of the packages of this process."""
-    entries = [("python", platform.python_version())]
-    for name in ("torch", "transformers", "accelerate", "peft", "numpy", "plotly"):
-        try:
-            entries.append((name, version(name)))
-        except PackageNotFoundError:
-            continue
-    return entries
+def describe_launches(run: SavedRun) -> list[dict[str, str]]:
+    """Return each launch of the run as texts: when, versions, devices, planned and used memory."""
+    path = run.folder / LAUNCHES
+    return [_describe_launch(row) for row in (read_rollouts(path) if path.is_file() else [])]
+
+
+def _describe_launch(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return a row of launches.jsonl as texts."""
+    versions, planned = row.get("versions"), row.get("planned_memory")
+    devices = [item for item in row.get("devices") or () if isinstance(item, Mapping)]
+    counts = Counter(
+        (str(item.get("name")), _format_memory(item.get("memory"))) for item in devices
+    )
+    texts = {
+        "time": row.get("time"),
+        "step": row.get("step"),
+        "processes": row.get("processes"),
+        "precision": row.get("dtype"),
+        "devices": ", ".join(
+            f"{count} x {name} ({memory})" if count > 1 else f"{name} ({memory})"
+            for (name, memory), count in counts.items()
+        ),
+        "planned": ", ".join(
+            f"{stage}: {_format_memory(size)}"
+            for stage, size in (planned.items() if isinstance(planned, Mapping) else ())
+        ),
+        "used": f"{_format_memory(row.get('peak_memory'))}, {row.get('peak_memory_of')}",
+        "versions": ", ".join(
+            f"{name} {number}"
+            for name, number in (versions.items() if isinstance(versions, Mapping) else ())
+        ),
+    }
+    return {name: sanitize_text(str(text), _VALUE_LIMIT) for name, text in texts.items()}
+
+
+def _format_memory(size: Any) -> str:
+    """Return a number of bytes as text."""
+    return format_gib(float(size)) if isinstance(size, (int, float)) else "n/a"
 
 
 def list_checkpoints(run: SavedRun) -> list[dict[str, Any]]:
-    """Return the checkpoints of the run with the held-out value of their step."""
-    values: dict[int, float] = {}
+    """Return the checkpoints of the run with the metrics of their step."""
+    held_out: dict[int, float] = {}
+    rows_by_step: dict[int, dict[str, Any]] = {}
     for row in run.curve.rows:
         value = row.get(HELD_OUT_ACCURACY, row.get(_HELD_OUT_REWARD))
         if value is not None:
-            values[row["step"]] = value
-    return [
-        {
-            "name": str(row.get("name", "")),
-            "kind": str(row.get("kind", "")),
-            "stage": str(row.get("stage", "")),
-            "step": row.get("batch"),
-            "held_out": row.get("value", values.get(row.get("batch", -1))),
+            held_out[row["step"]] = value
+        rows_by_step[row["step"]] = row
+    checkpoints = []
+    for saved in read_jsonl(run.folder / CHECKPOINTS):
+        row = rows_by_step.get(saved.get("batch", -1), {})
+        metrics = {
+            "held-out value": saved.get("value", held_out.get(saved.get("batch", -1))),
+            **{label: row.get(name) for label, name in _CHECKPOINT_METRICS},
         }
-        for row in read_jsonl(run.folder / CHECKPOINTS)
-    ]
+        checkpoints.append(
+            {
+                "name": str(saved.get("name", "")),
+                "kind": str(saved.get("kind", "")),
+                "stage": str(saved.get("stage", "")),
+                "step": saved.get("batch"),
+                "metrics": metrics,
+            }
+        )
+    return checkpoints
 
 
 # ------------------------------------------------------------------------------------- several runs
@@ -371,13 +418,14 @@ def collect_report(
         "runs": [_describe_run(run, entry) for run, entry in zip(runs, data["runs"], strict=True)],
         "differing": list_differing_settings(runs) if len(runs) > 1 else [],
         "paired": compare_runs(runs) if len(runs) > 1 else [],
-        "versions": describe_versions(),
         "evaluation_columns": [name.replace("_", " ") for name in TABLE_COLUMNS],
     }
     remaining = limit - len(encode_json(data)) - len(json.dumps(context, default=str))
     for run, entry in zip(runs, data["runs"], strict=True):
         folder = run.folder / ROLLOUTS
-        entry["rollouts"] = collect_rollouts(folder, max(0, remaining // len(runs)))
+        entry["rollouts"] = collect_rollouts(
+            folder, max(0, remaining // len(runs)), entry["alarms"]
+        )
         entry["rollouts"]["link"] = _make_link(folder, out)
     return context, data
 
@@ -393,7 +441,7 @@ def _make_link(folder: Path, out: Path) -> str:
 def _describe_run(run: SavedRun, entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the template shows of a run."""
     rows = run.curve.rows
-    stages = run.config["stages"]
+    stages, checkpoints = run.config["stages"], list_checkpoints(run)
     facts = [
         ("stages", " → ".join(f"{stage['name']} ({stage['method']})" for stage in stages)),
         ("steps", str(rows[-1]["step"] if rows else 0)),
@@ -411,8 +459,14 @@ def _describe_run(run: SavedRun, entry: Mapping[str, Any]) -> dict[str, Any]:
         "facts": [(name, _format_value(value)) for name, value in facts if value],
         "headline": describe_headline(run),
         "settings": describe_settings(run),
-        "checkpoints": list_checkpoints(run),
         "evaluations": list_evaluation_tables(run.folder)[-_MAX_EVALUATIONS:],
+        "checkpoints": checkpoints,
+        "checkpoint_metrics": [
+            name
+            for name in (checkpoints[0]["metrics"] if checkpoints else ())
+            if any(isinstance(item["metrics"][name], (int, float)) for item in checkpoints)
+        ],
+        "launches": describe_launches(run),
         "alarms": entry["alarms"][:200],
         "times": entry["times"]["total"],
         "recipe": make_recipe(run.config),

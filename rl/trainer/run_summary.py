@@ -15,7 +15,14 @@ from rl.algorithms import METHODS
 from rl.client import TrainingClient
 from rl.config import RunConfig
 from rl.jsonl import METRICS_FILE, read_metrics
-from rl.reporting import TEACHER_KL, Console, format_count, format_held_out
+from rl.reporting import (
+    REPORT,
+    TEACHER_KL,
+    Console,
+    format_count,
+    format_held_out,
+    has_plotly,
+)
 from rl.trainer.checkpoint_scan import read_checkpoint_list
 from rl.trainer.code_trust import (
     is_outside_current_folder,
@@ -162,6 +169,7 @@ def print_summary(
         facts={
             "metrics": folder / "metrics.jsonl",
             "curves": folder / "curves.png",
+            **({"page": folder / REPORT} if has_plotly() else {}),
             "weights": Path(run_state.final_path(len(run_state.stages) - 1)) / "model",
         },
         remarks=remarks,

@@ -25,6 +25,7 @@ from rl.trainer.checkpoint_manager import CheckpointManager
 from rl.trainer.evaluator import Evaluator
 from rl.trainer.held_out_metrics import HeldOutMetrics
 from rl.trainer.replay_log import ReplayLog
+from rl.trainer.report_writer import ReportWriter
 from rl.trainer.self_test import PROBLEMS, self_test
 from rl.trainer.stage_checkpoints import StageCheckpoints
 from rl.trainer.stage_context import StageContext
@@ -61,6 +62,7 @@ class Stage:
         console: Console,
         checkpoints: CheckpointManager,
         stop_request: StopRequest,
+        report: ReportWriter | None = None,
         identity: Mapping[str, Any] | None = None,
         environment: EnvironmentSpec | None = None,
         runs_self_test: bool = False,
@@ -70,6 +72,7 @@ class Stage:
         self.name, self.first_step, self.done = name, first_step, done
         self.method, self.models, self.problems, self.renderer = method, models, problems, renderer
         self.logbook, self.console, self.stop_request = logbook, console, stop_request
+        self.report = report
         self.seed = derive_seed(seed, index)
         self.runs_self_test = runs_self_test
         self.profile = (
@@ -141,6 +144,8 @@ class Stage:
             metrics = self.evaluator.evaluate_before_training(sampler)
             if metrics or self.samples_held_out:
                 self._log(0, metrics)
+                if self.report is not None:
+                    self.report.update()
         self._batch_start = time.perf_counter()
         return sampler
 
@@ -242,6 +247,8 @@ class Stage:
             self.console.warn(text)
         self.log.write_rollouts(batch, rollouts)
         self.stage_checkpoints.save_if_due(done, row)
+        if self.report is not None and self.evaluates_after(batch):
+            self.report.update()
         if self.stop_request.exit_code is not None:
             self.save(done)
             raise RunStopped(self.stop_request.exit_code)

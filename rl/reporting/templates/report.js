@@ -48,6 +48,7 @@ function getPoints(run, metric, axis) {
   return {
     x: series.rows.map((row) => run.axes[axis][row]),
     y: series.values,
+    steps,
     stages: steps.map((step) => run.stages.findIndex((stage) => step <= stage.last)),
   };
 }
@@ -56,20 +57,23 @@ function fade(colour, opacity) {
   return colour + Math.round(opacity * 255).toString(16).padStart(2, "0");
 }
 
-// Mean and standard deviation of the runs of a group at the positions that all of them have.
+// Mean and standard deviation of the runs of a group at the steps that all of them have. Tokens and
+// hours of a step are the means of the runs.
 function averageSeeds(members) {
-  const tables = members.map((points) => new Map(points.x.map((x, i) => [x, points.y[i]])));
-  const x = members[0].x.filter((place) => tables.every((table) => table.has(place)));
-  const mean = [], low = [], high = [];
-  const stageAt = new Map(members[0].x.map((place, i) => [place, members[0].stages[i]]));
-  for (const place of x) {
-    const values = tables.map((table) => table.get(place));
+  const tables = members.map((points) => new Map(points.steps.map((step, i) => [step, i])));
+  const steps = members[0].steps.filter((step) => tables.every((table) => table.has(step)));
+  const x = [], mean = [], low = [], high = [], stages = [];
+  for (const step of steps) {
+    const places = tables.map((table) => table.get(step));
+    const values = members.map((points, i) => points.y[places[i]]);
+    x.push(members.reduce((sum, points, i) => sum + points.x[places[i]], 0) / members.length);
+    stages.push(members[0].stages[places[0]]);
     const average = values.reduce((a, b) => a + b, 0) / values.length;
     const square = values.reduce((a, b) => a + (b - average) ** 2, 0);
     const deviation = Math.sqrt(square / Math.max(1, values.length - 1));
     mean.push(average); low.push(average - deviation); high.push(average + deviation);
   }
-  return { x, mean, low, high, stages: x.map((place) => stageAt.get(place)) };
+  return { x, mean, low, high, stages };
 }
 
 function lineOf(x, y, colour, name, width = 1.8) {
@@ -132,13 +136,16 @@ function buildBands(traces, axis) {
 function baseLayout() {
   const style = getComputedStyle(document.documentElement);
   const [text, line] = ["--text", "--line"].map((name) => style.getPropertyValue(name).trim());
-  const axis = { gridcolor: line, zeroline: false, linecolor: line, automargin: true };
+  const axis = { gridcolor: line, zeroline: false, linecolor: line, automargin: true, exponentformat: "e", minexponent: 4 };
   const card = style.getPropertyValue("--card").trim();
   return { margin: { l: 46, r: 10, t: 8, b: 34 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { size: 11, color: text }, showlegend: false, hovermode: "x unified",
     hoverlabel: { bgcolor: card, bordercolor: line, font: { color: text } },
     xaxis: { ...axis, showgrid: false }, yaxis: { ...axis } };
 }
+
+// 1, 2 and 5 times the powers of ten: Plotly would label 0.5 as 5.
+const LOG_TICKS = Array.from({ length: 39 }, (_, i) => Number(`${[1, 2, 5][i % 3]}e${Math.floor(i / 3) - 6}`));
 
 const OPTIONS = { displayModeBar: false, responsive: true };
 
@@ -148,7 +155,7 @@ function drawPanel(panel) {
   layout.xaxis.title = { text: axis, standoff: 4 };
   const traces = buildTraces(panel.metrics, axis, window, byId("seeds").checked);
   layout.shapes = buildBands(traces, axis);
-  if (panel.log) Object.assign(layout.yaxis, { type: "log", dtick: "D2" });
+  if (panel.log) Object.assign(layout.yaxis, { type: "log", tickvals: LOG_TICKS, ticktext: LOG_TICKS.map(String) });
   if (panel.share) layout.yaxis.range = [-0.03, 1.05];
   Plotly.react(panel.plot, traces, layout, OPTIONS);
 }
@@ -206,7 +213,8 @@ function startCurves() {
     byId("seeds-label").hidden = true;
   }
   const rows = Math.max(...data.runs.map((run) => run.axes.steps.length));
-  byId("smoothing").value = rows >= 40 ? Math.min(50, Math.max(3, Math.floor(rows / 20))) : 0;
+  byId("smoothing").max = Math.min(1000, Math.max(50, Math.floor(rows / 10)));
+  byId("smoothing").value = rows >= 40 ? Math.max(3, Math.floor(rows / 20)) : 0;
   const showWindow = () => {
     const window = Number(byId("smoothing").value);
     byId("smoothing-value").textContent = window > 1 ? `${window} points` : "off";
@@ -310,8 +318,13 @@ function listSeries() {
 }
 
 function describeChange(answers) {
-  const words = answers.filter(Boolean).map((answer) => (answer.score === null ? "no score" : answer.score > 0.5 ? "right" : "wrong"));
+  const words = answers.map((answer) => (answer.score === null ? "no score" : answer.score > 0.5 ? "right" : "wrong"));
   return words.join(", ");
+}
+
+// The first, the middle and the last item.
+function selectThree(items) {
+  return [...new Set([items[0], items[Math.floor((items.length - 1) / 2)], items[items.length - 1]])];
 }
 
 function showProblem() {
@@ -325,9 +338,13 @@ function showProblem() {
     return;
   }
   const row = element("div", { class: "answers" });
-  answers.forEach((answer, i) => {
-    if (answer) row.append(renderAnswer(answer, { title: `step ${entries[i].step}`, before: i ? answers[i - 1] : null }));
+  const places = entries.map((_, i) => i).filter((i) => answers[i]);
+  const shown = byId("every").checked ? places : selectThree(places);
+  shown.forEach((place, i) => {
+    const before = i ? answers[shown[i - 1]] : null;
+    row.append(renderAnswer(answers[place], { title: `step ${entries[place].step}`, before }));
   });
+  byId("every-label").hidden = places.length < 4;
   byId("problem-view").append(element("div", { class: "group" }, ...renderProblem(first), row));
 }
 
@@ -337,7 +354,7 @@ function listProblems() {
   fillSelect(byId("problem"), numbers.map((number) => {
     const answers = entries.map((entry) => entry.rows.find((row) => row.problem === number));
     const first = answers.find(Boolean);
-    return [number, `${describeChange(answers)}: ${(first.prompt || String(first.number)).slice(0, 60)}`];
+    return [number, `${describeChange(selectThree(answers.filter(Boolean)))}: ${(first.prompt || String(first.number)).slice(0, 60)}`];
   }));
   showProblem();
 }
@@ -354,9 +371,10 @@ function readLimit(id, fallback) {
 
 function passes(answer) {
   const reward = answer.reward === null ? 0 : answer.reward;
-  const words = byId("words").value.toLowerCase();
+  const words = byId("words").value.toLowerCase(), tag = byId("tag").value;
   return reward >= readLimit("reward-low", -Infinity) && reward <= readLimit("reward-high", Infinity) &&
     answer.length >= readLimit("length-low", 0) && answer.length <= readLimit("length-high", Infinity) &&
+    (!tag || answer.tag === tag) &&
     (!words || `${answer.prompt || ""}\n${answer.html || piecesOf(answer).join("")}`.toLowerCase().includes(words));
 }
 
@@ -370,7 +388,7 @@ function showSource() {
   view.replaceChildren();
   note.replaceChildren();
   if (!kind) {
-    note.append("This run stores no answers (rollouts_every is 0).");
+    note.append(byId("alarm").value ? "No answers are stored of the steps of this alarm." : "This run stores no answers (rollouts_every is 0).");
     return;
   }
   const entry = kind === "batch" ? rollouts.batches[index] : rollouts.evaluations[index];
@@ -393,16 +411,35 @@ function showSource() {
 }
 
 function showRun() {
-  const rollouts = currentRollouts(), names = [...listSeries().keys()];
-  fillSelect(byId("series"), names.map((name) => [name, name]));
-  byId("series").value = names.filter((name) => name.endsWith(", sampled")).pop() || names[0] || "";
-  const batches = rollouts.batches.map((entry, i) => [`batch ${i}`, `step ${entry.step}: groups of training`]);
-  const evaluations = rollouts.evaluations.map((entry, i) => [`evaluation ${i}`,
-    `step ${entry.step}: held-out${entry.greedy ? ", greedy" : ""}, ${entry.stage}${describeMean(entry)}`]);
-  fillSelect(byId("source"), [...batches, ...evaluations]);
-  if (batches.length) byId("source").value = batches[batches.length - 1][0];
+  const rollouts = currentRollouts(), series = [...listSeries().keys()];
+  fillSelect(byId("series"), series.map((name) => [name, name]));
+  byId("series").value = series.filter((name) => name.endsWith(", sampled")).pop() || series[0] || "";
+  const answers = [...rollouts.batches.flatMap((entry) => entry.groups.flatMap((group) => group.answers)), ...rollouts.evaluations.flatMap((entry) => entry.rows)];
+  const tags = [...new Set(answers.map((answer) => answer.tag).filter((tag) => tag !== undefined))].sort();
+  fillSelect(byId("tag"), [["", "any"], ...tags.map((tag) => [tag, tag])]);
+  byId("tag-label").hidden = tags.length < 2;
+  const names = [...new Set(currentAlarms().map((alarm) => alarm.name))].sort();
+  fillSelect(byId("alarm"), [["", "any step"], ...names.map((name) => [name, name])]);
+  byId("alarm-label").hidden = !names.length;
   byId("files").replaceChildren(...rollouts.files.flatMap((name) => [linkTo(rollouts, name), " "]));
   listProblems();
+  listSources();
+}
+
+const currentAlarms = () => data.runs[Number(byId("run").value)].alarms;
+
+// The training steps and the evaluations, those of an alarm alone if one is selected.
+function listSources() {
+  const rollouts = currentRollouts(), alarm = byId("alarm").value;
+  const during = (step) => !alarm || currentAlarms().some((item) => item.name === alarm && item.first <= step && step <= item.last);
+  const describe = (entry) => (entry.alarms.length ? `, alarms: ${entry.alarms.join(", ")}` : "");
+  const batches = rollouts.batches.map((entry, i) => [`batch ${i}`, `step ${entry.step}: groups of training${describe(entry)}`, entry.step]);
+  const evaluations = rollouts.evaluations.map((entry, i) => [`evaluation ${i}`,
+    `step ${entry.step}: held-out${entry.greedy ? ", greedy" : ""}, ${entry.stage}${describeMean(entry)}`, entry.step]);
+  const sources = [...batches, ...evaluations].filter(([, , step]) => during(step));
+  fillSelect(byId("source"), sources);
+  const last = sources.filter(([key]) => key.startsWith("batch")).pop();
+  if (last) byId("source").value = last[0];
   showSource();
 }
 
@@ -414,7 +451,9 @@ function startAnswers() {
   byId("problem").addEventListener("change", showProblem);
   byId("previous").addEventListener("click", () => moveProblem(-1));
   byId("next").addEventListener("click", () => moveProblem(1));
-  for (const id of ["source", "reward-low", "reward-high", "length-low", "length-high", "words"]) byId(id).addEventListener("input", showSource);
+  byId("every").addEventListener("change", showProblem);
+  byId("alarm").addEventListener("change", listSources);
+  for (const id of ["source", "tag", "reward-low", "reward-high", "length-low", "length-high", "words"]) byId(id).addEventListener("input", showSource);
   for (const radio of document.querySelectorAll('input[name="colour"]'))
     radio.addEventListener("change", () => { document.body.className = radio.value; });
   showRun();
