@@ -8,6 +8,7 @@ without a trace of the interruption.
     rollouts/step_000010.*   the samples: .jsonl with all rows, .html to read
     rollouts/grpo-eval-000010.jsonl
                              the held-out answers of an evaluation (greedy: grpo-eval-greedy-000010)
+    reward_check.json        what the rewards pay for: rl.trainer.reward_startup_check
     curves.png               drawn at the end (and by plot.py at any time)
     report.html              written by report.py at any time
     run.lock                 while a process works in the folder: see rl.trainer.run_lock
@@ -47,6 +48,7 @@ from rl.reporting.wandb_tracker import WandbTracker, WarningSink
 
 CHECKPOINTS, CONFIG, ROLLOUTS, CURVES = "checkpoints.jsonl", "config.json", "rollouts", "curves.png"
 REPORT, LOGS, LOCK = "report.html", "logs", "run.lock"
+REWARD_CHECK = "reward_check.json"
 _RUN_FILES = (
     "decisions.jsonl",
     CONFIG,
@@ -54,6 +56,7 @@ _RUN_FILES = (
     CHECKPOINTS,
     CURVES,
     REPORT,
+    REWARD_CHECK,
     ROLLOUTS,
     "checkpoints",
     "sampler_weights",

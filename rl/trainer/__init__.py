@@ -7,7 +7,12 @@ from rl.trainer.evaluation_metrics import compute_evaluation_metrics, make_respo
 from rl.trainer.export import describe_export, export_weights, push_to_hub
 from rl.trainer.opponent_models import load_evaluation_opponents
 from rl.trainer.prompt_source import iterate_prompts, select_fitting_problems
-from rl.trainer.reward_probe import PROBED_ROWS, RewardProbeResult, probe_reward
+from rl.trainer.reward_probe import (
+    PROBED_ROWS,
+    RewardProbeResult,
+    format_probe_table,
+    probe_reward,
+)
 from rl.trainer.run_report import write_report
 from rl.trainer.sample_function import sample
 from rl.trainer.sampled_model import SampledModel, load_sampled_model
@@ -32,6 +37,7 @@ __all__ = [
     "RewardProbeResult",
     "SampledModel",
     "TrainingResult",
+    "format_probe_table",
     "probe_reward",
     "load_training_problems",
     "is_run_folder",
