@@ -19,6 +19,7 @@ SCRIPTS = (
     "plot",
     "report",
     "check_reward",
+    "why",
     "minimal_loop",
 )
 

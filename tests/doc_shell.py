@@ -43,6 +43,7 @@ RUN_SCRIPTS = (
     "export.py",
     "plot.py",
     "check_reward.py",
+    "why.py",
     "minimal_loop.py",
 )
 MORE_WORDS = {  # of scripts that small_runs.py does not make small

@@ -41,6 +41,8 @@ from rl.reporting.rollout_report import (
     list_evaluations,
     read_rollouts,
 )
+from rl.reporting.token_page import format_explanation, render_explanation
+from rl.reporting.update_files import list_update_files, read_update_file
 from rl.reporting.wandb_tracker import check_tracker
 
 __all__ = [
@@ -78,9 +80,13 @@ __all__ = [
     "collect_times",
     "compare_paired",
     "encode_json",
+    "format_explanation",
     "list_evaluations",
+    "list_update_files",
     "load_plotly",
     "read_curve",
     "read_rollouts",
+    "read_update_file",
+    "render_explanation",
     "render_report",
 ]

@@ -31,12 +31,15 @@ from rl.trainer.stage_environment import (
 )
 from rl.trainer.stage_models import make_renderer
 from rl.trainer.train_function import TrainingResult, open_run, train
+from rl.trainer.update_report import UpdateReport, explain_update
 
 __all__ = [
     "PROBED_ROWS",
     "RewardProbeResult",
     "SampledModel",
     "TrainingResult",
+    "UpdateReport",
+    "explain_update",
     "format_probe_table",
     "probe_reward",
     "load_training_problems",

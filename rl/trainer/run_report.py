@@ -21,6 +21,7 @@ from rl.reporting import (
     CHECKPOINTS,
     MAX_REPORT_BYTES,
     REPORT,
+    REWARD_CHECK,
     ROLLOUTS,
     PairedComparison,
     RunCurve,
@@ -266,6 +267,34 @@ def list_checkpoints(run: SavedRun) -> list[dict[str, Any]]:
     ]
 
 
+def read_reward_check(folder: Path) -> list[dict[str, Any]]:
+    """Return the checks of rewards that the run made before its first step; [] without any, or if
+    their file cannot be read.
+    """
+    try:
+        entries = json.loads((folder / REWARD_CHECK).read_text("utf-8"))["rewards"]
+        return [
+            {
+                "title": f"{entry['reward']} on {entry['dataset']}",
+                "rows": int(entry["rows"]),
+                "skipped": entry["skipped"],
+                "messages": [*map(str, entry["warnings"]), *map(str, entry["notes"])][:50],
+                "results": [
+                    {
+                        "name": str(result["name"]),
+                        "mean": "failed" if result["mean"] is None else f"{result['mean']:.2f}",
+                        "ratio": f"{result['paid']} of {result['compared']}",
+                        "sample": str(result["sample"])[:200],
+                    }
+                    for result in entry["results"][:50]
+                ],
+            }
+            for entry in entries[:20]
+        ]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
 # ------------------------------------------------------------------------------------- several runs
 
 
@@ -408,6 +437,7 @@ def _describe_run(run: SavedRun, entry: Mapping[str, Any]) -> dict[str, Any]:
         "headline": describe_headline(run),
         "settings": describe_settings(run),
         "checkpoints": list_checkpoints(run),
+        "rewards": read_reward_check(run.folder),
         "alarms": entry["alarms"][:200],
         "times": entry["times"]["total"],
         "recipe": make_recipe(run.config),

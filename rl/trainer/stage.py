@@ -148,7 +148,9 @@ class Stage:
         )
 
     def batches(self) -> Iterator[int]:
-        yield from range(self.done, self.loop.steps)
+        for batch in range(self.done, self.loop.steps):
+            self.log.begin_update(batch)
+            yield batch
 
     def progress(self, batch: int) -> Progress:
         return Progress(batch, self.loop.steps, self.seed)
