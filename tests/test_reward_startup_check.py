@@ -112,6 +112,7 @@ def test_rewards_that_cannot_be_checked_quickly_are_skipped_with_a_line(tmp_path
     assert line.endswith(f"{entry['skipped']}: CHECK checks it")
 
 
+@pytest.mark.slow
 def test_the_check_does_not_change_a_run_even_of_a_reward_with_state(tmp_path, rewards):
     values = []
     for reward_check in (True, False):
@@ -154,3 +155,7 @@ def test_a_reward_of_this_process_is_not_called(tmp_path):
     assert counts[0] == counts[1] > 0
     (entry,) = json.loads((tmp_path / "True" / "reward_check.json").read_text())["rewards"]
     assert "function of this process" in entry["skipped"]
+    pytest.importorskip("plotly")
+    page = rl.trainer.write_report([tmp_path / "True"]).read_text()
+    assert "What the reward pays for" in page and "was skipped, because <bdi>it is a" in page
+    assert "What the reward pays for" not in rl.trainer.write_report([folder]).read_text()
