@@ -129,31 +129,15 @@ def probe_settings(data: Any, args: argparse.Namespace) -> RewardProbeResult:
 
 def print_result(result: RewardProbeResult, dataset: str, console: Console) -> None:
     """Print the table of a check, its notes and its warnings."""
-    from rich.table import Table
-    from rich.text import Text
-
-    from rl.sanitize import sanitize_text
+    from rl.trainer import format_probe_table
 
     heading = f"reward {result.reward} on {dataset}"
     if result.skipped is not None:
         console.print(f"{heading}: not checked, because {result.skipped}", markup=False)
     else:
         console.print(f"{heading}, right answers as {result.form}", markup=False)
-        table = Table(box=None, padding=(0, 2, 0, 0))
-        for name in ("answer", "mean", "top", "as right"):
-            table.add_column(name, justify="left" if name == "answer" else "right", no_wrap=True)
-        table.add_column("sample", no_wrap=True)
-        ratios = [f"{row.paid} of {row.compared}" for row in result.results]
-        room = max(16, console.width - 46 - max(map(len, ratios)))
-        for row, ratio in zip(result.results, ratios, strict=True):
-            table.add_row(
-                row.name,
-                "failed" if row.mean is None else f"{row.mean:.2f}",
-                f"{row.top_share:.0%}",
-                ratio,
-                Text(sanitize_text(repr(row.sample[:200]), 400)[:room]),
-            )
-        console.print(table)
+        for line in format_probe_table(result, max(80, console.width)):
+            console.print(line, markup=False)
     for note in result.notes:
         console.print(f"note: {note}", markup=False)
     for warning in result.warnings:

@@ -20,6 +20,7 @@ SCRIPTS = (
     "report",
     "watch",
     "check_reward",
+    "why",
     "minimal_loop",
 )
 

@@ -13,7 +13,8 @@ _HERE = Path(__file__).resolve().parent
 _SCRIPTS_FOLDER = _HERE if (_HERE / "train.py").is_file() else _HERE / "whetstone_scripts"
 running_script: str | None = None  # the script that `main` runs in this process
 SCRIPTS = (
-    "train", "sample", "evaluate", "export", "serve", "plot", "report", "watch", "check-reward"
+    "train", "sample", "evaluate", "export", "serve", "plot", "report", "watch", "check-reward",
+    "why",
 )  # fmt: skip
 
 

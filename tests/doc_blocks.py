@@ -13,7 +13,7 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
-SCRIPTS = "train|sample|evaluate|export|plot|serve|watch|check_reward"
+SCRIPTS = "train|sample|evaluate|export|plot|serve|watch|check_reward|why"
 SCRIPT = re.compile(rf"({SCRIPTS})\.py ")
 COMMAND = re.compile(
     rf"(python3?|accelerate|make|sbatch|srun|whetstone|pip|{SCRIPT.pattern[:-1]}) "

@@ -44,6 +44,7 @@ RUN_SCRIPTS = (
     "plot.py",
     "watch.py",
     "check_reward.py",
+    "why.py",
     "minimal_loop.py",
 )
 MORE_WORDS = {  # of scripts that small_runs.py does not make small

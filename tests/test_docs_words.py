@@ -28,6 +28,7 @@ SCRIPTS = [
     "sample",
     "serve",
     "check_reward",
+    "why",
     "minimal_loop",
 ]
 SCRIPTS += ["rl/envs/demo_generator"]

@@ -1,6 +1,7 @@
 """Provide Tinker's verbs: service, training and sampling clients."""
 
 from rl.client.api_future import APIFuture
+from rl.client.call_recorder import CallRecorder
 from rl.client.classifier_client import ClassifierClient
 from rl.client.custom_loss import LossHandle, PerDatumLossFn
 from rl.client.microbatch_calls import drop_gradients, forward_backward_microbatches
@@ -13,6 +14,7 @@ from rl.client.training_config import LoRAConfig, TrainingConfig, suggest_settin
 
 __all__ = [
     "APIFuture",
+    "CallRecorder",
     "ClassifierClient",
     "LoRAConfig",
     "LossHandle",

@@ -16,6 +16,7 @@ import numpy as np
 from rl import types
 from rl.client.api_future import APIFuture, AwaitableClient, SavedState
 from rl.client.async_methods import AsyncTrainingMethods
+from rl.client.call_recorder import CallRecorder
 from rl.client.check_arguments import (
     check_call,
     require_value_head,
@@ -56,6 +57,7 @@ class TrainingClient(AsyncTrainingMethods, AwaitableClient):
         self._created = created
         self._pending_backwards: list[Future] = []  # since the last optim_step
         self.model_id = model_id
+        self.recorder: CallRecorder | None = None  # receives the learner calls (an extension)
         self._user_metadata = dict(user_metadata or {})
         self._finalizer = weakref.finalize(self, _free_model, context.driver, model_id)
         self._finalizer.atexit = False
@@ -152,7 +154,7 @@ class TrainingClient(AsyncTrainingMethods, AwaitableClient):
         adapters: bool = True,
     ) -> APIFuture[ForwardBackwardOutput]:
         """Check the arguments and submit a forward, or a forward and backward."""
-        config = dict(loss_fn_config or {})
+        config, received = dict(loss_fn_config or {}), data
         loss, data = check_call(data, loss_fn, config, self.info, self._context)
         validate_number(
             "divisor",
@@ -180,6 +182,8 @@ class TrainingClient(AsyncTrainingMethods, AwaitableClient):
         )
         if backward:
             self._pending_backwards.append(future)
+            if self.recorder is not None:
+                self.recorder.record_backward(received, loss_fn, config, divisor, future)
         return APIFuture(future, _to_output)
 
     def _find_temperatures(self, data: Sequence[Datum]) -> list[float | None]:
@@ -250,6 +254,8 @@ class TrainingClient(AsyncTrainingMethods, AwaitableClient):
         known before (an extension). Not supported under DeepSpeed.
         """
         validate_number("factor", factor, "a positive number", minimum=0, open_ends=True)
+        if self.recorder is not None:
+            self.recorder.record_scale(factor)
         future = self._driver.submit("scale_gradients", self.model_id, factor)
         self._pending_backwards.append(future)
         return APIFuture(future)
@@ -271,6 +277,8 @@ class TrainingClient(AsyncTrainingMethods, AwaitableClient):
                 "optim_step takes a single types.AdamParams (the only optimizer here), got "
                 f"{received}"
             )
+        if self.recorder is not None:
+            self.recorder.record_step(params_passed[0])
         backwards, self._pending_backwards = self._pending_backwards, []
         future = self._driver.submit(
             "optim_step", self.model_id, params_passed[0], dependencies=backwards

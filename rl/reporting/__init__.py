@@ -26,6 +26,7 @@ from rl.reporting.logbook import (
     LAUNCHES,
     LOCK,
     REPORT,
+    REWARD_CHECK,
     ROLLOUTS,
     Logbook,
     check_claim_folder,
@@ -53,7 +54,9 @@ from rl.reporting.rollout_report import (
     read_rollouts,
 )
 from rl.reporting.run_follower import RunFollower
+from rl.reporting.token_page import format_explanation, render_explanation
 from rl.reporting.tracker_process import check_trackers
+from rl.reporting.update_files import list_update_files, read_update_file
 from rl.reporting.watch_view import render_runs
 
 __all__ = [
@@ -83,6 +86,7 @@ __all__ = [
     "load_saved_config",
     "write_config",
     "REPORT",
+    "REWARD_CHECK",
     "MAX_REPORT_BYTES",
     "PairedComparison",
     "RunCurve",
@@ -102,11 +106,15 @@ __all__ = [
     "make_table_rows",
     "read_evaluation",
     "encode_json",
+    "format_explanation",
     "list_evaluations",
     "has_plotly",
+    "list_update_files",
     "load_plotly",
     "read_curve",
     "read_rollouts",
+    "read_update_file",
+    "render_explanation",
     "render_report",
     "render_runs",
 ]

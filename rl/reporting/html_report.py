@@ -40,13 +40,11 @@ def _clean(value: Any) -> Any:
     return sanitize_text(value, _TEXT_LIMIT) if type(value) is str else value
 
 
-def render_report(context: Mapping[str, Any], data: Mapping[str, Any], plotly: str) -> str:
-    """Return the page. `context` fills the template; its texts are escaped and bounded. `data` is
-    what the page's script draws; it becomes JSON. `plotly`: the library's script.
-    """
+def make_environment() -> Any:
+    """Return jinja2's environment of the templates. Texts are escaped and bounded."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    environment = Environment(
+    return Environment(
         loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
@@ -54,13 +52,23 @@ def render_report(context: Mapping[str, Any], data: Mapping[str, Any], plotly: s
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+
+def render_report(context: Mapping[str, Any], data: Mapping[str, Any], plotly: str) -> str:
+    """Return the page. `context` fills the template; its texts are escaped and bounded. `data` is
+    what the page's script draws; it becomes JSON. `plotly`: the library's script.
+    """
     # not templates: nothing in them is filled in
     scripts = {name: (_TEMPLATES / name).read_text("utf-8") for name in ("report.css", "report.js")}
-    return environment.get_template("report.html").render(
-        **context,
-        data=encode_json(data),
-        style=scripts["report.css"],
-        script=scripts["report.js"],
-        plotly=plotly.replace("</script", "<\\/script"),
-        bands=[colour for _, colour in BANDS],
+    return (
+        make_environment()
+        .get_template("report.html")
+        .render(
+            **context,
+            data=encode_json(data),
+            style=scripts["report.css"],
+            script=scripts["report.js"],
+            plotly=plotly.replace("</script", "<\\/script"),
+            bands=[colour for _, colour in BANDS],
+        )
     )

@@ -5,9 +5,11 @@ without a trace of the interruption.
     metrics.jsonl            a JSON object on each line: "step", "stage", metrics
     checkpoints.jsonl        a line a checkpoint: "name", "batch", "state_path", "sampler_path"
     decisions.jsonl          decisions of the event log of async rollouts: rl.trainer.replay_log
-    rollouts/step_000010.*   the samples: .jsonl with all rows, .html to read
+    rollouts/step_000010.*   the samples: .jsonl with all rows, .html to read, .update.safetensors
+                             with the logprobs of their update: rl.trainer.update_recorder
     rollouts/grpo-eval-000010.jsonl
                              the held-out answers of an evaluation (greedy: grpo-eval-greedy-000010)
+    reward_check.json        what the rewards pay for: rl.trainer.reward_startup_check
     curves.png               drawn at the end (and by plot.py at any time)
     wandb/, wandb_id.txt     of each tracker: its files, and the id under which it resumes
     report.html              written at evaluations and at the end: rl.trainer.report_writer
@@ -46,10 +48,12 @@ from rl.jsonl import (
 )
 from rl.reporting import metric_plots, rollout_html
 from rl.reporting.tracker_process import TRACKER_FILES, RunTrackers, WarningSink
+from rl.reporting.update_files import name_update_file, write_update_file
 
 CHECKPOINTS, CONFIG, ROLLOUTS, CURVES = "checkpoints.jsonl", "config.json", "rollouts", "curves.png"
 EVALUATIONS = "evaluations"  # a .json and a .md file for each evaluation by evaluate.py
 REPORT, LAUNCHES, LOGS, LOCK = "report.html", "launches.jsonl", "logs", "run.lock"
+REWARD_CHECK = "reward_check.json"
 _RUN_FILES = (
     "decisions.jsonl",
     CONFIG,
@@ -58,6 +62,7 @@ _RUN_FILES = (
     CURVES,
     REPORT,
     LAUNCHES,
+    REWARD_CHECK,
     ROLLOUTS,
     EVALUATIONS,
     "checkpoints",
@@ -367,6 +372,24 @@ class Logbook:
             lambda: self._write_page(folder / f"{name}.html", step, plain, title),
         )
         self._trackers.log_table("rollouts", step, plain)
+
+    def write_update_record(
+        self,
+        step: int,
+        build: Callable[[], tuple[Mapping[str, Any], Mapping[str, Any]] | None],
+        stage: str = "",
+    ) -> None:
+        """Write the record of the update of `step` beside its samples: arrays and metadata, as
+        `build` returns them (rl.trainer.update_recorder). A failure never ends the run.
+        """
+        path = self.folder / ROLLOUTS / name_update_file(stage, step)
+
+        def write() -> None:
+            record = build()
+            if record is not None:
+                write_update_file(path, *record)
+
+        self._run_optional("record of the update", write)
 
     def write_held_out_answers(
         self, step: int, rows: Iterable[Mapping[str, Any]], stage: str, *, greedy: bool = False

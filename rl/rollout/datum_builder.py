@@ -181,7 +181,9 @@ def build_datums_with_turns(trajectory: Trajectory) -> tuple[list[Datum], list[l
         tokens = [count_action_tokens([datum]) for datum in datums]
         for datum, count in zip(datums, tokens, strict=True):
             datum.episode_share = count / sum(tokens) if any(tokens) else 1 / len(datums)
-    return datums, [sequence.turns for sequence in sequences]
+    turns_D = [sequence.turns for sequence in sequences]
+    trajectory.datums = list(zip(datums, turns_D, strict=True))
+    return datums, turns_D
 
 
 def supervised_datum(sequence: ModelInput | Sequence[int], weights: Sequence[float]) -> Datum:

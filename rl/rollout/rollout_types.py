@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rl.types import ModelInput, SampledSequence
+from rl.types import Datum, ModelInput, SampledSequence
 
 
 @dataclass(slots=True)
@@ -78,13 +78,15 @@ class Transition:
 class Trajectory:
     """Hold the episode of a seat. `advantage`: the advantage of its actions, after the method has
     assigned it. `advantages_N`: the advantage of each turn, if the method assigns advantages by
-    turn.
+    turn. `datums`: the datums that were last made of the trajectory, each with the turns whose
+    actions it holds; a datum of an update has the same `model_input` object.
     """
 
     transitions: list[Transition]
     final_ob: ModelInput = field(default_factory=ModelInput.empty)
     advantage: float | None = None
     advantages_N: list[float] | None = None
+    datums: list[tuple[Datum, list[int]]] = field(default_factory=list, repr=False, compare=False)
 
 
 @dataclass(slots=True)

@@ -7,7 +7,12 @@ from rl.trainer.evaluation_metrics import compute_evaluation_metrics, make_respo
 from rl.trainer.export import describe_export, export_weights, push_to_hub
 from rl.trainer.opponent_models import load_evaluation_opponents
 from rl.trainer.prompt_source import iterate_prompts, select_fitting_problems
-from rl.trainer.reward_probe import PROBED_ROWS, RewardProbeResult, probe_reward
+from rl.trainer.reward_probe import (
+    PROBED_ROWS,
+    RewardProbeResult,
+    format_probe_table,
+    probe_reward,
+)
 from rl.trainer.run_report import write_report
 from rl.trainer.run_summary import format_script
 from rl.trainer.sample_function import sample
@@ -27,12 +32,16 @@ from rl.trainer.stage_environment import (
 )
 from rl.trainer.stage_models import make_renderer
 from rl.trainer.train_function import TrainingResult, open_run, train
+from rl.trainer.update_report import UpdateReport, explain_update
 
 __all__ = [
     "PROBED_ROWS",
     "RewardProbeResult",
     "SampledModel",
     "TrainingResult",
+    "UpdateReport",
+    "explain_update",
+    "format_probe_table",
     "probe_reward",
     "load_training_problems",
     "is_run_folder",

@@ -16,6 +16,7 @@ from rl.rollout import (
     compute_sample_metrics,
 )
 from rl.trainer.stage_context import StageContext
+from rl.trainer.update_recorder import UpdateRecorder
 from rl.types import Datum
 
 
@@ -27,6 +28,7 @@ class BatchLog:
         self._alarms = AlarmMonitor()
         # the sampler for which the weight sync time is logged already
         self._timed_sampler: SamplingClient | None = None
+        self._recorder: UpdateRecorder | None = None
 
     def restore_alarms(self) -> None:
         """Restore the alarms from the rows that the stage has logged before."""
@@ -126,19 +128,37 @@ class BatchLog:
         self.context.logbook.log(step, {"stage": self.context.name, **metrics})
         self.context.console.update(step, metrics)
 
+    def begin_update(self, batch: int) -> None:
+        """Record the update of a batch, if its rollouts are kept."""
+        if self.keeps_rollouts(batch) and self.context.method.online:
+            self._recorder = UpdateRecorder()
+            self.context.models.policy.recorder = self._recorder
+
+    def keeps_rollouts(self, batch: int) -> bool:
+        """Return whether the rollouts of a batch are written: every `rollouts_every` batches, and
+        those of the last batch.
+        """
+        loop = self.context.loop
+        return bool(loop.rollouts_every) and (
+            batch % loop.rollouts_every == 0 or batch + 1 == loop.steps
+        )
+
     def write_rollouts(self, batch: int, rollouts: RolloutBatch | None) -> None:
-        """Write the rollouts of a batch: every `rollouts_every` batches, and of the last batch."""
+        """Write the rollouts of a batch and the record of its update, if they are kept."""
         context = self.context
-        every = context.loop.rollouts_every
-        if rollouts is None or not every:
-            return
-        if batch % every == 0 or batch + 1 == context.loop.steps:
+        if rollouts is not None and self.keeps_rollouts(batch):
             rows = build_rollout_rows(
                 rollouts, context.renderer, context.sampling_params.temperature
             )
-            context.logbook.write_rollouts(
-                context.first_step + batch + 1, rows, context.name if context.first_step else ""
-            )
+            step = context.first_step + batch + 1
+            stage = context.name if context.first_step else ""
+            context.logbook.write_rollouts(step, rows, stage)
+            recorder = self._recorder
+            if recorder is not None:
+                context.logbook.write_update_record(
+                    step, lambda: recorder.build_record(rollouts.groups), stage
+                )
+        self.context.models.policy.recorder = self._recorder = None
 
 
 def count_given_up(rollouts: RolloutBatch) -> float:

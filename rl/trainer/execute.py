@@ -60,9 +60,15 @@ from rl.trainer.resume import (
     find_resume_point,
     remove_damaged_checkpoints,
 )
+from rl.trainer.reward_startup_check import check_rewards_at_start
 from rl.trainer.rollout_data import load_stored_answers
 from rl.trainer.run_lock import RunLock
-from rl.trainer.run_summary import format_resume_command, print_introduction, print_summary
+from rl.trainer.run_summary import (
+    format_check_command,
+    format_resume_command,
+    print_introduction,
+    print_summary,
+)
 from rl.trainer.same_run import RUN_ID_KEY, check_same_data, make_run_id
 from rl.trainer.same_run import make_identity as identity_of
 from rl.trainer.stage import Stage
@@ -131,6 +137,8 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
         report = _open_report(folder, launch, console, lock, stop_request)
         stack.callback(report.close)
         logbook = stack.enter_context(_open_logbook(run, folder, position, console, lock))
+        if options.reward_check and not options.resume:
+            check_rewards_at_start(stages, folder, console, format_check_command(folder))
         stop_request.has_started = True
         _run_stages(run_state, service, policy, others, logbook, console, stop_request, report)
 

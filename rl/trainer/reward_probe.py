@@ -127,12 +127,14 @@ def probe_reward(
     limit: int = PROBED_ROWS,
     budget: float = 30.0,
     answer_format: str | None = None,
+    tried: bool = False,
 ) -> RewardProbeResult:
     """Score right answers and mutants of them on at most `limit` rows, in at most about `budget`
     seconds.
 
     `answer_format`: how a right answer is written, with {answer} in it. None: the form that the
-    reward pays best. A reward that is too slow is skipped. Raises UserError as `check_reward` does.
+    reward pays best. `tried`: the reward has passed `check_reward` on the rows already. A reward
+    that is too slow is skipped. Raises UserError as `check_reward` does.
     """
     begin = time.monotonic()
     deadline = begin + budget
@@ -144,8 +146,9 @@ def probe_reward(
     notes: list[str] = []
     form, answers = "", list[tuple[Problem, ReferenceAnswer]]()
     try:
-        _check_speed(scorer, chosen_rows[0], deadline)
-        notes += check_reward(scorer, rows)
+        if not tried:
+            _check_speed(scorer, chosen_rows[0], deadline)
+            notes += check_reward(scorer, rows)
         form, answers = _choose_form(scorer, chosen_rows, answer_format, deadline)
         if not answers:
             missing = "the rows have no expected answer and no worked response"
@@ -158,13 +161,13 @@ def probe_reward(
     except _OutOfTime:
         pass
     if len(probed) < max(1, min(_LEAST_ROWS, len(answers))):
-        slow = f"the reward is slow: {budget:g} s were not enough for {_LEAST_ROWS} rows"
+        slow = f"the reward is slow: {budget:.3g} s were not enough for {_LEAST_ROWS} rows"
         return replace(result, skipped=f"{slow}; give it more with --budget")
     if len(answers) < len(chosen_rows):
         count = len(chosen_rows) - len(answers)
         notes.append(f"{count} rows are left out: they have no right answer written as {form}")
     if len(probed) < len(answers):
-        notes.append(f"{len(probed)} of {len(answers)} rows were checked in {budget:g} s")
+        notes.append(f"{len(probed)} of {len(answers)} rows were checked in {budget:.3g} s")
     results = _summarize(probed)
     if _measures_form(scorer):
         warnings = _describe_failures(probed, results)
@@ -183,6 +186,24 @@ def probe_reward(
         notes=tuple(notes),
         seconds=time.monotonic() - begin,
     )
+
+
+def format_probe_table(result: RewardProbeResult, width: int = 100) -> list[str]:
+    """Return the table of a check as lines of at most `width` columns, if `width` is at least
+    80.
+    """
+    cells = [("answer", "mean", "top", "as right", "sample")]
+    for row in result.results:
+        mean = "failed" if row.mean is None else f"{row.mean:.2f}"
+        sample = sanitize_text(repr(row.sample[:200]), 400)
+        ratio = f"{row.paid} of {row.compared}"
+        cells.append((row.name, mean, f"{row.top_share:.0%}", ratio, sample))
+    names, *numbers = (max(len(line[i]) for line in cells) for i in range(4))
+    lines = []
+    for name, *columns, sample in cells:
+        figures = "  ".join(f"{text:>{size}}" for text, size in zip(columns, numbers, strict=True))
+        lines.append(f"{name:<{names}}  {figures}  {sample}"[:width].rstrip())
+    return lines
 
 
 def _score(scorer: Scorer, answers: Sequence[tuple[Problem, str]], deadline: float) -> list[Score]:

@@ -21,6 +21,7 @@ from rl.reporting import (
     LAUNCHES,
     MAX_REPORT_BYTES,
     REPORT,
+    REWARD_CHECK,
     ROLLOUTS,
     TABLE_COLUMNS,
     PairedComparison,
@@ -66,7 +67,7 @@ _FIRST_SETTINGS = ("base_model", "dataset", "reward", "rewards", "environment")
 # Options of a launch, which change no result.
 _LAUNCH_OPTIONS = frozenset(
     "name output_dir resume auto_resume change overwrite tracker tracker_project wandb_project "
-    "quiet timeout stop_grace self_test profile replay plan plan_gpus plan_gpu_memory plan_zero "
+    "quiet timeout stop_grace self_test reward_check profile replay plan plan_gpus plan_gpu_memory plan_zero "
     "plan_prompt_tokens".split()
 )
 _VALUE_LIMIT = 2000  # characters of a setting
@@ -316,6 +317,34 @@ def list_checkpoints(run: SavedRun) -> list[dict[str, Any]]:
     return checkpoints
 
 
+def read_reward_check(folder: Path) -> list[dict[str, Any]]:
+    """Return the checks of rewards that the run made before its first step; [] without any, or if
+    their file cannot be read.
+    """
+    try:
+        entries = json.loads((folder / REWARD_CHECK).read_text("utf-8"))["rewards"]
+        return [
+            {
+                "title": f"{entry['reward']} on {entry['dataset']}",
+                "rows": int(entry["rows"]),
+                "skipped": entry["skipped"],
+                "messages": [*map(str, entry["warnings"]), *map(str, entry["notes"])][:50],
+                "results": [
+                    {
+                        "name": str(result["name"]),
+                        "mean": "failed" if result["mean"] is None else f"{result['mean']:.2f}",
+                        "ratio": f"{result['paid']} of {result['compared']}",
+                        "sample": str(result["sample"])[:200],
+                    }
+                    for result in entry["results"][:50]
+                ],
+            }
+            for entry in entries[:20]
+        ]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
 # ------------------------------------------------------------------------------------- several runs
 
 
@@ -467,6 +496,7 @@ def _describe_run(run: SavedRun, entry: Mapping[str, Any]) -> dict[str, Any]:
             if any(isinstance(item["metrics"][name], (int, float)) for item in checkpoints)
         ],
         "launches": describe_launches(run),
+        "rewards": read_reward_check(run.folder),
         "alarms": entry["alarms"][:200],
         "times": entry["times"]["total"],
         "recipe": make_recipe(run.config),

@@ -364,6 +364,14 @@ def format_resume_command(folder: Path, trusted: bool = False) -> str:
     return f"{_format_launch()} --resume --output-dir {shlex.quote(str(folder))}{trust}"
 
 
+def format_check_command(folder: Path, trusted: bool = False) -> str:
+    """Return the command that checks the rewards of the run in `folder`."""
+    script = _format_script("check_reward")
+    if script == "whetstone check_reward":
+        script = "whetstone check-reward"
+    return f"{script} {shlex.quote(str(folder))}{' --trust-run' if trusted else ''}"
+
+
 def _format_launch() -> str:
     """Return the command that launched this process: `python train.py` or `accelerate launch
     train.py` (with the script's path), or `whetstone train`.

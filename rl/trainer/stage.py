@@ -160,7 +160,9 @@ class Stage:
 
     def batches(self) -> Iterator[int]:
         batches = range(self.done, self.loop.steps)
-        yield from batches if self.profile is None else self.profile.iter_batches(batches)
+        for batch in batches if self.profile is None else self.profile.iter_batches(batches):
+            self.log.begin_update(batch)
+            yield batch
 
     def progress(self, batch: int) -> Progress:
         return Progress(batch, self.loop.steps, self.seed)

@@ -4,6 +4,7 @@ done.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -55,6 +56,8 @@ class PreparedStage:
     overlap: what held-out rows share with training rows
 
     remarks: messages to print before the first step
+
+    trial_seconds: time to start the reward and to score a few rows
     """
 
     plan: StageConfig
@@ -67,6 +70,7 @@ class PreparedStage:
     sandbox: str | None = None
     overlap: ContaminationResult | None = None
     remarks: list[str] = field(default_factory=list)
+    trial_seconds: float = 0.0
     # the model that the rows were checked for, as far as it affects them
     checked_model: Any = None
 
@@ -112,6 +116,7 @@ def prepare_stage(plan: StageConfig, earlier: Sequence[StageConfig] = ()) -> Pre
         rows, test_problems = load_training_problems(data, held_out)
     curriculum = None if data.curriculum == "off" or rows is None else Curriculum(rows, data)
     scorer = None
+    begin, trial_seconds = time.monotonic(), 0.0
     if reward is not None:
         scorer = Scorer(
             reward,
@@ -119,6 +124,7 @@ def prepare_stage(plan: StageConfig, earlier: Sequence[StageConfig] = ()) -> Pre
             workers=data.reward_workers,
             environment=data.reward_env,
         )
+        trial_seconds += time.monotonic() - begin
     elif (
         METHODS[plan.method].needs_reward
         and environment is None
@@ -140,13 +146,25 @@ def prepare_stage(plan: StageConfig, earlier: Sequence[StageConfig] = ()) -> Pre
         rows if METHODS[plan.method].needs_reward or test_problems is None else test_problems
     )
     if scorer is not None and trial_rows is not None and environment is None:
+        begin = time.monotonic()
         try:
             remarks = check_reward(scorer, trial_rows)
         except ValueError:
             scorer.close()
             raise
+        trial_seconds += time.monotonic() - begin
     return PreparedStage(
-        plan, rows, test_problems, scorer, curriculum, awaits, environment, sandbox, shared, remarks
+        plan,
+        rows,
+        test_problems,
+        scorer,
+        curriculum,
+        awaits,
+        environment,
+        sandbox,
+        shared,
+        remarks,
+        trial_seconds,
     )
 
 

@@ -1,0 +1,368 @@
+"""Report the update of a step token by token, from the record in the run's folder.
+
+Recorded by the run: the tokens, the sampler's and the learner's logprobs, the inputs and settings
+of the loss. Computed from them here, in float64: the ratio, what is clipped, and the gradient by
+the logprob of each token, by the same loss functions as in training (rl.losses.token_gradients).
+No model is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl.errors import UserError
+from rl.jsonl import METRICS_FILE, read_metrics
+from rl.losses import compute_token_gradients, get_loss
+from rl.reporting import ROLLOUTS, contains_run, list_update_files, read_update_file
+
+_LISTED = 60  # names that an error lists
+
+
+@dataclass(frozen=True)
+class TokenUpdate:
+    """Hold the numbers of a token in an update; None: not known, or not used by the loss.
+
+    sampled, learner: its logprob at sampling, and at the update
+    ratio: the ratio of the loss; if the loss has none, exp(learner - sampled)
+    clip: "low" or "high" if the ratio is outside the thresholds, else ""
+    advantage: its advantage as the loss read it; of cross_entropy its weight
+    gradient: d loss / d logprob, of the loss divided as in the update
+    share: its share of the optimizer step's gradient: |gradient| / the sum over all tokens
+    """
+
+    text: str
+    token: int
+    sampled: float | None
+    learner: float | None = None
+    ratio: float | None = None
+    clip: str = ""
+    advantage: float | None = None
+    gradient: float | None = None
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class AnswerStep:
+    """Hold an answer's part in an optimizer step (or steps, if an episode is several datums)."""
+
+    optimizer_steps: tuple[int, ...]
+    tokens: tuple[TokenUpdate, ...]
+
+    @property
+    def share(self) -> float:
+        return sum(token.share or 0.0 for token in self.tokens)
+
+
+@dataclass(frozen=True)
+class AnswerUpdate:
+    """Hold an answer of a group. `passes` is empty if the update did not train on the answer;
+    `tokens` then has what is known of it.
+    """
+
+    index: int
+    reward: float | None
+    tokens: tuple[TokenUpdate, ...]
+    passes: tuple[AnswerStep, ...]
+
+
+@dataclass(frozen=True)
+class GroupUpdate:
+    """Hold the answers to a problem."""
+
+    group: int
+    tag: str
+    problem: Any
+    prompt: str
+    expected: str | None
+    answers: tuple[AnswerUpdate, ...]
+
+    @property
+    def num_passes(self) -> int:
+        return max((len(answer.passes) for answer in self.answers), default=0)
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """Hold the update of a step for the groups of a problem.
+
+    calls: loss, config, divisor, optimizer step and learning rate of each forward_backward call
+    notes: what the record lacks
+    """
+
+    step: int
+    calls: Sequence[Mapping[str, Any]]
+    groups: Sequence[GroupUpdate]
+    notes: Sequence[str] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True)
+class _DatumPass:
+    """Hold the numbers of a datum's tokens in an optimizer step, [n] each."""
+
+    optimizer_step: int
+    learner: np.ndarray
+    ratio: np.ndarray
+    outside: np.ndarray  # -1 below the thresholds, 1 above them, else 0
+    gradient: np.ndarray
+    share: np.ndarray
+
+
+def explain_update(folder: Path, step: int, problem: str) -> UpdateReport:
+    """Return the update of `step` token by token for the groups of a problem, which is named by its
+    number or by tag:number.
+
+    Raises UserError if the folder holds no run, the step was not recorded or did not sample, or
+    the step has no such problem. The message names the steps or the problems there are.
+    """
+    if not contains_run(folder):
+        raise UserError(f"{folder} holds no run: expected a folder that rl.train or train.py wrote")
+    path = _find_record(folder, step)
+    arrays, metadata = read_update_file(path)
+    rows = _read_group_rows(path, step, problem)
+    record = _UpdateRecord(arrays, metadata["calls"])
+    groups, notes = [], []
+    recorded = metadata["recorded_groups"]
+    if recorded < metadata["groups"]:
+        notes.append(
+            f"the record holds the first {recorded} of {metadata['groups']} groups, and shares are "
+            "those of their tokens"
+        )
+    for group, members in rows.items():
+        if group < recorded:
+            groups.append(_explain_group(group, members, record))
+    if not groups:
+        raise UserError(
+            f"problem {problem} of step {step} is in group {min(rows)}, and {path.name} holds the "
+            f"first {recorded} groups: a smaller batch_size or group_size is recorded whole"
+        )
+    return UpdateReport(step, metadata["calls"], groups, tuple(notes))
+
+
+def _find_record(folder: Path, step: int) -> Path:
+    """Return the record of a step. Raises UserError, naming the recorded steps, if it has none."""
+    files = list_update_files(folder / ROLLOUTS)
+    if step in files:
+        return files[step]
+    metrics = read_metrics(folder / METRICS_FILE) if (folder / METRICS_FILE).exists() else []
+    rows = [row for row in metrics if row["step"] == step]
+    known = f"the recorded steps are {_list_names(files)}" if files else "no step is recorded"
+    trained = [row for row in rows if "progress/batch" in row]
+    if trained and "sampler/temperature" not in trained[-1]:
+        raise UserError(
+            f"step {step} of {folder} belongs to the stage {trained[-1].get('stage')}, which "
+            f"learns from rows and samples no answers; {known}"
+        )
+    if any((folder / ROLLOUTS).glob(f"step_{step:06d}*.jsonl")):
+        reason = (
+            "has samples but no record of its update: the run is older than such records, or its "
+            "method computes the loss itself (forward_backward_custom)"
+        )
+    elif trained:
+        reason = "kept no samples: a run keeps those of every rollouts_every steps"
+    else:
+        last = max((row["step"] for row in metrics), default=0)
+        reason = f"is not a training step of this run, whose last step is {last}"
+    raise UserError(
+        f"step {step} of {folder} {reason}; {known}. Repeat the run with --rollouts-every 1 to "
+        "record every step"
+    )
+
+
+def _read_group_rows(record: Path, step: int, problem: str) -> dict[int, list[Mapping[str, Any]]]:
+    """Return the rows of the problem's samples by group. Raises UserError, naming the problems of
+    the step, if there are none.
+    """
+    path = record.with_name(record.name.replace(".update.safetensors", ".jsonl"))
+    groups: dict[int, list[Mapping[str, Any]]] = {}
+    names: dict[str, None] = {}
+    try:
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                row = json.loads(line)
+                name = f"{row['tag']}:{row['problem']}"
+                names[name] = None
+                if problem in (name, str(row["problem"])):
+                    groups.setdefault(row["group"], []).append(row)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"{path} cannot be read ({error}): `why` shows the tokens of that file"
+        ) from error
+    if groups:
+        return groups
+    names = dict.fromkeys(sorted(names, key=lambda name: (len(name), name)))
+    tags = {name.rpartition(":")[0] for name in names}
+    listed = names if len(tags) > 1 else {name.rpartition(":")[2]: None for name in names}
+    raise UserError(
+        f"step {step} has no samples of problem {problem!r}; its problems are {_list_names(listed)}"
+    )
+
+
+def _list_names(names: Mapping[Any, Any]) -> str:
+    """Return the names as a list, the first of them if there are many."""
+    shown = ", ".join(map(str, list(names)[:_LISTED]))
+    return shown + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
+
+
+class _UpdateRecord:
+    """Compute the numbers of each datum in each optimizer step from the arrays of a record."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], calls: Sequence[Mapping[str, Any]]):
+        self.arrays = arrays
+        self.inputs = {
+            name.removeprefix("input/"): torch.from_numpy(array)
+            for name, array in arrays.items()
+            if name.startswith("input/")
+        }
+        counts = arrays["datums"][:, 3]
+        self.ends = np.cumsum(counts)
+        self.starts = self.ends - counts
+        turn_ends = np.cumsum(arrays["turn_counts"])
+        self.turns = np.split(arrays["turns"], turn_ends[:-1])
+        self.sources: dict[tuple[int, int], list[int]] = {}
+        for number, (group, index, _, _) in enumerate(arrays["datums"].tolist()):
+            self.sources.setdefault((group, index), []).append(number)
+        self.passes: dict[int, list[_DatumPass]] = {}
+        for step in sorted({call["optimizer_step"] for call in calls}):
+            self._add_step(
+                step, [k for k, c in enumerate(calls) if c["optimizer_step"] == step], calls
+            )
+
+    def get_slice(self, number: int) -> slice:
+        """Return the positions of a datum's tokens in the flat arrays."""
+        return slice(self.starts[number], self.ends[number])
+
+    def _add_step(
+        self, step: int, numbers: Sequence[int], calls: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Add the numbers of an optimizer step. A datum that a step holds several times (in several
+        pairs) has the sum of its gradients.
+        """
+        columns_by_datum: dict[int, list[np.ndarray]] = {}
+        for k in numbers:
+            for number, columns in self._compute_call(k, calls[k]):
+                if number in columns_by_datum:
+                    columns_by_datum[number][3] = columns_by_datum[number][3] + columns[3]
+                else:
+                    columns_by_datum[number] = columns
+        total = sum(float(np.abs(columns[3]).sum()) for columns in columns_by_datum.values())
+        for number, (learner, ratio, outside, gradient) in columns_by_datum.items():
+            share = np.abs(gradient) / total if total else np.zeros_like(gradient)
+            datum_pass = _DatumPass(step, learner, ratio, outside, gradient, share)
+            self.passes.setdefault(number, []).append(datum_pass)
+
+    def _compute_call(self, k: int, call: Mapping[str, Any]) -> list[tuple[int, list[np.ndarray]]]:
+        """Return each datum of a call with its learner logprobs, ratios, clipping and gradients."""
+        members = self.arrays[f"call/{k}/datums"].tolist()
+        if not members:
+            return []
+        loss = get_loss(call["loss"])
+        positions = np.concatenate(
+            [np.arange(self.starts[number], self.ends[number]) for number in members]
+        )
+        lengths = [int(self.ends[number] - self.starts[number]) for number in members]
+        cuts = np.concatenate([[0], np.cumsum(lengths)])
+        logp_T = torch.from_numpy(self.arrays[f"call/{k}/logprobs"]).double()
+        result = compute_token_gradients(
+            loss,
+            logp_T,
+            {name: value[positions] for name, value in self.inputs.items()},
+            torch.from_numpy(cuts),
+            call["config"],
+        )
+        learner = logp_T.numpy()
+        sampled = self.arrays["sampled"].astype(np.float64)[positions]
+        ratio = np.exp(learner - sampled) if result.ratio_T is None else result.ratio_T.numpy()
+        outside = np.zeros(len(ratio), np.int64)
+        if result.low_T is not None and result.high_T is not None:
+            outside -= ratio < result.low_T.numpy()
+            outside += ratio > result.high_T.numpy()
+        gradient = result.gradient_T.numpy() / call["divisor"]
+        columns = [np.split(column, cuts[1:-1]) for column in (learner, ratio, outside, gradient)]
+        return list(zip(members, map(list, zip(*columns, strict=True)), strict=True))
+
+
+def _explain_group(
+    group: int, rows: Sequence[Mapping[str, Any]], record: _UpdateRecord
+) -> GroupUpdate:
+    """Return the answers of a group."""
+    first = rows[0]
+    expected = first.get("answer")
+    return GroupUpdate(
+        group,
+        str(first["tag"]),
+        first["problem"],
+        str(first.get("prompt", "")),
+        None if expected is None else str(expected),
+        tuple(_explain_answer(group, row, record) for row in rows),
+    )
+
+
+def _list_turns(row: Mapping[str, Any]) -> list[list[TokenUpdate]]:
+    """Return the sampled tokens of each turn of a row, with the sampler's logprobs."""
+    sampled_turns = [turn for turn in row.get("turns", ()) if turn["sampled"]]
+    entries = [(turn["tokens"], turn["token_ids"], turn["logprobs"]) for turn in sampled_turns] or [
+        (row["tokens"], row["response_tokens"], row["logprobs"])
+    ]
+    return [
+        [TokenUpdate(*values) for values in zip(texts, tokens, logprobs, strict=True)]
+        for texts, tokens, logprobs in entries
+    ]
+
+
+def _explain_answer(group: int, row: Mapping[str, Any], record: _UpdateRecord) -> AnswerUpdate:
+    """Return an answer with its passes. Raises UserError if the record is of other tokens."""
+    turns = _list_turns(row)
+    numbers = record.sources.get((group, row["index"]), [])
+    passes = []
+    for p in range(max((len(record.passes.get(number, ())) for number in numbers), default=0)):
+        filled = [list(turn) for turn in turns]
+        steps = set()
+        for number in numbers:
+            if p < len(record.passes.get(number, ())):
+                datum_pass = record.passes[number][p]
+                steps.add(datum_pass.optimizer_step)
+                _fill_turns(filled, number, datum_pass, record, row)
+        tokens = tuple(token for turn in filled for token in turn)
+        passes.append(AnswerStep(tuple(sorted(steps)), tokens))
+    plain = tuple(token for turn in turns for token in turn)
+    return AnswerUpdate(row["index"], row.get("reward"), plain, tuple(passes))
+
+
+def _fill_turns(
+    turns: list[list[TokenUpdate]],
+    number: int,
+    datum_pass: _DatumPass,
+    record: _UpdateRecord,
+    row: Mapping[str, Any],
+) -> None:
+    """Fill in the numbers of a datum at the tokens of its turns."""
+    positions = record.get_slice(number)
+    places = [(turn, i) for turn in record.turns[number] for i in range(len(turns[turn]))]
+    targets = record.arrays["target_tokens"][positions].tolist()
+    if [turns[turn][i].token for turn, i in places] != targets:
+        raise UserError(
+            f"the record of the update and the samples of group {row['group']}, answer "
+            f"{row['index']} have different tokens: they are files of different runs"
+        )
+    credit = next((n for n in ("advantages", "weights") if n in record.inputs), None)
+    credits = None if credit is None else record.inputs[credit][positions].tolist()
+    for j, (turn, i) in enumerate(places):
+        known = turns[turn][i]
+        turns[turn][i] = TokenUpdate(
+            known.text,
+            known.token,
+            known.sampled,
+            learner=float(datum_pass.learner[j]),
+            ratio=None if np.isnan(datum_pass.ratio[j]) else float(datum_pass.ratio[j]),
+            clip={-1: "low", 0: "", 1: "high"}[int(datum_pass.outside[j])],
+            advantage=None if credits is None else credits[j],
+            gradient=float(datum_pass.gradient[j]),
+            share=float(datum_pass.share[j]),
+        )

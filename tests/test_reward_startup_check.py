@@ -1,0 +1,161 @@
+"""A run checks its reward before the first step, says what a bad reward pays for, and changes
+nothing by it.
+"""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+import rl
+from rl.jsonl import read_jsonl
+from rl.reporting import Console
+from rl.trainer import reward_startup_check
+from rl.trainer.pipeline import prepare_stages
+from rl.trainer.reward_startup_check import check_rewards_at_start
+
+SMALL = {
+    "base_model": "tiny:addition",
+    "dataset": "addition",
+    "steps": 2,
+    "batch_size": 4,
+    "group_size": 4,
+    "max_tokens": 4,
+    "eval_every": 0,
+    "save_every": 0,
+    "self_test": False,
+}
+# The reward of an answer depends on the number of calls before it.
+COUNTING = """
+calls = 0
+
+
+def counts_calls(prompt, response, meta):
+    global calls
+    calls += 1
+    return float(calls % 3) + float(str(meta["answer"]) in response)
+
+
+def slow(prompt, response, meta):
+    import time
+
+    time.sleep(0.5)
+    return 0.0
+"""
+
+
+def check(tmp_path, **settings) -> tuple[str, dict]:
+    """Return what is printed about the reward of a run with these settings, and the saved file."""
+    run = rl.config.read_run(
+        ["grpo", "--dataset", "addition", *(w for k, v in settings.items() for w in (k, v))],
+        rl.algorithms.METHODS,
+        Path("unused.yaml"),
+        rl.config.RunSettings,
+    )
+    stages = prepare_stages(run.stages)
+    stream = io.StringIO()
+    try:
+        check_rewards_at_start(stages, tmp_path, Console(stream=stream), "CHECK")
+    finally:
+        for prepared in stages:
+            prepared.scorer.close()
+    (entry,) = json.loads((tmp_path / "reward_check.json").read_text())["rewards"]
+    return stream.getvalue(), entry
+
+
+@pytest.fixture
+def rewards(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(COUNTING)
+    return path
+
+
+def test_a_good_reward_takes_one_line(tmp_path):
+    shown, entry = check(tmp_path, **{"--reward": "exact_match"})
+    (line,) = shown.splitlines()
+    assert line.startswith("note: reward exact_match pays for no trick on 50 rows")
+    assert entry["rows"] == 50 and entry["warnings"] == [] and entry["skipped"] is None
+    assert entry["results"][0]["name"] == "the right answer" and entry["results"][0]["mean"] == 1.0
+
+
+def test_a_bad_reward_is_shown_as_a_table_with_warnings(tmp_path, monkeypatch):
+    # a loaded machine may need longer than two seconds to start the worker
+    monkeypatch.setattr(reward_startup_check, "STARTUP_SECONDS", 120.0)
+    monkeypatch.setattr(reward_startup_check, "_SLOW_TRIAL_SECONDS", 120.0)
+    path = tmp_path / "bad.py"
+    path.write_text(
+        "def contains(prompt, response, meta):\n    return float(str(meta['answer']) in response)\n"
+    )
+    shown, entry = check(tmp_path, **{"--reward": f"{path}:contains"})
+    table, *warnings = shown.split("warning: ")[1:]
+    assert "contains pays for, right answers as" in table
+    (row,) = [line for line in table.splitlines() if line.startswith("all candidates listed")]
+    assert "50 of 50" in row
+    assert [text for text in warnings if "all candidates listed pays as much" in text]
+    assert [text for text in entry["warnings"] if text.startswith("all candidates listed")]
+
+
+def test_a_check_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
+    def fail(*arguments, **options):
+        raise OSError("no process is available")
+
+    monkeypatch.setattr(reward_startup_check, "probe_reward", fail)
+    shown, entry = check(tmp_path, **{"--reward": "exact_match"})
+    assert shown.startswith("note: ") and "no process is available" in entry["skipped"]
+
+
+def test_rewards_that_cannot_be_checked_quickly_are_skipped_with_a_line(tmp_path, rewards):
+    shown, entry = check(tmp_path, **{"--reward": f"{rewards}:slow", "--reward-workers": "2"})
+    (line,) = shown.splitlines()
+    assert "scoring a few rows took" in entry["skipped"] and entry["rows"] == 0
+    assert line.endswith(f"{entry['skipped']}: CHECK checks it")
+
+
+@pytest.mark.slow
+def test_the_check_does_not_change_a_run_even_of_a_reward_with_state(tmp_path, rewards):
+    values = []
+    for reward_check in (True, False):
+        folder = tmp_path / str(reward_check)
+        rl.train(
+            "grpo",
+            **SMALL,
+            reward=f"{rewards}:counts_calls",
+            reward_workers=1,
+            output_dir=folder,
+            reward_check=reward_check,
+            quiet=True,
+        )
+        rows = read_jsonl(folder / "metrics.jsonl")
+        values.append([{k: v for k, v in row.items() if "time" not in k} for row in rows])
+        assert (folder / "reward_check.json").exists() is reward_check
+    assert values[0] == values[1] and len({row["reward/total"] for row in values[0]}) == 2
+
+
+def test_a_reward_of_this_process_is_not_called(tmp_path):
+    asked = []
+
+    def closure(prompt, response, meta):
+        asked.append(response)
+        return float(len(response))
+
+    counts = []
+    for reward_check in (True, False):
+        folder = tmp_path / str(reward_check)
+        rl.train(
+            "grpo",
+            **SMALL | {"steps": 1},
+            reward=closure,
+            output_dir=folder,
+            reward_check=reward_check,
+            quiet=True,
+        )
+        counts.append(len(asked))
+        asked.clear()
+    assert counts[0] == counts[1] > 0
+    (entry,) = json.loads((tmp_path / "True" / "reward_check.json").read_text())["rewards"]
+    assert "function of this process" in entry["skipped"]
+    pytest.importorskip("plotly")
+    page = rl.trainer.write_report([tmp_path / "True"]).read_text()
+    assert "What the reward pays for" in page and "was skipped, because <bdi>it is a" in page
+    assert "What the reward pays for" not in rl.trainer.write_report([folder]).read_text()
