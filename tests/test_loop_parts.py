@@ -12,7 +12,7 @@ from test_controls import levelled
 from rl.algorithms.grpo_settings import GrpoSettings
 from rl.algorithms.update import make_adam_params
 from rl.config.sections import LoopSettings, OptimSettings, SamplingSettings
-from rl.rollout.lockstep import RolloutBatch
+from rl.rollout import RolloutBatch
 from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
 from rl.trainer import evaluator, online_loop, stage_sampling
 from rl.trainer.held_out_metrics import HeldOutMetrics

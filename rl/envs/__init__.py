@@ -13,7 +13,6 @@ from rl.envs.environment_registry import (
     register_environment,
     show_help,
 )
-from rl.envs.episode_thread import EpisodeThread
 from rl.envs.game_env import Game
 from rl.envs.key_value_store import KeyValueStore
 from rl.envs.message_env import EnvironmentGroup, EpisodeLimits
@@ -32,7 +31,6 @@ __all__ = [
     "Environment",
     "EnvironmentGroup",
     "EnvironmentSpec",
-    "EpisodeThread",
     "KeyValueStore",
     "EpisodeLimits",
     "Game",

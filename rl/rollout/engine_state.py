@@ -33,7 +33,7 @@ def save_engine_state(engine: RolloutEngine) -> dict[str, Any]:
             ]
         )
     stream.recompute_cache()
-    waiting = [(episode, action) for episode, action, _ in engine._running_calls.values()]
+    waiting = [(episode, action) for episode, action, *_ in engine._running_calls.values()]
     return {
         "groups": [
             {
