@@ -324,10 +324,11 @@ def sample_and_score(
     seed: int,
 ) -> tuple[Any, Any]:
     """Return (the problems that fit, their scored answers)."""
+    from rl.client import SampleStream
     from rl.envs import ProblemGroupBuilder
     from rl.judges import add_episode_rewards
     from rl.rewards import Scorer
-    from rl.rollout import rollout
+    from rl.rollout import RolloutSchedule, rollout
     from rl.trainer import (
         build_episode_groups,
         load_evaluation_opponents,
@@ -341,6 +342,8 @@ def sample_and_score(
         "workers": data.reward_workers,
         "environment": data.reward_env,
     }
+    # each episode continues by itself: a slow one delays no other
+    schedule = RolloutSchedule(make_stream=SampleStream)
     with weights.create_service(sampler_tp=args.sampler_tp) as service, ExitStack() as stack:
         sampler = weights.create_sampler(service)
         scorer = stack.enter_context(Scorer(reward, **limits)) if reward is not None else None
@@ -352,7 +355,9 @@ def sample_and_score(
             builders = build_episode_groups(
                 environment, request, list(problems), args.samples, renderer, renderers
             )
-            result = rollout(builders, sampler, params, seed=seed, players=players)
+            result = rollout(
+                builders, sampler, params, seed=seed, players=players, schedule=schedule
+            )
             return problems, add_episode_rewards(result, scorer)
         problems = select_fitting_problems(
             problems, data, sampler.info, renderer, params.max_tokens
@@ -361,7 +366,7 @@ def sample_and_score(
         group_builders = [
             ProblemGroupBuilder(problem, args.samples, renderer, scorer) for problem in problems
         ]
-        return problems, rollout(group_builders, sampler, params, seed=seed, players={})
+        return problems, rollout(group_builders, sampler, params, seed=seed, schedule=schedule)
 
 
 def write_report(

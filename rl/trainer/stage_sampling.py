@@ -30,7 +30,7 @@ from rl.seed import derive_seed
 from rl.trainer.stage_context import StageContext
 from rl.trainer.stage_environment import build_episode_groups
 from rl.trainer.warn_once import WarnOnce
-from rl.types import Problem
+from rl.types import Problem, SamplingParams
 
 
 class AllRewardsFailed(UserError):
@@ -77,21 +77,45 @@ class StageSampler:
         return {} if self.context.opponents is None else self.context.opponents.held_out_players()
 
     def sample_batch(
-        self, builders: Sequence[EnvGroupBuilder], sampler: SamplingClient, batch: int, seed: int
+        self,
+        builders: Sequence[EnvGroupBuilder],
+        sampler: SamplingClient,
+        batch: int,
+        seed: int,
+        part: str = "",
     ) -> RolloutBatch:
-        """Run a batch to its end, with its episodes in lockstep or each by itself."""
+        """Run a batch, or a further `part` of it, to its end, with its episodes in lockstep or each
+        by itself.
+        """
         context, players = self.context, self.load_players(batch)
         if context.replay_log is None:
             return rollout(builders, sampler, context.sampling_params, seed=seed, players=players)
         context.replay_log.batch = batch
+        return self.sample_independently(
+            builders, sampler, context.sampling_params, seed, players, part
+        )
+
+    def sample_independently(
+        self,
+        builders: Sequence[EnvGroupBuilder],
+        sampler: SamplingClient,
+        params: SamplingParams,
+        seed: int,
+        players: Mapping[str, ActionSampler],
+        part: str = "",
+    ) -> RolloutBatch:
+        """Run episodes to their end, each by itself: no episode waits for a slow one. A run with
+        an event log records the events as this `part` of the batch.
+        """
+        replay_log = self.context.replay_log
         return rollout(
             builders,
             sampler,
-            context.sampling_params,
+            params,
             seed=seed,
             players=players,
             schedule=self.schedule,
-            event_log=context.replay_log.create_event_log(),
+            event_log=None if replay_log is None else replay_log.create_event_log(part=part),
         )
 
     def sample_in_parts(
@@ -177,13 +201,7 @@ class StageSampler:
             )
             seed = derive_seed(context.seed, "sample", batch, rounds)
             builders = self.build_groups(problems, context.method.group_size)
-            more = rollout(
-                builders,
-                sampler,
-                context.sampling_params,
-                seed=seed,
-                players=self.load_players(batch),
-            )
+            more = self.sample_batch(builders, sampler, batch, seed, f"extra {rounds}")
             more = self.add_judgements(more)
             rollouts = rollouts.merge(more)
         if not bound:
