@@ -120,8 +120,8 @@ MUTANTS = [
     ),
     M(
         "rl/trainer/evaluator.py",
-        '        seed, players = derive_seed(context.seed, "test"), self.samples.load_held_out_players()\n',
-        "        seed, players = (derive_seed(context.seed, 'test', sampler.version), self.samples.load_held_out_players())\n",
+        '        result = self._sample(sampler, derive_seed(context.seed, "test"), greedy=False)\n',
+        '        result = self._sample(sampler, derive_seed(context.seed, "test", sampler.version), greedy=False)\n',
         "the held-out streams' constancy",
         "loop_parts",
     ),

@@ -182,6 +182,15 @@ class BatchStream(ActionStream):
     def drop(self, ticket: int) -> None:
         del self._requests[ticket]
 
+    def end_conversation(self, conversation: str) -> None:
+        """Do nothing: no cache outlives a call of `sample_many`."""
+
+    def recompute_cache(self) -> None:
+        """Do nothing: no cache outlives a call of `sample_many`."""
+
+    def switch_weights(self, client: ActionSampler, *, recompute: bool) -> None:
+        self._sampler = client
+
     def unfinished(self) -> Mapping[int, SamplingRequest]:
         return self._requests
 

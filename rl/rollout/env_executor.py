@@ -39,17 +39,18 @@ class EnvCall:
 
     def __init__(
         self,
+        future: Future[Any],
         name: str,
         seconds: float | None,
         remaining_seconds: float | None,
         on_late: Callable[[], object],
         convert: Callable[[Any], Any] | None,
     ):
-        self.name, self.seconds, self.on_late, self.convert = name, seconds, on_late, convert
+        self.future, self.name, self.seconds = future, name, seconds
+        self.on_late, self.convert = on_late, convert
         self.start_time = time.monotonic()
         self.deadline = None if remaining_seconds is None else self.start_time + remaining_seconds
-        self.future: Future[Any] = Future()
-        self.add_done_callback = self.future.add_done_callback
+        self.add_done_callback = future.add_done_callback
 
     def result(self) -> Any:
         """Return the converted result. Raises EpisodeFailed if the call raised, or was not done at
@@ -94,7 +95,9 @@ class EnvThread:
         self, function: Callable[[], Any], convert: Callable[[Any], Any] | None = None
     ) -> EnvCall:
         """Queue a call."""
-        call = EnvCall(self.name, self.seconds, self.remaining_seconds, self._abandon, convert)
+        call = EnvCall(
+            Future(), self.name, self.seconds, self.remaining_seconds, self._abandon, convert
+        )
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
             self._thread.start()
@@ -157,10 +160,7 @@ class EventLoopThread:
     ) -> EnvCall:
         """Start a call in the loop, and await its result if it is awaitable."""
         task = asyncio.run_coroutine_threadsafe(_call_and_await(function), self.loop)
-        call = EnvCall(self.name, self.seconds, self.seconds, task.cancel, convert)
-        call.future = task
-        call.add_done_callback = task.add_done_callback
-        return call
+        return EnvCall(task, self.name, self.seconds, self.seconds, task.cancel, convert)
 
     def run(self, awaitable: Any) -> Any:
         """Await an awaitable of another thread in the loop, and return its result."""
@@ -171,18 +171,17 @@ class EventLoopThread:
         self.loop.call_soon_threadsafe(self.loop.stop)
 
 
+async def _await_value(value: Any) -> Any:
+    """Return a value, awaited if it is awaitable, as the coroutine that an event loop requires."""
+    return await value if inspect.isawaitable(value) else value
+
+
 async def _call_and_await(function: Callable[[], Any]) -> Any:
     """Call the function and await its result if it is awaitable."""
     try:
-        value = function()
-        return await value if inspect.isawaitable(value) else value
+        return await _await_value(function())
     except SystemExit as error:  # would end the loop, and the other episodes on it
         raise RuntimeError(f"SystemExit: {error}") from error
-
-
-async def _await_value(value: Any) -> Any:
-    """Await any awaitable, as the coroutine that an event loop requires."""
-    return await value
 
 
 class EnvExecutor:

@@ -141,7 +141,7 @@ class RolloutEngine:
             tuple[str | None, int], EpisodeState
         ] = {}  # episodes with a sample in progress, by player and ticket
         # environment calls that are due; action None: the first observation
-        self._due_calls: deque[tuple[EpisodeState, SampledSequence | None]] = deque()
+        self.due_calls: deque[tuple[EpisodeState, SampledSequence | None]] = deque()
         self._running_calls: dict[
             EpisodeKey, tuple[EpisodeState, SampledSequence | None, int, Any]
         ] = {}
@@ -168,7 +168,7 @@ class RolloutEngine:
             )
         group.running_episodes = len(group.episodes)
         self.groups[number] = group
-        self._due_calls.extend((episode, None) for episode in group.episodes)
+        self.due_calls.extend((episode, None) for episode in group.episodes)
         return group
 
     def completed_groups(self) -> list[int]:
@@ -207,14 +207,13 @@ class RolloutEngine:
             if episode.group == number:
                 self.player_streams[player].stream.drop(ticket)
                 del self._sampling[player, ticket]
-        self._due_calls = deque(
-            (episode, action) for episode, action in self._due_calls if episode.group != number
-        )
+        self.due_calls = deque(call for call in self.due_calls if call[0].group != number)
+        self._ready = [episode for episode in self._ready if episode.group != number]
         for episode in group.episodes:
             self.executor.discard((number, episode.index))
             self._running_calls.pop((number, episode.index), None)
             lost += sum(len(turn.ac.tokens) for turn in episode.transitions)
-            if not self._has_ended(episode):
+            if not episode.has_ended:
                 episode.env.close()
                 for player_stream in self.player_streams.values():
                     player_stream.stream.end_conversation(_conversation_id(episode))
@@ -266,7 +265,7 @@ class RolloutEngine:
         for ticket, response in response_batch.finished.items():
             if isinstance(response, Exception):
                 raise response
-            self._due_calls.append((self._sampling.pop((player, ticket)), response.sequences[0]))
+            self.due_calls.append((self._sampling.pop((player, ticket)), response.sequences[0]))
         if player is None:
             for name, count in response_batch.counters.items():
                 before = self.counters.get(name, 0)
@@ -282,11 +281,11 @@ class RolloutEngine:
         before the executor waits.
         """
         pending: dict[EpisodeKey, Any] = {}
-        while self._due_calls and (
+        while self.due_calls and (
             self.executor.free_slots > len(pending)
-            or (self.lockstep and not self._due_calls[0][0].env.blocks)
+            or (self.lockstep and not self.due_calls[0][0].env.blocks)
         ):
-            episode, action = self._due_calls.popleft()
+            episode, action = self.due_calls.popleft()
             env, seat, key = episode.env, episode.env.seat, (episode.group, episode.index)
             turn = env.initial_observation if action is None else partial(env.step, action)
             reply: Any = partial(_run_turn, turn, self.executor) if env.blocks else turn()
@@ -308,7 +307,7 @@ class RolloutEngine:
                 )
                 thread.finish()
             self.executor.watch(key, reply)
-        if self.lockstep and (self._due_calls or self._running_calls):
+        if self.lockstep and (self.due_calls or self._running_calls):
             return
         ready, self._ready = self._ready, []
         for episode in sorted(ready, key=lambda e: (e.group, e.index)) if self.lockstep else ready:
@@ -345,24 +344,18 @@ class RolloutEngine:
             episode.observation, episode.stop = result
         else:
             record_step(episode, action, seat, result)
-        group = self.groups[episode.group]
-        done = episode.error is not None or (
-            episode.transitions and episode.transitions[-1].episode_done
-        )
-        goes_on = not done and check_player(episode, group.builder, self.player_streams)
+        builder, key = self.groups[episode.group].builder, (episode.group, episode.index)
+        goes_on = not episode.has_ended and check_player(episode, builder, self.player_streams)
         if not goes_on or not check_context(
-            episode, group.builder, self.params, self.player_streams[episode.player].max_context
+            episode, builder, self.params, self.player_streams[episode.player].max_context
         ):
             self.finish_episode(episode)
-            return
-        key = (episode.group, episode.index)
-        if script := self.recorded_actions.get(key):
-            self._due_calls.append((episode, script.pop(0)))
-            return
-        if self.replayed_episodes is not None:
+        elif script := self.recorded_actions.get(key):
+            self.due_calls.append((episode, script.pop(0)))
+        elif self.replayed_episodes is not None:
             self.replayed_episodes[key] = episode
-            return
-        self._ready.append(episode)
+        else:
+            self._ready.append(episode)
 
     def request_action(
         self, episode: EpisodeState, partial_action: SampledSequence | None = None
@@ -393,21 +386,9 @@ class RolloutEngine:
         )
         self._sampling[player, self.player_streams[player].stream.add(request)] = episode
 
-    def queue_environment_call(self, episode: EpisodeState, action: SampledSequence | None) -> None:
-        """Queue a call of the episode's environment with an action (None: the first
-        observation).
-        """
-        self._due_calls.append((episode, action))
-
-    def cancel_environment_call(self, episode: EpisodeState) -> None:
-        """Remove the episode's environment from the queue."""
-        self._due_calls = deque(
-            (other, action) for other, action in self._due_calls if other is not episode
-        )
-
     def replay_actions(self) -> None:
         """Replay the recorded actions to every environment, and wait for the results."""
-        while self._due_calls or self._running_calls:
+        while self.due_calls or self._running_calls:
             self._call_environments()
             if self._running_calls:
                 self.executor.wait()
@@ -426,13 +407,6 @@ class RolloutEngine:
         """Return the name of an episode in errors."""
         builder = self.groups[key[0]].builder
         return f"the environment {builder.tag}, episode {key[1]} of row {builder.problem_index},"
-
-    @staticmethod
-    def _has_ended(episode: EpisodeState) -> bool:
-        """Return whether the episode has failed or its last turn ended it."""
-        return episode.error is not None or bool(
-            episode.transitions and episode.transitions[-1].episode_done
-        )
 
 
 def _conversation_id(episode: EpisodeState) -> str:
