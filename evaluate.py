@@ -398,10 +398,11 @@ def sample_and_score(
     seeds: list[int],
 ) -> tuple[Any, list[Any]]:
     """Return (the problems that fit, their scored answers for each seed)."""
+    from rl.client import SampleStream
     from rl.envs import ProblemGroupBuilder
     from rl.judges import add_episode_rewards
     from rl.rewards import Scorer
-    from rl.rollout import rollout
+    from rl.rollout import RolloutSchedule, rollout
     from rl.trainer import (
         build_episode_groups,
         load_evaluation_opponents,
@@ -416,6 +417,8 @@ def sample_and_score(
         "workers": data.reward_workers,
         "environment": data.reward_env,
     }
+    # each episode continues by itself: a slow one delays no other
+    schedule = RolloutSchedule(make_stream=SampleStream)
     with ExitStack() as stack:
         scorer = stack.enter_context(Scorer(reward, **limits)) if reward is not None else None
         renderer = make_renderer(sampler, data.renderer, data.template, evaluation.sampling.stop)
@@ -440,7 +443,9 @@ def sample_and_score(
                     ProblemGroupBuilder(problem, args.samples, renderer, scorer)
                     for problem in problems
                 ]
-            result = rollout(builders, sampler, params, seed=seed, players=players)
+            result = rollout(
+                builders, sampler, params, seed=seed, players=players, schedule=schedule
+            )
             results.append(result if environment is None else add_episode_rewards(result, scorer))
         return problems, results
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rl import ServiceClient
 from rl.client import SampleStream
-from rl.rollout import Env, EnvGroupBuilder, StepResult, continuous_rollout, rollout
+from rl.rollout import Env, EnvGroupBuilder, RolloutSchedule, StepResult, rollout
 from rl.types import ModelInput, SampledSequence, SamplingParams
 
 
@@ -119,11 +119,12 @@ def main() -> None:
             times: dict[str, list[float]] = {"turn by turn": [], "continuous": []}
             tokens: dict[str, Any] = {}
             for repeat in range(1 if work == "slow" else args.repeats + 1):
-                for name, how in (("turn by turn", rollout), ("continuous", continuous_rollout)):
-                    more: dict[str, Any] = {} if how is rollout else {"stream_of": SampleStream}
+                for name in times:
+                    make_stream = SampleStream if name == "continuous" else None
+                    schedule = RolloutSchedule(make_stream=make_stream)
                     groups = episodes(n_groups, size, work == "slow", seed=0)
                     start = time.perf_counter()
-                    found = how(groups, sampler, params, seed=0, **more)
+                    found = rollout(groups, sampler, params, seed=0, schedule=schedule)
                     if repeat or work == "slow":
                         times[name].append(time.perf_counter() - start)
                     tokens[name] = [

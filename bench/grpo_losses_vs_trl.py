@@ -247,7 +247,7 @@ def _groups(policy: Any, drawn: list[Completion]) -> list[Any]:
     """Build trajectory groups from the completions, scored and rewarded by Whetstone. Raises
     ValueError if a group is incomplete or has no signal.
     """
-    from rl.rollout.lockstep import is_mixed
+    from rl.rollout import is_mixed
     from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
     from rl.types import ModelInput, SampledSequence
 

@@ -341,7 +341,7 @@ def accuracies(
     """
     from rl.client.service_client import ServiceClient
     from rl.envs import ProblemGroupBuilder
-    from rl.rollout.lockstep import rollout
+    from rl.rollout import rollout
     from rl.rollout.rollout_metrics import compute_group_metrics
     from rl.trainer.stage_data import prepare_stage
     from rl.trainer.stage_models import make_renderer

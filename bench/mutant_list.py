@@ -35,9 +35,9 @@ MUTANTS = [
         "sampler_paths",
     ),
     M(
-        "rl/rollout/lockstep.py",
-        "            actions = _sample_actions(\n                live, streams, samplers, params, derive_seed(seed, turn), counters\n            )\n",
-        "            actions = _sample_actions(live, streams, samplers, params, seed, counters)\n",
+        "rl/rollout/rollout_engine.py",
+        "            seed=derive_seed(group.seed, turn),\n",
+        "            seed=group.seed,\n",
         "one random stream for every turn",
         "rollout",
     ),
@@ -120,8 +120,8 @@ MUTANTS = [
     ),
     M(
         "rl/trainer/evaluator.py",
-        '        seed, players = derive_seed(context.seed, "test"), self.samples.load_held_out_players()\n',
-        "        seed, players = (derive_seed(context.seed, 'test', sampler.version), self.samples.load_held_out_players())\n",
+        '        result = self._sample(sampler, derive_seed(context.seed, "test"), greedy=False)\n',
+        '        result = self._sample(sampler, derive_seed(context.seed, "test", sampler.version), greedy=False)\n',
         "the held-out streams' constancy",
         "loop_parts",
     ),
@@ -602,7 +602,7 @@ MUTANTS = [
         "memory_pages",
     ),
     M(
-        "rl/rollout/lockstep.py",
+        "rl/rollout/batch_rollout.py",
         "        streams.append(index if counts[index] == 0 else derive_seed(index, counts[index]))\n",
         "        streams.append(index)\n",
         "a problem twice in a batch",

@@ -27,11 +27,10 @@ from rl.integrations.tinker_cookbook_env import TinkerGroup
 from rl.renderers import get_renderer
 from rl.rewards import Scorer
 from rl.rollout import (
-    EnvExecutor,
     EpisodeFailed,
     EventLog,
     ReplayedEventLog,
-    continuous_rollout,
+    RolloutSchedule,
     rollout,
 )
 from rl.types import Problem, SamplingParams
@@ -44,10 +43,9 @@ def sampler(tmp_path_factory):
         yield client.save_weights_and_get_sampling_client()
 
 
-def continuous(builders, sampler, **more):
-    return continuous_rollout(
-        builders, sampler, more.pop("params", PARAMS), make_stream=SampleStream, **more
-    )
+def continuous(builders, sampler, *, params=PARAMS, seed, event_log=None, **more):
+    schedule = RolloutSchedule(make_stream=SampleStream, **more)
+    return rollout(builders, sampler, params, seed=seed, schedule=schedule, event_log=event_log)
 
 
 def facts(rollouts):
@@ -188,33 +186,28 @@ def test_an_environment_that_never_answers_costs_its_episode_within_its_limit(sa
     assert [len(g.trajectories_G) for g in found.groups] == [2, 2]
     assert sorted(found.errors) == [
         "broke",
-        "the environment did not answer within its timeout of 0.5 s",
+        "the environment count, episode 1 of row 0, was not done within its 0.5 s",
     ]
 
 
-def test_waiters_hold_a_limit_and_go_on_without_the_lost():
-    waiters, working, most, lock = EnvExecutor(3), [0], [0], threading.Lock()
+class Counted(Countdown):
+    """Counts how many of its kind work at the same time."""
 
-    def work():
-        with lock:
-            working[0] += 1
-            most[0] = max(most[0], working[0])
+    lock, working, most = threading.Lock(), 0, 0
+
+    def step(self, action):
+        with Counted.lock:
+            Counted.working += 1
+            Counted.most = max(Counted.most, Counted.working)
         time.sleep(0.01)
-        with lock:
-            working[0] -= 1
-        return 7
+        with Counted.lock:
+            Counted.working -= 1
+        return super().step(action)
 
-    for i in range(4):
-        waiters.submit((0, i), threading.Event().wait, 0.05)  # never
-    for i in range(20):
-        waiters.submit((1, i), work)
-    keys = waiters.keys()
-    while set(waiters.finished_keys()) != keys:
-        waiters.wait(keys)
-    assert most[0] <= 3 and all(waiters.take_result((1, i)) == 7 for i in range(20))
-    with pytest.raises(EpisodeFailed, match="within its timeout of 0.05 s"):
-        waiters.take_result((0, 0))
-    waiters.close()
+
+def test_at_most_max_environments_work_at_the_same_time(sampler):
+    found = continuous([Of(Counted, 0, [2] * 12)], sampler, seed=1, max_environments=3)
+    assert len(found.groups[0].trajectories_G) == 12 and 1 < Counted.most <= 3
 
 
 class Tenths(Countdown):
@@ -351,8 +344,6 @@ class Promised:
 def test_every_environment_is_closed_once_however_its_episode_ends(sampler, play, blocks):
     """By itself, failed at its first observation, at a step, and in a promise of either."""
     hows = ["", "start", "step"] if blocks else ["", "promised start", "promised step"]
-    if play is rollout:
-        hows = [how for how in hows if not how or how.startswith("promised")]
     group = Countdowns(0, [2] * len(hows))
     envs = [Leaves(group.first, 2, False) for _ in hows]
     for env, how in zip(envs, hows, strict=True):

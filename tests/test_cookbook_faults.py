@@ -14,7 +14,7 @@ from rl import ServiceClient
 from rl.client import SampleStream
 from rl.integrations.tinker_cookbook_env import Tinker, TinkerGroup
 from rl.renderers import get_renderer
-from rl.rollout import EventLog, ReplayedEventLog, continuous_rollout, rollout
+from rl.rollout import EventLog, ReplayedEventLog, RolloutSchedule, rollout
 from rl.types import Problem, SampledSequence, SamplingParams
 
 TOKENIZER = tokenizer()
@@ -77,12 +77,12 @@ async def did(what):
 FAULTS = {  # (group, what its errors say, totals of the episodes that are left)
     "made: raises": (Group(made="raise"), ["raised OSError: no luck"], None),
     "made: exits": (Group(made="exit"), ["SystemExit: 3"], None),
-    "made: hangs": (Group(made="hang"), ["did not answer within 1 s"], None),
+    "made: hangs": (Group(made="hang"), ["not done within its 1 s"], None),
     "made: nothing": (Group(made=[]), ["has no environments"], None),
     "made: a number": (Group(made=3), ["an invalid environment"], None),
     "made: no environments": (Group(made=[1, 2]), ["an invalid environment"], None),
     "compared: raises": (Group(compared="raise"), ["raised OSError: no luck"] * 2, None),
-    "compared: hangs": (Group(compared="hang"), ["did not answer within 1 s"] * 2, None),
+    "compared: hangs": (Group(compared="hang"), ["not done within its 1 s"] * 2, None),
     "compared: too few": (Group(compared=[(1.0, {})]), ["1 rewards for 2 episodes"] * 2, None),
     "compared: numbers alone": (Group(compared=[1.0, 2.0]), ["cannot be read"] * 2, None),
     "compared: no number": (
@@ -230,11 +230,11 @@ def test_a_failure_of_the_run_that_is_repeated_is_left_out_of_the_comparison(tmp
         for fails in (True, False):
             group, clock = Noted(fails), EventLog(log.append) if fails else ReplayedEventLog(log)
             params = SamplingParams(max_tokens=2)
-            rollouts = continuous_rollout(
+            rollouts = rollout(
                 [TinkerGroup(group)],
                 sampler,
                 params,
-                make_stream=SampleStream,
+                schedule=RolloutSchedule(make_stream=SampleStream),
                 seed=3,
                 event_log=clock,
             )

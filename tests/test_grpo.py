@@ -40,7 +40,7 @@ from rl.config.run_config import load_resolved_config, resolve_config
 from rl.config.sections import KlSettings, LoopSettings, RunSettings, SamplingSettings
 from rl.errors import UnusedSettingError, UserError
 from rl.losses.losses import LOSSES, LossSpec, get_loss, importance_sampling, ppo
-from rl.rollout.lockstep import RolloutBatch
+from rl.rollout import RolloutBatch
 from rl.rollout.rollout_metrics import compute_group_metrics
 from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
 from rl.trainer import stage_sampling as samples_module

@@ -12,7 +12,7 @@ from test_controls import levelled
 from rl.algorithms.grpo_settings import GrpoSettings
 from rl.algorithms.update import make_adam_params
 from rl.config.sections import LoopSettings, OptimSettings, SamplingSettings
-from rl.rollout.lockstep import RolloutBatch
+from rl.rollout import RolloutBatch
 from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
 from rl.trainer import evaluator, online_loop, stage_sampling
 from rl.trainer.held_out_metrics import HeldOutMetrics
@@ -72,11 +72,11 @@ def test_held_out_answers_are_always_drawn_with_the_same_streams(monkeypatch):
     """
     drawn = []
 
-    def rollout(builders, sampler, params, *, seed, players):
+    def rollout(builders, sampler, params, *, seed, **more):
         drawn.append((tuple(builders), params.temperature, seed))
         return RolloutBatch([], [], {}, 0.0, 0.0)
 
-    monkeypatch.setattr(evaluator, "rollout", rollout)
+    monkeypatch.setattr(stage_sampling, "rollout", rollout)
     stage = bare_stage()
     for done, version in ((0, 0), (7, 9), (40, 41)):
         stage.done = done
@@ -106,7 +106,7 @@ def test_storing_held_out_answers_decodes_nothing_and_counts_as_evaluation(monke
 
     monkeypatch.setattr(evaluator, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(
-        evaluator, "rollout", lambda *_, **__: RolloutBatch([group], [], {}, 0.0, 0.0)
+        stage_sampling, "rollout", lambda *_, **__: RolloutBatch([group], [], {}, 0.0, 0.0)
     )
     stage = bare_stage(
         logbook=SimpleNamespace(write_held_out_answers=write_held_out_answers),
@@ -128,12 +128,7 @@ def test_training_samples_have_streams_of_their_own_at_each_batch(monkeypatch):
     monkeypatch.setattr(
         stage_sampling,
         "rollout",
-        lambda *_, seed, players: drawn.append(seed) or RolloutBatch([], [], {}, 0, 0),
-    )
-    monkeypatch.setattr(
-        evaluator,
-        "rollout",
-        lambda *_, seed, players: drawn.append(seed) or RolloutBatch([], [], {}, 0, 0),
+        lambda *_, seed, **more: drawn.append(seed) or RolloutBatch([], [], {}, 0, 0),
     )
     nothing = {
         name: lambda *_, **__: None for name in ("stop_if_late", "check", "end_batch", "end")

@@ -21,7 +21,7 @@ from rl.config.sections import RunSettings
 from rl.data.addition_dataset import addition
 from rl.envs import ProblemGroupBuilder
 from rl.rewards import Scorer
-from rl.rollout.lockstep import rollout
+from rl.rollout import rollout
 from rl.rollout.rollout_metrics import compute_group_metrics
 from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
 from rl.trainer.execute import execute

@@ -12,7 +12,7 @@ from rl.algorithms.distillation import Distillation
 from rl.algorithms.distillation_settings import DistillationSettings, DistillSettings
 from rl.distributed import collectives
 from rl.models.model_loading import load_model
-from rl.rollout.lockstep import rollout
+from rl.rollout import rollout
 from rl.rollout.rollout_types import Env, EnvGroupBuilder, StepResult
 from rl.runtime.training_worker import TrainingWorker, WorkerSettings
 from rl.sampler import SamplingRequest

@@ -682,7 +682,7 @@ def test_the_cookbooks_groups_are_played_token_by_token(renderer):
     assert (
         len(found.errors) == 4
         and "no luck" in found.errors[0]
-        and "within 1.5 s" in found.errors[1]
+        and "within its 1.5 s" in found.errors[1]
     )
     assert all(
         type(action) is list and all(type(token) is int for token in action) for action, _ in seen

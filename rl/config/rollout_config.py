@@ -16,7 +16,7 @@ class RolloutSettings:
     """Hold the settings of scheduling between sampling, environments and rewards."""
 
     rollout_mode: Literal["lockstep", "async"] = "lockstep"
-    """Scheduling of rollouts. lockstep: all episodes of a batch take each turn together. async: each episode continues as soon as its turn, tool call or reward is ready, while other episodes decode; for slow rewards and episodes of uneven length. Both sample the same tokens."""
+    """Scheduling of rollouts. lockstep: all episodes of a batch take each turn together. async: each episode continues as soon as its turn, tool call or reward is ready, while other episodes decode; for slow rewards and episodes of uneven length. Both sample the same tokens. Evaluation is always async."""
     max_waiting: Annotated[int, Range(1, 100_000)] = 256
     """Maximum number of environment and reward calls at once (rollout_mode async)."""
     slice_steps: Size = 16

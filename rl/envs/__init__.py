@@ -14,7 +14,6 @@ from rl.envs.environment_registry import (
     register_environment,
     show_help,
 )
-from rl.envs.episode_thread import EpisodeThread
 from rl.envs.game_env import Game, check_choice
 from rl.envs.key_value_store import KeyValueStore
 from rl.envs.message_env import EnvironmentGroup, EpisodeLimits
@@ -33,7 +32,6 @@ __all__ = [
     "Environment",
     "EnvironmentGroup",
     "EnvironmentSpec",
-    "EpisodeThread",
     "KeyValueStore",
     "EpisodeLimits",
     "Game",

@@ -20,13 +20,12 @@ from rl.envs.env_runner import (
 )
 from rl.envs.environment import TurnResult
 from rl.envs.environment_registry import EnvironmentSpec
-from rl.envs.episode_thread import EpisodeThread, ThreadCall
 from rl.envs.fork_server import SubprocessRunner
 from rl.envs.problem_env import last_user_text
 from rl.envs.step_validation import StepValidator, safe_repr
 from rl.envs.tools import ToolCall
 from rl.renderers import Renderer, format_with_calls
-from rl.rollout import Env, EnvGroupBuilder, EpisodeFailed, StepResult
+from rl.rollout import Env, EnvCall, EnvGroupBuilder, EnvThread, EpisodeFailed, StepResult
 from rl.sanitize import sanitize_text
 from rl.seed import derive_seed
 from rl.types import Message, ModelInput, Problem, SampledSequence
@@ -159,7 +158,7 @@ class SharedGroupData:
         self.spec, self.task, self.name, self.is_needed = spec, task, name, spec.has_shared_data
         self._channel: Any = None
         self._users = 0
-        self._thread = EpisodeThread(seconds, name, self.kill_process)
+        self._thread = EnvThread(seconds, f"the environment {name}", self.kill_process)
         self._call = self._thread.submit(self._compute) if self.is_needed else None
 
     def make_runner(self, member: int, label: str) -> EnvRunner:
@@ -213,9 +212,9 @@ class MessageEnv(StepValidator, Env):
 
     def __init__(self, group: EnvironmentGroup, member: int, shared: SharedGroupData):
         self.group, self.shared = group, shared
-        name = f"{group.spec.name}, episode {member} of row {group.problem_index},"
-        self.runner = shared.make_runner(member, f"the environment {name}")
-        self.thread = EpisodeThread(group.limits.seconds, name, self.runner.kill)
+        name = f"the environment {group.spec.name}, episode {member} of row {group.problem_index},"
+        self.runner = shared.make_runner(member, name)
+        self.thread = EnvThread(group.limits.seconds, name, self.runner.kill)
         self.tools: Mapping[str, Mapping[str, Any]] = {}
         self.calls: list[ToolCall] = []
         self.turns = 0
@@ -223,12 +222,12 @@ class MessageEnv(StepValidator, Env):
 
     # ------------------------------------------------------------------------ called by the rollout
 
-    def initial_observation(self) -> _PendingObservation:
-        """Start the environment; the returned object waits for the first prompt."""
-        return _PendingObservation(self, self.thread.submit(self.runner.start))
+    def initial_observation(self) -> EnvCall:
+        """Start the environment; the returned call waits for the first prompt."""
+        return self.thread.submit(self.runner.start, self._begin)
 
-    def step(self, action: SampledSequence) -> _PendingStep:
-        """Parse an answer and pass it to the environment; the returned object waits for the
+    def step(self, action: SampledSequence) -> EnvCall:
+        """Parse an answer and pass it to the environment; the returned call waits for the
         result.
         """
         conversation = self.conversations[self.seat]
@@ -248,10 +247,9 @@ class MessageEnv(StepValidator, Env):
             [],
         )
         self.turns += self.players[self.seat] is None
-        return _PendingStep(
-            self,
-            _ParsedAnswer(answer, ended, new_messages),
-            self.thread.submit(partial(self.runner.process_answer, answer)),
+        return self.thread.submit(
+            partial(self.runner.process_answer, answer),
+            partial(self._make_step, _ParsedAnswer(answer, ended, new_messages)),
         )
 
     def close(self) -> None:
@@ -261,7 +259,7 @@ class MessageEnv(StepValidator, Env):
 
     # ------------------------------------------------------------------------------ process results
 
-    def begun(self, start: EpisodeStart) -> tuple[ModelInput, Stop | None]:
+    def _begin(self, start: EpisodeStart) -> tuple[ModelInput, Stop | None]:
         """Return the first prompt and its stop sequences. Raises EpisodeFailed for invalid seats or
         messages.
         """
@@ -280,7 +278,7 @@ class MessageEnv(StepValidator, Env):
         observation, stop = self._next_prompt()
         return self.group.deduplicate_prompt(observation), stop
 
-    def result(self, answered: _ParsedAnswer, output: Any) -> StepResult:
+    def _make_step(self, answered: _ParsedAnswer, output: Any) -> StepResult:
         """Convert the result of the environment, or of its tool calls, to a StepResult."""
         messages = self.conversations[self.seat].messages
         logs: dict[str, Any] = {
@@ -401,7 +399,7 @@ class MessageEnv(StepValidator, Env):
 
     def make_error(self, problem: str) -> EpisodeFailed:
         """Return the error of this episode with `problem` as its message."""
-        return EpisodeFailed(f"the environment {self.thread.name} {problem}")
+        return EpisodeFailed(f"{self.thread.name} {problem}")
 
 
 @dataclass(frozen=True)
@@ -413,29 +411,3 @@ class _ParsedAnswer:
     message: Message
     ended: bool
     new_messages: Sequence[Message]
-
-
-class _PendingObservation:
-    """Wait for an environment's first messages."""
-
-    def __init__(self, env: MessageEnv, call: ThreadCall):
-        self.env, self.call = env, call
-
-    def wait(self) -> None:
-        self.call.wait_until_done()
-
-    def result(self) -> tuple[ModelInput, Stop | None]:
-        return self.env.begun(self.call.result())
-
-
-class _PendingStep:
-    """Wait for an environment's result of an answer."""
-
-    def __init__(self, env: MessageEnv, answered: _ParsedAnswer, call: ThreadCall):
-        self.env, self.answered, self.call = env, answered, call
-
-    def wait(self) -> None:
-        self.call.wait_until_done()
-
-    def result(self) -> StepResult:
-        return self.env.result(self.answered, self.call.result())

@@ -6,21 +6,28 @@ so that they may share objects that belong to a loop.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib
 import inspect
 import math
-import threading
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from rl.envs import Environment, EpisodeThread, load_object
+from rl.envs import Environment, load_object
 from rl.jsonl import replace_nonfinite
 from rl.renderers import Renderer
-from rl.rollout import Env, EnvGroupBuilder, EpisodeFailed, StepResult, Trajectory
+from rl.rollout import (
+    Env,
+    EnvCall,
+    EnvGroupBuilder,
+    EnvThread,
+    EpisodeFailed,
+    EventLoopThread,
+    StepResult,
+    Trajectory,
+)
 from rl.sanitize import describe_error, sanitize_text
 from rl.types import ModelInput, Problem, SampledSequence
 
@@ -44,14 +51,14 @@ class TinkerGroup(EnvGroupBuilder):
             max_turns,
         )
         self.tag = _get_tag(builder)
-        self._loop: _EventLoopThread | None = None
+        self._loop: EventLoopThread | None = None
         self._envs: list[TinkerEnv] = []
 
     def make_envs(self) -> Sequence[Env]:
         """Make the group's environments. If that fails, return a single environment that fails with
         the error.
         """
-        loop = _EventLoopThread(f"the cookbook's group {self.problem_index}", self.seconds)
+        loop = EventLoopThread(f"the cookbook's group {self.problem_index}", self.seconds)
         self._loop = loop
         try:
             self._envs = [
@@ -125,15 +132,17 @@ class TinkerEnv(Env):
     stop reason of sampling) if it has this parameter.
     """
 
-    def __init__(self, env: Any, loop: _EventLoopThread, on_closed: Callable[[], None]):
+    blocks = False
+
+    def __init__(self, env: Any, loop: EventLoopThread, on_closed: Callable[[], None]):
         self.env, self.loop, self.on_closed = env, loop, on_closed
         self.closed = self.has_acted = False
         parameters = inspect.signature(env.step).parameters.values()
         self.takes_extra = any(p.name == "extra" or p.kind is p.VAR_KEYWORD for p in parameters)
 
-    def initial_observation(self) -> Any:
-        """Request the first observation; the returned object waits for it."""
-        return _PendingResult(self, self.loop.submit(self.env.initial_observation), self._observe)
+    def initial_observation(self) -> EnvCall:
+        """Request the first observation; the returned call waits for it."""
+        return self.loop.submit(self.env.initial_observation, partial(self._convert, self._observe))
 
     @property
     def is_trained(self) -> bool:
@@ -146,16 +155,24 @@ class TinkerEnv(Env):
         """Request a step; the returned object waits for it."""
         self.has_acted = True
         extra = {"extra": {"stop_reason": action.stop_reason}} if self.takes_extra else {}
-        return _PendingResult(
-            self,
-            self.loop.submit(lambda: self.env.step(list(action.tokens), **extra)),
-            self._read_step,
+        return self.loop.submit(
+            lambda: self.env.step(list(action.tokens), **extra),
+            partial(self._convert, self._read_step),
         )
 
     def close(self) -> None:
         """Mark the episode as closed."""
         self.closed = True
         self.on_closed()
+
+    def _convert(self, convert: Callable[[Any], Any], result: Any) -> Any:
+        """Return the converted result. Raises EpisodeFailed if the result is invalid."""
+        try:
+            return convert(result)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise EpisodeFailed(
+                f"{self.name} returned a result that cannot be read: {describe_error(error, 300)}"
+            ) from error
 
     def _observe(self, result: Any) -> tuple[ModelInput, Any]:
         # InitialObservationOverflow: the prompt exceeds the environment's budget
@@ -204,16 +221,11 @@ class FailedEnv(Env):
         self.reason = reason
 
     def initial_observation(self) -> Any:
-        """Return this object as the pending observation."""
-        return self
-
-    def step(self, action: SampledSequence) -> Any:
-        """Return this object as the pending step."""
-        return self
-
-    def result(self) -> Any:
         """Raise EpisodeFailed with the reason."""
         raise EpisodeFailed(self.reason)
+
+    def step(self, action: SampledSequence) -> Any:
+        """Do nothing: an episode without an observation has no step."""
 
 
 class _FailedGroupBuilder:
@@ -253,7 +265,7 @@ class Tinker(Environment):
             "split": problem.meta.get("split", "train"),
             "index": problem.meta.get("index", problem.index),
         }
-        work = EpisodeThread(self.call_seconds, "builders")
+        work = EnvThread(self.call_seconds, "builders")
         try:
             builder = work.submit(lambda: self.function(row, group_size, renderer)).result()
             if not hasattr(builder, "make_envs"):
@@ -263,74 +275,8 @@ class Tinker(Environment):
                 )
         except EpisodeFailed as error:
             builder = _FailedGroupBuilder(f"group {problem.index} could not be made: {error}")
-        work.finish(lambda: None)
+        work.finish()
         return TinkerGroup(builder, problem.index, seconds=self.call_seconds)
-
-
-class _EventLoopThread:
-    """Run an event loop in a separate thread."""
-
-    def __init__(self, name: str, seconds: float):
-        self.name, self.seconds = name, seconds
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def _run(self) -> None:
-        """Run the loop until it is stopped."""
-        self.loop.run_forever()
-        self.loop.close()
-
-    def submit(self, function: Callable[[], Any]) -> _LoopCall:
-        """Start a call in the loop."""
-        return _LoopCall(
-            asyncio.run_coroutine_threadsafe(_call_and_await(function), self.loop), self
-        )
-
-    def close(self) -> None:
-        """Stop the loop."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
-
-
-class _LoopCall:
-    """Wait for a call in a group's event loop."""
-
-    def __init__(self, future: Future[Any], loop: _EventLoopThread):
-        self.future, self.loop = future, loop
-
-    def result(self) -> Any:
-        """Return the result. Raises EpisodeFailed if the call raised or exceeded its time limit."""
-        try:
-            return self.future.result(self.loop.seconds)
-        except TimeoutError as error:
-            self.future.cancel()
-            raise EpisodeFailed(
-                f"{self.loop.name} did not answer within {self.loop.seconds:g} s"
-            ) from error
-        except EpisodeFailed:
-            raise
-        except Exception as error:  # boundary: the user's code
-            raise EpisodeFailed(f"{self.loop.name} raised {describe_error(error, 1000)}") from error
-
-
-class _PendingResult:
-    """Wait for a call and convert its result."""
-
-    def __init__(self, env: TinkerEnv, call: _LoopCall, convert: Callable[[Any], Any]):
-        self.env, self.call, self.convert = env, call, convert
-
-    def result(self) -> Any:
-        """Return the converted result. If it fails, exclude the episode and raise EpisodeFailed."""
-        try:
-            return self.convert(self.call.result())
-        except EpisodeFailed:
-            self.env.left_out = True
-            raise
-        except (TypeError, ValueError, AttributeError) as error:
-            self.env.left_out = True
-            raise EpisodeFailed(
-                f"{self.env.name} returned a result that cannot be read: "
-                f"{describe_error(error, 300)}"
-            ) from error
 
 
 def _get_tag(builder: Any) -> str:
@@ -339,15 +285,6 @@ def _get_tag(builder: Any) -> str:
         return str(builder.logging_tags()[0])
     except Exception:  # boundary: the user's code; an error here must not fail an episode
         return "tinker"
-
-
-async def _call_and_await(function: Callable[[], Any]) -> Any:
-    """Call a function and await its result if it is awaitable."""
-    try:
-        result = function()
-        return await result if isinstance(result, Awaitable) else result
-    except SystemExit as error:  # would end the loop, and the group's other episodes
-        raise RuntimeError(f"SystemExit: {error}") from error
 
 
 def _convert_observation(observation: Any, name: str) -> ModelInput:

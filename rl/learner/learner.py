@@ -296,14 +296,23 @@ class Learner:
                 sums[name] = sums[name] + total if name in sums else total
             lengths = dict(zip(batch.datum_index, batch.lengths, strict=True))
             parts.append((lengths, {k: tensor.detach() for k, tensor in token_outputs.items()}))
+        totals = self._read_totals(sums, loss)
+        if not parts:
+            del totals["loss:sum"]
+        outputs = collect_outputs(parts)
+        self.has_gradient = self.has_gradient or (backward and len(datums) > 0)
+        return outputs, totals
+
+    def _read_totals(self, sums: Mapping[str, Tensor], loss: LossSpec) -> dict[str, float]:
+        """Return the sums of this rank as numbers, in one copy from the device.
+
+        Raises FloatingPointError on every rank if the sum of the losses over all ranks is not
+        finite; the gradients since the last step are dropped then.
+        """
         loss_sum = sums["loss:sum"].float()
         # Every rank gets the sum: otherwise ranks without the bad datum would wait for the rest.
         collectives.all_sum_([loss_sum])
         *values, loss_total = torch.stack([*sums.values(), loss_sum.double()]).tolist()
-        totals = dict(zip(sums, values, strict=True))
-        if not parts:
-            del totals["loss:sum"]
-        outputs = collect_outputs(parts)
         if not math.isfinite(loss_total):
             self.drop_gradients()
             raise FloatingPointError(
@@ -311,8 +320,7 @@ class Learner:
                 "not finite. The gradients since the last step were dropped, and the weights "
                 "are unchanged. Look for logprobs of -inf in the datums, or lower the learning rate"
             )
-        self.has_gradient = self.has_gradient or (backward and len(datums) > 0)
-        return outputs, totals
+        return dict(zip(sums, values, strict=True))
 
     def _forward(
         self,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -34,7 +34,8 @@ class Score:
 class PendingScore:
     """Represent a score that is being computed."""
 
-    __slots__ = ("_on_request", "_done", "_error", "_score", "immediate", "item", "prompt")
+    __slots__ = ("_future", "_on_request", "immediate", "item", "prompt")
+    deadline = None  # each item before this one has its time limit
 
     def __init__(self, prompt: str, item: Any, on_request: Callable[[], None] | None = None):
         """Create the future of a response's score.
@@ -47,13 +48,16 @@ class PendingScore:
         self.immediate = False
         self._on_request = on_request
         self.item = item
-        self._done = threading.Event()
-        self._score: Score | None = None
-        self._error: RewardsLost | None = None
+        self._future: Future[Score] = Future()
 
     def done(self) -> bool:
         self._request()
-        return self._done.is_set()
+        return self._future.done()
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Call `callback` when the score has been computed."""
+        self._request()
+        self._future.add_done_callback(callback)
 
     def result(self, timeout: float | None = None) -> Score:
         """Wait at most `timeout` seconds for the score.
@@ -62,29 +66,25 @@ class PendingScore:
         timeout, RewardsLost if no worker remains.
         """
         self._request()
-        arrived = self._done.wait(timeout)
-        if self._error is not None:
-            raise self._error
-        if not arrived or self._score is None:
+        try:
+            return self._future.result(timeout)
+        except TimeoutError as error:
             raise TimeoutError(
                 f"no score within {timeout} s for the response to {shorten_prompt(self.prompt)}"
-            )
-        return self._score
+            ) from error
 
     def _request(self) -> None:
-        if self._on_request is not None and not self._done.is_set():
+        if self._on_request is not None and not self._future.done():
             self._on_request()
             self._on_request = None
 
     def set(self, score: Score) -> None:
-        self._score = score
         self.item = None
-        self._done.set()
+        self._future.set_result(score)
 
     def fail(self, error: RewardsLost) -> None:
-        self._error = error
         self.item = None
-        self._done.set()
+        self._future.set_exception(error)
 
 
 def shorten_prompt(text: str) -> str:

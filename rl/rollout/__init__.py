@@ -1,6 +1,13 @@
 """Roll out episodes of a policy: turns, episodes and groups, their datums and metrics."""
 
-from rl.rollout.async_rollout import continuous_rollout
+from rl.rollout.batch_rollout import (
+    ActionSampler,
+    RolloutSchedule,
+    assign_random_streams,
+    open_engine,
+    rollout,
+    start_groups,
+)
 from rl.rollout.datum_builder import (
     build_datums_with_turns,
     check_datum,
@@ -10,15 +17,8 @@ from rl.rollout.datum_builder import (
     validate_token_ids,
 )
 from rl.rollout.engine_state import restore_engine_state, save_engine_state
-from rl.rollout.env_executor import EnvExecutor
+from rl.rollout.env_executor import EnvCall, EnvExecutor, EnvThread, EventLoopThread
 from rl.rollout.event_log import EventLog, ReplayedEventLog
-from rl.rollout.lockstep import (
-    ActionSampler,
-    RolloutBatch,
-    assign_random_streams,
-    is_mixed,
-    rollout,
-)
 from rl.rollout.rollout_engine import PlayerStream, RolloutEngine
 from rl.rollout.rollout_metrics import (
     compute_calibration_error,
@@ -33,11 +33,13 @@ from rl.rollout.rollout_types import (
     Env,
     EnvGroupBuilder,
     EpisodeFailed,
+    RolloutBatch,
     StepResult,
     Trajectory,
     TrajectoryGroup,
     Transition,
     has_signal,
+    is_mixed,
 )
 from rl.rollout.staleness import StalenessController
 
@@ -47,8 +49,13 @@ __all__ = [
     "RolloutEngine",
     "ReplayedEventLog",
     "PlayerStream",
+    "EnvCall",
     "EnvExecutor",
-    "continuous_rollout",
+    "EnvThread",
+    "EventLoopThread",
+    "RolloutSchedule",
+    "open_engine",
+    "start_groups",
     "build_datums_with_turns",
     "save_engine_state",
     "has_signal",

@@ -33,7 +33,7 @@ def save_engine_state(engine: RolloutEngine) -> dict[str, Any]:
             ]
         )
     stream.recompute_cache()
-    waiting = [(episode, action) for episode, action, _ in engine._running_calls.values()]
+    waiting = [(episode, action) for episode, action, *_ in engine._running_calls.values()]
     return {
         "groups": [
             {
@@ -49,7 +49,7 @@ def save_engine_state(engine: RolloutEngine) -> dict[str, Any]:
         "acting": order,
         "asked": [
             [e.group, e.index, None if action is None else action.as_json()]
-            for e, action in (*waiting, *engine._due_calls)
+            for e, action in (*waiting, *engine.due_calls)
         ],
     }
 
@@ -89,7 +89,7 @@ def restore_engine_state(
             ]
             unbegun = key in requested and requested[key] is None
             if saved_episode["error"] is not None or unbegun:
-                engine.cancel_environment_call(episode)
+                engine.due_calls.remove((episode, None))
                 episode.error = saved_episode["error"]
             if saved_episode["error"] is not None:
                 engine.finish_episode(episode)
@@ -109,9 +109,8 @@ def restore_engine_state(
     for group_number, member, action in state["asked"]:
         if group_number not in lost_groups:
             episode = engine.groups[group_number].episodes[member]
-            engine.queue_environment_call(
-                episode, None if action is None else SampledSequence.from_json(action)
-            )
+            sequence = None if action is None else SampledSequence.from_json(action)
+            engine.due_calls.append((episode, sequence))
     return lost_groups
 
 

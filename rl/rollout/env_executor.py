@@ -1,113 +1,256 @@
-"""Wait for environments and rewards in threads, so that episodes that are ready continue while
-others wait.
+"""Run environment code that may block or hang: one deadline for every kind of call.
+
+A call runs in a thread (`EnvThread`) or on an event loop (`EventLoopThread`). `EnvExecutor` waits
+for many calls together, so that episodes that are ready continue while others wait.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
+from typing import Any, Protocol
 
 from rl.rollout.rollout_types import EpisodeFailed
+from rl.sanitize import describe_error
 
 EpisodeKey = tuple[int, int]  # an episode: group and member
 
 
-@dataclass(slots=True)
-class _EnvCall:
-    """Hold a pending call with a timeout of `timeout` from its start (None: no timeout)."""
+class PendingResult(Protocol):
+    """Represent a result in progress, such as an EnvCall or a PendingScore."""
 
-    key: EpisodeKey
-    function: Callable[[], Any]
-    timeout: float | None
-    start_time: float | None = None
-    done: bool = False
-    result: Any = None
-    error: BaseException | None = None
+    deadline: float | None  # as of time.monotonic
 
-    def is_late(self, now: float) -> bool:
-        """Return whether the call has exceeded its timeout at time `now`."""
-        return (
-            not self.done
-            and self.start_time is not None
-            and self.timeout is not None
-            and now > self.start_time + self.timeout
+    def add_done_callback(self, callback: Callable[[Any], None], /) -> None: ...
+
+    def result(self) -> Any: ...
+
+
+class EnvCall:
+    """Hold a call in progress, which fails at its deadline. `convert` converts its result in the
+    thread that asks for it. `on_late` is called if the deadline has passed.
+    """
+
+    def __init__(
+        self,
+        future: Future[Any],
+        name: str,
+        seconds: float | None,
+        remaining_seconds: float | None,
+        on_late: Callable[[], object],
+        convert: Callable[[Any], Any] | None,
+    ):
+        self.future, self.name, self.seconds = future, name, seconds
+        self.on_late, self.convert = on_late, convert
+        self.start_time = time.monotonic()
+        self.deadline = None if remaining_seconds is None else self.start_time + remaining_seconds
+        self.add_done_callback = future.add_done_callback
+
+    def result(self) -> Any:
+        """Return the converted result. Raises EpisodeFailed if the call raised, or was not done at
+        its deadline.
+        """
+        wait_for_futures(
+            [self.future],
+            None if self.deadline is None else max(0.0, self.deadline - time.monotonic()),
         )
+        if not self.future.done():
+            self.on_late()
+            raise EpisodeFailed(f"{self.name} was not done within its {self.seconds:g} s")
+        error = self.future.exception()
+        if isinstance(error, EpisodeFailed):
+            raise EpisodeFailed(str(error)) from error
+        if error is not None:
+            raise EpisodeFailed(f"{self.name} raised {describe_error(error, 1000)}") from error
+        return self.future.result() if self.convert is None else self.convert(self.future.result())
+
+
+class EnvThread:
+    """Run calls in sequence in a single thread, within `seconds` in total (None: not limited).
+    `name` identifies it in errors.
+
+    The thread starts with the first call. Awaitable results are awaited, always in the same event
+    loop: the thread's, so that a coroutine that blocks delays no other episode. A thread that hangs
+    is abandoned: no caller waits for it any longer, and `on_abandon` is called.
+    """
+
+    def __init__(
+        self, seconds: float | None, name: str, on_abandon: Callable[[], object] = lambda: None
+    ):
+        self.seconds = self.remaining_seconds = seconds
+        self.name, self.on_abandon = name, on_abandon
+        self._queue: queue.SimpleQueue[tuple[EnvCall, Callable[[], Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread: threading.Thread | None = None
+        self.broken = False
+
+    def submit(
+        self, function: Callable[[], Any], convert: Callable[[Any], Any] | None = None
+    ) -> EnvCall:
+        """Queue a call."""
+        call = EnvCall(
+            Future(), self.name, self.seconds, self.remaining_seconds, self._abandon, convert
+        )
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+            self._thread.start()
+        self._queue.put((call, function))
+        return call
+
+    def finish(self, function: Callable[[], Any] | None = None) -> None:
+        """Queue the last call, if the thread was ever started. Its result and its errors are
+        ignored.
+        """
+        if self._thread is not None and not self.broken:
+            if function is not None:
+                self.submit(function)
+            self._queue.put(None)
+        self.broken = True
+
+    def _abandon(self) -> None:
+        """Stop waiting for the thread."""
+        self.broken = True
+        self.on_abandon()
+
+    def _run(self) -> None:
+        """Process queued calls until None arrives."""
+        loop: asyncio.AbstractEventLoop | None = None
+        while (work := self._queue.get()) is not None:
+            call, function = work
+            try:
+                result = function()
+                if inspect.isawaitable(result):
+                    loop = loop or asyncio.new_event_loop()
+                    result = loop.run_until_complete(_await_value(result))
+                error = None
+            except BaseException as raised:  # boundary: the user's code, SystemExit included
+                result, error = None, raised
+            if self.remaining_seconds is not None:
+                self.remaining_seconds -= time.monotonic() - call.start_time
+            if error is None:
+                call.future.set_result(result)
+            else:
+                call.future.set_exception(error)
+        if loop is not None:
+            loop.close()
+
+
+class EventLoopThread:
+    """Run calls on an event loop in a separate thread, each within `seconds`."""
+
+    def __init__(self, name: str, seconds: float | None = None):
+        self.name, self.seconds = name, seconds
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def _run(self) -> None:
+        """Run the loop until it is stopped."""
+        self.loop.run_forever()
+        self.loop.close()
+
+    def submit(
+        self, function: Callable[[], Any], convert: Callable[[Any], Any] | None = None
+    ) -> EnvCall:
+        """Start a call in the loop, and await its result if it is awaitable."""
+        task = asyncio.run_coroutine_threadsafe(_call_and_await(function), self.loop)
+        return EnvCall(task, self.name, self.seconds, self.seconds, task.cancel, convert)
+
+    def run(self, awaitable: Any) -> Any:
+        """Await an awaitable of another thread in the loop, and return its result."""
+        return asyncio.run_coroutine_threadsafe(_await_value(awaitable), self.loop).result()
+
+    def close(self) -> None:
+        """Stop the loop."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+async def _await_value(value: Any) -> Any:
+    """Return a value, awaited if it is awaitable, as the coroutine that an event loop requires."""
+    return await value if inspect.isawaitable(value) else value
+
+
+async def _call_and_await(function: Callable[[], Any]) -> Any:
+    """Call the function and await its result if it is awaitable."""
+    try:
+        return await _await_value(function())
+    except SystemExit as error:  # would end the loop, and the other episodes on it
+        raise RuntimeError(f"SystemExit: {error}") from error
 
 
 class EnvExecutor:
-    """Run at most `limit` calls at the same time, each in a daemon thread. Awaitables all run on a
-    single event loop.
-
-    A call that exceeds its timeout fails with EpisodeFailed and its thread is abandoned: a new
-    thread replaces it, and no code joins the abandoned thread, not even at the end of the process.
-    """
+    """Wait for the pending results of episodes. At most `limit` should be pending at once."""
 
     def __init__(self, limit: int):
         self.limit = limit
         self._condition = threading.Condition()
-        self._queue: deque[_EnvCall] = deque()
-        self._calls: dict[EpisodeKey, _EnvCall] = {}
-        self._threads = self._idle = 0
-        self._woken = self._closed = False
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pending: dict[EpisodeKey, PendingResult] = {}
+        self._finished: set[EpisodeKey] = set()
+        self._woken = False
+        self._loop: EventLoopThread | None = None
 
     @property
     def free_slots(self) -> int:
-        """Return the number of further calls that may start."""
+        """Return the number of further results that may be pending."""
         with self._condition:
-            return self.limit - sum(not wait.done for wait in self._calls.values())
+            return self.limit - len(self._pending) + len(self._finished)
 
     def __len__(self) -> int:
-        return len(self._calls)
+        return len(self._pending)
 
     def keys(self) -> set[EpisodeKey]:
-        """Return the keys of all calls."""
-        with self._condition:
-            return set(self._calls)
+        """Return the keys of all pending and finished results."""
+        return set(self._pending)
 
-    def submit(
-        self, key: EpisodeKey, function: Callable[[], Any], timeout: float | None = None
-    ) -> None:
-        """Queue the call `function` under `key`, with a timeout of `timeout`."""
-        wait = _EnvCall(key, function, timeout)
+    def watch(self, key: EpisodeKey, pending: PendingResult) -> None:
+        """Wait for a pending result under `key`."""
+        self._pending[key] = pending
+        pending.add_done_callback(lambda _: self._mark_finished(key, pending))
+
+    def _mark_finished(self, key: EpisodeKey, pending: PendingResult) -> None:
+        """Wake `wait` for a finished result, unless it was discarded."""
         with self._condition:
-            self._calls[key] = wait
-            self._queue.append(wait)
-            self._start_threads()
-            self._condition.notify_all()
+            if self._pending.get(key) is pending:
+                self._finished.add(key)
+                self._condition.notify_all()
 
     def finished_keys(self) -> list[EpisodeKey]:
-        """Return the keys of the finished calls, in order."""
+        """Return the keys of the results that are finished or have passed their deadline, in
+        order.
+        """
+        now = time.monotonic()
         with self._condition:
-            self._fail_late_calls()
-            return sorted(key for key, wait in self._calls.items() if wait.done)
+            late = {
+                key
+                for key, pending in self._pending.items()
+                if pending.deadline is not None and pending.deadline <= now
+            }
+            return sorted(self._finished | late)
 
     def wait(self, keys: set[EpisodeKey] | None = None) -> None:
-        """Wait until a call is finished (with `keys`: until all of these are finished), or until
+        """Wait until a result is finished (with `keys`: until all of these are), or until
         `wake`.
         """
         with self._condition:
             while True:
-                self._fail_late_calls()
-                done = {key for key, wait in self._calls.items() if wait.done}
+                done = set(self.finished_keys())
                 if self._woken or (done if keys is None else keys <= done):
                     self._woken = False
                     return
-                now, times = (
-                    time.monotonic(),
-                    [
-                        w.start_time + w.timeout
-                        for w in self._calls.values()
-                        if w.start_time and w.timeout and not w.done
-                    ],
+                deadlines = [
+                    pending.deadline
+                    for key, pending in self._pending.items()
+                    if key not in done and pending.deadline is not None
+                ]
+                self._condition.wait(
+                    max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
                 )
-                self._condition.wait(min(times) - now + 1e-3 if times else None)
 
     def wake(self) -> None:
         """Wake `wait` because of another event."""
@@ -116,98 +259,24 @@ class EnvExecutor:
             self._condition.notify_all()
 
     def take_result(self, key: EpisodeKey) -> Any:
-        """Remove a finished call and return its result. Raises the exception that the call
-        raised.
-        """
-        with self._condition:
-            wait = self._calls.pop(key)
-        if wait.error is not None:
-            raise wait.error
-        return wait.result
+        """Remove a finished result and return it. Raises the exception that the call raised."""
+        pending = self._pending[key]
+        self.discard(key)
+        return pending.result()
 
     def discard(self, key: EpisodeKey) -> None:
-        """Discard a call, whether finished or not."""
+        """Discard a result, whether finished or not."""
         with self._condition:
-            wait = self._calls.pop(key, None)
-            if wait is not None and wait in self._queue:
-                self._queue.remove(wait)
-            elif wait is not None and not wait.done:
-                self._threads -= 1  # its thread ends with the call; a new thread may replace it
-                self._start_threads()
-            self._condition.notify_all()
+            self._pending.pop(key, None)
+            self._finished.discard(key)
+
+    def run_awaitable(self, awaitable: Any) -> Any:
+        """Await an awaitable on the event loop of all episodes, and return its result."""
+        with self._condition:
+            self._loop = self._loop or EventLoopThread("environments")
+        return self._loop.run(awaitable)
 
     def close(self) -> None:
-        """Stop the idle threads and the event loop."""
-        with self._condition:
-            self._closed = True
-            self._condition.notify_all()
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._loop.stop)
-
-    def _fail_late_calls(self) -> None:
-        """Fail the calls that have exceeded their timeout."""
-        now = time.monotonic()
-        for wait in self._calls.values():
-            if wait.is_late(now):
-                wait.done, wait.error = (
-                    True,
-                    EpisodeFailed(
-                        f"the environment did not answer within its timeout of {wait.timeout:g} s"
-                    ),
-                )
-                self._threads -= 1
-        self._start_threads()
-
-    def _start_threads(self) -> None:
-        """Start a thread for each queued call that no idle thread can take, up to `limit`
-        threads.
-        """
-        while len(self._queue) > self._idle and self._threads < self.limit:
-            self._threads += 1
-            self._idle += 1
-            threading.Thread(target=self._run, name=f"waits-{self._threads}", daemon=True).start()
-
-    def _run(self) -> None:
-        """Run queued calls in a thread until `close`."""
-        while True:  # the thread counts as idle when it starts and after each call
-            with self._condition:
-                while not self._queue and not self._closed:
-                    self._condition.wait()
-                self._idle -= 1
-                if self._closed:
-                    return
-                wait = self._queue.popleft()
-                wait.start_time = time.monotonic()
-                self._condition.notify_all()
-            result, error = None, None
-            try:
-                result = wait.function()
-                if inspect.isawaitable(result):
-                    result = asyncio.run_coroutine_threadsafe(
-                        _await(result), self._event_loop()
-                    ).result()
-            except (
-                BaseException
-            ) as exception:  # boundary: user code; `take_result` raises the exception
-                error = exception
-            with self._condition:
-                if wait.done or self._calls.get(wait.key) is not wait:
-                    return  # abandoned: another thread has replaced this thread
-                wait.result, wait.error, wait.done = result, error, True
-                self._idle += 1
-                self._condition.notify_all()
-
-    def _event_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the event loop for awaitables; start it on the first call."""
-        with self._condition:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(
-                    target=self._loop.run_forever, name="waits-loop", daemon=True
-                ).start()
-            return self._loop
-
-
-async def _await(awaitable: Any) -> Any:
-    """Await an awaitable as a coroutine."""
-    return await awaitable
+        """Stop the event loop, if any."""
+        if self._loop is not None:
+            self._loop.close()

@@ -41,6 +41,13 @@ class EpisodeState:
         """Return the player of the next turn: None for the policy."""
         return self.env.players[self.env.seat]
 
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the episode has failed or its last turn ended it."""
+        return self.error is not None or bool(
+            self.transitions and self.transitions[-1].episode_done
+        )
+
     def last_turn_of(self, seat: int) -> Transition | None:
         """Return the last turn of a seat; None if the seat has not acted."""
         return next((turn for turn in reversed(self.transitions) if turn.seat == seat), None)

@@ -4,20 +4,22 @@ is ready, while other episodes decode.
 A tick takes the environment results that have arrived since the last tick, requests the turns that
 follow, and lets the sampler take some steps. An `EventLog` decides which results had arrived; the
 rest of the tick follows from that decision. The sampled tokens do not depend on the decisions: the
-random stream of a sample is a function of (seed, turn, problem, member, position), the same as in
-lockstep rollouts (rl.rollout.lockstep).
+random stream of a sample is a function of (seed, turn, problem, member, position). In lockstep, the
+sampler waits until every environment has answered, so that each turn is a single batch.
 """
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rl.rewards import PendingScore
-from rl.rollout.env_executor import EnvExecutor, EpisodeKey
+from rl.rollout.env_executor import EnvExecutor, EnvThread, EpisodeKey
 from rl.rollout.episode_state import (
     EpisodeState,
     build_groups,
@@ -28,8 +30,7 @@ from rl.rollout.episode_state import (
     record_step,
 )
 from rl.rollout.event_log import EventLog, TickEvents
-from rl.rollout.lockstep import RolloutBatch
-from rl.rollout.rollout_types import Env, EnvGroupBuilder, EpisodeFailed, StepResult
+from rl.rollout.rollout_types import EnvGroupBuilder, EpisodeFailed, RolloutBatch, StepResult
 from rl.seed import derive_seed
 from rl.types import SampledSequence, SamplingParams
 
@@ -97,7 +98,8 @@ class RolloutEngine:
     `completed_groups()` lists the required groups, then take them with `take_rollouts`.
 
     `player_streams`: by player, None for the policy. `env_timeout`: timeout of an environment that
-    blocks (other environments have their specific timeouts). The thread that calls `tick` also
+    blocks (other environments have their specific timeouts). `lockstep`: an episode continues when
+    all have answered, so that each turn is a single batch. The thread that calls `tick` also
     calls the environments, except environments that block (`Env.blocks`): a thread of the executor
     calls these.
     """
@@ -112,6 +114,7 @@ class RolloutEngine:
         steps: int = 16,
         env_timeout: float | None = None,
         max_turns: int | None = None,
+        lockstep: bool = False,
     ):
         self.player_streams, self.params, self.executor, self.event_log = (
             player_streams,
@@ -120,6 +123,8 @@ class RolloutEngine:
             event_log,
         )
         self.steps, self.env_timeout, self.max_turns = steps, env_timeout, max_turns
+        self.lockstep = lockstep
+        self._ready: list[EpisodeState] = []  # episodes whose next action is not requested yet
         self.groups: dict[int, GroupState] = {}
         # whether an update is running or its weights are in transit
         self.is_updating: Callable[[], bool] = lambda: False
@@ -136,8 +141,10 @@ class RolloutEngine:
             tuple[str | None, int], EpisodeState
         ] = {}  # episodes with a sample in progress, by player and ticket
         # environment calls that are due; action None: the first observation
-        self._due_calls: deque[tuple[EpisodeState, SampledSequence | None]] = deque()
-        self._running_calls: dict[EpisodeKey, tuple[EpisodeState, SampledSequence | None, int]] = {}
+        self.due_calls: deque[tuple[EpisodeState, SampledSequence | None]] = deque()
+        self._running_calls: dict[
+            EpisodeKey, tuple[EpisodeState, SampledSequence | None, int, Any]
+        ] = {}
 
     # --------------------------------------------------------------------------------------- groups
 
@@ -161,7 +168,7 @@ class RolloutEngine:
             )
         group.running_episodes = len(group.episodes)
         self.groups[number] = group
-        self._due_calls.extend((episode, None) for episode in group.episodes)
+        self.due_calls.extend((episode, None) for episode in group.episodes)
         return group
 
     def completed_groups(self) -> list[int]:
@@ -200,14 +207,13 @@ class RolloutEngine:
             if episode.group == number:
                 self.player_streams[player].stream.drop(ticket)
                 del self._sampling[player, ticket]
-        self._due_calls = deque(
-            (episode, action) for episode, action in self._due_calls if episode.group != number
-        )
+        self.due_calls = deque(call for call in self.due_calls if call[0].group != number)
+        self._ready = [episode for episode in self._ready if episode.group != number]
         for episode in group.episodes:
             self.executor.discard((number, episode.index))
             self._running_calls.pop((number, episode.index), None)
             lost += sum(len(turn.ac.tokens) for turn in episode.transitions)
-            if not self._has_ended(episode):
+            if not episode.has_ended:
                 episode.env.close()
                 for player_stream in self.player_streams.values():
                     player_stream.stream.end_conversation(_conversation_id(episode))
@@ -229,6 +235,8 @@ class RolloutEngine:
         """
         self._call_environments()
         start = time.perf_counter()
+        if self.lockstep and self._running_calls:
+            self.executor.wait(set(self._running_calls))
         awaited = len(self.executor) > 0 or self.is_updating()
         blocked = awaited and not any(
             player_stream.stream.busy for player_stream in self.player_streams.values()
@@ -257,7 +265,7 @@ class RolloutEngine:
         for ticket, response in response_batch.finished.items():
             if isinstance(response, Exception):
                 raise response
-            self._due_calls.append((self._sampling.pop((player, ticket)), response.sequences[0]))
+            self.due_calls.append((self._sampling.pop((player, ticket)), response.sequences[0]))
         if player is None:
             for name, count in response_batch.counters.items():
                 before = self.counters.get(name, 0)
@@ -268,25 +276,42 @@ class RolloutEngine:
     def _call_environments(self) -> None:
         """Call due environments, as many as may wait at the same time. An environment that returns
         immediately continues immediately.
+
+        A reward of many answers starts when the first is waited for, so all environments step
+        before the executor waits.
         """
-        while self._due_calls and self.executor.free_slots > 0:
-            episode, action = self._due_calls.popleft()
-            env, seat = episode.env, episode.env.seat
-            key = (episode.group, episode.index)
-            if env.blocks:
-                self._running_calls[key] = (episode, action, seat)
-                self.executor.submit(
-                    key,
-                    lambda env=env, action=action: _run_blocking_turn(env, action),  # type: ignore[misc]
-                    self.env_timeout,
+        pending: dict[EpisodeKey, Any] = {}
+        while self.due_calls and (
+            self.executor.free_slots > len(pending)
+            or (self.lockstep and not self.due_calls[0][0].env.blocks)
+        ):
+            episode, action = self.due_calls.popleft()
+            env, seat, key = episode.env, episode.env.seat, (episode.group, episode.index)
+            turn = env.initial_observation if action is None else partial(env.step, action)
+            reply: Any = partial(_run_turn, turn, self.executor) if env.blocks else turn()
+            if isinstance(reply, tuple) or (
+                isinstance(reply, StepResult) and not _has_pending_reward(reply)
+            ):
+                self._record_result(episode, action, seat, reply)
+                continue
+            self._running_calls[key] = (episode, action, seat, reply)
+            pending[key] = reply
+        for key, reply in pending.items():
+            if isinstance(reply, StepResult):
+                reply = reply.reward
+            elif not hasattr(reply, "add_done_callback"):
+                name = self._describe_episode(key)
+                thread = EnvThread(self.env_timeout if callable(reply) else None, name)
+                reply = thread.submit(
+                    reply if callable(reply) else partial(_wait_for_result, reply)
                 )
-                continue
-            promise: Any = env.initial_observation() if action is None else env.step(action)
-            if not hasattr(promise, "result") and not _has_pending_reward(promise):
-                self._record_result(episode, action, seat, promise)
-                continue
-            self._running_calls[key] = (episode, action, seat)
-            self.executor.submit(key, lambda promise=promise: _wait_for_result(promise))  # type: ignore[misc]
+                thread.finish()
+            self.executor.watch(key, reply)
+        if self.lockstep and (self.due_calls or self._running_calls):
+            return
+        ready, self._ready = self._ready, []
+        for episode in sorted(ready, key=lambda e: (e.group, e.index)) if self.lockstep else ready:
+            self.request_action(episode)
 
     def _receive_result(
         self, key: EpisodeKey, recorded_error: str | None, failed: dict[EpisodeKey, str]
@@ -294,19 +319,22 @@ class RolloutEngine:
         """Process an environment result. `recorded_error`: in a replay, the error message of an
         environment that failed in the recorded run.
         """
-        episode, action, seat = self._running_calls.pop(key)
+        episode, action, seat, reply = self._running_calls.pop(key)
         try:
             if recorded_error is not None:
                 self.executor.discard(key)
                 raise EpisodeFailed(recorded_error)
-            reply = self.executor.take_result(key)
-            answer = reply.result() if hasattr(reply, "wait") else reply
+            result = self.executor.take_result(key)
         except EpisodeFailed as error:
             episode.error = failed[key] = str(error)
             episode.env.left_out = True
             self.finish_episode(episode)
             return
-        self._record_result(episode, action, seat, answer)
+        if isinstance(result, BaseException):
+            raise result
+        self._record_result(
+            episode, action, seat, reply if isinstance(reply, StepResult) else result
+        )
 
     def _record_result(
         self, episode: EpisodeState, action: SampledSequence | None, seat: int, result: Any
@@ -316,24 +344,18 @@ class RolloutEngine:
             episode.observation, episode.stop = result
         else:
             record_step(episode, action, seat, result)
-        group = self.groups[episode.group]
-        done = episode.error is not None or (
-            episode.transitions and episode.transitions[-1].episode_done
-        )
-        goes_on = not done and check_player(episode, group.builder, self.player_streams)
+        builder, key = self.groups[episode.group].builder, (episode.group, episode.index)
+        goes_on = not episode.has_ended and check_player(episode, builder, self.player_streams)
         if not goes_on or not check_context(
-            episode, group.builder, self.params, self.player_streams[episode.player].max_context
+            episode, builder, self.params, self.player_streams[episode.player].max_context
         ):
             self.finish_episode(episode)
-            return
-        key = (episode.group, episode.index)
-        if script := self.recorded_actions.get(key):
-            self._due_calls.append((episode, script.pop(0)))
-            return
-        if self.replayed_episodes is not None:
+        elif script := self.recorded_actions.get(key):
+            self.due_calls.append((episode, script.pop(0)))
+        elif self.replayed_episodes is not None:
             self.replayed_episodes[key] = episode
-            return
-        self.request_action(episode)
+        else:
+            self._ready.append(episode)
 
     def request_action(
         self, episode: EpisodeState, partial_action: SampledSequence | None = None
@@ -364,21 +386,9 @@ class RolloutEngine:
         )
         self._sampling[player, self.player_streams[player].stream.add(request)] = episode
 
-    def queue_environment_call(self, episode: EpisodeState, action: SampledSequence | None) -> None:
-        """Queue a call of the episode's environment with an action (None: the first
-        observation).
-        """
-        self._due_calls.append((episode, action))
-
-    def cancel_environment_call(self, episode: EpisodeState) -> None:
-        """Remove the episode's environment from the queue."""
-        self._due_calls = deque(
-            (other, action) for other, action in self._due_calls if other is not episode
-        )
-
     def replay_actions(self) -> None:
         """Replay the recorded actions to every environment, and wait for the results."""
-        while self._due_calls or self._running_calls:
+        while self.due_calls or self._running_calls:
             self._call_environments()
             if self._running_calls:
                 self.executor.wait()
@@ -393,12 +403,10 @@ class RolloutEngine:
         self.recorded_actions.pop((episode.group, episode.index), None)
         self.groups[episode.group].running_episodes -= 1
 
-    @staticmethod
-    def _has_ended(episode: EpisodeState) -> bool:
-        """Return whether the episode has failed or its last turn ended it."""
-        return episode.error is not None or bool(
-            episode.transitions and episode.transitions[-1].episode_done
-        )
+    def _describe_episode(self, key: EpisodeKey) -> str:
+        """Return the name of an episode in errors."""
+        builder = self.groups[key[0]].builder
+        return f"the environment {builder.tag}, episode {key[1]} of row {builder.problem_index},"
 
 
 def _conversation_id(episode: EpisodeState) -> str:
@@ -415,29 +423,24 @@ def _has_pending_reward(result: Any) -> bool:
     )
 
 
-def _wait_for_result(promise: Any) -> Any:
-    """Wait for a promise and for the reward in its result. A promise with `wait` is returned as it
-    is: the caller that takes it reads its result.
+def _wait_for_result(reply: Any) -> Any:
+    """Wait for a promise, if it is one, and for the reward in its result."""
+    result = reply.result() if hasattr(reply, "result") else reply
+    if _has_pending_reward(result):
+        result.reward.result()
+    return result
+
+
+def _run_turn(turn: Callable[[], Any], executor: EnvExecutor) -> Any:
+    """Run a turn of an environment that blocks, from the action to the reward. Return the exception
+    of an environment that raises, which ends the rollout.
     """
-    if hasattr(promise, "wait"):
-        promise.wait()
-        return promise
-    reply = promise.result() if hasattr(promise, "result") else promise
-    if _has_pending_reward(reply):
-        reply.reward.result()
-    return reply
-
-
-def _run_blocking_turn(env: Env, action: SampledSequence | None) -> Any:
-    """Run a turn of an environment that blocks, from the action to the reward. Return a coroutine
-    if the environment returns an awaitable.
-    """
-    reply: Any = env.initial_observation() if action is None else env.step(action)
-    if hasattr(reply, "__await__"):
-        return _await_result(reply)
-    return _wait_for_result(reply)
-
-
-async def _await_result(awaitable: Any) -> Any:
-    """Await the environment's result, then wait for its reward."""
-    return _wait_for_result(await awaitable)
+    try:
+        reply = turn()
+        if inspect.isawaitable(reply):
+            reply = executor.run_awaitable(reply)
+        return _wait_for_result(reply)
+    except EpisodeFailed:
+        raise
+    except BaseException as error:  # boundary: the thread of the rollout raises it
+        return error

@@ -9,8 +9,7 @@ from typing import Any
 
 from rl.images import to_data_url
 from rl.renderers import Renderer
-from rl.rollout.lockstep import RolloutBatch
-from rl.rollout.rollout_types import Trajectory
+from rl.rollout.rollout_types import RolloutBatch, Trajectory
 from rl.types import SampledSequence, experts_as_text
 
 

@@ -109,6 +109,41 @@ class TrajectoryGroup:
         ]
 
 
+@dataclass(slots=True)
+class RolloutBatch:
+    """Hold groups without their failed members, and statistics of the rollout.
+
+    `errors`: a message for each sample whose environment or reward failed. `counters`: the
+    engine's. `sample_seconds`, `score_seconds`: seconds of sampling and of scoring.
+    """
+
+    groups: list[TrajectoryGroup]
+    errors: list[str]
+    counters: dict[str, int]
+    sample_seconds: float
+    score_seconds: float
+    # groups that were sampled but are not trained on (dynamic sampling)
+    untrained_groups: list[TrajectoryGroup] = field(default_factory=list)
+
+    @property
+    def all_groups(self) -> list[TrajectoryGroup]:
+        """Return all sampled groups, which the metrics describe."""
+        return [*self.groups, *self.untrained_groups]
+
+    def merge(self, other: RolloutBatch) -> RolloutBatch:
+        """Return these rollouts together with `other`, which were sampled later."""
+        return RolloutBatch(
+            [*self.groups, *other.groups],
+            [*self.errors, *other.errors],
+            {
+                name: self.counters.get(name, 0) + other.counters.get(name, 0)
+                for name in {**self.counters, **other.counters}
+            },
+            self.sample_seconds + other.sample_seconds,
+            self.score_seconds + other.score_seconds,
+        )
+
+
 class Env(abc.ABC):
     """Run a single episode; an environment is used once and never reset.
 
@@ -192,3 +227,8 @@ class EnvGroupBuilder(abc.ABC):
 def has_signal(rewards_G: Sequence[float]) -> bool:
     """Return whether the rewards of a group differ: exact inequality, over the whole group."""
     return any(r != rewards_G[0] for r in rewards_G[1:])
+
+
+def is_mixed(group: TrajectoryGroup) -> bool:
+    """Return whether the group's members earned different rewards."""
+    return has_signal(group.get_total_rewards())

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rl.envs import Environment, EpisodeLimits, EpisodeThread, grade_answer, last_user_text
+from rl.envs import Environment, EpisodeLimits, grade_answer, last_user_text
 from rl.errors import UserError
 from rl.jsonl import replace_nonfinite
 from rl.renderers import Renderer
 from rl.rewards import build_worker_environment, resolve_reward
-from rl.rollout import Env, EnvGroupBuilder, EpisodeFailed, StepResult
+from rl.rollout import Env, EnvGroupBuilder, EnvThread, EpisodeFailed, StepResult
 from rl.sanitize import sanitize_text
 from rl.seed import derive_seed
 from rl.serve.program_rollout import (
@@ -295,14 +295,14 @@ class ProgramEnv(Env):
         last_answer = (
             self.last_request.logs.get("answer_text", "") if self.last_request is not None else ""
         )
-        thread = EpisodeThread(self.group.limits.seconds, f"{self.name}, its grader,")
+        thread = EnvThread(self.group.limits.seconds, f"the environment {self.name}, its grader,")
         question = (
             last_user_text(self.group.problem.messages) if self.group.problem.messages else ""
         )
         reward, graded_metrics = thread.submit(
             lambda: grade_answer(grader, question, last_answer, self.group.row)
         ).result()
-        thread.finish(lambda: None)
+        thread.finish()
         posted_metrics = {} if posted is None else {"posted": posted}
         return reward, {**graded_metrics, **posted_metrics, **metrics}
 

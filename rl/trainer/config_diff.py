@@ -29,7 +29,8 @@ from rl.lr_schedule import compute_lr_factor
 CHANGEABLE_OPTIONS = ("resume", "auto_resume", "overwrite", "output_dir", "quiet", "tracker",
                 "tracker_project", "wandb_project", "timeout", "stop_grace", "reward_env",
                 "self_test", "reward_check", "profile", "replay", "plan", "plan_gpus",
-                "plan_gpu_memory", "plan_zero", "plan_prompt_tokens", "change", "trust_run")  # fmt: skip
+                "plan_gpu_memory", "plan_zero", "plan_prompt_tokens", "change",
+                "trust_run")  # fmt: skip
 # Settings of a stage for micro-batching, memory, evaluation, checkpoints and timeouts. No gradient
 # and no sample depends on them (except for rounding).
 CHANGEABLE_SETTINGS = (

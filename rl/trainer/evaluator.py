@@ -9,7 +9,7 @@ from itertools import chain
 
 from rl.algorithms import RowEvaluator
 from rl.client import SamplingClient
-from rl.rollout import RolloutBatch, build_rollout_rows, compute_group_metrics, rollout
+from rl.rollout import RolloutBatch, build_rollout_rows, compute_group_metrics
 from rl.seed import derive_seed
 from rl.trainer.held_out_metrics import HeldOutMetrics
 from rl.trainer.stage_context import StageContext
@@ -26,6 +26,7 @@ class Evaluator:
         self.held_out = HeldOutMetrics()
         # the answers of the current evaluation, and whether they are greedy
         self._answers: list[tuple[RolloutBatch, bool]] = []
+        self._time = "before"  # of the evaluation: before the first batch, or after a batch
 
     @property
     def samples_held_out(self) -> bool:
@@ -61,6 +62,7 @@ class Evaluator:
 
     def evaluate_before_training(self, sampler: SamplingClient | None) -> dict[str, float]:
         """Return the held-out metrics before the first step."""
+        self._time = "before"
         metrics = self.evaluate_rows()
         if sampler is not None:
             metrics |= {**self.evaluate_sampled(sampler), **self.evaluate_greedy(sampler)}
@@ -74,6 +76,7 @@ class Evaluator:
         """
         if not self.is_due(batch):
             return {}
+        self._time = "after"
         metrics = self.evaluate_rows()
         if sampler is not None:
             metrics |= self.evaluate_sampled(sampler)
@@ -104,13 +107,8 @@ class Evaluator:
         if context.test_problems is None or not self.samples_held_out:
             return {}
         start = time.perf_counter()
-        builders = self.samples.build_groups(list(context.test_problems), 1)
-        seed, players = derive_seed(context.seed, "test"), self.samples.load_held_out_players()
-        result = rollout(builders, sampler, context.eval_params, seed=seed, players=players)
-        result = self.samples.add_judgements(result, ungrouped=True)
-        self._reset_reward_timers()
+        result = self._sample(sampler, derive_seed(context.seed, "test"), greedy=False)
         self.samples.check_rollouts(result, sampler.version)
-        self._answers.append((result, False))
         metrics = compute_group_metrics(result.groups, "test/env")
         metrics["time/test"] = time.perf_counter() - start
         accuracy, held_out = self._headline(metrics, "test/env/all"), self.held_out
@@ -130,15 +128,7 @@ class Evaluator:
             return {}
         if not context.settings.sampling.eval_greedy or context.eval_params.temperature == 0:
             return {}
-        builders = self.samples.build_groups(list(context.test_problems), 1)
-        players, params = (
-            self.samples.load_held_out_players(),
-            replace(context.eval_params, temperature=0.0),
-        )
-        result = rollout(builders, sampler, params, seed=0, players=players)
-        result = self.samples.add_judgements(result, ungrouped=True)
-        self._reset_reward_timers()
-        self._answers.append((result, True))
+        result = self._sample(sampler, 0, greedy=True)
         metrics = {
             k: v
             for k, v in compute_group_metrics(result.groups, "test/greedy").items()
@@ -150,6 +140,24 @@ class Evaluator:
         )
         held_out.greedy_after = accuracy
         return metrics
+
+    def _sample(self, sampler: SamplingClient, seed: int, *, greedy: bool) -> RolloutBatch:
+        """Return a judged sample of each held-out problem, and keep it for `_write_answers`."""
+        context, samples = self.context, self.samples
+        assert context.test_problems is not None
+        params = context.eval_params
+        result = samples.sample_independently(
+            samples.build_groups(list(context.test_problems), 1),
+            sampler,
+            replace(params, temperature=0.0) if greedy else params,
+            seed,
+            samples.load_held_out_players(),
+            f"greedy {self._time}" if greedy else f"test {self._time}",
+        )
+        result = samples.add_judgements(result, ungrouped=True)
+        self._reset_reward_timers()
+        self._answers.append((result, greedy))
+        return result
 
     def _write_answers(self, done: int, metrics: dict[str, float]) -> None:
         """Write the answers of the evaluation after the stage's step `done`, unless the run stores

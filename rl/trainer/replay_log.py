@@ -6,6 +6,7 @@ The decisions are those of rl.rollout.EventLog.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,24 +42,32 @@ class ReplayLog:
                 row for row in read_jsonl(_find_log(replay)) if row["stage"] == stage
             ]
 
-    def create_event_log(self, tick: int = 0, *, whole_stage: bool = False) -> EventLog:
+    def create_event_log(
+        self, tick: int = 0, *, whole_stage: bool = False, part: str = ""
+    ) -> EventLog:
         """Return the event log of batch `self.batch` (ticks begin at 0), or of the `whole_stage`
         stage.
 
-        The first tick is `tick`. It replays recorded events if the run is a replay.
+        `part` names a further rollout of the batch. The first tick is `tick`. The log replays
+        recorded events if the run is a replay.
         """
+        write = partial(self._write, {"part": part} if part else {})
         if self._recorded_events is None:
-            return EventLog(self._write, tick)
+            return EventLog(write, tick)
         return ReplayedEventLog(
-            [row for row in self._recorded_events if whole_stage or row["batch"] == self.batch],
-            self._write,
+            [
+                row
+                for row in self._recorded_events
+                if row.get("part", "") == part and (whole_stage or row["batch"] == self.batch)
+            ],
+            write,
             tick,
         )
 
-    def _write(self, row: dict[str, Any]) -> None:
+    def _write(self, part: dict[str, str], row: dict[str, Any]) -> None:
         """Append an event to the log."""
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(format_json_line({"stage": self.stage, "batch": self.batch, **row}))
+            file.write(format_json_line({"stage": self.stage, "batch": self.batch, **part, **row}))
 
 
 def check_replay(run: RunConfig, warn: Callable[[str], None]) -> None:

@@ -67,8 +67,8 @@ _FIRST_SETTINGS = ("base_model", "dataset", "reward", "rewards", "environment")
 # Options of a launch, which change no result.
 _LAUNCH_OPTIONS = frozenset(
     "name output_dir resume auto_resume change overwrite tracker tracker_project wandb_project "
-    "quiet timeout stop_grace self_test reward_check profile replay plan plan_gpus plan_gpu_memory plan_zero "
-    "plan_prompt_tokens".split()
+    "quiet timeout stop_grace self_test reward_check profile replay plan plan_gpus "
+    "plan_gpu_memory plan_zero plan_prompt_tokens".split()
 )
 _VALUE_LIMIT = 2000  # characters of a setting
 _MAX_EVALUATIONS = 50  # evaluations by evaluate.py that the page shows, the newest

@@ -262,10 +262,10 @@ def format_script(name: str) -> str:
     script = SCRIPTS_FOLDER / f"{name}.py"
     if _is_own_script():
         if _is_console_command():
-            return f"whetstone {name}"
+            return f"whetstone {name.replace('_', '-')}"
         script = Path(sys.argv[0]).with_name(script.name)
     elif SCRIPTS_FOLDER != _ROOT:
-        return f"whetstone {name}"  # installed from a wheel
+        return f"whetstone {name.replace('_', '-')}"  # installed from a wheel
     elif script.parent == Path.cwd():
         script = Path(script.name)
     return f"python {shlex.quote(str(script))}"
@@ -366,10 +366,8 @@ def format_resume_command(folder: Path, trusted: bool = False) -> str:
 
 def format_check_command(folder: Path, trusted: bool = False) -> str:
     """Return the command that checks the rewards of the run in `folder`."""
-    script = _format_script("check_reward")
-    if script == "whetstone check_reward":
-        script = "whetstone check-reward"
-    return f"{script} {shlex.quote(str(folder))}{' --trust-run' if trusted else ''}"
+    trust = " --trust-run" if trusted else ""
+    return f"{format_script('check_reward')} {shlex.quote(str(folder))}{trust}"
 
 
 def _format_launch() -> str:

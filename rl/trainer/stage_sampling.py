@@ -5,8 +5,8 @@ from.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -16,22 +16,21 @@ from rl.errors import UserError
 from rl.judges import add_episode_rewards, apply_learned_rewards
 from rl.rollout import (
     ActionSampler,
-    EnvExecutor,
     EnvGroupBuilder,
     EventLog,
-    PlayerStream,
     RolloutBatch,
     RolloutEngine,
-    assign_random_streams,
-    continuous_rollout,
+    RolloutSchedule,
     is_mixed,
+    open_engine,
     rollout,
+    start_groups,
 )
 from rl.seed import derive_seed
 from rl.trainer.stage_context import StageContext
 from rl.trainer.stage_environment import build_episode_groups
 from rl.trainer.warn_once import WarnOnce
-from rl.types import Problem
+from rl.types import Problem, SamplingParams
 
 
 class AllRewardsFailed(UserError):
@@ -78,24 +77,45 @@ class StageSampler:
         return {} if self.context.opponents is None else self.context.opponents.held_out_players()
 
     def sample_batch(
-        self, builders: Sequence[EnvGroupBuilder], sampler: SamplingClient, batch: int, seed: int
+        self,
+        builders: Sequence[EnvGroupBuilder],
+        sampler: SamplingClient,
+        batch: int,
+        seed: int,
+        part: str = "",
     ) -> RolloutBatch:
-        """Run a batch to its end, with its episodes in lockstep or each by itself."""
+        """Run a batch, or a further `part` of it, to its end, with its episodes in lockstep or each
+        by itself.
+        """
         context, players = self.context, self.load_players(batch)
         if context.replay_log is None:
             return rollout(builders, sampler, context.sampling_params, seed=seed, players=players)
         context.replay_log.batch = batch
-        return continuous_rollout(
+        return self.sample_independently(
+            builders, sampler, context.sampling_params, seed, players, part
+        )
+
+    def sample_independently(
+        self,
+        builders: Sequence[EnvGroupBuilder],
+        sampler: SamplingClient,
+        params: SamplingParams,
+        seed: int,
+        players: Mapping[str, ActionSampler],
+        part: str = "",
+    ) -> RolloutBatch:
+        """Run episodes to their end, each by itself: no episode waits for a slow one. A run with
+        an event log records the events as this `part` of the batch.
+        """
+        replay_log = self.context.replay_log
+        return rollout(
             builders,
             sampler,
-            context.sampling_params,
+            params,
             seed=seed,
             players=players,
-            make_stream=SampleStream,
-            max_environments=context.flow.max_waiting,
-            steps=context.flow.slice_steps,
-            env_timeout=self.env_timeout,
-            event_log=context.replay_log.create_event_log(),
+            schedule=self.schedule,
+            event_log=None if replay_log is None else replay_log.create_event_log(part=part),
         )
 
     def sample_in_parts(
@@ -114,15 +134,13 @@ class StageSampler:
         context.replay_log.batch = batch
         samplers: dict[str | None, Any] = {None: sampler}
         samplers.update(self.load_players(batch).items())
-        streams = assign_random_streams([builder.problem_index for builder in builders])
         cuts = [
             round(i * len(builders) / context.flow.gradient_parts)
             for i in range(context.flow.gradient_parts + 1)
         ]
         parts: list[RolloutBatch] = []
         with self.start_engine(samplers, context.replay_log.create_event_log()) as flow:
-            for number, (builder, problem) in enumerate(zip(builders, streams, strict=True)):
-                flow.start_group(number, builder, seed=seed, problem=problem)
+            start_groups(flow, builders, seed)
             for low, high in zip(cuts[:-1], cuts[1:], strict=True):
                 while not set(range(low, high)) <= set(flow.completed_groups()):
                     flow.tick()
@@ -130,38 +148,24 @@ class StageSampler:
                 consume(parts[-1])
         return functools.reduce(RolloutBatch.merge, parts)
 
-    @contextmanager
     def start_engine(
         self, samplers: Mapping[str | None, Any], event_log: EventLog
-    ) -> Iterator[RolloutEngine]:
+    ) -> AbstractContextManager[RolloutEngine]:
         """Run episodes with separate sample streams, which close with the context."""
-        executor = EnvExecutor(self.context.flow.max_waiting)
-        with ExitStack() as stack:
-            stack.callback(executor.close)
-            player_streams = {
-                player: PlayerStream(
-                    stack.enter_context(SampleStream(player_sampler)),
-                    player_sampler.info["max_context"],
-                )
-                for player, player_sampler in samplers.items()
-            }
-            params, steps = self.context.sampling_params, self.context.flow.slice_steps
-            engine = RolloutEngine(
-                player_streams,
-                params,
-                executor,
-                event_log,
-                steps=steps,
-                env_timeout=self.env_timeout,
-            )
-            stack.callback(engine.close)
-            yield engine
+        return open_engine(samplers, self.context.sampling_params, self.schedule, event_log)
 
     @property
-    def env_timeout(self) -> float:
-        """Return the seconds that a blocking environment waits for an answer."""
-        env = getattr(self.context.settings, "env", None)
-        return float(env.episode_seconds) if env is not None else 600.0
+    def schedule(self) -> RolloutSchedule:
+        """Return the schedule of episodes that continue independently. A blocking environment has
+        the seconds of an episode for each turn.
+        """
+        flow, env = self.context.flow, getattr(self.context.settings, "env", None)
+        return RolloutSchedule(
+            make_stream=SampleStream,
+            steps=flow.slice_steps,
+            max_environments=flow.max_waiting,
+            env_timeout=float(env.episode_seconds) if env is not None else 600.0,
+        )
 
     def add_judgements(self, rollouts: RolloutBatch, *, ungrouped: bool = False) -> RolloutBatch:
         """Add the rewards of whole episodes (besides the environment's), and the judgement of a
@@ -197,13 +201,7 @@ class StageSampler:
             )
             seed = derive_seed(context.seed, "sample", batch, rounds)
             builders = self.build_groups(problems, context.method.group_size)
-            more = rollout(
-                builders,
-                sampler,
-                context.sampling_params,
-                seed=seed,
-                players=self.load_players(batch),
-            )
+            more = self.sample_batch(builders, sampler, batch, seed, f"extra {rounds}")
             more = self.add_judgements(more)
             rollouts = rollouts.merge(more)
         if not bound:

@@ -1,0 +1,226 @@
+"""Run groups of environments to their end, with episodes in lockstep or each by itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rl.rollout.env_executor import EnvExecutor
+from rl.rollout.event_log import EventLog
+from rl.rollout.rollout_engine import ActionStream, PlayerStream, RolloutEngine
+from rl.rollout.rollout_types import EnvGroupBuilder, RolloutBatch
+from rl.seed import derive_seed
+from rl.types import SampleResponse, SamplingParams
+
+if TYPE_CHECKING:
+    from rl.sampler import SamplingRequest
+
+
+class ActionSampler(Protocol):
+    """Sample actions: the part of SamplingClient that rollouts use."""
+
+    @property
+    def info(self) -> Mapping[str, Any]: ...
+
+    def sample_many(self, requests: Sequence[SamplingRequest], /) -> PendingSamples: ...
+
+
+class PendingSamples(Protocol):
+    """Represent samples in progress: a future of responses and the engine's counters."""
+
+    def result(self) -> tuple[list[SampleResponse], dict[str, int]]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSchedule:
+    """Schedule the episodes of a rollout.
+
+    make_stream       makes a stream of a sampler (rl.client.SampleStream): each episode continues
+                      as soon as its environment has answered. None: lockstep, all episodes take
+                      each turn together, in a single call of `sample_many`
+    steps             sampler steps between two checks for ready episodes
+    max_environments  environments and rewards that work at the same time
+    env_timeout       seconds of a turn of an environment that blocks (None: not limited)
+    """
+
+    make_stream: Callable[[Any], Any] | None = None
+    steps: int = 16
+    max_environments: int = 256
+    env_timeout: float | None = None
+
+
+LOCKSTEP = RolloutSchedule()
+
+
+def rollout(
+    builders: Sequence[EnvGroupBuilder],
+    sampler: ActionSampler,
+    params: SamplingParams,
+    *,
+    seed: int,
+    max_turns: int | None = None,
+    players: Mapping[str, ActionSampler] | None = None,
+    schedule: RolloutSchedule = LOCKSTEP,
+    event_log: EventLog | None = None,
+) -> RolloutBatch:
+    """Run the episodes of every group to their end. Return their trajectories and rewards, in the
+    order of `builders`.
+
+    The tokens do not depend on `schedule`; logprobs agree up to rounding, because the batches
+    differ. `event_log` decides which episodes were ready at which tick.
+
+    If the next observation of an episode leaves fewer than `params.max_tokens` tokens in the
+    model's context, the episode ends: it is truncated, the metrics of its last turn have
+    `context_overflow` 1, and it keeps the rewards earned so far. If the first observation leaves
+    too few, the episode is left out and `errors` has the reason. The same holds for the builder's
+    `max_tokens`. `max_turns` overrides the builders' `max_turns`.
+
+    `players`: samplers of seats that are not the policy's, by the names that environments use. If
+    several seats of an episode are the policy's, the trajectories of each seat form a separate
+    group, because they are not comparable across seats.
+
+    The random stream of a sample is a function of (seed, turn, problem, index in the group,
+    position) alone; a problem that occurs twice in the batch gets a second stream. Raises
+    ValueError for a group without members, RuntimeError if an episode exceeds the maximum number of
+    turns.
+    """
+    samplers: dict[str | None, ActionSampler] = {None: sampler}
+    samplers.update((players or {}).items())
+    with open_engine(samplers, params, schedule, event_log, max_turns=max_turns) as engine:
+        start_groups(engine, builders, seed)
+        while len(engine.completed_groups()) < len(builders):
+            engine.tick()
+        return engine.take_rollouts(range(len(builders)))
+
+
+@contextmanager
+def open_engine(
+    samplers: Mapping[str | None, Any],
+    params: SamplingParams,
+    schedule: RolloutSchedule,
+    event_log: EventLog | None = None,
+    *,
+    max_turns: int | None = None,
+) -> Iterator[RolloutEngine]:
+    """Yield an engine of these players' samplers. Its groups and streams close with the context."""
+    executor, lockstep = EnvExecutor(schedule.max_environments), schedule.make_stream is None
+    with ExitStack() as stack:
+        stack.callback(executor.close)
+        streams = {
+            player: PlayerStream(
+                BatchStream(sampler)
+                if schedule.make_stream is None
+                else stack.enter_context(schedule.make_stream(sampler)),
+                sampler.info["max_context"],
+            )
+            for player, sampler in samplers.items()
+        }
+        engine = RolloutEngine(
+            streams,
+            params,
+            executor,
+            event_log or EventLog(),
+            steps=schedule.steps,
+            env_timeout=schedule.env_timeout,
+            max_turns=max_turns,
+            lockstep=lockstep,
+        )
+        stack.callback(engine.close)
+        yield engine
+
+
+def start_groups(engine: RolloutEngine, builders: Sequence[EnvGroupBuilder], seed: int) -> None:
+    """Start the groups of a batch, numbered from 0."""
+    streams = assign_random_streams([builder.problem_index for builder in builders])
+    for number, (builder, problem) in enumerate(zip(builders, streams, strict=True)):
+        engine.start_group(number, builder, seed=seed, problem=problem)
+
+
+def assign_random_streams(problem_indices: Sequence[int]) -> list[int]:
+    """Return a random stream for each group: the problem's index, or for the k-th repetition of the
+    problem in the batch a number derived from both.
+    """
+    counts: Counter[int] = Counter()
+    streams = []
+    for index in problem_indices:
+        streams.append(index if counts[index] == 0 else derive_seed(index, counts[index]))
+        counts[index] += 1
+    return streams
+
+
+@dataclass
+class _FinishedBatch:
+    """Hold the responses of a batch by ticket, and the engine's counters."""
+
+    finished: dict[int, Any] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+class BatchStream(ActionStream):
+    """Sample all added requests to their end in a single call of `sample_many`.
+
+    Requests of adjacent members of a group with the same prompt share a request (a single prefill).
+    """
+
+    def __init__(self, sampler: ActionSampler):
+        self._sampler = sampler
+        self._requests: dict[int, SamplingRequest] = {}
+        self._next_ticket = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._requests)
+
+    def add(self, request: SamplingRequest) -> int:
+        self._next_ticket += 1
+        self._requests[self._next_ticket] = replace(request, conversation=None)
+        return self._next_ticket
+
+    def drop(self, ticket: int) -> None:
+        del self._requests[ticket]
+
+    def end_conversation(self, conversation: str) -> None:
+        """Do nothing: no cache outlives a call of `sample_many`."""
+
+    def recompute_cache(self) -> None:
+        """Do nothing: no cache outlives a call of `sample_many`."""
+
+    def switch_weights(self, client: ActionSampler, *, recompute: bool) -> None:
+        self._sampler = client
+
+    def unfinished(self) -> Mapping[int, SamplingRequest]:
+        return self._requests
+
+    def run_steps(self, steps: int) -> _FinishedBatch:
+        requests: list[SamplingRequest] = []
+        for request in self._requests.values():
+            if requests and _continues(requests[-1], request):
+                count = requests[-1].num_samples + 1
+                requests[-1] = replace(requests[-1], num_samples=count)
+            else:
+                requests.append(request)
+        responses, counters = self._sampler.sample_many(requests).result()
+        sequences = [sequence for response in responses for sequence in response.sequences]
+        tickets, self._requests = list(self._requests), {}
+        return _FinishedBatch(
+            {
+                ticket: SampleResponse(sequences=[sequence])
+                for ticket, sequence in zip(tickets, sequences, strict=True)
+            },
+            counters,
+        )
+
+
+def _continues(last: SamplingRequest, request: SamplingRequest) -> bool:
+    """Return whether a request is that of the next member of the same group, for the same
+    prompt.
+    """
+    return (
+        request.first_index == last.first_index + last.num_samples
+        and (request.problem, request.seed) == (last.problem, last.seed)
+        and request.params == last.params
+        and (request.prompt, request.prompt_key()) == (last.prompt, last.prompt_key())
+    )
