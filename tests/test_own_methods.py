@@ -46,8 +46,7 @@ class Whole:
         return datums
 
     def update(self, models, datums, progress):
-        s = self.settings
-        return train_single_pass(models, datums, loss="ppo", config={}, normalise="tokens", optim=s.optim, loop=s.loop, progress=progress, peak_learning_rate=1e-3)
+        return train_single_pass(models, datums, self.settings, progress, loss="ppo", config={})
 
     def state(self):
         return {}

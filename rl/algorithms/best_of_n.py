@@ -141,13 +141,10 @@ class BestOfN:
         metrics = train_single_pass(
             models,
             datums,
+            settings,
+            progress,
             loss="cross_entropy",
             config=config,
-            normalise="tokens",
-            optim=settings.optim,
-            loop=settings.loop,
-            progress=progress,
-            peak_learning_rate=settings.learning_rate,
             behavior_datums=self._behavior_datums,
         )
         self._behavior_datums = []

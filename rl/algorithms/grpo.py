@@ -21,8 +21,7 @@ from rl.algorithms.update import (
     add_loss_inputs,
     add_proximal_weight,
     apply_truncated_is,
-    correct_datums,
-    make_correction,
+    correct_by_settings,
     train_single_pass,
     weight_by_sequence,
 )
@@ -203,14 +202,11 @@ class GRPO:
         metrics = train_single_pass(
             models,
             datums,
+            settings,
+            progress,
             loss=pg.loss,
             config=self.loss_config(),
             normalise=pg.normalise,
-            optim=settings.optim,
-            loop=settings.loop,
-            progress=progress,
-            peak_learning_rate=settings.learning_rate,
-            max_tokens=settings.sampling.max_tokens,
         )
         if "optim/kl_ref_k3" in self._kl_metrics:
             self.kl.update(self._kl_metrics["optim/kl_ref_k3"])
@@ -226,19 +222,12 @@ class GRPO:
     ) -> tuple[Sequence[Datum], dict[str, float]]:
         """Return (datums as the loss expects them, metrics): corrected and weighted by sequence."""
         settings, pg = self.settings, self.settings.policy_gradient
-        before: dict[str, float] = {}
         if pg.truncated_is is not None:
             datums, before = apply_truncated_is(
                 models, datums, pg.truncated_is, settings.sampling.temperature
             )
-        elif (options := settings.correction).active:
-            datums, before = correct_datums(
-                models,
-                datums,
-                make_correction(options),
-                against_learner=options.against_learner,
-                temperature=settings.sampling.temperature,
-            )
+        else:
+            datums, before = correct_by_settings(models, datums, settings)
         if settings.interpolates_proximal:
             datums = add_proximal_weight(datums, models.policy.version)
         if pg.normalise == "sequence_means":

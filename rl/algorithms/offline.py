@@ -175,13 +175,10 @@ class Offline:
         metrics = train_single_pass(
             models,
             datums,
+            settings,
+            progress,
             loss="cross_entropy" if options.loss == "bc" else options.loss,
             config=self._config(),
-            normalise="tokens",
-            optim=settings.optim,
-            loop=settings.loop,
-            progress=progress,
-            peak_learning_rate=settings.learning_rate,
             rows=self._row_indices,
         )
         for name in ("optim/max_logprob_difference", "optim/entropy"):

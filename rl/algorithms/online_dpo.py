@@ -17,7 +17,7 @@ from rl.algorithms.method_interface import Models, Progress
 from rl.algorithms.method_spec import reads_no_answers
 from rl.algorithms.renamed_classes import make_getattr
 from rl.algorithms.reward_shaping import RewardShaper
-from rl.algorithms.update import add_loss_inputs, compare_sampler_and_learner
+from rl.algorithms.update import UpdateTotals, add_loss_inputs, compare_sampler_and_learner
 from rl.config import (
     DataSettings,
     EnvironmentSettings,
@@ -165,11 +165,11 @@ class OnlineDPO(dpo.DPO):
         params = super()._optimizer_params(progress)
         return params if self._has_pairs else replace(params, learning_rate=0.0)
 
-    def _extra_metrics(self, datums: Sequence[Datum], logprobs: Sequence[Any]) -> dict[str, float]:
+    def _extra_metrics(self, totals: UpdateTotals) -> dict[str, float]:
         """Compare sampler and learner on each answer once."""
         distinct = {
-            id(datum): (self._behavior_datums[id(datum)], logp)
-            for datum, logp in zip(datums, logprobs, strict=True)
+            id(datum): (self._behavior_datums[id(datum)], output["logprobs"].array)
+            for datum, output in zip(totals.first_datums, totals.first_outputs, strict=True)
         }
         return compare_sampler_and_learner(
             [full for full, _ in distinct.values()], [logp for _, logp in distinct.values()]

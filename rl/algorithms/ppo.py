@@ -10,7 +10,6 @@ head on the policy, or a separate critic.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,22 +18,22 @@ from rl.algorithms.advantages import compute_gae
 from rl.algorithms.episode_tokens import EpisodeTokens
 from rl.algorithms.kl_penalty import AdaptiveKL, compute_kl_metrics, compute_logprob_gaps
 from rl.algorithms.method_interface import ModelFactory, Models, Progress
-from rl.algorithms.metric_sums import MetricSums
 from rl.algorithms.ppo_settings import PpoSettings
 from rl.algorithms.renamed_classes import make_getattr
 from rl.algorithms.reward_shaping import RewardShaper
 from rl.algorithms.update import (
+    LossCall,
+    UpdateTotals,
     add_loss_inputs,
-    compare_sampler_and_learner,
     compute_divisor,
-    correct_datums,
+    correct_by_settings,
     make_adam_params,
-    make_correction,
+    run_updates,
 )
 from rl.judges import FrozenScorer, check_vocabulary, restore_full_input
 from rl.rollout import Trajectory, TrajectoryGroup, build_datums_with_turns, count_action_tokens
 from rl.seed import derive_seed
-from rl.types import AdamParams, Datum, ForwardBackwardOutput
+from rl.types import Datum
 
 
 def _make_adaptive_kl(settings: PpoSettings) -> AdaptiveKL:
@@ -169,83 +168,53 @@ class PPO:
         sampled. Then adapt kl_coef.
         """
         settings, options = self.settings, self.settings.ppo
-        params = make_adam_params(
-            settings.optim, settings.loop, progress.batch, settings.learning_rate
-        )
-        temperature = {"temperature": settings.sampling.temperature}
-        sums = MetricSums()
+        datums, before = correct_by_settings(models, datums, settings)
         drift: dict[str, float] = {}
-        before: dict[str, float] = {}
-        if (correction_settings := settings.correction).active:
-            datums, before = correct_datums(
-                models,
-                datums,
-                make_correction(correction_settings),
-                against_learner=correction_settings.against_learner,
-                temperature=settings.sampling.temperature,
+
+        def should_stop() -> bool:
+            after = models.policy.forward(
+                datums, "importance_sampling", {"temperature": settings.sampling.temperature}
+            ).result()
+            now_D = [output["logprobs"].array for output in after.loss_fn_outputs]
+            drift.update(
+                compute_kl_metrics(datums, compute_logprob_gaps(datums, now_D), "optim/approx_kl")
             )
-        for epoch in range(options.epochs):
-            for i, part in enumerate(
-                _split_minibatches(datums, settings.optim.num_substeps, progress, epoch)
-            ):
-                output = self._update_minibatch(models, part, params, sums)
-                if epoch == 0 and i == 0 and not before:
-                    sums.metrics |= compare_sampler_and_learner(
-                        part, [o["logprobs"].array for o in output.loss_fn_outputs]
-                    )
-            after = models.policy.forward(datums, "importance_sampling", temperature).result()
-            now_D = [o["logprobs"].array for o in after.loss_fn_outputs]
-            drift = compute_kl_metrics(
-                datums, compute_logprob_gaps(datums, now_D), "optim/approx_kl"
-            )
-            if not drift or (
+            # A correction may reject every action. Nothing remains to learn from.
+            return not drift or (
                 options.target_kl is not None and drift["optim/approx_kl_k3"] > options.target_kl
-            ):
-                # A correction may reject every action. Nothing remains to learn from.
-                break
+            )
+
+        totals = run_updates(
+            models,
+            (
+                _split_minibatches(datums, settings.optim.num_substeps, progress, epoch)
+                for epoch in range(options.epochs)
+            ),
+            lambda part: self._make_calls(models, part),
+            make_adam_params(settings, progress.batch),
+            should_stop,
+        )
         metrics = {
-            "optim/lr": params.learning_rate,
-            **sums.summarize(),
-            **before,
+            **summarize_epochs(totals, datums),
+            **(before or totals.compare_first()),
             **drift,
             **self._advantage_metrics,
             **self.shaper.metrics,
         }
-        metrics |= {"optim/epochs": epoch + 1, "optim/tokens": count_action_tokens(datums)}
         if "optim/kl_ref_k3" in metrics:
             self.kl.update(metrics["optim/kl_ref_k3"])
         return metrics
 
-    def _update_minibatch(
-        self, models: Models, part: Sequence[Datum], params: AdamParams, sums: MetricSums
-    ) -> ForwardBackwardOutput:
-        """Train on a minibatch: an optimizer step of the policy and, if it exists, of the critic;
-        at learning rate 0 if no action remains.
-        """
-        options, size, tokens = (
-            self.settings.ppo,
-            compute_divisor(part, "tokens"),
-            count_action_tokens(part),
-        )
-        if not tokens:
-            params = replace(params, learning_rate=0.0)
-            sums.metrics["optim/skipped_no_signal"] = (
-                sums.metrics.get("optim/skipped_no_signal", 0.0) + 1
-            )
-        forward = models.policy.forward_backward(part, "ppo", self._config(models), divisor=size)
-        update = models.policy.optim_step(params)
+    def _make_calls(self, models: Models, part: Sequence[Datum]) -> list[LossCall]:
+        """Return the calls of a minibatch: of the policy and, if it exists, of the critic."""
+        options, size = self.settings.ppo, compute_divisor(part, "tokens")
+        calls = [LossCall(part, "ppo", self._config(models), size)]
         if models.critic is not None:
             config = {} if options.value_clip is None else {"value_clip": options.value_clip}
             rate = options.critic_learning_rate
             ratio = 1.0 if rate is None else rate / self.settings.learning_rate
-            value = models.critic.forward_backward(part, "value", config, divisor=size)
-            step = models.critic.optim_step(
-                replace(params, learning_rate=params.learning_rate * ratio)
-            )
-            sums.add("critic_", value.result().metrics, step.result().metrics or {}, tokens)
-        output = forward.result()
-        sums.add("", output.metrics, update.result().metrics or {}, tokens)
-        return output
+            calls.append(LossCall(part, "value", config, size, "critic_", "critic", ratio))
+        return calls
 
     def _config(self, models: Models) -> dict[str, Any]:
         """Return the config of the policy's loss."""
@@ -277,6 +246,33 @@ def _make_datums(trajectory: Trajectory) -> tuple[list[Datum], list[list[int]]]:
     """Return the trajectory's datums and the turns of each, with placeholder advantages."""
     trajectory.advantage, trajectory.advantages_N = 0.0, None  # computed later
     return build_datums_with_turns(trajectory)
+
+
+def summarize_epochs(totals: UpdateTotals, datums: Sequence[Datum]) -> dict[str, float]:
+    """Return the metrics of all updates on `datums`: means over the tokens of every epoch."""
+    sums = {name.removeprefix("critic_"): value for name, value in totals.sums.items()}
+    sums["loss:sum"] = totals.sums["loss:sum"]  # the policy's
+    tokens = max(1, count_action_tokens(datums) * totals.epochs)
+    names = {
+        "loss": "loss",
+        "policy_loss": "policy_loss",
+        "value_loss": "value_loss",
+        "entropy": "policy_entropy",
+        "value_clipped": "value_clip_frac",
+    }
+    clipped = sums.get("clipped_low:sum", 0.0) + sums.get("clipped_high:sum", 0.0)
+    return {
+        **totals.summarize(),
+        **{
+            f"optim/{metric}": sums[f"{name}:sum"] / tokens
+            for name, metric in names.items()
+            if f"{name}:sum" in sums
+        },
+        "optim/clip_frac": clipped / max(1.0, sums.get("active_tokens:sum", 0.0)),
+        "optim/substeps": totals.steps,
+        "optim/epochs": totals.epochs,
+        "optim/tokens": count_action_tokens(datums),
+    }
 
 
 def _is_cut_off(trajectory: Trajectory) -> bool:

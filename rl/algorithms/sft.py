@@ -112,13 +112,10 @@ class SFT(RowEvaluator):
         return train_single_pass(
             models,
             datums,
+            settings,
+            progress,
             loss="cross_entropy",
             config={},
-            normalise="tokens",
-            optim=settings.optim,
-            loop=settings.loop,
-            progress=progress,
-            peak_learning_rate=settings.learning_rate,
         )
 
     def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
