@@ -24,7 +24,7 @@ from rl.algorithms.kl_penalty import (
 from rl.algorithms.method_interface import Models, Progress
 from rl.algorithms.ppo import PPO, summarize_epochs
 from rl.algorithms.ppo_settings import PpoOptions, PpoSettings
-from rl.algorithms.update import UpdateTotals
+from rl.algorithms.update import UpdateSums
 from rl.config.sections import (
     KlSettings,
     LoopSettings,
@@ -309,7 +309,7 @@ def test_credit_follows_the_turns_of_two_conversations(truncated):
 
 
 def test_a_minibatch_that_a_correction_leaves_empty_adds_nothing_to_the_means():
-    totals = UpdateTotals(AdamParams(learning_rate=1e-3))
+    totals = UpdateSums(AdamParams(learning_rate=1e-3))
     for loss in (6.0, 0.0):
         totals.add_sums({"loss:sum": loss, "policy_loss:sum": loss})
     totals.epochs = 1

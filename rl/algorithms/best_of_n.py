@@ -9,12 +9,12 @@ temperature, so that the distribution that samples is fitted to them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 from rl.algorithms.method_interface import Models, Progress
-from rl.algorithms.reward_shaping import RewardShaper
+from rl.algorithms.online_method import OnlineMethod
 from rl.algorithms.update import train_single_pass
 from rl.config import (
     DataSettings,
@@ -89,15 +89,15 @@ def select_best(rewards_G: Sequence[float], config: SelectionSettings) -> list[i
     return [i for i in best if config.min_reward is None or rewards_G[i] >= config.min_reward]
 
 
-class BestOfN:
+class BestOfN(OnlineMethod):
     """Implement `best_of_n`."""
 
-    online = True
+    Settings = BestOfNSettings
+    summary = "RL: fine-tune on the best of several answers to each problem (rejection sampling)"
 
     def __init__(self, settings: BestOfNSettings):
-        self.settings = settings
+        super().__init__(settings)
         self.group_size = settings.selection.group_size
-        self.shaper = RewardShaper(settings.shaping, settings.sampling.max_tokens)
         self._behavior_datums: list[
             Datum
         ] = []  # the batch's kept answers with the behavior logprobs
@@ -149,9 +149,3 @@ class BestOfN:
         )
         self._behavior_datums = []
         return {**metrics, **self.shaper.metrics, **self._metrics}
-
-    def state(self) -> dict[str, Any]:
-        return {"reward_statistics": self.shaper.state()}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.shaper.load_state(state["reward_statistics"])

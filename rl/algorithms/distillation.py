@@ -11,7 +11,7 @@ teacher's distribution is that of its `teacher_top_k` likeliest tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,9 +19,8 @@ import numpy as np
 from rl.algorithms.distillation_settings import (
     DistillSettings,
     parse_teachers,
-    select_answer_fields,
 )
-from rl.algorithms.method_interface import ModelFactory, Models, Progress
+from rl.algorithms.method_interface import Method, ModelFactory, Models, Progress
 from rl.algorithms.row_datums import truncate_datum
 from rl.algorithms.sft import make_response_datum
 from rl.algorithms.update import (
@@ -32,7 +31,7 @@ from rl.algorithms.update import (
     train_single_pass,
 )
 from rl.errors import UserError
-from rl.judges import FrozenScorer, check_vocabulary, restore_full_input
+from rl.judges import FrozenScorer, restore_full_input
 from rl.rollout import TrajectoryGroup, supervised_datum, trajectory_to_datums
 from rl.seed import derive_seed
 from rl.types import Datum, ModelInput, Problem, SamplingParams, TensorData
@@ -41,27 +40,33 @@ if TYPE_CHECKING:
     from rl.client import SamplingClient
 
 
-class Distillation:
-    """Implement `distill`: its training hooks and the models that a run loads for them. Subclasses
-    inherit both.
-    """
+class Distillation(Method):
+    """Implement `distill`."""
 
-    reads = staticmethod(select_answer_fields)
+    Settings = DistillSettings
+    summary = "learn to answer as a teacher does, from the student's answers or the teacher's"
     needs_reward = False
 
-    @staticmethod
-    def clients(settings: DistillSettings, factory: ModelFactory) -> dict[str, Any]:
+    def __init__(self, settings: DistillSettings):
+        super().__init__(settings)
+        self.options = settings.distillation
+        self.online = self.options.learn_from == "student"
+        self.reads = ("response",) if self.options.learn_from == "data" else ()
+        self.group_size = self.options.group_size
+        self._metrics: dict[str, float] = {}
+
+    def required_models(self, factory: ModelFactory) -> dict[str, Any]:
         """Load the teachers by data set, each with the student's vocabulary. A teacher that is
         named twice is loaded once.
 
         Raises UserError if a data set has no teacher, or a teacher no data set.
         """
-        named = parse_teachers(settings)
+        named = parse_teachers(self.settings)
         uncovered, unknown = (
             [tag for tag in factory.tags if tag not in named and "" not in named],
             sorted(set(named) - {"", *factory.tags}),
         )
-        if uncovered or unknown:
+        if factory.tags and (uncovered or unknown):
             problem = (
                 f"no teacher for the data set {uncovered[0]}"
                 if uncovered
@@ -71,22 +76,11 @@ class Distillation:
                 f"{problem}: --teacher names teachers for {', '.join(named)}, the data sets are "
                 f"{', '.join(factory.tags)}"
             )
-        loaded = {target: factory.load(target) for target in dict.fromkeys(named.values())}
-        for target, teacher in loaded.items():
-            check_vocabulary(factory.policy, teacher, f"teacher {target}")
+        loaded = {
+            target: factory.load_matching(target, "teacher")
+            for target in dict.fromkeys(named.values())
+        }
         return {"teachers": {tag: loaded[target] for tag, target in named.items()}}
-
-    @staticmethod
-    def weights(settings: DistillSettings) -> list[str]:
-        """Return the names of the teachers' weights."""
-        return list(parse_teachers(settings).values())
-
-    def __init__(self, settings: DistillSettings):
-        self.settings = settings
-        self.options = settings.distillation
-        self.online = self.options.learn_from == "student"
-        self.group_size = self.options.group_size
-        self._metrics: dict[str, float] = {}
 
     # ------------------------------------------------------------------------------------ on-policy
 
@@ -280,12 +274,6 @@ class Distillation:
             config = {"temperature": temperature}
             calls.append(LossCall(part, "cross_entropy", config, tokens, f"{name}_"))
         return calls
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        pass
 
 
 def _add_later_gaps(gap_T: np.ndarray, discount: float) -> np.ndarray:

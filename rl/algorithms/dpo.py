@@ -6,9 +6,9 @@ The losses, DPO with its conservative form and IPO, are in rl.losses.pairwise_lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from rl.algorithms.row_datums import (
     train_pairs,
     truncate_datum,
 )
-from rl.algorithms.update import UpdateTotals, make_adam_params
+from rl.algorithms.update import UpdateSums, make_adam_params
 from rl.config import (
     ModelSettings,
     OptimSettings,
@@ -36,7 +36,7 @@ from rl.config import (
     reject_sampling_settings,
     require,
 )
-from rl.judges import FrozenScorer, check_vocabulary, restore_full_input
+from rl.judges import restore_full_input
 from rl.types import AdamParams, Datum, Problem, TensorData
 
 ACCURACY_METRIC = "test/rewards/accuracies"
@@ -109,43 +109,24 @@ class DpoSettings:
 
 
 class DPO(RowEvaluator):
-    """Implement `dpo`: its training hooks and the models that a run loads for them. Subclasses
-    inherit both.
-    """
+    """Implement `dpo`."""
 
-    online = False
+    Settings: ClassVar[type] = DpoSettings
+    summary = "preferences: learn which of two answers is preferred, without a reward"
     headline = ACCURACY_METRIC
-    reads: Any = staticmethod(lambda settings: ("response", "rejected"))
+    reads: tuple[str, ...] = ("response", "rejected")
     needs_reward = False
     reads_held_out_answers = True
 
-    @staticmethod
-    def clients(settings: Any, factory: ModelFactory) -> dict[str, Any]:
+    def required_models(self, factory: ModelFactory) -> dict[str, Any]:
         """Create the reference model, unless the settings exclude it."""
-        preference = settings.preference
+        preference = self.settings.preference
         if preference.reference_free:
             return {}
-        if preference.reference_model is None:
-            return {"reference": factory.initial_policy()}
-        reference = factory.load(preference.reference_model)
-        check_vocabulary(factory.policy, reference, f"reference {preference.reference_model}")
-        return {"reference": FrozenScorer(reference)}
-
-    @staticmethod
-    def needs_initial_policy(settings: Any) -> bool:
-        """Return whether the reference model is the policy as it was before the stage."""
-        return (
-            not settings.preference.reference_free and settings.preference.reference_model is None
-        )
-
-    @staticmethod
-    def weights(settings: Any) -> list[str]:
-        """Return the name of the reference model's weights, if they are loaded."""
-        named = settings.preference.reference_model
-        return [] if named is None else [named]
+        return {"reference": factory.reference(preference.reference_model)}
 
     def __init__(self, settings: Any):
-        self.settings = settings
+        super().__init__(settings)
         self._reference_logprobs: dict[Any, np.ndarray] = {}  # precomputed, by prompt and answer
 
     def begin(self, rows: Iterable[Problem], renderer: Any, models: Models) -> None:
@@ -220,7 +201,7 @@ class DPO(RowEvaluator):
         """Return the optimizer settings of this batch."""
         return make_adam_params(self.settings, progress.batch)
 
-    def _extra_metrics(self, totals: UpdateTotals) -> dict[str, float]:
+    def _extra_metrics(self, totals: UpdateSums) -> dict[str, float]:
         """Return further metrics."""
         return {}
 
@@ -250,12 +231,6 @@ class DPO(RowEvaluator):
         if settings.loss == "dpo":
             config["label_smoothing"] = settings.label_smoothing
         return config
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        pass
 
 
 def _make_datum_key(datum: Datum) -> Any:

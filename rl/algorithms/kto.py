@@ -92,24 +92,21 @@ class KtoSettings:
 
 
 class KTO(RowEvaluator):
-    """Implement `kto`: its training hooks and the models that a run loads for them. Subclasses
-    inherit both.
-    """
+    """Implement `kto`."""
 
-    online = False
+    Settings = KtoSettings
+    summary = "preferences: answers labeled good or bad, without pairs"
     headline = "test/loss"
-    reads = staticmethod(lambda settings: ("response",))
+    reads = ("response",)
     needs_reward = False
     reads_held_out_answers = True
-    needs_initial_policy = staticmethod(lambda settings: True)
 
-    @staticmethod
-    def clients(settings: KtoSettings, factory: ModelFactory) -> dict[str, Any]:
+    def required_models(self, factory: ModelFactory) -> dict[str, Any]:
         """Create the reference model."""
-        return {"reference": factory.initial_policy()}
+        return {"reference": factory.reference()}
 
     def __init__(self, settings: KtoSettings):
-        self.settings = settings
+        super().__init__(settings)
         self._mismatched: list[
             Datum
         ] = []  # prompts of the batch, each with an answer of the next row
@@ -221,12 +218,6 @@ class KTO(RowEvaluator):
             "desirable_weight": options.desirable_weight,
             "undesirable_weight": options.undesirable_weight,
         }
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        pass
 
 
 def list_labeled_answers(row: Problem) -> list[tuple[str, bool]]:

@@ -9,7 +9,7 @@ reward:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -105,26 +105,20 @@ class RewardModelSettings:
         return rate if rate is not None else (1e-4 if self.model.lora_rank else 1e-5)
 
 
-def has_value_head(settings: RewardModelSettings) -> bool:
-    """Return whether the model has a value head."""
-    return settings.reward_modelling.form == "scalar"
-
-
 class RewardModelTraining(RowEvaluator):
-    """Implement `reward_model`: its training hooks and the models that a run loads for them.
-    Subclasses inherit both.
-    """
+    """Implement `reward_model`."""
 
-    online = False
+    Settings = RewardModelSettings
+    summary = "preferences: train a model that predicts which of two answers is preferred"
     headline = PAIR_ACCURACY_METRIC
-    reads = staticmethod(lambda settings: ("response", "rejected"))
+    reads = ("response", "rejected")
     needs_reward = False
     reads_held_out_answers = True
-    value_head = staticmethod(has_value_head)
 
     def __init__(self, settings: RewardModelSettings):
-        self.settings = settings
-        self.scalar = self.keeps_value_head = has_value_head(settings)
+        super().__init__(settings)
+        self.scalar = settings.reward_modelling.form == "scalar"
+        self.value_head = self.keeps_value_head = self.scalar
 
     def datums(
         self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
@@ -201,12 +195,6 @@ class RewardModelTraining(RowEvaluator):
             np.mean([verdict.consistent for verdict in verdicts])
         )
         return metrics
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        pass
 
 
 def make_scored_pair(row: Problem, renderer: Any) -> list[Datum]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rl.algorithms.method_interface import Models
-from rl.algorithms.update import LossCall, UpdateTotals, run_updates, split_into_substeps
+from rl.algorithms.update import LossCall, UpdateSums, run_updates, split_into_substeps
 from rl.errors import UserError
 from rl.rollout import count_action_tokens, supervised_datum
 from rl.types import AdamParams, Datum, Problem, TensorData
@@ -45,7 +45,7 @@ def train_pairs(
     config: Mapping[str, float],
     params: AdamParams,
     num_substeps: int,
-) -> UpdateTotals:
+) -> UpdateSums:
     """Train a single pass over pairs of adjacent datums by a loss whose unit is a pair."""
     pairs = [datums[i : i + 2] for i in range(0, len(datums), 2)]
     return run_updates(
@@ -56,7 +56,7 @@ def train_pairs(
     )
 
 
-def summarize_pairs(totals: UpdateTotals, datums: Sequence[Datum]) -> dict[str, float]:
+def summarize_pairs(totals: UpdateSums, datums: Sequence[Datum]) -> dict[str, float]:
     """Return the metrics of `train_pairs`: `compute_pair_metrics` with the loss as `optim/loss`."""
     means = compute_pair_metrics(totals.sums)
     return {

@@ -4,7 +4,7 @@ a conversation, or on whole texts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -65,18 +65,14 @@ class SftSettings:
 
 
 class SFT(RowEvaluator):
-    """Implement `sft`: its training hooks and the models that a run loads for them. Subclasses
-    inherit both.
-    """
+    """Implement `sft`."""
 
-    online = False
+    Settings = SftSettings
+    summary = "supervised fine-tuning on worked responses, conversations or plain texts"
     headline = LOSS_METRIC
-    reads = staticmethod(lambda settings: ("response",))
+    reads = ("response",)
     needs_reward = False
     reads_held_out_answers = reads_optional_answers = True
-
-    def __init__(self, settings: SftSettings):
-        self.settings = settings
 
     def datums(
         self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
@@ -163,12 +159,6 @@ class SFT(RowEvaluator):
             f"sft trains {description}: {share / max(1, tokens):.1%} of the tokens of the first "
             f"{len(inspected)} rows, {tokens / len(inspected):.0f} tokens a row"
         )
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        pass
 
 
 def make_response_datum(row: Problem, renderer: Any, train_on: str = "last_assistant") -> Datum:

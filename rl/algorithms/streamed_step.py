@@ -12,7 +12,7 @@ from rl.algorithms.grpo import GRPO
 from rl.algorithms.importance_correction import merge_effective_sample_size
 from rl.algorithms.method_interface import Models, Progress
 from rl.algorithms.update import (
-    UpdateTotals,
+    UpdateSums,
     compare_sampler_and_learner,
     compute_divisor,
     compute_loss_metrics,
@@ -78,7 +78,7 @@ class StreamedStep:
             1.0 / compute_divisor(self.datums, kind, settings.sampling.max_tokens)
         )
         params = make_adam_params(settings, self.progress.batch)
-        totals = UpdateTotals(params)
+        totals = UpdateSums(params)
         if not has_gradient(self.datums, method.loss, config):
             params = replace(params, learning_rate=0.0)
             totals.add_skipped("no_signal", 1.0)

@@ -267,7 +267,7 @@ class LossCall:
     lr_ratio: float = 1.0
 
 
-class UpdateTotals:
+class UpdateSums:
     """Sum the metrics of a batch's optimizer steps.
 
     sums           of each metric of the losses, under its name with the prefix of its call
@@ -361,12 +361,12 @@ def run_updates(
     make_calls: Callable[[Item], Sequence[LossCall]],
     params: AdamParams,
     should_stop: Callable[[], bool] = lambda: False,
-) -> UpdateTotals:
+) -> UpdateSums:
     """Take an optimizer step for each part of each epoch; the loop of every method.
 
     `make_calls` returns the calls of a part's step. `should_stop` is called after each epoch.
     """
-    totals = UpdateTotals(params)
+    totals = UpdateSums(params)
     for parts in epochs:
         for part in parts:
             totals.take_step(models, make_calls(part))
