@@ -122,8 +122,7 @@ class BestOfN(OnlineMethod):
         datums: list[Datum] = []
         for p, i in kept or [(0, 0)]:
             trajectory = groups[p].trajectories_G[i]
-            trajectory.advantage = 1.0 if kept else 0.0
-            datums += trajectory_to_datums(trajectory)
+            datums += trajectory_to_datums(trajectory, 1.0 if kept else 0.0)
         self._behavior_datums = datums if kept else []
         weights = [datum.loss_fn_inputs["mask" if kept else "advantages"] for datum in datums]
         targets = [datum.loss_fn_inputs["target_tokens"] for datum in datums]

@@ -95,9 +95,8 @@ class Distillation(Method):
         gaps: list[np.ndarray] = []
         for name, members in by_teacher.items():
             trajectories = [trajectory for group in members for trajectory in group.trajectories_G]
-            for trajectory in trajectories:
-                trajectory.advantage = 0.0  # replaced by token advantages below
-            datums_N = [trajectory_to_datums(trajectory) for trajectory in trajectories]
+            # token advantages follow
+            datums_N = [trajectory_to_datums(trajectory, 0.0) for trajectory in trajectories]
             flat = [datum for datums in datums_N for datum in datums]
             teacher = iter(
                 FrozenScorer(models.others["teachers"][name]).logprobs(

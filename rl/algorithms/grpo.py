@@ -25,7 +25,7 @@ from rl.algorithms.update import (
     train_single_pass,
     weight_by_sequence,
 )
-from rl.rollout import Trajectory, TrajectoryGroup, trajectory_to_datums
+from rl.rollout import TrajectoryGroup, record_advantages, trajectory_to_datums
 from rl.types import Datum
 
 
@@ -78,21 +78,20 @@ class GRPO(ReferenceMethod):
         ):
             for (g, n), advantage in zip(members, advantages_K, strict=True):
                 advantages_P_G_N[p][g][n] = float(advantage)
-        for group, advantages_G_N in zip(groups, advantages_P_G_N, strict=True):
-            for trajectory, advantages_N in zip(group.trajectories_G, advantages_G_N, strict=True):
-                self._store_advantages(trajectory, advantages_N)
         trained = {
             p
             for (p, _, _), rewards_K in zip(cells, rewards_C_K, strict=True)
             if self._is_trained_on(rewards_K)
         }
         kept = sorted(trained) or [0][: int(keep_first)]
-        datums = [
-            datum
-            for i in kept
-            for trajectory in groups[i].trajectories_G
-            for datum in trajectory_to_datums(trajectory)
-        ]
+        datums: list[Datum] = []
+        for i, (group, advantages_G_N) in enumerate(zip(groups, advantages_P_G_N, strict=True)):
+            for trajectory, advantages_N in zip(group.trajectories_G, advantages_G_N, strict=True):
+                advantages = self._credit_turns(advantages_N)
+                if i in kept:
+                    datums += trajectory_to_datums(trajectory, advantages)
+                else:
+                    record_advantages(trajectory, advantages)
         return self._apply_reference(datums, models) if self.kl.needs_reference else datums
 
     def _apply_reference(self, datums: list[Datum], models: Models) -> list[Datum]:
@@ -123,19 +122,14 @@ class GRPO(ReferenceMethod):
             else [estimator.fn(rewards_K) for rewards_K in rewards_C_K]
         )
 
-    def _store_advantages(self, trajectory: Trajectory, advantages_N: Sequence[float]) -> None:
-        """Store the advantages of a trajectory's turns in the trajectory."""
+    def _credit_turns(self, advantages_N: Sequence[float]) -> float | Sequence[float]:
+        """Return the advantage of all turns of an episode, or that of each."""
         pg = self.settings.policy_gradient
         if pg.step_rewards == "sum":
-            (trajectory.advantage,) = advantages_N
-            return
-        process = pg.step_rewards == "process_supervision"
-        trajectory.advantages_N = (
-            compute_returns_to_go(advantages_N, pg.reward_discount)
-            if process
-            else list(advantages_N)
-        )
-        trajectory.advantage = trajectory.advantages_N[0]
+            return advantages_N[0]
+        if pg.step_rewards == "process_supervision":
+            return compute_returns_to_go(advantages_N, pg.reward_discount)
+        return advantages_N
 
     def _is_trained_on(self, rewards_K: Sequence[float]) -> bool:
         """Return whether a group is trained on.

@@ -179,9 +179,8 @@ def _make_datum(group: TrajectoryGroup, member: int) -> Datum:
     """Return a member's answer as a datum. Raises UserError if its episode is several sequences of
     tokens.
     """
-    trajectory = group.trajectories_G[member]
-    trajectory.advantage = 0.0  # unused: DPO compares whole answers
-    datums = trajectory_to_datums(trajectory)
+    # DPO compares whole answers and reads no advantage
+    datums = trajectory_to_datums(group.trajectories_G[member], 0.0)
     if len(datums) > 1:
         raise UserError(
             "online_dpo compares answers that are a single sequence of tokens, but this episode "

@@ -68,7 +68,8 @@ class PPO(ReferenceMethod):
         rewards_I_N = [
             steps for rewards_G_N in self.shaper.shape_steps(groups) for steps in rewards_G_N
         ]
-        parts_I = [_make_datums(trajectory) for trajectory in trajectories]
+        # token advantages follow
+        parts_I = [build_datums_with_turns(trajectory, 0.0) for trajectory in trajectories]
         flat = [datum for parts, _ in parts_I for datum in parts]
         whole = [restore_full_input(datum) for datum in flat]
         values_D = iter((models.critic or models.policy).compute_values(whole).result())
@@ -185,12 +186,6 @@ class PPO(ReferenceMethod):
             if options.value_clip is not None:
                 config["value_clip"] = options.value_clip
         return config | self.kl_config
-
-
-def _make_datums(trajectory: Trajectory) -> tuple[list[Datum], list[list[int]]]:
-    """Return the trajectory's datums and the turns of each, with placeholder advantages."""
-    trajectory.advantage, trajectory.advantages_N = 0.0, None  # computed later
-    return build_datums_with_turns(trajectory)
 
 
 def summarize_epochs(totals: UpdateSums, datums: Sequence[Datum]) -> dict[str, float]:
