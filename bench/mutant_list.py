@@ -106,8 +106,8 @@ MUTANTS = [
     ),
     M(
         "rl/algorithms/distillation.py",
-        '            metrics = train_single_pass(\n                models,\n                datums,\n                loss="importance_sampling",\n                config={"temperature": settings.sampling.temperature},\n                normalise="tokens",\n                optim=settings.optim,\n                loop=settings.loop,\n                progress=progress,\n                peak_learning_rate=settings.learning_rate,\n            )\n',
-        "            metrics = train_single_pass(models, datums, loss='importance_sampling', config={'temperature': 1.0}, normalise='tokens', optim=settings.optim, loop=settings.loop, progress=progress, peak_learning_rate=settings.learning_rate)\n",
+        '                config={"temperature": settings.sampling.temperature},\n',
+        "                config={'temperature': 1.0},\n",
         "on-policy distillation at T != 1: the learner",
         "distill_temperature",
     ),
@@ -211,8 +211,8 @@ MUTANTS = [
     ),
     M(
         "rl/algorithms/update.py",
-        "    return AdamParams(\n        learning_rate=peak_learning_rate\n        * compute_lr_factor(optim.schedule, batch, loop.steps, optim.warmup_steps),\n        beta1=optim.beta1,\n        beta2=optim.beta2,\n        eps=optim.adam_eps,\n        weight_decay=optim.weight_decay,\n        grad_clip_norm=optim.grad_clip_norm,\n    )\n",
-        "    return AdamParams(learning_rate=peak_learning_rate * compute_lr_factor(optim.schedule, batch, loop.steps, optim.warmup_steps), eps=optim.adam_eps, weight_decay=optim.weight_decay, grad_clip_norm=optim.grad_clip_norm)\n",
+        "        beta1=optim.beta1,\n        beta2=optim.beta2,\n",
+        "",
         "Adam betas: the settings",
         "loop_parts",
     ),

@@ -275,7 +275,7 @@ def methods_page() -> str:
                     ["class", f"`rl.algorithms.{hooks.__name__}`"],
                     [
                         "learns from",
-                        f"{online}; {'a reward is required' if method.needs_reward and online == 'samples answers' else 'no reward is required'}",
+                        f"{online}; {'a reward is required' if hooks.needs_reward and online == 'samples answers' else 'no reward is required'}",
                     ],
                     ["learning rate", describe_learning_rate(method.settings)],
                     ["settings", ", ".join(links)],

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl.algorithms import METHODS
+from rl.algorithms import METHODS, ModelRequests
 from rl.algorithms.reward_shaping import RewardShaper, RunningStatistics, overlong_penalty
 from rl.config.cli import read_run
 from rl.config.data_config import DataSettings
@@ -355,7 +355,7 @@ def test_defaults_are_those_of_the_guide():
         False,
         5e-7,
     )
-    assert METHODS["dpo"].needs_initial_policy(dpo)  # the reference
+    assert ModelRequests(METHODS["dpo"].hooks(dpo)).needs_initial_policy  # the reference
     distill = settings(method="distill")
     how = distill.distillation
     assert (how.distill_temperature, how.alpha, how.group_size, distill.learning_rate) == (

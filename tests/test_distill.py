@@ -5,6 +5,7 @@ vocabularies that differ, and what is learnt.
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from rl.algorithms.distillation_settings import (
     parse_teachers,
 )
 from rl.algorithms.method_interface import Models, Progress
-from rl.config.sections import ModelSettings
+from rl.config.sections import ModelSettings, OptimSettings
 from rl.data.addition_dataset import addition
 from rl.errors import UserError
 from rl.judges.token_scorers import describe_vocabulary_difference
@@ -242,13 +243,16 @@ def test_the_mixture_is_the_formula_on_whole_logits(clients, alpha, temperature)
     float64 autograd.
     """
     student, teacher = clients
-    method = Distillation(
-        settings(learn_from="data", alpha=alpha, distill_temperature=temperature, teacher_top_k=14)
+    options = settings(
+        learn_from="data", alpha=alpha, distill_temperature=temperature, teacher_top_k=14
     )
+    # its last batch has the learning rate 0
+    method = Distillation(replace(options, optim=OptimSettings(schedule="linear")))
+    steps = options.loop.steps
     plain = [supervised(*pair) for pair in SEQUENCES]
     datums = make_soft_targets(teacher, plain, top_k=14, alpha=alpha, temperature=temperature)
-    sums = method._accumulate_mixture(Models(student), datums)
-    norm = student.optim_step(_still()).result().metrics["grad_norm"]
+    metrics = method.update(Models(student), datums, Progress(steps, steps))
+    assert metrics["optim/lr"] == 0
 
     model = load_model("tiny:addition", seed=1).model.double()
     kl = ce = torch.zeros((), dtype=torch.float64)
@@ -271,20 +275,14 @@ def test_the_mixture_is_the_formula_on_whole_logits(clients, alpha, temperature)
     # a KL is a cross-entropy of some 24 nats less an entropy, in float32: its rounding is of their
     # size, not of the KL's
     kl, ce = float(kl.detach()), float(ce.detach())
-    assert sums["tokens"] == 9 and sums["loss"] == pytest.approx(
+    assert metrics["optim/tokens"] == 9 and 9 * metrics["optim/loss"] == pytest.approx(
         float(loss.detach()), rel=1e-5, abs=1e-6 * alpha * temperature**2 * 24
     )
     if alpha > 0:
-        assert sums["kl"] == pytest.approx(kl, abs=1e-6 * 24)
+        assert 9 * metrics["optim/kl"] == pytest.approx(kl, abs=1e-6 * 24)
     if alpha < 1:
-        assert sums["ce"] == pytest.approx(ce, rel=1e-5)
-    assert norm == pytest.approx(float(truth), rel=1e-4)
-
-
-def _still():
-    from rl.types import AdamParams
-
-    return AdamParams(learning_rate=0.0)
+        assert 9 * metrics["optim/ce"] == pytest.approx(ce, rel=1e-5)
+    assert metrics["optim/grad_norm"] == pytest.approx(float(truth), rel=1e-4)
 
 
 def test_fewer_teacher_tokens_are_renormalised(clients):

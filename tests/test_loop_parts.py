@@ -225,6 +225,7 @@ def test_what_a_stage_saves_is_where_it_goes_on(curriculum):
 
 def test_every_setting_of_adam_reaches_the_update():
     optim = OptimSettings(
+        learning_rate=0.02,
         beta1=0.7,
         beta2=0.8,
         adam_eps=1e-5,
@@ -233,7 +234,8 @@ def test_every_setting_of_adam_reaches_the_update():
         warmup_steps=4,
         schedule="linear",
     )
-    params = make_adam_params(optim, LoopSettings(steps=24), 14, 0.02)
+    settings = GrpoSettings(optim=optim, loop=LoopSettings(steps=24))
+    params = make_adam_params(settings, 14)
     assert (params.beta1, params.beta2, params.eps, params.weight_decay, params.grad_clip_norm) == (
         0.7,
         0.8,
@@ -242,9 +244,7 @@ def test_every_setting_of_adam_reaches_the_update():
         0.4,
     )
     assert params.learning_rate == pytest.approx(0.02 * (1 - 10 / 20))
-    assert make_adam_params(optim, LoopSettings(steps=24), 1, 0.02).learning_rate == pytest.approx(
-        0.02 * 2 / 5
-    )
+    assert make_adam_params(settings, 1).learning_rate == pytest.approx(0.02 * 2 / 5)
 
 
 def test_held_out_answers_have_the_temperature_asked_for():

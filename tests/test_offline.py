@@ -302,14 +302,12 @@ def test_group_baseline_and_stored_or_scored_behaviour():
         and advantages == [0, -0.375, -0.375, -0.375]
     )
     assert logprobs == pytest.approx([0, -0.03, -0.04, -0.12]) and beginning.asked == 1
-    said = Offline.remark(OfflineSettings(), [row])
+    said = Offline(OfflineSettings()).remark_on_data([row])
     assert said is not None and said.startswith(
         "1 of 2 stored answers have no logprobs: the initial policy scores them"
     )
-    assert (
-        Offline.remark(OfflineSettings(offline=OfflineOptions(loss="bc", top_fraction=0.5)), [row])
-        is None
-    )
+    best = OfflineSettings(offline=OfflineOptions(loss="bc", top_fraction=0.5))
+    assert Offline(best).remark_on_data([row]) is None
 
 
 def test_learned_baseline_by_hand():

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import rl
-from rl.algorithms import METHODS
+from rl.algorithms import METHODS, ModelRequests
+from rl.config import unflatten_settings
 from rl.errors import UserError
 
 SMALL = {
@@ -46,8 +47,7 @@ class Whole:
         return datums
 
     def update(self, models, datums, progress):
-        s = self.settings
-        return train_single_pass(models, datums, loss="ppo", config={}, normalise="tokens", optim=s.optim, loop=s.loop, progress=progress, peak_learning_rate=1e-3)
+        return train_single_pass(models, datums, self.settings, progress, loss="ppo", config={})
 
     def state(self):
         return {}
@@ -92,7 +92,7 @@ def here(tmp_path, monkeypatch):
 CASES = [
     (method, judge) for method in ("grpo", "mine.py:Derived", "mine.py:Whole") for judge in JUDGES
 ]
-# it derives from nothing and declares no reference
+# it derives from nothing and requests no reference
 CASES.remove(("mine.py:Whole", "reference_model"))
 
 
@@ -115,31 +115,53 @@ def test_a_judge_rewards_the_samples_of_a_users_method(here, method):
     assert ("optim/kl_ref_k3" in row) == (method == "mine.py:Derived")
 
 
-def test_a_reference_that_no_class_declares_is_explained(here):
-    with pytest.raises(UserError, match=r"its class created none: add a static method clients"):
-        rl.train("mine.py:Whole", output_dir=here / "run", kl_coef=0.1, **SMALL)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kl_coef": 0.1}, "Whole takes kl_coef, .* but requests no reference model"),
+        ({"reference_model": "tiny:ascii"}, "but requests no reference model"),
+        ({"normalise_rewards": True}, r"shapes none, .* self\.shaper\.shape_totals"),
+    ],
+)
+def test_a_setting_that_a_users_class_does_not_use_is_rejected(here, settings, message):
+    with pytest.raises(UserError, match=message):
+        rl.train("mine.py:Whole", output_dir=here / "run", **settings, **SMALL)
+    assert not (here / "run" / "checkpoints").exists()
+
+
+def test_a_users_class_that_requests_a_reference_scores_with_it(here):
+    """Without it, `Models.reference` raises an error."""
+    text = "\n    def required_models(self, factory):\n        return {'reference': factory.reference()}\n"
+    (here / "mine.py").write_text(FILE.replace("\n    def state", text + "\n    def state"))
+    row = rl.train("mine.py:Whole", output_dir=here / "run", kl_coef=0.1, **SMALL).metrics[-1]
+    assert row["optim/tokens"] > 0
+
+
+def test_former_declarations_are_explained(here):
+    text = "\n    clients = staticmethod(lambda settings, factory: {})\n"
+    (here / "mine.py").write_text(FILE.replace("\n    def state", text + "\n    def state"))
+    with pytest.raises(UserError, match="declares clients, which nothing reads any more"):
+        rl.train("mine.py:Whole", output_dir=here / "run", **SMALL)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_derived_class_is_prepared_as_its_parent(here, name):
-    parent, derived = METHODS[name], METHODS[f"mine.py:From_{name}"]
-    # set beside the class
-    changed = {"rlhf": ("needs_reward", "weights"), "reinforce": ("variants",)}.get(name, ())
-    properties = (
-        "reads",
+    parent, derived = METHODS[name].hooks, METHODS[f"mine.py:From_{name}"].hooks
+    changed = {"distill": {"teacher": ("tiny:ascii",)}, "rlhf": {"reward_model": "rm"}}
+    settings = unflatten_settings(METHODS[name].settings, changed.get(name, {}), [], name)
+    methods = parent(settings), derived(settings)
+    for item in (
+        "online",
+        "variants",
         "needs_reward",
+        "reads",
         "reads_held_out_answers",
         "reads_optional_answers",
-        "clients",
-        "weights",
         "value_head",
-        "critic",
-        "needs_initial_policy",
-        "remark",
-        "variants",
-    )
-    for item in properties:
-        assert item in changed or getattr(derived, item) == getattr(parent, item), item
+    ):
+        assert getattr(methods[0], item) == getattr(methods[1], item), item
+    requests = [vars(ModelRequests(method)) | {"models": None} for method in methods]
+    assert requests[0] == requests[1]
 
 
 def test_a_derived_class_of_rows_runs(here):

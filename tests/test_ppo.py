@@ -22,9 +22,9 @@ from rl.algorithms.kl_penalty import (
     compute_logprob_gaps,
 )
 from rl.algorithms.method_interface import Models, Progress
-from rl.algorithms.metric_sums import MetricSums
-from rl.algorithms.ppo import PPO
+from rl.algorithms.ppo import PPO, summarize_epochs
 from rl.algorithms.ppo_settings import PpoOptions, PpoSettings
+from rl.algorithms.update import UpdateSums
 from rl.config.sections import (
     KlSettings,
     LoopSettings,
@@ -309,10 +309,13 @@ def test_credit_follows_the_turns_of_two_conversations(truncated):
 
 
 def test_a_minibatch_that_a_correction_leaves_empty_adds_nothing_to_the_means():
-    tally = MetricSums()
-    tally.add("", {"loss:sum": 6.0, "policy_loss:sum": 6.0}, {"grad_norm": 1.0}, 3)
-    tally.add("", {"loss:sum": 0.0, "policy_loss:sum": 0.0}, {"grad_norm": 0.0}, 0)
-    assert tally.summarize()["optim/policy_loss"] == tally.summarize()["optim/loss"] == 2.0
+    totals = UpdateSums(AdamParams(learning_rate=1e-3))
+    for loss in (6.0, 0.0):
+        totals.add_sums({"loss:sum": loss, "policy_loss:sum": loss})
+    totals.epochs = 1
+    datums = [datum([-1.0] * 3, [1.0] * 3), datum([-1.0] * 3, [0.0] * 3)]
+    metrics = summarize_epochs(totals, datums)
+    assert metrics["optim/policy_loss"] == metrics["optim/loss"] == 2.0
 
 
 def test_normalised_advantages_have_mean_0_and_std_1_over_actions():

@@ -80,7 +80,7 @@ def learn(service, method, rows, reference=False):
     hosts = StageModelFactory(
         service, policy._policy, ModelSettings(base_model="tiny:ascii"), None, {}, 2
     )
-    models = Models(policy, method.clients(method.settings, hosts) if reference else {})
+    models = Models(policy, method.required_models(hosts) if reference else {})
     renderer = make_renderer(policy._policy, None)
     datums = method.datums(rows, renderer, models, 0)
     metrics = method.update(models, datums, Progress(0, 4))

@@ -33,18 +33,27 @@ from rl.algorithms.kl_penalty import (
     compute_logprob_gaps,
 )
 from rl.algorithms.kto import KTO
-from rl.algorithms.method_interface import Models, Progress, RowEvaluator
-from rl.algorithms.method_spec import MethodSpec
+from rl.algorithms.method_interface import (
+    Method,
+    ModelFactory,
+    ModelRequests,
+    Models,
+    Progress,
+    RowEvaluator,
+)
+from rl.algorithms.method_registry import MethodSpec
 from rl.algorithms.offline import Offline, check_stored_answer
 from rl.algorithms.offline_settings import RolloutDataSettings
 from rl.algorithms.online_dpo import OnlineDPO
-from rl.algorithms.orpo_simpo import ReferenceFreeDPO
+from rl.algorithms.online_method import OnlineMethod
+from rl.algorithms.orpo_simpo import ORPO, SIMPO, ReferenceFreeDPO
 from rl.algorithms.ppo import PPO
 from rl.algorithms.ppo_settings import PpoOptions, PpoSettings
-from rl.algorithms.reinforce import ReinforceSettings
+from rl.algorithms.reinforce import REINFORCE, ReinforceSettings
 from rl.algorithms.renamed_classes import make_getattr
 from rl.algorithms.reward_model import RewardModelTraining
 from rl.algorithms.reward_shaping import RewardShaper
+from rl.algorithms.rlhf import RLHF
 from rl.algorithms.sft import SFT, SftSettings
 from rl.algorithms.streamed_step import StreamedStep
 from rl.config import is_method_address
@@ -92,8 +101,16 @@ __all__ = [
     "Distillation",
     "DPO",
     "KTO",
+    "Method",
+    "ModelFactory",
+    "ModelRequests",
     "Offline",
     "OnlineDPO",
+    "OnlineMethod",
+    "ORPO",
+    "REINFORCE",
+    "RLHF",
+    "SIMPO",
     "ReferenceFreeDPO",
     "RewardModelTraining",
 ]

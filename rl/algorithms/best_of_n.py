@@ -9,12 +9,12 @@ temperature, so that the distribution that samples is fitted to them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 from rl.algorithms.method_interface import Models, Progress
-from rl.algorithms.reward_shaping import RewardShaper
+from rl.algorithms.online_method import OnlineMethod
 from rl.algorithms.update import train_single_pass
 from rl.config import (
     DataSettings,
@@ -89,15 +89,15 @@ def select_best(rewards_G: Sequence[float], config: SelectionSettings) -> list[i
     return [i for i in best if config.min_reward is None or rewards_G[i] >= config.min_reward]
 
 
-class BestOfN:
+class BestOfN(OnlineMethod):
     """Implement `best_of_n`."""
 
-    online = True
+    Settings = BestOfNSettings
+    summary = "RL: fine-tune on the best of several answers to each problem (rejection sampling)"
 
     def __init__(self, settings: BestOfNSettings):
-        self.settings = settings
+        super().__init__(settings)
         self.group_size = settings.selection.group_size
-        self.shaper = RewardShaper(settings.shaping, settings.sampling.max_tokens)
         self._behavior_datums: list[
             Datum
         ] = []  # the batch's kept answers with the behavior logprobs
@@ -122,8 +122,7 @@ class BestOfN:
         datums: list[Datum] = []
         for p, i in kept or [(0, 0)]:
             trajectory = groups[p].trajectories_G[i]
-            trajectory.advantage = 1.0 if kept else 0.0
-            datums += trajectory_to_datums(trajectory)
+            datums += trajectory_to_datums(trajectory, 1.0 if kept else 0.0)
         self._behavior_datums = datums if kept else []
         weights = [datum.loss_fn_inputs["mask" if kept else "advantages"] for datum in datums]
         targets = [datum.loss_fn_inputs["target_tokens"] for datum in datums]
@@ -141,20 +140,11 @@ class BestOfN:
         metrics = train_single_pass(
             models,
             datums,
+            settings,
+            progress,
             loss="cross_entropy",
             config=config,
-            normalise="tokens",
-            optim=settings.optim,
-            loop=settings.loop,
-            progress=progress,
-            peak_learning_rate=settings.learning_rate,
             behavior_datums=self._behavior_datums,
         )
         self._behavior_datums = []
         return {**metrics, **self.shaper.metrics, **self._metrics}
-
-    def state(self) -> dict[str, Any]:
-        return {"reward_statistics": self.shaper.state()}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.shaper.load_state(state["reward_statistics"])

@@ -11,7 +11,7 @@ teacher's distribution is that of its `teacher_top_k` likeliest tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,15 +19,20 @@ import numpy as np
 from rl.algorithms.distillation_settings import (
     DistillSettings,
     parse_teachers,
-    select_answer_fields,
 )
-from rl.algorithms.method_interface import ModelFactory, Models, Progress
+from rl.algorithms.method_interface import Method, ModelFactory, Models, Progress
 from rl.algorithms.row_datums import truncate_datum
 from rl.algorithms.sft import make_response_datum
-from rl.algorithms.update import make_adam_params, split_into_substeps, train_single_pass
+from rl.algorithms.update import (
+    LossCall,
+    make_adam_params,
+    run_updates,
+    split_into_substeps,
+    train_single_pass,
+)
 from rl.errors import UserError
-from rl.judges import FrozenScorer, check_vocabulary, restore_full_input
-from rl.rollout import TrajectoryGroup, max_or_nan, supervised_datum, trajectory_to_datums
+from rl.judges import FrozenScorer, restore_full_input
+from rl.rollout import TrajectoryGroup, supervised_datum, trajectory_to_datums
 from rl.seed import derive_seed
 from rl.types import Datum, ModelInput, Problem, SamplingParams, TensorData
 
@@ -35,27 +40,33 @@ if TYPE_CHECKING:
     from rl.client import SamplingClient
 
 
-class Distillation:
-    """Implement `distill`: its training hooks and the models that a run loads for them. Subclasses
-    inherit both.
-    """
+class Distillation(Method):
+    """Implement `distill`."""
 
-    reads = staticmethod(select_answer_fields)
+    Settings = DistillSettings
+    summary = "learn to answer as a teacher does, from the student's answers or the teacher's"
     needs_reward = False
 
-    @staticmethod
-    def clients(settings: DistillSettings, factory: ModelFactory) -> dict[str, Any]:
+    def __init__(self, settings: DistillSettings):
+        super().__init__(settings)
+        self.options = settings.distillation
+        self.online = self.options.learn_from == "student"
+        self.reads = ("response",) if self.options.learn_from == "data" else ()
+        self.group_size = self.options.group_size
+        self._metrics: dict[str, float] = {}
+
+    def required_models(self, factory: ModelFactory) -> dict[str, Any]:
         """Load the teachers by data set, each with the student's vocabulary. A teacher that is
         named twice is loaded once.
 
         Raises UserError if a data set has no teacher, or a teacher no data set.
         """
-        named = parse_teachers(settings)
+        named = parse_teachers(self.settings)
         uncovered, unknown = (
             [tag for tag in factory.tags if tag not in named and "" not in named],
             sorted(set(named) - {"", *factory.tags}),
         )
-        if uncovered or unknown:
+        if factory.tags and (uncovered or unknown):
             problem = (
                 f"no teacher for the data set {uncovered[0]}"
                 if uncovered
@@ -65,22 +76,11 @@ class Distillation:
                 f"{problem}: --teacher names teachers for {', '.join(named)}, the data sets are "
                 f"{', '.join(factory.tags)}"
             )
-        loaded = {target: factory.load(target) for target in dict.fromkeys(named.values())}
-        for target, teacher in loaded.items():
-            check_vocabulary(factory.policy, teacher, f"teacher {target}")
+        loaded = {
+            target: factory.load_matching(target, "teacher")
+            for target in dict.fromkeys(named.values())
+        }
         return {"teachers": {tag: loaded[target] for tag, target in named.items()}}
-
-    @staticmethod
-    def weights(settings: DistillSettings) -> list[str]:
-        """Return the names of the teachers' weights."""
-        return list(parse_teachers(settings).values())
-
-    def __init__(self, settings: DistillSettings):
-        self.settings = settings
-        self.options = settings.distillation
-        self.online = self.options.learn_from == "student"
-        self.group_size = self.options.group_size
-        self._metrics: dict[str, float] = {}
 
     # ------------------------------------------------------------------------------------ on-policy
 
@@ -95,9 +95,8 @@ class Distillation:
         gaps: list[np.ndarray] = []
         for name, members in by_teacher.items():
             trajectories = [trajectory for group in members for trajectory in group.trajectories_G]
-            for trajectory in trajectories:
-                trajectory.advantage = 0.0  # replaced by token advantages below
-            datums_N = [trajectory_to_datums(trajectory) for trajectory in trajectories]
+            # token advantages follow
+            datums_N = [trajectory_to_datums(trajectory, 0.0) for trajectory in trajectories]
             flat = [datum for datums in datums_N for datum in datums]
             teacher = iter(
                 FrozenScorer(models.others["teachers"][name]).logprobs(
@@ -219,72 +218,61 @@ class Distillation:
             metrics = train_single_pass(
                 models,
                 datums,
+                settings,
+                progress,
                 loss="importance_sampling",
                 config={"temperature": settings.sampling.temperature},
-                normalise="tokens",
-                optim=settings.optim,
-                loop=settings.loop,
-                progress=progress,
-                peak_learning_rate=settings.learning_rate,
             )
             return {**metrics, **self._metrics}
-        params = make_adam_params(
-            settings.optim, settings.loop, progress.batch, settings.learning_rate
+        totals = run_updates(
+            models,
+            [split_into_substeps(datums, settings.optim.num_substeps)],
+            self._make_calls,
+            make_adam_params(settings, progress.batch),
         )
-        sums: dict[str, float] = {}
-        norms = []
-        for part in split_into_substeps(datums, settings.optim.num_substeps):
-            for name, value in self._accumulate_mixture(models, part).items():
-                sums[name] = sums.get(name, 0.0) + value
-            update = models.policy.optim_step(params).result().metrics or {}
-            norms.append(update["grad_norm"])
-            sums["skipped"] = sums.get("skipped", 0.0) + update.get("skipped_nonfinite", 0.0)
-        tokens = sums["tokens"]
-        metrics = {
-            "optim/lr": params.learning_rate,
-            "optim/loss": sums["loss"] / tokens,
+        tokens = _count_weighted(datums)
+        alpha, t = self.options.alpha, self.options.distill_temperature
+        sums = {name: totals.sums[f"{name}_loss:sum"] for name in self._coefficients}
+        if "kl" in sums:  # cross-entropy to the teacher minus the teacher's entropy
+            weights = np.concatenate(
+                [d.loss_fn_inputs["weights"].array[:, :-1] for d in datums]
+            ).astype(np.float64)
+            p = weights / (alpha * t**2)
+            sums["kl"] += alpha * t**2 * float((p * np.log(np.where(p > 0, p, 1.0))).sum())
+        return {
+            **totals.summarize(),
+            "optim/loss": sum(sums.values()) / tokens,
             "optim/tokens": tokens,
+            **{
+                f"optim/{name}": sums[name] / coefficient / tokens
+                for name, coefficient in self._coefficients.items()
+            },
         }
-        metrics |= {f"optim/{name}": sums[name] / tokens for name in ("kl", "ce") if name in sums}
-        metrics["optim/grad_norm"] = max_or_nan(norms)
-        return metrics | ({"optim/skipped_nonfinite": sums["skipped"]} if sums["skipped"] else {})
 
-    def _accumulate_mixture(self, models: Models, datums: Sequence[Datum]) -> dict[str, float]:
-        """Accumulate the gradient of an optimizer step. Returns sums over its tokens.
+    @property
+    def _coefficients(self) -> dict[str, float]:
+        """Return the factors of the mixture's terms, without those of 0."""
+        alpha, t = self.options.alpha, self.options.distill_temperature
+        factors = {"kl": alpha * t**2, "ce": 1 - alpha}
+        return {name: factor for name, factor in factors.items() if factor}
+
+    def _make_calls(self, datums: Sequence[Datum]) -> list[LossCall]:
+        """Return the calls of an optimizer step.
 
         Two temperatures need two forward passes: the soft columns at T, the answer's token at 1.
         """
-        alpha, t = self.options.alpha, self.options.distill_temperature
-        tokens = sum(int((d.loss_fn_inputs["weights"].array != 0).any(1).sum()) for d in datums)
-        sums: dict[str, float] = {"tokens": tokens, "loss": 0.0}
-        pending = {}
-        if alpha > 0:
-            soft = [_select_columns(d, slice(None, -1)) for d in datums]
-            pending["kl"] = models.policy.forward_backward(
-                soft, "cross_entropy", {"temperature": t}, divisor=tokens
-            )
-        if alpha < 1:
-            hard = [_select_columns(d, slice(-1, None)) for d in datums]
-            pending["ce"] = models.policy.forward_backward(
-                hard, "cross_entropy", {"temperature": 1.0}, divisor=tokens
-            )
-        for name, future in pending.items():
-            value = future.result().metrics["loss:sum"]
-            if name == "kl":  # cross-entropy to the teacher minus the teacher's entropy
-                weights = np.concatenate(
-                    [d.loss_fn_inputs["weights"].array[:, :-1] for d in datums]
-                ).astype(np.float64)
-                p = weights / (alpha * t**2)
-                value += alpha * t**2 * float((p * np.log(np.where(p > 0, p, 1.0))).sum())
-            sums[name] = value / (alpha * t**2 if name == "kl" else 1 - alpha)
-            sums["loss"] += value
-        return sums
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        pass
+        terms = {
+            "kl": (slice(None, -1), self.options.distill_temperature),
+            "ce": (slice(-1, None), 1.0),
+        }
+        tokens = _count_weighted(datums)
+        calls = []
+        for name in self._coefficients:
+            columns, temperature = terms[name]
+            part = [_select_columns(datum, columns) for datum in datums]
+            config = {"temperature": temperature}
+            calls.append(LossCall(part, "cross_entropy", config, tokens, f"{name}_"))
+        return calls
 
 
 def _add_later_gaps(gap_T: np.ndarray, discount: float) -> np.ndarray:
@@ -296,6 +284,11 @@ def _add_later_gaps(gap_T: np.ndarray, discount: float) -> np.ndarray:
         total = float(gap) + discount * total
         backwards.append(total)
     return np.asarray(backwards[::-1])
+
+
+def _count_weighted(datums: Sequence[Datum]) -> int:
+    """Return the number of positions with a weight."""
+    return sum(int((d.loss_fn_inputs["weights"].array != 0).any(1).sum()) for d in datums)
 
 
 def _select_columns(datum: Datum, columns: slice) -> Datum:

@@ -125,8 +125,3 @@ def parse_teachers(settings: DistillSettings) -> dict[str, str]:
             "distill needs a teacher: --teacher with a run's folder, a folder of weights or a hub name"
         )
     return teachers
-
-
-def select_answer_fields(settings: DistillSettings) -> tuple[str, ...]:
-    """Return the answers of a row (fields of Problem) from which the method learns."""
-    return ("response",) if settings.distillation.learn_from == "data" else ()

@@ -6,16 +6,24 @@ The losses, DPO with its conservative form and IPO, are in rl.losses.pairwise_lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
 from rl.algorithms.method_interface import ModelFactory, Models, Progress, RowEvaluator
 from rl.algorithms.renamed_classes import make_getattr
-from rl.algorithms.row_datums import evaluate_by_tag, truncate_datum
-from rl.algorithms.update import compute_expert_metrics, make_adam_params, split_into_substeps
+from rl.algorithms.row_datums import (
+    compute_pair_metrics,
+    evaluate_by_tag,
+    get_pair,
+    make_answer_datum,
+    summarize_pairs,
+    train_pairs,
+    truncate_datum,
+)
+from rl.algorithms.update import UpdateSums, make_adam_params
 from rl.config import (
     ModelSettings,
     OptimSettings,
@@ -28,8 +36,7 @@ from rl.config import (
     reject_sampling_settings,
     require,
 )
-from rl.judges import FrozenScorer, check_vocabulary, restore_full_input
-from rl.rollout import count_action_tokens, max_or_nan, supervised_datum
+from rl.judges import restore_full_input
 from rl.types import AdamParams, Datum, Problem, TensorData
 
 ACCURACY_METRIC = "test/rewards/accuracies"
@@ -102,43 +109,24 @@ class DpoSettings:
 
 
 class DPO(RowEvaluator):
-    """Implement `dpo`: its training hooks and the models that a run loads for them. Subclasses
-    inherit both.
-    """
+    """Implement `dpo`."""
 
-    online = False
+    Settings: ClassVar[type] = DpoSettings
+    summary = "preferences: learn which of two answers is preferred, without a reward"
     headline = ACCURACY_METRIC
-    reads: Any = staticmethod(lambda settings: ("response", "rejected"))
+    reads: tuple[str, ...] = ("response", "rejected")
     needs_reward = False
     reads_held_out_answers = True
 
-    @staticmethod
-    def clients(settings: Any, factory: ModelFactory) -> dict[str, Any]:
+    def required_models(self, factory: ModelFactory) -> dict[str, Any]:
         """Create the reference model, unless the settings exclude it."""
-        preference = settings.preference
+        preference = self.settings.preference
         if preference.reference_free:
             return {}
-        if preference.reference_model is None:
-            return {"reference": factory.initial_policy()}
-        reference = factory.load(preference.reference_model)
-        check_vocabulary(factory.policy, reference, f"reference {preference.reference_model}")
-        return {"reference": FrozenScorer(reference)}
-
-    @staticmethod
-    def needs_initial_policy(settings: Any) -> bool:
-        """Return whether the reference model is the policy as it was before the stage."""
-        return (
-            not settings.preference.reference_free and settings.preference.reference_model is None
-        )
-
-    @staticmethod
-    def weights(settings: Any) -> list[str]:
-        """Return the name of the reference model's weights, if they are loaded."""
-        named = settings.preference.reference_model
-        return [] if named is None else [named]
+        return {"reference": factory.reference(preference.reference_model)}
 
     def __init__(self, settings: Any):
-        self.settings = settings
+        super().__init__(settings)
         self._reference_logprobs: dict[Any, np.ndarray] = {}  # precomputed, by prompt and answer
 
     def begin(self, rows: Iterable[Problem], renderer: Any, models: Models) -> None:
@@ -199,49 +187,22 @@ class DPO(RowEvaluator):
         """Update the policy in a single pass over the pairs. `optim/loss` and `rewards/...` are
         means over pairs, measured before each update.
         """
-        settings, params = self.settings, self._optimizer_params(progress)
-        pairs = [datums[i : i + 2] for i in range(0, len(datums), 2)]
-        sums: dict[str, float] = {}
-        norms, extra = [], {}
-        for i, part in enumerate(split_into_substeps(pairs, settings.optim.num_substeps)):
-            flat = [datum for pair in part for datum in pair]
-            forward = models.policy.forward_backward(
-                flat, self._loss(), self._config(), divisor=len(part)
-            )
-            update = models.policy.optim_step(params).result().metrics or {}
-            if i == 0:
-                extra = self._extra_metrics(
-                    flat, [row["logprobs"].array for row in forward.result().loss_fn_outputs]
-                )
-            for name, value in forward.result().metrics.items():
-                sums[name] = sums.get(name, 0.0) + value
-            norms.append(update["grad_norm"])
-            sums["skipped"] = sums.get("skipped", 0.0) + update.get("skipped_nonfinite", 0.0)
-        means = compute_pair_metrics(sums)
-        metrics = {
-            "optim/lr": params.learning_rate,
-            "optim/loss": means.pop("loss"),
-            **means,
-            "optim/grad_norm": max_or_nan(norms),
-        }
-        metrics |= {
-            "optim/tokens": count_action_tokens(datums),
-            **compute_expert_metrics(sums),
-            **extra,
-        }
-        if sums["skipped"]:
-            metrics["optim/skipped_nonfinite"] = sums["skipped"]
-        return metrics
+        totals = train_pairs(
+            models,
+            datums,
+            self._loss(),
+            self._config(),
+            self._optimizer_params(progress),
+            self.settings.optim.num_substeps,
+        )
+        return {**summarize_pairs(totals, datums), **self._extra_metrics(totals)}
 
     def _optimizer_params(self, progress: Progress) -> AdamParams:
         """Return the optimizer settings of this batch."""
-        settings = self.settings
-        return make_adam_params(
-            settings.optim, settings.loop, progress.batch, settings.learning_rate
-        )
+        return make_adam_params(self.settings, progress.batch)
 
-    def _extra_metrics(self, datums: Sequence[Datum], logprobs: Sequence[Any]) -> dict[str, float]:
-        """Return additional metrics of the first substep's logprobs."""
+    def _extra_metrics(self, totals: UpdateSums) -> dict[str, float]:
+        """Return further metrics."""
         return {}
 
     def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
@@ -271,12 +232,6 @@ class DPO(RowEvaluator):
             config["label_smoothing"] = settings.label_smoothing
         return config
 
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        pass
-
 
 def _make_datum_key(datum: Datum) -> Any:
     """Return the datum's sequence and images as a dict key."""
@@ -290,40 +245,8 @@ def make_pair_datums(row: Problem, renderer: Any, data: Any = None) -> list[Datu
 
     Raises ValueError if either answer is missing.
     """
-    datums = []
-    for answer in (row.response, row.rejected):
-        if answer is None:
-            raise ValueError(
-                f"row {row.index} of {row.tag} is not a pair: it has "
-                f"{'no rejected' if row.response else 'no preferred'} answer"
-            )
-        model_input, weights = renderer.build_supervised_example(
-            [*row.messages, {"role": "assistant", "content": answer}]
-        )
-        datum = supervised_datum(model_input, weights)
-        datum.loss_fn_inputs["mask"] = datum.loss_fn_inputs.pop("weights")
-        datums.append(datum if data is None else truncate_datum(data, datum, row))
-    return datums
-
-
-def compute_pair_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return a pair loss's sums as means over pairs: loss, `rewards/chosen`, `rejected`, `margins`,
-    `accuracies`, `logps/...`.
-    """
-    pairs = max(1.0, sums.get("pairs:sum", 0.0))
-    mean = {
-        name: sums.get(f"{name}:sum", 0.0) / pairs
-        for name in ("loss", "chosen_rewards", "rejected_rewards", "ranked_right")
-    }
-    return {
-        "loss": mean["loss"],
-        "rewards/chosen": mean["chosen_rewards"],
-        "rewards/rejected": mean["rejected_rewards"],
-        "rewards/margins": mean["chosen_rewards"] - mean["rejected_rewards"],
-        "rewards/accuracies": mean["ranked_right"],
-        "logps/chosen": sums.get("chosen_logps:sum", 0.0) / pairs,
-        "logps/rejected": sums.get("rejected_logps:sum", 0.0) / pairs,
-    }
+    datums = [make_answer_datum(row, answer, renderer) for answer in get_pair(row)]
+    return datums if data is None else [truncate_datum(data, datum, row) for datum in datums]
 
 
 if not TYPE_CHECKING:  # mypy would accept every name of this module

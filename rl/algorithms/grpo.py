@@ -9,82 +9,42 @@ same three hooks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl.algorithms.advantages import ADVANTAGES, compute_returns_to_go, has_signal
 from rl.algorithms.grpo_settings import VARIANTS, GrpoSettings, find_loss_coefficients
-from rl.algorithms.kl_penalty import AdaptiveKL, apply_kl_penalty
-from rl.algorithms.method_interface import ModelFactory, Models, Progress
+from rl.algorithms.kl_penalty import apply_kl_penalty
+from rl.algorithms.method_interface import Models, Progress
+from rl.algorithms.online_method import ReferenceMethod
 from rl.algorithms.renamed_classes import make_getattr
-from rl.algorithms.reward_shaping import RewardShaper
 from rl.algorithms.update import (
     add_loss_inputs,
     add_proximal_weight,
     apply_truncated_is,
-    correct_datums,
-    make_correction,
+    correct_by_settings,
     train_single_pass,
     weight_by_sequence,
 )
-from rl.judges import FrozenScorer, check_vocabulary
-from rl.rollout import Trajectory, TrajectoryGroup, trajectory_to_datums
+from rl.rollout import TrajectoryGroup, record_advantages, trajectory_to_datums
 from rl.types import Datum
 
 
-def make_adaptive_kl(settings: GrpoSettings) -> AdaptiveKL:
-    """Return the KL coefficient with its adaptation: `kl_coef` if set, else 0.1 if a reference
-    model is named, else 0.
-    """
-    kl = settings.kl
-    coefficient = (
-        kl.kl_coef if kl.kl_coef is not None else 0.0 if kl.reference_model is None else 0.1
-    )
-    return AdaptiveKL(coefficient, kl.kl_target, kl.kl_rate)
+class GRPO(ReferenceMethod):
+    """Implement `grpo` and, with other settings, `reinforce`."""
 
-
-class GRPO:
-    """Implement `grpo` and `reinforce`: its training hooks and the models that a run loads
-    for them. Subclasses inherit both.
-    """
-
-    online = True
+    Settings: ClassVar[type] = GrpoSettings
+    summary = "RL: a group of answers to each problem, each compared with its group"
     variants = VARIANTS
 
-    @staticmethod
-    def clients(settings: GrpoSettings, factory: ModelFactory) -> dict[str, Any]:
-        """Create the reference model, if the KL to it has a coefficient."""
-        named = settings.kl.reference_model
-        if not make_adaptive_kl(settings).needs_reference:
-            return {}
-        if named is None:
-            return {"reference": factory.initial_policy()}
-        reference = factory.load(named)
-        check_vocabulary(factory.policy, reference, f"reference {named}")
-        return {"reference": FrozenScorer(reference)}
-
-    @staticmethod
-    def needs_initial_policy(settings: GrpoSettings) -> bool:
-        """Return whether the reference model is the policy as it was before the stage."""
-        return make_adaptive_kl(settings).needs_reference and settings.kl.reference_model is None
-
-    @staticmethod
-    def weights(settings: GrpoSettings) -> list[str]:
-        """Return the name of the reference model's weights, if it is loaded."""
-        named = settings.kl.reference_model
-        return [] if named is None or not make_adaptive_kl(settings).needs_reference else [named]
-
     def __init__(self, settings: Any):
-        self.settings = settings
-        self.group_size: int = settings.policy_gradient.group_size
+        super().__init__(settings)
+        self.group_size = settings.policy_gradient.group_size
         self.estimator = ADVANTAGES[settings.policy_gradient.advantage]
         self._baselines = {
             estimator.state_key: estimator.fn()
             for estimator in ADVANTAGES.values()
             if estimator.state_key is not None
         }
-        self.shaper = RewardShaper(settings.shaping, settings.sampling.max_tokens)
-        self.kl = make_adaptive_kl(settings)
-        self._kl_metrics: dict[str, float] = {}  # of the last batch
 
     def compute_advantages(
         self, groups: Sequence[TrajectoryGroup], models: Models, *, keep_first: bool = True
@@ -118,34 +78,30 @@ class GRPO:
         ):
             for (g, n), advantage in zip(members, advantages_K, strict=True):
                 advantages_P_G_N[p][g][n] = float(advantage)
-        for group, advantages_G_N in zip(groups, advantages_P_G_N, strict=True):
-            for trajectory, advantages_N in zip(group.trajectories_G, advantages_G_N, strict=True):
-                self._store_advantages(trajectory, advantages_N)
         trained = {
             p
             for (p, _, _), rewards_K in zip(cells, rewards_C_K, strict=True)
             if self._is_trained_on(rewards_K)
         }
         kept = sorted(trained) or [0][: int(keep_first)]
-        datums = [
-            datum
-            for i in kept
-            for trajectory in groups[i].trajectories_G
-            for datum in trajectory_to_datums(trajectory)
-        ]
+        datums: list[Datum] = []
+        for i, (group, advantages_G_N) in enumerate(zip(groups, advantages_P_G_N, strict=True)):
+            for trajectory, advantages_N in zip(group.trajectories_G, advantages_G_N, strict=True):
+                advantages = self._credit_turns(advantages_N)
+                if i in kept:
+                    datums += trajectory_to_datums(trajectory, advantages)
+                else:
+                    record_advantages(trajectory, advantages)
         return self._apply_reference(datums, models) if self.kl.needs_reference else datums
 
     def _apply_reference(self, datums: list[Datum], models: Models) -> list[Datum]:
         """Charge the KL to the reference to the advantages, or add the reference's logprobs for the
         KL term of the loss.
         """
-        ref_D = models.reference.logprobs(datums, self.settings.sampling.temperature)
-        charged, self._kl_metrics = apply_kl_penalty(
-            datums, ref_D, self.kl.coefficient, self.settings.policy_gradient.kl_discount
-        )
-        self._kl_metrics["optim/kl_coef"] = self.kl.coefficient
+        ref_D, _ = self.score_reference(datums, models)
         if self.settings.kl.kl_placement == "reward":
-            return charged
+            discount = self.settings.policy_gradient.kl_discount
+            return apply_kl_penalty(datums, ref_D, self.kl.coefficient, discount)[0]
         return [
             add_loss_inputs(datum, ref_logprobs=ref_T)
             for datum, ref_T in zip(datums, ref_D, strict=True)
@@ -166,19 +122,14 @@ class GRPO:
             else [estimator.fn(rewards_K) for rewards_K in rewards_C_K]
         )
 
-    def _store_advantages(self, trajectory: Trajectory, advantages_N: Sequence[float]) -> None:
-        """Store the advantages of a trajectory's turns in the trajectory."""
+    def _credit_turns(self, advantages_N: Sequence[float]) -> float | Sequence[float]:
+        """Return the advantage of all turns of an episode, or that of each."""
         pg = self.settings.policy_gradient
         if pg.step_rewards == "sum":
-            (trajectory.advantage,) = advantages_N
-            return
-        process = pg.step_rewards == "process_supervision"
-        trajectory.advantages_N = (
-            compute_returns_to_go(advantages_N, pg.reward_discount)
-            if process
-            else list(advantages_N)
-        )
-        trajectory.advantage = trajectory.advantages_N[0]
+            return advantages_N[0]
+        if pg.step_rewards == "process_supervision":
+            return compute_returns_to_go(advantages_N, pg.reward_discount)
+        return advantages_N
 
     def _is_trained_on(self, rewards_K: Sequence[float]) -> bool:
         """Return whether a group is trained on.
@@ -203,17 +154,13 @@ class GRPO:
         metrics = train_single_pass(
             models,
             datums,
+            settings,
+            progress,
             loss=pg.loss,
             config=self.loss_config(),
             normalise=pg.normalise,
-            optim=settings.optim,
-            loop=settings.loop,
-            progress=progress,
-            peak_learning_rate=settings.learning_rate,
-            max_tokens=settings.sampling.max_tokens,
         )
-        if "optim/kl_ref_k3" in self._kl_metrics:
-            self.kl.update(self._kl_metrics["optim/kl_ref_k3"])
+        self.adapt_kl()
         return {**metrics, **before, **self.shaper.metrics, **self._kl_metrics}
 
     @property
@@ -226,19 +173,12 @@ class GRPO:
     ) -> tuple[Sequence[Datum], dict[str, float]]:
         """Return (datums as the loss expects them, metrics): corrected and weighted by sequence."""
         settings, pg = self.settings, self.settings.policy_gradient
-        before: dict[str, float] = {}
         if pg.truncated_is is not None:
             datums, before = apply_truncated_is(
                 models, datums, pg.truncated_is, settings.sampling.temperature
             )
-        elif (options := settings.correction).active:
-            datums, before = correct_datums(
-                models,
-                datums,
-                make_correction(options),
-                against_learner=options.against_learner,
-                temperature=settings.sampling.temperature,
-            )
+        else:
+            datums, before = correct_by_settings(models, datums, settings)
         if settings.interpolates_proximal:
             datums = add_proximal_weight(datums, models.policy.version)
         if pg.normalise == "sequence_means":
@@ -252,23 +192,19 @@ class GRPO:
         for name, key in find_loss_coefficients(pg.loss).items():
             if name != "entropy_coef" or pg.entropy_coef:
                 config[key] = getattr(pg, name)
-        if self.kl.needs_reference and settings.kl.kl_placement == "loss":
-            config |= {"kl_coef": self.kl.coefficient, "kl_kind": settings.kl.kl_kind}
-        return config
+        return config | self.kl_config
 
     def state(self) -> dict[str, Any]:
         return {
+            **super().state(),
             **{key: memory.state() for key, memory in self._baselines.items()},
-            "reward_statistics": self.shaper.state(),
-            "kl_coef": self.kl.coefficient,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        super().load_state(state)
         for key, memory in self._baselines.items():
             if key in state:  # otherwise the estimator is newer than the checkpoint
                 memory.load_state(state[key])
-        self.shaper.load_state(state["reward_statistics"])
-        self.kl.coefficient = state["kl_coef"]
 
 
 def group_comparable_rewards(

@@ -16,11 +16,12 @@ import numpy as np
 
 from rl.algorithms.method_interface import ModelFactory, Models, Progress, RowEvaluator
 from rl.algorithms.renamed_classes import make_getattr
-from rl.algorithms.row_datums import evaluate_by_tag, truncate_datum
+from rl.algorithms.row_datums import evaluate_by_tag, make_answer_datum, truncate_datum
 from rl.algorithms.update import (
+    LossCall,
     add_loss_inputs,
-    compute_expert_metrics,
     make_adam_params,
+    run_updates,
     split_into_substeps,
 )
 from rl.config import (
@@ -36,7 +37,7 @@ from rl.config import (
     check_substeps,
     reject_sampling_settings,
 )
-from rl.rollout import count_action_tokens, max_or_nan, supervised_datum
+from rl.rollout import count_action_tokens
 from rl.types import Datum, Problem
 
 
@@ -91,24 +92,21 @@ class KtoSettings:
 
 
 class KTO(RowEvaluator):
-    """Implement `kto`: its training hooks and the models that a run loads for them. Subclasses
-    inherit both.
-    """
+    """Implement `kto`."""
 
-    online = False
+    Settings = KtoSettings
+    summary = "preferences: answers labeled good or bad, without pairs"
     headline = "test/loss"
-    reads = staticmethod(lambda settings: ("response",))
+    reads = ("response",)
     needs_reward = False
     reads_held_out_answers = True
-    needs_initial_policy = staticmethod(lambda settings: True)
 
-    @staticmethod
-    def clients(settings: KtoSettings, factory: ModelFactory) -> dict[str, Any]:
+    def required_models(self, factory: ModelFactory) -> dict[str, Any]:
         """Create the reference model."""
-        return {"reference": factory.initial_policy()}
+        return {"reference": factory.reference()}
 
     def __init__(self, settings: KtoSettings):
-        self.settings = settings
+        super().__init__(settings)
         self._mismatched: list[
             Datum
         ] = []  # prompts of the batch, each with an answer of the next row
@@ -144,12 +142,9 @@ class KTO(RowEvaluator):
 
     def _datum(self, row: Problem, answer: str, good: bool, renderer: Any) -> Datum:
         """Return a datum with `mask` on the answer and `labels` 1 (good) or -1 (bad)."""
-        model_input, weights = renderer.build_supervised_example(
-            [*row.messages, {"role": "assistant", "content": answer}]
-        )
-        datum = truncate_datum(self.settings.data, supervised_datum(model_input, weights), row)
-        mask = datum.loss_fn_inputs.pop("weights").array
-        return add_loss_inputs(datum, mask=mask, labels=np.full(len(mask), 1.0 if good else -1.0))
+        datum = truncate_datum(self.settings.data, make_answer_datum(row, answer, renderer), row)
+        labels = np.full(datum.model_input.length, 1.0 if good else -1.0)
+        return add_loss_inputs(datum, labels=labels)
 
     def update(
         self, models: Models, datums: Sequence[Datum], progress: Progress
@@ -157,40 +152,28 @@ class KTO(RowEvaluator):
         """Update the policy in a single pass. `optim/loss`, `rewards/...` and `optim/kl_ref_k1` (z)
         are measured before each update.
         """
-        settings = self.settings
-        params = make_adam_params(
-            settings.optim, settings.loop, progress.batch, settings.learning_rate
-        )
-        sums: dict[str, float] = {}
-        norms, distances = [], []
-        for part in split_into_substeps(
-            list(zip(datums, self._mismatched, strict=True)),
-            settings.optim.num_substeps,
-            self._row_indices,
-        ):
+        distances = []
+
+        def make_calls(part: Sequence[tuple[Datum, Datum]]) -> list[LossCall]:
             answers, mismatched = [list(side) for side in zip(*part, strict=True)]
             distances.append(self._estimate_kl(models, mismatched))
-            forward = models.policy.forward_backward(
-                answers, "kto", self._config(distances[-1]), divisor=len(answers)
-            )
-            update = models.policy.optim_step(params).result().metrics or {}
-            for name, value in forward.result().metrics.items():
-                sums[name] = sums.get(name, 0.0) + value
-            norms.append(update["grad_norm"])
-            sums["skipped"] = sums.get("skipped", 0.0) + update.get("skipped_nonfinite", 0.0)
-        means = compute_label_metrics(sums)
-        metrics = {
-            "optim/lr": params.learning_rate,
+            return [LossCall(answers, "kto", self._config(distances[-1]), len(answers))]
+
+        pairs = list(zip(datums, self._mismatched, strict=True))
+        totals = run_updates(
+            models,
+            [split_into_substeps(pairs, self.settings.optim.num_substeps, self._row_indices)],
+            make_calls,
+            make_adam_params(self.settings, progress.batch),
+        )
+        means = compute_label_metrics(totals.sums)
+        return {
+            **totals.summarize(),
             "optim/loss": means.pop("loss"),
             **means,
-            "optim/grad_norm": max_or_nan(norms),
-        }
-        metrics |= {
             "optim/tokens": count_action_tokens(datums),
             "optim/kl_ref_k1": float(np.mean(distances)),
-            **compute_expert_metrics(sums),
         }
-        return metrics | ({"optim/skipped_nonfinite": sums["skipped"]} if sums["skipped"] else {})
 
     def _estimate_kl(self, models: Models, mismatched: Sequence[Datum]) -> float:
         """Return z: the mean over mismatched prompts and answers of the sum of lp - ref, at least
@@ -235,12 +218,6 @@ class KTO(RowEvaluator):
             "desirable_weight": options.desirable_weight,
             "undesirable_weight": options.undesirable_weight,
         }
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        pass
 
 
 def list_labeled_answers(row: Problem) -> list[tuple[str, bool]]:

@@ -1,16 +1,19 @@
-"""Define the interface of a method: settings and three hooks. rl.algorithms.update holds their
-shared parts. This module imports no torch.
+"""Define the interface of a method: one class with its settings, the models that it needs, the
+advantages, the update and its state. rl.algorithms.update holds the shared parts of updates. This
+module imports no torch.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl.config import LearnedRewardSettings
 from rl.errors import UserError
+from rl.judges import FrozenScorer, check_vocabulary
 from rl.rollout import TrajectoryGroup
 from rl.types import Datum, Problem
 
@@ -38,11 +41,9 @@ class Models:
         """
         if "reference" not in self.others:
             raise UserError(
-                "the method scores with a reference model, but its class created none: add a "
-                "static method clients(settings, factory) "
-                'that returns {"reference": factory.initial_policy()} (see '
-                "rl/algorithms/grpo.py), or leave "
-                "out kl_coef"
+                "the method scores with a reference model, but its class requested none: add a "
+                'method required_models(self, factory) that returns {"reference": '
+                "factory.reference()} (see rl/algorithms/grpo.py), or leave out kl_coef"
             )
         return self.others["reference"]
 
@@ -73,44 +74,104 @@ class Models:
         return {name: self.others[name] for name in ("critic",) if name in self.others}
 
 
-class ModelFactory(Protocol):
+class ModelFactory(abc.ABC):
     """Create the other models of a method when its stage begins, and again after a resume.
 
     `tags` are the names of the stage's data sets.
     """
 
     policy: TrainingClient
-    tags: Sequence[str]
+    tags: Sequence[str] = ()
 
+    @abc.abstractmethod
     def initial_policy(self) -> TokenScorer:
         """Return the policy as it was before the stage's first step.
 
         This is the base model under a fresh adapter, else a frozen copy of the weights.
         """
-        ...
 
+    @abc.abstractmethod
     def load(self, target: str) -> SamplingClient:
         """Load the final weights of an earlier stage (by name) or of a run's folder, or the weights
         of a model folder or hub name.
 
         The base model under the policy's adapter is not loaded a second time.
         """
-        ...
 
+    @abc.abstractmethod
     def rewards(self, learned: LearnedRewardSettings) -> dict[str, LearnedRewards]:
         """Return the model that judges answers under the key `rewards` of `Models.others`; {} if
         the settings name none.
         """
-        ...
+
+    @abc.abstractmethod
+    def create_critic(self, base_model: str) -> TrainingClient:
+        """Return a separate model with a value head; see `critic`."""
 
     def critic(self, base_model: str) -> TrainingClient:
-        """Return a separate model with a value head, the `critic` of `Models.others`. It is saved
-        and resumed together with the policy.
+        """Return the `critic` of `Models.others`. It is saved and resumed together with the policy.
 
         `base_model` is a hub name, a model folder or tiny:<preset>; "policy" selects the weights
-        from which the stage begins.
+        from which the stage begins. Raises UserError if its vocabulary is not the policy's.
         """
-        ...
+        critic = self.create_critic(base_model)
+        check_vocabulary(self.policy, critic, f"critic {base_model}")
+        return critic
+
+    def load_matching(self, target: str, role: str) -> SamplingClient:
+        """Load weights. Raises UserError, naming the role, if their vocabulary is not the
+        policy's.
+        """
+        client = self.load(target)
+        check_vocabulary(self.policy, client, f"{role} {target}")
+        return client
+
+    def reference(self, target: str | None = None) -> TokenScorer:
+        """Return the reference model: the weights `target`, by default the initial policy."""
+        if target is None:
+            return self.initial_policy()
+        return FrozenScorer(self.load_matching(target, "reference"))
+
+    def defer_initial_policy(self) -> Callable[[], TokenScorer]:
+        """Return a function that creates the initial policy when it is first called."""
+        return functools.cache(self.initial_policy)
+
+
+class ModelRequests(ModelFactory):
+    """Record the models that a method requests, and load none.
+
+    weights               names of the weights of scorers and judges, in the order of the requests
+    critic_model          the base model of the critic, or None
+    needs_initial_policy  whether the policy as it was before the stage is a further model
+    """
+
+    def __init__(self, method: Method):
+        self.weights: list[str] = []
+        self.critic_model: str | None = None
+        self.needs_initial_policy = False
+        self.models = method.make_models(self)
+
+    def initial_policy(self) -> Any:
+        self.needs_initial_policy = True
+
+    def load(self, target: str) -> Any:
+        self.weights.append(target)
+
+    def load_matching(self, target: str, role: str) -> Any:
+        self.load(target)
+
+    def rewards(self, learned: LearnedRewardSettings) -> dict[str, Any]:
+        self.weights += learned.model_names
+        return {"rewards": None}
+
+    def create_critic(self, base_model: str) -> Any:
+        self.critic_model = base_model
+
+    def critic(self, base_model: str) -> Any:
+        self.create_critic(base_model)
+
+    def defer_initial_policy(self) -> Any:
+        self.initial_policy()
 
 
 @dataclass(frozen=True)
@@ -125,43 +186,114 @@ class Progress:
     seed: int = 0
 
 
-class Method(Protocol):
-    """Define the hooks of every method.
+class Method:
+    """Base class of the methods: a class holds everything about a method.
 
-    `online` is True for a method that samples (and has `compute_advantages`), False for a method
-    that reads rows (and has `datums`).
+    Settings                the dataclass that the command line reads
+    summary                 one line for the command line
+    variants                maps each value of the setting `variant` to the flat settings that it
+                            implies; explicit settings override them
+    online                  whether the method samples; it then has `compute_advantages` and
+                            `group_size`, otherwise `datums`
+    needs_reward            whether it cannot learn without a reward
+    reads                   the answers of a row (fields of Problem) from which it learns
+    reads_held_out_answers  whether it also reads those answers of held-out rows
+    reads_optional_answers  whether it reads them of the held-out rows that have them
+    value_head              whether the policy has a value head
+
+    `__init__` may replace a value by one that depends on the settings.
     """
 
-    online: bool
+    Settings: ClassVar[type]
+    summary: ClassVar[str]
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    online: bool = False
+    group_size: int = 1
+    needs_reward: bool = True
+    reads: tuple[str, ...] = ()
+    reads_held_out_answers: bool = False
+    reads_optional_answers: bool = False
+    value_head: bool = False
 
-    def state(self) -> dict[str, Any]:
-        """Return the state that must survive a resume, as readable JSON."""
-        ...
+    def __init__(self, settings: Any):
+        self.settings = settings
 
-    def load_state(self, state: Mapping[str, Any]) -> None: ...
+    @property
+    def judge_names(self) -> list[str]:
+        """Return the names of the models that judge answers, from the section `learned`; none if
+        the settings lack it.
+        """
+        learned = getattr(self.settings, "learned", None)
+        return [] if learned is None else list(learned.model_names)
 
-    def update(
-        self, models: Models, datums: Sequence[Datum], progress: Progress
-    ) -> dict[str, float]: ...
+    def required_models(self, factory: ModelFactory) -> dict[str, Any]:
+        """Create the models that the method uses in addition to the policy, `Models.others`."""
+        return {}
 
+    def make_models(self, factory: ModelFactory) -> dict[str, Any]:
+        """Create the required models, and the judge that the section `learned` names.
 
-class OnlineMethod(Method, Protocol):
-    group_size: int
+        The run applies the judge to the samples of any method, so no method has to request it.
+        """
+        models = self.required_models(factory)
+        if self.judge_names and "rewards" not in models:
+            models = {**models, **factory.rewards(self.settings.learned)}
+        self._check_used_sections(models)
+        return models
 
-    def compute_advantages(
-        self, groups: Sequence[TrajectoryGroup], models: Models
-    ) -> list[Datum]: ...
+    def _check_used_sections(self, models: Mapping[str, Any]) -> None:
+        """Raise UserError if the settings ask for a KL or for shaped rewards, and the class uses
+        neither: a class may read only some of the sections of its `Settings`.
+        """
+        kl, shaping = (getattr(self.settings, name, None) for name in ("kl", "shaping"))
+        default = kl is not None and kl.kl_coef is None and kl.reference_model is not None
+        active = kl is not None and (default or kl.kl_coef or kl.kl_target)
+        if active and "reference" not in models:
+            raise UserError(
+                f"{type(self).__name__} takes kl_coef, kl_target and reference_model from its "
+                "Settings, but requests no reference model, so they would have no effect: leave "
+                "them out, or inherit from rl.algorithms.GRPO, or return "
+                '{"reference": factory.reference()} from required_models(self, factory) and use '
+                "models.reference"
+            )
+        if shaping is not None and not hasattr(self, "shaper"):
+            if shaping != type(self.settings)().shaping:
+                raise UserError(
+                    f"{type(self).__name__} takes the settings of shaped rewards from its "
+                    "Settings, but shapes none, so they would have no effect: leave them out, or "
+                    "inherit from rl.algorithms.OnlineMethod and learn from "
+                    "self.shaper.shape_totals(groups)"
+                )
 
+    def remark_on_data(self, problems: Iterable[Problem]) -> str | None:
+        """Return a message about the training data, or None."""
+        return None
 
-class OfflineMethod(Method, Protocol):
+    def compute_advantages(self, groups: Sequence[TrajectoryGroup], models: Models) -> list[Datum]:
+        """Return the datums of a batch of groups, whose rewards are complete."""
+        raise NotImplementedError(f"{type(self).__name__} does not sample")
+
     def datums(
         self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
     ) -> list[Datum]:
         """Return the datums of a batch of rows. `seed` is the batch's seed for random choices."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} reads no rows")
+
+    def update(
+        self, models: Models, datums: Sequence[Datum], progress: Progress
+    ) -> dict[str, float]:
+        """Train on the datums. Return the `optim/...` metrics."""
+        raise NotImplementedError(f"{type(self).__name__} has no update")
+
+    def state(self) -> dict[str, Any]:
+        """Return the state that must survive a resume, as readable JSON."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
 
 
-class RowEvaluator(abc.ABC):
+class RowEvaluator(Method, abc.ABC):
     """Base class of methods that measure held-out rows themselves, in addition to (or instead of)
     sampling answers to them.
 

@@ -9,15 +9,36 @@ import importlib
 import importlib.util
 import sys
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rl.algorithms.method_spec import MethodSpec, make_method_spec
+from rl.algorithms.method_interface import Method
 from rl.config import SettingsError, is_method_address
 from rl.errors import describe_import_error
 
-_REQUIRED_HOOKS = ("update", "state", "load_state")
+# What a class had to declare before `required_models` was a method of it.
+_FORMER_DECLARATIONS = ("clients", "weights", "critic", "needs_initial_policy")
+
+
+@dataclasses.dataclass(frozen=True)
+class MethodSpec:
+    """Name the settings, the line of --help and the class of a method."""
+
+    settings: type
+    summary: str
+    hooks: type[Method]
+
+    @classmethod
+    def of(cls, method: type[Method]) -> MethodSpec:
+        """Return the spec of a class that declares its settings and its summary."""
+        return cls(method.Settings, method.summary, method)
+
+    @property
+    def variants(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the settings that each variant implies."""
+        return self.hooks.variants
 
 
 class MethodRegistry(dict[str, MethodSpec]):
@@ -63,16 +84,28 @@ def _load_spec(address: str) -> MethodSpec:
             ]
         )
     settings = getattr(target, "Settings", None)
-    hooks = [
-        *_REQUIRED_HOOKS,
-        "compute_advantages" if getattr(target, "online", False) else "datums",
-    ]
-    if missing := [name for name in hooks if not callable(getattr(target, name, None))]:
+    method: type[Method] = (
+        target
+        if issubclass(target, Method)
+        else type(target.__name__, (target, Method), {"__doc__": target.__doc__})
+    )  # a class derived from nothing gets the defaults
+    required = "compute_advantages" if method.online else "datums"
+    if missing := [
+        name for name in ("update", required) if getattr(method, name) is getattr(Method, name)
+    ]:
         raise SettingsError(
             [
                 f"method {address} has no {' and no '.join(missing)}: see "
                 "rl/algorithms/method_interface.py for "
                 "the hooks of a method"
+            ]
+        )
+    if former := [name for name in _FORMER_DECLARATIONS if hasattr(target, name)]:
+        raise SettingsError(
+            [
+                f"method {address} declares {', '.join(former)}, which nothing reads any more: "
+                "request its models in a method required_models(self, factory), such as "
+                'return {"reference": factory.reference()} (see rl/algorithms/grpo.py)'
             ]
         )
     if not dataclasses.is_dataclass(settings):
@@ -83,7 +116,7 @@ def _load_spec(address: str) -> MethodSpec:
             ]
         )
     summary = (target.__doc__ or address).strip().splitlines()[0]
-    return make_method_spec(target, settings, summary)  # type: ignore[arg-type]
+    return MethodSpec(settings, summary, method)  # type: ignore[arg-type]
 
 
 def _import_file(place: str) -> ModuleType:

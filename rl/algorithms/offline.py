@@ -12,14 +12,13 @@ it). A is the answer's reward minus a baseline.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from rl.algorithms.advantages import ADVANTAGES
-from rl.algorithms.method_interface import ModelFactory, Models, Progress
+from rl.algorithms.method_interface import Method, ModelFactory, Models, Progress
 from rl.algorithms.offline_settings import OfflineSettings
 from rl.algorithms.update import add_loss_inputs, train_single_pass
 from rl.data import LengthLimits
@@ -28,42 +27,37 @@ from rl.rollout import supervised_datum
 from rl.types import Datum, Problem, StoredAnswer, experts_from_text
 
 
-class Offline:
-    """Implement `offline`: its training hooks and the models that a run loads for them. Subclasses
-    inherit both.
-    """
+class Offline(Method):
+    """Implement `offline`."""
 
-    online = False
-    reads = staticmethod(lambda settings: ("answers",))
+    Settings = OfflineSettings
+    summary = "learn from stored answers and their rewards, without sampling"
+    reads = ("answers",)
     needs_reward = False
 
-    @staticmethod
-    def clients(settings: OfflineSettings, factory: ModelFactory) -> dict[str, Any]:
+    def __init__(self, settings: OfflineSettings):
+        super().__init__(settings)
+        self.options = options = settings.offline
+        learned = options.baseline == "learned" and options.loss != "bc"
+        self.value_head = options.loss == "ilql" or learned
+        self._row_indices: list[int] = []  # the row of each answer of the batch
+
+    def required_models(self, factory: ModelFactory) -> dict[str, Any]:
         """Create the policy as it was at the stage's beginning, at the first answer without
         logprobs. It is then used as the behavior policy.
         """
-        return {"beginning": functools.cache(factory.initial_policy)}
+        if not self.options.needs_behavior_logprobs:
+            return {}
+        return {"beginning": factory.defer_initial_policy()}
 
-    @staticmethod
-    def value_head(settings: OfflineSettings) -> bool:
-        """Return whether the policy has a value head."""
-        options = settings.offline
-        return options.loss == "ilql" or (options.loss != "bc" and options.baseline == "learned")
-
-    @staticmethod
-    def needs_initial_policy(settings: OfflineSettings) -> bool:
-        """Return whether answers may be scored with the policy as it was before the stage."""
-        return settings.offline.needs_behavior_logprobs
-
-    @staticmethod
-    def remark(settings: OfflineSettings, problems: Iterable[Problem]) -> str | None:
+    def remark_on_data(self, problems: Iterable[Problem]) -> str | None:
         """Return a message about the answers without behavior logprobs and the answers without
         recorded experts, or None.
         """
         messages = []
         unrecorded = (
             [answer.experts is None for row in problems for answer in row.answers]
-            if settings.model.router_replay
+            if self.settings.model.router_replay
             else []
         )
         if any(unrecorded):
@@ -72,7 +66,7 @@ class Offline:
                 "recorded experts and are routed by the router"
             )
         unscored = [answer.logprobs is None for row in problems for answer in row.answers]
-        if not settings.offline.needs_behavior_logprobs or not any(unscored):
+        if not self.options.needs_behavior_logprobs or not any(unscored):
             return "; ".join(messages) or None
         subject = (
             "The stored answers have"
@@ -83,10 +77,6 @@ class Offline:
             f"{subject} no logprobs: the initial policy scores them, as if it had sampled them"
         )
         return "; ".join(messages)
-
-    def __init__(self, settings: OfflineSettings):
-        self.settings, self.options = settings, settings.offline
-        self._row_indices: list[int] = []  # the row of each answer of the batch
 
     def datums(
         self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
@@ -175,13 +165,10 @@ class Offline:
         metrics = train_single_pass(
             models,
             datums,
+            settings,
+            progress,
             loss="cross_entropy" if options.loss == "bc" else options.loss,
             config=self._config(),
-            normalise="tokens",
-            optim=settings.optim,
-            loop=settings.loop,
-            progress=progress,
-            peak_learning_rate=settings.learning_rate,
             rows=self._row_indices,
         )
         for name in ("optim/max_logprob_difference", "optim/entropy"):
@@ -210,12 +197,6 @@ class Offline:
         if options.baseline == "learned" and options.loss != "bc":
             config["value_coef"] = options.value_coef
         return config
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        pass
 
 
 def make_answer_datum(row: Problem, answer: StoredAnswer, renderer: Any) -> Datum:

@@ -8,16 +8,15 @@ distinguishes answers works as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rl.algorithms import dpo
 from rl.algorithms.method_interface import Models, Progress
-from rl.algorithms.method_spec import reads_no_answers
+from rl.algorithms.online_method import OnlineMethod
 from rl.algorithms.renamed_classes import make_getattr
-from rl.algorithms.reward_shaping import RewardShaper
-from rl.algorithms.update import add_loss_inputs, compare_sampler_and_learner
+from rl.algorithms.update import UpdateSums, add_loss_inputs, compare_sampler_and_learner
 from rl.config import (
     DataSettings,
     EnvironmentSettings,
@@ -92,18 +91,15 @@ def make_pairs(rewards_G: Sequence[float], kind: str) -> list[tuple[int, int]]:
     return [(best, worst)] if rewards_G[best] > rewards_G[worst] else []
 
 
-class OnlineDPO(dpo.DPO):
+class OnlineDPO(OnlineMethod, dpo.DPO):
     """Implement `online_dpo`: `update` is DPO's, at the sampling temperature."""
 
-    online = True
-    reads = staticmethod(reads_no_answers)
-    needs_reward = True
-    reads_held_out_answers = False
+    Settings = OnlineDpoSettings
+    summary = "RL: the better of the policy's answers against the worse, by DPO's loss"
 
     def __init__(self, settings: OnlineDpoSettings):
         super().__init__(settings)
         self.group_size = settings.preference.group_size
-        self.shaper = RewardShaper(settings.shaping, settings.sampling.max_tokens)
         # this batch's answers with the behavior logprobs, by id of the pair's datum
         self._behavior_datums: dict[int, Datum] = {}
         self._has_pairs = True  # whether the batch has a pair
@@ -165,11 +161,11 @@ class OnlineDPO(dpo.DPO):
         params = super()._optimizer_params(progress)
         return params if self._has_pairs else replace(params, learning_rate=0.0)
 
-    def _extra_metrics(self, datums: Sequence[Datum], logprobs: Sequence[Any]) -> dict[str, float]:
+    def _extra_metrics(self, totals: UpdateSums) -> dict[str, float]:
         """Compare sampler and learner on each answer once."""
         distinct = {
-            id(datum): (self._behavior_datums[id(datum)], logp)
-            for datum, logp in zip(datums, logprobs, strict=True)
+            id(datum): (self._behavior_datums[id(datum)], output["logprobs"].array)
+            for datum, output in zip(totals.first_datums, totals.first_outputs, strict=True)
         }
         return compare_sampler_and_learner(
             [full for full, _ in distinct.values()], [logp for _, logp in distinct.values()]
@@ -178,20 +174,13 @@ class OnlineDPO(dpo.DPO):
     def _config(self) -> dict[str, float]:
         return {**super()._config(), "temperature": self.settings.sampling.temperature}
 
-    def state(self) -> dict[str, Any]:
-        return {"reward_statistics": self.shaper.state()}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.shaper.load_state(state["reward_statistics"])
-
 
 def _make_datum(group: TrajectoryGroup, member: int) -> Datum:
     """Return a member's answer as a datum. Raises UserError if its episode is several sequences of
     tokens.
     """
-    trajectory = group.trajectories_G[member]
-    trajectory.advantage = 0.0  # unused: DPO compares whole answers
-    datums = trajectory_to_datums(trajectory)
+    # DPO compares whole answers and reads no advantage
+    datums = trajectory_to_datums(group.trajectories_G[member], 0.0)
     if len(datums) > 1:
         raise UserError(
             "online_dpo compares answers that are a single sequence of tokens, but this episode "

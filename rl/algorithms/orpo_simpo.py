@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rl.algorithms.dpo import ACCURACY_METRIC, DPO, make_pair_datums
-from rl.algorithms.method_interface import Models
-from rl.algorithms.method_spec import list_no_weights, make_no_models, return_false
+from rl.algorithms.method_interface import ModelFactory, Models
 from rl.algorithms.renamed_classes import make_getattr
 from rl.config import (
     ModelSettings,
@@ -102,13 +101,11 @@ class SimpoSettings(_PairSettings):
 
 
 class ReferenceFreeDPO(DPO):
-    """Implement `orpo` and `simpo`."""
+    """Base class of the methods on pairs without a reference model."""
 
-    clients, weights, needs_initial_policy = (
-        staticmethod(make_no_models),
-        staticmethod(list_no_weights),
-        staticmethod(return_false),
-    )
+    def required_models(self, factory: ModelFactory) -> dict[str, Any]:
+        """Return no models."""
+        return {}
 
     def begin(self, rows: Iterable[Problem], renderer: Any, models: Models) -> None:
         """Do nothing: no reference model scores the rows."""
@@ -121,18 +118,35 @@ class ReferenceFreeDPO(DPO):
             datum for row in rows for datum in make_pair_datums(row, renderer, self.settings.data)
         ]
 
+
+class ORPO(ReferenceFreeDPO):
+    """Implement `orpo`."""
+
+    Settings = OrpoSettings
+    summary = (
+        "preferences: the preferred answer's likelihood and the odds against the other, "
+        "without a reference"
+    )
+
     def _loss(self) -> str:
-        """Return the name of the loss."""
-        return "orpo" if isinstance(self.settings, OrpoSettings) else "simpo"
+        return "orpo"
 
     def _config(self) -> dict[str, float]:
-        """Return the config of the loss."""
+        return {"beta": self.settings.preference.beta}
+
+
+class SIMPO(ReferenceFreeDPO):
+    """Implement `simpo`."""
+
+    Settings = SimpoSettings
+    summary = "preferences: mean logprobs and a margin, without a reference"
+
+    def _loss(self) -> str:
+        return "simpo"
+
+    def _config(self) -> dict[str, float]:
         options = self.settings.preference
-        return (
-            {"beta": options.beta}
-            if isinstance(options, OrpoOptions)
-            else {"beta": options.beta, "gamma": options.gamma}
-        )
+        return {"beta": options.beta, "gamma": options.gamma}
 
 
 if not TYPE_CHECKING:  # mypy would accept every name of this module

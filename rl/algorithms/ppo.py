@@ -9,92 +9,53 @@ head on the policy, or a separate critic.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from rl.algorithms.advantages import compute_gae
 from rl.algorithms.episode_tokens import EpisodeTokens
-from rl.algorithms.kl_penalty import AdaptiveKL, compute_kl_metrics, compute_logprob_gaps
+from rl.algorithms.kl_penalty import compute_kl_metrics, compute_logprob_gaps
 from rl.algorithms.method_interface import ModelFactory, Models, Progress
-from rl.algorithms.metric_sums import MetricSums
+from rl.algorithms.online_method import ReferenceMethod
 from rl.algorithms.ppo_settings import PpoSettings
 from rl.algorithms.renamed_classes import make_getattr
-from rl.algorithms.reward_shaping import RewardShaper
 from rl.algorithms.update import (
+    LossCall,
+    UpdateSums,
     add_loss_inputs,
-    compare_sampler_and_learner,
     compute_divisor,
-    correct_datums,
+    correct_by_settings,
     make_adam_params,
-    make_correction,
+    run_updates,
 )
-from rl.judges import FrozenScorer, check_vocabulary, restore_full_input
+from rl.judges import restore_full_input
 from rl.rollout import Trajectory, TrajectoryGroup, build_datums_with_turns, count_action_tokens
 from rl.seed import derive_seed
-from rl.types import AdamParams, Datum, ForwardBackwardOutput
+from rl.types import Datum
 
 
-def _make_adaptive_kl(settings: PpoSettings) -> AdaptiveKL:
-    """Return the KL coefficient with its adaptation."""
-    return AdaptiveKL(settings.kl.kl_coef or 0.0, settings.kl.kl_target, settings.kl.kl_rate)
+class PPO(ReferenceMethod):
+    """Implement `ppo`."""
 
+    Settings: ClassVar[type] = PpoSettings
+    summary = (
+        "RL: several clipped epochs a batch, with token advantages from a learned value function"
+    )
 
-class PPO:
-    """Implement `ppo`: its training hooks and the models that a run loads for them.
-    Subclasses inherit both.
-    """
-
-    online = True
-
-    @staticmethod
-    def clients(settings: PpoSettings, factory: ModelFactory) -> dict[str, Any]:
-        """Create the reference model and the critic, if the settings request them."""
-        models: dict[str, Any] = {}
-        named, critic_model = settings.kl.reference_model, settings.ppo.critic_model
-        if _make_adaptive_kl(settings).needs_reference:
-            if named is None:
-                models["reference"] = factory.initial_policy()
-            else:
-                reference = factory.load(named)
-                check_vocabulary(factory.policy, reference, f"reference {named}")
-                models["reference"] = FrozenScorer(reference)
-        if critic_model is not None:
-            models["critic"] = factory.critic(critic_model)
-            check_vocabulary(factory.policy, models["critic"], f"critic {critic_model}")
-        return models
-
-    @staticmethod
-    def critic(settings: PpoSettings) -> str | None:
-        """Return the name of the critic's base model, or None."""
-        return settings.ppo.critic_model
-
-    @staticmethod
-    def needs_initial_policy(settings: PpoSettings) -> bool:
-        """Return whether the reference model is the policy as it was before the stage."""
-        return _make_adaptive_kl(settings).needs_reference and settings.kl.reference_model is None
-
-    @staticmethod
-    def weights(settings: PpoSettings) -> list[str]:
-        """Return the name of the reference model's weights, if it is loaded."""
-        named = settings.kl.reference_model
-        return [] if named is None or not _make_adaptive_kl(settings).needs_reference else [named]
-
-    @staticmethod
-    def value_head(settings: PpoSettings) -> bool:
-        """Return whether the value is a head on the policy."""
-        return settings.ppo.critic_model is None
-
-    def __init__(self, settings: PpoSettings):
-        self.settings = settings
+    def __init__(self, settings: Any):
+        super().__init__(settings)
         self.group_size = settings.ppo.group_size
-        self.shaper = RewardShaper(settings.shaping, settings.sampling.max_tokens)
-        self.kl = _make_adaptive_kl(settings)
-        self._advantage_metrics: dict[
-            str, float
-        ] = {}  # metrics of compute_advantages, returned by the next update
+        self.value_head = settings.ppo.critic_model is None
+        self._value_metrics: dict[str, float] = {}  # of the last batch
+
+    def required_models(self, factory: ModelFactory) -> dict[str, Any]:
+        """Create the reference model and the critic, if the settings request them."""
+        models, critic_model = super().required_models(factory), self.settings.ppo.critic_model
+        return (
+            models if critic_model is None else {**models, "critic": factory.critic(critic_model)}
+        )
 
     # --------------------------------------------------------------------------------------- credit
 
@@ -107,7 +68,8 @@ class PPO:
         rewards_I_N = [
             steps for rewards_G_N in self.shaper.shape_steps(groups) for steps in rewards_G_N
         ]
-        parts_I = [_make_datums(trajectory) for trajectory in trajectories]
+        # token advantages follow
+        parts_I = [build_datums_with_turns(trajectory, 0.0) for trajectory in trajectories]
         flat = [datum for parts, _ in parts_I for datum in parts]
         whole = [restore_full_input(datum) for datum in flat]
         values_D = iter((models.critic or models.policy).compute_values(whole).result())
@@ -135,30 +97,25 @@ class PPO:
                 advantages=advantages, returns=advantages + values, values_old=values
             )
         credited = [add_loss_inputs(d, **extra) for d, extra in zip(credited, fields, strict=True)]
-        self._advantage_metrics |= _compute_value_metrics(credited)
+        self._value_metrics = _compute_value_metrics(credited)
         return _normalize_advantages(credited) if options.normalise_advantages else credited
 
     def _score_reference(
         self, datums: Sequence[Datum], models: Models
     ) -> tuple[list[dict[str, np.ndarray]], list[np.ndarray]]:
         """Return (fields to add to each datum, each token's KL penalty to the reference)."""
-        self._advantage_metrics = {}
+        zeros_D = [np.zeros(d.model_input.length) for d in datums]
         if not self.kl.needs_reference:
-            return [{} for _ in datums], [np.zeros(d.model_input.length) for d in datums]
-        ref_D = models.reference.logprobs(datums, self.settings.sampling.temperature)
-        gaps_D = compute_logprob_gaps(datums, ref_D)
-        self._advantage_metrics = {
-            **compute_kl_metrics(datums, gaps_D),
-            "optim/kl_coef": self.kl.coefficient,
-        }
-        if self.settings.kl.kl_placement == "loss":
-            masks = [d.loss_fn_inputs["mask"].array != 0 for d in datums]
-            fields = [
-                {"ref_logprobs": np.where(mask, ref, 0.0)}
-                for mask, ref in zip(masks, ref_D, strict=True)
-            ]
-            return fields, [np.zeros(d.model_input.length) for d in datums]
-        return [{} for _ in datums], [self.kl.coefficient * gap_T for gap_T in gaps_D]
+            return [{} for _ in datums], zeros_D
+        ref_D, gaps_D = self.score_reference(datums, models)
+        if self.settings.kl.kl_placement == "reward":
+            return [{} for _ in datums], [self.kl.coefficient * gap_T for gap_T in gaps_D]
+        masks_D = [d.loss_fn_inputs["mask"].array != 0 for d in datums]
+        fields = [
+            {"ref_logprobs": np.where(mask, ref, 0.0)}
+            for mask, ref in zip(masks_D, ref_D, strict=True)
+        ]
+        return fields, zeros_D
 
     # ---------------------------------------------------------------------------------------- learn
 
@@ -169,87 +126,56 @@ class PPO:
         sampled. Then adapt kl_coef.
         """
         settings, options = self.settings, self.settings.ppo
-        params = make_adam_params(
-            settings.optim, settings.loop, progress.batch, settings.learning_rate
-        )
-        temperature = {"temperature": settings.sampling.temperature}
-        sums = MetricSums()
+        datums, before = correct_by_settings(models, datums, settings)
         drift: dict[str, float] = {}
-        before: dict[str, float] = {}
-        if (correction_settings := settings.correction).active:
-            datums, before = correct_datums(
-                models,
-                datums,
-                make_correction(correction_settings),
-                against_learner=correction_settings.against_learner,
-                temperature=settings.sampling.temperature,
+
+        def should_stop() -> bool:
+            after = models.policy.forward(
+                datums, "importance_sampling", {"temperature": settings.sampling.temperature}
+            ).result()
+            now_D = [output["logprobs"].array for output in after.loss_fn_outputs]
+            drift.update(
+                compute_kl_metrics(datums, compute_logprob_gaps(datums, now_D), "optim/approx_kl")
             )
-        for epoch in range(options.epochs):
-            for i, part in enumerate(
-                _split_minibatches(datums, settings.optim.num_substeps, progress, epoch)
-            ):
-                output = self._update_minibatch(models, part, params, sums)
-                if epoch == 0 and i == 0 and not before:
-                    sums.metrics |= compare_sampler_and_learner(
-                        part, [o["logprobs"].array for o in output.loss_fn_outputs]
-                    )
-            after = models.policy.forward(datums, "importance_sampling", temperature).result()
-            now_D = [o["logprobs"].array for o in after.loss_fn_outputs]
-            drift = compute_kl_metrics(
-                datums, compute_logprob_gaps(datums, now_D), "optim/approx_kl"
-            )
-            if not drift or (
+            # A correction may reject every action. Nothing remains to learn from.
+            return not drift or (
                 options.target_kl is not None and drift["optim/approx_kl_k3"] > options.target_kl
-            ):
-                # A correction may reject every action. Nothing remains to learn from.
-                break
-        metrics = {
-            "optim/lr": params.learning_rate,
-            **sums.summarize(),
-            **before,
+            )
+
+        totals = run_updates(
+            models,
+            (
+                _split_minibatches(datums, settings.optim.num_substeps, progress, epoch)
+                for epoch in range(options.epochs)
+            ),
+            lambda part: self._make_calls(models, part),
+            make_adam_params(settings, progress.batch),
+            should_stop,
+        )
+        self.adapt_kl()
+        return {
+            **summarize_epochs(totals, datums),
+            **(before or totals.compare_first()),
             **drift,
-            **self._advantage_metrics,
+            **self._kl_metrics,
+            **self._value_metrics,
             **self.shaper.metrics,
         }
-        metrics |= {"optim/epochs": epoch + 1, "optim/tokens": count_action_tokens(datums)}
-        if "optim/kl_ref_k3" in metrics:
-            self.kl.update(metrics["optim/kl_ref_k3"])
-        return metrics
 
-    def _update_minibatch(
-        self, models: Models, part: Sequence[Datum], params: AdamParams, sums: MetricSums
-    ) -> ForwardBackwardOutput:
-        """Train on a minibatch: an optimizer step of the policy and, if it exists, of the critic;
-        at learning rate 0 if no action remains.
-        """
-        options, size, tokens = (
-            self.settings.ppo,
-            compute_divisor(part, "tokens"),
-            count_action_tokens(part),
-        )
-        if not tokens:
-            params = replace(params, learning_rate=0.0)
-            sums.metrics["optim/skipped_no_signal"] = (
-                sums.metrics.get("optim/skipped_no_signal", 0.0) + 1
-            )
-        forward = models.policy.forward_backward(part, "ppo", self._config(models), divisor=size)
-        update = models.policy.optim_step(params)
+    def _make_calls(self, models: Models, part: Sequence[Datum]) -> list[LossCall]:
+        """Return the calls of a minibatch: of the policy and, if it exists, of the critic."""
+        options, size = self.settings.ppo, compute_divisor(part, "tokens")
+        calls = [LossCall(part, "ppo", self._config(models), size)]
         if models.critic is not None:
             config = {} if options.value_clip is None else {"value_clip": options.value_clip}
             rate = options.critic_learning_rate
             ratio = 1.0 if rate is None else rate / self.settings.learning_rate
-            value = models.critic.forward_backward(part, "value", config, divisor=size)
-            step = models.critic.optim_step(
-                replace(params, learning_rate=params.learning_rate * ratio)
-            )
-            sums.add("critic_", value.result().metrics, step.result().metrics or {}, tokens)
-        output = forward.result()
-        sums.add("", output.metrics, update.result().metrics or {}, tokens)
-        return output
+            calls.append(LossCall(part, "value", config, size, "critic_", "critic", ratio))
+        return calls
 
     def _config(self, models: Models) -> dict[str, Any]:
         """Return the config of the policy's loss."""
-        options, kl = self.settings.ppo, self.settings.kl
+        options = self.settings.ppo
         config: dict[str, Any] = {
             "temperature": self.settings.sampling.temperature,
             "entropy_coef": options.entropy_coef,
@@ -259,24 +185,34 @@ class PPO:
             config["value_coef"] = options.value_coef
             if options.value_clip is not None:
                 config["value_clip"] = options.value_clip
-        if self.kl.needs_reference and kl.kl_placement == "loss":
-            config |= {"kl_coef": self.kl.coefficient, "kl_kind": kl.kl_kind}
-        return config
-
-    # ---------------------------------------------------------------------------------------- state
-
-    def state(self) -> dict[str, Any]:
-        return {"kl_coef": self.kl.coefficient, "reward_statistics": self.shaper.state()}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.kl.coefficient = state["kl_coef"]
-        self.shaper.load_state(state["reward_statistics"])
+        return config | self.kl_config
 
 
-def _make_datums(trajectory: Trajectory) -> tuple[list[Datum], list[list[int]]]:
-    """Return the trajectory's datums and the turns of each, with placeholder advantages."""
-    trajectory.advantage, trajectory.advantages_N = 0.0, None  # computed later
-    return build_datums_with_turns(trajectory)
+def summarize_epochs(totals: UpdateSums, datums: Sequence[Datum]) -> dict[str, float]:
+    """Return the metrics of all updates on `datums`: means over the tokens of every epoch."""
+    sums = {name.removeprefix("critic_"): value for name, value in totals.sums.items()}
+    sums["loss:sum"] = totals.sums["loss:sum"]  # the policy's
+    tokens = max(1, count_action_tokens(datums) * totals.epochs)
+    names = {
+        "loss": "loss",
+        "policy_loss": "policy_loss",
+        "value_loss": "value_loss",
+        "entropy": "policy_entropy",
+        "value_clipped": "value_clip_frac",
+    }
+    clipped = sums.get("clipped_low:sum", 0.0) + sums.get("clipped_high:sum", 0.0)
+    return {
+        **totals.summarize(),
+        **{
+            f"optim/{metric}": sums[f"{name}:sum"] / tokens
+            for name, metric in names.items()
+            if f"{name}:sum" in sums
+        },
+        "optim/clip_frac": clipped / max(1.0, sums.get("active_tokens:sum", 0.0)),
+        "optim/substeps": totals.steps,
+        "optim/epochs": totals.epochs,
+        "optim/tokens": count_action_tokens(datums),
+    }
 
 
 def _is_cut_off(trajectory: Trajectory) -> bool:

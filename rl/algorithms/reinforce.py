@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from rl.algorithms.grpo import GRPO
 from rl.algorithms.grpo_settings import GrpoSettings, PolicyGradientSettings
 
 
@@ -40,3 +41,11 @@ class ReinforceSettings(GrpoSettings):
         """Return the learning rate: as set, else 1e-5."""
         rate = self.optim.learning_rate
         return rate if rate is not None else 1e-5
+
+
+class REINFORCE(GRPO):
+    """Implement `reinforce`."""
+
+    Settings = ReinforceSettings
+    summary = "RL: one answer to each problem, compared with a running mean of rewards"
+    variants = {}

@@ -9,7 +9,7 @@ reward:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,12 +17,8 @@ import numpy as np
 
 from rl.algorithms.method_interface import Models, Progress, RowEvaluator
 from rl.algorithms.renamed_classes import make_getattr
-from rl.algorithms.update import (
-    compute_expert_metrics,
-    make_adam_params,
-    split_into_substeps,
-    train_single_pass,
-)
+from rl.algorithms.row_datums import get_pair, summarize_pairs, train_pairs
+from rl.algorithms.update import make_adam_params, train_single_pass
 from rl.config import (
     ModelSettings,
     OptimSettings,
@@ -44,7 +40,7 @@ from rl.judges import (
     make_verdict_examples,
     swap_answers,
 )
-from rl.rollout import compute_calibration_error, count_action_tokens, max_or_nan, supervised_datum
+from rl.rollout import compute_calibration_error, supervised_datum
 from rl.types import Datum, ModelInput, Problem, TensorData
 
 PAIR_ACCURACY_METRIC = "test/rewards/accuracies"
@@ -109,26 +105,20 @@ class RewardModelSettings:
         return rate if rate is not None else (1e-4 if self.model.lora_rank else 1e-5)
 
 
-def has_value_head(settings: RewardModelSettings) -> bool:
-    """Return whether the model has a value head."""
-    return settings.reward_modelling.form == "scalar"
-
-
 class RewardModelTraining(RowEvaluator):
-    """Implement `reward_model`: its training hooks and the models that a run loads for them.
-    Subclasses inherit both.
-    """
+    """Implement `reward_model`."""
 
-    online = False
+    Settings = RewardModelSettings
+    summary = "preferences: train a model that predicts which of two answers is preferred"
     headline = PAIR_ACCURACY_METRIC
-    reads = staticmethod(lambda settings: ("response", "rejected"))
+    reads = ("response", "rejected")
     needs_reward = False
     reads_held_out_answers = True
-    value_head = staticmethod(has_value_head)
 
     def __init__(self, settings: RewardModelSettings):
-        self.settings = settings
-        self.scalar = self.keeps_value_head = has_value_head(settings)
+        super().__init__(settings)
+        self.scalar = settings.reward_modelling.form == "scalar"
+        self.value_head = self.keeps_value_head = self.scalar
 
     def datums(
         self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
@@ -163,42 +153,21 @@ class RewardModelTraining(RowEvaluator):
             return train_single_pass(
                 models,
                 datums,
+                settings,
+                progress,
                 loss="cross_entropy",
                 config={},
-                normalise="tokens",
-                optim=settings.optim,
-                loop=settings.loop,
-                progress=progress,
-                peak_learning_rate=settings.learning_rate,
                 rows=[i // 2 for i in range(len(datums))],
             )
-        params = make_adam_params(
-            settings.optim, settings.loop, progress.batch, settings.learning_rate
+        totals = train_pairs(
+            models,
+            datums,
+            "bradley_terry",
+            {"centre_coef": settings.reward_modelling.centre_coef},
+            make_adam_params(settings, progress.batch),
+            settings.optim.num_substeps,
         )
-        pairs = [datums[i : i + 2] for i in range(0, len(datums), 2)]
-        sums: dict[str, float] = {}
-        norms = []
-        for part in split_into_substeps(pairs, settings.optim.num_substeps):
-            flat = [datum for pair in part for datum in pair]
-            forward = models.policy.forward_backward(
-                flat, "bradley_terry", self._config(), divisor=len(part)
-            )
-            update = models.policy.optim_step(params).result().metrics or {}
-            for name, value in forward.result().metrics.items():
-                sums[name] = sums.get(name, 0.0) + value
-            norms.append(update["grad_norm"])
-            sums["skipped"] = sums.get("skipped", 0.0) + update.get("skipped_nonfinite", 0.0)
-        metrics = {
-            "optim/lr": params.learning_rate,
-            **_compute_training_metrics(sums),
-            "optim/grad_norm": max_or_nan(norms),
-        }
-        metrics |= {"optim/tokens": count_action_tokens(datums), **compute_expert_metrics(sums)}
-        return metrics | ({"optim/skipped_nonfinite": sums["skipped"]} if sums["skipped"] else {})
-
-    def _config(self) -> dict[str, float]:
-        """Return the config of the loss."""
-        return {"centre_coef": self.settings.reward_modelling.centre_coef}
+        return summarize_pairs(totals, datums)
 
     def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
         """Return metrics on held-out pairs: `test/loss` (-log P of the preference), accuracy,
@@ -227,12 +196,6 @@ class RewardModelTraining(RowEvaluator):
         )
         return metrics
 
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        pass
-
 
 def make_scored_pair(row: Problem, renderer: Any) -> list[Datum]:
     """Return datums of the preferred answer and the other, as `Renderer.reward_model_input` encodes
@@ -242,7 +205,7 @@ def make_scored_pair(row: Problem, renderer: Any) -> list[Datum]:
     end of the prompt, so that the prompt can be shared. The target of the last position is unused.
     """
     datums = []
-    for answer in _get_pair(row):
+    for answer in get_pair(row):
         example, weights = renderer.build_supervised_example(
             [*row.messages, {"role": "assistant", "content": answer}]
         )
@@ -281,32 +244,9 @@ def make_comparison_pair(row: Problem, renderer: Any) -> list[Datum]:
     return [supervised_datum(model_input.to_ints(), weights) for model_input, weights in examples]
 
 
-def _get_pair(row: Problem) -> tuple[str, str]:
-    """Return (preferred answer, other answer) of a row. Raises ValueError if either is missing."""
-    if row.response is None or row.rejected is None:
-        raise ValueError(
-            f"row {row.index} of {row.tag} is not a pair: it has "
-            f"{'no rejected' if row.response else 'no preferred'} answer"
-        )
-    return row.response, row.rejected
-
-
 def _make_comparison(row: Problem) -> AnswerComparison:
     """Return the comparison of a row's two answers."""
-    return AnswerComparison(row.messages, *_get_pair(row))
-
-
-def _compute_training_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return the loss's sums as means over pairs."""
-    pairs = max(1.0, sums["pairs:sum"])
-    chosen, rejected = sums["chosen_rewards:sum"] / pairs, sums["rejected_rewards:sum"] / pairs
-    return {
-        "optim/loss": sums["loss:sum"] / pairs,
-        "rewards/chosen": chosen,
-        "rewards/rejected": rejected,
-        "rewards/margins": chosen - rejected,
-        "rewards/accuracies": sums["ranked_right:sum"] / pairs,
-    }
+    return AnswerComparison(row.messages, *get_pair(row))
 
 
 def _compute_mean_scores(chosen: np.ndarray, rejected: np.ndarray) -> dict[str, float]:

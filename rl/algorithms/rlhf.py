@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl.algorithms import ppo
+from rl.algorithms.method_interface import ModelFactory
+from rl.algorithms.ppo import PPO
 from rl.algorithms.ppo_settings import PpoSettings
 from rl.config import DataSettings, ShapingSettings
 from rl.errors import UserError
@@ -37,14 +38,19 @@ class RlhfSettings(PpoSettings):
     shaping: ShapingSettings = field(default_factory=_default_shaping)
 
 
-def list_rlhf_weights(settings: Any) -> list[str]:
-    """Return the names of the weights that rlhf loads. Raises UserError if the settings name no
-    reward model.
-    """
-    if not settings.learned.model_names:
-        raise UserError(
-            "rlhf needs a reward model: --reward-model with an earlier stage, a reward_model "
-            "run's folder or a checkpoint of it (or --comparison-model with a language model that "
-            "compares answers)"
-        )
-    return ppo.PPO.weights(settings)
+class RLHF(PPO):
+    """Implement `rlhf`."""
+
+    Settings = RlhfSettings
+    summary = "RL: ppo on the scores of a reward model"
+    needs_reward = False
+
+    def required_models(self, factory: ModelFactory) -> dict[str, Any]:
+        """Create the models of PPO. Raises UserError if the settings name no reward model."""
+        if not self.judge_names:
+            raise UserError(
+                "rlhf needs a reward model: --reward-model with an earlier stage, a reward_model "
+                "run's folder or a checkpoint of it (or --comparison-model with a language model "
+                "that compares answers)"
+            )
+        return super().required_models(factory)

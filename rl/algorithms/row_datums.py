@@ -9,8 +9,84 @@ from typing import Any
 
 import numpy as np
 
+from rl.algorithms.method_interface import Models
+from rl.algorithms.update import LossCall, UpdateSums, run_updates, split_into_substeps
 from rl.errors import UserError
-from rl.types import Datum, Problem, TensorData
+from rl.rollout import count_action_tokens, supervised_datum
+from rl.types import AdamParams, Datum, Problem, TensorData
+
+
+def get_pair(row: Problem) -> tuple[str, str]:
+    """Return (preferred answer, other answer) of a row. Raises ValueError if either is missing."""
+    if row.response is None or row.rejected is None:
+        raise ValueError(
+            f"row {row.index} of {row.tag} is not a pair: it has "
+            f"{'no rejected' if row.response else 'no preferred'} answer"
+        )
+    return row.response, row.rejected
+
+
+def make_answer_datum(row: Problem, answer: str, renderer: Any) -> Datum:
+    """Return the row's prompt and an answer as a datum with `mask` 1 on the answer's tokens and its
+    end.
+    """
+    model_input, weights = renderer.build_supervised_example(
+        [*row.messages, {"role": "assistant", "content": answer}]
+    )
+    datum = supervised_datum(model_input, weights)
+    datum.loss_fn_inputs["mask"] = datum.loss_fn_inputs.pop("weights")
+    return datum
+
+
+def train_pairs(
+    models: Models,
+    datums: Sequence[Datum],
+    loss: str,
+    config: Mapping[str, float],
+    params: AdamParams,
+    num_substeps: int,
+) -> UpdateSums:
+    """Train a single pass over pairs of adjacent datums by a loss whose unit is a pair."""
+    pairs = [datums[i : i + 2] for i in range(0, len(datums), 2)]
+    return run_updates(
+        models,
+        [split_into_substeps(pairs, num_substeps)],
+        lambda part: [LossCall([d for pair in part for d in pair], loss, config, len(part))],
+        params,
+    )
+
+
+def summarize_pairs(totals: UpdateSums, datums: Sequence[Datum]) -> dict[str, float]:
+    """Return the metrics of `train_pairs`: `compute_pair_metrics` with the loss as `optim/loss`."""
+    means = compute_pair_metrics(totals.sums)
+    return {
+        **totals.summarize(),
+        "optim/loss": means.pop("loss"),
+        **means,
+        "optim/tokens": count_action_tokens(datums),
+    }
+
+
+def compute_pair_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return a pair loss's sums as means over pairs: loss, `rewards/chosen`, `rejected`, `margins`,
+    `accuracies`, and `logps/...` of a loss on logprobs.
+    """
+    pairs = max(1.0, sums.get("pairs:sum", 0.0))
+    chosen, rejected = (
+        sums.get(f"{side}_rewards:sum", 0.0) / pairs for side in ("chosen", "rejected")
+    )
+    return {
+        "loss": sums.get("loss:sum", 0.0) / pairs,
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
+        "rewards/accuracies": sums.get("ranked_right:sum", 0.0) / pairs,
+        **{
+            f"logps/{side}": sums[f"{side}_logps:sum"] / pairs
+            for side in ("chosen", "rejected")
+            if f"{side}_logps:sum" in sums
+        },
+    }
 
 
 def truncate_datum(data: Any, datum: Datum, row: Problem) -> Datum:

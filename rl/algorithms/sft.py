@@ -4,7 +4,7 @@ a conversation, or on whole texts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -65,18 +65,14 @@ class SftSettings:
 
 
 class SFT(RowEvaluator):
-    """Implement `sft`: its training hooks and the models that a run loads for them. Subclasses
-    inherit both.
-    """
+    """Implement `sft`."""
 
-    online = False
+    Settings = SftSettings
+    summary = "supervised fine-tuning on worked responses, conversations or plain texts"
     headline = LOSS_METRIC
-    reads = staticmethod(lambda settings: ("response",))
+    reads = ("response",)
     needs_reward = False
     reads_held_out_answers = reads_optional_answers = True
-
-    def __init__(self, settings: SftSettings):
-        self.settings = settings
 
     def datums(
         self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
@@ -112,13 +108,10 @@ class SFT(RowEvaluator):
         return train_single_pass(
             models,
             datums,
+            settings,
+            progress,
             loss="cross_entropy",
             config={},
-            normalise="tokens",
-            optim=settings.optim,
-            loop=settings.loop,
-            progress=progress,
-            peak_learning_rate=settings.learning_rate,
         )
 
     def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
@@ -167,12 +160,6 @@ class SFT(RowEvaluator):
             f"{share / max(1, tokens):.1%} of the tokens; a row has {tokens / len(inspected):.0f} "
             "tokens on average"
         )
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        pass
 
 
 def make_response_datum(row: Problem, renderer: Any, train_on: str = "last_assistant") -> Datum:

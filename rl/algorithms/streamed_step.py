@@ -12,9 +12,9 @@ from rl.algorithms.grpo import GRPO
 from rl.algorithms.importance_correction import merge_effective_sample_size
 from rl.algorithms.method_interface import Models, Progress
 from rl.algorithms.update import (
+    UpdateSums,
     compare_sampler_and_learner,
     compute_divisor,
-    compute_expert_metrics,
     compute_loss_metrics,
     has_gradient,
     make_adam_params,
@@ -72,38 +72,27 @@ class StreamedStep:
         method, settings = self.method, self.method.settings
         if not self.datums:
             self._train(method.compute_advantages(self._no_signal_groups, self.models))
-        params = make_adam_params(
-            settings.optim, settings.loop, self.progress.batch, settings.learning_rate
-        )
-        metrics: dict[str, float] = {"optim/lr": params.learning_rate}
         config, kind = method.loss_config(), settings.policy_gradient.normalise
         outputs = [future.result() for future in self._futures]
         self.models.policy.scale_gradients(
             1.0 / compute_divisor(self.datums, kind, settings.sampling.max_tokens)
         )
+        params = make_adam_params(settings, self.progress.batch)
+        totals = UpdateSums(params)
         if not has_gradient(self.datums, method.loss, config):
             params = replace(params, learning_rate=0.0)
-            metrics["optim/skipped_no_signal"] = 1.0
-        step = self.models.policy.optim_step(params).result().metrics or {}
-        if step.get("skipped_nonfinite"):
-            metrics["optim/skipped_nonfinite"] = 1.0
-        sums: dict[str, float] = {}
+            totals.add_skipped("no_signal", 1.0)
+        totals.add_step(self.models.policy.optim_step(params).result().metrics or {})
         for output in outputs:
-            for name, value in output.metrics.items():
-                if name.endswith(":sum"):
-                    sums[name] = sums.get(name, 0.0) + value
-        metrics |= compare_sampler_and_learner(
-            self.datums, [item["logprobs"].array for o in outputs for item in o.loss_fn_outputs]
-        )
-        metrics |= {
-            "optim/grad_norm": max_or_nan([step["grad_norm"]]),
+            totals.add_sums(output.metrics)
+        return {
+            **compare_sampler_and_learner(
+                self.datums, [item["logprobs"].array for o in outputs for item in o.loss_fn_outputs]
+            ),
+            **totals.summarize(),
             "optim/substeps": 1,
             "optim/minibatches": len(outputs),
-        }
-        return {
-            **metrics,
-            **compute_expert_metrics(sums),
-            **compute_loss_metrics(sums, self.datums, kind),
+            **compute_loss_metrics(totals.sums, self.datums, kind),
             **self._merge_part_metrics(),
             **method.shaper.metrics,
         }

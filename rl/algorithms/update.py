@@ -5,8 +5,8 @@ optimizer step, the default pass, and its metrics. This module imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +17,7 @@ from rl.algorithms.importance_correction import (
     index_episodes,
 )
 from rl.algorithms.method_interface import Models, Progress
-from rl.config import CorrectionSettings, LoopSettings, OptimSettings
+from rl.config import CorrectionSettings
 from rl.lr_schedule import compute_lr_factor
 from rl.rollout import count_action_tokens, max_or_nan
 from rl.types import AdamParams, Datum, TensorData
@@ -25,13 +25,15 @@ from rl.types import AdamParams, Datum, TensorData
 Item = TypeVar("Item")
 
 
-def make_adam_params(
-    optim: OptimSettings, loop: LoopSettings, batch: int, peak_learning_rate: float
-) -> AdamParams:
-    """Return AdamW's settings at this batch: the schedule's learning rate, all else constant."""
+def make_adam_params(settings: Any, batch: int) -> AdamParams:
+    """Return AdamW's settings at this batch: the schedule's learning rate, all else constant.
+
+    `settings` has the sections `optim` and `loop`, and `learning_rate`, the peak.
+    """
+    optim = settings.optim
+    factor = compute_lr_factor(optim.schedule, batch, settings.loop.steps, optim.warmup_steps)
     return AdamParams(
-        learning_rate=peak_learning_rate
-        * compute_lr_factor(optim.schedule, batch, loop.steps, optim.warmup_steps),
+        learning_rate=settings.learning_rate * factor,
         beta1=optim.beta1,
         beta2=optim.beta2,
         eps=optim.adam_eps,
@@ -195,13 +197,27 @@ def compute_remaining_shares(
     return shares
 
 
-def make_correction(settings: CorrectionSettings) -> ImportanceCorrection:
-    """Return the correction that the settings describe."""
-    return ImportanceCorrection(
-        settings.correction,
-        settings.correction_level,
-        settings.correction_low,
-        settings.correction_high,
+def correct_by_settings(
+    models: Models, datums: Sequence[Datum], settings: Any
+) -> tuple[Sequence[Datum], dict[str, float]]:
+    """Return the datums as the section `correction` weights them, and metrics; the same datums and
+    {} without a correction.
+    """
+    options: CorrectionSettings = settings.correction
+    if not options.active:
+        return datums, {}
+    correction = ImportanceCorrection(
+        options.correction,
+        options.correction_level,
+        options.correction_low,
+        options.correction_high,
+    )
+    return correct_datums(
+        models,
+        datums,
+        correction,
+        against_learner=options.against_learner,
+        temperature=settings.sampling.temperature,
     )
 
 
@@ -233,65 +249,164 @@ def add_loss_inputs(datum: Datum, **fields: np.ndarray) -> Datum:
     return datum.with_inputs({**datum.loss_fn_inputs, **new})
 
 
+@dataclass(frozen=True)
+class LossCall:
+    """Hold a `forward_backward` of an optimizer step.
+
+    prefix   distinguishes the sums of its metrics from those of the step's other calls
+    model    whose gradient and optimizer step it is: the policy, or one of `Models.trainable`
+    lr_ratio learning rate of that model, relative to the policy's
+    """
+
+    datums: Sequence[Datum]
+    loss: str
+    config: Mapping[str, Any]
+    divisor: float
+    prefix: str = ""
+    model: str = "policy"
+    lr_ratio: float = 1.0
+
+
+class UpdateSums:
+    """Sum the metrics of a batch's optimizer steps.
+
+    sums           of each metric of the losses, under its name with the prefix of its call
+    first_outputs  the outputs of the first call of the first step, which has the weights that
+                   sampled
+    """
+
+    def __init__(self, params: AdamParams):
+        self.params = params
+        self.sums: dict[str, float] = {}
+        self.steps = self.epochs = 0
+        self.first_datums: Sequence[Datum] = ()
+        self.first_outputs: Sequence[Mapping[str, Any]] = ()
+        self._norms: dict[str, list[float]] = {}
+        self._skipped: dict[str, float] = {}
+
+    def take_step(self, models: Models, calls: Sequence[LossCall]) -> None:
+        """Take an optimizer step of each model that has a call.
+
+        If nothing has a gradient (every advantage is 0 and no other term is active), the step is
+        taken at learning rate 0: AdamW's moments of earlier batches and its weight decay would
+        otherwise move the weights for no reason. The step still counts, so versions, random streams
+        and schedules stay the same; `optim/skipped_no_signal` counts such steps.
+        """
+        signal = any(has_gradient(call.datums, call.loss, call.config) for call in calls)
+        pending = []
+        for name in dict.fromkeys(call.model for call in calls):
+            client = models.policy if name == "policy" else models.trainable[name]
+            members = [call for call in calls if call.model == name]
+            forwards = [
+                client.forward_backward(call.datums, call.loss, call.config, divisor=call.divisor)
+                for call in members
+            ]
+            rate = self.params.learning_rate * members[0].lr_ratio if signal else 0.0
+            update = client.optim_step(replace(self.params, learning_rate=rate))
+            pending.append((name, members, forwards, update))
+        for name, members, forwards, update in pending:
+            for call, forward in zip(members, forwards, strict=True):
+                output = forward.result()
+                self.add_sums(output.metrics, call.prefix)
+                if not self.first_datums:
+                    self.first_datums, self.first_outputs = call.datums, output.loss_fn_outputs
+            self.add_step(update.result().metrics or {}, name)
+        self.steps += 1
+        if not signal:
+            self.add_skipped("no_signal", 1.0)
+
+    def add_sums(self, metrics: Mapping[str, float], prefix: str = "") -> None:
+        """Add the sums of a loss."""
+        for name, value in metrics.items():
+            if name.endswith(":sum"):
+                self.sums[prefix + name] = self.sums.get(prefix + name, 0.0) + value
+
+    def add_step(self, metrics: Mapping[str, float], model: str = "policy") -> None:
+        """Add the metrics of an optimizer step."""
+        self._norms.setdefault(model, []).append(metrics["grad_norm"])
+        self.add_skipped("nonfinite", metrics.get("skipped_nonfinite", 0.0))
+
+    def add_skipped(self, reason: str, count: float) -> None:
+        """Count skipped steps."""
+        self._skipped[reason] = self._skipped.get(reason, 0.0) + count
+
+    def compare_first(self, datums: Sequence[Datum] = ()) -> dict[str, float]:
+        """Compare sampler and learner on the first step's datums, or on `datums`, the same with
+        behavior logprobs. Returns {} if there are none.
+        """
+        datums = datums or self.first_datums
+        if "logprobs" not in datums[0].loss_fn_inputs:
+            return {}
+        outputs = [output["logprobs"].array for output in self.first_outputs]
+        return compare_sampler_and_learner(datums, outputs)
+
+    def summarize(self) -> dict[str, float]:
+        """Return the metrics that do not depend on the loss: learning rate, largest gradient norm,
+        skipped steps, routing.
+        """
+        return {
+            "optim/lr": self.params.learning_rate,
+            **{
+                f"optim/{'' if model == 'policy' else f'{model}_'}grad_norm": max_or_nan(norms)
+                for model, norms in self._norms.items()
+            },
+            **{f"optim/skipped_{why}": count for why, count in self._skipped.items() if count},
+            **compute_expert_metrics(self.sums),
+        }
+
+
+def run_updates(
+    models: Models,
+    epochs: Iterable[Sequence[Item]],
+    make_calls: Callable[[Item], Sequence[LossCall]],
+    params: AdamParams,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> UpdateSums:
+    """Take an optimizer step for each part of each epoch; the loop of every method.
+
+    `make_calls` returns the calls of a part's step. `should_stop` is called after each epoch.
+    """
+    totals = UpdateSums(params)
+    for parts in epochs:
+        for part in parts:
+            totals.take_step(models, make_calls(part))
+        totals.epochs += 1
+        if should_stop():
+            break
+    return totals
+
+
 def train_single_pass(
     models: Models,
     datums: Sequence[Datum],
+    settings: Any,
+    progress: Progress,
     *,
     loss: str,
-    config: Mapping[str, float],
-    normalise: str,
-    optim: OptimSettings,
-    loop: LoopSettings,
-    progress: Progress,
-    peak_learning_rate: float,
-    max_tokens: int = 1,
+    config: Mapping[str, Any],
+    normalise: str = "tokens",
     behavior_datums: Sequence[Datum] = (),
     rows: Sequence[int] = (),
 ) -> dict[str, float]:
     """Train a single pass over the data in `num_substeps` optimizer steps: the default `update`.
     Returns `optim/...` metrics.
 
-    Sampler and learner are compared on the first substep, which has the weights that sampled. If
-    the loss does not read behavior logprobs, the comparison takes them from a second list of the
-    same datums. `rows`: see `split_into_substeps`.
-
-    If nothing has a gradient (every advantage is 0 and no other term is active), the step is taken
-    at learning rate 0: AdamW's moments of earlier batches and its weight decay would otherwise move
-    the weights for no reason. The step still counts, so versions, random streams and schedules stay
-    the same; `optim/skipped_no_signal` counts such steps.
+    If the loss does not read behavior logprobs, sampler and learner are compared with those of
+    `behavior_datums`, a second list of the same datums. `rows`: see `split_into_substeps`.
     """
-    params = make_adam_params(optim, loop, progress.batch, peak_learning_rate)
-    metrics: dict[str, float] = {"optim/lr": params.learning_rate}
-    sums: dict[str, float] = {}
-    norms: list[float] = []
-    for i, part in enumerate(split_into_substeps(datums, optim.num_substeps, rows)):
-        forward = models.policy.forward_backward(
-            part, loss, config, divisor=compute_divisor(part, normalise, max_tokens)
-        )
-        signal = has_gradient(part, loss, config)
-        update = models.policy.optim_step(params if signal else replace(params, learning_rate=0.0))
-        if not signal:
-            metrics["optim/skipped_no_signal"] = metrics.get("optim/skipped_no_signal", 0.0) + 1
-        output = forward.result()
-        for name, value in output.metrics.items():
-            if name.endswith(":sum"):
-                sums[name] = sums.get(name, 0.0) + value
-        step_metrics = update.result().metrics or {}
-        norms.append(step_metrics["grad_norm"])
-        if step_metrics.get("skipped_nonfinite"):
-            metrics["optim/skipped_nonfinite"] = metrics.get("optim/skipped_nonfinite", 0.0) + 1
-        sampled = list(behavior_datums[:: optim.num_substeps]) or part
-        if i == 0 and "logprobs" in sampled[0].loss_fn_inputs:
-            metrics.update(
-                compare_sampler_and_learner(
-                    sampled, [o["logprobs"].array for o in output.loss_fn_outputs]
-                )
-            )
-    metrics |= compute_expert_metrics(sums)
-    metrics["optim/grad_norm"] = max_or_nan(norms)
-    metrics["optim/substeps"] = len(norms)
-    metrics.update(compute_loss_metrics(sums, datums, normalise))
-    return metrics
+    substeps, max_tokens = settings.optim.num_substeps, settings.sampling.max_tokens
+    totals = run_updates(
+        models,
+        [split_into_substeps(datums, substeps, rows)],
+        lambda part: [LossCall(part, loss, config, compute_divisor(part, normalise, max_tokens))],
+        make_adam_params(settings, progress.batch),
+    )
+    return {
+        **totals.compare_first(behavior_datums[::substeps]),
+        **totals.summarize(),
+        "optim/substeps": totals.steps,
+        **compute_loss_metrics(totals.sums, datums, normalise),
+    }
 
 
 def compute_expert_metrics(sums: Mapping[str, float]) -> dict[str, float]:

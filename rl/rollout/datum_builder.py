@@ -113,7 +113,18 @@ class _DatumBuilder:
         )
 
 
-def trajectory_to_datums(trajectory: Trajectory) -> list[Datum]:
+def record_advantages(trajectory: Trajectory, advantages: float | Sequence[float]) -> None:
+    """Record the advantage of all turns, or of each, in a trajectory."""
+    if isinstance(advantages, Sequence):
+        trajectory.advantages_N = list(advantages)
+        trajectory.advantage = trajectory.advantages_N[0]
+    else:
+        trajectory.advantage, trajectory.advantages_N = float(advantages), None
+
+
+def trajectory_to_datums(
+    trajectory: Trajectory, advantages: float | Sequence[float] | None = None
+) -> list[Datum]:
     """Return a single datum if each observation continues the preceding tokens, otherwise several
     datums.
 
@@ -129,15 +140,22 @@ def trajectory_to_datums(trajectory: Trajectory) -> list[Datum]:
     `episode_share` of each datum is its share of the episode's action tokens: losses that count
     sequences count episodes by it.
 
+    `advantages` is a number for all turns or a number for each turn. It is recorded in the
+    trajectory, which the rollout files show; by default the recorded advantages are used.
+
     Raises ValueError for a trajectory without actions or advantage, or an action without logprobs.
     """
-    return build_datums_with_turns(trajectory)[0]
+    return build_datums_with_turns(trajectory, advantages)[0]
 
 
-def build_datums_with_turns(trajectory: Trajectory) -> tuple[list[Datum], list[list[int]]]:
+def build_datums_with_turns(
+    trajectory: Trajectory, advantages: float | Sequence[float] | None = None
+) -> tuple[list[Datum], list[list[int]]]:
     """Return the datums of `trajectory_to_datums`, and for each datum the turns (counted from 0)
     whose actions it holds, in order.
     """
+    if advantages is not None:
+        record_advantages(trajectory, advantages)
     advantage = trajectory.advantage
     if not trajectory.transitions or advantage is None:
         raise ValueError(

@@ -315,7 +315,7 @@ class RunState:
             self._prepare_stage()
         previous = self.initial_checkpoint(index)
         resume_from = self.position.state_path if self.resumes_here or self.finished else None
-        value_head = METHODS[prepared.plan.method].value_head(prepared.plan.settings)
+        value_head = METHODS[prepared.plan.method].hooks(prepared.plan.settings).value_head
         policy = make_policy(
             service,
             prepared.plan.settings.model,
@@ -359,7 +359,7 @@ class RunState:
             tags,
             stage_renderer(policy, plan.settings),
         )
-        models = METHODS[plan.method].make_other_models(plan.settings, hosts)
+        models = METHODS[plan.method].hooks(plan.settings).make_models(hosts)
         if prepared.environment is not None:
             models = {
                 **models,
@@ -372,7 +372,8 @@ class RunState:
     def data_remark(self) -> str | None:
         """Return the method's remark on the current stage's data, if any."""
         prepared = self.stages[self.index]
-        return METHODS[prepared.plan.method].remark(prepared.plan.settings, prepared.problems)
+        method = METHODS[prepared.plan.method].hooks(prepared.plan.settings)
+        return method.remark_on_data(prepared.problems)
 
     def create_stage(
         self,

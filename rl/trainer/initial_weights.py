@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl.algorithms import METHODS
+from rl.algorithms import METHODS, ModelRequests
 from rl.config import ModelSettings, StageConfig, nearest_name
 from rl.errors import UserError
 from rl.trainer.saved_weights import open_weights
@@ -75,7 +75,7 @@ def check_initial_weights(stages: Sequence[StageConfig]) -> None:
             )
         earlier = [stage.name for stage in stages[:i]]
         _check_stage_name(base, plan, earlier)
-        for target in METHODS[plan.method].list_other_weights(plan.settings):
+        for target in ModelRequests(METHODS[plan.method].hooks(plan.settings)).weights:
             if target not in earlier:
                 _check_stage_name(target, plan, earlier)
                 open_weights(target)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rl.algorithms import METHODS
+from rl.algorithms import METHODS, ModelRequests
 from rl.config import ModelSettings, RunConfig, StageConfig
 from rl.distributed import (
     check_tensor_parallel_size,
@@ -280,11 +280,11 @@ def _list_other_shapes(
     fresh_adapter: bool,
 ) -> tuple[list[ModelShape], list[ModelShape]]:
     """Return the shapes of the frozen models beside the policy, and of the critics."""
-    method = METHODS[method_name]
+    requests = ModelRequests(METHODS[method_name].hooks(settings))
     others = _other_model_shapes(method_name, settings, shape)
-    if method.needs_initial_policy(settings) and not fresh_adapter:
+    if requests.needs_initial_policy and not fresh_adapter:
         others.append(shape)
-    critic = method.critic(settings)
+    critic = requests.critic_model
     if critic is None:
         return others, []
     if critic == "policy":
@@ -370,7 +370,7 @@ def _other_model_shapes(method: str, settings: Any, policy: ModelShape) -> list[
         {name for name, _ in learned.weighted_reward_models} if learned is not None else set()
     )
     shapes = []
-    for target in METHODS[method].list_other_weights(settings):
+    for target in ModelRequests(METHODS[method].hooks(settings)).weights:
         folder = Path(target).expanduser()
         is_model = target.startswith("tiny:") or (
             (folder / "config.json").is_file() and not is_run_folder(folder)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from rl.algorithms import METHODS
+from rl.algorithms import METHODS, ModelFactory
 from rl.config import LearnedRewardSettings, ModelSettings, StageConfig
 from rl.data import FaultyRows, ProblemSet
 from rl.errors import UserError
@@ -140,7 +140,7 @@ def outline_policy(stages: Sequence[StageConfig], index: int, value_head: bool) 
     )
 
 
-class _OutlineFactory:
+class _OutlineFactory(ModelFactory):
     """Implement rl.algorithms.method_interface.ModelFactory with outlines."""
 
     def __init__(
@@ -191,8 +191,9 @@ class _OutlineFactory:
         names = [stage.name for stage in self.stages[: self.index]]
         if target in names:
             source = self.stages[names.index(target)]
-            scores = source.method == "reward_model" and METHODS[source.method].value_head(
-                source.settings
+            scores = (
+                source.method == "reward_model"
+                and METHODS[source.method].hooks(source.settings).value_head
             )
             if not scores:
                 raise UserError(
@@ -205,7 +206,7 @@ class _OutlineFactory:
             return
         shares_vocabulary(self.policy, self.load(target), f"reward model {target}")
 
-    def critic(self, base_model: str) -> TrainingClient:
+    def create_critic(self, base_model: str) -> TrainingClient:
         if base_model == "policy":
             return self.policy
         base_model = find_weights_folder(base_model)
@@ -260,13 +261,12 @@ def dry_run(stages: Sequence[StageConfig], prepared: Sequence[PreparedStage], cu
     for index in range(current + 1, len(stages)):
         plan, ready = stages[index], prepared[index]
         try:
-            policy = outline_policy(stages, index, METHODS[plan.method].value_head(plan.settings))
+            method = METHODS[plan.method].hooks(plan.settings)
+            policy = outline_policy(stages, index, method.value_head)
             _check_adapter(plan.settings.model, _find_base_model(stages, index)[0])
             renderer = stage_renderer(cast("TrainingClient", policy), plan.settings)
             tags = ready.rows.tags if ready.rows is not None else []
-            METHODS[plan.method].make_other_models(
-                plan.settings, _OutlineFactory(stages, index, policy, tags)
-            )
+            method.make_models(_OutlineFactory(stages, index, policy, tags))
             check_rows(ready, cast("TrainingClient", policy), renderer)
         except ValueError as error:
             raise UserError(f"stage {plan.name}, before any training: {error}") from error

@@ -121,7 +121,8 @@ def _diff_model(spec: Mapping[str, Any], run: RunConfig, index: int) -> list[str
     expected: dict[str, Any] = (
         {} if is_continued else {"seed": derive_seed(seed, "weights") % 2**31, "lora": None}
     )
-    expected["value_head"] = bool(METHODS[stages[index].method].value_head(stages[index].settings))
+    plan = stages[index]
+    expected["value_head"] = METHODS[plan.method].hooks(plan.settings).value_head
     if model.lora_rank and not is_continued:
         parts = {part: getattr(model, part) for part in LORA_PARTS}
         expected["lora"] = {

@@ -100,6 +100,7 @@ def prepare_stage(plan: StageConfig, earlier: Sequence[StageConfig] = ()) -> Pre
     earlier: the stages before it; a stage among them may have to write its data first.
     """
     data, held_out = plan.settings.data, plan.settings.loop.eval_every > 0
+    method = METHODS[plan.method].hooks(plan.settings)
     environment = resolve_environment(plan.settings)
     if environment is not None:
         check_scoring(environment, data)
@@ -125,11 +126,7 @@ def prepare_stage(plan: StageConfig, earlier: Sequence[StageConfig] = ()) -> Pre
             environment=data.reward_env,
         )
         trial_seconds += time.monotonic() - begin
-    elif (
-        METHODS[plan.method].needs_reward
-        and environment is None
-        and not METHODS[plan.method].list_judges(plan.settings)
-    ):
+    elif method.needs_reward and environment is None and not method.judge_names:
         raise UserError(
             f"{plan.method} learns from a reward: name one with --reward (exact_match, gsm8k, "
             "module:function, ...)"
@@ -142,9 +139,7 @@ def prepare_stage(plan: StageConfig, earlier: Sequence[StageConfig] = ()) -> Pre
         else None
     )
     remarks: list[str] = []
-    trial_rows = (
-        rows if METHODS[plan.method].needs_reward or test_problems is None else test_problems
-    )
+    trial_rows = rows if method.needs_reward or test_problems is None else test_problems
     if scorer is not None and trial_rows is not None and environment is None:
         begin = time.monotonic()
         try:
@@ -263,18 +258,19 @@ def check_rows(prepared: PreparedStage, policy: TrainingClient, renderer: Render
     )
     if cache_key is not None and cache_key == prepared.checked_model:
         return
-    settings, method = prepared.plan.settings, METHODS[prepared.plan.method]
+    settings = prepared.plan.settings
+    method = METHODS[prepared.plan.method].hooks(settings)
     max_tokens, skip, reads = (
         settings.sampling.max_tokens,
         settings.data.on_bad_row,
-        method.reads(settings),
+        method.reads,
     )
     if prepared.environment is not None:
         check_environment(prepared.environment, settings, prepared.problems[0], renderer)
         return
-    rows, test_problems, hooks = prepared.rows, prepared.test_problems, method.hooks(settings)
+    rows, test_problems = prepared.rows, prepared.test_problems
     longest, limits = (
-        hooks.longest if isinstance(hooks, RowEvaluator) else None,
+        method.longest if isinstance(method, RowEvaluator) else None,
         LengthLimits.from_settings(settings.data),
     )
     faults: list[FaultyRows] = []

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from rl.algorithms import ModelFactory
 from rl.client import SamplingClient, ServiceClient, TrainingClient
 from rl.config import LearnedRewardSettings, ModelSettings
 from rl.distributed import checkpoint_folder
@@ -74,7 +75,7 @@ def make_policy(
     )
 
 
-class StageModelFactory:
+class StageModelFactory(ModelFactory):
     """Create the models of a stage's method; see rl.algorithms.method_interface.ModelFactory.
 
     `previous` is the checkpoint from which the stage began. `earlier` maps each earlier stage to
@@ -216,7 +217,7 @@ class StageModelFactory:
             else (weights.stage.settings.data.renderer, weights.stage.settings.data.template)
         )
 
-    def critic(self, base_model: str) -> TrainingClient:
+    def create_critic(self, base_model: str) -> TrainingClient:
         """Return the critic: resumed, a copy of the policy's initial weights, or a base model."""
         if self.resume_from is not None:
             return self.service.create_training_client_from_state_with_optimizer(
