@@ -92,7 +92,7 @@ def describe_random_weights(stages: Sequence[StageConfig]) -> list[str]:
         base = plan.settings.model.base_model
         if (
             not base.startswith("tiny:")
-            or not METHODS[plan.method].needs_reward
+            or not METHODS[plan.method].hooks(plan.settings).needs_reward
             or not begins_from_base_model(stages, i)
         ):
             continue

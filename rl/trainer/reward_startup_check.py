@@ -36,8 +36,11 @@ def check_rewards_at_start(
     entries = []
     checked: list[tuple[object, ...]] = []
     for prepared in stages:
-        data = prepared.plan.settings.data
-        if not METHODS[prepared.plan.method].needs_reward or prepared.environment is not None:
+        plan, data = prepared.plan, prepared.plan.settings.data
+        if (
+            not METHODS[plan.method].hooks(plan.settings).needs_reward
+            or prepared.environment is not None
+        ):
             continue
         if prepared.scorer is None or prepared.rows is None:
             continue
