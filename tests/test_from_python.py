@@ -156,7 +156,7 @@ def test_a_method_of_ones_own(here):
         ("mine.py:Twise", "has no class Twise; its classes: Settings, Twice, Broken"),
         (
             "mine.py:Broken",
-            "has no update and no state and no load_state and no compute_advantages",
+            "has no update and no compute_advantages",
         ),
         ("not_there.py:X", "no such file"),
         ("mine.py:Settings", "has no update"),

@@ -516,6 +516,7 @@ def filling(bound: int, wanted: int) -> StageSampler:
         scorer=None,
         environment=None,
         opponents=None,
+        replay_log=None,
     )
     samples = StageSampler(given, WarnOnce(SimpleNamespace(warn=lambda text: None)))
     samples.build_groups = lambda problems, size: problems
@@ -549,7 +550,7 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups_within_its_bound(mon
     alike = lambda index: group([1.0], [1.0], problem=index)  # noqa: E731
     drawn: list[tuple[int, int]] = []
 
-    def sampled(builders, sampler, params, *, seed, players):
+    def sampled(builders, sampler, params, *, seed, **_):
         drawn.append((builders, seed))
         return RolloutBatch(
             [mixed(len(drawn)), alike(0), mixed(len(drawn))],

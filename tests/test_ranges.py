@@ -79,6 +79,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         ),
         "seed": "a seed like any other",
         "steps": "a stage that only evaluates and saves",
+        "profile": "no step is profiled",
         "beta1": "no momentum: RMSProp",
         "beta2": "the newest gradient alone: sign descent",
         "beta": "dro without the pull to what drew the answers",

@@ -277,7 +277,7 @@ def test_commands_at_the_end_are_whole_and_quoted(adapter, tmp_path, monkeypatch
     execute(run)
     commands = [shlex.split(text) for text in shown["commands"]]
     assert [words[:2] for words in commands] == [
-        ["python", f"{name}.py"] for name in ("sample", "evaluate", "plot", "export")
+        ["python", f"{name}.py"] for name in ("sample", "evaluate", "plot", "report", "export")
     ]
     assert all(words[2] == str(folder) for words in commands) and commands[-1][-1] == "--merge"
     for name in [

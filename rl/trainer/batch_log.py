@@ -158,7 +158,8 @@ class BatchLog:
                 context.logbook.write_update_record(
                     step, lambda: recorder.build_record(rollouts.groups), stage
                 )
-        self.context.models.policy.recorder = self._recorder = None
+        if self._recorder is not None:
+            context.models.policy.recorder = self._recorder = None
 
 
 def count_given_up(rollouts: RolloutBatch) -> float:

@@ -130,8 +130,7 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
         config = _claim_run_folder(run, folder, position, origins, stages)
         run_state.run_id = config[RUN_ID_KEY]
         print_introduction(run, folder, policy, console, stages)
-        hints = [] if options.resume else describe_random_weights(run.stages)
-        for text in [*map(format_origin, origins), *describe_tied_heads(run), *hints]:
+        for text in _describe_start(run, origins):
             console.note(text)
         launch = describe_launch(max(0, position.step), policy.info, plans)
         report = _open_report(folder, launch, console, lock, stop_request)
@@ -141,6 +140,12 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
             check_rewards_at_start(stages, folder, console, format_check_command(folder))
         stop_request.has_started = True
         _run_stages(run_state, service, policy, others, logbook, console, stop_request, report)
+
+
+def _describe_start(run: RunConfig, origins: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return lines about the weights that the run starts from."""
+    hints = [] if run.options.resume else describe_random_weights(run.stages)
+    return [*map(format_origin, origins), *describe_tied_heads(run), *hints]
 
 
 def _prepare_stages(run: RunConfig, console: Console, stack: ExitStack) -> list[PreparedStage]:
