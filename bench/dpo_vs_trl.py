@@ -84,15 +84,17 @@ def run_whetstone(
         output_dir=folder, seed=args.seed, settings=collect_worker_settings([plan])
     ) as service:
         policy = make_policy(service, plan.settings.model, None, None, args.seed)
-        others = spec.make_other_models(
-            plan.settings,
-            StageModelFactory(service, policy, plan.settings.model, None, {}, args.seed),
+        method = spec.hooks(plan.settings)
+        others = method.make_models(
+            StageModelFactory(service, policy, plan.settings.model, None, {}, args.seed)
         )
-        unused: dict[str, Any] = dict(logbook=None, console=None, keeper=None, stop_request=None)
+        unused: dict[str, Any] = dict(
+            logbook=None, console=None, checkpoints=None, stop_request=None
+        )
         stage = KeptStage(
             name="dpo",
             index=0,
-            method=spec.hooks(plan.settings),
+            method=method,
             models=Models(policy, others),
             problems=prepared.problems,
             test_problems=None,

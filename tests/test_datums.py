@@ -36,6 +36,16 @@ def test_one_turn_by_hand():
     }
 
 
+def test_advantages_may_be_an_array():
+    turns = [turn([1, 2], [3], [-1.0]), turn([1, 2, 3, 4], [5, 6], [-2.0, -3.0])]
+    for advantages in ([0.5, 1.5], np.array([0.5, 1.5]), (0.5, 1.5)):
+        (datum,) = trajectory_to_datums(Trajectory(turns), advantages)
+        assert fields(datum)["advantages"] == [0.0, 0.5, 0.0, 1.5, 1.5]
+    for advantage in (2, np.float64(2.0), np.array(2.0)):
+        (datum,) = trajectory_to_datums(Trajectory(turns), advantage)
+        assert fields(datum)["advantages"] == [0.0, 2.0, 0.0, 2.0, 2.0]
+
+
 def test_turns_that_continue_merge_into_one_datum():
     episode = Trajectory(
         [turn([1, 2], [3], [-1.0]), turn([1, 2, 3, 4], [5, 6], [-2.0, -3.0])], advantage=-1.0

@@ -144,6 +144,23 @@ def test_former_declarations_are_explained(here):
         rl.train("mine.py:Whole", output_dir=here / "run", **SMALL)
 
 
+def test_a_value_that_was_a_function_is_explained(here):
+    text = "\n    value_head = staticmethod(lambda settings: False)\n"
+    (here / "mine.py").write_text(FILE.replace("\n    def state", text + "\n    def state"))
+    with pytest.raises(UserError, match="declares value_head as a function"):
+        rl.train("mine.py:Whole", output_dir=here / "run", **SMALL)
+
+
+def test_a_batch_without_datums_takes_no_step(here):
+    text = FILE.replace(
+        "return train_single_pass(models, datums,", "return train_single_pass(models, [],"
+    )
+    assert text != FILE
+    (here / "mine.py").write_text(text)
+    row = rl.train("mine.py:Whole", output_dir=here / "run", **SMALL).metrics[-1]
+    assert row["optim/substeps"] == 0 and row["optim/grad_norm"] == 0
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_a_derived_class_is_prepared_as_its_parent(here, name):
     parent, derived = METHODS[name].hooks, METHODS[f"mine.py:From_{name}"].hooks

@@ -65,6 +65,15 @@ def test_a_profile_holds_the_parts_of_a_step_and_changes_no_result(tmp_path, cap
     assert figures["update"] == pytest.approx(seconds / 2, abs=0.06)
 
 
+def test_an_evaluation_ends_the_profile(tmp_path):
+    """It samples too, and is no part of a step."""
+    train(tmp_path / "run", f"grpo {SMALL} --steps 5 --eval-every 3 --profile 4")
+    with gzip.open(tmp_path / "run" / "profile" / "grpo.json.gz") as file:
+        names = [event.get("name") for event in json.load(file)["traceEvents"]]
+    assert names.count("whetstone/update") == 2  # of the steps 2 and 3
+    assert names.count("whetstone/sample") == 2
+
+
 def test_the_table_against_hand_made_events():
     def event(name: str, host: float, device: float) -> SimpleNamespace:
         return SimpleNamespace(

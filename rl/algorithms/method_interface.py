@@ -227,7 +227,11 @@ class Method:
         return [] if learned is None else list(learned.model_names)
 
     def required_models(self, factory: ModelFactory) -> dict[str, Any]:
-        """Create the models that the method uses in addition to the policy, `Models.others`."""
+        """Create the models that the method uses in addition to the policy, `Models.others`.
+
+        Before a run, a factory that only records the requests calls this method too: it has no
+        policy and returns None for each model.
+        """
         return {}
 
     def make_models(self, factory: ModelFactory) -> dict[str, Any]:

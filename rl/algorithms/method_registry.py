@@ -108,6 +108,13 @@ def _load_spec(address: str) -> MethodSpec:
                 'return {"reference": factory.reference()} (see rl/algorithms/grpo.py)'
             ]
         )
+    if former := [n for n in ("reads", "value_head") if callable(getattr(target, n, None))]:
+        raise SettingsError(
+            [
+                f"method {address} declares {', '.join(former)} as a function; it is a value or a "
+                "property now (see rl/algorithms/method_interface.py)"
+            ]
+        )
     if not dataclasses.is_dataclass(settings):
         raise SettingsError(
             [

@@ -101,7 +101,9 @@ class SimpoSettings(_PairSettings):
 
 
 class ReferenceFreeDPO(DPO):
-    """Base class of the methods on pairs without a reference model."""
+    """Base class of the methods on pairs without a reference model. A subclass sets `Settings`,
+    `_loss` and `_config`.
+    """
 
     def required_models(self, factory: ModelFactory) -> dict[str, Any]:
         """Return no models."""

@@ -335,7 +335,7 @@ class UpdateSums:
         behavior logprobs. Returns {} if there are none.
         """
         datums = datums or self.first_datums
-        if "logprobs" not in datums[0].loss_fn_inputs:
+        if not datums or "logprobs" not in datums[0].loss_fn_inputs:
             return {}
         outputs = [output["logprobs"].array for output in self.first_outputs]
         return compare_sampler_and_learner(datums, outputs)
@@ -348,7 +348,7 @@ class UpdateSums:
             "optim/lr": self.params.learning_rate,
             **{
                 f"optim/{'' if model == 'policy' else f'{model}_'}grad_norm": max_or_nan(norms)
-                for model, norms in self._norms.items()
+                for model, norms in {"policy": [], **self._norms}.items()
             },
             **{f"optim/skipped_{why}": count for why, count in self._skipped.items() if count},
             **compute_expert_metrics(self.sums),

@@ -115,11 +115,11 @@ class _DatumBuilder:
 
 def record_advantages(trajectory: Trajectory, advantages: float | Sequence[float]) -> None:
     """Record the advantage of all turns, or of each, in a trajectory."""
-    if isinstance(advantages, Sequence):
-        trajectory.advantages_N = list(advantages)
+    if np.ndim(advantages):
+        trajectory.advantages_N = [float(advantage) for advantage in advantages]  # type: ignore[union-attr]
         trajectory.advantage = trajectory.advantages_N[0]
     else:
-        trajectory.advantage, trajectory.advantages_N = float(advantages), None
+        trajectory.advantage, trajectory.advantages_N = float(advantages), None  # type: ignore[arg-type]
 
 
 def trajectory_to_datums(

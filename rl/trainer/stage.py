@@ -240,7 +240,7 @@ class Stage:
                 self.models.policy, rollouts, done, self.first_step + done
             )
         if self.profile is not None:
-            self.profile.add_metrics(row)
+            self.profile.end_step(row, is_last=self.evaluates_after(batch))
         row |= self.evaluator.evaluate_after_batch(batch, sampler)
         warnings = self.log.check_alarms(row)
         self.done = done

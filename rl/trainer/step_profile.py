@@ -36,8 +36,8 @@ NUM_OPERATORS = 20
 
 
 class StepProfile:
-    """Measure `steps` steps of a stage on rank 0, after a step that is not profiled (compilation,
-    first allocations).
+    """Measure up to `steps` steps of a stage on rank 0, after a step that is not profiled
+    (compilation, first allocations). A step before an evaluation is the last.
 
     Writes `folder`/NAME.json.gz (the trace) and `folder`/NAME.txt (the tables). The profiler
     changes no result and makes the profiled steps slower.
@@ -51,8 +51,8 @@ class StepProfile:
         self._start_time = 0.0
 
     def iter_batches(self, batches: Iterable[int]) -> Iterator[int]:
-        """Yield `batches`. The profiler runs from the second to batch `steps` + 1; with a single
-        batch, during that batch.
+        """Yield `batches`. The profiler starts with the second batch; with a single batch, with
+        that batch.
         """
         numbers = list(batches)
         first = numbers[1:2] or numbers[:1]
@@ -61,16 +61,18 @@ class StepProfile:
                 if self._profiler is None and self.table is None and [batch] == first:
                     self._start()
                 yield batch
-                if self._profiler is not None and len(self._score_seconds) == self.steps:
-                    self._write()
         finally:
             if self._profiler is not None:
                 self._write()
 
-    def add_metrics(self, row: Mapping[str, float]) -> None:
-        """Take the metrics of a finished step."""
+    def end_step(self, row: Mapping[str, float], *, is_last: bool) -> None:
+        """Take the metrics of a step at its end. `is_last`: an evaluation follows, which is no part
+        of a step.
+        """
         if self._profiler is not None:
             self._score_seconds.append(row.get("time/score", 0.0))
+            if is_last or len(self._score_seconds) == self.steps:
+                self._write()
 
     def _start(self) -> None:
         cuda = torch.cuda.is_available()
