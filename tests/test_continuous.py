@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sqlite3
 import threading
 import time
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -25,10 +27,12 @@ from rl.envs import (
 )
 from rl.integrations.tinker_cookbook_env import TinkerGroup
 from rl.renderers import get_renderer
-from rl.rewards import Scorer
+from rl.rewards import PendingScore, Score, Scorer
 from rl.rollout import (
+    EnvExecutor,
     EpisodeFailed,
     EventLog,
+    EventLoopThread,
     ReplayedEventLog,
     RolloutSchedule,
     rollout,
@@ -361,3 +365,120 @@ def test_every_environment_is_closed_once_however_its_episode_ends(sampler, play
 def test_the_last_reward_of_an_episode_that_outgrows_the_context_counts(sampler):
     group = owing_group(sampler.info["max_context"], owed_kinds())
     check_owed(continuous([group], sampler, seed=2), group)
+
+
+class Sleeps(Countdown):
+    blocks = False
+
+    def step(self, action):
+        time.sleep(0.05)
+        return super().step(action)
+
+
+def test_steps_in_the_callers_thread_count_as_scoring(sampler):
+    assert rollout([Of(Sleeps, 0, [1, 1])], sampler, PARAMS, seed=1).score_seconds >= 0.1
+
+
+class Stored(Countdown):
+    """Its connection may only be used by the thread that made it; `order` is of all episodes."""
+
+    order: list = []
+
+    def __init__(self, *words):
+        super().__init__(*words)
+        self.connection = sqlite3.connect(":memory:")
+
+    def step(self, action):
+        self.connection.execute("select 1")
+        self.order.append(self.turns)
+        return super().step(action)
+
+    def close(self):
+        self.connection.close()
+
+
+def test_lockstep_calls_environments_in_its_thread_in_their_order(sampler):
+    found = rollout([Of(Stored, 0, [2, 3]), Of(Stored, 1, [4])], sampler, PARAMS, seed=1)
+    assert not found.errors and Stored.order == [2, 3, 4, 2, 3, 4, 3, 4, 4]
+
+
+class Scored(Countdown):
+    """Rewards that are computed in batches: those that wait when the first is asked for."""
+
+    batches: list = []
+    waiting: list = []
+
+    def step(self, action):
+        def compute():
+            batch, self.waiting[:] = list(self.waiting), []
+            if batch:
+                self.batches.append(len(batch))
+            for score in batch:
+                score.set(Score(reward=2.0))
+
+        result = super().step(action)
+        result.reward = PendingScore("", None, compute)
+        self.waiting.append(result.reward)
+        return result
+
+
+def test_lockstep_scores_a_turn_in_a_single_batch(sampler):
+    found = rollout([Of(Scored, 0, [1] * 5), Of(Scored, 1, [1] * 3)], sampler, PARAMS, seed=1)
+    assert not found.errors and Scored.batches == [8]
+
+
+class Promises(Countdown):
+    """Returns what `promise` makes of its result, and does not block."""
+
+    blocks = False
+
+    def step(self, action):
+        return self.promise(super().step(action))
+
+
+@pytest.mark.parametrize("play", [rollout, continuous])
+def test_a_future_is_a_promise_and_an_error_of_a_promise_ends_the_rollout(sampler, play):
+    class Done(Promises):
+        def promise(self, result):
+            future = Future()
+            threading.Timer(0.02, future.set_result, [result]).start()
+            return future
+
+    class Broken(Promises):
+        def promise(self, result):
+            return self
+
+        def result(self):
+            raise LookupError("a bug")
+
+    more = {"params": PARAMS, "seed": 1}
+    assert not play([Of(Done, 0, [1, 2])], sampler, **more).errors
+    with pytest.raises(LookupError, match="a bug"):
+        play([Of(Broken, 0, [1, 2])], sampler, **more)
+
+
+def test_a_call_that_is_cancelled_fails_and_calls_in_a_queue_have_their_whole_time():
+    async def cancelled():
+        raise asyncio.CancelledError
+
+    async def works():
+        time.sleep(0.2)
+        return 1
+
+    async def hangs():
+        time.sleep(2)
+
+    loop = EventLoopThread("a loop", 0.5)
+    with pytest.raises(EpisodeFailed, match="a loop raised CancelledError"):
+        loop.submit(cancelled).result()
+    executor = EnvExecutor(9)
+    for i in range(5):  # one second together
+        executor.watch((0, i), loop.submit(works))
+    executor.wait({(0, i) for i in range(5)})
+    assert [executor.take_result((0, i)) for i in range(5)] == [1] * 5
+    start = time.monotonic()
+    for call in [loop.submit(hangs) for _ in range(3)]:
+        with pytest.raises(EpisodeFailed, match=r"was not done within its 0.5 s"):
+            call.result()
+    assert time.monotonic() - start < 1.5
+    loop.close()

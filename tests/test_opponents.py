@@ -13,8 +13,11 @@ from games import example_address
 from safetensors.torch import load_file
 from whole_runs import train, two_and_two
 
+from rl import ServiceClient
 from rl.errors import RunFolderError, UserError
+from rl.sampler import SamplingRequest
 from rl.trainer import opponent_models as opponents_room
+from rl.types import SamplingParams
 
 REPO = Path(__file__).resolve().parent.parent
 SMALL = (
@@ -110,7 +113,9 @@ def test_the_folder_is_bounded_and_a_lost_version_is_named(tmp_path):
     ids=["itself", "a model", "an answerer", "a judge"],
 )
 def test_seats_are_played_by_whoever_is_named(words, tmp_path):
-    rows = train(f"grpo {words} {SMALL} --eval-every 0 --save-every 0 --steps 1", tmp_path / "run")
+    sampled = f"{SMALL} --eval-every 1 --eval-limit 2 --save-every 0 --steps 1"
+    rows = train(f"grpo {words} {sampled}", tmp_path / "run")
+    assert any(key.startswith("test/env/") for key in rows[-1])
     # O has none in a game that ended with X's first move, which may be none
     episodes = rows[-1]["env/all/total_episodes"]
     least, most = (
@@ -124,6 +129,39 @@ def test_seats_are_played_by_whoever_is_named(words, tmp_path):
     )
     assert least <= episodes <= most
     assert rows[-1]["optim/max_logprob_difference"] < 1e-4
+
+
+def test_another_model_keeps_its_temperature_in_calls_and_in_streams(tmp_path):
+    """Greedy where the policy's parameters say otherwise, and the other way round."""
+    with ServiceClient(output_dir=tmp_path, seed=1) as service:
+        client = service.create_full_training_client("tiny:ascii", seed=1)
+        sampler = client.save_weights_and_get_sampling_client()
+        requests = {
+            temperature: [
+                SamplingRequest(
+                    prompt=[5 + i, 9],
+                    params=SamplingParams(max_tokens=8, temperature=temperature, stop=[]),
+                    seed=3,
+                    problem=i,
+                )
+                for i in range(4)
+            ]
+            for temperature in (0.0, 1.0)
+        }
+
+        def said(responses):
+            return [response.sequences[0].tokens for response in responses]
+
+        found = {t: said(sampler.sample_many(r).result()[0]) for t, r in requests.items()}
+        assert found[0.0] != found[1.0]
+        for own, other in ((0.0, 1.0), (1.0, 0.0)):
+            player = opponents_room.FixedTemperatureSampler(sampler, own)
+            assert said(player.sample_many(requests[other]).result()[0]) == found[own]
+            with player.open_stream() as stream:
+                tickets, finished = [stream.add(request) for request in requests[other]], {}
+                while stream.busy:
+                    finished |= stream.run_steps().finished
+            assert said([finished[ticket] for ticket in tickets]) == found[own]
 
 
 def test_a_player_that_is_not_there_is_named_before_anything_is_written(tmp_path):

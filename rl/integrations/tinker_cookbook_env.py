@@ -175,10 +175,10 @@ class TinkerEnv(Env):
             ) from error
 
     def _observe(self, result: Any) -> tuple[ModelInput, Any]:
-        # InitialObservationOverflow: the prompt exceeds the environment's budget
         """Convert the first observation and stop condition. Raises EpisodeFailed if the value is
         invalid.
         """
+        # not a tuple: an InitialObservationOverflow, the prompt exceeds the environment's budget
         if not isinstance(result, tuple) or len(result) != 2:
             raise EpisodeFailed(
                 f"{self.name} has no first observation: {sanitize_text(repr(result), 200)}"

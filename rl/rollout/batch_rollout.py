@@ -40,7 +40,8 @@ class RolloutSchedule:
 
     make_stream       makes a stream of a sampler (rl.client.SampleStream): each episode continues
                       as soon as its environment has answered. None: lockstep, all episodes take
-                      each turn together, in a single call of `sample_many`
+                      each turn together, in a single call of `sample_many`. A sampler with a
+                      method `open_stream` makes its stream itself
     steps             sampler steps between two checks for ready episodes
     max_environments  environments and rewards that work at the same time
     env_timeout       seconds of a turn of an environment that blocks (None: not limited)
@@ -113,7 +114,11 @@ def open_engine(
             player: PlayerStream(
                 BatchStream(sampler)
                 if schedule.make_stream is None
-                else stack.enter_context(schedule.make_stream(sampler)),
+                else stack.enter_context(
+                    sampler.open_stream()
+                    if hasattr(sampler, "open_stream")
+                    else schedule.make_stream(sampler)
+                ),
                 sampler.info["max_context"],
             )
             for player, sampler in samplers.items()

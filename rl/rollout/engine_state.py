@@ -68,7 +68,7 @@ def _episode_to_json(episode: EpisodeState) -> dict[str, Any]:
 def restore_engine_state(
     engine: RolloutEngine, state: Mapping[str, Any], get_builder: Callable[[int], EnvGroupBuilder]
 ) -> list[int]:
-    """Restore the groups of `save_engine_state` in a new flow. Return the numbers of the groups
+    """Restore the groups of `save_engine_state` in a new engine. Return the numbers of the groups
     whose replay differs from the saved state; these groups must start again.
     """
     requested = {(group, member): action for group, member, action in state["asked"]}

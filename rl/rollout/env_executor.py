@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import wait as wait_for_futures
 from typing import Any, Protocol
 
@@ -23,9 +23,9 @@ EpisodeKey = tuple[int, int]  # an episode: group and member
 
 
 class PendingResult(Protocol):
-    """Represent a result in progress, such as an EnvCall or a PendingScore."""
-
-    deadline: float | None  # as of time.monotonic
+    """Represent a result in progress, such as an EnvCall, a PendingScore or a Future. It may have a
+    `deadline`, as of time.monotonic.
+    """
 
     def add_done_callback(self, callback: Callable[[Any], None], /) -> None: ...
 
@@ -42,28 +42,36 @@ class EnvCall:
         future: Future[Any],
         name: str,
         seconds: float | None,
-        remaining_seconds: float | None,
+        get_deadline: Callable[[], float | None],
         on_late: Callable[[], object],
         convert: Callable[[Any], Any] | None,
     ):
         self.future, self.name, self.seconds = future, name, seconds
-        self.on_late, self.convert = on_late, convert
+        self.get_deadline, self.on_late, self.convert = get_deadline, on_late, convert
         self.start_time = time.monotonic()
-        self.deadline = None if remaining_seconds is None else self.start_time + remaining_seconds
         self.add_done_callback = future.add_done_callback
+
+    @property
+    def deadline(self) -> float | None:
+        """Return the deadline, as of time.monotonic. It moves while the call is queued."""
+        return self.get_deadline()
 
     def result(self) -> Any:
         """Return the converted result. Raises EpisodeFailed if the call raised, or was not done at
         its deadline.
         """
-        wait_for_futures(
-            [self.future],
-            None if self.deadline is None else max(0.0, self.deadline - time.monotonic()),
-        )
-        if not self.future.done():
-            self.on_late()
-            raise EpisodeFailed(f"{self.name} was not done within its {self.seconds:g} s")
-        error = self.future.exception()
+        while not self.future.done():
+            deadline = self.deadline
+            remaining = None if deadline is None else deadline - time.monotonic()
+            if remaining is not None and remaining <= 0:
+                self.on_late()
+                raise EpisodeFailed(f"{self.name} was not done within its {self.seconds:g} s")
+            wait_for_futures([self.future], remaining)
+        error: BaseException | None
+        try:
+            error = self.future.exception()
+        except CancelledError as cancelled:  # the call raised asyncio.CancelledError
+            error = cancelled
         if isinstance(error, EpisodeFailed):
             raise EpisodeFailed(str(error)) from error
         if error is not None:
@@ -95,9 +103,9 @@ class EnvThread:
         self, function: Callable[[], Any], convert: Callable[[Any], Any] | None = None
     ) -> EnvCall:
         """Queue a call."""
-        call = EnvCall(
-            Future(), self.name, self.seconds, self.remaining_seconds, self._abandon, convert
-        )
+        remaining = self.remaining_seconds
+        deadline = None if remaining is None else time.monotonic() + remaining
+        call = EnvCall(Future(), self.name, self.seconds, lambda: deadline, self._abandon, convert)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
             self._thread.start()
@@ -143,10 +151,15 @@ class EnvThread:
 
 
 class EventLoopThread:
-    """Run calls on an event loop in a separate thread, each within `seconds`."""
+    """Run calls on an event loop in a separate thread, each within `seconds` of its beginning.
+
+    A call that waits behind a call that blocks the loop has `seconds` from when the loop last began
+    or ended a call, so that a loop that hangs delays no caller for longer.
+    """
 
     def __init__(self, name: str, seconds: float | None = None):
         self.name, self.seconds = name, seconds
+        self._last_progress = time.monotonic()  # when the loop last began or ended a call
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
@@ -159,8 +172,24 @@ class EventLoopThread:
         self, function: Callable[[], Any], convert: Callable[[Any], Any] | None = None
     ) -> EnvCall:
         """Start a call in the loop, and await its result if it is awaitable."""
-        task = asyncio.run_coroutine_threadsafe(_call_and_await(function), self.loop)
-        return EnvCall(task, self.name, self.seconds, self.seconds, task.cancel, convert)
+        submitted, begun = time.monotonic(), []
+
+        async def run() -> Any:
+            begun.append(time.monotonic())
+            self._last_progress = begun[0]
+            try:
+                return await _call_and_await(function)
+            finally:
+                self._last_progress = time.monotonic()
+
+        def get_deadline() -> float | None:
+            if self.seconds is None:
+                return None
+            start = begun[0] if begun else max(submitted, self._last_progress)
+            return start + self.seconds
+
+        task = asyncio.run_coroutine_threadsafe(run(), self.loop)
+        return EnvCall(task, self.name, self.seconds, get_deadline, task.cancel, convert)
 
     def run(self, awaitable: Any) -> Any:
         """Await an awaitable of another thread in the loop, and return its result."""
@@ -182,6 +211,11 @@ async def _call_and_await(function: Callable[[], Any]) -> Any:
         return await _await_value(function())
     except SystemExit as error:  # would end the loop, and the other episodes on it
         raise RuntimeError(f"SystemExit: {error}") from error
+
+
+def _get_deadline(pending: PendingResult) -> float | None:
+    """Return the deadline of a pending result; None if it has none, as a Future."""
+    return getattr(pending, "deadline", None)
 
 
 class EnvExecutor:
@@ -229,7 +263,7 @@ class EnvExecutor:
             late = {
                 key
                 for key, pending in self._pending.items()
-                if pending.deadline is not None and pending.deadline <= now
+                if (deadline := _get_deadline(pending)) is not None and deadline <= now
             }
             return sorted(self._finished | late)
 
@@ -244,9 +278,9 @@ class EnvExecutor:
                     self._woken = False
                     return
                 deadlines = [
-                    pending.deadline
+                    deadline
                     for key, pending in self._pending.items()
-                    if key not in done and pending.deadline is not None
+                    if key not in done and (deadline := _get_deadline(pending)) is not None
                 ]
                 self._condition.wait(
                     max(0.0, min(deadlines) - time.monotonic()) if deadlines else None

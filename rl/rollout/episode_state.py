@@ -1,5 +1,5 @@
 """Hold the state of a running episode: record the result of an action, decide when the episode
-ends, and build the groups. The modules rollout and flow advance the episodes.
+ends, and build the groups. RolloutEngine advances the episodes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Advance episodes asynchronously: an episode continues as soon as its turn, reward or tool result
-is ready, while other episodes decode.
+"""Advance episodes: an episode continues as soon as its turn, reward or tool result is ready, while
+other episodes decode, or in lockstep with all others.
 
 A tick takes the environment results that have arrived since the last tick, requests the turns that
 follow, and lets the sampler take some steps. An `EventLog` decides which results had arrived; the
@@ -14,6 +14,7 @@ import inspect
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -30,7 +31,7 @@ from rl.rollout.episode_state import (
     record_step,
 )
 from rl.rollout.event_log import EventLog, TickEvents
-from rl.rollout.rollout_types import EnvGroupBuilder, EpisodeFailed, RolloutBatch, StepResult
+from rl.rollout.rollout_types import Env, EnvGroupBuilder, EpisodeFailed, RolloutBatch, StepResult
 from rl.seed import derive_seed
 from rl.types import SampledSequence, SamplingParams
 
@@ -94,14 +95,14 @@ class GroupState:
 
 
 class RolloutEngine:
-    """Run groups of episodes asynchronously. Call `tick` until
+    """Run groups of episodes, each at its pace or all in lockstep. Call `tick` until
     `completed_groups()` lists the required groups, then take them with `take_rollouts`.
 
     `player_streams`: by player, None for the policy. `env_timeout`: timeout of an environment that
     blocks (other environments have their specific timeouts). `lockstep`: an episode continues when
-    all have answered, so that each turn is a single batch. The thread that calls `tick` also
-    calls the environments, except environments that block (`Env.blocks`): a thread of the executor
-    calls these.
+    all have answered, so that each turn is a single batch. The thread that calls `tick` also calls
+    the environments, in lockstep in the order of the episodes. An environment that blocks
+    (`Env.blocks`) is called in a separate thread, unless in lockstep without `env_timeout`.
     """
 
     def __init__(
@@ -233,8 +234,8 @@ class RolloutEngine:
 
         Return the events of the tick.
         """
-        self._call_environments()
         start = time.perf_counter()
+        self._call_environments()
         if self.lockstep and self._running_calls:
             self.executor.wait(set(self._running_calls))
         awaited = len(self.executor) > 0 or self.is_updating()
@@ -281,14 +282,22 @@ class RolloutEngine:
         before the executor waits.
         """
         pending: dict[EpisodeKey, Any] = {}
+        if self.lockstep:
+            self.due_calls = deque(
+                sorted(self.due_calls, key=lambda call: (call[0].group, call[0].index))
+            )
         while self.due_calls and (
             self.executor.free_slots > len(pending)
-            or (self.lockstep and not self.due_calls[0][0].env.blocks)
+            or (self.lockstep and not self._needs_thread(self.due_calls[0][0].env))
         ):
             episode, action = self.due_calls.popleft()
             env, seat, key = episode.env, episode.env.seat, (episode.group, episode.index)
             turn = env.initial_observation if action is None else partial(env.step, action)
-            reply: Any = partial(_run_turn, turn, self.executor) if env.blocks else turn()
+            reply: Any = (
+                partial(_run_turn, turn, self.executor)
+                if self._needs_thread(env)
+                else _begin_turn(turn)
+            )
             if isinstance(reply, tuple) or (
                 isinstance(reply, StepResult) and not _has_pending_reward(reply)
             ):
@@ -302,9 +311,9 @@ class RolloutEngine:
             elif not hasattr(reply, "add_done_callback"):
                 name = self._describe_episode(key)
                 thread = EnvThread(self.env_timeout if callable(reply) else None, name)
-                reply = thread.submit(
-                    reply if callable(reply) else partial(_wait_for_result, reply)
-                )
+                if not callable(reply):  # a promise, or an awaitable
+                    reply = partial(_run_turn, partial(_return_value, reply), self.executor)
+                reply = thread.submit(reply)
                 thread.finish()
             self.executor.watch(key, reply)
         if self.lockstep and (self.due_calls or self._running_calls):
@@ -312,6 +321,12 @@ class RolloutEngine:
         ready, self._ready = self._ready, []
         for episode in sorted(ready, key=lambda e: (e.group, e.index)) if self.lockstep else ready:
             self.request_action(episode)
+
+    def _needs_thread(self, env: Env) -> bool:
+        """Return whether a thread calls the environment. In lockstep, a thread is only needed for a
+        timeout.
+        """
+        return env.blocks and not (self.lockstep and self.env_timeout is None)
 
     def _receive_result(
         self, key: EpisodeKey, recorded_error: str | None, failed: dict[EpisodeKey, str]
@@ -431,8 +446,25 @@ def _wait_for_result(reply: Any) -> Any:
     return result
 
 
+def _return_value(value: Any) -> Any:
+    """Return the value."""
+    return value
+
+
+def _begin_turn(turn: Callable[[], Any]) -> Any:
+    """Call a turn of an environment in the caller's thread. Return its reply: the result, or what
+    waits for it. A turn that fails its episode returns a failed future.
+    """
+    try:
+        return turn()
+    except EpisodeFailed as error:
+        reply: Future[Any] = Future()
+        reply.set_exception(error)
+        return reply
+
+
 def _run_turn(turn: Callable[[], Any], executor: EnvExecutor) -> Any:
-    """Run a turn of an environment that blocks, from the action to the reward. Return the exception
+    """Run a turn of an environment in a thread, from the action to the reward. Return the exception
     of an environment that raises, which ends the rollout.
     """
     try:

@@ -160,7 +160,8 @@ class Env(abc.ABC):
     # maximum number of tokens of the next action; read after each observation. None: the
     # max_tokens of the sampling parameters.
     most_tokens: int | None = None
-    # whether its methods may take long: asynchronous rollouts then call them in a pool thread
+    # whether its methods may take long: a separate thread then calls them, unless all episodes
+    # advance in lockstep without a timeout
     blocks: bool = True
     several_turns: bool = True  # whether an episode may have more than 1 turn
     # whether its episode has failed and is missing from its group's trajectories

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl.client import SamplingClient, ServiceClient, TrainingClient
+from rl.client import SampleStream, SamplingClient, ServiceClient, TrainingClient
 from rl.config import EnvironmentSettings
 from rl.distributed import checkpoint_folder
 from rl.envs import OPPONENT_POOL, Environment, OpponentPool
@@ -37,11 +37,27 @@ class FixedTemperatureSampler:
 
     def sample_many(self, requests: Sequence[SamplingRequest], /) -> Any:
         return self.sampler.sample_many(
-            [
-                replace(request, params=replace(request.params, temperature=self.temperature))
-                for request in requests
-            ]
+            [_replace_temperature(request, self.temperature) for request in requests]
         )
+
+    def open_stream(self) -> SampleStream:
+        return FixedTemperatureStream(self.sampler, self.temperature)
+
+
+class FixedTemperatureStream(SampleStream):
+    """Sample in a stream at a fixed temperature, whatever temperature the request names."""
+
+    def __init__(self, client: SamplingClient, temperature: float):
+        super().__init__(client)
+        self.temperature = temperature
+
+    def add(self, request: SamplingRequest, client: SamplingClient | None = None) -> int:
+        return super().add(_replace_temperature(request, self.temperature), client)
+
+
+def _replace_temperature(request: SamplingRequest, temperature: float) -> SamplingRequest:
+    """Return the request at another temperature."""
+    return replace(request, params=replace(request.params, temperature=temperature))
 
 
 # name of a renderer (None: the default), settings of its template

@@ -91,7 +91,7 @@ def _find_log(replay: Path) -> Path:
     path = Path(replay).expanduser() / DECISIONS_FILE
     if not path.is_file():
         raise UserError(
-            f"replay {replay}: the folder has no {DECISIONS_FILE}, which runs write with episodes "
-            "continuous or settings that require it"
+            f"replay {replay}: the folder has no {DECISIONS_FILE}, which runs write with "
+            "--rollout-mode async or settings that require it"
         )
     return path

@@ -139,12 +139,12 @@ class StageSampler:
             for i in range(context.flow.gradient_parts + 1)
         ]
         parts: list[RolloutBatch] = []
-        with self.start_engine(samplers, context.replay_log.create_event_log()) as flow:
-            start_groups(flow, builders, seed)
+        with self.start_engine(samplers, context.replay_log.create_event_log()) as engine:
+            start_groups(engine, builders, seed)
             for low, high in zip(cuts[:-1], cuts[1:], strict=True):
-                while not set(range(low, high)) <= set(flow.completed_groups()):
-                    flow.tick()
-                parts.append(self.add_judgements(flow.take_rollouts(range(low, high))))
+                while not set(range(low, high)) <= set(engine.completed_groups()):
+                    engine.tick()
+                parts.append(self.add_judgements(engine.take_rollouts(range(low, high))))
                 consume(parts[-1])
         return functools.reduce(RolloutBatch.merge, parts)
 
