@@ -258,6 +258,8 @@ def resolve_settings(
         "sandbox": args.sandbox,
     }
     data = replace(data, **{name: value for name, value in overrides.items() if value is not None})
+    if dataset is not None:  # it alone, without the further sets of the run
+        data = replace(data, more_datasets=(), dataset_weights=(), more_eval_datasets=())
     if dataset_reward is not None:  # its rows have a different format than the run's
         data = replace(
             data,
