@@ -499,6 +499,7 @@ def evaluate_dataset(
     return {
         **summary,
         "dataset": evaluation.label,
+        "source": evaluation.problems.name,
         "seed": seeds[0],
         "seeds": seeds,
         "samples": args.samples,
