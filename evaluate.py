@@ -243,14 +243,19 @@ def resolve_settings(
     from rl.errors import UserError
     from rl.types import SamplingParams
 
+    data, sampling = weights.prompt_settings
     dataset_reward = find_default_reward(dataset) if dataset is not None else None
+    if dataset_reward is not None and Path(dataset).expanduser().is_file():
+        # A reward by the columns of a file is a guess: one that was chosen counts.
+        chosen = args.reward or (weights.stage is not None and (data.reward or data.rewards))
+        if chosen and args.reward != dataset_reward:
+            dataset_reward = None
     reward = args.reward or dataset_reward
     if weights.stage is None and not args.environment and not (dataset and reward):
         missing = f"{args.weights} is not a run's folder and provides no settings"
         raise UserError(
             f"{missing}: pass --dataset (such as openai/gsm8k) and --reward (such as gsm8k)"
         )
-    data, sampling = weights.prompt_settings
     overrides = {
         "eval_dataset": dataset,
         "eval_limit": args.limit,

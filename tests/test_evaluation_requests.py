@@ -37,6 +37,25 @@ def test_a_requested_data_set_replaces_all_of_the_run():
     assert resolve("openai/gsm8k", data, others=words).more_eval_datasets == ("d",)
 
 
+def test_the_columns_of_a_file_override_no_setting_of_the_run(tmp_path: Path):
+    file = tmp_path / "rows.jsonl"
+    row = {"question": "Even?", "choices": ["1", "2"], "key": "2", "answer": "B"}
+    file.write_text(json.dumps(row) + "\n")
+    columns = {"prompt_column": "question", "answer_column": "key"}
+    data = resolve(str(file), DataSettings(reward="gsm8k", **columns))
+    assert (data.reward, data.prompt_column, data.answer_column) == ("gsm8k", "question", "key")
+    assert resolve(str(file), DataSettings(**columns), reward="gsm8k").answer_column == "key"
+    # without a reward, or with that of the columns, the file is read by its columns
+    assert resolve(str(file), DataSettings(reward=None)).reward == "multiple_choice"
+    requested = resolve(
+        str(file), DataSettings(reward="gsm8k", **columns), reward="multiple_choice"
+    )
+    assert (requested.reward, requested.prompt_column) == ("multiple_choice", "prompt")
+    # a short name selects its reward
+    named = resolve(f"gpqa:{file}", DataSettings(reward="gsm8k", **columns))
+    assert (named.reward, named.answer_column) == ("multiple_choice", "answer")
+
+
 def test_finished_data_sets_are_kept_if_a_later_one_fails(tmp_path: Path, monkeypatch):
     def score(args: Any, weights: Any, service: Any, sampler: Any, evaluation: Any, *_: Any) -> Any:
         if evaluation.label == "c":

@@ -108,6 +108,14 @@ def test_choices_in_a_list_keep_their_order(tmp_path: Path):
             load_problems(write(tmp_path, "rows.jsonl", {**row, **change}))
 
 
+def test_a_row_with_a_prompt_is_no_multiple_choice(tmp_path: Path):
+    row = {"prompt": "Say B.", "question": "Even?", "choices": ["1", "2"], "answer": "B"}
+    file = write(tmp_path, "rows.jsonl", row)
+    (problem,) = load_problems(file)
+    assert list(problem.messages) == [{"role": "user", "content": "Say B."}]
+    assert problem.meta["question"] == "Even?" and find_default_reward(file) is None
+
+
 @pytest.mark.parametrize(
     ("response", "letter"),
     [

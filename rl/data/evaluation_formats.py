@@ -152,9 +152,14 @@ class IFEvalFormat(RowFormat):
 
 
 def detect_evaluation_format(columns: Mapping[str, Any]) -> str | None:
-    """Return the evaluation format of a row, by its columns; None if it is another row."""
+    """Return the evaluation format of a row, by its columns; None if it is another row.
+
+    A row with a prompt is no multiple choice: its prompt is used as it is.
+    """
     if "instruction_id_list" in columns and "kwargs" in columns:
         return "ifeval"
+    if "prompt" in columns:
+        return None
     if _CORRECT in columns and "Question" in columns:
         return "multiple_choice"
     if "question" in columns and ("choices" in columns or "options" in columns):
