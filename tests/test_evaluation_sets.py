@@ -51,7 +51,10 @@ def test_aime_reads_whole_numbers_to_999(tmp_path: Path):
         ("\\boxed{73} or \\boxed{74}", 0), ("\\boxed{-73}", 0), ("\\boxed{73, 74}", 0), ("", 0),
     ):  # fmt: skip
         assert reward("", response, first.meta) == value, response
-    for answer in ("1000", "-1", "3.5", "x", "", None, True):
+    for answer in ("336^\\circ", "336^{\\circ}", "336\u00b0", "336 ^ \\circ "):
+        degrees = write(tmp_path, "degrees.jsonl", {"problem": "p", "answer": answer})
+        assert load_problems(f"aime:{degrees}")[0].meta["answer"] == "336"
+    for answer in ("1000", "\u00b0", "1000^\\circ", "3\u00b0 4", "-1", "3.5", "x", "", None, True):
         bad = write(tmp_path, "bad.jsonl", {"problem": "p", "answer": answer})
         with pytest.raises(UserError, match="'answer' is an integer from 0 to 999"):
             load_problems(f"aime:{bad}", split="test")

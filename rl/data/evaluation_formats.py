@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,13 +25,14 @@ CHOICE_INSTRUCTION = (
 )
 _CORRECT = "Correct Answer"
 _INCORRECT = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+_DEGREES = re.compile(r"\s*(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|\u00b0)\Z")
 _SHUFFLE_SEED = 0
 _MOST_CHOICES = 26
 
 
 class AIMEFormat(RowFormat):
-    """Read problem and answer, an integer from 0 to 999, with or without leading zeros. The columns
-    may be capitalized.
+    """Read problem and answer, an integer from 0 to 999, with or without leading zeros or a sign of
+    degrees behind it, which is left out. The columns may be capitalized.
     """
 
     example = json.dumps({"problem": "Find 2+2.", "answer": "004"})
@@ -42,7 +44,7 @@ class AIMEFormat(RowFormat):
         }
         problem = read_text(renamed, "problem")
         answer = renamed.get("answer")
-        text = str(answer).strip()
+        text = _DEGREES.sub("", str(answer).strip())
         if not (text.isascii() and text.isdigit() and int(text) <= 999):
             raise BadRow(f"'answer' is an integer from 0 to 999, this is {answer!r}")
         row = MATH().read({**renamed, "answer": str(int(text))})
