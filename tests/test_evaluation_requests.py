@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 import evaluate
-from rl.config import DataSettings, SamplingSettings
+from rl.config import (
+    DataSettings,
+    SamplingSettings,
+    locate_recorded_files,
+    match_recorded_files,
+    record_resumed_files,
+)
 from rl.errors import UserError
 
 
@@ -86,3 +92,37 @@ def test_finished_data_sets_are_kept_if_a_later_one_fails(tmp_path: Path, monkey
     evaluate.main(args, [])
     content = json.loads(output.read_text())
     assert "unfinished" not in content and len(content["datasets"]) == 2
+
+
+def test_a_named_file_is_located_from_another_folder(tmp_path: Path, monkeypatch):
+    started, elsewhere = tmp_path / "started", tmp_path / "elsewhere"
+    for folder in (started, elsewhere):
+        folder.mkdir()
+    for name in ("rows.jsonl", "more.jsonl", "gpqa:odd.jsonl"):
+        (started / name).write_text("{}\n")
+
+    def make_config(eval_dataset: str, *more: str) -> dict[str, Any]:
+        settings = {
+            "dataset": "addition:noise=0.7",
+            "eval_dataset": eval_dataset,
+            "more_eval_datasets": list(more),
+        }
+        stage = {"method": "grpo", "settings": settings}
+        return {"launched_from": str(started), "stages": [stage]}
+
+    recorded = make_config("aime:rows.jsonl", "openai/gsm8k:more.jsonl", "gpqa:odd.jsonl")
+    absolute = make_config(
+        f"aime:{started}/rows.jsonl",
+        f"openai/gsm8k:{started}/more.jsonl",
+        f"{started}/gpqa:odd.jsonl",
+    )
+    monkeypatch.chdir(elsewhere)
+    assert locate_recorded_files(recorded) == absolute
+    assert match_recorded_files(recorded, absolute) == absolute
+    assert record_resumed_files(recorded, absolute) == recorded
+    # the same file under another name, and another file, are recorded as requested
+    renamed = make_config(f"math:{started}/rows.jsonl")
+    assert record_resumed_files(recorded, renamed) == renamed
+    (elsewhere / "rows.jsonl").write_text("{}\n{}\n")
+    resumed = record_resumed_files(recorded, make_config("aime:rows.jsonl"))
+    assert resumed["stages"][0]["settings"]["eval_dataset"] == f"aime:{elsewhere}/rows.jsonl"
