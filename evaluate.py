@@ -243,14 +243,19 @@ def resolve_settings(
     from rl.errors import UserError
     from rl.types import SamplingParams
 
+    data, sampling = weights.prompt_settings
     dataset_reward = find_default_reward(dataset) if dataset is not None else None
+    if dataset_reward is not None and Path(dataset).expanduser().is_file():
+        # A reward by the columns of a file is a guess: one that was chosen counts.
+        chosen = args.reward or (weights.stage is not None and (data.reward or data.rewards))
+        if chosen and args.reward != dataset_reward:
+            dataset_reward = None
     reward = args.reward or dataset_reward
     if weights.stage is None and not args.environment and not (dataset and reward):
         missing = f"{args.weights} is not a run's folder and provides no settings"
         raise UserError(
             f"{missing}: pass --dataset (such as openai/gsm8k) and --reward (such as gsm8k)"
         )
-    data, sampling = weights.prompt_settings
     overrides = {
         "eval_dataset": dataset,
         "eval_limit": args.limit,
@@ -258,6 +263,8 @@ def resolve_settings(
         "sandbox": args.sandbox,
     }
     data = replace(data, **{name: value for name, value in overrides.items() if value is not None})
+    if dataset is not None:  # it alone, without the further sets of the run
+        data = replace(data, more_datasets=(), dataset_weights=(), more_eval_datasets=())
     if dataset_reward is not None:  # its rows have a different format than the run's
         data = replace(
             data,
@@ -298,10 +305,11 @@ def build_table(counts: dict[str, int], figures: dict[str, float]) -> Any:
     return table
 
 
-def main(args: argparse.Namespace) -> None:
+def main(args: argparse.Namespace, parts: list[dict[str, Any]]) -> None:
+    """Evaluate the data sets. `parts` receives the evaluation of each, which is written at once."""
     from rich.console import Console
 
-    from rl.reporting import read_evaluation
+    from rl.reporting import format_markdown, read_evaluation
     from rl.trainer import open_weights
 
     baseline = read_evaluation(args.baseline) if args.baseline is not None else None
@@ -311,14 +319,18 @@ def main(args: argparse.Namespace) -> None:
         prepare_evaluation(args, weights, dataset, console) for dataset in args.dataset or [None]
     ]
     seeds = args.seeds or [weights.evaluation_seed]
-    parts = []
+    labels = [evaluation.label for evaluation in evaluations]
+    output = args.output or choose_output(args, weights, labels)
     with weights.create_service(sampler_tp=args.sampler_tp) as service:
         sampler = weights.create_sampler(service)
         for evaluation in evaluations:
             parts.append(
                 evaluate_dataset(args, weights, service, sampler, evaluation, seeds, console)
             )
-    write_results(args, weights, seeds, parts, baseline, console)
+            if len(parts) < len(labels):
+                result = join_parts(parts, seeds, labels)
+                write_files(args, output, result, format_markdown(result["table"]), console)
+    write_results(args, output, join_parts(parts, seeds, labels), baseline, console)
 
 
 def prepare_evaluation(
@@ -497,6 +509,7 @@ def evaluate_dataset(
     return {
         **summary,
         "dataset": evaluation.label,
+        "source": evaluation.problems.name,
         "seed": seeds[0],
         "seeds": seeds,
         "samples": args.samples,
@@ -507,24 +520,28 @@ def evaluate_dataset(
     }
 
 
+def join_parts(parts: list[dict[str, Any]], seeds: list[int], labels: list[str]) -> dict[str, Any]:
+    """Return the evaluation of the data sets `labels`, of which `parts` are finished."""
+    if len(labels) == 1:
+        return dict(parts[0])
+    table = [row for part in parts for row in part["table"]]
+    common = {key: parts[0][key] for key in ("weights", "temperature", "samples")}
+    if unfinished := labels[len(parts) :]:
+        common["unfinished"] = unfinished
+    datasets = [{name: value for name, value in part.items() if name != "table"} for part in parts]
+    return {**common, "seeds": seeds, "table": table, "datasets": datasets}
+
+
 def write_results(
     args: argparse.Namespace,
-    weights: Any,
-    seeds: list[int],
-    parts: list[dict[str, Any]],
+    output: Path | None,
+    evaluation: dict[str, Any],
     baseline: dict[str, Any] | None,
     console: Any,
 ) -> None:
     """Print the table of all data sets and the comparison with --baseline, and write the files."""
-    from rl.jsonl import replace_nonfinite, write_atomically
     from rl.reporting import compare_evaluations, format_markdown
 
-    if len(parts) == 1:
-        (evaluation,) = parts
-    else:
-        table = [row for part in parts for row in part.pop("table")]
-        common = {key: parts[0][key] for key in ("weights", "temperature", "samples")}
-        evaluation = {**common, "seeds": seeds, "table": table, "datasets": parts}
     text = format_markdown(evaluation["table"])
     console.print(text.rstrip(), markup=False)
     if baseline is not None:
@@ -538,7 +555,22 @@ def write_results(
         ]
         console.print(*sentences, sep="\n", markup=False)
         text += "".join(f"\n{sentence}\n" for sentence in sentences)
-    output = args.output or choose_output(args, weights, evaluation)
+    write_files(args, output, evaluation, text, console)
+
+
+def write_files(
+    args: argparse.Namespace,
+    output: Path | None,
+    evaluation: dict[str, Any],
+    text: str,
+    console: Any,
+) -> None:
+    """Write an evaluation and its table `text`; nothing if `output` is None.
+
+    A file in the run's folder that cannot be written is only reported.
+    """
+    from rl.jsonl import replace_nonfinite, write_atomically
+
     if output is None:
         return
     try:
@@ -550,12 +582,12 @@ def write_results(
             raise
         console.print(f"nothing was written into the run's folder: {error}", markup=False)
         return
-    console.print(f"written to {output} and {output.with_suffix('.md').name}", markup=False)
+    rest = evaluation.get("unfinished")
+    state = f" (unfinished: {', '.join(rest)})" if rest else ""
+    console.print(f"written to {output} and {output.with_suffix('.md').name}{state}", markup=False)
 
 
-def choose_output(
-    args: argparse.Namespace, weights: Any, evaluation: dict[str, Any]
-) -> Path | None:
+def choose_output(args: argparse.Namespace, weights: Any, labels: list[str]) -> Path | None:
     """Return the file of an evaluation in the run's folder; None if the weights are of no run.
 
     Its name has the checkpoint, the data sets and a hash of the settings: the same evaluation
@@ -565,11 +597,10 @@ def choose_output(
 
     if weights.run_folder is None:
         return None
-    parts = evaluation.get("datasets") or [evaluation]
     others = ("weights", "checkpoint", "output", "baseline", "trust_run")
     settings = [[name, value] for name, value in sorted(vars(args).items()) if name not in others]
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
-    names = [re.sub(r"[^A-Za-z0-9.]+", "_", Path(part["dataset"]).name)[:40] for part in parts]
+    names = [re.sub(r"[^A-Za-z0-9.]+", "_", Path(label).name)[:40] for label in labels]
     stem = "-".join([weights.path.name, *names])[:150]
     return weights.run_folder / EVALUATIONS / f"{stem}-{digest}.json"
 
@@ -610,8 +641,15 @@ if __name__ == "__main__":
     reduce_gc()
     from rl.trainer import run_guarded
 
+    finished: list[dict[str, Any]] = []
     sys.exit(
         run_guarded(
-            lambda: main(args), see="python evaluate.py --help", outcome="nothing was evaluated"
+            lambda: main(args, finished),
+            see="python evaluate.py --help",
+            outcome=lambda: (
+                f"{len(finished)} of {len(args.dataset)} data sets were evaluated"
+                if finished
+                else "nothing was evaluated"
+            ),
         )
     )

@@ -51,7 +51,10 @@ def test_aime_reads_whole_numbers_to_999(tmp_path: Path):
         ("\\boxed{73} or \\boxed{74}", 0), ("\\boxed{-73}", 0), ("\\boxed{73, 74}", 0), ("", 0),
     ):  # fmt: skip
         assert reward("", response, first.meta) == value, response
-    for answer in ("1000", "-1", "3.5", "x", "", None, True):
+    for answer in ("336^\\circ", "336^{\\circ}", "336\u00b0", "336 ^ \\circ "):
+        degrees = write(tmp_path, "degrees.jsonl", {"problem": "p", "answer": answer})
+        assert load_problems(f"aime:{degrees}")[0].meta["answer"] == "336"
+    for answer in ("1000", "\u00b0", "1000^\\circ", "3\u00b0 4", "-1", "3.5", "x", "", None, True):
         bad = write(tmp_path, "bad.jsonl", {"problem": "p", "answer": answer})
         with pytest.raises(UserError, match="'answer' is an integer from 0 to 999"):
             load_problems(f"aime:{bad}", split="test")
@@ -108,6 +111,14 @@ def test_choices_in_a_list_keep_their_order(tmp_path: Path):
             load_problems(write(tmp_path, "rows.jsonl", {**row, **change}))
 
 
+def test_a_row_with_a_prompt_is_no_multiple_choice(tmp_path: Path):
+    row = {"prompt": "Say B.", "question": "Even?", "choices": ["1", "2"], "answer": "B"}
+    file = write(tmp_path, "rows.jsonl", row)
+    (problem,) = load_problems(file)
+    assert list(problem.messages) == [{"role": "user", "content": "Say B."}]
+    assert problem.meta["question"] == "Even?" and find_default_reward(file) is None
+
+
 @pytest.mark.parametrize(
     ("response", "letter"),
     [
@@ -117,7 +128,21 @@ def test_choices_in_a_list_keep_their_order(tmp_path: Path):
         ("\\boxed{B}", "B"), ("Answer: $\\boxed{\\text{(B)}}$", "B"), ("#### B", "B"),
         ("<answer>B</answer>", "B"), ("Answer: A\nNo, wait.\nAnswer: B", "B"),
         ("Answer: B\nI hope the answer is helpful.", "B"), ("Final answer: `B`", "B"),
+        ("Answer: B (foo)", "B"), ("Answer: B - foo", "B"), ("**Answer:** **B** - foo.", "B"),
+        ("The correct answer is **B**: because", "B"), ("The answer is option B", "B"),
+        ("Answer: Choice (B)", "B"), ("The answer is B, because 4 is even.", "B"),
+        ("Answer: B \u2014 12 m", "B"), ("Answer: B because of x", "B"),
+        ("\\boxed{\\text{B (12 m)}}", "B"), ("Answer: **Option B**", "B"),
         # no single letter
+        ("Answer: Apples", None), ("Answer: B, not A", None), ("Answer: B (or A)", None),
+        ("Answer: B - or maybe C", None), ("Answer: B, C", None), ("Answer: B, c", None),
+        ("Answer: B (a)", None), ("Answer: B (or c)", None), ("Answer: options A and B", None),
+        ("Answer: option A or option B", None), ("Answer: B because not A", None),
+        ("Answer: B-cells", None), ("Answer: A good question", None), ("Answer: A(n) apple", None),
+        ("Answer: A 5% rise", None), ("The answer is option", None), ("Answer: B? C?", None),
+        ("Option B", None), ("B (foo)", None), ("Answer: B \u2013 A", None),
+        ("Answer: **B** / **C**", None), ("Answer: B; A", None), ("Answer: optional B", None),
+        ("Answer: E (foo)", None), ("Answer: B: A, C", None),
         ("", None), ("I think B", None), ("A\nB\nC\nD", None), ("Answer: A or B", None),
         ("Answer: A, B", None), ("Answer: A/B", None), ("Answer: A B", None), ("Answer: ABCD", None),
         ("Answer: B (A)", None), ("Answer: B) 1 or C) 2", None), ("\\boxed{A, B}", None),

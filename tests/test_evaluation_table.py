@@ -197,7 +197,35 @@ def test_two_evaluations_are_paired_by_problem_and_set():
     assert name == "aime" and paired.problems == 3
     assert paired.difference == pytest.approx(np.mean(differences))
     assert paired.standard_error == pytest.approx(np.std(differences, ddof=1) / 3**0.5)
-    assert compare_evaluations(make_evaluation([[1]], "gpqa"), after) == []
+    others = [make_evaluation([[1]], "gpqa"), make_evaluation([[1]], "ifeval")]
+    assert compare_evaluations({"table": [], "datasets": others}, after) == []
+
+
+def test_a_data_set_is_paired_under_any_name_that_requests_it():
+    """`gsm8k`, `openai/gsm8k` and a run's held-out set are the same problems."""
+    scores, later = [[0], [1]], [[1], [1]]
+    parts = [
+        {**make_evaluation(scores, name), "source": source}
+        for name, source in (("openai/gsm8k", "gsm8k/test"), ("aime:rows.jsonl", "rows/test"))
+    ]
+    several = {"table": [], "datasets": parts}
+    after = {**make_evaluation(later, "gsm8k"), "source": "gsm8k/test"}
+    ((name, paired),) = compare_evaluations(several, after)
+    assert name == "gsm8k" and (paired.problems, paired.difference) == (2, 0.5)
+    # single data sets are compared directly; the rows' tags are those of the requested names
+    for row in parts[1]["rows"]:
+        row["tag"] = "rows"
+    ((_, paired),) = compare_evaluations(parts[1], make_evaluation(later, "aime"))
+    assert paired.problems == 2
+    # the requested name decides between two files of the same name
+    files = [
+        {**make_evaluation(rows, name), "source": "rows/test"}
+        for name, rows in (("aime:a/rows.jsonl", [[0]]), ("aime:b/rows.jsonl", [[1]]))
+    ]
+    both = {"table": [], "datasets": files}
+    assert [paired.difference for _, paired in compare_evaluations(both, both)] == [0.0, 0.0]
+    other = {**make_evaluation([[1]]), "rows": [{"problem": 0, "prompt": "?", "reward": 1.0}]}
+    assert compare_evaluations(parts[0], other) == []
 
 
 def test_other_files_in_the_folder_are_no_evaluations(tmp_path: Path):

@@ -66,12 +66,12 @@ def locate_recorded_files(config: Mapping[str, Any]) -> dict[str, Any]:
         return dict(config)
 
     def locate(word: str) -> str:
-        place, suffix = _split_address(word)
+        prefix, place, suffix = _split_address(word, start)
         recorded, here = Path(start, place), Path(place).expanduser()
         if not recorded.exists():
             return word
         if not here.exists():
-            return f"{recorded}{suffix}"
+            return f"{prefix}{recorded}{suffix}"
         if _differs(recorded, here):
             warn_on_rank_zero(
                 f"{place} of the current folder is used for this run, which was started with "
@@ -113,9 +113,9 @@ def record_resumed_files(
     words = _read_files(recorded)
 
     def choose(key: tuple[Any, ...], word: str) -> str:
-        place, suffix = _split_address(word)
-        before, suffix_before = _split_address(words.get(key, ""))
-        is_same = suffix == suffix_before and not _differs(
+        prefix, place, suffix = _split_address(word)
+        prefix_before, before, suffix_before = _split_address(words.get(key, ""), start)
+        is_same = (prefix, suffix) == (prefix_before, suffix_before) and not _differs(
             Path(start, before), Path(place).expanduser()
         )
         return words[key] if key in words and is_same else _make_absolute(word)
@@ -123,17 +123,27 @@ def record_resumed_files(
     return {**_replace_files(requested, choose), LAUNCH_FOLDER_KEY: start}
 
 
-def _split_address(word: str) -> tuple[str, str]:
-    """Return (path, ":name") of `file.py:name`; the suffix of any other word is empty."""
-    place, colon, name = word.rpartition(":") if ".py:" in word else (word, "", "")
-    return place, colon + name
+def _split_address(word: str, folder: str = "") -> tuple[str, str, str]:
+    """Return ("", path, ":name") of `file.py:name`, ("NAME:", path, "") of a data set's NAME:FILE,
+    and ("", word, "") of any other word.
+
+    A word that is the name of a file in `folder` is not split.
+    """
+    if ".py:" in word:
+        place, colon, name = word.rpartition(":")
+        return "", place, colon + name
+    name, colon, file = word.partition(":")
+    is_name = bool(name) and not name.startswith(("/", ".", "~"))
+    if not (is_name and file) or Path(folder, word).expanduser().exists():
+        return "", word, ""
+    return name + colon, file, ""
 
 
 def _make_absolute(word: str) -> str:
     """Return the word with the absolute path of its file; unchanged if the file does not exist."""
-    place, suffix = _split_address(word)
+    prefix, place, suffix = _split_address(word)
     path = Path(place).expanduser()
-    return f"{path.resolve()}{suffix}" if path.exists() else word
+    return f"{prefix}{path.resolve()}{suffix}" if path.exists() else word
 
 
 def _is_code_file(word: Any) -> bool:

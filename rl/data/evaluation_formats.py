@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,13 +25,14 @@ CHOICE_INSTRUCTION = (
 )
 _CORRECT = "Correct Answer"
 _INCORRECT = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+_DEGREES = re.compile(r"\s*(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|\u00b0)\Z")
 _SHUFFLE_SEED = 0
 _MOST_CHOICES = 26
 
 
 class AIMEFormat(RowFormat):
-    """Read problem and answer, an integer from 0 to 999, with or without leading zeros. The columns
-    may be capitalized.
+    """Read problem and answer, an integer from 0 to 999, with or without leading zeros or a sign of
+    degrees behind it, which is left out. The columns may be capitalized.
     """
 
     example = json.dumps({"problem": "Find 2+2.", "answer": "004"})
@@ -42,7 +44,7 @@ class AIMEFormat(RowFormat):
         }
         problem = read_text(renamed, "problem")
         answer = renamed.get("answer")
-        text = str(answer).strip()
+        text = _DEGREES.sub("", str(answer).strip())
         if not (text.isascii() and text.isdigit() and int(text) <= 999):
             raise BadRow(f"'answer' is an integer from 0 to 999, this is {answer!r}")
         row = MATH().read({**renamed, "answer": str(int(text))})
@@ -152,9 +154,14 @@ class IFEvalFormat(RowFormat):
 
 
 def detect_evaluation_format(columns: Mapping[str, Any]) -> str | None:
-    """Return the evaluation format of a row, by its columns; None if it is another row."""
+    """Return the evaluation format of a row, by its columns; None if it is another row.
+
+    A row with a prompt is no multiple choice: its prompt is used as it is.
+    """
     if "instruction_id_list" in columns and "kwargs" in columns:
         return "ifeval"
+    if "prompt" in columns:
+        return None
     if _CORRECT in columns and "Question" in columns:
         return "multiple_choice"
     if "question" in columns and ("choices" in columns or "options" in columns):

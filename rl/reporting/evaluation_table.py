@@ -114,19 +114,45 @@ def _list_sentences(comparison: Any) -> list[str]:
 def compare_evaluations(
     before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> list[tuple[str, PairedComparison]]:
-    """Compare two evaluations on the problems that they share: a comparison for each data set."""
-    first, second = _average_answers(before), _average_answers(after)
-    pairs = [(name, compare_paired(first.get(name, {}), second[name])) for name in second]
-    return [(name, comparison) for name, comparison in pairs if comparison is not None]
+    """Compare two evaluations on the problems that they share: a comparison for each data set.
+
+    Data sets of the same requested name or the same loaded name (`source`) are compared, and two
+    evaluations of a single data set directly.
+    """
+    first, second = _list_parts(before), _list_parts(after)
+    is_single = len(first) == len(second) == 1
+    comparisons = []
+    for part in second:
+        candidates = [
+            other
+            for key in ("dataset", "source")
+            for other in first
+            if is_single or (part.get(key) is not None and part.get(key) == other.get(key))
+        ]
+        pairs = (compare_paired(other["scores"], part["scores"]) for other in candidates)
+        comparison = next((paired for paired in pairs if paired is not None), None)
+        if comparison is not None:
+            comparisons.append((str(part.get("dataset")), comparison))
+    return comparisons
 
 
-def _average_answers(evaluation: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return the mean score of each problem, by data set."""
+def _list_parts(evaluation: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the data sets of an evaluation, each with the mean score of each problem as `scores`.
+
+    The tags of the rows are left out: they derive from the name by which the set was requested.
+    """
     parts: Sequence[Mapping[str, Any]] = evaluation.get("datasets") or [evaluation]
-    return {
-        str(part.get("dataset")): average_by_problem(
-            {**row, "metrics": {"correct": row["correct"]} if "correct" in row else {}}
-            for row in part.get("rows") or []
-        )
+    return [
+        {
+            **part,
+            "scores": average_by_problem(
+                {
+                    **row,
+                    "tag": None,
+                    "metrics": {"correct": row["correct"]} if "correct" in row else {},
+                }
+                for row in part.get("rows") or []
+            ),
+        }
         for part in parts
-    }
+    ]

@@ -22,24 +22,44 @@ _WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 _CHOICE = re.compile(r"[(\[]?([A-Za-z])[)\].:]*")
 _LABELLED = re.compile(r"(?:\(([A-Z])\)|\[([A-Z])\]|([A-Z])[).:])\s*(\S.*)")
 _OTHER_CHOICE = re.compile(r"(?:^|\b(?:or|and)\b|[,/&])\s*[(\[]?[A-Z](?:[)\].:]|$)")
+_NOUN = re.compile(r"(?:option|choice)\s+", re.IGNORECASE)
+# A letter that ends with a mark, and then other words: "B (12 m)", "B - 12 m", "B, because".
+_EXPLAINED = re.compile(
+    r"[(\[]?([A-Z])[)\]]?[*_`$\"']*"
+    r"(?:[.:;,](?=\s)|\s+\(|\s+-+(?=\s)|\s*[\u2013\u2014]|\s+(?=because\b|since\b))\s*(.*)"
+)
+_CAPITAL = re.compile(r"(?<![A-Za-z])[A-Z](?![A-Za-z'])")
+_SMALL_CHOICE = re.compile(
+    r"(?:^|\b(?:or|and|not)\b|[,/&])\s*[(\[]?[a-z]\s*(?:[)\].:,;]|$)", re.ASCII
+)
 _MAX_TEXT = 2000  # characters of a marked answer that are read
 _MAX_MARKS = 100  # marks, from the last, that are read
 
 
-def parse_choice(text: str, choices: int) -> str | None:
+def parse_choice(text: str, choices: int, *, is_marked: bool = False) -> str | None:
     """Return the letter that a text names, in upper case; None unless it is a single letter of the
     first `choices`.
 
     The text is the letter, or the letter with a bracket, full stop or colon and then the text of
-    the choice: "B", "(b)", "B) 12 m". "A or B" and "A, B" name no single letter.
+    the choice: "B", "(b)", "B) 12 m". "A or B" and "A, B" name no single letter. A marked text may
+    also be "option B", "B (12 m)", "B - 12 m" or "B, because ...", if it names no other letter.
     """
     text = _WRAPPER.sub(r"\1", text[:_MAX_TEXT]).strip().strip("$*_`\"' ").strip()
     text = text.removesuffix(".").strip("$*_`\"' ")
+    if is_marked and (noun := _NOUN.match(text)) is not None:
+        text = text[noun.end() :].lstrip("$*_`\"' ")
     match = _CHOICE.fullmatch(text)
     letter = match.group(1).upper() if match is not None else ""
     if match is None and (labelled := _LABELLED.fullmatch(text)) is not None:
         letter = next(filter(None, labelled.groups()[:3]))
         if _OTHER_CHOICE.search(labelled.group(4)):
+            return None
+    elif match is None and is_marked and (explained := _EXPLAINED.fullmatch(text)) is not None:
+        letter, others = explained.group(1), explained.group(2)
+        last = chr(ord("A") + choices - 1)
+        if _SMALL_CHOICE.search(others) or any(
+            capital != letter and capital <= last for capital in _CAPITAL.findall(others)
+        ):
             return None
     return letter if letter and ord(letter) - ord("A") < choices else None
 
@@ -59,7 +79,7 @@ def extract_choice(response: str, choices: int) -> str | None:
         else:
             after = response[match.end() : match.end() + _MAX_TEXT].partition("</answer>")[0]
             marked = after.lstrip(" \t*_\n").partition("\n")[0]
-        letter = parse_choice(marked, choices)
+        letter = parse_choice(marked, choices, is_marked=True)
         if letter is not None or not match.group("prose"):
             return letter
     return None
