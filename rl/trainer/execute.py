@@ -45,7 +45,7 @@ from rl.trainer.offline_loop import train_offline
 from rl.trainer.online_loop import train_online
 from rl.trainer.opponent_models import OpponentModels
 from rl.trainer.pipeline import dry_run, prepare_stages
-from rl.trainer.replay_log import check_replay
+from rl.trainer.replay_log import check_replay, list_replay_differences
 from rl.trainer.report_writer import ReportWriter
 from rl.trainer.resolve_weights import (
     ORIGINS_KEY,
@@ -416,6 +416,8 @@ class RunState:
             environment=prepared.environment,
             runs_self_test=self.run.options.self_test,
             replay=self.run.options.replay,
+            # other settings of evaluation would not have the recorded episodes
+            replays_evaluations=not list_replay_differences(self.run),
             profiled_steps=self.run.options.profile,
         )
         if loop_state is not None:
