@@ -137,7 +137,8 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
         stack.callback(report.close)
         logbook = stack.enter_context(_open_logbook(run, folder, position, console, lock))
         if options.reward_check and not options.resume:
-            check_rewards_at_start(stages, folder, console, format_check_command(folder))
+            command = format_check_command(folder, run.stages)
+            check_rewards_at_start(stages, folder, console, command)
         stop_request.has_started = True
         _run_stages(run_state, service, policy, others, logbook, console, stop_request, report)
 
