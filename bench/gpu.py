@@ -12,8 +12,9 @@ parts continue. With --dry, each part's code runs as far as it can without a GPU
 needed. Peers that are not installed are recorded as rows.
 
 The output folder holds verdict.md (what is right, what is slow), gpu.csv, gpu.png, and parts.tar.gz
-with the logs, traces and tables of the parts. Columns of gpu.csv: part, case, provider, metric,
-value, unit, floor (the best possible value on this GPU, where known), note.
+with the logs, traces and tables of the parts. With --part, the other parts keep what an earlier run
+wrote to the folder. Columns of gpu.csv: part, case, provider, metric, value, unit, floor (the best
+possible value on this GPU, where known), note.
 """
 
 from __future__ import annotations
@@ -203,9 +204,25 @@ def collect(output: Path, parts_folder: Path) -> list[dict[str, str]]:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(rows)
-    with tarfile.open(output / "parts.tar.gz", "w:gz") as archive:
+    temporary = output / "parts.tar.gz.tmp"  # a killed run leaves the earlier archive
+    with tarfile.open(temporary, "w:gz") as archive:
         archive.add(parts_folder, "parts")
+    temporary.replace(output / "parts.tar.gz")
     return rows
+
+
+def unpack_parts(output: Path) -> Path:
+    """Return the folder of the parts' files, with those of earlier runs: what parts.tar.gz holds.
+    A folder that a killed run left behind is removed.
+    """
+    parts_folder = output / "parts"
+    if parts_folder.exists():
+        shutil.rmtree(parts_folder)
+    if (output / "parts.tar.gz").exists():
+        with tarfile.open(output / "parts.tar.gz") as archive:
+            archive.extractall(output, filter="data")
+    parts_folder.mkdir(exist_ok=True)
+    return parts_folder
 
 
 def plot(rows: list[dict[str, str]], path: Path) -> None:
@@ -286,8 +303,7 @@ def main() -> None:
         )
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU (dry run)"
     end = time.perf_counter() + args.limit
-    parts_folder = args.output / "parts"
-    parts_folder.mkdir(exist_ok=True)
+    parts_folder = unpack_parts(args.output)
     for i, part in enumerate(args.part):
         left = end - time.perf_counter()
         print(f"{part}: {PARTS[part][1]}", flush=True)

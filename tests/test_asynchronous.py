@@ -410,6 +410,17 @@ def test_a_run_that_was_stopped_between_two_checkpoints_is_repeated(trained, mon
     assert [row["batch"] for row in rows if "stopped" in row] == [1]
 
 
+def test_evaluations_of_other_settings_are_not_replayed(trained):
+    words = "--rollout-mode async --slice-steps 2 --steps 1 --eval-every 1 --save-every 0"
+    first = trained("evaluated", f"{words} --eval-limit 6")
+    assert '"part": "test before"' in (first / "decisions.jsonl").read_text()
+    again = trained("evaluated-again", f"{words} --eval-limit 6 --replay {first}")
+    assert metrics(again) == metrics(first)
+    assert (again / "decisions.jsonl").read_text() == (first / "decisions.jsonl").read_text()
+    fewer = trained("evaluated-fewer", f"{words} --eval-limit 3 --replay {first}")
+    assert same(first, fewer)
+
+
 def test_what_is_to_be_replayed_is_looked_for_first(trained, tmp_path):
     with pytest.raises(UserError, match=r"the folder has no decisions.jsonl"):
         trained("nothing-there", f"{LATE} --base-model no-such-model --replay {tmp_path}")

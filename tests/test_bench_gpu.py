@@ -48,6 +48,18 @@ def test_what_fails_is_a_row_and_the_rest_is_there(tmp_path):
     assert third["case"] == "third"
 
 
+def test_parts_of_an_earlier_run_are_merged_and_those_of_a_killed_one_are_not(tmp_path):
+    for part in ("floors", "tests"):  # a run each
+        folder = gpu.unpack_parts(tmp_path)
+        gpu.Table(part, folder / f"{part}.csv").row("whole part", "", "status", "done")
+        rows = gpu.collect(tmp_path, folder)
+        # the run is killed before it removes the folder, and another part has no end
+        gpu.Table("draw", folder / "draw.csv").row("any", "ours", "time", 1.0)
+    assert [row["part"] for row in rows] == ["floors", "tests"]
+    assert [row["part"] for row in rows_of(tmp_path / "gpu.csv")] == ["floors", "tests"]
+    assert not (gpu.unpack_parts(tmp_path) / "draw.csv").exists()
+
+
 def failed(found: list[dict[str, str]]) -> list[tuple[str, str, str]]:
     return [
         (row["case"], row["provider"], row["value"]) for row in found if row["metric"] == "failed"

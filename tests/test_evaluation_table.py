@@ -233,6 +233,7 @@ def test_other_files_in_the_folder_are_no_evaluations(tmp_path: Path):
     folder.mkdir()
     for name, text in (("a", "{"), ("b", "[]"), ("c", '{"table": 1}'), ("d", '{"table": [1]}')):
         (folder / f"{name}.json").write_text(text)
+    (folder / "link.json").symlink_to(tmp_path / "gone.json")
     assert [table["name"] for table in list_evaluation_tables(tmp_path)] == ["d.json"]
     assert list_evaluation_tables(tmp_path / "none") == []
     with pytest.raises(UserError, match=r"b.json is no evaluation: expected a .json file"):

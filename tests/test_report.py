@@ -190,6 +190,7 @@ def write_hostile_run(folder: Path) -> Path:
         make_row(2, 0.0, HOSTILE * 50_000),
         make_row(3, 0.0, turns=[{"text": HOSTILE, "sampled": False, "role": "user"},
                                 {"text": HOSTILE, "sampled": True, "tool_calls": [{"name": HOSTILE, "answer": HOSTILE}]}]),
+        make_row(4, 0.0, turns=[{"text": "x", "sampled": True, "metrics": [1], "messages": 5}]),
     ]  # fmt: skip
     rollouts = {"grpo-eval-000000.jsonl": answers, "grpo-eval-000003.jsonl": answers}
     write_run(folder, metrics, {**rollouts, "step_000003_grpo.jsonl": answers})
@@ -199,6 +200,9 @@ def write_hostile_run(folder: Path) -> Path:
     config["stages"][0]["name"] = config["recipe"] = HOSTILE
     config["stages"][0]["settings"]["system_prompt"] = HOSTILE
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "launches.jsonl").write_text('{"devices": 5}\n')
+    check = '{"rewards": [{"reward": 1, "dataset": 2, "rows": Infinity}]}'
+    (folder / "reward_check.json").write_text(check)
     return folder
 
 
@@ -213,7 +217,7 @@ def test_hostile_text_stays_text(tmp_path, small_plotly):
     assert len(page) < 500_000  # four megabyte answers are shortened
     rollouts = data["runs"][0]["rollouts"]
     answers = [answer for group in rollouts["batches"][0]["groups"] for answer in group["answers"]]
-    assert len(answers) == 4
+    assert len(answers) == 5
     for answer in answers:
         rendered = answer.get("html", "")
         assert "<script" not in rendered and "<img" not in rendered
@@ -384,6 +388,18 @@ def test_an_evaluation_writes_the_page_in_a_thread(tmp_path, small_plotly):
     pages = writer._thread
     writer.update()  # the next one waits for a hundred times the cost of this one
     assert writer._thread is pages
+
+
+def test_damaged_launches_do_not_end_a_run(tmp_path, small_plotly):
+    folder = write_run(tmp_path / "run", [{"step": 1, "stage": "grpo"}])
+    (folder / "launches.jsonl").write_bytes(b'{"a": 1}\n\x00garbage\n{"b": 2}\n')
+    _, listener = make_writer(folder)
+    launches = [json.loads(line) for line in (folder / "launches.jsonl").open()]
+    assert launches[:2] == [{"a": 1}, {"b": 2}] and len(launches) == 3 and not listener.warnings
+    (folder / "launches.jsonl").unlink()
+    (folder / "launches.jsonl").mkdir()
+    _, listener = make_writer(folder)
+    assert len(listener.warnings) == 1
 
 
 def test_a_failing_page_is_a_single_warning(tmp_path, small_plotly):

@@ -2,6 +2,7 @@
 nothing by it.
 """
 
+import contextlib
 import io
 import json
 from pathlib import Path
@@ -14,6 +15,7 @@ from rl.reporting import Console
 from rl.trainer import reward_startup_check
 from rl.trainer.pipeline import prepare_stages
 from rl.trainer.reward_startup_check import check_rewards_at_start
+from rl.trainer.run_summary import format_check_command
 
 SMALL = {
     "base_model": "tiny:addition",
@@ -110,6 +112,24 @@ def test_rewards_that_cannot_be_checked_quickly_are_skipped_with_a_line(tmp_path
     (line,) = shown.splitlines()
     assert "scoring a few rows took" in entry["skipped"] and entry["rows"] == 0
     assert line.endswith(f"{entry['skipped']}: CHECK checks it")
+
+
+def test_the_command_trusts_a_reward_outside_the_folder_and_is_not_of_a_function(
+    tmp_path, rewards, monkeypatch
+):
+    words = ["grpo", "--dataset", "addition", "--reward", f"{rewards}:slow"]
+    run = rl.config.read_run(
+        words, rl.algorithms.METHODS, Path("unused.yaml"), rl.config.RunSettings
+    )
+    assert format_check_command(tmp_path / "run", run.stages).endswith(" --trust-run")
+    monkeypatch.chdir(tmp_path)
+    assert "--trust-run" not in format_check_command(tmp_path / "run", run.stages)
+    stages = prepare_stages(run.stages)
+    stream = io.StringIO()
+    with contextlib.closing(stages[0].scorer):
+        monkeypatch.setattr(stages[0].scorer, "place", "thread")
+        check_rewards_at_start(stages, tmp_path, Console(stream=stream), "CHECK")
+    assert "function of this process" in stream.getvalue() and "CHECK" not in stream.getvalue()
 
 
 @pytest.mark.slow

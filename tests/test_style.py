@@ -191,6 +191,17 @@ def test_everyday_words_are_seen(tmp_path, monkeypatch):
     assert names == {"given": 1, "own": 2, "found": 2, "wanted": 1, "one": 2}
 
 
+def test_a_public_name_of_reporting_has_one_meaning():
+    names = Counter()
+    for path in REPO.glob("rl/reporting/*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names[node.name] += 1
+            elif isinstance(node, ast.Assign):
+                names.update(item.id for item in node.targets if isinstance(item, ast.Name))
+    assert [n for n, count in names.items() if count > 1 and not n.startswith("_")] == []
+
+
 def test_a_class_name_has_one_meaning():
     places: dict[str, list[str]] = defaultdict(list)
     for path, node in public_classes():

@@ -145,6 +145,7 @@ def test_foreign_text_stays_text(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('no json\n[1]\n{"step": "x"}\n{"step": 6, "reward/total": 1' + "0" * 400 + "}\n")
+        file.write('{"step": true}\n')
         row = {f"env/all/{HOSTILE}": 1.0, f"alarm/{HOSTILE}": 1.0, "reward/total": HOSTILE}
         file.write(json.dumps({"step": 7, "stage": HOSTILE, **row}) + "\n")
     answers = [
@@ -152,7 +153,9 @@ def test_foreign_text_stays_text(tmp_path: Path) -> None:
         {"prompt": None, "response": None, "reward": None},
         {"prompt": ["x"], "turns": [{"text": HOSTILE, "tokens": ["x"]}] * 2, "reward": True},
         {"prompt": "\n\n", "turns": 3, "reward": float("inf")},
-    ]
+        {"prompt": "x", "turns": [{"text": "x", "tokens": ["x"], "metrics": [1], "messages": 5}],
+         "reward": 10**400},
+    ]  # fmt: skip
     path = folder / "rollouts" / "step_000007.jsonl"
     path.write_text("".join(json.dumps(answer) + "\n" for answer in answers) + "{}\n[]\n")
     run = RunFollower(folder)
@@ -214,6 +217,21 @@ def test_charts_of_few_values_and_of_terminals_without_unicode() -> None:
     Console(file=file, width=40).print(TerminalChart("x", [ChartCurve([1, 2, 3], [1, 2, 3], "")]))
     file.seek(0)
     assert "*" in file.read()
+
+
+def test_files_with_numbers_beyond_floats_are_read(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 2, 5)
+    (tmp_path / "run" / "config.json").write_text(
+        '{"stages": [{"name": "grpo", "settings": {"steps": Infinity}}]}'
+    )
+    assert "it is 7" in render_text(tmp_path / "run")
+    lines = [
+        [ChartCurve([1, 2], [1e308, -1e308], "cyan")],
+        [ChartCurve([1, 1, 2], [1e308, 1e308, 3.0], "cyan")],
+    ]
+    for line in lines:
+        console = Console(file=io.StringIO(), width=40, color_system=None)
+        console.print(TerminalChart("a", line))
 
 
 def test_values_beside_an_axis_are_short() -> None:

@@ -72,11 +72,11 @@ def render_tokens(row: Mapping[str, Any]) -> str:
     return "".join(spans)
 
 
-def format_metrics(metrics: Mapping[str, Any] | None) -> list[str]:
-    """Format the numeric metrics."""
+def format_metrics(metrics: Any) -> list[str]:
+    """Format the numeric metrics; none of them if `metrics` is no mapping."""
     return [
         f"{escape(str(name))} {format_number(value)}"
-        for name, value in (metrics or {}).items()
+        for name, value in (metrics.items() if isinstance(metrics, Mapping) else ())
         if isinstance(value, int | float)
     ]
 
@@ -158,15 +158,17 @@ def collect_turns(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         if "text" in entry and not entry.get("sampled") and not entry.get("tokens"):
             messages.append({**entry, "content": entry["text"]})
             continue
+        earlier = entry.get("messages")
         episode_turns.append(
             {
                 "response": entry.get("text", ""),
                 **entry,
-                "messages": [*messages, *(entry.get("messages") or ())],
+                "messages": [*messages, *(earlier if isinstance(earlier, list) else ())],
             }
         )
         messages = []
-    if episode_turns and (episode_turns[-1].get("metrics") or {}).get("truncated") == 1:
+    metrics = episode_turns[-1].get("metrics") if episode_turns else None
+    if isinstance(metrics, Mapping) and metrics.get("truncated") == 1:
         episode_turns[-1]["truncated"] = True
     return episode_turns
 

@@ -85,7 +85,8 @@ def list_evaluation_tables(folder: Path) -> list[dict[str, Any]]:
     """Return the evaluations in a run's folder, the oldest first: name, weights, temperature, seeds
     and the cells of the table. Files that hold no evaluation are left out.
     """
-    paths = sorted((folder / EVALUATIONS).glob("*.json"), key=lambda path: path.stat().st_mtime)
+    existing = [path for path in (folder / EVALUATIONS).glob("*.json") if path.is_file()]
+    paths = sorted(existing, key=lambda path: path.stat().st_mtime)
     tables = []
     for path in paths:
         try:

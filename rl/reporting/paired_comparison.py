@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,9 @@ def score_row(row: Mapping[str, Any]) -> float | None:
     metrics = row.get("metrics")
     value = metrics.get("correct") if isinstance(metrics, Mapping) else None
     value = row.get("reward") if value is None else value
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+    # JSON's integers are unbounded
+    is_finite = isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+    return float(value) if is_finite else None
 
 
 def average_by_problem(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:

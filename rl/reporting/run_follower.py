@@ -51,7 +51,7 @@ class RunFollower:
             self.stages = [
                 (str(stage["name"]), int(stage["settings"]["steps"])) for stage in config["stages"]
             ]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
             return
 
     def _read_metrics(self) -> None:
@@ -147,7 +147,7 @@ class RunFollower:
         steps.
         """
         stage = self.find_stage()
-        seconds = [row["time/step"] for row in self.rows[-20:] if _is_number(row.get("time/step"))]
+        seconds = [row["time/step"] for row in self.rows[-20:] if is_number(row.get("time/step"))]
         if stage is None or not seconds:
             return None
         return (stage[2] - stage[1]) * sum(seconds) / len(seconds)
@@ -158,8 +158,14 @@ def sanitize_name(name: str) -> str:
     return " ".join(sanitize_text(name, _NAME_LIMIT).split())
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def is_number(value: Any) -> bool:
+    """Return whether a value of a file is a finite number within float's range."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # JSON's integers are unbounded
+        return False
 
 
 def _parse_metrics(line: bytes) -> dict[str, Any] | None:
@@ -167,12 +173,12 @@ def _parse_metrics(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
         step = row["step"]
-        if not isinstance(step, int):
+        if not isinstance(step, int) or not is_number(step):
             return None
         return {
             name: value
             for name, value in row.items()
-            if _is_number(value) or (name == "stage" and isinstance(value, str))
+            if is_number(value) or (name == "stage" and isinstance(value, str))
         }
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return None
@@ -197,4 +203,4 @@ def choose_answers(
 
 def _get_reward(row: Mapping[str, Any]) -> float:
     reward = row.get("reward", 0.0)
-    return float(reward) if _is_number(reward) else 0.0
+    return float(reward) if is_number(reward) else 0.0

@@ -58,12 +58,14 @@ class TerminalChart:
         low, high = min(means), max(means)
         if self.from_zero and not self.log:
             low, high = min(low, 0.0), max(high, 0.0)
+        # a range beyond that of floats is drawn flat, as a constant is
+        span = high - low if math.isfinite(high - low) else 0.0
         for line, averaged in zip(lines, columns, strict=True):
-            scale = (4 * rows - 1) / (high - low) if high > low else 0.0
-            middle = 0 if high > low else 2 * rows
-            cells.draw(
-                [(x, middle + round((value - low) * scale)) for x, value in averaged], line.colour
-            )
+            scale = (4 * rows - 1) / span if span else 0.0
+            dots = [
+                (x, round((value - low) * scale) if span else 2 * rows) for x, value in averaged
+            ]
+            cells.draw(dots, line.colour)
         labels = {0: self._format_value(high), rows - 1: self._format_value(low)}
         for i, text in enumerate(cells.render(options.ascii_only)):
             bar = "|" if options.ascii_only else "┤" if i in labels else "│"

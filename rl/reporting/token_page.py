@@ -20,7 +20,7 @@ NOTE = (
 )
 
 
-def format_cells(token: Any) -> list[str]:
+def format_token_cells(token: Any) -> list[str]:
     """Return the cells of a token's line: text, then the numbers; "-" for what is not known."""
 
     def format_value(value: float | None, form: str) -> str:
@@ -39,7 +39,7 @@ def format_cells(token: Any) -> list[str]:
 
 
 def _format_table(tokens: Sequence[Any]) -> Iterator[str]:
-    rows = [list(_COLUMNS), *map(format_cells, tokens)]
+    rows = [list(_COLUMNS), *map(format_token_cells, tokens)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     for row in rows:
         first, *rest = row
@@ -156,7 +156,7 @@ def _describe_token(token: Any, largest: float) -> dict[str, Any]:
     gradient = token.gradient or 0.0
     return {
         "text": sanitize_text(token.text, 200),
-        "cells": format_cells(token),
+        "cells": format_token_cells(token),
         "kind": "raised" if gradient < 0 else "lowered" if gradient > 0 else "still",
         "strength": round((token.share or 0.0) / largest, 3) if largest else 0.0,
     }

@@ -36,7 +36,7 @@ TRACKER_MODULES = {
 TRACKER_FILES = tuple(
     file for name in TRACKER_MODULES for file in (name, f"{name}_id.txt")
 )  # of a run's folder
-TABLE_COLUMNS = ("step", "problem", "prompt", "answer", "expected", "reward", "advantage")
+ROLLOUT_COLUMNS = ("step", "problem", "prompt", "answer", "expected", "reward", "advantage")
 _TABLE_ROWS, _TEXT_LIMIT = 50, 2000  # rows of a table; characters of a cell
 _QUEUE_LINES = 1000  # messages that wait for a tracker; further ones are dropped
 _FINISH_SECONDS = 120.0  # seconds in which all trackers must finish at the end of a run
@@ -65,7 +65,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def build_table(step: int, rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """Return at most 50 rollouts as rows of TABLE_COLUMNS, with bounded text."""
+    """Return at most 50 rollouts as rows of ROLLOUT_COLUMNS, with bounded text."""
     stride = max(1, -(-len(rows) // _TABLE_ROWS))
     return [
         [

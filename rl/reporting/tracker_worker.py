@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from rl.reporting.tracker_process import TABLE_COLUMNS
+from rl.reporting.tracker_process import ROLLOUT_COLUMNS
 from rl.sanitize import describe_error
 
 _END_SECONDS = 600  # seconds after the end of input at which a hanging tracker is ended
@@ -61,7 +61,7 @@ class TrackerBackend:
         self.tracker.log(numbers, step=step)
 
     def log_table(self, name: str, rows: Sequence[Sequence[Any]], step: int) -> None:
-        """Log rows of TABLE_COLUMNS."""
+        """Log rows of ROLLOUT_COLUMNS."""
         raise NotImplementedError
 
     @property
@@ -110,7 +110,7 @@ class WandbBackend(TrackerBackend):
 
     def log_table(self, name: str, rows: Sequence[Sequence[Any]], step: int) -> None:
         self.tracker.log_table(
-            name, columns=list(TABLE_COLUMNS), data=[list(row) for row in rows], step=step
+            name, columns=list(ROLLOUT_COLUMNS), data=[list(row) for row in rows], step=step
         )
 
 
@@ -160,7 +160,7 @@ class TrackioBackend(TrackerBackend):
     def log_table(self, name: str, rows: Sequence[Sequence[Any]], step: int) -> None:
         import trackio
 
-        table = trackio.Table(columns=list(TABLE_COLUMNS), data=[list(row) for row in rows])
+        table = trackio.Table(columns=list(ROLLOUT_COLUMNS), data=[list(row) for row in rows])
         self.tracker.log({name: table}, step=step)
 
 
@@ -200,7 +200,7 @@ class MlflowBackend(TrackerBackend):
     def log_table(self, name: str, rows: Sequence[Sequence[Any]], step: int) -> None:
         import mlflow
 
-        columns = {column: [row[i] for row in rows] for i, column in enumerate(TABLE_COLUMNS)}
+        columns = {column: [row[i] for row in rows] for i, column in enumerate(ROLLOUT_COLUMNS)}
         mlflow.log_table(columns, artifact_file=f"{name}/step_{step:06d}.json")
 
 

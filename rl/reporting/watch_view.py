@@ -15,7 +15,7 @@ from rich.text import Text
 from rl.reporting.console import format_duration, format_headline, format_held_out, format_score
 from rl.reporting.episode_html import collect_turns
 from rl.reporting.metric_plots import PANELS, PlotPanel, find_reward_panels
-from rl.reporting.run_follower import RunFollower, choose_answers, sanitize_name
+from rl.reporting.run_follower import RunFollower, choose_answers, is_number, sanitize_name
 from rl.reporting.terminal_chart import ALARM_COLOUR, ChartCurve, TerminalChart, format_axis_value
 from rl.sanitize import sanitize_text
 
@@ -235,7 +235,7 @@ def _render_answer(row: Mapping[str, Any], width: int) -> Text:
     """Return a line with the reward, and with the beginning and the end of the answer."""
     turns = collect_turns(row) if isinstance(row.get("turns"), list) else []
     answer = _flatten(str(row.get("response") or (turns[-1]["response"] if turns else "")))
-    reward = row.get("reward") if isinstance(row.get("reward"), (int, float)) else None
+    reward = row.get("reward") if is_number(row.get("reward")) else None
     line = Text(no_wrap=True)
     score = "n/a" if reward is None else format_score(float(reward))
     line.append(f"{score:>7} ", style="green" if reward and reward > 0 else "red")

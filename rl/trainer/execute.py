@@ -45,7 +45,7 @@ from rl.trainer.offline_loop import train_offline
 from rl.trainer.online_loop import train_online
 from rl.trainer.opponent_models import OpponentModels
 from rl.trainer.pipeline import dry_run, prepare_stages
-from rl.trainer.replay_log import check_replay
+from rl.trainer.replay_log import check_replay, list_replay_differences
 from rl.trainer.report_writer import ReportWriter
 from rl.trainer.resolve_weights import (
     ORIGINS_KEY,
@@ -137,7 +137,8 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
         stack.callback(report.close)
         logbook = stack.enter_context(_open_logbook(run, folder, position, console, lock))
         if options.reward_check and not options.resume:
-            check_rewards_at_start(stages, folder, console, format_check_command(folder))
+            command = format_check_command(folder, run.stages)
+            check_rewards_at_start(stages, folder, console, command)
         stop_request.has_started = True
         _run_stages(run_state, service, policy, others, logbook, console, stop_request, report)
 
@@ -416,6 +417,8 @@ class RunState:
             environment=prepared.environment,
             runs_self_test=self.run.options.self_test,
             replay=self.run.options.replay,
+            # other settings of evaluation would not have the recorded episodes
+            replays_evaluations=not list_replay_differences(self.run),
             profiled_steps=self.run.options.profile,
         )
         if loop_state is not None:

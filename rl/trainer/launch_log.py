@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from rl.jsonl import format_json_line, read_jsonl, write_atomically
-from rl.reporting import LAUNCHES
+from rl.jsonl import format_json_line, write_atomically
+from rl.reporting import LAUNCHES, read_rollouts
 from rl.trainer.memory_table import StageNeeds
 
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "triton", "numpy")
@@ -74,14 +74,19 @@ def describe_launch(
 
 
 class LaunchLog:
-    """Keep launches.jsonl of a run's folder: a row for each launch, the current one last."""
+    """Keep launches.jsonl of a run's folder: a row for each launch, the current one last. Drop
+    lines that are no JSON objects.
+    """
 
     def __init__(self, folder: Path, launch: Mapping[str, Any]):
         self._path = folder / LAUNCHES
-        self._earlier = read_jsonl(self._path)[1 - _MAX_LAUNCHES :]
+        self._earlier: list[dict[str, Any]] | None = None
         self._launch = dict(launch)
 
     def write(self) -> None:
         """Write the file, with the memory that this launch has used so far."""
+        if self._earlier is None:
+            rows = read_rollouts(self._path) if self._path.exists() else []
+            self._earlier = rows[1 - _MAX_LAUNCHES :]
         rows = [*self._earlier, {**self._launch, **measure_peak_memory()}]
         write_atomically(self._path, "".join(map(format_json_line, rows)))

@@ -18,6 +18,7 @@ from rl.rollout import EventLog, ReplayedEventLog
 from rl.trainer.config_diff import find_replay_differences
 
 DECISIONS_FILE = "decisions.jsonl"
+EVALUATION_PARTS = ("test ", "greedy ")  # begin the names of the parts that are evaluations
 
 
 class ReplayLog:
@@ -25,10 +26,19 @@ class ReplayLog:
 
     `done` is the number of its batches that are trained already; recorded events of later batches
     belong to no checkpoint and are removed. `replay` is the folder of the run to
-    replay. Raises UserError if that folder has no event log.
+    replay. `replays_evaluations`: its evaluations too, which have to be of the same settings.
+    Raises UserError if that folder has no event log.
     """
 
-    def __init__(self, folder: Path, stage: str, done: int, replay: Path | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        stage: str,
+        done: int,
+        replay: Path | None = None,
+        *,
+        replays_evaluations: bool = True,
+    ):
         self.path, self.stage = folder / DECISIONS_FILE, stage
         self.batch = done
         self.path.touch()
@@ -39,7 +49,10 @@ class ReplayLog:
         self._recorded_events: list[dict[str, Any]] | None = None
         if replay is not None:
             self._recorded_events = [
-                row for row in read_jsonl(_find_log(replay)) if row["stage"] == stage
+                row
+                for row in read_jsonl(_find_log(replay))
+                if row["stage"] == stage
+                and (replays_evaluations or not row.get("part", "").startswith(EVALUATION_PARTS))
             ]
 
     def create_event_log(
@@ -78,12 +91,21 @@ def check_replay(run: RunConfig, warn: Callable[[str], None]) -> None:
     """
     if run.options.replay is None:
         return
-    folder = _find_log(run.options.replay).parent
-    if differs := find_replay_differences(load_saved_config(folder), run):
+    if differs := list_replay_differences(run):
         warn(
-            f"this replay of {folder} will not be bit-identical, because settings differ: "
-            f"{'; '.join(differs)}"
+            f"this replay of {_find_log(run.options.replay).parent} will not be bit-identical, "
+            f"because settings differ: {'; '.join(differs)}"
         )
+
+
+def list_replay_differences(run: RunConfig) -> list[str]:
+    """Return the settings in which `run` differs from the run that it replays; [] if it replays
+    none.
+    """
+    if run.options.replay is None:
+        return []
+    folder = _find_log(run.options.replay).parent
+    return find_replay_differences(load_saved_config(folder), run)
 
 
 def _find_log(replay: Path) -> Path:

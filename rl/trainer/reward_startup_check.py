@@ -31,7 +31,7 @@ def check_rewards_at_start(
     """Check the reward of each stage that trains on one. Print a line, or a table and warnings if a
     trick pays, and write the results to reward_check.json in the run's `folder`.
 
-    `command`: what checks a skipped reward at length.
+    `command`: what checks a skipped reward at length, unless it is a function of this process.
     """
     entries = []
     checked: list[tuple[object, ...]] = []
@@ -53,7 +53,9 @@ def check_rewards_at_start(
         except Exception as error:  # boundary: a check of user code and data never ends a run
             reason = f"the check failed: {describe_error(error)}"
             result = RewardProbeResult(prepared.scorer.reward.name, skipped=reason)
-        print_startup_result(result, console, command)
+        # another process cannot import a function that was passed to rl.train
+        is_importable = prepared.scorer.place != "thread"
+        print_startup_result(result, console, command if is_importable else None)
         entry = {"stage": prepared.plan.name, "dataset": data.dataset}
         entries.append({**entry, **dataclasses.asdict(result)})
     if entries:
@@ -98,12 +100,12 @@ def probe_prepared(prepared: PreparedStage) -> RewardProbeResult:
         return probe_reward(isolated, prepared.rows, budget=budget, tried=True)
 
 
-def print_startup_result(result: RewardProbeResult, console: Console, command: str) -> None:
+def print_startup_result(result: RewardProbeResult, console: Console, command: str | None) -> None:
     """Print a line if nothing is wrong, else the table and a warning for each fault."""
     if result.skipped is not None:
         console.note(
-            f"reward {result.reward} was not checked for tricks, because {result.skipped}: "
-            f"{command} checks it"
+            f"reward {result.reward} was not checked for tricks, because {result.skipped}"
+            + (f": {command} checks it" if command else "")
         )
         return
     if result.warnings:

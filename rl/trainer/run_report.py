@@ -258,7 +258,10 @@ def describe_launches(run: SavedRun) -> list[dict[str, str]]:
 def _describe_launch(row: Mapping[str, Any]) -> dict[str, str]:
     """Return a row of launches.jsonl as texts."""
     versions, planned = row.get("versions"), row.get("planned_memory")
-    devices = [item for item in row.get("devices") or () if isinstance(item, Mapping)]
+    listed = row.get("devices")
+    devices = [
+        item for item in (listed if isinstance(listed, list) else ()) if isinstance(item, Mapping)
+    ]
     counts = Counter(
         (str(item.get("name")), _format_memory(item.get("memory"))) for item in devices
     )
@@ -341,7 +344,7 @@ def read_reward_check(folder: Path) -> list[dict[str, Any]]:
             }
             for entry in entries[:20]
         ]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return []
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from rl.algorithms import METHODS
 from rl.client import TrainingClient
-from rl.config import RunConfig
+from rl.config import RunConfig, StageConfig
 from rl.jsonl import METRICS_FILE, read_metrics
 from rl.reporting import (
     REPORT,
@@ -364,9 +364,10 @@ def format_resume_command(folder: Path, trusted: bool = False) -> str:
     return f"{_format_launch()} --resume --output-dir {shlex.quote(str(folder))}{trust}"
 
 
-def format_check_command(folder: Path, trusted: bool = False) -> str:
-    """Return the command that checks the rewards of the run in `folder`."""
-    trust = " --trust-run" if trusted else ""
+def format_check_command(folder: Path, stages: Sequence[StageConfig]) -> str:
+    """Return the command that checks the rewards of the run in `folder`, which has these stages."""
+    rewards = [name for stage in stages for name in list_reward_addresses(stage.settings.data)]
+    trust = _format_trust([*list_method_addresses(stages), *rewards])
     return f"{format_script('check_reward')} {shlex.quote(str(folder))}{trust}"
 
 

@@ -67,6 +67,7 @@ class Stage:
         environment: EnvironmentSpec | None = None,
         runs_self_test: bool = False,
         replay: Path | None = None,
+        replays_evaluations: bool = True,
         profiled_steps: int = 0,
     ):
         self.name, self.first_step, self.done = name, first_step, done
@@ -83,7 +84,11 @@ class Stage:
         flow = getattr(method.settings, "flow", None)
         continuous = flow is not None and flow.is_async and method.online
         context = StageContext(
-            replay_log=ReplayLog(logbook.folder, name, done, replay) if continuous else None,
+            replay_log=ReplayLog(
+                logbook.folder, name, done, replay, replays_evaluations=replays_evaluations
+            )
+            if continuous
+            else None,
             name=name,
             index=index,
             method=method,
