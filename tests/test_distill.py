@@ -454,7 +454,7 @@ def test_what_cannot_be_distilled_is_said_before_anything_is_done(teacher, tmp_p
         ("", "needs a teacher"),
         (
             f"--teacher {teacher / 'run'} --learn-from data --dataset {teacher / 'digits.jsonl'}",
-            "row 0 .*no response",
+            "line 1 .*no response",
         ),
     ):
         with pytest.raises(UserError, match=message):

@@ -246,8 +246,8 @@ def test_rows_that_do_not_fit_are_named_before_anything_is_done(tmp_path):
     data[300]["prompt"], data[17]["response"] = "1+1=", "9" * 600
     (tmp_path / "answer.jsonl").write_text("\n".join(json.dumps(row) for row in data))
     for words, message in (
-        (["grpo", "--dataset", "long.jsonl"], "row 300"),
-        (["sft", "--dataset", "answer.jsonl", "--response-column", "response"], "row 17"),
+        (["grpo", "--dataset", "long.jsonl"], "line 301"),
+        (["sft", "--dataset", "answer.jsonl", "--response-column", "response"], "line 18"),
         (
             ["sft", "--dataset", "addition:noise=0.5", "--lora-rank", "2", "--lora-alpha", "-1"],
             "--lora-alpha is positive",

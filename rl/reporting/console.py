@@ -260,6 +260,8 @@ class Console:
             return
         if done > self._start_done:
             self._step_ends.append((done, self._clock()))
+            if len(self._step_ends) > 128:
+                del self._step_ends[1::2]  # bounded in long runs; still spread over all steps
         measured = format_held_out(metrics)
         if self._bar is not None:
             times, narrow = self._format_times(done), self._rich.width < 100

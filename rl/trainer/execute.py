@@ -137,10 +137,15 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
         stack.callback(report.close)
         logbook = stack.enter_context(_open_logbook(run, folder, position, console, lock))
         if options.reward_check and not options.resume:
-            command = format_check_command(folder, run.stages)
-            check_rewards_at_start(stages, folder, console, command)
+            _check_rewards(stages, folder, console)
         stop_request.has_started = True
         _run_stages(run_state, service, policy, others, logbook, console, stop_request, report)
+
+
+def _check_rewards(stages: Sequence[PreparedStage], folder: Path, console: Console) -> None:
+    """Check what the rewards of the stages pay for, before the first step."""
+    command = format_check_command(folder, [prepared.plan for prepared in stages])
+    check_rewards_at_start(stages, folder, console, command)
 
 
 def _describe_start(run: RunConfig, origins: Sequence[Mapping[str, Any]]) -> list[str]:
