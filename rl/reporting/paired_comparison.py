@@ -33,8 +33,9 @@ def score_row(row: Mapping[str, Any]) -> float | None:
     value = metrics.get("correct") if isinstance(metrics, Mapping) else None
     value = row.get("reward") if value is None else value
     # JSON's integers are unbounded
-    is_finite = isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
-    return float(value) if is_finite else None
+    if not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+        return None
+    return float(value)
 
 
 def average_by_problem(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
