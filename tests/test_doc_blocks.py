@@ -73,7 +73,8 @@ PLACEHOLDERS = {
     "COMMAND": "train",
     "r": "2",
 }
-RUN_OF_PAGE = {"games.md": "runs/grpo"}  # where RUN is a run of the page's commands
+# where RUN is a run of the page's commands
+RUN_OF_PAGE = {"games.md": "runs/grpo", "README.md": "runs/grpo"}
 # Runs that a page continues from, and that no command of it makes.
 RUNS = {
     "runs/sorting": "grpo --base-model Qwen/Qwen3-0.6B --dataset sums.jsonl --reward exact_match",
