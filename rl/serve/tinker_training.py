@@ -163,8 +163,11 @@ class TinkerTrainingRoutes:
             raise HttpError(
                 400, f"only AdamW is supported here, got the optimizer {str(optimizer)[:40]!r}"
             )
-        lora_flags = {name: lora.fields.get(name, True) for name in ("train_mlp", "train_attn")}
-        lora_flags["train_unembed"] = lora.fields.get("train_unembed")
+        # a field that is absent has the default of Tinker's schema, also with a tied head
+        lora_flags = {
+            name: lora.fields.get(name, True)
+            for name in ("train_mlp", "train_attn", "train_unembed")
+        }
         rank, seed = lora.get_int("rank", 1, 4096), lora.get_optional_int("seed", 0, 2**63 - 1)
 
         def make() -> TrainingClient:
