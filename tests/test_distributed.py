@@ -30,7 +30,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rl.distributed.accelerate_launch import make_accelerator
+from rl.distributed import get_hpz_partition_size, get_zero_settings, make_accelerator
 from rl.errors import UserError
 from rl.models.model_loading import load_model
 from rl.types import Datum, LoraConfig
@@ -40,7 +40,8 @@ REPO = Path(__file__).resolve().parent.parent
 # parameters of at most so many numbers stay whole: the norms do, matrices and adapters are sharded
 SHARDED = 200
 # launch: accelerate config (None: one process); distributed type, what wraps the model ("*" is its
-# own class), processes; a second DeepSpeed config for the same processes
+# own class), processes; a second DeepSpeed config for the same processes. The last two: two
+# machines of two GPUs.
 LAUNCHES = {
     "one process": (None, ("NO", "*", 1), None),
     "ddp": ("ddp", ("MULTI_CPU", "*", 2), None),
@@ -48,6 +49,11 @@ LAUNCHES = {
     "zero2": ("zero2", ("DEEPSPEED", "DeepSpeedEngine", 2), None),
     "zero3": ("zero3", ("DEEPSPEED", "DeepSpeedEngine", 2), "zero3_offload"),
     "fsdp2": ("fsdp2", ("MULTI_CPU", "FSDP*", 2), None),
+    "hsdp": ("hsdp", ("MULTI_CPU", "FSDP*", 4), None),
+    "zero3, hpz": ("zero3", ("DEEPSPEED", "DeepSpeedEngine", 4), None),
+}
+LAUNCH_WORDS = {
+    "hsdp": ("--num_machines", "1", "--parallelism_config_dp_shard_size", "2"),
 }
 # "value": untied, with a value head
 STARTS = ("tied", "untied", "value", "lora_tied", "lora_untied")
@@ -76,12 +82,13 @@ def starts(tmp_path_factory) -> Path:
     return folder
 
 
-def sharded(config: str, folder: Path) -> Path:
+def sharded(config: str, folder: Path, **settings: int) -> Path:
     """The project's DeepSpeed config, which at its own threshold would leave a model this small
-    whole.
+    whole. `settings`: more of ZeRO's.
     """
     content = json.loads((REPO / "ds_configs" / f"{config}.json").read_text())
-    content["zero_optimization"]["stage3_param_persistence_threshold"] = SHARDED
+    settings["stage3_param_persistence_threshold"] = SHARDED
+    content["zero_optimization"] |= settings
     path = folder / f"{config}.json"
     path.write_text(json.dumps(content))
     return path
@@ -117,9 +124,15 @@ def assert_same_gradients(alone, found, cases):
             assert float((both[name] - expected).norm()) <= 2e-5 * norm, (case, name)
 
 
-@pytest.fixture(scope="module", params=LAUNCHES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.campaign] * (launch[1][2] == 4))
+        for name, launch in LAUNCHES.items()
+    ],
+)
 def launched(request, starts, tmp_path_factory) -> tuple[str, dict, Path]:
-    config, _, also = LAUNCHES[request.param]
+    config, (*_, processes), also = LAUNCHES[request.param]
     out = tmp_path_factory.mktemp("out")
     command = [sys.executable]
     if config is not None:
@@ -129,9 +142,11 @@ def launched(request, starts, tmp_path_factory) -> tuple[str, dict, Path]:
             "--config_file",
             str(REPO / f"accelerate_configs/{config}.yaml"),
         ]
-        command += ["--num_processes", "2", "--main_process_port", "0"]
+        command += ["--num_processes", str(processes), "--main_process_port", "0"]
+        command += LAUNCH_WORDS.get(request.param, ())
     if config == "zero3":
-        command += ["--deepspeed_config_file", str(sharded("zero3", out))]
+        zero = {"zero_hpz_partition_size": 2} if processes == 4 else {}
+        command += ["--deepspeed_config_file", str(sharded("zero3", out, **zero))]
     command += [str(REPO / "tests" / "distributed_cases.py"), str(starts), str(out)]
     if also is not None:
         command += ["--also", str(sharded(also, out))]
@@ -309,15 +324,15 @@ def test_the_launch_is_what_it_says(launched):
         assert launch["wrapped"] == wrapped.replace(
             "*", "PeftModelForCausalLM" if case.startswith("lora") else "Qwen3ForCausalLM"
         )
-        assert launch["stage"] == (int(name[-1]) if name.startswith("zero") else None)
+        assert launch["stage"] == (int(name[4]) if name.startswith("zero") else None)
         assert launch["dtype"] == "fp32"
         # twice the timeout and a minute, see ObjectGroup; never a library's own half hour
         assert launch["bound"] <= 2 * 60 + 60
         share = launch["own"] / launch["parameters"]
-        if name == "zero3":
+        if name.startswith("zero3"):
             assert share < 0.05  # the norms: DeepSpeed keeps its shares elsewhere
         else:
-            assert share == pytest.approx(0.5, abs=0.01) if name == "fsdp2" else share == 1
+            assert share == (pytest.approx(0.5, abs=0.01) if name in ("fsdp2", "hsdp") else 1)
 
 
 def test_nothing_is_compiled_at_start(launched):
@@ -411,7 +426,9 @@ def test_a_wrong_divisor_is_seen(launched, references, start):
         return assert_same(results[f"planted, {start}"], expected)
     with pytest.raises(AssertionError):
         assert_same(results[f"planted, {start}"], expected)
-    assert_same(results[f"planted, {start}"], {name: value / 2 for name, value in expected.items()})
+    processes = LAUNCHES[name][1][2]
+    expected = {parameter: value / processes for parameter, value in expected.items()}
+    assert_same(results[f"planted, {start}"], expected)
 
 
 def test_models_side_by_side_are_each_as_if_alone(launched, starts, references):
@@ -570,6 +587,8 @@ def test_bf16_gradients(launched, references, case):
         ("FSDP_RESHARD_AFTER_FORWARD", "false", "leave it out"),
         ("FSDP_CPU_RAM_EFFICIENT_LOADING", "true", "every rank reads"),
         ("FSDP_ACTIVATION_CHECKPOINTING", "true", "gradient_checkpointing"),
+        ("PARALLELISM_CONFIG_TP_SIZE", "2", "data-parallel ranks alone"),
+        ("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "4", "are 4 processes, but 2 were launched"),
     ],
 )
 def test_fsdp_settings_that_would_be_overruled_are_refused(monkeypatch, name, value, match):
@@ -582,6 +601,23 @@ def test_fsdp_settings_that_would_be_overruled_are_refused(monkeypatch, name, va
         monkeypatch.setenv(key, fits)
     with pytest.raises(UserError, match=match):
         make_accelerator(bf16=False)
+
+
+@pytest.mark.parametrize(("stage", "size", "fits"), [(3, 2, True), (3, 3, False), (2, 2, False)])
+def test_a_second_copy_of_the_weights_needs_stage_3_and_whole_machines(
+    monkeypatch, tmp_path, stage, size, fits
+):
+    (tmp_path / "zero.json").write_text(
+        json.dumps({"zero_optimization": {"stage": stage, "zero_hpz_partition_size": size}})
+    )
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "zero.json"))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    if fits:
+        assert get_hpz_partition_size() == size and get_zero_settings() == (stage, False)
+    else:
+        with pytest.raises(UserError, match="zero_hpz_partition_size is"):
+            get_zero_settings()
 
 
 @pytest.mark.parametrize("start", ["tied", "lora_tied"])

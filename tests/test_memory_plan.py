@@ -223,6 +223,12 @@ def test_bytes_of_each_launch_by_hand():
     # in bf16 what is outside of the two layers and both layers; the larger's gradients once more in
     # fp32, to be summed
     assert fsdp["temporary"] == (0, 2 * (400_000 + 600_000) + 4 * 400_000, 0)
+    # two machines of four GPUs: a GPU of HSDP holds what it holds with one machine
+    hsdp = LaunchShape(cuda=True, bf16=True, world=8, fsdp=True, replicas=2)
+    assert items(hsdp, replace(SHAPE, layer=300_000)) == fsdp
+    # ZeRO-3 over both machines, and a second copy over each
+    hpz = items(LaunchShape(cuda=True, bf16=True, world=8, zero_stage=3, hpz=4))
+    assert hpz["weights"] == (2 * million / 8 + 2 * million / 4,) * 3
     cpu = items(LaunchShape(cuda=False, bf16=False))
     assert cpu["sampler's"] == (4 * million,) * 3 and cpu["CUDA"] == (0, 0, 0)
 

@@ -1,7 +1,13 @@
 """Manage processes: collectives, launch, stop signals and atomic checkpoint folders."""
 
 from rl.distributed import checkpoint_folder, collectives, stop_signals
-from rl.distributed.accelerate_launch import get_zero_settings, make_accelerator, uses_fsdp
+from rl.distributed.accelerate_launch import (
+    get_hpz_partition_size,
+    get_num_replicas,
+    get_zero_settings,
+    make_accelerator,
+    uses_fsdp,
+)
 from rl.distributed.checkpoint_folder import checkpoint_path
 from rl.distributed.launch_agreement import check_same_launch
 from rl.distributed.profiler_trace import REGION_PREFIX, trace_region
@@ -35,5 +41,7 @@ __all__ = [
     "make_accelerator",
     "check_same_launch",
     "assign_role",
+    "get_hpz_partition_size",
+    "get_num_replicas",
     "get_zero_settings",
 ]

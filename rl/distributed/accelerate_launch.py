@@ -62,11 +62,15 @@ def make_accelerator(*, bf16: bool, timeout_seconds: float = 1800.0) -> Any:
     else:
         # Without cpu=True accelerate joins a gloo group and then treats every process as the only
         # process.
+        # Accelerate would apply a parallelism_config to its own wrapping, which is not used.
+        os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
         accelerator = Accelerator(
             mixed_precision=precision,
             cpu=on_cpu and processes > 1,
             kwargs_handlers=group if processes > 1 else [],
         )
+        if uses_fsdp():
+            collectives.init_shard_mesh(_num_shards(), timeout_seconds)
     kind = str(accelerator.distributed_type.value)
     if (
         accelerator.num_processes != processes
@@ -101,8 +105,42 @@ def uses_fsdp() -> bool:
     return _is_set("ACCELERATE_USE_FSDP") and _num_launched_processes() > 1
 
 
+def _parallel_size(name: str) -> int:
+    """Return a size of the accelerate config's parallelism_config, 1 if it sets none."""
+    return int(os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1"))
+
+
+def get_num_replicas() -> int:
+    """Return how many copies of the sharded state FSDP2 holds: the machines under HSDP, or 1."""
+    return _parallel_size("DP_REPLICATE") if uses_fsdp() else 1
+
+
+def _num_shards() -> int:
+    """Return how many ranks hold the weights together; the groups of so many ranks hold copies."""
+    return _num_launched_processes() // get_num_replicas()
+
+
+def _check_parallel_sizes() -> None:
+    """Raise UserError for a parallelism_config that FSDP2 cannot follow here."""
+    replicas, shards = _parallel_size("DP_REPLICATE"), _parallel_size("DP_SHARD")
+    for name in ("TP", "CP", "SP"):
+        if _parallel_size(name) > 1:
+            raise UserError(
+                f"parallelism_config_{name.lower()}_size is {_parallel_size(name)}: the learner "
+                "shards over data-parallel ranks alone, leave it out"
+            )
+    if replicas * shards not in (1, _num_launched_processes()):
+        raise UserError(
+            f"parallelism_config_dp_replicate_size {replicas} x parallelism_config_dp_shard_size "
+            f"{shards} are {replicas * shards} processes, but {_num_launched_processes()} were "
+            "launched: set them to the number of machines and the GPUs of one machine, as in "
+            "accelerate_configs/hsdp.yaml"
+        )
+
+
 def _check_fsdp_settings() -> None:
     """Raise UserError for settings of an FSDP config that would be silently ignored."""
+    _check_parallel_sizes()
     version, reshard = (
         os.environ.get("FSDP_VERSION", "1"),
         os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower(),
@@ -210,6 +248,13 @@ def _make_deepspeed_accelerator(
         # Otherwise DeepSpeed makes this group of gradients with torch's timeout of 30 (NCCL: 10)
         # minutes instead of this launch's.
         groups._WORLD_GROUP = collectives.new_world_group(timeout_seconds)
+        # DeepSpeed would make the groups of zero_hpz_partition_size ranks at each engine, which
+        # fails at the second.
+        size = plugin.deepspeed_config["zero_optimization"].get("zero_hpz_partition_size", 1)
+        if size > 1:
+            groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = collectives.new_row_group(
+                size, timeout_seconds
+            )
     # The plugin enables ZeRO-3 in transformers, and every from_pretrained would then return empty
     # shards, also for models that are loaded for sampling, scoring or saving. Learners are sharded
     # by rl.learner.backend_deepspeed.
@@ -262,6 +307,12 @@ def get_zero_settings() -> tuple[int | None, bool]:
     return int(zero["stage"]), zero.get("offload_optimizer", {}).get("device", "none") != "none"
 
 
+def get_hpz_partition_size() -> int:
+    """Return how many ranks hold ZeRO-3's second copy of the weights together, 1 without one."""
+    zero = make_engine_config(_read_deepspeed_config(), bf16=False)["zero_optimization"]
+    return int(zero.get("zero_hpz_partition_size", 1))
+
+
 def make_engine_config(user_config: Mapping[str, Any], *, bf16: bool) -> dict[str, Any]:
     """Return a DeepSpeed config for the learner; `user_config`: the user's config, with its ZeRO
     settings.
@@ -288,6 +339,13 @@ def make_engine_config(user_config: Mapping[str, Any], *, bf16: bool) -> dict[st
         raise UserError(
             "ZeRO stage 0 would sum gradients in bf16: use accelerate_configs/ddp.yaml, which "
             "does not shard either"
+        )
+    hpz = zero.get("zero_hpz_partition_size", 1)
+    if hpz > 1 and (stage != 3 or _num_launched_processes() % hpz):
+        raise UserError(
+            f"zero_hpz_partition_size is {hpz}: it needs ZeRO stage 3 (the config sets {stage}) "
+            f"and has to divide the {_num_launched_processes()} processes; set it to the GPUs of "
+            "one machine"
         )
     if stage != 2 and zero.setdefault("overlap_comm", False):
         raise UserError(

@@ -401,11 +401,72 @@ def new_world_group(timeout_seconds: float) -> Any:
     return dist.new_group(timeout=datetime.timedelta(seconds=timeout_seconds))
 
 
-def shard_model(model: torch.nn.Module, layers: list[torch.nn.Module], *, bf16: bool) -> None:
-    """Shard a model over the ranks in place (FSDP2): each of `layers` is a unit, the rest another
-    unit.
+@dataclass(frozen=True)
+class ShardMesh:
+    """Arrange the ranks in rows of `size` consecutive ranks; each row holds all weights once.
 
-    Gradients are SUMS over the ranks, in fp32. `bf16`: weights are gathered and used in bf16.
+    `rank`: this rank's place in its row. `group`: the ranks of its row. `mesh`: torch's DeviceMesh,
+    None where one row holds all ranks.
+    """
+
+    rank: int
+    size: int
+    group: Any = None
+    mesh: Any = None
+
+
+_shard_mesh: ShardMesh | None = None
+
+
+def init_shard_mesh(size: int, timeout_seconds: float) -> None:
+    """Let rows of `size` consecutive ranks hold the weights once each (hybrid sharding).
+
+    All ranks call it together. `size` divides the number of ranks.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    global _shard_mesh
+    if size == world() or shard_mesh().size == size:
+        return
+    ranks = torch.arange(world()).view(-1, size)
+    bound = datetime.timedelta(seconds=timeout_seconds)
+    row = new_row_group(size, timeout_seconds)
+    columns = [dist.new_group(column, timeout=bound) for column in ranks.T.tolist()]
+    mesh = DeviceMesh.from_group(
+        [columns[rank() % size], row],
+        "cuda" if torch.cuda.is_available() else "cpu",
+        mesh=ranks,
+        mesh_dim_names=("replicate", "shard"),
+    )
+    _shard_mesh = ShardMesh(rank() % size, size, row, mesh)
+
+
+def shard_mesh() -> ShardMesh:
+    """Return the mesh over which `shard_model` shards: one row of all ranks by default."""
+    return _shard_mesh or ShardMesh(rank(), world())
+
+
+def sum_over_shards_(tensor: torch.Tensor) -> None:
+    """Sum a tensor over the ranks that hold the weights together, in place."""
+    if shard_mesh().size > 1:
+        dist.all_reduce(tensor, group=shard_mesh().group)
+
+
+def new_row_group(size: int, timeout_seconds: float) -> Any:
+    """Return the group of this rank's row of `size` consecutive ranks.
+
+    All ranks call it together.
+    """
+    bound = datetime.timedelta(seconds=timeout_seconds)
+    rows = torch.arange(world()).view(-1, size).tolist()
+    return [dist.new_group(row, timeout=bound) for row in rows][rank() // size]
+
+
+def shard_model(model: torch.nn.Module, layers: list[torch.nn.Module], *, bf16: bool) -> None:
+    """Shard a model over `shard_mesh()` in place (FSDP2): each of `layers` is a unit, the rest
+    another unit.
+
+    Gradients are SUMS over all ranks, in fp32. `bf16`: weights are gathered and used in bf16.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -413,7 +474,7 @@ def shard_model(model: torch.nn.Module, layers: list[torch.nn.Module], *, bf16: 
         param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32
     )
     for module in (*layers, model):
-        fully_shard(module, mp_policy=policy)
+        fully_shard(module, mesh=shard_mesh().mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no average
@@ -475,6 +536,8 @@ def get_tensor_parallel_group(
 
 def shutdown() -> None:
     """Destroy all process groups."""
+    global _shard_mesh
+    _shard_mesh = None
     _tensor_parallel_groups.clear()
     if dist.is_initialized():
         dist.destroy_process_group()

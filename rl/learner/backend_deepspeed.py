@@ -293,6 +293,7 @@ def _shard_parameters(
     """
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero.partition_parameters import Init
+    from deepspeed.utils import groups
 
     # accelerate adds the key.
     dtype = torch.bfloat16 if config.get("bf16", {}).get("enabled") else torch.float32
@@ -313,6 +314,7 @@ def _shard_parameters(
                 config_dict_or_path=config,
                 dtype=dtype,
                 remote_device=None if offload_device == "none" else offload_device,
+                zero_param_parallel_group=groups._get_zero_param_intra_parallel_group(),
             )
         else:
             first.convert_to_zero_parameters(param_list=[parameter])

@@ -2,7 +2,8 @@
 
 Every trained parameter is a DTensor; this rank stores a shard of its first dimension in fp32. A
 layer's parameters are gathered when the layer runs, in bf16 if requested. Each backward adds the
-sum over ranks to the gradients of the shards.
+sum over ranks to the gradients of the shards. With hybrid sharding (HSDP) each machine holds all
+weights once: gathering stays inside it, and only sums of gradients cross machines.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ class FSDPBackend:
         """Read this rank's shard of each tensor, and no other part of it."""
         for name, parameter in self.parameters.items():
             if name in lazy_weights:
-                size = -(-len(parameter) // collectives.world())  # same split as torch.chunk
-                start, local_shard = size * collectives.rank(), parameter.to_local()
+                mesh = collectives.shard_mesh()
+                size = -(-len(parameter) // mesh.size)  # same split as torch.chunk
+                start, local_shard = size * mesh.rank, parameter.to_local()
                 if len(local_shard):
                     local_shard.copy_(lazy_weights.read_rows(name, start, start + len(local_shard)))
 
@@ -69,7 +71,7 @@ class FSDPBackend:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad.to_local() for p in self.trainable.values()]
         square = torch.nn.utils.get_total_norm(gradients).square()
-        collectives.all_sum_([square])
+        collectives.sum_over_shards_(square)
         norm = float(square.sqrt())
         finite = bool(torch.isfinite(square))
         if finite:
@@ -115,11 +117,9 @@ class FSDPBackend:
 
         The shards of the last ranks may be empty.
         """
-        local_shard = parameter.to_local()
-        shares = whole.chunk(collectives.world())
-        local_shard.copy_(
-            shares[collectives.rank()] if collectives.rank() < len(shares) else whole[:0]
-        )
+        mesh, local_shard = collectives.shard_mesh(), parameter.to_local()
+        shares = whole.chunk(mesh.size)
+        local_shard.copy_(shares[mesh.rank] if mesh.rank < len(shares) else whole[:0])
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl.distributed import collectives, get_zero_settings, uses_fsdp
+from rl.distributed import collectives, get_num_replicas, get_zero_settings, uses_fsdp
 
 FP32_BYTES = 4
 ADAM_BYTES = 8  # bytes per trained parameter: two fp32 moments
@@ -32,16 +32,24 @@ ADAM_8BIT_BYTES = 2 + 2 * FP32_BYTES / 256  # two moments, each with an fp32 sca
 class ShardingSpec:
     """Describe the sharding of trained state over ranks.
 
-    `zero_stage`: DeepSpeed's stage, None without DeepSpeed. `fsdp`: FSDP2. `offload`: the optimizer
-    is in CPU memory. `optimizer`: the setting of that name, which decides the storage of AdamW's
-    moments.
+    `zero_stage`: DeepSpeed's stage, None without DeepSpeed. `fsdp`: FSDP2. `replicas`: copies of
+    its sharded state, one per machine (HSDP). `hpz`: number of ranks that hold ZeRO-3's second copy
+    of the weights together, 1 without one. `offload`: the optimizer is in CPU memory. `optimizer`:
+    the setting of that name, which decides the storage of AdamW's moments.
     """
 
     world: int = 1
     zero_stage: int | None = None
     offload: bool = False
     fsdp: bool = False
+    replicas: int = 1
+    hpz: int = 1
     optimizer: str = "adamw"
+
+    @property
+    def num_shards(self) -> int:
+        """Return how many ranks hold the sharded state together."""
+        return self.world // self.replicas if self.fsdp else self.world
 
 
 def optimizer_bytes(trainable: float, sharding: ShardingSpec) -> float:
@@ -56,7 +64,7 @@ def optimizer_bytes(trainable: float, sharding: ShardingSpec) -> float:
     if sharding.optimizer == "adamw_8bit":
         return ADAM_8BIT_BYTES * trainable
     if sharding.fsdp:
-        return ADAM_BYTES * trainable / sharding.world
+        return ADAM_BYTES * trainable / sharding.num_shards
     if sharding.zero_stage in (None, 0):
         return ADAM_BYTES * trainable
     return (ADAM_BYTES + FP32_BYTES) * trainable / sharding.world
@@ -72,7 +80,7 @@ def gradient_bytes(trainable: float, sharding: ShardingSpec) -> float:
     return (
         FP32_BYTES
         * trainable
-        / (sharding.world if sharding.zero_stage in (2, 3) or sharding.fsdp else 1)
+        / (sharding.num_shards if sharding.zero_stage in (2, 3) or sharding.fsdp else 1)
     )
 
 
@@ -115,6 +123,7 @@ def choose_kept_bytes(
         zero_stage=zero,
         offload=offload,
         fsdp=uses_fsdp(),
+        replicas=get_num_replicas(),
         optimizer=optimizer,
     )
     trained = float(sum(shapes[name].numel() for name in trainable))

@@ -134,7 +134,7 @@ def plan_memory(
 
 def weight_bytes(shape: ModelShape, launch: LaunchShape) -> float:
     """Return the bytes of the weights: 4 N; under DeepSpeed in bf16 2 N; at ZeRO stage 3 sharded,
-    except small parameters; FSDP2 shards all.
+    except small parameters, with a second copy per machine if requested; FSDP2 shards all.
 
     A frozen base in bf16 or in 4 bit needs less, unless all weights are in bf16 already.
     """
@@ -144,11 +144,13 @@ def weight_bytes(shape: ModelShape, launch: LaunchShape) -> float:
             shape.linears if launch.base_dtype == "4bit" else 0
         )
     if launch.fsdp:
-        return whole / launch.world
+        return whole / launch.num_shards
     if launch.zero_stage is None:
         return whole
     if launch.zero_stage == 3:
-        return launch.weight_bytes * ((shape.parameters - shape.small) / launch.world + shape.small)
+        large = shape.parameters - shape.small
+        second = large / launch.hpz if launch.hpz > 1 else 0.0
+        return launch.weight_bytes * (large / launch.world + second + shape.small)
     return launch.weight_bytes * shape.parameters
 
 

@@ -15,6 +15,8 @@ from rl.config import ModelSettings, RunConfig, StageConfig
 from rl.distributed import (
     check_tensor_parallel_size,
     check_tensor_parallel_without_roles,
+    get_hpz_partition_size,
+    get_num_replicas,
     get_zero_settings,
     uses_fsdp,
 )
@@ -66,6 +68,8 @@ def resolve_launch(options: Any, precision: str) -> tuple[LaunchShape, DeviceMem
     launched, zero, offload = int(os.environ.get("WORLD_SIZE", "1")), *get_zero_settings()
     world = options.plan_gpus or launched
     fsdp = uses_fsdp() and options.plan_zero is None
+    replicas = get_num_replicas() if fsdp and world == launched else 1
+    hpz = get_hpz_partition_size() if zero is not None and options.plan_zero is None else 1
     if options.plan_zero is not None:
         zero, offload = (None if options.plan_zero == "none" else int(options.plan_zero)), False
     per_node = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", "8")) if world == launched else 8)
@@ -79,6 +83,8 @@ def resolve_launch(options: Any, precision: str) -> tuple[LaunchShape, DeviceMem
         zero_stage=zero,
         offload=offload,
         fsdp=fsdp,
+        replicas=replicas,
+        hpz=hpz,
         memory=device.memory if cuda else 0.0,
     )
     return launch, device

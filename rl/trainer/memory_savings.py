@@ -45,7 +45,13 @@ def _setting_change(section: str, name: str, value: Any) -> MemorySaving:
 def _sharding_change(stage: int, gpus: int, offload: bool = False) -> MemorySaving:
     def apply(launch: LaunchShape) -> LaunchShape:
         return replace(
-            launch, world=gpus, per_node=min(gpus, 8), zero_stage=stage, offload=offload, fsdp=False
+            launch,
+            world=gpus,
+            per_node=min(gpus, 8),
+            zero_stage=stage,
+            hpz=1,
+            offload=offload,
+            fsdp=False,
         )
 
     name = f"zero{stage}{'_offload' if offload else ''}"

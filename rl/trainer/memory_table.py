@@ -73,7 +73,7 @@ def _describe_launch(launch: LaunchShape) -> str:
     processes = "one process" if launch.world == 1 else f"{launch.world} processes"
     sharding = "" if launch.world == 1 else ", DDP"
     if launch.fsdp:
-        sharding = ", FSDP2"
+        sharding = ", FSDP2" if launch.replicas == 1 else f", HSDP of {launch.num_shards}"
     if launch.zero_stage is not None:
         sharding = f", ZeRO-{launch.zero_stage}" + (
             " with the optimizer on the CPU" if launch.offload else ""
