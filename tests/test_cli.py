@@ -21,7 +21,13 @@ import tyro
 
 from rl import algorithms
 from rl.config import cli, run_config, sections
-from rl.config.fields import SettingsError, format_as_flags, get_fields
+from rl.config.fields import (
+    RawValue,
+    SettingsError,
+    convert_value,
+    format_as_flags,
+    get_fields,
+)
 from rl.config.format_help import exit_with_problems
 
 
@@ -183,6 +189,16 @@ def test_names_that_occur_twice_are_refused() -> None:
     Twice.__annotations__ = {"optim": Optim, "learning_rate": float}
     with pytest.raises(TypeError, match="two settings named 'learning_rate'"):
         get_fields(Twice)
+
+
+def test_choices_of_an_optional_setting_are_listed_in_their_order() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Effort:
+        effort: str | None = None
+
+    Effort.__annotations__ = {"effort": Literal["low", "middle", "high", "highest"] | None}
+    with pytest.raises(ValueError, match="not one of None, low, middle, high, highest"):
+        convert_value(get_fields(Effort)["effort"], RawValue(("nope",), "--effort"))
 
 
 # ------------------------------------------------------------------------------------------ recipes

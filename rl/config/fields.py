@@ -234,11 +234,13 @@ def convert_value(field: SettingField, raw: RawValue) -> Any:
         words = [current_value(field.name, word) for word in words]
         for word in words:
             if word not in spec.choices:
-                near = nearest_name(word, spec.choices)
+                # tyro's choices of an optional setting have no order, its metavar has
+                choices = sorted(spec.choices, key=spec.metavar.find)
+                near = nearest_name(word, choices)
                 hint = f"; did you mean {near}?" if near else ""
                 raise ValueError(
                     f"{raw.place}: {RawValue((word,), raw.place).display_text} is not one of "
-                    f"{', '.join(spec.choices)}{hint}"
+                    f"{', '.join(choices)}{hint}"
                 )
     try:
         value = spec.instance_from_str(words)
