@@ -235,7 +235,8 @@ def run_whetstone(
             models = Models(
                 service.create_full_training_client(str(model)), {"reference": reference}
             )
-            datums = method.compute_advantages(_groups(models.policy, drawn), models)
+            groups = method.shape_rewards(_groups(models.policy, drawn))
+            datums = method.compute_advantages(groups, models)
             for step in range(STEPS):
                 method.update(models, datums, Progress(step, STEPS))
     finally:

@@ -1534,8 +1534,8 @@ MUTANTS = [
     ),
     M(
         "rl/rollout/engine_state.py",
-        "        order.append(\n            [\n                episode.group,\n                episode.index,\n                None if request.resume_from is None else request.resume_from.as_json(),\n            ]\n        )\n",
-        "        order.append([episode.group, episode.index, None if request.resume_from is None else {**request.resume_from.as_json(), 'versions': None}])\n",
+        "            begun = None if request.resume_from is None else request.resume_from.as_json()\n",
+        "            begun = None if request.resume_from is None else {**request.resume_from.as_json(), 'versions': None}\n",
         "second review: a checkpoint loses the versions of half an answer",
         "staleness",
     ),
@@ -1559,6 +1559,13 @@ MUTANTS = [
         "            pass\n",
         "second review: a streamed batch without signal moves the weights",
         "streaming",
+    ),
+    M(
+        "rl/trainer/async_source.py",
+        "    groups = stage.method.shape_rewards(rollouts.groups)\n",
+        "    groups = rollouts.groups\n",
+        "asynchronous training loses the shaping of rewards",
+        "own_methods",
     ),
     M(
         "rl/algorithms/streamed_step.py",

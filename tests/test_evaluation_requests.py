@@ -19,6 +19,7 @@ from rl.config import (
     record_resumed_files,
 )
 from rl.errors import UserError
+from rl.trainer import iterate_prompts
 
 
 def make_arguments(**changes: Any) -> SimpleNamespace:
@@ -41,6 +42,14 @@ def test_a_requested_data_set_replaces_all_of_the_run():
     assert requested.more_eval_datasets == requested.more_datasets == ()
     words = ["--more-eval-datasets", "d"]
     assert resolve("openai/gsm8k", data, others=words).more_eval_datasets == ("d",)
+
+
+def test_prompts_of_a_data_set_replace_the_mixture_of_the_run():
+    mixture = {"more_datasets": ("countdown",), "dataset_weights": (3.0, 1.0)}
+    data = DataSettings(dataset="addition", **mixture)
+    prompts = list(iterate_prompts(data, (), "addition", 4))
+    assert prompts == list(iterate_prompts(DataSettings(dataset="addition"), (), "addition", 4))
+    assert len(prompts) == 4
 
 
 def test_the_columns_of_a_file_override_no_setting_of_the_run(tmp_path: Path):

@@ -16,11 +16,17 @@ from rl.algorithms import METHODS
 from rl.config.cli import read_run
 from rl.config.run_config import RunConfig
 from rl.config.sections import RunSettings
+from rl.errors import UserError
 from rl.memory_plan.activations import StorageTracker
 from rl.memory_plan.byte_counts import MemoryPlan, plan_memory
 from rl.memory_plan.shapes import LaunchShape, MicroBatch, MicroBatchMemory, ModelShape, StepWork
 from rl.memory_plan.step_shapes import compute_concurrent_rows, largest_micro_batch
-from rl.memory_plan.tracing import HEAD_BLOCKS, ComputeConfig, ModelSkeleton
+from rl.memory_plan.tracing import (
+    HEAD_BLOCKS,
+    ComputeConfig,
+    ModelSkeleton,
+    trace_micro_batch,
+)
 from rl.trainer.memory_requirements import compute_stage_needs, resolve_launch
 from rl.trainer.memory_savings import find_savings, select_listed
 from rl.trainer.memory_table import _describe_launch
@@ -549,6 +555,22 @@ def test_of_layers_that_cannot_be_marked_the_whole_model_is_traced(tmp_path, mon
     marked = skeleton.measure_micro_batch(batch, RUNS["plain"])
     monkeypatch.setattr(StorageTracker, "mark_layers", lambda self, layers: None)
     assert skeleton.measure_micro_batch(batch, RUNS["plain"]) == marked
+
+
+def test_a_trace_that_fails_is_not_tried_again(tmp_path, monkeypatch):
+    AutoConfig.for_model("gpt2", **DEEP["gpt2"]).save_pretrained(tmp_path)
+    traces = []
+
+    def fail(skeleton, batch, config):
+        traces.append(batch)
+        raise RuntimeError("a value is needed")
+
+    monkeypatch.setattr(ModelSkeleton, "_trace", fail)
+    batches = [MicroBatch(1, 4, 3), MicroBatch(1, 4, 3), MicroBatch(4, 64, 256)]
+    for batch in batches:
+        with pytest.raises(UserError, match="a value is needed"):
+            trace_micro_batch(str(tmp_path), None, None, batch, RUNS["plain"])
+    assert traces == [batches[0], batches[2]]
 
 
 def train(*words: object, env: dict | None = None) -> subprocess.CompletedProcess:

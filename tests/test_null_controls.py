@@ -1,6 +1,6 @@
 """What learns must be the reward: from one taught model, true rewards raise held-out accuracy,
 permuted ones do not, negated ones lower it. Every run is a whole run of the product; only the
-rewards that reach `compute_advantages` are edited.
+rewards that reach `shape_rewards` are edited.
 """
 
 import dataclasses
@@ -65,10 +65,8 @@ def gain(taught: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, edit: Edit
     """
 
     class Edited(GRPO):
-        def compute_advantages(self, groups, models):
-            return super().compute_advantages(
-                with_rewards(groups, edit) if edit else groups, models
-            )
+        def shape_rewards(self, groups):
+            return super().shape_rewards(with_rewards(groups, edit) if edit else groups)
 
     monkeypatch.setitem(METHODS, "grpo", dataclasses.replace(METHODS["grpo"], hooks=Edited))
     # The second stage of recipes/addition.yaml at a low learning rate: at 3e-4 the noise of permuted

@@ -120,13 +120,56 @@ def test_a_judge_rewards_the_samples_of_a_users_method(here, method):
     [
         ({"kl_coef": 0.1}, "Whole takes kl_coef, .* but requests no reference model"),
         ({"reference_model": "tiny:ascii"}, "but requests no reference model"),
-        ({"normalise_rewards": True}, r"shapes none, .* self\.shaper\.shape_totals"),
+        ({"normalise_rewards": True}, r"shapes none, .* shape_rewards\(self, groups\)"),
     ],
 )
 def test_a_setting_that_a_users_class_does_not_use_is_rejected(here, settings, message):
     with pytest.raises(UserError, match=message):
         rl.train("mine.py:Whole", output_dir=here / "run", **settings, **SMALL)
     assert not (here / "run" / "checkpoints").exists()
+
+
+def count_symbols(prompt, response, meta):
+    return len(set(response)) / 4
+
+
+SCHEDULES: list[dict] = [
+    {},
+    {"rollout_mode": "async"},
+    {"stream_minibatches": 2},
+    {"max_steps_off_policy": 1},
+]
+
+
+RANKED = """
+from dataclasses import replace
+
+class Ranked(GRPO):
+    Settings = GrpoSettings
+
+    def shape_rewards(self, groups):
+        ranks = [[[3.0 * i] for i in range(len(group.trajectories_G))] for group in groups]
+        return [replace(g, shaped_rewards_G_N=r) for g, r in zip(groups, ranks, strict=True)]
+"""
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: "_".join(s) or "lockstep")
+@pytest.mark.parametrize("method", ["mine.py:Ranked", "grpo"])
+def test_shaped_rewards_reach_the_advantages_under_every_schedule(here, method, schedule):
+    (here / "mine.py").write_text(FILE + RANKED)
+    settings = SMALL | {"steps": 2, "rollouts_every": 1, "reward": count_symbols} | schedule
+    if method == "grpo":
+        settings |= {"reward_scale": 3.0}
+    rows = rl.train(method, output_dir=here / "run", **settings).rollouts
+    assert len(rows) == 8
+    for i, row in enumerate(rows):
+        other = rows[i ^ 1]
+        assert (row["step"], row["group"]) == (other["step"], other["group"])
+        shaped = 3 * row["reward"] - 3 * other["reward"]
+        if method == "mine.py:Ranked":
+            shaped = 3 if row["index"] else -3
+        assert row["advantage"] == pytest.approx(shaped / 2)
+    assert any(row["advantage"] for row in rows)
 
 
 def test_a_users_class_that_requests_a_reference_scores_with_it(here):
@@ -186,10 +229,6 @@ def test_a_derived_class_of_rows_runs(here):
         "mine.py:From_sft", output_dir=here / "run", steps=1, batch_size=2, eval_every=0, quiet=True
     ).metrics[-1]
     assert row["optim/loss"] > 0
-
-
-def count_symbols(prompt, response, meta):
-    return len(set(response)) / 4
 
 
 @pytest.fixture

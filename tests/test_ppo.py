@@ -336,7 +336,8 @@ def test_normalised_advantages_have_mean_0_and_std_1_over_actions():
 
 def test_rewards_are_scaled_by_running_statistics():
     method = PPO(settings(shaping=ShapingSettings(normalise_rewards=True), kl={"kl_coef": 0.0}))
-    method.compute_advantages([TrajectoryGroup(EPISODES, list(FINAL), [{}] * 4)], Models(Values()))
+    groups = method.shape_rewards([TrajectoryGroup(EPISODES, list(FINAL), [{}] * 4)])
+    method.compute_advantages(groups, Models(Values()))
     totals = [1.5, 1.25, 0.125, 0.5]
     assert method.state()["reward_statistics"] == pytest.approx(
         {"count": 4, "mean": np.mean(totals), "m2": 4 * np.var(totals)}

@@ -571,9 +571,8 @@ def two_batches(beginnings, row: Row, seed: int) -> None:
         policy.parts.clear()
         sampled = RolloutBatch(groups, [], {}, 0.0, 0.0)
         rewarded = apply_learned_rewards(sampled, rewards if row[0] == "rlhf" else None).groups
-        metrics = method.update(
-            models, method.compute_advantages(rewarded, models), Progress(batch, 2, seed)
-        )
+        datums = method.compute_advantages(method.shape_rewards(rewarded), models)
+        metrics = method.update(models, datums, Progress(batch, 2, seed))
         expected = truth.learn(groups, policy.parts)
         assert {name: metrics[name] for name in expected} == pytest.approx(
             expected, rel=1e-3, abs=2e-6

@@ -107,7 +107,7 @@ class BestOfN(OnlineMethod):
         """Return the kept answers as datums. If no answer is kept, return an answer of the first
         group with weights of 0, which has no gradient.
         """
-        rewards_P_G = self.shaper.shape_totals(groups)
+        rewards_P_G = [group.get_total_rewards() for group in groups]
         kept = [
             (p, i)
             for p, rewards_G in enumerate(rewards_P_G)

@@ -39,6 +39,7 @@ class GRPO(ReferenceMethod):
     def __init__(self, settings: Any):
         super().__init__(settings)
         self.group_size = settings.policy_gradient.group_size
+        self.learns_by_step = settings.policy_gradient.step_rewards != "sum"
         self.estimator = ADVANTAGES[settings.policy_gradient.advantage]
         self._baselines = {
             estimator.state_key: estimator.fn()
@@ -55,12 +56,9 @@ class GRPO(ReferenceMethod):
         default.
         """
         options = self.settings.policy_gradient
+        rewards_P_G_N = [group.get_step_rewards() for group in groups]
         if options.step_rewards == "sum":
-            rewards_P_G_N = [
-                [[total] for total in totals_G] for totals_G in self.shaper.shape_totals(groups)
-            ]
-        else:
-            rewards_P_G_N = self.shaper.shape_steps(groups)
+            rewards_P_G_N = [[[sum(steps)] for steps in group] for group in rewards_P_G_N]
         if options.step_rewards == "to_go":
             rewards_P_G_N = [
                 [compute_returns_to_go(steps, options.reward_discount) for steps in rewards_G_N]

@@ -260,21 +260,30 @@ class Method:
                 '{"reference": factory.reference()} from required_models(self, factory) and use '
                 "models.reference"
             )
-        if shaping is not None and not hasattr(self, "shaper"):
+        shapes = type(self).shape_rewards is not Method.shape_rewards or hasattr(self, "shaper")
+        if shaping is not None and not shapes:
             if shaping != type(self.settings)().shaping:
                 raise UserError(
                     f"{type(self).__name__} takes the settings of shaped rewards from its "
                     "Settings, but shapes none, so they would have no effect: leave them out, or "
-                    "inherit from rl.algorithms.OnlineMethod and learn from "
-                    "self.shaper.shape_totals(groups)"
+                    "inherit from rl.algorithms.OnlineMethod, or shape them in a method "
+                    "shape_rewards(self, groups)"
                 )
 
     def remark_on_data(self, problems: Iterable[Problem]) -> str | None:
         """Return a message about the training data, or None."""
         return None
 
+    def shape_rewards(self, groups: Sequence[TrajectoryGroup]) -> Sequence[TrajectoryGroup]:
+        """Return the groups with final rewards, from which `compute_advantages` learns.
+
+        Each batch passes through this hook once, between scoring and `compute_advantages`. The
+        groups that it receives stay as they are: metrics and rollout files show their rewards.
+        """
+        return groups
+
     def compute_advantages(self, groups: Sequence[TrajectoryGroup], models: Models) -> list[Datum]:
-        """Return the datums of a batch of groups, whose rewards are complete."""
+        """Return the datums of a batch of groups, whose rewards are final."""
         raise NotImplementedError(f"{type(self).__name__} does not sample")
 
     def datums(

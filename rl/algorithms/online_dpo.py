@@ -112,8 +112,8 @@ class OnlineDPO(OnlineMethod, dpo.DPO):
         of the first group, which have no gradient.
         """
         pairs_P = [
-            make_pairs(rewards_G, self.settings.preference.pairs)
-            for rewards_G in self.shaper.shape_totals(groups)
+            make_pairs(group.get_total_rewards(), self.settings.preference.pairs)
+            for group in groups
         ]
         self._has_pairs = any(pairs_P)
         if not self._has_pairs:

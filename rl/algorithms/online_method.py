@@ -10,23 +10,30 @@ import numpy as np
 from rl.algorithms.kl_penalty import AdaptiveKL, compute_kl_metrics, compute_logprob_gaps
 from rl.algorithms.method_interface import Method, ModelFactory, Models
 from rl.algorithms.reward_shaping import RewardShaper
+from rl.rollout import TrajectoryGroup
 from rl.types import Datum
 
 
 class OnlineMethod(Method):
     """Base class of methods that sample answers and learn from their rewards.
 
-    `shaper` shapes the rewards of a batch by the section `shaping`.
+    `shaper` shapes the rewards of a batch by the section `shaping`. `learns_by_step`: whether the
+    method learns from the rewards of steps, or else from those of whole episodes.
     """
 
     online = True
     needs_reward = True
     reads: tuple[str, ...] = ()
     reads_held_out_answers = False
+    learns_by_step: bool = False
 
     def __init__(self, settings: Any):
         super().__init__(settings)
         self.shaper = RewardShaper(settings.shaping, settings.sampling.max_tokens)
+
+    def shape_rewards(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        """Return the groups with rewards shaped by the section `shaping`."""
+        return self.shaper.shape_groups(groups, by_step=self.learns_by_step)
 
     def state(self) -> dict[str, Any]:
         return {"reward_statistics": self.shaper.state()}

@@ -47,6 +47,7 @@ class PPO(ReferenceMethod):
     def __init__(self, settings: Any):
         super().__init__(settings)
         self.group_size = settings.ppo.group_size
+        self.learns_by_step = True
         self.value_head = settings.ppo.critic_model is None
         self._value_metrics: dict[str, float] = {}  # of the last batch
 
@@ -65,9 +66,7 @@ class PPO(ReferenceMethod):
         """
         options = self.settings.ppo
         trajectories = [trajectory for group in groups for trajectory in group.trajectories_G]
-        rewards_I_N = [
-            steps for rewards_G_N in self.shaper.shape_steps(groups) for steps in rewards_G_N
-        ]
+        rewards_I_N = [steps for group in groups for steps in group.get_step_rewards()]
         # token advantages follow
         parts_I = [build_datums_with_turns(trajectory, 0.0) for trajectory in trajectories]
         flat = [datum for parts, _ in parts_I for datum in parts]

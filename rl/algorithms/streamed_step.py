@@ -49,12 +49,13 @@ class StreamedStep:
 
     def add(self, groups: Sequence[TrajectoryGroup]) -> None:
         """Compute the gradient of a part's groups and accumulate it."""
-        datums = (
-            self.method.compute_advantages(groups, self.models, keep_first=False) if groups else []
-        )
+        if not groups:
+            return
+        groups = self.method.shape_rewards(groups)
+        datums = self.method.compute_advantages(groups, self.models, keep_first=False)
         if datums:
             self._train(datums)
-        elif groups and not self._no_signal_groups:
+        elif not self._no_signal_groups:
             self._no_signal_groups = list(groups[:1])
 
     def _train(self, datums: list[Datum]) -> None:

@@ -217,7 +217,6 @@ def load_shape(base_model: str, tokenizer: str | None, lora: LoraConfig | None) 
     return _load_skeleton(base_model, tokenizer, lora).shape
 
 
-@cache
 def trace_micro_batch(
     base_model: str,
     tokenizer: str | None,
@@ -225,8 +224,31 @@ def trace_micro_batch(
     batch: MicroBatch,
     config: ComputeConfig,
 ) -> MicroBatchMemory:
-    """Return `ModelSkeleton.measure_micro_batch`, which is traced once."""
-    return _load_skeleton(base_model, tokenizer, lora).measure_micro_batch(batch, config)
+    """Return `ModelSkeleton.measure_micro_batch`, which is traced once, whether the trace fails or
+    not. Raises UserError if it fails.
+    """
+    outcome = _trace_once(base_model, tokenizer, lora, batch, config)
+    if isinstance(outcome, UserError):
+        raise outcome.with_traceback(None)
+    return outcome
+
+
+@cache
+def _trace_once(
+    base_model: str,
+    tokenizer: str | None,
+    lora: LoraConfig | None,
+    batch: MicroBatch,
+    config: ComputeConfig,
+) -> MicroBatchMemory | UserError:
+    """Return the memory of a micro-batch, or the error of its trace: `cache` keeps no errors that
+    are raised.
+    """
+    skeleton = _load_skeleton(base_model, tokenizer, lora)
+    try:
+        return skeleton.measure_micro_batch(batch, config)
+    except UserError as error:
+        return error
 
 
 def _copy_to_fake_cpu(model: Any, dtype: torch.dtype) -> Any:

@@ -106,7 +106,8 @@ class Algorithm(ABC, Generic[Config]):
         method = self._make_method(batch.temperature)
         method.load_state(copy.deepcopy(self._state))
         models = self._make_models(client)
-        metrics = self._update_models(method, models, method.compute_advantages(groups, models))
+        datums = method.compute_advantages(method.shape_rewards(groups), models)
+        metrics = self._update_models(method, models, datums)
         self._state, self.updates = method.state(), self.updates + 1
         return UpdateResult(
             policy_loss=metrics["optim/policy_loss"]

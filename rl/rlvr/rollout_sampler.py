@@ -109,7 +109,7 @@ class TrajectoryBatch:
         return statistics.pstdev(self.rewards)
 
     def groups(self) -> list[TrajectoryGroup]:
-        """Return the input of a method's `compute_advantages`.
+        """Return the input of a method's `shape_rewards`.
 
         Each trajectory is a group by itself, with its reward on its only turn.
         """

@@ -17,22 +17,16 @@ from rl.types import SampledSequence
 
 
 def save_engine_state(engine: RolloutEngine) -> dict[str, Any]:
-    """Return the state of all running groups. The sampler then prefills its partial samples again,
-    as a run that resumes from this state does.
+    """Return the state of all running groups. The samplers then prefill their partial samples
+    again, as a run that resumes from this state does.
     """
-    stream = engine.player_streams[None].stream
-    acting = {ticket: episode for (_, ticket), episode in engine._sampling.items()}
     order = []
-    for ticket, request in stream.unfinished().items():
-        episode = acting[ticket]
-        order.append(
-            [
-                episode.group,
-                episode.index,
-                None if request.resume_from is None else request.resume_from.as_json(),
-            ]
-        )
-    stream.recompute_cache()
+    for player, player_stream in engine.player_streams.items():
+        for ticket, request in player_stream.stream.unfinished().items():
+            episode = engine._sampling[player, ticket]
+            begun = None if request.resume_from is None else request.resume_from.as_json()
+            order.append([episode.group, episode.index, begun])
+        player_stream.stream.recompute_cache()
     waiting = [(episode, action) for episode, action, *_ in engine._running_calls.values()]
     return {
         "groups": [

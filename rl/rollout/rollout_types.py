@@ -92,7 +92,8 @@ class Trajectory:
 @dataclass(slots=True)
 class TrajectoryGroup:
     """Hold the episodes of a problem. The total reward of an episode is the sum of its step rewards
-    plus its group reward.
+    plus its group reward. `shaped_rewards_G_N`: the rewards that a method has shaped (its
+    `shape_rewards`), which take their place: of each step, or a single reward of the episode.
     """
 
     trajectories_G: list[Trajectory]
@@ -100,9 +101,23 @@ class TrajectoryGroup:
     metrics_G: list[dict[str, float]]
     tag: str = "problem"
     problem_index: int = 0
+    shaped_rewards_G_N: list[list[float]] | None = None
+
+    def get_step_rewards(self) -> list[list[float]]:
+        """Return the rewards of each episode's steps [G][N], the last step's with the group reward.
+        Shaped rewards may be a single number of the episode.
+        """
+        if self.shaped_rewards_G_N is not None:
+            return self.shaped_rewards_G_N
+        rewards_G_N = [[t.reward for t in member.transitions] for member in self.trajectories_G]
+        for steps, final in zip(rewards_G_N, self.final_rewards_G, strict=True):
+            steps[-1] += final
+        return rewards_G_N
 
     def get_total_rewards(self) -> list[float]:
         """Return the total reward of each episode, of length G."""
+        if self.shaped_rewards_G_N is not None:
+            return [sum(steps) for steps in self.shaped_rewards_G_N]
         return [
             sum(t.reward for t in trajectory.transitions) + final
             for trajectory, final in zip(self.trajectories_G, self.final_rewards_G, strict=True)

@@ -120,7 +120,8 @@ def _update_policy(
     their ranks: then the weights are synced between two slices. `pending` holds the weights of the
     previous update if they are still being sent; the new ones are sent after them.
     """
-    datums += stage.method.compute_advantages(rollouts.groups, stage.models)
+    groups = stage.method.shape_rewards(rollouts.groups)
+    datums += stage.method.compute_advantages(groups, stage.models)
     metrics, version = (
         stage.method.update(stage.models, datums, stage.progress(batch)),
         stage.models.policy.version,

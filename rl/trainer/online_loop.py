@@ -32,7 +32,8 @@ def train_online(stage: Stage) -> None:
         rollouts = stage.fill(stage.stage_sampler.add_judgements(rollouts), batch, sampler)
         stage.stop_if_late()
         stage.check(rollouts, sampler)
-        datums = stage.method.compute_advantages(rollouts.groups, stage.models)  # 3, 4
+        groups = stage.method.shape_rewards(rollouts.groups)
+        datums = stage.method.compute_advantages(groups, stage.models)  # 3, 4
         metrics = stage.method.update(stage.models, datums, stage.progress(batch))  # 5
         sampler = stage.next_sampler(sampler)
         stage.end_batch(

@@ -45,6 +45,7 @@ def iterate_prompts(
                 data,
                 eval_dataset=dataset,
                 more_datasets=(),
+                dataset_weights=(),
                 more_eval_datasets=(),
                 eval_limit=limit,
             )
