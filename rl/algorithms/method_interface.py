@@ -161,7 +161,7 @@ class ModelRequests(ModelFactory):
         self.load(target)
 
     def rewards(self, learned: LearnedRewardSettings) -> dict[str, Any]:
-        self.weights += learned.model_names
+        self.weights += learned.loaded_model_names
         return {"rewards": None}
 
     def create_critic(self, base_model: str) -> Any:

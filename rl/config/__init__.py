@@ -47,7 +47,7 @@ from rl.config.recorded_files import (
     match_recorded_files,
     record_resumed_files,
 )
-from rl.config.reward_model_config import LearnedRewardSettings
+from rl.config.reward_model_config import LearnedRewardSettings, is_api_address
 from rl.config.rollout_config import AsyncRolloutSettings, RolloutSettings
 from rl.config.run_config import (
     RunConfig,
@@ -83,6 +83,7 @@ __all__ = [
     "Inside",
     "KlSettings",
     "LearnedRewardSettings",
+    "is_api_address",
     "LoopSettings",
     "ModelSettings",
     "OptimSettings",

@@ -11,6 +11,11 @@ from rl.config.check_config import require
 from rl.config.number_range import Positive, Range, Size, check_ranges
 
 
+def is_api_address(target: str) -> bool:
+    """Return whether `target` is the address of an API and not the name of weights."""
+    return target.startswith(("http://", "https://"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class LearnedRewardSettings:
     """Hold the settings of models that compute the reward."""
@@ -22,7 +27,7 @@ class LearnedRewardSettings:
     comparison_model: str | None = None
     """Language model that compares answers (an earlier stage, a run's folder, a folder of weights, a hub name). It reads each pair of answers of a group in both orders; the probabilities of A, B and tie are used. Reward: the share of the group's other answers to which an answer is preferred."""
     rubric_model: str | None = None
-    """Language model that answers each question of rubric about each answer (specified like comparison_model). Reward: the weighted mean of the results, 0 to 1; each result is logged as rubric/<its first words>."""
+    """Language model that answers each question of rubric about each answer (specified like comparison_model, or the address of an OpenAI-compatible API: http://localhost:8000/v1, with #MODEL at its end if it has several models; the key is read from OPENAI_API_KEY). Reward: the weighted mean of the results, 0 to 1; each result is logged as rubric/<its first words>."""
     rubric: Annotated[tuple[tuple[str, float], ...], Range(-1e6, 1e6)] = ()
     """Questions with their weights, phrased so that yes is good (or with a negative weight): --rubric "Is it polite?" 1 "Is it right?" 3; in a recipe a mapping."""
     rubric_reading: Literal["yes_no", "score"] = "yes_no"
@@ -71,6 +76,15 @@ class LearnedRewardSettings:
             "no rubric_model is set",
             "set rubric_model",
         )
+        if self.rubric_renderer is not None and is_api_address(self.rubric_model or ""):
+            raise ValueError(
+                f"rubric_renderer {self.rubric_renderer} has no effect: the server at {self.rubric_model} applies its model's chat template; leave it out"
+            )
+        for name in self.loaded_model_names:
+            if is_api_address(name):
+                raise ValueError(
+                    f"{name} is an address, which only rubric_model takes: a reward model or a comparison model is loaded here"
+                )
         written = self.rubric_reading == "score"
         require(
             self,
@@ -87,6 +101,12 @@ class LearnedRewardSettings:
             *(name for name, _ in self.weighted_reward_models),
             *(name for name in (self.comparison_model, self.rubric_model) if name is not None),
         ]
+
+    @property
+    def loaded_model_names(self) -> list[str]:
+        """Return the names of the configured models that the run loads."""
+        api = {self.rubric_model} if is_api_address(self.rubric_model or "") else set()
+        return [name for name in self.model_names if name not in api]
 
     @property
     def weighted_reward_models(self) -> tuple[tuple[str, float], ...]:

@@ -2,6 +2,8 @@
 rubric.
 """
 
+from rl.judges.api_rubric_judge import APIRubricJudge
+from rl.judges.chat_client import ChatClient
 from rl.judges.comparison_judge import (
     AnswerComparison,
     ComparisonModel,
@@ -33,7 +35,9 @@ __all__ = [
     "make_verdict_examples",
     "BaseModelScorer",
     "PairwiseJudge",
+    "APIRubricJudge",
     "AnswerComparison",
+    "ChatClient",
     "ComparisonModel",
     "FrozenScorer",
     "LearnedRewards",

@@ -131,6 +131,11 @@ class RubricJudge:
     def __init__(self, client: SamplingClient, renderer: Any, rubric: Rubric, seed: int = 0):
         self.client, self.renderer, self.rubric, self.seed = client, renderer, rubric, seed
 
+    @property
+    def missing_score(self) -> str:
+        """Return what the error of an answer says if its text has no score."""
+        return f"the judge wrote no score from 0 to {self.rubric.scale:g}"
+
     def scores(self, groups: Sequence[TrajectoryGroup]) -> list[list[Score]]:
         """Return the score of each episode, [P][G]."""
         episodes = [
@@ -167,20 +172,20 @@ class RubricJudge:
         )
         return [[next(scores) for _ in group.trajectories_G] for group in groups]
 
-    def _weighted_score(self, readings: Sequence[float | None]) -> Score:
-        """Return an answer's score from the readings of all questions."""
+    def _weighted_score(self, readings: Sequence[float | str]) -> Score:
+        """Return an answer's score from the readings of all questions. A text is the reason for
+        which a question has none.
+        """
         questions = self.rubric.questions
-        if any(reading is None for reading in readings):
+        reasons = [reading for reading in readings if isinstance(reading, str)]
+        if reasons:
             missed = [
-                q.name for q, reading in zip(questions, readings, strict=True) if reading is None
+                q.name
+                for q, reading in zip(questions, readings, strict=True)
+                if isinstance(reading, str)
             ]
-            return Score(
-                None,
-                {},
-                f"the judge wrote no score from 0 to {self.rubric.scale:g} for {', '.join(missed)}",
-                "error",
-            )
-        values = [float(reading) for reading in readings if reading is not None]
+            return Score(None, {}, f"{reasons[0]} for {', '.join(missed)}", "error")
+        values = [float(reading) for reading in readings]
         total = sum(q.weight * value for q, value in zip(questions, values, strict=True)) / sum(
             abs(q.weight) for q in questions
         )
@@ -188,7 +193,7 @@ class RubricJudge:
             total, {f"rubric/{q.name}": value for q, value in zip(questions, values, strict=True)}
         )
 
-    def _yes_probabilities(self, prompts: Sequence[list[Message]]) -> list[float | None]:
+    def _yes_probabilities(self, prompts: Sequence[list[Message]]) -> list[float | str]:
         """Return P(yes) / (P(yes) + P(no)) of each prompt, each word with its end token."""
         examples = [
             self.renderer.build_supervised_example(
@@ -212,11 +217,11 @@ class RubricJudge:
                 )
         pairs = np.asarray(logp, dtype=np.float64).reshape(-1, 2)
         return [
-            float(p) if np.isfinite(p) else None
+            float(p) if np.isfinite(p) else "the judge's probability of yes is not finite"
             for p in 1 / (1 + np.exp(pairs[:, 1] - pairs[:, 0]))
         ]
 
-    def _sample_scores(self, prompts: Sequence[list[Message]]) -> list[float | None]:
+    def _sample_scores(self, prompts: Sequence[list[Message]]) -> list[float | str]:
         """Return the scores in texts that the judge samples at temperature 1: a stream for each
         prompt, a function of its tokens.
         """
@@ -240,14 +245,15 @@ class RubricJudge:
                 first_index=0,
             )
             requests.append(request)
-        values: list[float | None] = []
+        values: list[float | str] = []
         for start in range(0, len(requests), JUDGE_BATCH_SIZE):
             responses, _ = self.client.sample_many(
                 requests[start : start + JUDGE_BATCH_SIZE]
             ).result()
             for response in responses:
                 message, _ = self.renderer.parse_response(response.sequences[0].tokens)
-                values.append(parse_score(str(message["content"]), self.rubric.scale))
+                score = parse_score(str(message["content"]), self.rubric.scale)
+                values.append(self.missing_score if score is None else score)
         return values
 
     def _check_length(self, length: int) -> None:

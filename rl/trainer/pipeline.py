@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from rl.algorithms import METHODS, ModelFactory
-from rl.config import LearnedRewardSettings, ModelSettings, StageConfig
+from rl.config import LearnedRewardSettings, ModelSettings, StageConfig, is_api_address
 from rl.data import FaultyRows, ProblemSet
 from rl.errors import UserError
 from rl.learner import learner_checkpoint
@@ -38,6 +38,7 @@ from rl.trainer.saved_weights import open_weights
 from rl.trainer.stage_data import PreparedStage, check_rows, prepare_stage
 from rl.trainer.stage_models import (
     is_published_reward_model,
+    make_api_judge,
     make_renderer,
     make_rubric,
     stage_renderer,
@@ -178,6 +179,8 @@ class _OutlineFactory(ModelFactory):
     def rewards(self, learned: LearnedRewardSettings) -> dict[str, Any]:
         if learned.comparison_model is not None:
             make_renderer(self.load(learned.comparison_model), None)
+        elif learned.rubric_model is not None and is_api_address(learned.rubric_model):
+            make_api_judge(learned, 0).probe()
         elif learned.rubric_model is not None:
             make_rubric(learned)
             make_renderer(self.load(learned.rubric_model), learned.rubric_renderer)

@@ -11,11 +11,13 @@ import yaml
 
 from rl.algorithms import ModelFactory
 from rl.client import SamplingClient, ServiceClient, TrainingClient
-from rl.config import LearnedRewardSettings, ModelSettings
+from rl.config import LearnedRewardSettings, ModelSettings, is_api_address
 from rl.distributed import checkpoint_folder
 from rl.errors import UserError
 from rl.judges import (
+    APIRubricJudge,
     BaseModelScorer,
+    ChatClient,
     ComparisonModel,
     FrozenScorer,
     LearnedRewards,
@@ -143,6 +145,8 @@ class StageModelFactory(ModelFactory):
             judge = self.load(learned.comparison_model)
             renderer = make_renderer(judge, *self.renderer_of(learned.comparison_model))
             scorer: Any = PairwiseJudge(ComparisonModel(judge, renderer))
+        elif learned.rubric_model is not None and is_api_address(learned.rubric_model):
+            scorer = make_api_judge(learned, derive_seed(self.seed, "rubric"))
         elif learned.rubric_model is not None:
             judge = self.load(learned.rubric_model)
             renderer_name, template = self.renderer_of(learned.rubric_model)
@@ -258,6 +262,12 @@ def make_rubric(learned: LearnedRewardSettings) -> Rubric:
         scale=learned.rubric_scale,
         max_tokens=learned.rubric_max_tokens,
     )
+
+
+def make_api_judge(learned: LearnedRewardSettings, seed: int) -> APIRubricJudge:
+    """Return the rubric's judge behind the API that `rubric_model` names."""
+    assert learned.rubric_model is not None
+    return APIRubricJudge(ChatClient(learned.rubric_model), make_rubric(learned), seed)
 
 
 def make_renderer(

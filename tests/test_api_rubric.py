@@ -1,0 +1,211 @@
+"""A rubric's judge behind an OpenAI-compatible API: readings by hand, servers that misbehave, and
+a run whose answers a server judges.
+"""
+
+import json
+import math
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from test_reward_model import group
+from whole_runs import train
+
+from rl.config.reward_model_config import LearnedRewardSettings
+from rl.errors import UserError
+from rl.judges import APIRubricJudge, ChatClient, Rubric, chat_client
+
+POLITE_RIGHT = (("Is the answer polite?", 1.0), ("Is it right?", 3.0))
+
+
+@contextmanager
+def chat_server(reply, models=("judge",)):
+    """Serve `reply(body, headers)`, which returns (status, JSON), and record the bodies."""
+    bodies = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+        def send(self, status, value):
+            text = json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def do_GET(self):
+            assert self.path == "/v1/models"
+            self.send(200, {"data": [{"id": name} for name in models]})
+
+        def do_POST(self):
+            assert self.path == "/v1/chat/completions"
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            bodies.append(body)
+            self.send(*reply(body, self.headers))
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", bodies
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def first_token(*tokens):
+    """A reply of these (token, probability)."""
+    top = [{"token": token, "logprob": math.log(p)} for token, p in tokens]
+    return 200, {"choices": [{"logprobs": {"content": [{"top_logprobs": top}]}}]}
+
+
+def writes(text):
+    return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch):
+    monkeypatch.setattr(chat_client, "_RETRY_SECONDS", (0.0,) * 4)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+def question_of(body):
+    return body["messages"][0]["content"].split("[Question]\n")[1]
+
+
+def test_yes_and_no_are_read_from_the_first_token():
+    def reply(body, headers):
+        if "polite" in question_of(body):
+            return first_token(("Yes", 0.3), (" yes", 0.15), ("no", 0.05), ("Well", 0.5))
+        return first_token(("No", 0.6), ("I", 0.3))
+
+    with chat_server(reply) as (address, bodies):
+        judge = APIRubricJudge(ChatClient(address), Rubric.from_weights(POLITE_RIGHT), seed=3)
+        ((first, second),) = judge.scores([group("aaa", "aaa")])
+    assert first == second and first.reward == pytest.approx((1 * 0.45 / 0.5 + 3 * 0) / 4)
+    assert first.metrics == {
+        "rubric/is_the_answer_polite": pytest.approx(0.9),
+        "rubric/is_it_right": 0.0,
+    }
+    # equal answers are read once
+    assert len(bodies) == 2 and len({body["seed"] for body in bodies}) == 2
+    for body in bodies:
+        assert body["model"] == "judge" and body["max_tokens"] == 1
+        assert body["logprobs"] is True and body["top_logprobs"] == 20
+
+
+def test_scores_are_read_from_the_text():
+    with chat_server(lambda body, _: writes("Fine. Score: 4")) as (address, bodies):
+        rubric = Rubric.from_weights(POLITE_RIGHT[:1], "score", scale=5.0, max_tokens=9)
+        ((score,),) = APIRubricJudge(ChatClient(address), rubric).scores([group("a")])
+    assert score.reward == pytest.approx(0.8) and bodies[0]["max_tokens"] == 9
+    assert bodies[0]["temperature"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ((400, {"error": "too long"}), "HTTP 400"),
+        ((200, {}), "the reply has no choices"),
+        ((200, {"choices": [{"message": {"content": "yes"}}]}), "no top_logprobs"),
+        (first_token(("<think>", 0.9)), "neither yes nor no"),
+    ],
+)
+def test_an_answer_without_a_reading_has_no_reward(answer, reason):
+    def reply(body, headers):
+        bad = "[Answer]\nbad" in body["messages"][0]["content"]
+        return answer if bad else first_token(("yes", 0.5), ("no", 0.5))
+
+    with chat_server(reply) as (address, _):
+        judge = APIRubricJudge(ChatClient(address), Rubric.from_weights(POLITE_RIGHT))
+        ((good, bad),) = judge.scores([group("good", "bad")])
+    assert good.reward == pytest.approx(0.5)
+    assert bad.reward is None and reason in bad.error and "is_it_right" in bad.error
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_failure_that_passes_is_tried_again(status):
+    left = [4]
+
+    def reply(body, headers):
+        left[0] -= 1
+        return (status, {}) if left[0] >= 0 else first_token(("yes", 1.0))
+
+    with chat_server(reply) as (address, bodies):
+        rubric = Rubric.from_weights(POLITE_RIGHT[:1])
+        ((score,),) = APIRubricJudge(ChatClient(address), rubric).scores([group("a")])
+    assert score.reward == 1.0 and len(bodies) == 5
+
+
+def test_a_server_that_answers_nothing_ends_the_run():
+    with chat_server(lambda *_: (503, {"error": "loading"})) as (address, bodies):
+        judge = APIRubricJudge(ChatClient(address), Rubric.from_weights(POLITE_RIGHT[:1]))
+        with pytest.raises(UserError, match=r"none of 2 requests: HTTP 503.*--resume"):
+            judge.scores([group("a", "b")])
+    assert len(bodies) == 10
+    with pytest.raises(UserError, match="lists no models.*refused"):
+        judge.chat.model = ""
+        judge.probe()
+
+
+def test_the_key_is_sent_and_a_model_is_chosen(monkeypatch):
+    keys = []
+
+    def reply(body, headers):
+        keys.append(headers["Authorization"])
+        return first_token(("yes", 1.0))
+
+    with chat_server(reply, models=("a", "b")) as (address, bodies):
+        rubric = Rubric.from_weights(POLITE_RIGHT)
+        with pytest.raises(UserError, match=r"has 2 models.*/v1#a \(it has a, b\)"):
+            APIRubricJudge(ChatClient(address), rubric).probe()
+        APIRubricJudge(ChatClient(address + "/v1/#b"), rubric).probe()
+        monkeypatch.setenv("OPENAI_API_KEY", "secret")
+        APIRubricJudge(ChatClient(address + "#b"), rubric).probe()
+    assert [body["model"] for body in bodies] == ["b", "b"] and keys == [None, "Bearer secret"]
+
+
+def test_addresses_are_for_rubrics_alone():
+    address = "http://localhost:8000/v1"
+    rubric = (("Is it right?", 1.0),)
+    assert LearnedRewardSettings(rubric_model=address, rubric=rubric).loaded_model_names == []
+    for settings in (
+        {"rubric_model": address, "rubric": rubric, "rubric_renderer": "plain"},
+        {"reward_model": address},
+        {"comparison_model": address},
+        {"reward_models": ((address, 1.0),)},
+    ):
+        with pytest.raises(ValueError, match="localhost:8000"):
+            LearnedRewardSettings(**settings)
+
+
+def test_a_run_learns_what_the_server_says(tmp_path):
+    """Two steps of GRPO: the rewards of the rollouts are the server's."""
+
+    def reply(body, headers):
+        answer = body["messages"][0]["content"].split("[Answer]\n")[1].split("\n")[0]
+        share = (len(answer) + 1) / 10
+        return first_token(("yes", share), ("no", 1 - share))
+
+    with chat_server(reply) as (address, bodies):
+        rows = train(
+            "grpo --steps 2 --batch-size 2 --group-size 2 --eval-every 0 --max-tokens 4 "
+            f"--rollouts-every 1 --rubric-model {address} --rubric Long? 1",
+            tmp_path,
+        )
+    assert len(bodies) > 2  # the trial before the run, and the answers
+    answers = [
+        json.loads(line)
+        for path in sorted((tmp_path / "rollouts").glob("step_*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    assert len(answers) == 8
+    for answer in answers:
+        share = (len(answer["response"].strip()) + 1) / 10
+        assert answer["reward"] == pytest.approx(share)
+    assert [row["reward/total"] for row in rows if "progress/batch" in row] == pytest.approx(
+        [sum(answer["reward"] for answer in answers[i : i + 4]) / 4 for i in (0, 4)]
+    )
