@@ -22,7 +22,7 @@ test: $(DEV_STAMP)
 
 # The tests that train models or start many processes: 40 minutes.
 slow: $(DEV_STAMP)
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -m slow --durations=30 $(ARGS)
 
 test-all: test slow
 

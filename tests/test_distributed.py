@@ -127,7 +127,8 @@ def assert_same_gradients(alone, found, cases):
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=[pytest.mark.campaign] * (launch[1][2] == 4))
+        # stage 1 is stage 2 with sums at the end, and four processes take five minutes
+        pytest.param(name, marks=[pytest.mark.campaign] * (name == "zero1" or launch[1][2] == 4))
         for name, launch in LAUNCHES.items()
     ],
 )

@@ -84,8 +84,16 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("name", some(MIXTURES, ("mixtral", "gpt_oss", "jetmoe")))
+def mixtures():
+    """A few in every precision; the others in bf16, and in the campaign in every precision."""
+    for name in MIXTURES:
+        for how in HOW:
+            marks = [pytest.mark.slow, *[pytest.mark.campaign] * (how != "bf16")]
+            quick = name in ("mixtral", "gpt_oss", "jetmoe")
+            yield pytest.param(name, how, marks=[] if quick else marks, id=f"{name}-{how}")
+
+
+@pytest.mark.parametrize(("name", "how"), mixtures())
 def test_a_mixture_of_experts_is_planned_in_every_precision(name, how, tmp_path, monkeypatch):
     """What tensors without memory say is what real ones hold, the kernels of grouped products among
     them; or it is said why not.

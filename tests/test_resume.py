@@ -170,8 +170,22 @@ CASES: dict[str, dict[str, Case]] = {
         "teacher": Case(f"{STUDENT} --learn-from teacher --group-size 2"),
     },
 }
+# what another case of the method and another case with LoRA show together
+CAMPAIGN = {
+    ("sft", "lora"),
+    ("online_dpo", "lora, all pairs"),
+    ("dpo", "lora"),
+    ("dpo", "precomputed, lora"),
+    ("reward_model", "lora"),
+    ("offline", "cloning"),
+}
 EACH = [
-    pytest.param(method, name, id=f"{method}: {name}")
+    pytest.param(
+        method,
+        name,
+        id=f"{method}: {name}",
+        marks=[pytest.mark.campaign] * ((method, name) in CAMPAIGN),
+    )
     for method, cases in CASES.items()
     for name in cases
 ]
