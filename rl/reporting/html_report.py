@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from rl.errors import UserError
-from rl.reporting.episode_html import BANDS
+from rl.reporting.episode_html import BANDS, ENTROPY_BANDS, RATIO_BANDS
 from rl.reporting.rollout_report import encode_json
 from rl.sanitize import sanitize_text
 
 MAX_REPORT_BYTES = 10_000_000
+# Class of the page's body under which tokens are coloured, and the letter of the tokens' classes.
+TOKEN_COLOURS = {"by-logprob": "p", "by-entropy": "e", "by-ratio": "r"}
 _TEXT_LIMIT = 100_000  # characters of a text in the template
 _TEMPLATES = Path(__file__).with_name("templates")
 
@@ -58,6 +60,8 @@ def render_report(context: Mapping[str, Any], data: Mapping[str, Any], plotly: s
     """Return the page. `context` fills the template; its texts are escaped and bounded. `data` is
     what the page's script draws; it becomes JSON. `plotly`: the library's script.
     """
+    bands = {"p": BANDS, "e": ENTROPY_BANDS, "r": RATIO_BANDS}
+    upper_ends = {kind: [upper for upper, _ in items[:-1]] for kind, items in bands.items()}
     # not templates: nothing in them is filled in
     scripts = {name: (_TEMPLATES / name).read_text("utf-8") for name in ("report.css", "report.js")}
     return (
@@ -65,10 +69,13 @@ def render_report(context: Mapping[str, Any], data: Mapping[str, Any], plotly: s
         .get_template("report.html")
         .render(
             **context,
-            data=encode_json(data),
+            data=encode_json({**data, "bands": upper_ends}),
             style=scripts["report.css"],
             script=scripts["report.js"],
             plotly=plotly.replace("</script", "<\\/script"),
-            bands=[colour for _, colour in BANDS],
+            bands={
+                mode: [(f"{kind}{i}", colour) for i, (_, colour) in enumerate(bands[kind])]
+                for mode, kind in TOKEN_COLOURS.items()
+            },
         )
     )
