@@ -359,7 +359,9 @@ def test_errors_say_what_is_missing(tmp_path, small_plotly, monkeypatch):
     with pytest.raises(UserError, match="2 labels for 1 runs"):
         write_report([folder], labels=["a", "b"])
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(UserError, match="pip install plotly"):
+    with pytest.raises(
+        UserError, match=r'plotly.*: pip install -e "\.\[report\]" in the checkout$'
+    ):
         write_report([folder])
     assert not (folder / "report.html").exists()
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl.errors import UserError
+from rl.errors import UserError, install_command
 from rl.reporting.episode_html import BANDS, ENTROPY_BANDS, RATIO_BANDS
 from rl.reporting.rollout_report import encode_json
 from rl.sanitize import sanitize_text
@@ -31,8 +31,8 @@ def load_plotly() -> str:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise UserError(
-            "the report draws its curves with plotly, which is not installed: pip install plotly, "
-            'or in a checkout pip install ".[report]"'
+            "the report draws its curves with plotly, which is not installed: "
+            f"{install_command('report')}"
         ) from error
     return get_plotlyjs()
 

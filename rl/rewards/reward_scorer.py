@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from rl.errors import UserError
+from rl.errors import UserError, install_command
 from rl.rewards.captured_output import RewardOutput
 from rl.rewards.reward_calls import Episode, RewardItem, RewardResult
 from rl.rewards.reward_futures import Failure, PendingScore, RewardsLost, Score, shorten_prompt
@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 WorkerPlace = Literal["inline", "process", "thread"]
 
+# extras that install the module of a built-in reward
+_EXTRAS = {"py3langid": "language"}
 _MAX_CHUNK = 64
 # Items with about this total run time are sent in a single message: 100 round trips a second cost
 # nothing.
@@ -103,9 +105,10 @@ class Scorer:
         for module in self.reward.needs:
             if importlib.util.find_spec(module) is None:
                 package = module.replace("_", "-")
+                extra = _EXTRAS.get(module)
+                command = install_command(extra) if extra else f"pip install {package}"
                 raise UserError(
-                    f"reward {self.reward.name!r} needs the package {package}: pip install "
-                    f"{package}"
+                    f"reward {self.reward.name!r} needs the package {package}: {command}"
                 )
         self.place: WorkerPlace = _select_place(self.reward)
         self._environment = build_worker_environment(environment)
