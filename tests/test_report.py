@@ -283,6 +283,45 @@ def test_a_page_of_many_rollouts_stays_below_ten_megabytes(tmp_path, small_plotl
     assert len(shown["evaluations"][0]["rows"]) > 5
 
 
+def test_the_turns_of_an_episode_have_their_entropies_and_ratios(tmp_path, small_plotly):
+    turns = [
+        {"role": "user", "text": "go", "sampled": False},
+        {"role": "assistant", "text": "ab", "sampled": True, "tokens": ["a", "b"],
+         "token_ids": [5, 6], "logprobs": [-1.0, -1.0], "reward": 0.0},
+        {"role": "user", "text": "on", "sampled": False},
+        {"role": "assistant", "text": "c", "sampled": True, "tokens": ["c"],
+         "token_ids": [7], "logprobs": [-1.0], "reward": 1.0},
+    ]  # fmt: skip
+    rows = [make_row(0, 1.0, index=i, advantage=1.0, turns=turns) for i in range(2)]
+    metrics = [{"step": 1, "stage": "grpo", "reward/total": 0.5}]
+    folder = write_run(tmp_path / "run", metrics, {"step_000001.jsonl": rows})
+    arrays = {  # the second answer was trained on: both turns in a datum, in two passes
+        "target_tokens": np.array([5, 6, 7]),
+        "sampled": np.full(3, -1.0, np.float32),
+        "datums": np.array([[0, 1, 0, 3]]),
+        "turns": np.array([0, 1]),
+        "turn_counts": np.array([2]),
+    }
+    for k, (shift, entropy) in enumerate([(0.0, 0.0), (1.0, 0.5)]):
+        arrays[f"call/{k}/datums"] = np.array([0])
+        arrays[f"call/{k}/logprobs"] = np.array([-1.0, -1.0 + shift, -1.0 - shift], np.float32)
+        arrays[f"call/{k}/entropies"] = np.array([entropy, entropy, 3 * entropy], np.float32)
+    path = folder / "rollouts" / "step_000001.update.safetensors"
+    write_update_file(path, arrays, {"calls": [{}, {}]})
+    rollouts = read_page(write_report([folder]))[1]["runs"][0]["rollouts"]
+    plain, coloured = (a["html"] for a in rollouts["batches"][0]["groups"][0]["answers"])
+    assert rollouts["token_numbers"] == ["entropies", "ratios"] and "ratio" not in plain
+    assert re.findall(r"entropy ([\d.]+), ratio ([\d.]+)", coloured) == [
+        ("0.500", "1"), ("0.500", "2.718"), ("1.500", "0.3679")
+    ]  # fmt: skip
+    assert re.findall(r'class="p\d aup (e\d r\d)"', coloured) == ["e2 r3", "e2 r6", "e4 r0"]
+    path.write_bytes(b"damaged")
+    rollouts = read_page(write_report([folder]))[1]["runs"][0]["rollouts"]
+    assert (
+        rollouts["token_numbers"] == [] and len(rollouts["batches"][0]["groups"][0]["answers"]) == 2
+    )
+
+
 def test_best_and_worst_and_the_same_problem_over_training(tmp_path, small_plotly):
     group = [make_row(0, float(i), str(i), metrics={}) for i in range(20)]
     before, middle, after = ([make_row(i, float(i < n)) for i in range(8)] for n in (2, 4, 6))
