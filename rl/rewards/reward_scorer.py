@@ -55,6 +55,15 @@ _CANCEL_GRACE_SECONDS = 2.0
 _RESTART_SECONDS = (0.2, 1.0, 3.0)
 
 
+def _check_packages(reward: Reward) -> None:
+    """Raise UserError, with the command, if a package that the reward needs is missing."""
+    for module in reward.needs:
+        if importlib.util.find_spec(module) is None:
+            package, extra = module.replace("_", "-"), _EXTRAS.get(module)
+            command = install_command(extra) if extra else f"pip install {package}"
+            raise UserError(f"reward {reward.name!r} needs the package {package}: {command}")
+
+
 class Scorer:
     """Score responses with a single reward. Thread-safe.
 
@@ -102,14 +111,7 @@ class Scorer:
             self.reward = copy.copy(self.reward)
             self.reward.coroutine_timeout = timeout
         self.counts = {"calls": 0, "errors": 0, "timeouts": 0, "nan": 0, "deaths": 0}
-        for module in self.reward.needs:
-            if importlib.util.find_spec(module) is None:
-                package = module.replace("_", "-")
-                extra = _EXTRAS.get(module)
-                command = install_command(extra) if extra else f"pip install {package}"
-                raise UserError(
-                    f"reward {self.reward.name!r} needs the package {package}: {command}"
-                )
+        _check_packages(self.reward)
         self.place: WorkerPlace = _select_place(self.reward)
         self._environment = build_worker_environment(environment)
         self._output, self._failure_log = (
