@@ -3,7 +3,8 @@ curves.png]`.
 
 The picture is written to curves.png in the run's folder; for several runs, to curves.png in the
 current folder. -o, or a last name that ends with .png, .svg or .pdf, sets another file; if it is a
-folder, the picture is curves.png in it.
+folder, the picture is curves.png in it. Runs that differ in the seed alone are drawn as their mean
+and a band of a standard deviation; --each-run draws a curve of each.
 """
 
 import argparse
@@ -37,6 +38,11 @@ parser.add_argument(
     nargs="+",
     help="metrics of metrics.jsonl to draw, such as optim/entropy (default: the usual panels)",
 )
+parser.add_argument(
+    "--each-run",
+    action="store_true",
+    help="draw a curve of each run, also of runs that differ in the seed alone",
+)
 
 
 def main() -> int:
@@ -55,7 +61,8 @@ def main() -> int:
     out = args.out or default
     try:
         path = out / CURVES if out.is_dir() else out
-        print(draw_curves(args.runs, path, args.labels, axis=args.axis, metrics=args.metrics))
+        chosen = {"axis": args.axis, "metrics": args.metrics, "each_run": args.each_run}
+        print(draw_curves(args.runs, path, args.labels, **chosen))
     except (OSError, ImportError, UserError) as error:
         print(f"plot.py: {error}", file=sys.stderr)
         return 2

@@ -3,7 +3,7 @@
 
 The page holds its scripts and data: it opens from disk without a network. It is written to
 report.html in the run's folder; for several runs, to report.html in the current folder. -o sets
-another file. It needs plotly: pip install ".[report]" in a checkout.
+another file. It needs plotly: pip install -e ".[report]" in the checkout.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Measure the page of a long run: seconds, bytes, and the share of a run's time that pages take.
 
 `python bench/report_page.py` writes a synthetic run of 10,000 steps and 200,000 rollouts (500 files
-of 400 answers with tokens and logprobs, 50 evaluations of 200 problems) into a temporary folder,
+of 400 answers with tokens and logprobs, a record of the update of each, 50 evaluations of 200 problems) into a temporary folder,
 writes its page, and prints a row of bench/results/report_page.csv. --keep FOLDER keeps the run.
 It needs the extra `report`.
 """
@@ -19,11 +19,14 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, resolve_config
 from rl.config.cli import read_run
+from rl.reporting.update_files import write_update_file
 from rl.trainer import write_report
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "sorting.yaml"
@@ -71,16 +74,39 @@ def make_answer(rng: random.Random, problem: int, tokens: int | None) -> dict:
         count = rng.randint(tokens // 2, tokens * 3 // 2)
         row["tokens"] = [f" word{rng.randint(0, 999)}" for _ in range(count)]
         row["logprobs"] = [-rng.expovariate(2.0) for _ in range(count)]
+        row["response_tokens"] = [rng.randint(0, 999) for _ in range(count)]
     return row
 
 
+def write_record(path: Path, rows: list[dict], rng: np.random.Generator) -> None:
+    """Write the record of an update on all rows: learner logprobs and entropies of their tokens."""
+    counts = [len(row["tokens"]) for row in rows]
+    sampled = np.concatenate([row["logprobs"] for row in rows]).astype(np.float32)
+    arrays = {
+        "target_tokens": np.concatenate([row["response_tokens"] for row in rows]),
+        "sampled": sampled,
+        "datums": np.array(
+            [[row["group"], row["index"], 0, n] for row, n in zip(rows, counts, strict=True)]
+        ),
+        "turns": np.zeros(len(rows), np.int64),
+        "turn_counts": np.ones(len(rows), np.int64),
+        "call/0/datums": np.arange(len(rows)),
+        "call/0/logprobs": sampled + rng.normal(0, 0.1, len(sampled)).astype(np.float32),
+        "call/0/entropies": rng.exponential(size=len(sampled)).astype(np.float32),
+    }
+    write_update_file(path, arrays, {"calls": [{}]})
+
+
 def write_rollouts(folder: Path, steps: int, answers: int, files: int, tokens: int) -> None:
-    rng = random.Random(1)
+    rng, record_rng = random.Random(1), np.random.default_rng(1)
     (folder / "rollouts").mkdir()
     for i in range(files):
-        rows = [make_answer(rng, j // 8, tokens) for j in range(answers // files)]
+        count = answers // files
+        rows = [{**make_answer(rng, j // 8, tokens), "index": j % 8} for j in range(count)]
         text = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / "rollouts" / f"step_{1 + i * steps // files:06d}.jsonl").write_text(text)
+        path = folder / "rollouts" / f"step_{1 + i * steps // files:06d}.jsonl"
+        path.write_text(text)
+        write_record(path.with_suffix(".update.safetensors"), rows, record_rng)
     for step in range(0, steps + 1, steps // 50):
         text = "".join(json.dumps(make_answer(rng, j, None)) + "\n" for j in range(200))
         (folder / "rollouts" / f"grpo-eval-{step:06d}.jsonl").write_text(text)

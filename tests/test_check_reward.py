@@ -236,6 +236,30 @@ def test_built_in_rewards_are_not_accused_on_published_rows(shared_data, reward,
     assert result.rows == 50 and result.warnings == () and result.results[0].mean == 1.0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "split", "data_format"),
+    [
+        ("mbpp/mbpp.jsonl", "train", "mbpp"),
+        ("mbpp/sanitized-mbpp.json", "train", "mbpp"),
+        ("humaneval/HumanEval.jsonl.gz", "test", "humaneval"),
+    ],
+)
+def test_the_reward_of_programs_is_not_accused_on_published_rows(
+    shared_data, file, split, data_format
+):
+    rows = load_problems(str(shared_data / file), split=split, format=data_format)
+    reward = resolve_stage_reward(DataSettings(reward="code_tests"))
+    result = probe(reward, rows, budget=300.0)
+    assert result.rows == 50 and result.skipped is None
+    assert result.warnings == () and result.notes == ()
+    by_name = {item.name: item for item in result.results}
+    assert by_name["the right answer"].mean == 1.0
+    # neither an exit code nor the candidates of several tasks pass the tests
+    for trick in ("a program that exits 0", "another row's answer", "all candidates listed"):
+        assert by_name[trick].paid == 0 and by_name[trick].compared == 50
+
+
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

@@ -6,6 +6,7 @@ stays short.
 
 import re
 import textwrap
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -188,3 +189,30 @@ def test_the_reward_of_the_readme_scores():
         assert names["last_number"]("What is 12 + 34?", "12 + 34 = 46", {"answer": answer}) == 1
         assert names["last_number"]("What is 12 + 34?", "46, or 47", {"answer": answer}) == 0
         assert names["last_number"]("What is 12 + 34?", "", {"answer": answer}) == 0
+
+
+INSTALL = re.compile(r"pip install (?!-r|-e \"?\.)([A-Za-z][\w.-]*)")
+
+
+def list_commands(text: str, packages: set[str]) -> list[str]:
+    """Return the commands that install a package of an extra by its own name, or an extra of a
+    checkout without -e.
+    """
+    names = [name for name in INSTALL.findall(text) if name.lower() in packages]
+    return names + re.findall(r"pip install \S*\.\[[\w,-]+\]", text)
+
+
+def test_packages_of_extras_are_installed_by_one_command():
+    """By `pip install -e ".[EXTRA]"` (rl.errors.install_command), in the code and on the pages."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {name: project["optional-dependencies"][name] for name in
+              ("serve", "search", "quantized", "wandb", "tensorboard", "trackio", "mlflow",
+               "report", "language")}  # fmt: skip
+    packages = {re.split(r"[\s>=<;]", line)[0] for lines in extras.values() for line in lines}
+    assert {"plotly", "starlette", "bm25s", "py3langid"} <= packages
+    assert list_commands("pip install plotly", packages) == ["plotly"]
+    assert list_commands('pip install ".[report]"', packages)
+    assert not list_commands('pip install -e ".[report]" or pip install openai', packages)
+    sources = [*ROOT.glob("*.py"), *(ROOT / "rl").rglob("*.py")]
+    for path in [*sources, *PAGES, ROOT / "examples" / "README.md"]:
+        assert not list_commands(path.read_text(encoding="utf-8"), packages), path

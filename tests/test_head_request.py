@@ -57,6 +57,28 @@ def test_the_head_makes_no_logits_and_asks_the_device_nothing(soft, entropy, tra
     assert (model.lm_head.weight.grad is not None) == trained
 
 
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("soft", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+def test_entropies_without_a_gradient_leave_the_gradient_as_it_is(fused, soft, kept_bytes):
+    torch.manual_seed(3)
+    model = model_of()
+    head = LogprobHead(model, fused=fused, kept_bytes=kept_bytes)
+    targets = torch.randint(0, V, (T, K) if soft else (T,))
+    ids = torch.randint(0, V, (2, T // 2))
+    gradients, entropies = [], []
+    for entropy, gradient_too in ((False, True), (True, False), (True, True)):
+        request = HeadRequest(targets, None, 0.7, entropy, entropy_gradient=gradient_too)
+        model.zero_grad()
+        logp, values, _ = head(model, request, input_ids=ids)
+        logp.square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+        entropies.append(values)
+    assert all(map(torch.equal, gradients[0], gradients[1]))
+    assert not entropies[0].any() and torch.equal(entropies[1], entropies[2].detach())
+    assert not entropies[1].requires_grad and entropies[2].requires_grad
+
+
 def test_logits_would_be_seen():
     """The count of the test above is of tensors that are made in the model's forward."""
     model = model_of()

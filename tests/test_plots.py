@@ -52,7 +52,8 @@ def axes_by_title(curves: Sequence[metric_plots.RunCurve]) -> dict[str, Any]:
     panels = [
         panel for panel in metric_plots.PANELS if any(curve.series(panel)[0] for curve in curves)
     ]
-    figure = metric_plots._build_figure(curves, panels)
+    groups = metric_plots.group_curves(curves, range(len(curves)), "steps")
+    figure = metric_plots._build_figure(groups, panels)
     return {axis.get_title(loc="left"): axis for axis in figure.axes if axis.get_title(loc="left")}
 
 
@@ -240,3 +241,85 @@ def test_curves_over_tokens_and_hours_and_named_metrics(tmp_path, monkeypatch):
         assert drawn(panel) == [(places, [2.0, 4.0, 6.0, 8.0])]
     with pytest.raises(metric_plots.NoCurvesError):
         metric_plots.draw_curves(folder, tmp_path / "a.png", metrics=["no/metric"])
+
+
+def write_seeds(folder: Path) -> list[Path]:
+    """Write runs of three seeds, whose rewards at a step are 1 apart, and a run of other settings."""
+    folders = []
+    for i, (seed, rate) in enumerate([(0, 1e-3), (1, 1e-3), (2, 1e-3), (0, 1e-2)]):
+        rows = [
+            {"step": step, "stage": "grpo", "reward/total": float(step + i), "time/step": 36.0 + i}
+            for step in range(1, 21 + i)  # a later run has more steps
+        ]
+        path = write(folder / f"run{i}", rows)
+        settings = {"learning_rate": rate, "seed": seed}
+        config = {
+            "name": f"run{i}",
+            "options": {"output_dir": f"runs/run{i}", "seed": seed},
+            "stages": [{"name": "grpo", "method": "grpo", "settings": settings}],
+        }
+        del settings["seed"]
+        (path / "config.json").write_text(json.dumps(config))
+        folders.append(path)
+    return folders
+
+
+def test_runs_of_several_seeds_are_a_mean_and_a_band(tmp_path, monkeypatch):
+    folders, figures = write_seeds(tmp_path), []
+    build = metric_plots._build_figure
+    monkeypatch.setattr(
+        metric_plots, "_build_figure", lambda *args: figures.append(build(*args)) or figures[-1]
+    )
+
+    def draw(runs, **settings) -> tuple[Any, Any]:
+        metric_plots.draw_curves(runs, tmp_path / "a.png", metrics=["reward/total"], **settings)
+        (panel,) = [item for item in figures[-1].axes if item.get_title(loc="left")]
+        return panel, figures[-1]
+
+    panel, figure = draw(folders)
+    mean, other = drawn(panel)
+    assert mean == (list(range(1, 21)), [step + 1 for step in range(1, 21)])  # steps of all seeds
+    assert other[0] == list(range(1, 24)) and other[1][0] == 4.0
+    (band,) = panel.collections
+    edges = band.get_paths()[0].vertices
+    ends = [sorted({y for x, y in edges.tolist() if x == step}) for step in (5, 20)]
+    assert ends == [[5.0, 7.0], [20.0, 22.0]]  # a standard deviation of 1
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["mean of 3: run0 ...", "run3"]
+    assert any("standard deviation" in text.get_text() for text in figure.texts)
+
+    panel, _ = draw(folders[:3], axis="hours")
+    ((hours, values),) = drawn(panel)
+    assert hours[4] == pytest.approx(5 * 37 / 3600, rel=1e-5) and values[4] == 6.0
+
+    panel, figure = draw(folders, each_run=True)
+    assert len(drawn(panel)) == 4 and not panel.collections
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["run0", "run1", "run2", "run3"]
+    for path in folders:  # without their configuration, nobody knows that the seed alone differs
+        (path / "config.json").unlink()
+    assert len(drawn(draw(folders)[0])) == 4
+
+
+def test_a_band_of_a_long_run_is_smoothed_within_its_stage(tmp_path):
+    rows = [two_stages(), two_stages()]
+    for row in rows[1]:
+        row["optim/grad_norm"] += 4.0
+    curves = [metric_plots.read_curve(write(tmp_path / str(i), rows[i])) for i in range(2)]
+    panels = [p for p in metric_plots.PANELS if p.names == ("optim/grad_norm",)]
+    groups = metric_plots.group_curves(curves, [0, 0], "steps")
+    axis = metric_plots._build_figure(groups, panels).axes[0]
+    assert sorted({(min(xs), max(xs)) for xs, _ in drawn(axis)}) == [(1, 60), (61, 100)]
+    assert {value for _, ys in drawn(axis) for value in ys} == {12.0, 3.0}
+    assert len(axis.collections) == 2
+
+
+def test_the_script_draws_each_run_if_told(tmp_path):
+    folders = [str(path) for path in write_seeds(tmp_path)]
+    texts = []
+    for words in ([], ["--each-run"]):
+        command = [sys.executable, str(REPO / "plot.py"), *folders, *words]
+        subprocess.run([*command, "-o", str(tmp_path / "a.svg")], check=True)
+        texts.append((tmp_path / "a.svg").read_text())
+    assert "<!-- mean of 3: run0 ... -->" in texts[0] and "<!-- run1 -->" not in texts[0]
+    assert "<!-- run1 -->" in texts[1] and "mean of 3" not in texts[1]

@@ -20,6 +20,7 @@ from rl.algorithms import METHODS
 from rl.config import RunSettings, resolve_config
 from rl.config.cli import read_run
 from rl.errors import UserError
+from rl.reporting.update_files import write_update_file
 from rl.trainer import write_report
 from rl.trainer.launch_log import LaunchLog, describe_launch
 from rl.trainer.report_writer import ReportWriter
@@ -61,6 +62,23 @@ def make_row(problem: int, correct: float, response: str = "4", **more) -> dict:
     row = {"group": problem, "tag": "addition", "problem": problem, "prompt": f"{problem}+1="}
     row |= {"response": response, "reward": correct, "advantage": None, "stop_reason": "stop"}
     return {**row, "metrics": {"correct": correct}, **more}
+
+
+def write_record(path: Path, num_answers: int, num_tokens: int) -> None:
+    """Write the record of an update of groups of eight answers with the tokens 0, 1, 2 ..."""
+    rng, count = np.random.default_rng(0), num_answers * num_tokens
+    sampled = -rng.exponential(size=count).astype(np.float32)
+    arrays = {
+        "target_tokens": np.tile(np.arange(num_tokens), num_answers),
+        "sampled": sampled,
+        "datums": np.array([[i // 8, i % 8, 0, num_tokens] for i in range(num_answers)]),
+        "turns": np.zeros(num_answers, np.int64),
+        "turn_counts": np.ones(num_answers, np.int64),
+        "call/0/datums": np.arange(num_answers),
+        "call/0/logprobs": sampled + rng.normal(0, 0.3, count).astype(np.float32),
+        "call/0/entropies": rng.exponential(size=count).astype(np.float32),
+    }
+    write_update_file(path, arrays, {"calls": [{}]})
 
 
 def read_page(path: Path) -> tuple[str, dict]:
@@ -230,14 +248,26 @@ def test_a_page_of_many_rollouts_stays_below_ten_megabytes(tmp_path, small_plotl
     logprobs = [-0.123456 * (i % 9) for i in range(800)]
     rollouts = {
         f"step_{step:06d}_grpo.jsonl": [
-            make_row(i // 8, i % 2, "", tokens=tokens, logprobs=logprobs) for i in range(48)
+            make_row(
+                i // 8,
+                i % 2,
+                "",
+                index=i % 8,
+                tokens=tokens,
+                logprobs=logprobs,
+                response_tokens=list(range(800)),
+            )
+            for i in range(48)
         ]
         for step in range(1, 15)
     }
     evaluation = [make_row(i, 1.0, "", tokens=tokens, logprobs=logprobs) for i in range(60)]
     rollouts |= {f"grpo-eval-{step:06d}.jsonl": evaluation for step in (0, 5, 10, 14)}
     metrics = [{"step": step, "stage": "grpo", "reward/total": 0.5} for step in range(1, 15)]
-    path = write_report([write_run(tmp_path / "run", metrics, rollouts)])
+    folder = write_run(tmp_path / "run", metrics, rollouts)
+    for step in range(1, 15):
+        write_record(folder / "rollouts" / f"step_{step:06d}_grpo.update.safetensors", 48, 800)
+    path = write_report([folder])
     assert (
         sum(file.stat().st_size for file in (tmp_path / "run" / "rollouts").iterdir()) > 15_000_000
     )
@@ -245,8 +275,51 @@ def test_a_page_of_many_rollouts_stays_below_ten_megabytes(tmp_path, small_plotl
     shown = read_page(path)[1]["runs"][0]["rollouts"]
     assert len(shown["files"]) == 18 and len(shown["batches"]) == 12
     assert all(batch["groups"] for batch in shown["batches"])
+    assert shown["token_numbers"] == ["entropies", "ratios"]
+    for batch in shown["batches"]:
+        for answer in (item for group in batch["groups"] for item in group["answers"]):
+            assert len(answer["entropies"]) == len(answer["ratios"]) == 800
     assert [entry["step"] for entry in shown["evaluations"]] == [0, 5, 10, 14]
     assert len(shown["evaluations"][0]["rows"]) > 5
+
+
+def test_the_turns_of_an_episode_have_their_entropies_and_ratios(tmp_path, small_plotly):
+    turns = [
+        {"role": "user", "text": "go", "sampled": False},
+        {"role": "assistant", "text": "ab", "sampled": True, "tokens": ["a", "b"],
+         "token_ids": [5, 6], "logprobs": [-1.0, -1.0], "reward": 0.0},
+        {"role": "user", "text": "on", "sampled": False},
+        {"role": "assistant", "text": "c", "sampled": True, "tokens": ["c"],
+         "token_ids": [7], "logprobs": [-1.0], "reward": 1.0},
+    ]  # fmt: skip
+    rows = [make_row(0, 1.0, index=i, advantage=1.0, turns=turns) for i in range(2)]
+    metrics = [{"step": 1, "stage": "grpo", "reward/total": 0.5}]
+    folder = write_run(tmp_path / "run", metrics, {"step_000001.jsonl": rows})
+    arrays = {  # the second answer was trained on: both turns in a datum, in two passes
+        "target_tokens": np.array([5, 6, 7]),
+        "sampled": np.full(3, -1.0, np.float32),
+        "datums": np.array([[0, 1, 0, 3]]),
+        "turns": np.array([0, 1]),
+        "turn_counts": np.array([2]),
+    }
+    for k, (shift, entropy) in enumerate([(0.0, 0.0), (1.0, 0.5)]):
+        arrays[f"call/{k}/datums"] = np.array([0])
+        arrays[f"call/{k}/logprobs"] = np.array([-1.0, -1.0 + shift, -1.0 - shift], np.float32)
+        arrays[f"call/{k}/entropies"] = np.array([entropy, entropy, 3 * entropy], np.float32)
+    path = folder / "rollouts" / "step_000001.update.safetensors"
+    write_update_file(path, arrays, {"calls": [{}, {}]})
+    rollouts = read_page(write_report([folder]))[1]["runs"][0]["rollouts"]
+    plain, coloured = (a["html"] for a in rollouts["batches"][0]["groups"][0]["answers"])
+    assert rollouts["token_numbers"] == ["entropies", "ratios"] and "ratio" not in plain
+    assert re.findall(r"entropy ([\d.]+), ratio ([\d.]+)", coloured) == [
+        ("0.500", "1"), ("0.500", "2.718"), ("1.500", "0.3679")
+    ]  # fmt: skip
+    assert re.findall(r'class="p\d aup (e\d r\d)"', coloured) == ["e2 r3", "e2 r6", "e4 r0"]
+    path.write_bytes(b"damaged")
+    rollouts = read_page(write_report([folder]))[1]["runs"][0]["rollouts"]
+    assert (
+        rollouts["token_numbers"] == [] and len(rollouts["batches"][0]["groups"][0]["answers"]) == 2
+    )
 
 
 def test_best_and_worst_and_the_same_problem_over_training(tmp_path, small_plotly):
@@ -325,7 +398,9 @@ def test_errors_say_what_is_missing(tmp_path, small_plotly, monkeypatch):
     with pytest.raises(UserError, match="2 labels for 1 runs"):
         write_report([folder], labels=["a", "b"])
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(UserError, match="pip install plotly"):
+    with pytest.raises(
+        UserError, match=r'plotly.*: pip install -e "\.\[report\]" in the checkout$'
+    ):
         write_report([folder])
     assert not (folder / "report.html").exists()
 
@@ -496,14 +571,28 @@ def test_a_browser_shows_the_curves_and_answers_of_a_run(tmp_path, open_page):
         metrics[step - 1]["test/env/all/correct"] = rng.random()
     answers = [
         make_row(0, float(i % 2), "", tokens=["a", " b"] * (i + 1), logprobs=[-0.1, -4.0] * (i + 1),
-                 advantage=i - 3.5, tag=("addition", "other")[i // 4])
+                 advantage=i - 3.5, tag=("addition", "other")[i // 4], index=i,
+                 response_tokens=[1, 2] * (i + 1))
         for i in range(8)
     ]  # fmt: skip
     rollouts = {f"step_{step:06d}.jsonl": answers for step in (1, 4, 20)}
     for i, step in enumerate((0, 5, 10, 15, 24)):
         rows = [make_row(j, float(j < i), f"the answer of {step} is") for j in range(3)]
         rollouts[f"grpo-eval-{step:06d}.jsonl"] = rows
-    page = open_page(write_report([write_run(tmp_path / "run", metrics, rollouts)]))
+    folder = write_run(tmp_path / "run", metrics, rollouts)
+    count = sum(2 * (i + 1) for i in range(8))
+    arrays = {
+        "target_tokens": np.tile([1, 2], count // 2),
+        "sampled": np.full(count, -1.0, np.float32),
+        "datums": np.array([[0, i, 0, 2 * (i + 1)] for i in range(8)]),
+        "turns": np.zeros(8, np.int64),
+        "turn_counts": np.ones(8, np.int64),
+        "call/0/datums": np.arange(8),
+        "call/0/logprobs": np.linspace(-2.5, 0.0, count, dtype=np.float32),
+        "call/0/entropies": np.linspace(0.0, 4.0, count, dtype=np.float32),
+    }
+    write_update_file(folder / "rollouts/step_000004.update.safetensors", arrays, {"calls": [{}]})
+    page = open_page(write_report([folder]))
 
     (curve,) = page.evaluate(CURVES_OF_THE_PAGE)["reward"]
     assert curve[0] == list(range(1, 25))
@@ -549,6 +638,12 @@ def test_a_browser_shows_the_curves_and_answers_of_a_run(tmp_path, open_page):
     assert by_probability[0] != by_probability[1]
     page.check('input[value="by-advantage"]')
     assert colour_of("adown.p1") == colour_of("adown.p5") != colour_of("aup")
+    for mode, bands in (("entropy", ("e0", "e3", "e5")), ("ratio", ("r0", "r3", "r6"))):
+        page.check(f'input[value="by-{mode}"]')
+        assert len({colour_of(band) for band in bands}) == 3
+    hover = page.locator("#source-view span.r6").first.get_attribute("title")
+    ratio = float(re.search(r"ratio ([0-9.]+)", hover)[1])
+    assert ratio >= 2 and re.search(r"entropy [0-9.]+", hover)
 
     titles = page.locator("#problem-view article b")
     assert titles.all_text_contents() == ["step 0", "step 10", "step 24"]

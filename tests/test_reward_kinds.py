@@ -5,6 +5,7 @@ answer costs.
 import asyncio
 import logging
 import math
+import sys
 import time
 
 import numpy as np
@@ -291,6 +292,12 @@ def test_the_share_of_a_script():
 def test_a_bad_setting_says_what_is_expected(spec, settings, message):
     with pytest.raises(UserError, match=message):
         resolve_reward(spec, **settings)
+
+
+def test_a_missing_library_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "py3langid", None)
+    with pytest.raises(UserError, match=r'py3langid: pip install -e "\.\[language\]"'):
+        Scorer(resolve_reward("language"))
 
 
 def test_a_language_is_told_by_its_library():

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -173,6 +174,74 @@ def test_a_resumed_run_is_read_back_under_a_single_id(
     outside = [path for path in tmp_path.rglob("*") if path.is_file()]
     outside = [path for path in outside if folder not in path.parents]
     assert [path for path in outside if "matplotlib" not in str(path)] == []
+
+
+SLOW_REWARD = """
+import pathlib, time
+
+def reward(prompt, response, meta):
+    if not pathlib.Path(__file__).with_name("fast").exists():
+        time.sleep(1)
+    return len(response) / 100
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.extras
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_run_resumes_in_every_tracker(stop: signal.Signals, tmp_path: Path) -> None:
+    """`train.py` is stopped at an arbitrary step and resumed; each tracker then has the steps of
+    metrics.jsonl, each with its value there, in a single run.
+    """
+    names = [*READERS]
+    try:
+        check_trackers(names)
+    except RunFolderError as error:
+        pytest.skip(str(error))
+    (tmp_path / "slow_reward.py").write_text(SLOW_REWARD)
+    folder, last = tmp_path / "run", 40
+    words = (
+        "grpo --base-model tiny:addition-small --dataset addition --batch-size 1 --group-size 2 "
+        f"--max-tokens 4 --steps {last} --save-every 2 --eval-every 0 --rollouts-every 1 "
+        "--learning-rate 1e-5 --no-self-test --no-reward-check --quiet --tracker-project p"
+    )
+    command = [sys.executable, str(REPO / "train.py"), *words.split(), "--tracker", *names]
+    command += ["--reward", f"{tmp_path / 'slow_reward.py'}:reward", "--output-dir", str(folder)]
+    paths = os.pathsep.join(path for path in sys.path if path)
+    settings: dict[str, Any] = {"env": {**os.environ, "PYTHONPATH": paths}, "text": True}
+    settings |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    ids = [folder / f"{name}_id.txt" for name in names if name != "tensorboard"]
+
+    def count_rows() -> int:
+        path = folder / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    with subprocess.Popen(command, **settings) as process:
+        deadline = time.monotonic() + 300
+        while process.poll() is None and time.monotonic() < deadline:
+            if count_rows() >= 3 and all(path.exists() for path in ids):
+                break
+            time.sleep(0.05)
+        stopped_at = count_rows()
+        process.send_signal(stop)
+        output = process.communicate(timeout=180)[0]
+    assert 3 <= stopped_at < last and process.returncode == {15: 75, 9: -9}[stop], output
+    assert "the tracker" not in output
+    recorded = [path.read_text().strip() for path in ids]
+
+    (tmp_path / "fast").touch()
+    result = subprocess.run([*command, "--resume"], **settings, timeout=300)
+    assert result.returncode == 0 and "the tracker" not in result.stdout, result.stdout
+    assert [path.read_text().strip() for path in ids] == recorded
+    rows = read_jsonl(folder / "metrics.jsonl")
+    expected = {row["step"]: row["reward/total"] for row in rows if "reward/total" in row}
+    assert sorted(expected) == list(range(1, last + 1))
+    for name in names:
+        stored = read_back(name, folder)
+        values = {step: value for step, value in stored["rows"].items() if value is not None}
+        assert values == pytest.approx(expected, rel=1e-6), name
+        if name != "tensorboard":
+            assert set(stored["ids"]) == {(folder / f"{name}_id.txt").read_text().strip()}, name
 
 
 # ---------------------------------------------------------------------------------------- failures

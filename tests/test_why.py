@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import rl
@@ -18,6 +19,7 @@ from rl.errors import UserError
 from rl.jsonl import read_jsonl
 from rl.losses import compute_token_gradients, get_loss
 from rl.reporting import format_explanation, list_update_files, render_explanation
+from rl.reporting.update_files import add_token_numbers
 from rl.trainer import explain_update
 from rl.trainer.update_recorder import UpdateRecorder
 
@@ -57,13 +59,17 @@ def explain_all(run: Path, step: int) -> list:
     return [g for p in problems for g in explain_update(run, step, str(p)).groups]
 
 
-def compute_logprobs(model, row: dict) -> list[float]:
+def compute_log_distribution(model, row: dict) -> torch.Tensor:
+    """Return the log probability of every token at each position of the answer."""
     tokens = row["prompt_tokens"] + row["response_tokens"]
     with torch.no_grad():
         logits = model(torch.tensor([tokens[:-1]])).logits[0] / row["temperature"]
-        logits = logits.log_softmax(-1)
-    start = len(row["prompt_tokens"]) - 1
-    return [float(logits[start + i, t]) for i, t in enumerate(row["response_tokens"])]
+    return logits.log_softmax(-1)[len(row["prompt_tokens"]) - 1 :]
+
+
+def compute_logprobs(model, row: dict) -> list[float]:
+    logp = compute_log_distribution(model, row)
+    return [float(logp[i, t]) for i, t in enumerate(row["response_tokens"])]
 
 
 def test_grpo_equals_a_float64_computation_by_hand(tmp_path):
@@ -105,6 +111,54 @@ def test_grpo_equals_a_float64_computation_by_hand(tmp_path):
         assert token.advantage == pytest.approx(advantage, abs=1e-6) and token.clip == ""
         assert token.gradient == pytest.approx(gradients[key], rel=1e-4, abs=1e-9)
         assert token.share == pytest.approx(abs(gradients[key]) / total, rel=1e-4, abs=1e-9)
+
+
+def test_recorded_entropies_and_ratios_equal_those_of_the_saved_weights(tmp_path):
+    run = train(tmp_path, "grpo", steps=2, save_every=1, learning_rate=1e-2)
+    rows = read_samples(run, 2)
+    add_token_numbers(rows, list_update_files(run / "rollouts")[2])
+    weights = run / "checkpoints" / "grpo-000001" / "model"
+    model = AutoModelForCausalLM.from_pretrained(weights).double()
+    compared = 0
+    for row in rows:
+        if not row["advantage"]:
+            continue
+        logp = compute_log_distribution(model, row)
+        entropies = -(logp.exp() * logp).sum(-1)
+        assert row["entropies"] == pytest.approx(entropies.tolist(), rel=1e-4, abs=1e-5)
+        learner = np.array(compute_logprobs(model, row))
+        expected = np.exp(learner - np.array(row["logprobs"]))
+        assert row["ratios"] == pytest.approx(expected.tolist(), rel=1e-4)
+        compared += len(expected)
+    assert compared > 20
+    # rows of another run keep what they have
+    other = [
+        {**row, "response_tokens": [0, *row["response_tokens"]]} for row in read_samples(run, 2)
+    ]
+    add_token_numbers(other, list_update_files(run / "rollouts")[2])
+    assert not any("ratios" in row for row in other)
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_a_record_changes_neither_weights_nor_metrics(tmp_path, method):
+    runs = []
+    for every in (0, 1):
+        folder = tmp_path / str(every)
+        folder.mkdir()
+        runs.append(train(folder, method, steps=3, rollouts_every=every, learning_rate=1e-2))
+    assert len(list_update_files(runs[1] / "rollouts")) == 3 and not (runs[0] / "rollouts").exists()
+    weights = [
+        load_file(run / f"checkpoints/{method}-final/model/model.safetensors") for run in runs
+    ]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    metrics = [
+        [
+            {name: value for name, value in row.items() if not name.startswith("time/")}
+            for row in read_jsonl(run / "metrics.jsonl")
+        ]
+        for run in runs
+    ]
+    assert metrics[0] == metrics[1]
 
 
 def test_later_passes_of_ppo_are_clipped_as_the_run_counted(tmp_path):

@@ -20,7 +20,9 @@ class CallRecorder(Protocol):
         divisor: float,
         outputs: Future,
     ) -> None:
-        """Receive a forward_backward call. `outputs`: a future of (outputs by datum, metrics)."""
+        """Receive a forward_backward call. `outputs`: a future of (outputs by datum, metrics);
+        outputs have the entropies of a recorded call, which change neither loss nor gradient.
+        """
 
     def record_scale(self, factor: float) -> None:
         """Receive a factor that multiplies the gradient accumulated since the last step."""

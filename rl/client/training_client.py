@@ -176,7 +176,7 @@ class TrainingClient(AsyncTrainingMethods, AwaitableClient):
             config,
             divisor,
             backward,
-            entropy,
+            entropy or (backward and self.recorder is not None),
             adapters,
             drawn_at,
         )

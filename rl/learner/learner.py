@@ -334,12 +334,15 @@ class Learner:
         likeliest = bool(config.get("token_accuracy"))
         parts, balances = [], []
         for side in batch.sub_batches or (batch,):
-            targets, wants_entropy = (
-                side.inputs["target_tokens"],
-                entropy or loss.needs_entropy(config),
-            )
+            needs_entropy = loss.needs_entropy(config)
             request = HeadRequest(
-                targets, side.token_index, temperature, wants_entropy, loss.logprobs, likeliest
+                side.inputs["target_tokens"],
+                side.token_index,
+                temperature,
+                entropy or needs_entropy,
+                loss.logprobs,
+                likeliest,
+                entropy_gradient=needs_entropy,
             )
             search = contextlib.nullcontext() if side.is_packed else skip_packing_search()
             with search, self.router_aux_loss.record() as balance:

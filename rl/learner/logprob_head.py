@@ -30,8 +30,10 @@ class HeadRequest:
     targets: int64 [T] (or [T, K]). token_index: int64 [T] into the flattened positions, None for
     all of them. All targets lie in [0, V): `Learner.run` has checked them in host memory. The fused
     head does not check, since a GPU's forward would have to wait. logprobs: False skips the
-    vocabulary and returns zeros (for callers that need values only). likeliest: return instead of
-    entropies 1 where the target is the likeliest token, else 0; targets [T], without a gradient.
+    vocabulary and returns zeros (for callers that need values only). argmax_match: return instead
+    of entropies 1 where the target is the likeliest token, else 0; targets [T], without a gradient.
+    entropy_gradient: False returns entropies without a gradient, and the gradient of the logprobs
+    is bit for bit that of a request without entropies.
     """
 
     targets: Tensor
@@ -40,6 +42,7 @@ class HeadRequest:
     entropy: bool
     logprobs: bool = True
     argmax_match: bool = False
+    entropy_gradient: bool = True
 
 
 _SMALL_LOGITS = 1 << 20  # logits of soft targets up to which all are held in memory
@@ -215,6 +218,7 @@ class LogprobHead:
             with self._replace_head(request, values):
                 out = wrapped(**model_inputs, use_cache=False).logits
             logp, entropy = (out[:, 0] if request.targets.ndim == 1 else out[:, :-1]), out[:, -1]
+        entropy = entropy if request.entropy_gradient else entropy.detach()
         return logp, entropy, (values[0] if values else None)
 
     @contextlib.contextmanager
@@ -286,9 +290,11 @@ class LogprobHead:
             token_stats = torch.cat(
                 [_is_argmax(F.linear(x, weight, head_bias), y) for x, y in pieces]
             )
-        return torch.stack(
-            [logp, torch.zeros_like(logp) if token_stats is None else token_stats], dim=-1
-        )
+        token_stats = torch.zeros_like(logp) if token_stats is None else token_stats
+        # A stacked column gets a gradient of zeros, which the head would compute.
+        if not request.entropy_gradient:
+            token_stats = token_stats.detach()
+        return torch.stack([logp, token_stats], dim=-1)
 
     def _score_soft_targets(
         self,
@@ -314,15 +320,16 @@ class LogprobHead:
                 frozen_columns=frozen_columns,
                 checked=True,
             )
-            return torch.cat(
-                [logp, (torch.zeros_like(logp[:, 0]) if ent is None else ent)[:, None]], dim=-1
-            )
+            ent = torch.zeros_like(logp[:, 0]) if ent is None else ent
+            ent = ent if request.entropy_gradient else ent.detach()
+            return torch.cat([logp, ent[:, None]], dim=-1)
         logits = F.linear(flat, weight, bias).float()
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         logp, entropy = compute_logprobs(
             logits, request.targets, request.temperature, request.entropy
         )
+        entropy = entropy if request.entropy_gradient else entropy.detach()
         return torch.cat([logp, entropy[:, None]], dim=-1)
 
     @torch.no_grad()

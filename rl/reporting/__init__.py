@@ -54,6 +54,7 @@ from rl.reporting.rollout_report import (
     read_rollouts,
 )
 from rl.reporting.run_follower import RunFollower
+from rl.reporting.seed_groups import flatten_config, group_by_settings
 from rl.reporting.token_page import format_explanation, render_explanation
 from rl.reporting.tracker_process import check_trackers
 from rl.reporting.update_files import list_update_files, read_update_file
@@ -106,6 +107,8 @@ __all__ = [
     "make_table_rows",
     "read_evaluation",
     "encode_json",
+    "flatten_config",
+    "group_by_settings",
     "format_explanation",
     "list_evaluations",
     "has_plotly",

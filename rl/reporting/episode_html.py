@@ -19,6 +19,25 @@ BANDS = (
     (0.8, "#fbf6e4"),
     (math.inf, "transparent"),
 )
+# The same of a token's entropy in nats, from certain to undecided, and of the ratio of its
+# probabilities at the update and at sampling.
+ENTROPY_BANDS = (
+    (0.1, "transparent"),
+    (0.3, "#e8f1fa"),
+    (0.7, "#cfe2f5"),
+    (1.2, "#abcdec"),
+    (2.0, "#7fb2df"),
+    (math.inf, "#5797cf"),
+)
+RATIO_BANDS = (
+    (0.5, "#e58f87"),
+    (0.8, "#f3c1bd"),
+    (0.95, "#fae3e1"),
+    (1.05, "transparent"),
+    (1.25, "#e0f0e0"),
+    (2.0, "#bfe3c0"),
+    (math.inf, "#8fca92"),
+)
 _FOLD_LENGTH = 600  # characters of a message above which it is folded
 _INCOMPLETE = ("length", "error", "interrupted")  # stop reasons of incomplete answers
 
@@ -46,9 +65,15 @@ def advantage_class(advantage: float | None) -> str:
     return "" if not advantage else "up" if advantage > 0 else "down"
 
 
+def find_band(value: float, bands: Sequence[tuple[float, str]]) -> int:
+    """Return the index of the first band whose upper end is above the value, else the last."""
+    return next((i for i, (upper, _) in enumerate(bands) if value < upper), len(bands) - 1)
+
+
 def render_tokens(row: Mapping[str, Any]) -> str:
     """Render a response token by token, with the probability band and the sign of the advantage of
-    each token; plain text if there are no tokens.
+    each token, and the bands of its entropy and ratio if the row has `entropies` and `ratios`;
+    plain text if there are no tokens.
 
     Tokens without a logprob were not sampled by the model, and are grey.
     """
@@ -57,17 +82,25 @@ def render_tokens(row: Mapping[str, Any]) -> str:
         return escape(str(row.get("response", "")))
     logprobs = row.get("logprobs") or [None] * len(pieces)
     advantages = row.get("advantages") or [row.get("advantage")] * len(pieces)
+    entropies = row.get("entropies") or [None] * len(pieces)
+    ratios = row.get("ratios") or [None] * len(pieces)
     spans = []
-    for piece, logprob, advantage in zip(pieces, logprobs, advantages, strict=True):
+    for piece, logprob, advantage, entropy, ratio in zip(
+        pieces, logprobs, advantages, entropies, ratios, strict=True
+    ):
         if logprob is None:
             spans.append(f'<span class="ob">{escape(str(piece))}</span>')
             continue
         probability = math.exp(min(float(logprob), 0.0))
-        band = next(i for i, (upper, _) in enumerate(BANDS) if probability < upper)
-        kinds = (
-            f"p{band} a{advantage_class(advantage)}" if advantage_class(advantage) else f"p{band}"
-        )
+        kinds = f"p{find_band(probability, BANDS)}"
+        kinds += f" a{advantage_class(advantage)}" if advantage_class(advantage) else ""
         hover = f"logprob {float(logprob):.3f}, p {probability:.3f}"
+        if entropy is not None:
+            kinds += f" e{find_band(entropy, ENTROPY_BANDS)}"
+            hover += f", entropy {float(entropy):.3f}"
+        if ratio is not None:
+            kinds += f" r{find_band(ratio, RATIO_BANDS)}"
+            hover += f", ratio {float(ratio):.4g}"
         spans.append(f'<span class="{kinds}" title="{hover}">{escape(str(piece))}</span>')
     return "".join(spans)
 

@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl.errors import UserError
-from rl.reporting.episode_html import BANDS
+from rl.errors import UserError, install_command
+from rl.reporting.episode_html import BANDS, ENTROPY_BANDS, RATIO_BANDS
 from rl.reporting.rollout_report import encode_json
 from rl.sanitize import sanitize_text
 
 MAX_REPORT_BYTES = 10_000_000
+# Class of the page's body under which tokens are coloured, and the letter of the tokens' classes.
+TOKEN_COLOURS = {"by-logprob": "p", "by-entropy": "e", "by-ratio": "r"}
 _TEXT_LIMIT = 100_000  # characters of a text in the template
 _TEMPLATES = Path(__file__).with_name("templates")
 
@@ -29,8 +31,8 @@ def load_plotly() -> str:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise UserError(
-            "the report draws its curves with plotly, which is not installed: pip install plotly, "
-            'or in a checkout pip install ".[report]"'
+            "the report draws its curves with plotly, which is not installed: "
+            f"{install_command('report')}"
         ) from error
     return get_plotlyjs()
 
@@ -58,6 +60,8 @@ def render_report(context: Mapping[str, Any], data: Mapping[str, Any], plotly: s
     """Return the page. `context` fills the template; its texts are escaped and bounded. `data` is
     what the page's script draws; it becomes JSON. `plotly`: the library's script.
     """
+    bands = {"p": BANDS, "e": ENTROPY_BANDS, "r": RATIO_BANDS}
+    upper_ends = {kind: [upper for upper, _ in items[:-1]] for kind, items in bands.items()}
     # not templates: nothing in them is filled in
     scripts = {name: (_TEMPLATES / name).read_text("utf-8") for name in ("report.css", "report.js")}
     return (
@@ -65,10 +69,13 @@ def render_report(context: Mapping[str, Any], data: Mapping[str, Any], plotly: s
         .get_template("report.html")
         .render(
             **context,
-            data=encode_json(data),
+            data=encode_json({**data, "bands": upper_ends}),
             style=scripts["report.css"],
             script=scripts["report.js"],
             plotly=plotly.replace("</script", "<\\/script"),
-            bands=[colour for _, colour in BANDS],
+            bands={
+                mode: [(f"{kind}{i}", colour) for i, (_, colour) in enumerate(bands[kind])]
+                for mode, kind in TOKEN_COLOURS.items()
+            },
         )
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.errors import UserError
 from rl.jsonl import METRICS_FILE, read_metrics
+from rl.reporting.seed_groups import average_rows, flatten_config, group_by_settings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -174,6 +176,34 @@ def collect_axes(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     return axes
 
 
+@dataclass(frozen=True)
+class CurveGroup:
+    """Hold what is drawn in a colour: the curve of a run, or the mean of runs that differ in the
+    seed alone with the ends of its band.
+    """
+
+    curve: RunCurve
+    band: tuple[RunCurve, RunCurve] | None = None
+
+
+def group_curves(curves: Sequence[RunCurve], groups: Sequence[int], axis: str) -> list[CurveGroup]:
+    """Return the curves on an axis; runs with the same number in `groups` as mean and band."""
+    result = []
+    for number in dict.fromkeys(groups):
+        members = [c for c, group in zip(curves, groups, strict=True) if group == number]
+        if len(members) == 1:
+            result.append(CurveGroup(_place_on_axis(members[0], axis)))
+            continue
+        rows = [member.rows for member in members]
+        label = f"mean of {len(members)}: {members[0].label} ..."
+        mean, low, high = (
+            RunCurve(label, averaged)
+            for averaged in average_rows(rows, [collect_axes(item)[axis] for item in rows])
+        )
+        result.append(CurveGroup(mean, (low, high)))
+    return result
+
+
 def _place_on_axis(curve: RunCurve, axis: str) -> RunCurve:
     """Return the curve with its positions on an axis in the place of its steps."""
     places = collect_axes(curve.rows)[axis]
@@ -220,14 +250,16 @@ def draw_curves(
     *,
     axis: str = "steps",
     metrics: Sequence[str] | None = None,
+    each_run: bool = False,
 ) -> Path:
     """Draw the curves of a run (or compare several runs) into `out`, and return `out`. The suffix
     of `out` sets the picture format. The file is written atomically.
 
     `axis`: steps, tokens or hours, see `collect_axes`. `metrics`: the metrics to draw, by default
     those of PANELS and the parts of rewards. A metric that no run has gets no panel. Stages are
-    shaded if a single run is drawn. Raises NoCurvesError if no panel remains; UserError for a
-    suffix that is not in PICTURE_SUFFIXES.
+    shaded if a single curve is drawn. Runs that differ in the seed alone are drawn as their mean
+    and a band of a standard deviation; `each_run` draws a curve of each. Raises NoCurvesError if no
+    panel remains; UserError for a suffix that is not in PICTURE_SUFFIXES.
     """
     if out.suffix.lower() not in PICTURE_SUFFIXES:
         raise UserError(
@@ -239,7 +271,11 @@ def draw_curves(
             f"{len(labels)} labels for {len(sources)} runs: expected a label for each run"
         )
     curves = [read_curve(path, labels[i] if labels else None) for i, path in enumerate(sources)]
-    curves = [_place_on_axis(curve, axis) for curve in curves]
+    groups = list(range(len(curves)))
+    if not each_run and len(curves) > 1:
+        groups = group_by_settings([_read_config(path) for path in sources])
+    drawn = group_curves(curves, groups, axis)
+    curves = [item.curve for item in drawn]
     candidates = [*PANELS, *find_reward_panels(curves)]
     if metrics is not None:
         candidates = [PlotPanel(name, (name,)) for name in metrics]
@@ -248,12 +284,23 @@ def draw_curves(
         raise NoCurvesError(
             f"no curve in {', '.join(map(str, sources))}: no row has a metric with a panel"
         )
-    figure = _build_figure(curves, panels, AXES[axis])
+    figure = _build_figure(drawn, panels, AXES[axis])
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(out.name + ".tmp")
     figure.savefig(temporary, format=out.suffix.lower()[1:], dpi=130, facecolor="white")
     temporary.replace(out)
     return out
+
+
+def _read_config(source: Path) -> dict[str, Any] | None:
+    """Return the configuration of a run; None for a file of metrics, and a folder without one."""
+    folder = source if source.is_dir() else source.parent
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        flatten_config(config)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return config
 
 
 def _import_matplotlib() -> None:
@@ -269,9 +316,10 @@ def _import_matplotlib() -> None:
 
 
 def _build_figure(
-    curves: Sequence[RunCurve], panels: Sequence[PlotPanel], label: str = AXES["steps"]
+    groups: Sequence[CurveGroup], panels: Sequence[PlotPanel], label: str = AXES["steps"]
 ) -> Figure:
     """Return the figure of all panels."""
+    curves = [group.curve for group in groups]
     _import_matplotlib()
     # Figure without pyplot: no global state, no display, no choice of backend.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -289,7 +337,7 @@ def _build_figure(
     grid = figure.subplots(rows, columns, squeeze=False)
     axes = [axis for line in grid for axis in line]
     for axis, panel in zip(axes[: len(panels)], panels, strict=True):
-        _draw_panel(axis, panel, curves)
+        _draw_panel(axis, panel, groups)
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
     for axis in axes[: len(panels)]:
@@ -302,11 +350,16 @@ def _build_figure(
     )
     # Dollar signs in a name do not start math text.
     figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left", parse_math=False)
-    if smooth:
+    notes = ["band: standard deviation of the seeds"] if any(g.band for g in groups) else []
+    if smooth and not all(group.band for group in groups):
+        notes.append("pale: each step; line: running mean")
+    elif smooth:
+        notes.append("smoothed")
+    if notes:
         figure.text(
             0.99,
             0.985,
-            "pale: each step; line: running mean",
+            "; ".join(notes),
             ha="right",
             va="top",
             fontsize=8,
@@ -336,19 +389,24 @@ def _build_legend(curves: Sequence[RunCurve]) -> tuple[list[Any], list[str]]:
     ]
 
 
-def _draw_panel(axis: Axes, panel: PlotPanel, curves: Sequence[RunCurve]) -> None:
+def _draw_panel(axis: Axes, panel: PlotPanel, groups: Sequence[CurveGroup]) -> None:
     """Draw the curves of all runs into a panel."""
+    curves = [group.curve for group in groups]
     axis.set_title(panel.title, fontsize=10, loc="left")
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     axis.grid(True, axis="y", color="#e3e3e3", lw=0.7)
     axis.set_axisbelow(True)
     axis.tick_params(labelsize=8.5)
-    for i, curve in enumerate(curves):
+    for i, group in enumerate(groups):
+        curve, colour = group.curve, COLOURS[i % len(COLOURS)]
         if len(curves) == 1:
             _shade_stages(axis, curve, curve.series(panel)[0])
+        if group.band is not None:
+            _draw_band(axis, panel, group, colour)
+            continue
         for part_steps, part_values in curve.parts(panel):
-            _draw_line(axis, panel, part_steps, part_values, COLOURS[i % len(COLOURS)])
+            _draw_line(axis, panel, part_steps, part_values, colour)
     values = [value for curve in curves for value in curve.series(panel)[1]]
     if panel.share:
         axis.set_ylim(-0.03, 1.05)
@@ -383,6 +441,23 @@ def _draw_line(
         axis.plot(steps, moving_average(values, max(3, len(values) // 20)), color=colour, lw=1.8)
     else:
         axis.plot(steps, values, color=colour, lw=1.8, marker="o", ms=4 if len(values) < 30 else 2)
+
+
+def _draw_band(axis: Axes, panel: PlotPanel, group: CurveGroup, colour: str) -> None:
+    """Draw a mean and its band, as running means if they are long."""
+    assert group.band is not None
+    parts = [curve.parts(panel) for curve in (group.curve, *group.band)]
+    for (steps, mean), (_, low), (_, high) in zip(*parts, strict=True):
+        smooth = panel.smooth and len(mean) >= SMOOTH_FROM
+        window = max(3, len(mean) // 20) if smooth else 1
+        lines = [moving_average(values, window) for values in (mean, low, high)]
+        if panel.log:  # a logarithmic axis has no values below 0
+            lines[1] = [max(a, b / 10) for a, b in zip(lines[1], lines[0], strict=True)]
+        axis.fill_between(steps, lines[1], lines[2], color=colour, alpha=0.2, lw=0)
+        marker = None if smooth else "o"
+        axis.plot(
+            steps, lines[0], color=colour, lw=1.8, marker=marker, ms=4 if len(mean) < 30 else 2
+        )
 
 
 def _annotate_ends(axis: Axes, steps: list[float], values: list[float]) -> None:

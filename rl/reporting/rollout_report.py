@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from rl.jsonl import get_evaluation_step
 from rl.reporting.episode_html import collect_turns, get_stop_reason, render_turns
 from rl.reporting.paired_comparison import average_by_problem, make_problem_key, score_row
+from rl.reporting.update_files import TOKEN_NUMBERS, add_token_numbers
 from rl.sanitize import sanitize_text
 
 _TEXT_LIMIT, _PIECE_LIMIT, _TOKENS = 4000, 200, 1000  # characters; characters; tokens of an answer
@@ -98,8 +99,8 @@ def collect_rollouts(
 
     `evaluations`: the same problems at up to 12 evaluations of each stage. `batches`: groups of
     answers of up to 12 training steps, best and worst among them, and of up to 4 more steps with
-    alarms. `files`: the names of all files of rollouts. `alarms`: the periods of
-    `rl.reporting.collect_alarms`.
+    alarms. `token_numbers`: which of TOKEN_NUMBERS a batch has. `files`: the names of all files of
+    rollouts. `alarms`: the periods of `rl.reporting.collect_alarms`.
     """
     files = list_evaluations(folder)
     evaluations = _collect_evaluations(files, _ByteBudget(limit * 2 // 5))
@@ -108,6 +109,7 @@ def collect_rollouts(
     return {
         "evaluations": evaluations,
         "batches": batches,
+        "token_numbers": _list_token_numbers(batches),
         "files": [sanitize_text(path.name, 300) for path in sorted(folder.glob("*.jsonl"))][:2000],
     }
 
@@ -206,6 +208,7 @@ def _collect_batches(
     for step, stage, path in selected:
         budget = _ByteBudget(limit // len(selected))
         rows = read_rollouts(path)
+        add_token_numbers(rows, path.with_suffix(".update.safetensors"))
         groups = list(_group_by(rows, _make_group_key).values())
         batch: dict[str, Any] = {
             "step": step,
@@ -227,6 +230,23 @@ def _collect_batches(
                 batch["groups"].append(entry)
         batches.append(batch)
     return batches
+
+
+def _list_token_numbers(batches: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return which of TOKEN_NUMBERS the answers of batches have. The spans of a rendered episode
+    have the classes of their bands.
+    """
+    answers = [
+        answer for batch in batches for group in batch["groups"] for answer in group["answers"]
+    ]
+    return [
+        name
+        for name in TOKEN_NUMBERS
+        if any(
+            name in item or re.search(rf'<span class="[^"]* {name[0]}\d', item.get("html", ""))
+            for item in answers
+        )
+    ]
 
 
 def _name_alarms(step: int, alarms: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -307,9 +327,11 @@ def make_answer(row: Mapping[str, Any]) -> dict[str, Any]:
     logprobs = row.get("logprobs")
     if isinstance(logprobs, list) and len(logprobs) == len(tokens):
         answer["logprobs"] = [_round(value) for value in logprobs[:_TOKENS]]
-    advantages = row.get("advantages")
-    if isinstance(advantages, list) and len(advantages) == len(tokens):
-        answer["advantages"] = [_round(value) for value in advantages[:_TOKENS]]
+    for name in ("advantages", *TOKEN_NUMBERS):
+        values = row.get(name)
+        if isinstance(values, list) and len(values) == len(tokens):
+            digits = 4 if name == "advantages" else 3
+            answer[name] = [_round(value, digits) for value in values[:_TOKENS]]
     return answer
 
 
@@ -331,11 +353,11 @@ def _count_tokens(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) ->
     return sum(len(part.get("tokens") or str(part.get("response", ""))) for part in parts)
 
 
-def _round(value: Any) -> float | None:
-    """Return the number with four significant digits; None if it is no finite number."""
+def _round(value: Any, digits: int = 4) -> float | None:
+    """Return the number with `digits` significant digits; None if it is no finite number."""
     if not isinstance(value, (int, float)) or value != value or abs(value) == float("inf"):
         return None
-    return float(f"{value:.4g}")
+    return float(f"{value:.{digits}g}")
 
 
 def _bound_metrics(metrics: Any) -> dict[str, float | None]:

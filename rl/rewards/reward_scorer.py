@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from rl.errors import UserError
+from rl.errors import UserError, install_command
 from rl.rewards.captured_output import RewardOutput
 from rl.rewards.reward_calls import Episode, RewardItem, RewardResult
 from rl.rewards.reward_futures import Failure, PendingScore, RewardsLost, Score, shorten_prompt
@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 WorkerPlace = Literal["inline", "process", "thread"]
 
+# extras that install the module of a built-in reward
+_EXTRAS = {"py3langid": "language"}
 _MAX_CHUNK = 64
 # Items with about this total run time are sent in a single message: 100 round trips a second cost
 # nothing.
@@ -51,6 +53,15 @@ _CLOSE_POLL_SECONDS = (
 _CANCEL_GRACE_SECONDS = 2.0
 # Pauses between attempts to restart a lost worker: a missing resource may become available.
 _RESTART_SECONDS = (0.2, 1.0, 3.0)
+
+
+def _check_packages(reward: Reward) -> None:
+    """Raise UserError, with the command, if a package that the reward needs is missing."""
+    for module in reward.needs:
+        if importlib.util.find_spec(module) is None:
+            package, extra = module.replace("_", "-"), _EXTRAS.get(module)
+            command = install_command(extra) if extra else f"pip install {package}"
+            raise UserError(f"reward {reward.name!r} needs the package {package}: {command}")
 
 
 class Scorer:
@@ -100,13 +111,7 @@ class Scorer:
             self.reward = copy.copy(self.reward)
             self.reward.coroutine_timeout = timeout
         self.counts = {"calls": 0, "errors": 0, "timeouts": 0, "nan": 0, "deaths": 0}
-        for module in self.reward.needs:
-            if importlib.util.find_spec(module) is None:
-                package = module.replace("_", "-")
-                raise UserError(
-                    f"reward {self.reward.name!r} needs the package {package}: pip install "
-                    f"{package}"
-                )
+        _check_packages(self.reward)
         self.place: WorkerPlace = _select_place(self.reward)
         self._environment = build_worker_environment(environment)
         self._output, self._failure_log = (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 
+from rl.errors import install_command
 from rl.serve.http_errors import HttpError
 
 _MAX_WINDOW = 1 << 27  # largest window of a frame in bytes, which bounds the decoder's memory
@@ -26,7 +27,7 @@ def decompress(body: bytes, encoding: str, limit: int) -> bytes:
     if not encoding:
         return body
     if encoding.strip().lower() != "zstd" or not is_zstd_available():
-        known = "zstd" if is_zstd_available() else "nothing (pip install zstandard, for zstd)"
+        known = "zstd" if is_zstd_available() else f"nothing (for zstd {install_command('serve')})"
         raise HttpError(
             415, f"this server reads bodies compressed with {known}, not with {encoding[:40]!r}"
         )

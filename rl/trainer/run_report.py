@@ -36,6 +36,8 @@ from rl.reporting import (
     compare_paired,
     contains_run,
     encode_json,
+    flatten_config,
+    group_by_settings,
     list_evaluation_tables,
     list_evaluations,
     load_plotly,
@@ -64,12 +66,6 @@ _CHECKPOINT_METRICS = (
     ("entropy", "optim/entropy"),
 )
 _FIRST_SETTINGS = ("base_model", "dataset", "reward", "rewards", "environment")
-# Options of a launch, which change no result.
-_LAUNCH_OPTIONS = frozenset(
-    "name output_dir resume auto_resume change overwrite tracker tracker_project wandb_project "
-    "quiet timeout stop_grace self_test reward_check profile replay plan plan_gpus "
-    "plan_gpu_memory plan_zero plan_prompt_tokens".split()
-)
 _VALUE_LIMIT = 2000  # characters of a setting
 _MAX_EVALUATIONS = 50  # evaluations by evaluate.py that the page shows, the newest
 
@@ -355,35 +351,13 @@ def list_differing_settings(runs: Sequence[SavedRun]) -> list[dict[str, Any]]:
     """Return the settings in which runs differ: name and the value of each run. Stages are compared
     by position.
     """
-    tables = [_flatten_run(run.config) for run in runs]
+    tables = [flatten_config(run.config) for run in runs]
     rows = []
     for name in dict.fromkeys(key for table in tables for key in table):
         values = [_format_value(table[name]) if name in table else "-" for table in tables]
         if len(set(values)) > 1:
             rows.append({"name": name, "values": values})
     return rows
-
-
-def _flatten_run(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options and the settings of all stages by one name each."""
-    flat = {key: value for key, value in config["options"].items() if key not in _LAUNCH_OPTIONS}
-    several = len(config["stages"]) > 1
-    for i, stage in enumerate(config["stages"], start=1):
-        prefix = f"stage {i}: " if several else ""
-        flat[f"{prefix}method"] = stage["method"]
-        flat |= {f"{prefix}{key}": value for key, value in stage["settings"].items()}
-    return flat
-
-
-def group_by_settings(runs: Sequence[SavedRun]) -> list[int]:
-    """Return a number for each run that runs share if they differ in the seed alone."""
-    numbers: dict[str, int] = {}
-    groups = []
-    for run in runs:
-        flat = {key: value for key, value in _flatten_run(run.config).items() if key != "seed"}
-        key = json.dumps(flat, sort_keys=True, default=str)
-        groups.append(numbers.setdefault(key, len(numbers)))
-    return groups
 
 
 def compare_runs(runs: Sequence[SavedRun]) -> list[dict[str, Any]]:
@@ -423,7 +397,7 @@ def collect_report(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what fills the template, and the data of the page's script, in about `limit` bytes."""
     panels = collect_panels([run.curve for run in runs])
-    groups = group_by_settings(runs)
+    groups = group_by_settings([run.config for run in runs])
     data: dict[str, Any] = {"panels": panels, "runs": []}
     for i, run in enumerate(runs):
         rows = run.curve.rows

@@ -14,6 +14,7 @@ from typing import Protocol
 from rl.algorithms import METHODS
 from rl.client import TrainingClient
 from rl.config import RunConfig, StageConfig
+from rl.errors import install_command
 from rl.jsonl import METRICS_FILE, read_metrics
 from rl.reporting import (
     REPORT,
@@ -210,7 +211,7 @@ def _format_report_command(folder: Path) -> str:
     """Return the command that writes the page of the run, with what it needs if that is missing."""
     missing = importlib.util.find_spec("plotly") is None
     return f"{format_script('report')} {shlex.quote(str(folder))}" + (
-        "  # needs: pip install plotly" if missing else ""
+        f"  # needs: {install_command('report')}" if missing else ""
     )
 
 

@@ -1,8 +1,9 @@
 """Record what the update of a batch computed for each sampled token, for the batches whose rollouts
 are written.
 
-Recorded are the learner's logprobs of every forward_backward call, as the update used them, and the
-inputs of its loss: nothing is computed for the record. rl.trainer.update_report reads it.
+Recorded are the learner's logprobs of every forward_backward call, as the update used them, the
+inputs of its loss, and the entropies, which the forward computes beside the logprobs.
+rl.trainer.update_report reads the record, and the page of the run shows ratios and entropies.
 
 A file rollouts/step_000010.update.safetensors holds flat arrays over the actions of its datums:
 
@@ -12,6 +13,7 @@ A file rollouts/step_000010.update.safetensors holds flat arrays over the action
                                      number of action tokens
     turns, turn_counts               the turns of all datums, and their number in each
     call/K/datums, call/K/logprobs   of call K: the datums in order, and the learner's logprobs
+    call/K/entropies                 and the learner's entropies, in nats, at the loss's temperature
 
 and as metadata, in JSON, the loss, config, divisor, optimizer step and learning rate of each call.
 """
@@ -102,6 +104,7 @@ class UpdateRecorder:
             outputs = call.outputs.result()[0]
             members: list[int] = []
             logprobs: list[np.ndarray] = []
+            entropies: list[np.ndarray] = []
             for datum, output in zip(call.data, outputs, strict=True):
                 source = sources.get(id(datum.model_input))
                 if source is None or source.group >= num_groups or "logprobs" not in output:
@@ -111,8 +114,12 @@ class UpdateRecorder:
                     datums.append((datum, source))
                 members.append(numbers[id(datum)])
                 logprobs.append(np.asarray(output["logprobs"], np.float32)[source.positions])
+                if "entropy" in output:
+                    entropies.append(np.asarray(output["entropy"], np.float32)[source.positions])
             arrays[f"call/{k}/datums"] = np.asarray(members, np.int64)
             arrays[f"call/{k}/logprobs"] = np.concatenate([np.zeros(0, np.float32), *logprobs])
+            if entropies and len(entropies) == len(logprobs):
+                arrays[f"call/{k}/entropies"] = np.concatenate(entropies)
             step = call.optimizer_step
             rate = self._learning_rates[step] if step < len(self._learning_rates) else None
             calls.append(

@@ -230,7 +230,13 @@ function startCurves() {
 
 // ---------------------------------------------------------------------------------------- answers
 
-const BANDS = [0.01, 0.05, 0.2, 0.5, 0.8];
+// The class of the band that a number is in: p for probabilities, e for entropies, r for ratios.
+function bandOf(kind, value) {
+  const band = data.bands[kind].findIndex((upper) => value < upper);
+  return kind + (band < 0 ? data.bands[kind].length : band);
+}
+
+const numberAt = (list, i) => (list && typeof list[i] === "number" ? list[i] : null);
 
 function piecesOf(answer) {
   return answer.tokens || (answer.text || "").match(/\s+|[^\s]+/g) || [];
@@ -241,10 +247,10 @@ function classOf(answer, i) {
   if (answer.logprobs && logprob === null) return "ob";
   const advantage = answer.advantages ? answer.advantages[i] : answer.advantage;
   const kinds = [];
-  if (logprob !== undefined) {
-    const band = BANDS.findIndex((upper) => Math.exp(Math.min(logprob, 0)) < upper);
-    kinds.push(`p${band < 0 ? 5 : band}`);
-  }
+  if (logprob !== undefined) kinds.push(bandOf("p", Math.exp(Math.min(logprob, 0))));
+  const entropy = numberAt(answer.entropies, i), ratio = numberAt(answer.ratios, i);
+  if (entropy !== null) kinds.push(bandOf("e", entropy));
+  if (ratio !== null) kinds.push(bandOf("r", ratio));
   if (advantage) kinds.push(advantage > 0 ? "aup" : "adown");
   return kinds.join(" ");
 }
@@ -285,8 +291,11 @@ function renderAnswer(answer, { title = null, before = null } = {}) {
   const body = element("pre", { dir: "auto" });
   pieces.forEach((piece, i) => {
     const span = element("span", { class: classOf(answer, i) + (fresh.has(i) ? " new" : "") }, piece);
-    const logprob = answer.logprobs && answer.logprobs[i];
-    if (typeof logprob === "number") span.title = `logprob ${logprob}, p ${Math.exp(Math.min(logprob, 0)).toFixed(3)}`;
+    const logprob = numberAt(answer.logprobs, i), notes = [];
+    if (logprob !== null) notes.push(`logprob ${logprob}, p ${Math.exp(Math.min(logprob, 0)).toFixed(3)}`);
+    for (const [name, values] of [["entropy", answer.entropies], ["ratio", answer.ratios]])
+      if (numberAt(values, i) !== null) notes.push(`${name} ${values[i]}`);
+    if (notes.length) span.title = notes.join(", ");
     body.append(span);
   });
   if (answer.tokens && answer.length > answer.tokens.length) body.append(` [... ${answer.length - answer.tokens.length} tokens more ...]`);
@@ -421,6 +430,8 @@ function showRun() {
   const names = [...new Set(currentAlarms().map((alarm) => alarm.name))].sort();
   fillSelect(byId("alarm"), [["", "any step"], ...names.map((name) => [name, name])]);
   byId("alarm-label").hidden = !names.length;
+  for (const [id, name] of [["entropy-label", "entropies"], ["ratio-label", "ratios"]])
+    byId(id).hidden = !data.runs.some((run) => run.rollouts.token_numbers.includes(name));
   byId("files").replaceChildren(...rollouts.files.flatMap((name) => [linkTo(rollouts, name), " "]));
   listProblems();
   listSources();

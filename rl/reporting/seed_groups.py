@@ -1,0 +1,83 @@
+"""Group runs that differ in the seed alone, and average their metrics."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# Options of a launch, which change no result.
+_LAUNCH_OPTIONS = frozenset(
+    "name output_dir resume auto_resume change overwrite tracker tracker_project wandb_project "
+    "quiet timeout stop_grace self_test reward_check profile replay plan plan_gpus "
+    "plan_gpu_memory plan_zero plan_prompt_tokens".split()
+)
+
+
+def flatten_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options and the settings of all stages of a run by one name each."""
+    flat = {key: value for key, value in config["options"].items() if key not in _LAUNCH_OPTIONS}
+    several = len(config["stages"]) > 1
+    for i, stage in enumerate(config["stages"], start=1):
+        prefix = f"stage {i}: " if several else ""
+        flat[f"{prefix}method"] = stage["method"]
+        flat |= {f"{prefix}{key}": value for key, value in stage["settings"].items()}
+    return flat
+
+
+def group_by_settings(configs: Sequence[Mapping[str, Any] | None]) -> list[int]:
+    """Return a number for each run that runs share if they differ in the seed alone. A run without
+    a configuration (None) shares its number with no other run.
+    """
+    numbers: dict[str, int] = {}
+    groups = []
+    for i, config in enumerate(configs):
+        key = f"run {i}"
+        if config is not None:
+            flat = {key: value for key, value in flatten_config(config).items() if key != "seed"}
+            key = json.dumps(flat, sort_keys=True, default=str)
+        groups.append(numbers.setdefault(key, len(numbers)))
+    return groups
+
+
+def average_rows(
+    runs: Sequence[Sequence[Mapping[str, Any]]], places: Sequence[Sequence[float]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return rows of the mean over runs, and of the mean less and plus a standard deviation (of a
+    sample: divided by the number of runs less 1).
+
+    A value is averaged where every run has it at the step of the stage. `places`: the position of
+    each row on the axis; "step" of an averaged row is the mean of the positions.
+    """
+    tables: list[dict[tuple[str, float], dict[str, Any]]] = []
+    for rows, positions in zip(runs, places, strict=True):
+        table: dict[tuple[str, float], dict[str, Any]] = {}
+        for row, position in zip(rows, positions, strict=True):
+            merged = table.setdefault((str(row.get("stage", "")), row["step"]), {})
+            merged.update({**row, "step": position})
+        tables.append(table)
+    averaged: tuple[list[dict[str, Any]], ...] = ([], [], [])
+    for key in tables[0]:
+        if not all(key in table for table in tables):
+            continue
+        members = [table[key] for table in tables]
+        place, _ = _measure_spread([member["step"] for member in members])
+        common = {"step": place, "stage": key[0]}
+        values: dict[str, list[Any]] = {
+            name: [member.get(name) for member in members] for name in members[0] if name != "step"
+        }
+        numbers = {
+            name: _measure_spread(items)
+            for name, items in values.items()
+            if all(isinstance(item, (int, float)) for item in items)
+        }
+        for rows, sign in zip(averaged, (0, -1, 1), strict=True):
+            rows.append({**common, **{n: mean + sign * sd for n, (mean, sd) in numbers.items()}})
+    return averaged[0], averaged[1], averaged[2]
+
+
+def _measure_spread(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and the standard deviation of a sample of at least two values."""
+    mean = sum(values) / len(values)
+    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
