@@ -4,56 +4,17 @@ a run whose answers a server judges.
 
 import json
 import math
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from api_stub import api_server
 from test_reward_model import group
 from whole_runs import train
 
 from rl.config.reward_model_config import LearnedRewardSettings
 from rl.errors import UserError
-from rl.judges import APIRubricJudge, ChatClient, Rubric, chat_client
+from rl.judges import APIRubricJudge, OpenAIClient, Rubric, openai_client
 
 POLITE_RIGHT = (("Is the answer polite?", 1.0), ("Is it right?", 3.0))
-
-
-@contextmanager
-def chat_server(reply, models=("judge",)):
-    """Serve `reply(body, headers)`, which returns (status, JSON), and record the bodies."""
-    bodies = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *args):
-            pass
-
-        def send(self, status, value):
-            text = json.dumps(value).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        def do_GET(self):
-            assert self.path == "/v1/models"
-            self.send(200, {"data": [{"id": name} for name in models]})
-
-        def do_POST(self):
-            assert self.path == "/v1/chat/completions"
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            bodies.append(body)
-            self.send(*reply(body, self.headers))
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", bodies
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def first_token(*tokens):
@@ -68,7 +29,7 @@ def writes(text):
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    monkeypatch.setattr(chat_client, "_RETRY_SECONDS", (0.0,) * 4)
+    monkeypatch.setattr(openai_client, "_RETRY_SECONDS", (0.0,) * 4)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
@@ -82,8 +43,8 @@ def test_yes_and_no_are_read_from_the_first_token():
             return first_token(("Yes", 0.3), (" yes", 0.15), ("no", 0.05), ("Well", 0.5))
         return first_token(("No", 0.6), ("I", 0.3))
 
-    with chat_server(reply) as (address, bodies):
-        judge = APIRubricJudge(ChatClient(address), Rubric.from_weights(POLITE_RIGHT), seed=3)
+    with api_server(reply) as (address, bodies):
+        judge = APIRubricJudge(OpenAIClient(address), Rubric.from_weights(POLITE_RIGHT), seed=3)
         ((first, second),) = judge.scores([group("aaa", "aaa")])
     assert first == second and first.reward == pytest.approx((1 * 0.45 / 0.5 + 3 * 0) / 4)
     assert first.metrics == {
@@ -98,9 +59,9 @@ def test_yes_and_no_are_read_from_the_first_token():
 
 
 def test_scores_are_read_from_the_text():
-    with chat_server(lambda body, _: writes("Fine. Score: 4")) as (address, bodies):
+    with api_server(lambda body, _: writes("Fine. Score: 4")) as (address, bodies):
         rubric = Rubric.from_weights(POLITE_RIGHT[:1], "score", scale=5.0, max_tokens=9)
-        ((score,),) = APIRubricJudge(ChatClient(address), rubric).scores([group("a")])
+        ((score,),) = APIRubricJudge(OpenAIClient(address), rubric).scores([group("a")])
     assert score.reward == pytest.approx(0.8) and bodies[0]["max_tokens"] == 9
     assert bodies[0]["temperature"] == 1.0
 
@@ -119,8 +80,8 @@ def test_an_answer_without_a_reading_has_no_reward(answer, reason):
         bad = "[Answer]\nbad" in body["messages"][0]["content"]
         return answer if bad else first_token(("yes", 0.5), ("no", 0.5))
 
-    with chat_server(reply) as (address, _):
-        judge = APIRubricJudge(ChatClient(address), Rubric.from_weights(POLITE_RIGHT))
+    with api_server(reply) as (address, _):
+        judge = APIRubricJudge(OpenAIClient(address), Rubric.from_weights(POLITE_RIGHT))
         ((good, bad),) = judge.scores([group("good", "bad")])
     assert good.reward == pytest.approx(0.5)
     assert bad.reward is None and reason in bad.error and "is_it_right" in bad.error
@@ -134,15 +95,15 @@ def test_a_failure_that_passes_is_tried_again(status):
         left[0] -= 1
         return (status, {}) if left[0] >= 0 else first_token(("yes", 1.0))
 
-    with chat_server(reply) as (address, bodies):
+    with api_server(reply) as (address, bodies):
         rubric = Rubric.from_weights(POLITE_RIGHT[:1])
-        ((score,),) = APIRubricJudge(ChatClient(address), rubric).scores([group("a")])
+        ((score,),) = APIRubricJudge(OpenAIClient(address), rubric).scores([group("a")])
     assert score.reward == 1.0 and len(bodies) == 5
 
 
 def test_a_server_that_answers_nothing_ends_the_run():
-    with chat_server(lambda *_: (503, {"error": "loading"})) as (address, bodies):
-        judge = APIRubricJudge(ChatClient(address), Rubric.from_weights(POLITE_RIGHT[:1]))
+    with api_server(lambda *_: (503, {"error": "loading"})) as (address, bodies):
+        judge = APIRubricJudge(OpenAIClient(address), Rubric.from_weights(POLITE_RIGHT[:1]))
         with pytest.raises(UserError, match=r"none of 2 requests: HTTP 503.*--resume"):
             judge.scores([group("a", "b")])
     assert len(bodies) == 10
@@ -158,13 +119,13 @@ def test_the_key_is_sent_and_a_model_is_chosen(monkeypatch):
         keys.append(headers["Authorization"])
         return first_token(("yes", 1.0))
 
-    with chat_server(reply, models=("a", "b")) as (address, bodies):
+    with api_server(reply, models=("a", "b")) as (address, bodies):
         rubric = Rubric.from_weights(POLITE_RIGHT)
         with pytest.raises(UserError, match=r"has 2 models.*/v1#a \(it has a, b\)"):
-            APIRubricJudge(ChatClient(address), rubric).probe()
-        APIRubricJudge(ChatClient(address + "/v1/#b"), rubric).probe()
+            APIRubricJudge(OpenAIClient(address), rubric).probe()
+        APIRubricJudge(OpenAIClient(address + "/v1/#b"), rubric).probe()
         monkeypatch.setenv("OPENAI_API_KEY", "secret")
-        APIRubricJudge(ChatClient(address + "#b"), rubric).probe()
+        APIRubricJudge(OpenAIClient(address + "#b"), rubric).probe()
     assert [body["model"] for body in bodies] == ["b", "b"] and keys == [None, "Bearer secret"]
 
 
@@ -190,7 +151,7 @@ def test_a_run_learns_what_the_server_says(tmp_path):
         share = (len(answer) + 1) / 10
         return first_token(("yes", share), ("no", 1 - share))
 
-    with chat_server(reply) as (address, bodies):
+    with api_server(reply) as (address, bodies):
         rows = train(
             "grpo --steps 2 --batch-size 2 --group-size 2 --eval-every 0 --max-tokens 4 "
             f"--rollouts-every 1 --rubric-model {address} --rubric Long? 1",

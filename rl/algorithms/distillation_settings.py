@@ -18,6 +18,7 @@ from rl.config import (
     Share,
     check_ranges,
     check_substeps,
+    is_api_address,
     reject_sampling_settings,
     require,
 )
@@ -29,7 +30,7 @@ class DistillationSettings:
     """Configure the teachers and the way to learn from them."""
 
     teacher: tuple[str, ...] = ()
-    """A run's folder, a folder of weights, a hub name, or the name of an earlier stage of the recipe. With several data sets (more_datasets) either a single teacher for all, or DATASET=TEACHER for each."""
+    """A run's folder, a folder of weights, a hub name, the name of an earlier stage of the recipe, or (learn_from student, temperature 1) the address of an OpenAI-compatible API whose completions echo prompts with logprobs: http://localhost:8000/v1. With several data sets (more_datasets) either a single teacher for all, or DATASET=TEACHER for each."""
     learn_from: Literal["student", "teacher", "data"] = "student"
     """Source of the answers. student: the student's samples, by reverse KL (on-policy). teacher: the teacher's samples. data: the responses in the data."""
     group_size: Annotated[int, Range(1, 10**6)] = 4
@@ -87,6 +88,7 @@ class DistillSettings:
 
     def __post_init__(self) -> None:
         check_substeps(self)
+        self._check_api_teachers()
         reason = "it selects groups with different rewards, and distill learns from every answer"
         require(self.sampling, ("dynamic_sampling",), False, reason, "use grpo")
         if self.distillation.learn_from != "student":
@@ -99,6 +101,21 @@ class DistillSettings:
             )
         elif self.data.reward is None and not self.data.rewards:
             reject_sampling_settings(self, "without a reward nothing scores them")
+
+    def _check_api_teachers(self) -> None:
+        """Raise ValueError if a teacher behind an API cannot give what the settings need."""
+        for word in self.distillation.teacher:
+            target = word.rpartition("=")[2]
+            if not is_api_address(target):
+                continue
+            if self.distillation.learn_from != "student":
+                raise ValueError(
+                    f"the teacher {target} only scores the student's answers: set learn_from to student, or name weights"
+                )
+            if self.sampling.temperature != 1:
+                raise ValueError(
+                    f"the teacher {target} scores at temperature 1, and temperature is {self.sampling.temperature:g}: set temperature to 1"
+                )
 
     @property
     def learning_rate(self) -> float:

@@ -9,11 +9,11 @@ import abc
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from rl.config import LearnedRewardSettings
+from rl.config import LearnedRewardSettings, is_api_address
 from rl.errors import UserError
-from rl.judges import FrozenScorer, check_vocabulary
+from rl.judges import APITokenScorer, FrozenScorer, OpenAIClient, check_vocabulary
 from rl.rollout import TrajectoryGroup
 from rl.types import Datum, Problem
 
@@ -119,9 +119,13 @@ class ModelFactory(abc.ABC):
         return critic
 
     def load_matching(self, target: str, role: str) -> SamplingClient:
-        """Load weights. Raises UserError, naming the role, if their vocabulary is not the
-        policy's.
+        """Load weights, or connect to the model behind an API. Raises UserError, naming the role,
+        if its vocabulary is not the policy's.
         """
+        if is_api_address(target):
+            scorer = APITokenScorer(OpenAIClient(target))
+            scorer.check_vocabulary(self.policy, f"{role} {target}")
+            return cast("SamplingClient", scorer)
         client = self.load(target)
         check_vocabulary(self.policy, client, f"{role} {target}")
         return client
@@ -158,7 +162,8 @@ class ModelRequests(ModelFactory):
         self.weights.append(target)
 
     def load_matching(self, target: str, role: str) -> Any:
-        self.load(target)
+        if not is_api_address(target):
+            self.load(target)
 
     def rewards(self, learned: LearnedRewardSettings) -> dict[str, Any]:
         self.weights += learned.loaded_model_names

@@ -3,7 +3,7 @@ rubric.
 """
 
 from rl.judges.api_rubric_judge import APIRubricJudge
-from rl.judges.chat_client import ChatClient
+from rl.judges.api_token_scorer import APITokenScorer
 from rl.judges.comparison_judge import (
     AnswerComparison,
     ComparisonModel,
@@ -18,6 +18,7 @@ from rl.judges.learned_rewards import (
     RewardModel,
     apply_learned_rewards,
 )
+from rl.judges.openai_client import OpenAIClient
 from rl.judges.published_reward_models import PublishedRewardModel, WeightedRewardModels
 from rl.judges.reward_scores import compute_reward_scores
 from rl.judges.rubric_judge import Rubric, RubricJudge, RubricQuestion
@@ -36,8 +37,9 @@ __all__ = [
     "BaseModelScorer",
     "PairwiseJudge",
     "APIRubricJudge",
+    "APITokenScorer",
     "AnswerComparison",
-    "ChatClient",
+    "OpenAIClient",
     "ComparisonModel",
     "FrozenScorer",
     "LearnedRewards",

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl.errors import UserError
-from rl.judges.chat_client import ChatClient, ChatRequestError
+from rl.judges.openai_client import APIRequestError, OpenAIClient
 from rl.judges.rubric_judge import (
     YES_NO_LABELS,
     Rubric,
@@ -31,7 +31,7 @@ class APIRubricJudge(RubricJudge):
     reward.
     """
 
-    def __init__(self, client: ChatClient, rubric: Rubric, seed: int = 0):
+    def __init__(self, client: OpenAIClient, rubric: Rubric, seed: int = 0):
         self.chat, self.rubric, self.seed = client, rubric, seed
 
     def probe(self) -> None:
@@ -59,7 +59,7 @@ class APIRubricJudge(RubricJudge):
             top_logprobs=_TOP_LOGPROBS,
         )
         return [
-            str(reply) if isinstance(reply, ChatRequestError) else _read_yes_probability(reply)
+            str(reply) if isinstance(reply, APIRequestError) else _read_yes_probability(reply)
             for reply in replies
         ]
 
@@ -70,7 +70,7 @@ class APIRubricJudge(RubricJudge):
         )
         readings: list[float | str] = []
         for reply in replies:
-            if isinstance(reply, ChatRequestError):
+            if isinstance(reply, APIRequestError):
                 readings.append(str(reply))
                 continue
             message = reply.get("message") or {}

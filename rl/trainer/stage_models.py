@@ -17,10 +17,10 @@ from rl.errors import UserError
 from rl.judges import (
     APIRubricJudge,
     BaseModelScorer,
-    ChatClient,
     ComparisonModel,
     FrozenScorer,
     LearnedRewards,
+    OpenAIClient,
     PairwiseJudge,
     PublishedRewardModel,
     RewardModel,
@@ -267,7 +267,7 @@ def make_rubric(learned: LearnedRewardSettings) -> Rubric:
 def make_api_judge(learned: LearnedRewardSettings, seed: int) -> APIRubricJudge:
     """Return the rubric's judge behind the API that `rubric_model` names."""
     assert learned.rubric_model is not None
-    return APIRubricJudge(ChatClient(learned.rubric_model), make_rubric(learned), seed)
+    return APIRubricJudge(OpenAIClient(learned.rubric_model), make_rubric(learned), seed)
 
 
 def make_renderer(

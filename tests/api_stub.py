@@ -1,0 +1,43 @@
+"""A server of OpenAI's routes whose replies a test decides."""
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+@contextmanager
+def api_server(reply, models=("judge",)):
+    """Serve `reply(body, headers)`, which returns (status, JSON), and record the bodies."""
+    bodies = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+        def send(self, status, value):
+            text = json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def do_GET(self):
+            assert self.path == "/v1/models"
+            self.send(200, {"data": [{"id": name} for name in models]})
+
+        def do_POST(self):
+            assert self.path in ("/v1/chat/completions", "/v1/completions")
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            bodies.append(body)
+            self.send(*reply(body, self.headers))
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", bodies
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
