@@ -322,6 +322,22 @@ def test_a_loss_without_a_kernel_is_one_entry_and_runs_where_a_gpu_would_choose_
         )
 
 
+def test_a_loss_declares_that_its_gradient_needs_weights(monkeypatch):
+    spec = replace(LOSSES["cross_entropy"], fn=soft_gate)
+    monkeypatch.setitem(LOSSES, "weighed", spec)
+    (datum,) = random_datums(1)
+    targets = {"target_tokens": datum.loss_fn_inputs["target_tokens"]}
+    plain = datum.with_inputs(targets)
+    for name in ("cross_entropy", "weighed"):
+        assert has_gradient([plain], name, {})
+        ones, zeros = (
+            add_loss_inputs(plain, weights=np.full(datum.model_input.length, float(weight)))
+            for weight in (1, 0)
+        )
+        assert has_gradient([zeros, ones], name, {})
+        assert not has_gradient([zeros, zeros], name, {})
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_travels_to_other_ranks(name):
     assert pickle.loads(pickle.dumps(LOSSES[name])).fn is LOSSES[name].fn
