@@ -142,7 +142,10 @@ def test_training_samples_have_streams_of_their_own_at_each_batch(monkeypatch):
         problems=SimpleNamespace(batch=lambda step, size, seed: []),
         progress=lambda batch: None,
         method=SimpleNamespace(
-            group_size=2, compute_advantages=lambda groups, models: [], update=lambda *_: {}
+            group_size=2,
+            shape_rewards=lambda groups: groups,
+            compute_advantages=lambda groups, models: [],
+            update=lambda *_: {},
         ),
     )
     online_loop.train_online(stage)

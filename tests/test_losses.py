@@ -6,6 +6,7 @@ import itertools
 import math
 import pickle
 from dataclasses import replace
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -13,6 +14,11 @@ import torch
 from helpers import call, make_worker, random_datums
 
 from kernels.policy_loss_kinds import KINDS
+from rl.algorithms.grpo_settings import (
+    POLICY_LOSSES,
+    PolicyGradientSettings,
+    find_loss_coefficients,
+)
 from rl.algorithms.update import add_loss_inputs, has_gradient
 from rl.losses.losses import LOSSES, LossSpec, get_loss
 
@@ -320,6 +326,30 @@ def test_a_loss_without_a_kernel_is_one_entry_and_runs_where_a_gpu_would_choose_
             CU[:2],
             {},
         )
+
+
+def test_a_loss_declares_that_its_gradient_needs_weights(monkeypatch):
+    spec = replace(LOSSES["cross_entropy"], fn=soft_gate)
+    monkeypatch.setitem(LOSSES, "weighed", spec)
+    (datum,) = random_datums(1)
+    targets = {"target_tokens": datum.loss_fn_inputs["target_tokens"]}
+    plain = datum.with_inputs(targets)
+    for name in ("cross_entropy", "weighed"):
+        assert has_gradient([plain], name, {})
+        ones, zeros = (
+            add_loss_inputs(plain, weights=np.full(datum.model_input.length, float(weight)))
+            for weight in (1, 0)
+        )
+        assert has_gradient([zeros, ones], name, {})
+        assert not has_gradient([zeros, zeros], name, {})
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_what_settings_know_of_a_loss_is_what_it_reads(name):
+    keys = find_loss_coefficients(name)
+    thresholds = {"clip_low_threshold", "clip_high_threshold", "entropy_coef"}
+    assert set(keys.values()) == thresholds & set(get_loss(name).known_config)
+    assert set(POLICY_LOSSES) == set(get_args(get_type_hints(PolicyGradientSettings)["loss"]))
 
 
 @pytest.mark.parametrize("name", LOSSES)

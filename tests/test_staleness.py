@@ -252,7 +252,10 @@ class Loop:
         )
         self.models = SimpleNamespace(policy=self.policy)
         self.method = SimpleNamespace(
-            group_size=plan.group, compute_advantages=lambda groups, models: [], update=self.update
+            group_size=plan.group,
+            shape_rewards=lambda groups: groups,
+            compute_advantages=lambda groups, models: [],
+            update=self.update,
         )
         self.stop_request, self.samples_held_out = SimpleNamespace(exit_code=None), False
         self.problems = SimpleNamespace(batch=self._problems)

@@ -155,7 +155,8 @@ def compare(clients, loss: str, correction: str, seed: int, silent: set[int]) ->
     groups, progress = episodes_of(np.random.default_rng(seed), silent), Progress(0, 1)
     off_the_policy(at_once, groups, np.random.default_rng(seed + 1))
     whole, method = Models(at_once), method_of(loss, correction)
-    expected = method.update(whole, method.compute_advantages(groups, whole), progress)
+    shaped = method.shape_rewards(groups)
+    expected = method.update(whole, method.compute_advantages(shaped, whole), progress)
     step = StreamedStep(method_of(loss, correction), Models(in_parts), progress)
     for low, high in zip((0, *PARTS[:-1]), PARTS, strict=True):
         step.add(groups[low:high])
@@ -180,6 +181,13 @@ def each_once() -> list[tuple[str, str]]:
 def test_parts_are_the_whole_batch(clients, loss, correction):
     metrics = compare(clients, loss, correction, 10, silent={2, 3})
     assert metrics["optim/grad_norm"] > 1e-3 and "optim/skipped_no_signal" not in metrics
+
+
+def test_the_length_penalty_is_the_mean_over_the_whole_batch(clients, monkeypatch):
+    """The parts have 2, 2 and 2 groups of three answers of different lengths."""
+    monkeypatch.setitem(LOSSES, "ppo-overlong", {"overlong_share": 0.8, "overlong_penalty": 2.0})
+    metrics = compare(clients, "ppo-overlong", "none", 10, silent=set())
+    assert metrics["reward/overlong_penalty"] > 0.1
 
 
 @pytest.mark.campaign

@@ -224,11 +224,13 @@ class DPO(RowEvaluator):
 
     def _config(self) -> dict[str, float]:
         """Return the config of the loss."""
+        from rl.losses import get_loss  # imports torch, which settings and --help avoid
+
         settings = self.settings.preference
         config = {"beta": settings.beta}
         if settings.length_normalise is not None:
             config["length_normalise"] = float(settings.length_normalise)
-        if settings.loss == "dpo":
+        if "label_smoothing" in get_loss(settings.loss).config:
             config["label_smoothing"] = settings.label_smoothing
         return config
 

@@ -4,7 +4,7 @@ token over turns (advantages, discounts).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -62,8 +62,12 @@ class EpisodeTokens:
         np.add.at(rewards, np.maximum(self.ends_N - 1, 0), rewards_N)
         return rewards
 
-    def make_datums(self, **fields: np.ndarray) -> list[Datum]:
-        """Return the datums with these fields at their actions, 0 elsewhere."""
+    def make_datums(
+        self, fields_D: Sequence[Mapping[str, np.ndarray]], **fields: np.ndarray
+    ) -> list[Datum]:
+        """Return the datums with `fields_D` of each datum, and `fields` at the episode's actions, 0
+        elsewhere.
+        """
         ends = np.cumsum([mask.sum() for mask in self.masks])[:-1]
         datums = []
         columns = {name: np.split(values[self.positions], ends) for name, values in fields.items()}
@@ -71,5 +75,5 @@ class EpisodeTokens:
             spread = {name: np.zeros(len(mask)) for name in fields}
             for name, column in columns.items():
                 spread[name][mask] = column[d]
-            datums.append(add_loss_inputs(datum, **spread))
+            datums.append(add_loss_inputs(datum, **spread, **fields_D[d]))
         return datums

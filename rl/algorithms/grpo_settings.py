@@ -68,6 +68,35 @@ else:
     Advantage = Literal[tuple(ADVANTAGES)]
 
 
+# settings of a loss, mapped to the keys of its config
+_CONFIG_KEYS = {
+    "clip_low": "clip_low_threshold",
+    "clip_high": "clip_high_threshold",
+    "entropy_coef": "entropy_coef",
+}
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """Describe a built-in loss as far as settings need it, without torch.
+
+    coefficients           the settings that it reads
+    interpolates_proximal  whether off-policy tokens are by default compared with an interpolated
+                           proximal policy (measured)
+    """
+
+    coefficients: tuple[str, ...] = ("entropy_coef",)
+    interpolates_proximal: bool = False
+
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "ppo": PolicyLoss(tuple(_CONFIG_KEYS), interpolates_proximal=True),
+    "importance_sampling": PolicyLoss(),
+    "cispo": PolicyLoss(tuple(_CONFIG_KEYS)),
+    "gspo": PolicyLoss(tuple(_CONFIG_KEYS)),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradientSettings:
     """Configure the way rewards become gradients."""
@@ -164,19 +193,12 @@ def find_loss_coefficients(loss: str) -> dict[str, str]:
     A built-in loss is looked up here, without torch. Any other loss declares its keys in its entry
     of `rl.losses.LOSSES`. Raises BadRequestError for a loss without an entry.
     """
-    keys = {
-        "clip_low": "clip_low_threshold",
-        "clip_high": "clip_high_threshold",
-        "entropy_coef": "entropy_coef",
-    }
-    if loss in ("ppo", "cispo", "gspo"):
-        return keys
-    if loss == "importance_sampling":
-        return {"entropy_coef": keys["entropy_coef"]}
+    if loss in POLICY_LOSSES:
+        return {name: _CONFIG_KEYS[name] for name in POLICY_LOSSES[loss].coefficients}
     from rl.losses import get_loss  # registering the loss has already imported torch
 
     known = get_loss(loss).known_config
-    return {name: key for name, key in keys.items() if key in known}
+    return {name: key for name, key in _CONFIG_KEYS.items() if key in known}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,13 +255,14 @@ class GrpoSettings:
     @property
     def interpolates_proximal(self) -> bool:
         """Return whether ratios are taken against the proximal policy interpolated by the age of
-        tokens; the default of PPO's loss for off-policy tokens (measured).
+        tokens; by default if the loss says so and tokens may be off-policy.
         """
         options, uncorrected = (
             self.correction,
             self.policy_gradient.truncated_is is None and self.correction.correction == "none",
         )
-        off_policy = self.flow.max_steps_off_policy > 0 and self.policy_gradient.loss == "ppo"
+        loss = POLICY_LOSSES.get(self.policy_gradient.loss, PolicyLoss())
+        off_policy = self.flow.max_steps_off_policy > 0 and loss.interpolates_proximal
         return options.proximal == "interpolated" or (
             options.proximal is None and uncorrected and off_policy
         )

@@ -37,9 +37,8 @@ class Offline(Method):
 
     def __init__(self, settings: OfflineSettings):
         super().__init__(settings)
-        self.options = options = settings.offline
-        learned = options.baseline == "learned" and options.loss != "bc"
-        self.value_head = options.loss == "ilql" or learned
+        self.options = settings.offline
+        self.value_head = self.options.learns_value
         self._row_indices: list[int] = []  # the row of each answer of the batch
 
     def required_models(self, factory: ModelFactory) -> dict[str, Any]:
@@ -89,16 +88,16 @@ class Offline(Method):
             make_answer_datum(row, answer, renderer) for row in rows for answer in row.answers
         ]
         self._row_indices = [i for i, row in enumerate(rows) for _ in row.answers]
-        if self.options.loss == "bc":
+        if self.options.loss_spec.selects_answers:
             return [_rename_loss_input(datum, "mask", "weights") for datum in datums]
         datums = self._add_behavior_logprobs(datums, answers, models)
-        if self.options.loss == "ilql":
+        if self.options.loss_spec.learns_value:
             values = models.policy.compute_values([d.model_input for d in datums]).result()
             return [
                 self._make_q_datum(d, a.reward, v)
                 for d, a, v in zip(datums, answers, values, strict=True)
             ]
-        if self.options.baseline == "learned":
+        if self.options.subtracts_value:
             values = models.policy.compute_values([d.model_input for d in datums]).result()
             return [
                 _set_advantages(d, a.reward - v, a.reward)
@@ -161,13 +160,13 @@ class Offline(Method):
         `optim/kl_behaviour_...` compares the behavior policy with the learner. Online methods call
         this metric `optim/kl_sample_train_...` and compare the sampler with the learner.
         """
-        settings, options = self.settings, self.options
+        settings = self.settings
         metrics = train_single_pass(
             models,
             datums,
             settings,
             progress,
-            loss="cross_entropy" if options.loss == "bc" else options.loss,
+            loss=self.options.loss_spec.name,
             config=self._config(),
             rows=self._row_indices,
         )
@@ -180,21 +179,11 @@ class Offline(Method):
 
     def _config(self) -> dict[str, Any]:
         """Return the config of the loss."""
-        options = self.options
-        config: dict[str, Any] = (
-            {"temperature": self.settings.sampling.temperature} if options.loss != "bc" else {}
-        )
-        if options.loss == "ilql":
-            return {
-                **config,
-                "tau": options.tau,
-                "cql_coef": options.cql_coef,
-                "expectile": options.expectile,
-                "value_coef": options.value_coef,
-            }
-        if options.loss == "dro":
-            config["beta"] = options.beta
-        if options.baseline == "learned" and options.loss != "bc":
+        options, config = self.options, dict[str, Any]()
+        if options.needs_behavior_logprobs:
+            config["temperature"] = self.settings.sampling.temperature
+        config |= {name: getattr(options, name) for name in options.loss_spec.config}
+        if options.learns_value:
             config["value_coef"] = options.value_coef
         return config
 

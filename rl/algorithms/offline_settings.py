@@ -56,6 +56,40 @@ class RolloutDataSettings(DataSettings):
             require(self, (name,), False, reason, "set dataset")
 
 
+@dataclass(frozen=True)
+class OfflineLoss:
+    """Describe a loss on stored answers.
+
+    name                its entry in `rl.losses.LOSSES`
+    options             the settings that only this loss reads
+    config              those of them that are also keys of its config
+    subtracts_baseline  whether a baseline is subtracted from the rewards
+    learns_value        whether it always trains a value head
+    selects_answers     whether it learns the best answers, and reads neither rewards nor behavior
+                        logprobs of those
+    """
+
+    name: str
+    options: tuple[str, ...] = ()
+    config: tuple[str, ...] = ()
+    subtracts_baseline: bool = False
+    learns_value: bool = False
+    selects_answers: bool = False
+
+
+OFFLINE_LOSSES: dict[str, OfflineLoss] = {
+    "dro": OfflineLoss("dro", ("beta",), ("beta",), subtracts_baseline=True),
+    "importance_sampling": OfflineLoss("importance_sampling", subtracts_baseline=True),
+    "bc": OfflineLoss("cross_entropy", selects_answers=True),
+    "ilql": OfflineLoss(
+        "ilql",
+        ("gamma", "tau", "cql_coef", "expectile"),
+        ("tau", "cql_coef", "expectile"),
+        learns_value=True,
+    ),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class OfflineOptions:
     """Configure the way stored rewards become gradients."""
@@ -83,10 +117,12 @@ class OfflineOptions:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        if self.loss not in OFFLINE_LOSSES:
+            raise ValueError(f"unknown loss {self.loss!r}: expected {', '.join(OFFLINE_LOSSES)}")
         filters = [
             name for name in ("top_fraction", "reward_threshold") if getattr(self, name) is not None
         ]
-        if (self.loss == "bc") != (len(filters) == 1):
+        if self.loss_spec.selects_answers != (len(filters) == 1):
             raise ValueError(
                 f"loss bc needs either top_fraction (such as 0.25) or reward_threshold (such as 1), other losses neither; got loss {self.loss} "
                 f"with {' and '.join(filters) or 'neither'}"
@@ -95,35 +131,39 @@ class OfflineOptions:
 
     def _check_used(self) -> None:
         """Raise ValueError if a setting is set that the loss does not use."""
-        learns_value = self.loss == "ilql" or (self.baseline == "learned" and self.loss != "bc")
         reason = f"the loss is {self.loss}"
-        require(
-            self,
-            ("baseline",),
-            self.loss in ("dro", "importance_sampling"),
-            reason,
-            "set loss to dro or importance_sampling",
-        )
-        require(self, ("beta",), self.loss == "dro", reason, "set loss to dro")
-        require(
-            self,
-            ("gamma", "tau", "cql_coef", "expectile"),
-            self.loss == "ilql",
-            reason,
-            "set loss to ilql",
-        )
+        with_baseline = [name for name, spec in OFFLINE_LOSSES.items() if spec.subtracts_baseline]
+        remedy = f"set loss to {' or '.join(with_baseline)}"
+        require(self, ("baseline",), self.loss_spec.subtracts_baseline, reason, remedy)
+        for name, spec in OFFLINE_LOSSES.items():
+            require(self, spec.options, self.loss == name, reason, f"set loss to {name}")
         require(
             self,
             ("value_coef",),
-            learns_value,
+            self.learns_value,
             f"no value is learned ({reason})",
             "set loss to ilql, or baseline to learned",
         )
 
     @property
+    def loss_spec(self) -> OfflineLoss:
+        """Return the description of the loss."""
+        return OFFLINE_LOSSES[self.loss]
+
+    @property
+    def subtracts_value(self) -> bool:
+        """Return whether the baseline of the rewards is a value head."""
+        return self.baseline == "learned" and self.loss_spec.subtracts_baseline
+
+    @property
+    def learns_value(self) -> bool:
+        """Return whether a value head is trained."""
+        return self.loss_spec.learns_value or self.subtracts_value
+
+    @property
     def needs_behavior_logprobs(self) -> bool:
         """Return whether the loss uses the behavior logprobs of the answers."""
-        return self.loss != "bc"
+        return not self.loss_spec.selects_answers
 
 
 @dataclass(frozen=True, kw_only=True)

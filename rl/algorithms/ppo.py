@@ -24,7 +24,6 @@ from rl.algorithms.renamed_classes import make_getattr
 from rl.algorithms.update import (
     LossCall,
     UpdateSums,
-    add_loss_inputs,
     compute_divisor,
     correct_by_settings,
     make_adam_params,
@@ -74,7 +73,7 @@ class PPO(ReferenceMethod):
         values_D = iter((models.critic or models.policy).compute_values(whole).result())
         fields, charges = self._score_reference(flat, models)
         charges_D = iter(charges)
-        credited: list[Datum] = []
+        episodes: list[tuple[EpisodeTokens, dict[str, np.ndarray]]] = []
         for trajectory, (parts, turns_D), rewards_N in zip(
             trajectories, parts_I, rewards_I_N, strict=True
         ):
@@ -92,12 +91,22 @@ class PPO(ReferenceMethod):
                 rewards, values, gamma=options.gamma, lam=options.gae_lambda, bootstrap=bootstrap
             )
             trajectory.advantage = float(advantages.mean())
-            credited += episode.make_datums(
-                advantages=advantages, returns=advantages + values, values_old=values
-            )
-        credited = [add_loss_inputs(d, **extra) for d, extra in zip(credited, fields, strict=True)]
+            columns = {
+                "advantages": advantages,
+                "returns": advantages + values,
+                "values_old": values,
+            }
+            episodes.append((episode, columns))
+        if options.normalise_advantages:
+            _normalize_advantages(episodes)
+        fields_D = iter(fields)
+        credited = [
+            datum
+            for episode, columns in episodes
+            for datum in episode.make_datums([next(fields_D) for _ in episode.parts], **columns)
+        ]
         self._value_metrics = _compute_value_metrics(credited)
-        return _normalize_advantages(credited) if options.normalise_advantages else credited
+        return credited
 
     def _score_reference(
         self, datums: Sequence[Datum], models: Models
@@ -242,17 +251,18 @@ def _compute_value_metrics(datums: Sequence[Datum]) -> dict[str, float]:
     }
 
 
-def _normalize_advantages(datums: Sequence[Datum]) -> list[Datum]:
-    """Scale advantages to mean 0 and std 1 over all actions."""
-    advantages = _gather_actions(datums, "advantages")
-    normalised = []
-    for datum in datums:
-        inputs = datum.loss_fn_inputs
-        scaled = (inputs["advantages"].array - advantages.mean()) / (advantages.std() + 1e-8)
-        normalised.append(
-            add_loss_inputs(datum, advantages=np.where(inputs["mask"].array != 0, scaled, 0.0))
-        )
-    return normalised
+def _normalize_advantages(
+    episodes: Sequence[tuple[EpisodeTokens, dict[str, np.ndarray]]],
+) -> None:
+    """Scale the advantages of all episodes to mean 0 and std 1 over all actions, in place."""
+    # rounded as the datums hold them, and in the order of the datums
+    rounded = [columns["advantages"].astype(np.float32).astype(float) for _, columns in episodes]
+    everything = np.concatenate(
+        [values[episode.positions] for (episode, _), values in zip(episodes, rounded, strict=True)]
+    )
+    mean, std = everything.mean(), everything.std()
+    for (_, columns), values in zip(episodes, rounded, strict=True):
+        columns["advantages"] = (values - mean) / (std + 1e-8)
 
 
 def _split_minibatches(

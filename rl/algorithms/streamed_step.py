@@ -42,7 +42,9 @@ class StreamedStep:
         self.datums: list[Datum] = []  # as passed to the loss
         self.batch_datums: list[Datum] = []
         self._futures: list[Any] = []
+        # metrics of each part, with the number of its tokens or of its answers
         self._correction_metrics: list[tuple[int, dict[str, float]]] = []
+        self._shaping_metrics: list[tuple[int, dict[str, float]]] = []
         self._no_signal_groups: list[
             TrajectoryGroup
         ] = []  # the first group, until a group has a signal
@@ -52,6 +54,8 @@ class StreamedStep:
         if not groups:
             return
         groups = self.method.shape_rewards(groups)
+        answers = sum(len(group.trajectories_G) for group in groups)
+        self._shaping_metrics.append((answers, self.method.shaper.metrics))
         datums = self.method.compute_advantages(groups, self.models, keep_first=False)
         if datums:
             self._train(datums)
@@ -94,25 +98,27 @@ class StreamedStep:
             "optim/substeps": 1,
             "optim/minibatches": len(outputs),
             **compute_loss_metrics(totals.sums, self.datums, kind),
-            **self._merge_part_metrics(),
-            **method.shaper.metrics,
+            **self._merge_correction_metrics(),
+            **_merge_part_metrics(self._shaping_metrics),
         }
 
-    def _merge_part_metrics(self) -> dict[str, float]:
-        """Merge the metrics measured before each part's gradient: means weighted by sampled tokens,
-        maxima of maxima.
-        """
-        merged: dict[str, float] = {}
-        for name in dict.fromkeys(name for _, part in self._correction_metrics for name in part):
-            parts = [
-                (tokens, part[name]) for tokens, part in self._correction_metrics if name in part
-            ]
-            total = sum(tokens for tokens, _ in parts) or 1
-            merged[name] = (
-                max_or_nan([value for _, value in parts])
-                if "max" in name
-                else sum(t * v for t, v in parts) / total
-            )
+    def _merge_correction_metrics(self) -> dict[str, float]:
+        """Merge the metrics measured before each part's gradient."""
+        merged = _merge_part_metrics(self._correction_metrics)
         if "optim/correction_ess" in merged:
             merged["optim/correction_ess"] = merge_effective_sample_size(self._correction_metrics)
         return merged
+
+
+def _merge_part_metrics(parts: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
+    """Merge the metrics of parts: means weighted by each part's number, maxima of maxima."""
+    merged: dict[str, float] = {}
+    for name in dict.fromkeys(name for _, metrics in parts for name in metrics):
+        values = [(number, metrics[name]) for number, metrics in parts if name in metrics]
+        total = sum(number for number, _ in values) or 1
+        merged[name] = (
+            max_or_nan([value for _, value in values])
+            if "max" in name
+            else sum(number * value for number, value in values) / total
+        )
+    return merged

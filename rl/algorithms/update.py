@@ -430,14 +430,14 @@ def has_gradient(datums: Sequence[Datum], loss: str, config: Mapping[str, float]
         list_enabled_terms,
     )
 
-    if loss == "cross_entropy":
+    spec = get_loss(loss)
+    if spec.needs_weights:
         return any(
             "weights" not in datum.loss_fn_inputs or datum.loss_fn_inputs["weights"].array.any()
             for datum in datums
         )
     if all("mask" in datum.loss_fn_inputs for datum in datums) and not count_action_tokens(datums):
         return False
-    spec = get_loss(loss)
     if not spec.needs_advantages or (spec.terms and list_enabled_terms(config)):
         return True
     return any(datum.loss_fn_inputs["advantages"].array.any() for datum in datums)

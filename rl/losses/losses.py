@@ -279,6 +279,8 @@ class LossSpec:
                       kernel exists and a GPU uses the plain formula
     needs_advantages  the gradient is proportional to the advantages: if all are 0, only an added
                       term has a gradient
+    needs_weights     the gradient is proportional to the weights of the tokens, which are 1 where a
+                      datum has none
     as_sampled        evaluated at the temperature of the last sampling, unless the config sets a
                       temperature
     terms             accepts the terms of rl.losses.loss_terms: their fields and config keys are
@@ -300,6 +302,7 @@ class LossSpec:
     soft_targets: bool = False
     fused_kind: str | None = None
     needs_advantages: bool = False
+    needs_weights: bool = False
     at_sampling_temperature: bool = False
     terms: bool = False
     needs_mask: bool = False
@@ -437,7 +440,12 @@ def _policy_gradient_spec(
 
 LOSSES: dict[str, LossSpec] = {
     "cross_entropy": LossSpec(
-        cross_entropy, ("target_tokens",), ("weights",), ("token_accuracy",), soft_targets=True
+        cross_entropy,
+        ("target_tokens",),
+        ("weights",),
+        ("token_accuracy",),
+        soft_targets=True,
+        needs_weights=True,
     ),
     "importance_sampling": _policy_gradient_spec(
         importance_sampling, needs_advantages=True, fused_kind="importance_sampling", logprobs=False

@@ -77,7 +77,7 @@ def load_stored_answers(
     )
     return (
         filter_answers(problems, offline.top_fraction, offline.reward_threshold)
-        if offline.loss == "bc"
+        if offline.loss_spec.selects_answers
         else problems
     )
 
