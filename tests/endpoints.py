@@ -9,9 +9,9 @@ from starlette.applications import Starlette
 from rl import ServiceClient
 from rl.client import SampleStream
 from rl.models import load_tokenizer
+from rl.programs.loop_server import LoopServer
 from rl.renderers import get_renderer
 from rl.serve.agent_sessions import AgentSessions
-from rl.serve.loop_server import LoopServer
 from rl.serve.openai_routes import make_openai_routes
 from rl.serve.serving_engine import ServedModel
 from rl.types import ModelInput, SampledSequence, SampleResponse

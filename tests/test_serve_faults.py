@@ -14,9 +14,9 @@ from test_serve_sdk import outputs, sampled, texts
 
 from rl.client import ServiceClient
 from rl.learner import LearnerSettings
+from rl.programs.loop_server import LoopServer
 from rl.runtime import WorkerSettings
 from rl.serve.app import make_error_response
-from rl.serve.loop_server import LoopServer
 from rl.types import AdamParams, ModelInput, SamplingParams
 
 pytestmark = [pytest.mark.sdk, pytest.mark.slow]

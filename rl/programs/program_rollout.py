@@ -22,18 +22,19 @@ from functools import cache
 from typing import Any
 
 from rl.envs import EpisodeLimits, last_user_text
+from rl.programs.loop_server import LoopServer
 from rl.renderers import Renderer
 from rl.rewards import SupervisedProcess
-from rl.serve.agent_sessions import (
+from rl.serve import (
     AgentSession,
     AgentSessions,
+    OpenAIRequestError,
     SampledTurn,
     SamplingBackend,
+    ServedModel,
+    make_openai_routes,
     make_turn_logs,
 )
-from rl.serve.loop_server import LoopServer
-from rl.serve.request_fields import OpenAIRequestError
-from rl.serve.serving_engine import ServedModel
 from rl.types import Message, SampledSequence, SampleResponse, SamplingParams
 
 _FIRST_REQUEST_SECONDS = (
@@ -312,8 +313,6 @@ class LiveEndpoint:
     def _make_application(self) -> Any:
         """Return the ASGI application with the OpenAI-style routes."""
         from starlette.applications import Starlette
-
-        from rl.serve.openai_routes import make_openai_routes
 
         return Starlette(routes=make_openai_routes(_NoBackend(), self.episodes))
 
