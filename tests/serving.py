@@ -16,6 +16,7 @@ import pytest
 
 TestClient = pytest.importorskip("starlette.testclient", reason="needs the extra serve").TestClient
 pytest.importorskip("google.protobuf", reason="needs the extra serve")
+pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
 from rl.learner import LearnerSettings  # noqa: E402
 from rl.runtime import WorkerSettings  # noqa: E402

@@ -17,7 +17,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from rl.serve.chat_page_route import is_page_request
@@ -47,7 +47,7 @@ def make_app(engine: ServingEngine, routes: Sequence[BaseRoute], links: UrlSigne
         )
 
     async def metrics(request: Request) -> Response:
-        return PlainTextResponse(engine.metrics.render(), media_type="text/plain; version=0.0.4")
+        return Response(engine.metrics.render(), media_type="text/plain; version=0.0.4")
 
     built_in_routes = [Route(path, health) for path in KEYLESS_PATHS] + [Route("/metrics", metrics)]
     handlers = {
@@ -118,7 +118,7 @@ class RequestGuard:
         # open requests by owner; None: requests without a valid key, which get 401 at once
         self._open_by_owner: Counter[str | None] = Counter()
         self._keys = [(key.encode(), compute_owner_id(key)) for key in engine.settings.keys]
-        engine.metrics.gauges["open_requests"] = lambda: float(self.open_count)
+        engine.metrics.add_gauge("open_requests", value=lambda: self.open_count)
 
     async def __call__(self, scope: Scope, receive: ReceiveFn, send: Send) -> None:
         if scope["type"] != "http":
