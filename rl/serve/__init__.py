@@ -10,7 +10,6 @@ from rl.serve.agent_sessions import (
 from rl.serve.app import make_app
 from rl.serve.http_errors import HttpError
 from rl.serve.openai_routes import make_openai_routes
-from rl.serve.request_fields import OpenAIRequestError
 from rl.serve.serve_settings import ServedBaseModel, ServeLimits, ServeSettings, compute_owner_id
 from rl.serve.server import ModelServer, main
 from rl.serve.serving_engine import ServedModel, ServingEngine
@@ -20,7 +19,6 @@ __all__ = [
     "AgentSessions",
     "HttpError",
     "ModelServer",
-    "OpenAIRequestError",
     "SampledTurn",
     "SamplingBackend",
     "ServeLimits",
