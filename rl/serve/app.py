@@ -84,7 +84,7 @@ class RequestGuard:
         # open requests by owner; None: requests without a valid key, which get 401 at once
         self._open_by_owner: Counter[str | None] = Counter()
         self._keys = [(key.encode(), compute_owner_id(key)) for key in engine.settings.keys]
-        engine.metrics.add_gauge("open_requests", value=lambda: self.open_count)
+        engine.metrics.set_gauge("open_requests", lambda: self.open_count)
 
     async def __call__(self, scope: Scope, receive: ReceiveFn, send: Send) -> None:
         if scope["type"] != "http":

@@ -5,6 +5,7 @@ Models are in memory or written to disk. The work runs on the thread of `Serving
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
@@ -49,15 +50,13 @@ class ModelManager:
         self.session_store = session_store
         self._snapshots: OrderedDict[Path, SamplingClient] = OrderedDict()
         engine.queue.has_others = session_store.has_other_tenants = self.has_other_tenants
-        engine.metrics.add_gauge(
-            "models",
-            in_memory=lambda: self._count_models(loaded=True),
-            written_out=lambda: self._count_models(loaded=False),
-        )
-        engine.metrics.add_gauge("samplers", value=lambda: len(session_store.samplers))
-        engine.metrics.add_gauge(
+        for state, loaded in (("in_memory", True), ("written_out", False)):
+            count = functools.partial(self._count_models, loaded)
+            engine.metrics.set_gauge("models", count, state=state)
+        engine.metrics.set_gauge("samplers", lambda: len(session_store.samplers))
+        engine.metrics.set_gauge(
             "sessions",
-            value=lambda: sum(
+            lambda: sum(
                 session.finished is None for session in list(session_store.sessions.values())
             ),
         )

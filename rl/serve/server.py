@@ -120,7 +120,7 @@ class ModelServer:
             RequestStore(limits.result_seconds, limits.told_seconds, limits.held_bytes),
         )
         request_store.has_others = model_manager.has_other_tenants
-        engine.metrics.add_gauge("held_bytes", value=lambda: request_store.total_bytes)
+        engine.metrics.set_gauge("held_bytes", lambda: request_store.total_bytes)
         if settings.resume and session_store.has_saved_sessions():
             session_store.load_sessions({base.name: base for base in settings.bases})
             for model in session_store.models.values():

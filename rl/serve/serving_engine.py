@@ -71,7 +71,7 @@ class ServingEngine:
         # the active batches
         self._streams: dict[BatchKey, tuple[SampleStream, dict[int, SamplingJob]]] = {}
         self._thread = threading.Thread(target=self._loop, name="whetstone-desk", daemon=True)
-        self.metrics.add_gauge("queued", value=lambda: len(self.queue))
+        self.metrics.set_gauge("queued", lambda: len(self.queue))
 
     def start(self) -> None:
         """Start the engine's thread."""

@@ -21,18 +21,18 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("which",),
     ),
 }
-_GAUGES = {
-    "open_requests": "Requests in progress.",
-    "queued": "Accepted requests that have not started.",
-    "held_bytes": "Bytes of waiting requests and stored results.",
-    "sessions": "Live sessions.",
-    "models": "Training clients, by location (memory or disk).",
-    "samplers": "Sampling sessions.",
+_GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "open_requests": ("Requests in progress.", ()),
+    "queued": ("Accepted requests that have not started.", ()),
+    "held_bytes": ("Bytes of waiting requests and stored results.", ()),
+    "sessions": ("Live sessions.", ()),
+    "models": ("Training clients, by location (memory or disk).", ("state",)),
+    "samplers": ("Sampling sessions.", ()),
 }
 
 
 class _PlainCounter(Counter):
-    """A counter without the series <name>_created, which prometheus_client adds."""
+    """Count without the series <name>_created, which prometheus_client adds."""
 
     def collect(self) -> Iterable[Metric]:
         """Yield the metric."""
@@ -53,21 +53,20 @@ class ServingMetrics:
             name: _PlainCounter(f"whetstone_{name}", text, labels, registry=self._registry)
             for name, (text, labels) in _COUNTERS.items()
         }
+        self._gauges = {
+            name: Gauge(f"whetstone_{name}", text, labels, registry=self._registry)
+            for name, (text, labels) in _GAUGES.items()
+        }
 
     def increment(self, name: str, amount: float = 1.0, **labels: str) -> None:
         """Increase a counter by `amount`."""
         counter = self._counters[name]
         (counter.labels(**labels) if labels else counter).inc(amount)
 
-    def add_gauge(self, name: str, **functions: Callable[[], float]) -> None:
-        """Add a gauge, whose value a function returns.
-
-        `functions`: the function as `value`, or a function for each value of the label `state`.
-        """
-        labels = () if "value" in functions else ("state",)
-        gauge = Gauge(f"whetstone_{name}", _GAUGES[name], labels, registry=self._registry)
-        for state, function in functions.items():
-            (gauge.labels(state) if labels else gauge).set_function(function)
+    def set_gauge(self, name: str, function: Callable[[], float], **labels: str) -> None:
+        """Set the function that returns the value of a gauge."""
+        gauge = self._gauges[name]
+        (gauge.labels(**labels) if labels else gauge).set_function(function)
 
     def get_value(self, name: str, **labels: str) -> float:
         """Return the value of a counter, 0 if it was never increased."""
