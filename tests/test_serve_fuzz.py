@@ -16,7 +16,7 @@ from serving import BASE, PROTOBUF, Wire, server
 from test_serve import KEYS, rewarded, texts
 
 from rl.losses import LOSSES
-from rl.serve import tinker_protobuf
+from rl.serve import tinker_pb2
 
 pytestmark = pytest.mark.slow
 COUNT = 2100
@@ -109,10 +109,10 @@ def bent(rng, tree, foreign):
 def wild_tensor(rng, tensor):
     dtype = rng.choice(
         [
-            tinker_protobuf.FLOAT32,
-            tinker_protobuf.INT64,
-            tinker_protobuf.INT32,
-            tinker_protobuf.BFLOAT16,
+            tinker_pb2.DTYPE_FLOAT32,
+            tinker_pb2.DTYPE_INT64,
+            tinker_pb2.DTYPE_INT32,
+            tinker_pb2.DTYPE_BFLOAT16,
             0,
             77,
         ]
@@ -173,7 +173,7 @@ def wild_chunk(rng, chunk):
 def wild_training(rng, model, seq):
     """A ForwardBackwardRequest that parses: a good one of which something is wild."""
     losses = [*LOSSES, "stable_reinforce", "", "../x"]
-    message = tinker_protobuf.MESSAGES["ForwardBackwardRequest"](
+    message = tinker_pb2.ForwardBackwardRequest(
         model_id=model, seq_id=seq, loss_fn=str(rng.choice(losses))
     )
     message.forward_only = bool(rng.random() < 0.4)
@@ -204,7 +204,7 @@ def wild_training(rng, model, seq):
                 tensor = datum.loss_fn_inputs[name]
                 tensor.dense, tensor.dtype = (
                     good.tobytes(),
-                    tinker_protobuf.INT64 if name == "target_tokens" else tinker_protobuf.FLOAT32,
+                    tinker_pb2.DTYPE_INT64 if name == "target_tokens" else tinker_pb2.DTYPE_FLOAT32,
                 )
         for spans in (datum.model_input_spans, datum.loss_fn_input_spans):
             if rng.random() < 0.1:

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from rl.client import TrainingClient
 from rl.distributed import checkpoint_folder
 from rl.errors import BadRequestError
-from rl.serve import conversion, tinker_protobuf
+from rl.serve import conversion, tinker_pb2
 from rl.serve.compression import decompress, is_zstd_available
 from rl.serve.encoded_results import PROTOBUF_TYPE
 from rl.serve.http_errors import HttpError
@@ -358,7 +358,7 @@ class TinkerTrainingRoutes:
         def parse() -> tuple[Any, bytes, int]:
             body = decompress(raw, encoding, max_bytes)
             return (
-                tinker_protobuf.parse_message("ForwardBackwardRequest", body),
+                conversion.parse_message(tinker_pb2.ForwardBackwardRequest, body),
                 compute_digest(raw),
                 len(body),
             )
