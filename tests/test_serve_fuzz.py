@@ -20,6 +20,7 @@ from rl.serve import tinker_pb2
 
 pytestmark = pytest.mark.slow
 COUNT = 2100
+SERVER_PATHS = ("/healthz", "/api/v1/healthz", "/metrics", "/openapi.json", "/docs")
 TRACES = re.compile(r'Traceback|\.py\b|File "|0x[0-9a-f]{6}')
 EXTREME = [0, -1, 1, 2**31 - 1, 2**31, -(2**31), 2**63 - 1, 2**63, -(2**63) - 1, 10**400]
 STRANGE = [
@@ -421,7 +422,7 @@ class Fuzzer:
             ("GET", "/session/a"): {},
             ("DELETE", "/session/b"): {},
         }
-        return found | {("GET", path): {} for path in ("/healthz", "/api/v1/healthz", "/metrics")}
+        return found | {("GET", path): {} for path in SERVER_PATHS}
 
     def ask(self, method, path, body):
         """One JSON request; its path's own words are bent as well, now and then."""

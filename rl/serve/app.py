@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from rl.serve.api_routes import make_description_routes
 from rl.serve.chat_page_route import is_page_request
 from rl.serve.http_errors import HttpError, make_error_response, to_http_error
 from rl.serve.json_response import SafeJSONResponse
@@ -38,7 +39,7 @@ KEYLESS_PATHS = ("/healthz", "/api/v1/healthz")  # served without a key
 
 
 def make_app(engine: ServingEngine, routes: Sequence[BaseRoute], links: UrlSigner) -> Any:
-    """Return an ASGI application with `routes`, /healthz and /metrics."""
+    """Return an ASGI application with `routes`, /healthz, /metrics, /openapi.json and /docs."""
 
     async def health(request: Request) -> Response:
         status = "ending" if engine.is_shutting_down else "ok"
@@ -52,7 +53,8 @@ def make_app(engine: ServingEngine, routes: Sequence[BaseRoute], links: UrlSigne
     built_in_routes = [Route(path, health) for path in KEYLESS_PATHS] + [Route("/metrics", metrics)]
     # Starlette raises an error again where a handler of Exception alone has answered it
     handlers = dict.fromkeys((HttpError, HTTPException, ValueError, Exception), _handle_error)
-    app = Starlette(routes=[*built_in_routes, *routes], exception_handlers=handlers)
+    all_routes = [*built_in_routes, *routes, *make_description_routes(routes)]
+    app = Starlette(routes=all_routes, exception_handlers=handlers)
     return RequestGuard(app, engine, links)
 
 
