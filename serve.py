@@ -134,7 +134,7 @@ if __name__ == "__main__":
 
         lacking = [
             name
-            for name in ("starlette", "uvicorn", "google")
+            for name in ("fastapi", "starlette", "uvicorn", "google", "prometheus_client")
             if importlib.util.find_spec(name) is None
         ]
         if lacking:

@@ -409,7 +409,7 @@ def find_classes() -> dict[str, ast.ClassDef]:
     """
     folders = (ROOT / "rl" / "envs", ROOT / "rl" / "integrations")
     files = [file for folder in folders for file in folder.rglob("*.py")]
-    files.append(ROOT / "rl" / "serve" / "program_env.py")
+    files.append(ROOT / "rl" / "programs" / "program_env.py")
     return {
         node.name: node
         for file in sorted(files)

@@ -98,16 +98,14 @@ class Server:
 
 
 def body(model: str, seq: int, rows: list[list[int]]) -> bytes:
-    from rl.serve import tinker_protobuf
+    from rl.serve import tinker_pb2
 
-    message = tinker_protobuf.MESSAGES["ForwardBackwardRequest"](
-        model_id=model, seq_id=seq, loss_fn="cross_entropy"
-    )
+    message = tinker_pb2.ForwardBackwardRequest(model_id=model, seq_id=seq, loss_fn="cross_entropy")
     for row in rows:
         datum = message.data.add()
         datum.model_input.add().encoded_text.tokens = np.asarray(row[:-1], "<i4").tobytes()
         targets = datum.loss_fn_inputs["target_tokens"]
-        targets.dense, targets.dtype = np.asarray(row[1:], "<i8").tobytes(), tinker_protobuf.INT64
+        targets.dense, targets.dtype = np.asarray(row[1:], "<i8").tobytes(), tinker_pb2.DTYPE_INT64
         targets.shape.append(len(row) - 1)
     return message.SerializeToString()
 

@@ -9,9 +9,10 @@ from starlette.applications import Starlette
 from rl import ServiceClient
 from rl.client import SampleStream
 from rl.models import load_tokenizer
+from rl.programs.loop_server import LoopServer
 from rl.renderers import get_renderer
 from rl.serve.agent_sessions import AgentSessions
-from rl.serve.loop_server import LoopServer
+from rl.serve.http_errors import HttpError
 from rl.serve.openai_routes import make_openai_routes
 from rl.serve.serving_engine import ServedModel
 from rl.types import ModelInput, SampledSequence, SampleResponse
@@ -37,9 +38,7 @@ class TinyDesk:
 
     async def sample(self, model, prompt_ids, num_samples, sampling_params, *, owner, **what):
         if model not in (None, self.base):
-            error = ValueError(f"there is no model {model!r}")
-            error.status = 404
-            raise error
+            raise HttpError(404, f"there is no model {model!r}")
         show = what.pop("show", None)
         self.asked.append((list(prompt_ids), num_samples, sampling_params, what))
         if show is not None:

@@ -16,10 +16,11 @@ import pytest
 
 TestClient = pytest.importorskip("starlette.testclient", reason="needs the extra serve").TestClient
 pytest.importorskip("google.protobuf", reason="needs the extra serve")
+pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
 from rl.learner import LearnerSettings  # noqa: E402
 from rl.runtime import WorkerSettings  # noqa: E402
-from rl.serve import ModelServer, ServedBaseModel, ServeLimits, ServeSettings, tinker_protobuf  # noqa: E402
+from rl.serve import ModelServer, ServedBaseModel, ServeLimits, ServeSettings, tinker_pb2  # noqa: E402
 from rl.types import Datum  # noqa: E402
 
 BASE = "tiny:ascii-small"
@@ -71,11 +72,11 @@ def server(folder: Path, *, keys: Sequence[str] = (), token_budget: int = 16384,
 
 
 def datum_message(datum: Datum) -> Any:
-    message = tinker_protobuf.MESSAGES["Datum"]()
+    message = tinker_pb2.Datum()
     for chunk in datum.model_input.chunks:
         if chunk.type == "image":
             message.model_input.add().image.MergeFrom(
-                tinker_protobuf.MESSAGES["ImageChunk"](data=chunk.data, format=chunk.format)
+                tinker_pb2.ImageChunk(data=chunk.data, format=chunk.format)
             )
         else:
             message.model_input.add().encoded_text.tokens = np.asarray(
@@ -85,7 +86,7 @@ def datum_message(datum: Datum) -> Any:
         tensor = message.loss_fn_inputs[name]
         tensor.dense, tensor.dtype = (
             data.array.tobytes(),
-            tinker_protobuf.FLOAT32 if data.dtype == "float32" else tinker_protobuf.INT64,
+            tinker_pb2.DTYPE_FLOAT32 if data.dtype == "float32" else tinker_pb2.DTYPE_INT64,
         )
         tensor.shape.extend(data.array.shape)
     return message
@@ -128,7 +129,7 @@ class Wire:
 
     def ask(self, model: str, seq: int, data: Sequence[Datum], loss: str = "cross_entropy", config: Mapping[str, float] | None = None,
             *, forward_only: bool = False, status: int = 200) -> dict[str, Any]:  # fmt: skip
-        message = tinker_protobuf.MESSAGES["ForwardBackwardRequest"](
+        message = tinker_pb2.ForwardBackwardRequest(
             model_id=model, seq_id=seq, loss_fn=loss, forward_only=forward_only
         )
         message.data.extend(datum_message(one) for one in data)
@@ -159,7 +160,7 @@ class Wire:
                 break
         assert answer.status_code == 200, (answer.status_code, answer.text)
         return (
-            tinker_protobuf.parse_message(kind, answer.content)
+            getattr(tinker_pb2, kind).FromString(answer.content)
             if kind and PROTOBUF in answer.headers["content-type"]
             else answer.json()
         )

@@ -14,7 +14,7 @@ REPO = Path(__file__).resolve().parent.parent
 # are the base: every package may import them.
 LAYERS = {
     9: ["trainer", "rlvr"],
-    8: ["algorithms"],
+    8: ["algorithms", "programs"],
     7: ["judges", "serve", "chat"],
     6: ["client", "integrations"],
     5: ["envs", "reporting", "memory_plan", "runtime"],

@@ -645,8 +645,12 @@ def test_no_body_makes_the_server_stumble(tiny):
 
 
 def test_a_server_that_ends_or_is_full_says_try_again():
-    from rl.serve.http_errors import HttpError, ShutdownError
-    from rl.serve.openai_serving import make_openai_error_response, to_openai_error
+    from rl.serve.http_errors import (
+        HttpError,
+        ShutdownError,
+        make_openai_error_response,
+        to_openai_error,
+    )
 
     for error, status in (
         (ShutdownError(), 503),
@@ -848,17 +852,17 @@ def test_a_request_that_comes_again_after_a_lost_answer_is_drawn_once(tiny):
 
 def test_nobody_sees_anothers_session():
     from rl.serve.agent_sessions import AgentSessions
-    from rl.serve.request_fields import OpenAIRequestError
+    from rl.serve.http_errors import HttpError
 
     sessions = AgentSessions(max_sessions=3)
     mine = sessions.get_or_create("me", "s")
     assert sessions.get_or_create("you", "s") is not mine and sessions.list_names("you") == ["s"]
-    with pytest.raises(OpenAIRequestError):
+    with pytest.raises(HttpError):
         sessions.find("they", "s")
     for name in "abc":
         sessions.get_or_create("me", name)
     # the oldest of whoever has most are forgotten
     assert sessions.list_names("me") == ["b", "c"] and sessions.list_names("you") == ["s"]
     for bad in ("", "a/b", "x" * 201, "a\nb"):
-        with pytest.raises(OpenAIRequestError):
+        with pytest.raises(HttpError):
             sessions.get_or_create("me", bad)

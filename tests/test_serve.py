@@ -18,7 +18,7 @@ from rl.images import get_image_reader
 from rl.learner import LearnerSettings
 from rl.losses import LOSSES
 from rl.runtime import WorkerSettings
-from rl.serve import tinker_protobuf
+from rl.serve import tinker_pb2
 from rl.serve.request_store import PendingRequest, RequestStore
 from rl.serve.served_models import end_session
 from rl.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
@@ -545,9 +545,7 @@ def test_nothing_leads_out_of_the_folder_and_no_body_breaks_in(wires, served):
         f"/api/v1/files/9999999999/{'0' * 64}/{model}/weights/a/state.json",
     ):
         assert wires.http.get(path).status_code == 404
-    good = tinker_protobuf.MESSAGES["ForwardBackwardRequest"](
-        model_id=model, seq_id=1, loss_fn="cross_entropy"
-    )
+    good = tinker_pb2.ForwardBackwardRequest(model_id=model, seq_id=1, loss_fn="cross_entropy")
     rng = np.random.default_rng(0)
     for i in range(300):
         raw = bytearray(good.SerializeToString() + rng.bytes(int(rng.integers(0, 60))))
@@ -872,7 +870,7 @@ def test_a_compressed_forward_backward_is_read_and_a_bomb_is_not(tmp_path):
         client = Wire(served)
         client.open()
         model, other, data = client.model(0), client.model(1), rewarded(3)
-        message = tinker_protobuf.MESSAGES["ForwardBackwardRequest"](
+        message = tinker_pb2.ForwardBackwardRequest(
             model_id=model, seq_id=1, loss_fn="importance_sampling"
         )
         message.data.extend(datum_message(one) for one in data)

@@ -14,9 +14,9 @@ from test_serve_sdk import outputs, sampled, texts
 
 from rl.client import ServiceClient
 from rl.learner import LearnerSettings
+from rl.programs.loop_server import LoopServer
 from rl.runtime import WorkerSettings
-from rl.serve.app import make_error_response
-from rl.serve.loop_server import LoopServer
+from rl.serve.http_errors import HttpError, make_error_response
 from rl.types import AdamParams, ModelInput, SamplingParams
 
 pytestmark = [pytest.mark.sdk, pytest.mark.slow]
@@ -65,7 +65,7 @@ class Faulty:
             )
             await send({"type": "http.response.body", "body": b"{", "more_body": True})
         else:
-            await make_error_response(status, "not now: try again")(scope, receive, send)
+            await make_error_response(HttpError(status, "not now: try again"))(scope, receive, send)
 
 
 async def _nowhere(message):

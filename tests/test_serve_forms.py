@@ -8,7 +8,7 @@ from serving import BASE, PROTOBUF, Wire, server
 from test_serve import WITHOUT_VALUES, _for_loss, texts
 
 from rl.client import ServiceClient
-from rl.serve import tinker_protobuf
+from rl.serve import tinker_pb2
 from rl.types import Datum, ModelInput, SamplingParams, TensorData
 
 
@@ -45,7 +45,7 @@ def fields_of(message):
     for record in message.loss_fn_outputs:
         found = [{} for _ in range(record.num_datums)]
         for name, field in record.fields.items():
-            dtype = np.dtype("<f4" if field.dtype == tinker_protobuf.FLOAT32 else "<i8")
+            dtype = np.dtype("<f4" if field.dtype == tinker_pb2.DTYPE_FLOAT32 else "<i8")
             offsets = np.frombuffer(field.offsets, "<i8")
             for i, (a, b) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
                 array = np.frombuffer(field.data[a:b], dtype).reshape(-1, *field.trailing_shape)
@@ -86,7 +86,7 @@ def test_what_a_loss_gives_is_the_same_in_both_forms(wires, forward_only):
             wires, wires.ask(model, seq, _for_loss(name), name, forward_only=forward_only)
         )
         assert raw.headers["content-type"].startswith(PROTOBUF), (name, raw.text)
-        check_rows(tinker_protobuf.parse_message("ForwardBackwardOutput", raw.content), plain)
+        check_rows(tinker_pb2.ForwardBackwardOutput.FromString(raw.content), plain)
 
 
 def test_logprobs_of_several_targets_a_position_are_the_same_in_both_forms(wires, tmp_path):
@@ -103,7 +103,7 @@ def test_logprobs_of_several_targets_a_position_are_the_same_in_both_forms(wires
             )
         )
     raw, plain = both(wires, wires.ask(wires.model(), 1, data))
-    check_rows(tinker_protobuf.parse_message("ForwardBackwardOutput", raw.content), plain)
+    check_rows(tinker_pb2.ForwardBackwardOutput.FromString(raw.content), plain)
     assert [row["logprobs"]["shape"] for row in plain["loss_fn_outputs"]] == [[3, 2], [5, 2]]
     with ServiceClient(output_dir=tmp_path) as service:
         here = (
@@ -132,7 +132,7 @@ def test_a_sample_is_the_same_in_both_forms(wires, tmp_path):
         raw, plain = both(
             wires, wires.ask_sample(sampler, seq, [5, 6, 7], 2, seed=4, max_tokens=3 + seq, **asked)
         )
-        message = tinker_protobuf.parse_message("SampleResponse", raw.content)
+        message = tinker_pb2.SampleResponse.FromString(raw.content)
         assert len(message.sequences) == len(plain["sequences"]) == 2 and plain["type"] == "sample"
         for one, other in zip(message.sequences, plain["sequences"], strict=True):
             assert (
@@ -140,7 +140,7 @@ def test_a_sample_is_the_same_in_both_forms(wires, tmp_path):
                 and len(other["tokens"]) > 0
             )
             assert np.array_equal(np.frombuffer(one.logprobs, "<f4"), np.float32(other["logprobs"]))
-            assert {tinker_protobuf.STOP: "stop", tinker_protobuf.LENGTH: "length"}[
+            assert {tinker_pb2.STOP_REASON_STOP: "stop", tinker_pb2.STOP_REASON_LENGTH: "length"}[
                 one.stop_reason
             ] == other["stop_reason"]
         assert message.prompt_cache_hit_tokens == plain["prompt_cache_hit_tokens"]
@@ -251,6 +251,6 @@ def test_numbers_that_are_none_travel_in_both_forms(wires):
         if "error" in plain:
             assert raw.json() == plain and plain["category"] == "user"
         else:
-            check_rows(tinker_protobuf.parse_message("ForwardBackwardOutput", raw.content), plain)
+            check_rows(tinker_pb2.ForwardBackwardOutput.FromString(raw.content), plain)
     raw, plain = both(wires, wires.step(model, 5))
     assert raw.json() == plain and ("error" in plain or "metrics" in plain)

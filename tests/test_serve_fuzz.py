@@ -16,10 +16,11 @@ from serving import BASE, PROTOBUF, Wire, server
 from test_serve import KEYS, rewarded, texts
 
 from rl.losses import LOSSES
-from rl.serve import tinker_protobuf
+from rl.serve import tinker_pb2
 
 pytestmark = pytest.mark.slow
 COUNT = 2100
+SERVER_PATHS = ("/healthz", "/api/v1/healthz", "/metrics", "/openapi.json", "/docs")
 TRACES = re.compile(r'Traceback|\.py\b|File "|0x[0-9a-f]{6}')
 EXTREME = [0, -1, 1, 2**31 - 1, 2**31, -(2**31), 2**63 - 1, 2**63, -(2**63) - 1, 10**400]
 STRANGE = [
@@ -109,10 +110,10 @@ def bent(rng, tree, foreign):
 def wild_tensor(rng, tensor):
     dtype = rng.choice(
         [
-            tinker_protobuf.FLOAT32,
-            tinker_protobuf.INT64,
-            tinker_protobuf.INT32,
-            tinker_protobuf.BFLOAT16,
+            tinker_pb2.DTYPE_FLOAT32,
+            tinker_pb2.DTYPE_INT64,
+            tinker_pb2.DTYPE_INT32,
+            tinker_pb2.DTYPE_BFLOAT16,
             0,
             77,
         ]
@@ -173,7 +174,7 @@ def wild_chunk(rng, chunk):
 def wild_training(rng, model, seq):
     """A ForwardBackwardRequest that parses: a good one of which something is wild."""
     losses = [*LOSSES, "stable_reinforce", "", "../x"]
-    message = tinker_protobuf.MESSAGES["ForwardBackwardRequest"](
+    message = tinker_pb2.ForwardBackwardRequest(
         model_id=model, seq_id=seq, loss_fn=str(rng.choice(losses))
     )
     message.forward_only = bool(rng.random() < 0.4)
@@ -204,7 +205,7 @@ def wild_training(rng, model, seq):
                 tensor = datum.loss_fn_inputs[name]
                 tensor.dense, tensor.dtype = (
                     good.tobytes(),
-                    tinker_protobuf.INT64 if name == "target_tokens" else tinker_protobuf.FLOAT32,
+                    tinker_pb2.DTYPE_INT64 if name == "target_tokens" else tinker_pb2.DTYPE_FLOAT32,
                 )
         for spans in (datum.model_input_spans, datum.loss_fn_input_spans):
             if rng.random() < 0.1:
@@ -421,7 +422,7 @@ class Fuzzer:
             ("GET", "/session/a"): {},
             ("DELETE", "/session/b"): {},
         }
-        return found | {("GET", path): {} for path in ("/healthz", "/api/v1/healthz", "/metrics")}
+        return found | {("GET", path): {} for path in SERVER_PATHS}
 
     def ask(self, method, path, body):
         """One JSON request; its path's own words are bent as well, now and then."""

@@ -289,3 +289,58 @@ def test_a_wave_of_coroutines_is_one_batch(tmp_path, monkeypatch):
 def test_limits_of_nothing_are_refused(tmp_path, limits):
     with pytest.raises(ValueError), server(tmp_path, **limits):
         pass
+
+
+def read_metrics(http):
+    """Return {(name, label names): sum of its values}, read by prometheus_client's own parser."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    answer, sums = http.get("/metrics"), {}
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            key = (sample.name.removeprefix("whetstone_"), *sorted(sample.labels))
+            sums[key] = sums.get(key, 0.0) + sample.value
+    return sums
+
+
+def test_metrics_have_the_documented_names_and_each_server_counts_for_itself(tmp_path):
+    with (
+        server(tmp_path / "a", models_in_memory=1) as one,
+        server(tmp_path / "b") as other,
+    ):
+        wires = Wire(one)
+        wires.open()
+        model = wires.model()
+        wires.output(wires.ask(model, 1, texts(2), forward_only=True))
+        sampler = wires.wait(
+            wires.post(
+                "save_weights_for_sampler", model_id=model, seq_id=2, sampling_session_seq_id=0
+            )
+        )["sampling_session_id"]
+        wires.sample(sampler, 0, [4, 5, 6], 2, max_tokens=5, stop=[])
+        wires.model(1)  # the first model is written out
+        sums = read_metrics(wires.http)
+        assert set(sums) == {
+            ("requests_total", "route", "status"),
+            ("request_seconds_total", "route"),
+            ("sampled_tokens_total",),
+            ("prompt_tokens_total",),
+            ("trained_tokens_total",),
+            ("work_total", "outcome", "verb"),
+            ("work_seconds_total", "verb"),
+            ("written_out_total", "which"),
+            ("open_requests",),
+            ("queued",),
+            ("held_bytes",),
+            ("sessions",),
+            ("models", "state"),
+            ("samplers",),
+        }
+        assert sums["sampled_tokens_total",] == 10 and sums["prompt_tokens_total",] == 3
+        assert sums["open_requests",] == 1 and sums["sessions",] == sums["samplers",] == 1
+        assert sums["written_out_total", "which"] == 1 and sums["models", "state"] == 2
+        idle = read_metrics(Wire(other).http)
+        assert idle["sessions",] == idle["models", "state"] == 0
+        assert not idle.get(("sampled_tokens_total",))
+        assert ("requests_total", "route", "status") not in idle

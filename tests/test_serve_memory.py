@@ -14,7 +14,7 @@ from serving import BASE, Wire, held, server
 from test_serve import KEYS, texts
 from test_serve_gone import until
 
-from rl.serve import served_models, session_store, tenant_limit, tinker_protobuf
+from rl.serve import served_models, session_store, tenant_limit, tinker_pb2
 from rl.serve.request_store import PendingRequest, RequestStore
 from rl.serve.session_store import SamplerRecord
 from rl.types import Datum, ModelInput, SampledSequence, SampleResponse
@@ -117,8 +117,8 @@ def test_a_stored_answer_takes_eight_bytes_a_token():
         tracemalloc.stop()
     assert kept / (10 * tokens) < 10, f"{kept / (10 * tokens):.1f} bytes a token"
     assert promises.total_bytes == pytest.approx(10 * tokens * 8, rel=0.01)
-    message = tinker_protobuf.parse_message(
-        "SampleResponse", promises.find_request("9", "me").encoded_result.body
+    message = tinker_pb2.SampleResponse.FromString(
+        promises.find_request("9", "me").encoded_result.body
     )
     ids, logprobs = drawn(9)
     assert np.frombuffer(message.sequences[0].tokens, "<i4").tolist() == ids
@@ -155,7 +155,7 @@ def test_bytes_are_bounded_and_shared_like_everything_else(tmp_path):
 
         def send(wires, model, seq, tokens=2000):  # 24 KB and a bit
             ids = (np.arange(tokens) % 50 + 4).tolist()
-            message = tinker_protobuf.MESSAGES["ForwardBackwardRequest"](
+            message = tinker_pb2.ForwardBackwardRequest(
                 model_id=model, seq_id=seq, loss_fn="cross_entropy", forward_only=True
             )
             for begin in range(0, tokens, 20):
@@ -166,7 +166,7 @@ def test_bytes_are_bounded_and_shared_like_everything_else(tmp_path):
                 tensor = datum.loss_fn_inputs["target_tokens"]
                 tensor.dense, tensor.dtype = (
                     np.asarray(ids[begin : begin + 20], "<i8").tobytes(),
-                    tinker_protobuf.INT64,
+                    tinker_pb2.DTYPE_INT64,
                 )
                 tensor.shape.append(20)
             headers = {"content-type": "application/x-protobuf"}

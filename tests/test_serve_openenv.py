@@ -15,7 +15,7 @@ pytest.importorskip("starlette", reason="needs the extra serve")
 
 from endpoints import Endpoint, ScriptedDesk  # noqa: E402
 
-from rl.serve.loop_server import LoopServer  # noqa: E402
+from rl.programs.loop_server import LoopServer  # noqa: E402
 from rl.types import Datum, ModelInput, SamplingParams  # noqa: E402
 
 pytestmark = [pytest.mark.sdk, pytest.mark.slow]

@@ -4,6 +4,7 @@ the log of one that runs.
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import shutil
 import signal
@@ -176,6 +177,9 @@ def test_over_tls_with_keys_figures_and_a_log_without_prompts(certificate, tmp_p
                 for key in KEYS
             }
             page = http.get("/metrics", headers=bearer).text
+            libraries = Path(f"/proc/{process.pid}/maps").read_text()
+            for name in ("uvloop", "httptools"):
+                assert (name in libraries) == (importlib.util.find_spec(name) is not None)
         with pytest.raises(httpx.ConnectError):  # nobody vouches for it
             httpx.get(f"{url}/healthz")
         with pytest.raises(httpx.HTTPError):

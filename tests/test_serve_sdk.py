@@ -164,7 +164,7 @@ def test_what_was_saved_is_listed_given_a_time_to_live_and_removed(seen):
 def test_our_messages_are_the_sdks_on_the_wire(seen):
     from google.protobuf import descriptor_pb2
 
-    from rl.serve import tinker_protobuf
+    from rl.serve import tinker_pb2
 
     def fields(file):
         found = {}
@@ -182,7 +182,7 @@ def test_our_messages_are_the_sdks_on_the_wire(seen):
                         one.name,
                         one.type,
                         one.label,
-                        one.type_name,
+                        one.type_name.removeprefix(f".{file.package}."),
                         one.proto3_optional,
                         oneof,
                     )
@@ -198,6 +198,8 @@ def test_our_messages_are_the_sdks_on_the_wire(seen):
     theirs, their_enums = fields(
         descriptor_pb2.FileDescriptorProto.FromString(bytes.fromhex(seen["schema"]))
     )
-    ours, enums = fields(tinker_protobuf.build_schema())
+    schema = descriptor_pb2.FileDescriptorProto()
+    tinker_pb2.DESCRIPTOR.CopyToProto(schema)
+    ours, enums = fields(schema)
     assert enums == their_enums and len(ours) > 20
     assert {name: theirs[name] for name in ours} == ours

@@ -9,7 +9,6 @@ from test_serve import KEYS
 
 from rl.serve.agent_sessions import AgentSessions
 from rl.serve.http_errors import HttpError
-from rl.serve.request_fields import OpenAIRequestError as ChatRefused
 from rl.serve.session_store import SamplerRecord
 from rl.serve.tenant_limit import check_share, choose_evictions
 
@@ -135,7 +134,7 @@ def test_one_owner_cannot_push_anothers_episodes_out():
         "18",
         "19",
     ]
-    with pytest.raises(ChatRefused):
+    with pytest.raises(HttpError):
         sessions.find("greedy", "0")
 
 

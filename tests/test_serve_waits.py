@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from rl.client import ServiceClient
 from rl.distributed import checkpoint_folder
 from rl.errors import UserError
-from rl.serve import ModelServer, ServedBaseModel, ServeSettings, tinker_protobuf
+from rl.serve import ModelServer, ServedBaseModel, ServeSettings, tinker_pb2
 from rl.serve.request_timeouts import make_timeout_protocol
 
 httpx = pytest.importorskip("httpx", reason="needs the extra dev")
@@ -130,13 +130,13 @@ def test_a_short_request_cannot_ask_for_much_memory(tmp_path):
         begin = time.perf_counter()
         answer = wires.wait(wires.ask_sample(sampler, 0, [4, 5, 6], target_prompt_logprobs=empty))
         assert answer["category"] == "user" and "cells" in answer["error"]
-        message = tinker_protobuf.MESSAGES["ForwardBackwardRequest"](
+        message = tinker_pb2.ForwardBackwardRequest(
             model_id=model, seq_id=2, loss_fn="cross_entropy"
         )
         datum = message.data.add()
         datum.model_input.add().encoded_text.tokens = np.asarray([4, 5], "<i4").tobytes()
         tensor = datum.loss_fn_inputs["target_tokens"]
-        tensor.dtype = tinker_protobuf.INT64
+        tensor.dtype = tinker_pb2.DTYPE_INT64
         tensor.shape.extend([2, 2**26])
         tensor.sparse_csr.crow_indices = np.zeros(3, "<i8").tobytes()
         answer = wires.wait(wires.send(message.SerializeToString()))

@@ -25,7 +25,7 @@ T = TypeVar("T", bound=type)
 # rl.serve and rl.integrations are above this layer: imported by name only.
 BUILT_IN: dict[str, str] = {
     "calculator": "rl.envs.calculator_env:CalculatorEnv",
-    "endpoint": "rl.serve.program_env:Endpoint",
+    "endpoint": "rl.programs.program_env:Endpoint",
     "guess_number": "rl.envs.guess_number_env:GuessNumber",
     "tic_tac_toe": "rl.envs.tic_tac_toe_env:TicTacToeEnv",
     "mcp": "rl.integrations.mcp_tools:McpTools",

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from rl.renderers import Renderer, format_with_calls
 from rl.rollout import Trajectory, Transition
-from rl.serve.request_fields import OpenAIRequestError
+from rl.serve.http_errors import HttpError
 from rl.types import Message, ModelInput, SampledSequence, SampleResponse, SamplingParams
 
 
@@ -295,7 +295,7 @@ class AgentSessions:
     def get_or_create(self, owner: str, name: str) -> AgentSession:
         """Return the session of that name, and create it if it does not exist.
 
-        Raises OpenAIRequestError for an invalid name or a full session.
+        Raises HttpError for an invalid name or a full session.
         """
         check_session_name(name)
         session = self._by_name.setdefault((owner, name), AgentSession(owner))
@@ -305,7 +305,8 @@ class AgentSessions:
             most = max(counts.values())
             del self._by_name[next(key for key in self._by_name if counts[key[0]] == most)]
         if len(session.turns) >= self.max_turns:
-            raise OpenAIRequestError(
+            raise HttpError(
+                400,
                 f"the session {name!r} has {len(session.turns)} turns, the limit of a session: "
                 "start a new session",
                 code="session_full",
@@ -313,11 +314,14 @@ class AgentSessions:
         return session
 
     def find(self, owner: str, name: str) -> AgentSession:
-        """Return the session of that name. Raises OpenAIRequestError (404) if it does not exist."""
+        """Return the session of that name. Raises HttpError (404) if it does not exist."""
         session = self._by_name.get((owner, name))
         if session is None:
-            raise OpenAIRequestError(
-                f"unknown session {name[:80]!r}", status=404, code="session_not_found"
+            raise HttpError(
+                404,
+                f"unknown session {name[:80]!r}",
+                code="session_not_found",
+                kind="invalid_request_error",
             )
         return session
 
@@ -326,14 +330,16 @@ class AgentSessions:
         return [name for session_owner, name in self._by_name if session_owner == owner]
 
     def delete(self, owner: str, name: str) -> None:
-        """Delete a session. Raises OpenAIRequestError (404) if it does not exist."""
+        """Delete a session. Raises HttpError (404) if it does not exist."""
         self.find(owner, name)
         del self._by_name[owner, name]
 
 
 def check_session_name(name: str) -> None:
-    """Raise OpenAIRequestError for an invalid session name."""
+    """Raise HttpError for an invalid session name."""
     if not 0 < len(name) <= 200 or not name.isprintable() or "/" in name:
-        raise OpenAIRequestError(
-            "a session name must have 1 to 200 printable characters and no slash", "X-Session-ID"
+        raise HttpError(
+            400,
+            "a session name must have 1 to 200 printable characters and no slash",
+            "X-Session-ID",
         )

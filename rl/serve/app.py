@@ -17,11 +17,12 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from rl.serve.api_routes import make_description_routes
 from rl.serve.chat_page_route import is_page_request
-from rl.serve.http_errors import HttpError, to_http_error
+from rl.serve.http_errors import HttpError, make_error_response, to_http_error
 from rl.serve.json_response import SafeJSONResponse
 from rl.serve.request_timeouts import ReceiveFn, limit_body
 from rl.serve.serve_settings import LOCAL_OWNER, compute_owner_id
@@ -38,7 +39,7 @@ KEYLESS_PATHS = ("/healthz", "/api/v1/healthz")  # served without a key
 
 
 def make_app(engine: ServingEngine, routes: Sequence[BaseRoute], links: UrlSigner) -> Any:
-    """Return an ASGI application with `routes`, /healthz and /metrics."""
+    """Return an ASGI application with `routes`, /healthz, /metrics, /openapi.json and /docs."""
 
     async def health(request: Request) -> Response:
         status = "ending" if engine.is_shutting_down else "ok"
@@ -47,62 +48,29 @@ def make_app(engine: ServingEngine, routes: Sequence[BaseRoute], links: UrlSigne
         )
 
     async def metrics(request: Request) -> Response:
-        return PlainTextResponse(engine.metrics.render(), media_type="text/plain; version=0.0.4")
+        return Response(engine.metrics.render(), media_type="text/plain; version=0.0.4")
 
     built_in_routes = [Route(path, health) for path in KEYLESS_PATHS] + [Route("/metrics", metrics)]
-    handlers = {
-        HttpError: _handle_refused,
-        HTTPException: _handle_http_exception,
-        ValueError: _handle_exception,
-        Exception: _handle_exception,
-    }
-    app = Starlette(routes=[*built_in_routes, *routes], exception_handlers=handlers)
+    # Starlette raises an error again where a handler of Exception alone has answered it
+    handlers = dict.fromkeys((HttpError, HTTPException, ValueError, Exception), _handle_error)
+    all_routes = [*built_in_routes, *routes, *make_description_routes(routes)]
+    app = Starlette(routes=all_routes, exception_handlers=handlers)
     return RequestGuard(app, engine, links)
 
 
-def make_error_response(
-    status: int, message: str, retry_after: float | None = None
-) -> SafeJSONResponse:
-    """Return an error response in a form that the clients of both protocols show.
-
-    `retry_after`: seconds, sent as the retry-after header.
-    """
-    headers = {} if retry_after is None else {"retry-after": f"{retry_after:g}"}
-    if status == 408:
-        headers["connection"] = "close"  # the server does not wait for the rest of the body
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    body = {
-        "detail": message,
-        "error": {"message": message, "type": kind, "param": None, "code": status},
-    }
-    return SafeJSONResponse(body, status_code=status, headers=headers)
-
-
-async def _handle_refused(request: Request, error: Exception) -> Response:
-    """Return the response of a `HttpError`."""
-    assert isinstance(error, HttpError)
-    return make_error_response(error.status, error.message, error.retry_after)
-
-
-async def _handle_http_exception(request: Request, error: Exception) -> Response:
-    """Return the response of Starlette's HTTPException, such as an unknown path."""
-    assert isinstance(error, HTTPException)
-    return make_error_response(
-        error.status_code, f"{request.method} {redact_path(request.url.path)}: {error.detail}"
-    )
-
-
-async def _handle_exception(request: Request, error: Exception) -> Response:
-    """Return 400 for an error of the caller; log any other error and return 500."""
-    message, category = to_http_error(error, "the request")
-    if category == "user":
-        return make_error_response(400, message)
-    log.error(
-        "a request failed",
-        extra={"path": redact_path(request.url.path), "error": type(error).__name__},
-        exc_info=error,
-    )
-    return make_error_response(500, message)
+async def _handle_error(request: Request, error: Exception) -> Response:
+    """Return the response of an error of a route, and log an error of the server."""
+    if isinstance(error, HTTPException):  # such as an unknown path
+        path = redact_path(request.url.path)
+        error = HttpError(error.status_code, f"{request.method} {path}: {error.detail}")
+    http_error = to_http_error(error)
+    if http_error is not error and http_error.status >= 500:
+        log.error(
+            "a request failed",
+            extra={"path": redact_path(request.url.path), "error": type(error).__name__},
+            exc_info=error,
+        )
+    return make_error_response(http_error)
 
 
 class RequestGuard:
@@ -118,7 +86,7 @@ class RequestGuard:
         # open requests by owner; None: requests without a valid key, which get 401 at once
         self._open_by_owner: Counter[str | None] = Counter()
         self._keys = [(key.encode(), compute_owner_id(key)) for key in engine.settings.keys]
-        engine.metrics.gauges["open_requests"] = lambda: float(self.open_count)
+        engine.metrics.set_gauge("open_requests", lambda: self.open_count)
 
     async def __call__(self, scope: Scope, receive: ReceiveFn, send: Send) -> None:
         if scope["type"] != "http":
@@ -155,59 +123,48 @@ class RequestGuard:
             return self.links.find_owner(scope["path"], owners) or LOCAL_OWNER
         return self._find_key_owner(dict(scope["headers"]))
 
-    def _check_open_requests(self, owner: str) -> HttpError | None:
-        """Return the error for a request above the owner's share of open requests, or None."""
-        limit, total, owner_count = (
-            self.engine.settings.limits.open_requests,
-            self.open_count - 1,
-            self._open_by_owner[owner] - 1,
-        )
-        if total >= limit:
-            return HttpError(503, "too many requests are open: try again", retry_after=1.0)
+    async def _handle(
+        self, scope: Scope, receive: ReceiveFn, send: Send, owner: str | None
+    ) -> None:
+        """Check key, load and body size, then pass the request to the application."""
+        limits = self.engine.settings.limits
         try:
+            self._check_request(scope, owner)
+        except HttpError as error:
+            await make_error_response(error)(scope, receive, send)
+            return
+        scope.setdefault("state", {})["owner"] = owner
+        # `_handle_error` has answered and logged the error, and Starlette raises it again
+        with contextlib.suppress(Exception):
+            await self.app(scope, limit_body(receive, limits.body_bytes, limits.body_seconds), send)
+
+    def _check_request(self, scope: Scope, owner: str | None) -> None:
+        """Raise HttpError: 401 without a valid key, 503 and 429 above the limit of open requests
+        and the owner's share of it, 413 for a body above the limit.
+        """
+        limits = self.engine.settings.limits
+        if owner is None:
+            raise HttpError(
+                401, "this server requires a key: send x-api-key, or authorization: Bearer"
+            )
+        if scope["path"] not in KEYLESS_PATHS:  # health checks have no limit
+            total, owner_count = self.open_count - 1, self._open_by_owner[owner] - 1
+            if total >= limits.open_requests:
+                raise HttpError(503, "too many requests are open: try again", retry_after=1.0)
             check_share(
                 "open requests (--open-requests)",
-                limit,
+                limits.open_requests,
                 total,
                 owner_count,
                 len(self._keys) > 1,
                 retry_after=1.0,
             )
-        except HttpError as error:
-            return error
-        return None
-
-    async def _handle(
-        self, scope: Scope, receive: ReceiveFn, send: Send, owner: str | None
-    ) -> None:
-        """Check key, load and body size, then pass the request to the application."""
-        headers = dict(scope["headers"])
-        limits = self.engine.settings.limits
-        if owner is None:
-            await make_error_response(
-                401, "this server requires a key: send x-api-key, or authorization: Bearer"
-            )(scope, receive, send)
-            return
-        # The limit of open requests does not apply to health checks.
-        if (
-            scope["path"] not in KEYLESS_PATHS
-            and (refused := self._check_open_requests(owner)) is not None
-        ):
-            await make_error_response(refused.status, refused.message, refused.retry_after)(
-                scope, receive, send
-            )
-            return
-        length = headers.get(b"content-length", b"0")
+        length = dict(scope["headers"]).get(b"content-length", b"0")
         # bytes.isdigit is about ASCII; int() refuses more than 4300 digits
         if not length.isdigit() or len(length) > 18 or int(length) > limits.body_bytes:
-            await make_error_response(
+            raise HttpError(
                 413, f"a body may have at most {limits.body_bytes} bytes: send less at once"
-            )(scope, receive, send)
-            return
-        scope.setdefault("state", {})["owner"] = owner
-        # `_handle_exception` has answered and logged the error, and Starlette raises it again
-        with contextlib.suppress(Exception):
-            await self.app(scope, limit_body(receive, limits.body_bytes, limits.body_seconds), send)
+            )
 
     def _find_key_owner(self, headers: dict[bytes, bytes]) -> str | None:
         """Return the owner of the key in `headers`; None if no configured key matches.

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl.renderers import Renderer, format_broken_call
+from rl.serve.http_errors import HttpError
 from rl.serve.request_fields import (
     MAX_CHOICES,
     MAX_TOP_LOGPROBS,
     FieldReader,
-    OpenAIRequestError,
     read_sampling_params,
 )
 from rl.types import Message, SamplingParams
@@ -75,7 +75,7 @@ class ChatRequest:
 def read_chat_request(body: Any) -> ChatRequest:
     """Read a chat completion request.
 
-    Raises OpenAIRequestError, which names the field, for a malformed or unsupported field.
+    Raises HttpError, which names the field, for a malformed or unsupported field.
     """
     fields = FieldReader(body)
     raw_messages = fields.get("messages")
@@ -83,7 +83,8 @@ def read_chat_request(body: Any) -> ChatRequest:
         raise fields.make_error("messages", raw_messages, "a list of at least one message")
     messages = read_messages(raw_messages)
     if messages[-1]["role"] == "assistant":
-        raise OpenAIRequestError(
+        raise HttpError(
+            400,
             "messages must not end with an assistant message: continuing it is not supported",
             f"messages[{len(raw_messages) - 1}]",
         )
@@ -94,7 +95,8 @@ def read_chat_request(body: Any) -> ChatRequest:
             "chat_template_kwargs", template_settings, "an object of the chat template's settings"
         )
     if fields.get_flag("ignore_eos"):
-        raise OpenAIRequestError(
+        raise HttpError(
+            400,
             "ignore_eos=true is not supported for chats: a message is parsed up to its end token, "
             "and tokens after it are no part of it; for responses of a fixed length use "
             "/v1/completions",
@@ -107,7 +109,8 @@ def read_chat_request(body: Any) -> ChatRequest:
         and max_completion_tokens is not None
         and max_tokens != max_completion_tokens
     ):
-        raise OpenAIRequestError(
+        raise HttpError(
+            400,
             f"max_tokens={max_tokens} and max_completion_tokens={max_completion_tokens} differ: "
             "pass only max_tokens or only max_completion_tokens",
             "max_tokens",
@@ -115,11 +118,11 @@ def read_chat_request(body: Any) -> ChatRequest:
     logprobs, return_token_ids = fields.get_flag("logprobs"), fields.get_flag("return_token_ids")
     top_logprobs = fields.get_int("top_logprobs", 0, 0, MAX_TOP_LOGPROBS) or 0
     if top_logprobs and not logprobs:
-        raise OpenAIRequestError("top_logprobs needs logprobs: true", "top_logprobs")
+        raise HttpError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     stream = fields.get_flag("stream")
     options = FieldReader(fields.get("stream_options", {}), "stream_options.")
     if options.body and not stream:
-        raise OpenAIRequestError("stream_options needs stream: true", "stream_options")
+        raise HttpError(400, "stream_options needs stream: true", "stream_options")
     usage, _ = options.get_flag("include_usage"), options.get_flag("include_obfuscation")
     options.refuse_unread()
     request = ChatRequest(
@@ -157,19 +160,22 @@ def _read_tools(fields: FieldReader) -> list[Mapping[str, Any]]:
             or tool.get("type", "function") != "function"
             or not isinstance(function, Mapping)
         ):
-            raise OpenAIRequestError(
+            raise HttpError(
+                400,
                 f'tools[{i}] must be {{"type": "function", "function": {{...}}}}; other kinds are '
                 "not supported",
                 f"tools[{i}]",
             )
         name = function.get("name")
         if not isinstance(name, str) or not name:
-            raise OpenAIRequestError(
+            raise HttpError(
+                400,
                 f"tools[{i}].function.name must be a non-empty text, got {name!r:.80}",
                 f"tools[{i}].function.name",
             )
         if function.get("strict"):
-            raise OpenAIRequestError(
+            raise HttpError(
+                400,
                 "strict tools are not supported: this server does not constrain the model's output",
                 f"tools[{i}].function.strict",
             )
@@ -180,7 +186,8 @@ def _read_tools(fields: FieldReader) -> list[Mapping[str, Any]]:
             }
         )
     if choice not in ("auto", "none"):
-        raise OpenAIRequestError(
+        raise HttpError(
+            400,
             f"tool_choice={json.dumps(choice)[:80]} is not supported: this server does not "
             "constrain the model to a grammar, so it cannot force a call. Pass auto (the model may "
             "call) or none (no tools in the prompt), and request the call in the messages",
@@ -198,12 +205,15 @@ def read_messages(raw_messages: Sequence[Any]) -> list[Message]:
     for i, raw in enumerate(raw_messages):
         place = f"messages[{i}]"
         if not isinstance(raw, Mapping):
-            raise OpenAIRequestError(
-                f"{place} must be an object with role and content, got {type(raw).__name__}", place
+            raise HttpError(
+                400,
+                f"{place} must be an object with role and content, got {type(raw).__name__}",
+                place,
             )
         role = raw.get("role")
         if not isinstance(role, str) or role not in _ROLES:
-            raise OpenAIRequestError(
+            raise HttpError(
+                400,
                 f"{place}.role must be any of {', '.join(_ROLES)}; got {role!r:.80}",
                 f"{place}.role",
             )
@@ -211,7 +221,7 @@ def read_messages(raw_messages: Sequence[Any]) -> list[Message]:
             if value is not None and (
                 key not in _MESSAGE_FIELDS or key in ("audio", "function_call")
             ):
-                raise OpenAIRequestError(f"{place}.{key} is not supported", f"{place}.{key}")
+                raise HttpError(400, f"{place}.{key} is not supported", f"{place}.{key}")
         message: Message = {
             "role": _ROLES[role],
             "content": _read_content(raw.get("content"), place, is_required=role != "assistant"),
@@ -221,7 +231,8 @@ def read_messages(raw_messages: Sequence[Any]) -> list[Message]:
             message |= {"reasoning_content": str(thoughts)} if thoughts else {}
             raw_calls = raw.get("tool_calls") or ()
             if not isinstance(raw_calls, Sequence) or isinstance(raw_calls, str):
-                raise OpenAIRequestError(
+                raise HttpError(
+                    400,
                     f"{place}.tool_calls must be a list of calls, got {raw_calls!r:.80}",
                     f"{place}.tool_calls",
                 )
@@ -255,7 +266,8 @@ def _read_content(value: Any, place: str, is_required: bool) -> str:
     if value is None and not is_required:
         return ""
     if not isinstance(value, list):
-        raise OpenAIRequestError(
+        raise HttpError(
+            400,
             f"{place}.content must be a text or a list of text parts, got {type(value).__name__}",
             f"{place}.content",
         )
@@ -267,7 +279,8 @@ def _read_content(value: Any, place: str, is_required: bool) -> str:
             or kind not in ("text", "refusal")
             or not isinstance(part.get(kind), str)
         ):
-            raise OpenAIRequestError(
+            raise HttpError(
+                400,
                 f"{place}.content[{k}] has type {kind!r:.40}; this server accepts texts: "
                 "{'type': 'text', 'text': ...}",
                 f"{place}.content[{k}]",
@@ -283,8 +296,10 @@ def _read_call(call: Any, place: str, call_names: dict[str, str]) -> dict[str, A
     """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise OpenAIRequestError(
-            f"{place} must be a function call: {{id, type, function: {{name, arguments}}}}", place
+        raise HttpError(
+            400,
+            f"{place} must be a function call: {{id, type, function: {{name, arguments}}}}",
+            place,
         )
     arguments = function.get("arguments")
     call_names[str(call.get("id"))] = function["name"]
@@ -296,7 +311,8 @@ def _read_call(call: Any, place: str, call_names: dict[str, str]) -> dict[str, A
         )
     except (ValueError, RecursionError) as error:
         if not str(arguments).startswith("{"):
-            raise OpenAIRequestError(
+            raise HttpError(
+                400,
                 f"{place}.function.arguments is not valid JSON ({error})",
                 f"{place}.function.arguments",
             ) from error
@@ -306,7 +322,8 @@ def _read_call(call: Any, place: str, call_names: dict[str, str]) -> dict[str, A
             "function": {"name": function["name"], "arguments": str(arguments)},
         }
     if not isinstance(arguments, Mapping):
-        raise OpenAIRequestError(
+        raise HttpError(
+            400,
             f"{place}.function.arguments must be a JSON object, as text",
             f"{place}.function.arguments",
         )

@@ -16,12 +16,12 @@ from rl.serve.agent_sessions import AgentSession, SampledTurn, SamplingBackend
 from rl.serve.chat_request import MAX_TOKENS
 from rl.serve.chat_response import clamp_logprob, count_usage, format_token, make_response_head
 from rl.serve.chat_stream import LiveSamples, TextEventWriter
+from rl.serve.http_errors import HttpError
 from rl.serve.openai_serving import HandlerResult, OpenAIServing
 from rl.serve.request_fields import (
     MAX_CHOICES,
     MAX_TOP_LOGPROBS,
     FieldReader,
-    OpenAIRequestError,
     get_request_stop_texts,
     is_token_ids,
     read_sampling_params,
@@ -60,7 +60,7 @@ def make_completion_routes(serving: OpenAIServing) -> list[Route]:
 
 
 def _read_request(body: Any, tokenizer: Any) -> _CompletionRequest:
-    """Read a completion request and tokenize its prompts. Raises OpenAIRequestError."""
+    """Read a completion request and tokenize its prompts. Raises HttpError."""
     fields = FieldReader(body)
     model = fields.get_text("model")
     special = fields.get_flag("add_special_tokens", True)
@@ -81,7 +81,8 @@ def _read_request(body: Any, tokenizer: Any) -> _CompletionRequest:
     texts: list[str | None] = []
     for i, item in enumerate(raw_prompts):
         if not isinstance(item, str) and not (is_token_ids(item) and item):
-            raise OpenAIRequestError(
+            raise HttpError(
+                400,
                 f"prompt[{i}] must be a text or a list of token ids, got {item!r:.80}",
                 f"prompt[{i}]",
             )
@@ -90,7 +91,8 @@ def _read_request(body: Any, tokenizer: Any) -> _CompletionRequest:
             and not item.isprintable()
             and any("\ud800" <= letter <= "\udfff" for letter in item)
         ):
-            raise OpenAIRequestError(
+            raise HttpError(
+                400,
                 f"prompt[{i}] contains half of a surrogate pair, which is not valid text",
                 f"prompt[{i}]",
             )
@@ -102,14 +104,16 @@ def _read_request(body: Any, tokenizer: Any) -> _CompletionRequest:
                 else list(item)
             )
         if not prompts[-1]:
-            raise OpenAIRequestError(
+            raise HttpError(
+                400,
                 f"prompt[{i}] has no tokens, and the model has no token to begin with",
                 f"prompt[{i}]",
             )
     echo, logprobs = fields.get_flag("echo"), fields.get_int("logprobs", None, 0, MAX_TOP_LOGPROBS)
     max_tokens = fields.get_int("max_tokens", _DEFAULT_TOKENS, 0, MAX_TOKENS)
     if max_tokens == 0 and not echo:
-        raise OpenAIRequestError(
+        raise HttpError(
+            400,
             "max_tokens=0 samples no token: pass echo: true, with logprobs, to score the prompt",
             "max_tokens",
         )
@@ -152,7 +156,8 @@ async def handle_completions(
     # tokenizing a megabyte takes more than a second
     request = await asyncio.to_thread(_read_request, body, tokenizer)
     if request.logprobs and not session.allows_rescoring:
-        raise OpenAIRequestError(
+        raise HttpError(
+            400,
             "logprobs above 0 are not supported in a training episode: 0 returns those of the "
             "sampled tokens",
             "logprobs",

@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from rl.errors import BadRequestError
-from rl.serve import tinker_protobuf
+from rl.serve import tinker_pb2
+from rl.serve.http_errors import HttpError
 from rl.types import (
     AdamParams,
     Datum,
@@ -30,14 +32,25 @@ from rl.types import (
 )
 
 _NUMPY: dict[int, np.dtype[Any]] = {
-    tinker_protobuf.FLOAT32: np.dtype("<f4"),
-    tinker_protobuf.INT64: np.dtype("<i8"),
-    tinker_protobuf.INT32: np.dtype("<i4"),
+    tinker_pb2.DTYPE_FLOAT32: np.dtype("<f4"),
+    tinker_pb2.DTYPE_INT64: np.dtype("<i8"),
+    tinker_pb2.DTYPE_INT32: np.dtype("<i4"),
 }
 # limit of cells of all sparse tensors in a request, which are made dense: a constant, and a number
 # of cells for each value sent
 _MAX_CELLS, _CELLS_PER_VALUE = 2**22, 256
 _NO_LOGPROB = -99999.0  # marks an empty cell of the top-k logprobs
+
+
+def parse_message(message_type: Any, body: bytes) -> Any:
+    """Parse `body` as a protobuf message. Raises HttpError (400) if it cannot be parsed."""
+    try:
+        return message_type.FromString(body)
+    except (DecodeError, ValueError, RecursionError):
+        name = message_type.DESCRIPTOR.name
+        raise HttpError(
+            400, f"the body is not a protobuf {name}: it is truncated, or has another format"
+        ) from None
 
 
 def parse_datum(message: Any) -> Datum:
@@ -179,7 +192,7 @@ def encode_output(output: ForwardBackwardOutput) -> bytes:
 
     Consecutive datums with the same fields share a record.
     """
-    message = tinker_protobuf.make_message("ForwardBackwardOutput")
+    message = tinker_pb2.ForwardBackwardOutput()
     message.loss_fn_output_type = "ArrayRecord"
     for run in _group_by_fields(output.loss_fn_outputs):
         record = message.loss_fn_outputs.add(num_datums=len(run))
@@ -189,7 +202,7 @@ def encode_output(output: ForwardBackwardOutput) -> bytes:
                 [np.ascontiguousarray(output_row[name].array) for output_row in run],
             )
             field.dtype = (
-                tinker_protobuf.FLOAT32 if first.dtype == "float32" else tinker_protobuf.INT64
+                tinker_pb2.DTYPE_FLOAT32 if first.dtype == "float32" else tinker_pb2.DTYPE_INT64
             )
             field.data = b"".join(array.tobytes() for array in arrays)
             field.offsets = np.cumsum(
@@ -218,12 +231,12 @@ def _group_by_fields(
 
 def encode_samples(response: SampleResponse) -> bytes:
     """Return the protobuf bytes of a sample response."""
-    message = tinker_protobuf.make_message("SampleResponse")
+    message = tinker_pb2.SampleResponse()
     for sequence in response.sequences:
         item = message.sequences.add(
-            stop_reason=tinker_protobuf.LENGTH
+            stop_reason=tinker_pb2.STOP_REASON_LENGTH
             if sequence.stop_reason == "length"
-            else tinker_protobuf.STOP
+            else tinker_pb2.STOP_REASON_STOP
         )
         item.tokens = sequence.tokens_np.astype("<i4").tobytes()
         if sequence.logprobs_np is not None:
@@ -234,7 +247,7 @@ def encode_samples(response: SampleResponse) -> bytes:
         _write_topk(message.topk_prompt_logprobs, response.topk_prompt_logprobs)
     if response.target_prompt_logprobs is not None:
         targets, tensor = response.target_prompt_logprobs.array, message.target_prompt_logprobs
-        tensor.dense, tensor.dtype = targets.astype("<f4").tobytes(), tinker_protobuf.FLOAT32
+        tensor.dense, tensor.dtype = targets.astype("<f4").tobytes(), tinker_pb2.DTYPE_FLOAT32
         tensor.shape.extend(targets.shape)
     message.prompt_cache_hit_tokens = response.prompt_cache_hit_tokens
     return message.SerializeToString()
@@ -291,7 +304,7 @@ def output_to_json(output: ForwardBackwardOutput) -> dict[str, Any]:
 
 def decode_output(body: bytes) -> ForwardBackwardOutput:
     """Return the output from the bytes of `encode_output`."""
-    message = tinker_protobuf.parse_message("ForwardBackwardOutput", body)
+    message = parse_message(tinker_pb2.ForwardBackwardOutput, body)
     rows: list[dict[str, TensorData]] = []
     for record in message.loss_fn_outputs:
         run: list[dict[str, TensorData]] = [{} for _ in range(record.num_datums)]
@@ -306,7 +319,7 @@ def decode_output(body: bytes) -> ForwardBackwardOutput:
 
 def decode_samples(body: bytes) -> SampleResponse:
     """Return the sample response from the bytes of `encode_samples`."""
-    message, sequences = tinker_protobuf.parse_message("SampleResponse", body), []
+    message, sequences = parse_message(tinker_pb2.SampleResponse, body), []
     for sequence in message.sequences:
         tokens = np.frombuffer(sequence.tokens, "<i4").tolist()
         logprobs = (
@@ -318,7 +331,7 @@ def decode_samples(body: bytes) -> SampleResponse:
             SampledSequence(
                 tokens,
                 logprobs,
-                "length" if sequence.stop_reason == tinker_protobuf.LENGTH else "stop",
+                "length" if sequence.stop_reason == tinker_pb2.STOP_REASON_LENGTH else "stop",
             )
         )
     response = SampleResponse(sequences, prompt_cache_hit_tokens=message.prompt_cache_hit_tokens)

@@ -62,7 +62,8 @@ def encode_future(future: Future, verb: str) -> EncodedResult:
             error = caught
     if isinstance(error, ShutdownError):
         return EncodedResult("interrupted", b"")
-    return _encode_error(*to_http_error(error, verb))
+    http_error = to_http_error(error, verb)
+    return _encode_error(http_error.message, http_error.category)
 
 
 def _encode_result(result: Any) -> EncodedResult:

@@ -13,11 +13,11 @@ from rl.serve.agent_sessions import AgentSession, SampledTurn
 from rl.serve.chat_request import MAX_TOKENS
 from rl.serve.chat_response import make_content_logprobs, make_id
 from rl.serve.chat_stream import LiveSamples
+from rl.serve.http_errors import HttpError
 from rl.serve.openai_serving import HandlerResult, OpenAIServing
 from rl.serve.request_fields import (
     MAX_CHOICES,
     FieldReader,
-    OpenAIRequestError,
     is_token_ids,
     read_sampling_params,
 )
@@ -34,15 +34,15 @@ async def generate(
     """Sample completions of a prompt of token ids, and return a choice for each sample.
 
     The stop token is the last id of a choice. Tokens in `logprobs` are written `token_id:<id>`.
-    Raises OpenAIRequestError if a field has a wrong value or is not supported.
+    Raises HttpError if a field has a wrong value or is not supported.
     """
     fields = FieldReader(body)
     model, prompt = fields.get_text("model"), fields.get("token_ids")
     if not is_token_ids(prompt) or not prompt:
         raise fields.make_error("token_ids", prompt, "a list of at least one token id")
     if fields.get_flag("stream"):
-        raise OpenAIRequestError(
-            "stream is not supported here: token ids are returned all at once", "stream"
+        raise HttpError(
+            400, "stream is not supported here: token ids are returned all at once", "stream"
         )
     sampling_fields = FieldReader(fields.get("sampling_params", {}), "sampling_params.")
     num_samples = sampling_fields.get_int("n", 1, 1, MAX_CHOICES) or 1
@@ -51,8 +51,10 @@ async def generate(
     logprobs = sampling_fields.get_int("logprobs", None, 0, 1)
     if sampling_fields.get("prompt_logprobs") is not None:
         name = "sampling_params.prompt_logprobs"
-        raise OpenAIRequestError(
-            f"{name} is not supported: /v1/completions scores prompts, with echo and logprobs", name
+        raise HttpError(
+            400,
+            f"{name} is not supported: /v1/completions scores prompts, with echo and logprobs",
+            name,
         )
     sampling_fields.get_flag("skip_special_tokens", True)  # the response holds no text
     sampling_fields.refuse_unread()

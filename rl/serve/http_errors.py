@@ -1,51 +1,121 @@
-"""Turn errors into HTTP responses: status, message and category. A traceback is never sent."""
+"""Define the error of a refused request, the mapping of all errors to it, and its responses.
+
+A traceback is never sent.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+import logging
+from typing import Any, Literal
 
-from rl.errors import UserError
+from rl.errors import APIStatusError
+from rl.serve.json_response import SafeJSONResponse
 
 # the SDK raises immediately for "user", and reports the error as the caller's
 ErrorCategory = Literal["user", "server", "unknown"]
+
+# Errors of the caller: of the values that it sent.
+CALLER_ERRORS = (ValueError, TypeError, FloatingPointError)
+
+_OPENAI_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_log = logging.getLogger("whetstone.serve")
 
 
 class HttpError(Exception):
     """Signal that a request is refused, with an HTTP status and a message.
 
-    `category` is the category of Tinker's failed futures. `retry_after` is the number of seconds
-    after which a retry may succeed, or None.
+    `param`, `code`, `kind`: as in OpenAI's errors: the field, a word for programs, their "type".
+    `retry_after`: seconds after which a retry may succeed, or None.
     """
 
-    def __init__(self, status: int, message: str, *, retry_after: float | None = None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        *,
+        code: str | None = None,
+        kind: str | None = None,
+        retry_after: float | None = None,
+    ):
         super().__init__(message)
-        self.status = status
-        self.message = message
-        self.retry_after = retry_after
+        self.status, self.message, self.param = status, message, param
+        if code is None and param is None and status == 400 and "context" in message:
+            code = "context_length_exceeded"
+        self.code, self.retry_after = code, retry_after
+        self.kind = kind or _OPENAI_KINDS.get(status) or _get_kind(status)
 
     @property
     def category(self) -> ErrorCategory:
-        """Return "user" for a status below 500, otherwise "server"."""
+        """Return the category of Tinker's failed futures: "user" for a status below 500, otherwise
+        "server".
+        """
         return "user" if self.status < 500 else "server"
 
+    def to_openai_json(self) -> dict[str, Any]:
+        """Return the error as OpenAI's JSON object."""
+        fields = {"type": self.kind, "param": self.param, "code": self.code}
+        return {"error": {"message": self.message, **fields}}
 
-class ShutdownError(Exception):
+
+class ShutdownError(HttpError):
     """Signal that the server shut down before it ran a request. The client may retry it."""
 
+    def __init__(self) -> None:
+        super().__init__(503, "the server is shutting down: try again", retry_after=5.0)
 
-def to_http_error(error: BaseException, verb: str) -> tuple[str, ErrorCategory]:
-    """Return (message, category) of an error, for the client that sent the request.
+
+def _get_kind(status: int) -> str:
+    return "invalid_request_error" if status < 500 else "server_error"
+
+
+def to_http_error(
+    error: BaseException,
+    verb: str = "the request",
+    caller_errors: tuple[type[BaseException], ...] = CALLER_ERRORS,
+) -> HttpError:
+    """Return the `HttpError` of any error, for the client that sent the request.
 
     Of an error that the caller cannot fix, the message holds only the type. `verb` is the verb that
     failed.
     """
     if isinstance(error, HttpError):
-        return error.message, error.category
-    if isinstance(error, ShutdownError):
-        return f"{verb} was not run: the server is shutting down, try again", "server"
-    if isinstance(error, (UserError, ValueError, TypeError, FloatingPointError)):
-        return str(error), "user"
-    return f"{verb} failed in the server ({type(error).__name__}); its log says why", "server"
+        return error
+    if isinstance(error, APIStatusError):
+        return HttpError(error.status_code, str(error))
+    if isinstance(error, caller_errors):
+        return HttpError(400, str(error))
+    return HttpError(500, f"{verb} failed in the server ({type(error).__name__}); its log says why")
+
+
+def make_error_response(error: HttpError) -> SafeJSONResponse:
+    """Return an error response in a form that the clients of both protocols show."""
+    headers = _make_headers(error)
+    if error.status == 408:
+        headers["connection"] = "close"  # the server does not wait for the rest of the body
+    fields = {"type": _get_kind(error.status), "param": None, "code": error.status}
+    body = {"detail": error.message, "error": {"message": error.message, **fields}}
+    return SafeJSONResponse(body, status_code=error.status, headers=headers)
+
+
+def make_openai_error_response(error: HttpError) -> SafeJSONResponse:
+    """Return an error response in OpenAI's form."""
+    return SafeJSONResponse(error.to_openai_json(), error.status, headers=_make_headers(error))
+
+
+def to_openai_error(error: BaseException) -> HttpError:
+    """Return the `HttpError` of an error in an OpenAI-style route, and log errors of the server.
+
+    These routes check the type of every field: a TypeError is an error of the server.
+    """
+    http_error = to_http_error(error, caller_errors=(ValueError,))
+    if http_error.status == 500 and http_error is not error:
+        _log.error("a request failed: %s", type(error).__name__, exc_info=error)
+    return http_error
+
+
+def _make_headers(error: HttpError) -> dict[str, str]:
+    return {} if error.retry_after is None else {"retry-after": f"{error.retry_after:g}"}
 
 
 def clear_tracebacks(error: BaseException | None) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -15,21 +14,19 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from rl.errors import APIStatusError
 from rl.renderers import StopTextRenderer, parse_partial_answer, prompt_opens_thoughts
 from rl.serve.agent_sessions import AgentSession, AgentSessions, SampledTurn, SamplingBackend
 from rl.serve.chat_request import read_chat_request, read_messages
 from rl.serve.chat_response import make_choice, make_response, make_response_head, parse_sample
 from rl.serve.chat_stream import ChatEventWriter, EventWriter, LiveSamples
-from rl.serve.http_errors import ShutdownError
+from rl.serve.http_errors import HttpError, make_openai_error_response, to_openai_error
 from rl.serve.json_response import SafeJSONResponse
-from rl.serve.request_fields import OpenAIRequestError, get_request_stop_texts, refuse_unknown_words
+from rl.serve.request_fields import get_request_stop_texts, refuse_unknown_words
 from rl.serve.schemas import check_json_size, parse_json
 from rl.serve.top_logprobs import compute_top_logprobs
 
 SESSION_HEADER = "x-session-id"
 KEEP_ALIVE_SECONDS = 10.0  # without an event, after which a stream sends a keep-alive comment
-_log = logging.getLogger("whetstone.serve")
 
 # the full response, and for a stream a function that creates the writer of its events
 HandlerResult = tuple[dict[str, Any], Callable[[], EventWriter] | None]
@@ -105,54 +102,12 @@ def join_path_and_body(raw: bytes, request: Request) -> bytes:
 
 
 def parse_json_body(raw: bytes) -> Any:
-    """Return the value of a JSON body. Raises OpenAIRequestError if it is too large or invalid."""
+    """Return the value of a JSON body. Raises HttpError if it is too large or invalid."""
     check_json_size(raw)
     try:
         return parse_json(raw)
     except (ValueError, RecursionError) as error:
-        raise OpenAIRequestError(f"the body is not valid JSON ({str(error)[:200]})") from error
-
-
-def make_openai_error_response(error: OpenAIRequestError) -> Response:
-    """Return the error response of a `OpenAIRequestError`."""
-    headers = {} if error.retry_after is None else {"retry-after": f"{error.retry_after:g}"}
-    return SafeJSONResponse(error.to_json(), error.status, headers=headers)
-
-
-def to_openai_error(error: BaseException) -> OpenAIRequestError:
-    """Return the `OpenAIRequestError` for any error: with the error's message if the caller caused
-    it, else with its type alone, and the error is logged.
-    """
-    if isinstance(error, OpenAIRequestError):
-        return error
-    if isinstance(error, ShutdownError):
-        return OpenAIRequestError(
-            "the server is shutting down: try again", status=503, retry_after=5.0
-        )
-    status = getattr(error, "status", None) or (
-        error.status_code if isinstance(error, APIStatusError) else None
-    )
-    if isinstance(status, int) and 400 <= status < 600:
-        text = str(error)
-        code = "context_length_exceeded" if "context" in text and status == 400 else None
-        kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
-            status
-        )
-        return OpenAIRequestError(
-            text,
-            status=status,
-            code=code,
-            kind=kind,
-            retry_after=getattr(error, "retry_after", None),
-        )
-    if isinstance(error, ValueError):
-        return OpenAIRequestError(
-            str(error), code="context_length_exceeded" if "context" in str(error) else None
-        )
-    _log.error("a request failed: %s", type(error).__name__, exc_info=error)
-    return OpenAIRequestError(
-        f"the request failed in the server ({type(error).__name__}); its log says why", status=500
-    )
+        raise HttpError(400, f"the body is not valid JSON ({str(error)[:200]})") from error
 
 
 async def _stream_response(
@@ -187,7 +142,7 @@ async def _stream_response(
             for event in writer.write_rest(full_answer) if writer is not None else [full_answer]:
                 yield _format_event(event)
         except Exception as error:  # boundary: the response has begun, so its failure is an event
-            yield _format_event(to_openai_error(error).to_json())
+            yield _format_event(to_openai_error(error).to_openai_json())
         yield b"data: [DONE]\n\n"
 
     return StreamingResponse(
@@ -227,10 +182,11 @@ def make_chat_routes(serving: OpenAIServing) -> list[Route]:
 async def handle_chat(
     serving: OpenAIServing, body: Any, session: AgentSession, live: LiveSamples | None
 ) -> HandlerResult:
-    """Sample a chat completion and record its turns in the session. Raises OpenAIRequestError."""
+    """Sample a chat completion and record its turns in the session. Raises HttpError."""
     request = read_chat_request(body)
     if request.top_logprobs and not session.allows_rescoring:
-        raise OpenAIRequestError(
+        raise HttpError(
+            400,
             "top_logprobs is not supported in a training episode: only logprobs of the sampled "
             "tokens are",
             "top_logprobs",
@@ -240,13 +196,11 @@ async def handle_chat(
     try:
         renderer = renderer.with_settings(request.template_settings)
     except ValueError as error:
-        raise OpenAIRequestError(
-            f"chat_template_kwargs: {error}", "chat_template_kwargs"
-        ) from error
+        raise HttpError(400, f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
     try:
         with_tools = renderer.with_tools(request.tools)
     except ValueError as error:
-        raise OpenAIRequestError(str(error), "tools") from error
+        raise HttpError(400, str(error), "tools") from error
 
     def tokenize() -> list[int]:
         with refuse_unknown_words("messages"):
@@ -255,7 +209,7 @@ async def handle_chat(
     try:
         prompt = await asyncio.to_thread(tokenize)  # a megabyte takes more than a second
     except ValueError as error:
-        raise OpenAIRequestError(str(error), "messages") from error
+        raise HttpError(400, str(error), "messages") from error
     params, head = (
         request.make_sampling_params(with_tools),
         make_response_head("chatcmpl", request.model),

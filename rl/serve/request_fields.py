@@ -12,46 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rl.config import nearest_name
+from rl.serve.http_errors import HttpError
 from rl.types import SamplingParams
 
 MAX_CHOICES = 1024  # per request
 MAX_STOPS = 64
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024  # OpenAI's limit
-
-
-class OpenAIRequestError(Exception):
-    """Raised for a request that is not served.
-
-    `status`, `param`, `code`, `kind`: as in OpenAI's errors (`kind` is their "type").
-    `retry_after`: seconds after which a retry may succeed.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        param: str | None = None,
-        *,
-        status: int = 400,
-        code: str | None = None,
-        kind: str | None = None,
-        retry_after: float | None = None,
-    ):
-        super().__init__(message)
-        self.retry_after = retry_after
-        self.message, self.param, self.status, self.code = message, param, status, code
-        self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the error as OpenAI's JSON object."""
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
 
 
 # Fields that do not change the response: labels, and hints for storage or billing.
@@ -121,13 +88,13 @@ REFUSAL_REASONS: Mapping[str, str] = {
 class FieldReader:
     """Read a request's body field by field; `refuse_unread` refuses the remaining fields.
 
-    Errors are `OpenAIRequestError` and name the field. `prefix`: prefix of the field names in
+    Errors are `HttpError` and name the field. `prefix`: prefix of the field names in
     errors.
     """
 
     def __init__(self, body: Any, prefix: str = ""):
         if not isinstance(body, Mapping):
-            raise OpenAIRequestError(f"the body must be a JSON object, got {type(body).__name__}")
+            raise HttpError(400, f"the body must be a JSON object, got {type(body).__name__}")
         self.body, self.prefix = body, prefix
         self.read_names: set[str] = set()
 
@@ -178,7 +145,7 @@ class FieldReader:
         return value
 
     def refuse_unread(self) -> None:
-        """Raise OpenAIRequestError for a field that was not read, unless it is a label or has no
+        """Raise HttpError for a field that was not read, unless it is a label or has no
         effect.
         """
         for name, value in self.body.items():
@@ -196,19 +163,22 @@ class FieldReader:
                     f"{self.prefix}{name}={_shorten(value)} is not supported here{reason}: "
                     f"omit it (or pass {allowed})"
                 )
-                raise OpenAIRequestError(text, self.prefix + name)
+                raise HttpError(400, text, self.prefix + name)
             suggestion = nearest_name(name, {*self.read_names, *NEUTRAL_VALUES})
             hint = f"; did you mean {suggestion!r}?" if suggestion else ""
-            raise OpenAIRequestError(
+            raise HttpError(
+                400,
                 f"unknown parameter: {self.prefix + name!r}{hint}",
                 self.prefix + name,
                 code="unknown_parameter",
             )
 
-    def make_error(self, name: str, value: Any, expected: str) -> OpenAIRequestError:
+    def make_error(self, name: str, value: Any, expected: str) -> HttpError:
         """Return the error for a field of another type or range. `expected`: the expected value."""
-        return OpenAIRequestError(
-            f"{self.prefix}{name} must be {expected}, got {_shorten(value)}", self.prefix + name
+        return HttpError(
+            400,
+            f"{self.prefix}{name} must be {expected}, got {_shorten(value)}",
+            self.prefix + name,
         )
 
 
@@ -245,7 +215,8 @@ def read_sampling_params(
     stop = [*renderer_stops, *_read_stops(fields)]
     if min_tokens and any(isinstance(item, str) for item in stop):
         texts = [item for item in stop if isinstance(item, str)]
-        raise OpenAIRequestError(
+        raise HttpError(
+            400,
             f"{fields.prefix}min_tokens is not supported with stop texts ({_shorten(texts)}): it "
             "excludes tokens from sampling, and any tokens may spell a text; pass stop_token_ids, "
             "or omit min_tokens",
@@ -305,7 +276,7 @@ def _read_stops(fields: FieldReader) -> list[str | int]:
 
 @contextlib.contextmanager
 def refuse_unknown_words(param: str) -> Iterator[None]:
-    """Raise OpenAIRequestError for a text that the tokenizer cannot encode.
+    """Raise HttpError for a text that the tokenizer cannot encode.
 
     The tokenizers library raises a bare Exception for an unknown word.
     """
@@ -314,8 +285,10 @@ def refuse_unknown_words(param: str) -> Iterator[None]:
     except Exception as error:
         if type(error) is not Exception:
             raise
-        raise OpenAIRequestError(
-            f"{param} contains text that the model's tokenizer cannot encode ({error})"[:300], param
+        raise HttpError(
+            400,
+            f"{param} contains text that the model's tokenizer cannot encode ({error})"[:300],
+            param,
         ) from error
 
 

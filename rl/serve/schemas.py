@@ -1,16 +1,209 @@
-"""Read the fields of a JSON request body; errors name a missing or mistyped field."""
+"""Define the JSON bodies of Tinker's routes, and read them; errors name the field.
+
+The same classes check the bodies, type the handlers, and describe the routes at /openapi.json.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 
 from rl.serve.http_errors import HttpError
 
-T = TypeVar("T")
 MAX_JSON_BYTES = 32 * 2**20
+_MAX_TTL_SECONDS = 10 * 366 * 86400  # longest time to live of a checkpoint, in seconds
+# name of a type in an error -> pydantic's errors of that type
+_TYPE_ERRORS = {
+    "string_type": "str",
+    "int_type": "int",
+    "bool_type": "bool",
+    "dict_type": "dict",
+    "model_type": "dict",
+}
+
+
+def _stringify_metadata(value: Any) -> Any:
+    """Return user metadata with texts as values; a value that is not a text becomes its JSON."""
+    if not isinstance(value, dict):
+        return {} if value is None else value
+    return {
+        str(key): item if isinstance(item, str) else json.dumps(item) for key, item in value.items()
+    }
+
+
+def _default_false(value: Any) -> Any:
+    """Return False for null."""
+    return False if value is None else value
+
+
+Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+PositiveCount = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Metadata = Annotated[dict[str, str], BeforeValidator(_stringify_metadata)]
+Flag = Annotated[bool, BeforeValidator(_default_false)]
+
+
+class JsonBody(BaseModel):
+    """Hold the fields of a JSON body. Types are not converted, and unknown fields are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+
+class SessionBody(JsonBody):
+    """Name a session."""
+
+    session_id: str
+
+
+class CreateSessionBody(JsonBody):
+    """Describe a new session."""
+
+    user_metadata: Metadata = {}
+    display_name: str | None = None
+
+
+class FinishSessionBody(JsonBody):
+    """Give the reason of a session's end."""
+
+    reason: dict[str, Any] | None = None
+
+
+class NewModelBody(SessionBody):
+    """Describe a new model and its number in a session. Its optimizer is AdamW."""
+
+    model_seq_id: Count
+    user_metadata: Metadata = {}
+    optimizer_config: dict[str, Any] | None = None
+
+
+class LoraConfigBody(JsonBody):
+    """Describe a LoRA. A flag that is absent is true, also with a tied head."""
+
+    rank: Annotated[int, Field(ge=1, le=4096)]
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
+    train_mlp: Any = True
+    train_attn: Any = True
+    train_unembed: Any = True
+
+
+class CreateModelBody(NewModelBody):
+    """Describe a new model with a LoRA."""
+
+    base_model: str
+    lora_config: LoraConfigBody
+
+
+class ModelBody(JsonBody):
+    """Name a model."""
+
+    model_id: str
+
+
+class NumberedBody(ModelBody):
+    """Name a model and the number of its request: requests run in the order of their numbers."""
+
+    seq_id: PositiveCount
+
+
+class OptimStepBody(NumberedBody):
+    """Hold the optimizer's parameters, in the form of types.AdamParams."""
+
+    adam_params: Any = None
+    optimizer_params: Any = None
+
+
+class SaveWeightsBody(NumberedBody):
+    """Name a checkpoint, by default step-<seq_id>. `ttl_seconds`: its time to live."""
+
+    path: str | None = None
+    ttl_seconds: Annotated[int, Field(ge=1, le=_MAX_TTL_SECONDS)] | None = None
+    overwrite: Flag = False
+    user_metadata: Metadata = {}
+
+
+class SaveWeightsForSamplerBody(SaveWeightsBody):
+    """Name weights for sampling; without a path, the number of a new sampling session."""
+
+    kind: Any = "snapshot"
+    sampling_session_seq_id: Count | None = None
+
+
+class SaveWeightsExternalBody(SaveWeightsBody):
+    """Name a Hugging Face folder. Encryption is not supported."""
+
+    age_encryption_recipients: Any = None
+
+
+class LoadWeightsBody(JsonBody):
+    """Name weights to load into a model; without a model, into a new model of a session."""
+
+    path: str
+    optimizer: Flag = False
+    model_id: Any = None
+    seq_id: Any = None
+    session_id: Any = None
+    model_seq_id: Any = None
+    base_model: Any = None
+
+
+class LoadNewModelBody(NewModelBody):
+    """Describe a new model of saved weights."""
+
+    base_model: str | None = None
+
+
+class FutureBody(JsonBody):
+    """Name a request whose result is retrieved or that is cancelled."""
+
+    request_id: str
+
+
+class TtlBody(JsonBody):
+    """Hold a time to live in seconds; null for none."""
+
+    ttl_seconds: PositiveCount | None = None
+
+
+class WeightsInfoBody(JsonBody):
+    """Name saved weights by their tinker:// path."""
+
+    tinker_path: str
+
+
+class CreateSamplingSessionBody(SessionBody):
+    """Describe a sampling session of saved weights or of a base model."""
+
+    sampling_session_seq_id: Count
+    model_path: str | None = None
+    base_model: str | None = None
+
+
+class JoinSamplingSessionBody(JsonBody):
+    """Name a sampling session."""
+
+    sampling_session_id: str
+
+
+class SampleBody(JsonBody):
+    """Hold a prompt (types.ModelInput), sampling parameters, and the logprobs to return."""
+
+    sampling_session_id: str | None = None
+    seq_id: Annotated[int, Field(ge=0, le=2**63 - 1)]
+    num_samples: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    prompt: Any = None
+    sampling_params: Any = None
+    prompt_logprobs: Flag = False
+    topk_prompt_logprobs: Count | None = None
+    target_prompt_logprobs: dict[str, Any] | None = None
+    prompt_logprobs_last_n: PositiveCount | None = None
+    topk_sample_logprobs: Any = None
+    prompt_alt_tokens_k: Any = None
+
+
+BodyT = TypeVar("BodyT", bound=BaseModel)
 
 
 def parse_json(raw: bytes) -> Any:
@@ -41,71 +234,41 @@ def check_json_size(raw: bytes, limit: int = MAX_JSON_BYTES) -> None:
         )
 
 
-class RequestBody:
-    """Hold the JSON object of a request body, and check its fields on access.
+async def read_fields(request: Request) -> dict[str, Any]:
+    """Return the fields of a JSON body; an empty body has none.
 
-    Every method raises HttpError (400) for a field of another type.
+    Raises HttpError: 413 above MAX_JSON_BYTES, 400 if the body is not a JSON object.
     """
+    raw = await request.body()
+    check_json_size(raw)
+    try:
+        fields = parse_json(raw) if raw else {}
+    except (ValueError, RecursionError):
+        raise HttpError(400, "the body is not valid JSON") from None
+    if not isinstance(fields, dict):
+        raise HttpError(400, f"the body must be a JSON object, got {type(fields).__name__}")
+    return fields
 
-    def __init__(self, fields: dict[str, Any]):
-        self.fields = fields
 
-    @classmethod
-    async def from_request(cls, request: Request, limit: int = MAX_JSON_BYTES) -> RequestBody:
-        """Return the body of `request`. Raises HttpError: 413 above `limit` bytes, 400 if the body
-        is not a JSON object.
-        """
-        raw = await request.body()
-        check_json_size(raw, limit)
-        try:
-            fields = parse_json(raw) if raw else {}
-        except (ValueError, RecursionError):
-            raise HttpError(400, "the body is not valid JSON") from None
-        if not isinstance(fields, dict):
-            raise HttpError(400, f"the body must be a JSON object, got {type(fields).__name__}")
-        return cls(fields)
+def read_body(body_type: type[BodyT], fields: Mapping[str, Any]) -> BodyT:
+    """Return the fields as `body_type`. Raises HttpError (400), which names the first field of
+    another type or range.
+    """
+    try:
+        return body_type.model_validate(fields)
+    except ValidationError as error:
+        raise HttpError(400, _describe_error(error.errors(include_url=False)[0])) from None
 
-    def get_text(self, name: str) -> str:
-        """Return a required text field."""
-        return self._require(name, self.get_optional(name, str))
 
-    def get_int(self, name: str, minimum: int = 0, maximum: int = 2**31 - 1) -> int:
-        """Return a required integer field from `minimum` to `maximum`."""
-        return self._require(name, self.get_optional_int(name, minimum, maximum))
-
-    def get_optional_int(self, name: str, minimum: int = 0, maximum: int = 2**31 - 1) -> int | None:
-        """Return an optional integer field from `minimum` to `maximum`."""
-        value = self.get_optional(name, int)
-        if value is not None and not minimum <= value <= maximum:
-            raise HttpError(
-                400, f"{name} must be an integer from {minimum} to {maximum}, got {value}"
-            )
-        return value
-
-    def get_optional(self, name: str, kind: type[T]) -> T | None:
-        """Return an optional field of type `kind`; None if it is absent or null."""
-        value = self.fields.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise HttpError(
-                400, f"{name} must be of type {kind.__name__}, got {type(value).__name__}"
-            )
-        return value
-
-    def get_flag(self, name: str) -> bool:
-        """Return an optional boolean field; False if it is absent or null."""
-        return bool(self.get_optional(name, bool))
-
-    def get_metadata(self, name: str) -> dict[str, str]:
-        """Return an optional map of user metadata; a value that is not a text becomes its JSON."""
-        return {
-            str(key): value if isinstance(value, str) else json.dumps(value)
-            for key, value in (self.get_optional(name, dict) or {}).items()
-        }
-
-    def _require(self, name: str, value: T | None) -> T:
-        """Return the value. Raises HttpError (400) if it is None."""
-        if value is None:
-            raise HttpError(400, f"the body lacks {name!r}")
-        return value
+def _describe_error(error: Mapping[str, Any]) -> str:
+    """Return the text of an error of pydantic: the field, the expected and the received value."""
+    name, value, kind = ".".join(map(str, error["loc"])), error["input"], error["type"]
+    if value is None or kind == "missing":
+        return f"the body lacks {name!r}"
+    if kind in _TYPE_ERRORS:
+        return f"{name} must be of type {_TYPE_ERRORS[kind]}, got {type(value).__name__}"
+    context = error.get("ctx", {})
+    if kind in ("greater_than_equal", "less_than_equal"):
+        bound = f"at least {context['ge']}" if "ge" in context else f"at most {context['le']}"
+        return f"{name} must be an integer of {bound}, got {value}"
+    return f"{name}: {error['msg']}, got {value!r:.80}"

@@ -5,6 +5,7 @@ Models are in memory or written to disk. The work runs on the thread of `Serving
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
@@ -49,10 +50,15 @@ class ModelManager:
         self.session_store = session_store
         self._snapshots: OrderedDict[Path, SamplingClient] = OrderedDict()
         engine.queue.has_others = session_store.has_other_tenants = self.has_other_tenants
-        engine.metrics.gauges["models"] = self._count_by_location
-        engine.metrics.gauges["samplers"] = lambda: float(len(session_store.samplers))
-        engine.metrics.gauges["sessions"] = lambda: float(
-            sum(session.finished is None for session in session_store.sessions.values())
+        for state, loaded in (("in_memory", True), ("written_out", False)):
+            count = functools.partial(self._count_models, loaded)
+            engine.metrics.set_gauge("models", count, state=state)
+        engine.metrics.set_gauge("samplers", lambda: len(session_store.samplers))
+        engine.metrics.set_gauge(
+            "sessions",
+            lambda: sum(
+                session.finished is None for session in list(session_store.sessions.values())
+            ),
         )
 
     def has_other_tenants(self, tenant: str) -> bool:
@@ -64,13 +70,10 @@ class ModelManager:
             for session in list(self.session_store.sessions.values())
         )
 
-    def _count_by_location(self) -> dict[str, float]:
-        """Return the number of models in memory and of models written to disk."""
-        loaded = sum(model.client is not None for model in list(self.session_store.models.values()))
-        return {
-            "in_memory": float(loaded),
-            "written_out": float(len(self.session_store.models) - loaded),
-        }
+    def _count_models(self, loaded: bool) -> int:
+        """Return the number of models in memory, or else of models written to disk."""
+        models = list(self.session_store.models.values())
+        return sum((model.client is not None) == loaded for model in models)
 
     # --------------------------------------------------------------------------- requests, in order
 

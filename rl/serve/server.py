@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import uvicorn
+
 from rl.client import ServiceClient
 from rl.errors import UserError
 from rl.memory_plan import ModelSkeleton, check_tensor_parallel
@@ -120,7 +122,7 @@ class ModelServer:
             RequestStore(limits.result_seconds, limits.told_seconds, limits.held_bytes),
         )
         request_store.has_others = model_manager.has_other_tenants
-        engine.metrics.gauges["held_bytes"] = lambda: float(request_store.total_bytes)
+        engine.metrics.set_gauge("held_bytes", lambda: request_store.total_bytes)
         if settings.resume and session_store.has_saved_sessions():
             session_store.load_sessions({base.name: base for base in settings.bases})
             for model in session_store.models.values():
@@ -210,22 +212,16 @@ def main(args: argparse.Namespace) -> int:
     _configure_logging()
     served = ModelServer.create(settings)
     served.engine.start()
-    asyncio.run(_run_server(served, settings, sockets or []))
+    config = _make_uvicorn_config(served, settings)
+    # uvloop's event loop and httptools' parser where they are installed
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        runner.run(_run_server(served, settings, sockets or [], config))
     return 0
 
 
-async def _run_server(
-    server_parts: ModelServer, settings: ServeSettings, sockets: list[socket.socket]
-) -> None:
-    """Run uvicorn on the bound sockets until a signal arrives, then shut down."""
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield  # the signal handlers are installed below
-
-    config = uvicorn.Config(
+def _make_uvicorn_config(server_parts: ModelServer, settings: ServeSettings) -> uvicorn.Config:
+    """Return uvicorn's configuration, with the event loop and the parser that are installed."""
+    return uvicorn.Config(
         server_parts.app,
         http=make_timeout_protocol(settings.limits.header_seconds),
         host=settings.host,
@@ -239,6 +235,21 @@ async def _run_server(
         # for responses that are being sent
         timeout_graceful_shutdown=max(1, int(settings.stop_grace / 6)),
     )
+
+
+async def _run_server(
+    server_parts: ModelServer,
+    settings: ServeSettings,
+    sockets: list[socket.socket],
+    config: uvicorn.Config,
+) -> None:
+    """Run uvicorn on the bound sockets until a signal arrives, then shut down."""
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield  # the signal handlers are installed below
+
     server = Server(config)
     loop = asyncio.get_running_loop()
     stop_requested: asyncio.Event = asyncio.Event()

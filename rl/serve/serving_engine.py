@@ -71,7 +71,7 @@ class ServingEngine:
         # the active batches
         self._streams: dict[BatchKey, tuple[SampleStream, dict[int, SamplingJob]]] = {}
         self._thread = threading.Thread(target=self._loop, name="whetstone-desk", daemon=True)
-        self.metrics.gauges["queued"] = lambda: float(len(self.queue))
+        self.metrics.set_gauge("queued", lambda: len(self.queue))
 
     def start(self) -> None:
         """Start the engine's thread."""
@@ -309,7 +309,7 @@ class ServingEngine:
         self.metrics.increment(
             "work_total",
             verb=job.verb,
-            outcome="done" if error is None else to_http_error(error, job.verb)[1],
+            outcome="done" if error is None else to_http_error(error, job.verb).category,
         )
         _resolve(job.done, result, error, job.verb)
 
@@ -438,9 +438,7 @@ def _resolve(done: Future, result: Any, error: BaseException | None, label: str)
     if error is None:
         done.set_result(result)
         return
-    if to_http_error(error, label)[1] == "server" and not isinstance(
-        error, (HttpError, ShutdownError)
-    ):
+    if not isinstance(error, HttpError) and to_http_error(error, label).category == "server":
         log.error(
             "work failed", extra={"what": label, "error": type(error).__name__}, exc_info=error
         )

@@ -1,80 +1,77 @@
-"""Count the work of a server, and render it for Prometheus.
-
-The format is https://prometheus.io/docs/instrumenting/exposition_formats (text, 0.0.4).
-"""
+"""Count the work of a server, and render it for Prometheus."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 
-_METRICS = {
-    "requests_total": ("counter", "Responses, by route and status."),
-    "request_seconds_total": ("counter", "Seconds spent on responses, by route."),
-    "sampled_tokens_total": ("counter", "Tokens sampled."),
-    "prompt_tokens_total": ("counter", "Prompt tokens processed."),
-    "trained_tokens_total": ("counter", "Tokens of datums in forward and forward_backward calls."),
-    "work_total": ("counter", "Verbs executed, by verb and outcome."),
-    "work_seconds_total": ("counter", "Seconds spent executing, by verb."),
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import Metric
+
+# name -> (description, labels)
+_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "requests_total": ("Responses, by route and status.", ("route", "status")),
+    "request_seconds_total": ("Seconds spent on responses, by route.", ("route",)),
+    "sampled_tokens_total": ("Tokens sampled.", ()),
+    "prompt_tokens_total": ("Prompt tokens processed.", ()),
+    "trained_tokens_total": ("Tokens of datums in forward and forward_backward calls.", ()),
+    "work_total": ("Verbs executed, by verb and outcome.", ("verb", "outcome")),
+    "work_seconds_total": ("Seconds spent executing, by verb.", ("verb",)),
     "written_out_total": (
-        "counter",
         "Models written to disk to free memory, and models read back, by which.",
+        ("which",),
     ),
-    "open_requests": ("gauge", "Requests in progress."),
-    "queued": ("gauge", "Accepted requests that have not started."),
-    "held_bytes": ("gauge", "Bytes of waiting requests and stored results."),
-    "sessions": ("gauge", "Live sessions."),
-    "models": ("gauge", "Training clients, by location (memory or disk)."),
-    "samplers": ("gauge", "Sampling sessions."),
+}
+_GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "open_requests": ("Requests in progress.", ()),
+    "queued": ("Accepted requests that have not started.", ()),
+    "held_bytes": ("Bytes of waiting requests and stored results.", ()),
+    "sessions": ("Live sessions.", ()),
+    "models": ("Training clients, by location (memory or disk).", ("state",)),
+    "samplers": ("Sampling sessions.", ()),
 }
 
 
+class _PlainCounter(Counter):
+    """Count without the series <name>_created, which prometheus_client adds."""
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the metric."""
+        for metric in super().collect():
+            metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]
+            yield metric
+
+
 class ServingMetrics:
-    """Hold counters, which any thread may increase, and gauges, which are read when rendered."""
+    """Hold counters, which any thread may increase, and gauges, which are read when rendered.
+
+    Every server has its own registry, so that servers of the same process count separately.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counters: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
-        self.gauges: dict[str, Callable[[], Mapping[str, float] | float]] = {}
+        self._registry = CollectorRegistry()
+        self._counters = {
+            name: _PlainCounter(f"whetstone_{name}", text, labels, registry=self._registry)
+            for name, (text, labels) in _COUNTERS.items()
+        }
+        self._gauges = {
+            name: Gauge(f"whetstone_{name}", text, labels, registry=self._registry)
+            for name, (text, labels) in _GAUGES.items()
+        }
 
     def increment(self, name: str, amount: float = 1.0, **labels: str) -> None:
         """Increase a counter by `amount`."""
-        key = tuple(sorted(labels.items()))
-        with self._lock:
-            counts = self._counters.setdefault(name, {})
-            counts[key] = counts.get(key, 0.0) + amount
+        counter = self._counters[name]
+        (counter.labels(**labels) if labels else counter).inc(amount)
+
+    def set_gauge(self, name: str, function: Callable[[], float], **labels: str) -> None:
+        """Set the function that returns the value of a gauge."""
+        gauge = self._gauges[name]
+        (gauge.labels(**labels) if labels else gauge).set_function(function)
 
     def get_value(self, name: str, **labels: str) -> float:
         """Return the value of a counter, 0 if it was never increased."""
-        with self._lock:
-            return self._counters.get(name, {}).get(tuple(sorted(labels.items())), 0.0)
+        return self._registry.get_sample_value(f"whetstone_{name}", labels) or 0.0
 
-    def render(self) -> str:
-        """Return all counters and gauges as Prometheus text."""
-        with self._lock:
-            counts = {name: dict(values) for name, values in self._counters.items()}
-        for name, read_gauge in self.gauges.items():
-            values = read_gauge()
-            table = values if isinstance(values, Mapping) else {"": values}
-            counts[name] = {
-                ((("state", label),) if label else ()): value for label, value in table.items()
-            }
-        lines = []
-        for name in sorted(counts):
-            kind, text = _METRICS[name]
-            lines += [f"# HELP whetstone_{name} {text}", f"# TYPE whetstone_{name} {kind}"]
-            for key, value in sorted(counts[name].items()):
-                labels = ",".join(
-                    f'{label}="{_escape_label(label_value)}"' for label, label_value in key
-                )
-                lines.append(
-                    f"whetstone_{name}{{{labels}}} {value:g}"
-                    if labels
-                    else f"whetstone_{name} {value:g}"
-                )
-        return "\n".join(lines) + "\n"
-
-
-def _escape_label(text: str) -> str:
-    """Escape a label value."""
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    def render(self) -> bytes:
+        """Return all counters and gauges in Prometheus' text format 0.0.4."""
+        return generate_latest(self._registry)

@@ -11,13 +11,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from rl.jsonl import replace_nonfinite
+from rl.serve.http_errors import make_openai_error_response, to_openai_error
 from rl.serve.json_response import SafeJSONResponse
 from rl.serve.openai_serving import (
     OpenAIServing,
     get_request_owner,
-    make_openai_error_response,
     parse_json_body,
-    to_openai_error,
 )
 from rl.serve.request_fields import FieldReader
 

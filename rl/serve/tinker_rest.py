@@ -11,7 +11,7 @@ import contextlib
 import os
 import tarfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from email.utils import formatdate
 from pathlib import Path
@@ -19,20 +19,19 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
-from starlette.routing import Route
 
 from rl.client import RestClient
 from rl.distributed import checkpoint_folder
+from rl.serve.api_routes import RouteHandler, TypedRoute
 from rl.serve.http_errors import HttpError
 from rl.serve.json_response import SafeJSONResponse
 from rl.serve.request_store import RequestStore
-from rl.serve.schemas import RequestBody
+from rl.serve.schemas import JsonBody, TtlBody, WeightsInfoBody, read_body, read_fields
 from rl.serve.served_models import ModelManager
 from rl.serve.serving_engine import ServingEngine
 from rl.serve.session_store import CHECKPOINT_KINDS, ModelRecord, SessionStore
 from rl.serve.signed_url import UrlSigner
 
-RestHandler = Callable[[Request], Awaitable[Response]]
 _CHECKPOINT_TYPES = {
     "weights": "training",
     "sampler_weights": "sampler",
@@ -58,10 +57,10 @@ class TinkerRestRoutes:
         self.session_store = session_store
         self.links = links
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[TypedRoute]:
         """Return the routes of the REST part."""
         checkpoint_path = "training_runs/{model_id}/checkpoints/{kind}/{name}"
-        table: list[tuple[str, str, RestHandler]] = [
+        table: list[tuple[str, str, RouteHandler]] = [
             ("GET", "get_server_capabilities", self.get_capabilities),
             ("GET", "training_runs", self.list_runs),
             ("GET", "training_runs/{model_id}", self.get_run),
@@ -79,8 +78,13 @@ class TinkerRestRoutes:
             ("GET", "sessions", self.list_sessions),
             ("GET", "sessions/{session_id}", self.get_session),
         ]
+        body_types: dict[str, type[JsonBody]] = {
+            "weights_info": WeightsInfoBody,
+            checkpoint_path + "/ttl": TtlBody,
+        }
         return [
-            Route(f"/api/v1/{path}", answer, methods=[method]) for method, path, answer in table
+            TypedRoute(f"/api/v1/{path}", handler, method, body_types.get(path))
+            for method, path, handler in table
         ]
 
     async def get_capabilities(self, request: Request) -> Response:
@@ -210,8 +214,7 @@ class TinkerRestRoutes:
 
     async def set_ttl(self, request: Request) -> Response:
         """Set or remove the time to live of a checkpoint, in seconds."""
-        body = await RequestBody.from_request(request)
-        seconds = body.get_optional_int("ttl_seconds", 1)
+        seconds = read_body(TtlBody, await read_fields(request)).ttl_seconds
         await asyncio.to_thread(
             lambda: checkpoint_folder.set_expiry(self._find_folder(request), seconds)
         )
@@ -219,8 +222,7 @@ class TinkerRestRoutes:
 
     async def get_weights_info(self, request: Request) -> Response:
         """Return the base model and the LoRA settings of saved weights."""
-        body = await RequestBody.from_request(request)
-        path = body.get_text("tinker_path")
+        path = read_body(WeightsInfoBody, await read_fields(request)).tinker_path
         model, folder = await asyncio.to_thread(
             self.session_store.find_folder, path, request.state.owner
         )

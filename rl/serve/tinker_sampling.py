@@ -11,14 +11,20 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from rl.errors import BadRequestError
 from rl.serve import conversion
+from rl.serve.api_routes import TypedRoute
 from rl.serve.http_errors import HttpError
 from rl.serve.json_response import SafeJSONResponse
 from rl.serve.request_store import PendingRequest, RequestStore, compute_digest, resolve_request
-from rl.serve.schemas import RequestBody
+from rl.serve.schemas import (
+    CreateSamplingSessionBody,
+    JoinSamplingSessionBody,
+    SampleBody,
+    read_body,
+    read_fields,
+)
 from rl.serve.served_models import ModelManager
 from rl.serve.serving_engine import ServingEngine
 from rl.serve.session_store import SamplerRecord, SessionStore
@@ -45,15 +51,19 @@ class TinkerSamplingRoutes:
         engine.resolvers.append(model_manager.resolve_name)
         engine.name_listers.append(model_manager.list_names)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[TypedRoute]:
         """Return the routes for sampling."""
-        posts = {
-            "create_sampling_session": self.create_sampling_session,
-            "join_sampling_session": self.join_sampling_session,
-            "asample": self.asample,
-        }
         return [
-            Route(f"/api/v1/{path}", answer, methods=["POST"]) for path, answer in posts.items()
+            TypedRoute(f"/api/v1/{path}", handler, body_type=body_type)
+            for path, handler, body_type in (
+                (
+                    "create_sampling_session",
+                    self.create_sampling_session,
+                    CreateSamplingSessionBody,
+                ),
+                ("join_sampling_session", self.join_sampling_session, JoinSamplingSessionBody),
+                ("asample", self.asample, SampleBody),
+            )
         ]
 
     async def create_sampling_session(self, request: Request) -> Response:
@@ -62,12 +72,14 @@ class TinkerSamplingRoutes:
         A repeated request returns the same session. Raises HttpError (400) if the session exists
         with other weights.
         """
-        body = await RequestBody.from_request(request)
-        session = self.session_store.get_session(body.get_text("session_id"), request.state.owner)
-        sampler_id = f"{session.session_id}:sample:{body.get_int('sampling_session_seq_id')}"
-        path = body.get_optional("model_path", str)
+        body = read_body(CreateSamplingSessionBody, await read_fields(request))
+        session = self.session_store.get_session(body.session_id, request.state.owner)
+        sampler_id = f"{session.session_id}:sample:{body.sampling_session_seq_id}"
+        path = body.model_path
         if path is None:
-            base, folder = self.engine.settings.find_base(body.get_text("base_model")), None
+            if body.base_model is None:
+                raise HttpError(400, "the body lacks 'base_model'")
+            base, folder = self.engine.settings.find_base(body.base_model), None
         else:
             kinds = ("weights", "sampler_weights")
             model, folder = await asyncio.to_thread(
@@ -89,10 +101,8 @@ class TinkerSamplingRoutes:
 
     async def join_sampling_session(self, request: Request) -> Response:
         """Count another client of a sampling session, and return the count."""
-        body = await RequestBody.from_request(request)
-        sampler = self.session_store.get_sampler(
-            body.get_text("sampling_session_id"), request.state.owner
-        )
+        body = read_body(JoinSamplingSessionBody, await read_fields(request))
+        sampler = self.session_store.get_sampler(body.sampling_session_id, request.state.owner)
         sampler.clones += 1
         return SafeJSONResponse({"type": "join_sampling_session", "client_counter": sampler.clones})
 
@@ -101,27 +111,21 @@ class TinkerSamplingRoutes:
 
         A repeated request returns the same ids. An invalid value becomes the request's result.
         """
-        body = await RequestBody.from_request(request)
+        body = read_body(SampleBody, await read_fields(request))
         owner, raw = request.state.owner, await request.body()
-        if body.get_optional("sampling_session_id", str) is None:
+        if body.sampling_session_id is None:
             raise HttpError(
                 400, "asample needs the sampling_session_id that create_sampling_session returned"
             )
-        sampler, seq = (
-            self.session_store.get_sampler(body.get_text("sampling_session_id"), owner),
-            body.get_int("seq_id", 0, 2**63 - 1),
-        )
+        sampler = self.session_store.get_sampler(body.sampling_session_id, owner)
         self.session_store.get_session(sampler.session, owner)
-        count, request_id = (
-            body.get_optional_int("num_samples", 1, 1_000_000) or 1,
-            f"{sampler.sampler_id}:{seq}",
-        )
+        count, request_id = body.num_samples or 1, f"{sampler.sampler_id}:{body.seq_id}"
         digest, parsed = compute_digest(raw), None
         if (
             self.request_store.find_duplicate(request_id, digest) is None
             and len(raw) > _MAX_INLINE_BODY_BYTES
         ):
-            parsed = await asyncio.to_thread(self._try_parse, count, body)
+            parsed = await asyncio.to_thread(self._try_parse, body)
         # check again: the same request may have arrived meanwhile
         pending = self.request_store.find_duplicate(request_id, digest)
         if pending is None:
@@ -138,7 +142,7 @@ class TinkerSamplingRoutes:
                 tenant=tenant,
                 size=size,
             )
-            parsed = parsed or self._try_parse(count, body)
+            parsed = parsed or self._try_parse(body)
             if isinstance(parsed, Exception):
                 resolve_request(pending, error=parsed)
             else:
@@ -153,33 +157,31 @@ class TinkerSamplingRoutes:
         )
 
     def _try_parse(
-        self, count: int, body: RequestBody
+        self, body: SampleBody
     ) -> tuple[ModelInput, SamplingParams, dict[str, Any]] | Exception:
         """Return the parsed request, or the error that becomes the request's result."""
         try:
-            return self._parse_request(count, body)
+            return self._parse_request(body)
         except (ValueError, TypeError) as error:
             return error
 
-    def _parse_request(
-        self, count: int, body: RequestBody
-    ) -> tuple[ModelInput, SamplingParams, dict[str, Any]]:
-        """Return prompt, sampling parameters and logprob options of `count` samples.
+    def _parse_request(self, body: SampleBody) -> tuple[ModelInput, SamplingParams, dict[str, Any]]:
+        """Return prompt, sampling parameters and logprob options of a request.
 
         Raises BadRequestError if a field is not supported or the request has too many tokens, and
         ValueError or TypeError if a value is wrong.
         """
         for name in ("topk_sample_logprobs", "prompt_alt_tokens_k"):
-            if body.fields.get(name):
+            if getattr(body, name):
                 raise BadRequestError(
                     f"{name} is not computed here: use topk_prompt_logprobs, or a forward of the "
                     "training client"
                 )
         prompt, params = (
-            conversion.parse_prompt(body.fields.get("prompt")),
-            conversion.parse_sampling_params(body.fields.get("sampling_params") or {}),
+            conversion.parse_prompt(body.prompt),
+            conversion.parse_sampling_params(body.sampling_params or {}),
         )
-        limit = self.engine.settings.limits.tokens
+        limit, count = self.engine.settings.limits.tokens, body.num_samples or 1
         if conversion.count_tokens(prompt) + count * (params.max_tokens or 1) > limit:
             text = (
                 f"{conversion.count_tokens(prompt)} prompt tokens and {count} samples of "
@@ -187,11 +189,9 @@ class TinkerSamplingRoutes:
             )
             raise BadRequestError(f"{text} exceed {limit}, the limit of a request (--tokens)")
         options: dict[str, Any] = {
-            "include_prompt_logprobs": body.get_flag("prompt_logprobs"),
-            "topk_prompt_logprobs": body.get_optional_int("topk_prompt_logprobs") or 0,
-            "target_prompt_logprobs": conversion.parse_targets(
-                body.get_optional("target_prompt_logprobs", dict)
-            ),
-            "prompt_logprobs_last_n": body.get_optional_int("prompt_logprobs_last_n", 1),
+            "include_prompt_logprobs": body.prompt_logprobs,
+            "topk_prompt_logprobs": body.topk_prompt_logprobs or 0,
+            "target_prompt_logprobs": conversion.parse_targets(body.target_prompt_logprobs),
+            "prompt_logprobs_last_n": body.prompt_logprobs_last_n,
         }
         return prompt, params, options

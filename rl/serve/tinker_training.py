@@ -8,33 +8,31 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from rl.client import TrainingClient
 from rl.distributed import checkpoint_folder
 from rl.errors import BadRequestError
-from rl.serve import conversion, tinker_protobuf
+from rl.serve import conversion, schemas, tinker_pb2
+from rl.serve.api_routes import RouteHandler, TypedRoute
 from rl.serve.compression import decompress, is_zstd_available
 from rl.serve.encoded_results import PROTOBUF_TYPE
 from rl.serve.http_errors import HttpError
 from rl.serve.json_response import SafeJSONResponse
 from rl.serve.request_store import PendingRequest, RequestStore, compute_digest, resolve_request
-from rl.serve.schemas import RequestBody
+from rl.serve.schemas import read_body, read_fields
 from rl.serve.serve_settings import LOOPBACK_HOSTS
 from rl.serve.served_base_models import locate_tokenizer
 from rl.serve.served_models import ModelManager, end_session
 from rl.serve.serving_engine import ServingEngine
 from rl.serve.session_store import ModelRecord, SamplerRecord, SessionRecord, SessionStore
 
-_MAX_TTL_SECONDS = 10 * 366 * 86400  # longest time to live of a checkpoint, in seconds
 # largest result that is converted to JSON on the event loop; larger results use a thread
 _MAX_INLINE_RESULT_BYTES = 16384
-TrainingHandler = Callable[[Request], Awaitable[Response]]
 
 
 class TinkerTrainingRoutes:
@@ -52,39 +50,44 @@ class TinkerTrainingRoutes:
         self.model_manager = model_manager
         self.request_store = request_store
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[TypedRoute]:
         """Return the routes for training, including the unsupported ones."""
-        posts: dict[str, TrainingHandler] = {
-            "client/config": self.get_client_config,
-            "client/dynamic_config": self.get_dynamic_config,
-            "telemetry": self.accept_telemetry,
-            "create_session": self.create_session,
-            "session_heartbeat": self.record_heartbeat,
-            "sessions/{session_id}/finish": self.finish_session,
-            "create_model": self.create_model,
-            "unload_model": self.unload_model,
-            "get_info": self.get_info,
-            "forward_backward": self.forward_backward,
-            "optim_step": self.optim_step,
-            "save_weights": self.save_weights,
-            "save_weights_for_sampler": self.save_weights_for_sampler,
-            "save_weights_external": self.save_weights_external,
-            "load_weights": self.load_weights,
-            "retrieve_future": self.retrieve_future,
-            "cancel_future": self.cancel_future,
-            "create_custom_loss": _make_unsupported(
-                "custom losses on the server: forward_backward_custom runs them in your script"
+        finish = "sessions/{session_id}/finish"
+        table: list[tuple[str, RouteHandler, type[schemas.JsonBody] | str | None]] = [
+            ("client/config", self.get_client_config, None),
+            ("client/dynamic_config", self.get_dynamic_config, None),
+            ("telemetry", self.accept_telemetry, None),
+            ("create_session", self.create_session, schemas.CreateSessionBody),
+            ("session_heartbeat", self.record_heartbeat, schemas.SessionBody),
+            (finish, self.finish_session, schemas.FinishSessionBody),
+            ("create_model", self.create_model, schemas.CreateModelBody),
+            ("unload_model", self.unload_model, schemas.ModelBody),
+            ("get_info", self.get_info, schemas.ModelBody),
+            ("forward_backward", self.forward_backward, PROTOBUF_TYPE),
+            ("optim_step", self.optim_step, schemas.OptimStepBody),
+            ("save_weights", self.save_weights, schemas.SaveWeightsBody),
+            (
+                "save_weights_for_sampler",
+                self.save_weights_for_sampler,
+                schemas.SaveWeightsForSamplerBody,
             ),
-            "copy_weights": _make_unsupported(
-                "copying weights: every session of the same key can load the saved weights"
-            ),
-            "retrieve_futures": _make_unsupported(
-                "retrieving many results at once: use retrieve_future"
-            ),
-            "auth/token": _make_unsupported("exchanging a key for a token: send the key itself"),
+            ("save_weights_external", self.save_weights_external, schemas.SaveWeightsExternalBody),
+            ("load_weights", self.load_weights, schemas.LoadWeightsBody),
+            ("retrieve_future", self.retrieve_future, schemas.FutureBody),
+            ("cancel_future", self.cancel_future, schemas.FutureBody),
+        ]
+        unsupported = {
+            "create_custom_loss": "custom losses on the server: forward_backward_custom runs them "
+            "in your script",
+            "copy_weights": "copying weights: every session of the same key can load the saved "
+            "weights",
+            "retrieve_futures": "retrieving many results at once: use retrieve_future",
+            "auth/token": "exchanging a key for a token: send the key itself",
         }
+        table += [(path, _make_unsupported(text), None) for path, text in unsupported.items()]
         return [
-            Route(f"/api/v1/{path}", answer, methods=["POST"]) for path, answer in posts.items()
+            TypedRoute(f"/api/v1/{path}", handler, body_type=body_type)
+            for path, handler, body_type in table
         ]
 
     # ------------------------------------------------------------------------------------- sessions
@@ -116,28 +119,28 @@ class TinkerTrainingRoutes:
 
     async def create_session(self, request: Request) -> Response:
         """Create a session."""
-        body = await RequestBody.from_request(request)
-        owner, words, name = (
+        body = read_body(schemas.CreateSessionBody, await read_fields(request))
+        session = await asyncio.to_thread(
+            self.session_store.open_session,
             request.state.owner,
-            body.get_metadata("user_metadata"),
-            body.get_optional("display_name", str),
+            body.user_metadata,
+            body.display_name,
         )
-        session = await asyncio.to_thread(self.session_store.open_session, owner, words, name)
         return SafeJSONResponse({"type": "create_session", "session_id": session.session_id})
 
     async def record_heartbeat(self, request: Request) -> Response:
         """Record a heartbeat of a session."""
-        body = await RequestBody.from_request(request)
-        self.session_store.get_session(body.get_text("session_id"), request.state.owner)
+        body = read_body(schemas.SessionBody, await read_fields(request))
+        self.session_store.get_session(body.session_id, request.state.owner)
         return SafeJSONResponse({"type": "session_heartbeat"})
 
     async def finish_session(self, request: Request) -> Response:
         """End a session, with the client's reason."""
-        body = await RequestBody.from_request(request)
+        body = read_body(schemas.FinishSessionBody, await read_fields(request))
         session = self.session_store.get_session(
             request.path_params["session_id"], request.state.owner, alive=False
         )
-        reason = (body.get_optional("reason", dict) or {}).get("type", "success")
+        reason = (body.reason or {}).get("type", "success")
         end_session(self.engine, self.model_manager, session, str(reason)[:40])
         return Response(status_code=204)
 
@@ -148,32 +151,24 @@ class TinkerTrainingRoutes:
 
         Raises HttpError (400) if the request lacks a LoRA or names another optimizer than AdamW.
         """
-        body = await RequestBody.from_request(request)
-        lora = RequestBody(
-            _require_field(
-                body.get_optional("lora_config", dict),
-                "lora_config: only LoRA training is supported over the network, not full "
-                "fine-tuning",
-            )
-        )
-        session = self.session_store.get_session(body.get_text("session_id"), request.state.owner)
-        base = self.engine.settings.find_base(body.get_text("base_model"))
-        optimizer = (body.get_optional("optimizer_config", dict) or {}).get("type", "adamw")
-        if optimizer != "adamw":
+        fields = await read_fields(request)
+        if fields.get("lora_config") is None:
             raise HttpError(
-                400, f"only AdamW is supported here, got the optimizer {str(optimizer)[:40]!r}"
+                400,
+                "the body lacks lora_config: only LoRA training is supported over the network, not "
+                "full fine-tuning",
             )
-        # a field that is absent has the default of Tinker's schema, also with a tied head
-        lora_flags = {
-            name: lora.fields.get(name, True)
-            for name in ("train_mlp", "train_attn", "train_unembed")
-        }
-        rank, seed = lora.get_int("rank", 1, 4096), lora.get_optional_int("seed", 0, 2**63 - 1)
+        body = read_body(schemas.CreateModelBody, fields)
+        session = self.session_store.get_session(body.session_id, request.state.owner)
+        base = self.engine.settings.find_base(body.base_model)
+        _check_optimizer(body)
+        lora = body.lora_config.model_dump()
+        rank, seed = lora.pop("rank"), lora.pop("seed")
 
         def make() -> TrainingClient:
             service = self.engine.service
             return service.create_lora_training_client(
-                base.source, rank, seed, **lora_flags, tokenizer=base.tokenizer
+                base.source, rank, seed, **lora, tokenizer=base.tokenizer
             )
 
         return self._create_once(
@@ -183,7 +178,7 @@ class TinkerTrainingRoutes:
     def _create_once(
         self,
         session: SessionRecord,
-        body: RequestBody,
+        body: schemas.NewModelBody,
         base: Any,
         make: Callable[[], TrainingClient],
         raw: bytes,
@@ -194,7 +189,7 @@ class TinkerTrainingRoutes:
         Raises HttpError (400) if the number was used for another request, and HttpError (429) if
         the queue is full.
         """
-        seq = body.get_int("model_seq_id")
+        seq = body.model_seq_id
         request_id, digest = f"{session.session_id}:train:{seq}:0", compute_digest(raw)
         pending = self.request_store.find_duplicate(request_id, digest)
         if pending is None:
@@ -227,9 +222,7 @@ class TinkerTrainingRoutes:
                 )
                 self.request_store.add(resolve_request(pending, existing.create_result))
                 return SafeJSONResponse({"request_id": request_id, "model_id": model_id})
-            model = self.session_store.add_model(
-                session, seq, base, body.get_metadata("user_metadata")
-            )
+            model = self.session_store.add_model(session, seq, base, body.user_metadata)
             model.request_digest, model.create_result = (
                 digest.hex(),
                 {"model_id": model_id, **result},
@@ -257,8 +250,8 @@ class TinkerTrainingRoutes:
 
     async def unload_model(self, request: Request) -> Response:
         """Write a model to disk and free its memory."""
-        body = await RequestBody.from_request(request)
-        model = self.session_store.get_model(body.get_text("model_id"), request.state.owner)
+        body = read_body(schemas.ModelBody, await read_fields(request))
+        model = self.session_store.get_model(body.model_id, request.state.owner)
 
         def unload() -> None:
             self.model_manager.write_model(model)
@@ -277,8 +270,8 @@ class TinkerTrainingRoutes:
 
     async def get_info(self, request: Request) -> Response:
         """Return architecture, tokenizer and LoRA rank of a model."""
-        body = await RequestBody.from_request(request)
-        model = self.session_store.get_model(body.get_text("model_id"), request.state.owner)
+        body = read_body(schemas.ModelBody, await read_fields(request))
+        model = self.session_store.get_model(body.model_id, request.state.owner)
         tenant = self.engine.get_tenant(model.owner, model.session)
         info = await self.engine.run_function(
             model.owner, "get_info", lambda: self.model_manager.load_client(model).info, tenant
@@ -358,7 +351,7 @@ class TinkerTrainingRoutes:
         def parse() -> tuple[Any, bytes, int]:
             body = decompress(raw, encoding, max_bytes)
             return (
-                tinker_protobuf.parse_message("ForwardBackwardRequest", body),
+                conversion.parse_message(tinker_pb2.ForwardBackwardRequest, body),
                 compute_digest(raw),
                 len(body),
             )
@@ -399,37 +392,46 @@ class TinkerTrainingRoutes:
 
     async def optim_step(self, request: Request) -> Response:
         """Queue an update of the weights."""
-        body = await RequestBody.from_request(request)
-        model, seq = self._read_model_and_seq(body, request)
+        fields = await read_fields(request)
+        model, seq = self._read_model_and_seq(fields, request)
 
         def work() -> Generator[None, None, Any]:
-            if body.fields.get("optimizer_params") is not None:
+            body = read_body(schemas.OptimStepBody, fields)
+            if body.optimizer_params is not None:
                 raise BadRequestError(
                     "only AdamW is supported here: optim_step takes types.AdamParams"
                 )
             return self.model_manager.optim_step(
-                model, conversion.parse_adam_params(body.fields.get("adam_params"))
+                model, conversion.parse_adam_params(body.adam_params)
             )
 
         return self._enqueue_once(
             model, seq, "optim_step", await request.body(), lambda: _run_deferred(work)
         )
 
-    def _read_model_and_seq(self, body: RequestBody, request: Request) -> tuple[ModelRecord, int]:
-        """Return the model and the sequence number of a request."""
-        return self.session_store.get_model(
-            body.get_text("model_id"), request.state.owner
-        ), body.get_int("seq_id", 1)
+    def _read_model_and_seq(
+        self, fields: dict[str, Any], request: Request
+    ) -> tuple[ModelRecord, int]:
+        """Return the model and the sequence number of a request.
+
+        A request's other fields are read when it runs: a wrong value then becomes its result.
+        """
+        body = read_body(schemas.NumberedBody, fields)
+        return self.session_store.get_model(body.model_id, request.state.owner), body.seq_id
 
     async def save_weights(self, request: Request) -> Response:
         """Queue saving weights and optimizer state."""
-        body = await RequestBody.from_request(request)
-        model, seq = self._read_model_and_seq(body, request)
+        fields = await read_fields(request)
+        model, seq = self._read_model_and_seq(fields, request)
 
         def work() -> Generator[None, None, Any]:
-            words, overwrite = body.get_metadata("user_metadata"), body.get_flag("overwrite")
+            body = read_body(schemas.SaveWeightsBody, fields)
             return self.model_manager.save_state(
-                model, _read_checkpoint_name(body, seq), _read_ttl(body), overwrite, words
+                model,
+                _get_checkpoint_name(body),
+                body.ttl_seconds,
+                body.overwrite,
+                body.user_metadata,
             )
 
         return self._enqueue_once(
@@ -441,22 +443,22 @@ class TinkerTrainingRoutes:
 
         Without a `path`, the weights become a sampling session and are not saved.
         """
-        body = await RequestBody.from_request(request)
-        model, seq = self._read_model_and_seq(body, request)
+        fields = await read_fields(request)
+        model, seq = self._read_model_and_seq(fields, request)
 
         def work() -> Generator[None, None, Any]:
-            if body.fields.get("kind", "snapshot") != "snapshot":
+            body = read_body(schemas.SaveWeightsForSamplerBody, fields)
+            if body.kind != "snapshot":
                 raise BadRequestError(
                     "kind is 'snapshot' here: create a new sampling client after each update"
                 )
-            if body.fields.get("path") is not None:
+            if body.path is not None:
                 return self.model_manager.save_for_sampler(
-                    model,
-                    _read_checkpoint_name(body, seq),
-                    _read_ttl(body),
-                    body.get_metadata("user_metadata"),
+                    model, _get_checkpoint_name(body), body.ttl_seconds, body.user_metadata
                 )
-            sampler_id = f"{model.session}:sample:{body.get_int('sampling_session_seq_id')}"
+            if body.sampling_session_seq_id is None:
+                raise BadRequestError("the body lacks 'sampling_session_seq_id'")
+            sampler_id = f"{model.session}:sample:{body.sampling_session_seq_id}"
             if sampler_id in self.session_store.samplers:
                 raise BadRequestError(f"the sampling session {sampler_id} already exists")
             return self.model_manager.snapshot_weights(
@@ -469,7 +471,7 @@ class TinkerTrainingRoutes:
         # the SDK increments the number of its sampling session for each try: if a response was
         # lost, the repeated request has another number
         payload = {
-            name: value for name, value in body.fields.items() if name != "sampling_session_seq_id"
+            name: value for name, value in fields.items() if name != "sampling_session_seq_id"
         }
         return self._enqueue_once(
             model,
@@ -481,16 +483,17 @@ class TinkerTrainingRoutes:
 
     async def save_weights_external(self, request: Request) -> Response:
         """Queue saving the merged weights as a Hugging Face folder."""
-        body = await RequestBody.from_request(request)
-        model, seq = self._read_model_and_seq(body, request)
+        fields = await read_fields(request)
+        model, seq = self._read_model_and_seq(fields, request)
 
         def work() -> Generator[None, None, Any]:
-            if body.fields.get("age_encryption_recipients"):
+            body = read_body(schemas.SaveWeightsExternalBody, fields)
+            if body.age_encryption_recipients:
                 raise BadRequestError(
                     "encryption of weights is not supported here: omit age_encryption_recipients"
                 )
             return self.model_manager.save_external(
-                model, _read_checkpoint_name(body, seq), _read_ttl(body)
+                model, _get_checkpoint_name(body), body.ttl_seconds
             )
 
         return self._enqueue_once(
@@ -499,15 +502,12 @@ class TinkerTrainingRoutes:
 
     async def load_weights(self, request: Request) -> Response:
         """Queue loading saved weights into a model, or into a new model if none is named."""
-        body = await RequestBody.from_request(request)
-        owner, path, with_optimizer = (
-            request.state.owner,
-            body.get_text("path"),
-            body.get_flag("optimizer"),
-        )
+        fields, owner = await read_fields(request), request.state.owner
+        source_body = read_body(schemas.LoadWeightsBody, fields)
+        path, with_optimizer = source_body.path, source_body.optimizer
         kinds = ("weights",) if with_optimizer else ("weights", "sampler_weights")
-        if body.fields.get("model_id") is not None:
-            model, seq = self._read_model_and_seq(body, request)
+        if source_body.model_id is not None:
+            model, seq = self._read_model_and_seq(fields, request)
 
             def work() -> Generator[None, None, Any]:
                 return self.model_manager.load_weights(
@@ -520,20 +520,17 @@ class TinkerTrainingRoutes:
             return self._enqueue_once(
                 model, seq, "load_weights", await request.body(), lambda: _run_deferred(work)
             )
-        session = self.session_store.get_session(body.get_text("session_id"), owner)
+        body = read_body(schemas.LoadNewModelBody, fields)
+        session = self.session_store.get_session(body.session_id, owner)
         source, folder = await asyncio.to_thread(
             lambda: self.session_store.find_folder(path, owner, kinds=kinds)
         )
         base = (
             source.base
-            if body.get_optional("base_model", str) is None
-            else self.engine.settings.find_base(body.get_text("base_model"))
+            if body.base_model is None
+            else self.engine.settings.find_base(body.base_model)
         )
-        optimizer = (body.get_optional("optimizer_config", dict) or {}).get("type", "adamw")
-        if optimizer != "adamw":
-            raise HttpError(
-                400, f"only AdamW is supported here, got the optimizer {str(optimizer)[:40]!r}"
-            )
+        _check_optimizer(body)
 
         def make() -> TrainingClient:
             service = self.engine.service
@@ -551,8 +548,8 @@ class TinkerTrainingRoutes:
 
     async def retrieve_future(self, request: Request) -> Response:
         """Return the result of a request, or 408 after `poll_seconds`; the SDK then polls again."""
-        body = await RequestBody.from_request(request)
-        pending = self.request_store.find_request(body.get_text("request_id"), request.state.owner)
+        body = read_body(schemas.FutureBody, await read_fields(request))
+        pending = self.request_store.find_request(body.request_id, request.state.owner)
         if not await pending.wait(self.engine.settings.limits.poll_seconds):
             state = {"type": "try_again", "request_id": pending.request_id, "queue_state": "active"}
             return SafeJSONResponse(state, status_code=408)
@@ -567,8 +564,8 @@ class TinkerTrainingRoutes:
 
     async def cancel_future(self, request: Request) -> Response:
         """Cancel a sample request. A request that trains is not cancelled."""
-        body = await RequestBody.from_request(request)
-        pending = self.request_store.find_request(body.get_text("request_id"), request.state.owner)
+        body = read_body(schemas.FutureBody, await read_fields(request))
+        pending = self.request_store.find_request(body.request_id, request.state.owner)
         if pending.verb == "sample":
             pending.work_future.cancel()
         return Response(status_code=204)
@@ -582,7 +579,7 @@ def _run_deferred(work: Callable[[], Generator[None, None, Any]]) -> Generator[N
     return (yield from work())
 
 
-def _make_unsupported(feature: str) -> TrainingHandler:
+def _make_unsupported(feature: str) -> RouteHandler:
     """Return a handler that raises HttpError (400): `feature` is not supported."""
 
     async def refuse(request: Request) -> Response:
@@ -591,30 +588,25 @@ def _make_unsupported(feature: str) -> TrainingHandler:
     return refuse
 
 
-def _require_field(value: Any, description: str) -> Any:
-    """Return a value. Raises HttpError (400), which names the field `description`, if the value is
-    None.
-    """
-    if value is None:
-        raise HttpError(400, f"the body lacks {description}")
-    return value
+def _check_optimizer(body: schemas.NewModelBody) -> None:
+    """Raise HttpError (400) for another optimizer than AdamW."""
+    optimizer = (body.optimizer_config or {}).get("type", "adamw")
+    if optimizer != "adamw":
+        raise HttpError(
+            400, f"only AdamW is supported here, got the optimizer {str(optimizer)[:40]!r}"
+        )
 
 
-def _read_checkpoint_name(body: RequestBody, seq: int) -> str:
+def _get_checkpoint_name(body: schemas.SaveWeightsBody) -> str:
     """Return the name of a checkpoint, `step-<seq>` by default.
 
     Raises BadRequestError if the name has other characters than letters, digits, '.', '_' and '-'.
     """
-    name = body.get_optional("path", str)
+    name = body.path
     if name is None:
-        return f"step-{seq:06d}"
+        return f"step-{body.seq_id:06d}"
     if not checkpoint_folder.is_checkpoint_name(name):
         raise BadRequestError(
             f"a checkpoint's name consists of letters, digits, '.', '_' and '-', got {name[:80]!r}"
         )
     return name
-
-
-def _read_ttl(body: RequestBody) -> int | None:
-    """Return the time to live of a checkpoint in seconds, or None."""
-    return body.get_optional_int("ttl_seconds", 1, _MAX_TTL_SECONDS)

@@ -22,18 +22,19 @@ from functools import cache
 from typing import Any
 
 from rl.envs import EpisodeLimits, last_user_text
+from rl.programs.loop_server import LoopServer
 from rl.renderers import Renderer
 from rl.rewards import SupervisedProcess
-from rl.serve.agent_sessions import (
+from rl.serve import (
     AgentSession,
     AgentSessions,
+    HttpError,
     SampledTurn,
     SamplingBackend,
+    ServedModel,
+    make_openai_routes,
     make_turn_logs,
 )
-from rl.serve.loop_server import LoopServer
-from rl.serve.request_fields import OpenAIRequestError
-from rl.serve.serving_engine import ServedModel
 from rl.types import Message, SampledSequence, SampleResponse, SamplingParams
 
 _FIRST_REQUEST_SECONDS = (
@@ -122,20 +123,20 @@ class ProgramEpisode(AgentSession):
     ) -> SampleResponse:
         options.pop("show", None)  # a rollout returns complete actions, so nothing can be streamed
         if options:
-            raise OpenAIRequestError(
-                "prompts are not scored in a training episode: omit echo or logprobs"
+            raise HttpError(
+                400, "prompts are not scored in a training episode: omit echo or logprobs"
             )
         self._replace_settings(params)
         return SampleResponse([await self._request_action(prompt, params) for _ in range(n)])
 
     async def _request_action(self, prompt: list[int], params: SamplingParams) -> SampledSequence:
         """Put a request into the queue of events and wait for the action. Raises
-        OpenAIRequestError.
+        HttpError.
         """
         if self.end_reason is None and self.request_count >= self.limits.turns:
             self.end_reason = f"it has used its {self.limits.turns} turns (max_turns)"
         if self.end_reason is not None:
-            raise OpenAIRequestError(f"the episode is over: {self.end_reason}", code="episode_over")
+            raise HttpError(400, f"the episode is over: {self.end_reason}", code="episode_over")
         self.request_count += 1
         self.requested_or_ended.set()
         ask = ActionRequest(prompt, params, asyncio.get_running_loop().create_future())
@@ -154,7 +155,7 @@ class ProgramEpisode(AgentSession):
     def _replace_settings(self, params: SamplingParams) -> None:
         """Record sampling settings of a request, which the run's settings replace.
 
-        Raises OpenAIRequestError for any such setting if `strict`.
+        Raises HttpError for any such setting if `strict`.
         """
         defaults = SamplingParams()
         for name in (
@@ -170,8 +171,8 @@ class ProgramEpisode(AgentSession):
             value = getattr(params, name)
             if value != getattr(defaults, name):
                 if self.strict:
-                    raise OpenAIRequestError(
-                        f"{name}={value}: the run sets the sampling parameters; omit it", name
+                    raise HttpError(
+                        400, f"{name}={value}: the run sets the sampling parameters; omit it", name
                     )
                 self.replaced_settings[name] = value
 
@@ -205,7 +206,7 @@ class ProgramEpisode(AgentSession):
         self.end_reason = reason
         if not ask.answer.done():
             ask.answer.set_exception(
-                OpenAIRequestError(reason, "messages", code="context_length_exceeded")
+                HttpError(400, reason, "messages", code="context_length_exceeded")
             )
 
     def refuse_pending(self) -> None:
@@ -214,7 +215,7 @@ class ProgramEpisode(AgentSession):
             ask.is_dead = True
             if not ask.answer.done():
                 ask.answer.set_exception(
-                    OpenAIRequestError("the episode has ended", status=410, code="episode_over")
+                    HttpError(410, "the episode has ended", code="episode_over")
                 )
 
 
@@ -259,8 +260,11 @@ class _ProgramSessions(AgentSessions):
     def find(self, owner: str, name: str) -> AgentSession:
         episode = self.running.get(name)
         if episode is None:
-            raise OpenAIRequestError(
-                "the episode is unknown, or it has ended", status=404, code="session_not_found"
+            raise HttpError(
+                404,
+                "the episode is unknown, or it has ended",
+                code="session_not_found",
+                kind="invalid_request_error",
             )
         return episode
 
@@ -268,27 +272,27 @@ class _ProgramSessions(AgentSessions):
         return []
 
     def delete(self, owner: str, name: str) -> None:
-        raise OpenAIRequestError(
-            "an episode cannot be deleted: it ends with its program", status=405
-        )
+        raise HttpError(405, "an episode cannot be deleted: it ends with its program")
 
 
 class _NoBackend:
     """Refuse to sample for requests outside an episode."""
 
     async def sample(self, *_: Any, **__: Any) -> SampleResponse:
-        raise OpenAIRequestError(
+        raise HttpError(
+            404,
             "only requests of an episode are served: use the URL in OPENAI_BASE_URL unchanged",
-            status=404,
+            kind="invalid_request_error",
         )
 
     def models(self, owner: str) -> Sequence[Any]:
         return [ServedModel(POLICY_MODEL, None, 0)]
 
     def tokenizer(self, model: str | None, owner: str) -> Any:
-        raise OpenAIRequestError(
+        raise HttpError(
+            404,
             "only requests of an episode are served: use the URL in OPENAI_BASE_URL unchanged",
-            status=404,
+            kind="invalid_request_error",
         )
 
     renderer = tokenizer
@@ -312,8 +316,6 @@ class LiveEndpoint:
     def _make_application(self) -> Any:
         """Return the ASGI application with the OpenAI-style routes."""
         from starlette.applications import Starlette
-
-        from rl.serve.openai_routes import make_openai_routes
 
         return Starlette(routes=make_openai_routes(_NoBackend(), self.episodes))
 

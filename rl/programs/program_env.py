@@ -17,12 +17,7 @@ from typing import Any, ClassVar
 from rl.envs import Environment, EpisodeLimits, grade_answer, last_user_text
 from rl.errors import UserError
 from rl.jsonl import replace_nonfinite
-from rl.renderers import Renderer
-from rl.rewards import build_worker_environment, resolve_reward
-from rl.rollout import Env, EnvGroupBuilder, EnvThread, EpisodeFailed, StepResult
-from rl.sanitize import sanitize_text
-from rl.seed import derive_seed
-from rl.serve.program_rollout import (
+from rl.programs.program_rollout import (
     POLICY_MODEL,
     ActionRequest,
     LiveEndpoint,
@@ -30,6 +25,11 @@ from rl.serve.program_rollout import (
     ProgramExit,
     get_live_endpoint,
 )
+from rl.renderers import Renderer
+from rl.rewards import build_worker_environment, resolve_reward
+from rl.rollout import Env, EnvGroupBuilder, EnvThread, EpisodeFailed, StepResult
+from rl.sanitize import sanitize_text
+from rl.seed import derive_seed
 from rl.types import ModelInput, Problem, SampledSequence
 
 Stop = Sequence[str] | Sequence[int] | None
