@@ -38,6 +38,9 @@ SCRIPTS += ["rl/envs/demo_generator"]
 OTHERS = {
     "config_file",
     "num_processes",
+    "num_machines",
+    "machine_rank",
+    "main_process_ip",
     "account",
     "nodes",
     "partition",
