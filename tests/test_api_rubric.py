@@ -143,6 +143,24 @@ def test_addresses_are_for_rubrics_alone():
             LearnedRewardSettings(**settings)
 
 
+SHORT = (
+    "grpo --steps 2 --batch-size 2 --group-size 2 --eval-every 0 --max-tokens 4 --rubric Long? 1"
+)
+
+
+def test_a_server_that_cannot_judge_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
+    def load(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("rl.trainer.execute.make_policy", load)
+    with api_server(lambda *_: writes("yes")) as (address, bodies):
+        with pytest.raises(UserError, match="grpo, before any training: .*cannot be read as yes"):
+            train(f"{SHORT} --rubric-model {address}", tmp_path)
+        assert len(bodies) == 1
+    with pytest.raises(UserError, match="lists no models.*refused"):
+        train(f"{SHORT} --rubric-model {address}", tmp_path)
+
+
 def test_a_run_learns_what_the_server_says(tmp_path):
     """Two steps of GRPO: the rewards of the rollouts are the server's."""
 
@@ -152,12 +170,7 @@ def test_a_run_learns_what_the_server_says(tmp_path):
         return first_token(("yes", share), ("no", 1 - share))
 
     with api_server(reply) as (address, bodies):
-        rows = train(
-            "grpo --steps 2 --batch-size 2 --group-size 2 --eval-every 0 --max-tokens 4 "
-            f"--rollouts-every 1 --rubric-model {address} --rubric Long? 1",
-            tmp_path,
-        )
-    assert len(bodies) > 2  # the trial before the run, and the answers
+        rows = train(f"{SHORT} --rollouts-every 1 --rubric-model {address}", tmp_path)
     answers = [
         json.loads(line)
         for path in sorted((tmp_path / "rollouts").glob("step_*.jsonl"))

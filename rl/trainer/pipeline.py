@@ -179,9 +179,7 @@ class _OutlineFactory(ModelFactory):
     def rewards(self, learned: LearnedRewardSettings) -> dict[str, Any]:
         if learned.comparison_model is not None:
             make_renderer(self.load(learned.comparison_model), None)
-        elif learned.rubric_model is not None and is_api_address(learned.rubric_model):
-            make_api_judge(learned, 0).probe()
-        elif learned.rubric_model is not None:
+        elif learned.rubric_model is not None and not is_api_address(learned.rubric_model):
             make_rubric(learned)
             make_renderer(self.load(learned.rubric_model), learned.rubric_renderer)
         for target, _ in learned.weighted_reward_models:
@@ -257,6 +255,18 @@ def _find_faulty_rows(
     ):  # another fault besides these, which is reported once the rows are corrected
         return None
     return None
+
+
+def check_api_judges(stages: Sequence[StageConfig]) -> None:
+    """Raise UserError, with the name of the stage, if a judge behind an API cannot be used."""
+    for stage in stages:
+        learned = getattr(stage.settings, "learned", None)
+        if learned is None or not is_api_address(learned.rubric_model or ""):
+            continue
+        try:
+            make_api_judge(learned, 0).probe()
+        except UserError as error:
+            raise UserError(f"stage {stage.name}, before any training: {error}") from error
 
 
 def dry_run(stages: Sequence[StageConfig], prepared: Sequence[PreparedStage], current: int) -> None:
