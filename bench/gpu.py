@@ -46,18 +46,19 @@ LIMIT = 530  # seconds for all parts together
 # its seconds, so that a part that hangs does not use up all of the time.
 PARTS = {
     "floors": (6, "the limits of this GPU: a large product, a large copy, an empty launch"),
-    "tests": (100, "tests marked gpu, the kernels' first"),
+    "tests": (95, "tests marked gpu, the kernels' first"),
     "agreement": (18, "sampler against learner in bf16 and in float32"),
     "step": (60, "a GRPO step, LoRA and full: samples per second, time by part, profile"),
     "decode": (
-        117,
-        "decode tokens per second over pages and plain, beside generate, continuous batching, "
-        "vLLM; what the trial says",
+        112,
+        "decode tokens per second over pages and plain, full weights and LoRA, beside generate, "
+        "continuous batching, vLLM; what the trial says",
     ),
-    "kernels": (75, "linear_logprob beside torch, torch.compile, Liger, cut-cross-entropy"),
+    "host": (30, "the share of a decode step in which the GPU waits for the host"),
+    "kernels": (65, "linear_logprob beside torch, torch.compile, Liger, cut-cross-entropy"),
     "learner": (30, "learner tokens per second; peak memory against --plan"),
     "branches": (
-        50,
+        40,
         "what the device's checks chose; score kernels of both branches and products by "
         "themselves, TFLOP/s",
     ),

@@ -129,6 +129,23 @@ def seconds_of(run: Callable[[], Any], device: str) -> tuple[float, Any]:
     return time.perf_counter() - began, given
 
 
+def busy_seconds(run: Callable[[], Any], device: str) -> float:
+    """Return the seconds in which the device works during `run`, by the profiler. Raises
+    NotImplementedError on a CPU, where nothing waits for the host.
+    """
+    if device != "cuda":
+        raise NotImplementedError("the host's share is of a device of its own")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        seconds_of(run, device)
+    return _device_ms(profile.events()) / 1e3
+
+
+def _device_ms(events: Any) -> float:
+    """Return the milliseconds of kernels and copies on the device."""
+    on_device = (e for e in events if e.device_type == torch.autograd.DeviceType.CUDA)
+    return sum(event.device_time for event in on_device) / 1e3
+
+
 def random_prompts(count: int, length: int, vocab: int) -> list[list[int]]:
     return np.random.default_rng(0).integers(1, vocab, (count, length)).tolist()
 
@@ -326,7 +343,7 @@ def _profiled(
     path = Path(table.path).parent / f"trace_{case.split(',')[0]}_{name}.json.gz"
     profile.export_chrome_trace(str(path))
     events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    busy, each = sum(e.device_time for e in events) / 1e3, drawn() - before
+    busy, each = _device_ms(events), drawn() - before
     steps = f"{each:g} tokens of each row, " if each else ""
     note = f"{steps}{busy:.2f} ms busy of {seconds * 1e3:.2f} ms under the profiler; {path.name}"
     table.row(case, name, "kernels", len(events), note=note)

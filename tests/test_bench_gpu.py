@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bench import (
@@ -114,7 +115,9 @@ def test_the_engine_that_the_product_takes_is_timed():
 
 
 def test_a_model_that_cannot_be_made_costs_its_own_rows(tmp_path, monkeypatch):
-    """The second of three: those before and after it are measured, with every number of rows."""
+    """The second of three: those before and after it are measured, with every number of rows, with
+    full weights and with LoRA.
+    """
     made, make = [], gpu_models.make_model
 
     def make_model(size, device):
@@ -126,6 +129,7 @@ def test_a_model_that_cannot_be_made_costs_its_own_rows(tmp_path, monkeypatch):
     for module in (gpu_decode, gpu_peers):
         monkeypatch.setattr(module, "make_model", make_model)
     monkeypatch.setattr(gpu_decode, "device_of", lambda dry: "cpu")
+    monkeypatch.setattr(gpu_decode, "SIZES_TIMED", ("0.5B", "1.7B", "8B"))
     monkeypatch.setattr(
         gpu_models, "SIZES", dict.fromkeys(("tiny", "0.5B", "1.7B", "8B"), gpu_models.SIZES["tiny"])
     )
@@ -148,8 +152,13 @@ def test_a_model_that_cannot_be_made_costs_its_own_rows(tmp_path, monkeypatch):
         for size in ("0.5B", "8B")
         for rows in (1, 64, 256, 1024)
         for name in providers
+    } | {
+        (f"{size} LoRA, {rows} rows", name)
+        for size in ("0.5B", "8B")
+        for rows in (64, 256, 1024)
+        for name in ("paged", "plain")
     }
-    assert [row["value"] for row in found if row["provider"] == "trial"] == ["the same samples"] * 2
+    assert [row["value"] for row in found if row["provider"] == "trial"] == ["the same samples"] * 4
 
 
 @pytest.fixture(scope="module")
@@ -164,9 +173,15 @@ def test_tokens_are_counted_as_the_engine_drew_them(tmp_path, monkeypatch, decod
     table = gpu.Table("decode", tmp_path / "decode.csv")
     monkeypatch.setattr(gpu_decode, "seconds_of", lambda run, device: (run(), 2.0)[::-1])
     gpu_decode.speed(table, "tiny", name, decoder, 24, True)
-    first, speed = rows_of(table.path)
-    assert (first["metric"], speed["metric"]) == ("first_two_calls", "tokens_per_s")
+    first, speed, step = rows_of(table.path)
+    assert (first["metric"], speed["metric"], step["metric"]) == (
+        "first_two_calls",
+        "tokens_per_s",
+        "step",
+    )
     assert float(speed["value"]) == 24 * 16 / 2.0  # two looks of eight steps
+    assert (float(step["value"]), step["unit"]) == (2e3 / 16, "ms")
+    assert float(step["floor"]) == pytest.approx(24e3 / float(speed["floor"]), rel=1e-4)
 
     def fewer(decoder, cache, rows, *given):
         engine = gpu_models.engine_of(decoder, cache, rows, *given)
@@ -176,6 +191,44 @@ def test_tokens_are_counted_as_the_engine_drew_them(tmp_path, monkeypatch, decod
     monkeypatch.setattr(gpu_decode, "engine_of", fewer)
     table.attempt("fewer", name, lambda: gpu_decode.speed(table, "fewer", name, decoder, 24, True))
     assert failed(rows_of(table.path)) == [("fewer", name, "RuntimeError")]
+
+
+@pytest.mark.parametrize("size", ["tied", "untied"])
+def test_the_floor_of_a_step_counts_what_it_reads(tmp_path, monkeypatch, size):
+    """The embedding of an untied head is not read as a whole; an adapter is; a group's prompt is
+    read once.
+    """
+    from types import SimpleNamespace
+
+    shape = gpu_models.SIZES["tiny"][1] | {"tie_word_embeddings": size == "tied"}
+    monkeypatch.setitem(gpu_models.SIZES, size, ("Qwen3", shape))
+    decoders = gpu_decode.make_decoders(gpu.Table("decode", tmp_path / "a.csv"), size, "cpu")
+    assert list(decoders) == [size, f"{size} LoRA"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_decode, "BANDWIDTH", 1.0)
+        empty = SimpleNamespace(prompt_lengths=np.array([0]), response_lengths=np.array([0]))
+        full = SimpleNamespace(prompt_lengths=np.array([100]), response_lengths=np.array([3, 4]))
+        floors = [gpu_decode.step_floor(d, empty) for d in decoders.values()]
+        cached = gpu_decode.step_floor(decoders[size], full) - floors[0]
+    model = gpu_models.make_model(size, "cpu")
+    # Buffers begin at multiples of some bytes.
+    assert floors[0] == pytest.approx(2 * (model.num_parameters() - (size != "tied") * 600 * 64))
+    assert cached == 107 * 2 * 2 * 2 * 2 * 16  # keys and values, bytes, layers, heads, width
+    ranks = 16 * 2 * (64 * 4 + 64 + 32 * 2 + 64 + 3 * (64 + 128))  # q, k, v, o, gate, up, down
+    assert floors[1] - floors[0] >= 2 * ranks
+
+
+def test_the_host_has_what_the_device_does_not_work(tmp_path, monkeypatch, decoder):
+    """The device works half of a second in each profiled call, of steps of two seconds in all."""
+    table = gpu.Table("host", tmp_path / "host.csv")
+    monkeypatch.setattr(gpu_decode, "seconds_of", lambda run, device: (run(), 16.0)[::-1])
+    monkeypatch.setattr(gpu_decode, "busy_seconds", lambda run, device: (run(), 0.25)[1])
+    for name, steps in (("paged", 16), ("plain", 16)):
+        gpu_decode.measure_host_share(table, "tiny", name, decoder, 24, True)
+        row = rows_of(table.path)[-1]
+        profiled = 8 if name == "paged" else 1
+        assert row["metric"] == "host_share"
+        assert float(row["value"]) == pytest.approx(1 - (0.25 / profiled) / (16.0 / steps))
 
 
 def test_a_peer_is_timed_without_its_prompts_and_has_to_give_every_token(tmp_path, monkeypatch):
