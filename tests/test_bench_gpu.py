@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -51,14 +52,57 @@ def test_what_fails_is_a_row_and_the_rest_is_there(tmp_path):
 
 def test_parts_of_an_earlier_run_are_merged_and_those_of_a_killed_one_are_not(tmp_path):
     for part in ("floors", "tests"):  # a run each
-        folder = gpu.unpack_parts(tmp_path)
+        (working := tmp_path / f"working of {part}").mkdir()
+        folder = gpu.unpack_parts(tmp_path, working)
         gpu.Table(part, folder / f"{part}.csv").row("whole part", "", "status", "done")
         rows = gpu.collect(tmp_path, folder)
-        # the run is killed before it removes the folder, and another part has no end
+        # the run is killed, and another part has no end
         gpu.Table("draw", folder / "draw.csv").row("any", "ours", "time", 1.0)
     assert [row["part"] for row in rows] == ["floors", "tests"]
     assert [row["part"] for row in rows_of(tmp_path / "gpu.csv")] == ["floors", "tests"]
-    assert not (gpu.unpack_parts(tmp_path) / "draw.csv").exists()
+    (working := tmp_path / "third").mkdir()
+    assert not (gpu.unpack_parts(tmp_path, working) / "draw.csv").exists()
+
+
+def test_large_traces_do_not_take_the_logs_with_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "TRACES", 100)
+    (folder := tmp_path / "parts").mkdir()
+    for name, size in (("large", 90), ("small", 20), ("smaller", 10)):
+        (folder / f"trace_{name}.json.gz").write_bytes(b"." * size)
+    (folder / "tests.log").write_text("what was printed")
+    gpu.collect(tmp_path, folder)
+    names = []
+    for archive in ("parts.tar.gz", "traces.tar"):
+        with tarfile.open(tmp_path / archive) as file:
+            names.append(file.getnames())
+    traces = ["parts/trace_smaller.json.gz", "parts/trace_small.json.gz"]
+    assert names == [["parts/tests.log"], traces]
+
+
+def test_a_part_that_is_killed_leaves_its_rows_and_they_are_there_while_it_runs(
+    tmp_path, monkeypatch
+):
+    """Its last row and the last character of its log are half written."""
+    code = """import sys, time
+sys.stdout.buffer.write("begun \u00e9".encode()[:-1]); sys.stdout.flush()
+with open(sys.argv[1], "a") as file:
+    file.write("draw,first,ours,time,1.5,ms,,\\ndraw,sec")
+time.sleep(60)"""
+    (folder := tmp_path / "parts").mkdir()
+    words = [sys.executable, "-c", code, str(folder / "draw.csv")]
+    monkeypatch.setattr(gpu, "command_of", lambda *given: words)
+    monkeypatch.setattr(gpu, "WATCH_SECONDS", 0.2)
+    looks = []
+    gpu.run_part("draw", folder, True, 4.0, lambda: looks.append(gpu.merge_rows(tmp_path, folder)))
+    assert [row["case"] for row in looks[-1]] == ["first"]
+    rows = gpu.collect(tmp_path, folder)
+    assert rows == rows_of(tmp_path / "gpu.csv") and rows[0]["value"] == "1.5"
+    assert len(rows) == 3 and (rows[-2]["metric"], rows[-2]["value"]) == (
+        "status",
+        "stopped after 4 s",
+    )
+    assert rows[-2]["note"].startswith("begun")
+    assert rows[-1]["metric"] == "seconds"
 
 
 def failed(found: list[dict[str, str]]) -> list[tuple[str, str, str]]:
@@ -444,6 +488,7 @@ def test_parts_run_dry(tmp_path):
         "gpu.csv",
         "gpu.png",
         "parts.tar.gz",
+        "traces.tar",
         "verdict.md",
     ]
     assert (tmp_path / "verdict.md").read_text().startswith("# Verdict")
