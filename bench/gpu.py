@@ -184,7 +184,7 @@ def run_part(
             env=os.environ
             | {
                 "WHETSTONE_GPU_FLOORS": str((folder / "floors.json").resolve()),
-                "WHETSTONE_GPU_SECONDS": str(seconds),
+                "WHETSTONE_GPU_END": str(time.time() + seconds),
                 "HF_HUB_OFFLINE": "1",  # third-party code would wait for a network
             },
         )

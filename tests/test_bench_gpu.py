@@ -6,6 +6,7 @@ import csv
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -383,6 +384,54 @@ def test_a_part_whose_model_cannot_be_made_says_so(tmp_path, monkeypatch, part):
     table = gpu.Table(part, tmp_path / f"{part}.csv")
     gpu.function_of(part)(table, True)
     assert {value for _, _, value in failed(rows_of(table.path))} == {"MemoryError"}
+
+
+@pytest.mark.parametrize(("part", "package"), [("step", "tyro"), ("sharded", "deepspeed")])
+def test_a_package_that_is_not_installed_is_left_out_before_a_model_is_made(
+    tmp_path, monkeypatch, part, package
+):
+    monkeypatch.setattr(
+        gpu_runs.importlib.util, "find_spec", lambda name: None if name == package else object()
+    )
+    monkeypatch.setattr(gpu_runs, "save", lambda *given: pytest.fail("a model was made"))
+    table = gpu.Table(part, tmp_path / f"{part}.csv")
+    gpu.function_of(part)(table, True)
+    found = rows_of(table.path)
+    assert {(row["metric"], row["note"]) for row in found} == {
+        ("left out", f"No module named '{package}'")
+    }
+    assert len(found) == 2
+
+
+def test_a_run_that_takes_too_long_leaves_the_step_that_it_made_and_time_to_the_next(
+    tmp_path, monkeypatch
+):
+    """The first of two runs stands after two steps. Each has half of what is left."""
+    code = """import json, pathlib, sys, time
+folder = pathlib.Path(sys.argv[-1]) / "grpo"
+folder.mkdir(parents=True)
+with (folder / "metrics.jsonl").open("w") as file:
+    for seconds in (9.0, 2.0):
+        file.write(json.dumps({"time/step": seconds, "reward": 0.5}) + chr(10))
+    file.write('{"time/st')
+time.sleep(60)"""
+    monkeypatch.setattr(gpu_runs, "save", lambda size, folder, device: folder)
+    run = gpu_runs._run_command
+    limits = []
+
+    def _run_command(words, seconds):
+        limits.append(seconds)
+        run([sys.executable, "-c", code, *words], min(seconds, 3.0))
+
+    monkeypatch.setattr(gpu_runs, "_run_command", _run_command)
+    monkeypatch.setenv("WHETSTONE_GPU_END", str(time.time() + 103.0))
+    table = gpu.Table("step", tmp_path / "step.csv")
+    gpu_runs.part_step(table, True)
+    found = rows_of(table.path)
+    assert [row["value"] for row in found if row["metric"] == "samples_per_s"] == ["2", "2"]
+    assert [row["value"] for row in found if row["metric"] == "time/step"] == ["2", "2"]
+    assert [row["note"] for row in found if row["metric"] == "failed"] == ["stopped after 3 s"] * 2
+    assert 45 < limits[0] <= 50 and 80 < limits[1] <= 97.5
 
 
 def test_the_plan_beside_the_learner_is_of_the_step_that_it_makes(tmp_path):
