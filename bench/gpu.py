@@ -50,19 +50,20 @@ TRACES = 15 << 20  # bytes of traces that are kept
 # its seconds, so that a part that hangs does not use up all of the time.
 PARTS = {
     "floors": (6, "the limits of this GPU: a large product, a large copy, an empty launch"),
-    "tests": (95, "tests marked gpu, the kernels' first"),
+    "tests": (92, "tests marked gpu, the kernels' first"),
+    "compile": (35, "the kernels' variants, compiled in parallel for the parts that time them"),
     "agreement": (18, "sampler against learner in bf16 and in float32"),
     "step": (60, "a GRPO step, LoRA and full: samples per second, time by part, profile"),
     "decode": (
-        112,
+        105,
         "decode tokens per second over pages and plain, full weights and LoRA, beside generate, "
         "continuous batching, vLLM; what the trial says",
     ),
     "host": (30, "the share of a decode step in which the GPU waits for the host"),
-    "kernels": (65, "linear_logprob beside torch, torch.compile, Liger, cut-cross-entropy"),
+    "kernels": (50, "linear_logprob beside torch, torch.compile, Liger, cut-cross-entropy"),
     "learner": (30, "learner tokens per second; peak memory against --plan"),
     "branches": (
-        40,
+        30,
         "what the device's checks chose; score kernels of both branches and products by "
         "themselves, TFLOP/s",
     ),
@@ -76,7 +77,15 @@ PARTS = {
     "sharded": (20, "ZeRO-3 and offload on one GPU"),
     "trace": (10, "profiles of a call of each engine and of a learner step"),
 }
-MODULES = ("gpu_kernels", "gpu_pages", "gpu_branches", "gpu_decode", "gpu_models", "gpu_runs")
+MODULES = (
+    "gpu_kernels",
+    "gpu_compile",
+    "gpu_pages",
+    "gpu_branches",
+    "gpu_decode",
+    "gpu_models",
+    "gpu_runs",
+)
 CANNOT = (NotImplementedError, ModuleNotFoundError)  # missing in the device or the installation
 
 
@@ -135,7 +144,7 @@ class Table:
 
 def child(part: str, output: Path, dry: bool) -> None:
     """Run a part in this process."""
-    if dry and part in ("branches", "pages"):
+    if dry and part in ("branches", "pages", "compile"):
         # Set before Triton is imported: its kernels then run without a GPU.
         os.environ["TRITON_INTERPRET"] = "1"
     function_of(part)(Table(part, output / f"{part}.csv"), dry)

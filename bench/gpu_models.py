@@ -84,19 +84,23 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def config_of(size: str) -> Any:
+def config_of(size: str, layers: int | None = None) -> Any:
     import transformers
 
     family, sizes = SIZES[size]
+    sizes = sizes if layers is None else sizes | {"num_hidden_layers": layers}
     return getattr(transformers, f"{family}Config")(
         **COMMON, **sizes, architectures=[f"{family}ForCausalLM"]
     )
 
 
-def make_model(size: str, device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+def make_model(
+    size: str, device: str, dtype: torch.dtype = torch.bfloat16, layers: int | None = None
+) -> Any:
+    """Make a model with random weights on the device. `layers`: fewer layers than it has."""
     import transformers
 
-    config = config_of(size)
+    config = config_of(size, layers)
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

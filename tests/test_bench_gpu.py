@@ -15,6 +15,7 @@ import pytest
 from bench import (
     gpu,
     gpu_branches,
+    gpu_compile,
     gpu_decode,
     gpu_kernels,
     gpu_models,
@@ -372,6 +373,21 @@ def test_providers_that_fail_are_rows_and_so_are_calls(tmp_path, monkeypatch):
         "backward",
         "both",
     }
+
+
+def test_what_does_not_compile_is_a_row_and_every_timed_model_is_compiled(tmp_path, monkeypatch):
+    jobs = gpu_compile.list_jobs(False)
+    shapes = [shape.model for shape in gpu_kernels.shapes(False)]
+    whats = (*gpu_compile.PROVIDERS, "older branch", "draw")
+    assert set(jobs) == {f"{size}, decode" for size in gpu_decode.SIZES_TIMED} | {
+        f"{shape}, {what}" for shape in shapes for what in whats
+    }
+    some = {"bad": (int, ("no number",)), "good": (int, ("1",))}
+    monkeypatch.setattr(gpu_compile, "list_jobs", lambda dry: some)
+    table = gpu.Table("compile", tmp_path / "compile.csv")
+    gpu_compile.part_compile(table, True)
+    found = {row["case"]: (row["metric"], row["unit"]) for row in rows_of(table.path)}
+    assert found == {"bad": ("failed", ""), "good": ("compiled_in", "s")}
 
 
 @pytest.mark.parametrize("part", ["group", "agreement", "learner", "trace"])
