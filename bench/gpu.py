@@ -188,7 +188,7 @@ def run_part(
             command_of(part, folder, dry),
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,  # not a session: one would outlive a campaign that is killed
             cwd=HERE.parent,
             env=os.environ
             | {

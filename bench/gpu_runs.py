@@ -5,12 +5,12 @@ processes.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -268,14 +268,19 @@ def _run_command(command: list[str], seconds: float | None = None) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,
         cwd=REPO,
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
     )
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired as error:
-        os.killpg(process.pid, signal.SIGKILL)
+        # Not a process group: killing the part has to end the command too.
+        import psutil  # accelerate requires it
+
+        family = psutil.Process(process.pid)
+        for member in [*family.children(recursive=True), family]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
         print(process.communicate()[0][-4000:])
         raise RuntimeError(f"stopped after {seconds:.0f} s") from error
     print(output[-8000:])
@@ -321,7 +326,8 @@ def part_sharded(table: Any, dry: bool) -> None:
     """
     sizes = ["--batch-size", "2", "--group-size", "2", "--max-tokens", "4"]
     sizes = sizes if dry else ["--batch-size", "8", "--group-size", "4", "--max-tokens", "64"]
-    for name in ("zero3", "zero3_offload"):
+    names = ("zero3", "zero3_offload")
+    for i, name in enumerate(names):
         launcher = [
             sys.executable,
             "-m",
@@ -331,8 +337,9 @@ def part_sharded(table: Any, dry: bool) -> None:
         ]
         launcher += ["--num_processes", "1"] + (["--cpu"] if dry else [])
 
-        def run(name: str = name, launcher: list[str] = launcher) -> None:
+        def run(i: int = i, name: str = name, launcher: list[str] = launcher) -> None:
             require("deepspeed")
-            grpo(table, name, dry, launcher, sizes)
+            limit = seconds_left(len(names) - i)
+            grpo(table, name, dry, launcher, sizes, seconds=limit)
 
         table.attempt(name, "ours", run)

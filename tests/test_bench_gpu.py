@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import subprocess
 import sys
 import tarfile
@@ -448,6 +449,20 @@ time.sleep(60)"""
     assert [row["value"] for row in found if row["metric"] == "time/step"] == ["2", "2"]
     assert [row["note"] for row in found if row["metric"] == "failed"] == ["stopped after 3 s"] * 2
     assert 45 < limits[0] <= 50 and 80 < limits[1] <= 97.5
+
+
+def test_a_command_that_takes_too_long_ends_with_its_children_and_with_its_part(tmp_path):
+    """Its group is the part's, which is killed as a whole."""
+    code = """import os, pathlib, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+pathlib.Path(sys.argv[1]).write_text(f"{os.getpgrp()} {child.pid}")
+child.wait()"""
+    with pytest.raises(RuntimeError, match="stopped after 3 s"):
+        gpu_runs._run_command([sys.executable, "-c", code, str(tmp_path / "pids")], 3.0)
+    group, child = map(int, (tmp_path / "pids").read_text().split())
+    assert group == os.getpgrp()
+    state = Path(f"/proc/{child}/stat")
+    assert not state.exists() or state.read_text().split(")")[-1].split()[0] == "Z"
 
 
 def test_the_plan_beside_the_learner_is_of_the_step_that_it_makes(tmp_path):
