@@ -9,7 +9,8 @@ Row = dict[str, str]
 
 # metric -> whether a larger value is better; only rows of this project with a floor are ranked
 RANKED = {"tokens_per_s": True, "both": False, "forward": False, "TFLOP/s": True, "time": False}
-OURS = ("ours", "paged")
+OURS = ("ours", "ours_saved", "paged")
+NOT_PEERS = ("plain", "ours_entropy", "ours_frozen", "torch_frozen")  # other work
 
 
 def number(text: str) -> float | None:
@@ -43,16 +44,20 @@ def find_slowest(rows: Sequence[Row], count: int = 4) -> list[tuple[float, Row]]
 
 
 def find_beaten(rows: Sequence[Row]) -> list[str]:
-    """Return where a peer is faster than this project at the same case, one text each."""
-    best: dict[tuple[str, str, str], dict[str, float]] = {}
+    """Return where a peer is faster than this project at the same case, one text each. Kernels are
+    compared within a memory class, with which their notes begin: those that hold [T, V], the others.
+    """
+    best: dict[tuple[str, str, str, str], dict[str, float]] = {}
     for row in rows:
         value = number(row["value"])
         if row["metric"] in RANKED and value is not None:
-            best.setdefault((row["part"], row["case"], row["metric"]), {})[row["provider"]] = value
+            memory = row["note"].split(",")[0] if row["part"] == "kernels" else ""
+            key = row["part"], row["case"], row["metric"], memory
+            best.setdefault(key, {})[row["provider"]] = value
     texts = []
-    for (part, case, metric), values in best.items():
+    for (part, case, metric, _), values in best.items():
         ours = [values[name] for name in OURS if name in values]
-        peers = {name: value for name, value in values.items() if name not in (*OURS, "plain")}
+        peers = {name: value for name, value in values.items() if name not in (*OURS, *NOT_PEERS)}
         if not ours or not peers:
             continue
         larger = RANKED[metric]

@@ -542,6 +542,31 @@ def test_the_verdict_names_what_failed_what_is_slow_and_who_is_faster():
     ]
 
 
+def test_kernels_are_compared_with_those_that_do_the_same_in_the_same_memory():
+    times = {
+        "ours": ("flat", 3.0),
+        "ours_saved": ("logits", 2.0),
+        "ours_frozen": ("flat", 1.0),
+        "torch": ("logits", 2.5),
+        "torch_frozen": ("logits", 1.0),
+        "torch_compile": ("logits", 1.6),
+        "liger": ("flat", 3.5),
+    }
+    rows = [
+        dict(
+            zip(
+                gpu.COLUMNS,
+                ["kernels", "8B", name, "both", str(ms), "ms", "1", f"{memory}, 5 MB"],
+                strict=True,
+            )
+        )
+        for name, (memory, ms) in times.items()
+    ]
+    assert gpu_verdict.find_beaten(rows) == [
+        "kernels, 8B: torch_compile is 1.25 times as fast (both)"
+    ]
+
+
 def test_the_verdict_of_nothing_and_of_figures_that_are_no_numbers():
     lines = gpu_verdict.format_verdict([], "a card").splitlines()
     assert [line.split(":")[0] for line in lines[2:]] == ["- tests", "- next"]
