@@ -522,6 +522,7 @@ def test_the_verdict_names_what_failed_what_is_slow_and_who_is_faster():
         row("host", "8B LoRA, 64 rows", "paged", "host_share", 0.45),
         row("learner", "0.6B", "ours, --plan", "measured/planned", 0.981),
         row("draw", "0.5B, 64 rows", "ours", "failed", "OutOfResources"),
+        row("kernels", "policy_loss", "ours", "forward", 0.02, 0.0004, "ms"),
     ]
     assert gpu_verdict.format_verdict(rows, "a card").splitlines() == [
         "# Verdict: a card",
@@ -538,7 +539,7 @@ def test_the_verdict_names_what_failed_what_is_slow_and_who_is_faster():
         "both reaches 75% of its floor",
         "- behind: decode, 8B, 64 rows: vllm is 1.50 times as fast (tokens_per_s)",  # not liger
         "- next: mend the failed tests (1); find where sampler and learner disagree; run again "
-        "with --part sharded; the host's work of decode (8B LoRA, 64 rows)",
+        "with --part sharded; speed up decode (8B LoRA, 64 rows), the host's work first",
     ]
 
 
