@@ -11,9 +11,10 @@ A part that fails, runs out of memory or time, or cannot run is recorded as a ro
 parts continue. With --dry, each part's code runs as far as it can without a GPU. No network is
 needed. Peers that are not installed are recorded as rows.
 
-The output folder holds verdict.md (what is right, what is slow), gpu.csv, gpu.png, and parts.tar.gz
-with the logs, traces and tables of the parts. With --part, the other parts keep what an earlier run
-wrote to the folder. Columns of gpu.csv: part, case, provider, metric, value, unit, floor (the best
+The output folder holds five files: verdict.md (what is right, what is slow), gpu.csv, gpu.png,
+parts.tar.gz with the logs and tables of the parts, and traces.tar with their traces, the smallest
+first and at most 15 MiB. gpu.csv grows while a part runs, so a killed run keeps its rows. With
+--part, the other parts keep what an earlier run wrote to the folder. Columns of gpu.csv: part, case, provider, metric, value, unit, floor (the best
 possible value on this GPU, where known), note.
 """
 
@@ -23,15 +24,16 @@ import argparse
 import csv
 import importlib
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 HERE = Path(__file__).resolve().parent
 # Replace this folder on sys.path by the repository: bench/kernels.py would shadow the package
@@ -40,24 +42,28 @@ sys.path[0] = str(HERE.parent)
 
 COLUMNS = ["part", "case", "provider", "metric", "value", "unit", "floor", "note"]
 LIMIT = 530  # seconds for all parts together
+WATCH_SECONDS = 5.0  # between two looks at the rows of a running part
+TRACES = 15 << 20  # bytes of traces that are kept
 
 # Name: (guaranteed seconds, description), the most important parts first. The seconds add up to at
 # most LIMIT. Time that a part does not use passes to the next parts. Each part takes at most twice
 # its seconds, so that a part that hangs does not use up all of the time.
 PARTS = {
     "floors": (6, "the limits of this GPU: a large product, a large copy, an empty launch"),
-    "tests": (100, "tests marked gpu, the kernels' first"),
+    "tests": (92, "tests marked gpu, the kernels' first"),
+    "compile": (35, "the kernels' variants, compiled in parallel for the parts that time them"),
     "agreement": (18, "sampler against learner in bf16 and in float32"),
     "step": (60, "a GRPO step, LoRA and full: samples per second, time by part, profile"),
     "decode": (
-        117,
-        "decode tokens per second over pages and plain, beside generate, continuous batching, "
-        "vLLM; what the trial says",
+        105,
+        "decode tokens per second over pages and plain, full weights and LoRA, beside generate, "
+        "continuous batching, vLLM; what the trial says",
     ),
-    "kernels": (75, "linear_logprob beside torch, torch.compile, Liger, cut-cross-entropy"),
+    "host": (30, "the share of a decode step in which the GPU waits for the host"),
+    "kernels": (50, "linear_logprob beside torch, torch.compile, Liger, cut-cross-entropy"),
     "learner": (30, "learner tokens per second; peak memory against --plan"),
     "branches": (
-        50,
+        30,
         "what the device's checks chose; score kernels of both branches and products by "
         "themselves, TFLOP/s",
     ),
@@ -71,7 +77,15 @@ PARTS = {
     "sharded": (20, "ZeRO-3 and offload on one GPU"),
     "trace": (10, "profiles of a call of each engine and of a learner step"),
 }
-MODULES = ("gpu_kernels", "gpu_pages", "gpu_branches", "gpu_decode", "gpu_models", "gpu_runs")
+MODULES = (
+    "gpu_kernels",
+    "gpu_compile",
+    "gpu_pages",
+    "gpu_branches",
+    "gpu_decode",
+    "gpu_models",
+    "gpu_runs",
+)
 CANNOT = (NotImplementedError, ModuleNotFoundError)  # missing in the device or the installation
 
 
@@ -130,7 +144,7 @@ class Table:
 
 def child(part: str, output: Path, dry: bool) -> None:
     """Run a part in this process."""
-    if dry and part in ("branches", "pages"):
+    if dry and part in ("branches", "pages", "compile"):
         # Set before Triton is imported: its kernels then run without a GPU.
         os.environ["TRITON_INTERPRET"] = "1"
     function_of(part)(Table(part, output / f"{part}.csv"), dry)
@@ -153,76 +167,111 @@ def seconds_for(part: str, after: list[str], left: float) -> float:
     )
 
 
-def run_part(part: str, output: Path, dry: bool, seconds: float) -> None:
-    path = output / f"{part}.csv"
+def command_of(part: str, folder: Path, dry: bool) -> list[str]:
+    """Return the command that runs a part in a process of its own."""
+    program = [sys.executable, str(Path(__file__).resolve())]
+    return [*program, "--child", part, "--output", str(folder), *(["--dry"] if dry else [])]
+
+
+def run_part(
+    part: str, folder: Path, dry: bool, seconds: float, watch: Callable[[], object] = lambda: None
+) -> None:
+    """Run a part in a process of its own, for at most `seconds`. `watch` is called every few
+    seconds meanwhile.
+    """
+    path = folder / f"{part}.csv"
     path.unlink(missing_ok=True)
     table = Table(part, path)
-    command = [
-        sys.executable,
-        str(Path(__file__).resolve()),
-        "--child",
-        part,
-        "--output",
-        str(output),
-        *(["--dry"] if dry else []),
-    ]
     began = time.perf_counter()
-    with (output / f"{part}.log").open("w") as log:
+    with (folder / f"{part}.log").open("w") as log:
         process = subprocess.Popen(
-            command,
+            command_of(part, folder, dry),
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,  # not a session: one would outlive a campaign that is killed
             cwd=HERE.parent,
-            env=os.environ | {"WHETSTONE_GPU_FLOORS": str((output / "floors.json").resolve())},
+            env=os.environ
+            | {
+                "WHETSTONE_GPU_FLOORS": str((folder / "floors.json").resolve()),
+                "WHETSTONE_GPU_END": str(time.time() + seconds),
+                "HF_HUB_OFFLINE": "1",  # third-party code would wait for a network
+            },
         )
-        try:
-            code = process.wait(timeout=seconds)
-            how = "done" if code == 0 else f"exit code {code}"
-        except subprocess.TimeoutExpired:
-            # Kill the part's children too: a hung process would hold GPU memory.
-            os.killpg(process.pid, 9)
-            process.wait()
-            how = f"stopped after {seconds:.0f} s"
-    last = (
-        [line for line in (output / f"{part}.log").read_text().splitlines() if line.strip()] or [""]
-    )[-1][:200]
+        how = ""
+        while not how:
+            left = seconds - (time.perf_counter() - began)
+            try:
+                code = process.wait(timeout=min(max(left, 0.0), WATCH_SECONDS))
+                how = "done" if code == 0 else f"exit code {code}"
+            except subprocess.TimeoutExpired:
+                watch()
+                if left <= 0:
+                    # Kill the part's children too: a hung process would hold GPU memory.
+                    os.killpg(process.pid, 9)
+                    process.wait()
+                    how = f"stopped after {seconds:.0f} s"
+    # A killed process may have written half of a row or of a character.
+    path.write_bytes(path.read_bytes()[: path.read_bytes().rfind(b"\n") + 1])
+    text = (folder / f"{part}.log").read_text(errors="replace")
+    last = ([line for line in text.splitlines() if line.strip()] or [""])[-1][:200]
     table.row("whole part", "", "status", how, note="" if how == "done" else last)
     table.row("whole part", "", "seconds", time.perf_counter() - began, "s")
 
 
-def collect(output: Path, parts_folder: Path) -> list[dict[str, str]]:
-    """Merge the rows of all parts into gpu.csv and return them. Put the parts' files into
-    parts.tar.gz.
+def merge_rows(output: Path, folder: Path) -> list[dict[str, str]]:
+    """Merge the rows of all parts into gpu.csv and return them. A row of which only a part has been
+    written is left out.
     """
     rows: list[dict[str, str]] = []
     for part in PARTS:
-        if (parts_folder / f"{part}.csv").exists():
-            with (parts_folder / f"{part}.csv").open(newline="") as file:
-                rows += list(csv.DictReader(file))
+        if (folder / f"{part}.csv").exists():
+            with (folder / f"{part}.csv").open(newline="", errors="replace") as file:
+                rows += [row for row in csv.DictReader(file) if None not in row.values()]
     with (output / "gpu.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
-    temporary = output / "parts.tar.gz.tmp"  # a killed run leaves the earlier archive
-    with tarfile.open(temporary, "w:gz") as archive:
-        archive.add(parts_folder, "parts")
-    temporary.replace(output / "parts.tar.gz")
     return rows
 
 
-def unpack_parts(output: Path) -> Path:
-    """Return the folder of the parts' files, with those of earlier runs: what parts.tar.gz holds.
-    A folder that a killed run left behind is removed.
+def collect(output: Path, folder: Path) -> list[dict[str, str]]:
+    """Merge the rows of all parts into gpu.csv and return them. Put the parts' files into
+    parts.tar.gz and the traces, the smallest first, into traces.tar: machines return no file of
+    more than 16 MiB, and a large trace would take the logs with it.
     """
-    parts_folder = output / "parts"
-    if parts_folder.exists():
-        shutil.rmtree(parts_folder)
-    if (output / "parts.tar.gz").exists():
-        with tarfile.open(output / "parts.tar.gz") as archive:
-            archive.extractall(output, filter="data")
-    parts_folder.mkdir(exist_ok=True)
-    return parts_folder
+    traces, left = sorted(folder.glob("*.json.gz"), key=lambda path: path.stat().st_size), TRACES
+    with archive_at(output / "traces.tar", "w") as archive:
+        for path in traces:
+            left -= path.stat().st_size
+            if left >= 0:
+                archive.add(path, f"parts/{path.name}")
+    with archive_at(output / "parts.tar.gz", "w:gz") as archive:
+        for path in sorted(set(folder.iterdir()) - set(traces)):
+            archive.add(path, f"parts/{path.name}")
+    return merge_rows(output, folder)
+
+
+@contextmanager
+def archive_at(path: Path, mode: Literal["w", "w:gz"]) -> Iterator[tarfile.TarFile]:
+    """Open an archive for writing. It replaces an earlier one at its end: a killed run leaves the
+    earlier archive.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    with tarfile.open(temporary, mode) as archive:
+        yield archive
+    temporary.replace(path)
+
+
+def unpack_parts(output: Path, working: Path) -> Path:
+    """Return the folder in `working` for the parts' files, with those of earlier runs: what the
+    archives in `output` hold.
+    """
+    for name in ("parts.tar.gz", "traces.tar"):
+        if (output / name).exists():
+            with tarfile.open(output / name) as archive:
+                archive.extractall(working, filter="data")
+    (working / "parts").mkdir(exist_ok=True)
+    return working / "parts"
 
 
 def plot(rows: list[dict[str, str]], path: Path) -> None:
@@ -303,28 +352,33 @@ def main() -> None:
         )
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU (dry run)"
     end = time.perf_counter() + args.limit
-    parts_folder = unpack_parts(args.output)
-    for i, part in enumerate(args.part):
-        left = end - time.perf_counter()
-        print(f"{part}: {PARTS[part][1]}", flush=True)
-        if left < 5 and not args.dry:
-            (parts_folder / f"{part}.csv").unlink(missing_ok=True)
-            Table(part, parts_folder / f"{part}.csv").row(
-                "whole part", "", "status", "not begun", note=f"{args.limit:.0f} s were over"
-            )
-        else:
-            run_part(
-                part,
-                parts_folder,
-                args.dry,
-                600.0 if args.dry else seconds_for(part, args.part[i + 1 :], left),
-            )
-        rows = collect(args.output, parts_folder)
-        (args.output / "verdict.md").write_text(format_verdict(rows, device))
-    plot(rows, args.output / "gpu.png")
-    shutil.rmtree(parts_folder)  # parts.tar.gz holds it
+    # Not in the output folder: a killed run would leave more files there than a machine returns.
+    with tempfile.TemporaryDirectory() as working:
+        folder = unpack_parts(args.output, Path(working))
+        for i, part in enumerate(args.part):
+            left = end - time.perf_counter()
+            print(f"{part}: {PARTS[part][1]}", flush=True)
+            if left < 5 and not args.dry:
+                (folder / f"{part}.csv").unlink(missing_ok=True)
+                Table(part, folder / f"{part}.csv").row(
+                    "whole part", "", "status", "not begun", note=f"{args.limit:.0f} s were over"
+                )
+            else:
+                run_part(
+                    part,
+                    folder,
+                    args.dry,
+                    600.0 if args.dry else seconds_for(part, args.part[i + 1 :], left),
+                    lambda: merge_rows(args.output, folder),
+                )
+            rows = collect(args.output, folder)
+            (args.output / "verdict.md").write_text(format_verdict(rows, device))
+    try:
+        plot(rows, args.output / "gpu.png")
+    except Exception:  # noqa: BLE001  (the figures are written)
+        traceback.print_exc()
     print((args.output / "verdict.md").read_text())
-    print(f"written to {args.output}: verdict.md, gpu.csv, gpu.png, parts.tar.gz")
+    print(f"written to {args.output}: verdict.md, gpu.csv, gpu.png, parts.tar.gz, traces.tar")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """Measure decoding for the GPU campaign (see gpu.py): both engines and their peers at the same
-number of rows, and the result of the device's trial.
+number of rows, with full weights and with LoRA, and the result of the device's trial.
 
 Every provider answers the same prompts in groups of eight. Timing starts after the prefill.
 """
@@ -7,12 +7,14 @@ Every provider answers the same prompts in groups of eight. Timing starts after 
 from __future__ import annotations
 
 import gc
+import itertools
 from typing import Any
 
 from bench.gpu_kernels import device_of
 from bench.gpu_models import (
     BANDWIDTH,
     SIZES,
+    busy_seconds,
     engine_of,
     give_back,
     make_model,
@@ -21,6 +23,9 @@ from bench.gpu_models import (
     shares,
 )
 from bench.gpu_peers import PEERS, Peer
+
+SIZES_TIMED = ("0.5B", "8B")
+LORA_RANK = 16
 
 
 def prompts_for(rows: int, vocab: int, dry: bool) -> list[list[int]]:
@@ -44,24 +49,24 @@ def speed(table: Any, case: str, name: str, decoder: Any, rows: int, dry: bool) 
     tokens, steps = counters.decoded_rows - tokens, counters.steps - steps
     if tokens != rows * steps:
         raise RuntimeError(f"{tokens} tokens in {steps} steps, not {rows} in each")
-    a, state = decoder.architecture, engine._state
-    cached = (
-        2
-        * decoder.weights.buffers[a.embed].element_size()
-        * len(decoder.layers)
-        * a.key_heads
-        * a.head_width
-    )
-    weights = sum(b.numel() * b.element_size() for b in decoder.weights.buffers.values())
-    # The KV cache of each prompt is read once.
-    floor = (
-        weights + cached * int(state.prompt_lengths.sum() + state.response_lengths.sum())
-    ) / BANDWIDTH
-    note = (
-        f"{seconds / steps * 1e3:.2f} ms a step, {steps} of them, {floor * steps / seconds:.0%} "
-        f"of bandwidth"
-    )
+    step, floor = seconds / steps, step_floor(decoder, engine._state)
+    note = f"{step * 1e3:.2f} ms a step, {steps} of them, {floor / step:.0%} of bandwidth"
     table.row(case, name, "tokens_per_s", tokens / seconds, "", rows / floor, note)
+    table.row(case, name, "step", step * 1e3, "ms", floor * 1e3)
+
+
+def step_floor(decoder: Any, state: Any) -> float:
+    """Return the seconds that a large copy needs for the bytes that a decode step has to read: the
+    weights, and the KV cache, in which the prompt of a group stands once.
+    """
+    a, buffers = decoder.architecture, decoder.weights.buffers
+    weights = sum(b.numel() * b.element_size() for b in buffers.values())
+    embedding = buffers[a.embed]
+    if a.head.weight != a.embed:  # untied: a step reads one row of it for each row it decodes
+        weights -= embedding.numel() * embedding.element_size()
+    per_token = 2 * embedding.element_size() * len(decoder.layers) * a.key_heads * a.head_width
+    cached = per_token * int(state.prompt_lengths.sum() + state.response_lengths.sum())
+    return (weights + cached) / BANDWIDTH
 
 
 def peer_speed(
@@ -100,38 +105,102 @@ def peer_speed(
     table.row(case, name, "tokens_per_s", rows * (long - short) / seconds, note=note)
 
 
-def part_decode(table: Any, dry: bool) -> None:
+def make_decoders(table: Any, size: str, device: str) -> dict[str, Any]:
+    """Return the decoders of a model that can be made, by the name of their rows: the model's and,
+    over the same weights, one with a LoRA adapter.
+    """
+    from rl.models import LoadedModel, add_lora
     from rl.sampler import make_decoder
+    from rl.types import LoraConfig
+
+    model = table.attempt(size, "ours", lambda: make_model(size, device))
+    if model is None:
+        return {}
+    full = table.attempt(size, "ours", lambda: make_decoder(model, kind="fast"))
+
+    def adapted() -> Any:
+        loaded = add_lora(LoadedModel(model, None, size, ()), LoraConfig(LORA_RANK, 0))
+        return make_decoder(loaded.model, kind="fast", base=full)
+
+    lora = None if full is None else table.attempt(f"{size} LoRA", "ours", adapted)
+    decoders = {size: full, f"{size} LoRA": lora}
+    return {name: decoder for name, decoder in decoders.items() if decoder is not None}
+
+
+def measure_host_share(
+    table: Any, case: str, name: str, decoder: Any, rows: int, dry: bool
+) -> None:
+    """Record the share of a decode step's time in which the device has nothing to do, because it
+    waits for the host. The device's time is the profiler's, the step's is measured without it.
+    """
+    device, calls = device_of(dry), 2 if name == "paged" else 16
+    prompts = prompts_for(rows, decoder.vocab_size, dry)
+    engine = engine_of(decoder, name, rows, prompts, 64)
+    counters = engine.counters
+    for _ in range(2):  # prompts, compilation, graphs
+        engine.step()
+    steps = counters.steps
+    seconds, _ = seconds_of(lambda: [engine.step() for _ in range(calls)], device)
+    step, steps = seconds / (counters.steps - steps), counters.steps
+    busy = busy_seconds(engine.step, device) / (counters.steps - steps)
+    note = f"{step * 1e3:.2f} ms a step, of which the device works {busy * 1e3:.2f} ms"
+    table.row(case, name, "host_share", max(1 - busy / step, 0.0), note=note)
+
+
+def part_host(table: Any, dry: bool) -> None:
+    """Record the host's share of a decode step. The part has a process to itself: a profiler that
+    fails or slows down what follows costs no speed of `decode`.
+    """
+    counts = (4,) if dry else (64, 256, 1024)
+    for size in ("tiny",) if dry else SIZES_TIMED:
+        decoders = make_decoders(table, size, device_of(dry))
+        for kind, decoder in decoders.items():
+            for rows, name in itertools.product(counts, ("paged", "plain")):
+                case = f"{kind}, {rows} rows"
+                table.attempt(
+                    case,
+                    name,
+                    lambda c=case, n=name, d=decoder, r=rows: measure_host_share(
+                        table, c, n, d, r, dry
+                    ),
+                )
+                give_back(device_of(dry))
+            del decoder
+        del decoders
+        give_back(device_of(dry))
+
+
+def part_decode(table: Any, dry: bool) -> None:
     from rl.sampler.engine_selection import compare_engines
 
     device, sizes, counts = (
         device_of(dry),
-        ("tiny",) if dry else ("0.5B", "1.7B", "8B"),
+        ("tiny",) if dry else SIZES_TIMED,
         (4,) if dry else (1, 64, 256, 1024),
     )
     # Our engines run first: a peer that hangs uses up the remaining time of the part.
     for size in sizes:
-        decoder = table.attempt(
-            size, "ours", lambda s=size: make_decoder(make_model(s, device), kind="fast")
-        )
-        if decoder is not None:
+        decoders = make_decoders(table, size, device)
+        for kind, decoder in decoders.items():
             table.attempt(
-                size,
+                kind,
                 "trial",
-                lambda d=decoder, s=size: table.row(
-                    s, "trial", "says", compare_engines(d) or "the same samples"
+                lambda d=decoder, k=kind: table.row(
+                    k, "trial", "says", compare_engines(d) or "the same samples"
                 ),
             )
-        for rows in () if decoder is None else counts:
-            for name in ("paged", "plain"):
-                case = f"{size}, {rows} rows"
+            for rows, name in itertools.product(counts, ("paged", "plain")):
+                if rows == 1 and kind != size:
+                    continue  # one row is measured with full weights alone
+                case = f"{kind}, {rows} rows"
                 table.attempt(
                     case,
                     name,
                     lambda c=case, n=name, d=decoder, r=rows: speed(table, c, n, d, r, dry),
                 )
                 give_back(device)
-        del decoder
+            del decoder
+        del decoders
         give_back(device)
     for name, make in PEERS.items():
         for size in sizes:

@@ -98,6 +98,19 @@ def read_outcome(line: str) -> tuple[str, str] | None:
     return test[0].strip(), outcome[0].lower()
 
 
+def pytest_command(dry: bool) -> list[str]:
+    """Return the command of the tests, as the installed plugins allow: twelve processes, and a
+    minute for a test, so that one that hangs does not take the time of all others.
+    """
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider"]
+    command += ["--tb=short", "-rfE", "--no-header", "--continue-on-collection-errors"]
+    if importlib.util.find_spec("xdist") is not None:
+        command += ["-n", "2" if dry else "12", "--dist", "load"]
+    if importlib.util.find_spec("pytest_timeout") is not None:
+        command += ["--timeout", "60"]
+    return command
+
+
 def part_tests(table: Any, dry: bool) -> None:
     """Run the tests marked gpu. Record each test as soon as it ends, the counts, and each file that
     pytest cannot collect. The kernel tests run first, because the other tests depend on them. With
@@ -110,12 +123,13 @@ def part_tests(table: Any, dry: bool) -> None:
     )
     first = "tests/test_kernel_gpu.py"
     for some in [[first]] if dry else [[first], [file for file in files if file != first]]:
-        command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider"]
-        command += ["--tb=short", "-rfE", "--no-header", "--continue-on-collection-errors"]
-        if importlib.util.find_spec("xdist") is not None:
-            command += ["-n", "2" if dry else "12", "--dist", "load"]
         process = subprocess.Popen(
-            [*command, *some], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPO
+            [*pytest_command(dry), *some],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            cwd=REPO,
         )
         assert process.stdout is not None
         counts: Counter[str] = Counter()

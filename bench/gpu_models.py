@@ -84,19 +84,23 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def config_of(size: str) -> Any:
+def config_of(size: str, layers: int | None = None) -> Any:
     import transformers
 
     family, sizes = SIZES[size]
+    sizes = sizes if layers is None else sizes | {"num_hidden_layers": layers}
     return getattr(transformers, f"{family}Config")(
         **COMMON, **sizes, architectures=[f"{family}ForCausalLM"]
     )
 
 
-def make_model(size: str, device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+def make_model(
+    size: str, device: str, dtype: torch.dtype = torch.bfloat16, layers: int | None = None
+) -> Any:
+    """Make a model with random weights on the device. `layers`: fewer layers than it has."""
     import transformers
 
-    config = config_of(size)
+    config = config_of(size, layers)
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -127,6 +131,23 @@ def seconds_of(run: Callable[[], Any], device: str) -> tuple[float, Any]:
     given = run()
     wait(device)
     return time.perf_counter() - began, given
+
+
+def busy_seconds(run: Callable[[], Any], device: str) -> float:
+    """Return the seconds in which the device works during `run`, by the profiler. Raises
+    NotImplementedError on a CPU, where nothing waits for the host.
+    """
+    if device != "cuda":
+        raise NotImplementedError("the host's share is of a device of its own")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        seconds_of(run, device)
+    return _device_ms(profile.events()) / 1e3
+
+
+def _device_ms(events: Any) -> float:
+    """Return the milliseconds of kernels and copies on the device."""
+    on_device = (e for e in events if e.device_type == torch.autograd.DeviceType.CUDA)
+    return sum(event.device_time for event in on_device) / 1e3
 
 
 def random_prompts(count: int, length: int, vocab: int) -> list[list[int]]:
@@ -326,7 +347,7 @@ def _profiled(
     path = Path(table.path).parent / f"trace_{case.split(',')[0]}_{name}.json.gz"
     profile.export_chrome_trace(str(path))
     events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    busy, each = sum(e.device_time for e in events) / 1e3, drawn() - before
+    busy, each = _device_ms(events), drawn() - before
     steps = f"{each:g} tokens of each row, " if each else ""
     note = f"{steps}{busy:.2f} ms busy of {seconds * 1e3:.2f} ms under the profiler; {path.name}"
     table.row(case, name, "kernels", len(events), note=note)

@@ -5,13 +5,16 @@ processes.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +191,21 @@ def compare_plan(
         table.row(case, f"{name}, --plan", "measured/planned", peak / planned)
 
 
+def seconds_left(runs: int) -> float | None:
+    """Return the seconds for each of `runs` commands in the part's remaining time, with some spared
+    for rows; None without a limit.
+    """
+    end = os.environ.get("WHETSTONE_GPU_END")
+    return None if end is None else max((float(end) - time.time() - 3.0) / runs, 1.0)
+
+
+def require(*packages: str) -> None:
+    """Raise ModuleNotFoundError unless the packages are installed."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+
 def grpo(
     table: Any,
     case: str,
@@ -195,77 +213,79 @@ def grpo(
     launcher: list[str],
     sizes: list[str],
     *,
+    seconds: float | None = None,
     profile: bool = False,
 ) -> None:
     """Run five GRPO steps with train.py and record each time of the last step. With `profile`, the
-    second and third step are profiled: record the time of each of their parts, and copy the trace
-    and the table next to the rows. Raises RuntimeError if the command fails.
+    second step is profiled: record the time of each of its parts, and copy the trace and the table
+    next to the rows. Raises RuntimeError if the command fails or takes more than `seconds`, after
+    the last of the steps that ended has been recorded.
     """
+    require("tyro")  # train.py reads its options with it
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = save("tiny" if dry else "0.5B", folder / "model", device_of(dry))
-        if not dry:
-            torch.cuda.empty_cache()
-        command = [
-            *launcher,
-            "train.py",
-            "grpo",
-            "--base-model",
-            str(model),
-            "--dataset",
-            "addition",
-            "--reward",
-            "exact_match",
-        ]
-        command += [
-            "--steps",
-            "5",
-            "--eval-every",
-            "0",
-            "--save-every",
-            "0",
-            *sizes,
-            *(["--profile", "2"] if profile else []),
-            "--output-dir",
-            str(folder / "run"),
-        ]
-        _run_command(command)
-        metrics = [
-            json.loads(line)
-            for line in next(folder.glob("run/**/metrics.jsonl")).read_text().splitlines()
-        ]
-        last = [row for row in metrics if "time/step" in row][-1]
-        groups = int(sizes[sizes.index("--batch-size") + 1]) * int(
-            sizes[sizes.index("--group-size") + 1]
-        )
-        table.row(
-            case,
-            "ours",
-            "samples_per_s",
-            groups / last["time/step"],
-            note=f"{last['time/step']:.2f} s a step",
-        )
-        for key, value in last.items():
-            if key.startswith(("time/", "memory/", "optim/kl_sample_train")) and isinstance(
-                value, int | float
-            ):
-                table.row(case, "ours", key, float(value))
+        give_back(device_of(dry))
+        command = [*launcher, "train.py", "grpo", "--base-model", str(model)]
+        command += ["--dataset", "addition", "--reward", "exact_match", "--steps", "5"]
+        command += ["--eval-every", "0", "--save-every", "0", *sizes]
+        command += [*(["--profile", "1"] if profile else []), "--output-dir", str(folder / "run")]
+        try:
+            _run_command(command, seconds)
+        finally:
+            _record_last_step(table, case, folder, sizes)
         if profile:
             _record_profile(table, case, folder / "run")
 
 
-def _run_command(command: list[str]) -> None:
-    """Run a command in the repository. Raises RuntimeError with its last error if it fails."""
-    done = subprocess.run(
+def _record_last_step(table: Any, case: str, folder: Path, sizes: list[str]) -> None:
+    """Record samples per second and each time of the last step that ended, if any did."""
+    lines = [line for path in folder.glob("run/**/metrics.jsonl") for line in path.open()]
+    metrics = [json.loads(line) for line in lines if line.endswith("}\n")]
+    steps = [row for row in metrics if "time/step" in row]
+    if not steps:
+        return
+    last, (prompts, group) = (
+        steps[-1],
+        (int(sizes[sizes.index(flag) + 1]) for flag in ("--batch-size", "--group-size")),
+    )
+    note = f"{last['time/step']:.2f} s a step, the last of {len(steps)}"
+    table.row(case, "ours", "samples_per_s", prompts * group / last["time/step"], note=note)
+    for key, value in last.items():
+        if key.startswith(("time/", "memory/", "optim/kl_sample_train")) and isinstance(
+            value, int | float
+        ):
+            table.row(case, "ours", key, float(value))
+
+
+def _run_command(command: list[str], seconds: float | None = None) -> None:
+    """Run a command in the repository. Raises RuntimeError with its last error if it fails, or if
+    it takes more than `seconds`, when it and its children are killed.
+    """
+    process = subprocess.Popen(
         command,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
+        errors="replace",
         cwd=REPO,
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
     )
-    print(done.stdout[-4000:], done.stderr[-4000:])
-    if done.returncode:
-        lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired as error:
+        # Not a process group: killing the part has to end the command too.
+        import psutil  # accelerate requires it
+
+        family = psutil.Process(process.pid)
+        for member in [*family.children(recursive=True), family]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        print(process.communicate()[0][-4000:])
+        raise RuntimeError(f"stopped after {seconds:.0f} s") from error
+    print(output[-8000:])
+    if process.returncode:
+        lines = [line for line in output.splitlines() if line.strip()]
         last = lines[-1] if lines else "no output"
         raise RuntimeError(next((line for line in reversed(lines) if "Error" in line), last))
 
@@ -287,13 +307,15 @@ def _record_profile(table: Any, case: str, folder: Path) -> None:
 def part_step(table: Any, dry: bool) -> None:
     sizes = ["--batch-size", "2", "--group-size", "2", "--max-tokens", "4"]
     sizes = sizes if dry else ["--batch-size", "32", "--group-size", "8", "--max-tokens", "256"]
-    for kind, flags in (("LoRA", ["--lora-rank", "16"]), ("full", [])):
+    kinds: list[tuple[str, list[str]]] = [("LoRA", ["--lora-rank", "16"]), ("full", [])]
+    for i, (kind, flags) in enumerate(kinds):
         case = f"{kind}, {'tiny' if dry else '0.5B, 32 x 8 answers of 256 tokens'}"
+        limit, words = seconds_left(len(kinds) - i), [*sizes, *flags]
         table.attempt(
             case,
             "ours",
-            lambda c=case, f=flags: grpo(
-                table, c, dry, [sys.executable], [*sizes, *f], profile=True
+            lambda c=case, w=words, s=limit: grpo(
+                table, c, dry, [sys.executable], w, seconds=s, profile=True
             ),
         )
 
@@ -304,7 +326,8 @@ def part_sharded(table: Any, dry: bool) -> None:
     """
     sizes = ["--batch-size", "2", "--group-size", "2", "--max-tokens", "4"]
     sizes = sizes if dry else ["--batch-size", "8", "--group-size", "4", "--max-tokens", "64"]
-    for name in ("zero3", "zero3_offload"):
+    names = ("zero3", "zero3_offload")
+    for i, name in enumerate(names):
         launcher = [
             sys.executable,
             "-m",
@@ -313,8 +336,10 @@ def part_sharded(table: Any, dry: bool) -> None:
             f"accelerate_configs/{name}.yaml",
         ]
         launcher += ["--num_processes", "1"] + (["--cpu"] if dry else [])
-        table.attempt(
-            name,
-            "ours",
-            lambda name=name, launcher=launcher: grpo(table, name, dry, launcher, sizes),
-        )
+
+        def run(i: int = i, name: str = name, launcher: list[str] = launcher) -> None:
+            require("deepspeed")
+            limit = seconds_left(len(names) - i)
+            grpo(table, name, dry, launcher, sizes, seconds=limit)
+
+        table.attempt(name, "ours", run)

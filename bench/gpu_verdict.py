@@ -9,7 +9,8 @@ Row = dict[str, str]
 
 # metric -> whether a larger value is better; only rows of this project with a floor are ranked
 RANKED = {"tokens_per_s": True, "both": False, "forward": False, "TFLOP/s": True, "time": False}
-OURS = ("ours", "paged")
+OURS = ("ours", "ours_saved", "paged")
+NOT_PEERS = ("plain", "ours_entropy", "ours_frozen", "torch_frozen")  # other work
 
 
 def number(text: str) -> float | None:
@@ -30,24 +31,34 @@ def share_of_floor(row: Row) -> float | None:
     return value / floor if RANKED[row["metric"]] else floor / value
 
 
-def find_slowest(rows: Sequence[Row], count: int = 3) -> list[tuple[float, Row]]:
-    """Return this project's rows that are farthest from their floors."""
-    shares = [(share_of_floor(row), row) for row in rows if row["provider"] in OURS]
-    known = [(share, row) for share, row in shares if share is not None]
-    return sorted(known, key=lambda pair: pair[0])[:count]
+def find_slowest(rows: Sequence[Row], count: int = 4) -> list[tuple[float, Row]]:
+    """Return this project's row of each part that is farthest from its floor, the farthest part
+    first. policy_loss is left out: it is bound by its launch, which has no such floor.
+    """
+    worst: dict[str, tuple[float, Row]] = {}
+    for row in rows:
+        ranked = row["provider"] in OURS and row["case"] != "policy_loss"
+        share = share_of_floor(row) if ranked else None
+        if share is not None and (row["part"] not in worst or share < worst[row["part"]][0]):
+            worst[row["part"]] = share, row
+    return sorted(worst.values(), key=lambda pair: pair[0])[:count]
 
 
 def find_beaten(rows: Sequence[Row]) -> list[str]:
-    """Return where a peer is faster than this project at the same case, one text each."""
-    best: dict[tuple[str, str, str], dict[str, float]] = {}
+    """Return where a peer is faster than this project at the same case, one text each. Kernels are
+    compared within a memory class, with which their notes begin: those that hold [T, V], the others.
+    """
+    best: dict[tuple[str, str, str, str], dict[str, float]] = {}
     for row in rows:
         value = number(row["value"])
         if row["metric"] in RANKED and value is not None:
-            best.setdefault((row["part"], row["case"], row["metric"]), {})[row["provider"]] = value
+            memory = row["note"].split(",")[0] if row["part"] == "kernels" else ""
+            key = row["part"], row["case"], row["metric"], memory
+            best.setdefault(key, {})[row["provider"]] = value
     texts = []
-    for (part, case, metric), values in best.items():
+    for (part, case, metric, _), values in best.items():
         ours = [values[name] for name in OURS if name in values]
-        peers = {name: value for name, value in values.items() if name not in (*OURS, "plain")}
+        peers = {name: value for name, value in values.items() if name not in (*OURS, *NOT_PEERS)}
         if not ours or not peers:
             continue
         larger = RANKED[metric]
@@ -58,40 +69,110 @@ def find_beaten(rows: Sequence[Row]) -> list[str]:
     return texts
 
 
-def format_verdict(rows: Sequence[Row], device: str) -> str:
-    """Return about ten lines of Markdown about the rows of gpu.csv."""
-    lines = [f"# Verdict: {device}", ""]
-    tests = Counter(
-        row["metric"]
+def join(texts: Sequence[str], count: int = 6) -> str:
+    """Join texts with semicolons. Beyond `count`, say how many more there are."""
+    more = [f"{len(texts) - count} more"] if len(texts) > count else []
+    return "; ".join([*texts[:count], *more])
+
+
+def list_next(
+    failed_tests: list[str], wrong: list[str], unfinished: list[str], rows: Sequence[Row]
+) -> list[str]:
+    """Return what to do next, the most important first: what is wrong, what was not measured, then
+    the parts farthest from their floors.
+    """
+    steps = [f"mend the failed tests ({len(failed_tests)})"] if failed_tests else []
+    steps += ["find where sampler and learner disagree"] if wrong else []
+    steps += [f"run again with --part {' '.join(unfinished)}"] if unfinished else []
+    waits = {
+        row["case"]: number(row["value"]) or 0.0
         for row in rows
-        if row["part"] == "tests" and row["metric"] in ("passed", "failed", "error", "skipped")
-    )
-    counts = ", ".join(f"{count} {outcome}" for outcome, count in tests.items())
-    lines.append(f"- tests: {counts or 'none ran'}")
-    bad = [row["case"] for row in rows if row["metric"] in ("failed", "error")]
-    lines += [f"- failed: {', '.join(bad[:8])}{' ...' if len(bad) > 8 else ''}"] if bad else []
-    unfinished = [
-        f"{row['part']} ({row['value']})"
-        for row in rows
-        if row["metric"] == "status" and row["value"] != "done"
-    ]
-    lines += [f"- parts that did not end: {', '.join(unfinished)}"] if unfinished else []
-    for row in rows:
-        value = number(row["value"])
-        if row["part"] == "floors" and value is not None and row["case"] != "whole part":
-            lines.append(f"- limit: {row['metric']} {value:.4g} {row['unit']}".rstrip())
-        if row["metric"] == "kl" and value is not None:
-            verdict = "right" if value <= float(row["floor"] or 0.01) else "WRONG"
-            lines.append(
-                f"- agreement, {row['case']}, {row['provider']}: KL {value:.2g}, {verdict}"
-            )
-        if row["metric"] == "measured/planned" and value is not None:
-            lines.append(f"- memory, {row['provider']}: {value:.2f} of the plan")
-        if row["part"] == "step" and row["metric"] == "samples_per_s":
-            lines.append(f"- step, {row['case']}: {row['value']} samples/s, {row['note']}")
+        if row["metric"] == "host_share" and row["provider"] == "paged"
+    }
     for share, row in find_slowest(rows):
-        lines.append(
-            f"- next: {row['part']}, {row['case']}, {row['metric']} reaches {share:.0%} of its floor"
-        )
-    lines += [f"- behind: {text}" for text in find_beaten(rows)[:5]]
-    return "\n".join(lines) + "\n"
+        if share < 0.7:
+            host = row["part"] == "decode" and waits.get(row["case"], 0.0) > 0.3
+            cause = ", the host's work first" if host else ""
+            steps.append(f"speed up {row['part']} ({row['case']}){cause}")
+    return steps or ["nothing that was measured is below 70% of its floor"]
+
+
+def format_verdict(rows: Sequence[Row], device: str) -> str:
+    """Return at most ten lines of Markdown about the rows of gpu.csv, below a title: what is right,
+    what is slow, what to do next. A line without rows is left out.
+    """
+    tests = [row for row in rows if row["part"] == "tests" and row["value"] == "1"]
+    outcomes = Counter(
+        row["metric"] for row in tests if row["metric"] in ("passed", "failed", "error", "skipped")
+    )
+    failed_tests = [row["case"] for row in tests if row["metric"] in ("failed", "error")]
+    ends = [row for row in rows if row["metric"] == "status" and row["value"] != "done"]
+    broken = [row for row in rows if row["metric"] == "failed" and row["part"] != "tests"]
+    agreement = [row for row in rows if row["metric"] == "kl" and number(row["value"]) is not None]
+    # not <=: a KL that is not a number is wrong
+    wrong = [row for row in agreement if not float(row["value"]) <= float(row["floor"] or 0.01)]
+    shares = [
+        (number(row["value"]) or 0.0, row["case"])
+        for row in rows
+        if row["metric"] == "host_share" and row["provider"] == "paged"
+    ]
+
+    def kl(rows: Sequence[Row]) -> str:
+        return join([f"{r['case']}, {r['provider']}: KL {float(r['value']):.2g}" for r in rows])
+
+    lines = {
+        "tests": ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
+        or "none ran",
+        "failed": join(
+            [f"{row['part']} ({row['value']})" for row in ends]
+            + failed_tests
+            + [f"{r['part']}, {r['case']}, {r['provider']} ({r['value']})" for r in broken]
+        ),
+        "sampler and learner": "; ".join(
+            [f"WRONG in {kl(wrong)}"] * bool(wrong)
+            + [f"right in {kl([row for row in agreement if row not in wrong])}"]
+            * (len(agreement) > len(wrong))
+        ),
+        "memory": join(
+            [
+                f"{row['provider']}: {float(row['value']):.2f} of it"
+                for row in rows
+                if row["metric"] == "measured/planned"
+            ]
+        ),
+        "limits": ", ".join(
+            f"{row['metric']} {float(row['value']):.4g} {row['unit']}".rstrip()
+            for row in rows
+            if row["part"] == "floors"
+            and row["case"] != "whole part"
+            and number(row["value"]) is not None
+        ),
+        "step": join(
+            [
+                f"{row['case']}: {row['value']} samples/s, {row['note']}"
+                for row in rows
+                if row["part"] == "step" and row["metric"] == "samples_per_s"
+            ]
+        ),
+        "host": "; ".join(f"{share:.0%} of a step at {case}" for share, case in [max(shares)])
+        if shares
+        else "",
+        "slow": join(
+            [
+                f"{row['part']}, {row['case']}, {row['metric']} reaches {share:.0%} of its floor"
+                for share, row in find_slowest(rows)
+            ]
+        ),
+        "behind": join(find_beaten(rows), 4),
+        "next": join(
+            list_next(
+                failed_tests, [row["case"] for row in wrong], [row["part"] for row in ends], rows
+            ),
+            4,
+        ),
+    }
+    title = f"# Verdict: {device}"
+    return (
+        "\n".join([title, "", *(f"- {name}: {text}" for name, text in lines.items() if text)])
+        + "\n"
+    )

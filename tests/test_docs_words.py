@@ -53,6 +53,8 @@ OTHERS = {
     "pid",  # of py-spy
     "setting",  # a placeholder
     "no-build-isolation",  # of pip
+    "no-index",
+    "target",
     "torch-backend",  # of uv
     "logdir",  # of tensorboard
     "backend-store-uri",  # of mlflow
