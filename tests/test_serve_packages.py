@@ -22,4 +22,5 @@ def test_a_missing_package_is_named_with_its_remedy():
     )
     said = " ".join(done.stderr.replace("│", " ").split())
     assert done.returncode == 2 and "Traceback" not in said
-    assert re.search(r"not installed \(starlette\b", said) and 'pip install -e ".[serve]"' in said
+    assert re.search(r"not installed \((\w+, )*starlette\b", said)
+    assert 'pip install -e ".[serve]"' in said

@@ -278,6 +278,8 @@ def test_a_terminal_is_left_as_it_was(end: str, tmp_path: Path) -> None:
         stdout=terminal,
         stderr=terminal,
         env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"},
+        # a shell that runs the tests in the background has set SIGINT to be ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     output = b""
 
