@@ -7,8 +7,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 @contextmanager
-def api_server(reply, models=("judge",)):
-    """Serve `reply(body, headers)`, which returns (status, JSON), and record the bodies."""
+def api_server(reply, models=("judge",), cut_off=()):
+    """Serve `reply(body, headers)`, which returns (status, JSON), and record the bodies.
+    JSON of the class `cut_off` is not sent to its end.
+    """
     bodies = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -18,7 +20,11 @@ def api_server(reply, models=("judge",)):
         def send(self, status, value):
             text = json.dumps(value).encode()
             self.send_response(status)
-            self.send_header("Content-Length", str(len(text)))
+            if isinstance(value, cut_off):  # a chunk that ends before its length
+                self.send_header("Transfer-Encoding", "chunked")
+                text = b"ffff\r\n" + text
+            else:
+                self.send_header("Content-Length", str(len(text)))
             self.end_headers()
             self.wfile.write(text)
 

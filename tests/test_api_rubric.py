@@ -29,7 +29,7 @@ def writes(text):
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    monkeypatch.setattr(openai_client, "_RETRY_SECONDS", (0.0,) * 4)
+    monkeypatch.setattr(openai_client, "_RETRY_SECONDS", (0.0,) * 6)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
@@ -89,7 +89,7 @@ def test_an_answer_without_a_reading_has_no_reward(answer, reason):
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_failure_that_passes_is_tried_again(status):
-    left = [4]
+    left = [6]
 
     def reply(body, headers):
         left[0] -= 1
@@ -98,7 +98,60 @@ def test_a_failure_that_passes_is_tried_again(status):
     with api_server(reply) as (address, bodies):
         rubric = Rubric.from_weights(POLITE_RIGHT[:1])
         ((score,),) = APIRubricJudge(OpenAIClient(address), rubric).scores([group("a")])
-    assert score.reward == 1.0 and len(bodies) == 5
+    assert score.reward == 1.0 and len(bodies) == 7
+
+
+def test_a_key_with_a_line_end_is_sent_without_it(monkeypatch):
+    keys = []
+
+    def reply(body, headers):
+        keys.append(headers["Authorization"])
+        return first_token(("yes", 1.0))
+
+    monkeypatch.setenv("OPENAI_API_KEY", "secret\r\n")
+    with api_server(reply) as (address, _):
+        APIRubricJudge(OpenAIClient(address), Rubric.from_weights(POLITE_RIGHT)).probe()
+    assert keys == ["Bearer secret"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "remedy"),
+    [
+        ((401, {}), "HTTP 401.*Set OPENAI_API_KEY"),
+        ((400, {"error": "context"}), "HTTP 400.*context.*Correct what the server names"),
+        ((200, {"choices": [None]}), "the reply has no choices"),
+    ],
+)
+def test_an_error_that_stays_is_not_tried_again_and_has_its_remedy(reply, remedy):
+    with api_server(lambda *_: reply) as (address, bodies):
+        judge = APIRubricJudge(OpenAIClient(address), Rubric.from_weights(POLITE_RIGHT[:1]))
+        with pytest.raises(UserError, match=remedy):
+            judge.scores([group("a")])
+    assert len(bodies) == 1
+
+
+def test_an_error_whose_text_is_cut_off_is_tried_again():
+    class Cut(dict):
+        """A reply that ends before its length."""
+
+    left = [2]
+
+    def reply(body, headers):
+        left[0] -= 1
+        return (502, Cut()) if left[0] >= 0 else first_token(("yes", 1.0))
+
+    with api_server(reply, cut_off=Cut) as (address, bodies):
+        judge = APIRubricJudge(OpenAIClient(address), Rubric.from_weights(POLITE_RIGHT[:1]))
+        ((score,),) = judge.scores([group("a")])
+    assert score.reward == 1.0 and len(bodies) == 3
+
+
+def test_no_more_is_sent_to_a_server_that_answered_none_of_64():
+    with api_server(lambda *_: (400, {})) as (address, bodies):
+        client = OpenAIClient(address)
+        with pytest.raises(UserError, match="none of 500 requests"):
+            client.complete_many([[{"role": "user", "content": "?"}]] * 500, range(500))
+    assert 64 <= len(bodies) < 200
 
 
 def test_a_server_that_answers_nothing_ends_the_run():
@@ -106,7 +159,7 @@ def test_a_server_that_answers_nothing_ends_the_run():
         judge = APIRubricJudge(OpenAIClient(address), Rubric.from_weights(POLITE_RIGHT[:1]))
         with pytest.raises(UserError, match=r"none of 2 requests: HTTP 503.*--resume"):
             judge.scores([group("a", "b")])
-    assert len(bodies) == 10
+    assert len(bodies) == 14
     with pytest.raises(UserError, match="lists no models.*refused"):
         judge.chat.model = ""
         judge.probe()

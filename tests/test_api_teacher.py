@@ -21,7 +21,7 @@ WORDS = (
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    monkeypatch.setattr(openai_client, "_RETRY_SECONDS", (0.0,) * 4)
+    monkeypatch.setattr(openai_client, "_RETRY_SECONDS", (0.0,) * 6)
 
 
 def echoes(tokens, logprobs, texts=None):

@@ -63,6 +63,11 @@ class DistillationSettings:
             "set learn_from to student or teacher",
         )
 
+    @property
+    def teacher_names(self) -> list[str]:
+        """Return the teachers without the data sets, each once."""
+        return list(dict.fromkeys(target for _, target in map(split_teacher, self.teacher)))
+
 
 def _default_data() -> DataSettings:
     """Return data settings without a reward function."""
@@ -104,8 +109,7 @@ class DistillSettings:
 
     def _check_api_teachers(self) -> None:
         """Raise ValueError if a teacher behind an API cannot give what the settings need."""
-        for word in self.distillation.teacher:
-            target = word.rpartition("=")[2]
+        for target in self.distillation.teacher_names:
             if not is_api_address(target):
                 continue
             if self.distillation.learn_from != "student":
@@ -124,14 +128,19 @@ class DistillSettings:
         return rate if rate is not None else (2e-4 if self.model.lora_rank else 2e-5)
 
 
+def split_teacher(word: str) -> tuple[str, str]:
+    """Return (data set, or "" for all, and teacher) of a word of --teacher."""
+    tag, equals, target = word.partition("=")
+    return (tag, target) if equals and not is_api_address(word) else ("", word)
+
+
 def parse_teachers(settings: DistillSettings) -> dict[str, str]:
     """Return the teacher of each data set ("": all other data sets). Raises UserError if no teacher
     is named, or if a data set has two.
     """
     teachers: dict[str, str] = {}
     for word in settings.distillation.teacher:
-        tag, equals, target = word.partition("=")
-        tag, target = (tag, target) if equals else ("", word)
+        tag, target = split_teacher(word)
         if tag in teachers:
             raise UserError(
                 f"two teachers for {tag or 'all data sets'}: {teachers[tag]} and {target}; with several data sets write DATASET=TEACHER"

@@ -57,7 +57,12 @@ class EpisodeTokens:
         return values
 
     def place_rewards(self, rewards_N: Sequence[float]) -> np.ndarray:
-        """Return rewards [tokens]: each turn's reward on the last token of its action."""
+        """Return rewards [tokens]: each turn's reward on the last token of its action.
+
+        Raises ValueError unless there is a reward for each turn.
+        """
+        if len(rewards_N) != len(self.ends_N):
+            raise ValueError(f"{len(rewards_N)} rewards for an episode of {len(self.ends_N)} turns")
         rewards = np.zeros(self.count)
         np.add.at(rewards, np.maximum(self.ends_N - 1, 0), rewards_N)
         return rewards

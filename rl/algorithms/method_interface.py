@@ -134,6 +134,8 @@ class ModelFactory(abc.ABC):
         """Return the reference model: the weights `target`, by default the initial policy."""
         if target is None:
             return self.initial_policy()
+        if is_api_address(target):
+            raise UserError(f"the reference model is loaded here: {target} is an address")
         return FrozenScorer(self.load_matching(target, "reference"))
 
     def defer_initial_policy(self) -> Callable[[], TokenScorer]:

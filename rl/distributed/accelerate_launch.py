@@ -62,6 +62,11 @@ def make_accelerator(*, bf16: bool, timeout_seconds: float = 1800.0) -> Any:
     else:
         # Without cpu=True accelerate joins a gloo group and then treats every process as the only
         # process.
+        if _parallel_size("DP_REPLICATE") > 1 and not uses_fsdp():
+            raise UserError(
+                "parallelism_config shards only with FSDP2 and several processes: use "
+                "accelerate_configs/hsdp.yaml, or leave it out"
+            )
         # Accelerate would apply a parallelism_config to its own wrapping, which is not used.
         os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
         accelerator = Accelerator(
@@ -69,8 +74,6 @@ def make_accelerator(*, bf16: bool, timeout_seconds: float = 1800.0) -> Any:
             cpu=on_cpu and processes > 1,
             kwargs_handlers=group if processes > 1 else [],
         )
-        if uses_fsdp():
-            collectives.init_shard_mesh(_num_shards(), timeout_seconds)
     kind = str(accelerator.distributed_type.value)
     if (
         accelerator.num_processes != processes
@@ -88,6 +91,8 @@ def make_accelerator(*, bf16: bool, timeout_seconds: float = 1800.0) -> Any:
             f"DeepSpeed was requested but accelerate chose {kind}: set use_cpu: false in the "
             "accelerate config"
         )
+    if uses_fsdp():
+        collectives.init_shard_mesh(_num_shards(), timeout_seconds)
     return accelerator
 
 
@@ -116,12 +121,14 @@ def get_num_replicas() -> int:
 
 
 def _num_shards() -> int:
-    """Return how many ranks hold the weights together; the groups of so many ranks hold copies."""
+    """Return the size of a shard group; each group holds one copy of the weights."""
     return _num_launched_processes() // get_num_replicas()
 
 
 def _check_parallel_sizes() -> None:
-    """Raise UserError for a parallelism_config that FSDP2 cannot follow here."""
+    """Raise UserError for sizes of a parallelism_config that do not multiply to the number of
+    processes, or for another kind of parallelism than data parallelism.
+    """
     replicas, shards = _parallel_size("DP_REPLICATE"), _parallel_size("DP_SHARD")
     for name in ("TP", "CP", "SP"):
         if _parallel_size(name) > 1:
@@ -250,7 +257,12 @@ def _make_deepspeed_accelerator(
         groups._WORLD_GROUP = collectives.new_world_group(timeout_seconds)
         # DeepSpeed would make the groups of zero_hpz_partition_size ranks at each engine, which
         # fails at the second.
-        size = plugin.deepspeed_config["zero_optimization"].get("zero_hpz_partition_size", 1)
+        size = plugin.deepspeed_config["zero_optimization"].get("zero_hpz_partition_size") or 1
+        if collectives.world() % size:
+            raise UserError(
+                f"zero_hpz_partition_size is {size}, which does not divide the "
+                f"{collectives.world()} processes: set it to the GPUs of one machine"
+            )
         if size > 1:
             groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = collectives.new_row_group(
                 size, timeout_seconds
@@ -310,7 +322,7 @@ def get_zero_settings() -> tuple[int | None, bool]:
 def get_hpz_partition_size() -> int:
     """Return how many ranks hold ZeRO-3's second copy of the weights together, 1 without one."""
     zero = make_engine_config(_read_deepspeed_config(), bf16=False)["zero_optimization"]
-    return int(zero.get("zero_hpz_partition_size", 1))
+    return int(zero.get("zero_hpz_partition_size") or 1)
 
 
 def make_engine_config(user_config: Mapping[str, Any], *, bf16: bool) -> dict[str, Any]:
@@ -340,12 +352,10 @@ def make_engine_config(user_config: Mapping[str, Any], *, bf16: bool) -> dict[st
             "ZeRO stage 0 would sum gradients in bf16: use accelerate_configs/ddp.yaml, which "
             "does not shard either"
         )
-    hpz = zero.get("zero_hpz_partition_size", 1)
-    if hpz > 1 and (stage != 3 or _num_launched_processes() % hpz):
+    if (hpz := zero.get("zero_hpz_partition_size") or 1) > 1 and stage != 3:
         raise UserError(
-            f"zero_hpz_partition_size is {hpz}: it needs ZeRO stage 3 (the config sets {stage}) "
-            f"and has to divide the {_num_launched_processes()} processes; set it to the GPUs of "
-            "one machine"
+            f"zero_hpz_partition_size is {hpz}, which needs ZeRO stage 3 and the config sets "
+            f"{stage}: leave it out"
         )
     if stage != 2 and zero.setdefault("overlap_comm", False):
         raise UserError(

@@ -405,13 +405,12 @@ def new_world_group(timeout_seconds: float) -> Any:
 class ShardMesh:
     """Arrange the ranks in rows of `size` consecutive ranks; each row holds all weights once.
 
-    `rank`: this rank's place in its row. `group`: the ranks of its row. `mesh`: torch's DeviceMesh,
-    None where one row holds all ranks.
+    `rank`: this rank's place in its row. `mesh`: torch's DeviceMesh, None where one row holds all
+    ranks.
     """
 
     rank: int
     size: int
-    group: Any = None
     mesh: Any = None
 
 
@@ -438,18 +437,12 @@ def init_shard_mesh(size: int, timeout_seconds: float) -> None:
         mesh=ranks,
         mesh_dim_names=("replicate", "shard"),
     )
-    _shard_mesh = ShardMesh(rank() % size, size, row, mesh)
+    _shard_mesh = ShardMesh(rank() % size, size, mesh)
 
 
 def shard_mesh() -> ShardMesh:
     """Return the mesh over which `shard_model` shards: one row of all ranks by default."""
     return _shard_mesh or ShardMesh(rank(), world())
-
-
-def sum_over_shards_(tensor: torch.Tensor) -> None:
-    """Sum a tensor over the ranks that hold the weights together, in place."""
-    if shard_mesh().size > 1:
-        dist.all_reduce(tensor, group=shard_mesh().group)
 
 
 def new_row_group(size: int, timeout_seconds: float) -> Any:

@@ -43,6 +43,7 @@ _EXTRAS = {"endpoint": "serve"}
 _MOVED_MODULES = {
     "rl.envs.wrappers.": "rl.integrations.",
     "rl.envs.trl_env": "rl.integrations.trl_env",
+    "rl.serve.program_env": "rl.programs.program_env",
 }
 # Built-in games of earlier versions, which are files of the repository now.
 _EXAMPLES = {

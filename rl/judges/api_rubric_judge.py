@@ -19,7 +19,7 @@ from rl.judges.rubric_judge import (
 from rl.seed import derive_seed
 from rl.types import Message
 
-_TOP_LOGPROBS = 20  # the most that OpenAI and vLLM return by default
+_TOP_LOGPROBS = 20  # OpenAI's limit, and vLLM's default limit
 
 
 class APIRubricJudge(RubricJudge):
@@ -75,7 +75,7 @@ class APIRubricJudge(RubricJudge):
                 continue
             message = reply.get("message") or {}
             score = parse_score(str(message.get("content") or ""), self.rubric.scale)
-            readings.append(self.missing_score if score is None else score)
+            readings.append(self.missing_score_reason if score is None else score)
         return readings
 
     def _seeds(self, prompts: Sequence[list[Message]]) -> list[int]:

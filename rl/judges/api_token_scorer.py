@@ -24,7 +24,7 @@ class APITokenScorer:
     """
 
     def __init__(self, client: OpenAIClient):
-        self.openai = client
+        self.client = client
 
     def check_vocabulary(self, student: TrainingClient, name: str) -> None:
         """Raise UserError unless the server reads up to 100 token ids, spread over the student's
@@ -41,7 +41,7 @@ class APITokenScorer:
         # ASCII, since servers show a token that is a part of a character in different ways
         texts = {i: tokenizer.decode([i]).strip() for i in ids[:: max(1, size // _SAMPLE_SIZE)]}
         expected = {i: text for i, text in texts.items() if text and text.isascii()}
-        ((received, _),) = self.openai.score_many([list(expected)])
+        ((received, _),) = self.client.score_many([list(expected)])
         for (token, text), other in zip(expected.items(), received, strict=True):
             if other.strip() != text:
                 raise UserError(
@@ -58,10 +58,10 @@ class APITokenScorer:
         """
         if temperature != 1:
             raise UserError(
-                f"the server at {self.openai.url} returns logprobs at temperature 1, and "
+                f"the server at {self.client.url} returns logprobs at temperature 1, and "
                 f"temperature {temperature:g} is set: set --temperature 1"
             )
-        scores = self.openai.score_many([tokens.to_ints() for tokens in inputs])
+        scores = self.client.score_many([tokens.to_ints() for tokens in inputs])
         future: Future[list[list[float | None]]] = Future()
         future.set_result([[None, *logprobs[1:]] for _, logprobs in scores])
         return future

@@ -19,14 +19,33 @@ from rl.types import Message
 API_KEY_VARIABLE = "OPENAI_API_KEY"
 _CONCURRENT_REQUESTS = 64
 _REQUEST_SECONDS = 120.0  # time limit of an attempt
+_MODELS_SECONDS = 10.0  # the same, of the request for the list of models
 # Waits before the next attempts of a request whose failure may pass: 429, 5xx, no connection.
-_RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0)
+_RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+_MAX_RETRY_AFTER = 60.0  # seconds that a server may ask to wait (Retry-After)
 _TEXT_LIMIT = 300  # characters of a server's error that are shown
-_REMEDY = "Start the server again and continue the run with --resume"
 
 
 class APIRequestError(Exception):
-    """Raised if a request has no reply."""
+    """Raised if a request has no reply. `status`: the HTTP status of its error, if it has one."""
+
+    def __init__(self, text: str, status: int | None = None):
+        super().__init__(text)
+        self.status = status
+
+    @property
+    def may_pass(self) -> bool:
+        """Return whether the same request may succeed later."""
+        return self.status is None or self.status == 429 or self.status >= 500
+
+    @property
+    def remedy(self) -> str:
+        """Return what a user can do about the error."""
+        if self.status in (401, 403):
+            return f"Set {API_KEY_VARIABLE} to a valid key"
+        if not self.may_pass:
+            return "Correct what the server names, such as the model or --max-tokens"
+        return "Start the server again and continue the run with --resume"
 
 
 class OpenAIClient:
@@ -49,7 +68,8 @@ class OpenAIClient:
         if self.model:
             return
         try:
-            names = [str(entry["id"]) for entry in self._send("/models")["data"]]
+            reply = self._send("/models", seconds=_MODELS_SECONDS)
+            names = [str(entry["id"]) for entry in reply["data"]]
         except (APIRequestError, KeyError, TypeError) as error:
             raise UserError(
                 f"{self.url}/models lists no models ({_describe(error)}): start the server, or "
@@ -80,7 +100,8 @@ class OpenAIClient:
         errors = [reply for reply in replies if isinstance(reply, APIRequestError)]
         if errors and len(errors) == len(replies):
             raise UserError(
-                f"{self.url} answered none of {len(replies)} requests: {errors[0]}. {_REMEDY}"
+                f"{self.url} answered none of {len(replies)} requests: {errors[0]}. "
+                f"{errors[0].remedy}"
             )
         return replies
 
@@ -102,7 +123,7 @@ class OpenAIClient:
             if isinstance(scores, APIRequestError):
                 raise UserError(
                     f"{self.url} did not score a sequence of {len(tokens)} tokens: {scores}. "
-                    f"{_REMEDY}"
+                    f"{scores.remedy}"
                 )
             results.append(scores)
         return results
@@ -113,45 +134,71 @@ class OpenAIClient:
         """Return the first choice of the reply to each body, or the error of one without a reply.
 
         Requests are sent 64 at a time. One that fails with 429, 5xx or without a connection is
-        sent up to five times.
+        sent up to seven times. No more are sent after 64 have failed and none has succeeded.
         """
         self.find_model()
+        failures: list[APIRequestError] = []
+        successes: list[bool] = []
 
         def request(body: dict[str, Any]) -> dict[str, Any] | APIRequestError:
+            if len(failures) >= _CONCURRENT_REQUESTS and not successes:
+                return failures[0]
             try:
-                return self._send(path, {"model": self.model, **body})["choices"][0]
-            except APIRequestError as error:
+                choice = self._send(path, {"model": self.model, **body})["choices"][0]
+                if not isinstance(choice, dict):
+                    raise TypeError("a choice is an object")
+            except (APIRequestError, KeyError, IndexError, TypeError) as error:
+                if not isinstance(error, APIRequestError):
+                    error = APIRequestError("the reply has no choices")
+                failures.append(error)
                 return error
-            except (KeyError, IndexError, TypeError):
-                return APIRequestError("the reply has no choices")
+            successes.append(True)
+            return choice
 
         with ThreadPoolExecutor(_CONCURRENT_REQUESTS) as pool:
             return list(pool.map(request, bodies))
 
-    def _send(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    def _send(
+        self, path: str, body: dict[str, Any] | None = None, seconds: float = _REQUEST_SECONDS
+    ) -> Any:
         """Return the JSON reply of a GET, or of a POST of `body`. Raises APIRequestError."""
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(API_KEY_VARIABLE):
+        if key := os.environ.get(API_KEY_VARIABLE, "").strip():
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
         for wait in (*_RETRY_SECONDS, None):
             request = urllib.request.Request(self.url + path, data, headers)
             try:
-                with urllib.request.urlopen(request, timeout=_REQUEST_SECONDS) as reply:
-                    return json.loads(reply.read())
+                with urllib.request.urlopen(request, timeout=seconds) as reply:
+                    content = reply.read()
+                break
             except urllib.error.HTTPError as error:
-                text = error.read(10_000).decode("utf-8", "replace")
-                problem = APIRequestError(f"HTTP {error.code}: {text[:_TEXT_LIMIT]}")
-                if error.code != 429 and error.code < 500:
-                    raise problem from error
+                problem = _read_http_error(error)
+                wait = wait and max(wait, _read_retry_after(error))
             except (OSError, http.client.HTTPException) as error:
                 problem = APIRequestError(_describe(error))
-            except ValueError as error:
-                raise APIRequestError(f"the reply is no JSON: {error}") from error
-            if wait is None:
+            if wait is None or not problem.may_pass:
                 raise problem
             time.sleep(wait)
-        raise AssertionError("not reached")
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            raise APIRequestError(f"the reply is no JSON: {error}") from error
+
+
+def _read_http_error(error: urllib.error.HTTPError) -> APIRequestError:
+    """Return the error with the first characters of the reply, which may be cut off."""
+    try:
+        text = error.read(10_000).decode("utf-8", "replace")[:_TEXT_LIMIT]
+    except (OSError, http.client.HTTPException):
+        text = str(error.reason)
+    return APIRequestError(f"HTTP {error.code}: {text}", error.code)
+
+
+def _read_retry_after(error: urllib.error.HTTPError) -> float:
+    """Return the seconds that the server asks to wait, at most 60; 0 if it names none."""
+    seconds = error.headers.get("Retry-After", "")
+    return min(float(seconds), _MAX_RETRY_AFTER) if seconds.isdigit() else 0.0
 
 
 def _describe(error: Exception) -> str:

@@ -132,7 +132,7 @@ class RubricJudge:
         self.client, self.renderer, self.rubric, self.seed = client, renderer, rubric, seed
 
     @property
-    def missing_score(self) -> str:
+    def missing_score_reason(self) -> str:
         """Return what the error of an answer says if its text has no score."""
         return f"the judge wrote no score from 0 to {self.rubric.scale:g}"
 
@@ -173,8 +173,8 @@ class RubricJudge:
         return [[next(scores) for _ in group.trajectories_G] for group in groups]
 
     def _weighted_score(self, readings: Sequence[float | str]) -> Score:
-        """Return an answer's score from the readings of all questions. A text is the reason for
-        which a question has none.
+        """Return an answer's score from the readings of all questions. A str says why
+        a question has no reading.
         """
         questions = self.rubric.questions
         reasons = [reading for reading in readings if isinstance(reading, str)]
@@ -253,7 +253,7 @@ class RubricJudge:
             for response in responses:
                 message, _ = self.renderer.parse_response(response.sequences[0].tokens)
                 score = parse_score(str(message["content"]), self.rubric.scale)
-                values.append(self.missing_score if score is None else score)
+                values.append(self.missing_score_reason if score is None else score)
         return values
 
     def _check_length(self, length: int) -> None:

@@ -71,7 +71,9 @@ class FSDPBackend:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad.to_local() for p in self.trainable.values()]
         square = torch.nn.utils.get_total_norm(gradients).square()
-        collectives.sum_over_shards_(square)
+        # The sum over all ranks, and not over a shard group alone, gives every rank the same bits.
+        collectives.all_sum_([square])
+        square /= collectives.world() // collectives.shard_mesh().size
         norm = float(square.sqrt())
         finite = bool(torch.isfinite(square))
         if finite:

@@ -44,7 +44,7 @@ from rl.trainer.memory_report import check_memory as check_memory
 from rl.trainer.offline_loop import train_offline
 from rl.trainer.online_loop import train_online
 from rl.trainer.opponent_models import OpponentModels
-from rl.trainer.pipeline import check_api_judges, dry_run, prepare_stages
+from rl.trainer.pipeline import check_api_models, dry_run, prepare_stages
 from rl.trainer.replay_log import check_replay, list_replay_differences
 from rl.trainer.report_writer import ReportWriter
 from rl.trainer.resolve_weights import (
@@ -298,7 +298,7 @@ class RunState:
         check_final_checkpoints(
             self.run, self.folder, [self.stages[i].plan.name for i in sorted(needed)]
         )
-        check_api_judges(self.run.stages[self.index :])
+        check_api_models(self.run.stages[self.index :])
         dry_run(self.run.stages, self.stages, self.index)
 
     def _prepare_stage(self) -> PreparedStage:

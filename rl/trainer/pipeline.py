@@ -19,6 +19,7 @@ from rl.algorithms import METHODS, ModelFactory
 from rl.config import LearnedRewardSettings, ModelSettings, StageConfig, is_api_address
 from rl.data import FaultyRows, ProblemSet
 from rl.errors import UserError
+from rl.judges import OpenAIClient
 from rl.learner import learner_checkpoint
 from rl.models import (
     LORA_PARTS,
@@ -257,14 +258,19 @@ def _find_faulty_rows(
     return None
 
 
-def check_api_judges(stages: Sequence[StageConfig]) -> None:
-    """Raise UserError, with the name of the stage, if a judge behind an API cannot be used."""
+def check_api_models(stages: Sequence[StageConfig]) -> None:
+    """Raise UserError, with the name of the stage, if its judge or teacher is behind an API that
+    cannot be used.
+    """
     for stage in stages:
         learned = getattr(stage.settings, "learned", None)
-        if learned is None or not is_api_address(learned.rubric_model or ""):
-            continue
+        distillation = getattr(stage.settings, "distillation", None)
         try:
-            make_api_judge(learned, 0).probe()
+            if learned is not None and is_api_address(learned.rubric_model or ""):
+                make_api_judge(learned, 0).probe()
+            for target in () if distillation is None else distillation.teacher_names:
+                if is_api_address(target):
+                    OpenAIClient(target).score_many([[0, 1]])
         except UserError as error:
             raise UserError(f"stage {stage.name}, before any training: {error}") from error
 
