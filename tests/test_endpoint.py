@@ -15,6 +15,8 @@ pytest.importorskip("uvicorn", reason="needs the extra serve")
 
 from endpoints import Endpoint, ScriptedDesk, TinyDesk  # noqa: E402
 
+from rl.envs import resolve_environment  # noqa: E402
+from rl.programs import program_env  # noqa: E402
 from rl.rollout import trajectory_to_datums  # noqa: E402
 from rl.types import ModelInput, SamplingParams  # noqa: E402
 
@@ -866,3 +868,8 @@ def test_nobody_sees_anothers_session():
     for bad in ("", "a/b", "x" * 201, "a\nb"):
         with pytest.raises(HttpError):
             sessions.get_or_create("me", bad)
+
+
+def test_an_address_from_before_programs_had_a_package_is_resolved():
+    spec = resolve_environment("rl.serve.program_env:Endpoint", program="true")
+    assert spec.cls is program_env.Endpoint
