@@ -51,7 +51,7 @@ def longest_wait(app, work, seconds=0.05):
 
 
 def test_long_work_on_the_disk_runs_beside_the_event_loop(tmp_path, monkeypatch):
-    slow = 0.6
+    slow = 1.5
 
     def slowly(call):
         return lambda *arguments, **named: (time.sleep(slow), call(*arguments, **named))[1]
@@ -83,7 +83,7 @@ def test_long_work_on_the_disk_runs_beside_the_event_loop(tmp_path, monkeypatch)
 
 
 def test_long_texts_are_tokenized_beside_the_event_loop(tmp_path, monkeypatch):
-    slow = 0.6
+    slow = 1.5
     encode = PreTrainedTokenizerFast._encode_plus
 
     def slowly(*arguments, **named):
