@@ -19,8 +19,8 @@ _SAMPLE_SIZE = 100  # tokens of the vocabulary that are compared
 class APITokenScorer:
     """Compute logprobs of given tokens, as a sampling client does (`compute_logprobs_many`).
 
-    The server echoes prompts of token ids with their logprobs (`/completions`, as vLLM, SGLang and
-    `serve.py` do). They are those of temperature 1.
+    The server echoes prompts of token ids with their logprobs (`/completions`), which are those of
+    temperature 1.
     """
 
     def __init__(self, client: OpenAIClient):
