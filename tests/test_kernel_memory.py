@@ -133,10 +133,7 @@ def poisoned_launches(poison: int, launched: set[str], reverse: bool = False):
         # memory that nobody has written is full of NaN
         torch.use_deterministic_algorithms(True)
         try:
-            # oneDNN's bf16 product on a CPU with AMX multiplies the column behind an odd number of
-            # columns by 0, which is NaN if that column is poisoned.
-            with torch.backends.mkldnn.flags(enabled=False):
-                yield
+            yield
         finally:
             torch.use_deterministic_algorithms(False)
 
