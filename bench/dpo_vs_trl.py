@@ -6,7 +6,7 @@ give the same numbers.
 Both start from the same folder of random weights (tiny:addition) and train on the same pairs in the
 same order, in fp32 on a CPU, with AdamW (0.9, 0.95, eps 1e-8), a constant learning rate and
 clipping to norm 1. Each uses its native tokenization, reference model, losses and optimizer step.
-Whetstone runs `rl.trainer.offline_loop.train_offline`; TRL runs `DPOTrainer.train()`. TRL's figures come
+Whetstone runs `rl.trainer.training_loop.train`; TRL runs `DPOTrainer.train()`. TRL's figures come
 from its `compute_loss`, because the logged figures are rounded. The table has a row for each step
 and loss. The exit code is 1 if any loss or reward differs by more than 1e-4
 (relative, where above 1).
@@ -54,25 +54,27 @@ def dpo_plan(args: argparse.Namespace, loss: str, model: Path) -> Any:
 def run_whetstone(
     args: argparse.Namespace, loss: str, model: Path, folder: Path
 ) -> list[dict[str, float]]:
-    """Run `train_offline` on a real Stage that keeps its metrics instead of logging them, and
+    """Run the training loop on a real Trainer that keeps its metrics instead of logging them, and
     return the metrics of each step.
     """
     from rl.algorithms import METHODS
     from rl.algorithms.method_interface import Models
     from rl.client.service_client import ServiceClient
-    from rl.trainer.offline_loop import train_offline
-    from rl.trainer.stage import Stage
+    from rl.distributed.stop_signals import StopRequest
+    from rl.trainer.stage_context import StageContext
     from rl.trainer.stage_data import prepare_stage
     from rl.trainer.stage_models import StageModelFactory, make_policy, make_renderer
+    from rl.trainer.trainer import Trainer, TrainingBatch
+    from rl.trainer.training_loop import train
     from rl.trainer.worker_settings import collect_worker_settings
 
     found: list[dict[str, float]] = []
 
-    class KeptStage(Stage):
+    class KeptTrainer(Trainer):
         def start(self) -> None:
             return None
 
-        def end_batch(self, batch: int, metrics: Any, *args: Any, **kwargs: Any) -> None:
+        def end_batch(self, batch: TrainingBatch, metrics: Any, sampler: Any) -> None:
             found.append({**metrics, "loss": metrics["optim/loss"]})
 
         def end(self) -> None:
@@ -88,10 +90,8 @@ def run_whetstone(
         others = method.make_models(
             StageModelFactory(service, policy, plan.settings.model, None, {}, args.seed)
         )
-        unused: dict[str, Any] = dict(
-            logbook=None, console=None, checkpoints=None, stop_request=None
-        )
-        stage = KeptStage(
+        unused: dict[str, Any] = dict(logbook=None, console=None, checkpoints=None)
+        context = StageContext(
             name="dpo",
             index=0,
             method=method,
@@ -100,12 +100,11 @@ def run_whetstone(
             test_problems=None,
             renderer=make_renderer(policy, None),
             scorer=None,
-            seed=args.seed,
+            run_seed=args.seed,
             first_step=0,
-            done=0,
             **unused,
         )
-        train_offline(stage)
+        train(KeptTrainer(context, stop_request=StopRequest()))
     return found
 
 

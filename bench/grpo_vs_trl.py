@@ -10,7 +10,7 @@ machine affects both alike. A step's time is that of the peer's whole loop (data
 backward, optimizer, weight sync to the sampler); evaluation and saving are excluded on both sides.
 CPU seconds are those of the peer's process, all threads.
 
-Whetstone runs `rl.trainer.online_loop.train_online`. TRL runs `GRPOTrainer.train()` with its fastest
+Whetstone runs `rl.trainer.training_loop.train`. TRL runs `GRPOTrainer.train()` with its fastest
 settings here: plain `generate` (its continuous batching is slower on a CPU), no reference model
 (beta 0), a single micro-batch of all completions, fp32, no gradient checkpointing, no logging, no
 saving. Both use AdamW (0.9, 0.95), a constant learning rate, clipping to norm 1, advantages divided
@@ -124,20 +124,21 @@ def grpo_plan(args: argparse.Namespace) -> Any:
 
 
 def run_whetstone(args: argparse.Namespace, turns: Turns) -> None:
-    """Run `train_online` on a real Stage with logging, evaluation and checkpoints replaced by
+    """Run the training loop on a real Trainer with logging, evaluation and checkpoints replaced by
     `Turns`.
     """
     from rl.algorithms import METHODS
     from rl.algorithms.method_interface import Models
     from rl.client.service_client import ServiceClient
     from rl.distributed.stop_signals import StopRequest
-    from rl.trainer.online_loop import train_online
-    from rl.trainer.stage import Stage
+    from rl.trainer.stage_context import StageContext
     from rl.trainer.stage_data import prepare_stage
     from rl.trainer.stage_models import make_policy, make_renderer
+    from rl.trainer.trainer import Trainer
+    from rl.trainer.training_loop import train
     from rl.trainer.worker_settings import collect_worker_settings
 
-    class TimedStage(Stage):
+    class TimedTrainer(Trainer):
         def start(self) -> Any:
             sampler = self.models.policy.save_weights_and_get_sampling_client()
             turns.begin()
@@ -156,11 +157,9 @@ def run_whetstone(args: argparse.Namespace, turns: Turns) -> None:
     ) as service:
         policy = make_policy(service, plan.settings.model, None, None, args.seed)
         turns.save = lambda step: policy.save_weights_for_sampler(f"step-{step}").result().path
-        # Stage fields that `TimedStage` does not use.
-        unused: dict[str, Any] = dict(
-            logbook=None, console=None, keeper=None, stop_request=StopRequest()
-        )
-        stage = TimedStage(
+        # `TimedTrainer` does not use these.
+        unused: dict[str, Any] = dict(logbook=None, console=None, checkpoints=None)
+        context = StageContext(
             name="grpo",
             index=0,
             method=METHODS["grpo"].hooks(plan.settings),
@@ -169,12 +168,11 @@ def run_whetstone(args: argparse.Namespace, turns: Turns) -> None:
             test_problems=None,
             renderer=make_renderer(policy, None),
             scorer=prepared.scorer,
-            seed=args.seed,
+            run_seed=args.seed,
             first_step=0,
-            done=0,
             **unused,
         )
-        train_online(stage)
+        train(TimedTrainer(context, stop_request=StopRequest()))
 
 
 def run_trl(args: argparse.Namespace, turns: Turns) -> None:

@@ -175,7 +175,7 @@ MUTANTS = [
         "backends",
     ),
     M(
-        "rl/trainer/stage.py",
+        "rl/trainer/trainer.py",
         "        if old_sampler is not None:\n            old_sampler.release()\n",
         "",
         "the old sampler kept",
@@ -616,9 +616,9 @@ MUTANTS = [
         "grpo",
     ),
     M(
-        "rl/trainer/online_loop.py",
-        '        rollouts = stage.stage_sampler.sample_batch(\n            builders, sampler, batch, derive_seed(stage.seed, "sample", batch)\n        )\n',
-        "        rollouts = stage.stage_sampler.sample_batch(builders, sampler, batch, derive_seed(stage.seed, 'sample'))\n",
+        "rl/trainer/batch_source.py",
+        '        seed = derive_seed(trainer.seed, "sample", number)\n',
+        '        seed = derive_seed(trainer.seed, "sample")\n',
         "each batch the same streams",
         "loop_parts",
     ),
@@ -1506,7 +1506,7 @@ MUTANTS = [
     ),
     M(
         "rl/trainer/async_source.py",
-        "        self.engine.player_streams[None].stream.switch_weights(\n            self.sampler, recompute=self.stage.settings.flow.recompute_cache\n        )\n",
+        "        self.engine.player_streams[None].stream.switch_weights(\n            self.sampler, recompute=self.trainer.settings.flow.recompute_cache\n        )\n",
         "        self.engine.player_streams[None].stream.switch_weights(self.sampler, recompute=False)\n",
         "second review: recompute_cache does nothing",
         "staleness",
@@ -1561,10 +1561,10 @@ MUTANTS = [
         "streaming",
     ),
     M(
-        "rl/trainer/async_source.py",
-        "    groups = stage.method.shape_rewards(rollouts.groups)\n",
-        "    groups = rollouts.groups\n",
-        "asynchronous training loses the shaping of rewards",
+        "rl/trainer/batch_source.py",
+        "            groups = method.shape_rewards(batch.rollouts.groups)\n",
+        "            groups = batch.rollouts.groups\n",
+        "training loses the shaping of rewards",
         "own_methods",
     ),
     M(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,10 +25,10 @@ from rl.config import AsyncRolloutSettings, RunSettings, SettingsError, parse_ru
 from rl.distributed import RunStopped
 from rl.errors import UserError
 from rl.rollout import RolloutBatch, Trajectory, TrajectoryGroup, Transition
-from rl.trainer import async_source
+from rl.trainer.async_source import AsyncSource
 from rl.trainer.execute import execute
-from rl.trainer.stage import Stage
 from rl.trainer.stage_sampling import StageSampler
+from rl.trainer.trainer import Trainer
 from rl.types import ModelInput, SampledSequence
 
 ENVIRONMENT = '''
@@ -311,6 +312,12 @@ def test_what_does_not_go_together_is_refused_by_name(given, says):
             AsyncRolloutSettings(**alone)
 
 
+def sent(source, result):
+    """The result of an update whose weights go to ranks that only sample."""
+    policy = source.trainer.models.policy
+    return replace(result, new_weights=policy.save_weights_and_get_sampling_client())
+
+
 @pytest.mark.slow
 def test_an_update_begins_while_the_weights_of_the_one_before_are_on_their_way(
     trained, monkeypatch
@@ -318,22 +325,21 @@ def test_an_update_begins_while_the_weights_of_the_one_before_are_on_their_way(
     """As with ranks that sample: nothing arrives before the next update has begun, and a replay
     where all is there at once repeats it.
     """
-    there, calls, begun, credit = set(), {}, [], async_source._update_policy
+    there, calls, begun, credit = set(), {}, [], AsyncSource.update_and_send
 
     def arrive(client):
         there.add(client)
         for call in calls.pop(client, ()):
             call()
 
-    def learn(stage, batch, rollouts, datums, before):
-        begun.append((batch, before is not None))
+    def learn(source, batch, before):
+        begun.append((batch.number, before is not None))
         if before is not None:
             arrive(before)
-        found = credit(stage, batch, rollouts, datums, before)
-        return *found[:2], stage.models.policy.save_weights_and_get_sampling_client()
+        return sent(source, credit(source, batch, before))
 
     with monkeypatch.context() as patched:
-        patched.setattr(async_source, "_update_policy", learn)
+        patched.setattr(AsyncSource, "update_and_send", learn)
         patched.setattr(SamplingClient, "ready", property(lambda client: client in there))
         patched.setattr(
             SamplingClient,
@@ -361,13 +367,12 @@ def test_an_update_begins_while_the_weights_of_the_one_before_are_on_their_way(
 def test_a_checkpoint_where_weights_were_on_their_way_is_said_to_go_on_otherwise(
     trained, monkeypatch, capsys
 ):
-    def learn(stage, batch, rollouts, datums, before):
-        found = credit(stage, batch, rollouts, datums, before)
-        return *found[:2], stage.models.policy.save_weights_and_get_sampling_client()
+    def learn(source, batch, before):
+        return sent(source, credit(source, batch, before))
 
-    credit = async_source._update_policy
+    credit = AsyncSource.update_and_send
     with monkeypatch.context() as patched:
-        patched.setattr(async_source, "_update_policy", learn)
+        patched.setattr(AsyncSource, "update_and_send", learn)
         first = trained("whole-way", f"{LATE} --save-every 0")
     capsys.readouterr()
     again = trained("saved-on-the-way", f"{LATE} --save-every 1 --replay {first}")
@@ -392,15 +397,15 @@ def test_a_checkpoint_where_weights_were_on_their_way_is_said_to_go_on_otherwise
 @pytest.mark.slow
 def test_a_run_that_was_stopped_between_two_checkpoints_is_repeated(trained, monkeypatch):
     """Where it was stopped, caches were read again."""
-    real = Stage.end_batch
+    real = Trainer.end_batch
 
     def stopping(stage, batch, *given):
-        if batch == 1:
+        if batch.number == 1:
             stage.stop_request.exit_code = 143
         real(stage, batch, *given)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Stage, "end_batch", stopping)
+        patched.setattr(Trainer, "end_batch", stopping)
         with pytest.raises(RunStopped):
             trained("stopped", f"{LATE} --steps 4 --save-every 0")
     first = trained("stopped", f"{LATE} --steps 4 --save-every 0 --resume")

@@ -400,8 +400,8 @@ def test_a_step_that_does_not_fit_into_the_grace_time_is_left_out(ranks, undistu
 import runpy, sys, time
 sys.path.insert(0, {str(REPO)!r})
 from rl.algorithms import grpo
-from rl.trainer.stage import Stage
-update, stop_if_late = grpo.GRPO.update, Stage.stop_if_late
+from rl.trainer.trainer import Trainer
+update, stop_if_late = grpo.GRPO.update, Trainer.stop_if_late
 def slow(self, models, datums, progress):
     if progress.batch >= 1:
         time.sleep(4.0)
@@ -410,7 +410,7 @@ def late(self):
     while self.name == "grpo" and self.done >= 2 and self.stop_request.exit_code is None:
         time.sleep(0.01)
     return stop_if_late(self)
-grpo.GRPO.update, Stage.stop_if_late = slow, late
+grpo.GRPO.update, Trainer.stop_if_late = slow, late
 runpy.run_path({str(REPO / "train.py")!r}, run_name="__main__")
 """)
     launch = ranks.start(

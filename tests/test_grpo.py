@@ -41,11 +41,11 @@ from rl.config.sections import KlSettings, LoopSettings, RunSettings, SamplingSe
 from rl.errors import UnusedSettingError, UserError
 from rl.losses.losses import LOSSES, LossSpec, get_loss, importance_sampling, ppo
 from rl.rollout import RolloutBatch
-from rl.rollout.rollout_metrics import compute_group_metrics
 from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
 from rl.trainer import stage_sampling as samples_module
-from rl.trainer.stage import Stage
+from rl.trainer.stage_context import StageContext
 from rl.trainer.stage_sampling import AllRewardsFailed, StageSampler
+from rl.trainer.trainer import Trainer, TrainingBatch
 from rl.trainer.warn_once import WarnOnce
 from rl.types import ModelInput, SampledSequence, TensorData
 
@@ -610,7 +610,7 @@ def test_a_batch_that_a_model_scored_has_a_reward_though_no_function_gave_one(ju
         steps=9, batch_size=1, eval_every=0, save_every=0, rollouts_every=0, keep_best=None
     )
     settings = GrpoSettings(loop=loop)
-    stage = Stage(
+    context = StageContext(
         name="grpo",
         index=0,
         method=SimpleNamespace(settings=settings),
@@ -619,21 +619,15 @@ def test_a_batch_that_a_model_scored_has_a_reward_though_no_function_gave_one(ju
         test_problems=None,
         renderer=None,
         scorer=None,
-        seed=0,
+        run_seed=0,
         first_step=0,
-        done=0,
         logbook=SimpleNamespace(log=lambda step, row: rows.append(row)),
         console=SimpleNamespace(update=lambda step, row: None, warn=lambda text: None),
         checkpoints=None,
-        stop_request=SimpleNamespace(exit_code=None),
     )
-    groups = [group([1.0], [0.0])]
-    stage.end_batch(
-        0,
-        compute_group_metrics(groups),
-        None,
-        RolloutBatch(groups, [], {"emitted_tokens": 4}, 1.0, 0.5),
-    )
+    rollouts = RolloutBatch([group([1.0], [0.0])], [], {"emitted_tokens": 4}, 1.0, 0.5)
+    trainer = Trainer(context, stop_request=SimpleNamespace(exit_code=None))
+    trainer.end_batch(TrainingBatch(0, rollouts), {}, None)
     assert (
         (rows[0].get("reward/total") == 0.5)
         == ("env/all/by_group/frac_mixed" in rows[0])

@@ -11,12 +11,13 @@ import pytest
 import torch
 from sampler_models import random_prompts
 from test_architectures import alone, datums, gradient_error, learnt, make_learner
-from whole_runs import final_weights, run, stage, train
+from whole_runs import final_weights, train
 
 from bench.tiny_models import VOCAB, tiny_model
 from rl.models import add_lora, load_model, model_loading
 from rl.sampler import Engine, SamplingRequest, make_decoder, verify_decoder
 from rl.sampler.recurrent_state import RecurrentState
+from rl.trainer.batch_log import BatchLog
 from rl.types import LoraConfig, SamplingParams
 
 QUICK = ("lfm2", "falcon_h1")
@@ -201,14 +202,14 @@ def test_a_run_that_is_killed_ends_with_the_same_bits(name, tmp_path):
              "--dataset addition --rollouts-every 0 --renderer plain --eval-every 0")  # fmt: skip
     whole = train(words, tmp_path / "whole")
     if (child := os.fork()) == 0:
+        write_row = BatchLog.write_row
 
-        class Killed(stage.Stage):
-            def _log(self, done, metrics):
-                if done == 3:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                super()._log(done, metrics)
+        def kill(self, done, metrics):
+            if done == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            write_row(self, done, metrics)
 
-        run.Stage = Killed
+        BatchLog.write_row = kill
         train(words, tmp_path / "cut")
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL

@@ -23,7 +23,8 @@ from rl.data.problem_set import ProblemSet
 from rl.reporting.console import Console
 from rl.reporting.logbook import Logbook
 from rl.trainer.checkpoint_manager import CheckpointManager
-from rl.trainer.stage import Stage
+from rl.trainer.stage_context import StageContext
+from rl.trainer.trainer import Trainer, TrainingBatch
 from rl.types import Problem
 
 
@@ -44,7 +45,7 @@ class StubPolicy:
         return SimpleNamespace(result=lambda: SimpleNamespace(path=str(path)))
 
 
-def stage_of(folder: Path, console: Console, logbook: Logbook, steps: int) -> Stage:
+def stage_of(folder: Path, console: Console, logbook: Logbook, steps: int) -> Trainer:
     settings = METHODS["grpo"].settings()
     data = DataSettings(curriculum="success")
     loop = LoopSettings(
@@ -58,7 +59,7 @@ def stage_of(folder: Path, console: Console, logbook: Logbook, steps: int) -> St
         ],
         name="p",
     )
-    return Stage(
+    context = StageContext(
         name="grpo",
         index=0,
         method=METHODS["grpo"].hooks(settings),
@@ -67,14 +68,13 @@ def stage_of(folder: Path, console: Console, logbook: Logbook, steps: int) -> St
         test_problems=None,
         renderer=None,
         scorer=SimpleNamespace(),  # type: ignore[arg-type]
-        seed=0,
+        run_seed=0,
         first_step=0,
-        done=0,
         logbook=logbook,
         console=console,
         checkpoints=CheckpointManager(logbook),
-        stop_request=SimpleNamespace(exit_code=None),  # type: ignore[arg-type]
     )
+    return Trainer(context, stop_request=SimpleNamespace(exit_code=None))  # type: ignore[arg-type]
 
 
 def batch_metrics(step: int) -> dict[str, float]:
@@ -122,7 +122,7 @@ def test_a_stages_loop_keeps_nothing_by_the_step(tmp_path: Path, terminal: bool)
         tracemalloc.start()
         try:
             for step in range(steps):
-                stage.end_batch(step, batch_metrics(step), None)
+                stage.end_batch(TrainingBatch(step), batch_metrics(step), None)
                 if step in marks:
                     gc.collect()
                     held.append(tracemalloc.get_traced_memory()[0])
@@ -147,11 +147,11 @@ def test_errors_that_differ_at_every_step_are_not_kept_nor_said_without_end(tmp_
         warned: list[str] = []
         console.warn = warned.append  # type: ignore[method-assign]
         for step in range(200):
-            stage.check(
+            stage.stage_sampler.check_rollouts(
                 SimpleNamespace(
                     errors=[f"KeyError: {step} (prompt x)"],
                     groups=[SimpleNamespace(trajectories_G=[])],
                 ),  # type: ignore[arg-type]
-                SimpleNamespace(version=1),
-            )  # type: ignore[arg-type]
+                learner_version=1,
+            )
     assert len(warned) == 20 and len(stage.stage_sampler._warn_once.printed_kinds) == 20

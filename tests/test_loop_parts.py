@@ -14,9 +14,11 @@ from rl.algorithms.update import make_adam_params
 from rl.config.sections import LoopSettings, OptimSettings, SamplingSettings
 from rl.rollout import RolloutBatch
 from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
-from rl.trainer import evaluator, online_loop, stage_sampling
+from rl.trainer import evaluator, stage_sampling
 from rl.trainer.held_out_metrics import HeldOutMetrics
-from rl.trainer.stage import Stage
+from rl.trainer.stage_context import StageContext
+from rl.trainer.trainer import Trainer
+from rl.trainer.training_loop import train
 from rl.types import ModelInput, SampledSequence
 
 SETTINGS = GrpoSettings(
@@ -34,13 +36,13 @@ def bare_stage(
     logbook=None,
     renderer=None,
     **overridden,
-) -> Stage:
+) -> Trainer:
     """A stage of no more than these parts, that asks for pairs of a problem and a size;
     `overridden`: methods of its own.
     """
     method = method or SimpleNamespace()
     method.settings = SETTINGS
-    stage = Stage(
+    context = StageContext(
         name="grpo",
         index=1,
         method=method,
@@ -49,14 +51,13 @@ def bare_stage(
         test_problems=["a", "b"],
         renderer=renderer,
         scorer=SimpleNamespace(take_seconds=dict),
-        seed=seed,
+        run_seed=seed,
         first_step=3,
-        done=0,
         logbook=logbook,
         console=None,
         checkpoints=keeper,
-        stop_request=None,
     )
+    stage = Trainer(context, stop_request=None)
     stage.stage_sampler.build_groups = lambda problems, size: [
         (problem, size) for problem in problems
     ]
@@ -130,29 +131,27 @@ def test_training_samples_have_streams_of_their_own_at_each_batch(monkeypatch):
         "rollout",
         lambda *_, seed, **more: drawn.append(seed) or RolloutBatch([], [], {}, 0, 0),
     )
-    nothing = {
-        name: lambda *_, **__: None for name in ("stop_if_late", "check", "end_batch", "end")
-    }
+    nothing = {name: lambda *_, **__: None for name in ("stop_if_late", "end_batch", "end")}
     stage = bare_stage(
         **nothing,
-        start=lambda: object(),
+        start=lambda: SimpleNamespace(version=0),
         next_sampler=lambda old: old,
         batches=lambda: range(4),
-        fill=lambda rollouts, *_: rollouts,
         problems=SimpleNamespace(batch=lambda step, size, seed: []),
         progress=lambda batch: None,
         method=SimpleNamespace(
             group_size=2,
+            online=True,
             shape_rewards=lambda groups: groups,
             compute_advantages=lambda groups, models: [],
             update=lambda *_: {},
         ),
     )
-    online_loop.train_online(stage)
+    train(stage)
     stage.evaluator.evaluate_sampled(SimpleNamespace(version=0))
     assert len(drawn) == len(set(drawn)) == 5
     again = drawn.copy()
-    online_loop.train_online(stage)
+    train(stage)
     assert drawn[5:] == again[:4]
 
 
@@ -213,7 +212,7 @@ def test_what_a_stage_saves_is_where_it_goes_on(curriculum):
     assert (state["stage"], state["next_batch"], state["first_step"]) == (1, 17, 3)
     second.load_state(state)
     assert second.method.method == {"kl_coef": 0.7}
-    assert json.dumps(vars(second.held_out)) == json.dumps(vars(first.held_out))
+    assert json.dumps(vars(second.evaluator.held_out)) == json.dumps(vars(first.evaluator.held_out))
     if curriculum:
         assert (
             second.problems.state() == first.problems.state() != fresh().problems.state()
@@ -253,7 +252,7 @@ def test_every_setting_of_adam_reaches_the_update():
 def test_held_out_answers_have_the_temperature_asked_for():
     for given, expected in ((None, 0.6), (1.0, 1.0)):
         settings = GrpoSettings(sampling=SamplingSettings(temperature=0.6, eval_temperature=given))
-        stage = Stage(
+        context = StageContext(
             name="grpo",
             index=0,
             method=SimpleNamespace(settings=settings),
@@ -262,12 +261,11 @@ def test_held_out_answers_have_the_temperature_asked_for():
             test_problems=None,
             renderer=None,
             scorer=None,
-            seed=1,
+            run_seed=1,
             first_step=0,
-            done=0,
             logbook=None,
             console=None,
             checkpoints=None,
-            stop_request=None,
         )
-        assert (stage.sampling_params.temperature, stage.eval_params.temperature) == (0.6, expected)
+        temperatures = context.sampling_params.temperature, context.eval_params.temperature
+        assert temperatures == (0.6, expected)

@@ -26,7 +26,7 @@ from rl.errors import UserError
 from rl.losses.losses import get_loss
 from rl.renderers import get_renderer
 from rl.trainer import execute as run
-from rl.trainer import stage
+from rl.trainer.batch_log import BatchLog
 from rl.trainer.stage_models import make_renderer
 from rl.types import Problem, StoredAnswer
 
@@ -542,14 +542,15 @@ def test_a_stage_learns_from_the_rollouts_of_an_earlier_one(tmp_path):
     # drawn by the weights that this stage begins from again, since grpo-1 hardly moved them
     assert abs(rows[0]["optim/kl_behaviour_v1"]) < 1e-5 < 1e-3 < rows[-1]["optim/kl_behaviour_v2"]
 
-    class CutStage(stage.Stage):
-        def _log(self, done, metrics):
-            if self.name == "offline" and done == 3:
-                raise _Cut
-            super()._log(done, metrics)
+    write_row = BatchLog.write_row
+
+    def cut(self, done, metrics):
+        if self.context.name == "offline" and done == 3:
+            raise _Cut
+        write_row(self, done, metrics)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(_Cut):
-        patch.setattr(run, "Stage", CutStage)
+        patch.setattr(BatchLog, "write_row", cut)
         train(str(recipe), tmp_path / "cut")
     assert train(f"{recipe} --resume", tmp_path / "cut") == whole
     # a run that is done needs them no longer; one that is not says which are gone, in place of

@@ -35,8 +35,9 @@ from rl.config.sections import (
 )
 from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
 from rl.seed import derive_seed
-from rl.trainer.stage import Stage
+from rl.trainer.stage_context import StageContext
 from rl.trainer.stage_models import StageModelFactory, make_policy
+from rl.trainer.trainer import Trainer
 from rl.types import (
     AdamParams,
     Datum,
@@ -435,7 +436,7 @@ def test_minibatches_are_dealt_out_by_the_runs_seed():
     assert order(0, 1) == first and first[:3] != first[3:]
     assert order(0, 2) != first and order(1, 1) != first
     with_settings = SimpleNamespace(settings=settings(loop=LoopSettings(steps=9)))
-    stage = Stage(
+    context = StageContext(
         name="ppo",
         index=2,
         method=with_settings,
@@ -444,15 +445,13 @@ def test_minibatches_are_dealt_out_by_the_runs_seed():
         test_problems=None,
         renderer=None,
         scorer=None,
-        seed=77,
+        run_seed=77,
         first_step=0,
-        done=0,
         logbook=None,
         console=None,
         checkpoints=None,
-        stop_request=None,
     )
-    assert stage.progress(3) == Progress(3, 9, derive_seed(77, 2))
+    assert Trainer(context, stop_request=None).progress(3) == Progress(3, 9, derive_seed(77, 2))
 
 
 def test_epochs_end_where_the_policy_is_target_kl_away(service):

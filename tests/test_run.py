@@ -219,13 +219,13 @@ def test_a_run_stopped_in_the_last_step_of_a_stage_ends_as_if_it_had_not_been(
 import os, signal, sys
 sys.argv = ["train.py", {str(recipe)!r}, "--output-dir", "out"]
 sys.path.insert(0, {str(REPO)!r})
-from rl.trainer import stage
-original = stage.Stage._log
+from rl.trainer.batch_log import BatchLog
+original = BatchLog.write_row
 def log(self, done, metrics):
     original(self, done, metrics)
-    if self.name == {stage!r} and done == self.loop.steps:
+    if self.context.name == {stage!r} and done == self.context.loop.steps:
         os.kill(os.getpid(), signal.SIGTERM)
-stage.Stage._log = log
+BatchLog.write_row = log
 import runpy
 runpy.run_path({str(REPO / "train.py")!r}, run_name="__main__")
 """

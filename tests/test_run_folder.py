@@ -17,6 +17,7 @@ from rl.errors import RunFolderError, UserError
 from rl.reporting.console import Console
 from rl.reporting.logbook import CHECKPOINTS
 from rl.trainer import execute as run
+from rl.trainer.batch_log import BatchLog
 from rl.trainer.checkpoint_scan import complete_checkpoint_list, read_stage_steps
 from rl.trainer.resume import find_resume_point, remove_damaged_checkpoints
 
@@ -599,7 +600,7 @@ def test_two_runs_are_kept_apart(done, tmp_path, monkeypatch):
     anything is touched.
     """
     folder, held = copied(done, tmp_path), []
-    log = run.Stage._log
+    log = BatchLog.write_row
 
     def beside(self, done, metrics):
         if not held:
@@ -623,7 +624,7 @@ runpy.run_path({str(REPO / "train.py")!r}, run_name="__main__")
                 assert (folder / "run.lock").read_text() == held[0]
         log(self, done, metrics)
 
-    monkeypatch.setattr(run.Stage, "_log", beside)
+    monkeypatch.setattr(BatchLog, "write_row", beside)
     train(f"{folder.parent / 'recipe.yaml'} --overwrite", folder)
     assert held and not (folder / "run.lock").exists() and final_weights_of(folder)
 
@@ -643,7 +644,7 @@ def test_the_lock_is_given_back_at_every_way_to_end(tmp_path, monkeypatch):
             raise raised("of the test")
 
         with monkeypatch.context() as patch, pytest.raises(raised, match="of the test"):
-            patch.setattr(run.Stage, "_log", fail)
+            patch.setattr(BatchLog, "write_row", fail)
             train(f"{words} --overwrite", tmp_path / "run")
         assert not list((tmp_path / "run").glob("run.lock*")), raised
     with pytest.raises(UserError):
@@ -662,7 +663,7 @@ def test_a_run_that_never_took_a_step_does_not_block_the_next(tmp_path, monkeypa
         raise RuntimeError("before the first step")
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError):
-        patch.setattr(run.Stage, "start", fail)
+        patch.setattr(run.Trainer, "start", fail)
         train(words, tmp_path / "run")
     assert (tmp_path / "run" / "config.json").is_file()
     (tmp_path / "run" / "notes.txt").write_text("mine")
@@ -670,7 +671,7 @@ def test_a_run_that_never_took_a_step_does_not_block_the_next(tmp_path, monkeypa
         if more == " --auto-resume":
             shutil.rmtree(tmp_path / "run")
             with monkeypatch.context() as patch, pytest.raises(RuntimeError):
-                patch.setattr(run.Stage, "start", fail)
+                patch.setattr(run.Trainer, "start", fail)
                 train(words, tmp_path / "run")
         assert len(train(words + more, tmp_path / "run")) == 2
         assert more or (tmp_path / "run" / "notes.txt").read_text() == "mine"

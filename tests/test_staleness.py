@@ -29,8 +29,8 @@ from rl.rollout import (
 )
 from rl.sampler import SamplingRequest
 from rl.seed import derive_seed
-from rl.trainer.async_source import train_asynchronous
 from rl.trainer.stage_sampling import StageSampler
+from rl.trainer.training_loop import train
 from rl.types import ModelInput, SampledSequence, SampleResponse, SamplingParams
 
 STAGE_SEED, CODES = 11, 1 << 20
@@ -217,8 +217,8 @@ class Plan:
 
 
 class Loop:
-    """A run of a plan: what `train_asynchronous` asks of a stage. `batches`: of each, the versions
-    of its tokens and its problems.
+    """A run of a plan: the trainer that the loop uses. `batches`: of each, the versions of its tokens
+    and its problems.
     """
 
     def __init__(self, plan: Plan, done: int = 0, state=None):
@@ -236,6 +236,7 @@ class Loop:
                 batch=0, create_event_log=lambda tick, whole_stage: EventLog(tick=tick)
             ),
             environment=None,
+            flow=SimpleNamespace(steps_off_policy=max(1, plan.bound)),
         )
         self.stage_checkpoints = SimpleNamespace(
             in_flight=state, is_due=plan.due, get_engine_state=None
@@ -243,6 +244,7 @@ class Loop:
         checks = StageSampler(SimpleNamespace(settings=SimpleNamespace(), environment=None), None)
         self.stage_sampler = SimpleNamespace(
             load_players=lambda batch: {},
+            build_groups=self.build_groups,
             start_engine=self.flow,
             add_judgements=lambda rollouts: rollouts,
             check_rollouts=checks.check_rollouts,
@@ -252,12 +254,14 @@ class Loop:
         )
         self.models = SimpleNamespace(policy=self.policy)
         self.method = SimpleNamespace(
+            online=True,
             group_size=plan.group,
             shape_rewards=lambda groups: groups,
             compute_advantages=lambda groups, models: [],
             update=self.update,
         )
-        self.stop_request, self.samples_held_out = SimpleNamespace(exit_code=None), False
+        self.stop_request = SimpleNamespace(exit_code=None)
+        self.evaluator = SimpleNamespace(samples_held_out=False)
         self.problems = SimpleNamespace(batch=self._problems)
         self.stream: FakeStream | None = None
         self.saved = None
@@ -312,10 +316,10 @@ class Loop:
     def next_sampler(self, old, fresh=None) -> Client:
         return fresh or self._client()
 
-    def end_batch(self, batch, metrics, draws, rollouts, datums) -> None:
+    def end_batch(self, batch, metrics, sampler) -> None:
         self.redrawn += metrics["async/redrawn_groups"]
         versions, problems = [], []
-        for group in rollouts.groups:
+        for group in batch.rollouts.groups:
             problems.append(group.problem_index)
             for index, episode in enumerate(group.trajectories_G):
                 assert len(episode.transitions) == self.plan.turns[group.problem_index][index]
@@ -325,8 +329,8 @@ class Loop:
                         "a label names other weights than drew the token"
                     )
                     versions += labels
-        self.batches_seen.append((batch, versions, problems))
-        self.done = batch + 1
+        self.batches_seen.append((batch.number, versions, problems))
+        self.done = batch.number + 1
         if self.plan.due(self.done) and self.done < self.plan.steps:
             self.saved = json.loads(json.dumps(self.stage_checkpoints.get_engine_state()))
             if self.done in self.plan.kills:
@@ -346,7 +350,7 @@ def play(seed: int) -> tuple[Plan, list[tuple[int, list[int], list[int]]], int]:
     loop = Loop(plan)
     while True:
         try:
-            train_asynchronous(loop)
+            train(loop)
         except Killed:
             batches, redrawn = batches + loop.batches_seen, redrawn + loop.redrawn
             loop = Loop(plan, loop.done, loop.saved)

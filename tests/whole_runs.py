@@ -15,8 +15,7 @@ from rl.algorithms import METHODS
 from rl.config.cli import parse_run
 from rl.config.sections import RunSettings
 from rl.rollout import RolloutEngine
-from rl.trainer import execute as run
-from rl.trainer import stage
+from rl.trainer.batch_log import BatchLog
 from rl.trainer.execute import execute
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "addition.yaml"
@@ -95,14 +94,15 @@ def two_and_two(words: str, folder: Path) -> list[dict]:
     words += " --steps 4 --save-every 2"
     whole = train(words, folder / "whole")
 
-    class CutStage(stage.Stage):
-        def _log(self, done, metrics):
-            if done == 3:
-                raise _Cut
-            super()._log(done, metrics)
+    write_row = BatchLog.write_row
+
+    def cut(self, done, metrics):
+        if done == 3:
+            raise _Cut
+        write_row(self, done, metrics)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(_Cut):
-        patch.setattr(run, "Stage", CutStage)
+        patch.setattr(BatchLog, "write_row", cut)
         train(words, folder / "cut")
     saved = [path.name for path in (folder / "cut" / "checkpoints").iterdir()]
     assert [name.rsplit("-", 1)[1] for name in saved] == ["000002"]

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from rl.client import SamplingClient
@@ -24,115 +26,116 @@ from rl.rollout import (
     RolloutEngine,
     StalenessController,
     assign_random_streams,
-    compute_group_metrics,
     restore_engine_state,
     save_engine_state,
 )
 from rl.seed import derive_seed
-from rl.trainer.stage import Stage
-from rl.types import Datum
+from rl.trainer.batch_source import BatchSource
+from rl.trainer.trainer import Trainer, TrainingBatch
 
 
-def train_asynchronous(stage: Stage) -> None:
-    """Train a stage with `max_steps_off_policy` from its current batch to its end.
+class AsyncSource(BatchSource):
+    """Sample off-policy: episodes continue while the learner updates.
 
-    Raises UserError if the environment has players that the policy does not play.
+    The engine ticks in `take_batch` and in `update`. Raises UserError if the environment has
+    players that the policy does not play.
     """
-    sampler = stage.start()
-    assert sampler is not None and stage.context.replay_log is not None
-    if stage.stage_sampler.load_players(0):
-        raise UserError(
-            "max_steps_off_policy is for environments in which the policy plays alone, and this "
-            "environment has other players: remove max_steps_off_policy"
+
+    sampler: SamplingClient
+
+    def __init__(self, trainer: Trainer, sampler: SamplingClient):
+        super().__init__(trainer, sampler)
+        if trainer.stage_sampler.load_players(0):
+            raise UserError(
+                "max_steps_off_policy is for environments in which the policy plays alone, and "
+                "this environment has other players: remove max_steps_off_policy"
+            )
+        self.learner_version = sampler.version  # the version of the learner's weights
+        self._update: Future[PolicyUpdate] | None = None
+        self._new_weights: SamplingClient | None = None
+        state, replay_log = trainer.stage_checkpoints.in_flight, trainer.context.replay_log
+        assert replay_log is not None
+        with ExitStack() as stack:
+            event_log = replay_log.create_event_log(state["tick"] if state else 0, whole_stage=True)
+            self.engine = stack.enter_context(
+                trainer.stage_sampler.start_engine({None: sampler}, event_log)
+            )
+            self._update_executor = stack.enter_context(ThreadPoolExecutor(1, "learner"))
+            self.in_flight = InFlightGroups(trainer, self.engine, state)
+            self.weight_sync = WeightSync(trainer, self.in_flight, sampler)
+            trainer.stage_checkpoints.get_engine_state = self.weight_sync.state
+            self.stack = stack.pop_all()
+        self.engine.is_updating = lambda: (
+            self._update is not None or self.weight_sync.pending is not None
         )
-    state = stage.stage_checkpoints.in_flight
-    event_log = stage.context.replay_log.create_event_log(
-        state["tick"] if state else 0, whole_stage=True
-    )
-    with (
-        stage.stage_sampler.start_engine({None: sampler}, event_log) as engine,
-        ThreadPoolExecutor(1, "learner") as update_executor,
-    ):
-        in_flight = InFlightGroups(stage, engine, state)
-        weight_sync = WeightSync(stage, in_flight, sampler)
-        stage.stage_checkpoints.get_engine_state = weight_sync.state
-        update_future: Future | None = None
-        pending_batch: tuple[RolloutBatch, list[Datum]] | None = None
-        learner_version = sampler.version  # the version of the learner's weights
-        engine.is_updating = lambda: update_future is not None or weight_sync.pending is not None
-        engine.update_ended, engine.weights_arrived = (
-            lambda: update_future is not None and update_future.done(),
-            weight_sync.has_arrived,
+        self.engine.update_ended = lambda: self._update is not None and self._update.done()
+        self.engine.weights_arrived = self.weight_sync.has_arrived
+
+    def take_batch(self, number: int) -> TrainingBatch:
+        replay_log = self.trainer.context.replay_log
+        assert replay_log is not None
+        replay_log.batch = number
+        while True:
+            self.in_flight.start_groups()
+            rollouts = self.in_flight.take_batch(self.learner_version)
+            if rollouts is not None:
+                return TrainingBatch(number, rollouts)
+            if self.engine.tick().weights_arrived:
+                self.weight_sync.switch_to_pending()
+
+    def update(self, batch: TrainingBatch) -> dict[str, float]:
+        """Train on a batch in the learner's thread while sampling continues."""
+        self._update = self._update_executor.submit(
+            self.update_and_send, batch, self.weight_sync.pending
         )
-        for batch in stage.batches():
-            stage.context.replay_log.batch = batch
-            while True:
-                in_flight.start_groups()
-                if (
-                    update_future is None
-                    and (rollouts := in_flight.take_batch(learner_version)) is not None
-                ):
-                    pending_batch = (rollouts, [])
-                    update_future = update_executor.submit(
-                        _update_policy, stage, batch, *pending_batch, weight_sync.pending
-                    )
-                    update_future.add_done_callback(lambda _: engine.executor.wake())
-                decision = engine.tick()
-                if decision.update_ended:
-                    break
-                if decision.weights_arrived:
-                    weight_sync.switch_to_pending()
-            assert update_future is not None and pending_batch is not None
-            (metrics, new_version, new_weights), (rollouts, datums), update_future = (
-                update_future.result(),
-                pending_batch,
-                None,
-            )
-            weight_sync.switch_to_pending()
-            metrics |= in_flight.metrics(rollouts, learner_version)
-            learner_version = new_version
-            weight_sync.sync_after_update(new_weights, batch)
-            eval_sampler = (
-                weight_sync.newest_sampler
-                if stage.samples_held_out and stage.evaluates_after(batch)
-                else weight_sync.sampler
-            )
-            stage.end_batch(
-                batch,
-                {**compute_group_metrics(rollouts.all_groups), **metrics},
-                eval_sampler,
-                rollouts,
-                datums,
-            )
-    stage.end()
+        self._update.add_done_callback(lambda _: self.engine.executor.wake())
+        while not (decision := self.engine.tick()).update_ended:
+            if decision.weights_arrived:
+                self.weight_sync.switch_to_pending()
+            self.in_flight.start_groups()
+        result, self._update = self._update.result(), None
+        self.weight_sync.switch_to_pending()
+        assert batch.rollouts is not None
+        staleness = self.in_flight.metrics(batch.rollouts, self.learner_version)
+        self.learner_version, self._new_weights = result.version, result.new_weights
+        return result.metrics | staleness
+
+    def update_and_send(self, batch: TrainingBatch, pending: SamplingClient | None) -> PolicyUpdate:
+        """Train on a batch and begin to send the new weights.
+
+        `pending` holds the weights of the previous update if they are still being sent; the new
+        ones are sent after them.
+        """
+        trainer = self.trainer
+        metrics, policy = super().update(batch), trainer.models.policy
+        result = PolicyUpdate(metrics, policy.version)
+        if trainer.settings.flow.sampler_ranks:
+            _ = pending is None or pending.version  # waits for them
+            result.new_weights = policy.save_weights_and_get_sampling_client()
+            if trainer.stage_checkpoints.is_due(batch.number + 1):
+                # a checkpoint waits for them; sampling continues meanwhile
+                _ = result.new_weights.version
+        return result
+
+    def sync_weights(self, number: int) -> SamplingClient:
+        self.weight_sync.sync_after_update(self._new_weights, number)
+        evaluator = self.trainer.evaluator
+        if evaluator.samples_held_out and evaluator.is_due(number):
+            return self.weight_sync.newest_sampler
+        return self.weight_sync.sampler
 
 
-def _update_policy(
-    stage: Stage,
-    batch: int,
-    rollouts: RolloutBatch,
-    datums: list[Datum],
-    pending: SamplingClient | None,
-) -> tuple[dict[str, float], int, SamplingClient | None]:
-    """Update on a batch; return metrics, the version of the new weights, and their client.
+@dataclass
+class PolicyUpdate:
+    """Hold an update's metrics, the version of the new weights, and their client.
 
-    The batch's datums are appended to `datums`. The client is None if sampler and learner share
-    their ranks: then the weights are synced between two slices. `pending` holds the weights of the
-    previous update if they are still being sent; the new ones are sent after them.
+    The client is None if sampler and learner share their ranks: then the weights are synced
+    between two slices.
     """
-    groups = stage.method.shape_rewards(rollouts.groups)
-    datums += stage.method.compute_advantages(groups, stage.models)
-    metrics, version = (
-        stage.method.update(stage.models, datums, stage.progress(batch)),
-        stage.models.policy.version,
-    )
-    if not stage.settings.flow.sampler_ranks:
-        return metrics, version, None  # synced between two slices
-    _ = pending is None or pending.version  # waits for them
-    new_weights = stage.models.policy.save_weights_and_get_sampling_client()
-    if stage.stage_checkpoints.is_due(batch + 1):
-        _ = new_weights.version  # a checkpoint waits for them; sampling continues meanwhile
-    return metrics, version, new_weights
+
+    metrics: dict[str, float]
+    version: int
+    new_weights: SamplingClient | None = None
 
 
 class WeightSync:
@@ -142,16 +145,16 @@ class WeightSync:
     their way to the sampler's ranks while learner and sampler continue; None if no weights are.
     """
 
-    def __init__(self, stage: Stage, in_flight: InFlightGroups, sampler: SamplingClient):
-        self.stage, self.in_flight, self.engine, self.sampler = (
-            stage,
+    def __init__(self, trainer: Trainer, in_flight: InFlightGroups, sampler: SamplingClient):
+        self.trainer, self.in_flight, self.engine, self.sampler = (
+            trainer,
             in_flight,
             in_flight.engine,
             sampler,
         )
         self.pending: SamplingClient | None = None
         # The state that a replay leaves if it saved a checkpoint and the original run did not.
-        if in_flight.admission.version < stage.done:
+        if in_flight.admission.version < trainer.done:
             self._start_transfer(None)
 
     @property
@@ -176,14 +179,15 @@ class WeightSync:
         `new_weights` holds the new weights if they are already being sent. The call waits for them
         if a checkpoint or a stop follows; otherwise they arrive in the background.
         """
-        stage = self.stage
+        trainer = self.trainer
         must_wait = (
-            stage.stage_checkpoints.is_due(batch + 1) or stage.stop_request.exit_code is not None
+            trainer.stage_checkpoints.is_due(batch + 1)
+            or trainer.stop_request.exit_code is not None
         )
         if self.engine.event_log.log_weights_in_transit(new_weights is not None and not must_wait):
             self._start_transfer(new_weights)
         else:
-            self.sampler = stage.next_sampler(self.sampler, new_weights)
+            self.sampler = trainer.next_sampler(self.sampler, new_weights)
             self._use_sampler()
         if self.engine.event_log.is_stopped():
             self.engine.player_streams[None].stream.recompute_cache()
@@ -197,14 +201,14 @@ class WeightSync:
             if self.engine.event_log.log_weights_awaited():
                 self.switch_to_pending()
             else:
-                self.stage.console.warn(
+                self.trainer.console.warn(
                     "this checkpoint is at a point where the replayed run had a weight sync in "
                     "flight: a run resumed from it has the new weights slightly earlier than the "
                     "replayed run had"
                 )
         if (
-            self.stage.stop_request.exit_code is not None
-            and not self.stage.stage_checkpoints.is_due(self.stage.done)
+            self.trainer.stop_request.exit_code is not None
+            and not self.trainer.stage_checkpoints.is_due(self.trainer.done)
         ):
             self.engine.event_log.log_stop()
         return self.in_flight.state()
@@ -212,7 +216,7 @@ class WeightSync:
     def _start_transfer(self, new_weights: SamplingClient | None) -> None:
         """Start to send the newest weights, `new_weights` if they exist already."""
         self.pending = (
-            new_weights or self.stage.models.policy.save_weights_and_get_sampling_client()
+            new_weights or self.trainer.models.policy.save_weights_and_get_sampling_client()
         )
         self.pending.on_ready(self.engine.executor.wake)
 
@@ -220,7 +224,7 @@ class WeightSync:
         """Sample with the weights of `sampler` from the next token on."""
         _ = self.sampler.version  # waits; raises if the transfer failed
         self.engine.player_streams[None].stream.switch_weights(
-            self.sampler, recompute=self.stage.settings.flow.recompute_cache
+            self.sampler, recompute=self.trainer.settings.flow.recompute_cache
         )
         self.in_flight.admission.advance_version()
 
@@ -228,19 +232,19 @@ class WeightSync:
 class InFlightGroups:
     """Hold the groups of a stage: the problem of each, those in flight, and those to start next."""
 
-    def __init__(self, stage: Stage, engine: RolloutEngine, state: Mapping[str, Any] | None):
-        self.stage, self.engine = stage, engine
+    def __init__(self, trainer: Trainer, engine: RolloutEngine, state: Mapping[str, Any] | None):
+        self.trainer, self.engine = trainer, engine
         # AsyncRolloutSettings: only methods that have these settings train asynchronously.
-        loop, flow_settings = stage.loop, stage.settings.flow
+        loop, flow_settings = trainer.loop, trainer.settings.flow
         size = loop.batch_size
         self.admission = StalenessController(
             size,
             flow_settings.max_steps_off_policy,
             size * loop.steps,
             flow_settings.on_stale == "resample",
-            stage.done,
+            trainer.done,
         )
-        self.admission.next_group, self.admission.batches_taken = size * stage.done, stage.done
+        self.admission.next_group, self.admission.batches_taken = size * trainer.done, trainer.done
         self.attempts: dict[int, int] = {}
         self.discarded_tokens = 0
         self._ended_groups: set[int] = set()
@@ -258,10 +262,12 @@ class InFlightGroups:
 
         Both are the same as in synchronous training.
         """
-        stage, size = self.stage, self.stage.loop.batch_size
-        problems = stage.problems.batch(number // size, size, stage.seed)
+        trainer, size = self.trainer, self.trainer.loop.batch_size
+        problems = trainer.problems.batch(number // size, size, trainer.seed)
         stream = assign_random_streams([problem.index for problem in problems])[number % size]
-        return stage.build_groups([problems[number % size]], stage.method.group_size)[0], stream
+        group_size = trainer.method.group_size
+        builders = trainer.stage_sampler.build_groups([problems[number % size]], group_size)
+        return builders[0], stream
 
     def start_groups(self) -> None:
         """Begin as many groups as the staleness bound allows."""
@@ -271,7 +277,7 @@ class InFlightGroups:
     def _start_group(self, number: int) -> None:
         """Begin a group with the seed of its batch and attempt."""
         builder, stream = self._builder_and_stream(number)
-        seed = derive_seed(self.stage.seed, "sample", number // self.stage.loop.batch_size)
+        seed = derive_seed(self.trainer.seed, "sample", number // self.trainer.loop.batch_size)
         if attempt := self.attempts.get(number, 0):
             seed = derive_seed(seed, "again", attempt)
         self.engine.start_group(
@@ -304,8 +310,8 @@ class InFlightGroups:
         if not batch:
             return None
         self._ended_groups -= set(batch)
-        rollouts = self.stage.stage_sampler.add_judgements(self.engine.take_rollouts(batch))
-        self.stage.stage_sampler.check_rollouts(
+        rollouts = self.trainer.stage_sampler.add_judgements(self.engine.take_rollouts(batch))
+        self.trainer.stage_sampler.check_rollouts(
             rollouts, learner_version, self.admission.max_staleness
         )
         return rollouts

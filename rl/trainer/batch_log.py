@@ -13,6 +13,7 @@ from rl.rollout import (
     RolloutBatch,
     build_rollout_rows,
     compute_credited_share,
+    compute_group_metrics,
     compute_sample_metrics,
 )
 from rl.trainer.stage_context import StageContext
@@ -49,7 +50,8 @@ class BatchLog:
         rollouts: RolloutBatch | None,
         datums: Sequence[Datum],
     ) -> dict[str, float]:
-        """Return all metrics of a batch except those of the evaluation after it.
+        """Return all metrics of a batch except those of the evaluation after it: `metrics` of the
+        update, and those of the samples.
 
         `start_time` is the batch's start by time.perf_counter. `sampler` holds the new weights.
         """
@@ -61,6 +63,8 @@ class BatchLog:
         )
         self._timed_sampler = sampler
         seconds = time.perf_counter() - start_time
+        if rollouts is not None:
+            metrics = {**compute_group_metrics(rollouts.all_groups), **metrics}
         row: dict[str, float] = {
             "progress/batch": batch,
             "progress/done_frac": done / loop.steps,

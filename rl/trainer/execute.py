@@ -41,11 +41,9 @@ from rl.trainer.initial_weights import (
 )
 from rl.trainer.launch_log import LaunchLog, describe_launch
 from rl.trainer.memory_report import check_memory as check_memory
-from rl.trainer.offline_loop import train_offline
-from rl.trainer.online_loop import train_online
 from rl.trainer.opponent_models import OpponentModels
 from rl.trainer.pipeline import check_api_models, dry_run, prepare_stages
-from rl.trainer.replay_log import check_replay, list_replay_differences
+from rl.trainer.replay_log import ReplayLog, check_replay, list_replay_differences
 from rl.trainer.report_writer import ReportWriter
 from rl.trainer.resolve_weights import (
     ORIGINS_KEY,
@@ -71,9 +69,11 @@ from rl.trainer.run_summary import (
 )
 from rl.trainer.same_run import RUN_ID_KEY, check_same_data, make_run_id
 from rl.trainer.same_run import make_identity as identity_of
-from rl.trainer.stage import Stage
+from rl.trainer.stage_context import StageContext
 from rl.trainer.stage_data import PreparedStage, check_rows, check_sandboxes, describe_prepared
 from rl.trainer.stage_models import StageModelFactory, make_policy, stage_renderer
+from rl.trainer.trainer import Trainer
+from rl.trainer.training_loop import train
 from rl.trainer.worker_settings import collect_worker_settings
 
 
@@ -387,7 +387,7 @@ class RunState:
         method = METHODS[prepared.plan.method].hooks(prepared.plan.settings)
         return method.remark_on_data(prepared.problems)
 
-    def create_stage(
+    def create_trainer(
         self,
         policy: TrainingClient,
         others: dict[str, Any],
@@ -396,13 +396,24 @@ class RunState:
         keeper: CheckpointManager,
         stop_request: StopRequest,
         report: ReportWriter,
-    ) -> Stage:
-        """Return the current stage, with the state of the checkpoint if it resumes."""
-        prepared = self.stages[self.index]
+    ) -> Trainer:
+        """Return the trainer of the current stage, with the state of the checkpoint if it
+        resumes.
+        """
+        prepared, options = self.stages[self.index], self.run.options
         plan = prepared.plan
         method = METHODS[plan.method].hooks(plan.settings)
         loop_state = self.position.loop_state if self.resumes_here else None
-        stage = Stage(
+        done = self.position.next_batch if loop_state is not None else 0
+        flow = getattr(plan.settings, "flow", None)
+        replay_log = None
+        if method.online and flow is not None and flow.is_async:
+            # other settings of evaluation would not have the recorded episodes
+            replays = not list_replay_differences(self.run)
+            replay_log = ReplayLog(
+                self.folder, plan.name, done, options.replay, replays_evaluations=replays
+            )
+        context = StageContext(
             name=plan.name,
             index=self.index,
             method=method,
@@ -411,25 +422,26 @@ class RunState:
             test_problems=prepared.test_problems,
             renderer=stage_renderer(policy, plan.settings),
             scorer=prepared.scorer,
-            seed=self.run.options.seed,
+            run_seed=options.seed,
             first_step=self.first_step(self.index),
-            done=self.position.next_batch if loop_state is not None else 0,
             logbook=logbook,
             console=console,
             checkpoints=keeper,
-            stop_request=stop_request,
-            report=report,
             identity=identity_of(self.run, self.run_id, self.index, prepared.problems),
             environment=prepared.environment,
-            runs_self_test=self.run.options.self_test,
-            replay=self.run.options.replay,
-            # other settings of evaluation would not have the recorded episodes
-            replays_evaluations=not list_replay_differences(self.run),
-            profiled_steps=self.run.options.profile,
+            replay_log=replay_log,
+        )
+        trainer = Trainer(
+            context,
+            stop_request=stop_request,
+            done=done,
+            report=report,
+            runs_self_test=options.self_test,
+            profiled_steps=options.profile,
         )
         if loop_state is not None:
-            stage.load_state(loop_state)
-        return stage
+            trainer.load_state(loop_state)
+        return trainer
 
 
 def _run_stages(
@@ -446,14 +458,14 @@ def _run_stages(
     keeper = CheckpointManager(logbook)
     held_out: dict[str, HeldOutMetrics] = {}
     while not run_state.finished:
-        stage = run_state.create_stage(
+        trainer = run_state.create_trainer(
             policy, others, logbook, console, keeper, stop_request, report
         )
-        for remark in (run_state.data_remark(), stage.data_remark()):
+        for remark in (run_state.data_remark(), trainer.data_remark()):
             if remark is not None:
                 console.note(remark)
         try:
-            (train_online if stage.method.online else train_offline)(stage)
+            train(trainer)
         except RunStopped:
             console.end(
                 "stopped on request, everything is saved",
@@ -461,9 +473,9 @@ def _run_stages(
                 commands=[format_resume_command(run_state.folder, run_state.run.options.trust_run)],
             )
             raise
-        held_out[stage.name] = stage.held_out
+        held_out[trainer.name] = trainer.evaluator.held_out
         policy.release()
-        del stage, others  # frees the other models' weights
+        del trainer, others  # frees the other models' weights
         run_state.index += 1
         if not run_state.finished:
             policy = run_state.create_policy(service)

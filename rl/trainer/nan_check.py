@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 from rl.errors import UserError
-from rl.trainer.stage import Stage
+from rl.trainer.trainer import Trainer
 
 
 class NonFiniteError(UserError):
@@ -16,7 +16,7 @@ class NonFiniteError(UserError):
     """
 
 
-def report_nonfinite(train: Callable[[Stage], None]) -> Callable[[Stage], None]:
+def report_nonfinite(train: Callable[[Trainer], None]) -> Callable[[Trainer], None]:
     """Wrap a training loop so that a non-finite number raises NonFiniteError with stage, step and
     remedy instead of a traceback.
 
@@ -25,20 +25,20 @@ def report_nonfinite(train: Callable[[Stage], None]) -> Callable[[Stage], None]:
     """
 
     @functools.wraps(train)
-    def loop(stage: Stage) -> None:
+    def loop(trainer: Trainer) -> None:
         try:
-            train(stage)
+            train(trainer)
         except FloatingPointError as error:
-            raise NonFiniteError(_error_message(stage, str(error))) from error
+            raise NonFiniteError(_error_message(trainer, str(error))) from error
 
     return loop
 
 
-def _error_message(stage: Stage, problem: str) -> str:
-    complete = [row for row in stage.logbook.checkpoints() if row.get("state_path")]
+def _error_message(trainer: Trainer, problem: str) -> str:
+    complete = [row for row in trainer.logbook.checkpoints() if row.get("state_path")]
     where = (
-        f"step {stage.done + 1} of {stage.loop.steps} of stage {stage.name} (step "
-        f"{stage.first_step + stage.done + 1} of the run)"
+        f"step {trainer.done + 1} of {trainer.loop.steps} of stage {trainer.name} (step "
+        f"{trainer.first_step + trainer.done + 1} of the run)"
     )
     advice = "No checkpoint was written yet: start again"
     if complete:
@@ -50,6 +50,6 @@ def _error_message(stage: Stage, problem: str) -> str:
         )
     return (
         f"{where}: {problem}. {advice}. Lower learning_rate (here "
-        f"{stage.settings.learning_rate:g}), add warmup_steps, keep grad_clip_norm at 1 or "
+        f"{trainer.settings.learning_rate:g}), add warmup_steps, keep grad_clip_norm at 1 or "
         "below, or train in precision fp32"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rl.algorithms import Models
@@ -13,6 +13,7 @@ from rl.envs import EnvironmentSpec
 from rl.renderers import Renderer
 from rl.reporting import Console, Logbook
 from rl.rewards import Scorer
+from rl.seed import derive_seed
 from rl.trainer.checkpoint_manager import CheckpointManager
 from rl.trainer.opponent_models import OpponentModels
 from rl.trainer.replay_log import ReplayLog
@@ -23,8 +24,8 @@ from rl.types import SamplingParams
 class StageContext:
     """Hold the constant inputs of a stage.
 
-    `seed` is the stage's, not the run's. `first_step` is the run's step count before the stage.
-    `identity` is described in rl.trainer.same_run.
+    `first_step` is the run's step count before the stage. `identity` is what the stage's
+    checkpoints record of the run (see rl.trainer.same_run).
     """
 
     name: str
@@ -35,14 +36,19 @@ class StageContext:
     test_problems: ProblemSet | None
     renderer: Renderer
     scorer: Scorer | None
-    seed: int
+    run_seed: int
     first_step: int
     logbook: Logbook
     console: Console
     checkpoints: CheckpointManager
-    identity: Mapping[str, Any]
+    identity: Mapping[str, Any] = field(default_factory=dict)
     environment: EnvironmentSpec | None = None
     replay_log: ReplayLog | None = None
+
+    @property
+    def seed(self) -> int:
+        """Return the stage's seed."""
+        return derive_seed(self.run_seed, self.index)
 
     @property
     def has_rewards(self) -> bool:

@@ -1,5 +1,6 @@
-"""Provide what a training loop calls around its five steps, for one stage of a run.
+"""Train a policy by a method in one stage of a run.
 
+The training loop calls the trainer before the first batch, after each batch, and at the end.
 Separate classes sample, log, evaluate and save.
 """
 
@@ -7,24 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.algorithms import Models, Progress, RowEvaluator
+from rl.algorithms import Progress, RowEvaluator
 from rl.client import SamplingClient
-from rl.data import Curriculum, ProblemSet
+from rl.data import ProblemSet
 from rl.distributed import RunStopped, StopRequest
-from rl.envs import EnvironmentSpec
-from rl.renderers import Renderer
-from rl.reporting import Console, Logbook
-from rl.rewards import Scorer
 from rl.rollout import EnvGroupBuilder, RolloutBatch
-from rl.seed import derive_seed
 from rl.trainer.batch_log import BatchLog
-from rl.trainer.checkpoint_manager import CheckpointManager
 from rl.trainer.evaluator import Evaluator
-from rl.trainer.held_out_metrics import HeldOutMetrics
-from rl.trainer.replay_log import ReplayLog
 from rl.trainer.report_writer import ReportWriter
 from rl.trainer.self_test import PROBLEMS, self_test
 from rl.trainer.stage_checkpoints import StageCheckpoints
@@ -32,82 +26,48 @@ from rl.trainer.stage_context import StageContext
 from rl.trainer.stage_sampling import StageSampler
 from rl.trainer.step_profile import StepProfile
 from rl.trainer.warn_once import WarnOnce
-from rl.types import Datum, Problem
+from rl.types import Datum
 
 
-class Stage:
+@dataclass
+class TrainingBatch:
+    """Hold batch `number` of a stage: its samples, if it samples, and the datums trained on."""
+
+    number: int
+    rollouts: RolloutBatch | None = None
+    datums: Sequence[Datum] = ()
+
+
+class Trainer:
     """Train a policy by a method.
 
-    `first_step`: the run's step count before this stage; `done`: batches already trained;
-    `identity`: what its checkpoints record of the run (see rl.trainer.same_run); `runs_self_test`:
-    run the self-test first (see rl.trainer.self_test); `profiled_steps`: steps to profile (see
-    rl.trainer.step_profile).
+    `done`: batches already trained; `runs_self_test`: run the self-test first (see
+    rl.trainer.self_test); `profiled_steps`: steps to profile (see rl.trainer.step_profile).
     """
 
     def __init__(
         self,
+        context: StageContext,
         *,
-        name: str,
-        index: int,
-        method: Any,
-        models: Models,
-        problems: ProblemSet | Curriculum,
-        test_problems: ProblemSet | None,
-        renderer: Renderer,
-        scorer: Scorer | None,
-        seed: int,
-        first_step: int,
-        done: int,
-        logbook: Logbook,
-        console: Console,
-        checkpoints: CheckpointManager,
         stop_request: StopRequest,
+        done: int = 0,
         report: ReportWriter | None = None,
-        identity: Mapping[str, Any] | None = None,
-        environment: EnvironmentSpec | None = None,
         runs_self_test: bool = False,
-        replay: Path | None = None,
-        replays_evaluations: bool = True,
         profiled_steps: int = 0,
     ):
-        self.name, self.first_step, self.done = name, first_step, done
-        self.method, self.models, self.problems, self.renderer = method, models, problems, renderer
-        self.logbook, self.console, self.stop_request = logbook, console, stop_request
-        self.report = report
-        self.seed = derive_seed(seed, index)
+        self.context, self.done = context, done
+        self.stop_request, self.report = stop_request, report
         self.runs_self_test = runs_self_test
         self.profile = (
-            StepProfile(logbook.folder / "profile", name, profiled_steps)
+            StepProfile(context.logbook.folder / "profile", context.name, profiled_steps)
             if profiled_steps
             else None
         )
-        flow = getattr(method.settings, "flow", None)
-        continuous = flow is not None and flow.is_async and method.online
-        context = StageContext(
-            replay_log=ReplayLog(
-                logbook.folder, name, done, replay, replays_evaluations=replays_evaluations
-            )
-            if continuous
-            else None,
-            name=name,
-            index=index,
-            method=method,
-            models=models,
-            problems=problems,
-            test_problems=test_problems,
-            renderer=renderer,
-            scorer=scorer,
-            seed=self.seed,
-            first_step=first_step,
-            logbook=logbook,
-            console=console,
-            checkpoints=checkpoints,
-            identity=identity or {},
-            environment=environment,
-        )
-        self.context, self.settings, self.loop = context, context.settings, context.loop
-        self.sampling_params, self.eval_params = context.sampling_params, context.eval_params
-        warnings = WarnOnce(console)
+        self.name, self.first_step, self.seed = context.name, context.first_step, context.seed
+        self.method, self.models, self.problems = context.method, context.models, context.problems
+        self.settings, self.loop, self.renderer = context.settings, context.loop, context.renderer
+        self.logbook, self.console = context.logbook, context.console
+        warnings = WarnOnce(context.console)
         self.stage_sampler = StageSampler(context, warnings)
         self.evaluator = Evaluator(context, self.stage_sampler)
         self.log = BatchLog(context)
@@ -129,7 +89,7 @@ class Stage:
         if self.context.opponents is not None:
             self.context.opponents.add_initial_version(self.models.policy, self.first_step)
         sampler = None
-        if self.method.online or self.samples_held_out:
+        if self.method.online or self.evaluator.samples_held_out:
             sampler = self.models.policy.save_weights_and_get_sampling_client()
         if sampler is not None and self.method.online and self.runs_self_test:
             conversations = [
@@ -141,14 +101,14 @@ class Stage:
                     sampler,
                     conversations,
                     self.renderer,
-                    self.sampling_params,
+                    self.context.sampling_params,
                     self.seed,
                 )
             )
         if self.done == 0 and self.loop.eval_every:
             metrics = self.evaluator.evaluate_before_training(sampler)
-            if metrics or self.samples_held_out:
-                self._log(0, metrics)
+            if metrics or self.evaluator.samples_held_out:
+                self.log.write_row(0, metrics)
                 if self.report is not None:
                     self.report.update()
         self._batch_start = time.perf_counter()
@@ -172,22 +132,10 @@ class Stage:
     def progress(self, batch: int) -> Progress:
         return Progress(batch, self.loop.steps, self.seed)
 
-    def build_groups(
-        self, problems: Sequence[Problem], group_size: int
-    ) -> Sequence[EnvGroupBuilder]:
-        return self.stage_sampler.build_groups(problems, group_size)
-
-    def fill(self, rollouts: RolloutBatch, batch: int, sampler: SamplingClient) -> RolloutBatch:
-        """Sample further problems until batch_size groups are mixed (dynamic sampling, see
-        StageSampler.fill_mixed_groups). Without dynamic sampling, return the same rollouts.
-        """
-        return self.stage_sampler.fill_mixed_groups(rollouts, batch, sampler)
-
-    def check(self, rollouts: RolloutBatch, sampler: SamplingClient) -> None:
-        """End the run if every reward failed, or samples come from other weights (see
-        StageSampler.check_rollouts).
-        """
-        self.stage_sampler.check_rollouts(rollouts, sampler.version)
+    def build_groups(self, batch: int) -> Sequence[EnvGroupBuilder]:
+        """Return the builders of the groups of a batch."""
+        problems = self.problems.batch(batch, self.loop.batch_size, self.seed)
+        return self.stage_sampler.build_groups(problems, self.method.group_size)
 
     def next_sampler(
         self, old_sampler: SamplingClient | None, new_sampler: SamplingClient | None = None
@@ -198,21 +146,6 @@ class Stage:
         if old_sampler is not None:
             old_sampler.release()
         return new_sampler or self.models.policy.save_weights_and_get_sampling_client()
-
-    @property
-    def samples_held_out(self) -> bool:
-        """Return whether held-out answers are ever sampled, which requires something
-        to score them.
-        """
-        return self.evaluator.samples_held_out
-
-    @property
-    def held_out(self) -> HeldOutMetrics:
-        return self.evaluator.held_out
-
-    def evaluates_after(self, batch: int) -> bool:
-        """Return whether an evaluation is due after this batch."""
-        return self.evaluator.is_due(batch)
 
     def stop_if_late(self) -> None:
         """Stop before the update if a stop was requested and the rest of the step would exceed the
@@ -231,30 +164,30 @@ class Stage:
 
     def end_batch(
         self,
-        batch: int,
+        batch: TrainingBatch,
         metrics: Mapping[str, float],
         sampler: SamplingClient | None,
-        rollouts: RolloutBatch | None = None,
-        datums: Sequence[Datum] = (),
     ) -> None:
         """Log the batch, evaluate and save when due, and stop the run if a stop was requested."""
-        done = batch + 1
-        row = self.log.build_row(batch, self._batch_start, metrics, sampler, rollouts, datums)
+        number, rollouts, done = batch.number, batch.rollouts, batch.number + 1
+        row = self.log.build_row(
+            number, self._batch_start, metrics, sampler, rollouts, batch.datums
+        )
         if rollouts is not None and self.context.opponents is not None:
             row |= self.context.opponents.update_after_batch(
                 self.models.policy, rollouts, done, self.first_step + done
             )
         if self.profile is not None:
-            self.profile.end_step(row, is_last=self.evaluates_after(batch))
-        row |= self.evaluator.evaluate_after_batch(batch, sampler)
+            self.profile.end_step(row, is_last=self.evaluator.is_due(number))
+        row |= self.evaluator.evaluate_after_batch(number, sampler)
         warnings = self.log.check_alarms(row)
         self.done = done
-        self._log(done, row)
+        self.log.write_row(done, row)
         for text in warnings:
             self.console.warn(text)
-        self.log.write_rollouts(batch, rollouts)
+        self.log.write_rollouts(number, rollouts)
         self.stage_checkpoints.save_if_due(done, row)
-        if self.report is not None and self.evaluates_after(batch):
+        if self.report is not None and self.evaluator.is_due(number):
             self.report.update()
         if self.stop_request.exit_code is not None:
             self.save(done)
@@ -269,9 +202,6 @@ class Stage:
         if self.profile is not None and self.profile.table is not None:
             table = self.profile.table.replace("\n", "\n  ")
             self.console.note(f"profile of {self.name} (in {self.profile.folder}):\n  {table}")
-
-    def _log(self, done: int, metrics: Mapping[str, float]) -> None:
-        self.log.write_row(done, metrics)
 
     def save(self, done: int, *, final: bool = False) -> Path:
         """Save a resumable checkpoint: learner state and loop state. Return its path."""
