@@ -30,6 +30,7 @@ from rl.memory_plan import (
     StepWork,
     plan_sampler_memory,
 )
+from rl.runtime import weight_sync
 from rl.runtime.rank_settings import WorkerSettings
 from rl.runtime.router import VerbRouter
 from rl.runtime.weight_sync import WeightChunk, WeightSnapshot, WeightTransfer, view_bytes
@@ -217,6 +218,49 @@ def test_what_names_weights_on_their_way_waits_for_them_and_other_work_does_not(
     assert [counter.next(), counter.next()] == ["compute_logprobs 5", "free_version 5"]
     put(far, "snapshot", 0, 6)
     assert near.pop()[:2] == ("take_snapshot", (0, False))  # what is frozen they have
+
+
+class SmallChunks(WeightSnapshot):
+    """Weights that are sent in chunks of 4 bytes."""
+
+    def iter_chunks(self, size=4, dtypes=None):
+        return super().iter_chunks(4, dtypes)
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "chunk_seconds", "share"),
+    [(0.05, 0.002, 0.5), (0.05, 0.0005, 0.4), (0.001, 0.004, 0.85), (None, 0.002, 1.0)],
+)
+def test_a_transfer_takes_half_of_the_time_of_samplers_that_sample(
+    between, monkeypatch, step_seconds, chunk_seconds, share
+):
+    """A stream asks for its next steps while chunks arrive. At least two chunks are sent between
+    two requests, at most 64, and all of them at once if nothing samples.
+    """
+    far, counter, near = between
+    clock, steps, chunks, longest = 0.0, 0, 0, 0
+    monkeypatch.setattr(weight_sync, "time", SimpleNamespace(perf_counter=lambda: clock))
+    tensors = {"all": torch.randn(2000)}
+    spec = ModelSpec("tiny:addition", None, None, 0, False)
+    fresh = put(far, "snapshot", 0, 5)
+    near.pop()[2].set_result(SmallChunks(0, spec, ("tiny:addition", None, 0), 7, tensors))
+    assert counter.next() == "begin_transfer 5"
+    if step_seconds:
+        put(far, "run_steps", 1, 4, SimpleNamespace(new_requests=[]))
+    between_steps = 0
+    while not fresh.done():
+        _, verb, _, _, future = counter.get_nowait()
+        if verb == "run_steps":
+            clock, steps, between_steps = clock + step_seconds, steps + 1, 0
+        elif verb == "receive_chunk":
+            clock, chunks, between_steps = clock + chunk_seconds, chunks + 1, between_steps + 1
+            longest = max(longest, between_steps)
+        if verb == "run_steps":  # while the chunks arrive that are queued already
+            put(far, "run_steps", 1, 4, SimpleNamespace(new_requests=[]))
+        future.set_result({"version": 7})
+    assert chunks == 2000
+    assert chunks * chunk_seconds / clock == pytest.approx(share, abs=0.05)
+    assert longest <= 64 or not step_seconds
 
 
 def test_weights_that_cannot_be_staged_fail_what_waits_for_them(between):

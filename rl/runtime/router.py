@@ -8,6 +8,7 @@ futures complete concurrently.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.runtime.rank_settings import WorkerSettings
-from rl.runtime.weight_sync import WeightChunk, WeightSnapshot
+from rl.runtime.weight_sync import TransferSchedule, WeightChunk, WeightSnapshot
 from rl.runtime.worker_group import OPEN_SERVICE, SamplerGroup
 from rl.types import SamplingParams
 
@@ -178,41 +179,56 @@ class VerbRouter:
         self._submit_to_learners(verb, arguments, dependencies, learner_future)
 
     def _start_transfer(self, snapshot: WeightSnapshot, version_id: int, future: Future) -> None:
-        """Send the weights chunk by chunk. Each chunk is sent when the previous chunk has arrived,
-        so that steps of streams run in between.
+        """Send the weights in rounds of chunks. A round is queued when the previous round has
+        arrived, so that steps of streams run in between.
         """
         self._version_sources[version_id] = (snapshot.model_id, snapshot.version)
         begin_future: Future = Future()
 
         def send_chunks(started: Future) -> None:
             dtypes = None if started.exception() is not None else started.result()
-            self._send_next_chunk(started, snapshot.iter_chunks(dtypes=dtypes), version_id, future)
+            chunks = snapshot.iter_chunks(dtypes=dtypes)
+            self._send_round([started], chunks, TransferSchedule(), version_id, future)
 
         begin_future.add_done_callback(send_chunks)
         self._queue("begin_transfer", (version_id, snapshot.make_manifest()), begin_future)
 
-    def _send_next_chunk(
-        self, previous: Future, chunks: Iterator[WeightChunk], version_id: int, future: Future
+    def _send_round(
+        self,
+        previous: Sequence[Future],
+        chunks: Iterator[WeightChunk],
+        schedule: TransferSchedule,
+        version_id: int,
+        future: Future,
     ) -> None:
-        """Send the next chunk, or complete the transfer. A failure frees the version and sets the
-        error on `future`.
+        """Send the next round of chunks, or complete the transfer. A failure frees the version and
+        sets the error on `future`.
         """
         try:
-            previous.result()
-            chunk = next(chunks, None)
+            for completed in previous:
+                completed.result()
+            batch = list(itertools.islice(chunks, schedule.num_chunks))
         except BaseException as error:  # an error in a callback is lost otherwise
             # this frees the chunks that have arrived
             self._queue("free_version", (version_id,), Future())
             future.set_exception(error)
             return
-        if chunk is None:
+        if not batch:
             self._queue("end_transfer", (version_id,), future)
             return
-        received: Future = Future()
-        received.add_done_callback(
-            lambda completed: self._send_next_chunk(completed, chunks, version_id, future)
-        )
-        self._queue("receive_chunk", (version_id, chunk), received)
+
+        def end_round(_: Future) -> None:
+            if len(batch) == schedule.num_chunks:  # not the last round
+                schedule.end_round()
+            self._send_round(received, chunks, schedule, version_id, future)
+
+        received: list[Future] = [Future() for _ in batch]
+        for arrival in received:
+            arrival.add_done_callback(lambda _: schedule.record_arrival())
+        received[-1].add_done_callback(end_round)
+        schedule.start_round()
+        for chunk, arrival in zip(batch, received, strict=True):
+            self._queue("receive_chunk", (version_id, chunk), arrival)
 
     def _load_sampler(self, arguments: Sequence[Any], future: Future) -> None:
         """Load a sampler version on the sampler ranks, and record the learner that saved its

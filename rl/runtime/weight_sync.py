@@ -1,14 +1,15 @@
 """Transfer weights from learner ranks to sampler ranks in chunks, while both keep working.
 
 Rank 0 copies the weights that an update has changed into host memory, after which the learners are
-free. The bytes are sent over the bridge group in chunks. Each chunk is a verb of the samplers,
-executed between two step requests of a stream. The chunks are written into a decoder that no
-request samples from, which becomes the new version when all have arrived. (rl.runtime.router sends
-them.)
+free. The bytes are sent over the bridge group in chunks. Each chunk is a verb of the samplers, and
+several chunks are executed between two step requests of a stream. The chunks are written into a
+decoder that no request samples from, which becomes the new version when all have arrived.
+(rl.runtime.router sends them.)
 """
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,9 @@ from rl.runtime.sampler_versions import SamplerVersion
 from rl.runtime.sampling_worker import SamplingWorker
 from rl.sampler import Decoder, make_decoder
 
-CHUNK_BYTES = 4 * 2**20  # a step request of a stream waits for at most a single chunk
+CHUNK_BYTES = 4 * 2**20
+TRANSFER_SHARE = 0.5  # of the samplers' time while weights are sent and streams sample
+MAX_CHUNKS = 64  # sent at a time: they are in host memory
 CONVERT_ELEMENTS = 2**20  # elements of a tensor that are converted at a time
 
 
@@ -71,6 +74,35 @@ class WeightSnapshot:
                         parts, space = [], size
         if parts:
             yield WeightChunk.from_parts(parts)
+
+
+class TransferSchedule:
+    """Choose how many chunks are sent between two step requests of the streams, so that a transfer
+    takes TRANSFER_SHARE of the samplers' time.
+
+    The chunks of a round are executed one after the other, so the time between their arrivals is
+    that of a chunk. The first of them also waits for the step requests before it.
+    """
+
+    def __init__(self) -> None:
+        self.num_chunks = 2
+
+    def start_round(self) -> None:
+        """Record that the chunks of a round are queued."""
+        self._start_time, self._arrivals = time.perf_counter(), [math.inf, -math.inf]
+
+    def record_arrival(self) -> None:
+        """Record that a chunk has arrived."""
+        now = time.perf_counter()
+        self._arrivals = [min(now, self._arrivals[0]), max(now, self._arrivals[1])]
+
+    def end_round(self) -> None:
+        """Choose `num_chunks` of the next round, after all chunks of this round have arrived."""
+        first, last = self._arrivals
+        chunk_seconds = max((last - first) / (self.num_chunks - 1), 1e-6)
+        wait_seconds = first - self._start_time - chunk_seconds
+        chunks = TRANSFER_SHARE / (1 - TRANSFER_SHARE) * wait_seconds / chunk_seconds
+        self.num_chunks = round(min(max(chunks, 2), MAX_CHUNKS))
 
 
 @dataclass(frozen=True)
