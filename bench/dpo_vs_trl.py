@@ -86,7 +86,7 @@ def run_whetstone(
         output_dir=folder, seed=args.seed, settings=collect_worker_settings([plan])
     ) as service:
         policy = make_policy(service, plan.settings.model, None, None, args.seed)
-        method = spec.hooks(plan.settings)
+        method = spec(plan.settings)
         others = method.make_models(
             StageModelFactory(service, policy, plan.settings.model, None, {}, args.seed)
         )

@@ -162,7 +162,7 @@ def run_whetstone(args: argparse.Namespace, turns: Turns) -> None:
         context = StageContext(
             name="grpo",
             index=0,
-            method=METHODS["grpo"].hooks(plan.settings),
+            method=METHODS["grpo"](plan.settings),
             models=Models(policy),
             problems=prepared.problems,
             test_problems=None,

@@ -185,7 +185,7 @@ def list_sections() -> dict[type, list[str]]:
     """
     users: dict[type, list[str]] = {RunSettings: list(METHODS)}
     for name, method in METHODS.items():
-        for section in section_classes(method.settings).values():
+        for section in section_classes(method.Settings).values():
             users.setdefault(section, []).append(name)
     return dict(sorted(users.items(), key=lambda item: list(TITLES).index(item[0].__name__)))
 
@@ -209,7 +209,7 @@ def section_rows(section: type, users: Sequence[str]) -> Iterable[list[str]]:
     for name, field in fields.items():
         defaults: dict[str, list[str]] = {}
         for method in users if section is not RunSettings else ():
-            text = format_default(get_fields(METHODS[method].settings)[name])
+            text = format_default(get_fields(METHODS[method].Settings)[name])
             defaults.setdefault(text, []).append(method)
         common = max(defaults, key=lambda text: len(defaults[text]), default=format_default(field))
         others = "".join(
@@ -262,22 +262,21 @@ def methods_page() -> str:
     for name, method in METHODS.items():
         links = [
             f"[{TITLES[section.__name__]}](settings.md#{anchor(TITLES[section.__name__])})"
-            for section in section_classes(method.settings).values()
+            for section in section_classes(method.Settings).values()
         ]
-        hooks = method.hooks
-        online = "samples answers" if getattr(hooks, "online", False) else "reads rows"
+        online = "samples answers" if method.online else "reads rows"
         parts += [
             f"## {name}",
             f"{clean(method.summary)[:1].upper()}{clean(method.summary)[1:]}.",
             table(
                 ("property", "value"),
                 [
-                    ["class", f"`rl.algorithms.{hooks.__name__}`"],
+                    ["class", f"`rl.algorithms.{method.__name__}`"],
                     [
                         "learns from",
-                        f"{online}; {'a reward is required' if hooks.needs_reward and online == 'samples answers' else 'no reward is required'}",
+                        f"{online}; {'a reward is required' if method.needs_reward and online == 'samples answers' else 'no reward is required'}",
                     ],
-                    ["learning rate", describe_learning_rate(method.settings)],
+                    ["learning rate", describe_learning_rate(method.Settings)],
                     ["settings", ", ".join(links)],
                     *(
                         [
@@ -378,8 +377,8 @@ def advantages_page() -> str:
         used = [
             m
             for m, method in METHODS.items()
-            if "advantage" in get_fields(method.settings)
-            and get_fields(method.settings)["advantage"].default == name
+            if "advantage" in get_fields(method.Settings)
+            and get_fields(method.Settings)["advantage"].default == name
         ]
         return [
             f"`{name}`" + (f" (default of {', '.join(used)})" if used else ""),

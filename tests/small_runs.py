@@ -80,7 +80,7 @@ def parse_some_arguments(parser, *arguments, **options):
     with use_original_parser():
         parsed, rest = parse_known_arguments(parser, *arguments, **options)
     if ONLY_PARSED in os.environ:
-        names = set().union(*(get_fields(method.settings) for method in METHODS.values()))
+        names = set().union(*(get_fields(method.Settings) for method in METHODS.values()))
         flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
         unknown = [
             flag

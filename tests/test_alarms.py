@@ -365,7 +365,7 @@ def test_remedies_name_flags_that_the_method_has():
     """A flag that not all methods with rewards have stands before "(grpo)"; one that others lack is
     said to be of RL.
     """
-    flags = {name: set(get_fields(spec.settings)) for name, spec in METHODS.items()}
+    flags = {name: set(get_fields(spec.Settings)) for name, spec in METHODS.items()}
     every = set.union(*flags.values())
     of_rl = flags["reinforce"] & flags["ppo"] & flags["rlhf"] & flags["grpo"]
     for alarm in ALARMS:
@@ -430,9 +430,9 @@ def test_a_gradient_that_is_not_finite_is_said_by_every_method(method, bad, monk
     )
     if method == "distill":  # soft targets
         fields = {"target_tokens": [[1, 2], [2, 1]], "weights": [[0.5, 0.5], [1.0, 0.0]]}
-    hooks = METHODS[method].hooks(METHODS[method].settings(**given))
+    trained = METHODS[method](METHODS[method].Settings(**given))
     datums = [Datum(ModelInput.from_ints([1, 2]), fields) for _ in range(4)]
-    metrics = hooks.update(Models(policy), datums, Progress(0, 5))
+    metrics = trained.update(Models(policy), datums, Progress(0, 5))
     assert math.isnan(metrics["optim/grad_norm"]) and metrics["optim/skipped_nonfinite"] == 1
     assert AlarmMonitor()(metrics)[0]["alarm/grad_norm"] == 1
     del metrics["optim/skipped_nonfinite"]
@@ -549,7 +549,7 @@ def test_a_learner_that_scores_at_another_temperature_is_said_by_a_real_run(
             self.settings = right
             return metrics
 
-    monkeypatch.setitem(METHODS, "grpo", dataclasses.replace(METHODS["grpo"], hooks=Mistaken))
+    monkeypatch.setitem(METHODS, "grpo", Mistaken)
     rows = run(tmp_path, "--reward", "exact_match", "--steps", "2", "--temperature", str(sampled))
     assert all(on(row) == expected for row in rows), [on(row) for row in rows]
     assert capsys.readouterr().out.count("KL between sampler and learner") >= len(expected)

@@ -110,7 +110,7 @@ class Needy:
 
 @dataclass(frozen=True)
 class Spec:
-    settings: type
+    Settings: type
     summary: str
     variants: dict = field(default_factory=dict)
 
@@ -453,7 +453,7 @@ def test_help_of_a_method_has_every_setting_with_help_and_default(
     method: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = shown(capsys, method, "--help", "all")
-    for cls in (METHODS[method].settings, RunSettings):
+    for cls in (METHODS[method].Settings, RunSettings):
         for name in get_fields(cls):
             assert f"--{name.replace('_', '-')}" in page
     assert "Seed. (default: 0)" in page
@@ -488,7 +488,7 @@ def test_help_of_a_method_begins_with_its_twelve_most_used_settings(
     page = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
     names = re.findall(r"^--([a-z-]+) ", page, re.MULTILINE)
     assert len(names) == 12 == len({*names})
-    known = {*get_fields(algorithms.METHODS[method].settings), *get_fields(sections.RunSettings)}
+    known = {*get_fields(algorithms.METHODS[method].Settings), *get_fields(sections.RunSettings)}
     assert {name.replace("-", "_") for name in names} <= known
     assert {"base-model", "dataset", "steps", "learning-rate", "output-dir"} < {*names}
     assert ("teacher" in names) == (method == "distill")

@@ -355,7 +355,7 @@ def test_defaults_are_those_of_the_guide():
         False,
         5e-7,
     )
-    assert ModelRequests(METHODS["dpo"].hooks(dpo)).needs_initial_policy  # the reference
+    assert ModelRequests(METHODS["dpo"](dpo)).needs_initial_policy  # the reference
     distill = settings(method="distill")
     how = distill.distillation
     assert (how.distill_temperature, how.alpha, how.group_size, distill.learning_rate) == (
@@ -365,7 +365,7 @@ def test_defaults_are_those_of_the_guide():
         2e-5,
     )
     assert {
-        name: METHODS[name].settings().optim.grad_clip_norm for name in METHODS
+        name: METHODS[name].Settings().optim.grad_clip_norm for name in METHODS
     } == dict.fromkeys(METHODS, 1.0)
 
 

@@ -63,7 +63,7 @@ BENCH = {"gpu", "campaign", "roles", "sampler_vllm"}  # scripts of bench/ whose 
 IN_CODE = re.compile(r"```.*?```|`[^`\n]+`|^    .*$", re.S | re.M)
 FLAG = re.compile(r"(?<![\w-])--([a-z][\w.-]*)")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
-SETTINGS = {key for method in METHODS.values() for key in get_fields(method.settings)} | set(
+SETTINGS = {key for method in METHODS.values() for key in get_fields(method.Settings)} | set(
     get_fields(RunSettings)
 )
 

@@ -128,7 +128,7 @@ def _misspelt(name: str, rng: random.Random) -> str:
 
 def _line(rng: random.Random) -> Asked:
     method = rng.choice(list(METHODS))
-    table = {**get_fields(METHODS[method].settings), **get_fields(RunSettings)}
+    table = {**get_fields(METHODS[method].Settings), **get_fields(RunSettings)}
     words, numbers = [method] if rng.random() < 0.95 else [rng.choice(_TEXTS)], []
     # of equal flags the last wins, and the others are not read
     for name in rng.sample(list(table), rng.choice([0, 1, 1, 1, 2, 3, 6])):
@@ -159,7 +159,7 @@ def _yaml(rng: random.Random) -> Asked:
 
     def settings(method: str, indent: str) -> list[str]:
         table = {
-            **get_fields(METHODS[method].settings),
+            **get_fields(METHODS[method].Settings),
             **(get_fields(RunSettings) if not indent else {}),
         }
         lines = []

@@ -46,7 +46,7 @@ class StubPolicy:
 
 
 def stage_of(folder: Path, console: Console, logbook: Logbook, steps: int) -> Trainer:
-    settings = METHODS["grpo"].settings()
+    settings = METHODS["grpo"].Settings()
     data = DataSettings(curriculum="success")
     loop = LoopSettings(
         steps=steps, save_every=50, keep_best="optim/loss", keep_best_mode="min", batch_size=4
@@ -62,7 +62,7 @@ def stage_of(folder: Path, console: Console, logbook: Logbook, steps: int) -> Tr
     context = StageContext(
         name="grpo",
         index=0,
-        method=METHODS["grpo"].hooks(settings),
+        method=METHODS["grpo"](settings),
         models=Models(StubPolicy(folder), {}),  # type: ignore[arg-type]
         problems=Curriculum(problems, data),
         test_problems=None,

@@ -68,7 +68,7 @@ def gain(taught: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, edit: Edit
         def shape_rewards(self, groups):
             return super().shape_rewards(with_rewards(groups, edit) if edit else groups)
 
-    monkeypatch.setitem(METHODS, "grpo", dataclasses.replace(METHODS["grpo"], hooks=Edited))
+    monkeypatch.setitem(METHODS, "grpo", Edited)
     # The second stage of recipes/addition.yaml at a low learning rate: at 3e-4 the noise of permuted
     # rewards alone breaks the model, which would hide a small leak.
     words = f"""grpo --base-model {taught} --dataset addition --reward exact_match --max-tokens 4 --temperature 1.0 --batch-size 64
@@ -97,7 +97,7 @@ def test_edited_rewards_are_those_that_credit_sees():
     edited = with_rewards(groups, lambda rewards: rewards[::-1])
     assert [g.get_total_rewards() for g in groups] == [[1.0, 0.0], [2.0, 0.5]]
     assert [g.get_total_rewards() for g in edited] == [[0.5, 2.0], [0.0, 1.0]]
-    datums = GRPO(METHODS["grpo"].settings()).compute_advantages(edited, None)  # type: ignore[arg-type]  # it needs no models
+    datums = GRPO(METHODS["grpo"].Settings()).compute_advantages(edited, None)  # type: ignore[arg-type]  # it needs no models
     assert [float(d.loss_fn_inputs["advantages"].array[-1]) for d in datums] == [
         -0.75,
         0.75,
@@ -108,7 +108,9 @@ def test_edited_rewards_are_those_that_credit_sees():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("rewards", ["true", "permuted", "negated"])
+@pytest.mark.parametrize(
+    "rewards", ["true", "permuted", pytest.param("negated", marks=pytest.mark.campaign)]
+)
 def test_only_true_rewards_raise_accuracy(rewards, tmp_path, tmp_path_factory, monkeypatch):
     taught = taught_model(tmp_path_factory.getbasetemp())
     # over the whole batch, so that a group's mean says nothing of its problem

@@ -56,7 +56,7 @@ class Whole:
         pass
 '''
 FILE += "".join(
-    f'\nclass From_{name}(METHODS["{name}"].hooks):\n    Settings = METHODS["{name}"].settings\n'
+    f'\nclass From_{name}(METHODS["{name}"]):\n    Settings = METHODS["{name}"].Settings\n'
     for name in METHODS
 )
 JUDGES = {
@@ -206,9 +206,9 @@ def test_a_batch_without_datums_takes_no_step(here):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_derived_class_is_prepared_as_its_parent(here, name):
-    parent, derived = METHODS[name].hooks, METHODS[f"mine.py:From_{name}"].hooks
+    parent, derived = METHODS[name], METHODS[f"mine.py:From_{name}"]
     changed = {"distill": {"teacher": ("tiny:ascii",)}, "rlhf": {"reward_model": "rm"}}
-    settings = unflatten_settings(METHODS[name].settings, changed.get(name, {}), [], name)
+    settings = unflatten_settings(METHODS[name].Settings, changed.get(name, {}), [], name)
     methods = parent(settings), derived(settings)
     for item in (
         "online",

@@ -191,7 +191,7 @@ def is_number(annotation: str) -> bool:
 NUMBERS = [
     (method, name, owner, annotation)
     for method, cls in [
-        *((name, spec.settings) for name, spec in METHODS.items()),
+        *((name, spec.Settings) for name, spec in METHODS.items()),
         ("run", RunSettings),
     ]
     for name, (owner, annotation) in leaves(cls).items()
@@ -234,12 +234,12 @@ def test_the_population_is_all_there_is() -> None:
 def test_every_number_has_a_range() -> None:
     missing = []
     for method, name, _, _ in NUMBERS:
-        field = get_fields(RunSettings if method == "run" else METHODS[method].settings)[name]
+        field = get_fields(RunSettings if method == "run" else METHODS[method].Settings)[name]
         if not isinstance(field.range, Range):
             missing.append(f"{method}: {name}")
     assert not missing
     for method, spec in METHODS.items():  # and what has one is a number
-        assert {n for n, f in get_fields(spec.settings).items() if f.range} == {
+        assert {n for n, f in get_fields(spec.Settings).items() if f.range} == {
             n for m, n, _, _ in NUMBERS if m == method
         }
 
@@ -289,7 +289,7 @@ def test_the_list_names_nothing_that_is_refused() -> None:
     tables = {
         name: field
         for spec in METHODS.values()
-        for name, field in get_fields(spec.settings).items()
+        for name, field in get_fields(spec.Settings).items()
     } | get_fields(RunSettings)
     for value, names in ALLOWED.items():
         for name in names:
@@ -339,7 +339,7 @@ def test_every_number_refuses_it_in_a_runs_config() -> None:
         if name in ("rewards", "curriculum_steps"):
             continue
         problems: list[str] = []
-        cls = RunSettings if method == "run" else METHODS[method].settings
+        cls = RunSettings if method == "run" else METHODS[method].Settings
         unflatten_settings(cls, {name: "nan"}, problems, "config.json")
         assert any(name in problem for problem in problems), (method, name)
 

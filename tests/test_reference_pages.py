@@ -34,7 +34,7 @@ def test_the_folder_holds_these_pages_alone():
 def test_every_setting_of_a_method_is_listed(method):
     text = (reference_pages.FOLDER / "settings.md").read_text()
     assert not [
-        name for name in get_fields(METHODS[method].settings) if f"| `{name}` |" not in text
+        name for name in get_fields(METHODS[method].Settings) if f"| `{name}` |" not in text
     ]
 
 

@@ -273,7 +273,7 @@ def test_every_word_of_other_libraries_leads_to_a_setting():
 
     known = {
         *get_fields(RunSettings),
-        *(key for method in METHODS.values() for key in get_fields(method.settings)),
+        *(key for method in METHODS.values() for key in get_fields(method.Settings)),
     }
     names = [*_FOREIGN_NAMES.values(), *_DOTTED_NAMES.values()]
     assert {here for here, _ in names if here} <= known

@@ -125,9 +125,9 @@ def method_of(row: Row):
             "correction_high": high,
         }
     problems: list[str] = []
-    settings = unflatten_settings(METHODS[method].settings, flat, problems, "a test")
+    settings = unflatten_settings(METHODS[method].Settings, flat, problems, "a test")
     assert not problems, problems
-    return METHODS[method].hooks(settings)
+    return METHODS[method](settings)
 
 
 def groups_of(rng: np.random.Generator) -> list[TrajectoryGroup]:

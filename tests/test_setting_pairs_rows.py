@@ -111,9 +111,9 @@ def method_of(name: str, substeps: int, batch: int):
         "learning_rate": 1e-3,
         "adam_eps": 1e-3,
     }
-    settings = unflatten_settings(spec.settings, flat, problems, "a test")
+    settings = unflatten_settings(spec.Settings, flat, problems, "a test")
     assert not problems, problems
-    return spec.hooks(settings)
+    return spec(settings)
 
 
 class Reference:

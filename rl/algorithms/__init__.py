@@ -41,7 +41,6 @@ from rl.algorithms.method_interface import (
     Progress,
     RowEvaluator,
 )
-from rl.algorithms.method_registry import MethodSpec
 from rl.algorithms.offline import Offline, check_stored_answer
 from rl.algorithms.offline_settings import RolloutDataSettings
 from rl.algorithms.online_dpo import OnlineDPO
@@ -82,7 +81,6 @@ __all__ = [
     "RowEvaluator",
     "GrpoSettings",
     "METHODS",
-    "MethodSpec",
     "Models",
     "GRPO",
     "PolicyGradientSettings",

@@ -8,7 +8,7 @@ from rl.algorithms.dpo import DPO
 from rl.algorithms.grpo import GRPO
 from rl.algorithms.kto import KTO
 from rl.algorithms.method_interface import Method
-from rl.algorithms.method_registry import MethodRegistry, MethodSpec
+from rl.algorithms.method_registry import MethodRegistry
 from rl.algorithms.offline import Offline
 from rl.algorithms.online_dpo import OnlineDPO
 from rl.algorithms.orpo_simpo import ORPO, SIMPO
@@ -18,22 +18,21 @@ from rl.algorithms.reward_model import RewardModelTraining
 from rl.algorithms.rlhf import RLHF
 from rl.algorithms.sft import SFT
 
-_CLASSES: dict[str, type[Method]] = {
-    "grpo": GRPO,
-    "reinforce": REINFORCE,
-    "ppo": PPO,
-    "online_dpo": OnlineDPO,
-    "best_of_n": BestOfN,
-    "sft": SFT,
-    "dpo": DPO,
-    "orpo": ORPO,
-    "simpo": SIMPO,
-    "kto": KTO,
-    "reward_model": RewardModelTraining,
-    "rlhf": RLHF,
-    "offline": Offline,
-    "distill": Distillation,
-}
-METHODS: dict[str, MethodSpec] = MethodRegistry(
-    {name: MethodSpec.of(method) for name, method in _CLASSES.items()}
+METHODS: dict[str, type[Method]] = MethodRegistry(
+    {
+        "grpo": GRPO,
+        "reinforce": REINFORCE,
+        "ppo": PPO,
+        "online_dpo": OnlineDPO,
+        "best_of_n": BestOfN,
+        "sft": SFT,
+        "dpo": DPO,
+        "orpo": ORPO,
+        "simpo": SIMPO,
+        "kto": KTO,
+        "reward_model": RewardModelTraining,
+        "rlhf": RLHF,
+        "offline": Offline,
+        "distill": Distillation,
+    }
 )

@@ -1,6 +1,4 @@
-"""Load user-defined methods: `train.py mine.py:Method` names a class with settings and hooks in a
-file, in addition to the built-in methods.
-"""
+"""Load user-defined methods: `train.py mine.py:Method` names a class in a file."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ import importlib
 import importlib.util
 import sys
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,26 +19,7 @@ from rl.errors import describe_import_error
 _FORMER_DECLARATIONS = ("clients", "weights", "critic", "needs_initial_policy")
 
 
-@dataclasses.dataclass(frozen=True)
-class MethodSpec:
-    """Name the settings, the line of --help and the class of a method."""
-
-    settings: type
-    summary: str
-    hooks: type[Method]
-
-    @classmethod
-    def of(cls, method: type[Method]) -> MethodSpec:
-        """Return the spec of a class that declares its settings and its summary."""
-        return cls(method.Settings, method.summary, method)
-
-    @property
-    def variants(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return the settings that each variant implies."""
-        return self.hooks.variants
-
-
-class MethodRegistry(dict[str, MethodSpec]):
+class MethodRegistry(dict[str, type[Method]]):
     """Map names to methods. `file.py:Class` and `module:Class` are also names; they are imported at
     their first use.
     """
@@ -51,26 +29,24 @@ class MethodRegistry(dict[str, MethodSpec]):
             is_method_address(name) and self[str(name)] is not None
         )
 
-    def __missing__(self, name: str) -> MethodSpec:
+    def __missing__(self, name: str) -> type[Method]:
         """Import the method at the address `name`. Raises KeyError if `name` is no address."""
         if not is_method_address(name):
             raise KeyError(name)
-        return _load_spec(name)
+        return _load_method(name)
 
     def get(self, name: str, default: Any = None) -> Any:  # type: ignore[override]
         return self[name] if name in self else default
 
 
-def _load_spec(address: str) -> MethodSpec:
-    """Return the spec of the method at `address`.
+def _load_method(address: str) -> type[Method]:
+    """Return the method at `address`.
 
     Raises SettingsError if the class does not exist or is no method.
     """
     place, _, attribute = address.rpartition(":")
     module = _import_file(place) if place.endswith(".py") else _import_module(place, address)
     target = getattr(module, attribute, None)
-    if isinstance(target, MethodSpec):
-        return target
     if not isinstance(target, type):
         available = ", ".join(
             name
@@ -83,7 +59,6 @@ def _load_spec(address: str) -> MethodSpec:
                 f"{available or 'none'}"
             ]
         )
-    settings = getattr(target, "Settings", None)
     method: type[Method] = (
         target
         if issubclass(target, Method)
@@ -115,15 +90,16 @@ def _load_spec(address: str) -> MethodSpec:
                 "property now (see rl/algorithms/method_interface.py)"
             ]
         )
-    if not dataclasses.is_dataclass(settings):
+    if not dataclasses.is_dataclass(getattr(target, "Settings", None)):
         raise SettingsError(
             [
                 f"method {address} has no Settings, a dataclass of sections such as "
                 "rl.algorithms.GrpoSettings (use that class or inherit from it)"
             ]
         )
-    summary = (target.__doc__ or address).strip().splitlines()[0]
-    return MethodSpec(settings, summary, method)  # type: ignore[arg-type]
+    if "summary" not in vars(method):
+        method.summary = (target.__doc__ or address).strip().splitlines()[0]
+    return method
 
 
 def _import_file(place: str) -> ModuleType:

@@ -97,7 +97,7 @@ def _methods_by_setting(methods: Mapping[str, MethodEntry]) -> dict[str, str]:
     """Return, for each setting, the names of the methods that have it."""
     owners: dict[str, list[str]] = {}
     for name, method in methods.items():
-        for key in get_fields(method.settings):
+        for key in get_fields(method.Settings):
             owners.setdefault(key, []).append(name)
     return {key: ", ".join(names) for key, names in owners.items()}
 
@@ -221,7 +221,7 @@ def _build_stages(
         stage_values = {
             key: value for key, value in stage.raw_values.items() if key not in option_table
         }
-        _check_keys(stage_values, get_fields(methods[method].settings), method, problems)
+        _check_keys(stage_values, get_fields(methods[method].Settings), method, problems)
         merged = _merge_stage(
             stage_values,
             plan,
@@ -235,7 +235,7 @@ def _build_stages(
         unused |= {key: f"{prefix}{text}" for key, text in merged.unused.items()}
         used |= merged.values.keys()
         settings = _build_section(
-            methods[method].settings, merged.values, problems, plan, typed, prefix
+            methods[method].Settings, merged.values, problems, plan, typed, prefix
         )
         built.append(StageConfig(method, name, settings))
     problems += [
@@ -253,7 +253,7 @@ def _setting_tables(
     """Return the settings of each stage's method by method name. Raises TypeError if a method and
     the run share the name of a setting.
     """
-    tables = {str(s.method): get_fields(methods[str(s.method)].settings) for s in stages}
+    tables = {str(s.method): get_fields(methods[str(s.method)].Settings) for s in stages}
     for method, table in tables.items():
         if both := set(table) & set(option_table):
             raise TypeError(
@@ -332,7 +332,7 @@ def _merge_stage(
         **stage_values,
         **line_values,
     }
-    table = get_fields(method.settings)
+    table = get_fields(method.Settings)
     merged = merge_environment_settings({k: v for k, v in raw.items() if _is_setting(k, table)})
     implied = {
         k: v for k, v in _variant_settings(method, merged.get("variant")).items() if k not in merged
@@ -347,7 +347,7 @@ def _merge_stage(
     spare = {*implied, *shared} - command_line.by_stage[name].keys()
     # Older runs could save settings without effect.
     spare |= (merged.keys() - line_values.keys()) if plan.folder is not None else set()
-    merged, unused = drop_unused(method.settings, {**implied, **merged}, spare)
+    merged, unused = drop_unused(method.Settings, {**implied, **merged}, spare)
     return _MergedStage(merged, {key: text for key, text in unused.items() if key not in implied})
 
 

@@ -87,7 +87,7 @@ def print_method_help(
 
     run_field = ("run", options, dataclasses.field(default_factory=options))
     page = dataclasses.make_dataclass(
-        spec.settings.__name__, [run_field], bases=(spec.settings,), frozen=True, kw_only=True
+        spec.Settings.__name__, [run_field], bases=(spec.Settings,), frozen=True, kw_only=True
     )
     default = {}
     if settings is not None:
@@ -146,7 +146,7 @@ def print_used_settings(
     from rich.table import Table
     from rich.text import Text
 
-    sources = ((spec.settings, settings), (options, options_value))
+    sources = ((spec.Settings, settings), (options, options_value))
     available = [key for key in _USED_SETTINGS if any(key in get_fields(cls) for cls, _ in sources)]
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)

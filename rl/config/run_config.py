@@ -18,18 +18,10 @@ from rl.config.fields import (
 class MethodEntry(Protocol):
     """Specify a method for the command line: its settings class and a summary line."""
 
-    @property
-    def settings(self) -> type: ...
-
-    @property
-    def summary(self) -> str: ...
-
-    @property
-    def variants(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return, for each value of the setting `variant`, the flat settings that it implies unless
-        they are set.
-        """
-        ...
+    Settings: type
+    summary: str
+    # for each value of the setting `variant`, the flat settings that it implies unless they are set
+    variants: Mapping[str, Mapping[str, Any]]
 
 
 class RunOptions(Protocol):
@@ -100,7 +92,7 @@ def load_resolved_config(
             )
             continue
         settings = unflatten_settings(
-            methods[stage["method"]].settings,
+            methods[stage["method"]].Settings,
             stage["settings"],
             problems,
             f"{place} stage {stage['name']}",
@@ -152,7 +144,7 @@ def diff_configs(
         return [*lines, f"stages {', '.join(old_names)} -> {', '.join(new_names)}"]
     for old, new in zip(old_stages, new_stages, strict=True):
         method = None if methods is None else methods.get(new["method"])
-        cls = None if method is None else method.settings
+        cls = None if method is None else method.Settings
         compare(
             f"stage {old['name']}: " if len(old_stages) > 1 else "",
             old["settings"],

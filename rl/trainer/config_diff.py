@@ -200,7 +200,7 @@ def _ignored_settings(
 
 def _default_settings(stage: StageConfig) -> dict[str, Any]:
     """Return the default settings of a stage's method, flat."""
-    return flatten_settings(METHODS[stage.method].settings())
+    return flatten_settings(METHODS[stage.method].Settings())
 
 
 def _restore_ended_stage(

@@ -55,7 +55,7 @@ def _count_rows(stages: Sequence[StageConfig], index: int) -> int:
     try:
         policy = cast(
             TrainingClient,
-            outline_policy(stages, index, METHODS[plan.method].hooks(plan.settings).value_head),
+            outline_policy(stages, index, METHODS[plan.method](plan.settings).value_head),
         )
         check_rows(prepared, policy, stage_renderer(policy, plan.settings))
     except ValueError as error:

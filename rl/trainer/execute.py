@@ -327,7 +327,7 @@ class RunState:
             self._prepare_stage()
         previous = self.initial_checkpoint(index)
         resume_from = self.position.state_path if self.resumes_here or self.finished else None
-        value_head = METHODS[prepared.plan.method].hooks(prepared.plan.settings).value_head
+        value_head = METHODS[prepared.plan.method](prepared.plan.settings).value_head
         policy = make_policy(
             service,
             prepared.plan.settings.model,
@@ -371,7 +371,7 @@ class RunState:
             tags,
             stage_renderer(policy, plan.settings),
         )
-        models = METHODS[plan.method].hooks(plan.settings).make_models(hosts)
+        models = METHODS[plan.method](plan.settings).make_models(hosts)
         if prepared.environment is not None:
             models = {
                 **models,
@@ -384,7 +384,7 @@ class RunState:
     def data_remark(self) -> str | None:
         """Return the method's remark on the current stage's data, if any."""
         prepared = self.stages[self.index]
-        method = METHODS[prepared.plan.method].hooks(prepared.plan.settings)
+        method = METHODS[prepared.plan.method](prepared.plan.settings)
         return method.remark_on_data(prepared.problems)
 
     def create_trainer(
@@ -402,7 +402,7 @@ class RunState:
         """
         prepared, options = self.stages[self.index], self.run.options
         plan = prepared.plan
-        method = METHODS[plan.method].hooks(plan.settings)
+        method = METHODS[plan.method](plan.settings)
         loop_state = self.position.loop_state if self.resumes_here else None
         done = self.position.next_batch if loop_state is not None else 0
         flow = getattr(plan.settings, "flow", None)

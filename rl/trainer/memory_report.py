@@ -91,8 +91,8 @@ def _check_batches(run: RunConfig) -> None:
     """Raise UserError if a batch's answers, ANSWER_BYTES each, exceed the driver's memory."""
     machine = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     for stage in run.stages:
-        hooks = METHODS[stage.method].hooks(stage.settings)
-        group, batch = (hooks.group_size if hooks.online else 1), stage.settings.loop.batch_size
+        method = METHODS[stage.method](stage.settings)
+        group, batch = (method.group_size if method.online else 1), stage.settings.loop.batch_size
         if batch * group * ANSWER_BYTES > machine:
             product = f"batch_size {batch}" + (f" x group_size {group}" if group > 1 else "")
             raise UserError(

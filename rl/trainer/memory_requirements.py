@@ -223,7 +223,7 @@ def _compute_needs(
 
 
 def _compute_step_work(
-    method: str,
+    method_name: str,
     settings: Any,
     shape: ModelShape,
     prompt: int,
@@ -237,8 +237,8 @@ def _compute_step_work(
     `in_pages`: whether the sampler uses a paged KV cache.
     """
     sampling, optim, loop = settings.sampling, settings.optim, settings.loop
-    hooks = METHODS[method].hooks(settings)
-    group = hooks.group_size if hooks.online else 1
+    method = METHODS[method_name](settings)
+    group = method.group_size if method.online else 1
     if shape.max_context is not None:
         prompt = max(1, min(prompt, shape.max_context - sampling.max_tokens))
     batch = largest_micro_batch(
@@ -259,7 +259,7 @@ def _compute_step_work(
         "world": sampler_world,
     }
     calls = [{"groups": settings.data.eval_limit, "group": 1}] if loop.eval_every else []
-    calls += [{"groups": loop.batch_size, "group": group}] if hooks.online else []
+    calls += [{"groups": loop.batch_size, "group": group}] if method.online else []
     prompts, rows = max(
         (compute_concurrent_rows(**call, **limits, paged=in_pages) for call in calls),
         key=lambda pair: pair[1],
@@ -286,7 +286,7 @@ def _list_other_shapes(
     fresh_adapter: bool,
 ) -> tuple[list[ModelShape], list[ModelShape]]:
     """Return the shapes of the frozen models beside the policy, and of the critics."""
-    requests = ModelRequests(METHODS[method_name].hooks(settings))
+    requests = ModelRequests(METHODS[method_name](settings))
     others = _other_model_shapes(method_name, settings, shape)
     if requests.needs_initial_policy and not fresh_adapter:
         others.append(shape)
@@ -376,7 +376,7 @@ def _other_model_shapes(method: str, settings: Any, policy: ModelShape) -> list[
         {name for name, _ in learned.weighted_reward_models} if learned is not None else set()
     )
     shapes = []
-    for target in ModelRequests(METHODS[method].hooks(settings)).weights:
+    for target in ModelRequests(METHODS[method](settings)).weights:
         folder = Path(target).expanduser()
         is_model = target.startswith("tiny:") or (
             (folder / "config.json").is_file() and not is_run_folder(folder)

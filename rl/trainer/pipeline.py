@@ -195,7 +195,7 @@ class _OutlineFactory(ModelFactory):
             source = self.stages[names.index(target)]
             scores = (
                 source.method == "reward_model"
-                and METHODS[source.method].hooks(source.settings).value_head
+                and METHODS[source.method](source.settings).value_head
             )
             if not scores:
                 raise UserError(
@@ -280,7 +280,7 @@ def dry_run(stages: Sequence[StageConfig], prepared: Sequence[PreparedStage], cu
     for index in range(current + 1, len(stages)):
         plan, ready = stages[index], prepared[index]
         try:
-            method = METHODS[plan.method].hooks(plan.settings)
+            method = METHODS[plan.method](plan.settings)
             policy = outline_policy(stages, index, method.value_head)
             _check_adapter(plan.settings.model, _find_base_model(stages, index)[0])
             renderer = stage_renderer(cast("TrainingClient", policy), plan.settings)

@@ -37,10 +37,7 @@ def check_rewards_at_start(
     checked: list[tuple[object, ...]] = []
     for prepared in stages:
         plan, data = prepared.plan, prepared.plan.settings.data
-        if (
-            not METHODS[plan.method].hooks(plan.settings).needs_reward
-            or prepared.environment is not None
-        ):
+        if not METHODS[plan.method](plan.settings).needs_reward or prepared.environment is not None:
             continue
         if prepared.scorer is None or prepared.rows is None:
             continue

@@ -83,7 +83,7 @@ def load_stored_answers(
 
 
 def _samples_answers(plan: StageConfig) -> bool:
-    return METHODS[plan.method].hooks(plan.settings).online
+    return METHODS[plan.method](plan.settings).online
 
 
 def _check_dataset_exists(dataset: str, plan: StageConfig, earlier: Sequence[StageConfig]) -> None:

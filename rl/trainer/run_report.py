@@ -171,7 +171,7 @@ def _get_stage_defaults(method: str) -> dict[str, Any] | None:
     """
     if method not in METHODS.keys():  # noqa: SIM118  (`in METHODS` imports a method in a file)
         return None
-    return flatten_settings(METHODS[method].settings())
+    return flatten_settings(METHODS[method].Settings())
 
 
 def _format_value(value: Any) -> str:

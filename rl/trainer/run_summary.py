@@ -317,7 +317,7 @@ def _usage_commands(run_state: StagePaths, folder: Path) -> list[str]:
             f"{format_script('sample')} {quoted_folder}{_format_trust(methods)}",
             *([f"{format_script('evaluate')} {quoted_folder}{trust}"] if scored else []),
         ]
-    flag = "reward" if METHODS[last.method].hooks(last.settings).value_head else "comparison"
+    flag = "reward" if METHODS[last.method](last.settings).value_head else "comparison"
     method = "rlhf" if flag == "reward" else "grpo"  # which has groups to compare within
     # preference pairs hold no reference answer to compare with
     flags = [*_policy_flags(run_state), *(["--reward", "None"] if method == "grpo" else [])]

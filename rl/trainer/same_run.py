@@ -122,7 +122,7 @@ def _diff_model(spec: Mapping[str, Any], run: RunConfig, index: int) -> list[str
         {} if is_continued else {"seed": derive_seed(seed, "weights") % 2**31, "lora": None}
     )
     plan = stages[index]
-    expected["value_head"] = METHODS[plan.method].hooks(plan.settings).value_head
+    expected["value_head"] = METHODS[plan.method](plan.settings).value_head
     if model.lora_rank and not is_continued:
         parts = {part: getattr(model, part) for part in LORA_PARTS}
         expected["lora"] = {

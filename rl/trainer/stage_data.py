@@ -100,7 +100,7 @@ def prepare_stage(plan: StageConfig, earlier: Sequence[StageConfig] = ()) -> Pre
     earlier: the stages before it; a stage among them may have to write its data first.
     """
     data, held_out = plan.settings.data, plan.settings.loop.eval_every > 0
-    method = METHODS[plan.method].hooks(plan.settings)
+    method = METHODS[plan.method](plan.settings)
     environment = resolve_environment(plan.settings)
     if environment is not None:
         check_scoring(environment, data)
@@ -259,7 +259,7 @@ def check_rows(prepared: PreparedStage, policy: TrainingClient, renderer: Render
     if cache_key is not None and cache_key == prepared.checked_model:
         return
     settings = prepared.plan.settings
-    method = METHODS[prepared.plan.method].hooks(settings)
+    method = METHODS[prepared.plan.method](settings)
     max_tokens, skip, reads = (
         settings.sampling.max_tokens,
         settings.data.on_bad_row,
