@@ -161,7 +161,7 @@ def test_a_server_that_answers_nothing_ends_the_run():
             judge.scores([group("a", "b")])
     assert len(bodies) == 14
     with pytest.raises(UserError, match="lists no models.*refused"):
-        judge.chat.model = ""
+        judge.api_client.model = ""
         judge.probe()
 
 

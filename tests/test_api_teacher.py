@@ -10,7 +10,7 @@ from whole_runs import final_weights, train
 
 from rl import ServiceClient
 from rl.errors import UserError
-from rl.judges import APITokenScorer, OpenAIClient, openai_client
+from rl.judges import APIScoringClient, OpenAIClient, openai_client
 from rl.types import ModelInput
 
 WORDS = (
@@ -97,7 +97,7 @@ def test_a_server_that_cannot_be_a_teacher_is_refused_before_the_run(answer, mes
 
 def test_logprobs_are_those_of_temperature_1():
     with api_server(lambda body, _: echoes(body["prompt"], [0.0, -0.5, -0.25])) as (address, _):
-        scorer = APITokenScorer(OpenAIClient(address))
+        scorer = APIScoringClient(OpenAIClient(address))
         inputs = [ModelInput.from_ints([65, 66, 67])]
         assert scorer.compute_logprobs_many(inputs).result() == [[None, -0.5, -0.25]]
         with pytest.raises(UserError, match="at temperature 1"):

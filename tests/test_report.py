@@ -275,7 +275,7 @@ def test_a_page_of_many_rollouts_stays_below_ten_megabytes(tmp_path, small_plotl
     shown = read_page(path)[1]["runs"][0]["rollouts"]
     assert len(shown["files"]) == 18 and len(shown["batches"]) == 12
     assert all(batch["groups"] for batch in shown["batches"])
-    assert shown["token_numbers"] == ["entropies", "ratios"]
+    assert shown["token_values"] == ["entropies", "ratios"]
     for batch in shown["batches"]:
         for answer in (item for group in batch["groups"] for item in group["answers"]):
             assert len(answer["entropies"]) == len(answer["ratios"]) == 800
@@ -310,7 +310,7 @@ def test_the_turns_of_an_episode_have_their_entropies_and_ratios(tmp_path, small
     write_update_file(path, arrays, {"calls": [{}, {}]})
     rollouts = read_page(write_report([folder]))[1]["runs"][0]["rollouts"]
     plain, coloured = (a["html"] for a in rollouts["batches"][0]["groups"][0]["answers"])
-    assert rollouts["token_numbers"] == ["entropies", "ratios"] and "ratio" not in plain
+    assert rollouts["token_values"] == ["entropies", "ratios"] and "ratio" not in plain
     assert re.findall(r"entropy ([\d.]+), ratio ([\d.]+)", coloured) == [
         ("0.500", "1"), ("0.500", "2.718"), ("1.500", "0.3679")
     ]  # fmt: skip
@@ -318,7 +318,7 @@ def test_the_turns_of_an_episode_have_their_entropies_and_ratios(tmp_path, small
     path.write_bytes(b"damaged")
     rollouts = read_page(write_report([folder]))[1]["runs"][0]["rollouts"]
     assert (
-        rollouts["token_numbers"] == [] and len(rollouts["batches"][0]["groups"][0]["answers"]) == 2
+        rollouts["token_values"] == [] and len(rollouts["batches"][0]["groups"][0]["answers"]) == 2
     )
 
 

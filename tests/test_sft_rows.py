@@ -179,7 +179,9 @@ def test_token_accuracy_is_that_of_the_plain_logits(fused):
             right += int(logits[t].argmax()) == targets[t]
             loss -= float(logits[t].log_softmax(-1)[targets[t]])
             tokens += 1
-    assert sums_["likeliest:sum"] == right and sums_["weights:sum"] == tokens and 0 < right < tokens
+    assert (
+        sums_["argmax_match:sum"] == right and sums_["weights:sum"] == tokens and 0 < right < tokens
+    )
     assert sums_["loss:sum"] == pytest.approx(loss, rel=1e-5)
 
 

@@ -19,7 +19,7 @@ from rl.errors import UserError
 from rl.jsonl import read_jsonl
 from rl.losses import compute_token_gradients, get_loss
 from rl.reporting import format_explanation, list_update_files, render_explanation
-from rl.reporting.update_files import add_token_numbers
+from rl.reporting.update_files import add_token_values
 from rl.trainer import explain_update
 from rl.trainer.update_recorder import UpdateRecorder
 
@@ -116,7 +116,7 @@ def test_grpo_equals_a_float64_computation_by_hand(tmp_path):
 def test_recorded_entropies_and_ratios_equal_those_of_the_saved_weights(tmp_path):
     run = train(tmp_path, "grpo", steps=2, save_every=1, learning_rate=1e-2)
     rows = read_samples(run, 2)
-    add_token_numbers(rows, list_update_files(run / "rollouts")[2])
+    add_token_values(rows, list_update_files(run / "rollouts")[2])
     weights = run / "checkpoints" / "grpo-000001" / "model"
     model = AutoModelForCausalLM.from_pretrained(weights).double()
     compared = 0
@@ -135,7 +135,7 @@ def test_recorded_entropies_and_ratios_equal_those_of_the_saved_weights(tmp_path
     other = [
         {**row, "response_tokens": [0, *row["response_tokens"]]} for row in read_samples(run, 2)
     ]
-    add_token_numbers(other, list_update_files(run / "rollouts")[2])
+    add_token_values(other, list_update_files(run / "rollouts")[2])
     assert not any("ratios" in row for row in other)
 
 

@@ -6,7 +6,7 @@ al., arXiv 2306.13649; Gu et al., arXiv 2306.08543). Off-policy (learn_from teac
 answers that the teacher sampled, or that the data holds, with
     alpha T^2 KL(teacher_T || student_T) + (1 - alpha) cross-entropy
 per token (Hinton et al., arXiv 1503.02531, section 2), where _T is softmax(logits / T) and the
-teacher's distribution is that of its `teacher_top_k` likeliest tokens.
+teacher's distribution is that of its `teacher_top_k` most likely tokens.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class Distillation(Method):
     def datums(
         self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
     ) -> list[Datum]:
-        """Return sequences with soft targets [T, K + 1]: the teacher's likeliest tokens and, in the
-        last column, the answer's token.
+        """Return sequences with soft targets [T, K + 1]: the teacher's most likely tokens and, in
+        the last column, the answer's token.
         """
         by_teacher: dict[str, list[Problem]] = {}
         for row in rows:
@@ -309,9 +309,9 @@ def make_soft_targets(
 ) -> list[Datum]:
     """Return supervised datums with targets and weights [T, K + 1].
 
-    Columns 0 to K - 1: the teacher's K likeliest tokens x_k with weight alpha T^2 p_k, p = softmax
-    over them of log p / T. Column K: the token itself with weight 1 - alpha. Positions of weight 0
-    keep weight 0. With alpha 0 the teacher is not called (K = 1).
+    Columns 0 to K - 1: the teacher's K most likely tokens x_k with weight alpha T^2 p_k, p =
+    softmax over them of log p / T. Column K: the token itself with weight 1 - alpha. Positions of
+    weight 0 keep weight 0. With alpha 0 the teacher is not called (K = 1).
     """
     from rl.sampler import SamplingRequest
 

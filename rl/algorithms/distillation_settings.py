@@ -42,7 +42,7 @@ class DistillationSettings:
     distill_temperature: Annotated[float, Range(1e-3, 100)] = 2.0
     """Off-policy: temperature of both distributions in the KL, which is scaled by its square."""
     teacher_top_k: Annotated[int, Range(1, 10**6)] = 64
-    """Off-policy: the teacher's distribution is that of its likeliest tokens at each position, this many, renormalized."""
+    """Off-policy: the teacher's distribution is that of its most likely tokens at each position, this many, renormalized."""
 
     def __post_init__(self) -> None:
         check_ranges(self)

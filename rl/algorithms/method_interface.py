@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from rl.config import LearnedRewardSettings, is_api_address
 from rl.errors import UserError
-from rl.judges import APITokenScorer, FrozenScorer, OpenAIClient, check_vocabulary
+from rl.judges import APIScoringClient, FrozenScorer, OpenAIClient, check_vocabulary
 from rl.rollout import TrajectoryGroup
 from rl.types import Datum, Problem
 
@@ -123,7 +123,7 @@ class ModelFactory(abc.ABC):
         if its vocabulary is not the policy's.
         """
         if is_api_address(target):
-            scorer = APITokenScorer(OpenAIClient(target))
+            scorer = APIScoringClient(OpenAIClient(target))
             scorer.check_vocabulary(self.policy, f"{role} {target}")
             return cast("SamplingClient", scorer)
         client = self.load(target)

@@ -116,7 +116,7 @@ class SFT(RowEvaluator):
 
     def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
         """Return `test/loss` (nats per token) and `test/token_accuracy` (share of tokens that are
-        the likeliest at their position), also of each data set.
+        the most likely at their position), also of each data set.
         """
         return evaluate_by_tag(rows, lambda members: self._evaluate(members, renderer, models))
 
@@ -135,7 +135,7 @@ class SFT(RowEvaluator):
         tokens = max(1.0, sums["weights:sum"])
         return {
             "loss": sums["loss:sum"] / tokens,
-            "token_accuracy": sums["likeliest:sum"] / tokens,
+            "token_accuracy": sums["argmax_match:sum"] / tokens,
             "tokens": tokens,
         }
 

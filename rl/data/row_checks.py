@@ -31,7 +31,7 @@ _MAX_FAULTS = 1000  # number of faulty rows after which the check stops
 _TEMPLATE = 256  # tokens that a chat template may add around the messages
 
 
-# common names of the column with the response, likeliest first
+# common names of the column with the response, most common first
 _RESPONSES = ("response", "answer", "output", "solution", "target", "reply", "text")
 
 

@@ -3,7 +3,7 @@ rubric.
 """
 
 from rl.judges.api_rubric_judge import APIRubricJudge
-from rl.judges.api_token_scorer import APITokenScorer
+from rl.judges.api_scoring_client import APIScoringClient
 from rl.judges.comparison_judge import (
     AnswerComparison,
     ComparisonModel,
@@ -37,7 +37,7 @@ __all__ = [
     "BaseModelScorer",
     "PairwiseJudge",
     "APIRubricJudge",
-    "APITokenScorer",
+    "APIScoringClient",
     "AnswerComparison",
     "OpenAIClient",
     "ComparisonModel",

@@ -32,7 +32,7 @@ class APIRubricJudge(RubricJudge):
     """
 
     def __init__(self, client: OpenAIClient, rubric: Rubric, seed: int = 0):
-        self.chat, self.rubric, self.seed = client, rubric, seed
+        self.api_client, self.rubric, self.seed = client, rubric, seed
 
     def probe(self) -> None:
         """Read a sample answer. Raises UserError if the server cannot be used with this rubric."""
@@ -44,13 +44,13 @@ class APIRubricJudge(RubricJudge):
         (reading,) = self._yes_probabilities([prompt])
         if isinstance(reading, str):
             raise UserError(
-                f"the model {self.chat.model} at {self.chat.url} cannot be read as yes or no: "
+                f"the model {self.api_client.model} at {self.api_client.url} cannot be read as yes or no: "
                 f"{reading}. Use --rubric-reading score, or another model"
             )
 
     def _yes_probabilities(self, prompts: Sequence[list[Message]]) -> list[float | str]:
         """Return P(yes) / (P(yes) + P(no)) of the first token of each reply, or a reason."""
-        replies = self.chat.complete_many(
+        replies = self.api_client.complete_many(
             prompts,
             self._seeds(prompts),
             max_tokens=1,
@@ -65,7 +65,7 @@ class APIRubricJudge(RubricJudge):
 
     def _sample_scores(self, prompts: Sequence[list[Message]]) -> list[float | str]:
         """Return the scores in the texts that the model writes, or why there is none."""
-        replies = self.chat.complete_many(
+        replies = self.api_client.complete_many(
             prompts, self._seeds(prompts), max_tokens=self.rubric.max_tokens, temperature=1.0
         )
         readings: list[float | str] = []
@@ -85,8 +85,8 @@ class APIRubricJudge(RubricJudge):
 def _read_yes_probability(choice: Mapping[str, Any]) -> float | str:
     """Return P(yes) / (P(yes) + P(no)) of a choice's first token; a text if it has neither."""
     try:
-        likeliest = choice["logprobs"]["content"][0]["top_logprobs"]
-        logprobs = [(str(entry["token"]), float(entry["logprob"])) for entry in likeliest]
+        top_logprobs = choice["logprobs"]["content"][0]["top_logprobs"]
+        logprobs = [(str(entry["token"]), float(entry["logprob"])) for entry in top_logprobs]
     except (KeyError, IndexError, TypeError, ValueError):
         return "the reply has no top_logprobs of its first token"
     yes, no = (
@@ -95,5 +95,5 @@ def _read_yes_probability(choice: Mapping[str, Any]) -> float | str:
     )
     if not yes + no > 0:
         tokens = ", ".join(repr(token) for token, _ in logprobs[:5])
-        return f"the likeliest first tokens are {tokens}, neither yes nor no"
+        return f"the most likely first tokens are {tokens}, neither yes nor no"
     return yes / (yes + no)

@@ -37,7 +37,7 @@ class ComparisonVerdict:
     """Hold the probabilities that the first answer is better, the second is, or neither. They sum
     to 1 and are averaged over both orders.
 
-    `consistent` tells whether the likeliest label means the same in both orders.
+    `consistent` tells whether the most likely label means the same in both orders.
     """
 
     first: float

@@ -331,7 +331,7 @@ class Learner:
         entropy: bool,
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """Return (loss, outputs of each token by name, metrics) of a micro-batch."""
-        likeliest = bool(config.get("token_accuracy"))
+        argmax_match = bool(config.get("token_accuracy"))
         parts, balances = [], []
         for side in batch.sub_batches or (batch,):
             needs_entropy = loss.needs_entropy(config)
@@ -341,7 +341,7 @@ class Learner:
                 temperature,
                 entropy or needs_entropy,
                 loss.logprobs,
-                likeliest,
+                argmax_match,
                 entropy_gradient=needs_entropy,
             )
             search = contextlib.nullcontext() if side.is_packed else skip_packing_search()

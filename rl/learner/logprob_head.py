@@ -31,7 +31,8 @@ class HeadRequest:
     all of them. All targets lie in [0, V): `Learner.run` has checked them in host memory. The fused
     head does not check, since a GPU's forward would have to wait. logprobs: False skips the
     vocabulary and returns zeros (for callers that need values only). argmax_match: return instead
-    of entropies 1 where the target is the likeliest token, else 0; targets [T], without a gradient.
+    of entropies 1 where the target is the most likely token, else 0; targets [T], without a
+    gradient.
     entropy_gradient: False returns entropies without a gradient, and the gradient of the logprobs
     is bit for bit that of a request without entropies.
     """

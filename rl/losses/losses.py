@@ -112,13 +112,13 @@ def cross_entropy(
 ) -> tuple[Tensor, Metrics]:
     """Compute -sum w lp; soft targets: -sum_k w_tk lp(x_tk). Weights default to 1.
 
-    `token_accuracy` (only in a forward) counts the weighted tokens that are the likeliest;
+    `token_accuracy` (only in a forward) counts the weighted tokens that are the most likely;
     entropy_T then marks these tokens.
     """
     weights = inputs["weights"] if "weights" in inputs else torch.ones_like(logp_T)
     loss = -(_where(weights != 0, logp_T) * weights).sum()
     accuracy = (
-        {"likeliest:sum": entropy_T[weights != 0].sum()} if config.get("token_accuracy") else {}
+        {"argmax_match:sum": entropy_T[weights != 0].sum()} if config.get("token_accuracy") else {}
     )
     return loss, {"weights:sum": weights.sum(), **accuracy}
 

@@ -178,8 +178,8 @@ def collect_axes(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
 
 @dataclass(frozen=True)
 class CurveGroup:
-    """Hold what is drawn in a colour: the curve of a run, or the mean of runs that differ in the
-    seed alone with the ends of its band.
+    """Hold a curve to draw: that of a run, or the mean of runs that differ only in their seed, with
+    the lower and upper edge of its band.
     """
 
     curve: RunCurve

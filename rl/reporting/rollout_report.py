@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from rl.jsonl import get_evaluation_step
 from rl.reporting.episode_html import collect_turns, get_stop_reason, render_turns
 from rl.reporting.paired_comparison import average_by_problem, make_problem_key, score_row
-from rl.reporting.update_files import TOKEN_NUMBERS, add_token_numbers
+from rl.reporting.update_files import TOKEN_VALUES, add_token_values
 from rl.sanitize import sanitize_text
 
 _TEXT_LIMIT, _PIECE_LIMIT, _TOKENS = 4000, 200, 1000  # characters; characters; tokens of an answer
@@ -99,7 +99,7 @@ def collect_rollouts(
 
     `evaluations`: the same problems at up to 12 evaluations of each stage. `batches`: groups of
     answers of up to 12 training steps, best and worst among them, and of up to 4 more steps with
-    alarms. `token_numbers`: which of TOKEN_NUMBERS a batch has. `files`: the names of all files of
+    alarms. `token_values`: which of TOKEN_VALUES a batch has. `files`: the names of all files of
     rollouts. `alarms`: the periods of `rl.reporting.collect_alarms`.
     """
     files = list_evaluations(folder)
@@ -109,7 +109,7 @@ def collect_rollouts(
     return {
         "evaluations": evaluations,
         "batches": batches,
-        "token_numbers": _list_token_numbers(batches),
+        "token_values": _list_token_values(batches),
         "files": [sanitize_text(path.name, 300) for path in sorted(folder.glob("*.jsonl"))][:2000],
     }
 
@@ -208,7 +208,7 @@ def _collect_batches(
     for step, stage, path in selected:
         budget = _ByteBudget(limit // len(selected))
         rows = read_rollouts(path)
-        add_token_numbers(rows, path.with_suffix(".update.safetensors"))
+        add_token_values(rows, path.with_suffix(".update.safetensors"))
         groups = list(_group_by(rows, _make_group_key).values())
         batch: dict[str, Any] = {
             "step": step,
@@ -232,8 +232,8 @@ def _collect_batches(
     return batches
 
 
-def _list_token_numbers(batches: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return which of TOKEN_NUMBERS the answers of batches have. The spans of a rendered episode
+def _list_token_values(batches: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return which of TOKEN_VALUES the answers of batches have. The spans of a rendered episode
     have the classes of their bands.
     """
     answers = [
@@ -241,7 +241,7 @@ def _list_token_numbers(batches: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     return [
         name
-        for name in TOKEN_NUMBERS
+        for name in TOKEN_VALUES
         if any(
             name in item or re.search(rf'<span class="[^"]* {name[0]}\d', item.get("html", ""))
             for item in answers
@@ -327,7 +327,7 @@ def make_answer(row: Mapping[str, Any]) -> dict[str, Any]:
     logprobs = row.get("logprobs")
     if isinstance(logprobs, list) and len(logprobs) == len(tokens):
         answer["logprobs"] = [_round(value) for value in logprobs[:_TOKENS]]
-    for name in ("advantages", *TOKEN_NUMBERS):
+    for name in ("advantages", *TOKEN_VALUES):
         values = row.get(name)
         if isinstance(values, list) and len(values) == len(tokens):
             digits = 4 if name == "advantages" else 3

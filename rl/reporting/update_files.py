@@ -15,7 +15,7 @@ from rl.errors import RunFolderError
 
 _UPDATE_FILE = re.compile(r"step_(\d{6,})(?:_.+)?\.update\.safetensors")
 _METADATA_KEY = "update"
-TOKEN_NUMBERS = ("entropies", "ratios")  # of a row, from `add_token_numbers`
+TOKEN_VALUES = ("entropies", "ratios")  # of a row, from `add_token_values`
 
 
 def name_update_file(stage: str, step: int) -> str:
@@ -60,7 +60,7 @@ def read_update_file(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]
     return arrays, metadata
 
 
-def add_token_numbers(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def add_token_values(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Add `ratios` and `entropies` to the rows of a file of rollouts, or to the sampled turns of a
     row of several turns, from the record of their update.
 
@@ -99,7 +99,7 @@ def _read_last_numbers(
     """Return the ratios and, if recorded, the entropies over all tokens of a record."""
     starts = np.cumsum(arrays["datums"][:, 3]) - arrays["datums"][:, 3]
     sampled = arrays["sampled"].astype(np.float64)
-    numbers = {name: np.full(len(sampled), np.nan) for name in TOKEN_NUMBERS}
+    numbers = {name: np.full(len(sampled), np.nan) for name in TOKEN_VALUES}
     for k in range(num_calls):
         members = arrays[f"call/{k}/datums"]
         counts = arrays["datums"][members, 3]

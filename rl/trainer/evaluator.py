@@ -26,7 +26,7 @@ class Evaluator:
         self.held_out = HeldOutMetrics()
         # the answers of the current evaluation, and whether they are greedy
         self._answers: list[tuple[RolloutBatch, bool]] = []
-        self._time = "before"  # of the evaluation: before the first batch, or after a batch
+        self._phase = "before"  # of the evaluation: before the first batch, or after a batch
 
     @property
     def samples_held_out(self) -> bool:
@@ -62,7 +62,7 @@ class Evaluator:
 
     def evaluate_before_training(self, sampler: SamplingClient | None) -> dict[str, float]:
         """Return the held-out metrics before the first step."""
-        self._time = "before"
+        self._phase = "before"
         metrics = self.evaluate_rows()
         if sampler is not None:
             metrics |= {**self.evaluate_sampled(sampler), **self.evaluate_greedy(sampler)}
@@ -76,7 +76,7 @@ class Evaluator:
         """
         if not self.is_due(batch):
             return {}
-        self._time = "after"
+        self._phase = "after"
         metrics = self.evaluate_rows()
         if sampler is not None:
             metrics |= self.evaluate_sampled(sampler)
@@ -146,13 +146,13 @@ class Evaluator:
         context, samples = self.context, self.samples
         assert context.test_problems is not None
         params = context.eval_params
-        result = samples.sample_independently(
+        result = samples.sample_episodes(
             samples.build_groups(list(context.test_problems), 1),
             sampler,
             replace(params, temperature=0.0) if greedy else params,
             seed,
             samples.load_held_out_players(),
-            f"greedy {self._time}" if greedy else f"test {self._time}",
+            f"greedy {self._phase}" if greedy else f"test {self._phase}",
         )
         result = samples.add_judgements(result, ungrouped=True)
         self._reset_reward_timers()

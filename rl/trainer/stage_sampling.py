@@ -91,11 +91,9 @@ class StageSampler:
         if context.replay_log is None:
             return rollout(builders, sampler, context.sampling_params, seed=seed, players=players)
         context.replay_log.batch = batch
-        return self.sample_independently(
-            builders, sampler, context.sampling_params, seed, players, part
-        )
+        return self.sample_episodes(builders, sampler, context.sampling_params, seed, players, part)
 
-    def sample_independently(
+    def sample_episodes(
         self,
         builders: Sequence[EnvGroupBuilder],
         sampler: SamplingClient,

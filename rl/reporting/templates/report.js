@@ -431,7 +431,7 @@ function showRun() {
   fillSelect(byId("alarm"), [["", "any step"], ...names.map((name) => [name, name])]);
   byId("alarm-label").hidden = !names.length;
   for (const [id, name] of [["entropy-label", "entropies"], ["ratio-label", "ratios"]])
-    byId(id).hidden = !data.runs.some((run) => run.rollouts.token_numbers.includes(name));
+    byId(id).hidden = !data.runs.some((run) => run.rollouts.token_values.includes(name));
   byId("files").replaceChildren(...rollouts.files.flatMap((name) => [linkTo(rollouts, name), " "]));
   listProblems();
   listSources();

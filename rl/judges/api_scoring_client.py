@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _SAMPLE_SIZE = 100  # tokens of the vocabulary that are compared
 
 
-class APITokenScorer:
+class APIScoringClient:
     """Compute logprobs of given tokens, as a sampling client does (`compute_logprobs_many`).
 
     The server echoes prompts of token ids with their logprobs (`/completions`), which are those of
