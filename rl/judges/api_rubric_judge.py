@@ -44,8 +44,8 @@ class APIRubricJudge(RubricJudge):
         (reading,) = self._yes_probabilities([prompt])
         if isinstance(reading, str):
             raise UserError(
-                f"the model {self.api_client.model} at {self.api_client.url} cannot be read as yes or no: "
-                f"{reading}. Use --rubric-reading score, or another model"
+                f"the model {self.api_client.model} at {self.api_client.url} cannot be read as yes "
+                f"or no: {reading}. Use --rubric-reading score, or another model"
             )
 
     def _yes_probabilities(self, prompts: Sequence[list[Message]]) -> list[float | str]:
