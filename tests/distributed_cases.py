@@ -63,8 +63,11 @@ GRADIENTS = {
         "untied", "ppo", {"token_budget": 1, "fused": False}, (3, 5)
     ),
     "untied, gspo": Case("untied", "gspo", SMALL),
-    "untied, custom over sequences, checkpointing": Case(
-        "untied", "custom", {**SMALL, "gradient_checkpointing": True}, (3, 5)
+    "untied, custom over sequences, inputs of layers offloaded": Case(
+        "untied",
+        "custom",
+        {**SMALL, "gradient_checkpointing": True, "offload_activations": True},
+        (3, 5),
     ),
     "value head, values alone": Case("value", "value", SMALL, (3, 5)),
     "lora tied, ppo, calls of 3 and 5": Case("lora_tied", "ppo", SMALL, (3, 5)),

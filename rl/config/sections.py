@@ -140,6 +140,8 @@ class ModelSettings:
     """Data type of the frozen matrices under a LoRA adapter; adapters, norms, biases and separate output heads stay fp32. auto: bf16 if the arithmetic is bf16 (this changes no product), else fp32. 4bit: NF4 of the package bitsandbytes with double quantization (QLoRA, arXiv 2305.14314); the sampler's copy is bf16."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    offload_activations: bool = False
+    """Hold what gradient_checkpointing keeps (the input of each layer) in CPU memory between the forward and the backward pass, for long sequences. Copies from the GPU run beside the forward pass."""
     router_replay: bool = False
     """Replay the sampler's expert choices in the learner (mixture-of-experts models): each token goes to the experts that it used when it was sampled, so rounding does not change its route; the routers still train. optim/rerouted is the share of tokens whose route would have differed."""
     router_aux_loss_coef: Annotated[float, WEIGHT] = 0.0
@@ -151,6 +153,10 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        if self.offload_activations and not self.gradient_checkpointing:
+            raise ValueError(
+                "offload_activations moves what gradient_checkpointing keeps: set gradient_checkpointing too"
+            )
         if self.precision == "fp32" and self.base_dtype in ("bf16", "4bit"):
             raise ValueError(
                 f"base_dtype {self.base_dtype} requires bf16 arithmetic, and precision is fp32: set precision to bf16"

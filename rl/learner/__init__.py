@@ -1,6 +1,7 @@
 """Hold a rank's share of a trained model: forward, backward, optimizer, sharding, saving."""
 
 from rl.learner import learner_checkpoint
+from rl.learner.activation_memory import offload_layer_inputs
 from rl.learner.adamw import check_optimizer
 from rl.learner.backend import loads_shards
 from rl.learner.frozen_base import choose_base_dtype
@@ -24,6 +25,7 @@ __all__ = [
     "HeadRequest",
     "Learner",
     "LearnerSettings",
+    "offload_layer_inputs",
     "LogprobHead",
     "ModelSpec",
     "ShardingSpec",

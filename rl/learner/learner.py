@@ -22,6 +22,7 @@ from rl.distributed import collectives, trace_region
 from rl.errors import UserError
 from rl.images import get_image_reader
 from rl.layers import ExpertReplay, describe_layers, get_hidden_size, replay_experts
+from rl.learner.activation_memory import offload_layer_inputs
 from rl.learner.backend import Backend, make_backend, move_to_device
 from rl.learner.backend_common import load_first_layers, make_skeleton
 from rl.learner.frozen_base import convert_frozen_
@@ -59,6 +60,7 @@ class LearnerSettings:
     """Hold the settings of a learner.
 
     token_budget: positions in a micro-batch. layout: see packing. fused: kernels for logprobs.
+    offload_activations: see rl.learner.activation_memory; only with gradient_checkpointing.
     kept_bytes: see linear_logprob; None: see rl.learner.head_memory. optimizer: see
     rl.learner.adamw. router_replay: tokens with recorded experts in their datum are routed to those
     experts. router_aux_loss_coef: see rl.learner.router_aux_loss.
@@ -68,6 +70,7 @@ class LearnerSettings:
     layout: str = "auto"
     fused: bool = True
     gradient_checkpointing: bool = False
+    offload_activations: bool = False
     optimizer: str = "adamw"
     router_replay: bool = False
     router_aux_loss_coef: float = 0.0
@@ -113,6 +116,8 @@ class Learner:
         self.model = loaded.model
         if settings.gradient_checkpointing:
             _enable_gradient_checkpointing(loaded)
+            if settings.offload_activations:
+                offload_layer_inputs(loaded.model)
         self.trainable: dict[str, Tensor] = {
             n: p for n, p in self.model.named_parameters() if p.requires_grad
         }

@@ -4,6 +4,7 @@ from rl.memory_plan.byte_counts import (
     GIB,
     USABLE_FRACTION,
     MemoryPlan,
+    offloaded_activation_bytes,
     plan_memory,
     saved_logits_bytes,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "largest_micro_batch",
     "load_shape",
     "plan_memory",
+    "offloaded_activation_bytes",
     "plan_sampler_memory",
     "count_pool_pages",
     "compute_concurrent_rows",

@@ -324,6 +324,11 @@ def gathered_fsdp_bytes(shape: ModelShape, launch: LaunchShape) -> float:
     return launch.compute_bytes * (outside + 2 * shape.layer) + FP32 * summed
 
 
+def offloaded_activation_bytes(shape: ModelShape, batch: MicroBatch) -> float:
+    """Return the bytes of the inputs of all layers in fp32 (bf16 weights: half as much)."""
+    return float(FP32 * shape.layers * batch.rows * batch.length * shape.hidden)
+
+
 def host_memory(shape: ModelShape, launch: LaunchShape) -> list[tuple[str, float]]:
     """Return (purpose, bytes) of CPU memory of a machine if the learner runs on GPUs."""
     if not launch.cuda:

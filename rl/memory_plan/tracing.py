@@ -34,7 +34,7 @@ from rl.layers import (
     keep_first_layers_,
     layers_share_tensors,
 )
-from rl.learner import HeadRequest, LogprobHead
+from rl.learner import HeadRequest, LogprobHead, offload_layer_inputs
 from rl.memory_plan.activations import AllocationRecord, StorageTracker
 from rl.memory_plan.byte_counts import PERSISTENCE_THRESHOLD
 from rl.memory_plan.shapes import MicroBatch, MicroBatchMemory, ModelShape
@@ -69,6 +69,7 @@ class ComputeConfig:
     keeps_gradients  they accumulate in `.grad` (otherwise they are freed at once)
     cuda             the output head runs in kernels, with larger slabs of scores; what it saves
                      is not counted here (`kept_logits` counts it)
+    offloads         the inputs of checkpointed layers are in host memory
     kept             bytes that the head may save off CUDA, as `LearnerSettings.kept_bytes`
     low_base         the frozen matrices are bf16
     """
@@ -78,9 +79,21 @@ class ComputeConfig:
     keeps_gradients: bool = True
     fused: bool = True
     checkpointing: bool = False
+    offloads: bool = False
     cuda: bool = False
     saved_bytes: int | None = None
     bf16_base: bool = False
+
+
+class AbsentTensor:
+    """Describe a tensor that is held elsewhere, by its size alone."""
+
+    def __init__(self, tensor: Tensor):
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+
+    def restore(self) -> Tensor:
+        """Return a tensor of this size."""
+        return torch.empty(self.shape, dtype=self.dtype)
 
 
 class ModelSkeleton:
@@ -168,6 +181,8 @@ class ModelSkeleton:
                     gradient_checkpointing_kwargs={"use_reentrant": False}
                 )
                 model.train()
+                if config.offloads:
+                    offload_layer_inputs(model, AbsentTensor)
             head = LogprobHead.without_check(
                 model, fused=config.fused, kept_bytes=0 if config.cuda else config.saved_bytes
             )

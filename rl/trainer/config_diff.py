@@ -37,6 +37,7 @@ CHANGEABLE_SETTINGS = (
     "token_budget",
     "layout",
     "gradient_checkpointing",
+    "offload_activations",
     "fused_logprobs",
     "kept_logits_gib",
     "kv_cache_tokens",

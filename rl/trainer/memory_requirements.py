@@ -36,6 +36,7 @@ from rl.memory_plan import (
     count_pool_pages,
     largest_micro_batch,
     load_shape,
+    offloaded_activation_bytes,
     plan_memory,
     plan_sampler_memory,
     saved_logits_bytes,
@@ -189,21 +190,20 @@ def _compute_needs(
         if model.fused_logprobs
         else 0.0
     )
+    offloaded = []
+    if launch.cuda and model.offload_activations:
+        size = offloaded_activation_bytes(shape, batch) * launch.per_node
+        offloaded = [("inputs of layers, offloaded, at most", size)]
     if samplers is None:
-        return [
-            StageNeeds(
-                stage.name,
-                model.base_model,
-                plan_memory(shape, held, launch, work, others, critics, kept_bytes),
-                work,
-                launch,
-            )
-        ]
+        plan = plan_memory(shape, held, launch, work, others, critics, kept_bytes)
+        plan = MemoryPlan(plan.items, (*plan.host, *offloaded))
+        return [StageNeeds(stage.name, model.base_model, plan, work, launch)]
     learner_plan = plan_memory(
         shape, held, launch, StepWork(batch=batch, samples=False), (), critics, kept_bytes
     )
     host = (
         *learner_plan.host,
+        *offloaded,
         ("weights on their way to the ranks that sample, on rank 0", staged_weight_bytes(shape)),
     )
     learner_needs = StageNeeds(
@@ -435,6 +435,7 @@ def _trace(model: ModelSettings, batch: MicroBatch, launch: LaunchShape) -> Micr
         keeps_gradients=launch.zero_stage in (None, 0) and not launch.fsdp,
         fused=model.fused_logprobs,
         checkpointing=model.gradient_checkpointing,
+        offloads=model.offload_activations,
         cuda=launch.cuda,
         saved_bytes=None if launch.cuda else kept_bytes_from_gib(model.kept_logits_gib),
         bf16_base=launch.base_dtype != "fp32" and launch.zero_stage is None and not launch.fsdp,

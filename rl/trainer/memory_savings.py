@@ -67,6 +67,9 @@ def _list_candidates(run: RunConfig, launch: LaunchShape) -> list[MemorySaving]:
     changes = [_setting_change("model", "gradient_checkpointing", True)] * (
         not model.gradient_checkpointing
     )
+    changes += [_setting_change("model", "offload_activations", True)] * (
+        launch.cuda and model.gradient_checkpointing and not model.offload_activations
+    )
     changes += [_setting_change("model", "fused_logprobs", True)] * (not model.fused_logprobs)
     changes += [_setting_change("model", "kept_logits_gib", 0)] * (
         launch.cuda and model.fused_logprobs and model.kept_logits_gib != 0

@@ -22,6 +22,7 @@ def collect_worker_settings(stages: Sequence[StageConfig]) -> WorkerSettings:
             fused=model.fused_logprobs,
             kept_bytes=kept_bytes_from_gib(model.kept_logits_gib),
             gradient_checkpointing=model.gradient_checkpointing,
+            offload_activations=model.offload_activations,
             optimizer=optim.optimizer,
             router_replay=model.router_replay,
             router_aux_loss_coef=model.router_aux_loss_coef,
@@ -48,8 +49,9 @@ def collect_worker_settings(stages: Sequence[StageConfig]) -> WorkerSettings:
     if any(settings != per_stage[0] for settings in per_stage):
         raise UserError(
             "precision, token_budget, layout, fused_logprobs, kept_logits_gib, "
-            "gradient_checkpointing, optimizer, router_replay, router_aux_loss_coef, "
-            "kv_cache_tokens, max_rows, sampler, sampler_cache and sampler_tp apply to the whole "
-            "run: set them at the recipe's top level or on the command line"
+            "gradient_checkpointing, offload_activations, optimizer, router_replay, "
+            "router_aux_loss_coef, kv_cache_tokens, max_rows, sampler, sampler_cache and "
+            "sampler_tp apply to the whole run: set them at the recipe's top level or on the "
+            "command line"
         )
     return replace(per_stage[0], sampler_ranks=max(ranks, default=0))

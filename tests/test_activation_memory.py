@@ -1,0 +1,100 @@
+"""The inputs of checkpointed layers are in host memory between forward and backward, and nothing
+else changes.
+"""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from test_architectures import datums, learnt, make_learner, model_of
+from test_memory_plan import MODEL, folder_of
+
+from rl.config.sections import ModelSettings
+from rl.learner import activation_memory, offload_layer_inputs
+from rl.memory_plan import MicroBatch
+from rl.memory_plan.tracing import ComputeConfig, ModelSkeleton
+
+NAMES = ("gpt2", "llama", "qwen2", "mixtral", "gemma2", "bloom", "falcon_h1", "opt")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_the_same_bits(name, monkeypatch):
+    """One copy of [rows, positions, hidden] for each layer and micro-batch, each restored once."""
+    copies = []
+
+    class CountedCopy(activation_memory.HostCopy):
+        def __init__(self, tensor, stream):
+            super().__init__(tensor, stream)
+            self.shape, self.restored = tensor.shape, 0
+            copies.append(self)
+
+        def restore(self):
+            self.restored += 1
+            return super().restore()
+
+    monkeypatch.setattr(activation_memory, "HostCopy", CountedCopy)
+    model, data = model_of(name), datums()
+    plain = make_learner(copy.deepcopy(model), gradient_checkpointing=True)
+    offloading = make_learner(model, gradient_checkpointing=True, offload_activations=True)
+    copies.clear()  # those of the probe
+    expected, got = learnt(plain, data), learnt(offloading, data)
+    np.testing.assert_array_equal(got, expected)
+    for key, parameter in plain.trainable.items():
+        assert torch.equal(offloading.trainable[key].grad, parameter.grad), key
+    config = model.config
+    inputs = [one for one in copies if one.shape[-1] == config.hidden_size and len(one.shape) == 3]
+    assert len(inputs) == config.num_hidden_layers * offloading.num_micro_batches
+    assert all(one.restored == 1 for one in inputs)
+    learnt(plain, data)
+    assert len(copies) == len({id(one) for one in copies}) and not any(
+        one.restored > 1 for one in copies
+    )
+
+
+def test_the_plan_counts_them_in_host_memory(tmp_path):
+    """By hand: all inputs but that of the layer whose backward runs leave the device."""
+    layers = 6
+    skeleton = ModelSkeleton(
+        folder_of({**MODEL, "num_hidden_layers": layers}, tmp_path), None, None
+    )
+    batch = MicroBatch(32, 64, 2048)
+    kept, offloaded = (
+        skeleton.measure_micro_batch(batch, ComputeConfig(checkpointing=True, offloads=on))
+        for on in (False, True)
+    )
+    size = 2048 * MODEL["hidden_size"] * 4
+    saved = kept.total - offloaded.total
+    assert (layers - 2) * size <= saved <= layers * size
+
+
+def test_it_needs_gradient_checkpointing():
+    with pytest.raises(ValueError, match="set gradient_checkpointing too"):
+        ModelSettings(offload_activations=True)
+
+
+@pytest.mark.gpu
+def test_memory_of_a_gpu_falls_by_the_inputs():
+    """Peak of a forward and backward, with the same gradients."""
+    torch.manual_seed(0)
+    model = model_of("llama", "sdpa").cuda()
+    ids = torch.randint(3, 40, (64, 128), device="cuda")
+    gradients, peaks = [], []
+    for offloads in (False, True):
+        trained = copy.deepcopy(model)
+        trained.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
+        trained.train()
+        if offloads:
+            offload_layer_inputs(trained)
+        torch.cuda.reset_peak_memory_stats()
+        hidden = trained.model(input_ids=ids, use_cache=False).last_hidden_state
+        peaks.append(torch.cuda.memory_allocated())
+        hidden.square().sum().backward()
+        gradients.append({name: p.grad for name, p in trained.named_parameters()})
+        del trained, hidden
+    for name, gradient in gradients[0].items():
+        if gradient is not None:
+            torch.testing.assert_close(gradients[1][name], gradient)
+    assert peaks[1] < peaks[0]
