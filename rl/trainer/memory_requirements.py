@@ -43,7 +43,6 @@ from rl.memory_plan import (
     trace_micro_batch,
 )
 from rl.models import (
-    LORA_PARTS,
     count_classifier_parameters,
     resolve_adapter_chain,
     supports_lazy_loading,
@@ -52,7 +51,6 @@ from rl.trainer.initial_weights import find_previous_stage
 from rl.trainer.memory_table import DeviceMemory, StageNeeds
 from rl.trainer.resolve_weights import continues_adapter, find_initial_weights
 from rl.trainer.saved_weights import is_run_folder
-from rl.types import LoraConfig
 
 _DEFAULT_GPU = 80.0  # GiB of a hypothetical GPU
 MeasureMicroBatch = Callable[[ModelSettings, MicroBatch, LaunchShape], MicroBatchMemory]
@@ -163,7 +161,7 @@ def _compute_needs(
     be turned off.
     """
     samplers, launch = _split_launch(settings, launch)
-    shape = load_shape(model.base_model, model.tokenizer, _lora_config(model))
+    shape = load_shape(model.base_model, model.tokenizer, model.make_lora())
     optim = settings.optim
     team = _tensor_parallel_size(
         settings.sampling.sampler_tp, 0 if samplers is None else samplers.world, shape, launch
@@ -295,7 +293,7 @@ def _list_other_shapes(
         return others, []
     if critic == "policy":
         return others, [shape]
-    return others, [load_shape(critic, model.tokenizer, _lora_config(model))]
+    return others, [load_shape(critic, model.tokenizer, model.make_lora())]
 
 
 def _uses_paged_cache(
@@ -413,12 +411,6 @@ def _base_dtype(model: ModelSettings, launch: LaunchShape) -> str:
     return ("bf16" if launch.bf16 else "fp32") if model.base_dtype == "auto" else model.base_dtype
 
 
-def _lora_config(model: ModelSettings) -> LoraConfig | None:
-    if not model.lora_rank:
-        return None
-    return LoraConfig(model.lora_rank, **{part: getattr(model, part) for part in LORA_PARTS})
-
-
 def measure_nothing(
     model: ModelSettings, batch: MicroBatch, launch: LaunchShape
 ) -> MicroBatchMemory:
@@ -439,4 +431,4 @@ def _trace(model: ModelSettings, batch: MicroBatch, launch: LaunchShape) -> Micr
         saved_bytes=None if launch.cuda else kept_bytes_from_gib(model.kept_logits_gib),
         bf16_base=launch.base_dtype != "fp32" and launch.zero_stage is None and not launch.fsdp,
     )
-    return trace_micro_batch(model.base_model, model.tokenizer, _lora_config(model), batch, config)
+    return trace_micro_batch(model.base_model, model.tokenizer, model.make_lora(), batch, config)

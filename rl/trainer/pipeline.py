@@ -22,7 +22,6 @@ from rl.errors import UserError
 from rl.judges import OpenAIClient
 from rl.learner import learner_checkpoint
 from rl.models import (
-    LORA_PARTS,
     add_lora,
     check_model_folder,
     check_model_weights,
@@ -44,7 +43,7 @@ from rl.trainer.stage_models import (
     make_rubric,
     stage_renderer,
 )
-from rl.types import LoraConfig, Problem
+from rl.types import Problem
 
 if TYPE_CHECKING:
     from rl.client import SamplingClient, TrainingClient
@@ -111,13 +110,12 @@ def _load_outline(base_model: str, tokenizer: str | None) -> tuple[int, int | No
 
 def _check_adapter(model: ModelSettings, base_model: str) -> None:
     """Raise UserError if the requested adapter cannot be put on the model."""
-    if model.lora_rank:
+    if (lora := model.make_lora(0)) is not None:
         with torch.device("meta"):
             loaded = load_skeleton(
                 base_model, tokenizer=model.tokenizer if base_model.startswith("tiny:") else None
             )
-            parts = {part: getattr(model, part) for part in LORA_PARTS}
-            add_lora(loaded, LoraConfig(model.lora_rank, 0, alpha=model.lora_alpha, **parts))
+            add_lora(loaded, lora)
 
 
 def _find_base_model(stages: Sequence[StageConfig], index: int) -> tuple[str, str | None]:

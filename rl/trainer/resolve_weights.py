@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,6 @@ from rl.config import ModelSettings, RunConfig, StageConfig
 from rl.errors import UserError
 from rl.learner import learner_checkpoint
 from rl.models import (
-    LEGACY_PART_DEFAULTS,
-    LORA_PARTS,
     find_adapter_base,
     is_adapter,
     is_head_tied,
@@ -31,11 +29,11 @@ from rl.models import (
 )
 from rl.trainer.initial_weights import find_previous_stage
 from rl.trainer.saved_weights import SavedWeights, open_weights
+from rl.types import LoraConfig
 
 ORIGINS_KEY = (
     "origins"  # key in config.json: the source of each stage that begins from trained weights
 )
-_ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", *LORA_PARTS)
 
 
 @dataclass(frozen=True)
@@ -59,19 +57,14 @@ def find_initial_weights(model: ModelSettings, previous: str | None) -> InitialW
     source = str(Path(previous) / "model") if previous is not None else model.base_model
     if is_adapter(source) and model.lora_start != "merge":
         folder = Path(source).expanduser()
-        saved = _read_adapter_shape(folder)
-        if saved is not None and _has_same_shape(saved, model):
+        if _has_same_shape(_read_lora(folder), model):
             return InitialWeights(source, str(folder.parent if folder.name == "model" else folder))
     return InitialWeights(source)
 
 
 def continues_adapter(previous: ModelSettings, model: ModelSettings) -> bool:
     """Return whether a stage that begins from another stage's end continues its adapter."""
-    return (
-        bool(previous.lora_rank)
-        and model.lora_start != "merge"
-        and _has_same_shape(previous, model)
-    )
+    return model.lora_start != "merge" and _has_same_shape(previous.make_lora(), model)
 
 
 def resolve_initial_weights(
@@ -244,7 +237,7 @@ def _resolve_base_model(
     if not is_adapter(folder):
         _check_has_adapter(model, requested)
         return model, ({**note, "how": "all of its weights"} if weights.stage is not None else None)
-    saved = _read_adapter_shape(folder.expanduser())
+    saved = _read_lora(folder.expanduser())
     if saved is None:
         if model.lora_start == "continue":
             raise UserError(
@@ -256,44 +249,36 @@ def _resolve_base_model(
             **note,
             "how": f"its LoRA adapter {_describe_merge(model)}",
         }
-    model, description = _apply_adapter_shape(model, saved)
+    model, description = _apply_lora(model, saved)
     return model, {**note, "how": description}
 
 
 def _resolve_previous_stage(
     model: ModelSettings, previous: StageConfig
 ) -> tuple[ModelSettings, dict[str, Any] | None]:
-    earlier = previous.settings.model
-    if not earlier.lora_rank:
+    saved = previous.settings.model.make_lora()
+    if saved is None:
         _check_has_adapter(model, f"stage {previous.name}")
         return model, None
-    model, description = _apply_adapter_shape(model, earlier)
+    model, description = _apply_lora(model, saved)
     return model, {"from": f"stage {previous.name}", "how": description}
 
 
-def _apply_adapter_shape(model: ModelSettings, saved: ModelSettings) -> tuple[ModelSettings, str]:
-    """Return (settings, description): the settings have the adapter's shape if it is continued, and
-    the description says what happens to the adapter.
+def _apply_lora(model: ModelSettings, saved: LoraConfig) -> tuple[ModelSettings, str]:
+    """Return (settings, description): the settings request the saved adapter if it is continued,
+    and the description says what happens to the adapter.
     """
-    same_shape = _has_same_shape(saved, model)
-    if model.lora_start == "merge" or (
-        model.lora_start == "auto" and model.lora_rank and not same_shape
-    ):
-        return model, f"its LoRA adapter of rank {saved.lora_rank} {_describe_merge(model)}"
-    if model.lora_rank and not same_shape:
-        changed = [
-            f"{name} {getattr(saved, name)} -> {getattr(model, name)}"
-            for name in _ADAPTER_SETTINGS
-            if not _has_equal_setting(saved, model, name)
-        ]
+    requested = model.make_lora()
+    changed = [] if requested is None else _diff_lora(saved, requested)
+    if model.lora_start == "merge" or (model.lora_start == "auto" and changed):
+        return model, f"its LoRA adapter of rank {saved.rank} {_describe_merge(model)}"
+    if changed:
         raise UserError(
             "lora_start continue continues a LoRA adapter unchanged, but other settings were "
             f"requested: {', '.join(changed)}. Leave out what differs, or set lora_start to "
             "merge, which merges it into its base and trains a fresh adapter on that"
         )
-    return replace(
-        model, **{name: getattr(saved, name) for name in _ADAPTER_SETTINGS}
-    ), f"its LoRA adapter of rank {saved.lora_rank} is continued"
+    return model.with_lora(saved), f"its LoRA adapter of rank {saved.rank} is continued"
 
 
 def _describe_merge(model: ModelSettings) -> str:
@@ -322,35 +307,39 @@ def _check_not_reward_model(weights: SavedWeights, stage: StageConfig, requested
         )
 
 
-def _read_adapter_shape(folder: Path) -> ModelSettings | None:
-    """Return the shape of the adapter of a run's checkpoint (or of an exported checkpoint). None if
-    no run saved it.
+def _read_lora(folder: Path) -> LoraConfig | None:
+    """Return the settings of the adapter of a run's checkpoint (or of an exported checkpoint). None
+    if no run saved it.
     """
     path = (folder.parent if folder.name == "model" else folder) / "state.json"
     if not path.is_file():
         return None
     try:
         lora = json.loads(path.read_text(encoding="utf-8"))["spec"]["lora"]
-        lora = {**LEGACY_PART_DEFAULTS, **lora}
-        return ModelSettings(
-            lora_rank=lora["rank"],
-            lora_alpha=lora["alpha"],
-            **{name: lora[name] for name in LORA_PARTS},
-        )
-    except (ValueError, KeyError, TypeError) as error:
+        return LoraConfig(lora.pop("rank"), **lora)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path} does not describe the adapter next to it ({error!r}): it was changed or "
             "damaged"
         ) from error
 
 
-def _has_same_shape(first: ModelSettings, second: ModelSettings) -> bool:
-    return all(_has_equal_setting(first, second, name) for name in _ADAPTER_SETTINGS)
+def _has_same_shape(saved: LoraConfig | None, model: ModelSettings) -> bool:
+    """Return whether the settings request the saved adapter."""
+    requested = model.make_lora()
+    return saved is not None and requested is not None and not _diff_lora(saved, requested)
 
 
-def _has_equal_setting(first: ModelSettings, second: ModelSettings, name: str) -> bool:
-    if name == "lora_alpha":  # by default the rank
-        return (first.lora_alpha or first.lora_rank) == (second.lora_alpha or second.lora_rank)
-    if name == "train_unembed" and second.train_unembed is None:
-        return True
-    return bool(getattr(first, name) == getattr(second, name))
+def _diff_lora(saved: LoraConfig, requested: LoraConfig) -> list[str]:
+    """Return "setting saved -> requested" for each setting of the adapter that differs."""
+    expected, actual = asdict(saved), asdict(requested)
+    if saved.effective_alpha == requested.effective_alpha:
+        actual["alpha"] = saved.alpha
+    if requested.train_unembed is None:
+        actual["train_unembed"] = saved.train_unembed
+    names = {"rank": "lora_rank", "alpha": "lora_alpha"}
+    return [
+        f"{names.get(name, name)} {expected[name]} -> {actual[name]}"
+        for name in expected
+        if name != "seed" and actual[name] != expected[name]
+    ]

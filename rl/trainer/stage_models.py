@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from rl.judges import (
     WeightedRewardModels,
     shares_vocabulary,
 )
-from rl.models import LORA_PARTS, is_adapter, load_classifier_config
+from rl.models import is_adapter, load_classifier_config
 from rl.renderers import Renderer, StopTextRenderer, get_renderer
 from rl.seed import derive_seed
 from rl.trainer.resolve_weights import find_initial_weights, find_weights_folder
@@ -60,16 +60,14 @@ def make_policy(
         )
     base = origin.base
     weights_seed = derive_seed(seed, "weights") % 2**31
-    if model.lora_rank == 0:
+    lora = model.make_lora(derive_seed(seed, "adapter") % 2**31)
+    if lora is None:
         return service.create_full_training_client(
             base, tokenizer=model.tokenizer, seed=weights_seed, value_head=value_head
         )
     return service.create_lora_training_client(
         base,
-        rank=model.lora_rank,
-        seed=derive_seed(seed, "adapter") % 2**31,
-        **{part: getattr(model, part) for part in LORA_PARTS},
-        alpha=model.lora_alpha,
+        **asdict(lora),
         tokenizer=model.tokenizer,
         model_seed=weights_seed,
         value_head=value_head,
