@@ -47,9 +47,8 @@ from rl.models import (
     resolve_adapter_chain,
     supports_lazy_loading,
 )
-from rl.trainer.initial_weights import find_previous_stage
+from rl.trainer.initial_weights import continues_adapter, find_base_model, find_previous_stage
 from rl.trainer.memory_table import DeviceMemory, StageNeeds
-from rl.trainer.resolve_weights import continues_adapter, find_initial_weights
 from rl.trainer.saved_weights import is_run_folder
 
 _DEFAULT_GPU = 80.0  # GiB of a hypothetical GPU
@@ -117,29 +116,20 @@ def compute_stage_needs(
     """
     needs = []
     measure = measure or _trace
-    stage_settings = (
-        [stage.settings for stage in run.stages] if settings is None else list(settings)
-    )
-    for i, stage in enumerate(run.stages):
-        first, predecessor = i, find_previous_stage(run.stages, i)
-        while (earlier := find_previous_stage(run.stages, first)) is not None:
-            first = earlier
-        model = replace(
-            stage_settings[i].model,
-            base_model=stage_settings[first].model.base_model,
-            tokenizer=stage_settings[first].model.tokenizer,
-        )
-        is_continued = (
-            find_initial_weights(model, None).continued_checkpoint is not None
-            if predecessor is None
-            else continues_adapter(stage_settings[predecessor].model, model)
-        )
+    stages = [
+        stage if settings is None else replace(stage, settings=settings[i])
+        for i, stage in enumerate(run.stages)
+    ]
+    for i, stage in enumerate(stages):
+        base, tokenizer = find_base_model(stages, i)
+        model = replace(stage.settings.model, base_model=base, tokenizer=tokenizer)
+        is_continued = continues_adapter(stages, i)
         adapter = bool(model.lora_rank) and not is_continued
-        if is_continued and predecessor is None:
+        if is_continued and find_previous_stage(stages, i) is None:
             root = resolve_adapter_chain(model.base_model)[0]
             model = replace(model, base_model=root.name, tokenizer=root.tokenizer)
         needs += _compute_needs(
-            stage, stage_settings[i], model, launch, prompt, fresh_adapter=adapter, measure=measure
+            stage, stage.settings, model, launch, prompt, fresh_adapter=adapter, measure=measure
         )
     return needs
 

@@ -32,8 +32,7 @@ from rl.models import (
     load_tokenizer,
     resolve_adapter_chain,
 )
-from rl.trainer.initial_weights import find_previous_stage
-from rl.trainer.resolve_weights import find_weights_folder
+from rl.trainer.initial_weights import find_base_model, find_weights_folder
 from rl.trainer.saved_weights import open_weights
 from rl.trainer.stage_data import PreparedStage, check_rows, prepare_stage
 from rl.trainer.stage_models import (
@@ -118,23 +117,9 @@ def _check_adapter(model: ModelSettings, base_model: str) -> None:
             add_lora(loaded, lora)
 
 
-def _find_base_model(stages: Sequence[StageConfig], index: int) -> tuple[str, str | None]:
-    """Return (base model, tokenizer) of a stage's policy, following the stages that it begins from.
-    Raises UserError if such a stage cannot continue.
-    """
-    model, before = stages[index].settings.model, find_previous_stage(stages, index)
-    if before is None:
-        return model.base_model, model.tokenizer
-    base, tokenizer = _find_base_model(stages, before)
-    earlier = stages[before].settings.model
-    if earlier.lora_rank:
-        return base, tokenizer
-    return base, model.tokenizer or tokenizer
-
-
 def outline_policy(stages: Sequence[StageConfig], index: int, value_head: bool) -> ModelOutline:
     """Return the outline of a stage's policy. Raises UserError if the stage could not begin."""
-    base, tokenizer = _find_base_model(stages, index)
+    base, tokenizer = find_base_model(stages, index)
     return ModelOutline(
         base, tokenizer, stages[index].settings.model.lora_rank, value_head=value_head
     )
@@ -159,7 +144,7 @@ class _OutlineFactory(ModelFactory):
     def _outline_model(self, target: str) -> ModelOutline:
         names = [stage.name for stage in self.stages[: self.index]]
         if target in names:
-            return ModelOutline(*_find_base_model(self.stages, names.index(target)))
+            return ModelOutline(*find_base_model(self.stages, names.index(target)))
         weights = open_weights(target)
         if weights.path is None:
             return ModelOutline(target, None)
@@ -280,7 +265,7 @@ def dry_run(stages: Sequence[StageConfig], prepared: Sequence[PreparedStage], cu
         try:
             method = METHODS[plan.method].hooks(plan.settings)
             policy = outline_policy(stages, index, method.value_head)
-            _check_adapter(plan.settings.model, _find_base_model(stages, index)[0])
+            _check_adapter(plan.settings.model, find_base_model(stages, index)[0])
             renderer = stage_renderer(cast("TrainingClient", policy), plan.settings)
             tags = ready.rows.tags if ready.rows is not None else []
             method.make_models(_OutlineFactory(stages, index, policy, tags))

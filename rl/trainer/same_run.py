@@ -20,8 +20,11 @@ from rl.data import ProblemSet
 from rl.errors import RunFolderError, UserError
 from rl.jsonl import METRICS_FILE, read_metrics
 from rl.seed import derive_seed
-from rl.trainer.initial_weights import find_previous_stage
-from rl.trainer.resolve_weights import continues_adapter, find_initial_weights
+from rl.trainer.initial_weights import (
+    continues_adapter,
+    find_adapter_root,
+    find_previous_stage,
+)
 from rl.types import LoraConfig
 
 RUN_ID_KEY = "id"
@@ -108,17 +111,11 @@ def check_same_run(
 
 def _diff_model(spec: Mapping[str, Any], run: RunConfig, index: int) -> list[str]:
     """Return a line for each difference between a checkpoint's spec and this stage's model."""
-    stages, root = run.stages, index
-    while (before := find_previous_stage(stages, root)) is not None and continues_adapter(
-        stages[before].settings.model, stages[root].settings.model
-    ):
-        root = before  # a continued adapter keeps its original spec
+    stages, root = run.stages, find_adapter_root(run.stages, index)
+    before = find_previous_stage(stages, root)
     model, seed = stages[root].settings.model, run.options.seed
     base = model.base_model if before is None else f"{stages[before].name}-final/model"
-    # an adapter of another run has that run's seed and base
-    is_continued = (
-        before is None and find_initial_weights(model, None).continued_checkpoint is not None
-    )
+    is_continued = continues_adapter(stages, root)  # another run's, with its seed and base
     expected: dict[str, Any] = {}
     if not is_continued:
         lora = model.make_lora(derive_seed(seed, "adapter") % 2**31)

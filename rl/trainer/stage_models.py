@@ -33,7 +33,7 @@ from rl.judges import (
 from rl.models import is_adapter, load_classifier_config
 from rl.renderers import Renderer, StopTextRenderer, get_renderer
 from rl.seed import derive_seed
-from rl.trainer.resolve_weights import find_initial_weights, find_weights_folder
+from rl.trainer.initial_weights import find_initial_weights, find_weights_folder
 from rl.trainer.saved_weights import SavedWeights, open_weights
 
 
