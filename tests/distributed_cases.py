@@ -29,7 +29,7 @@ from rl.distributed.accelerate_launch import make_accelerator  # noqa: E402
 from rl.learner.learner import LearnerSettings  # noqa: E402
 from rl.runtime import worker_group  # noqa: E402
 from rl.runtime.training_worker import TrainingWorker, WorkerSettings  # noqa: E402
-from rl.runtime.verbs import verb  # noqa: E402
+from rl.runtime.verb_table import verb  # noqa: E402
 from rl.types import AdamParams, Datum, ModelInput  # noqa: E402
 
 DIVISOR = 7.0

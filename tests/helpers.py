@@ -11,7 +11,7 @@ from rl.learner.learner import LearnerSettings
 from rl.models.tiny_models import get_model_preset
 from rl.runtime.rank_settings import SamplerSettings, WorkerSettings
 from rl.runtime.training_worker import ModelSpec, TrainingWorker
-from rl.runtime.verbs import VERBS
+from rl.runtime.verb_table import VERBS
 from rl.types import AdamParams, Datum, ModelInput
 
 VOCABULARY = 14  # of tiny:addition

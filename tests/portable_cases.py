@@ -14,7 +14,7 @@ from helpers import random_datums  # noqa: E402
 
 from rl import ServiceClient, types  # noqa: E402
 from rl.runtime.training_worker import TrainingWorker  # noqa: E402
-from rl.runtime.verbs import verb  # noqa: E402
+from rl.runtime.verb_table import verb  # noqa: E402
 
 
 @verb()

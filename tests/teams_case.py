@@ -25,7 +25,7 @@ from rl.distributed import collectives
 from rl.errors import UserError
 from rl.runtime import SamplerSettings, WorkerSettings, check_sync, worker_group
 from rl.runtime.training_worker import TrainingWorker
-from rl.runtime.verbs import verb
+from rl.runtime.verb_table import verb
 from rl.sampler import SamplingRequest
 from rl.types import AdamParams, ModelInput, SamplingParams
 

@@ -32,7 +32,7 @@ from rl.memory_plan import (
 )
 from rl.runtime.rank_settings import WorkerSettings
 from rl.runtime.router import VerbRouter
-from rl.runtime.verbs import VerbCall
+from rl.runtime.verb_table import VerbCall
 from rl.runtime.weight_sync import WeightChunk, WeightSnapshot, WeightTransfer, view_bytes
 from rl.runtime.worker_group import ClosedService, WorkerGroup
 from rl.trainer import run_summary

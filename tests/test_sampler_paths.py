@@ -15,7 +15,7 @@ from rl.models.model_loading import load_model
 from rl.rollout import rollout
 from rl.rollout.rollout_types import Env, EnvGroupBuilder, StepResult
 from rl.runtime.training_worker import TrainingWorker, WorkerSettings
-from rl.runtime.verbs import VERBS
+from rl.runtime.verb_table import VERBS
 from rl.sampler import SamplingRequest
 from rl.seed import derive_seed
 from rl.types import ModelInput, Problem, SamplingParams

@@ -148,7 +148,7 @@ import torch
 from rl import ServiceClient
 from rl.runtime import worker_group
 from rl.runtime.training_worker import TrainingWorker
-from rl.runtime.verbs import verb
+from rl.runtime.verb_table import verb
 
 class Busy(TrainingWorker):
     @verb()

@@ -12,7 +12,7 @@ from rl.runtime import worker_group
 from rl.runtime.rank_settings import WorkerSettings
 from rl.runtime.router import VerbRouter
 from rl.runtime.training_worker import TrainingWorker
-from rl.runtime.verbs import LEARNER, SAMPLER, VERBS, VerbCall, verb
+from rl.runtime.verb_table import LEARNER, SAMPLER, VERBS, VerbCall, verb
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from typing import Any
 
 from rl.runtime.rank_settings import WorkerSettings
 from rl.runtime.router import VerbRouter
-from rl.runtime.verbs import LEARNER, VERBS, VerbCall
+from rl.runtime.verb_table import LEARNER, VERBS, VerbCall
 from rl.runtime.worker_group import GroupService
 from rl.sampler import SamplingRequest
 
@@ -47,7 +47,7 @@ class Driver:
         with self._lock:
             if not VERBS[verb].frees:
                 self._flush()
-            call = VerbCall(verb, arguments, dependencies, self._make_future(verb))
+            call = VerbCall(verb, arguments, tuple(dependencies), self._make_future(verb))
             self._submit_call(call)
             return call.future
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.runtime.rank_settings import WorkerSettings
-from rl.runtime.verbs import LEARNER, SAMPLER, VerbCall
+from rl.runtime.verb_table import LEARNER, SAMPLER, VerbCall
 from rl.runtime.weight_sync import WeightChunk, WeightSnapshot
 from rl.runtime.worker_group import GroupService
 from rl.types import SamplingParams

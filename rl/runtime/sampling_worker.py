@@ -29,7 +29,7 @@ from rl.runtime.sampler_versions import (
 )
 from rl.runtime.sharding import assign_indices, merge_by_index, sum_counters
 from rl.runtime.stream_worker import StepOutput, StepRequest, WorkerStream, run_step_request
-from rl.runtime.verbs import SAMPLER, verb
+from rl.runtime.verb_table import SAMPLER, verb
 from rl.sampler import (
     Decoder,
     IdleKVCachePool,

@@ -1,8 +1,8 @@
 """Execute the verbs on every rank, on the models and sampler versions that live on the rank.
 
-A verb is a method with a row in the table (`rl.runtime.verbs`). All ranks run the same verbs with
-the same arguments in the same order. A verb splits its work over the ranks, and rank 0 receives the
-results.
+A verb is a method with a row in the table (`rl.runtime.verb_table`). All ranks run the same verbs
+with the same arguments in the same order. A verb splits its work over the ranks, and rank 0
+receives the results.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from rl.runtime.sample_temperatures import compute_mean_temperature, resolve_tem
 from rl.runtime.sampler_versions import SamplerVersion
 from rl.runtime.sampling_worker import SamplingWorker, load_base
 from rl.runtime.sharding import assign_indices, merge_by_index, sum_counters
-from rl.runtime.verbs import LEARNER, SAMPLER, verb
+from rl.runtime.verb_table import LEARNER, SAMPLER, verb
 from rl.runtime.weight_sync import WeightSnapshot
 from rl.sampler import Decoder
 from rl.types import AdamParams, Datum, LoraConfig, SamplingParams

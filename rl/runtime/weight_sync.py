@@ -23,7 +23,7 @@ from rl.models import LoadedModel, add_lora
 from rl.runtime.base_models import BaseKey
 from rl.runtime.sampler_versions import SamplerVersion
 from rl.runtime.sampling_worker import SamplingWorker, load_base
-from rl.runtime.verbs import SAMPLER, verb
+from rl.runtime.verb_table import SAMPLER, verb
 from rl.sampler import Decoder
 
 CHUNK_BYTES = 4 * 2**20  # a step request of a stream waits for at most a single chunk

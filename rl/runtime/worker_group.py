@@ -30,7 +30,7 @@ from rl.errors import OtherRankFailed, RankLost, UserError
 from rl.runtime.rank_settings import WorkerSettings
 from rl.runtime.sampling_worker import SamplingWorker
 from rl.runtime.training_worker import TrainingWorker
-from rl.runtime.verbs import LEARNER, SERVICE, VERBS, VerbCall, verb
+from rl.runtime.verb_table import LEARNER, SERVICE, VERBS, VerbCall, verb
 from rl.runtime.weight_sync import SamplerWorker
 
 CLOSE_RANKS, HEARTBEAT = "close", "alive"  # messages to the ranks' loops, not verbs

@@ -171,33 +171,25 @@ class StageModelFactory(ModelFactory):
 
     def _load_reward_model(self, target: str) -> RewardModel | PublishedRewardModel:
         """Return the reward model `target`. Raises UserError if it is no reward model."""
-        weights = None if target in self.earlier else open_weights(target)
-        if weights is not None and is_published_reward_model(weights):
+        weights = self.open(target)
+        if target not in self.earlier and is_published_reward_model(weights):
             return PublishedRewardModel(self.service.create_classifier_client(target), target)
-        if (
-            weights is not None
-            and weights.stage is not None
-            and weights.stage.method != "reward_model"
-        ):
+        if weights.stage is not None and weights.stage.method != "reward_model":
             training_method = weights.stage.method
             raise UserError(
                 f"{target} is no reward model: {training_method} trained it, and its value head "
                 "predicts the rewards of its policy. Name weights that train.py reward_model "
                 "trained"
             )
-        path = Path(self.earlier[target]) if weights is None else weights.path
-        if (
-            path is None
-            or not (path / "state.json").is_file()
-            or not checkpoint_folder.read_verified_state(path)["spec"].get("value_head")
-        ):
+        if not self.has_value_head(weights):
             raise UserError(
                 f"{target} is no reward model: it is not a ...ForSequenceClassification with a "
                 "single output, and has no value head that train.py reward_model trained. Train a "
                 "reward model with train.py reward_model, or use a published reward model; a "
                 "language model can score responses with --comparison-model"
             )
-        client = self.service.create_training_client_from_state(str(path))
+        path = self.earlier.get(target, str(weights.path))
+        client = self.service.create_training_client_from_state(path)
         same_vocabulary = shares_vocabulary(self.policy, client, f"reward model {target}")
         return RewardModel(
             client,
@@ -207,12 +199,25 @@ class StageModelFactory(ModelFactory):
             policy_renderer=self.renderer,
         )
 
+    def open(self, target: str) -> SavedWeights:
+        """Return the weights of an earlier stage or of another source."""
+        return open_weights(self.earlier.get(target, target))
+
+    def has_value_head(self, weights: SavedWeights) -> bool:
+        """Return whether a checkpoint holds a value head."""
+        path = weights.path
+        return (
+            path is not None
+            and (path / "state.json").is_file()
+            and bool(checkpoint_folder.read_verified_state(path)["spec"].get("value_head"))
+        )
+
     def renderer_of(self, target: str) -> tuple[str | None, tuple[tuple[str, str], ...]]:
         """Return the renderer (None: the default) and template settings of a model's training.
 
         A model must be prompted with the renderer it was trained with.
         """
-        weights = open_weights(self.earlier.get(target, target))
+        weights = self.open(target)
         return (
             (None, ())
             if weights.stage is None

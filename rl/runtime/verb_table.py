@@ -18,7 +18,7 @@ SERVICE = "service"  # each group executes the verb for its part of a service
 
 
 @dataclass(frozen=True)
-class Verb:
+class VerbSpec:
     """Describe a verb. `group`: the ranks that execute it if some ranks only sample; otherwise all
     ranks do.
 
@@ -44,18 +44,18 @@ class Verb:
     router_method: str | None = None
 
 
-VERBS: dict[str, Verb] = {}
+VERBS: dict[str, VerbSpec] = {}
 
 
 def verb(*row: Any, **fields: Any) -> Callable[[Method], Method]:
-    """Add a worker's method to the table under its name, with the fields of `Verb`. A subclass that
-    overrides the method keeps the row. Raises ValueError if the table has the name.
+    """Add a worker's method to the table under its name, with the fields of `VerbSpec`. A subclass
+    that overrides the method keeps the row. Raises ValueError if the table has the name.
     """
 
     def add(method: Method) -> Method:
         if method.__name__ in VERBS:
             raise ValueError(f"the verb {method.__name__} has a row already: rename the method")
-        VERBS[method.__name__] = Verb(*row, **fields)
+        VERBS[method.__name__] = VerbSpec(*row, **fields)
         return method
 
     return add
@@ -73,7 +73,7 @@ class VerbCall:
     future: Future = field(default_factory=Future)
 
     @property
-    def row(self) -> Verb:
+    def row(self) -> VerbSpec:
         """Return the verb's row in the table."""
         return VERBS[self.verb]
 
