@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import inspect
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -35,6 +36,13 @@ def suggest_settings(config_class: type[C]) -> type[C]:
                 )
         original_init(self, **kwargs)
 
+    signature = inspect.signature(original_init)
+    checked_init.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[
+            p if p.name == "self" else p.replace(kind=p.KEYWORD_ONLY)
+            for p in signature.parameters.values()
+        ]
+    )
     config_class.__init__ = checked_init  # type: ignore[assignment]
     return config_class
 
