@@ -12,7 +12,8 @@ from rl.runtime import worker_group
 from rl.runtime.rank_settings import WorkerSettings
 from rl.runtime.router import VerbRouter
 from rl.runtime.training_worker import TrainingWorker
-from rl.runtime.verb_table import LEARNER, SAMPLER, VERBS, VerbCall, verb
+from rl.runtime.verb_table import LEARNER, SAMPLER, SERVICE, VERBS, VerbCall, verb
+from rl.runtime.weight_sync import SamplerWorker
 
 
 @pytest.fixture
@@ -91,3 +92,13 @@ def test_its_row_says_which_ranks_run_it_and_what_it_waits_for(rows, monkeypatch
 def test_a_name_has_one_row(rows):
     with pytest.raises(ValueError, match="sample has a row already"):
         verb(SAMPLER)(TrainingWorker.sample)
+
+
+def test_rows_name_what_exists():
+    for name, row in VERBS.items():
+        assert row.group in (LEARNER, SAMPLER, SERVICE), name
+        assert row.on_refusal is None or row.on_refusal in VERBS, name
+        assert row.router_method is None or hasattr(VerbRouter, row.router_method), name
+    for worker in (TrainingWorker, SamplerWorker):
+        public = {name for name in dir(worker) if not name.startswith("_")}
+        assert public <= {*VERBS, "free_all"}, f"a method of {worker} that nothing can call"
