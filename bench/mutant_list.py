@@ -1128,7 +1128,7 @@ MUTANTS = [
     ),
     M(
         "rl/runtime/worker_group.py",
-        '    _execute_everywhere(executor, service, "drop_gradients", arguments[:1])\n',
+        "    _execute_everywhere(executor, service, call.row.on_refusal, call.arguments[:1])\n",
         "",
         "outside: gradients stay after a failed forward_backward",
         "clients",

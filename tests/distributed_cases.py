@@ -29,6 +29,7 @@ from rl.distributed.accelerate_launch import make_accelerator  # noqa: E402
 from rl.learner.learner import LearnerSettings  # noqa: E402
 from rl.runtime import worker_group  # noqa: E402
 from rl.runtime.training_worker import TrainingWorker, WorkerSettings  # noqa: E402
+from rl.runtime.verb_table import verb  # noqa: E402
 from rl.types import AdamParams, Datum, ModelInput  # noqa: E402
 
 DIVISOR = 7.0
@@ -155,9 +156,11 @@ def update_datums(step: int) -> list[Datum]:
 class CaseWorker(TrainingWorker):
     """A worker with verbs that look inside and change what a launch fixes."""
 
+    @verb()
     def configure(self, settings: dict[str, Any]) -> None:
         self.settings = replace(self.settings, learner=LearnerSettings(**settings))
 
+    @verb()
     def relaunch(self, bf16: bool, ds_config: str | None) -> None:
         """What the same processes would have been launched as with another precision or DeepSpeed
         config.
@@ -170,6 +173,7 @@ class CaseWorker(TrainingWorker):
         self.accelerator = make_accelerator(bf16=bf16)
         self.sampler_dtype = torch.bfloat16 if bf16 else torch.float32
 
+    @verb()
     def describe(self, model_id: int) -> dict[str, Any]:
         """`own`: the numbers that this rank holds of the model while nothing runs; `bound`: seconds
         of the longest wait in a collective.
@@ -197,6 +201,7 @@ class CaseWorker(TrainingWorker):
             else None,
         }
 
+    @verb()
     def gradient(self, model_id: int) -> tuple[dict[str, torch.Tensor], float]:
         """What was accumulated, by parameter name (on rank 0), and its norm as a step reports it."""
         learner = self.learners[model_id]
@@ -210,9 +215,11 @@ class CaseWorker(TrainingWorker):
         learner.load_optimizer_tensors({})
         return found, norm
 
+    @verb()
     def micro_batches(self, model_id: int, datums: Sequence[Datum]) -> int:
         return len(list(self.learners[model_id]._local_micro_batches(datums)))
 
+    @verb()
     def plant_divisor(self, model_id: int, divisor: float) -> None:
         """A defect: every loss is divided by `divisor` once too often."""
         backend = self.learners[model_id].backend

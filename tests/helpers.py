@@ -11,6 +11,7 @@ from rl.learner.learner import LearnerSettings
 from rl.models.tiny_models import get_model_preset
 from rl.runtime.rank_settings import SamplerSettings, WorkerSettings
 from rl.runtime.training_worker import ModelSpec, TrainingWorker
+from rl.runtime.verb_table import VERBS
 from rl.types import AdamParams, Datum, ModelInput
 
 VOCABULARY = 14  # of tiny:addition
@@ -37,7 +38,8 @@ def make_worker(
 
 def call(worker: TrainingWorker, verb: str, *arguments):
     """A verb as the driver runs it on one process."""
-    return worker.merge(verb, [getattr(worker, verb)(*arguments)])
+    reduce = VERBS[verb].reduce or (lambda parts: parts[0])
+    return reduce([getattr(worker, verb)(*arguments)])
 
 
 def random_datums(

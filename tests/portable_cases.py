@@ -14,8 +14,10 @@ from helpers import random_datums  # noqa: E402
 
 from rl import ServiceClient, types  # noqa: E402
 from rl.runtime.training_worker import TrainingWorker  # noqa: E402
+from rl.runtime.verb_table import verb  # noqa: E402
 
 
+@verb()
 def whole_at_once(worker: TrainingWorker, model_id: int) -> list[list[int]]:
     """A verb: for each piece of the weights on its way to the sampler, [its elements, elements in
     memory of all parameters].

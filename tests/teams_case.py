@@ -25,6 +25,7 @@ from rl.distributed import collectives
 from rl.errors import UserError
 from rl.runtime import SamplerSettings, WorkerSettings, check_sync, worker_group
 from rl.runtime.training_worker import TrainingWorker
+from rl.runtime.verb_table import verb
 from rl.sampler import SamplingRequest
 from rl.types import AdamParams, ModelInput, SamplingParams
 
@@ -34,6 +35,7 @@ CASES = {"qwen3": 0, "qwen2": 4, "llama": 4}  # rank of the adapter; 0: all weig
 class CaseWorker(TrainingWorker):
     """With verbs that look inside, and one that breaks what is between the ranks."""
 
+    @verb(reduce=lambda parts: [part["numbers"] for part in parts])
     def held(self, model_id: int) -> dict:
         """Numbers that this rank's sampler holds."""
         sizes = [
@@ -41,17 +43,16 @@ class CaseWorker(TrainingWorker):
         ]  # type: ignore[attr-defined]
         return {"numbers": sum(sizes)}
 
+    @verb()
     def hold(self, tp: int) -> None:
         """From now on so many ranks hold a sampler together, as if launched with that."""
         self.settings = replace(self.settings, sampler=SamplerSettings(tp=tp))
         self.tp_group = collectives.get_tensor_parallel_group(tp, 60)
         self.reports_results = self.tp_group is None or self.tp_group.rank == 0
 
+    @verb()
     def leave_sums_out(self) -> None:
         collectives.ProcessTensorParallelGroup.all_reduce_ = lambda self, x: x  # type: ignore[method-assign]
-
-    def merge(self, verb, parts):
-        return [part["numbers"] for part in parts] if verb == "held" else super().merge(verb, parts)
 
 
 def streamed(client) -> list:

@@ -493,6 +493,27 @@ def test_a_batch_of_weights_that_were_updated_since_is_refused(service):
     assert client.version == 2 == algorithm.updates
 
 
+@pytest.mark.parametrize("chosen", [{}, {"seed": 5, "train_attn": False}])
+def test_an_adapter_of_a_config_is_the_one_of_tinkers_call(service, chosen):
+    """The same settings, however they came: to a bit the same weights, and the same spec beside
+    them.
+    """
+    config = TrainingConfig(
+        model_ref="tiny:addition", lora_config=LoRAConfig(rank=2, alpha=6, **chosen), seed=3
+    )
+    settings = {"rank": 2, "alpha": 6, "seed": 3, "model_seed": 3, "value_head": True, **chosen}
+    saved = [
+        Path(client.save_state(name).result().path)
+        for name, client in (
+            ("config", service.create_training_client(config)),
+            ("call", service.create_lora_training_client("tiny:addition", **settings)),
+        )
+    ]
+    specs = [json.loads((folder / "state.json").read_text())["spec"] for folder in saved]
+    weights = [(folder / "model" / "adapter_model.safetensors").read_bytes() for folder in saved]
+    assert specs[0] == specs[1] and weights[0] == weights[1]
+
+
 def test_checkpoints_are_named_in_turn_and_belong_to_their_config(service):
     client = service.create_training_client(ADAPTER)
     names = [client.save_state(metadata={"n": n}).artifact_id.rsplit("/", 1)[1] for n in range(2)]

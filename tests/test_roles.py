@@ -33,8 +33,9 @@ from rl.memory_plan import (
 from rl.runtime import weight_sync
 from rl.runtime.rank_settings import WorkerSettings
 from rl.runtime.router import VerbRouter
+from rl.runtime.verb_table import VerbCall
 from rl.runtime.weight_sync import WeightChunk, WeightSnapshot, WeightTransfer, view_bytes
-from rl.runtime.worker_group import OPEN_SERVICE, ClosedService, SamplerGroup
+from rl.runtime.worker_group import ClosedService, WorkerGroup
 from rl.trainer import run_summary
 from rl.trainer.memory_report import report_memory
 from rl.trainer.worker_settings import collect_worker_settings
@@ -164,15 +165,15 @@ class Counter(queue.Queue):
     """
 
     def put(self, item):
-        if item[1] == OPEN_SERVICE:
-            item[-1].set_result("cpu")
+        if item[1].verb == "open_service":
+            item[1].future.set_result("cpu")
         else:
             super().put(item)
 
     def next(self, result=None) -> str:
-        _, verb, arguments, _, future = self.get_nowait()
-        future.set_result(result)
-        return f"{verb} {arguments[0]}"
+        _, call = self.get_nowait()
+        call.future.set_result(result)
+        return f"{call.verb} {call.arguments[0]}"
 
 
 @pytest.fixture
@@ -180,21 +181,19 @@ def between(monkeypatch):
     """(the router, the samplers' queue, what the learners are asked, in order)"""
     counter, near = Counter(), []
     crew = SimpleNamespace(queue=counter, thread=SimpleNamespace(is_alive=lambda: True))
-    monkeypatch.setattr(SamplerGroup, "join", classmethod(lambda cls, settings: (crew, 0)))
+    crew.close_service = lambda number, timeout: counter.put((number, VerbCall("close", (number,))))
+    monkeypatch.setattr(WorkerGroup, "join", classmethod(lambda cls, settings, group: (crew, 0)))
     settings = WorkerSettings(sampler_ranks=1)
-    return (
-        VerbRouter(
-            settings, lambda verb, arguments, after, future: near.append((verb, arguments, future))
-        ),
-        counter,
-        near,
+    learners = SimpleNamespace(
+        submit=lambda call: near.append((call.verb, call.arguments, call.future))
     )
+    return VerbRouter(settings, learners), counter, near
 
 
 def put(far, verb, *arguments) -> Future:
-    future: Future = Future()
-    assert far.route(verb, arguments, (), future)
-    return future
+    call = VerbCall(verb, arguments)
+    far.submit(call)
+    return call.future
 
 
 def test_what_names_weights_on_their_way_waits_for_them_and_other_work_does_not(between):
@@ -274,9 +273,6 @@ def test_weights_that_cannot_be_staged_fail_what_waits_for_them(between):
 
 def test_what_is_on_its_way_arrives_before_the_service_is_left(between):
     far, counter, near = between
-    far._group.close_service = lambda number, timeout: counter.put(
-        (number, "close", (number,), (), Future())
-    )
     fresh = put(far, "snapshot", 0, 5)
     leaving = threading.Thread(target=far.close, args=(30,))
     leaving.start()
@@ -298,7 +294,7 @@ def test_a_hand_over_that_failed_leaves_nothing_and_the_next_is_whole(between):
     far, counter, near = between
     fresh = put(far, "snapshot", 0, 5)
     near.pop()[2].set_result(staged())
-    counter.get_nowait()[-1].set_exception(RuntimeError("were corrupted in transfer"))
+    counter.get_nowait()[1].future.set_exception(RuntimeError("were corrupted in transfer"))
     assert "corrupted in transfer" in str(fresh.exception()) and counter.next() == "free_version 5"
     put(far, "snapshot", 0, 6)
     assert near.pop()[:2] == ("take_snapshot", (0, True)), "what is frozen never came"
@@ -307,10 +303,11 @@ def test_a_hand_over_that_failed_leaves_nothing_and_the_next_is_whole(between):
 def test_a_model_is_forgotten_after_what_was_staged_of_it(between):
     far, counter, near = between
     put(far, "snapshot", 0, 5)
-    forgotten: Future = Future()
-    assert not far.route("free_model", (0,), (), forgotten), "the learners forget it as well"
-    near.pop()[2].set_result(staged())
-    forgotten.set_result(None)
+    there = near.pop()[2]
+    put(far, "free_model", 0)
+    assert near[-1][:2] == ("free_model", (0,)), "the learners forget it as well"
+    there.set_result(staged())
+    near.pop()[2].set_result(None)
     assert [counter.next(), counter.next()] == ["begin_transfer 5", "free_model 0"]
 
 

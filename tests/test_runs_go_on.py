@@ -24,8 +24,8 @@ from rl.learner import learner_checkpoint
 from rl.models import load_model, merge_adapter
 from rl.reporting import Console
 from rl.trainer.execute import execute
+from rl.trainer.initial_weights import resolve_initial_weights
 from rl.trainer.memory_requirements import compute_stage_needs, resolve_launch
-from rl.trainer.resolve_weights import resolve_initial_weights
 from rl.trainer.run_summary import format_resume_command
 
 SFT = "sft --steps 2 --batch-size 4 --learning-rate 1e-2 --eval-every 0 --max-tokens 4"

@@ -15,6 +15,7 @@ from rl.models.model_loading import load_model
 from rl.rollout import rollout
 from rl.rollout.rollout_types import Env, EnvGroupBuilder, StepResult
 from rl.runtime.training_worker import TrainingWorker, WorkerSettings
+from rl.runtime.verb_table import VERBS
 from rl.sampler import SamplingRequest
 from rl.seed import derive_seed
 from rl.types import ModelInput, Problem, SamplingParams
@@ -178,7 +179,7 @@ def test_samples_do_not_depend_on_the_number_of_ranks(monkeypatch):
         )
         for i, prompt in enumerate(random_prompts([3, 9, 4, 12, 5, 7, 3], 14))
     ]
-    alone, _ = worker.merge("sample", [worker.sample(1, requests)])
+    alone, _ = VERBS["sample"].reduce([worker.sample(1, requests)])
     for world in (2, 3):
         parts = []
         for rank in range(world):
@@ -186,7 +187,7 @@ def test_samples_do_not_depend_on_the_number_of_ranks(monkeypatch):
             monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
             parts.append(worker.sample(1, requests))
         assert all(0 < len(responses) < len(requests) for responses, _ in parts)
-        merged, counters = worker.merge("sample", parts)
+        merged, counters = VERBS["sample"].reduce(parts)
         tokens = [[s.tokens for s in response.sequences] for response in merged]
         assert tokens == [[s.tokens for s in response.sequences] for response in alone]
         assert counters["finished_samples"] == sum(r.num_samples for r in requests)

@@ -97,14 +97,15 @@ def test_what_is_right_passes(run, policy, sampler):
 
 def decoders(monkeypatch, change):
     """The decoder that is looked at takes weights through `change` from here on."""
-    real = training_worker.measure
+    real = training_worker.TrainingWorker.check_sync
 
-    def look(learner, decoder, *rest):
+    def look(worker, model_id, version_id, *rest):
+        decoder = worker.versions[version_id].decoder
         load = decoder.load_
         monkeypatch.setattr(decoder, "load_", lambda pieces: load(change(pieces)), raising=False)
-        return real(learner, decoder, *rest)
+        return real(worker, model_id, version_id, *rest)
 
-    monkeypatch.setattr(training_worker, "measure", look)
+    monkeypatch.setattr(training_worker.TrainingWorker, "check_sync", look)
 
 
 def test_a_hand_over_that_delivers_nothing(run, monkeypatch):

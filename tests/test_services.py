@@ -132,7 +132,7 @@ def test_a_service_made_while_the_last_one_closes_works(monkeypatch):
             newcomer.join(1.0)  # as far as it gets
         end(self, timeout)
 
-    monkeypatch.setattr(WorkerGroup, "_running", None)
+    monkeypatch.setattr(WorkerGroup, "_running", {})
     first = Driver(WorkerSettings())
     monkeypatch.setattr(WorkerGroup, "shut_down", interrupted)
     first.close()
@@ -148,8 +148,10 @@ import torch
 from rl import ServiceClient
 from rl.runtime import worker_group
 from rl.runtime.training_worker import TrainingWorker
+from rl.runtime.verb_table import verb
 
 class Busy(TrainingWorker):
+    @verb()
     def work(self, seconds):
         a, end = torch.randn(300, 300), time.monotonic() + seconds
         while time.monotonic() < end:

@@ -12,7 +12,7 @@ from rl.client import LoRAConfig, ServiceClient, TrainingConfig
 from rl.config import RunSettings, parse_run
 from rl.models import load_model
 from rl.reporting import Console
-from rl.trainer.resolve_weights import describe_tied_heads, resolve_initial_weights
+from rl.trainer.initial_weights import describe_tied_heads, resolve_initial_weights
 
 SFT = (
     "sft --steps 1 --batch-size 2 --eval-every 0 --max-tokens 4 --lora-rank 2 "

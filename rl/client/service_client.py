@@ -197,17 +197,9 @@ class ServiceClient(AsyncServiceMethods):
             raise UserError(
                 f"create_training_client takes a TrainingConfig(model_ref=...), got {config!r}"
             )
-        lora = config.lora_config
-        adapter = None
-        if lora is not None:
-            adapter = LoraConfig(
-                lora.rank,
-                config.seed,
-                lora.train_mlp,
-                lora.train_attn,
-                lora.train_unembed,
-                lora.alpha,
-            )
+        adapter = config.lora_config and LoraConfig(**asdict(config.lora_config))
+        if adapter is not None and adapter.seed is None:
+            adapter = replace(adapter, seed=config.seed)
         spec = ModelSpec(
             config.model_ref,
             config.tokenizer,

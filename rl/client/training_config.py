@@ -7,10 +7,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import inspect
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from rl.errors import UserError
+from rl.types import LoraConfig
 
 C = TypeVar("C")
 
@@ -34,23 +36,26 @@ def suggest_settings(config_class: type[C]) -> type[C]:
                 )
         original_init(self, **kwargs)
 
+    signature = inspect.signature(original_init)
+    checked_init.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[
+            p if p.name == "self" else p.replace(kind=p.KEYWORD_ONLY)
+            for p in signature.parameters.values()
+        ]
+    )
     config_class.__init__ = checked_init  # type: ignore[assignment]
     return config_class
 
 
 @suggest_settings
 @dataclass(frozen=True, kw_only=True)
-class LoRAConfig:
+class LoRAConfig(LoraConfig):
     """Configure a LoRA adapter (arXiv 2106.09685): the base weights stay frozen."""
 
     rank: int = 16
     """Rank of each matrix's update."""
     alpha: float = 32
     """The update is scaled by alpha / rank."""
-    train_attn: bool = True
-    """Adapt the attention matrices."""
-    train_mlp: bool = True
-    """Adapt the feed-forward matrices."""
     train_unembed: bool | None = True
     """Adapt the output head; None: unless the model ties it to the embedding."""
 
@@ -75,7 +80,7 @@ class TrainingConfig:
     tokenizer: str | None = None
     """Hub name or folder of the tokenizer; default: the model's."""
     seed: int = 0
-    """Seed of the adapter's weights, and of the weights of a tiny:<preset>."""
+    """Seed of the adapter's weights, if lora_config has none, and of a tiny:<preset>'s."""
     value_head: bool = True
     """Add PPO's value head: a scalar per position, hidden_size weights; unused by REINFORCE."""
     base_dtype: str = "auto"

@@ -10,9 +10,9 @@ help text.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from rl.config.check_config import require
 from rl.config.number_range import (
@@ -31,6 +31,9 @@ from rl.config.number_range import (
     check_ranges,
 )
 from rl.lr_schedule import SCHEDULES
+
+if TYPE_CHECKING:
+    from rl.types import LoraConfig
 
 TEMPERATURE = Range(1e-3, 100, why="greedy samples are all the same")
 
@@ -161,6 +164,20 @@ class ModelSettings:
             raise ValueError(
                 f"base_dtype {self.base_dtype} requires bf16 arithmetic, and precision is fp32: set precision to bf16"
             )
+
+    def make_lora(self, seed: int | None = None) -> LoraConfig | None:
+        """Return the adapter that the settings request, None if all weights are trained."""
+        from rl.types import LoraConfig  # loads numpy, which the command line does not wait for
+
+        parts = (self.train_mlp, self.train_attn, self.train_unembed, self.lora_alpha)
+        extensions = (self.train_vision, self.train_experts)
+        return LoraConfig(self.lora_rank, seed, *parts, *extensions) if self.lora_rank else None
+
+    def with_lora(self, lora: LoraConfig) -> ModelSettings:
+        """Return the settings that request this adapter."""
+        values = asdict(lora)
+        rank, alpha, _ = values.pop("rank"), values.pop("alpha"), values.pop("seed")
+        return replace(self, lora_rank=rank, lora_alpha=alpha, **values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,8 +26,6 @@ from rl.models.lazy_safetensors import (
 )
 from rl.models.lora_adapters import add_lora, compute_unadapted_share, set_lora_alpha
 from rl.models.lora_targets import (
-    LEGACY_PART_DEFAULTS,
-    LORA_PARTS,
     is_head_tied,
     is_vision_parameter,
     resolve_head,
@@ -75,10 +73,8 @@ __all__ = [
     "read_adapter_config",
     "resolve_adapter_chain",
     "set_lora_alpha",
-    "LEGACY_PART_DEFAULTS",
     "LazyTensors",
     "LoadedModel",
-    "LORA_PARTS",
     "MODEL_PRESETS",
     "UnloadedParameters",
     "add_lora",

@@ -17,10 +17,6 @@ from rl.errors import UserError
 from rl.layers import describe_layers
 from rl.types import LoraConfig
 
-# fields of LoraConfig that select what is adapted
-LORA_PARTS = ("train_mlp", "train_attn", "train_unembed", "train_vision", "train_experts")
-# fields missing in older checkpoints, with the values that these used
-LEGACY_PART_DEFAULTS = {"train_vision": False, "train_experts": False}
 _NO_MATRIX = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.GroupNorm)
 
 

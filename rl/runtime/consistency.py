@@ -21,7 +21,6 @@ from torch import Tensor
 from rl.learner import Learner
 from rl.losses import get_loss
 from rl.models import is_value_head_parameter
-from rl.sampler import Decoder, score_sequences
 from rl.types import Datum
 
 # bytes of host memory at most for the copy of the original weights; a larger model has only as many
@@ -77,21 +76,20 @@ def check_sync(
     Return the merged report. The weights are unchanged afterwards.
     """
     driver = policy._driver
+    version_id = sampler._version_id
     if driver.router is None:
-        return driver.submit(
-            "check_sync", policy.model_id, sampler._version_id, list(datums), temperature
-        ).result()
-    datums, texts, images = _make_texts(datums)
+        call = (policy.model_id, version_id, list(datums), temperature)
+        return driver.submit("check_sync", *call).result()[0]
+    datums, texts, images = make_texts(datums)
 
     def sampler_logprobs(version_id: int) -> dict[int, np.ndarray]:
-        rows = driver.submit("compute_logprobs", version_id, texts, temperature, images).result()
-        return {i: np.array(row[1:], dtype=np.float64) for i, row in enumerate(rows)}
+        rows = driver.submit("compute_logprobs", version_id, texts, temperature, images)
+        return to_arrays(dict(enumerate(rows.result())))
 
-    report, snapshot = driver.submit(
-        "check_sync_learner", policy.model_id, datums, temperature
-    ).result()
+    call = (policy.model_id, None, datums, temperature)
+    report, snapshot = driver.submit("check_sync", *call).result()
     moved_version_id = policy._context.next_version_id()
-    report.sampler = sampler_logprobs(sampler._version_id)
+    report.sampler = sampler_logprobs(version_id)
     driver.router.send_weights(
         snapshot, moved_version_id
     ).result()  # the same transfer as for an update's weights
@@ -100,7 +98,7 @@ def check_sync(
     return report
 
 
-def _make_texts(
+def make_texts(
     datums: Sequence[Datum],
 ) -> tuple[list[Datum], list[list[int]], list[Sequence[Any]]]:
     """Return (the datums, the texts that a sampler scores for them, their images)."""
@@ -117,6 +115,11 @@ def _make_texts(
     return datums, texts, [datum.model_input.placed() for datum in datums]
 
 
+def to_arrays(rows: Mapping[int, Sequence[Any]]) -> dict[int, np.ndarray]:
+    """Return a sampler's logprobs of the targets by datum index, float64 [T]."""
+    return {i: np.array(row[1:], dtype=np.float64) for i, row in rows.items()}
+
+
 def _compute_learner_logprobs(
     learner: Learner, datums: Sequence[Datum], temperature: float
 ) -> dict[int, np.ndarray]:
@@ -127,60 +130,27 @@ def _compute_learner_logprobs(
     return {i: output["logprobs"].astype(np.float64) for i, output in outputs.items()}
 
 
-def measure_learner(
-    learner: Learner, datums: Sequence[Datum], temperature: float, take_snapshot: Callable[[], Any]
+def measure(
+    learner: Learner,
+    datums: Sequence[Datum],
+    temperature: float,
+    send_weights: Callable[[], Any],
+    compute_sampler_logprobs: Callable[[], dict[int, np.ndarray]],
 ) -> tuple[ConsistencyReport, Any]:
-    """Return this rank's report without a sampler, and the result of `take_snapshot()` on the
-    perturbed weights.
+    """Return this rank's report, and the result of `send_weights()` on the perturbed weights.
+    `compute_sampler_logprobs`: returns those of this rank's share, by the weights sent last.
     """
     report = ConsistencyReport(learner=_compute_learner_logprobs(learner, datums, temperature))
+    report.sampler = compute_sampler_logprobs()
     with _perturbed_weights(learner) as names:
         report.num_perturbed = len(names)
-        snapshot = take_snapshot()
+        sent = send_weights()
         report.learner_moved = _compute_learner_logprobs(learner, datums, temperature)
+        report.sampler_moved = compute_sampler_logprobs()
         report.gradient_sizes, report.frozen_with_gradient = _measure_gradient(
             learner, datums, temperature
         )
-    return report, snapshot
-
-
-def measure(
-    learner: Learner,
-    decoder: Decoder,
-    datums: Sequence[Datum],
-    temperature: float,
-    assign_indices: Callable[[Sequence[int]], Sequence[int]],
-) -> ConsistencyReport:
-    """Return this rank's report. `assign_indices`: returns the indices of the datums that this
-    rank's sampler scores.
-    """
-    datums, texts, images = _make_texts(datums)
-    indices = assign_indices([len(text) for text in texts])
-
-    def logprobs() -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
-        """Return (the learner's logprobs, the sampler's) by datum index."""
-        from_learner = _compute_learner_logprobs(learner, datums, temperature)
-        from_sampler = score_sequences(
-            decoder, [texts[i] for i in indices], temperature, [images[i] for i in indices]
-        )
-        return from_learner, {
-            i: np.array(row[1:], dtype=np.float64)
-            for i, row in zip(indices, from_sampler, strict=True)
-        }
-
-    report = ConsistencyReport()
-    report.learner, report.sampler = logprobs()
-    try:
-        with _perturbed_weights(learner) as names:
-            report.num_perturbed = len(names)
-            decoder.load_(learner.iter_weights())
-            report.learner_moved, report.sampler_moved = logprobs()
-            report.gradient_sizes, report.frozen_with_gradient = _measure_gradient(
-                learner, datums, temperature
-            )
-    finally:
-        decoder.load_(learner.iter_weights())
-    return report
+    return report, sent
 
 
 def _measure_gradient(
@@ -219,7 +189,7 @@ def _measure_gradient(
 @contextlib.contextmanager
 def _perturbed_weights(learner: Learner) -> Iterator[list[str]]:
     """Perturb the learner's weights within the context, and yield the names of the changed tensors:
-    all of them if a copy fits into MOVED_BYTES.
+    all of them if a copy fits into MAX_PERTURBED_BYTES.
     """
     names = _select_within_limit(
         learner.parameter_shapes,
@@ -235,8 +205,8 @@ def _perturbed_weights(learner: Learner) -> Iterator[list[str]]:
 
 
 def _select_within_limit(shapes: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """Return as many of the names as fit into MOVED_BYTES in float32, evenly spaced from the first
-    to the last.
+    """Return as many of the names as fit into MAX_PERTURBED_BYTES in float32, evenly spaced from
+    the first to the last.
     """
     total = sum(4 * shapes[name].numel() for name in names)
     stride = -(-total // MAX_PERTURBED_BYTES) if total else 1

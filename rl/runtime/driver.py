@@ -15,7 +15,8 @@ from typing import Any
 
 from rl.runtime.rank_settings import WorkerSettings
 from rl.runtime.router import VerbRouter
-from rl.runtime.worker_group import OPEN_SERVICE, WorkerGroup
+from rl.runtime.verb_table import LEARNER, VERBS, VerbCall
+from rl.runtime.worker_group import GroupService
 from rl.sampler import SamplingRequest
 
 
@@ -33,41 +34,22 @@ class Driver:
         self._lock = threading.RLock()
         self._pending: list[tuple[int, SamplingRequest, Future]] = []
         self._closed = False
-        self._group, self._service_id = WorkerGroup.join(settings)
-        opened: Future = Future()
-        self._group.queue.put(
-            (self._service_id, OPEN_SERVICE, (self._service_id, settings), (), opened)
-        )
-        self.device: str = opened.result()
+        self._learners = GroupService(settings, LEARNER)
+        self.device = self._learners.device
         # router to the ranks that only sample; None if all ranks learn
-        self.router = (
-            VerbRouter(settings, self._queue_for_learners) if settings.sampler_ranks else None
-        )
+        self.router = VerbRouter(settings, self._learners) if settings.sampler_ranks else None
+        self._submit_call = (self.router or self._learners).submit
 
     def submit(self, verb: str, *arguments: Any, dependencies: Sequence[Future] = ()) -> Future:
         """Queue a verb and return its future. `dependencies`: earlier futures; if any of them
         failed, the verb is refused.
         """
         with self._lock:
-            # a finalizer's verb: no sample request depends on it
-            if verb not in ("free_version", "free_model", "close_stream"):
+            if not VERBS[verb].frees:
                 self._flush()
-            future = self._make_future(verb)
-            self._route(verb, arguments, tuple(dependencies), future)
-            return future
-
-    def _route(
-        self, verb: str, arguments: Sequence[Any], dependencies: tuple[Future, ...], future: Future
-    ) -> None:
-        """Route a verb to the sampler ranks, or queue it for the learner ranks."""
-        if self.router is None or not self.router.route(verb, arguments, dependencies, future):
-            self._queue_for_learners(verb, arguments, dependencies, future)
-
-    def _queue_for_learners(
-        self, verb: str, arguments: Sequence[Any], dependencies: tuple[Future, ...], future: Future
-    ) -> None:
-        """Queue a verb for the learner ranks."""
-        self._group.queue.put((self._service_id, verb, arguments, dependencies, future))
+            call = VerbCall(verb, arguments, tuple(dependencies), self._make_future(verb))
+            self._submit_call(call)
+            return call.future
 
     def _make_future(self, verb: str) -> Future:
         """Return a future that cannot be cancelled: a submitted verb runs even if its caller stops
@@ -97,7 +79,7 @@ class Driver:
         """Return whether the service is closed, or a thread that executes its verbs has ended."""
         return (
             self._closed
-            or not self._group.thread.is_alive()
+            or not self._learners.alive
             or (self.router is not None and not self.router.alive)
         )
 
@@ -115,11 +97,11 @@ class Driver:
         for version_id, request, future in pending:
             by_version.setdefault(version_id, []).append((request, future))
         for version_id, items in by_version.items():
-            batch: Future = Future()
-            batch.add_done_callback(
+            batch = VerbCall("sample", (version_id, [request for request, _ in items]))
+            batch.future.add_done_callback(
                 functools.partial(_distribute_results, [future for _, future in items])
             )
-            self._route("sample", (version_id, [request for request, _ in items]), (), batch)
+            self._submit_call(batch)
 
     def close(self, timeout: float = 60.0) -> None:
         """Run the submitted verbs, then free the service's models on every rank. A second call is a
@@ -133,7 +115,7 @@ class Driver:
             self._closed = True
         if self.router is not None:
             self.router.close(timeout)
-        self._group.close_service(self._service_id, timeout)
+        self._learners.close(timeout)
 
 
 def _distribute_results(futures: Sequence[Future], batch: Future) -> None:

@@ -4,7 +4,8 @@ processes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from rl.runtime.sampler_versions import (
 )
 from rl.runtime.sharding import assign_indices, merge_by_index, sum_counters
 from rl.runtime.stream_worker import StepOutput, StepRequest, WorkerStream, run_step_request
+from rl.runtime.verb_table import SAMPLER, verb
 from rl.sampler import (
     Decoder,
     IdleKVCachePool,
@@ -38,6 +40,15 @@ from rl.sampler import (
     score_sequences,
 )
 from rl.types import PlacedImage, SampleResponse
+
+
+def load_base(decoder: Decoder, shapes: Mapping[str, Any]) -> Decoder:
+    """Set the adapter's B matrices, of these shapes by name, to 0: the decoder is that of the base
+    model.
+    """
+    names = [name for name in shapes if ".lora_B." in name or ".lora_embedding_B." in name]
+    decoder.load_((name, torch.zeros(shapes[name])) for name in names)
+    return decoder
 
 
 class SamplingWorker:
@@ -74,30 +85,6 @@ class SamplingWorker:
         """Free the memory of all models."""
         self.kv_cache_pool.release()
 
-    @staticmethod
-    def merge_results(verb: str, parts: Sequence[Any]) -> Any:
-        """Merge the ranks' results of a verb into the driver's result. Return rank 0's result if
-        the others add nothing.
-        """
-        match verb:
-            case "sample":
-                return merge_by_index([responses for responses, _ in parts]), sum_counters(
-                    [counters for _, counters in parts]
-                )
-            case "compute_logprobs":
-                return merge_by_index(parts)
-            case "run_steps":
-                return StepOutput.merge(parts)
-            case "unfinished":
-                return dict(
-                    sorted((ticket, request) for part in parts for ticket, request in part.items())
-                )
-        return parts[0]
-
-    def merge(self, verb: str, parts: Sequence[Any]) -> Any:
-        """Merge the ranks' results of a verb; subclasses add verbs."""
-        return self.merge_results(verb, parts)
-
     def _describe_model(self, loaded: LoadedModel, spec: ModelSpec) -> dict[str, Any]:
         """Return the model details that a client's `info` shows."""
         config = loaded.model.config.get_text_config().to_dict()
@@ -127,13 +114,30 @@ class SamplingWorker:
         """
         return assign_indices(costs, self.settings.sampler.tp)
 
-    def _get_base_decoder(self, key: BaseKey) -> Decoder | None:
-        """Return the decoder that samplers of adapters on that base share."""
+    def _make_decoder(
+        self, model: Any, base_key: BaseKey | None = None, weights: Any = None
+    ) -> Decoder:
+        """Return a new decoder of a model, over the decoder that adapters on its base share, if
+        `base_key` is set. `weights`: see `make_decoder`.
+        """
         device, kind = self.accelerator.device, self.settings.sampler.kind
-        return self.base_models.get_base_decoder(
-            key,
-            lambda model: make_base_decoder(model, self.sampler_dtype, device, kind, self.tp_group),
+        dtype, group = self.sampler_dtype, self.tp_group
+        base = base_key and self.base_models.get_base_decoder(
+            base_key, lambda model: make_base_decoder(model, dtype, device, kind, group)
         )
+        return make_decoder(model, dtype, device, kind, weights, base, group)
+
+    def _add_version(
+        self, version_id: int, version: SamplerVersion, begin: float, mixes: int | None = None
+    ) -> dict[str, Any]:
+        """Add a sampler version. Return its version of the learner, the seconds since `begin`, and
+        the group of versions that it mixes with.
+        """
+        self.versions[version_id] = version
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.synchronize()  # copies are asynchronous: measure until they have finished
+        seconds = time.perf_counter() - begin
+        return {"version": version.version, "seconds": seconds, "mixes": mixes}
 
     def _find_mix_group(self, decoder: Decoder) -> int | None:
         """Return an id that is equal for versions which can be sampled in a single batch. Return
@@ -141,6 +145,7 @@ class SamplingWorker:
         """
         return None if self.settings.sampler.router_replay else self.base_models.find_index(decoder)
 
+    @verb(SAMPLER, version_arg=0, router_method="load_sampler")
     def load_sampler(
         self,
         version_id: int,
@@ -162,18 +167,9 @@ class SamplingWorker:
         loaded, version, spec = learner_checkpoint.load_for_sampling(
             path, base_model, tokenizer, seed, load
         )
-        device, kind = self.accelerator.device, self.settings.sampler.kind
         if self.tp_group is None:
-            loaded.model.to(device)
-        base_decoder = self._get_base_decoder(base_keys[0]) if base_keys else None
-        decoder = make_decoder(
-            loaded.model,
-            dtype=self.sampler_dtype,
-            device=device,
-            kind=kind,
-            base=base_decoder,
-            tp_group=self.tp_group,
-        )
+            loaded.model.to(self.accelerator.device)
+        decoder = self._make_decoder(loaded.model, base_keys[0] if base_keys else None)
         if self.tp_group is not None and not self.base_models.enabled:
             # the shard has been copied: free the full model in host memory
             loaded.model.to("meta")
@@ -188,10 +184,17 @@ class SamplingWorker:
             "mixes": self._find_mix_group(decoder),
         }
 
+    @verb(SAMPLER, version_arg=0, frees=True)
     def free_version(self, version_id: int) -> None:
         """Free a sampler version."""
         self.versions.pop(version_id, None)
 
+    @verb(
+        SAMPLER,
+        lambda parts: (merge_by_index([p[0] for p in parts]), sum_counters([p[1] for p in parts])),
+        version_arg=0,
+        get_params=lambda arguments: [request.params for request in arguments[1]],
+    )
     def sample(
         self, version_id: int, requests: Sequence[SamplingRequest]
     ) -> tuple[dict[int, SampleResponse | ValueError], dict[str, int]]:
@@ -225,6 +228,12 @@ class SamplingWorker:
             return {}, {}
         return {**dict(zip(accepted, responses, strict=True)), **errors}, asdict(engine.counters)
 
+    @verb(
+        SAMPLER,
+        StepOutput.merge,
+        version_arg=1,
+        get_params=lambda arguments: [r.params for _, _, r in arguments[2].new_requests],
+    )
     def run_steps(self, stream_id: int, version_id: int, step_request: StepRequest) -> StepOutput:
         """Run a few steps of a stream with this version of the weights. The stream is created at
         its first step request.
@@ -266,6 +275,7 @@ class SamplingWorker:
         )
         return output if self.reports_results else StepOutput()
 
+    @verb(SAMPLER, lambda parts: dict(sorted(item for part in parts for item in part.items())))
     def unfinished(self, stream_id: int) -> dict[int, SamplingRequest]:
         """Return this rank's unfinished requests of a stream by ticket, with the tokens sampled so
         far.
@@ -273,12 +283,14 @@ class SamplingWorker:
         stream = self.streams.get(stream_id)
         return {} if stream is None or not self.reports_results else stream.unfinished()
 
+    @verb(SAMPLER, frees=True)
     def close_stream(self, stream_id: int) -> None:
         """Close a stream and free its engine."""
         stream = self.streams.pop(stream_id, None)
         if stream is not None:
             close_engine(stream.engine)
 
+    @verb(SAMPLER, merge_by_index, version_arg=0)
     def compute_logprobs(
         self,
         version_id: int,

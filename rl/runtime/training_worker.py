@@ -1,6 +1,6 @@
 """Execute the verbs on every rank, on the models and sampler versions that live on the rank.
 
-A verb is a method of `TrainingWorker` without a leading underscore. All ranks run the same verbs
+A verb is a method with a row in the table (`rl.runtime.verb_table`). All ranks run the same verbs
 with the same arguments in the same order. A verb splits its work over the ranks, and rank 0
 receives the results.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,29 @@ from rl.models import (
     set_lora_alpha,
 )
 from rl.runtime.base_models import BaseKey
-from rl.runtime.consistency import ConsistencyReport, measure, measure_learner
+from rl.runtime.consistency import ConsistencyReport, make_texts, measure, to_arrays
 from rl.runtime.rank_settings import WorkerSettings
 from rl.runtime.sample_temperatures import compute_mean_temperature, resolve_temperatures
 from rl.runtime.sampler_versions import SamplerVersion
-from rl.runtime.sampling_worker import SamplingWorker
+from rl.runtime.sampling_worker import SamplingWorker, load_base
 from rl.runtime.sharding import assign_indices, merge_by_index, sum_counters
+from rl.runtime.verb_table import LEARNER, SAMPLER, verb
 from rl.runtime.weight_sync import WeightSnapshot
-from rl.sampler import Decoder, make_decoder
+from rl.sampler import Decoder
 from rl.types import AdamParams, Datum, LoraConfig, SamplingParams
+
+
+def _merge_outputs(parts: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return (outputs in datum order, metrics) of the ranks' (outputs, sums, temperature)."""
+    sums = sum_counters([part[1] for part in parts])
+    metrics = {"loss:sum": 0.0, **sums, "temperature:mean": parts[0][2]}
+    return merge_by_index([part[0] for part in parts]), metrics
+
+
+def _merge_microbatch(parts: Sequence[Any]) -> tuple[Any, ...]:
+    """Return (outputs by datum index, sums, temperature, number of micro-batches) of all ranks."""
+    outputs = {i: output for part in parts for i, output in part[0].items()}
+    return outputs, sum_counters([part[1] for part in parts]), *parts[0][2:]
 
 
 class TrainingWorker(SamplingWorker):
@@ -60,34 +75,9 @@ class TrainingWorker(SamplingWorker):
         # by learner: the decoder whose frozen base later versions share
         self.latest_decoders: dict[int, Decoder] = {}
 
-    def merge(self, verb: str, parts: Sequence[Any]) -> Any:
-        """Merge the ranks' results of a verb into the driver's result. Return rank 0's result if
-        the others add nothing.
-        """
-        match verb:
-            case "forward_backward":
-                metrics = {
-                    "loss:sum": 0.0,
-                    **sum_counters([sums for _, sums, _ in parts]),
-                    "temperature:mean": parts[0][2],
-                }
-                return merge_by_index([outputs for outputs, _, _ in parts]), metrics
-            case "forward_backward_microbatch":
-                return (
-                    {i: output for outputs, *_ in parts for i, output in outputs.items()},
-                    sum_counters([part[1] for part in parts]),
-                    *parts[0][2:],
-                )
-            case "classify":
-                return merge_by_index(parts)
-            case "check_sync":
-                return ConsistencyReport.merge(parts)
-            case "check_sync_learner":
-                return ConsistencyReport.merge([report for report, _ in parts]), parts[0][1]
-        return super().merge(verb, parts)
-
     # --------------------------------------------------------------------------------------- models
 
+    @verb()
     def create_model(
         self, model_id: int, spec: ModelSpec, state: str | None, with_optimizer: bool
     ) -> dict[str, Any]:
@@ -148,6 +138,7 @@ class TrainingWorker(SamplingWorker):
             spec.base_dtype, lora=spec.lora is not None, bf16=bf16, deepspeed=self._deepspeed
         )
 
+    @verb()
     def load_classifier(self, model_id: int, name: str) -> dict[str, Any]:
         """Load a published reward model, unsharded on every rank. Return its details."""
         self.kv_cache_pool.reset()
@@ -163,6 +154,7 @@ class TrainingWorker(SamplingWorker):
         }
         return {"base_model": name, "arch": classifier.model.config.model_type, **details}
 
+    @verb(LEARNER, merge_by_index)
     def classify(self, model_id: int, inputs: Sequence[Sequence[int]]) -> dict[int, float]:
         """Return the scores of this rank's share of the inputs by index. Merged: all of them in
         order.
@@ -182,6 +174,7 @@ class TrainingWorker(SamplingWorker):
         for model_id in [*self.learners, *self.classifiers]:
             self.free_model(model_id)
 
+    @verb(LEARNER, frees=True, router_method="free_model")
     def free_model(self, model_id: int) -> None:
         """Free a model."""
         self.classifiers.pop(model_id, None)
@@ -194,6 +187,7 @@ class TrainingWorker(SamplingWorker):
 
     # ------------------------------------------------------------------------------------- learning
 
+    @verb(LEARNER, _merge_outputs)
     def forward_backward(
         self,
         model_id: int,
@@ -243,6 +237,7 @@ class TrainingWorker(SamplingWorker):
             ),
         )
 
+    @verb(LEARNER, _merge_microbatch)
     def forward_backward_microbatch(
         self, model_id: int, part: int, *call: Any
     ) -> tuple[Any, dict[str, float], float, int]:
@@ -252,6 +247,7 @@ class TrainingWorker(SamplingWorker):
         learner = self.learners[model_id]
         return *self.forward_backward(model_id, *call, part=part), learner.num_micro_batches  # type: ignore[misc]
 
+    @verb(LEARNER, on_refusal="drop_gradients")
     def optim_step(self, model_id: int, params: AdamParams) -> dict[str, float]:
         """Update the weights with the accumulated gradient and return the metrics."""
         with self.kv_cache_pool.yield_to_learner():
@@ -259,20 +255,24 @@ class TrainingWorker(SamplingWorker):
         self.kv_cache_pool.record_update()
         return metrics
 
+    @verb()
     def scale_gradients(self, model_id: int, factor: float) -> None:
         """Multiply the accumulated gradient by `factor`."""
         self.learners[model_id].scale_gradients(factor)
 
+    @verb()
     def version(self, model_id: int) -> int:
         """Return the number of updates of the learner."""
         return self.learners[model_id].version
 
+    @verb()
     def drop_gradients(self, model_id: int) -> None:
         """Discard the accumulated gradient."""
         self.learners[model_id].drop_gradients()
 
     # ------------------------------------------------------------------------------------- sampling
 
+    @verb(SAMPLER, version_arg=1, router_method="snapshot")
     def snapshot(self, model_id: int, version_id: int) -> dict[str, Any]:
         """Copy the learner's current weights to a new sampler version. Return the learner's version
         and the seconds it took.
@@ -282,24 +282,17 @@ class TrainingWorker(SamplingWorker):
         learner = self.learners[model_id]
         decoder = self.latest_decoders.get(model_id)
         if decoder is None:
-            decoder = self._make_decoder(model_id)
+            decoder = self._make_learner_decoder(model_id)
         else:
             # a version still uses this decoder
             if any(v.decoder is decoder for v in self.versions.values()):
                 decoder = decoder.fork()
             decoder.load_(learner.iter_weights())
         self.latest_decoders[model_id] = decoder
-        self.versions[version_id] = SamplerVersion(
-            decoder, learner.loaded, learner.version, learner, learned=True
-        )
-        if self.accelerator.device.type == "cuda":
-            torch.cuda.synchronize()  # copies are asynchronous: measure until they have finished
-        return {
-            "version": learner.version,
-            "seconds": time.perf_counter() - begin,
-            "mixes": self._find_mix_group(decoder),
-        }
+        version = SamplerVersion(decoder, learner.loaded, learner.version, learner, learned=True)
+        return self._add_version(version_id, version, begin, self._find_mix_group(decoder))
 
+    @verb(SAMPLER, version_arg=1, router_method="snapshot_base")
     def snapshot_base(self, model_id: int, version_id: int) -> dict[str, Any]:
         """Create a sampler version of the base model under the LoRA adapter: the adapter's B
         matrices are 0, and the base weights are those of its sampler.
@@ -307,46 +300,21 @@ class TrainingWorker(SamplingWorker):
         begin = time.perf_counter()
         learner = self.learners[model_id]
         if model_id not in self.latest_decoders:
-            self.latest_decoders[model_id] = self._make_decoder(model_id)
-        decoder = self.latest_decoders[model_id].fork()
-        shapes = {
-            name: learner.parameter_shapes[name]
-            for name in learner.trainable
-            if ".lora_B." in name or ".lora_embedding_B." in name
-        }
-        decoder.load_((name, torch.zeros(shape)) for name, shape in shapes.items())
-        self.versions[version_id] = SamplerVersion(decoder, learner.loaded, 0, None)
-        return {
-            "version": 0,
-            "seconds": time.perf_counter() - begin,
-            "mixes": self._find_mix_group(decoder),
-        }
+            self.latest_decoders[model_id] = self._make_learner_decoder(model_id)
+        decoder = load_base(self.latest_decoders[model_id].fork(), learner.parameter_shapes)
+        version = SamplerVersion(decoder, learner.loaded, 0, None)
+        return self._add_version(version_id, version, begin, self._find_mix_group(decoder))
 
-    def _make_decoder(self, model_id: int) -> Decoder:
+    def _make_learner_decoder(self, model_id: int) -> Decoder:
         """Return a new decoder of the learner's weights."""
-        learner, device, kind = (
-            self.learners[model_id],
-            self.accelerator.device,
-            self.settings.sampler.kind,
-        )
-        weights = (
-            learner.iter_weights(frozen=True) if learner.skeleton is not learner.model else None
-        )
-        base = (
-            self._get_base_decoder(self.base_keys[model_id])
-            if weights is None and learner.is_lora
-            else None
-        )
-        return make_decoder(
-            learner.skeleton,
-            dtype=self.sampler_dtype,
-            device=device,
-            kind=kind,
-            weights=weights,
-            base=base,
-            tp_group=self.tp_group,
-        )
+        learner = self.learners[model_id]
+        if learner.skeleton is not learner.model:
+            weights = learner.iter_weights(frozen=True)
+            return self._make_decoder(learner.skeleton, weights=weights)
+        base_key = self.base_keys[model_id] if learner.is_lora else None
+        return self._make_decoder(learner.skeleton, base_key)
 
+    @verb()
     def record_params(self, model_id: int, version: int, params: Sequence[SamplingParams]) -> None:
         """Record that sampler ranks sample from this version of the weights with these
         parameters.
@@ -355,6 +323,7 @@ class TrainingWorker(SamplingWorker):
         if learner is not None and learner.version == version:
             learner.sampling_record.record(version, params)
 
+    @verb()
     def take_snapshot(self, model_id: int, is_first: bool) -> WeightSnapshot | None:
         """Copy the current weights to host memory of rank 0, for the transfer to sampler ranks.
         `is_first`: whether the samplers do not have the model yet.
@@ -374,42 +343,40 @@ class TrainingWorker(SamplingWorker):
             else None
         )
 
+    @verb()
     def take_empty_snapshot(self, model_id: int) -> WeightSnapshot:
         """Return what `take_snapshot` returns, without weights."""
         return WeightSnapshot(model_id, self.specs[model_id], self.base_keys[model_id], 0, {})
 
+    @verb()
     def wait_for_verbs(self) -> None:
         """Do nothing. Its future completes after all verbs submitted before."""
 
-    def check_sync_learner(
-        self, model_id: int, datums: Sequence[Datum], temperature: float
-    ) -> tuple[ConsistencyReport, WeightSnapshot | None]:
-        """Return the learner's part of `check_sync` and the perturbed weights for the transfer, if
-        sampling runs on other ranks.
-        """
-        return measure_learner(
-            self.learners[model_id],
-            datums,
-            temperature,
-            lambda: self.take_snapshot(model_id, False),
-        )
-
+    @verb(LEARNER, lambda parts: (ConsistencyReport.merge([p[0] for p in parts]), parts[0][1]))
     def check_sync(
-        self, model_id: int, version_id: int, datums: Sequence[Datum], temperature: float
-    ) -> ConsistencyReport:
+        self, model_id: int, version_id: int | None, datums: Sequence[Datum], temperature: float
+    ) -> tuple[ConsistencyReport, WeightSnapshot | None]:
         """Compare learner and sampler on the datums, with current and perturbed weights. The
         weights are unchanged afterwards.
+
+        `version_id`: None if sampling runs on other ranks: return the learner's part of the report,
+        and the perturbed weights for the transfer.
         """
-        return measure(
-            self.learners[model_id],
-            self.versions[version_id].decoder,
-            datums,
-            temperature,
-            self._assign_indices,
-        )
+        learner = self.learners[model_id]
+        if version_id is None:
+            staged = partial(self.take_snapshot, model_id, False)
+            return measure(learner, datums, temperature, staged, dict)
+        datums, texts, images = make_texts(datums)
+        call = partial(self.compute_logprobs, version_id, texts, temperature, images)
+        load = lambda: self.versions[version_id].decoder.load_(learner.iter_weights())  # noqa: E731
+        try:
+            return measure(learner, datums, temperature, load, lambda: to_arrays(call()))
+        finally:
+            load()
 
     # --------------------------------------------------------------------------------------- saving
 
+    @verb(LEARNER, router_method="record_folder")
     def save_state(
         self,
         model_id: int,
@@ -443,6 +410,7 @@ class TrainingWorker(SamplingWorker):
         self.folder_models[str(Path(path).resolve())] = model_id
         return path
 
+    @verb(LEARNER, router_method="record_folder")
     def save_for_sampler(
         self,
         model_id: int,
@@ -466,6 +434,7 @@ class TrainingWorker(SamplingWorker):
         self.folder_models[str(Path(path).resolve())] = model_id
         return path
 
+    @verb(LEARNER, router_method="forget_sent_weights")
     def load_state(self, model_id: int, path: str, with_optimizer: bool) -> dict[str, Any]:
         """Load a checkpoint's weights, and its optimizer if requested. Return the checkpoint's
         state.

@@ -23,8 +23,9 @@ from rl.learner import ModelSpec
 from rl.models import LoadedModel, add_lora
 from rl.runtime.base_models import BaseKey
 from rl.runtime.sampler_versions import SamplerVersion
-from rl.runtime.sampling_worker import SamplingWorker
-from rl.sampler import Decoder, make_decoder
+from rl.runtime.sampling_worker import SamplingWorker, load_base
+from rl.runtime.verb_table import SAMPLER, verb
+from rl.sampler import Decoder
 
 CHUNK_BYTES = 4 * 2**20
 TRANSFER_SHARE = 0.5  # of the samplers' time while weights are sent and streams sample
@@ -234,6 +235,7 @@ class SamplerWorker(SamplingWorker):
         self.transfers.pop(version_id, None)
         super().free_version(version_id)
 
+    @verb(SAMPLER)
     def begin_transfer(self, version_id: int, manifest: TransferManifest) -> dict[str, torch.dtype]:
         """Prepare to receive weights. A model's frozen base is read at its first transfer, from the
         source that the learners read.
@@ -253,26 +255,22 @@ class SamplerWorker(SamplingWorker):
         )
         return dtypes
 
+    @verb(SAMPLER)
     def receive_chunk(self, version_id: int, chunk: WeightChunk) -> None:
         """Receive a chunk."""
         self.transfers[version_id].receive(chunk)
 
+    @verb(SAMPLER)
     def end_transfer(self, version_id: int) -> dict[str, object]:
         """Make the received version available for sampling. Return what `snapshot` returns."""
         landing = self.transfers.pop(version_id)
         landing.check_complete()
-        if self.accelerator.device.type == "cuda":
-            torch.cuda.synchronize()
-        version = landing.manifest.version
-        self.versions[version_id] = SamplerVersion(
-            landing.decoder, landing.loaded, version, None, learned=True
+        version = SamplerVersion(
+            landing.decoder, landing.loaded, landing.manifest.version, None, learned=True
         )
-        return {
-            "version": version,
-            "seconds": time.perf_counter() - landing.start_time,
-            "mixes": None,
-        }
+        return self._add_version(version_id, version, landing.start_time)
 
+    @verb(SAMPLER)
     def create_base_version(self, version_id: int, manifest: TransferManifest) -> dict[str, object]:
         """Create a version of the base model under a LoRA adapter: the adapter's B
         matrices are 0.
@@ -280,11 +278,8 @@ class SamplerWorker(SamplingWorker):
         start_time = time.perf_counter()
         decoder = self._find_free_decoder(manifest)
         loaded = self.loaded_models[manifest.model_id]
-        for name, parameter in loaded.model.named_parameters():
-            if ".lora_B." in name or ".lora_embedding_B." in name:
-                decoder.load_([(name, torch.zeros(parameter.shape))])
-        self.versions[version_id] = SamplerVersion(decoder, loaded, 0, None)
-        return {"version": 0, "seconds": time.perf_counter() - start_time, "mixes": None}
+        load_base(decoder, {name: p.shape for name, p in loaded.model.named_parameters()})
+        return self._add_version(version_id, SamplerVersion(decoder, loaded, 0, None), start_time)
 
     def _find_free_decoder(self, manifest: TransferManifest) -> Decoder:
         """Return a decoder of the model that no version, stream or transfer uses."""
@@ -306,20 +301,14 @@ class SamplerWorker(SamplingWorker):
 
     def _make_first_decoder(self, manifest: TransferManifest) -> Decoder:
         """Load the model and return its first decoder."""
-        base, tokenizer, seed = manifest.base_key
-        loaded = self.base_models.load(base, tokenizer, seed, manifest.spec.lora is not None)
+        lora = manifest.spec.lora
+        loaded = self.base_models.load(*manifest.base_key, lora is not None)
         loaded.name = manifest.spec.base_model
-        if manifest.spec.lora is not None:
-            loaded = add_lora(loaded, manifest.spec.lora)
-        device, kind = self.accelerator.device, self.settings.sampler.kind
-        loaded.model.to(device)
+        if lora is not None:
+            loaded = add_lora(loaded, lora)
+        loaded.model.to(self.accelerator.device)
         self.loaded_models[manifest.model_id] = loaded
-        base_decoder = (
-            self._get_base_decoder(manifest.base_key) if manifest.spec.lora is not None else None
-        )
-        decoder = make_decoder(
-            loaded.model, dtype=self.sampler_dtype, device=device, kind=kind, base=base_decoder
-        )
+        decoder = self._make_decoder(loaded.model, manifest.base_key if lora is not None else None)
         if not self.base_models.enabled:
             # the decoder has copied the weights: only names and shapes of this model are used later
             loaded.model.to("meta")

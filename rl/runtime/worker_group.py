@@ -30,13 +30,10 @@ from rl.errors import OtherRankFailed, RankLost, UserError
 from rl.runtime.rank_settings import WorkerSettings
 from rl.runtime.sampling_worker import SamplingWorker
 from rl.runtime.training_worker import TrainingWorker
+from rl.runtime.verb_table import LEARNER, SERVICE, VERBS, VerbCall, verb
 from rl.runtime.weight_sync import SamplerWorker
 
-CLOSE_RANKS, HEARTBEAT = "close", "alive"
-OPEN_SERVICE, CLOSE_SERVICE = (
-    "open_service",
-    "close_service",
-)  # verbs of the executor, not of a worker
+CLOSE_RANKS, HEARTBEAT = "close", "alive"  # messages to the ranks' loops, not verbs
 
 
 class RankExecutor:
@@ -61,23 +58,21 @@ class RankExecutor:
         """Return the object that executes `verb` of that service."""
         return (
             self
-            if verb in (OPEN_SERVICE, CLOSE_SERVICE)
+            if VERBS[verb].group == SERVICE
             else self._workers.get(service) or ClosedService(self.objects, service)
         )
 
+    @verb(SERVICE)
     def open_service(self, service: int, settings: WorkerSettings) -> str:
         """Create the service's worker. Return the device that it computes on."""
         if service not in self._workers:  # worker 0 is made before any verb can be broadcast
             self._workers[service] = self._worker_class(settings, self.objects)
         return str(self._workers[service].accelerator.device)
 
+    @verb(SERVICE, frees=True)
     def close_service(self, service: int) -> None:
         """Free the memory of the service's models and samplers."""
         self._workers.pop(service).free_all()
-
-    def merge(self, verb: str, parts: Sequence[Any]) -> Any:
-        """Return rank 0's result."""
-        return parts[0]
 
 
 class ClosedService:
@@ -93,9 +88,7 @@ class ClosedService:
 
 
 class RemoteExecutor:
-    """Serve as rank 0's executor of the sampler ranks: execute nothing, and merge the results of
-    the sampler ranks.
-    """
+    """Serve as rank 0's executor of the sampler ranks: execute nothing."""
 
     def __init__(self, settings: WorkerSettings):
         role = assign_role(settings.sampler_ranks, settings.timeout_seconds)
@@ -108,19 +101,7 @@ class RemoteExecutor:
         return self
 
     def __getattr__(self, verb: str) -> Any:
-        return _do_nothing
-
-    def merge(self, verb: str, parts: Sequence[Any]) -> Any:
-        """Return the merged results of the sampler ranks; rank 0's part (index 0) is empty."""
-        return (
-            parts[1]
-            if verb in (OPEN_SERVICE, CLOSE_SERVICE)
-            else SamplerWorker.merge_results(verb, parts[1:])
-        )
-
-
-def _do_nothing(*arguments: Any) -> None:
-    """Do nothing: rank 0's part in a verb of the sampler ranks."""
+        return lambda *arguments: None
 
 
 def serve_verbs(settings: WorkerSettings) -> None:
@@ -193,7 +174,10 @@ def _execute(worker: Any, verb: str, arguments: Sequence[Any]) -> Any:
         if user_message is not None:
             raise UserError(f"{user_message} (on {worker.objects.rank_name(rank)})")
         raise RuntimeError(f"{verb} failed on {worker.objects.rank_name(rank)}:\n{text}")
-    return worker.merge(verb, [result for result, _ in reports])
+    # rank 0 has no part in the verbs of the sampler ranks
+    first = 1 if isinstance(worker, RemoteExecutor) else 0
+    results, reduce = [result for result, _ in reports[first:]], VERBS[verb].reduce
+    return results[0] if reduce is None else reduce(results)
 
 
 def _send_heartbeat(
@@ -208,39 +192,39 @@ def _send_heartbeat(
 
 
 class WorkerGroup:
-    """Queue verbs on rank 0, and run the thread that executes them on all ranks. A process has a
-    single worker group.
+    """Queue verbs on rank 0, and run the thread that executes them on the ranks of a group: the
+    learners, or the ranks that only sample. A process has a single worker group of each.
     """
 
-    name = "whetstone-worker"
     # seconds that the end of the script waits for submitted verbs
     exit_timeout: ClassVar[float] = 60.0
     _lock: ClassVar[Any] = threading.RLock()
-    # the other ranks serve this process only, for any number of services
-    _running: ClassVar[WorkerGroup | None] = None
+    # by group; the other ranks serve this process only, for any number of services
+    _running: ClassVar[dict[str, WorkerGroup]] = {}
 
-    def __init__(self, settings: WorkerSettings):
+    def __init__(self, settings: WorkerSettings, group: str):
         stop_signals.end_with_launcher()
+        self.group = group
         self.num_services = 0
         self.open_services: set[int] = set()
         self.queue: queue.SimpleQueue = queue.SimpleQueue()
         started: Future = Future()
         self.thread = threading.Thread(
-            target=self._run_verbs, args=(settings, started), name=self.name, daemon=True
+            target=self._run_verbs, args=(settings, started), name=f"whetstone-{group}", daemon=True
         )
         self.thread.start()
         started.result()
         atexit.register(self._at_exit)
 
     @classmethod
-    def join(cls, settings: WorkerSettings) -> tuple[WorkerGroup, int]:
-        """Return the running worker group (a new group if none is running) and a new service
+    def join(cls, settings: WorkerSettings, group: str) -> tuple[WorkerGroup, int]:
+        """Return the running worker group (a new one if none is running) and a new service
         number.
         """
         with cls._lock:
-            crew = cls._running
+            crew = cls._running.get(group)
             if crew is None or not crew.thread.is_alive():
-                crew = cls._running = cls(settings)
+                crew = cls._running[group] = cls(settings, group)
             service, crew.num_services = crew.num_services, crew.num_services + 1
             crew.open_services.add(service)
             return crew, service
@@ -249,26 +233,26 @@ class WorkerGroup:
         """Close a service. In a single-process run the thread ends with the last service, since no
         other rank waits for another service.
         """
-        done: Future = Future()
+        call = VerbCall("close_service", (service,))
         with self._lock:
             self.open_services.discard(service)
-            self.queue.put((service, CLOSE_SERVICE, (service,), (), done))
-            is_last = not self.open_services and self._is_single_process()
+            self.queue.put((service, call))
+            is_last = not self.open_services and self.group == LEARNER and collectives.world() == 1
             if is_last:
                 # a thread that joins meanwhile waits for the lock and starts a new worker group
                 self.shut_down(timeout)
         if not is_last:
-            wait([done], timeout)
+            wait([call.future], timeout)
 
     def shut_down(self, timeout: float = 60.0) -> None:
         """End the thread and the other ranks; verbs already submitted run first. A second call is a
         no-op.
         """
         with self._lock:
-            if type(self)._running is self:
-                type(self)._running = None
+            if self._running.get(self.group) is self:
+                del self._running[self.group]
             if self.thread.is_alive():
-                self.queue.put((0, CLOSE_RANKS, (), (), Future()))
+                self.queue.put((0, VerbCall(CLOSE_RANKS)))
         self.thread.join(timeout)
         if not self.thread.is_alive():
             atexit.unregister(self._at_exit)
@@ -291,22 +275,10 @@ class WorkerGroup:
             sys.stderr.flush()
             os._exit(1)
 
-    def _is_single_process(self) -> bool:
-        """Return whether this process is the only rank."""
-        return collectives.world() == 1
-
-    def _make_executor(self, settings: WorkerSettings) -> Any:
-        """Return the executor of rank 0."""
-        return RankExecutor(settings)
-
-    def _shut_down_ranks(self) -> None:
-        """Shut down the process group after all ranks have received CLOSE_RANKS."""
-        collectives.shutdown()
-
     def _run_verbs(self, settings: WorkerSettings, started: Future) -> None:
         """Execute queued verbs until CLOSE_RANKS. Send heartbeats while the queue is empty."""
         try:
-            desk = self._make_executor(settings)
+            desk = (RankExecutor if self.group == LEARNER else RemoteExecutor)(settings)
         except BaseException as error:
             started.set_exception(error)
             return
@@ -314,51 +286,57 @@ class WorkerGroup:
         lost: RankLost | None = None
         while True:
             try:
-                number, verb, arguments, after, future = self.queue.get(
-                    timeout=desk.objects.heartbeat_seconds
-                )
+                service, call = self.queue.get(timeout=desk.objects.heartbeat_seconds)
             except queue.Empty:
                 lost = lost or _send_heartbeat(desk)
                 continue
-            if verb == CLOSE_RANKS:
+            if call.verb == CLOSE_RANKS:
                 announced = lost is None and not isinstance(
                     _send_heartbeat(desk, CLOSE_RANKS), RankLost
                 )
                 desk.objects.close()
                 del desk
-                if announced:
-                    self._shut_down_ranks()
-                future.set_result(None)
+                # the process group belongs to the learners, which continue without samplers
+                if announced and self.group == LEARNER:
+                    collectives.shutdown()
+                call.future.set_result(None)
                 return
             try:
                 if lost is not None:
                     raise lost
-                _refuse_after_failure(desk, number, verb, arguments, after)
-                future.set_result(_execute_everywhere(desk, number, verb, arguments))
+                _refuse_after_failure(desk, service, call)
+                result = _execute_everywhere(desk, service, call.verb, call.arguments)
+                call.future.set_result(result)
             except BaseException as error:
                 if isinstance(error, RankLost):
                     # the ranks are out of step: every later verb fails with the same error
                     lost = error
-                future.set_exception(error)
-            # release the arguments of a finished verb before waiting for the next verb
-            del verb, arguments, after, future
+                call.future.set_exception(error)
+            # release the arguments and result of a finished verb before waiting for the next verb
+            call = result = None
 
 
-class SamplerGroup(WorkerGroup):
-    """Run the worker group of the ranks that only sample."""
+class GroupService:
+    """Submit the verbs of a service to a group of ranks. `device`: that its workers compute on."""
 
-    name = "whetstone-samplers"
-    _lock = threading.RLock()
-    _running = None
+    def __init__(self, settings: WorkerSettings, group: str):
+        self._group, self._service_id = WorkerGroup.join(settings, group)
+        opened = VerbCall("open_service", (self._service_id, settings))
+        self.submit(opened)
+        self.device: str = opened.future.result()
 
-    def _is_single_process(self) -> bool:
-        return False
+    @property
+    def alive(self) -> bool:
+        """Return whether the thread that executes the verbs is running."""
+        return self._group.thread.is_alive()
 
-    def _make_executor(self, settings: WorkerSettings) -> RemoteExecutor:
-        return RemoteExecutor(settings)
+    def submit(self, call: VerbCall) -> None:
+        """Queue a verb."""
+        self._group.queue.put((self._service_id, call))
 
-    def _shut_down_ranks(self) -> None:
-        """Do nothing: rank 0's process group belongs to the learner ranks, which continue."""
+    def close(self, timeout: float) -> None:
+        """Run the queued verbs, then free the memory of the service's workers."""
+        self._group.close_service(self._service_id, timeout)
 
 
 def _execute_everywhere(executor: Any, service: int, verb: str, arguments: Sequence[Any]) -> Any:
@@ -367,23 +345,23 @@ def _execute_everywhere(executor: Any, service: int, verb: str, arguments: Seque
     return _execute(executor.worker(service, verb), verb, arguments)
 
 
-def _refuse_after_failure(
-    executor: Any, service: int, verb: str, arguments: Sequence[Any], dependencies: Sequence[Future]
-) -> None:
-    """Raise the error of an earlier verb that this verb depends on. For `optim_step`, drop the
-    gradients first: an update on part of the intended batch would be worse than no update.
+def _refuse_after_failure(executor: Any, service: int, call: VerbCall) -> None:
+    """Raise the error of an earlier verb that this verb depends on, after the verb's `on_refusal`:
+    `optim_step` drops the gradients, since an update on part of the batch is worse than none.
 
     A sampling client of weights raises likewise if saving them under a name failed, so that the
     error is not lost.
     """
     errors = [
-        error for error in (earlier.exception() for earlier in dependencies) if error is not None
+        error
+        for error in (earlier.exception() for earlier in call.dependencies)
+        if error is not None
     ]
     if not errors:
         return
-    if verb != "optim_step":
+    if call.row.on_refusal is None:
         raise errors[0]
-    _execute_everywhere(executor, service, "drop_gradients", arguments[:1])
+    _execute_everywhere(executor, service, call.row.on_refusal, call.arguments[:1])
     raise RuntimeError(
-        f"{verb} was not run, because a forward_backward before it failed: {errors[0]}"
+        f"{call.verb} was not run, because a forward_backward before it failed: {errors[0]}"
     ) from errors[0]

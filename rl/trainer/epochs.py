@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
-from rl.algorithms import METHODS
 from rl.client import TrainingClient
 from rl.config import RowLoopSettings, RunConfig, StageConfig
 from rl.errors import UserError
@@ -55,7 +54,7 @@ def _count_rows(stages: Sequence[StageConfig], index: int) -> int:
     try:
         policy = cast(
             TrainingClient,
-            outline_policy(stages, index, METHODS[plan.method](plan.settings).value_head),
+            outline_policy(stages, index),
         )
         check_rows(prepared, policy, stage_renderer(policy, plan.settings))
     except ValueError as error:

@@ -35,9 +35,14 @@ from rl.trainer.config_diff import CHANGES_KEY, includes_data_change
 from rl.trainer.epochs import convert_epochs_to_steps
 from rl.trainer.held_out_metrics import HeldOutMetrics
 from rl.trainer.initial_weights import (
+    ORIGINS_KEY,
     check_initial_weights,
+    check_outside_run_folder,
     describe_random_weights,
+    describe_tied_heads,
     find_previous_stage,
+    format_origin,
+    resolve_initial_weights,
 )
 from rl.trainer.launch_log import LaunchLog, describe_launch
 from rl.trainer.memory_report import check_memory as check_memory
@@ -45,13 +50,6 @@ from rl.trainer.opponent_models import OpponentModels
 from rl.trainer.pipeline import check_api_models, dry_run, prepare_stages
 from rl.trainer.replay_log import ReplayLog, check_replay, list_replay_differences
 from rl.trainer.report_writer import ReportWriter
-from rl.trainer.resolve_weights import (
-    ORIGINS_KEY,
-    check_outside_run_folder,
-    describe_tied_heads,
-    format_origin,
-    resolve_initial_weights,
-)
 from rl.trainer.resume import (
     ResumePoint,
     check_final_checkpoints,

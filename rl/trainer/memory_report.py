@@ -13,6 +13,7 @@ from rl.algorithms import METHODS
 from rl.config import RunConfig
 from rl.errors import UserError
 from rl.memory_plan import USABLE_FRACTION, LaunchShape
+from rl.trainer.initial_weights import describe_tied_heads, resolve_initial_weights
 from rl.trainer.memory_requirements import (
     UnsupportedTensorParallel,
     compute_stage_needs,
@@ -21,7 +22,6 @@ from rl.trainer.memory_requirements import (
 )
 from rl.trainer.memory_savings import find_savings, select_listed
 from rl.trainer.memory_table import DeviceMemory, StageNeeds, format_gib, print_plans
-from rl.trainer.resolve_weights import describe_tied_heads, resolve_initial_weights
 
 # least Python memory of an answer, its tokens, logprobs and advantages; twice as much is usual
 ANSWER_BYTES = 2048

@@ -44,16 +44,13 @@ from rl.memory_plan import (
     trace_micro_batch,
 )
 from rl.models import (
-    LORA_PARTS,
     count_classifier_parameters,
     resolve_adapter_chain,
     supports_lazy_loading,
 )
-from rl.trainer.initial_weights import find_previous_stage
+from rl.trainer.initial_weights import continues_adapter, find_base_model, find_previous_stage
 from rl.trainer.memory_table import DeviceMemory, StageNeeds
-from rl.trainer.resolve_weights import continues_adapter, find_initial_weights
 from rl.trainer.saved_weights import is_run_folder
-from rl.types import LoraConfig
 
 _DEFAULT_GPU = 80.0  # GiB of a hypothetical GPU
 MeasureMicroBatch = Callable[[ModelSettings, MicroBatch, LaunchShape], MicroBatchMemory]
@@ -120,29 +117,20 @@ def compute_stage_needs(
     """
     needs = []
     measure = measure or _trace
-    stage_settings = (
-        [stage.settings for stage in run.stages] if settings is None else list(settings)
-    )
-    for i, stage in enumerate(run.stages):
-        first, predecessor = i, find_previous_stage(run.stages, i)
-        while (earlier := find_previous_stage(run.stages, first)) is not None:
-            first = earlier
-        model = replace(
-            stage_settings[i].model,
-            base_model=stage_settings[first].model.base_model,
-            tokenizer=stage_settings[first].model.tokenizer,
-        )
-        is_continued = (
-            find_initial_weights(model, None).continued_checkpoint is not None
-            if predecessor is None
-            else continues_adapter(stage_settings[predecessor].model, model)
-        )
+    stages = [
+        stage if settings is None else replace(stage, settings=settings[i])
+        for i, stage in enumerate(run.stages)
+    ]
+    for i, stage in enumerate(stages):
+        base, tokenizer = find_base_model(stages, i)
+        model = replace(stage.settings.model, base_model=base, tokenizer=tokenizer)
+        is_continued = continues_adapter(stages, i)
         adapter = bool(model.lora_rank) and not is_continued
-        if is_continued and predecessor is None:
+        if is_continued and find_previous_stage(stages, i) is None:
             root = resolve_adapter_chain(model.base_model)[0]
             model = replace(model, base_model=root.name, tokenizer=root.tokenizer)
         needs += _compute_needs(
-            stage, stage_settings[i], model, launch, prompt, fresh_adapter=adapter, measure=measure
+            stage, stage.settings, model, launch, prompt, fresh_adapter=adapter, measure=measure
         )
     return needs
 
@@ -164,7 +152,7 @@ def _compute_needs(
     be turned off.
     """
     samplers, launch = _split_launch(settings, launch)
-    shape = load_shape(model.base_model, model.tokenizer, _lora_config(model))
+    shape = load_shape(model.base_model, model.tokenizer, model.make_lora())
     optim = settings.optim
     team = _tensor_parallel_size(
         settings.sampling.sampler_tp, 0 if samplers is None else samplers.world, shape, launch
@@ -295,7 +283,7 @@ def _list_other_shapes(
         return others, []
     if critic == "policy":
         return others, [shape]
-    return others, [load_shape(critic, model.tokenizer, _lora_config(model))]
+    return others, [load_shape(critic, model.tokenizer, model.make_lora())]
 
 
 def _uses_paged_cache(
@@ -413,12 +401,6 @@ def _base_dtype(model: ModelSettings, launch: LaunchShape) -> str:
     return ("bf16" if launch.bf16 else "fp32") if model.base_dtype == "auto" else model.base_dtype
 
 
-def _lora_config(model: ModelSettings) -> LoraConfig | None:
-    if not model.lora_rank:
-        return None
-    return LoraConfig(model.lora_rank, **{part: getattr(model, part) for part in LORA_PARTS})
-
-
 def measure_nothing(
     model: ModelSettings, batch: MicroBatch, launch: LaunchShape
 ) -> MicroBatchMemory:
@@ -440,4 +422,4 @@ def _trace(model: ModelSettings, batch: MicroBatch, launch: LaunchShape) -> Micr
         saved_bytes=None if launch.cuda else kept_bytes_from_gib(model.kept_logits_gib),
         bf16_base=launch.base_dtype != "fp32" and launch.zero_stage is None and not launch.fsdp,
     )
-    return trace_micro_batch(model.base_model, model.tokenizer, _lora_config(model), batch, config)
+    return trace_micro_batch(model.base_model, model.tokenizer, model.make_lora(), batch, config)

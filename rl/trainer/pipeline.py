@@ -1,28 +1,27 @@
 """Check later stages before the first step: models, tokenizers, adapters, critics, teachers,
 renderers and rows.
 
-No weights are loaded. An outline of a model is its config, its tokenizer and, for a folder, the
-names of its tensors. Each method checks its other models on such outlines itself.
+No weights are loaded: the stage's own model factory runs on a service whose models are on the meta
+device. An outline of a model is its config, its tokenizer and, for a folder, the names of its
+tensors. Each method checks its other models on such outlines itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from rl.algorithms import METHODS, ModelFactory
-from rl.config import LearnedRewardSettings, ModelSettings, StageConfig, is_api_address
+from rl.algorithms import METHODS
+from rl.config import StageConfig, is_api_address
 from rl.data import FaultyRows, ProblemSet
 from rl.errors import UserError
 from rl.judges import OpenAIClient
 from rl.learner import learner_checkpoint
 from rl.models import (
-    LORA_PARTS,
     add_lora,
     check_model_folder,
     check_model_weights,
@@ -33,48 +32,134 @@ from rl.models import (
     load_tokenizer,
     resolve_adapter_chain,
 )
-from rl.trainer.initial_weights import find_previous_stage
-from rl.trainer.resolve_weights import find_weights_folder
-from rl.trainer.saved_weights import open_weights
+from rl.trainer.initial_weights import find_base_model, find_previous_stage
+from rl.trainer.saved_weights import SavedWeights
 from rl.trainer.stage_data import PreparedStage, check_rows, prepare_stage
 from rl.trainer.stage_models import (
-    is_published_reward_model,
+    StageModelFactory,
     make_api_judge,
-    make_renderer,
-    make_rubric,
+    make_policy,
     stage_renderer,
 )
 from rl.types import LoraConfig, Problem
 
 if TYPE_CHECKING:
-    from rl.client import SamplingClient, TrainingClient
+    from rl.client import ServiceClient, TrainingClient
 
 
 class ModelOutline:
-    """Provide a client's information about a model that is not loaded."""
+    """Stand in for a client of a model that is not loaded. `info`: what is known of the model."""
 
-    def __init__(
-        self,
-        base_model: str,
-        tokenizer: str | None,
-        lora_rank: int = 0,
-        *,
-        value_head: bool = False,
-    ):
+    def __init__(self, **info: Any):
+        self.info = info
+
+    @classmethod
+    def load(cls, base_model: str, tokenizer: str | None, **info: Any) -> ModelOutline:
+        """Return the outline of a base model, with further `info`."""
         size, context, model_tokenizer = _load_outline(base_model, tokenizer)
-        self.info: dict[str, Any] = {
-            "base_model": base_model,
-            "tokenizer": model_tokenizer,
-            "vocab_size": size,
-            "max_context": context,
-        }
-        self.info |= {"lora_rank": lora_rank or None, "value_head": value_head}
+        sizes = {"vocab_size": size, "max_context": context, "tokenizer": model_tokenizer}
+        return cls(**{"base_model": base_model, **sizes, "lora_rank": None, **info})
 
     def get_tokenizer(self) -> Any:
         return self.info["tokenizer"]
 
+    def get_base_sampling_client(self) -> ModelOutline:
+        return self
+
     def release(self) -> None:
         """Do nothing: an outline holds no resources."""
+
+
+class OutlineService:
+    """Stand in for a ServiceClient: its clients are outlines. `stages`: those of the run, whose
+    final checkpoints `checkpoint_of` names before they exist.
+    """
+
+    def __init__(self, stages: Sequence[StageConfig]):
+        self._stages = stages
+        self._indices = {self.checkpoint_of(stage.name): i for i, stage in enumerate(stages)}
+
+    @staticmethod
+    def checkpoint_of(stage: str) -> str:
+        """Return the path that stands for the final checkpoint of a stage."""
+        return f"stage:{stage}"
+
+    def create_sampling_client(
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        *,
+        tokenizer: str | None = None,
+        seed: int = 0,
+    ) -> ModelOutline:
+        return ModelOutline.load(*self._find_base(str(model_path or base_model), tokenizer))
+
+    def create_training_client_from_state(self, path: str, **settings: Any) -> ModelOutline:
+        return ModelOutline.load(*self._find_base(path, None))
+
+    def create_full_training_client(
+        self, base_model: str, *, tokenizer: str | None, **settings: Any
+    ) -> ModelOutline:
+        return ModelOutline.load(*self._find_base(base_model, tokenizer))
+
+    def create_lora_training_client(
+        self,
+        base_model: str,
+        *,
+        tokenizer: str | None,
+        model_seed: int,
+        value_head: bool,
+        base_dtype: str,
+        **lora: Any,
+    ) -> ModelOutline:
+        """Return an outline. Raises UserError if the adapter cannot be put on the model."""
+        base, tokenizer = self._find_base(base_model, tokenizer)
+        with torch.device("meta"):
+            tiny_tokenizer = tokenizer if base.startswith("tiny:") else None
+            add_lora(load_skeleton(base, tokenizer=tiny_tokenizer), LoraConfig(**lora))
+        return ModelOutline.load(base, tokenizer, lora_rank=lora["rank"])
+
+    def create_classifier_client(self, base_model: str) -> ModelOutline:
+        tokenizer = load_classifier_tokenizer(base_model)
+        return ModelOutline(base_model=base_model, tokenizer=tokenizer)
+
+    def _find_base(self, source: str, tokenizer: str | None) -> tuple[str, str | None]:
+        """Return (base model, tokenizer) of weights."""
+        index = self._indices.get(source.removesuffix("/model"))
+        if index is not None:
+            base, stage_tokenizer = find_base_model(self._stages, index)
+            return base, tokenizer or stage_tokenizer
+        path = Path(source).expanduser()
+        if not (path / "state.json").is_file():
+            return source, tokenizer
+        return learner_checkpoint.resolve_base_model(learner_checkpoint.read_spec(path), source)
+
+
+class _PlannedModelFactory(StageModelFactory):
+    """Create a later stage's models before the stages that it takes weights from have run."""
+
+    def __init__(self, stages: Sequence[StageConfig], index: int, tags: Sequence[str]):
+        stage, before = stages[index], find_previous_stage(stages, index)
+        self._stages = {earlier.name: earlier for earlier in stages[:index]}
+        outlines = OutlineService(stages)
+        service = cast("ServiceClient", outlines)
+        model, earlier = stage.settings.model, {n: outlines.checkpoint_of(n) for n in self._stages}
+        previous = None if before is None else earlier[stages[before].name]
+        value_head = METHODS[stage.method](stage.settings).value_head
+        policy = make_policy(service, model, previous, None, 0, value_head=value_head)
+        renderer = stage_renderer(policy, stage.settings)
+        super().__init__(service, policy, model, previous, earlier, 0, tags=tags, renderer=renderer)
+
+    def open(self, target: str) -> SavedWeights:
+        if target not in self._stages:
+            return super().open(target)
+        return SavedWeights(target, Path(self.earlier[target]), stage=self._stages[target])
+
+    def has_value_head(self, weights: SavedWeights) -> bool:
+        stage = self._stages.get(weights.name)
+        if stage is None:
+            return super().has_value_head(weights)
+        return METHODS[stage.method](stage.settings).value_head
 
 
 @cache
@@ -109,113 +194,11 @@ def _load_outline(base_model: str, tokenizer: str | None) -> tuple[int, int | No
     )
 
 
-def _check_adapter(model: ModelSettings, base_model: str) -> None:
-    """Raise UserError if the requested adapter cannot be put on the model."""
-    if model.lora_rank:
-        with torch.device("meta"):
-            loaded = load_skeleton(
-                base_model, tokenizer=model.tokenizer if base_model.startswith("tiny:") else None
-            )
-            parts = {part: getattr(model, part) for part in LORA_PARTS}
-            add_lora(loaded, LoraConfig(model.lora_rank, 0, alpha=model.lora_alpha, **parts))
-
-
-def _find_base_model(stages: Sequence[StageConfig], index: int) -> tuple[str, str | None]:
-    """Return (base model, tokenizer) of a stage's policy, following the stages that it begins from.
-    Raises UserError if such a stage cannot continue.
+def outline_policy(stages: Sequence[StageConfig], index: int) -> ModelOutline:
+    """Return the outline of a stage's policy. Raises UserError if its base model is not
+    available.
     """
-    model, before = stages[index].settings.model, find_previous_stage(stages, index)
-    if before is None:
-        return model.base_model, model.tokenizer
-    base, tokenizer = _find_base_model(stages, before)
-    earlier = stages[before].settings.model
-    if earlier.lora_rank:
-        return base, tokenizer
-    return base, model.tokenizer or tokenizer
-
-
-def outline_policy(stages: Sequence[StageConfig], index: int, value_head: bool) -> ModelOutline:
-    """Return the outline of a stage's policy. Raises UserError if the stage could not begin."""
-    base, tokenizer = _find_base_model(stages, index)
-    return ModelOutline(
-        base, tokenizer, stages[index].settings.model.lora_rank, value_head=value_head
-    )
-
-
-class _OutlineFactory(ModelFactory):
-    """Implement rl.algorithms.method_interface.ModelFactory with outlines."""
-
-    def __init__(
-        self, stages: Sequence[StageConfig], index: int, policy: ModelOutline, tags: Sequence[str]
-    ):
-        self.stages, self.index, self.tags = stages, index, tags
-        self.policy = cast("TrainingClient", policy)
-        self.model = stages[index].settings.model
-
-    def initial_policy(self) -> Any:
-        return self.policy
-
-    def load(self, target: str) -> SamplingClient:
-        return cast("SamplingClient", self._outline_model(target))
-
-    def _outline_model(self, target: str) -> ModelOutline:
-        names = [stage.name for stage in self.stages[: self.index]]
-        if target in names:
-            return ModelOutline(*_find_base_model(self.stages, names.index(target)))
-        weights = open_weights(target)
-        if weights.path is None:
-            return ModelOutline(target, None)
-        folder = learner_checkpoint.model_folder(weights.path)
-        spec = (
-            learner_checkpoint.read_spec(weights.path)
-            if (weights.path / "state.json").is_file()
-            else None
-        )
-        if not (folder / "adapter_config.json").is_file():
-            return ModelOutline(str(folder), None)
-        if spec is not None:
-            return ModelOutline(*learner_checkpoint.resolve_base_model(spec, str(weights.path)))
-        return ModelOutline(learner_checkpoint.read_base_name(folder), None)
-
-    def rewards(self, learned: LearnedRewardSettings) -> dict[str, Any]:
-        if learned.comparison_model is not None:
-            make_renderer(self.load(learned.comparison_model), None)
-        elif learned.rubric_model is not None and not is_api_address(learned.rubric_model):
-            make_rubric(learned)
-            make_renderer(self.load(learned.rubric_model), learned.rubric_renderer)
-        for target, _ in learned.weighted_reward_models:
-            self._check_reward_model(target)
-        return {}
-
-    def _check_reward_model(self, target: str) -> None:
-        from rl.judges import shares_vocabulary
-
-        names = [stage.name for stage in self.stages[: self.index]]
-        if target in names:
-            source = self.stages[names.index(target)]
-            scores = (
-                source.method == "reward_model"
-                and METHODS[source.method](source.settings).value_head
-            )
-            if not scores:
-                raise UserError(
-                    f"{source.name} is no reward model: {source.method} without a value head "
-                    "trains it. Name a stage of reward_model; a language model can judge as "
-                    "well, with comparison_model"
-                )
-        elif is_published_reward_model(open_weights(target)):
-            load_classifier_tokenizer(target)
-            return
-        shares_vocabulary(self.policy, self.load(target), f"reward model {target}")
-
-    def create_critic(self, base_model: str) -> TrainingClient:
-        if base_model == "policy":
-            return self.policy
-        base_model = find_weights_folder(base_model)
-        _check_adapter(replace(self.model, base_model=base_model), base_model)
-        return cast(
-            "TrainingClient", ModelOutline(base_model, self.model.tokenizer, value_head=True)
-        )
+    return ModelOutline.load(*find_base_model(stages, index))
 
 
 def prepare_stages(stages: Sequence[StageConfig]) -> list[PreparedStage]:
@@ -242,7 +225,7 @@ def _find_faulty_rows(
     if not rows or getattr(getattr(plan.settings, "env", None), "environment", None) is not None:
         return None
     try:
-        policy = cast("TrainingClient", outline_policy(stages, index, False))
+        policy = cast("TrainingClient", outline_policy(stages, index))
         check_rows(
             PreparedStage(plan, ProblemSet(rows), None, None),
             policy,
@@ -280,12 +263,10 @@ def dry_run(stages: Sequence[StageConfig], prepared: Sequence[PreparedStage], cu
     for index in range(current + 1, len(stages)):
         plan, ready = stages[index], prepared[index]
         try:
-            method = METHODS[plan.method](plan.settings)
-            policy = outline_policy(stages, index, method.value_head)
-            _check_adapter(plan.settings.model, _find_base_model(stages, index)[0])
-            renderer = stage_renderer(cast("TrainingClient", policy), plan.settings)
             tags = ready.rows.tags if ready.rows is not None else []
-            method.make_models(_OutlineFactory(stages, index, policy, tags))
-            check_rows(ready, cast("TrainingClient", policy), renderer)
+            factory = _PlannedModelFactory(stages, index, tags)
+            METHODS[plan.method](plan.settings).make_models(factory)
+            assert factory.renderer is not None
+            check_rows(ready, factory.policy, factory.renderer)
         except ValueError as error:
             raise UserError(f"stage {plan.name}, before any training: {error}") from error

@@ -10,6 +10,7 @@ import hashlib
 import json
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ from rl.config import RunConfig
 from rl.data import ProblemSet
 from rl.errors import RunFolderError, UserError
 from rl.jsonl import METRICS_FILE, read_metrics
-from rl.models import LEGACY_PART_DEFAULTS, LORA_PARTS
 from rl.seed import derive_seed
-from rl.trainer.initial_weights import find_previous_stage
-from rl.trainer.resolve_weights import continues_adapter, find_initial_weights
+from rl.trainer.initial_weights import (
+    continues_adapter,
+    find_adapter_root,
+    find_previous_stage,
+)
+from rl.types import LoraConfig
 
 RUN_ID_KEY = "id"
 _HASHED_ROWS = (
@@ -107,32 +111,20 @@ def check_same_run(
 
 def _diff_model(spec: Mapping[str, Any], run: RunConfig, index: int) -> list[str]:
     """Return a line for each difference between a checkpoint's spec and this stage's model."""
-    stages, root = run.stages, index
-    while (before := find_previous_stage(stages, root)) is not None and continues_adapter(
-        stages[before].settings.model, stages[root].settings.model
-    ):
-        root = before  # a continued adapter keeps its original spec
+    stages, root = run.stages, find_adapter_root(run.stages, index)
+    before = find_previous_stage(stages, root)
     model, seed = stages[root].settings.model, run.options.seed
     base = model.base_model if before is None else f"{stages[before].name}-final/model"
-    # an adapter of another run has that run's seed and base
-    is_continued = (
-        before is None and find_initial_weights(model, None).continued_checkpoint is not None
-    )
-    expected: dict[str, Any] = (
-        {} if is_continued else {"seed": derive_seed(seed, "weights") % 2**31, "lora": None}
-    )
+    is_continued = continues_adapter(stages, root)  # another run's, with its seed and base
+    expected: dict[str, Any] = {}
+    if not is_continued:
+        lora = model.make_lora(derive_seed(seed, "adapter") % 2**31)
+        expected["seed"] = derive_seed(seed, "weights") % 2**31
+        expected["lora"] = lora and asdict(lora)
     plan = stages[index]
     expected["value_head"] = METHODS[plan.method](plan.settings).value_head
-    if model.lora_rank and not is_continued:
-        parts = {part: getattr(model, part) for part in LORA_PARTS}
-        expected["lora"] = {
-            "rank": model.lora_rank,
-            "seed": derive_seed(seed, "adapter") % 2**31,
-            **parts,
-            "alpha": model.lora_alpha,
-        }
     if spec.get("lora"):
-        spec = {**spec, "lora": {**LEGACY_PART_DEFAULTS, **spec["lora"]}}
+        spec = {**spec, "lora": asdict(LoraConfig(**spec["lora"]))}
     differing_keys = [key for key, value in expected.items() if spec.get(key, value) != value]
     differences = [
         f"{key} of its model is {spec[key]!r}, this run's is {expected[key]!r}"

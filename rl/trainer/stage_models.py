@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,10 @@ from rl.judges import (
     WeightedRewardModels,
     shares_vocabulary,
 )
-from rl.models import LORA_PARTS, is_adapter, load_classifier_config
+from rl.models import is_adapter, load_classifier_config
 from rl.renderers import Renderer, StopTextRenderer, get_renderer
 from rl.seed import derive_seed
-from rl.trainer.resolve_weights import find_initial_weights, find_weights_folder
+from rl.trainer.initial_weights import find_initial_weights, find_weights_folder
 from rl.trainer.saved_weights import SavedWeights, open_weights
 
 
@@ -60,16 +60,14 @@ def make_policy(
         )
     base = origin.base
     weights_seed = derive_seed(seed, "weights") % 2**31
-    if model.lora_rank == 0:
+    lora = model.make_lora(derive_seed(seed, "adapter") % 2**31)
+    if lora is None:
         return service.create_full_training_client(
             base, tokenizer=model.tokenizer, seed=weights_seed, value_head=value_head
         )
     return service.create_lora_training_client(
         base,
-        rank=model.lora_rank,
-        seed=derive_seed(seed, "adapter") % 2**31,
-        **{part: getattr(model, part) for part in LORA_PARTS},
-        alpha=model.lora_alpha,
+        **asdict(lora),
         tokenizer=model.tokenizer,
         model_seed=weights_seed,
         value_head=value_head,
@@ -173,33 +171,25 @@ class StageModelFactory(ModelFactory):
 
     def _load_reward_model(self, target: str) -> RewardModel | PublishedRewardModel:
         """Return the reward model `target`. Raises UserError if it is no reward model."""
-        weights = None if target in self.earlier else open_weights(target)
-        if weights is not None and is_published_reward_model(weights):
+        weights = self.open(target)
+        if target not in self.earlier and is_published_reward_model(weights):
             return PublishedRewardModel(self.service.create_classifier_client(target), target)
-        if (
-            weights is not None
-            and weights.stage is not None
-            and weights.stage.method != "reward_model"
-        ):
+        if weights.stage is not None and weights.stage.method != "reward_model":
             training_method = weights.stage.method
             raise UserError(
                 f"{target} is no reward model: {training_method} trained it, and its value head "
                 "predicts the rewards of its policy. Name weights that train.py reward_model "
                 "trained"
             )
-        path = Path(self.earlier[target]) if weights is None else weights.path
-        if (
-            path is None
-            or not (path / "state.json").is_file()
-            or not checkpoint_folder.read_verified_state(path)["spec"].get("value_head")
-        ):
+        if not self.has_value_head(weights):
             raise UserError(
                 f"{target} is no reward model: it is not a ...ForSequenceClassification with a "
                 "single output, and has no value head that train.py reward_model trained. Train a "
                 "reward model with train.py reward_model, or use a published reward model; a "
                 "language model can score responses with --comparison-model"
             )
-        client = self.service.create_training_client_from_state(str(path))
+        path = self.earlier.get(target, str(weights.path))
+        client = self.service.create_training_client_from_state(path)
         same_vocabulary = shares_vocabulary(self.policy, client, f"reward model {target}")
         return RewardModel(
             client,
@@ -209,12 +199,25 @@ class StageModelFactory(ModelFactory):
             policy_renderer=self.renderer,
         )
 
+    def open(self, target: str) -> SavedWeights:
+        """Return the weights of an earlier stage or of another source."""
+        return open_weights(self.earlier.get(target, target))
+
+    def has_value_head(self, weights: SavedWeights) -> bool:
+        """Return whether a checkpoint holds a value head."""
+        path = weights.path
+        return (
+            path is not None
+            and (path / "state.json").is_file()
+            and bool(checkpoint_folder.read_verified_state(path)["spec"].get("value_head"))
+        )
+
     def renderer_of(self, target: str) -> tuple[str | None, tuple[tuple[str, str], ...]]:
         """Return the renderer (None: the default) and template settings of a model's training.
 
         A model must be prompted with the renderer it was trained with.
         """
-        weights = open_weights(self.earlier.get(target, target))
+        weights = self.open(target)
         return (
             (None, ())
             if weights.stage is None

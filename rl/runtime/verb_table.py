@@ -1,0 +1,84 @@
+"""Hold the table of the workers' verbs: one row a verb, written as a decorator of the worker's
+method.
+
+Driver, router and worker groups read all that they know of a verb from its row. A new verb is a
+method with a row, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+LEARNER, SAMPLER = "learner", "sampler"  # groups of ranks
+SERVICE = "service"  # each group executes the verb for its part of a service
+
+
+@dataclass(frozen=True)
+class VerbSpec:
+    """Describe a verb. `group`: the ranks that execute it if some ranks only sample; otherwise all
+    ranks do.
+
+    reduce: merges the results of the group's ranks, in rank order, into the driver's result (None:
+    the first rank's, to which the others add nothing); version_arg: index of the argument that
+    names a weight version, which the verb waits for.
+
+    frees: whether it frees memory: no sample request depends on it, and it also runs if the
+    transfer of its version failed; get_params: sampling parameters in its arguments, which the
+    learner of the version records; on_refusal: verb that runs in its place, on its first argument,
+    if a verb that it depends on failed.
+
+    router_method: method of `VerbRouter` that executes a sampler verb with the help of the
+    learners, or that runs beside a learner verb.
+    """
+
+    group: str = LEARNER
+    reduce: Callable[[Sequence[Any]], Any] | None = None
+    version_arg: int | None = None
+    frees: bool = False
+    get_params: Callable[[Sequence[Any]], Sequence[Any]] | None = None
+    on_refusal: str | None = None
+    router_method: str | None = None
+
+
+VERBS: dict[str, VerbSpec] = {}
+
+
+def verb(*row: Any, **fields: Any) -> Callable[[Method], Method]:
+    """Add a worker's method to the table under its name, with the fields of `VerbSpec`. A subclass
+    that overrides the method keeps the row. Raises ValueError if the table has the name.
+    """
+
+    def add(method: Method) -> Method:
+        if method.__name__ in VERBS:
+            raise ValueError(f"the verb {method.__name__} has a row already: rename the method")
+        VERBS[method.__name__] = VerbSpec(*row, **fields)
+        return method
+
+    return add
+
+
+@dataclass(eq=False)
+class VerbCall:
+    """Hold a submitted verb. `dependencies`: earlier futures; if any of them failed, the verb is
+    refused.
+    """
+
+    verb: str
+    arguments: Sequence[Any] = ()
+    dependencies: Sequence[Future] = ()
+    future: Future = field(default_factory=Future)
+
+    @property
+    def row(self) -> VerbSpec:
+        """Return the verb's row in the table."""
+        return VERBS[self.verb]
+
+    @property
+    def version_id(self) -> int | None:
+        """Return the weight version that the arguments name, or None."""
+        index = self.row.version_arg
+        return None if index is None else self.arguments[index]

@@ -1,0 +1,53 @@
+"""The check of later stages before the first step creates what the stages create once they begin."""
+
+import pytest
+from test_reward_model import largest_digit_rows
+from whole_runs import train
+
+from rl.client import ServiceClient
+from rl.trainer import pipeline
+
+SMALL = "steps: 1\nbatch_size: 4\nmax_tokens: 3\neval_every: 0\nsave_every: 0\nrollouts_every: 0\n"
+RLHF = "method: rlhf, base_model: sft, reward_model: reward_model, data_format: columns"
+
+
+def record(monkeypatch, service_class) -> list[tuple]:
+    """(verb, rank of the adapter) of each client that such a service creates from here on."""
+    calls: list[tuple] = []
+
+    def record_calls(name, real):
+        def create(service, *arguments, **settings):
+            calls.append((name, settings.get("rank")))
+            return real(service, *arguments, **settings)
+
+        monkeypatch.setattr(service_class, name, create)
+
+    for name in [name for name in vars(pipeline.OutlineService) if name.startswith("create_")]:
+        record_calls(name, getattr(service_class, name))
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("settings", "models"),
+    [
+        ("lora_rank: 3, kl_coef: 0.1", [("lora_training", 3)]),
+        ("kl_coef: 0.1", [("full_training", None), ("sampling", None)]),
+        ("lora_rank: 2, critic_model: policy", [("lora_training", 2)] * 2),
+    ],
+)
+def test_a_stage_checked_before_it_begins_creates_the_models_of_the_stage(
+    settings, models, tmp_path, monkeypatch
+):
+    checked = record(monkeypatch, pipeline.OutlineService)
+    created = record(monkeypatch, ServiceClient)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "stages:\n  - {method: sft, response_column: response}\n"
+        f"  - {{method: reward_model}}\n  - {{{RLHF}, {settings}}}\n{SMALL}"
+        f"dataset: {largest_digit_rows(tmp_path / 'rows.jsonl')}\n"
+    )
+    train(str(recipe), tmp_path / "run")
+    reward_model = ("training_client_from_state", None)
+    of_stages = [("full_training_client", None), *((f"{n}_client", rank) for n, rank in models)]
+    assert checked == [(f"create_{name}", rank) for name, rank in [*of_stages, reward_model]]
+    assert created[1:] == checked, "the first stage begins, and is not checked before"

@@ -1,0 +1,104 @@
+"""A verb is one row beside its method: where it runs, what of its ranks' results comes back, and
+which weights it waits for.
+"""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+from rl import ServiceClient
+from rl.runtime import worker_group
+from rl.runtime.rank_settings import WorkerSettings
+from rl.runtime.router import VerbRouter
+from rl.runtime.training_worker import TrainingWorker
+from rl.runtime.verb_table import LEARNER, SAMPLER, SERVICE, VERBS, VerbCall, verb
+from rl.runtime.weight_sync import SamplerWorker
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """Rows that a test adds are gone after it."""
+    before = set(VERBS)
+    yield VERBS
+    for name in set(VERBS) - before:
+        del VERBS[name]
+
+
+def test_a_verb_is_a_row_and_a_method(rows, monkeypatch, tmp_path):
+    class Worker(TrainingWorker):
+        @verb(SAMPLER, lambda parts: {"ranks": len(parts), "first": parts[0]}, version_arg=0)
+        def read_version(self, version_id: int) -> int:
+            return self.versions[version_id].version
+
+        @verb(on_refusal="version")
+        def add_updates(self, model_id: int, count: int) -> int:
+            self.learners[model_id].version += count
+            return self.learners[model_id].version
+
+    monkeypatch.setattr(worker_group, "TrainingWorker", Worker)
+    monkeypatch.setattr(worker_group.WorkerGroup, "_running", {})
+    with ServiceClient(output_dir=tmp_path) as service:
+        client = service.create_full_training_client("tiny:addition", seed=2)
+        driver = client._driver
+        assert driver.submit("add_updates", client.model_id, 3).result() == 3
+        sampler = client.save_weights_and_get_sampling_client()
+        whole = driver.submit("read_version", sampler._version_id).result()
+        assert whole == {"ranks": 1, "first": 3}
+        failed = driver.submit("optim_step", 99)
+        refused = driver.submit("add_updates", client.model_id, 3, dependencies=[failed])
+        with pytest.raises(RuntimeError, match="add_updates was not run"):
+            refused.result()
+        assert driver.submit("version", client.model_id).result() == 3
+        with pytest.raises(KeyError, match="no_such_verb"):
+            driver.submit("no_such_verb")
+
+
+def test_its_row_says_which_ranks_run_it_and_what_it_waits_for(rows, monkeypatch):
+    """Where some ranks only sample: a verb of the learners goes to them, and one of the samplers
+    waits until the weights that it names have arrived.
+    """
+
+    @verb(SAMPLER, version_arg=1)
+    def weigh_version(worker, name, version_id): ...
+
+    @verb(SAMPLER, version_arg=1, frees=True)
+    def drop_version(worker, name, version_id): ...
+
+    @verb(LEARNER)
+    def weigh_model(worker, model_id): ...
+
+    near, far = [], []
+    group = SimpleNamespace(submit=far.append, alive=True)
+    monkeypatch.setattr("rl.runtime.router.GroupService", lambda settings, role: group)
+    router = VerbRouter(WorkerSettings(sampler_ranks=1), SimpleNamespace(submit=near.append))
+
+    def submit(name, *arguments) -> Future:
+        call = VerbCall(name, arguments)
+        router.submit(call)
+        return call.future
+
+    submit("weigh_version", "before", 4)
+    assert [call.verb for call in far] == ["weigh_version"]
+    submit("snapshot", 0, 5)
+    waiting, freed = submit("weigh_version", "on its way", 5), submit("drop_version", "late", 5)
+    submit("weigh_model", 0)
+    assert [call.verb for call in near] == ["take_snapshot", "weigh_model"] and len(far) == 1
+    near[0].future.set_exception(RuntimeError("out of memory"))
+    assert "out of memory" in str(waiting.exception())
+    assert far[1].verb == "drop_version" and not freed.done(), "memory is freed all the same"
+
+
+def test_a_name_has_one_row(rows):
+    with pytest.raises(ValueError, match="sample has a row already"):
+        verb(SAMPLER)(TrainingWorker.sample)
+
+
+def test_rows_name_what_exists():
+    for name, row in VERBS.items():
+        assert row.group in (LEARNER, SAMPLER, SERVICE), name
+        assert row.on_refusal is None or row.on_refusal in VERBS, name
+        assert row.router_method is None or hasattr(VerbRouter, row.router_method), name
+    for worker in (TrainingWorker, SamplerWorker):
+        public = {name for name in dir(worker) if not name.startswith("_")}
+        assert public <= {*VERBS, "free_all"}, f"a method of {worker} that nothing can call"
