@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from rl.processes import InvalidReply
 from rl.rewards import RewardResult, RewardsLost, Scorer
 from rl.rewards.captured_output import RewardOutput
 from rl.rewards.reward_workers import ENVIRONMENT, WorkerStartError, build_worker_environment
-from rl.rewards.worker_protocol import MAX_ERROR_CHARACTERS, InvalidReply, decode_reply
+from rl.rewards.worker_protocol import MAX_ERROR_CHARACTERS, decode_reply
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -396,7 +397,7 @@ def test_whatever_keeps_a_worker_from_starting_ends_every_wait(bomb, monkeypatch
         def fails(*arguments, **options):
             raise error
 
-        monkeypatch.setattr("rl.rewards.reward_workers.subprocess.Popen", fails)
+        monkeypatch.setattr("rl.processes.supervised_process.subprocess.Popen", fails)
         outcomes = []
         for each in [scorer.submit("ask", f"close {i}", None) for i in range(6)]:
             try:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from rl.errors import UserError, install_command
+from rl.processes import InvalidReply, WorkerDiedError
 from rl.rewards.captured_output import RewardOutput
 from rl.rewards.reward_calls import Episode, RewardItem, RewardResult
 from rl.rewards.reward_futures import Failure, PendingScore, RewardsLost, Score, shorten_prompt
@@ -27,13 +28,12 @@ from rl.rewards.reward_workers import (
     ProcessRewardWorker,
     RewardWorker,
     ThreadRewardWorker,
-    WorkerDiedError,
     WorkerStartError,
     build_worker_environment,
 )
 from rl.rewards.worker_failures import WorkerFailureLog
 from rl.rewards.worker_loop import evaluate_item
-from rl.rewards.worker_protocol import SECONDS_PREFIX, InvalidReply, RewardReply
+from rl.rewards.worker_protocol import SECONDS_PREFIX, RewardReply
 from rl.sanitize import describe_error
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,28 @@
+"""Run functions and programs in processes that can be killed and leave none behind.
+
+A `SupervisedProcess` runs under a reaper, which ends every process that it started, also if this
+process is killed. A `WorkerProcess` exchanges framed messages with it within time limits.
+"""
+
+from rl.processes.message_frames import FrameReader, InvalidReply, encode_frame, read_message
+from rl.processes.reaper import (
+    detach_from,
+    find_descendants,
+    kill_process,
+    set_parent_death_signal,
+)
+from rl.processes.supervised_process import SupervisedProcess, WorkerDiedError, WorkerProcess
+
+__all__ = [
+    "FrameReader",
+    "InvalidReply",
+    "SupervisedProcess",
+    "WorkerDiedError",
+    "WorkerProcess",
+    "detach_from",
+    "encode_frame",
+    "find_descendants",
+    "kill_process",
+    "read_message",
+    "set_parent_death_signal",
+]
