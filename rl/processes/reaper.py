@@ -276,6 +276,21 @@ def kill_process(pid: int, *, group: bool = False) -> None:
             pass  # it has ended, or runs as another user
 
 
+def kill_tree(pid: int) -> None:
+    """Kill a process, its process group, and its descendants, except for adopted ones.
+
+    Reads only the processes of the tree: a machine may run thousands. Without
+    /proc/PID/task/TID/children, kills the process and its group.
+    """
+    children = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it ended in the meantime
+            children += path.read_text().split()
+    kill_process(pid, group=True)
+    for child in children:
+        kill_tree(int(child))
+
+
 def find_descendants(pid: int) -> list[int]:
     """Return the pids of the living descendants of a process from /proc; [] without /proc."""
     children: dict[int, list[int]] = {}

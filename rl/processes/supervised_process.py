@@ -169,7 +169,7 @@ class WorkerProcess(SupervisedProcess):
         limit: int,
         output: Callable[[bytes], None] = lambda data: None,
     ):
-        self._frames, self._has_ended = FrameReader(limit), False
+        self._frames, self._is_closed = FrameReader(limit), False
         self.channel, worker_end = socket.socketpair()
         try:
             super().__init__(
@@ -211,10 +211,16 @@ class WorkerProcess(SupervisedProcess):
         """
         deadline = time.monotonic() + seconds
         while (message := self._frames.next()) is None:
-            if self._has_ended:
+            if self._is_closed:
                 raise WorkerDiedError(self.describe_end())
             self._wait_for_data(max(0.0, deadline - time.monotonic()))
         return message
+
+    def has_ended(self) -> bool:
+        """Return whether the worker has closed its end of the channel, or its reaper has ended."""
+        poller = select.poll()
+        poller.register(self.channel, 0)  # reports a hang-up alone
+        return bool(poller.poll(0)) or self._process.poll() is not None
 
     def _wait_for_data(self, seconds: float) -> None:
         """Wait for data from the worker or its reaper. Raises TimeoutError after `seconds`."""
@@ -223,8 +229,8 @@ class WorkerProcess(SupervisedProcess):
             raise TimeoutError
         for fd, _ in events:
             read = self._read_channel if fd == self.channel.fileno() else self.read_output
-            self._has_ended = not read() or self._has_ended
-        if self._has_ended:  # messages sent before the end count
+            self._is_closed = not read() or self._is_closed
+        if self._is_closed:  # messages sent before the end count
             for _ in range(64):  # bounded, since another process may continue to send
                 if not self._read_channel():
                     return
