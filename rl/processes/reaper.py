@@ -101,7 +101,7 @@ def main(parent: int, channel: int, path: str, command: list[str]) -> NoReturn:
     for fd in (channel, output_write):
         if fd >= 0:
             os.close(fd)
-    code = _forward_output(worker, wakeup_read, output_read)
+    code = _forward_output(parent, worker, wakeup_read, output_read)
     if code < 0:  # end with the worker's signal, without a second core file
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
@@ -155,7 +155,7 @@ def _run_worker(channel: int, path: list[str], function: str) -> NoReturn:
         os._exit(code)
 
 
-def _forward_output(worker: int, wakeup_fd: int, output_fd: int) -> int:
+def _forward_output(parent: int, worker: int, wakeup_fd: int, output_fd: int) -> int:
     """Forward the worker's output until the worker or the trainer ends, then kill all remaining
     processes.
 
@@ -177,9 +177,9 @@ def _forward_output(worker: int, wakeup_fd: int, output_fd: int) -> int:
             ):  # the trainer sends nothing: the event means that it closed its end
                 trainer_ended = True
             elif fd == wakeup_fd:
-                trainer_ended = trainer_ended or int(_PARENT_DEATH_SIGNAL) in os.read(
-                    wakeup_fd, 4096
-                )
+                os.read(wakeup_fd, 4096)
+                # The end of a thread of the trainer sends the signal too, but keeps the parent.
+                trainer_ended = trainer_ended or os.getppid() != parent
         code = _reap_children(worker)
     code = kill_all(worker, code)
     output.finish()
