@@ -150,7 +150,7 @@ while not program._output_tail:
     program.read_output()
 if os.fork() == 0:
     time.sleep(1000)
-print(program._process.pid, flush=True)
+print(program.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -8,6 +8,7 @@ process is killed. A `WorkerProcess` exchanges framed messages with it within ti
 from rl.processes.forked_call import ForkedCall
 from rl.processes.message_frames import FrameReader, InvalidReply, encode_frame, read_message
 from rl.processes.reaper import (
+    MARK_VARIABLE,
     detach_from,
     find_descendants,
     kill_process,
@@ -17,6 +18,7 @@ from rl.processes.reaper import (
 from rl.processes.supervised_process import SupervisedProcess, WorkerDiedError, WorkerProcess
 
 __all__ = [
+    "MARK_VARIABLE",
     "ForkedCall",
     "FrameReader",
     "InvalidReply",

@@ -35,7 +35,8 @@ class SupervisedProcess:
     """Run a program under a reaper process.
 
     `environment`: its complete environment. `channel`: a socket that it inherits. `path`: JSON of
-    sys.path for a function of a module in place of a program. `output`: called with chunks of its
+    sys.path for a function of a module in place of a program. `folder`: its current folder, by
+    default that of this process. `output`: called with chunks of its
     output. `fileno`: readable if the program printed output or ended, see `read_output`. Raises
     OSError if the process cannot be started.
     """
@@ -47,6 +48,7 @@ class SupervisedProcess:
         *,
         channel: socket.socket | None = None,
         path: str = "",
+        folder: str | None = None,
         output: Callable[[bytes], None] = lambda data: None,
     ):
         self._mark, self._output, self._output_tail = secrets.token_hex(16), output, b""
@@ -61,6 +63,7 @@ class SupervisedProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=reaper_end.fileno(),
                 stderr=reaper_end.fileno(),
+                cwd=folder,
                 env={**environment, reaper.MARK_VARIABLE: self._mark},
                 start_new_session=True,
             )
@@ -70,6 +73,11 @@ class SupervisedProcess:
         finally:
             reaper_end.close()
         self._output_socket.setblocking(False)
+
+    @property
+    def pid(self) -> int:
+        """Return the process id of the reaper."""
+        return self._process.pid
 
     def fileno(self) -> int:
         return self._output_socket.fileno()
