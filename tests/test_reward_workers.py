@@ -420,16 +420,11 @@ def test_why_a_workers_interpreter_does_not_start_is_said(bomb, monkeypatch):
 def test_one_worker_that_cannot_come_back_leaves_its_items_to_the_others(bomb, monkeypatch):
     monkeypatch.setattr("rl.rewards.reward_scorer._RESTART_SECONDS", (0.05,))
     scorer = Scorer("hostile:closes", timeout=20, workers=2)
-    ours = threading.local()
-    make = Scorer._make_worker
 
-    def first_alone(self):
-        if threading.current_thread().name != "scorer 0" or getattr(ours, "made", False):
-            raise WorkerStartError("no room")
-        ours.made = True
-        return make(self)
+    def fails(self):
+        raise WorkerStartError("no room")
 
-    monkeypatch.setattr(Scorer, "_make_worker", first_alone)
+    monkeypatch.setattr(Scorer, "_make_worker", fails)
     with scorer:
         scores = [
             each.result(60).reward

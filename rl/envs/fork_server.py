@@ -61,8 +61,8 @@ class _ForkedProcess:
     episode.
     """
 
-    def __init__(self, spec: EnvironmentSpec):
-        self.spec = spec
+    def __init__(self) -> None:
+        self.spec: EnvironmentSpec | None = None
         self.shared: Any = None
         self.host: InProcessRunner | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -86,31 +86,23 @@ class _ForkedProcess:
                 channel.close()
                 _set_up_child(parent)
                 channel = socket.socket(fileno=fds[0])
-                channel.sendall(encode_frame(_encode_reply({"found": encode_result(os.getpid())})))
+                channel.sendall(encode_frame(_encode_found(os.getpid())))
             else:
                 os.close(fds[0])
 
     def _reply(self, request: Mapping[str, Any]) -> bytes:
         """Run a request and return the reply in JSON."""
         try:
-            reply: dict[str, Any] = {"found": encode_result(self._handle(request))}
+            return _encode_found(self._handle(request))
         except BaseException as error:  # boundary: the environment's code, SystemExit included
-            reply = {"raised": describe_error(error, 1000)}
-        try:
-            encoded = _encode_reply(reply)
-        except (TypeError, ValueError, RecursionError) as error:
-            return _encode_reply(
-                {"raised": f"a value that is not JSON: {describe_error(error, 300)}"}
-            )
-        if len(encoded) > _MAX_REPLY_BYTES:
-            reason = (
-                f"a result of {len(encoded)} characters, at most {_MAX_REPLY_BYTES} are allowed"
-            )
-            return _encode_reply({"raised": reason})
-        return encoded
+            return json.dumps({"raised": describe_error(error, 1000)}).encode()
 
     def _handle(self, request: Mapping[str, Any]) -> Any:
         """Run a request and return its result."""
+        if request["do"] == "load":
+            self.spec = load_spec(*pickle.loads(request["spec"]))
+            return None
+        assert self.spec is not None
         if request["do"] in ("share", "start"):
             _seed_globals(request["task"].seed)
         if request["do"] == "share":
@@ -162,9 +154,18 @@ def _set_up_child(parent: int) -> None:
         os.dup2(nowhere, fd)
 
 
-def _encode_reply(reply: Mapping[str, Any]) -> bytes:
-    """Return a reply in JSON. Raises TypeError, ValueError or RecursionError if it has no JSON."""
-    return json.dumps(reply, default=_to_json_value).encode()
+def _encode_found(result: Any) -> bytes:
+    """Return a result as a reply in JSON. Raises ValueError if it has no JSON or is too long."""
+    found = encode_result(result)
+    try:
+        encoded = json.dumps({"found": found}, default=_to_json_value).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"a value that is not JSON: {describe_error(error, 300)}") from error
+    if len(encoded) > _MAX_REPLY_BYTES:
+        raise ValueError(
+            f"a result of {len(encoded)} characters, at most {_MAX_REPLY_BYTES} are allowed"
+        )
+    return encoded
 
 
 def _to_json_value(value: Any) -> Any:
@@ -183,19 +184,12 @@ def _to_json_value(value: Any) -> Any:
 
 
 def serve_root(fd: int) -> None:
-    """Run the root: import the environment, confirm it, and fork on request.
+    """Run the root: import the environment and fork on request.
 
     `fd`: file descriptor of the socket to the trainer.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap children automatically
-    channel = socket.socket(fileno=fd)
-    try:
-        spec = load_spec(*pickle.loads(read_message(channel, _MAX_REQUEST_BYTES)))
-    except Exception as error:  # boundary: the environment's module
-        channel.sendall(encode_frame(_encode_reply({"raised": describe_error(error, 2000)})))
-        return
-    channel.sendall(encode_frame(_encode_reply({"found": encode_result(None)})))
-    _ForkedProcess(spec).serve(channel)
+    _ForkedProcess().serve(socket.socket(fileno=fd))
 
 
 # ------------------------------------------------------------------------- in the trainer's process
@@ -254,9 +248,8 @@ class ForkServer:
             "rl.envs.fork_server:serve_root", environment, limit=_MAX_REPLY_BYTES
         )
         try:
-            self._root.send(
-                pickle.dumps((self.spec.address, dict(self.spec.settings))), _START_SECONDS
-            )
+            spec = pickle.dumps((self.spec.address, dict(self.spec.settings)))
+            self._root.send(pickle.dumps({"do": "load", "spec": spec}), _START_SECONDS)
             _decode_reply(self._root.receive(_START_SECONDS), label)
         except (TimeoutError, WorkerDiedError, InvalidReply, EpisodeFailed) as error:
             self._stop_root()

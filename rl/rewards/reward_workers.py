@@ -16,9 +16,8 @@ import pickle
 import queue
 import secrets
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rl.processes import InvalidReply, WorkerDiedError, WorkerProcess
 from rl.rewards.captured_output import capture_thread_output
@@ -70,27 +69,7 @@ def build_worker_environment(names: Sequence[str] = ()) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
 
 
-class RewardWorker(ABC):
-    """Run items sequentially. A worker is used by a single thread."""
-
-    @abstractmethod
-    def send(self, items: Sequence[Any]) -> None:
-        """Send items: `RewardItem`s for a thread, pickled items for a process. Raises
-        WorkerDiedError if the worker ended.
-        """
-
-    @abstractmethod
-    def receive(self, timeout: float) -> RewardReply:
-        """Return the next reply. Raises TimeoutError after `timeout` seconds, WorkerDiedError or
-        InvalidReply.
-        """
-
-    @abstractmethod
-    def stop(self) -> None:
-        """End the worker immediately, even while it runs an item."""
-
-
-class ThreadRewardWorker(RewardWorker):
+class ThreadRewardWorker:
     """Run items in a daemon thread.
 
     The thread shares the caller's objects. If an item hangs, the thread can only be abandoned, and
@@ -122,18 +101,21 @@ class ThreadRewardWorker(RewardWorker):
                         )
 
     def send(self, items: Sequence[RewardItem]) -> None:
+        """Send items, which are run sequentially."""
         for part in [items] if self._batched else [[item] for item in items]:
             self._inbox.put(part)
 
     def receive(self, timeout: float) -> RewardReply:
+        """Return the next reply. Raises TimeoutError after `timeout` seconds."""
         try:
             return self._outbox.get(timeout=timeout)
         except queue.Empty:
             raise TimeoutError from None
 
     def stop(self) -> None:
-        # Drop items that are still queued: they are sent again to the next worker and must not run
-        # twice.
+        """Drop items that are still queued: they are sent again to the next worker and must not run
+        twice.
+        """
         while not self._inbox.empty():
             try:
                 self._inbox.get_nowait()
@@ -142,7 +124,7 @@ class ThreadRewardWorker(RewardWorker):
         self._inbox.put(None)
 
 
-class ProcessRewardWorker(RewardWorker):
+class ProcessRewardWorker:
     """Run items in a fresh interpreter in its own session, under a reaper.
 
     `stop` ends the interpreter and every process that it started; so does the end of this process.
@@ -183,12 +165,16 @@ class ProcessRewardWorker(RewardWorker):
         raise WorkerStartError(f"its worker process did not start ({reason})") from cause
 
     def send(self, items: Sequence[bytes]) -> None:
+        """Send pickled items. Raises WorkerDiedError if the worker ended."""
         try:
             self._process.send(pickle.dumps(list(items)), _SEND_SECONDS)
         except TimeoutError:
             raise WorkerDiedError(f"it received no items for {_SEND_SECONDS:g} s") from None
 
     def receive(self, timeout: float) -> RewardReply:
+        """Return the next reply. Raises TimeoutError after `timeout` seconds, WorkerDiedError or
+        InvalidReply.
+        """
         reply = self._receive_reply(self._last_item + 1, timeout)
         self._last_item += 1
         return reply
@@ -199,4 +185,8 @@ class ProcessRewardWorker(RewardWorker):
         return reply
 
     def stop(self) -> None:
+        """End the worker immediately, even while it runs an item."""
         self._process.stop()
+
+
+RewardWorker = ThreadRewardWorker | ProcessRewardWorker  # used by a single thread at a time

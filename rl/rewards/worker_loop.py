@@ -113,10 +113,9 @@ def run_worker(fd: int) -> None:
         for module in reward.needs:
             __import__(module)
         reward.start()
-    except UserError as error:
-        return send(READY_ITEM, RewardReply(None, "error", str(error)))
     except Exception as error:  # boundary: user code
         reason = f"its worker process could not load it ({describe_error(error)})"
+        reason = str(error) if isinstance(error, UserError) else reason
         return send(READY_ITEM, RewardReply(None, "error", reason))
     send(READY_ITEM, ready)
     number = READY_ITEM
