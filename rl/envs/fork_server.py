@@ -86,14 +86,14 @@ class _ForkedProcess:
                 channel.close()
                 _set_up_child(parent)
                 channel = socket.socket(fileno=fds[0])
-                channel.sendall(encode_frame(_encode_found(os.getpid())))
+                channel.sendall(encode_frame(_encode_reply(os.getpid())))
             else:
                 os.close(fds[0])
 
     def _reply(self, request: Mapping[str, Any]) -> bytes:
         """Run a request and return the reply in JSON."""
         try:
-            return _encode_found(self._handle(request))
+            return _encode_reply(self._handle(request))
         except BaseException as error:  # boundary: the environment's code, SystemExit included
             return json.dumps({"raised": describe_error(error, 1000)}).encode()
 
@@ -154,11 +154,11 @@ def _set_up_child(parent: int) -> None:
         os.dup2(nowhere, fd)
 
 
-def _encode_found(result: Any) -> bytes:
+def _encode_reply(result: Any) -> bytes:
     """Return a result as a reply in JSON. Raises ValueError if it has no JSON or is too long."""
-    found = encode_result(result)
+    value = encode_result(result)
     try:
-        encoded = json.dumps({"found": found}, default=_to_json_value).encode()
+        encoded = json.dumps({"found": value}, default=_to_json_value).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"a value that is not JSON: {describe_error(error, 300)}") from error
     if len(encoded) > _MAX_REPLY_BYTES:
