@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from test_reward_endings import left, wait_until
 
 REPO = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(
@@ -22,6 +23,7 @@ import os, subprocess, sys, time
 from rl.envs import Environment, TurnResult
 
 SLEEP = "import time; time.sleep(1000)"
+NESTS = "import subprocess, sys; subprocess.run(sys.argv[1:], start_new_session=True)"
 def words(kind): return [sys.executable, "-S", "-c", SLEEP, "MARK", kind]
 
 def sleeps() -> str:
@@ -34,6 +36,7 @@ class Starts(Environment):
     tools = (sleeps,)
     def start(self):
         subprocess.Popen(words("child"))
+        subprocess.Popen([sys.executable, "-S", "-c", NESTS, *words("nested")])
         if os.fork() == 0:
             os.setsid()
             if os.fork() == 0:
@@ -72,31 +75,11 @@ if sys.argv[1] != "finish":
 # way to end -> (signal of the trainer, kinds of processes that must end while the trainer runs)
 WAYS = {
     "finish": (None, set()),
-    "episode": (None, {"child", "tool"}),
-    "close": (None, {"child", "tool", "daemon"}),
+    "episode": (None, {"child", "nested", "tool"}),
+    "close": (None, {"child", "nested", "tool", "daemon"}),
     "Ctrl-C": (signal.SIGINT, set()),
     "SIGKILL": (signal.SIGKILL, set()),
 }
-
-
-def list_marked(mark: str) -> dict[int, str]:
-    """Return the processes with the mark in their command line, with the kind of each."""
-    kinds = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if mark.encode() in words:
-            kinds[int(folder.name)] = words[words.index(mark.encode()) + 1].decode()
-    return kinds
-
-
-def wait_until(condition, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return bool(condition())
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -116,20 +99,20 @@ def test_nothing_that_an_environment_started_is_left(tmp_path, way):
     )
     try:
         assert trainer.stdout.readline() == "started\n", trainer.stderr.read()
-        all_kinds = {"child", "daemon", "tool"}
-        assert wait_until(lambda: set(list_marked(mark).values()) == all_kinds, 20)
+        all_kinds = {"child", "daemon", "nested", "tool"}
+        assert wait_until(lambda: set(left(mark).values()) == all_kinds, 20)
         trainer.stdin.write("\n")
         trainer.stdin.flush()
         if ends_early:
-            assert wait_until(lambda: not ends_early & set(list_marked(mark).values()), 10)
+            assert wait_until(lambda: not ends_early & set(left(mark).values()), 10)
             assert trainer.poll() is None
             trainer.kill()
         if number is not None:
             trainer.send_signal(number)
         trainer.wait(30)
-        assert wait_until(lambda: not list_marked(mark), 10), list_marked(mark)
+        assert wait_until(lambda: not left(mark), 10), left(mark)
     finally:
-        for pid in list_marked(mark):
+        for pid in left(mark):
             os.kill(pid, signal.SIGKILL)
         trainer.kill()
         trainer.communicate(timeout=30)

@@ -277,18 +277,21 @@ def kill_process(pid: int, *, group: bool = False) -> None:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process, its process group, and its descendants, except for adopted ones.
+    """Kill the process group of a session's first process, and the descendants of this process.
 
-    Reads only the processes of the tree: a machine may run thousands. Without
-    /proc/PID/task/TID/children, kills the process and its group.
+    Reads only the processes of the tree: a machine may run thousands. Misses orphans, which the
+    reaper has adopted, and without /proc/PID/task/TID/children all but the group.
     """
-    children = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # it ended in the meantime
-            children += path.read_text().split()
-    kill_process(pid, group=True)
-    for child in children:
-        kill_tree(int(child))
+    tree = [pid]
+    for member in tree:  # grows in the loop
+        for path in Path(f"/proc/{member}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # it ended in the meantime
+                tree += map(int, path.read_text().split())
+    # The group alone: if the process has been reaped, its number may be that of another process.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    for member in tree[1:]:
+        kill_process(member, group=True)
 
 
 def find_descendants(pid: int) -> list[int]:
