@@ -22,7 +22,7 @@ REPO = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 WORKER = """
-import os, socket, struct, time, zlib
+import os, signal, socket, subprocess, time
 from rl.processes import encode_frame, read_message
 
 def echo(fd):
@@ -38,6 +38,13 @@ def echo(fd):
             for _ in range(1000):
                 os.write(1, b"x" * 10_000)
             os.write(1, b"the end")
+        if message == b"signals":
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                os.kill(os.getppid(), number)
+                os.kill(os.getpid(), number)
+            child = subprocess.Popen(["sleep", "1000"])
+            child.terminate()
+            message = str(child.wait(10)).encode()
         if message == b"forge":
             channel.sendall(b"no message at all")
         channel.sendall(encode_frame(message * 2))
@@ -90,6 +97,12 @@ def test_a_deadline_a_forged_message_and_a_death_are_told_apart(start):
     assert worker.has_ended() and worker.stop() == 3
     with pytest.raises(WorkerDiedError, match="exit code 3"):
         start().send(b"", 10) or worker.receive(1)
+
+
+def test_signals_that_stop_a_run_end_no_worker_but_its_children(start):
+    worker = start()
+    worker.send(b"signals", 10)
+    assert worker.receive(30) == b"-15-15"
 
 
 def test_output_is_bounded_and_keeps_its_end(start):
