@@ -22,6 +22,7 @@ LAYERS = {
     3: ["sampler"],
     2: ["models", "losses", "rewards", "renderers", "config", "distributed"],
     1: ["sandbox", "layers", "images"],
+    0: ["processes"],
 }
 # Modules for scripts, which re-export what packages export: no package imports from them.
 PUBLIC = {"rl", "rl.lib"}

@@ -29,6 +29,7 @@ from rl.envs import (
 from rl.errors import UserError
 from rl.integrations.trl_env import MultiTrlEnvironment
 from rl.models import load_tokenizer
+from rl.processes import find_descendants, kill_process
 from rl.renderers import get_renderer
 from rl.rewards import Scorer, resolve_reward
 from rl.rollout import build_rollout_rows, compute_group_metrics, rollout, trajectory_to_datums
@@ -675,8 +676,9 @@ def test_a_tool_that_dies_costs_its_call(play, bad_process):
 def test_the_process_gone_it_is_begun_again(play, bad_process):
     rows = [{"how": "", "when": ""}]
     assert not play(bad_process, lambda *_: "a", rows=rows).errors
-    bad_process.root._process.kill()
-    bad_process.root._process.wait()
+    while left := find_descendants(os.getpid()):
+        for pid in left:
+            kill_process(pid)
     assert not play(bad_process, lambda *_: "a", rows=rows).errors
 
 

@@ -14,14 +14,12 @@ import zlib
 import pytest
 from fuzzing import ACCEPTED, REFUSED, run_family
 
+from rl.processes import FrameReader, InvalidReply, encode_frame
 from rl.rewards import RewardResult, Scorer
 from rl.rewards.worker_protocol import (
     MAX_REPLY_BYTES,
-    FrameReader,
-    InvalidReply,
     RewardReply,
     decode_reply,
-    encode_frame,
     encode_reply,
 )
 
@@ -234,7 +232,9 @@ def test_replies_come_back_as_they_were_sent():
         RewardReply(None, "error", "raised ä and 中"),
         RewardReply(RewardResult(5e-324, {"x": math.inf, "y": -math.inf})),
     ]
-    stream = b"".join(encode_reply(number, NONCE, reply) for number, reply in enumerate(sent))
+    stream = b"".join(
+        encode_frame(encode_reply(number, NONCE, reply)) for number, reply in enumerate(sent)
+    )
     got = []
     for piece in in_pieces(rng, stream):
         frames.feed(piece)
@@ -245,7 +245,7 @@ def test_replies_come_back_as_they_were_sent():
 
 def test_a_reward_that_is_no_number_has_a_name():
     for value, text in ((math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")):
-        payload = encode_reply(7, NONCE, RewardReply(RewardResult(value)))[14:]
+        payload = encode_reply(7, NONCE, RewardReply(RewardResult(value)))
         assert decode_reply(payload, 7, PID, NONCE)[0] == RewardReply(
             None, "nan", f"returned {text}"
         )

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from rl.processes import InvalidReply
 from rl.rewards import RewardResult, RewardsLost, Scorer
 from rl.rewards.captured_output import RewardOutput
 from rl.rewards.reward_workers import ENVIRONMENT, WorkerStartError, build_worker_environment
-from rl.rewards.worker_protocol import MAX_ERROR_CHARACTERS, InvalidReply, decode_reply
+from rl.rewards.worker_protocol import MAX_ERROR_CHARACTERS, decode_reply
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -396,7 +397,7 @@ def test_whatever_keeps_a_worker_from_starting_ends_every_wait(bomb, monkeypatch
         def fails(*arguments, **options):
             raise error
 
-        monkeypatch.setattr("rl.rewards.reward_workers.subprocess.Popen", fails)
+        monkeypatch.setattr("rl.processes.supervised_process.subprocess.Popen", fails)
         outcomes = []
         for each in [scorer.submit("ask", f"close {i}", None) for i in range(6)]:
             try:
@@ -419,16 +420,11 @@ def test_why_a_workers_interpreter_does_not_start_is_said(bomb, monkeypatch):
 def test_one_worker_that_cannot_come_back_leaves_its_items_to_the_others(bomb, monkeypatch):
     monkeypatch.setattr("rl.rewards.reward_scorer._RESTART_SECONDS", (0.05,))
     scorer = Scorer("hostile:closes", timeout=20, workers=2)
-    ours = threading.local()
-    make = Scorer._make_worker
 
-    def first_alone(self):
-        if threading.current_thread().name != "scorer 0" or getattr(ours, "made", False):
-            raise WorkerStartError("no room")
-        ours.made = True
-        return make(self)
+    def fails(self):
+        raise WorkerStartError("no room")
 
-    monkeypatch.setattr(Scorer, "_make_worker", first_alone)
+    monkeypatch.setattr(Scorer, "_make_worker", fails)
     with scorer:
         scores = [
             each.result(60).reward

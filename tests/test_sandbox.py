@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from rl.errors import UserError
+from rl.processes import find_descendants
 from rl.sandbox import COMPARERS, Asserts, Calls, Pytest, Sandbox, SandboxLimits, StdinStdoutTests
 from rl.sandbox.inside import value_codec
 from rl.sandbox.isolation_probe import suggest_remedy
@@ -404,13 +405,13 @@ def test_a_killed_caller_leaves_no_process_behind():
         "import sys, threading, time\nfrom rl.sandbox import Sandbox\ns = Sandbox(workers=1)\n"
         "threading.Thread(target=s.run, args=('import time; time.sleep(300)',)).start()\n"
         "while not s._worker_pool._workers[0].zygote: time.sleep(0.05)\ntime.sleep(0.5)\n"
-        "print(s._worker_pool._workers[0].zygote.process.pid, flush=True)\ntime.sleep(300)"
+        "print('running', flush=True)\ntime.sleep(300)"
     )
     caller = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert caller.stdout is not None
-    pid = int(caller.stdout.readline())
-    group = [int(name) for name in os.listdir("/proc") if name.isdigit() and _session(name) == pid]
-    assert pid in group and os.path.exists(f"/proc/{pid}")
+    assert caller.stdout.readline() == "running\n"
+    group = find_descendants(caller.pid)
+    assert len(group) >= 5  # reaper, zygote, monitor, init, program
     caller.kill()
     caller.wait()
     until = time.monotonic() + 20
@@ -420,14 +421,6 @@ def test_a_killed_caller_leaves_no_process_behind():
     ):
         time.sleep(0.1)
     assert not [one for one in group if os.path.exists(f"/proc/{one}") and _state(one) != "Z"]
-
-
-def _session(pid: str) -> int:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return int(file.read().rsplit(")", 1)[1].split()[3])
-    except OSError:
-        return -1
 
 
 def _state(pid: int) -> str:

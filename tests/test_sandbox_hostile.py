@@ -166,7 +166,7 @@ def test_no_hostile_program_gets_anything(sandbox, planted):
         for slot in sandbox._worker_pool._workers
         if slot.zygote is not None
     ]
-    assert all(count <= 2 for count in left), left  # bubblewrap's own and the zygote
+    assert all(count <= 3 for count in left), left  # bubblewrap's two and the zygote
 
 
 def test_the_set_fools_a_grader_that_trusts_the_program(sandbox):

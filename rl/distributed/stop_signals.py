@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from rl.processes import set_parent_death_signal
+
 REQUEUE = 75  # EX_TEMPFAIL: run again with --resume
 INTERRUPTED = 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -141,10 +143,8 @@ def end_with_launcher() -> None:
     systems, signal the training process itself.
     """
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
-    if sys.platform == "linux" and launched:
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
+    if launched:
+        set_parent_death_signal(signal.SIGTERM)
 
 
 def _is_main_thread() -> bool:

@@ -3,16 +3,16 @@ crash or hang fails only that episode.
 
     trainer --socket--> root --fork--> group (if something is shared) --fork--> episode
 
-The root is a new interpreter that imports the environment's module and no model code. Each process
-serves a single socket: the trainer sends frames of pickles, and receives frames of JSON. The output
-of an episode is discarded. This is not a sandbox: the environment's code runs as the same user.
+The root is a new interpreter under a reaper (rl.processes). It imports the environment's module and
+no model code. Each process serves a single socket: the trainer sends messages of pickles, and
+receives messages of JSON. The output of an episode is discarded. This is not a sandbox: the
+environment's code runs as the same user.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import inspect
 import json
 import os
@@ -20,8 +20,6 @@ import pickle
 import random
 import signal
 import socket
-import struct
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping
@@ -38,48 +36,21 @@ from rl.envs.env_runner import (
 )
 from rl.envs.environment_registry import EnvironmentSpec, load_spec
 from rl.errors import UserError
+from rl.processes import (
+    InvalidReply,
+    WorkerDiedError,
+    WorkerProcess,
+    detach_from,
+    encode_frame,
+    kill_tree,
+    read_message,
+)
 from rl.rollout import EpisodeFailed
 from rl.sanitize import describe_error, sanitize_text
 
-_MAX_FRAME_BYTES = 1 << 24  # bytes of a reply
+_MAX_REQUEST_BYTES = 1 << 62  # no limit: the trainer is trusted
+_MAX_REPLY_BYTES = 1 << 24
 _START_SECONDS = 120.0  # for the import of the environment's module, which may be slow
-_SET_PARENT_DEATH_SIGNAL = 1
-
-
-# ----------------------------------------------------------------------------------- both processes
-
-
-def _send_frame(channel: socket.socket, payload: bytes, fds: list[int] | None = None) -> None:
-    """Send a frame, with file descriptors if any."""
-    head = struct.pack("<I", len(payload))
-    if fds:
-        socket.send_fds(channel, [head], fds)
-        channel.sendall(payload)
-    else:
-        channel.sendall(head + payload)
-
-
-def _receive_frame(channel: socket.socket) -> tuple[bytes, list[int]]:
-    """Return a frame and the file descriptors sent with it.
-
-    Raises EOFError if the socket is closed, ValueError if the frame is larger than _LARGEST.
-    """
-    head, fds, _, _ = socket.recv_fds(channel, 4, 1)
-    while 0 < len(head) < 4:
-        head += channel.recv(4 - len(head))
-    if len(head) < 4:
-        raise EOFError
-    (size,) = struct.unpack("<I", head)
-    if size > _MAX_FRAME_BYTES:
-        raise ValueError(f"the reply has {size} bytes, at most {_MAX_FRAME_BYTES} are allowed")
-    parts, remaining = [], size
-    while remaining:
-        part = channel.recv(min(remaining, 1 << 20))
-        if not part:
-            raise EOFError
-        parts.append(part)
-        remaining -= len(part)
-    return b"".join(parts), list(fds)
 
 
 # ------------------------------------------------------------------------- in the episode's process
@@ -90,8 +61,8 @@ class _ForkedProcess:
     episode.
     """
 
-    def __init__(self, spec: EnvironmentSpec):
-        self.spec = spec
+    def __init__(self) -> None:
+        self.spec: EnvironmentSpec | None = None
         self.shared: Any = None
         self.host: InProcessRunner | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -99,42 +70,39 @@ class _ForkedProcess:
     def serve(self, channel: socket.socket) -> None:
         """Process requests until the socket is closed."""
         while True:
+            fds: list[int] = []
             try:
-                payload, fds = _receive_frame(channel)
-            except (EOFError, OSError):
+                payload = read_message(channel, _MAX_REQUEST_BYTES, fds)
+            except OSError:
+                return
+            if not payload:
                 return
             request: dict[str, Any] = pickle.loads(payload)
-            if request["do"] == "fork":
-                if os.fork() == 0:
-                    channel.close()
-                    _detach_child()
-                    channel = socket.socket(fileno=fds[0])
-                    continue
-                os.close(fds[0])
+            if request["do"] != "fork":
+                channel.sendall(encode_frame(self._reply(request)))
                 continue
-            try:
-                reply: dict[str, Any] = {"found": encode_result(self._handle(request))}
-            except BaseException as error:  # boundary: the environment's code, SystemExit included
-                reply = {"raised": describe_error(error, 1000)}
-            try:
-                text = json.dumps(reply, default=_to_json_value)
-            except (TypeError, ValueError, RecursionError) as error:
-                text = json.dumps(
-                    {"raised": f"a value that is not JSON: {describe_error(error, 300)}"}
-                )
-            if len(text) > _MAX_FRAME_BYTES:
-                text = json.dumps(
-                    {
-                        "raised": f"a result of {len(text)} characters, at most "
-                        f"{_MAX_FRAME_BYTES} are allowed"
-                    }
-                )
-            _send_frame(channel, text.encode("utf-8", "backslashreplace"))
+            parent = os.getpid()
+            if os.fork() == 0:
+                channel.close()
+                _set_up_child(parent)
+                channel = socket.socket(fileno=fds[0])
+                channel.sendall(encode_frame(_encode_reply(os.getpid())))
+            else:
+                os.close(fds[0])
+
+    def _reply(self, request: Mapping[str, Any]) -> bytes:
+        """Run a request and return the reply in JSON."""
+        try:
+            return _encode_reply(self._handle(request))
+        except BaseException as error:  # boundary: the environment's code, SystemExit included
+            return json.dumps({"raised": describe_error(error, 1000)}).encode()
 
     def _handle(self, request: Mapping[str, Any]) -> Any:
         """Run a request and return its result."""
-        if request["do"] == "pid":
-            return os.getpid()
+        if request["do"] == "load":
+            self.spec = load_spec(*pickle.loads(request["spec"]))
+            return None
+        assert self.spec is not None
         if request["do"] in ("share", "start"):
             _seed_globals(request["task"].seed)
         if request["do"] == "share":
@@ -173,19 +141,31 @@ async def _await_value(value: Any) -> Any:
     return await value
 
 
-def _detach_child() -> None:
-    """Prepare a forked child: it ends with its parent, is the first process killed if memory runs
+def _set_up_child(parent: int) -> None:
+    """Set up a forked child: it ends with its parent, is the first process killed if memory runs
     out, and its output is discarded.
     """
-    os.setsid()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    detach_from(parent)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nowhere, fd)
+
+
+def _encode_reply(result: Any) -> bytes:
+    """Return a result as a reply in JSON. Raises ValueError if it has no JSON or is too long."""
+    value = encode_result(result)
+    try:
+        encoded = json.dumps({"found": value}, default=_to_json_value).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"a value that is not JSON: {describe_error(error, 300)}") from error
+    if len(encoded) > _MAX_REPLY_BYTES:
+        raise ValueError(
+            f"a result of {len(encoded)} characters, at most {_MAX_REPLY_BYTES} are allowed"
+        )
+    return encoded
 
 
 def _to_json_value(value: Any) -> Any:
@@ -203,25 +183,13 @@ def _to_json_value(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be converted to JSON")
 
 
-def _main(fd: int) -> None:
-    """Run the root: import the environment, confirm it, and fork on request."""
+def serve_root(fd: int) -> None:
+    """Run the root: import the environment and fork on request.
+
+    `fd`: file descriptor of the socket to the trainer.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap children automatically
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        # These signals stop the run. The run then ends the root by closing its socket.
-        signal.signal(number, signal.SIG_IGN)
-    channel = socket.socket(fileno=fd)
-    frame = _receive_frame(channel)[0]
-    try:
-        path, pickled_spec = pickle.loads(frame)
-        sys.path[:] = path
-        # Settings may be objects of modules that only this path can import.
-        address, settings = pickle.loads(pickled_spec)
-        spec = load_spec(address, settings)
-    except Exception as error:  # boundary: the environment's module
-        _send_frame(channel, json.dumps({"raised": describe_error(error, 2000)}).encode())
-        return
-    _send_frame(channel, json.dumps({"found": {"value": None}}).encode())
-    _ForkedProcess(spec).serve(channel)
+    _ForkedProcess().serve(socket.socket(fileno=fd))
 
 
 # ------------------------------------------------------------------------- in the trainer's process
@@ -229,53 +197,43 @@ def _main(fd: int) -> None:
 
 class ForkServer:
     """Start and hold the process that episodes of an environment are forked from. `close` kills it
-    and all processes forked from it.
+    and all processes below it.
     """
 
     def __init__(self, spec: EnvironmentSpec):
         self.spec = spec
         self._lock = threading.Lock()
-        self._channel: socket.socket | None = None
-        self._process: subprocess.Popen | None = None
+        self._root: WorkerProcess | None = None
 
     def begin(self) -> None:
         """Start the process unless it is running. This takes the seconds of an import. Raises
         UserError if it fails.
         """
         with self._lock:
-            if self._process is not None and self._process.poll() is not None:
-                self._kill_process()
-            if self._channel is None:
-                try:
-                    self._start_process()
-                except EpisodeFailed as error:
-                    self._kill_process()
-                    raise UserError(str(error)) from error
+            if self._root is not None and self._root.has_ended():
+                self._stop_root()
+            if self._root is None:
+                self._start_root()
 
     def fork(self) -> ProcessChannel:
         """Fork a new process. Raises EpisodeFailed if the root has ended."""
         with self._lock:
-            if self._channel is None:
+            if self._root is None:
                 raise EpisodeFailed("the process that episodes are forked from has ended")
-            return _fork_process(self._channel)
+            return _fork_process(self._root.channel)
 
     def close(self) -> None:
-        """Kill the process."""
+        """Kill the process and all processes below it."""
         with self._lock:
-            self._kill_process()
+            self._stop_root()
 
-    def _kill_process(self) -> None:
-        """Close the socket and kill the process."""
-        if self._channel is not None:
-            self._channel.close()
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        self._channel = self._process = None
+    def _stop_root(self) -> None:
+        if self._root is not None:
+            self._root.stop()
+        self._root = None
 
-    def _start_process(self) -> None:
+    def _start_root(self) -> None:
         """Start the interpreter, send it the environment's address, and wait for the import."""
-        parent_end, child_end = socket.socketpair()
         single_thread = {
             name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
         }
@@ -285,39 +243,29 @@ class ForkServer:
             "CUDA_VISIBLE_DEVICES": "",
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         }
-        command = [
-            sys.executable,
-            "-c",
-            f"from rl.envs.fork_server import _main; _main({child_end.fileno()})",
-        ]
-        devnull = subprocess.DEVNULL
-        self._process = subprocess.Popen(
-            command,
-            pass_fds=[child_end.fileno()],
-            env=environment,
-            stdin=devnull,
-            stdout=devnull,
-            stderr=devnull,
+        label = f"the process of environment {self.spec.name}"
+        self._root = WorkerProcess(
+            "rl.envs.fork_server:serve_root", environment, limit=_MAX_REPLY_BYTES
         )
-        child_end.close()
-        _send_frame(
-            parent_end,
-            pickle.dumps(
-                (list(sys.path), pickle.dumps((self.spec.address, dict(self.spec.settings))))
-            ),
-        )
-        parent_end.settimeout(_START_SECONDS)
-        result = _read_reply(parent_end, f"the process of environment {self.spec.name}")
-        assert result is None
-        parent_end.settimeout(None)
-        self._channel = parent_end
+        try:
+            spec = pickle.dumps((self.spec.address, dict(self.spec.settings)))
+            self._root.send(pickle.dumps({"do": "load", "spec": spec}), _START_SECONDS)
+            _decode_reply(self._root.receive(_START_SECONDS), label)
+        except (TimeoutError, WorkerDiedError, InvalidReply, EpisodeFailed) as error:
+            self._stop_root()
+            if isinstance(error, EpisodeFailed):
+                raise UserError(str(error)) from error
+            late = f"it was not ready after {_START_SECONDS:.0f} s"
+            raise UserError(f"{label} died: {str(error) or late}") from error
+        self._root.channel.setblocking(True)
 
 
 def _fork_process(channel: socket.socket) -> ProcessChannel:
     """Request a fork over a socket and return the channel to the new process."""
     parent_end, child_end = socket.socketpair()
     try:
-        _send_frame(channel, pickle.dumps({"do": "fork"}), [child_end.fileno()])
+        request = encode_frame(pickle.dumps({"do": "fork"}))
+        socket.send_fds(channel, [request], [child_end.fileno()])
     except OSError as error:
         raise EpisodeFailed("the process that episodes are forked from has ended") from error
     finally:
@@ -325,18 +273,15 @@ def _fork_process(channel: socket.socket) -> ProcessChannel:
     return ProcessChannel(parent_end)
 
 
-def _read_reply(channel: socket.socket, label: str) -> Any:
-    """Return the reply to a request. Raises EpisodeFailed if the process raised, died or sent no
-    valid reply.
+def _decode_reply(payload: bytes, label: str) -> Any:
+    """Return the result in a reply. Raises EpisodeFailed if the process raised or the reply is
+    invalid.
     """
     try:
-        payload, _ = _receive_frame(channel)
         reply = json.loads(payload)
         if "raised" in reply:
             raise EpisodeFailed(f"{label} raised {sanitize_text(str(reply['raised']), 2000)}")
         return decode_result(reply["found"])
-    except (EOFError, OSError) as error:
-        raise EpisodeFailed(f"{label} died: its process ended, or was killed") from error
     except (ValueError, KeyError, TypeError) as error:
         raise EpisodeFailed(
             f"{label} sent an invalid reply: {describe_error(error, 200)}"
@@ -356,14 +301,24 @@ class ProcessChannel:
         """Send a request and return its result. Raises EpisodeFailed if the process raised or
         died.
         """
+        if self._pid is None:
+            self._pid = int(self._read_reply(label))
+        with contextlib.suppress(OSError):  # the process has ended, which the reply tells
+            self._channel.sendall(encode_frame(pickle.dumps({"do": do, **arguments})))
+        return self._read_reply(label)
+
+    def _read_reply(self, label: str) -> Any:
+        """Return the next result. Raises EpisodeFailed if the process raised or died."""
+        payload, reason = b"", None
         try:
-            if self._pid is None:
-                _send_frame(self._channel, pickle.dumps({"do": "pid"}))
-                self._pid = int(_read_reply(self._channel, label))
-            _send_frame(self._channel, pickle.dumps({"do": do, **arguments}))
+            payload = read_message(self._channel, _MAX_REPLY_BYTES)
         except OSError as error:
-            raise EpisodeFailed(f"{label} died: its process ended, or was killed") from error
-        return _read_reply(self._channel, label)
+            reason = error
+        except InvalidReply as error:
+            raise EpisodeFailed(f"{label} sent an invalid reply: {error}") from error
+        if not payload:
+            raise EpisodeFailed(f"{label} died: its process ended, or was killed") from reason
+        return _decode_reply(payload, label)
 
     def fork(self) -> ProcessChannel:
         """Fork a child of this process and return the channel to it."""
@@ -371,10 +326,11 @@ class ProcessChannel:
             return _fork_process(self._channel)
 
     def end(self) -> None:
-        """Kill the process and all processes of its session."""
+        """Kill the process and its descendants. Those that it left to the reaper end with the
+        root.
+        """
         if self._pid is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._pid, signal.SIGKILL)
+            kill_tree(self._pid)
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
 

@@ -5,11 +5,8 @@ each within its limits.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import json
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +15,7 @@ from typing import Any
 
 from rl.envs.tool_schema import make_tool_schema
 from rl.errors import UserError
+from rl.processes import ForkedCall
 from rl.sanitize import describe_error, sanitize_text
 from rl.types import Message
 
@@ -173,7 +171,7 @@ class _RunningCall:
 
     def __init__(self, tool: Tool, arguments: Mapping[str, Any], forks: bool):
         self.tool, self.arguments, self.forks = tool, arguments, forks
-        self.pid: int | None = None
+        self._process: ForkedCall | None = None
         self.start_time = time.monotonic()
         self.answer, self.error, self.end_time = "", "", self.start_time
         self._done = threading.Event()
@@ -197,22 +195,9 @@ class _RunningCall:
 
     def _run_forked(self) -> tuple[str, str]:
         """Run the function in a forked process and return (answer, error)."""
-        reads, writes = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                os.setsid()
-                payload = json.dumps(self._run_inline()).encode("utf-8", "backslashreplace")
-                with open(writes, "wb") as file:
-                    file.write(payload)
-            finally:
-                os._exit(0)
-        os.close(writes)
-        with open(reads, "rb") as file:
-            payload = file.read(1 << 20)
-        os.waitpid(self.pid, 0)
+        self._process = ForkedCall(lambda: json.dumps(self._run_inline()).encode(), limit=1 << 20)
         try:
-            answer, error = json.loads(payload)
+            answer, error = json.loads(self._process.wait())
         except (ValueError, TypeError):
             return "", f"{self.tool.name} died"
         return str(answer), str(error)
@@ -230,9 +215,8 @@ class _RunningCall:
                 f"{call.name} took longer than {self.tool.seconds:g} s",
                 time.monotonic() - self.start_time,
             )
-            if self.pid:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self.pid, signal.SIGKILL)
+            if self._process is not None:
+                self._process.kill()
 
 
 async def _await_value(value: Any) -> Any:

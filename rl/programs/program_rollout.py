@@ -22,9 +22,9 @@ from functools import cache
 from typing import Any
 
 from rl.envs import EpisodeLimits, last_user_text
+from rl.processes import SupervisedProcess
 from rl.programs.loop_server import LoopServer
 from rl.renderers import Renderer
-from rl.rewards import SupervisedProcess
 from rl.serve import (
     AgentSession,
     AgentSessions,
@@ -369,9 +369,7 @@ class LiveEndpoint:
             async with self._starting:
                 start_time = time.monotonic()
                 if episode.name in self.episodes.running:
-                    program = SupervisedProcess(
-                        words, {**environment, "TMPDIR": folder}, episode.name
-                    )
+                    program = SupervisedProcess(words, {**environment, "TMPDIR": folder})
                     loop.add_reader(program.fileno(), read_output)
                     episode.timer.on_timeout = time_out
                     episode.timer.start()
@@ -382,8 +380,7 @@ class LiveEndpoint:
             if program is not None:
                 await finished.wait()
                 loop.remove_reader(program.fileno())
-                program.request_end()
-            code = None if program is None else await asyncio.to_thread(program.wait)
+            code = None if program is None else await asyncio.to_thread(program.stop)
             output = "" if program is None else program.last_output
         # boundary: any failure of a program is reported as the end of its episode
         except Exception as error:

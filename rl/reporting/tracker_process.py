@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from typing import Any, Protocol
 
 from rl.errors import RunFolderError, install_command
 from rl.jsonl import format_json_line, replace_nonfinite, write_atomically
+from rl.processes import kill_tree
 from rl.reporting.episode_html import collect_turns
 from rl.sanitize import sanitize_message, sanitize_text
 
@@ -152,8 +152,7 @@ class TrackerProcess:
         except subprocess.TimeoutExpired:
             self._is_killed = True
             self._replies.put({"failed": "did not finish in time"})
-            with contextlib.suppress(OSError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            kill_tree(self._process.pid)
             self._process.wait()
         self._reader.join(1.0)
 

@@ -26,14 +26,12 @@ from rl.rewards.reward_registry import (
 )
 from rl.rewards.reward_scorer import Scorer
 from rl.rewards.reward_workers import build_worker_environment
-from rl.rewards.supervised_process import SupervisedProcess
 from rl.rewards.trl_adapter import CONVERSATION
 
 __all__ = [
     "CONVERSATION",
     "GAVE_UP",
     "Episode",
-    "SupervisedProcess",
     "PendingScore",
     "Reward",
     "RewardResult",

@@ -14,10 +14,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from rl.errors import UserError, install_command
+from rl.processes import InvalidReply, WorkerDiedError
 from rl.rewards.captured_output import RewardOutput
 from rl.rewards.reward_calls import Episode, RewardItem, RewardResult
 from rl.rewards.reward_futures import Failure, PendingScore, RewardsLost, Score, shorten_prompt
@@ -27,13 +28,11 @@ from rl.rewards.reward_workers import (
     ProcessRewardWorker,
     RewardWorker,
     ThreadRewardWorker,
-    WorkerDiedError,
     WorkerStartError,
     build_worker_environment,
 )
-from rl.rewards.worker_failures import WorkerFailureLog
 from rl.rewards.worker_loop import evaluate_item
-from rl.rewards.worker_protocol import SECONDS_PREFIX, InvalidReply, RewardReply
+from rl.rewards.worker_protocol import SECONDS_PREFIX, RewardReply
 from rl.sanitize import describe_error
 
 logger = logging.getLogger(__name__)
@@ -114,10 +113,8 @@ class Scorer:
         _check_packages(self.reward)
         self.place: WorkerPlace = _select_place(self.reward)
         self._environment = build_worker_environment(environment)
-        self._output, self._failure_log = (
-            RewardOutput(self.reward.name),
-            WorkerFailureLog(self.reward.name),
-        )
+        self._output = RewardOutput(self.reward.name)
+        self._lost_workers: dict[str | None, int] = {}  # number by kind of failure
         self._lock = threading.Condition()
         self._queue = RewardQueue(self.reward.batched)
         self._closed = False
@@ -134,12 +131,14 @@ class Scorer:
             2,
             min(64, _count_cores()) if self.reward.runs_programs else min(16, _count_cores() // 2),
         )
-        first_start = _FirstStart()
+        try:
+            worker = self._make_worker()  # checks that the reward can be loaded
+        except Exception as error:
+            reason = str(error) if isinstance(error, WorkerStartError) else describe_error(error)
+            raise UserError(f"reward {self.reward.name!r} cannot be used: {reason}") from error
         for number in range(workers or default):
             thread = threading.Thread(
-                target=self._manage_worker,
-                args=(first_start if number == 0 else None,),
-                daemon=True,
+                target=self._manage_worker, args=(worker if number == 0 else None,), daemon=True
             )
             thread.name = f"scorer {number}"
             self._active_workers += 1
@@ -148,6 +147,7 @@ class Scorer:
             except RuntimeError as error:  # no process or memory is available for it
                 self._active_workers -= 1
                 if number == 0:
+                    worker.stop()
                     raise UserError(
                         f"reward {self.reward.name!r} cannot be used: {error}"
                     ) from error
@@ -161,10 +161,6 @@ class Scorer:
                 break
             self._threads.append(thread)
         atexit.register(self.close)
-        first_start.done.wait()  # the first thread always sets it, even if its worker fails
-        if first_start.error is not None:
-            self.close()
-            raise UserError(f"reward {self.reward.name!r} cannot be used: {first_start.error}")
 
     def submit(
         self,
@@ -303,19 +299,14 @@ class Scorer:
                 min(_MAX_CHUNK, max(1, int(_CHUNK_SECONDS / self._item_seconds))),
             )
 
-    def _manage_worker(self, start: _FirstStart | None) -> None:
+    def _manage_worker(self, worker: RewardWorker | None) -> None:
         """Run the thread that manages a worker: start it when work arrives, and restart it if it is
         lost.
 
-        With `start`, the worker starts immediately, to check that the reward can be loaded.
+        `worker`: the worker, if it was started already.
         """
-        worker: RewardWorker | None = None
         chunk: deque[PendingScore] = deque()
         try:
-            if start is not None:
-                worker = start.attempt(self._make_worker)
-                if worker is None:
-                    return
             while batch := self._take_chunk():
                 chunk = deque(batch)
                 while chunk:
@@ -404,9 +395,28 @@ class Scorer:
             chunk.clear()
             return None
         culprit = chunk.popleft()
-        self._failure_log(reply, culprit)
+        self._log_lost_worker(reply, culprit)
         self._finish(culprit, reply, self.reward.give_up_result() if self.reward.builtin else None)
         return None
+
+    def _log_lost_worker(self, reply: RewardReply, culprit: PendingScore) -> None:
+        """Log the 1st, 10th, 100th, ... worker lost to each kind of failure.
+
+        `reply`: the failure. `culprit`: the answer that the worker was scoring. A reward may lose
+        its worker at every answer.
+        """
+        with self._lock:
+            count = self._lost_workers.get(reply.failure, 0) + 1
+            self._lost_workers[reply.failure] = count
+        if str(count).rstrip("0") == "1":
+            total = f" ({count} answers so far)" if count > 1 else ""
+            logger.warning(
+                "reward %r %s%s (prompt %s)",
+                self.reward.name,
+                reply.error,
+                total,
+                shorten_prompt(culprit.prompt),
+            )
 
     def _receive(self, worker: RewardWorker) -> RewardReply:
         """Return the reply to the item that just started. Raises TimeoutError, WorkerDiedError or
@@ -442,26 +452,6 @@ class Scorer:
 
 class _ScorerClosed(Exception):
     """Raised when the scorer was closed while an item ran."""
-
-
-class _FirstStart:
-    """Hold the outcome of starting the first worker."""
-
-    def __init__(self) -> None:
-        self.done = threading.Event()
-        self.error: str | None = None
-
-    def attempt(self, make: Callable[[], RewardWorker]) -> RewardWorker | None:
-        """Start the worker; return None on failure, with the reason in `error`."""
-        try:
-            return make()
-        except Exception as error:  # the constructor waits for this thread, and raises the error
-            self.error = (
-                str(error) if isinstance(error, WorkerStartError) else describe_error(error)
-            )
-            return None
-        finally:
-            self.done.set()
 
 
 def _count_cores() -> int:

@@ -1,26 +1,30 @@
-"""Run a reward on items, in any worker, and run the loop of a worker process (forked by
-rl.rewards.reaper).
+"""Run a reward on items, in any worker, and run the loop of a worker process (started by
+rl.processes).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import socket
 from collections.abc import Iterator, Sequence
 from math import isfinite
 
 from rl.errors import UserError
+from rl.processes import encode_frame, read_message
 from rl.rewards.combined_reward import RewardPartError
 from rl.rewards.reward_calls import RewardItem, RewardResult, RewardTimeout
 from rl.rewards.reward_registry import Reward
 from rl.rewards.worker_protocol import (
     MAX_ERROR_CHARACTERS,
     READY_ITEM,
-    FrameReader,
     RewardReply,
     encode_reply,
 )
 from rl.sanitize import describe_error, sanitize_text
+
+_MAX_MESSAGE_BYTES = 1 << 62  # no limit: the trainer is trusted
 
 
 def evaluate_item(reward: Reward, item: RewardItem) -> RewardReply:
@@ -89,51 +93,40 @@ def _get_error_location(error: BaseException) -> str:
     return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
 
 
-def run_worker(channel: int) -> None:
+def run_worker(fd: int) -> None:
     """Run the worker process: receive the reward, send READY_ITEM or the error, then score batches
     of items.
 
-    Returns when the socket is closed.
+    `fd`: file descriptor of the channel to the trainer. Returns when the channel is closed.
     """
+    channel, worker_pid = socket.socket(fileno=fd), os.getpid()
     os.register_at_fork(after_in_child=lambda: _close_in_fork(channel))
-    worker_pid = os.getpid()
-    frames = FrameReader(limit=1 << 62)  # no limit: the trainer is trusted
-    nonce, pickled = pickle.loads(_read_message(channel, frames))
+    nonce, pickled = pickle.loads(read_message(channel, _MAX_MESSAGE_BYTES))
+
+    def send(number: int, reply: RewardReply) -> None:
+        channel.sendall(encode_frame(encode_reply(number, nonce, reply)))
+
     ready = RewardReply(RewardResult(0.0))
-    # Reports this process's id before any user code runs.
-    _write_message(channel, encode_reply(READY_ITEM, nonce, ready))
+    send(READY_ITEM, ready)  # reports this process's id before any user code runs
     try:
         reward = pickle.loads(pickled)
         for module in reward.needs:
             __import__(module)
         reward.start()
-    except UserError as error:
-        _write_message(
-            channel, encode_reply(READY_ITEM, nonce, RewardReply(None, "error", str(error)))
-        )
-        return
     except Exception as error:  # boundary: user code
-        _write_message(
-            channel,
-            encode_reply(
-                READY_ITEM,
-                nonce,
-                RewardReply(
-                    None, "error", f"its worker process could not load it ({describe_error(error)})"
-                ),
-            ),
-        )
-        return
-    _write_message(channel, encode_reply(READY_ITEM, nonce, ready))
+        reason = f"its worker process could not load it ({describe_error(error)})"
+        reason = str(error) if isinstance(error, UserError) else reason
+        return send(READY_ITEM, RewardReply(None, "error", reason))
+    send(READY_ITEM, ready)
     number = READY_ITEM
-    while batch := _read_message(channel, frames):
+    while batch := read_message(channel, _MAX_MESSAGE_BYTES):
         for reply in _score_batch(reward, pickle.loads(batch)):
             number += 1
             if os.getpid() != worker_pid:
                 # A fork of this process, made by the reward, returned to this loop: only the
                 # original may reply.
                 os._exit(0)
-            _write_message(channel, encode_reply(number, nonce, reply))
+            send(number, reply)
 
 
 def _score_batch(reward: Reward, pickled: Sequence[bytes]) -> Iterator[RewardReply]:
@@ -161,25 +154,7 @@ def _unpickle_item(pickled: bytes) -> RewardItem | RewardReply:
         )
 
 
-def _close_in_fork(channel: int) -> None:
+def _close_in_fork(channel: socket.socket) -> None:
     """Close the socket in a fork of the worker: it must neither reply nor keep the socket open."""
-    try:
-        os.close(channel)
-    except OSError:
-        pass  # the reward closed it
-
-
-def _read_message(channel: int, frames: FrameReader) -> bytes:
-    """Return the next message; b"" if the trainer closed the socket or ended."""
-    while (message := frames.next()) is None:
-        data = os.read(channel, 1 << 16)
-        if not data:
-            return b""
-        frames.feed(data)
-    return message
-
-
-def _write_message(channel: int, message: bytes) -> None:
-    remaining = memoryview(message)
-    while remaining:
-        remaining = remaining[os.write(channel, remaining) :]
+    with contextlib.suppress(OSError):  # the reward closed it
+        channel.close()

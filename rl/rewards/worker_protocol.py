@@ -1,8 +1,8 @@
-"""Encode the messages between a scorer and a worker: framed and checksummed, with JSON replies.
+"""Encode the replies of a reward's worker as JSON.
 
 A worker runs user code, so its output is parsed as data: never unpickled, of bounded length, with a
-checksum, the number of its item, the worker's process id and a secret of this worker (its nonce).
-Anything else is a InvalidReply.
+checksum (rl.processes), the number of its item, the worker's process id and a secret of this worker
+(its nonce). Anything else is an InvalidReply.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import struct
-import zlib
 from dataclasses import dataclass
 from typing import Any
 
+from rl.processes import InvalidReply
 from rl.rewards.reward_calls import RewardResult
 from rl.sanitize import sanitize_text
 
@@ -24,15 +23,9 @@ SECONDS_PREFIX = "time/"  # prefix of the metrics that hold a reward's run time 
 _MAX_NAME_CHARACTERS = 200  # characters of a metric's name
 READY_ITEM = 0  # item number of the message "the worker is ready"; items count from 1
 
-_HEADER = struct.Struct(">2sQI")  # mark, length and checksum of the payload
-_MARK = b"WR"
 _FIELDS = {"item", "pid", "nonce", "reward", "metrics", "failure", "error"}
 # Strict JSON has no literals for these.
 _NONFINITE_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-
-
-class InvalidReply(Exception):
-    """Raised when a worker's message is not a valid reply to the expected item."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,46 +37,6 @@ class RewardReply:
     result: RewardResult | None
     failure: str | None = None
     error: str | None = None
-
-
-def encode_frame(payload: bytes) -> bytes:
-    return _HEADER.pack(_MARK, len(payload), zlib.crc32(payload)) + payload
-
-
-class FrameReader:
-    """Split a byte stream, received in arbitrary chunks, into messages.
-
-    `limit`: maximum length of a message in bytes.
-    """
-
-    def __init__(self, limit: int):
-        self.limit = limit
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> None:
-        self._buffer += data
-
-    def next(self) -> bytes | None:
-        """Return the next message; None while it is incomplete.
-
-        Raises InvalidReply as soon as the bytes cannot be a message.
-        """
-        buffer = self._buffer
-        if not buffer.startswith(_MARK[: len(buffer)]):
-            raise InvalidReply(f"it begins with {sanitize_text(repr(bytes(buffer[:24])), 100)}")
-        if len(buffer) < _HEADER.size:
-            return None
-        _, length, checksum = _HEADER.unpack_from(buffer)
-        if length > self.limit:
-            raise InvalidReply(f"it is {length} bytes long, at most {self.limit} are read")
-        end = _HEADER.size + length
-        if len(buffer) < end:
-            return None
-        payload = bytes(buffer[_HEADER.size : end])
-        if zlib.crc32(payload) != checksum:
-            raise InvalidReply("its checksum is wrong")
-        del buffer[:end]
-        return payload
 
 
 def encode_reply(number: int, nonce: str, reply: RewardReply) -> bytes:
@@ -106,7 +59,7 @@ def encode_reply(number: int, nonce: str, reply: RewardReply) -> bytes:
     if len(payload) > MAX_REPLY_BYTES:
         too_long = f"returned metrics of {len(payload)} bytes, the maximum is {MAX_REPLY_BYTES}"
         return encode_reply(number, nonce, RewardReply(None, "error", too_long))
-    return encode_frame(payload)
+    return payload
 
 
 def decode_reply(
@@ -142,8 +95,7 @@ def as_remote_reply(reply: RewardReply) -> RewardReply:
     """Return a closure's reply as if received from another process: bounded, sanitized, numbers and
     text only.
     """
-    message = encode_reply(READY_ITEM, "", reply)
-    return decode_reply(message[_HEADER.size :], READY_ITEM, None, "")[0]
+    return decode_reply(encode_reply(READY_ITEM, "", reply), READY_ITEM, None, "")[0]
 
 
 def _parse_reply(fields: dict[str, Any]) -> RewardReply:

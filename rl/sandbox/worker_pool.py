@@ -111,30 +111,21 @@ class WorkerJob:
 
 
 class WorkerPool:
-    """Hold `count` slots, each pinned to a core, and the thread that starts all zygotes.
-
-    A zygote dies with the thread that started it (parent death signal), hence a thread that lives
-    as long as the pool.
-    """
+    """Hold `count` slots, each pinned to a core."""
 
     def __init__(self, start: Callable[[], Zygote], count: int):
         self._start = start
         self._cores = sorted(os.sched_getaffinity(0))
         self._idle_workers: queue.LifoQueue[SandboxWorker | None] = queue.LifoQueue()
-        self._start_requests: queue.Queue[tuple[queue.Queue[Any]] | None] = queue.Queue()
         self._lock = threading.Lock()
         self._workers: list[SandboxWorker] = []
         self.closed = False
-        self._thread = threading.Thread(
-            target=self._start_zygotes, daemon=True, name="sandbox starter"
-        )
-        self._thread.start()
         for number in range(count):
             self._idle_workers.put(self.add_worker(number))
 
     def add_worker(self, number: int) -> SandboxWorker:
         """Create a slot outside of the queue of free slots, for a session."""
-        slot = SandboxWorker(self._request_zygote, [self._cores[number % len(self._cores)]])
+        slot = SandboxWorker(self._start_zygote, [self._cores[number % len(self._cores)]])
         with self._lock:
             self._workers.append(slot)
         return slot
@@ -180,30 +171,13 @@ class WorkerPool:
             self.closed = True
             slots = list(self._workers)
         self._idle_workers.put(None)
-        self._start_requests.put(None)
-        self._thread.join(timeout=30)
         for slot in slots:
             slot.kill_zygote()
 
-    def _request_zygote(self) -> Zygote:
-        if self.closed:
-            raise SandboxLost("this sandbox is closed")
-        answer: queue.Queue[Any] = queue.Queue()
-        self._start_requests.put((answer,))
-        while True:
-            try:
-                result = answer.get(timeout=0.5)
-                break
-            except queue.Empty:
-                if not self._thread.is_alive():
-                    raise SandboxLost("this sandbox is closed") from None
-        if isinstance(result, BaseException):
-            raise result
-        return result  # type: ignore[no-any-return]
-
-    def _start_zygotes(self) -> None:
-        while (order := self._start_requests.get()) is not None:
-            try:
-                order[0].put(self._start())
-            except Exception as error:  # raised in the requesting thread
-                order[0].put(error)
+    def _start_zygote(self) -> Zygote:
+        if not self.closed:
+            zygote = self._start()
+            if not self.closed:
+                return zygote
+            zygote.kill()
+        raise SandboxLost("this sandbox is closed")

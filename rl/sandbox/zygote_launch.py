@@ -6,12 +6,12 @@ import importlib.util
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from rl.processes import MARK_VARIABLE, SupervisedProcess
 from rl.sandbox.inside import message_framing
 
 NOBODY_UID = 65534
@@ -197,7 +197,7 @@ def build_zygote_command(
         f"{importable_folder(code)!r}, {sandlock!r})"
     )
     program = (
-        f"import sys; sys.path.insert(0, {code!r}); "
+        f"import os, sys; os.environ.pop({MARK_VARIABLE!r}, None); sys.path.insert(0, {code!r}); "
         f"from rl.sandbox.inside.zygote import main; {start}"
     )
     return [find_interpreter(), "-s", "-S", "-P", "-B", "-c", program]
@@ -206,7 +206,7 @@ def build_zygote_command(
 class Zygote:
     """Start and hold a zygote. `control`: the socket that takes jobs.
 
-    Raises RuntimeError with the zygote's output if the zygote does not start.
+    Raises RuntimeError with its last output if the zygote does not start.
     """
 
     def __init__(
@@ -221,17 +221,12 @@ class Zygote:
         `folder`: removed with the zygote.
         """
         self.control, self._folder = control, folder
-        self._output = tempfile.TemporaryFile()
         try:
-            self.process = subprocess.Popen(
+            self.process = SupervisedProcess(
                 command,
-                pass_fds=[zygote_end.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=self._output,
-                env=ENVIRONMENT if environment is None else environment,
-                cwd="/",
-                start_new_session=True,
+                ENVIRONMENT if environment is None else environment,
+                channel=zygote_end,
+                folder="/",
             )
         finally:
             zygote_end.close()
@@ -239,15 +234,14 @@ class Zygote:
         try:
             self.pid = message_framing.receive(control)["ready"]
         except (message_framing.ConnectionClosedError, OSError) as error:
+            reason = f"the zygote printed no output ({error}): {self.process.describe_end()}"
+            reason = self.process.last_output or reason
             self.kill()
-            self._output.seek(0)
-            output = self._output.read(4000).decode("utf-8", "replace").strip()
-            raise RuntimeError(output or f"the zygote printed no output ({error})") from error
+            raise RuntimeError(reason) from error
 
     def kill(self) -> None:
         """Kill the zygote and remove its folder."""
         self.control.close()
-        self.process.kill()
-        self.process.wait()
+        self.process.stop()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,22 +1,24 @@
-"""Run the reaper of a reward worker or a program.
+"""Run the reaper of a worker or a program.
 
 The reaper is a small process between the trainer and the worker; it ends all the worker's
 descendants.
 
-Runs as a script that needs only the standard library: `python -P reaper.py SOCKET PARENT SYS_PATH`,
-or for a program, which has no socket, `python -P reaper.py -1 PARENT "" PROGRAM ARGUMENTS...`. It
-forks the worker (or program) and forwards its output. When the trainer ends or closes its socket,
-or when the worker ends, it kills every process that the worker started, then ends with the worker's
-exit status. It adopts orphaned descendants (Linux: a "child subreaper"), so it also finds a process
-that started its own session. Its standard output is a socket to the trainer; the end of that stream
-signals that the trainer has ended. It is not a sandbox: a reward runs as the same user, with that
-user's permissions.
+Runs as a script that needs only the standard library, for a function of a module, which receives
+its end of a socket: `python -P reaper.py PARENT SOCKET SYS_PATH MODULE:FUNCTION`, or for a program,
+which inherits the socket (-1: none): `python -P reaper.py PARENT SOCKET "" PROGRAM ARGUMENTS...`.
+It forks the worker (or program) and forwards its output. When the trainer ends or closes its
+socket, or when the worker ends, it kills every process that the worker started, then ends with the
+worker's exit status. It adopts orphaned descendants (Linux: a "child subreaper"), so it also finds
+a process that started its own session. Its standard output is a socket to the trainer; the end of
+that stream signals that the trainer has ended. It is not a sandbox: a worker runs as the same user,
+with that user's permissions.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import resource
@@ -33,7 +35,7 @@ OUTPUT_BYTES = 64 * 1024  # bytes of a worker's output that are forwarded
 # Bytes of the end of a worker's output, which are always forwarded: they usually hold the reason
 # why the worker ended.
 OUTPUT_TAIL_BYTES = 2048
-# Time to find and kill all remaining processes. Only a reward that starts processes faster than
+# Time to find and kill all remaining processes. Only a worker that starts processes faster than
 # they are killed needs this long.
 KILL_SECONDS = 3.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -42,45 +44,64 @@ _OUTPUT_SOCKET = 1  # its standard output: the socket to the trainer
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
 
 
-def prctl(option: int, value: int) -> None:
-    """Call Linux's prctl; do nothing on other systems."""
+def set_parent_death_signal(number: int) -> None:
+    """Ask the system to send this process a signal when the thread that started it ends.
+
+    Does nothing on systems other than Linux.
+    """
+    _prctl(_SET_PARENT_DEATH_SIGNAL, number)
+
+
+def detach_from(parent: int) -> None:
+    """Begin a session in a forked child. The child is killed when its parent ends.
+
+    `parent`: process id of the parent, which may have ended already.
+    """
+    os.setsid()  # a child that kills its process group kills only itself
+    set_parent_death_signal(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def main(channel: int, parent: int, path: list[str], program: list[str]) -> NoReturn:
+def main(parent: int, channel: int, path: str, command: list[str]) -> NoReturn:
     """Run the reaper; never return.
 
-    `channel`: socket of items and replies, used by the worker only. `path`: the trainer's sys.path.
-    `program`: command to run instead of a worker.
+    `parent`: process id of the trainer. `channel`: socket of the worker, -1 for none. `path`: the
+    trainer's sys.path in JSON, "" for a program. `command`: the worker's function, or the program's
+    command line.
     """
     # A signal that asks a run to stop may reach all its processes (a scheduler sends it to all),
-    # but the run needs its rewards to finish the step. These handlers do nothing; SIG_IGN would be
-    # inherited by the processes that a reward starts.
+    # but the run needs its workers to finish the step. These handlers do nothing; SIG_IGN would be
+    # inherited by the processes that a worker starts.
     for number in (*_STOP_SIGNALS, signal.SIGCHLD, _PARENT_DEATH_SIGNAL):
         signal.signal(number, lambda *_: None)
     wakeup_read, wakeup_write = os.pipe()
     for fd in (wakeup_read, wakeup_write):
         os.set_blocking(fd, False)
     signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
-    prctl(_SET_CHILD_SUBREAPER, 1)
+    _prctl(_SET_CHILD_SUBREAPER, 1)
     # In addition to the socket, which a fork of the trainer may keep open.
-    prctl(_SET_PARENT_DEATH_SIGNAL, _PARENT_DEATH_SIGNAL)
+    set_parent_death_signal(_PARENT_DEATH_SIGNAL)
     if os.getppid() != parent:  # the trainer died before prctl was called
         os._exit(1)
     output_read, output_write = os.pipe()
+    reaper = os.getpid()
     worker = os.fork()
     if worker == 0:
-        _set_up_child(
-            output_write, parent=os.getppid(), fds_to_close=(wakeup_read, wakeup_write, output_read)
-        )
-        if program:
-            _exec_program(program)
-        _exec_worker(channel, path)
+        detach_from(reaper)
+        _set_up_child(output_write, fds_to_close=(wakeup_read, wakeup_write, output_read))
+        if not path:
+            _exec_program(command)
+        _run_worker(channel, json.loads(path), command[0])
     for fd in (channel, output_write):
         if fd >= 0:
             os.close(fd)
-    code = _forward_output(worker, wakeup_read, output_read)
+    code = _forward_output(parent, worker, wakeup_read, output_read)
     if code < 0:  # end with the worker's signal, without a second core file
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
@@ -89,14 +110,10 @@ def main(channel: int, parent: int, path: list[str], program: list[str]) -> NoRe
     os._exit(code if code >= 0 else 1)
 
 
-def _set_up_child(output_fd: int, *, parent: int, fds_to_close: tuple[int, ...]) -> None:
-    """Set up the forked process: its own session, output to the reaper's pipe, and none of the
-    reaper's descriptors and signal handlers.
+def _set_up_child(output_fd: int, *, fds_to_close: tuple[int, ...]) -> None:
+    """Set up the forked process: output to the reaper's pipe, and none of the reaper's descriptors
+    and signal handlers.
     """
-    os.setsid()  # a reward that kills its process group kills only itself
-    prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, _PARENT_DEATH_SIGNAL):
         signal.signal(number, signal.SIG_DFL)
@@ -116,17 +133,16 @@ def _exec_program(command: list[str]) -> NoReturn:
         os._exit(127)
 
 
-def _exec_worker(channel: int, path: list[str]) -> NoReturn:
-    os.set_inheritable(channel, False)  # processes started by a reward must not inherit it
+def _run_worker(channel: int, path: list[str], function: str) -> NoReturn:
+    os.set_inheritable(channel, False)  # processes started by the worker must not inherit it
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     sys.path[:] = path
     sys.argv[:] = [""]
     code = 1
     try:
-        from rl.rewards.worker_loop import run_worker
-
-        run_worker(channel)
+        module, name = function.split(":")
+        getattr(importlib.import_module(module), name)(channel)
         code = 0
     except BaseException:  # boundary: the parent's code must not run a second time
         import traceback
@@ -134,12 +150,12 @@ def _exec_worker(channel: int, path: list[str]) -> NoReturn:
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # a reward may have closed it
+            with contextlib.suppress(OSError, ValueError):  # the worker may have closed it
                 stream.flush()
         os._exit(code)
 
 
-def _forward_output(worker: int, wakeup_fd: int, output_fd: int) -> int:
+def _forward_output(parent: int, worker: int, wakeup_fd: int, output_fd: int) -> int:
     """Forward the worker's output until the worker or the trainer ends, then kill all remaining
     processes.
 
@@ -161,9 +177,9 @@ def _forward_output(worker: int, wakeup_fd: int, output_fd: int) -> int:
             ):  # the trainer sends nothing: the event means that it closed its end
                 trainer_ended = True
             elif fd == wakeup_fd:
-                trainer_ended = trainer_ended or int(_PARENT_DEATH_SIGNAL) in os.read(
-                    wakeup_fd, 4096
-                )
+                os.read(wakeup_fd, 4096)
+                # The end of a thread of the trainer sends the signal too, but keeps the parent.
+                trainer_ended = trainer_ended or os.getppid() != parent
         code = _reap_children(worker)
     code = kill_all(worker, code)
     output.finish()
@@ -260,6 +276,24 @@ def kill_process(pid: int, *, group: bool = False) -> None:
             pass  # it has ended, or runs as another user
 
 
+def kill_tree(pid: int) -> None:
+    """Kill the process group of a session's first process, and the descendants of this process.
+
+    Reads only the processes of the tree: a machine may run thousands. Misses orphans, which the
+    reaper has adopted, and without /proc/PID/task/TID/children all but the group.
+    """
+    tree = [pid]
+    for member in tree:  # grows in the loop
+        for path in Path(f"/proc/{member}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # it ended in the meantime
+                tree += map(int, path.read_text().split())
+    # The group alone: if the process has been reaped, its number may be that of another process.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    for member in tree[1:]:
+        kill_process(member, group=True)
+
+
 def find_descendants(pid: int) -> list[int]:
     """Return the pids of the living descendants of a process from /proc; [] without /proc."""
     children: dict[int, list[int]] = {}
@@ -292,4 +326,4 @@ def find_marked_processes(mark: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3] or "[]"), sys.argv[4:])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])

@@ -1,0 +1,86 @@
+"""Encode and read framed messages between two processes: mark, length, checksum, payload.
+
+The other process may run user code, so nothing that it sends is trusted to be a message.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import zlib
+
+from rl.sanitize import sanitize_text
+
+_HEADER = struct.Struct(">2sQI")  # mark, length and checksum of the payload
+_MARK = b"WR"
+_READ_BYTES = 1 << 20  # bytes of a single read
+
+
+class InvalidReply(Exception):
+    """Raised when bytes from another process are not a valid reply to the expected item."""
+
+
+def encode_frame(payload: bytes) -> bytes:
+    return _HEADER.pack(_MARK, len(payload), zlib.crc32(payload)) + payload
+
+
+class FrameReader:
+    """Split a byte stream, received in arbitrary chunks, into messages.
+
+    `limit`: maximum length of a message in bytes.
+    """
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        self._buffer += data
+
+    def next(self) -> bytes | None:
+        """Return the next message; None while it is incomplete.
+
+        Raises InvalidReply as soon as the bytes cannot be a message.
+        """
+        buffer = self._buffer
+        if not buffer.startswith(_MARK[: len(buffer)]):
+            raise InvalidReply(f"it begins with {sanitize_text(repr(bytes(buffer[:24])), 100)}")
+        if len(buffer) < _HEADER.size:
+            return None
+        _, length, checksum = _HEADER.unpack_from(buffer)
+        if length > self.limit:
+            raise InvalidReply(f"it is {length} bytes long, at most {self.limit} are read")
+        end = _HEADER.size + length
+        if len(buffer) < end:
+            return None
+        payload = bytes(buffer[_HEADER.size : end])
+        if zlib.crc32(payload) != checksum:
+            raise InvalidReply("its checksum is wrong")
+        del buffer[:end]
+        return payload
+
+    def count_missing_bytes(self) -> int:
+        """Return the number of bytes up to the end of the header, or of the message after it."""
+        if len(self._buffer) < _HEADER.size:
+            return _HEADER.size - len(self._buffer)
+        return _HEADER.size + _HEADER.unpack_from(self._buffer)[1] - len(self._buffer)
+
+
+def read_message(channel: socket.socket, limit: int, fds: list[int] | None = None) -> bytes:
+    """Wait for the next message, and read nothing that follows it.
+
+    `fds`: list to which the file descriptor sent with the message is appended. Returns b"" if the
+    other end was closed. Raises InvalidReply if the bytes are not a message.
+    """
+    frames = FrameReader(limit)
+    while (message := frames.next()) is None:
+        size = min(frames.count_missing_bytes(), _READ_BYTES)
+        if fds is None:
+            data = channel.recv(size)
+        else:
+            data, received, _, _ = socket.recv_fds(channel, size, 1)
+            fds += received
+        if not data:
+            return b""
+        frames.feed(data)
+    return message

@@ -1,0 +1,266 @@
+"""Run a program, or a worker with a channel of messages, under a reaper (rl.processes.reaper).
+
+All processes that it starts end with it, and it ends with this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from rl.processes import reaper
+from rl.processes.message_frames import FrameReader, encode_frame
+from rl.sanitize import sanitize_text
+
+# For a reaper to end. After it, the reaper is killed, and the processes below it are searched for.
+_END_SECONDS = reaper.KILL_SECONDS + 2.0
+
+
+class WorkerDiedError(Exception):
+    """Raised when a worker ended without a reply."""
+
+
+class SupervisedProcess:
+    """Run a program under a reaper process.
+
+    `environment`: its complete environment. `channel`: a socket that it inherits. `path`: JSON of
+    sys.path for a function of a module in place of a program. `folder`: its current folder, by
+    default that of this process. `output`: called with chunks of its
+    output. `fileno`: readable if the program printed output or ended, see `read_output`. Raises
+    OSError if the process cannot be started.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        channel: socket.socket | None = None,
+        path: str = "",
+        folder: str | None = None,
+        output: Callable[[bytes], None] = lambda data: None,
+    ):
+        self._mark, self._output, self._output_tail = secrets.token_hex(16), output, b""
+        fds = [] if channel is None else [channel.fileno()]
+        flags = ["-P"] if path else ["-P", "-S"]  # a program needs no site-packages in its reaper
+        line = [sys.executable, *flags, str(Path(reaper.__file__)), str(os.getpid())]
+        self._output_socket, reaper_end = socket.socketpair()
+        try:
+            self._process = subprocess.Popen(
+                [*line, str(fds[0] if fds else -1), path, *command],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                stdout=reaper_end.fileno(),
+                stderr=reaper_end.fileno(),
+                cwd=folder,
+                env={**environment, reaper.MARK_VARIABLE: self._mark},
+                start_new_session=True,
+            )
+        except BaseException:
+            self._output_socket.close()
+            raise
+        finally:
+            reaper_end.close()
+        self._output_socket.setblocking(False)
+
+    @property
+    def pid(self) -> int:
+        """Return the process id of the reaper."""
+        return self._process.pid
+
+    def fileno(self) -> int:
+        return self._output_socket.fileno()
+
+    def read_output(self) -> bool:
+        """Read the available output and keep only its end.
+
+        Returns False if the program and all its descendants have ended.
+        """
+        while True:
+            try:
+                data = self._output_socket.recv(1 << 16)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            if not data:
+                return False
+            self._output_tail = (self._output_tail + data)[-reaper.OUTPUT_TAIL_BYTES :]
+            self._output(data)
+
+    @property
+    def last_output(self) -> str:
+        """Return the last lines of the output."""
+        return sanitize_text(self._output_tail.decode(errors="replace").strip(), 400)
+
+    def describe_end(self) -> str:
+        """Describe how the process ended, with its last line of output."""
+        try:
+            code = self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return "it closed its pipe but is still running"
+        self.read_output()
+        lines = self._output_tail.decode(errors="replace").strip().splitlines()
+        # The line that ends a traceback, which other output may follow.
+        errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+        last_output = (
+            f", it last printed: {sanitize_text((errors or lines)[-1].strip(), 300)}"
+            if lines
+            else ""
+        )
+        return (
+            f"killed by {_get_signal_name(-code)}" if code < 0 else f"exit code {code}"
+        ) + last_output
+
+    def request_end(self) -> None:
+        """Make the reaper end the program and all its descendants, without waiting."""
+        self._output_socket.close()
+
+    def stop(self) -> int:
+        """End the program and all its descendants; idempotent.
+
+        Takes seconds only if a process evades. Returns the exit code, -N if signal N ended the
+        program; -9 if it had to be killed.
+        """
+        self.request_end()
+        try:
+            code = self._process.wait(timeout=_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            code = -int(signal.SIGKILL)
+        if code < 0:  # the program may have killed or stopped its reaper
+            self._kill_remaining()
+        return code
+
+    def _kill_remaining(self) -> None:
+        """Kill the processes that a reaper did not end.
+
+        They are identified by ancestry while the reaper exists (it adopts orphans), by mark
+        otherwise.
+        """
+        for _ in range(3):  # again for processes forked in the meantime
+            guarded = (
+                []
+                if self._process.poll() is not None
+                else reaper.find_descendants(self._process.pid)
+            )
+            for pid in {*guarded, *reaper.find_marked_processes(self._mark)} - {os.getpid()}:
+                reaper.kill_process(pid)
+        if self._process.poll() is None:
+            self._process.kill()
+            # If the kernel blocks it, nothing more can be done.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=5.0)
+
+
+class WorkerProcess(SupervisedProcess):
+    """Run a function in a fresh interpreter in its own session, and exchange messages with it.
+
+    `function`: "module:function", called with the file descriptor of its end of the channel.
+    `limit`: maximum length of a message in bytes. `channel`: this process's end.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        environment: Mapping[str, str],
+        limit: int,
+        output: Callable[[bytes], None] = lambda data: None,
+    ):
+        self._frames, self._is_closed = FrameReader(limit), False
+        self.channel, worker_end = socket.socketpair()
+        try:
+            super().__init__(
+                [function],
+                environment,
+                channel=worker_end,
+                path=json.dumps(sys.path),
+                output=output,
+            )
+        except BaseException:
+            self.channel.close()
+            raise
+        finally:
+            worker_end.close()
+        self.channel.setblocking(False)
+        self._poller = select.poll()
+        self._poller.register(self.channel, select.POLLIN)
+        self._poller.register(self._output_socket, select.POLLIN)
+
+    def send(self, message: bytes, seconds: float) -> None:
+        """Send a message. Raises TimeoutError if the worker does not read it within `seconds`,
+        WorkerDiedError if it has ended.
+        """
+        remaining, deadline = memoryview(encode_frame(message)), time.monotonic() + seconds
+        poller = select.poll()
+        poller.register(self.channel, select.POLLOUT)
+        while remaining:
+            try:
+                remaining = remaining[self.channel.send(remaining) :]
+            except BlockingIOError:
+                if not poller.poll(1000 * max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError from None
+            except OSError as error:
+                raise WorkerDiedError(self.describe_end()) from error
+
+    def receive(self, seconds: float) -> bytes:
+        """Return the next message. Raises TimeoutError after `seconds`, WorkerDiedError or
+        InvalidReply.
+        """
+        deadline = time.monotonic() + seconds
+        while (message := self._frames.next()) is None:
+            if self._is_closed:
+                raise WorkerDiedError(self.describe_end())
+            self._wait_for_data(max(0.0, deadline - time.monotonic()))
+        return message
+
+    def has_ended(self) -> bool:
+        """Return whether the worker has closed its end of the channel, or its reaper has ended."""
+        poller = select.poll()
+        poller.register(self.channel, 0)  # reports a hang-up alone
+        return bool(poller.poll(0)) or self._process.poll() is not None
+
+    def _wait_for_data(self, seconds: float) -> None:
+        """Wait for data from the worker or its reaper. Raises TimeoutError after `seconds`."""
+        events = self._poller.poll(1000 * seconds)
+        if not events:
+            raise TimeoutError
+        for fd, _ in events:
+            read = self._read_channel if fd == self.channel.fileno() else self.read_output
+            self._is_closed = not read() or self._is_closed
+        if self._is_closed:  # messages sent before the end count
+            for _ in range(64):  # bounded, since another process may continue to send
+                if not self._read_channel():
+                    return
+
+    def _read_channel(self) -> bool:
+        """Read once. Return False if the worker has ended."""
+        try:
+            data = self.channel.recv(1 << 16)
+        except BlockingIOError:
+            return True
+        except OSError:  # it ended with messages unread
+            return False
+        self._frames.feed(data)
+        return bool(data)
+
+    def request_end(self) -> None:
+        self.channel.close()
+        super().request_end()
+
+
+def _get_signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
