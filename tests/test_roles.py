@@ -248,7 +248,8 @@ def test_a_transfer_takes_half_of_the_time_of_samplers_that_sample(
         put(far, "run_steps", 1, 4, SimpleNamespace(new_requests=[]))
     between_steps = 0
     while not fresh.done():
-        _, verb, _, _, future = counter.get_nowait()
+        _, call = counter.get_nowait()
+        verb = call.verb
         if verb == "run_steps":
             clock, steps, between_steps = clock + step_seconds, steps + 1, 0
         elif verb == "receive_chunk":
@@ -256,7 +257,7 @@ def test_a_transfer_takes_half_of_the_time_of_samplers_that_sample(
             longest = max(longest, between_steps)
         if verb == "run_steps":  # while the chunks arrive that are queued already
             put(far, "run_steps", 1, 4, SimpleNamespace(new_requests=[]))
-        future.set_result({"version": 7})
+        call.future.set_result({"version": 7})
     assert chunks == 2000
     assert chunks * chunk_seconds / clock == pytest.approx(share, abs=0.05)
     assert longest <= 64 or not step_seconds
