@@ -260,6 +260,15 @@ def test_words_of_other_libraries_are_answered(word, here, tmp_path):
         ("sft --max_length 2048", "it is called --max-row-tokens here"),
         ("sft --assistant_only_loss true", "it is called --train-on here"),
         ("sft --num_train_epochs 3", "sft and the methods on preferences have epochs"),
+        ("grpo --algorithm.kl_ctrl.kl_coef 1", "it is called --kl-coef here"),
+        ("grpo --actor.use_kl_loss True", "it is called --kl-placement here (loss, with kl_coef)"),
+        ("grpo --actor_rollout_ref.actor.use_kl_loss True", "it is called --kl-placement here"),
+        ("grpo custom_reward_function.path=r.py", "it is called --reward here"),
+        ("grpo --custom_reward_function.path r.py", "as in --reward FILE.py:FUNCTION"),
+        ("dpo --loss_type sigmoid", "it is called --loss here (TRL's sigmoid is dpo)"),
+        ("grpo --loss_type dapo", "it is called --variant here"),
+        ("sft --loss_type nll", "(it is called --variant here, a setting of grpo, reinforce)"),
+        ("sft --beta 0.1", "of this run (it is a setting of online_dpo, dpo"),
     ],
 )
 def test_commands_in_the_manner_of_other_libraries_are_answered(words, expected):

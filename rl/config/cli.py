@@ -66,7 +66,7 @@ def _resolve_flags(
         hint = f"; did you mean --{near.replace('_', '-')}?" if near else ""
         if key in methods_by_setting:
             hint = f" of this run (it is a setting of {methods_by_setting[key]})"
-        hint = aliases.find_alias_hint(key, known) or hint
+        hint = aliases.find_alias_hint(key, known, methods_by_setting) or hint
         problems.append(f"{raw.place}: no such setting{hint}")
     return resolved
 
