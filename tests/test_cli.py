@@ -20,7 +20,7 @@ import pytest
 import tyro
 
 from rl import algorithms
-from rl.config import cli, run_config, sections
+from rl.config import cli, run_config, saved_config, sections
 from rl.config.fields import (
     RawValue,
     SettingsError,
@@ -539,7 +539,7 @@ def test_resolved_settings_survive_json() -> None:
         path, "--parts", "a", "inf", "--output-dir", "somewhere/else", "--max-tokens", "None"
     )
     config = json.loads(json.dumps(run_config.resolve_config(run), allow_nan=False))
-    assert run_config.load_resolved_config(config, METHODS, options=RunSettings) == run
+    assert saved_config.load_resolved_config(config, METHODS, options=RunSettings) == run
     assert config["stages"][1]["settings"]["max_tokens"] is None
     assert config["options"] == {
         "name": None,
@@ -553,14 +553,14 @@ def test_a_saved_config_that_no_longer_fits_says_where() -> None:
     config = run_config.resolve_config(read("sft"))
     config["stages"][0]["settings"] |= {"noize": 1, "learning_rate": "fast"}
     with pytest.raises(SettingsError) as caught:
-        run_config.load_resolved_config(config, METHODS, options=RunSettings)
+        saved_config.load_resolved_config(config, METHODS, options=RunSettings)
     assert len(caught.value.problems) == 2
     assert (
-        "config.json stage sft: unknown setting 'noize'; did you mean 'noise'?"
+        "config.json stage sft, noize: no setting of sft; did you mean noise?"
         in caught.value.problems[0]
     )
     with pytest.raises(SettingsError, match="is this file the config.json of a run"):
-        run_config.load_resolved_config({"model_type": "qwen3"}, METHODS, options=RunSettings)
+        saved_config.load_resolved_config({"model_type": "qwen3"}, METHODS, options=RunSettings)
 
 
 def test_difference_names_each_changed_setting() -> None:

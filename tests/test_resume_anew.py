@@ -210,6 +210,8 @@ def test_a_flag_of_one_stage(tmp_path):
         ("--grpo.stepps 7", "no such setting of stage grpo; did you mean steps?"),
         ("--grpo.steps x", "--grpo.steps: x is not INT"),
         ("--sft.group-size 4", "no such setting of stage sft"),
+        ("--sft.lr 4", "no such setting of stage sft; it is called --learning-rate here"),
+        ("--sft.no-train-mlp x", "--sft.no-train-mlp: takes no value, got x"),
         ("--change steps=4", "use it with --resume|use it with resume"),
         ("--resume --change steps", "expected NAME=VALUE"),
         ("--resume --change stepps=4", "did you mean --steps"),

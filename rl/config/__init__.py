@@ -53,9 +53,9 @@ from rl.config.run_config import (
     RunConfig,
     StageConfig,
     diff_configs,
-    load_resolved_config,
     resolve_config,
 )
+from rl.config.saved_config import load_resolved_config
 from rl.config.sections import (
     KlSettings,
     LoopSettings,

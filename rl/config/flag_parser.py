@@ -1,23 +1,25 @@
-"""Split a command line into words and flags."""
+"""Read the settings of a command line and of the arguments of `rl.train`.
+
+A flag is a pair of its key and its raw value, and so is an argument or a part of --change.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import re
+import shlex
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from rl.config.fields import RawValue
-from rl.config.saved_config import to_setting_name
+from rl.config.aliases import current_name, find_alias_hint
+from rl.config.fields import ENVIRONMENT_PREFIX, RawValue, is_setting, nearest_name, to_words
+from rl.errors import UserError
+
+Flag = tuple[str, RawValue]
+_TEMPLATE_PREFIX = "template."
 
 
-@dataclass(frozen=True)
-class ParsedFlag:
-    """Hold a flag of the command line: its key and its raw value."""
-
-    key: str
-    raw: RawValue
-
-
-def split_flags(argv: Sequence[str], problems: list[str]) -> tuple[list[str], list[ParsedFlag]]:
+def split_flags(argv: Sequence[str], problems: list[str]) -> tuple[list[str], list[Flag]]:
     """Return (leading words, flags), each flag with the words that follow it. "-3" is a value; "-x"
     is appended to `problems`.
     """
@@ -36,34 +38,127 @@ def split_flags(argv: Sequence[str], problems: list[str]) -> tuple[list[str], li
             flags[-1][1].append(token)
         else:
             words.append(token)
-    good = [(name, values) for name, values in flags if name.startswith("--")]
     return words, [
-        ParsedFlag(to_setting_name(name[2:]), RawValue(tuple(values), name))
-        for name, values in good
+        (to_setting_name(name[2:]), RawValue(tuple(values), name))
+        for name, values in flags
+        if name.startswith("--")
     ]
 
 
-def merge_dotted_flags(
-    flags: Sequence[ParsedFlag], mappings: Collection[str] = ("template",)
-) -> list[ParsedFlag]:
-    """Merge `--template.enable_thinking false --template.x 1` into the flag `--template
-    enable_thinking false x 1`, for each setting in `mappings`.
+def parse_arguments(arguments: Mapping[str, Any]) -> list[Flag]:
+    """Return the keyword arguments of `rl.train` as flags. Raises UserError for a value that is no
+    setting.
     """
-    merged: list[ParsedFlag] = []
-    for flag in flags:
-        holder, dot, _ = flag.key.partition(".")
-        if not dot or holder not in mappings:
-            merged.append(flag)
-            continue
-        name = flag.raw.place.partition(".")[2]  # unchanged: templates distinguish - and _
-        words = (
-            *(old.raw.words for old in merged if old.key == holder),
-            (name, *(flag.raw.words or ("true",))),
-        )
-        merged = [old for old in merged if old.key != holder]
-        merged.append(
-            ParsedFlag(
-                holder, RawValue(tuple(word for part in words for word in part), f"--{holder}")
+    flags = []
+    for name, value in _expand_environment(arguments).items():
+        if callable(value):
+            raise UserError(f"{name} is a function; only reward may be a function")
+        if isinstance(value, (list, tuple)) and any(isinstance(item, Mapping) for item in value):
+            raise UserError(
+                f"{name} is a list of {len(value)} rows, expected the name of a file: write each "
+                f"row as a line of JSON to rows.jsonl, and pass {name}='rows.jsonl'"
             )
+        words = to_words(str(value) if isinstance(value, Path) else value)
+        flags.append((to_setting_name(name), RawValue(words, f"--{name}", is_null=value is None)))
+    return flags
+
+
+def _expand_environment(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments with `environment={"name": ..., key: value}`, the form of a recipe, as
+    the name and settings environment.key.
+    """
+    environment = arguments.get("environment")
+    if not isinstance(environment, Mapping):
+        return arguments
+    if "name" not in environment:
+        raise UserError(
+            f"environment has the keys {', '.join(map(str, environment))}, expected also 'name': "
+            "environment={'name': 'calculator', 'digits': 4}"
         )
-    return merged
+    others = {ENVIRONMENT_PREFIX + key: item for key, item in environment.items() if key != "name"}
+    return {**arguments, "environment": environment["name"], **others}
+
+
+def parse_changes(words: Sequence[str], problems: list[str]) -> list[Flag]:
+    """Parse the `NAME=VALUE` and `STAGE.NAME=VALUE` words of --change. Several values of a setting
+    are in the same word, quoted as for a shell.
+    """
+    changes = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            problems.append(
+                f"--change {word!r}: expected NAME=VALUE, such as learning_rate=1e-4 or "
+                "grpo.learning_rate=1e-4"
+            )
+            continue
+        try:
+            parts = tuple(shlex.split(value))
+        except ValueError as error:
+            problems.append(f"--change {word!r}: {error}")
+            continue
+        raw = RawValue(parts, f"--change {name}", is_null=value in ("null", "None"))
+        changes.append((to_setting_name(name), raw))
+    return changes
+
+
+def to_setting_name(name: str) -> str:
+    """Return a setting's name as a Python identifier under its current name. A stage name before a
+    dot stays unchanged.
+    """
+    stage, dot, key = name.rpartition(".")
+    return current_name(stage + dot + re.sub("-", "_", key))
+
+
+def resolve_flags(
+    flags: Iterable[Flag],
+    known: Collection[str],
+    problems: list[str],
+    *,
+    tables: Mapping[str, Collection[str]] | None = None,
+    owners: Mapping[str, str] | None = None,
+) -> dict[str | None, dict[str, RawValue]]:
+    """Return the settings of flags by stage (`--stage.setting`), and under None those for all
+    stages. `--no-x` turns x off, and the last of several equal flags counts.
+
+    `known`: the settings of the run. `tables`: those of each stage; None: there are no stages.
+    `owners`: the methods that have a setting, for messages.
+    """
+    split, tables, owners = tables is not None, tables or {}, owners or {}
+    resolved: dict[str | None, dict[str, RawValue]] = {stage: {} for stage in (None, *tables)}
+    for key, raw in flags:
+        stage, of_stage, available = None, "", known
+        if key.startswith(_TEMPLATE_PREFIX):
+            flag, _, name = raw.place.partition(".")  # unchanged: templates distinguish - and _
+            before = resolved[None].get("template", RawValue((), "")).words
+            key, raw = "template", RawValue((*before, name, *(raw.words or ("true",))), flag)
+        elif split and "." in key and not key.startswith(ENVIRONMENT_PREFIX):
+            stage, _, setting = key.rpartition(".")
+            if not tables:
+                continue  # the methods are unknown, which is a problem already
+            if stage not in tables:
+                near = nearest_name(stage, tables)
+                hint = f"did you mean {near}?" if near else f"its stages are {', '.join(tables)}"
+                alias_hint = find_alias_hint(key, known, owners)
+                text = f"this run has no stage {stage!r}; {hint}"
+                problems.append(
+                    f"{raw.place}: {text if alias_hint is None else 'no such setting' + alias_hint}"
+                )
+                continue
+            key, of_stage, available = setting, f" of stage {stage}", tables[stage]
+        if key not in available and key.startswith("no_") and key[3:] in available:
+            if raw.words:
+                problems.append(f"{raw.place}: takes no value, got {raw.display_text}")
+            key, raw = key[3:], RawValue(("False",), raw.place)
+        if is_setting(key, available):
+            resolved[stage][key] = raw
+            continue
+        near = nearest_name(key, available)
+        if stage is None and near:
+            near = f"--{near.replace('_', '-')}"
+        hint = f"; did you mean {near}?" if near else ""
+        if stage is None and key in owners:
+            hint = f" of this run (it is a setting of {owners[key]})"
+        hint = find_alias_hint(key, available, {} if stage else owners) or hint
+        problems.append(f"{raw.place}: no such setting{of_stage}{hint}")
+    return resolved

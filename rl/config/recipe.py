@@ -31,13 +31,13 @@ _FILE_NAME = re.compile(r"(?!.*\.partial-)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass
 class RecipeStage:
-    """Hold a stage as written: `method` (None: missing), `name`, and the settings of this stage
-    only.
+    """Hold a stage as written: `method` (None: missing), `name`, its place for messages, and the
+    settings of this stage only.
     """
 
     method: str | None
-    name: str | None
-    line: int
+    name: str | None = None
+    place: str = ""
     raw_values: dict[str, RawValue] = field(default_factory=dict)
 
 
@@ -187,7 +187,7 @@ def _read_stage(node: yaml.Node, path: Path, problems: list[str]) -> RecipeStage
             "checkpoint folders: at most 100 letters, digits, "
             "'.', '_' and '-', the first a letter or digit"
         )
-    return RecipeStage(method, name, line, _raw_values(pairs, path, problems))
+    return RecipeStage(method, name, f"{path} line {line}", _raw_values(pairs, path, problems))
 
 
 def _syntax_problem(path: Path, error: yaml.YAMLError) -> str:
@@ -247,7 +247,10 @@ def read_recipe(path: Path, problems: list[str]) -> Recipe:
             ]
     elif method_pair is not None:
         recipe.stages = [
-            RecipeStage(_read_word("method", method_pair, path, problems), None, method_pair[1])
+            RecipeStage(
+                _read_word("method", method_pair, path, problems),
+                place=f"{path} line {method_pair[1]}",
+            )
         ]
     recipe.shared = _raw_values(pairs, path, problems)
     return recipe

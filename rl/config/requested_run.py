@@ -6,25 +6,15 @@ No setting is checked here.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rl.config import aliases
-from rl.config.fields import RawValue, nearest_name
-from rl.config.flag_parser import ParsedFlag
+from rl.config.fields import nearest_name
+from rl.config.flag_parser import Flag
 from rl.config.recipe import Recipe, RecipeStage, read_recipe
 from rl.config.run_config import MethodEntry
 from rl.config.saved_config import check_resumed_code, read_saved_run
-
-
-@dataclass(frozen=True)
-class RequestedRun:
-    """Hold the stages and shared settings that the words request, before any setting is checked."""
-
-    stages: tuple[RecipeStage, ...]
-    shared: Mapping[str, RawValue]
-    recipe: Path | None
-    folder: str | None = None  # the run's name if the plan comes from its folder
+from rl.config.sources import RequestedRun
 
 
 def relative_path(path: Path) -> Path:
@@ -70,30 +60,21 @@ def _unknown_word_message(word: str, methods: Collection[str], folder: Path) -> 
 
 
 def plan_from_folder(
-    words: Sequence[str], flags: Sequence[ParsedFlag], options: Collection[str]
+    words: Sequence[str], flags: Sequence[Flag], options: Collection[str]
 ) -> RequestedRun | None:
     """Return the plan of the run that --output-dir and --resume (or --auto-resume) name, if no word
     names a method or recipe; else None.
     """
-    words_by_flag = {flag.key: flag.raw.words for flag in flags}
-    if (
-        words
-        or len(words_by_flag.get("output_dir", ())) != 1
-        or not any(
-            name in words_by_flag and words_by_flag[name] in ((), ("True",))
-            for name in _RESUME_FLAGS
-        )
-    ):
+    flag_words = {key: raw.words for key, raw in flags}
+    set_words = ((), ("True",))
+    resumes = any(flag_words.get(name) in set_words for name in ("resume", "auto_resume"))
+    if words or not resumes or len(flag_words.get("output_dir", ())) != 1:
         return None
-    saved_run = read_saved_run(Path(words_by_flag["output_dir"][0]), options)
-    if saved_run is None:
-        return None
-    if words_by_flag.get("trust_run") not in ((), ("True",)):
-        check_resumed_code(Path(words_by_flag["output_dir"][0]), saved_run[1], {*words_by_flag})
-    return RequestedRun(tuple(saved_run[1]), saved_run[2], None, saved_run[0])
-
-
-_RESUME_FLAGS = ("resume", "auto_resume")
+    folder = Path(flag_words["output_dir"][0])
+    plan = read_saved_run(folder, options)
+    if plan is not None and flag_words.get("trust_run") not in set_words:
+        check_resumed_code(folder, plan.stages, flag_words)
+    return plan
 
 
 def plan_from_words(
@@ -120,13 +101,13 @@ def plan_from_words(
         else:
             problems.append(_unknown_word_message(word, list(methods), default_recipe.parent))
     if path is None:
-        return RequestedRun((RecipeStage(method, None, 0),) if method else (), {}, None)
+        return RequestedRun([RecipeStage(method)] if method else [], {})
     if not path.is_file():
         problems.append(
             f"no method on the line, and the default recipe {path} does not exist; name a method: "
             f"{', '.join(methods)}"
         )
-        return RequestedRun((), {}, None)
+        return RequestedRun([], {})
     before = len(problems)
     recipe = read_recipe(path, problems)
     # An unreadable file has no stages; a second problem about that would mislead.
@@ -135,7 +116,7 @@ def plan_from_words(
         if recipe.stages or len(problems) == before
         else []
     )
-    return RequestedRun(tuple(stages), recipe.shared, path)
+    return RequestedRun(stages, recipe.shared, path)
 
 
 def _select_recipe_stages(
@@ -149,7 +130,7 @@ def _select_recipe_stages(
                 "the recipe"
             )
             return []
-        return [RecipeStage(method, None, 0)]
+        return [RecipeStage(method)]
     if method is not None and len(recipe.stages) > 1:
         names = ", ".join(str(stage.method) for stage in recipe.stages)
         problems.append(
