@@ -133,6 +133,12 @@ def test_a_change_takes_effect_from_its_step_on_and_is_noted(cut, stopped, said)
     assert [note["setting"] for note in config(cut)["changes"]].count("learning_rate") == 1
 
 
+def test_a_change_may_use_a_former_name(cut):
+    train("--resume --change kl_coef=0.5 kl_in=loss", cut)
+    assert config(cut)["stages"][0]["settings"]["kl_placement"] == "loss"
+    assert {note["setting"] for note in config(cut)["changes"]} == {"kl_coef", "kl_placement"}
+
+
 @pytest.mark.parametrize("change", ["lora_rank=4", "base_model=tiny:ascii", "seed=9"])
 def test_a_checkpoint_stays_that_of_its_model(cut, change):
     with pytest.raises(RunFolderError, match="--base-model"):

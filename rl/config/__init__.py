@@ -27,6 +27,7 @@ from rl.config.fields import (
     to_words,
     unflatten_settings,
 )
+from rl.config.flag_parser import list_changed_settings
 from rl.config.number_range import (
     FINITE,
     POSITIVE,
@@ -113,6 +114,7 @@ __all__ = [
     "match_recorded_files",
     "record_resumed_files",
     "flatten_settings",
+    "list_changed_settings",
     "load_resolved_config",
     "format_help",
     "nearest_name",

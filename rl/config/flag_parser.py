@@ -102,6 +102,13 @@ def parse_changes(words: Sequence[str], problems: list[str]) -> list[Flag]:
     return changes
 
 
+def list_changed_settings(words: Sequence[str]) -> set[str]:
+    """Return the settings that the words of --change name, of any stage."""
+    holders = {"environment": "environment_settings", "template": "template"}
+    keys = [key.rpartition(".") for key, _ in parse_changes(words, [])]
+    return {holders.get(section, name) for section, _, name in keys}
+
+
 def to_setting_name(name: str) -> str:
     """Return a setting's name as a Python identifier under its current name. A stage name before a
     dot stays unchanged.
