@@ -21,6 +21,7 @@ from rl.config.fields import (
     RawValue,
     SettingsError,
     build_settings,
+    check_ranges,
     flatten_settings,
     format_as_flags,
     nearest_name,
@@ -38,7 +39,6 @@ from rl.config.number_range import (
     Range,
     Share,
     Weight,
-    check_ranges,
 )
 from rl.config.recorded_files import (
     LAUNCH_FOLDER_KEY,

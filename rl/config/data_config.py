@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from rl.config.check_config import require
+from rl.config.fields import check_ranges
 from rl.config.number_range import (
     POSITIVE,
     SIZE,
@@ -16,7 +17,6 @@ from rl.config.number_range import (
     Range,
     Seconds,
     Size,
-    check_ranges,
 )
 
 DataFormat = Literal[

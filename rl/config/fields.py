@@ -20,6 +20,7 @@ import re
 import typing
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any
@@ -151,14 +152,15 @@ def _find_converter(owner: type, name: str, annotation: Any) -> PrimitiveConstru
             f"{owner.__name__}.{name}: write a mapping as tuple[tuple[str, float], ...]; a recipe "
             "may still use a mapping"
         )
+    spec, cause = None, None
     try:
         spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(annotation, set()))
     except UnsupportedTypeAnnotationError as error:
+        cause = error
+    if not isinstance(spec, PrimitiveConstructorSpec):
         raise TypeError(
             f"{owner.__name__}.{name}: {annotation!r} cannot be written as a setting"
-        ) from error
-    if not isinstance(spec, PrimitiveConstructorSpec):
-        raise TypeError(f"{owner.__name__}.{name}: {annotation!r} cannot be written as a setting")
+        ) from cause
     return spec
 
 
@@ -215,6 +217,22 @@ def get_fields(cls: type) -> dict[str, SettingField]:
                 base if has_base else None,
             )
     return table
+
+
+def check_ranges(settings: Any) -> None:
+    """Raise ValueError for the first field with a value that is not a number or is outside its
+    declared range.
+    """
+    for field in get_fields(settings.__class__).values():
+        if field.section is not None or field.range is None:
+            continue
+        value = getattr(settings, field.name)
+        if value is None:
+            continue
+        if field.spec.nargs == 1 and not isinstance(value, Real):
+            raise ValueError(f"{field.name} is a number, got {value!r:.200}")
+        if (wrong := find_range_error(value, field.range, field.whole)) is not None:
+            raise ValueError(f"{field.name} {wrong}")
 
 
 # ------------------------------------------------------------------------------ from text to values

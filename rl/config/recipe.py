@@ -42,14 +42,19 @@ class RecipeStage:
 
 
 @dataclass
-class Recipe:
-    """Hold a recipe as written. `shared` holds the settings at the top level. `stages` is empty for
-    a file without `method:` and `stages:`.
+class RequestedRun:
+    """Hold the stages and the shared settings of a recipe, a saved run or a command line, before
+    any setting is checked. `stages` is empty for a recipe without `method:` and `stages:`.
+
+    `recipe`: the file, if it is a recipe. `folder`: the name of a saved run. `place`: where
+    messages say that the settings are from.
     """
 
-    path: Path
-    shared: dict[str, RawValue] = field(default_factory=dict)
     stages: list[RecipeStage] = field(default_factory=list)
+    shared: dict[str, RawValue] = field(default_factory=dict)
+    recipe: Path | None = None
+    folder: str | None = None
+    place: str = ""
 
 
 def _read_pairs(
@@ -197,9 +202,9 @@ def _syntax_problem(path: Path, error: yaml.YAMLError) -> str:
     return f"{path}: not YAML: {error}"
 
 
-def read_recipe(path: Path, problems: list[str]) -> Recipe:
+def read_recipe(path: Path, problems: list[str]) -> RequestedRun:
     """Read the recipe `path`. Mistakes go to `problems`; the readable part is returned."""
-    recipe = Recipe(path)
+    recipe = RequestedRun(recipe=path)
     try:
         size = path.stat().st_size
         if size > _MAX_BYTES:

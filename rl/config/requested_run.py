@@ -11,10 +11,9 @@ from pathlib import Path
 from rl.config import aliases
 from rl.config.fields import nearest_name
 from rl.config.flag_parser import Flag
-from rl.config.recipe import Recipe, RecipeStage, read_recipe
+from rl.config.recipe import RecipeStage, RequestedRun, read_recipe
 from rl.config.run_config import MethodEntry
 from rl.config.saved_config import check_resumed_code, read_saved_run
-from rl.config.sources import RequestedRun
 
 
 def relative_path(path: Path) -> Path:
@@ -101,46 +100,39 @@ def plan_from_words(
         else:
             problems.append(_unknown_word_message(word, list(methods), default_recipe.parent))
     if path is None:
-        return RequestedRun([RecipeStage(method)] if method else [], {})
+        return RequestedRun([RecipeStage(method)] if method else [])
     if not path.is_file():
         problems.append(
             f"no method on the line, and the default recipe {path} does not exist; name a method: "
             f"{', '.join(methods)}"
         )
-        return RequestedRun([], {})
+        return RequestedRun()
     before = len(problems)
     recipe = read_recipe(path, problems)
     # An unreadable file has no stages; a second problem about that would mislead.
-    stages = (
-        _select_recipe_stages(recipe, method, problems)
-        if recipe.stages or len(problems) == before
-        else []
-    )
-    return RequestedRun(stages, recipe.shared, path)
+    if recipe.stages or len(problems) == before:
+        _check_method(recipe, method, problems)
+    return recipe
 
 
-def _select_recipe_stages(
-    recipe: Recipe, method: str | None, problems: list[str]
-) -> list[RecipeStage]:
-    """Return the recipe's stages, checked against the method on the line."""
-    if not recipe.stages:
+def _check_method(recipe: RequestedRun, method: str | None, problems: list[str]) -> None:
+    """Check the method on the line against the recipe, or set it as that of the recipe."""
+    path, stages = recipe.recipe, recipe.stages
+    if not stages:
         if method is None:
             problems.append(
-                f"{recipe.path}: no `method:` and no `stages:`; add one, or put the method before "
-                "the recipe"
+                f"{path}: no `method:` and no `stages:`; add one, or put the method before the "
+                "recipe"
             )
-            return []
-        return [RecipeStage(method)]
-    if method is not None and len(recipe.stages) > 1:
-        names = ", ".join(str(stage.method) for stage in recipe.stages)
+        else:
+            stages.append(RecipeStage(method))
+    elif method is not None and len(stages) > 1:
+        names = ", ".join(str(stage.method) for stage in stages)
         problems.append(
-            f"{recipe.path} runs {len(recipe.stages)} stages ({names}); leave out {method!r} "
-            "before it"
+            f"{path} runs {len(stages)} stages ({names}); leave out {method!r} before it"
         )
-    elif method is not None and recipe.stages[0].method != method:
-        recipe_method = recipe.stages[0].method
+    elif method is not None and stages[0].method != method:
         problems.append(
-            f"{recipe.path} is a recipe for {recipe_method}, not {method}; leave out {method!r} "
-            "before it"
+            f"{path} is a recipe for {stages[0].method}, not {method}; leave out {method!r} before "
+            "it"
         )
-    return recipe.stages

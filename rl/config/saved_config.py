@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.config.fields import SettingsError, get_saved_values
-from rl.config.recipe import RecipeStage
+from rl.config.recipe import RecipeStage, RequestedRun
 from rl.config.recorded_files import (
     LAUNCH_FOLDER_KEY,
     find_source_file,
@@ -17,7 +17,7 @@ from rl.config.recorded_files import (
     locate_recorded_files,
 )
 from rl.config.run_config import MethodEntry, RunConfig
-from rl.config.sources import RequestedRun, merge_run
+from rl.config.sources import merge_run
 
 # options of a single launch, not of the run
 _LAUNCH_OPTIONS = (

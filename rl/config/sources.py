@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from rl.config.fields import (
@@ -28,26 +27,11 @@ from rl.config.fields import (
     to_words,
 )
 from rl.config.flag_parser import Flag, resolve_flags
-from rl.config.recipe import RecipeStage
+from rl.config.recipe import RecipeStage, RequestedRun
 from rl.config.run_config import MethodEntry, RunConfig, StageConfig
 
 _ALTERNATIVES = {"reward": "rewards", "rewards": "reward"}  # each replaces the other
 _OF_ALL_STAGES = (Source.SHARED, Source.FLAG)
-
-
-@dataclass(frozen=True)
-class RequestedRun:
-    """Hold the stages and shared settings that the words request, before any setting is checked.
-
-    `folder`: the name of the saved run that is read. `place`: where messages say that they are
-    from.
-    """
-
-    stages: Sequence[RecipeStage]
-    shared: Mapping[str, RawValue]
-    recipe: Path | None = None
-    folder: str | None = None
-    place: str = ""
 
 
 def merge_sources(
