@@ -310,6 +310,7 @@ RECIPE_MISTAKES = [
         "method: grpo\ngroup_size: 4\ngroup-size: 5\n",
         "line 3: group_size occurs twice (first in line 2)",
     ),
+    ("method: grpo\nnoise: 1\n", "line 2, noise: no setting of grpo (it is a setting of sft)"),
     ("method: grpo\ngroup_size: [1, 2]\n", "line 2, group_size: takes 1 value (INT), got 2"),
     ("method: grpo\ngroup_size: null\n", "line 2, group_size: null is not INT"),
     ("method: grpo\ngroup_size: true\n", "line 2, group_size: true is not INT"),

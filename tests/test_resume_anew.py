@@ -276,6 +276,7 @@ def test_words_of_other_libraries_are_answered(word, here, tmp_path):
         ("dpo --loss_type sigmoid", "it is called --loss here (TRL's sigmoid is dpo)"),
         ("grpo --loss_type dapo", "it is called --variant here"),
         ("sft --loss_type nll", "(it is called --variant here, a setting of grpo, reinforce)"),
+        ("sft --actor.use_kl_loss True", "a setting of grpo, reinforce, ppo"),
         ("sft --beta 0.1", "of this run (it is a setting of online_dpo, dpo"),
     ],
 )

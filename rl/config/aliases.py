@@ -230,8 +230,9 @@ def find_alias_hint(
     known: Collection[str] | None = None,
     owners: Mapping[str, str] = MappingProxyType({}),
 ) -> str | None:
-    """Return a hint for a setting of another library: its name here, and the methods that have it
-    if `known` (the settings of this run; None: any) lacks it. Returns None for an unknown word.
+    """Return a hint for a setting of another library, or of another method: its name here if
+    `known` (the settings of this run; None: any) has it, or the methods that have it. Returns None
+    for an unknown word.
 
     `owners`: the methods that have a setting, by setting.
     """
@@ -245,8 +246,10 @@ def find_alias_hint(
             return f"; it is called --{here.replace('_', '-')} here" + (
                 f" ({more})" if more else ""
             )
+    if word in owners:
+        return f" (it is a setting of {owners[word]})"
     for here, _ in matches:
-        if here in owners and word not in owners:
+        if here in owners:
             flag = f"--{here.replace('_', '-')}"
-            return f" of this run (it is called {flag} here, a setting of {owners[here]})"
+            return f" (it is called {flag} here, a setting of {owners[here]})"
     return None

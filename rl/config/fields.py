@@ -452,6 +452,18 @@ def is_setting(name: str, known: Collection[str]) -> bool:
     )
 
 
+def suggest_setting(
+    name: str, known: Collection[str], owners: Mapping[str, str], *, as_flag: bool = False
+) -> str:
+    """Return the hint for an unknown setting: its name here, the methods that have it (of `owners`,
+    by setting), or the nearest name in `known`, as a flag if requested. "" if there is none.
+    """
+    near = nearest_name(name, known)
+    if near and as_flag:
+        near = f"--{near.replace('_', '-')}"
+    return find_alias_hint(name, known, owners) or (f"; did you mean {near}?" if near else "")
+
+
 def check_names(
     raw_values: Mapping[str, RawValue],
     known: Collection[str],
@@ -465,10 +477,7 @@ def check_names(
     """
     for name, raw in raw_values.items():
         if not is_setting(name, known):
-            near = nearest_name(name, known)
-            hint = find_alias_hint(name, known, owners) or (
-                f"; did you mean {near}?" if near else ""
-            )
+            hint = suggest_setting(name, known, owners)
             problems.append(f"{raw.place}: no setting of {owner}{hint}")
 
 

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from rl.config.aliases import current_name, find_alias_hint
-from rl.config.fields import ENVIRONMENT_PREFIX, RawValue, is_setting, nearest_name, to_words
+from rl.config.fields import (
+    ENVIRONMENT_PREFIX,
+    RawValue,
+    is_setting,
+    nearest_name,
+    suggest_setting,
+    to_words,
+)
 from rl.errors import UserError
 
 Flag = tuple[str, RawValue]
@@ -140,19 +147,18 @@ def resolve_flags(
             before = resolved[None].get("template", RawValue((), "")).words
             key, raw = "template", RawValue((*before, name, *(raw.words or ("true",))), flag)
         elif split and "." in key and not key.startswith(ENVIRONMENT_PREFIX):
-            stage, _, setting = key.rpartition(".")
             if not tables:
                 continue  # the methods are unknown, which is a problem already
-            if stage not in tables:
+            stage, _, setting = key.rpartition(".")
+            if stage in tables:
+                key, of_stage, available = setting, f" of stage {stage}", tables[stage]
+            elif find_alias_hint(key, known, owners) is None:
                 near = nearest_name(stage, tables)
                 hint = f"did you mean {near}?" if near else f"its stages are {', '.join(tables)}"
-                alias_hint = find_alias_hint(key, known, owners)
-                text = f"this run has no stage {stage!r}; {hint}"
-                problems.append(
-                    f"{raw.place}: {text if alias_hint is None else 'no such setting' + alias_hint}"
-                )
+                problems.append(f"{raw.place}: this run has no stage {stage!r}; {hint}")
                 continue
-            key, of_stage, available = setting, f" of stage {stage}", tables[stage]
+            else:
+                stage = None
         if key not in available and key.startswith("no_") and key[3:] in available:
             if raw.words:
                 problems.append(f"{raw.place}: takes no value, got {raw.display_text}")
@@ -160,12 +166,8 @@ def resolve_flags(
         if is_setting(key, available):
             resolved[stage][key] = raw
             continue
-        near = nearest_name(key, available)
-        if stage is None and near:
-            near = f"--{near.replace('_', '-')}"
-        hint = f"; did you mean {near}?" if near else ""
-        if stage is None and key in owners:
-            hint = f" of this run (it is a setting of {owners[key]})"
-        hint = find_alias_hint(key, available, {} if stage else owners) or hint
+        hint = suggest_setting(key, available, {} if stage else owners, as_flag=stage is None)
+        if hint.startswith(" ("):
+            of_stage = " of this run"
         problems.append(f"{raw.place}: no such setting{of_stage}{hint}")
     return resolved
