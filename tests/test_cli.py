@@ -254,6 +254,77 @@ def test_method_and_recipe_must_agree() -> None:
     assert "runs 2 stages (sft, grpo); leave out 'grpo'" in problems("grpo", two)[0]
 
 
+# Each way in writes the same three values, of which the second list has mistakes.
+VALUES = {"learning_rate": 0.5, "betas": (0.5, 0.25), "shuffle": False, "max_tokens": None}
+WRONG = {"learning_rate": "fast", "betas": (0.5,), "group_sise": 4}
+
+
+def _as_flags(values: dict, start: str = "--") -> list[str]:
+    words = []
+    for name, value in values.items():
+        items = value if isinstance(value, tuple) else (value,)
+        words += [start + name, *map(str, items)]
+    return words
+
+
+def _as_recipe(values: dict, stage: bool) -> str:
+    lines = [f"{name}: {json.dumps(value)}\n" for name, value in values.items()]
+    if stage:
+        return recipe("stages:\n- method: grpo\n" + "".join(f"  {line}" for line in lines))
+    return recipe("method: grpo\n" + "".join(lines))
+
+
+def _as_config(values: dict) -> cli.RunConfig:
+    config = run_config.resolve_config(read("grpo"))
+    config["stages"][0]["settings"] |= json.loads(json.dumps(values))
+    return saved_config.load_resolved_config(config, METHODS, options=RunSettings)
+
+
+def _as_arguments(values: dict) -> cli.RunConfig:
+    return cli.read_run(["grpo"], METHODS, Path("none.yaml"), RunSettings, values)
+
+
+WAYS: dict[str, Callable[[dict], cli.RunConfig]] = {
+    "--": lambda values: read("grpo", *_as_flags(values)),
+    "--grpo.": lambda values: read("grpo", *_as_flags(values, "--grpo.")),
+    "recipes/r.yaml line 2, ": lambda values: read(_as_recipe(values, stage=False)),
+    "recipes/r.yaml line 3, ": lambda values: read(_as_recipe(values, stage=True)),
+    "config.json stage grpo, ": _as_config,
+    "arguments --": _as_arguments,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_in_means_the_same_and_names_its_place(way: str) -> None:
+    expected = Grpo(
+        optim=Optim(learning_rate=0.5, betas=(0.5, 0.25)), sampling=Sampling(shuffle=False)
+    )
+    assert WAYS[way](VALUES).stages[0].settings == expected
+    with pytest.raises(SettingsError) as caught:
+        WAYS[way](WRONG)
+    unknown, rate, betas = caught.value.problems
+    assert "group_sise: no " in unknown and "did you mean" in unknown
+    assert rate.startswith(way.removeprefix("arguments ") + "learning_rate: fast is not FLOAT")
+    assert "betas: takes 2 values (FLOAT FLOAT), got 1: 0.5" in betas
+
+
+def test_of_two_sources_the_later_counts(folder: Path) -> None:
+    """Each source is over all before it, whichever of them set the setting too."""
+    text = "group_size: 2\nstages:\n- method: grpo\n  group_size: 3\n"
+    run = read(recipe(text))
+    assert run.stages[0].settings.group_size == 3
+    path, everywhere, of_stage = "recipes/r.yaml", ["--group-size", "4"], ["--grpo.group-size", "5"]
+    assert read(path, *everywhere).stages[0].settings.group_size == 4
+    assert read(path, *of_stage, *everywhere).stages[0].settings.group_size == 5
+    words, arguments = [path, *everywhere], {"group_size": 6}
+    run = cli.read_run(words, METHODS, Path("none.yaml"), RunSettings, arguments)
+    assert run.stages[0].settings.group_size == 6
+    (folder / "config.json").write_text(json.dumps(run_config.resolve_config(run)))
+    resumed = ["--resume", "--output-dir", str(folder)]
+    assert read(*resumed).stages[0].settings.group_size == 6
+    assert read(*resumed, *everywhere).stages[0].settings.group_size == 4
+
+
 # ----------------------------------------------------------------------------------------- mistakes
 
 MISTAKES = [

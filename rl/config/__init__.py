@@ -25,7 +25,6 @@ from rl.config.fields import (
     flatten_settings,
     format_as_flags,
     nearest_name,
-    to_words,
     unflatten_settings,
 )
 from rl.config.flag_parser import list_changed_settings
@@ -125,5 +124,4 @@ __all__ = [
     "resolve_config",
     "unflatten_settings",
     "reject_sampling_settings",
-    "to_words",
 ]

@@ -433,10 +433,15 @@ def to_words(value: Any) -> tuple[str, ...]:
     return (str(value),)
 
 
+def to_raw_value(value: Any, place: str) -> RawValue:
+    """Return a JSON value or Python value as raw value."""
+    return RawValue(to_words(value), place, is_null=value is None)
+
+
 def get_saved_values(flat: Mapping[str, Any], place: str) -> dict[str, RawValue]:
     """Return saved settings (flat name to JSON value) as raw values, under their current names."""
     return {
-        name: RawValue(to_words(value), f"{place}, {name}", is_null=value is None)
+        name: to_raw_value(value, f"{place}, {name}")
         for name, value in current_settings(flat).items()
     }
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rl.config.aliases import current_name, find_alias_hint
@@ -18,7 +17,7 @@ from rl.config.fields import (
     is_setting,
     nearest_name,
     suggest_setting,
-    to_words,
+    to_raw_value,
 )
 from rl.errors import UserError
 
@@ -65,8 +64,7 @@ def parse_arguments(arguments: Mapping[str, Any]) -> list[Flag]:
                 f"{name} is a list of {len(value)} rows, expected the name of a file: write each "
                 f"row as a line of JSON to rows.jsonl, and pass {name}='rows.jsonl'"
             )
-        words = to_words(str(value) if isinstance(value, Path) else value)
-        flags.append((to_setting_name(name), RawValue(words, f"--{name}", is_null=value is None)))
+        flags.append((to_setting_name(name), to_raw_value(value, f"--{name}")))
     return flags
 
 

@@ -24,7 +24,7 @@ from rl.config.fields import (
     get_fields,
     is_setting,
     nearest_name,
-    to_words,
+    to_raw_value,
 )
 from rl.config.flag_parser import Flag, resolve_flags
 from rl.config.recipe import RecipeStage, RequestedRun
@@ -187,7 +187,7 @@ def _merge_stage(
     if variant is None or len(variant.words) != 1 or plan.folder is not None:
         return merged
     implied = {
-        key: RawValue(to_words(value), variant.place, source=Source.VARIANT)
+        key: replace(to_raw_value(value, variant.place), source=Source.VARIANT)
         for key, value in method.variants.get(variant.words[0], {}).items()
     }
     return implied | merged
