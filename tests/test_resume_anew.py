@@ -313,6 +313,12 @@ def test_reward_beside_rewards_is_no_longer_ignored(tmp_path):
     )
 
 
+@pytest.mark.parametrize("method", ["sft", "distill", "rlhf"])
+def test_rewards_need_no_reward_where_there_is_none_by_default(method):
+    data = asked(f"{method} --rewards gsm8k 3").stages[0].settings.data
+    assert (data.reward, data.rewards) == (None, (("gsm8k", 3.0),))
+
+
 def test_step_rewards_without_steps_are_said(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(Console, "warn", lambda self, text: said.append(text))

@@ -132,14 +132,13 @@ class DataSettings:
             "no reward runs programs",
             "set reward to code_tests",
         )
-        if self.rewards:
-            require(
-                self,
-                ("reward",),
-                False,
-                "rewards replaces it",
-                "add it to rewards with its weight",
-            )
+        require(
+            self,
+            ("reward",),
+            not self.rewards or self.reward is None,  # None is the default of some methods
+            "rewards replaces it",
+            "add it to rewards with its weight",
+        )
         require(
             self,
             ("curriculum_steps",),

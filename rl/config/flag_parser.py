@@ -80,7 +80,9 @@ def _expand_environment(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
             f"environment has the keys {', '.join(map(str, environment))}, expected also 'name': "
             "environment={'name': 'calculator', 'digits': 4}"
         )
-    others = {ENVIRONMENT_PREFIX + key: item for key, item in environment.items() if key != "name"}
+    others = {
+        f"{ENVIRONMENT_PREFIX}{key}": item for key, item in environment.items() if key != "name"
+    }
     return {**arguments, "environment": environment["name"], **others}
 
 

@@ -34,27 +34,23 @@ def list_recipes(folder: Path) -> list[Path]:
 
 def _unknown_word_message(word: str, methods: Collection[str], folder: Path) -> str:
     """Return the problem text for a word that is neither a method nor a recipe."""
-    recipes = {str(path): path for path in list_recipes(folder)}
-    by_stem = {path.stem: name for name, path in recipes.items()}
+    recipes = [str(path) for path in list_recipes(folder)]
+    by_stem = {Path(name).stem: name for name in recipes}
+
+    def find_recipe(stem: str) -> str | None:
+        return by_stem.get(nearest_name(stem, by_stem) or "")
+
     if word.endswith((".yaml", ".yml")):
-        near = by_stem.get(nearest_name(Path(word).stem, by_stem) or "") or nearest_name(
-            word, recipes
-        )
-        what, known = (
-            f"no recipe file {word!r}",
-            f"recipes: {', '.join(recipes) or f'none in {folder}'}",
-        )
+        near = find_recipe(Path(word).stem) or nearest_name(word, recipes)
+        what = f"no recipe file {word!r}"
+        known = f"recipes: {', '.join(recipes) or f'none in {folder}'}"
+    elif "=" in word:
+        hint = aliases.find_alias_hint(word.partition("=")[0]) or ": a setting is --name value"
+        return f"{word!r} is no method and no recipe{hint}"
     else:
-        if "=" in word:
-            key = word.partition("=")[0]
-            hint = aliases.find_alias_hint(key) or ": a setting is --name value"
-            return f"{word!r} is no method and no recipe{hint}"
-        near = nearest_name(word.lower(), methods)
-        near = near or by_stem.get(nearest_name(word, by_stem) or "")
-        what, known = (
-            f"unknown method {word!r}",
-            f"methods: {', '.join(methods)}; a recipe's name ends in .yaml",
-        )
+        near = nearest_name(word.lower(), methods) or find_recipe(word)
+        what = f"unknown method {word!r}"
+        known = f"methods: {', '.join(methods)}; a recipe's name ends in .yaml"
     return what + (f"; did you mean {near}?" if near else f" ({known})")
 
 
