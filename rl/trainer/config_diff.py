@@ -105,7 +105,8 @@ def check_changes(
     stages = list(run.stages)
     notes: list[dict[str, Any]] = []
     for index, stage in enumerate(run.stages[:started_stages]):
-        before = {**_default_settings(stage), **recorded_stages[index]["settings"]}
+        defaults = flatten_settings(type(stage.settings)())
+        before = defaults | recorded_stages[index]["settings"]
         after = flatten_settings(stage.settings)
         if index < stage_index:
             stages[index] = _restore_ended_stage(stage, before, after)
@@ -182,11 +183,6 @@ def includes_data_change(notes: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether the changes include a setting of the training data."""
     data = {item.name for item in fields(PreferenceDataSettings)}
     return any(note["setting"] in data - {*CHANGEABLE_SETTINGS} for note in notes)
-
-
-def _default_settings(stage: StageConfig) -> dict[str, Any]:
-    """Return the default settings of a stage's method, flat."""
-    return flatten_settings(METHODS[stage.method].settings())
 
 
 def _restore_ended_stage(
