@@ -12,7 +12,7 @@ import torch
 from whole_runs import RECIPE, final_weights, train
 
 from rl.algorithms import METHODS
-from rl.config import RunSettings, SettingsError
+from rl.config import RunSettings, SettingsError, list_changed_settings
 from rl.config.cli import read_run
 from rl.errors import RunFolderError
 from rl.lr_schedule import compute_lr_factor
@@ -207,6 +207,28 @@ def test_a_flag_of_one_stage(tmp_path):
     assert [stage.settings.loop.steps for stage in run.stages] == [3, 7]
     assert [stage.settings.model.train_mlp for stage in run.stages] == [False, True]
     assert [stage.settings.optim.learning_rate for stage in run.stages] == [0.5, 0.01]
+
+
+def test_a_flag_of_one_stage_may_be_of_its_environment_or_template(tmp_path):
+    (tmp_path / "two.yaml").write_text(TWO)
+    run = asked(
+        f"{tmp_path / 'two.yaml'} --grpo.environment calculator --grpo.environment.digits 3 "
+        "--template.a_b 1 --grpo.template.enable-thinking --sft.template.x-y no"
+    )
+    sft, grpo = (stage.settings for stage in run.stages)
+    assert grpo.env.environment_settings == (("digits", "3"),)
+    assert grpo.data.template == (("enable-thinking", "true"),)  # over that of all stages
+    assert sft.data.template == (("x-y", "no"),)
+
+
+def test_the_settings_that_a_change_names():
+    words = "grpo.kl_in=loss environment.digits=2 sft.template.x=1 learning-rate=1 =3 x"
+    assert list_changed_settings(words.split()) == {
+        "kl_placement",
+        "environment_settings",
+        "template",
+        "learning_rate",
+    }
 
 
 @pytest.mark.parametrize(

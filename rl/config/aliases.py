@@ -206,7 +206,7 @@ def current_name(key: str) -> str:
     ("environment.episodes") are not renamed.
     """
     section, dot, name = key.rpartition(".")
-    if section in ("environment", "template"):
+    if section.rpartition(".")[2] in ("environment", "template"):
         return key
     return section + dot + _FORMER_NAMES.get(name, name)
 

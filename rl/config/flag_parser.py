@@ -112,8 +112,11 @@ def parse_changes(words: Sequence[str], problems: list[str]) -> list[Flag]:
 def list_changed_settings(words: Sequence[str]) -> set[str]:
     """Return the settings that the words of --change name, of any stage."""
     holders = {"environment": "environment_settings", "template": "template"}
-    keys = [key.rpartition(".") for key, _ in parse_changes(words, [])]
-    return {holders.get(section, name) for section, _, name in keys}
+    changed = set()
+    for key, _ in parse_changes(words, []):
+        section, _, name = key.rpartition(".")
+        changed.add(holders.get(section.rpartition(".")[2], name))
+    return changed
 
 
 def to_setting_name(name: str) -> str:
@@ -133,7 +136,8 @@ def resolve_flags(
     owners: Mapping[str, str] | None = None,
 ) -> dict[str | None, dict[str, RawValue]]:
     """Return the settings of flags by stage (`--stage.setting`), and under None those for all
-    stages. `--no-x` turns x off, and the last of several equal flags counts.
+    stages. `--no-x` turns x off, `--template.x` adds to template, and the last of several equal
+    flags counts.
 
     `known`: the settings of the run. `tables`: those of each stage; None: there are no stages.
     `owners`: the methods that have a setting, for messages.
@@ -141,24 +145,27 @@ def resolve_flags(
     split, tables, owners = tables is not None, tables or {}, owners or {}
     resolved: dict[str | None, dict[str, RawValue]] = {stage: {} for stage in (None, *tables)}
     for key, raw in flags:
-        stage, of_stage, available = None, "", known
-        if key.startswith(_TEMPLATE_PREFIX):
-            flag, _, name = raw.place.partition(".")  # unchanged: templates distinguish - and _
-            before = resolved[None].get("template", RawValue((), "")).words
-            key, raw = "template", RawValue((*before, name, *(raw.words or ("true",))), flag)
-        elif split and "." in key and not key.startswith(ENVIRONMENT_PREFIX):
+        of_stage, available = "", known
+        is_part = key.startswith((ENVIRONMENT_PREFIX, _TEMPLATE_PREFIX))
+        stages = [name for name in tables if key.startswith(f"{name}.") and not is_part]
+        stage = max(stages, key=len) if stages else None
+        if stage is not None:
+            key, of_stage, available = key[len(stage) + 1 :], f" of stage {stage}", tables[stage]
+        elif split and "." in key and not is_part:
             if not tables:
                 continue  # the methods are unknown, which is a problem already
-            stage, _, setting = key.rpartition(".")
-            if stage in tables:
-                key, of_stage, available = setting, f" of stage {stage}", tables[stage]
-            elif find_alias_hint(key, known, owners) is None:
-                near = nearest_name(stage, tables)
+            if find_alias_hint(key, known, owners) is None:
+                unknown = key.rpartition(".")[0]
+                near = nearest_name(unknown, tables)
                 hint = f"did you mean {near}?" if near else f"its stages are {', '.join(tables)}"
-                problems.append(f"{raw.place}: this run has no stage {stage!r}; {hint}")
+                problems.append(f"{raw.place}: this run has no stage {unknown!r}; {hint}")
                 continue
-            else:
-                stage = None
+        if key.startswith(_TEMPLATE_PREFIX):
+            start = len(raw.place) - len(key) + len(_TEMPLATE_PREFIX)
+            name = raw.place[start:]  # unchanged: templates distinguish - and _
+            before = resolved[stage].get("template", RawValue((), "")).words
+            words = (*before, name, *(raw.words or ("true",)))
+            key, raw = "template", RawValue(words, raw.place[: start - 1])
         if key not in available and key.startswith("no_") and key[3:] in available:
             if raw.words:
                 problems.append(f"{raw.place}: takes no value, got {raw.display_text}")
