@@ -20,7 +20,7 @@ import pytest
 import tyro
 
 from rl import algorithms
-from rl.config import cli, run_config, sections
+from rl.config import cli, run_config, saved_config, sections
 from rl.config.fields import (
     RawValue,
     SettingsError,
@@ -254,6 +254,77 @@ def test_method_and_recipe_must_agree() -> None:
     assert "runs 2 stages (sft, grpo); leave out 'grpo'" in problems("grpo", two)[0]
 
 
+# Each way in writes the same three values, of which the second list has mistakes.
+VALUES = {"learning_rate": 0.5, "betas": (0.5, 0.25), "shuffle": False, "max_tokens": None}
+WRONG = {"learning_rate": "fast", "betas": (0.5,), "group_sise": 4}
+
+
+def _as_flags(values: dict, start: str = "--") -> list[str]:
+    words = []
+    for name, value in values.items():
+        items = value if isinstance(value, tuple) else (value,)
+        words += [start + name, *map(str, items)]
+    return words
+
+
+def _as_recipe(values: dict, stage: bool) -> str:
+    lines = [f"{name}: {json.dumps(value)}\n" for name, value in values.items()]
+    if stage:
+        return recipe("stages:\n- method: grpo\n" + "".join(f"  {line}" for line in lines))
+    return recipe("method: grpo\n" + "".join(lines))
+
+
+def _as_config(values: dict) -> cli.RunConfig:
+    config = run_config.resolve_config(read("grpo"))
+    config["stages"][0]["settings"] |= json.loads(json.dumps(values))
+    return saved_config.load_resolved_config(config, METHODS, options=RunSettings)
+
+
+def _as_arguments(values: dict) -> cli.RunConfig:
+    return cli.read_run(["grpo"], METHODS, Path("none.yaml"), RunSettings, values)
+
+
+WAYS: dict[str, Callable[[dict], cli.RunConfig]] = {
+    "--": lambda values: read("grpo", *_as_flags(values)),
+    "--grpo.": lambda values: read("grpo", *_as_flags(values, "--grpo.")),
+    "recipes/r.yaml line 2, ": lambda values: read(_as_recipe(values, stage=False)),
+    "recipes/r.yaml line 3, ": lambda values: read(_as_recipe(values, stage=True)),
+    "config.json stage grpo, ": _as_config,
+    "arguments --": _as_arguments,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_in_means_the_same_and_names_its_place(way: str) -> None:
+    expected = Grpo(
+        optim=Optim(learning_rate=0.5, betas=(0.5, 0.25)), sampling=Sampling(shuffle=False)
+    )
+    assert WAYS[way](VALUES).stages[0].settings == expected
+    with pytest.raises(SettingsError) as caught:
+        WAYS[way](WRONG)
+    unknown, rate, betas = caught.value.problems
+    assert "group_sise: no " in unknown and "did you mean" in unknown
+    assert rate.startswith(way.removeprefix("arguments ") + "learning_rate: fast is not FLOAT")
+    assert "betas: takes 2 values (FLOAT FLOAT), got 1: 0.5" in betas
+
+
+def test_of_two_sources_the_later_counts(folder: Path) -> None:
+    """Each source is over all before it, whichever of them set the setting too."""
+    text = "group_size: 2\nstages:\n- method: grpo\n  group_size: 3\n"
+    run = read(recipe(text))
+    assert run.stages[0].settings.group_size == 3
+    path, everywhere, of_stage = "recipes/r.yaml", ["--group-size", "4"], ["--grpo.group-size", "5"]
+    assert read(path, *everywhere).stages[0].settings.group_size == 4
+    assert read(path, *of_stage, *everywhere).stages[0].settings.group_size == 5
+    words, arguments = [path, *everywhere], {"group_size": 6}
+    run = cli.read_run(words, METHODS, Path("none.yaml"), RunSettings, arguments)
+    assert run.stages[0].settings.group_size == 6
+    (folder / "config.json").write_text(json.dumps(run_config.resolve_config(run)))
+    resumed = ["--resume", "--output-dir", str(folder)]
+    assert read(*resumed).stages[0].settings.group_size == 6
+    assert read(*resumed, *everywhere).stages[0].settings.group_size == 4
+
+
 # ----------------------------------------------------------------------------------------- mistakes
 
 MISTAKES = [
@@ -310,6 +381,7 @@ RECIPE_MISTAKES = [
         "method: grpo\ngroup_size: 4\ngroup-size: 5\n",
         "line 3: group_size occurs twice (first in line 2)",
     ),
+    ("method: grpo\nnoise: 1\n", "line 2, noise: no setting of grpo (it is a setting of sft)"),
     ("method: grpo\ngroup_size: [1, 2]\n", "line 2, group_size: takes 1 value (INT), got 2"),
     ("method: grpo\ngroup_size: null\n", "line 2, group_size: null is not INT"),
     ("method: grpo\ngroup_size: true\n", "line 2, group_size: true is not INT"),
@@ -539,7 +611,7 @@ def test_resolved_settings_survive_json() -> None:
         path, "--parts", "a", "inf", "--output-dir", "somewhere/else", "--max-tokens", "None"
     )
     config = json.loads(json.dumps(run_config.resolve_config(run), allow_nan=False))
-    assert run_config.load_resolved_config(config, METHODS, options=RunSettings) == run
+    assert saved_config.load_resolved_config(config, METHODS, options=RunSettings) == run
     assert config["stages"][1]["settings"]["max_tokens"] is None
     assert config["options"] == {
         "name": None,
@@ -553,14 +625,14 @@ def test_a_saved_config_that_no_longer_fits_says_where() -> None:
     config = run_config.resolve_config(read("sft"))
     config["stages"][0]["settings"] |= {"noize": 1, "learning_rate": "fast"}
     with pytest.raises(SettingsError) as caught:
-        run_config.load_resolved_config(config, METHODS, options=RunSettings)
+        saved_config.load_resolved_config(config, METHODS, options=RunSettings)
     assert len(caught.value.problems) == 2
     assert (
-        "config.json stage sft: unknown setting 'noize'; did you mean 'noise'?"
+        "config.json stage sft, noize: no setting of sft; did you mean noise?"
         in caught.value.problems[0]
     )
     with pytest.raises(SettingsError, match="is this file the config.json of a run"):
-        run_config.load_resolved_config({"model_type": "qwen3"}, METHODS, options=RunSettings)
+        saved_config.load_resolved_config({"model_type": "qwen3"}, METHODS, options=RunSettings)
 
 
 def test_difference_names_each_changed_setting() -> None:

@@ -129,6 +129,10 @@ def test_a_call_says_what_a_line_would():
         UserError, match="learning_rte: no such setting; did you mean --learning-rate"
     ):
         resolve_run("grpo", {"learning_rte": 1})
+    packages = {"reward": "code_tests", "sandbox_packages": ("numpy", "--b")}
+    assert resolve_run("grpo", packages).stages[0].settings.data.sandbox_packages[1] == "--b"
+    with pytest.raises(SettingsError, match="--dataset: None is not STR"):
+        resolve_run("grpo", {"dataset": None})  # as null in a recipe
     keys = {"environment": "tic_tac_toe", "environment.opponent": "perfect"}
     mapping = {"environment": {"name": "tic_tac_toe", "opponent": "perfect"}}
     by_mapping, by_keys = resolve_run("grpo", mapping), resolve_run("grpo", keys)

@@ -24,7 +24,8 @@ from fuzzing import ACCEPTED, ODD_NUMBERS, REFUSED, damaged, run_family
 from rl.algorithms import METHODS
 from rl.config.cli import read_run
 from rl.config.fields import SettingField, SettingsError, get_fields
-from rl.config.run_config import load_resolved_config, resolve_config
+from rl.config.run_config import resolve_config
+from rl.config.saved_config import load_resolved_config
 from rl.config.sections import RunSettings
 from rl.sanitize import sanitize_message
 

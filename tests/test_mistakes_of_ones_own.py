@@ -63,6 +63,13 @@ def test_a_mistyped_flag_of_a_script_is_recognised():
     ]
 
 
+def test_a_flag_of_a_script_replaces_what_a_flag_of_a_run_would():
+    (data,) = override_settings(
+        (DataSettings(dataset="addition", rewards=(("gsm8k", 1.0),)),), ["--reward", "exact_match"]
+    )
+    assert (data.reward, data.rewards, data.dataset) == ("exact_match", (), "addition")
+
+
 def test_a_setting_that_was_left_out_is_said_to_be_not_set():
     was = {
         "options": {},

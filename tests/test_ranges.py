@@ -20,8 +20,8 @@ from rl.algorithms import METHODS
 from rl.client.service_client import MAX_RANK
 from rl.config import cli
 from rl.config.cli import read_run
-from rl.config.fields import SettingsError, get_fields, unflatten_settings
-from rl.config.number_range import Range, check_ranges
+from rl.config.fields import SettingsError, check_ranges, get_fields, unflatten_settings
+from rl.config.number_range import Range
 from rl.config.sections import ModelSettings, OptimSettings, RunSettings
 from rl.rlvr import PPOConfig, REINFORCEConfig
 from rl.trainer.entry_point import main

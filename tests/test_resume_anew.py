@@ -12,7 +12,7 @@ import torch
 from whole_runs import RECIPE, final_weights, train
 
 from rl.algorithms import METHODS
-from rl.config import RunSettings, SettingsError
+from rl.config import RunSettings, SettingsError, list_changed_settings
 from rl.config.cli import read_run
 from rl.errors import RunFolderError
 from rl.lr_schedule import compute_lr_factor
@@ -133,6 +133,12 @@ def test_a_change_takes_effect_from_its_step_on_and_is_noted(cut, stopped, said)
     assert [note["setting"] for note in config(cut)["changes"]].count("learning_rate") == 1
 
 
+def test_a_change_may_use_a_former_name(cut):
+    train("--resume --change kl_coef=0.5 kl_in=loss", cut)
+    assert config(cut)["stages"][0]["settings"]["kl_placement"] == "loss"
+    assert {note["setting"] for note in config(cut)["changes"]} == {"kl_coef", "kl_placement"}
+
+
 @pytest.mark.parametrize("change", ["lora_rank=4", "base_model=tiny:ascii", "seed=9"])
 def test_a_checkpoint_stays_that_of_its_model(cut, change):
     with pytest.raises(RunFolderError, match="--base-model"):
@@ -203,6 +209,28 @@ def test_a_flag_of_one_stage(tmp_path):
     assert [stage.settings.optim.learning_rate for stage in run.stages] == [0.5, 0.01]
 
 
+def test_a_flag_of_one_stage_may_be_of_its_environment_or_template(tmp_path):
+    (tmp_path / "two.yaml").write_text(TWO)
+    run = asked(
+        f"{tmp_path / 'two.yaml'} --grpo.environment calculator --grpo.environment.digits 3 "
+        "--template.a_b 1 --grpo.template.enable-thinking --sft.template.x-y no"
+    )
+    sft, grpo = (stage.settings for stage in run.stages)
+    assert grpo.env.environment_settings == (("digits", "3"),)
+    assert grpo.data.template == (("enable-thinking", "true"),)  # over that of all stages
+    assert sft.data.template == (("x-y", "no"),)
+
+
+def test_the_settings_that_a_change_names():
+    words = "grpo.kl_in=loss environment.digits=2 sft.template.x=1 learning-rate=1 =3 x"
+    assert list_changed_settings(words.split()) == {
+        "kl_placement",
+        "environment_settings",
+        "template",
+        "learning_rate",
+    }
+
+
 @pytest.mark.parametrize(
     "flags,problem",
     [
@@ -210,6 +238,8 @@ def test_a_flag_of_one_stage(tmp_path):
         ("--grpo.stepps 7", "no such setting of stage grpo; did you mean steps?"),
         ("--grpo.steps x", "--grpo.steps: x is not INT"),
         ("--sft.group-size 4", "no such setting of stage sft"),
+        ("--sft.lr 4", "no such setting of stage sft; it is called --learning-rate here"),
+        ("--sft.no-train-mlp x", "--sft.no-train-mlp: takes no value, got x"),
         ("--change steps=4", "use it with --resume|use it with resume"),
         ("--resume --change steps", "expected NAME=VALUE"),
         ("--resume --change stepps=4", "did you mean --steps"),
@@ -260,6 +290,16 @@ def test_words_of_other_libraries_are_answered(word, here, tmp_path):
         ("sft --max_length 2048", "it is called --max-row-tokens here"),
         ("sft --assistant_only_loss true", "it is called --train-on here"),
         ("sft --num_train_epochs 3", "sft and the methods on preferences have epochs"),
+        ("grpo --algorithm.kl_ctrl.kl_coef 1", "it is called --kl-coef here"),
+        ("grpo --actor.use_kl_loss True", "it is called --kl-placement here (loss, with kl_coef)"),
+        ("grpo --actor_rollout_ref.actor.use_kl_loss True", "it is called --kl-placement here"),
+        ("grpo custom_reward_function.path=r.py", "it is called --reward here"),
+        ("grpo --custom_reward_function.path r.py", "as in --reward FILE.py:FUNCTION"),
+        ("dpo --loss_type sigmoid", "it is called --loss here (TRL's sigmoid is dpo)"),
+        ("grpo --loss_type dapo", "it is called --variant here"),
+        ("sft --loss_type nll", "(it is called --variant here, a setting of grpo, reinforce)"),
+        ("sft --actor.use_kl_loss True", "a setting of grpo, reinforce, ppo"),
+        ("sft --beta 0.1", "of this run (it is a setting of online_dpo, dpo"),
     ],
 )
 def test_commands_in_the_manner_of_other_libraries_are_answered(words, expected):
@@ -293,6 +333,12 @@ def test_reward_beside_rewards_is_no_longer_ignored(tmp_path):
     assert (
         run.stages[0].settings.data.rewards == () and run.stages[0].settings.data.reward == "gsm8k"
     )
+
+
+@pytest.mark.parametrize("method", ["sft", "distill", "rlhf"])
+def test_rewards_need_no_reward_where_there_is_none_by_default(method):
+    data = asked(f"{method} --rewards gsm8k 3").stages[0].settings.data
+    assert (data.reward, data.rewards) == (None, (("gsm8k", 3.0),))
 
 
 def test_step_rewards_without_steps_are_said(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from whole_runs import final_weights, train
 
-from rl.config.run_config import load_resolved_config
+from rl.config.saved_config import load_resolved_config
 from rl.distributed import checkpoint_folder
 from rl.errors import RunFolderError, UserError
 from rl.reporting.console import Console

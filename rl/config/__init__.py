@@ -21,12 +21,13 @@ from rl.config.fields import (
     RawValue,
     SettingsError,
     build_settings,
+    check_ranges,
     flatten_settings,
     format_as_flags,
     nearest_name,
-    to_words,
     unflatten_settings,
 )
+from rl.config.flag_parser import list_changed_settings
 from rl.config.number_range import (
     FINITE,
     POSITIVE,
@@ -37,7 +38,6 @@ from rl.config.number_range import (
     Range,
     Share,
     Weight,
-    check_ranges,
 )
 from rl.config.recorded_files import (
     LAUNCH_FOLDER_KEY,
@@ -53,9 +53,9 @@ from rl.config.run_config import (
     RunConfig,
     StageConfig,
     diff_configs,
-    load_resolved_config,
     resolve_config,
 )
+from rl.config.saved_config import load_resolved_config
 from rl.config.sections import (
     KlSettings,
     LoopSettings,
@@ -113,6 +113,7 @@ __all__ = [
     "match_recorded_files",
     "record_resumed_files",
     "flatten_settings",
+    "list_changed_settings",
     "load_resolved_config",
     "format_help",
     "nearest_name",
@@ -123,5 +124,4 @@ __all__ = [
     "resolve_config",
     "unflatten_settings",
     "reject_sampling_settings",
-    "to_words",
 ]

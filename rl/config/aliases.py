@@ -5,6 +5,7 @@ here, to the current names.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 # Name elsewhere: (setting here, difference). If no such setting exists: ("", the replacement).
@@ -145,6 +146,10 @@ _FOREIGN_NAMES: dict[str, tuple[str, str]] = {
     "epochs": ("steps", "number of batches; rows / batch_size of them are an epoch"),
     "config": ("", "a recipe is named without a flag, as in train.py RECIPE.yaml"),
 }
+# Further names here of the same words, for methods without the setting above.
+_OTHER_NAMES: dict[str, tuple[str, str]] = {
+    "loss_type": ("loss", "TRL's sigmoid is dpo"),
+}
 # verl's keys, without actor_rollout_ref in front: the same as above.
 _DOTTED_NAMES: dict[str, tuple[str, str]] = {
     "data.train_batch_size": ("batch_size", "problems a step"),
@@ -167,6 +172,12 @@ _DOTTED_NAMES: dict[str, tuple[str, str]] = {
     "actor.kl_loss_coef": ("kl_coef", "with kl_placement loss"),
     "actor.clip_ratio_low": ("clip_low", "a ratio: 1 - clip_ratio_low"),
     "actor.clip_ratio_high": ("clip_high", "a ratio: 1 + clip_ratio_high"),
+    "actor.entropy_coeff": ("entropy_coef", ""),
+    "actor.use_kl_loss": ("kl_placement", "loss, with kl_coef"),
+    "actor.kl_loss_type": ("kl_kind", "k1, k2, k3, with kl_placement loss"),
+    "algorithm.use_kl_in_reward": ("kl_placement", "reward, with kl_coef"),
+    "custom_reward_function.path": ("reward", "as in --reward FILE.py:FUNCTION"),
+    "custom_reward_function.name": ("reward", "as in --reward FILE.py:FUNCTION"),
     "algorithm.adv_estimator": ("advantage", "the method is the first word: grpo, ppo"),
     "algorithm.kl_ctrl.kl_coef": ("kl_coef", "with kl_placement reward"),
     "trainer.total_epochs": ("steps", "rows / batch_size steps are an epoch"),
@@ -195,7 +206,7 @@ def current_name(key: str) -> str:
     ("environment.episodes") are not renamed.
     """
     section, dot, name = key.rpartition(".")
-    if section in ("environment", "template"):
+    if section.rpartition(".")[2] in ("environment", "template"):
         return key
     return section + dot + _FORMER_NAMES.get(name, name)
 
@@ -214,16 +225,31 @@ def current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return current
 
 
-def find_alias_hint(word: str, known: Collection[str] | None = None) -> str | None:
-    """Return a hint for a setting of another library: its name here. Returns None for an unknown
-    word, or if `known` (the settings of this run; None: any) lacks the setting.
+def find_alias_hint(
+    word: str,
+    known: Collection[str] | None = None,
+    owners: Mapping[str, str] = MappingProxyType({}),
+) -> str | None:
+    """Return a hint for a setting of another library, or of another method: its name here if
+    `known` (the settings of this run; None: any) has it, or the methods that have it. Returns None
+    for an unknown word.
+
+    `owners`: the methods that have a setting, by setting.
     """
-    match = _FOREIGN_NAMES.get(word) or _DOTTED_NAMES.get(word.removeprefix("actor_rollout_ref."))
-    if match is None:
-        return None
-    here, more = match
-    if not here:
-        return f": {more}"
-    if known is not None and here not in known:
-        return None
-    return f"; it is called --{here.replace('_', '-')} here" + (f" ({more})" if more else "")
+    name = word.removeprefix("actor_rollout_ref.")
+    tables = (_FOREIGN_NAMES, _OTHER_NAMES, _DOTTED_NAMES)
+    matches = [table[name] for table in tables if name in table]
+    for here, more in matches:
+        if not here:
+            return f": {more}"
+        if known is None or here in known:
+            return f"; it is called --{here.replace('_', '-')} here" + (
+                f" ({more})" if more else ""
+            )
+    if word in owners:
+        return f" (it is a setting of {owners[word]})"
+    for here, _ in matches:
+        if here in owners:
+            flag = f"--{here.replace('_', '-')}"
+            return f" (it is called {flag} here, a setting of {owners[here]})"
+    return None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from rl.config.check_config import require
+from rl.config.fields import check_ranges
 from rl.config.number_range import (
     POSITIVE,
     SIZE,
@@ -16,7 +17,6 @@ from rl.config.number_range import (
     Range,
     Seconds,
     Size,
-    check_ranges,
 )
 
 DataFormat = Literal[
@@ -132,14 +132,13 @@ class DataSettings:
             "no reward runs programs",
             "set reward to code_tests",
         )
-        if self.rewards:
-            require(
-                self,
-                ("reward",),
-                False,
-                "rewards replaces it",
-                "add it to rewards with its weight",
-            )
+        require(
+            self,
+            ("reward",),
+            not self.rewards or self.reward is None,  # None is the default of some methods
+            "rewards replaces it",
+            "add it to rewards with its weight",
+        )
         require(
             self,
             ("curriculum_steps",),

@@ -1,19 +1,13 @@
-"""Define the settings of environments, and merge their `environment.NAME` keys. This module imports
-no torch.
-"""
+"""Define the settings of environments. This module imports no torch."""
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from rl.config.check_config import require
-from rl.config.fields import RawValue
-from rl.config.number_range import Range, Seconds, Size, check_ranges
-
-ENVIRONMENT_PREFIX = "environment."
+from rl.config.fields import check_ranges
+from rl.config.number_range import Range, Seconds, Size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,30 +56,3 @@ class EnvironmentSettings:
         require(
             self, settings, self.environment is not None, "no environment is set", "set environment"
         )
-
-
-def merge_environment_settings(raw_values: Mapping[str, RawValue]) -> dict[str, RawValue]:
-    """Merge all `environment.NAME` keys into a single `environment_settings` value and return the
-    new mapping. A recipe's `environment: {name: ...}` arrives as such keys.
-    """
-    remaining = {
-        key: value for key, value in raw_values.items() if not key.startswith(ENVIRONMENT_PREFIX)
-    }
-    environment_settings = {
-        key.removeprefix(ENVIRONMENT_PREFIX): value
-        for key, value in raw_values.items()
-        if key.startswith(ENVIRONMENT_PREFIX)
-    }
-    if environment_settings:
-        words = [
-            word
-            for key, value in environment_settings.items()
-            for word in (key, shlex.join(value.words or ("True",)))
-        ]
-        before = (
-            remaining["environment_settings"].words if "environment_settings" in remaining else ()
-        )
-        remaining["environment_settings"] = RawValue(
-            (*before, *words), ", ".join(value.place for value in environment_settings.values())
-        )
-    return remaining

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import enum
 import functools
 import math
 import re
 import typing
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import PurePath
+from types import MappingProxyType
 from typing import Any
 
 from tyro.constructors import (
@@ -29,7 +32,7 @@ from tyro.constructors import (
     UnsupportedTypeAnnotationError,
 )
 
-from rl.config.aliases import current_settings, current_value
+from rl.config.aliases import current_settings, current_value, find_alias_hint
 from rl.config.number_range import (
     Range,
     find_range_error,
@@ -48,6 +51,7 @@ _TRUE_WORDS = {
     "no": "False",
     "off": "False",
 }
+ENVIRONMENT_PREFIX = "environment."
 _METAVAR_HINTS = {"FLOAT": " (a number, like 0.5 or 3e-4)", "INT": " (a whole number, like 8)"}
 
 
@@ -81,20 +85,31 @@ class SettingField:
         return self.spec.metavar in ("{True,False}", "{None,True,False}")
 
 
+class Source(enum.Enum):
+    """Name the source of a setting; `merge_sources` orders them."""
+
+    VARIANT = enum.auto()  # implied by the setting `variant`
+    SHARED = enum.auto()  # the top level of a recipe, or the options of a saved run
+    STAGE = enum.auto()  # a stage of a recipe or of a saved run
+    FLAG = enum.auto()  # a flag, --change, or an argument of rl.train
+    STAGE_FLAG = enum.auto()  # the same, for a single stage
+
+
 @dataclass(frozen=True)
 class RawValue:
     """Hold a value as written: its words, and its place ("--learning-rate" or "recipes/a.yaml line
-    4, learning_rate").
+    4, learning_rate"). `source` is set when the sources are merged.
     """
 
     words: tuple[str, ...]
     place: str
     is_null: bool = False
+    source: Source | None = None
 
     @property
     def display_text(self) -> str:
         """Return the words as text for messages, shortened to about 200 characters."""
-        if self.is_null:
+        if self.is_null and not self.place.startswith("--"):
             return "null"
         text = " ".join(
             repr(word) if not word or " " in word else word
@@ -137,14 +152,15 @@ def _find_converter(owner: type, name: str, annotation: Any) -> PrimitiveConstru
             f"{owner.__name__}.{name}: write a mapping as tuple[tuple[str, float], ...]; a recipe "
             "may still use a mapping"
         )
+    spec, cause = None, None
     try:
         spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(annotation, set()))
     except UnsupportedTypeAnnotationError as error:
+        cause = error
+    if not isinstance(spec, PrimitiveConstructorSpec):
         raise TypeError(
             f"{owner.__name__}.{name}: {annotation!r} cannot be written as a setting"
-        ) from error
-    if not isinstance(spec, PrimitiveConstructorSpec):
-        raise TypeError(f"{owner.__name__}.{name}: {annotation!r} cannot be written as a setting")
+        ) from cause
     return spec
 
 
@@ -201,6 +217,22 @@ def get_fields(cls: type) -> dict[str, SettingField]:
                 base if has_base else None,
             )
     return table
+
+
+def check_ranges(settings: Any) -> None:
+    """Raise ValueError for the first field with a value that is not a number or is outside its
+    declared range.
+    """
+    for field in get_fields(settings.__class__).values():
+        if field.section is not None or field.range is None:
+            continue
+        value = getattr(settings, field.name)
+        if value is None:
+            continue
+        if field.spec.nargs == 1 and not isinstance(value, Real):
+            raise ValueError(f"{field.name} is a number, got {value!r:.200}")
+        if (wrong := find_range_error(value, field.range, field.whole)) is not None:
+            raise ValueError(f"{field.name} {wrong}")
 
 
 # ------------------------------------------------------------------------------ from text to values
@@ -261,93 +293,93 @@ def format_value(value: Any) -> str:
     return str(value) if str(value) else "''"
 
 
-def _construct(
-    cls: type,
-    base: Any,
-    values: dict[str, Any],
-    prefix: str,
-    problems: list[str],
-    droppable: Collection[str],
-) -> Any:
-    """Return `base` with `values` replaced, or a new `cls` if `base` is None.
-
-    A ValueError of the class's checks becomes a problem and the result is None. An
-    UnusedSettingError for a droppable name is raised.
-    """
-    try:
-        return cls(**values) if base is None else dataclasses.replace(base, **values)
-    except ValueError as error:
-        if isinstance(error, UnusedSettingError) and error.name in droppable:
-            raise
-        problems.append(f"{prefix}{error}")
-        return None
-
-
-def drop_unused(
-    cls: type, raw_values: Mapping[str, RawValue], droppable: Collection[str]
-) -> tuple[dict[str, RawValue], dict[str, str]]:
-    """Return (the raw values without the droppable settings that would have no effect in `cls`, the
-    message for each removed setting).
-    """
-    remaining = dict(raw_values)
-    unused: dict[str, str] = {}
-    while True:
-        try:
-            build_settings(cls, remaining, [], droppable=droppable)
-            return remaining, unused
-        except UnusedSettingError as error:
-            unused[error.name] = str(error)
-            # Guarantees that the loop ends for any defaults of the class.
-            droppable = [name for name in droppable if name != error.name]
-            remaining.pop(error.name, None)
-
-
 def build_settings(
     cls: type,
     raw_values: Mapping[str, RawValue],
     problems: list[str],
     prefix: str = "",
+    *,
     droppable: Collection[str] = (),
+    unused: dict[str, str] | None = None,
+    flags: Collection[str] = (),
 ) -> Any:
     """Return an instance of `cls` with the raw values over its defaults.
 
     Every mistake is appended to `problems` (with `prefix` if the message has no place), and the
-    result is then None. All names are fields of `cls`. Raises UnusedSettingError for a droppable
-    setting that has no effect.
+    result is then None. All names are fields of `cls`.
+
+    `droppable`: settings that are left out if they have no effect; `unused` receives the message of
+    each. `flags`: settings that messages name as flags.
     """
+    table = get_fields(cls)
     before = len(problems)
     values: dict[str | None, dict[str, Any]] = {}
     spoilt: set[str | None] = set()
-    for field in get_fields(cls).values():
+    for field in table.values():
         if field.name in raw_values:
+            raw = raw_values[field.name]
             try:
-                values.setdefault(field.section, {})[field.name] = convert_value(
-                    field, raw_values[field.name]
-                )
+                values.setdefault(field.section, {})[field.name] = convert_value(field, raw)
             except ValueError as error:
-                problems.append(str(error))
+                typed = flags if raw.place.startswith("--") else ()
+                problems.append(format_as_flags(str(error), typed))
                 spoilt.add(field.section)
         elif field.required:
             # A prefix is "environment." or a place in a recipe.
             section = prefix if prefix.endswith(".") else ""
             flag = f"--{section}{field.name.replace('_', '-')}"
             problems.append(
-                f"{prefix}{field.name} is required: set it with {flag} {field.spec.metavar}"
+                f"{prefix}{format_as_flags(field.name, flags)} is required: set it with {flag} "
+                f"{field.spec.metavar}"
             )
             spoilt.add(field.section)
-    top = dict(values.get(None, {}))
-    hints = typing.get_type_hints(cls)
-    for item in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(hints[item.name]) and item.name not in spoilt:
-            _, base = _get_default(item)
-            base = None if base is dataclasses.MISSING else base
-            section_type = typing.cast(type, hints[item.name])
-            top[item.name] = _construct(
-                section_type, base, values.get(item.name, {}), prefix, problems, droppable
+    remaining = set(droppable)
+    while True:
+        messages: list[str] = []
+        try:
+            built = _construct(cls, values, spoilt, remaining, messages)
+            break
+        except UnusedSettingError as error:
+            remaining.remove(error.name)
+            values.get(table[error.name].section, {}).pop(error.name, None)
+            if unused is not None:
+                unused[error.name] = str(error)
+    problems += [prefix + format_as_flags(message, flags) for message in messages]
+    return built if len(problems) == before else None
+
+
+def _construct(
+    cls: type,
+    values: Mapping[str | None, Mapping[str, Any]],
+    spoilt: Collection[str | None],
+    droppable: Collection[str],
+    messages: list[str],
+) -> Any:
+    """Return `cls` with the values of each section (None: of the class itself) over its defaults.
+
+    The message of a ValueError of a section's checks goes to `messages`, and then, or if a section
+    is in `spoilt`, the result is None. Raises UnusedSettingError for a droppable setting.
+    """
+
+    def create(cls: Any, values: Mapping[str, Any], base: Any = dataclasses.MISSING) -> Any:
+        try:
+            return (
+                cls(**values)
+                if base is dataclasses.MISSING
+                else dataclasses.replace(base, **values)
             )
-    return (
-        None if len(problems) > before else _construct(cls, None, top, prefix, problems, droppable)
-    )
+        except ValueError as error:
+            if isinstance(error, UnusedSettingError) and error.name in droppable:
+                raise
+            messages.append(str(error))
+
+    hints = typing.get_type_hints(cls)
+    sections = {
+        item.name: create(hints[item.name], values.get(item.name, {}), _get_default(item)[1])
+        for item in dataclasses.fields(cls)
+        if dataclasses.is_dataclass(hints[item.name]) and item.name not in spoilt
+    }
+    return None if spoilt or messages else create(cls, {**values.get(None, {}), **sections})
 
 
 # ----------------------------------------------------------------------------------- values as JSON
@@ -401,21 +433,65 @@ def to_words(value: Any) -> tuple[str, ...]:
     return (str(value),)
 
 
+def to_raw_value(value: Any, place: str) -> RawValue:
+    """Return a JSON value or Python value as raw value."""
+    return RawValue(to_words(value), place, is_null=value is None)
+
+
+def get_saved_values(flat: Mapping[str, Any], place: str) -> dict[str, RawValue]:
+    """Return saved settings (flat name to JSON value) as raw values, under their current names."""
+    return {
+        name: to_raw_value(value, f"{place}, {name}")
+        for name, value in current_settings(flat).items()
+    }
+
+
+def is_setting(name: str, known: Collection[str]) -> bool:
+    """Return whether `name` is in `known`, or a setting of an environment, which the environment
+    checks later.
+    """
+    return name in known or (
+        name.startswith(ENVIRONMENT_PREFIX)
+        and name != ENVIRONMENT_PREFIX
+        and "environment" in known
+    )
+
+
+def suggest_setting(
+    name: str, known: Collection[str], owners: Mapping[str, str], *, as_flag: bool = False
+) -> str:
+    """Return the hint for an unknown setting: its name here, the methods that have it (of `owners`,
+    by setting), or the nearest name in `known`, as a flag if requested. "" if there is none.
+    """
+    near = nearest_name(name, known)
+    if near and as_flag:
+        near = f"--{near.replace('_', '-')}"
+    return find_alias_hint(name, known, owners) or (f"; did you mean {near}?" if near else "")
+
+
+def check_names(
+    raw_values: Mapping[str, RawValue],
+    known: Collection[str],
+    owner: str,
+    problems: list[str],
+    owners: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Append a problem for each name that is not in `known`, the settings of `owner`.
+
+    `owners`: the methods that have a setting, for the hint.
+    """
+    for name, raw in raw_values.items():
+        if not is_setting(name, known):
+            hint = suggest_setting(name, known, owners)
+            problems.append(f"{raw.place}: no setting of {owner}{hint}")
+
+
 def unflatten_settings(cls: type, flat: Mapping[str, Any], problems: list[str], place: str) -> Any:
     """Return an instance of `cls` with the saved settings `flat`, the inverse of
     `flatten_settings`. Absent settings take their defaults; mistakes are appended to `problems`.
     """
-    table = get_fields(cls)
-    raw_values = {}
-    for name, value in current_settings(flat).items():
-        if name not in table:
-            near = nearest_name(name, table)
-            problems.append(
-                f"{place}: unknown setting {name!r}" + (f"; did you mean {near!r}?" if near else "")
-            )
-        else:
-            raw_values[name] = RawValue(to_words(value), f"{place}, {name}", is_null=value is None)
+    raw_values, table = get_saved_values(flat, place), get_fields(cls)
+    check_names(raw_values, table, cls.__name__, problems)
+    known = {name: raw for name, raw in raw_values.items() if name in table}
     # Older runs could save settings without effect; ignore such settings.
-    return build_settings(
-        cls, drop_unused(cls, raw_values, raw_values.keys())[0], problems, prefix=f"{place}: "
-    )
+    return build_settings(cls, known, problems, f"{place}: ", droppable=known)

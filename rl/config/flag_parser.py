@@ -1,23 +1,31 @@
-"""Split a command line into words and flags."""
+"""Read the settings of a command line and of the arguments of `rl.train`.
+
+A flag is a pair of its key and its raw value, and so is an argument or a part of --change.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import re
+import shlex
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
-from rl.config.fields import RawValue
-from rl.config.saved_config import to_setting_name
+from rl.config.aliases import current_name, find_alias_hint
+from rl.config.fields import (
+    ENVIRONMENT_PREFIX,
+    RawValue,
+    is_setting,
+    nearest_name,
+    suggest_setting,
+    to_raw_value,
+)
+from rl.errors import UserError
+
+Flag = tuple[str, RawValue]
+_TEMPLATE_PREFIX = "template."
 
 
-@dataclass(frozen=True)
-class ParsedFlag:
-    """Hold a flag of the command line: its key and its raw value."""
-
-    key: str
-    raw: RawValue
-
-
-def split_flags(argv: Sequence[str], problems: list[str]) -> tuple[list[str], list[ParsedFlag]]:
+def split_flags(argv: Sequence[str], problems: list[str]) -> tuple[list[str], list[Flag]]:
     """Return (leading words, flags), each flag with the words that follow it. "-3" is a value; "-x"
     is appended to `problems`.
     """
@@ -36,34 +44,137 @@ def split_flags(argv: Sequence[str], problems: list[str]) -> tuple[list[str], li
             flags[-1][1].append(token)
         else:
             words.append(token)
-    good = [(name, values) for name, values in flags if name.startswith("--")]
     return words, [
-        ParsedFlag(to_setting_name(name[2:]), RawValue(tuple(values), name))
-        for name, values in good
+        (to_setting_name(name[2:]), RawValue(tuple(values), name))
+        for name, values in flags
+        if name.startswith("--")
     ]
 
 
-def merge_dotted_flags(
-    flags: Sequence[ParsedFlag], mappings: Collection[str] = ("template",)
-) -> list[ParsedFlag]:
-    """Merge `--template.enable_thinking false --template.x 1` into the flag `--template
-    enable_thinking false x 1`, for each setting in `mappings`.
+def parse_arguments(arguments: Mapping[str, Any]) -> list[Flag]:
+    """Return the keyword arguments of `rl.train` as flags. Raises UserError for a value that is no
+    setting.
     """
-    merged: list[ParsedFlag] = []
-    for flag in flags:
-        holder, dot, _ = flag.key.partition(".")
-        if not dot or holder not in mappings:
-            merged.append(flag)
-            continue
-        name = flag.raw.place.partition(".")[2]  # unchanged: templates distinguish - and _
-        words = (
-            *(old.raw.words for old in merged if old.key == holder),
-            (name, *(flag.raw.words or ("true",))),
-        )
-        merged = [old for old in merged if old.key != holder]
-        merged.append(
-            ParsedFlag(
-                holder, RawValue(tuple(word for part in words for word in part), f"--{holder}")
+    flags = []
+    for name, value in _expand_environment(arguments).items():
+        if callable(value):
+            raise UserError(f"{name} is a function; only reward may be a function")
+        if isinstance(value, (list, tuple)) and any(isinstance(item, Mapping) for item in value):
+            raise UserError(
+                f"{name} is a list of {len(value)} rows, expected the name of a file: write each "
+                f"row as a line of JSON to rows.jsonl, and pass {name}='rows.jsonl'"
             )
+        flags.append((to_setting_name(name), to_raw_value(value, f"--{name}")))
+    return flags
+
+
+def _expand_environment(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments with `environment={"name": ..., key: value}`, the form of a recipe, as
+    the name and settings environment.key.
+    """
+    environment = arguments.get("environment")
+    if not isinstance(environment, Mapping):
+        return arguments
+    if "name" not in environment:
+        raise UserError(
+            f"environment has the keys {', '.join(map(str, environment))}, expected also 'name': "
+            "environment={'name': 'calculator', 'digits': 4}"
         )
-    return merged
+    others = {
+        f"{ENVIRONMENT_PREFIX}{key}": item for key, item in environment.items() if key != "name"
+    }
+    return {**arguments, "environment": environment["name"], **others}
+
+
+def parse_changes(words: Sequence[str], problems: list[str]) -> list[Flag]:
+    """Parse the `NAME=VALUE` and `STAGE.NAME=VALUE` words of --change. Several values of a setting
+    are in the same word, quoted as for a shell.
+    """
+    changes = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            problems.append(
+                f"--change {word!r}: expected NAME=VALUE, such as learning_rate=1e-4 or "
+                "grpo.learning_rate=1e-4"
+            )
+            continue
+        try:
+            parts = tuple(shlex.split(value))
+        except ValueError as error:
+            problems.append(f"--change {word!r}: {error}")
+            continue
+        raw = RawValue(parts, f"--change {name}", is_null=value in ("null", "None"))
+        changes.append((to_setting_name(name), raw))
+    return changes
+
+
+def list_changed_settings(words: Sequence[str]) -> set[str]:
+    """Return the settings that the words of --change name, of any stage."""
+    holders = {"environment": "environment_settings", "template": "template"}
+    changed = set()
+    for key, _ in parse_changes(words, []):
+        section, _, name = key.rpartition(".")
+        changed.add(holders.get(section.rpartition(".")[2], name))
+    return changed
+
+
+def to_setting_name(name: str) -> str:
+    """Return a setting's name as a Python identifier under its current name. A stage name before a
+    dot stays unchanged.
+    """
+    stage, dot, key = name.rpartition(".")
+    return current_name(stage + dot + re.sub("-", "_", key))
+
+
+def resolve_flags(
+    flags: Iterable[Flag],
+    known: Collection[str],
+    problems: list[str],
+    *,
+    tables: Mapping[str, Collection[str]] | None = None,
+    owners: Mapping[str, str] | None = None,
+) -> dict[str | None, dict[str, RawValue]]:
+    """Return the settings of flags by stage (`--stage.setting`), and under None those for all
+    stages. `--no-x` turns x off, `--template.x` adds to template, and the last of several equal
+    flags counts.
+
+    `known`: the settings of the run. `tables`: those of each stage; None: there are no stages.
+    `owners`: the methods that have a setting, for messages.
+    """
+    split, tables, owners = tables is not None, tables or {}, owners or {}
+    resolved: dict[str | None, dict[str, RawValue]] = {stage: {} for stage in (None, *tables)}
+    for key, raw in flags:
+        of_stage, available = "", known
+        is_part = key.startswith((ENVIRONMENT_PREFIX, _TEMPLATE_PREFIX))
+        stages = [name for name in tables if key.startswith(f"{name}.") and not is_part]
+        stage = max(stages, key=len) if stages else None
+        if stage is not None:
+            key, of_stage, available = key[len(stage) + 1 :], f" of stage {stage}", tables[stage]
+        elif split and "." in key and not is_part:
+            if not tables:
+                continue  # the methods are unknown, which is a problem already
+            if find_alias_hint(key, known, owners) is None:
+                unknown = key.rpartition(".")[0]
+                near = nearest_name(unknown, tables)
+                hint = f"did you mean {near}?" if near else f"its stages are {', '.join(tables)}"
+                problems.append(f"{raw.place}: this run has no stage {unknown!r}; {hint}")
+                continue
+        if key.startswith(_TEMPLATE_PREFIX):
+            start = len(raw.place) - len(key) + len(_TEMPLATE_PREFIX)
+            name = raw.place[start:]  # unchanged: templates distinguish - and _
+            before = resolved[stage].get("template", RawValue((), "")).words
+            words = (*before, name, *(raw.words or ("true",)))
+            key, raw = "template", RawValue(words, raw.place[: start - 1])
+        if key not in available and key.startswith("no_") and key[3:] in available:
+            if raw.words:
+                problems.append(f"{raw.place}: takes no value, got {raw.display_text}")
+            key, raw = key[3:], RawValue(("False",), raw.place)
+        if is_setting(key, available):
+            resolved[stage][key] = raw
+            continue
+        hint = suggest_setting(key, available, {} if stage else owners, as_flag=stage is None)
+        if hint.startswith(" ("):
+            of_stage = " of this run"
+        problems.append(f"{raw.place}: no such setting{of_stage}{hint}")
+    return resolved

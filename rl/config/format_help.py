@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rl.config.fields import format_value, get_fields
+from rl.config.fields import flatten_settings, format_value, get_fields
 from rl.config.recipe import read_recipe_summary
 from rl.sanitize import sanitize_message
 
@@ -91,10 +91,7 @@ def print_method_help(
     )
     default = {}
     if settings is not None:
-        values = {
-            field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)
-        }
-        default["default"] = page(**values, run=options_value)
+        default["default"] = page(**vars(settings), run=options_value)
     config = (tyro.conf.OmitArgPrefixes,)
     try:
         tyro.cli(
@@ -154,8 +151,7 @@ def print_used_settings(
     for key in available[:_MOST_USED]:
         cls, value = next(source for source in sources if key in get_fields(source[0]))
         field = get_fields(cls)[key]
-        holder = value if field.section is None else getattr(value, field.section, None)
-        default = field.default if value is None else getattr(holder, key)
+        default = field.default if value is None else flatten_settings(value)[key]
         owner = cls if field.section is None else typing.get_type_hints(cls)[field.section]
         text = (read_field_help(owner, key) or "").split(". ")[0].rstrip(".")
         shown = f" (default: {format_value(default)})"

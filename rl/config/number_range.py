@@ -4,17 +4,16 @@ it.
     learning_rate: Annotated[float | None, Range(0, 1, above=True)] = None
 
 A value from the command line, a recipe or config.json is checked when it is read, and the error
-names its place. `check_ranges`, which every settings class calls, checks an instance that Python
-code creates. A bound is either inherent to the quantity (a share, a discount) or lies where no
-sensible value remains: a number beyond it is a typing mistake that would otherwise appear late or
-never.
+names its place. `check_ranges` in rl.config.fields, which every settings class calls, checks an
+instance that Python code creates. A bound is either inherent to the quantity (a share, a discount)
+or lies where no sensible value remains: a number beyond it is a typing mistake that would otherwise
+appear late or never.
 """
 
 from __future__ import annotations
 
-import functools
 import typing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any
 
@@ -149,38 +148,3 @@ def find_range_error(value: Any, allowed: Range, whole: bool) -> str | None:
         else f"{allowed.describe_violation(number)}, got "
         f"{_format_number(number) if isinstance(value, Integral) else value}"
     )
-
-
-@functools.cache
-def _get_declared_ranges(cls: type) -> tuple[tuple[str, Range, set[type], bool], ...]:
-    """Return (name, range, number types, whether the value itself is a number) of each field with a
-    range.
-    """
-    hints = typing.get_type_hints(cls, include_extras=True)
-    ranges = []
-    for item in fields(cls):
-        allowed = get_range(hints[item.name])
-        if allowed is not None:
-            inner = strip_annotation(hints[item.name])
-            plain = inner in (int, float) or bool({int, float} & set(typing.get_args(inner)))
-            ranges.append(
-                (
-                    item.name,
-                    allowed,
-                    get_number_types(inner),
-                    plain and typing.get_origin(inner) is not tuple,
-                )
-            )
-    return tuple(ranges)
-
-
-def check_ranges(settings: Any) -> None:
-    """Raise ValueError for the first field with a value that is not a number or is outside its
-    declared range.
-    """
-    for name, allowed, kinds, plain in _get_declared_ranges(settings.__class__):
-        value = getattr(settings, name)
-        if plain and value is not None and not isinstance(value, Real):
-            raise ValueError(f"{name} is a number, got {value!r:.200}")
-        if (wrong := find_range_error(value, allowed, kinds == {int})) is not None:
-            raise ValueError(f"{name} {wrong}")

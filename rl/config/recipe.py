@@ -31,25 +31,30 @@ _FILE_NAME = re.compile(r"(?!.*\.partial-)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass
 class RecipeStage:
-    """Hold a stage as written: `method` (None: missing), `name`, and the settings of this stage
-    only.
+    """Hold a stage as written: `method` (None: missing), `name`, its place for messages, and the
+    settings of this stage only.
     """
 
     method: str | None
-    name: str | None
-    line: int
+    name: str | None = None
+    place: str = ""
     raw_values: dict[str, RawValue] = field(default_factory=dict)
 
 
 @dataclass
-class Recipe:
-    """Hold a recipe as written. `shared` holds the settings at the top level. `stages` is empty for
-    a file without `method:` and `stages:`.
+class RequestedRun:
+    """Hold the stages and the shared settings of a recipe, a saved run or a command line, before
+    any setting is checked. `stages` is empty for a recipe without `method:` and `stages:`.
+
+    `recipe`: the file, if it is a recipe. `folder`: the name of a saved run. `place`: where
+    messages say that the settings are from.
     """
 
-    path: Path
-    shared: dict[str, RawValue] = field(default_factory=dict)
     stages: list[RecipeStage] = field(default_factory=list)
+    shared: dict[str, RawValue] = field(default_factory=dict)
+    recipe: Path | None = None
+    folder: str | None = None
+    place: str = ""
 
 
 def _read_pairs(
@@ -187,7 +192,7 @@ def _read_stage(node: yaml.Node, path: Path, problems: list[str]) -> RecipeStage
             "checkpoint folders: at most 100 letters, digits, "
             "'.', '_' and '-', the first a letter or digit"
         )
-    return RecipeStage(method, name, line, _raw_values(pairs, path, problems))
+    return RecipeStage(method, name, f"{path} line {line}", _raw_values(pairs, path, problems))
 
 
 def _syntax_problem(path: Path, error: yaml.YAMLError) -> str:
@@ -197,9 +202,9 @@ def _syntax_problem(path: Path, error: yaml.YAMLError) -> str:
     return f"{path}: not YAML: {error}"
 
 
-def read_recipe(path: Path, problems: list[str]) -> Recipe:
+def read_recipe(path: Path, problems: list[str]) -> RequestedRun:
     """Read the recipe `path`. Mistakes go to `problems`; the readable part is returned."""
-    recipe = Recipe(path)
+    recipe = RequestedRun(recipe=path)
     try:
         size = path.stat().st_size
         if size > _MAX_BYTES:
@@ -247,7 +252,10 @@ def read_recipe(path: Path, problems: list[str]) -> Recipe:
             ]
     elif method_pair is not None:
         recipe.stages = [
-            RecipeStage(_read_word("method", method_pair, path, problems), None, method_pair[1])
+            RecipeStage(
+                _read_word("method", method_pair, path, problems),
+                place=f"{path} line {method_pair[1]}",
+            )
         ]
     recipe.shared = _raw_values(pairs, path, problems)
     return recipe

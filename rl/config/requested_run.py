@@ -6,25 +6,14 @@ No setting is checked here.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rl.config import aliases
-from rl.config.fields import RawValue, nearest_name
-from rl.config.flag_parser import ParsedFlag
-from rl.config.recipe import Recipe, RecipeStage, read_recipe
+from rl.config.fields import nearest_name
+from rl.config.flag_parser import Flag
+from rl.config.recipe import RecipeStage, RequestedRun, read_recipe
 from rl.config.run_config import MethodEntry
 from rl.config.saved_config import check_resumed_code, read_saved_run
-
-
-@dataclass(frozen=True)
-class RequestedRun:
-    """Hold the stages and shared settings that the words request, before any setting is checked."""
-
-    stages: tuple[RecipeStage, ...]
-    shared: Mapping[str, RawValue]
-    recipe: Path | None
-    folder: str | None = None  # the run's name if the plan comes from its folder
 
 
 def relative_path(path: Path) -> Path:
@@ -45,55 +34,42 @@ def list_recipes(folder: Path) -> list[Path]:
 
 def _unknown_word_message(word: str, methods: Collection[str], folder: Path) -> str:
     """Return the problem text for a word that is neither a method nor a recipe."""
-    recipes = {str(path): path for path in list_recipes(folder)}
-    by_stem = {path.stem: name for name, path in recipes.items()}
+    recipes = [str(path) for path in list_recipes(folder)]
+    by_stem = {Path(name).stem: name for name in recipes}
+
+    def find_recipe(stem: str) -> str | None:
+        return by_stem.get(nearest_name(stem, by_stem) or "")
+
     if word.endswith((".yaml", ".yml")):
-        near = by_stem.get(nearest_name(Path(word).stem, by_stem) or "") or nearest_name(
-            word, recipes
-        )
-        what, known = (
-            f"no recipe file {word!r}",
-            f"recipes: {', '.join(recipes) or f'none in {folder}'}",
-        )
+        near = find_recipe(Path(word).stem) or nearest_name(word, recipes)
+        what = f"no recipe file {word!r}"
+        known = f"recipes: {', '.join(recipes) or f'none in {folder}'}"
+    elif "=" in word:
+        hint = aliases.find_alias_hint(word.partition("=")[0]) or ": a setting is --name value"
+        return f"{word!r} is no method and no recipe{hint}"
     else:
-        if "=" in word:
-            key = word.partition("=")[0]
-            hint = aliases.find_alias_hint(key) or ": a setting is --name value"
-            return f"{word!r} is no method and no recipe{hint}"
-        near = nearest_name(word.lower(), methods)
-        near = near or by_stem.get(nearest_name(word, by_stem) or "")
-        what, known = (
-            f"unknown method {word!r}",
-            f"methods: {', '.join(methods)}; a recipe's name ends in .yaml",
-        )
+        near = nearest_name(word.lower(), methods) or find_recipe(word)
+        what = f"unknown method {word!r}"
+        known = f"methods: {', '.join(methods)}; a recipe's name ends in .yaml"
     return what + (f"; did you mean {near}?" if near else f" ({known})")
 
 
 def plan_from_folder(
-    words: Sequence[str], flags: Sequence[ParsedFlag], options: Collection[str]
+    words: Sequence[str], flags: Sequence[Flag], options: Collection[str]
 ) -> RequestedRun | None:
     """Return the plan of the run that --output-dir and --resume (or --auto-resume) name, if no word
     names a method or recipe; else None.
     """
-    words_by_flag = {flag.key: flag.raw.words for flag in flags}
-    if (
-        words
-        or len(words_by_flag.get("output_dir", ())) != 1
-        or not any(
-            name in words_by_flag and words_by_flag[name] in ((), ("True",))
-            for name in _RESUME_FLAGS
-        )
-    ):
+    flag_words = {key: raw.words for key, raw in flags}
+    set_words = ((), ("True",))
+    resumes = any(flag_words.get(name) in set_words for name in ("resume", "auto_resume"))
+    if words or not resumes or len(flag_words.get("output_dir", ())) != 1:
         return None
-    saved_run = read_saved_run(Path(words_by_flag["output_dir"][0]), options)
-    if saved_run is None:
-        return None
-    if words_by_flag.get("trust_run") not in ((), ("True",)):
-        check_resumed_code(Path(words_by_flag["output_dir"][0]), saved_run[1], {*words_by_flag})
-    return RequestedRun(tuple(saved_run[1]), saved_run[2], None, saved_run[0])
-
-
-_RESUME_FLAGS = ("resume", "auto_resume")
+    folder = Path(flag_words["output_dir"][0])
+    plan = read_saved_run(folder, options)
+    if plan is not None and flag_words.get("trust_run") not in set_words:
+        check_resumed_code(folder, plan.stages, flag_words)
+    return plan
 
 
 def plan_from_words(
@@ -120,46 +96,39 @@ def plan_from_words(
         else:
             problems.append(_unknown_word_message(word, list(methods), default_recipe.parent))
     if path is None:
-        return RequestedRun((RecipeStage(method, None, 0),) if method else (), {}, None)
+        return RequestedRun([RecipeStage(method)] if method else [])
     if not path.is_file():
         problems.append(
             f"no method on the line, and the default recipe {path} does not exist; name a method: "
             f"{', '.join(methods)}"
         )
-        return RequestedRun((), {}, None)
+        return RequestedRun()
     before = len(problems)
     recipe = read_recipe(path, problems)
     # An unreadable file has no stages; a second problem about that would mislead.
-    stages = (
-        _select_recipe_stages(recipe, method, problems)
-        if recipe.stages or len(problems) == before
-        else []
-    )
-    return RequestedRun(tuple(stages), recipe.shared, path)
+    if recipe.stages or len(problems) == before:
+        _check_method(recipe, method, problems)
+    return recipe
 
 
-def _select_recipe_stages(
-    recipe: Recipe, method: str | None, problems: list[str]
-) -> list[RecipeStage]:
-    """Return the recipe's stages, checked against the method on the line."""
-    if not recipe.stages:
+def _check_method(recipe: RequestedRun, method: str | None, problems: list[str]) -> None:
+    """Check the method on the line against the recipe, or set it as that of the recipe."""
+    path, stages = recipe.recipe, recipe.stages
+    if not stages:
         if method is None:
             problems.append(
-                f"{recipe.path}: no `method:` and no `stages:`; add one, or put the method before "
-                "the recipe"
+                f"{path}: no `method:` and no `stages:`; add one, or put the method before the "
+                "recipe"
             )
-            return []
-        return [RecipeStage(method, None, 0)]
-    if method is not None and len(recipe.stages) > 1:
-        names = ", ".join(str(stage.method) for stage in recipe.stages)
+        else:
+            stages.append(RecipeStage(method))
+    elif method is not None and len(stages) > 1:
+        names = ", ".join(str(stage.method) for stage in stages)
         problems.append(
-            f"{recipe.path} runs {len(recipe.stages)} stages ({names}); leave out {method!r} "
-            "before it"
+            f"{path} runs {len(stages)} stages ({names}); leave out {method!r} before it"
         )
-    elif method is not None and recipe.stages[0].method != method:
-        recipe_method = recipe.stages[0].method
+    elif method is not None and stages[0].method != method:
         problems.append(
-            f"{recipe.path} is a recipe for {recipe_method}, not {method}; leave out {method!r} "
-            "before it"
+            f"{path} is a recipe for {stages[0].method}, not {method}; leave out {method!r} before "
+            "it"
         )
-    return recipe.stages

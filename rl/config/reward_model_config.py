@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from rl.config.check_config import require
-from rl.config.number_range import Positive, Range, Size, check_ranges
+from rl.config.fields import check_ranges
+from rl.config.number_range import Positive, Range, Size
 
 
 def is_api_address(target: str) -> bool:

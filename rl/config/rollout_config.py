@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from rl.config.check_config import require
-from rl.config.number_range import Range, Size, check_ranges
+from rl.config.fields import check_ranges
+from rl.config.number_range import Range, Size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Define a `RunConfig` of stages, and convert it to config.json and back."""
+"""Define a `RunConfig` of stages, and convert it to config.json."""
 
 from __future__ import annotations
 
@@ -6,13 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rl.config.fields import (
-    SettingsError,
-    flatten_settings,
-    format_value,
-    get_defaults,
-    unflatten_settings,
-)
+from rl.config.fields import flatten_settings, format_value, get_defaults
 
 
 class MethodEntry(Protocol):
@@ -66,42 +60,6 @@ def resolve_config(run: RunConfig) -> dict[str, Any]:
         "options": flatten_settings(run.options),
         "stages": stages,
     }
-
-
-def load_resolved_config(
-    config: Mapping[str, Any],
-    methods: Mapping[str, MethodEntry],
-    *,
-    options: type,
-    place: str = "config.json",
-) -> RunConfig:
-    """Return the run of a saved configuration, the inverse of `resolve_config`. Raises SettingsError for
-    methods or settings that no longer exist and for values of a wrong type.
-    """
-    problems: list[str] = []
-    stages: list[StageConfig] = []
-    missing = [key for key in ("name", "options", "stages") if key not in config]
-    if missing:
-        raise SettingsError(
-            [f"{place}: no key {key!r}; is this file the config.json of a run?" for key in missing]
-        )
-    for stage in config["stages"]:
-        if stage["method"] not in methods:
-            problems.append(
-                f"{place}: unknown method {stage['method']!r} (methods: {', '.join(methods)})"
-            )
-            continue
-        settings = unflatten_settings(
-            methods[stage["method"]].Settings,
-            stage["settings"],
-            problems,
-            f"{place} stage {stage['name']}",
-        )
-        stages.append(StageConfig(stage["method"], stage["name"], settings))
-    options_value = unflatten_settings(options, config["options"], problems, place)
-    if problems:
-        raise SettingsError(problems)
-    return RunConfig(config["name"], tuple(stages), options_value, config.get("recipe"))
 
 
 def diff_configs(

@@ -1,25 +1,23 @@
-"""Read the stages and options of an existing run for `train.py --resume --output-dir RUN`, and
-parse the values of --change.
-"""
+"""Read the stages and options of an existing run from its config.json."""
 
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rl.config.aliases import current_name, current_settings, find_alias_hint
-from rl.config.fields import RawValue, SettingsError, nearest_name, to_words
-from rl.config.recipe import RecipeStage
+from rl.config.fields import SettingsError, get_saved_values
+from rl.config.recipe import RecipeStage, RequestedRun
 from rl.config.recorded_files import (
     LAUNCH_FOLDER_KEY,
     find_source_file,
     is_method_address,
     locate_recorded_files,
 )
+from rl.config.run_config import MethodEntry, RunConfig
+from rl.config.sources import merge_run
 
 # options of a single launch, not of the run
 _LAUNCH_OPTIONS = (
@@ -33,11 +31,8 @@ _LAUNCH_OPTIONS = (
 )
 
 
-def read_saved_run(
-    folder: Path, options: Collection[str]
-) -> tuple[str, list[RecipeStage], dict[str, RawValue]] | None:
-    """Return (name, stages, run-level options) from config.json in `folder`, or None if it is not
-    that of a run.
+def read_saved_run(folder: Path, options: Collection[str]) -> RequestedRun | None:
+    """Return the run that config.json in `folder` records, or None if it is not that of a run.
 
     `options`: the run-level settings that exist today; other saved options are dropped. Unknown
     settings of stages are kept, so that the caller reports them.
@@ -45,16 +40,48 @@ def read_saved_run(
     path = folder.expanduser() / "config.json"
     try:
         config = locate_recorded_files(json.loads(path.read_text(encoding="utf-8")))
-        stages = [_saved_stage(stage, path) for stage in config["stages"]]
-        shared = {
-            k: _saved_value(k, v, path)
-            for k, v in config["options"].items()
-            if k in options and k not in _LAUNCH_OPTIONS
-        }
-        name = config["name"]
+        plan = _parse_config(config, str(path))
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None  # the code that opens the folder reports the problem
-    return (name, stages, shared) if stages and isinstance(name, str) else None
+    shared = {
+        key: raw
+        for key, raw in plan.shared.items()
+        if key in options and key not in _LAUNCH_OPTIONS
+    }
+    return replace(plan, shared=shared) if plan.stages and isinstance(plan.folder, str) else None
+
+
+def load_resolved_config(
+    config: Mapping[str, Any],
+    methods: Mapping[str, MethodEntry],
+    *,
+    options: type,
+    place: str = "config.json",
+) -> RunConfig:
+    """Return the run of a saved configuration, the inverse of `resolve_config`. Raises SettingsError for
+    methods or settings that no longer exist and for values of a wrong type.
+    """
+    missing = [key for key in ("name", "options", "stages") if key not in config]
+    if missing:
+        raise SettingsError(
+            [f"{place}: no key {key!r}; is this file the config.json of a run?" for key in missing]
+        )
+    plan = replace(_parse_config(config, place), place=place)
+    return replace(merge_run(plan, (), methods, options, []), recipe=config.get("recipe"))
+
+
+def _parse_config(config: Mapping[str, Any], place: str) -> RequestedRun:
+    """Return the run that a config.json at `place` records."""
+    stages = [
+        RecipeStage(
+            stage["method"],
+            stage["name"],
+            place,
+            get_saved_values(stage["settings"], f"{place} stage {stage['name']}"),
+        )
+        for stage in config["stages"]
+    ]
+    return RequestedRun(stages, get_saved_values(config["options"], place), folder=config["name"])
 
 
 def check_resumed_code(
@@ -85,88 +112,3 @@ def check_resumed_code(
                         "give --trust-run if you know that file"
                     ]
                 )
-
-
-def _saved_stage(stage: Mapping[str, Any], path: Path) -> RecipeStage:
-    """Return a saved stage as a `RecipeStage`."""
-    values = {
-        key: _saved_value(key, value, path)
-        for key, value in current_settings(stage["settings"]).items()
-    }
-    return RecipeStage(stage["method"], stage["name"], 0, values)
-
-
-def _saved_value(key: str, value: Any, path: Path) -> RawValue:
-    """Return a saved JSON value as `RawValue`."""
-    return RawValue(to_words(value), f"{path}, {key}", is_null=value is None)
-
-
-def parse_changes(words: Sequence[str], problems: list[str]) -> dict[str, RawValue]:
-    """Parse `NAME=VALUE` and `STAGE.NAME=VALUE` words to values by name. Several values of a
-    setting are in the same word, quoted as for a shell.
-    """
-    changed = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or not name:
-            problems.append(
-                f"--change {word!r}: expected NAME=VALUE, such as learning_rate=1e-4 or "
-                "grpo.learning_rate=1e-4"
-            )
-            continue
-        try:
-            parts = tuple(shlex.split(value))
-        except ValueError as error:
-            problems.append(f"--change {word!r}: {error}")
-            continue
-        changed[to_setting_name(name)] = RawValue(
-            parts, f"--change {name}", is_null=value in ("null", "None")
-        )
-    return changed
-
-
-def to_setting_name(name: str) -> str:
-    """Return a setting's name as a Python identifier under its current name. A stage name before a
-    dot stays unchanged.
-    """
-    stage, dot, key = name.rpartition(".")
-    return current_name(stage + dot + re.sub("-", "_", key))
-
-
-def group_by_stage(
-    stage_flags: Mapping[str, RawValue],
-    names: Sequence[str],
-    tables: Mapping[str, Collection[str]],
-    problems: list[str],
-) -> dict[str, dict[str, RawValue]]:
-    """Return the `stage.setting` keys grouped by stage. `tables` holds the settings of each stage;
-    mistakes are appended to `problems`.
-    """
-    by_stage: dict[str, dict[str, RawValue]] = {name: {} for name in names}
-    for key, raw in stage_flags.items():
-        stage, _, setting = key.rpartition(".")
-        if stage not in by_stage:
-            known = {setting for table in tables.values() for setting in table}
-            if (alias_hint := find_alias_hint(key, known)) is not None:
-                problems.append(f"{raw.place}: no such setting{alias_hint}")
-                continue
-            near = nearest_name(stage, names)
-            hint = f"did you mean {near}?" if near else f"its stages are {', '.join(names)}"
-            problems.append(f"{raw.place}: this run has no stage {stage!r}; {hint}")
-            continue
-        if (
-            setting not in tables[stage]
-            and setting.startswith("no_")
-            and setting[3:] in tables[stage]
-            and not raw.words
-        ):
-            setting, raw = setting[3:], RawValue(("False",), raw.place)
-        if setting not in tables[stage]:
-            near = nearest_name(setting, tables[stage])
-            problems.append(
-                f"{raw.place}: no such setting of stage {stage}"
-                + (f"; did you mean {near}?" if near else "")
-            )
-            continue
-        by_stage[stage][setting] = raw
-    return by_stage

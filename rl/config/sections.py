@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from rl.config.check_config import require
+from rl.config.fields import check_ranges
 from rl.config.number_range import (
     MANY,
     POSITIVE,
@@ -28,7 +29,6 @@ from rl.config.number_range import (
     Seconds,
     Share,
     Size,
-    check_ranges,
 )
 from rl.lr_schedule import SCHEDULES
 

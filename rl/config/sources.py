@@ -1,28 +1,254 @@
-"""Resolve settings that replace each other across sources: reward and rewards."""
+"""Merge the sources of a run's settings into one mapping, and validate it.
+
+Later sources take precedence: a setting's default, a variant, a recipe's top level, a recipe's
+stage (or that of a saved run), the flags, the flags of a stage. A top-level setting or a flag
+applies to every stage that has the setting, except stages in which it has no effect (an error if it
+has no effect in any stage).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from rl.config.fields import RawValue
+from rl.config.fields import (
+    ENVIRONMENT_PREFIX,
+    RawValue,
+    SettingsError,
+    Source,
+    build_settings,
+    check_names,
+    format_as_flags,
+    get_fields,
+    is_setting,
+    nearest_name,
+    to_raw_value,
+)
+from rl.config.flag_parser import Flag, resolve_flags
+from rl.config.recipe import RecipeStage, RequestedRun
+from rl.config.run_config import MethodEntry, RunConfig, StageConfig
 
-_ALTERNATIVES = {"reward": "rewards", "rewards": "reward"}
+_ALTERNATIVES = {"reward": "rewards", "rewards": "reward"}  # each replaces the other
+_OF_ALL_STAGES = (Source.SHARED, Source.FLAG)
 
 
-def drop_replaced(
-    below: Mapping[str, RawValue], above: Mapping[str, RawValue]
+def merge_sources(
+    layers: Mapping[Source, Mapping[str, RawValue]], known: Collection[str]
 ) -> dict[str, RawValue]:
-    """Return `below` without the settings that a setting in `above` replaces. A source of higher
-    priority sets reward or rewards, not both.
+    """Return the value of each setting in `known` with its source; later layers take precedence.
+
+    `environment.NAME` keys become a single value of environment_settings.
     """
-    return {key: value for key, value in below.items() if _ALTERNATIVES.get(key) not in above}
+    merged: dict[str, RawValue] = {}
+    environment_sources = []
+    for source, layer in layers.items():
+        values = {key: replace(raw, source=source) for key, raw in layer.items()}
+        merged = {k: raw for k, raw in merged.items() if _ALTERNATIVES.get(k) not in values}
+        merged |= {key: raw for key, raw in values.items() if is_setting(key, known)}
+        if any(key.startswith(ENVIRONMENT_PREFIX) for key in layer):
+            environment_sources.append(source)
+    parts = {key: merged.pop(key) for key in [*merged] if key.startswith(ENVIRONMENT_PREFIX)}
+    if parts:
+        before = merged.get("environment_settings")
+        words = list(before.words) if before else []
+        for key, raw in parts.items():
+            words += key.removeprefix(ENVIRONMENT_PREFIX), shlex.join(raw.words or ("True",))
+        merged["environment_settings"] = RawValue(
+            tuple(words),
+            ", ".join(raw.place for raw in parts.values()),
+            source=max(environment_sources, key=_OF_ALL_STAGES.__contains__),
+        )
+    return merged
 
 
-def check_two_rewards(line: Mapping[str, RawValue]) -> list[str]:
+def merge_run(
+    plan: RequestedRun,
+    flags: Iterable[Flag],
+    methods: Mapping[str, MethodEntry],
+    options: type,
+    problems: list[str],
+) -> RunConfig:
+    """Return the run of a plan and the flags over it. Raises SettingsError with `problems` and
+    every further mistake.
+    """
+    stages = _select_known_stages(plan.stages, methods, problems)
+    classes: dict[str | None, type] = {None: options}
+    tables = {}
+    for name, stage in stages.items():
+        classes[name] = methods[str(stage.method)].Settings
+        tables[name] = get_fields(classes[name])
+    option_table = get_fields(options)
+    known = {*option_table, *(key for table in tables.values() for key in table)}
+    owners = _list_owners(methods)
+    # If a method is unknown, so are its settings: then only keys that no method has are problems.
+    accepted = known if len(stages) == len(plan.stages) > 0 else known | owners.keys()
+    flag_values = resolve_flags(flags, accepted, problems, tables=tables, owners=owners)
+    names = dict.fromkeys(str(stage.method) for stage in stages.values())
+    check_names(plan.shared, accepted, " or ".join(names) or "any method", problems, owners)
+    for name, stage in stages.items():
+        _check_stage(stage, tables[name], option_table, problems, owners)
+
+    layers = {Source.SHARED: plan.shared, Source.FLAG: flag_values[None]}
+    merged: dict[str | None, dict[str, RawValue]] = {None: merge_sources(layers, option_table)}
+    for name, stage in stages.items():
+        method = methods[str(stage.method)]
+        merged[name] = _merge_stage(plan, stage, method, flag_values, name, [*merged])
+    # Settings that may come from a recipe keep their recipe names in messages.
+    typed = flag_values[None].keys() if plan.recipe or plan.place else known
+    built = _build_settings(classes, merged, plan, typed - methods.keys(), problems)
+    problems += _check_two_rewards(flag_values[None])
+    if problems:
+        raise SettingsError(problems)
+    run = [StageConfig(str(stage.method), name, built[name]) for name, stage in stages.items()]
+    default_name = plan.folder or (plan.recipe.stem if plan.recipe else run[0].name)
+    recipe = str(plan.recipe) if plan.recipe else None
+    return RunConfig(built[None].name or default_name, tuple(run), built[None], recipe)
+
+
+def _select_known_stages(
+    stages: Sequence[RecipeStage], methods: Mapping[str, MethodEntry], problems: list[str]
+) -> dict[str, RecipeStage]:
+    """Return the stages with a known method by name: their own, or their method's, numbered if it
+    would repeat. Append a problem for each other stage.
+    """
+    known = []
+    for stage in stages:
+        if stage.method in methods:
+            known.append(stage)
+        elif stage.method is not None:
+            near = nearest_name(stage.method, methods)
+            hint = f"; did you mean {near}?" if near else f" (methods: {', '.join(methods)})"
+            problems.append(f"{stage.place}: unknown method {stage.method!r}{hint}")
+    # the class of file.py:Class
+    labels = [stage.name or str(stage.method).rpartition(":")[2] for stage in known]
+    return {
+        f"{name}-{labels[:i].count(name) + 1}" if labels.count(name) > 1 else name: known[i]
+        for i, name in enumerate(labels)
+    }
+
+
+def _list_owners(methods: Mapping[str, MethodEntry]) -> dict[str, str]:
+    """Return, for each setting, the names of the methods that have it."""
+    owners: dict[str, list[str]] = {}
+    for name, method in methods.items():
+        for key in get_fields(method.Settings):
+            owners.setdefault(key, []).append(name)
+    return {key: ", ".join(names) for key, names in owners.items()}
+
+
+def _check_stage(
+    stage: RecipeStage,
+    table: Collection[str],
+    option_table: Collection[str],
+    problems: list[str],
+    owners: Mapping[str, str],
+) -> None:
+    """Append a problem for each setting of a stage that is of the whole run or unknown. Raises
+    TypeError if the method and the run share the name of a setting.
+    """
+    if both := set(table) & set(option_table):
+        raise TypeError(
+            f"settings of {stage.method} and of the run share the names {sorted(both)}; flat names "
+            "must be unique"
+        )
+    for key in [key for key in stage.raw_values if key in option_table]:
+        problems.append(
+            f"{stage.raw_values[key].place}: applies to the whole run; move it to the recipe's top "
+            "level"
+        )
+    known = {key: raw for key, raw in stage.raw_values.items() if key not in option_table}
+    check_names(known, table, str(stage.method), problems, owners)
+
+
+def _merge_stage(
+    plan: RequestedRun,
+    stage: RecipeStage,
+    method: MethodEntry,
+    flag_values: Mapping[str | None, Mapping[str, RawValue]],
+    name: str,
+    earlier_names: Collection[str | None],
+) -> dict[str, RawValue]:
+    """Return the settings of a stage from all sources."""
+    flags = dict(flag_values[None])
+    base_model = stage.raw_values.get("base_model")
+    if base_model is not None and base_model.words in [(name,) for name in earlier_names]:
+        flags.pop("base_model", None)  # it applies to the first stage only
+    layers = {
+        Source.SHARED: plan.shared,
+        Source.STAGE: stage.raw_values,
+        Source.FLAG: flags,
+        Source.STAGE_FLAG: flag_values[name],
+    }
+    merged = merge_sources(layers, get_fields(method.Settings))
+    variant = merged.get("variant")
+    # A saved run has the settings of its variant. An unknown variant is reported later.
+    if variant is None or len(variant.words) != 1 or plan.folder is not None:
+        return merged
+    implied = {
+        key: replace(to_raw_value(value, variant.place), source=Source.VARIANT)
+        for key, value in method.variants.get(variant.words[0], {}).items()
+    }
+    return implied | merged
+
+
+def _build_settings(
+    classes: Mapping[str | None, type],
+    merged: Mapping[str | None, Mapping[str, RawValue]],
+    plan: RequestedRun,
+    typed: Collection[str],
+    problems: list[str],
+) -> dict[str | None, Any]:
+    """Return the settings of each stage, and those of the run under None.
+
+    Settings without effect are left out: those that a variant implies, those of a saved run (older
+    runs could save them), and in a run of several stages those for all stages, which are a problem
+    if they have no effect in any stage.
+    """
+    built: dict[str | None, Any] = {}
+    used: set[str] = set()
+    unused: dict[str, str] = {}
+    for name, values in merged.items():
+        # a setting for all stages applies to those in which it has an effect
+        shared_sources = _OF_ALL_STAGES if name is not None and len(classes) > 2 else ()
+        label = f"stage {name}" if name is not None and (shared_sources or plan.place) else ""
+        prefix = f"{plan.place} {label}".strip()
+        prefix += ": " if prefix else ""
+        dropped: dict[str, str] = {}
+        droppable = [
+            key
+            for key, raw in values.items()
+            if raw.source is Source.VARIANT
+            or (plan.folder is not None and raw.source in (Source.SHARED, Source.STAGE))
+            or raw.source in shared_sources
+        ]
+        built[name] = build_settings(
+            classes[name],
+            values,
+            problems,
+            prefix,
+            droppable=droppable,
+            unused=dropped,
+            flags=typed,
+        )
+        used |= values.keys() - dropped.keys()
+        unused |= {
+            key: prefix + text
+            for key, text in dropped.items()
+            if values[key].source in shared_sources
+        }
+    problems += [format_as_flags(text, typed) for key, text in unused.items() if key not in used]
+    return built
+
+
+def _check_two_rewards(flag_values: Mapping[str, RawValue]) -> list[str]:
     """Return a problem if the line sets both rewards and reward to its default value. The settings
     class cannot detect this case, because the default looks like no value.
     """
-    if line.keys() >= _ALTERNATIVES.keys() and line["reward"].words == ("exact_match",):
+    if flag_values.keys() >= _ALTERNATIVES.keys() and flag_values["reward"].words == (
+        "exact_match",
+    ):
         return [
             "--reward exact_match has no effect: --rewards replaces it; add it to rewards with its "
             "weight"

@@ -19,6 +19,7 @@ from rl.config import (
     StageConfig,
     diff_configs,
     flatten_settings,
+    list_changed_settings,
     resolve_config,
     unflatten_settings,
 )
@@ -97,18 +98,16 @@ def check_changes(
         {**config, "stages": recorded_stages[:started_stages]},
         {**requested, "stages": requested["stages"][:started_stages]},
     )
-    mismatches = diff_configs(
-        recorded, current, ignore=_ignored_settings(recorded_stages, requested), **default_sources
-    )
-    if any(line.startswith("stages ") for line in mismatches):
-        raise RunFolderError(_format_refusal(mismatches))
-    changeable = {
-        word.partition("=")[0].rpartition(".")[2].replace("-", "_") for word in run.options.change
-    }
+    names = [[(s["name"], s["method"]) for s in c["stages"]] for c in (recorded, current)]
+    if names[0] != names[1]:
+        changes = diff_configs(recorded, current, ignore=CHANGEABLE_OPTIONS, **default_sources)
+        raise RunFolderError(_format_refusal(changes))
+    changeable = list_changed_settings(run.options.change)
     stages = list(run.stages)
     notes: list[dict[str, Any]] = []
     for index, stage in enumerate(run.stages[:started_stages]):
-        before = {**_default_settings(stage), **recorded_stages[index]["settings"]}
+        defaults = flatten_settings(type(stage.settings)())
+        before = defaults | recorded_stages[index]["settings"]
         after = flatten_settings(stage.settings)
         if index < stage_index:
             stages[index] = _restore_ended_stage(stage, before, after)
@@ -185,23 +184,6 @@ def includes_data_change(notes: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether the changes include a setting of the training data."""
     data = {item.name for item in fields(PreferenceDataSettings)}
     return any(note["setting"] in data - {*CHANGEABLE_SETTINGS} for note in notes)
-
-
-def _ignored_settings(
-    recorded: Sequence[Mapping[str, Any]], requested: Mapping[str, Any]
-) -> tuple[str, ...]:
-    """Return the names of all settings, so that only names and methods of stages are compared."""
-    return tuple(
-        {
-            *CHANGEABLE_OPTIONS,
-            *(key for stage in [*recorded, *requested["stages"]] for key in stage["settings"]),
-        }
-    )
-
-
-def _default_settings(stage: StageConfig) -> dict[str, Any]:
-    """Return the default settings of a stage's method, flat."""
-    return flatten_settings(METHODS[stage.method].Settings())
 
 
 def _restore_ended_stage(

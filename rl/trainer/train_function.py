@@ -4,14 +4,14 @@ command line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from rl.algorithms import METHODS
-from rl.config import RunConfig, RunSettings, read_run, to_words
+from rl.config import RunConfig, RunSettings, read_run
 from rl.errors import UserError
 from rl.jsonl import METRICS_FILE, get_rollout_step, read_jsonl, read_metrics
 from rl.reporting import CURVES, ROLLOUTS, contains_run
@@ -136,34 +136,4 @@ def resolve_run(what: str | Path, settings: dict[str, Any]) -> RunConfig:
     problem.
     """
     words = [str(what)] if str(what) else []
-    for name, value in _expand_environment(settings).items():
-        if callable(value):
-            raise UserError(f"{name} is a function; only reward may be a function")
-        if isinstance(value, (list, tuple)) and any(isinstance(item, Mapping) for item in value):
-            raise UserError(
-                f"{name} is a list of {len(value)} rows, expected the name of a file: write each "
-                f"row as a line of JSON to rows.jsonl, and pass {name}='rows.jsonl'"
-            )
-        values = (
-            ("None",)
-            if value is None
-            else to_words(str(value) if isinstance(value, Path) else value)
-        )
-        words += [f"--{name}={values[0]}", *values[1:]] if values else [f"--{name}"]
-    return read_run(words, METHODS, _DEFAULT_RECIPE, RunSettings)
-
-
-def _expand_environment(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings with `environment={"name": ..., key: value}`, the form of a recipe, as
-    the name and settings environment.key.
-    """
-    environment = settings.get("environment")
-    if not isinstance(environment, Mapping):
-        return settings
-    if "name" not in environment:
-        raise UserError(
-            f"environment has the keys {', '.join(map(str, environment))}, expected also 'name': "
-            "environment={'name': 'calculator', 'digits': 4}"
-        )
-    others = {f"environment.{key}": item for key, item in environment.items() if key != "name"}
-    return {**settings, "environment": environment["name"], **others}
+    return read_run(words, METHODS, _DEFAULT_RECIPE, RunSettings, settings)
