@@ -770,14 +770,14 @@ MUTANTS = [
         "not_finite learner",
     ),
     M(
-        "rl/sampler/logit_bias.py",
+        "rl/sampler/token_sampling.py",
         '    owners, early = rows["job"], rows["drawn"] < rows["min_tokens"]\n',
         "    owners, early = (rows['job'], rows['drawn'] <= rows['min_tokens'])\n",
         "stop ids are kept back one token too long",
         "sampler_biases",
     ),
     M(
-        "rl/sampler/logit_bias.py",
+        "rl/sampler/token_sampling.py",
         '    if (whole_N := changed_N & rows["untruncated_logprobs"]).any():\n',
         "    if (whole_N := (changed_N & ~rows['untruncated_logprobs'])).any():\n",
         "logprobs of the whole distribution for the wrong rows",
@@ -785,8 +785,8 @@ MUTANTS = [
     ),
     M(
         "rl/sampler/multistep_engine.py",
-        '        return bool((whole | (rows["temperature"] == 0)).all() and not find_biased_rows(rows).any())\n',
-        "        return bool((whole | (rows['temperature'] == 0)).all())\n",
+        "        return not (truncated | find_adjusted_rows(self._rows)).any()\n",
+        "        return not truncated.any()\n",
         "steps that run by themselves leave out biases",
         "sampler_biases",
     ),
@@ -806,8 +806,8 @@ MUTANTS = [
     ),
     M(
         "rl/types/sampling_params.py",
-        "        return (\n            self.top_k != -1\n            or self.top_p < 1\n            or self.min_p > 0\n            or bool(self.logit_bias)\n            or self.min_tokens > 0\n        )\n",
-        "        return self.top_k != -1 or self.min_p > 0 or bool(self.logit_bias) or (self.min_tokens > 0)\n",
+        '    "untruncated_logprobs",\n    "ignore_eos",\n)\n',
+        '    "untruncated_logprobs",\n    "ignore_eos",\n    "top_p",\n)\n',
         "outside: samples of top-p count as whole",
         "temperatures clients",
     ),

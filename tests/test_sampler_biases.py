@@ -10,12 +10,18 @@ import numpy as np
 import pytest
 import torch
 from helpers import ADAM
-from sampler_models import VOCAB, one_thread, random_prompts, tiny_model  # noqa: F401
+from sampler_models import (  # noqa: F401
+    VOCAB,
+    one_thread,
+    random_prompts,
+    row_settings,
+    tiny_model,
+)
 
 from rl import ServiceClient
 from rl.sampler import Engine, SamplingRequest, make_decoder
 from rl.sampler.multistep_engine import MultiStepEngine
-from rl.sampler.token_sampling import make_row_settings, sample_tokens
+from rl.sampler.token_sampling import sample_tokens
 from rl.types import Datum, ModelInput, SamplingParams
 
 EOS = (1, 2, 3, 5, 8)
@@ -165,10 +171,8 @@ def test_a_request_that_has_begun_counts_what_it_drew():
 def test_min_p_against_plain_python(min_p, top_k, top_p):
     torch.manual_seed(1)
     logits, uniform = torch.randn(30, 12) * 2, torch.rand(30, dtype=torch.float64)
-    columns = [np.full(30, value) for value in (0.9, top_k, top_p, False, min_p)]
-    tokens, logprobs = sample_tokens(
-        logits, uniform, make_row_settings(*columns, vocab=12, device=torch.device("cpu"))
-    )
+    params = SamplingParams(temperature=0.9, top_k=top_k, top_p=top_p, min_p=min_p)
+    tokens, logprobs = sample_tokens(logits, uniform, row_settings([params] * 30, 12))
     for row in range(30):
         weights = [math.exp(x / 0.9) for x in logits[row].tolist()]
         ranked = [

@@ -136,15 +136,11 @@ def resolve_max_tokens(
     return max_tokens
 
 
-def check_biases(
+def check_params(
     params: SamplingParams, stop_ids: Collection[int], vocab: int, max_tokens: int
 ) -> None:
-    """Raise ValueError if logit_bias names an unknown token, or if min_tokens cannot be reached."""
-    outside = [token for token in params.logit_bias or () if token >= vocab]
-    if outside:
-        raise ValueError(
-            f"logit_bias names the token {outside[0]}, and the model's ids are 0 to {vocab - 1}"
-        )
+    """Raise ValueError for a token outside the vocabulary, or min_tokens that cannot be reached."""
+    params.check_vocabulary(vocab)
     if params.min_tokens > max_tokens:
         raise ValueError(
             f"min_tokens={params.min_tokens} is more than the {max_tokens} tokens that may be "
