@@ -109,11 +109,20 @@ class Asked:
             ["ab", "q"],
             ["zz"],
         ]
-        cut = rng.random()
+        cut, more = rng.random(), dict[str, Any]()
+        stop = stops[int(rng.integers(len(stops)))]
+        if 0.15 < cut < 0.25:
+            more = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3}
+        elif 0.25 < cut < 0.35:
+            more["logit_bias"] = {int(rng.integers(0, self.vocab)): 2.5}
+        if 0.2 < cut < 0.3 and not (stop and isinstance(stop[0], str)):
+            more["min_tokens"] = int(rng.integers(0, max_tokens + 1))
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=float(rng.choice([0.0, 0.7, 1.0])),
-            stop=stops[int(rng.integers(len(stops)))],
+            stop=stop,
+            min_p=0.1 if 0.1 < cut < 0.2 else 0.0,
+            **more,
             top_k=3 if cut < 0.1 else -1,
             top_p=0.8 if 0.05 < cut < 0.15 else 1.0,
             untruncated_logprobs=bool(rng.random() < 0.3),
@@ -314,7 +323,7 @@ def on_a_border(decoder: Any, request: SamplingRequest, index: int, drawn: list[
     once in some 200,000 tokens, 9e-8 from the border.
     """
     params, logits = request.params, list[torch.Tensor]()
-    if params.temperature == 0 or params.top_k > 0 or params.top_p < 1:
+    if params.temperature == 0 or params.changes_distribution:
         return False
     with torch.inference_mode():
         decoder.read_prompts([[*request.prompt, *drawn]], [lambda start, some: logits.append(some)])

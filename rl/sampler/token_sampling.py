@@ -1,4 +1,4 @@
-"""Sample a token and its logprob: biases, temperature, min-p, top-k, top-p, inverse CDF.
+"""Sample a token and its logprob: biases, penalties, temperature, truncation, inverse CDF.
 
 All rows are processed at once, on the logits' device. Shapes: N rows, V vocabulary, B blocks of the
 vocabulary, M rows of one request. Softmax and logprobs are in float32 whatever the logits' dtype.
@@ -6,7 +6,7 @@ vocabulary, M rows of one request. Softmax and logprobs are in float32 whatever 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rl.sampler import cpu_kernels
 from rl.sampler.running_rows import RunningRows
+from rl.sampler.sampling_requests import SamplingRequest
 from rl.sampler.sequence_groups import SequenceGroup
 
 # vocabularies above this size are searched in two levels: first the block, then the token in it
@@ -115,8 +116,8 @@ def sample_next_tokens(
 def adjust_logits(
     logits_NV: Tensor, rows: RunningRows, groups: Mapping[int, SequenceGroup], changed_N: np.ndarray
 ) -> Tensor:
-    """Return float32 logits with the biases added, and -inf for stop ids in rows that may not stop
-    yet.
+    """Return float32 logits with biases and penalties, and -inf for stop ids in rows that may not
+    stop yet.
     """
     adjusted_NV = logits_NV.float().clone()
     owners, early = rows["job"], rows["drawn"] < rows["min_tokens"]
@@ -131,12 +132,38 @@ def adjust_logits(
                 device=adjusted_NV.device,
             )
             adjusted_NV[index_M[:, None], tokens] += bias
+        if group.request.params.penalizes:
+            index_M = _row_indices(group_rows_N, adjusted_NV)
+            adjusted_NV[index_M] = penalize_repeats(
+                adjusted_NV[index_M],
+                [rows.response(row)[0] for row in np.flatnonzero(group_rows_N).tolist()],
+                group.request,
+            )
         if group.stop_ids and (group_rows_N & early).any():
             stops = torch.tensor(list(group.stop_ids), device=adjusted_NV.device)
             adjusted_NV[
                 _row_indices(group_rows_N & early, adjusted_NV)[:, None], stops
             ] = -torch.inf
     return adjusted_NV
+
+
+def penalize_repeats(
+    logits_MV: Tensor, responses: Sequence[np.ndarray], request: SamplingRequest
+) -> Tensor:
+    """Return the logits of a request's rows after its penalties. `responses`: the tokens of each
+    row so far.
+    """
+    params, vocab, device = request.params, logits_MV.shape[1], logits_MV.device
+    places = np.concatenate([row * vocab + tokens for row, tokens in enumerate(responses)])
+    counts_MV = torch.from_numpy(places).to(device).bincount(minlength=logits_MV.numel())
+    counts_MV = counts_MV.view_as(logits_MV)
+    if (penalty := params.repetition_penalty) != 1:
+        repeated_MV = counts_MV > 0
+        repeated_MV[:, torch.tensor(list(request.prompt), device=device)] = True
+        scaled_MV = torch.where(logits_MV > 0, logits_MV / penalty, logits_MV * penalty)
+        logits_MV = torch.where(repeated_MV, scaled_MV, logits_MV)
+    logits_MV = logits_MV - params.frequency_penalty * counts_MV
+    return logits_MV - params.presence_penalty * (counts_MV > 0)
 
 
 def compute_untruncated_logprobs(

@@ -20,7 +20,15 @@ MAX_STOPS = 64
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024  # OpenAI's limit
 # parameters that are read from the field of their name, by their bounds
-NUMBER_PARAMETERS = ("temperature", "top_p", "min_p", "min_tokens")
+NUMBER_PARAMETERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 
 
 # Fields that do not change the response: labels, and hints for storage or billing.
@@ -39,7 +47,6 @@ IGNORED_FIELDS = (
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
-    "frequency_penalty": (0,),
     "function_call": ("auto", "none"),
     "functions": ([],),
     "guided_choice": (),
@@ -49,9 +56,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
     "prediction": (),
-    "presence_penalty": (0,),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "store": (False,),
@@ -78,11 +83,6 @@ REFUSAL_REASONS: Mapping[str, str] = {
             "structured_outputs",
         ),
         _NO_GRAMMAR,
-    ),
-    **dict.fromkeys(
-        ("frequency_penalty", "presence_penalty", "repetition_penalty"),
-        "each token is sampled from the model's distribution, whatever the earlier tokens; "
-        "logit_bias changes the logits of single tokens",
     ),
 }
 
@@ -198,8 +198,8 @@ def read_sampling_params(
     stop_token_ids.
 
     `renderer_stops`: stops of the renderer, which are always added. Logprobs are of the whole
-    distribution at the temperature, before logit_bias and before truncation by top_p, top_k and
-    min_p.
+    distribution at the temperature, before logit_bias, penalties and truncation by top_p, top_k
+    and min_p.
     """
     values = {name: fields.get_parameter(name) for name in NUMBER_PARAMETERS}
     numbers = {name: value for name, value in values.items() if value is not None}

@@ -73,8 +73,8 @@ class SamplingParams:
     temperature: 0 is greedy.
     seed: the same seed (and weights) gives the same samples; the members of a group still differ.
     untruncated_logprobs (extension): return the logprobs of the full distribution at the
-        temperature, without bias, `min_tokens`, `min_p`, top_k and top_p. By default logprobs are
-        of the distribution that was sampled from, renormalized after truncation.
+        temperature, without bias, penalties, `min_tokens`, `min_p`, top_k and top_p. By default
+        logprobs are of the distribution that was sampled from, renormalized after truncation.
 
     Further extensions, as in vLLM. `changes_distribution` tells whether the distribution is
     changed; the learner rejects samples of a changed distribution.
@@ -83,6 +83,10 @@ class SamplingParams:
     logit_bias: token ids and the numbers added to their logits, before the temperature.
     min_tokens: do not sample EOS and stop ids before this many tokens.
     ignore_eos: do not stop at EOS; the stops in `stop` still apply.
+    presence_penalty, frequency_penalty: subtracted from the logit of a token that the response
+        holds, and the second again for every time that it does. After logit_bias.
+    repetition_penalty: the logit of a token that the prompt or the response holds is divided by it
+        if it is positive, and multiplied otherwise. After logit_bias, before the other penalties.
 
     Raises ValueError for values out of range.
     """
@@ -102,6 +106,9 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     min_tokens: int = _bounded(0, "a whole number of at least 0", 0, _LARGEST)
     ignore_eos: bool = False
+    presence_penalty: float = _bounded(0.0, "a number from -2 to 2", -2, 2)
+    frequency_penalty: float = _bounded(0.0, "a number from -2 to 2", -2, 2)
+    repetition_penalty: float = _bounded(1.0, "a number from 0.01 to 100", 0.01, 100)
 
     @property
     def changes_distribution(self) -> bool:
@@ -116,7 +123,13 @@ class SamplingParams:
         """Return whether the logits of every token of a sample are changed before the
         temperature.
         """
-        return bool(self.logit_bias)
+        return bool(self.logit_bias) or self.penalizes
+
+    @property
+    def penalizes(self) -> bool:
+        """Return whether the logits of a token depend on earlier tokens being equal to it."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return penalties != (0, 0, 1)
 
     def check_vocabulary(self, vocabulary: int) -> None:
         """Raise ValueError for a parameter of a token that is not in the vocabulary."""
