@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl.errors import UserError, warn_on_rank_zero
+from rl.errors import UserError
 from rl.layers import get_config_number
 from rl.learner import Learner
 from rl.models import LoadedModel
 from rl.runtime.rank_settings import SamplerSettings
-from rl.runtime.stream_worker import WorkerStream
 from rl.sampler import (
     Decoder,
     Engine,
@@ -21,6 +20,7 @@ from rl.sampler import (
     IdleKVCachePool,
     MultiAdapterEngine,
     PagedEngine,
+    PagedMultiAdapterEngine,
     SamplingRequest,
     enable_expert_recording,
     make_engine,
@@ -78,12 +78,9 @@ def make_version_engine(
         "max_rows": sampler_settings.max_rows,
         "version": source.version,
     }
+    if mixed and sampler_settings.cache == "paged":
+        return PagedMultiAdapterEngine.on_base_of(source.decoder, kept=kv_cache_pool, **settings)
     if mixed:
-        if sampler_settings.cache == "paged":
-            warn_on_rank_zero(
-                "sampler_cache paged: batches of several adapters on the same base use a "
-                "contiguous cache instead"
-            )
         return MultiAdapterEngine.on_base_of(source.decoder, **settings)
     replays_routing = sampler_settings.router_replay and source.learned
     if replays_routing:
@@ -122,15 +119,15 @@ def close_engine(engine: Engine) -> None:
 
 
 def add_versions(
-    stream: WorkerStream,
+    engine: Engine,
     versions: Mapping[int, SamplerVersion],
     new_requests: Sequence[SamplingRequest],
 ) -> None:
-    """Add the weights of new requests to a mixed stream, and drop weights that have been freed.
+    """Add the weights of new requests to the engine of a mixed stream, and drop weights that have
+    been freed.
 
     The engine refuses a request with freed weights; other requests are unaffected.
     """
-    engine = stream.engine
     assert isinstance(engine, MultiAdapterEngine)
     engine.keep_weights(versions)
     for number in {

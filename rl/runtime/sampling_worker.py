@@ -30,6 +30,7 @@ from rl.runtime.sharding import assign_indices, merge_by_index, sum_counters
 from rl.runtime.stream_worker import StepOutput, StepRequest, WorkerStream, run_step_request
 from rl.sampler import (
     Decoder,
+    Engine,
     IdleKVCachePool,
     SamplingRequest,
     disable_cudnn_attention,
@@ -255,15 +256,20 @@ class SamplingWorker:
             [request for _, _, request in step_request.new_requests],
         )
         if step_request.mixed:
-            add_versions(stream, self.versions, arrived)
+            add_versions(stream.engine, self.versions, arrived)
         else:
             source.report_params(arrived)
-        output = run_step_request(
-            stream,
-            step_request,
-            collectives.rank() // sampler_settings.tp,
-            lambda: make_version_engine(source, sampler_settings, kv_cache_pool=self.kv_cache_pool),
-        )
+
+        def make_engine(unfinished: Sequence[SamplingRequest]) -> Engine:
+            engine = make_version_engine(
+                source, sampler_settings, step_request.mixed, self.kv_cache_pool
+            )
+            if step_request.mixed:
+                add_versions(engine, self.versions, [*unfinished, *arrived])
+            return engine
+
+        rank = collectives.rank() // sampler_settings.tp
+        output = run_step_request(stream, step_request, rank, make_engine)
         return output if self.reports_results else StepOutput()
 
     def unfinished(self, stream_id: int) -> dict[int, SamplingRequest]:

@@ -15,7 +15,11 @@ from rl.sampler.decoder_weights import UnsupportedModel
 from rl.sampler.engine_selection import make_engine
 from rl.sampler.expert_recording import ExpertRecordingEngine, enable_expert_recording
 from rl.sampler.kv_cache_pool import IdleKVCachePool
-from rl.sampler.multi_adapter import MultiAdapterDecoder, MultiAdapterEngine
+from rl.sampler.multi_adapter import (
+    MultiAdapterDecoder,
+    MultiAdapterEngine,
+    PagedMultiAdapterEngine,
+)
 from rl.sampler.multistep_engine import MultiStepEngine
 from rl.sampler.paged_engine import PagedEngine
 from rl.sampler.paged_state import BLOCK_SIZE
@@ -35,6 +39,7 @@ __all__ = [
     "MultiAdapterEngine",
     "BLOCK_SIZE",
     "PagedEngine",
+    "PagedMultiAdapterEngine",
     "SamplingRequest",
     "ExpertRecordingEngine",
     "MultiStepEngine",

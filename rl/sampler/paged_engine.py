@@ -233,7 +233,7 @@ class PagedEngine(Engine):
             if slot is None:
                 slot = len(self._prompts)
                 self._prompts.append(first.prompt)
-                self._state.add_prompt_slot(first.prompt_length)
+                self._state.add_prompt_slot(first.prompt_length, first.prompt.adapter_id)
             self._state.resume_row(slot, first.fed_tokens)
             self._rows.restore(first.fields)
             self._settings = None
