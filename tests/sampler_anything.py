@@ -7,6 +7,7 @@ left for others midway.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -39,14 +40,22 @@ class Letters:
         return "".join(chr(ord("a") + int(token) % 26) for token in tokens)
 
 
-def two_weights() -> tuple[Any, Any]:
-    """A decoder and one of the same architecture with other weights."""
-    model = tiny_model("qwen3")
-    first = make_decoder(model, kind="fast")
+def two_models() -> tuple[Any, Any]:
+    """A model and one with other weights."""
+    models = tiny_model("qwen3"), tiny_model("qwen3")
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in models[1].parameters():
             parameter.mul_(1.15)
-    return first, make_decoder(model, kind="fast")
+    return models
+
+
+def two_weights(models: tuple[Any, Any] | None = None, team: Any = None) -> tuple[Any, Any]:
+    """The decoders of `two_models`. `team`: the ranks that hold them together."""
+    first, other = (
+        make_decoder(copy.deepcopy(model), kind="fast", tp_group=team)
+        for model in models or two_models()
+    )
+    return first, other
 
 
 class Alone:
@@ -361,12 +370,14 @@ def same(
         assert len(mine.tokens) == count and mine.stop_reason == alone.stop_reason
 
 
-def play(kind: str, seed: int, decoders: tuple[Any, Any], change: str) -> dict[str, int]:
+def play(
+    kind: str, seed: int, decoders: tuple[Any, Any], change: str, split: Any = None
+) -> dict[str, int]:
     """A workload; AssertionError where a sample, a version or a page is not what it must be. What
-    happened, counted.
+    happened, counted. `split`: the engine's decoders, if several ranks hold them together.
     """
     alone = Alone(decoders[0])
-    one = Play(kind, seed, decoders, alone, change)
+    one = Play(kind, seed, split or decoders, alone, change)
     one.all()
     others = Alone(decoders[1])
     compared = 0
