@@ -1421,14 +1421,14 @@ MUTANTS = [
         "serve_forms",
     ),
     M(
-        "rl/sampler/block_tables.py",
+        "rl/sampler/block_manager.py",
         "    length = np.pad(lengths, (0, rows - len(lengths)), constant_values=1) - skip\n",
         "    length = np.pad(lengths, (0, rows - len(lengths)), constant_values=1)\n",
         "positions of shared pages are counted twice",
         "kernel_paged sampler_paged",
     ),
     M(
-        "rl/sampler/block_tables.py",
+        "rl/sampler/block_manager.py",
         "    row_tables = [pages[starts[i] :] if starts[i] else pages for i, pages in enumerate(tables)]\n",
         "    row_tables = [pages for i, pages in enumerate(tables)]\n",
         "shared pages in a row's own table",

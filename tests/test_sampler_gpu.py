@@ -112,7 +112,7 @@ def test_attention_over_pages_is_the_gathered_one(heads, dtype):
 def test_attention_over_pages_at_every_number_of_splits(rows, context):
     """From 32 splits of each sequence to one, with a group over half of the rows and without."""
     from kernels import paged_attention as module
-    from rl.sampler.block_tables import make_block_tables
+    from rl.sampler.block_manager import make_block_tables
 
     g, pages = torch.Generator("cuda").manual_seed(0), -(-context // 256)
     kv = torch.randn(2, rows * pages + 1, 256, 2, 64, generator=g, device="cuda").bfloat16()

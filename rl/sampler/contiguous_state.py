@@ -19,8 +19,13 @@ from torch import Tensor
 from rl.sampler.cpu_kernels import CpuKernels
 from rl.sampler.decode_state import DecodeState, LogitsReader
 from rl.sampler.forward_fast import LlamaForward
-from rl.sampler.prefix_attention import PromptBand, make_bands, row_attention, shared_attention
-from rl.sampler.suffix_batch import SuffixBatch
+from rl.sampler.prefix_attention import (
+    PromptBand,
+    SuffixBatch,
+    make_bands,
+    row_attention,
+    shared_attention,
+)
 from rl.types import PlacedImage
 
 CacheAttention = Callable[[int, Tensor], Tensor]

@@ -22,8 +22,12 @@ from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.paged_engine import PagedEngine
 from rl.sampler.paged_state import PagedState
 from rl.sampler.sampling_engine import Engine
-from rl.sampler.sampling_requests import FinishedRequest, SamplingRequest
-from rl.sampler.sequence_groups import SequenceGroup, make_divergence_error
+from rl.sampler.sampling_requests import (
+    FinishedRequest,
+    SamplingRequest,
+    SequenceGroup,
+    make_divergence_error,
+)
 from rl.types import SampledSequence
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.sampler.block_tables import split_block_tables
+from rl.sampler.block_manager import split_block_tables
 from rl.sampler.cuda_graphs import CUDAGraphRunner
 from rl.sampler.decode_inputs import DecodeInputs
 from rl.sampler.decode_state import compact_slots

@@ -24,8 +24,7 @@ from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.kv_cache_pool import IdleKVCachePool
 from rl.sampler.paged_state import BLOCK_SIZE, PagedState
 from rl.sampler.sampling_engine import Engine
-from rl.sampler.sampling_requests import FinishedRequest
-from rl.sampler.sequence_groups import CachedPrompt, SequenceGroup
+from rl.sampler.sampling_requests import CachedPrompt, FinishedRequest, SequenceGroup
 from rl.types import SampledSequence
 
 

@@ -1,9 +1,9 @@
 """Store the KV cache of the fast decoder in blocks of a fixed pool.
 
 Memory is proportional to the tokens that exist, not to the longest row times all rows. The samples
-equal those of `contiguous_state`. block_manager.py decides which rows share blocks, block_tables.py
-builds the block tables of a step. When no blocks are free, rows are preempted (see
-paged_engine.py). Shapes: P prompts, N rows, K key heads, S positions of a block, D head width.
+equal those of `contiguous_state`. block_manager.py decides which rows share blocks, and builds the
+block tables of a step. When no blocks are free, rows are preempted (see paged_engine.py). Shapes: P
+prompts, N rows, K key heads, S positions of a block, D head width.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from kernels import compute_paged_attention
-from rl.sampler.block_manager import BlockManager, PromptBlockTable
-from rl.sampler.block_tables import make_block_tables
+from rl.sampler.block_manager import BlockManager, PromptBlockTable, make_block_tables
 from rl.sampler.decode_state import DecodeState, LogitsReader
 from rl.sampler.forward_fast import LlamaForward
-from rl.sampler.suffix_batch import SuffixBatch
+from rl.sampler.prefix_attention import SuffixBatch
 from rl.types import PlacedImage
 
 BLOCK_SIZE = 256  # positions: the block size of torch's varlen attention

@@ -21,9 +21,11 @@ from rl.sampler.decode_state import compact_slots
 from rl.sampler.decoder import Decoder
 from rl.sampler.prompt_logprobs import PromptLogprobs
 from rl.sampler.running_rows import RunningRows
-from rl.sampler.sampling_requests import EngineCounters, FinishedRequest, SamplingRequest
-from rl.sampler.sequence_groups import (
+from rl.sampler.sampling_requests import (
     CachedPrompt,
+    EngineCounters,
+    FinishedRequest,
+    SamplingRequest,
     SequenceGroup,
     check_params,
     make_divergence_error,

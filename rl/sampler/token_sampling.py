@@ -16,8 +16,7 @@ from torch import Tensor
 
 from rl.sampler import cpu_kernels
 from rl.sampler.running_rows import RunningRows
-from rl.sampler.sampling_requests import SamplingRequest
-from rl.sampler.sequence_groups import SequenceGroup
+from rl.sampler.sampling_requests import SamplingRequest, SequenceGroup
 
 # vocabularies above this size are searched in two levels: first the block, then the token in it
 _BLOCK = 512
