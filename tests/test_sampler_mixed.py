@@ -158,8 +158,8 @@ def test_random_workloads(seed, pages):
         base,
         decoders,
         pages,
-        max_rows=int(rng.integers(3, 12)),
-        kv_cache_tokens=int(rng.integers(300, 1500)) // (4 if pages else 1),
+        max_rows=int(rng.integers(3, 12)) + (6 if pages else 0),
+        kv_cache_tokens=76 if pages else int(rng.integers(300, 1500)),
     )
     known = dict(enumerate([base, *decoders]))
     newest = dict(enumerate(known))  # a model's newest number
@@ -216,6 +216,7 @@ def test_random_workloads(seed, pages):
                 ]
     while engine.busy:
         answers |= {done.request_id: done.response for done in engine.step()}
+    assert not pages or engine.preemptions
     assert answers.keys() == asked.keys() - dropped and len(answers) > 15
     for number, response in answers.items():
         check(response, alone(known[asked[number].adapter_id], asked[number]))
