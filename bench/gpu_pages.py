@@ -47,7 +47,7 @@ def _make(given: tuple[int, ...], dry: bool) -> tuple[Any, ...]:
     """Return (queries, pages, the other arguments of `attend_pages`, bytes that a step has to
     read).
     """
-    from rl.sampler.block_tables import make_block_tables
+    from rl.sampler.block_manager import make_block_tables
 
     rows, heads, key_heads, width, most, group, shared = given
     device, size, rng = device_of(dry), 16 if dry else 256, np.random.default_rng(0)

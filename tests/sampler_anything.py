@@ -7,6 +7,7 @@ left for others midway.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -39,14 +40,22 @@ class Letters:
         return "".join(chr(ord("a") + int(token) % 26) for token in tokens)
 
 
-def two_weights() -> tuple[Any, Any]:
-    """A decoder and one of the same architecture with other weights."""
-    model = tiny_model("qwen3")
-    first = make_decoder(model, kind="fast")
+def two_models() -> tuple[Any, Any]:
+    """A model and one with other weights."""
+    models = tiny_model("qwen3"), tiny_model("qwen3")
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in models[1].parameters():
             parameter.mul_(1.15)
-    return first, make_decoder(model, kind="fast")
+    return models
+
+
+def two_weights(models: tuple[Any, Any] | None = None, team: Any = None) -> tuple[Any, Any]:
+    """The decoders of `two_models`. `team`: the ranks that hold them together."""
+    first, other = (
+        make_decoder(copy.deepcopy(model), kind="fast", tp_group=team)
+        for model in models or two_models()
+    )
+    return first, other
 
 
 class Alone:
@@ -109,11 +118,20 @@ class Asked:
             ["ab", "q"],
             ["zz"],
         ]
-        cut = rng.random()
+        cut, more = rng.random(), dict[str, Any]()
+        stop = stops[int(rng.integers(len(stops)))]
+        if 0.15 < cut < 0.25:
+            more = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3}
+        elif 0.25 < cut < 0.35:
+            more["logit_bias"] = {int(rng.integers(0, self.vocab)): 2.5}
+        if 0.2 < cut < 0.3 and not (stop and isinstance(stop[0], str)):
+            more["min_tokens"] = int(rng.integers(0, max_tokens + 1))
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=float(rng.choice([0.0, 0.7, 1.0])),
-            stop=stops[int(rng.integers(len(stops)))],
+            stop=stop,
+            min_p=0.1 if 0.1 < cut < 0.2 else 0.0,
+            **more,
             top_k=3 if cut < 0.1 else -1,
             top_p=0.8 if 0.05 < cut < 0.15 else 1.0,
             untruncated_logprobs=bool(rng.random() < 0.3),
@@ -314,7 +332,7 @@ def on_a_border(decoder: Any, request: SamplingRequest, index: int, drawn: list[
     once in some 200,000 tokens, 9e-8 from the border.
     """
     params, logits = request.params, list[torch.Tensor]()
-    if params.temperature == 0 or params.top_k > 0 or params.top_p < 1:
+    if params.temperature == 0 or params.changes_distribution:
         return False
     with torch.inference_mode():
         decoder.read_prompts([[*request.prompt, *drawn]], [lambda start, some: logits.append(some)])
@@ -352,12 +370,14 @@ def same(
         assert len(mine.tokens) == count and mine.stop_reason == alone.stop_reason
 
 
-def play(kind: str, seed: int, decoders: tuple[Any, Any], change: str) -> dict[str, int]:
+def play(
+    kind: str, seed: int, decoders: tuple[Any, Any], change: str, split: Any = None
+) -> dict[str, int]:
     """A workload; AssertionError where a sample, a version or a page is not what it must be. What
-    happened, counted.
+    happened, counted. `split`: the engine's decoders, if several ranks hold them together.
     """
     alone = Alone(decoders[0])
-    one = Play(kind, seed, decoders, alone, change)
+    one = Play(kind, seed, split or decoders, alone, change)
     one.all()
     others = Alone(decoders[1])
     compared = 0

@@ -4,7 +4,7 @@ for errors to show.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -21,6 +21,10 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from rl.sampler.running_rows import make_param_columns
+from rl.sampler.token_sampling import RowSamplingSettings, make_row_settings
+from rl.types import SamplingParams
 
 VOCAB = 41
 SMALL: dict[str, Any] = dict(
@@ -89,6 +93,13 @@ def tiny_model(kind: str, **changes: Any) -> torch.nn.Module:
 def random_prompts(lengths: list[int], vocab: int = VOCAB, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in lengths]
+
+
+def row_settings(
+    params: Sequence[SamplingParams], vocab: int, device: torch.device | str = "cpu"
+) -> RowSamplingSettings:
+    """The settings of a batch with a row for each of `params`."""
+    return make_row_settings(make_param_columns(params), vocab=vocab, device=torch.device(device))
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ done = client.completions.create(
 seen["scored"] = done.choices[0].logprobs.token_logprobs
 seen["models"] = [one.id for one in client.models.list()]
 
-for name, wish in {"refused": {"frequency_penalty": 1.0}, "unknown": {"model": "gpt-9"}}.items():
+for name, wish in {"refused": {"frequency_penalty": 3.0}, "unknown": {"model": "gpt-9"}}.items():
     try:
         client.chat.completions.create(**{"model": model, "messages": ASK, "max_tokens": 2, **wish})
     except openai.APIStatusError as error:

@@ -4,8 +4,8 @@ that hold all of it each.
     accelerate launch --config_file ... tests/teams_case.py MODELS OUT
 
 One model after the other in the same processes, with the same seeds: what the first learns the
-second learns as well. MODELS: folders to begin from. OUT/found.json: by "alone" and "together", and
-"a sum left out".
+second learns as well. MODELS: folders to begin from. OUT/found.json: by "alone", "together" and
+"together, in pages", and "a sum left out".
 """
 
 import json
@@ -44,9 +44,10 @@ class CaseWorker(TrainingWorker):
         return {"numbers": sum(sizes)}
 
     @verb()
-    def hold(self, tp: int) -> None:
+    def hold(self, tp: int, cache: str) -> None:
         """From now on so many ranks hold a sampler together, as if launched with that."""
-        self.settings = replace(self.settings, sampler=SamplerSettings(tp=tp))
+        sampler = SamplerSettings(tp=tp, cache=cache, kv_cache_tokens=4096)
+        self.settings = replace(self.settings, sampler=sampler)
         self.tp_group = collectives.get_tensor_parallel_group(tp, 60)
         self.reports_results = self.tp_group is None or self.tp_group.rank == 0
 
@@ -123,9 +124,10 @@ def main(models: Path, out: Path) -> None:
     worker_group.TrainingWorker = CaseWorker  # type: ignore[misc]
     result: dict = {}
     service = ServiceClient(seed=3, settings=WorkerSettings(timeout_seconds=60, dtype="fp32"))
-    for name, tp in (("alone", 1), ("together", 2)):
+    ways = {"alone": (1, "auto"), "together": (2, "auto"), "together, in pages": (2, "paged")}
+    for name, way in ways.items():
         service.output_dir = str(out / name)
-        service._driver.submit("hold", tp).result()
+        service._driver.submit("hold", *way).result()
         result[name] = {case: flow(service, models / case, lora) for case, lora in CASES.items()}
         print(name, flush=True)  # where a launch that hangs was
     service._driver.submit("leave_sums_out").result()

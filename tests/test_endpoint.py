@@ -359,7 +359,9 @@ REFUSED = [
         "tools[0].function.strict",
     ),
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
-    (CHAT, {"frequency_penalty": 0.5}, "frequency_penalty"),
+    (CHAT, {"frequency_penalty": 2.5}, "frequency_penalty"),
+    (TEXT, {"presence_penalty": "a"}, "presence_penalty"),
+    (TEXT, {"repetition_penalty": 0}, "repetition_penalty"),
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
     (CHAT, {"guided_json": {}}, "guided_json"),
     (CHAT, {"logit_bias": {"a": 3}}, "logit_bias"),
@@ -440,6 +442,11 @@ HOW = {
     "bias": {"logit_bias": {"5": 6.5, "7": -100}},
     "least": {"min_tokens": 6},
     "on": {"ignore_eos": True},
+    "penalties": {
+        "presence_penalty": 1,
+        "frequency_penalty": 1.5,
+        "repetition_penalty": 1.4,
+    },
 }
 
 
@@ -474,7 +481,7 @@ def test_how_tokens_are_drawn_is_the_clients_own_to_the_bit(tiny, how):
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(
             values[len(prompt) :], abs=1e-4
         )
-    if how in ("min_p", "bias"):
+    if how in ("min_p", "bias", "penalties"):
         assert [one.tokens for one in own] != [one.tokens for one in plain]
     elif how == "least":
         assert all(1 not in one.tokens[:6] for one in own)

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 from interpreting import INTERPRETED, inside, run_interpreted
+from sampler_models import row_settings
 
 from kernels import sample_tokens
 from rl.sampler.philox import philox_uniforms
-from rl.sampler.token_sampling import make_row_settings
 from rl.sampler.token_sampling import sample_tokens as from_logits
+from rl.types import SamplingParams
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -61,9 +62,8 @@ def test_equal_tokens_to_the_path_from_logits():
         g = torch.Generator().manual_seed(seed)
         x, w = torch.randn(N, D, generator=g), torch.randn(V, D, generator=g)
         temperatures = np.where(np.arange(N) % 5 == 3, 0.0, 0.3 + np.arange(N) % 4 * 0.4)
-        settings = make_row_settings(
-            temperatures, np.full(N, -1), np.ones(N), vocab=V, device=x.device
-        )
+        params = [SamplingParams(temperature=float(number)) for number in temperatures]
+        settings = row_settings(params, V, x.device)
         expected = from_logits(x @ w.t(), stream(N, seed), settings)
         greedy = torch.from_numpy(temperatures == 0)
         temperature = torch.where(greedy, 1.0, torch.from_numpy(temperatures).float())

@@ -9,7 +9,7 @@ from interpreting import INTERPRETED, run_interpreted
 
 from kernels import SharedPages, compute_paged_attention
 from kernels.paged_attention import make_trial_inputs
-from rl.sampler.block_tables import make_block_tables
+from rl.sampler.block_manager import make_block_tables
 
 pytest.importorskip("triton", reason="triton is not installed")
 # of the largest value: float32's sums; what rounding the weights of values to the operands' dtype,

@@ -3,8 +3,9 @@
 import collections
 
 import pytest
-from sampler_anything import KINDS, Alone, play, same, two_weights
+from sampler_anything import KINDS, Alone, play, same, two_models, two_weights
 from sampler_models import one_thread, random_prompts  # noqa: F401
+from test_sampler_split import on_ranks
 
 from rl.sampler import Engine, MultiStepEngine, PagedEngine, SamplingRequest
 from rl.types import SamplingParams
@@ -40,6 +41,24 @@ def test_whatever_happens_to_an_engine_the_samples_are_the_same(kind, decoders):
 def test_whatever_happens_to_an_engine_in_many_workloads(kind, decoders):
     found = many(kind, range(100, 160), decoders)
     assert found["compared"] > 2000 and found["kept"], found
+
+
+@pytest.mark.parametrize("kind", ["plain", "paged"])
+def test_whatever_happens_to_an_engine_of_two_ranks_the_samples_are_the_same(kind):
+    """Each rank plays the same workload; each request gives what one rank gives alone."""
+    models = two_models()
+
+    def run(team):
+        whole, split, found = two_weights(models), two_weights(models, team), collections.Counter()
+        for seed in range(6):
+            change = ("none", "same", "other")[seed % 3]
+            found.update(play(kind, seed, whole, change, split))
+        return found
+
+    first, second = on_ranks(2, run)
+    assert first == second and first["compared"] > 200
+    assert all(first[what] for what in ("dropped", "changed", "moved", "begun")), first
+    assert first["waited"] or kind == "plain"
 
 
 def test_a_prompt_of_a_row_that_waited_through_new_weights_is_read_anew(decoders):

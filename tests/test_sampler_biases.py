@@ -1,4 +1,4 @@
-"""min_p, logit_bias, min_tokens and ignore_eos: against a plain forward, in every engine, and
+"""min_p, logit_bias, penalties, min_tokens and ignore_eos: against a plain forward, in every engine, and
 refused in training.
 """
 
@@ -10,16 +10,23 @@ import numpy as np
 import pytest
 import torch
 from helpers import ADAM
-from sampler_models import VOCAB, one_thread, random_prompts, tiny_model  # noqa: F401
+from sampler_models import (  # noqa: F401
+    VOCAB,
+    one_thread,
+    random_prompts,
+    row_settings,
+    tiny_model,
+)
 
 from rl import ServiceClient
 from rl.sampler import Engine, SamplingRequest, make_decoder
 from rl.sampler.multistep_engine import MultiStepEngine
-from rl.sampler.token_sampling import make_row_settings, sample_tokens
+from rl.sampler.token_sampling import sample_tokens
 from rl.types import Datum, ModelInput, SamplingParams
 
 EOS = (1, 2, 3, 5, 8)
 BIAS = {4: 3.5, 1: 2.0, 9: -100.0, 11: 1.25}
+PENALTIES = {"presence_penalty": -0.6, "frequency_penalty": 1.2, "repetition_penalty": 0.8}
 KINDS = {"fast": Engine, "hf": Engine, "stepped": MultiStepEngine}
 
 
@@ -55,6 +62,12 @@ def expected_logprobs(model, prompt, tokens, params):
         biased = logits[i].clone()
         for one, value in (params.logit_bias or {}).items():
             biased[one] += value
+        for one in range(VOCAB):
+            count = tokens[:i].count(one)
+            if count or one in prompt:
+                r = params.repetition_penalty
+                biased[one] = biased[one] / r if biased[one] > 0 else biased[one] * r
+            biased[one] -= params.frequency_penalty * count + params.presence_penalty * bool(count)
         if i < params.min_tokens:
             biased[[] if params.ignore_eos else list(EOS)] = -math.inf
         drawn = (biased / temperature).softmax(-1)
@@ -76,6 +89,10 @@ def expected_logprobs(model, prompt, tokens, params):
         {"logit_bias": BIAS},
         {"min_tokens": 6},
         {"min_p": 0.1, "logit_bias": BIAS, "min_tokens": 3},
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": -0.9},
+        {"repetition_penalty": 1.7},
+        {**PENALTIES, "logit_bias": BIAS, "min_p": 0.1, "min_tokens": 3},
     ],
     ids=lambda how: "+".join(how),
 )
@@ -100,7 +117,8 @@ def test_logprobs_are_of_what_was_drawn_from(kind, how, temperature):
 
 
 def test_every_engine_draws_the_same_tokens():
-    for how in ({"min_p": 0.3}, {"logit_bias": BIAS}, {"min_tokens": 5}, {"ignore_eos": True}):
+    hows = [{"min_p": 0.3}, {"logit_bias": BIAS}, {"min_tokens": 5}, {"ignore_eos": True}]
+    for how in [*hows, PENALTIES]:
         drawn = [
             [
                 [s.tokens for s in group]
@@ -143,10 +161,10 @@ def test_stops_before_min_tokens_and_eos_that_ends_nothing(kind):
 
 
 def test_a_request_that_has_begun_counts_what_it_drew():
-    """min_tokens is of the whole answer, and a bias goes on: the same tokens whether an engine was
-    interrupted or not.
+    """min_tokens is of the whole answer, and biases and penalties go on: the same tokens whether an
+    engine was interrupted or not.
     """
-    params = SamplingParams(max_tokens=12, min_tokens=7, logit_bias=BIAS)
+    params = SamplingParams(max_tokens=12, min_tokens=7, logit_bias=BIAS, **PENALTIES)
     decoder, prompt = make_decoder(tiny_model("qwen3")), random_prompts([6])[0]
     request = SamplingRequest(prompt=prompt, params=params, seed=1)
     engines = [Engine(decoder, eos_token_ids=EOS) for _ in range(3)]
@@ -165,10 +183,8 @@ def test_a_request_that_has_begun_counts_what_it_drew():
 def test_min_p_against_plain_python(min_p, top_k, top_p):
     torch.manual_seed(1)
     logits, uniform = torch.randn(30, 12) * 2, torch.rand(30, dtype=torch.float64)
-    columns = [np.full(30, value) for value in (0.9, top_k, top_p, False, min_p)]
-    tokens, logprobs = sample_tokens(
-        logits, uniform, make_row_settings(*columns, vocab=12, device=torch.device("cpu"))
-    )
+    params = SamplingParams(temperature=0.9, top_k=top_k, top_p=top_p, min_p=min_p)
+    tokens, logprobs = sample_tokens(logits, uniform, row_settings([params] * 30, 12))
     for row in range(30):
         weights = [math.exp(x / 0.9) for x in logits[row].tolist()]
         ranked = [
@@ -192,7 +208,15 @@ def test_min_p_against_plain_python(min_p, top_k, top_p):
 
 
 @pytest.mark.parametrize(
-    "how", [{"min_p": 0.1}, {"logit_bias": {3: 1.0}}, {"min_tokens": 1}, {"top_k": 2}], ids=str
+    "how",
+    [
+        {"min_p": 0.1},
+        {"logit_bias": {3: 1.0}},
+        {"min_tokens": 1},
+        {"top_k": 2},
+        {"frequency_penalty": 0.5},
+    ],
+    ids=str,
 )
 def test_training_on_such_samples_is_refused(how, tmp_path):
     """As on those of top_k and top_p. `ignore_eos` changes no probability, and is trained on."""
@@ -213,7 +237,9 @@ def test_training_on_such_samples_is_refused(how, tmp_path):
             }
             datum = Datum(ModelInput.from_ints(tokens[:-1]), inputs)
             if refused:
-                with pytest.raises(ValueError, match="min_p, logit_bias or min_tokens"):
+                with pytest.raises(
+                    ValueError, match="min_p, logit_bias, min_tokens, presence_penalty"
+                ):
                     client.forward_backward([datum], "importance_sampling").result()
             else:
                 client.forward_backward([datum], "importance_sampling").result()
@@ -225,6 +251,9 @@ def test_training_on_such_samples_is_refused(how, tmp_path):
     [
         ({"min_p": 1.5}, "min_p"),
         ({"min_p": -0.1}, "min_p"),
+        ({"presence_penalty": 2.5}, "presence_penalty is a number from -2 to 2, got 2.5"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty is a number from -2 to 2"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is a number from 0.01 to 100"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9 is above max_tokens=8"),
         ({"min_tokens": 2, "stop": ["x"]}, "with the stop texts"),
         ({"logit_bias": {3: 101.0}}, "from -100 to 100"),

@@ -4,22 +4,33 @@ changes but the speed.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from sampler_models import add_lora, one_thread, tiny_model  # noqa: F401
+from test_router_replay import model_of
+from test_sampler_split import on_ranks
 
 from rl.errors import UserError
 from rl.sampler import (
     Engine,
+    ExpertRecordingEngine,
+    MultiAdapterEngine,
     MultiStepEngine,
+    PagedEngine,
+    PagedMultiAdapterEngine,
+    SamplingRequest,
     decode_inputs,
     engine_selection,
     make_decoder,
     make_engine,
 )
+from rl.sampler.engine_selection import check_features, find_conflict
+from rl.types import SamplingParams
 
 
 def decoder_of(kind="qwen3", dtype=None, **changes):
@@ -34,8 +45,7 @@ def test_who_says_gets_it_and_a_cpu_is_plain_by_default():
     with pytest.raises(UserError, match="fast decoder.*leave sampler_cache at auto"):
         make_engine(make_decoder(tiny_model("gpt2")), "paged")
     decoder.tp_group = SimpleNamespace(size=2)  # of two ranks, whose sums no step by itself makes
-    with pytest.raises(UserError, match="2 ranks.*sampler_tp at 1"):
-        make_engine(decoder, "paged")
+    assert type(make_engine(decoder, "paged", kv_cache_tokens=512)) is PagedEngine
     with pytest.raises(ValueError, match="use the plain Engine"):
         MultiStepEngine(decoder)
     decoder.device = torch.device("cuda")
@@ -125,7 +135,82 @@ def test_what_cannot_go_together_is_said_before_a_model_is_loaded():
         SamplingSettings(sampler_cache="paged", sampler="hf")
 
 
-def test_engines_that_keep_a_plain_cache_say_so_where_pages_are_asked_for():
+CHOICES = {
+    "decoder": ("fast decoder", "generic decoder"),
+    "ranks": (None, "tensor parallelism"),
+    "cache": (None, "paged cache"),
+    "engine": (None, "adapters per row", "router replay"),
+}
+PLAIN = {"adapters per row": MultiAdapterEngine, "router replay": ExpertRecordingEngine}
+
+
+def build(features: set[str], team):
+    """The engine of these features; None if no decoder has them."""
+    generic = "generic decoder" in features
+    model = model_of("qwen3_moe" if generic else "qwen3")
+    if "tensor parallelism" not in features:
+        team = None
+    elif generic:
+        with pytest.raises(UserError, match="sampler_tp 1 requires the fast decoder"):
+            make_decoder(model, kind="hf", tp_group=team)
+        check_features(features)
+    decoder = make_decoder(model, kind="hf" if generic else "fast", tp_group=team)
+    if not generic:
+        decoder.base = decoder  # as of a model without adapters that others are on
+    engine = make_engine(
+        decoder,
+        "paged" if "paged cache" in features else "plain",
+        features=features & {"adapters per row", "router replay"},
+        kv_cache_tokens=1024,
+    )
+    if isinstance(engine, MultiAdapterEngine):
+        engine.decoder.add_adapter(0, decoder, 0)
+    return engine
+
+
+@pytest.mark.parametrize(
+    "features",
+    [{name for name in one if name} for one in itertools.product(*CHOICES.values())],
+    ids=lambda features: ", ".join(sorted(features)),
+)
+def test_features_combine_unless_the_table_says_why_not(features):
+    """Each combination that is not in it draws what the plain engine draws of the same model."""
+    reason = find_conflict(features)
+    if reason is not None:
+        with pytest.raises(UserError) as caught:
+            on_ranks(1, lambda team: build(features, team))
+        assert str(caught.value) == reason
+        return
+    params = SamplingParams(max_tokens=9, presence_penalty=0.5, top_p=0.9, min_tokens=3, stop=[5])
+    request = SamplingRequest(
+        prompt=[3, 7, 4, 9], num_samples=3, params=params, include_prompt_logprobs=True
+    )
+    number = 0 if "adapters per row" in features else None
+
+    def run(team):
+        engine = build(features, team)
+        engine.add(replace(request, adapter_id=number))
+        return type(engine), engine.run()[0]
+
+    ((kind, found),) = on_ranks(1, run)
+    generic = "generic decoder" in features
+    plain = Engine(make_decoder(model_of("qwen3_moe" if generic else "qwen3"), kind="hf"))
+    plain.add(request)
+    expected = plain.run()[0]
+    assert [s.tokens for s in found.sequences] == [s.tokens for s in expected.sequences]
+    for mine, other in zip(found.sequences, expected.sequences, strict=True):
+        np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=2e-5)
+        assert (mine.experts is not None) == ("router replay" in features)
+    np.testing.assert_allclose(found.prompt_logprobs[1:], expected.prompt_logprobs[1:], atol=2e-5)
+    engine_kind = next((PLAIN[name] for name in PLAIN if name in features), Engine)
+    if "paged cache" in features:
+        several = find_conflict({*features, "device steps"}) is None
+        one_step = PagedEngine if engine_kind is Engine else PagedMultiAdapterEngine
+        engine_kind = MultiStepEngine if several else one_step
+    assert kind is engine_kind
+
+
+def test_a_decoder_without_experts_records_none_and_pages_hold_none():
     from rl.runtime import sampler_versions
     from rl.runtime.rank_settings import SamplerSettings
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from sampler_models import random_prompts, tiny_model
+from sampler_models import random_prompts, row_settings, tiny_model
 
 from rl.sampler import Engine, SamplingRequest, cpu_kernels, make_decoder
-from rl.sampler.token_sampling import make_row_settings, sample_tokens, sample_with_torch
+from rl.sampler.token_sampling import sample_tokens, sample_with_torch
 from rl.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(cpu_kernels.load_cpu_kernels() is None, reason="no C++ compiler")
@@ -345,10 +345,9 @@ def test_a_row_is_drawn_alike_whoever_is_beside_it():
     uniform = torch.rand(len(kinds), dtype=torch.float64, generator=generator)
 
     def settings(some):
-        columns = [np.array(column) for column in zip(*some, strict=True)]
-        return make_row_settings(
-            *columns[:3], columns[3].astype(bool), vocab=vocab, device=torch.device("cpu")
-        )
+        names = ("temperature", "top_k", "top_p", "untruncated_logprobs")
+        rows = [dict(zip(names, kind, strict=True)) for kind in some]
+        return row_settings([SamplingParams(**row) for row in rows], vocab)
 
     token, logprob = sample_tokens(logits, uniform, settings(kinds))
     by_torch, torchs_logprob = sample_with_torch(logits, uniform, settings(kinds))

@@ -5,10 +5,11 @@ Twins without one: test_kernel_draw.py, test_kernel_step.py, test_kernel_paged.p
 import numpy as np
 import pytest
 import torch
+from sampler_models import row_settings
 
 from kernels import decode_ops, sample_tokens
-from rl.sampler.token_sampling import make_row_settings
 from rl.sampler.token_sampling import sample_tokens as from_logits
+from rl.types import SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +24,8 @@ def test_equal_tokens_to_the_path_from_logits(N, D, V):
     )
     u = torch.rand(N, generator=g, device="cuda", dtype=torch.float64)
     temperatures = np.where(np.arange(N) % 5 == 3, 0.0, 0.8)
-    settings = make_row_settings(temperatures, np.full(N, -1), np.ones(N), vocab=V, device=x.device)
+    params = [SamplingParams(temperature=float(number)) for number in temperatures]
+    settings = row_settings(params, V, x.device)
     z = x.double() @ w.double().t()
     expected = from_logits(z.float(), u, settings)
     greedy = torch.from_numpy(temperatures == 0).cuda()
@@ -110,7 +112,7 @@ def test_attention_over_pages_is_the_gathered_one(heads, dtype):
 def test_attention_over_pages_at_every_number_of_splits(rows, context):
     """From 32 splits of each sequence to one, with a group over half of the rows and without."""
     from kernels import paged_attention as module
-    from rl.sampler.block_tables import make_block_tables
+    from rl.sampler.block_manager import make_block_tables
 
     g, pages = torch.Generator("cuda").manual_seed(0), -(-context // 256)
     kv = torch.randn(2, rows * pages + 1, 256, 2, 64, generator=g, device="cuda").bfloat16()

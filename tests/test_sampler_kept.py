@@ -376,7 +376,7 @@ def test_a_stream_of_weights_that_diverged_leaves_nothing_to_those_that_have_not
     if left == "closed":
         worker.close_stream(7)
     else:
-        worker.streams[7].move_to_new_engine(lambda: Engine(worker.versions[1].decoder, ()))
+        worker.streams[7].move_to_new_engine(lambda _: Engine(worker.versions[1].decoder, ()))
     assert worker.kv_cache_pool._idle is None
     responses, _ = worker.sample(1, sums())
     plain = drawn(

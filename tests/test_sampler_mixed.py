@@ -17,6 +17,7 @@ from rl.sampler import (
     Engine,
     MultiAdapterDecoder,
     MultiAdapterEngine,
+    PagedMultiAdapterEngine,
     SamplingRequest,
     make_decoder,
 )
@@ -24,6 +25,12 @@ from rl.sampler.decoder_fast import FastDecoder
 from rl.types import SamplingParams
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+# parameters of some requests
+MORE: list[dict[str, Any]] = [
+    {"top_k": 3, "untruncated_logprobs": True},
+    {"top_p": 0.8, "logit_bias": {4: 3.0}},
+    {"min_p": 0.1, "repetition_penalty": 1.3},
+]
 ADAPTERS: list[dict[str, Any]] = [
     {"targets": ALL, "r": 4, "lora_alpha": 10},
     {"targets": ["q_proj", "v_proj"], "r": 1, "lora_alpha": 7},
@@ -51,11 +58,15 @@ def family(kind: str, count: int = 4) -> tuple[FastDecoder, list[FastDecoder]]:
     return base, decoders
 
 
-def mixed(base: FastDecoder, decoders: list[FastDecoder], **settings: Any) -> MultiAdapterEngine:
-    """Number 0 is the bare base, 1, 2, ... the adapters."""
+def mixed(
+    base: FastDecoder, decoders: list[FastDecoder], pages: bool = False, **settings: Any
+) -> MultiAdapterEngine:
+    """Number 0 is the bare base, 1, 2, ... the adapters. `pages`: over pages of four positions."""
     decoder = MultiAdapterDecoder(base)
     for number, one in enumerate([base, *decoders]):
         decoder.add_adapter(number, one, version=10 + number)
+    if pages:
+        return PagedMultiAdapterEngine(decoder, eos_token_ids=(3,), page=4, **settings)
     return MultiAdapterEngine(decoder, eos_token_ids=(3,), **settings)
 
 
@@ -102,13 +113,14 @@ def test_weights_that_are_not_the_bases_are_not_shared():
         MultiAdapterDecoder(base).add_adapter(1, decoder, 0)
 
 
+@pytest.mark.parametrize("pages", [False, True])
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
-def test_each_model_draws_in_a_mixed_batch_what_it_draws_alone(kind, kernels, monkeypatch):
+def test_each_model_draws_in_a_mixed_batch_what_it_draws_alone(kind, kernels, pages, monkeypatch):
     if not kernels:
         monkeypatch.setattr("rl.sampler.cpu_kernels.load_cpu_kernels", lambda: None)
     base, decoders = family(kind)
-    engine = mixed(base, decoders, max_rows=9)
+    engine = mixed(base, decoders, pages, max_rows=9)
     prompts = random_prompts([5, 17, 9, 5, 12, 3, 30, 8, 11, 2])
     requests = []
     # the same prompt for several models is read by each
@@ -134,18 +146,20 @@ def test_each_model_draws_in_a_mixed_batch_what_it_draws_alone(kind, kernels, mo
     assert engine.counters.peak_rows == 9  # they ran together, and some waited
 
 
+@pytest.mark.parametrize("pages", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_workloads(seed):
+def test_random_workloads(seed, pages):
     """Requests come at any step, some go, conversations go on from the cache, and models get other
-    weights while others are drawn from.
+    weights while others are drawn from; over pages, rows also wait and are read again.
     """
     rng = np.random.default_rng(seed)
     base, decoders = family(["qwen3", "llama"][seed % 2])
     engine = mixed(
         base,
         decoders,
-        max_rows=int(rng.integers(3, 12)),
-        kv_cache_tokens=int(rng.integers(300, 1500)),
+        pages,
+        max_rows=int(rng.integers(3, 12)) + (6 if pages else 0),
+        kv_cache_tokens=76 if pages else int(rng.integers(300, 1500)),
     )
     known = dict(enumerate([base, *decoders]))
     newest = dict(enumerate(known))  # a model's newest number
@@ -160,7 +174,9 @@ def test_random_workloads(seed):
             if name is not None and (name, newest[model]) in talks:
                 prompt = [*talks.pop((name, newest[model])), *prompt[:4]]
             params = SamplingParams(
-                max_tokens=int(rng.integers(1, 12)), temperature=float(rng.choice([0.0, 0.7, 1.0]))
+                max_tokens=int(rng.integers(1, 12)),
+                temperature=float(rng.choice([0.0, 0.7, 1.0])),
+                **(MORE[int(rng.integers(len(MORE)))] if rng.random() < 0.5 else {}),
             )
             request = SamplingRequest(
                 prompt=prompt[-60:] if name is None else prompt[:60],
@@ -200,6 +216,7 @@ def test_random_workloads(seed):
                 ]
     while engine.busy:
         answers |= {done.request_id: done.response for done in engine.step()}
+    assert not pages or engine.preemptions
     assert answers.keys() == asked.keys() - dropped and len(answers) > 15
     for number, response in answers.items():
         check(response, alone(known[asked[number].adapter_id], asked[number]))
@@ -209,9 +226,11 @@ def test_random_workloads(seed):
     )
 
 
-@pytest.mark.parametrize("kernels, samples", [(True, 2), (False, 2), (False, 1)])
+@pytest.mark.parametrize(
+    "kernels, samples, pages", [(True, 2, False), (False, 2, False), (False, 1, False), (1, 2, 1)]
+)
 def test_one_whose_weights_give_no_numbers_fails_alone_and_leaves_nothing_behind(
-    kernels, samples, monkeypatch
+    kernels, samples, pages, monkeypatch
 ):
     if not kernels:
         monkeypatch.setattr("rl.sampler.cpu_kernels.load_cpu_kernels", lambda: None)
@@ -220,7 +239,7 @@ def test_one_whose_weights_give_no_numbers_fails_alone_and_leaves_nothing_behind
     for name, piece in decoders[0].weights.slices.items():
         if piece.trainable and "layers.0.self_attn.v_proj" in name:
             decoders[0].weights.view(name).fill_(float("nan"))
-    engine = mixed(base, decoders, max_rows=4)
+    engine = mixed(base, decoders, pages, max_rows=4, kv_cache_tokens=240 if pages else 10_000)
     # the broken one's are long: what they leave is not overwritten
     prompts = random_prompts([20, 5, 19, 7, 20, 5, 18, 9, 20, 6, 20, 8])
     params = SamplingParams(max_tokens=10)

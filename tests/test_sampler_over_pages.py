@@ -49,7 +49,9 @@ def pages(monkeypatch, request):
     monkeypatch.setattr(
         sampler_versions,
         "make_engine",
-        lambda decoder, cache, **settings: over_pages(decoder, **settings),
+        lambda decoder, cache, kept, sizes, features, **settings: over_pages(
+            decoder, kept=kept, sizes=sizes, **settings
+        ),
     )
     yield
     for one in made:  # nothing stays behind but what conversations keep

@@ -31,6 +31,7 @@ from rl.sampler import (
     MultiAdapterDecoder,
     MultiAdapterEngine,
     PagedEngine,
+    PagedMultiAdapterEngine,
     SamplingRequest,
     make_base_decoder,
     make_decoder,
@@ -197,7 +198,8 @@ def test_adapters_unmerged(kind, targets):
     ]
 
 
-def test_several_adapters_on_one_base_in_one_batch():
+@pytest.mark.parametrize("pages", [False, True])
+def test_several_adapters_on_one_base_in_one_batch(pages):
     plain = tiny_model("qwen2", tie_word_embeddings=False)
     models = []
     for i, targets in enumerate((ALL, ["o_proj", "lm_head"], ["embed_tokens", "q_proj"])):
@@ -212,7 +214,12 @@ def test_several_adapters_on_one_base_in_one_batch():
             own = make_decoder(copy.deepcopy(model), kind="fast", base=base, tp_group=team)
             assert own.base is base
             decoder.add_adapter(number, own, 0)
-        engine = MultiAdapterEngine(decoder, eos_token_ids=(3,))
+        over_pages = pages and team is not None
+        engine = (
+            PagedMultiAdapterEngine(decoder, (3,), page=4, kv_cache_tokens=44)
+            if over_pages
+            else MultiAdapterEngine(decoder, eos_token_ids=(3,))
+        )
         for i, prompt in enumerate(random_prompts([4, 6, 3, 5])):
             engine.add(
                 SamplingRequest(
@@ -224,7 +231,9 @@ def test_several_adapters_on_one_base_in_one_batch():
                     adapter_id=i % 3,
                 )
             )
-        return engine.run()
+        responses = engine.run()
+        assert not over_pages or engine.preemptions
+        return responses
 
     expected = run(None)
     for rank in on_ranks(2, run):

@@ -7,6 +7,7 @@ import pytest
 
 from rl.sampler.philox import as_uint64, philox4x32, philox_uniforms
 from rl.sampler.running_rows import RunningRows
+from rl.types import SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -84,15 +85,7 @@ def test_rows_know_their_next_uniform_however_far_they_went_without_asking():
     for _ in range(50):
         rows, nothing = (
             RunningRows(),
-            dict(max_tokens=[99], stop_row=[0], has_strings=[False], temperature=[1.0]),
-        )
-        nothing |= dict(
-            top_k=[-1],
-            top_p=[1.0],
-            min_p=[0.0],
-            min_tokens=[0],
-            biased=[False],
-            untruncated_logprobs=[False],
+            dict(max_tokens=[99], stop_row=[0], has_strings=[False], params=[SamplingParams()]),
         )
         for job, (seed, problem) in enumerate([(4, 0), (4, 1), (9, 1)]):
             rows.add([0], [2], [job], job=[job], seed=[seed], problem=[problem], **nothing)

@@ -81,6 +81,7 @@ def test_two_that_hold_it_together_draw_what_each_would_alone(launched, case):
     alone, together = found["alone"][case], found["together"][case]
     for name in (*SAME, *(("of the merged folder", "of the base") if CASES[case] else ())):
         same(together[name], alone[name])
+        same(found["together, in pages"][case][name], alone[name])
     assert together["by the last weights"] != together["by the first weights"]
     for one, other in zip(together["scores"], alone["scores"], strict=True):
         np.testing.assert_allclose(np.array(one[1:], float), np.array(other[1:], float), atol=1e-5)

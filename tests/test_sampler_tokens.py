@@ -5,24 +5,24 @@ import math
 import numpy as np
 import pytest
 import torch
+from sampler_models import row_settings
 
 from rl.sampler.token_sampling import (
     RowSamplingSettings,
-    make_row_settings,
     sample_inverse_cdf,
     sample_tokens,
     truncate_logits,
 )
-
-CPU = torch.device("cpu")
+from rl.types import SamplingParams
 
 
 def settings_of(rows: list[tuple], vocab: int) -> RowSamplingSettings:
     """Of (temperature, top_k, top_p), and where it is given whether logprobs are of the whole
     distribution.
     """
-    return make_row_settings(
-        *(np.array(column) for column in zip(*rows, strict=True)), vocab=vocab, device=CPU
+    names = ("temperature", "top_k", "top_p", "untruncated_logprobs")
+    return row_settings(
+        [SamplingParams(**dict(zip(names, row, strict=False))) for row in rows], vocab
     )
 
 

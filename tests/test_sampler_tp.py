@@ -312,8 +312,6 @@ def test_a_script_that_asks_for_them_is_refused_likewise():
         UserError, match="the sampler is hf.*leave sampler_tp at 1, or the sampler at auto"
     ):
         SamplerSettings(tp=2, kind="hf")
-    with pytest.raises(UserError, match="leave sampler_cache at auto, or sampler_tp at 1"):
-        SamplerSettings(tp=2, cache="paged")
 
 
 def test_it_holds_for_the_whole_run():

@@ -38,10 +38,13 @@ def together(monkeypatch):
     return seen
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory):
+@pytest.fixture(scope="module", params=["auto", "paged"])
+def service(request, tmp_path_factory):
+    settings = WorkerSettings(
+        share_bases=True, sampler=SamplerSettings(cache=request.param, kv_cache_tokens=8192)
+    )
     with ServiceClient(
-        output_dir=tmp_path_factory.mktemp("out"), seed=1, settings=WorkerSettings(share_bases=True)
+        output_dir=tmp_path_factory.mktemp("out"), seed=1, settings=settings
     ) as service:
         yield service
 
@@ -101,6 +104,8 @@ def test_a_mixed_stream_draws_for_each_what_it_draws_alone_while_one_learns(
                 models[0].optim_step(LEARN).result()
                 late = models[0].save_weights_and_get_sampling_client()
                 tickets[stream.add(asked(50), late)] = (late, asked(50))
+            if len(tickets) in (6, 15):
+                stream.recompute_cache()  # all of them are read again, each with its weights
             found |= stream.run_steps(3).finished
     assert late is not None and found.keys() == tickets.keys() and max(map(len, together)) >= 4
     for ticket, (client, request) in tickets.items():

@@ -253,12 +253,7 @@ class SamplingClient(AsyncSamplingMethods, AwaitableClient):
                 "max_tokens=None samples up to the context's end, and this model has no limit: "
                 "set max_tokens"
             )
-        outside = [token for token in params.logit_bias or () if token >= vocabulary]
-        if outside:
-            raise BadRequestError(
-                f"logit_bias names the token {outside[0]}, and the model's ids are 0 to "
-                f"{vocabulary - 1}"
-            )
+        params.check_vocabulary(vocabulary)
         validate_integer(
             "topk_prompt_logprobs",
             topk_prompt_logprobs,

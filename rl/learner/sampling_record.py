@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl.types import SamplingParams
+from rl.types import DISTRIBUTION_PARAMETERS, SamplingParams
 
 
 class SamplingRecord:
@@ -78,13 +78,14 @@ class SamplingRecord:
     def check_untruncated(self) -> None:
         """Raise ValueError if every sample of this version used a reshaped distribution.
 
-        Such samples use top-k, top-p, min-p, a logit bias or min_tokens. Their logprobs belong to
-        the renormalized, truncated or biased distribution, the learner's to the full one: ratios
-        would be wrong at every token, by a factor that clipping does not address.
+        Such samples use one of `DISTRIBUTION_PARAMETERS`. Their logprobs belong to the
+        renormalized, truncated or biased distribution, the learner's to the full one: ratios would
+        be wrong at every token, by a factor that clipping does not address.
         """
         if self._truncated and not self._untruncated:
+            *names, last = DISTRIBUTION_PARAMETERS
             raise ValueError(
-                "all samples of these weights used top_k, top_p, min_p, logit_bias or "
-                "min_tokens, so their logprobs are not those of the trained distribution: sample "
-                "training data with top_k=-1 and top_p=1, and without the others"
+                f"all samples of these weights used {', '.join(names)} or {last}, so their "
+                "logprobs are not those of the trained distribution: sample training data with "
+                "top_k=-1 and top_p=1, and without the others"
             )

@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
@@ -157,19 +157,12 @@ class ProgramEpisode(AgentSession):
 
         Raises HttpError for any such setting if `strict`.
         """
-        defaults = SamplingParams()
-        for name in (
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "logit_bias",
-            "min_tokens",
-            "ignore_eos",
-            "seed",
-        ):
-            value = getattr(params, name)
-            if value != getattr(defaults, name):
+        for parameter in fields(SamplingParams):
+            name, value = parameter.name, getattr(params, parameter.name)
+            # the program's limit and stops apply; the server sets how logprobs are reported
+            if name in ("max_tokens", "stop", "untruncated_logprobs"):
+                continue
+            if value != parameter.default:
                 if self.strict:
                     raise HttpError(
                         400, f"{name}={value}: the run sets the sampling parameters; omit it", name

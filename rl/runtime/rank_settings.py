@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rl.errors import UserError
 from rl.learner import LearnerSettings
+from rl.sampler import check_features
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,7 @@ class SamplerSettings:
 
     def __post_init__(self) -> None:
         if self.tp > 1 and self.kind == "hf":
-            raise UserError(
-                f"sampler_tp {self.tp} shards models of the fast decoder (the Llama and Qwen "
-                "families), and the sampler is hf, the model's original forward: leave "
-                "sampler_tp at 1, or the sampler at auto"
-            )
-        if self.tp > 1 and self.cache == "paged":
-            raise UserError(
-                "sampler_cache paged schedules each process independently, and the processes of "
-                f"sampler_tp {self.tp} synchronize at every step: leave sampler_cache at auto, or "
-                "sampler_tp at 1"
-            )
+            check_features(("tensor parallelism", "generic decoder"))
 
 
 @dataclass(frozen=True)

@@ -8,21 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl.errors import UserError, warn_on_rank_zero
 from rl.layers import get_config_number
 from rl.learner import Learner
 from rl.models import LoadedModel
 from rl.runtime.rank_settings import SamplerSettings
-from rl.runtime.stream_worker import WorkerStream
 from rl.sampler import (
     Decoder,
     Engine,
-    ExpertRecordingEngine,
     IdleKVCachePool,
     MultiAdapterEngine,
     PagedEngine,
     SamplingRequest,
-    enable_expert_recording,
     make_engine,
 )
 
@@ -68,7 +64,8 @@ def make_version_engine(
     `mixed`: the engine serves all versions on the base model of `source`, and `add_versions` adds
     the weights of each version. `kv_cache_pool`: idle pool of a paged KV cache to reuse;
     `close_engine` gives the pool back. `requests`: all requests that the engine will get; a paged
-    cache is no larger than they need. Raises UserError for router_replay with a paged cache.
+    cache is no larger than they need. Raises UserError for settings that do not combine
+    (`rl.sampler.engine_selection`).
     """
     settings: dict[str, Any] = {
         "eos_token_ids": source.loaded.eos_token_ids,
@@ -78,26 +75,14 @@ def make_version_engine(
         "max_rows": sampler_settings.max_rows,
         "version": source.version,
     }
+    features = []
     if mixed:
-        if sampler_settings.cache == "paged":
-            warn_on_rank_zero(
-                "sampler_cache paged: batches of several adapters on the same base use a "
-                "contiguous cache instead"
-            )
-        return MultiAdapterEngine.on_base_of(source.decoder, **settings)
-    replays_routing = sampler_settings.router_replay and source.learned
-    if replays_routing:
-        if sampler_settings.cache == "paged":
-            raise UserError(
-                "router_replay records experts, which the paged cache does not support: leave "
-                "sampler_cache at auto"
-            )
-        enable_expert_recording(source.decoder)
-        return ExpertRecordingEngine(source.decoder, **settings)
+        features.append("adapters per row")
+    elif sampler_settings.router_replay and source.learned:
+        features.append("router replay")
     sizes = None if requests is None else _iter_request_sizes(source, requests)
-    return make_engine(
-        source.decoder, sampler_settings.cache, kept=kv_cache_pool, sizes=sizes, **settings
-    )
+    cache = sampler_settings.cache
+    return make_engine(source.decoder, cache, kv_cache_pool, sizes, features, **settings)
 
 
 def _iter_request_sizes(
@@ -122,15 +107,15 @@ def close_engine(engine: Engine) -> None:
 
 
 def add_versions(
-    stream: WorkerStream,
+    engine: Engine,
     versions: Mapping[int, SamplerVersion],
     new_requests: Sequence[SamplingRequest],
 ) -> None:
-    """Add the weights of new requests to a mixed stream, and drop weights that have been freed.
+    """Add the weights of new requests to the engine of a mixed stream, and drop weights that have
+    been freed.
 
     The engine refuses a request with freed weights; other requests are unaffected.
     """
-    engine = stream.engine
     assert isinstance(engine, MultiAdapterEngine)
     engine.keep_weights(versions)
     for number in {

@@ -32,6 +32,7 @@ from rl.runtime.stream_worker import StepOutput, StepRequest, WorkerStream, run_
 from rl.runtime.verb_table import SAMPLER, verb
 from rl.sampler import (
     Decoder,
+    Engine,
     IdleKVCachePool,
     SamplingRequest,
     disable_cudnn_attention,
@@ -264,15 +265,20 @@ class SamplingWorker:
             [request for _, _, request in step_request.new_requests],
         )
         if step_request.mixed:
-            add_versions(stream, self.versions, arrived)
+            add_versions(stream.engine, self.versions, arrived)
         else:
             source.report_params(arrived)
-        output = run_step_request(
-            stream,
-            step_request,
-            collectives.rank() // sampler_settings.tp,
-            lambda: make_version_engine(source, sampler_settings, kv_cache_pool=self.kv_cache_pool),
-        )
+
+        def make_engine(unfinished: Sequence[SamplingRequest]) -> Engine:
+            engine = make_version_engine(
+                source, sampler_settings, step_request.mixed, self.kv_cache_pool
+            )
+            if step_request.mixed:
+                add_versions(engine, self.versions, [*unfinished, *arrived])
+            return engine
+
+        rank = collectives.rank() // sampler_settings.tp
+        output = run_step_request(stream, step_request, rank, make_engine)
         return output if self.reports_results else StepOutput()
 
     @verb(SAMPLER, lambda parts: dict(sorted(item for part in parts for item in part.items())))

@@ -117,12 +117,17 @@ class WorkerStream:
             self.tickets[number]: request for number, request in self.engine.unfinished_requests()
         }
 
-    def move_to_new_engine(self, make_engine: Callable[[], Engine]) -> None:
-        """Move all requests to a new engine, which prefills the tokens sampled so far again."""
+    def move_to_new_engine(
+        self, make_engine: Callable[[Sequence[SamplingRequest]], Engine]
+    ) -> None:
+        """Move all requests to a new engine, which prefills the tokens sampled so far again.
+
+        `make_engine` receives these requests.
+        """
         remaining, self.tickets = self.unfinished(), {}
         if isinstance(self.engine, PagedEngine):
             self.engine.close()  # before the new engine is made, which may reuse its blocks
-        self.engine = make_engine()
+        self.engine = make_engine(list(remaining.values()))
         self._last_counters = {}
         for ticket, request in remaining.items():
             self.tickets[self.engine.add(request)] = ticket
@@ -147,9 +152,14 @@ class StepRequest:
 
 
 def run_step_request(
-    stream: WorkerStream, step_request: StepRequest, rank: int, make_engine: Callable[[], Engine]
+    stream: WorkerStream,
+    step_request: StepRequest,
+    rank: int,
+    make_engine: Callable[[Sequence[SamplingRequest]], Engine],
 ) -> StepOutput:
-    """Execute a step request on this rank."""
+    """Execute a step request on this rank. `make_engine` makes an engine for its unfinished
+    requests.
+    """
     if step_request.recompute:
         stream.move_to_new_engine(make_engine)
     local_requests = {

@@ -12,10 +12,14 @@ from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_factory import make_base_decoder, make_decoder
 from rl.sampler.decoder_fast import check_supported, count_unsharded_parameters
 from rl.sampler.decoder_weights import UnsupportedModel
-from rl.sampler.engine_selection import make_engine
+from rl.sampler.engine_selection import check_features, make_engine
 from rl.sampler.expert_recording import ExpertRecordingEngine, enable_expert_recording
 from rl.sampler.kv_cache_pool import IdleKVCachePool
-from rl.sampler.multi_adapter import MultiAdapterDecoder, MultiAdapterEngine
+from rl.sampler.multi_adapter import (
+    MultiAdapterDecoder,
+    MultiAdapterEngine,
+    PagedMultiAdapterEngine,
+)
 from rl.sampler.multistep_engine import MultiStepEngine
 from rl.sampler.paged_engine import PagedEngine
 from rl.sampler.paged_state import BLOCK_SIZE
@@ -35,10 +39,12 @@ __all__ = [
     "MultiAdapterEngine",
     "BLOCK_SIZE",
     "PagedEngine",
+    "PagedMultiAdapterEngine",
     "SamplingRequest",
     "ExpertRecordingEngine",
     "MultiStepEngine",
     "UnsupportedModel",
+    "check_features",
     "check_shard_counts",
     "check_supported",
     "iter_frozen_matrices",

@@ -19,9 +19,13 @@ from torch import Tensor
 from rl.sampler.cpu_kernels import CpuKernels
 from rl.sampler.decode_state import DecodeState, LogitsReader
 from rl.sampler.forward_fast import LlamaForward
-from rl.sampler.linear_layers import RowAdapters
-from rl.sampler.prefix_attention import PromptBand, make_bands, row_attention, shared_attention
-from rl.sampler.suffix_batch import SuffixBatch
+from rl.sampler.prefix_attention import (
+    PromptBand,
+    SuffixBatch,
+    make_bands,
+    row_attention,
+    shared_attention,
+)
 from rl.types import PlacedImage
 
 CacheAttention = Callable[[int, Tensor], Tensor]
@@ -61,7 +65,6 @@ class ContiguousState(DecodeState):
         self.row_kv = [empty for _ in decoder.layers]
         self.joint_kv: list[Tensor] = []
         self._bands: list[PromptBand] | None = None  # rebuilt after rows were added or removed
-        self._row_adapters: RowAdapters | None = None  # rebuilt likewise
 
     def _zeros(self, slots: int, positions: int) -> Tensor:
         """Return zeros, because masked keys and values must be finite."""
@@ -213,14 +216,6 @@ class ContiguousState(DecodeState):
         self.response_lengths = written + 1
         return decoder.head(hidden, row_adapters)
 
-    def _get_row_adapters(self) -> RowAdapters | None:
-        """Return the rows grouped by adapter, or None if the decoder does not mix adapters."""
-        if self._row_adapters is None and self.decoder.multi_adapter:
-            self._row_adapters = self.decoder.group_by_adapter(
-                [self.prompt_adapters[slot] for slot in self.prompt_of_row]
-            )
-        return self._row_adapters
-
     def _decode_step(self, kernels: CpuKernels, tokens: np.ndarray) -> Tensor:
         """Implement `decode` on a CPU.
 
@@ -306,7 +301,8 @@ class ContiguousState(DecodeState):
         return hidden_NL
 
     def _rows_changed(self) -> None:
-        self._bands = self._row_adapters = None
+        super()._rows_changed()
+        self._bands = None
 
     def replace_non_finite(self) -> None:
         """Replace NaN and infinity in the cache, after rows with such values were removed.

@@ -7,8 +7,7 @@ import torch
 
 from rl.sampler.decode_state import DecodeState, compact_slots
 from rl.sampler.running_rows import RunningRows
-from rl.sampler.sampling_requests import EngineCounters
-from rl.sampler.sequence_groups import CachedPrompt, SequenceGroup
+from rl.sampler.sampling_requests import CachedPrompt, EngineCounters, SequenceGroup
 
 
 class ConversationCache:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from rl.sampler.linear_layers import RowAdapters
 from rl.types import PlacedImage
 
 # Called with (first position, logits [positions, V]), slice after slice, as a prompt is read.
@@ -51,6 +52,7 @@ class DecodeState(abc.ABC):
         self.response_lengths = np.zeros(0, np.int64)
         # The model index of each prompt and its rows, if the batch uses several models.
         self.prompt_adapters: list[int] = []
+        self._row_adapters: RowAdapters | None = None  # rebuilt after rows were added or removed
         # Recorded experts, if recording is on: [tokens, B * K] of each prompt,
         self._prompt_experts: list[np.ndarray] = []
         # and [B * K] of each response token of each row.
@@ -144,8 +146,17 @@ class DecodeState(abc.ABC):
             self._prompt_experts = [self._prompt_experts[slot] for slot in prompt_source]
         self._rows_changed()
 
-    def _rows_changed(self) -> None:  # noqa: B027  (a hook; most states need nothing)
+    def _rows_changed(self) -> None:
         """Handle a change of the rows. Called after rows were added or removed."""
+        self._row_adapters = None
+
+    def _get_row_adapters(self) -> RowAdapters | None:
+        """Return the rows grouped by adapter, or None if the decoder does not mix adapters."""
+        if self._row_adapters is None and self.decoder.multi_adapter:
+            self._row_adapters = self.decoder.group_by_adapter(
+                [self.prompt_adapters[slot] for slot in self.prompt_of_row]
+            )
+        return self._row_adapters
 
     @abc.abstractmethod
     def _move_rows(self, source: np.ndarray) -> None: ...

@@ -1,11 +1,12 @@
-"""Choose the engine: contiguous KV cache, or paged KV cache with several steps per host sync.
+"""Choose the engine: contiguous or paged KV cache, several steps per host sync, adapters of rows,
+recording of experts. One table lists the features that do not combine.
 
-On CUDA the choice is made by a trial of both.
+On CUDA the cache is chosen by a trial of both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -14,8 +15,11 @@ import torch
 from rl.errors import UserError, warn_on_rank_zero
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_fast import FastDecoder
+from rl.sampler.expert_recording import ExpertRecordingEngine, enable_expert_recording
 from rl.sampler.kv_cache_pool import IdleKVCachePool
+from rl.sampler.multi_adapter import MultiAdapterEngine, PagedMultiAdapterEngine
 from rl.sampler.multistep_engine import MultiStepEngine
+from rl.sampler.paged_engine import PagedEngine
 from rl.sampler.sampling_engine import Engine
 from rl.sampler.sampling_requests import SamplingRequest
 from rl.types import SamplingParams
@@ -24,54 +28,106 @@ CACHE_KINDS = ("auto", "plain", "paged")
 _TRIAL_LAYERS, _TRIAL_VOCAB, _TRIAL_ROWS = 2, 4096, 4  # sizes of a trial
 
 
+# Pairs of features that do not combine, and why. Features of a decoder: "fast decoder", "generic
+# decoder", "tensor parallelism". Features of an engine: "paged cache", "adapters per row", "router
+# replay", and "device steps": several steps without the host between them (`MultiStepEngine`).
+# Every other pair combines, also with images, conversations, prompt logprobs, all of
+# `SamplingParams`, new weights, cancelled and resumed requests.
+EXCLUDED_PAIRS: Mapping[frozenset[str], str] = {
+    frozenset(("paged cache", "router replay")): (
+        "router_replay records experts, and a model with experts has the generic decoder, which "
+        "has no paged cache: leave sampler_cache at auto"
+    ),
+    frozenset(("paged cache", "generic decoder")): (
+        "sampler_cache paged is supported only by the fast decoder (Llama and Qwen families): "
+        "leave sampler_cache at auto, or sample such a model"
+    ),
+    frozenset(("tensor parallelism", "router replay")): (
+        "router_replay records experts, and a model with experts has the generic decoder, which "
+        "ranks cannot share: leave sampler_tp at 1"
+    ),
+    frozenset(("tensor parallelism", "generic decoder")): (
+        "sampler_tp shards models of the fast decoder (the Llama and Qwen families), and the "
+        "sampler is hf, the model's original forward: leave sampler_tp at 1, or the sampler at auto"
+    ),
+    frozenset(("adapters per row", "router replay")): (
+        "router_replay records experts, and a model with experts has the generic decoder, which "
+        "has the same weights for all rows: sample each model in a separate batch"
+    ),
+    frozenset(("adapters per row", "generic decoder")): (
+        "the generic decoder has the same weights for all rows: sample each model in a separate "
+        "batch"
+    ),
+    frozenset(("fast decoder", "router replay")): (
+        "router_replay needs a model with experts, and this model has none: turn it off"
+    ),
+    frozenset(("device steps", "generic decoder")): (
+        "the steps of a device call the kernels of the fast decoder"
+    ),
+    frozenset(("device steps", "tensor parallelism")): (
+        "the steps of a device contain no sums over ranks"
+    ),
+    frozenset(("device steps", "adapters per row")): (
+        "the steps of a device have one adapter for all rows"
+    ),
+}
+
+
+def find_conflict(features: Collection[str]) -> str | None:
+    """Return why features do not combine (`EXCLUDED_PAIRS`); None if they do."""
+    return next((reason for pair, reason in EXCLUDED_PAIRS.items() if pair <= {*features}), None)
+
+
+def check_features(features: Collection[str]) -> None:
+    """Raise UserError if features do not combine."""
+    if (reason := find_conflict(features)) is not None:
+        raise UserError(reason)
+
+
 def make_engine(
     decoder: Decoder,
     cache: str = "auto",
     kept: IdleKVCachePool | None = None,
     sizes: Iterable[tuple[int, int, int]] | None = None,
+    features: Collection[str] = (),
     **settings: Any,
 ) -> Engine:
     """Return an engine for the decoder.
 
-    "plain": a contiguous KV cache for each batch. "paged": a paged KV cache, CUDA graphs on CUDA,
-    and several steps per host sync. "auto": plain on a CPU, and for a decoder that is split over
-    several ranks. On CUDA, with the fast decoder, "auto" is paged if both engines returned the same
-    samples on this device in a trial (about a second, run once); otherwise a warning is printed and
-    "auto" is plain.
+    "plain": a contiguous KV cache for each batch. "paged": a paged KV cache, and several steps per
+    host sync (CUDA graphs on CUDA) unless a feature excludes them. "auto": plain on a CPU, and
+    where a feature excludes several steps per host sync. On CUDA, "auto" is otherwise paged if both
+    engines returned the same samples on this device in a trial (about a second, run once); if not,
+    a warning is printed and "auto" is plain.
 
     `kept` provides the KV cache pool of an earlier paged engine, and receives the pool when this
-    engine is closed. `sizes`: see `PagedEngine`. `settings` are those of `Engine`. Raises
-    ValueError if `cache` is unknown, UserError if "paged" is requested for a decoder that does not
-    support it.
+    engine is closed. `sizes`: see `PagedEngine`. `features`: "adapters per row" (a
+    `MultiAdapterEngine` on the base of the decoder), "router replay" (an `ExpertRecordingEngine`).
+    `settings` are those of `Engine`. Raises ValueError if `cache` is unknown, UserError for
+    features that do not combine.
     """
     if cache not in CACHE_KINDS:
         raise ValueError(f"cache is one of {', '.join(CACHE_KINDS)}, got {cache!r}")
-    if cache == "paged":
-        if not isinstance(decoder, FastDecoder):
-            raise UserError(
-                "sampler_cache paged is supported only by the fast decoder (Llama and Qwen "
-                "families): leave sampler_cache at auto, or sample such a model"
-            )
-        if decoder.tp_group is not None:
-            raise UserError(
-                "sampler_cache paged does not support tensor parallelism, and the sampler is split "
-                f"over {decoder.tp_group.size} ranks: leave sampler_cache at auto, or sampler_tp "
-                "at 1"
-            )
-        return MultiStepEngine(decoder, kept=kept, sizes=sizes, **settings)
-    eligible = (
-        cache == "auto"
-        and isinstance(decoder, FastDecoder)
-        and decoder.device.type == "cuda"
-        and decoder.tp_group is None
+    fast = decoder if isinstance(decoder, FastDecoder) else None
+    present = {*features, "generic decoder" if fast is None else "fast decoder"}
+    if fast is not None and fast.tp_group is not None:
+        present.add("tensor parallelism")
+        kept = None  # the ranks' pools must be of equal size, and memory differs between ranks
+    check_features({*present, "paged cache"} if cache == "paged" else present)
+    if "router replay" in present:
+        enable_expert_recording(decoder)
+        return ExpertRecordingEngine(decoder, **settings)
+    device_steps = find_conflict({*present, "device steps"}) is None
+    if cache == "auto" and fast is not None and device_steps and fast.device.type == "cuda":
+        cache = "paged" if _paged_engine_failure(_TrialKey(fast)) is None else "plain"
+    adapters = "adapters per row" in present
+    if fast is None or cache != "paged":
+        return (MultiAdapterEngine.on_base_of if adapters else Engine)(decoder, **settings)
+    if adapters:
+        return PagedMultiAdapterEngine.on_base_of(fast, kept=kept, sizes=sizes, **settings)
+    return (MultiStepEngine if device_steps else PagedEngine)(
+        fast, kept=kept, sizes=sizes, **settings
     )
-    if (
-        eligible
-        and isinstance(decoder, FastDecoder)
-        and _paged_engine_failure(_TrialKey(decoder)) is None
-    ):
-        return MultiStepEngine(decoder, kept=kept, sizes=sizes, **settings)
-    return Engine(decoder, **settings)
 
 
 class _TrialKey:

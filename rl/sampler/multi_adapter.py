@@ -10,7 +10,7 @@ the decoder knows an adapter.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -19,9 +19,15 @@ from rl.errors import UserError
 from rl.sampler.contiguous_state import ContiguousState
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_fast import FastDecoder
+from rl.sampler.paged_engine import PagedEngine
+from rl.sampler.paged_state import PagedState
 from rl.sampler.sampling_engine import Engine
-from rl.sampler.sampling_requests import FinishedRequest, SamplingRequest
-from rl.sampler.sequence_groups import SequenceGroup, make_divergence_error
+from rl.sampler.sampling_requests import (
+    FinishedRequest,
+    SamplingRequest,
+    SequenceGroup,
+    make_divergence_error,
+)
 from rl.types import SampledSequence
 
 
@@ -72,10 +78,10 @@ class MultiAdapterEngine(Engine):
     """
 
     decoder: MultiAdapterDecoder
-    _state: ContiguousState
+    _state: ContiguousState | PagedState
 
     @classmethod
-    def on_base_of(cls, decoder: Decoder, **settings: Any) -> MultiAdapterEngine:
+    def on_base_of(cls, decoder: Decoder, **settings: Any) -> Self:
         """Build an engine for all models on the base of `decoder`, without any adapter yet."""
         assert isinstance(decoder.base, FastDecoder), (
             "`Decoder.base` of this decoder must be a FastDecoder"
@@ -141,3 +147,9 @@ class MultiAdapterEngine(Engine):
         """Keep the row's cache for its conversation unless its request diverged."""
         if group.request_id not in self._errors:
             super()._cache_conversation(row, group, tokens)
+
+
+class PagedMultiAdapterEngine(MultiAdapterEngine, PagedEngine):
+    """Run `MultiAdapterEngine` over a paged KV cache (`PagedEngine`)."""
+
+    _state: PagedState

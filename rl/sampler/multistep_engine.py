@@ -2,7 +2,7 @@
 
 The device feeds and samples tokens and ends rows by itself. The samples equal those of the other
 engines, because the random number of each token is known in advance. A step that admits requests,
-and steps with truncated (top_k, top_p, min_p) or biased distributions, run as in `PagedEngine`.
+and steps whose rows truncate their distribution or adjust their logits, run as in `PagedEngine`.
 Only the host can check stop strings; tokens sampled past a stop string are discarded.
 """
 
@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.sampler.block_tables import split_block_tables
+from rl.sampler.block_manager import split_block_tables
 from rl.sampler.cuda_graphs import CUDAGraphRunner
 from rl.sampler.decode_inputs import DecodeInputs
 from rl.sampler.decode_state import compact_slots
 from rl.sampler.decoder_fast import FastDecoder
-from rl.sampler.logit_bias import find_biased_rows
 from rl.sampler.paged_engine import PagedEngine
 from rl.sampler.sampling_requests import FinishedRequest
+from rl.sampler.token_sampling import find_adjusted_rows, find_truncated_rows
 
 STEPS_PER_SYNC = 8  # steps per host sync
 _PREFETCH_TOKENS = (
@@ -116,14 +116,9 @@ class MultiStepEngine(PagedEngine):
         )
 
     def _is_untruncated(self) -> bool:
-        """Return whether no row truncates or biases its distribution."""
-        rows, vocab = self._rows, self.decoder.vocab_size
-        whole = (
-            ((rows["top_k"] < 1) | (rows["top_k"] >= vocab))
-            & (rows["top_p"] >= 1)
-            & (rows["min_p"] <= 0)
-        )
-        return bool((whole | (rows["temperature"] == 0)).all() and not find_biased_rows(rows).any())
+        """Return whether the distribution of every row is the model's at the temperature."""
+        truncated = find_truncated_rows(self._rows, self.decoder.vocab_size)
+        return not (truncated | find_adjusted_rows(self._rows)).any()
 
     def _remaining_tokens(self) -> np.ndarray:
         """Return the number of tokens that each row may still sample."""

@@ -24,8 +24,7 @@ from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.kv_cache_pool import IdleKVCachePool
 from rl.sampler.paged_state import BLOCK_SIZE, PagedState
 from rl.sampler.sampling_engine import Engine
-from rl.sampler.sampling_requests import FinishedRequest
-from rl.sampler.sequence_groups import CachedPrompt, SequenceGroup
+from rl.sampler.sampling_requests import CachedPrompt, FinishedRequest, SequenceGroup
 from rl.types import SampledSequence
 
 
@@ -233,7 +232,7 @@ class PagedEngine(Engine):
             if slot is None:
                 slot = len(self._prompts)
                 self._prompts.append(first.prompt)
-                self._state.add_prompt_slot(first.prompt_length)
+                self._state.add_prompt_slot(first.prompt_length, first.prompt.adapter_id)
             self._state.resume_row(slot, first.fed_tokens)
             self._rows.restore(first.fields)
             self._settings = None

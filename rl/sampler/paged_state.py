@@ -1,9 +1,9 @@
 """Store the KV cache of the fast decoder in blocks of a fixed pool.
 
 Memory is proportional to the tokens that exist, not to the longest row times all rows. The samples
-equal those of `contiguous_state`. block_manager.py decides which rows share blocks, block_tables.py
-builds the block tables of a step. When no blocks are free, rows are preempted (see
-paged_engine.py). Shapes: P prompts, N rows, K key heads, S positions of a block, D head width.
+equal those of `contiguous_state`. block_manager.py decides which rows share blocks, and builds the
+block tables of a step. When no blocks are free, rows are preempted (see paged_engine.py). Shapes: P
+prompts, N rows, K key heads, S positions of a block, D head width.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from kernels import compute_paged_attention
-from rl.sampler.block_manager import BlockManager, PromptBlockTable
-from rl.sampler.block_tables import make_block_tables
+from rl.sampler.block_manager import BlockManager, PromptBlockTable, make_block_tables
 from rl.sampler.decode_state import DecodeState, LogitsReader
 from rl.sampler.forward_fast import LlamaForward
-from rl.sampler.suffix_batch import SuffixBatch
+from rl.sampler.prefix_attention import SuffixBatch
 from rl.types import PlacedImage
 
 BLOCK_SIZE = 256  # positions: the block size of torch's varlen attention
@@ -73,9 +72,14 @@ class PagedState(DecodeState):
         prompts: Sequence[Sequence[int]],
         readers: Sequence[LogitsReader | None],
         images: Sequence[Sequence[PlacedImage]] = (),
+        weights: Sequence[int] = (),
     ) -> Tensor:
+        """Implement `DecodeState.prefill`. `weights`: the model index of each prompt, if the
+        decoder mixes.
+        """
         tables = [self.block_manager.add_prompt(len(prompt)).block_table for prompt in prompts]
-        logits_PV = self._prefill_into(prompts, readers, tables)
+        logits_PV = self._prefill_into(prompts, readers, tables, weights)
+        self.prompt_adapters = [*self.prompt_adapters, *weights]
         lengths = np.array([len(prompt) for prompt in prompts], np.int64)
         self.prompt_lengths = np.concatenate([self.prompt_lengths, lengths])
         return logits_PV
@@ -85,6 +89,7 @@ class PagedState(DecodeState):
         prompts: Sequence[Sequence[int]],
         readers: Sequence[LogitsReader | None],
         tables: Sequence[Sequence[int]],
+        adapter_ids: Sequence[int] = (),
     ) -> Tensor:
         """Prefill sequences and write their keys and values to the blocks of the tables."""
         all_pages = copy_to_device(
@@ -104,7 +109,7 @@ class PagedState(DecodeState):
                     )
                     self.kv[layer][which, pages[i]] = padded.unflatten(0, (-1, self.block_size))
 
-        return self.decoder.forward_prompts(prompts, readers, keep, uploaded_tokens=device_tokens)
+        return self.decoder.forward_prompts(prompts, readers, keep, adapter_ids, device_tokens)
 
     def add_rows(self, prompt_of_row: np.ndarray) -> None:
         for slot in prompt_of_row.tolist():
@@ -117,6 +122,9 @@ class PagedState(DecodeState):
         length = int(self.prompt_lengths[self.prompt_of_row[row]] + self.response_lengths[row])
         self.block_manager.cache_row(self.block_manager.rows[row], length)
         self.prompt_lengths = np.append(self.prompt_lengths, length)
+        if self.prompt_adapters:
+            adapter_id = self.prompt_adapters[self.prompt_of_row[row]]
+            self.prompt_adapters = [*self.prompt_adapters, adapter_id]
 
     def extend_prompts(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
         """Prefill all suffixes in a single forward, padded on the right, as
@@ -148,11 +156,16 @@ class PagedState(DecodeState):
             )
             return batch.attend(q, keys, values)
 
+        row_adapters = (
+            decoder.group_by_adapter([self.prompt_adapters[slot] for slot in slots])
+            if decoder.multi_adapter
+            else None
+        )
         rope = decoder.rope(batch.position_BT, batch.rope_positions)
-        hidden = decoder.forward(batch.ids_BT, rope, attend, last_B=batch.last_B)
+        hidden = decoder.forward(batch.ids_BT, rope, attend, row_adapters, batch.last_B)
         self.prompt_lengths = self.prompt_lengths.copy()
         self.prompt_lengths[list(slots)] += [len(suffix) for suffix in tokens]
-        return decoder.head(hidden).float()
+        return decoder.head(hidden, row_adapters).float()
 
     def copy_blocks(self, copies: Sequence[tuple[int, int] | None]) -> None:
         """Copy shared blocks (origin, target) before a row writes to the target."""
@@ -162,8 +175,10 @@ class PagedState(DecodeState):
             for kv in self.kv:
                 kv[:, target] = kv[:, origin]
 
-    def add_prompt_slot(self, length: int) -> None:
+    def add_prompt_slot(self, length: int, adapter_id: int | None = None) -> None:
         """Add a prompt slot that no row reads from: resumed rows have private blocks."""
+        if adapter_id is not None:
+            self.prompt_adapters = [*self.prompt_adapters, adapter_id]
         self.block_manager.prompts.append(PromptBlockTable(length))
         self.prompt_lengths = np.concatenate([self.prompt_lengths, [length]])
 
@@ -172,7 +187,8 @@ class PagedState(DecodeState):
         blocks.
         """
         row = self.block_manager.add_resumed_row(slot, len(fed))
-        self._prefill_into([fed], [None], [row.block_table])
+        adapter_ids = [self.prompt_adapters[slot]] if self.prompt_adapters else []
+        self._prefill_into([fed], [None], [row.block_table], adapter_ids)
         super().add_rows(np.array([slot]))
         self.response_lengths[-1] = len(fed) - self.prompt_lengths[slot]
 
@@ -198,9 +214,18 @@ class PagedState(DecodeState):
 
         positions = self.prompt_lengths[self.prompt_of_row] + self.response_lengths
         rope = decoder.rope(torch.from_numpy(positions).to(device), int(positions.max()) + 1)
-        hidden = decoder.forward(torch.from_numpy(tokens).to(device), rope, attend)
+        row_adapters = self._get_row_adapters()
+        hidden = decoder.forward(torch.from_numpy(tokens).to(device), rope, attend, row_adapters)
         self.response_lengths = self.response_lengths + 1
-        return decoder.head(hidden)
+        return decoder.head(hidden, row_adapters)
+
+    def replace_non_finite(self) -> None:
+        """Replace NaN and infinity in the blocks, after rows with such values were removed.
+
+        Otherwise they would affect the rows that reuse these blocks (0 times NaN is NaN).
+        """
+        for kv in self.kv:
+            kv.nan_to_num_(0.0, 0.0, 0.0)
 
     def _move_rows(self, source: np.ndarray) -> None:
         surviving = set(source.tolist())

@@ -5,14 +5,21 @@ of rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from rl.sampler.philox import as_uint64, philox_uniforms
-from rl.types import SampledSequence
+from rl.types import SampledSequence, SamplingParams
 
 _UNIFORMS_AHEAD = 8
+# a column for each parameter that is a number or a flag, by name
+_PARAM_COLUMNS: dict[str, Any] = {
+    parameter.name: type(parameter.default)
+    for parameter in fields(SamplingParams)
+    if isinstance(parameter.default, (bool, int, float))
+}
 _FIELDS: dict[str, Any] = {
     "job": np.int64,  # the request's id
     "sample": np.int64,  # index among the request's samples
@@ -23,17 +30,18 @@ _FIELDS: dict[str, Any] = {
     "seed": np.uint64,
     "problem": np.uint64,
     "index": np.uint64,  # of the sample in its group, for its random stream
-    "temperature": np.float64,
-    "top_k": np.int64,
-    "top_p": np.float64,
-    "min_p": np.float64,
-    "min_tokens": np.int64,  # stop ids are masked before
-    "biased": np.bool_,  # whether the request has a logit bias
-    "untruncated_logprobs": np.bool_,
+    "adjusts_logits": np.bool_,  # see `SamplingParams`
     "buffer": np.int64,  # index of the buffer of its tokens
+    **_PARAM_COLUMNS,
 }
-# fields that come from the request's sampling parameters
-SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "min_tokens", "untruncated_logprobs")
+
+
+def make_param_columns(params: Sequence[SamplingParams]) -> dict[str, np.ndarray]:
+    """Return the columns of the sampling parameters, with an entry for each of `params`."""
+    names = (*_PARAM_COLUMNS, "adjusts_logits")
+    return {
+        name: np.array([getattr(each, name) for each in params], _FIELDS[name]) for name in names
+    }
 
 
 class RunningRows:
@@ -63,12 +71,17 @@ class RunningRows:
         return self._fields[name]
 
     def add(
-        self, first_sample: list[int], count: list[int], first_index: list[int], **per_request: list
+        self,
+        first_sample: list[int],
+        count: list[int],
+        first_index: list[int],
+        params: Sequence[SamplingParams],
+        **per_request: list,
     ) -> None:
         """Add `count` rows for each of some requests, from sample `first_sample` on.
 
         `first_index` is the stream index of a request's sample 0. `per_request`: the values of the
-        other fields.
+        fields that are not of `params`.
         """
         counts = np.array(count)
         per_request["seed"] = [as_uint64(seed) for seed in per_request["seed"]]
@@ -76,6 +89,8 @@ class RunningRows:
         new: dict[str, np.ndarray] = {}
         for name, values in per_request.items():
             new[name] = np.repeat(np.array(values, _FIELDS[name]), counts)
+        for name, column in make_param_columns(params).items():
+            new[name] = np.repeat(column, counts)
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         new["sample"] = np.repeat(first_sample, counts) + within
         new["index"] = (new["sample"] + np.repeat(first_index, counts)).astype(np.uint64)

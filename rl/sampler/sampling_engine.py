@@ -19,20 +19,25 @@ from torch import Tensor
 from rl.sampler.conversation_cache import ConversationCache
 from rl.sampler.decode_state import compact_slots
 from rl.sampler.decoder import Decoder
-from rl.sampler.logit_bias import sample_with_biases
 from rl.sampler.prompt_logprobs import PromptLogprobs
-from rl.sampler.running_rows import SAMPLING_FIELDS, RunningRows
-from rl.sampler.sampling_requests import EngineCounters, FinishedRequest, SamplingRequest
-from rl.sampler.sequence_groups import (
+from rl.sampler.running_rows import RunningRows
+from rl.sampler.sampling_requests import (
     CachedPrompt,
+    EngineCounters,
+    FinishedRequest,
+    SamplingRequest,
     SequenceGroup,
-    check_biases,
+    check_params,
     make_divergence_error,
     make_prefill_kwargs,
     resolve_max_tokens,
 )
 from rl.sampler.stop_conditions import StopStringMatcher, StopTable, build_stop_condition
-from rl.sampler.token_sampling import RowSamplingSettings, make_row_settings
+from rl.sampler.token_sampling import (
+    RowSamplingSettings,
+    make_row_settings,
+    sample_next_tokens,
+)
 from rl.types import SampledSequence, SampleResponse
 
 
@@ -127,7 +132,7 @@ class Engine(ConversationCache):
         condition = build_stop_condition(
             params.stop, () if params.ignore_eos else self.eos_token_ids
         )
-        check_biases(params, condition.token_ids, self.decoder.vocab_size, max_tokens)
+        check_params(params, condition.token_ids, self.decoder.vocab_size, max_tokens)
         if condition.strings and self._stop_strings is None:
             raise ValueError(
                 f"stop={params.stop!r} holds strings, which need a tokenizer: "
@@ -304,11 +309,7 @@ class Engine(ConversationCache):
             has_strings=[bool(group.stop_strings) for group, _, _ in entering],
             seed=[request.seed for request in requests],
             problem=[request.problem for request in requests],
-            biased=[bool(request.params.logit_bias) for request in requests],
-            **{
-                name: [getattr(request.params, name) for request in requests]
-                for name in SAMPLING_FIELDS
-            },
+            params=[request.params for request in requests],
         )
         first = len(self._rows) - sum(count for _, _, count in entering)
         for group, slot, count in entering:
@@ -326,15 +327,11 @@ class Engine(ConversationCache):
     def _sample(self, logits_NV: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Sample a token and its logprob for each row, copied to the host in a single transfer."""
         if self._settings is None:
-            columns = [
-                self._rows[name]
-                for name in ("temperature", "top_k", "top_p", "untruncated_logprobs", "min_p")
-            ]
             self._settings = make_row_settings(
-                *columns, vocab=logits_NV.shape[1], device=logits_NV.device
+                self._rows, vocab=logits_NV.shape[1], device=logits_NV.device
             )
         uniform_N = torch.from_numpy(self._rows.next_uniforms()).to(logits_NV.device)
-        tokens, logprobs = sample_with_biases(
+        tokens, logprobs = sample_next_tokens(
             logits_NV, uniform_N, self._settings, self._rows, self._running
         )
         # float64 holds every token id exactly

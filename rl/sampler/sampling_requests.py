@@ -1,13 +1,20 @@
-"""Define the engine's requests, results and counters."""
+"""Define the engine's requests, their state while they run, their results and counters; resolve and
+check their token limits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
+from torch import Tensor
 
-from rl.types import PlacedImage, SampledSequence, SampleResponse, SamplingParams
+from rl.sampler.decode_state import DecodeState
+from rl.sampler.decoder import Decoder, check_length
+from rl.sampler.prompt_logprobs import PromptLogprobs
+from rl.types import PlacedImage, SampledSequence, SampleResponse, SamplingParams, TensorData
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,3 +115,141 @@ class EngineCounters:
     steps: int = 0
     peak_rows: int = 0
     peak_cache_tokens: int = 0
+
+
+@dataclass(slots=True)
+class SequenceGroup:
+    """Hold the state of a request in the engine.
+
+    `max_tokens` is resolved. `num_admitted` samples have been admitted, `num_unfinished` samples
+    have not finished.
+    """
+
+    request_id: int
+    request: SamplingRequest
+    max_tokens: int
+    stop_row: int
+    stop_strings: tuple[str, ...]
+    key: tuple  # requests with equal keys share their prompt
+    num_unfinished: int
+    num_resumed: int = 0  # tokens sampled before it was added; they are prefilled with the prompt
+    num_admitted: int = 0
+    shares_prompt: bool = False  # the prompt was already prefilled for another request
+    sequences: list[SampledSequence | None] = field(default_factory=list)
+    reader: PromptLogprobs | None = None
+    stop_ids: Sequence[int] = ()
+
+    def set_prompt_logprobs(self, response: SampleResponse) -> None:
+        """Store the requested logprobs of the prompt's tokens in the response."""
+        if self.reader is not None and self.request.include_prompt_logprobs:
+            response.prompt_logprobs = list(self.reader.logprobs)
+        if self.reader is not None and self.request.topk_prompt_logprobs > 0:
+            response.topk_prompt_logprobs = list(self.reader.topk_logprobs)
+        if self.reader is not None and self.reader.target_logprobs is not None:
+            response.target_prompt_logprobs = TensorData(self.reader.target_logprobs)
+
+
+@dataclass(slots=True)
+class CachedPrompt:
+    """Hold a prompt in the cache: the logits after its last token, and the reader of its logprobs.
+
+    `adapter_id`: see `SamplingRequest`. `conversation`: the name of the conversation that is cached
+    for its next turn (without logits); `tokens`: its tokens.
+    """
+
+    key: tuple
+    logits_V: Tensor
+    reader: PromptLogprobs | None
+    adapter_id: int | None = None
+    conversation: str | None = None
+    tokens: tuple[int, ...] = ()
+
+
+def make_prefill_kwargs(requests: Sequence[SamplingRequest]) -> dict[str, Any]:
+    """Return the optional arguments of `DecodeState.prefill`: images and model indices, if any are
+    set.
+    """
+    kwargs: dict[str, Any] = (
+        {"images": [request.images for request in requests]}
+        if any(request.images for request in requests)
+        else {}
+    )
+    if any(request.adapter_id is not None for request in requests):
+        kwargs["weights"] = [request.adapter_id for request in requests]
+    return kwargs
+
+
+def make_divergence_error(requests: Sequence[int]) -> FloatingPointError:
+    """Return the error of requests with NaN or infinite logits."""
+    return FloatingPointError(
+        f"the logits are NaN or infinite for {len(requests)} requests (the first is number "
+        f"{requests[0]}): the weights have diverged, or overflow in this dtype; "
+        "lower the learning rate, or sample in float32"
+    )
+
+
+class EngineLimits(Protocol):
+    """Declare the limits of an engine."""
+
+    decoder: Decoder
+    max_context: int | None
+    kv_cache_tokens: int
+
+
+def resolve_max_tokens(
+    limits: EngineLimits, state: DecodeState, prompt_length: int, max_tokens: int | None
+) -> int:
+    """Return the maximum number of tokens to sample.
+
+    The last token is never fed, so prompt + max_tokens may exceed the context by 1. Raises
+    ValueError if the prompt or the response can never fit.
+    """
+    switch = limits.decoder.length_switch
+    if max_tokens is None:
+        if limits.max_context is None:
+            raise ValueError(
+                "max_tokens=None means up to the context limit, and the model has no limit: "
+                "set max_tokens or max_context"
+            )
+        most = [
+            limit
+            for limit in (limits.max_context, switch.max_length(prompt_length) if switch else None)
+            if limit is not None
+        ]
+        max_tokens = max(min(most) + 1 - prompt_length, 0)
+    if (
+        limits.max_context is not None
+        and prompt_length + max(max_tokens, 1) - 1 > limits.max_context
+    ):
+        raise ValueError(
+            f"a prompt of {prompt_length} tokens and max_tokens={max_tokens} exceed the context of "
+            f"{limits.max_context} tokens: shorten the prompt, lower max_tokens, "
+            "or raise max_context up to the model's limit"
+        )
+    check_length(limits.decoder, prompt_length, prompt_length + max(max_tokens, 1) - 1)
+    cost = state.cost(1, prompt_length, 1, max_tokens - 1)
+    if cost > limits.kv_cache_tokens:
+        raise ValueError(
+            f"one sample of a {prompt_length}-token prompt with max_tokens={max_tokens} takes "
+            f"{cost} "
+            f"tokens of KV cache, kv_cache_tokens is {limits.kv_cache_tokens}: "
+            "raise kv_cache_tokens or lower max_tokens"
+        )
+    return max_tokens
+
+
+def check_params(
+    params: SamplingParams, stop_ids: Collection[int], vocab: int, max_tokens: int
+) -> None:
+    """Raise ValueError for a token outside the vocabulary, or min_tokens that cannot be reached."""
+    params.check_vocabulary(vocab)
+    if params.min_tokens > max_tokens:
+        raise ValueError(
+            f"min_tokens={params.min_tokens} is more than the {max_tokens} tokens that may be "
+            "sampled: lower it"
+        )
+    if params.min_tokens and len(stop_ids) >= vocab:
+        raise ValueError(
+            f"min_tokens={params.min_tokens} excludes stop ids from sampling, and all {vocab} "
+            "tokens are stop ids: lower it to 0"
+        )

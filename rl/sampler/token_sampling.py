@@ -1,18 +1,22 @@
-"""Sample a token and its logprob from logits: temperature, min-p, top-k, top-p, inverse CDF.
+"""Sample a token and its logprob: biases, penalties, temperature, truncation, inverse CDF.
 
 All rows are processed at once, on the logits' device. Shapes: N rows, V vocabulary, B blocks of the
-vocabulary. Softmax and logprobs are in float32 whatever the logits' dtype.
+vocabulary, M rows of one request. Softmax and logprobs are in float32 whatever the logits' dtype.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rl.sampler import cpu_kernels
+from rl.sampler.running_rows import RunningRows
+from rl.sampler.sampling_requests import SamplingRequest, SequenceGroup
 
 # vocabularies above this size are searched in two levels: first the block, then the token in it
 _BLOCK = 512
@@ -37,35 +41,39 @@ class RowSamplingSettings:
     untruncated_logprobs: Tensor | None = None
 
 
-def make_row_settings(
-    temperatures: np.ndarray,
-    top_ks: np.ndarray,
-    top_ps: np.ndarray,
-    untruncated_logprobs: np.ndarray | None = None,
-    min_ps: np.ndarray | None = None,
-    *,
-    vocab: int,
-    device: torch.device,
-) -> RowSamplingSettings:
-    """Return the settings of the running rows as tensors on the device.
+class RowColumns(Protocol):
+    """Describe the sampling parameters of the running rows, an array for each parameter."""
 
-    The arrays are [N] each; top_k -1, top_p 1 and min_p 0 mean no truncation.
+    def __getitem__(self, name: str) -> np.ndarray: ...
+
+
+def find_truncated_rows(rows: RowColumns, vocab: int) -> np.ndarray:
+    """Return whether the distribution of each row is truncated, bool [N].
+
+    Greedy rows keep their token under any truncation, and report the logprob of the whole
+    distribution.
     """
-    temperature = torch.tensor(temperatures, dtype=torch.float32)
-    top_k = torch.tensor(top_ks, dtype=torch.int64)
-    top_p = torch.tensor(top_ps, dtype=torch.float64)
-    min_p = torch.zeros_like(top_p) if min_ps is None else torch.tensor(min_ps, dtype=torch.float64)
+    limits_rank = (rows["top_k"] >= 1) & (rows["top_k"] < vocab)
+    truncated = limits_rank | (rows["top_p"] < 1) | (rows["min_p"] > 0)
+    return truncated & (rows["temperature"] != 0)
+
+
+def find_adjusted_rows(rows: RowColumns) -> np.ndarray:
+    """Return whether the next token of each row is sampled from adjusted logits, bool [N]."""
+    return rows["adjusts_logits"] | (rows["drawn"] < rows["min_tokens"])
+
+
+def make_row_settings(rows: RowColumns, *, vocab: int, device: torch.device) -> RowSamplingSettings:
+    """Return the settings of the running rows as tensors on the device."""
+    temperature = torch.tensor(rows["temperature"], dtype=torch.float32)
+    top_k = torch.tensor(rows["top_k"], dtype=torch.int64)
+    top_p = torch.tensor(rows["top_p"], dtype=torch.float64)
+    min_p = torch.tensor(rows["min_p"], dtype=torch.float64)
     top_k = torch.where((top_k < 1) | (top_k > vocab), vocab, top_k)
     greedy = temperature == 0
-    # Greedy rows keep their token under any truncation, and report the logprob of the whole
-    # distribution.
-    cut_N = ((top_k < vocab) | (top_p < 1) | (min_p > 0)) & ~greedy
-    truncated = torch.nonzero(cut_N).squeeze(1)
-    whole = (
-        truncated[:0]
-        if untruncated_logprobs is None
-        else torch.nonzero(cut_N & torch.tensor(untruncated_logprobs)).squeeze(1)
-    )
+    cut_N = find_truncated_rows(rows, vocab)
+    truncated = torch.from_numpy(np.flatnonzero(cut_N))
+    whole = torch.from_numpy(np.flatnonzero(cut_N & rows["untruncated_logprobs"]))
     plain_temperature = bool((temperature[~greedy] == 1).all())
     return RowSamplingSettings(
         temperature_N=None
@@ -78,6 +86,105 @@ def make_row_settings(
         min_p=min_p[truncated].to(device) if len(truncated) and bool((min_p > 0).any()) else None,
         untruncated_logprobs=whole.to(device) if len(whole) else None,
     )
+
+
+def sample_next_tokens(
+    logits_NV: Tensor,
+    uniform_N: Tensor,
+    settings: RowSamplingSettings,
+    rows: RunningRows,
+    groups: Mapping[int, SequenceGroup],
+) -> tuple[Tensor, Tensor]:
+    """Return `sample_tokens` of the logits, after adjusting those of the rows that require it.
+
+    The logprobs of these rows refer to the adjusted distribution. With `untruncated_logprobs` they
+    refer to the distribution of the unmodified logits at the temperature.
+    """
+    changed_N = find_adjusted_rows(rows)
+    if not changed_N.any():
+        return sample_tokens(logits_NV, uniform_N, settings)
+    tokens_N, logprobs_N = sample_tokens(
+        adjust_logits(logits_NV, rows, groups, changed_N), uniform_N, settings
+    )
+    if (whole_N := changed_N & rows["untruncated_logprobs"]).any():
+        index_M, whole_M = compute_untruncated_logprobs(logits_NV, tokens_N, rows, whole_N)
+        logprobs_N[index_M] = whole_M
+    return tokens_N, logprobs_N
+
+
+def adjust_logits(
+    logits_NV: Tensor, rows: RunningRows, groups: Mapping[int, SequenceGroup], changed_N: np.ndarray
+) -> Tensor:
+    """Return float32 logits with biases and penalties, and -inf for stop ids in rows that may not
+    stop yet.
+    """
+    adjusted_NV = logits_NV.float().clone()
+    owners, early = rows["job"], rows["drawn"] < rows["min_tokens"]
+    for request_id in np.unique(owners[changed_N]).tolist():
+        group, group_rows_N = groups[request_id], owners == request_id
+        if group.request.params.logit_bias:
+            index_M = _row_indices(group_rows_N, adjusted_NV)
+            tokens = torch.tensor(list(group.request.params.logit_bias), device=adjusted_NV.device)
+            bias = torch.tensor(
+                list(group.request.params.logit_bias.values()),
+                dtype=torch.float32,
+                device=adjusted_NV.device,
+            )
+            adjusted_NV[index_M[:, None], tokens] += bias
+        if group.request.params.penalizes:
+            index_M = _row_indices(group_rows_N, adjusted_NV)
+            adjusted_NV[index_M] = penalize_repeats(
+                adjusted_NV[index_M],
+                [rows.response(row)[0] for row in np.flatnonzero(group_rows_N).tolist()],
+                group.request,
+            )
+        if group.stop_ids and (group_rows_N & early).any():
+            stops = torch.tensor(list(group.stop_ids), device=adjusted_NV.device)
+            adjusted_NV[
+                _row_indices(group_rows_N & early, adjusted_NV)[:, None], stops
+            ] = -torch.inf
+    return adjusted_NV
+
+
+def penalize_repeats(
+    logits_MV: Tensor, responses: Sequence[np.ndarray], request: SamplingRequest
+) -> Tensor:
+    """Return the logits of a request's rows after its penalties. `responses`: the tokens of each
+    row so far.
+    """
+    params, vocab, device = request.params, logits_MV.shape[1], logits_MV.device
+    places = np.concatenate([row * vocab + tokens for row, tokens in enumerate(responses)])
+    counts_MV = torch.from_numpy(places).to(device).bincount(minlength=logits_MV.numel())
+    counts_MV = counts_MV.view_as(logits_MV)
+    if (penalty := params.repetition_penalty) != 1:
+        repeated_MV = counts_MV > 0
+        repeated_MV[:, torch.tensor(list(request.prompt), device=device)] = True
+        scaled_MV = torch.where(logits_MV > 0, logits_MV / penalty, logits_MV * penalty)
+        logits_MV = torch.where(repeated_MV, scaled_MV, logits_MV)
+    logits_MV = logits_MV - params.frequency_penalty * counts_MV
+    return logits_MV - params.presence_penalty * (counts_MV > 0)
+
+
+def compute_untruncated_logprobs(
+    logits_NV: Tensor, tokens_N: Tensor, rows: RunningRows, chosen_N: np.ndarray
+) -> tuple[Tensor, Tensor]:
+    """Return the indices of the chosen rows and the logprobs of their tokens.
+
+    The logprobs refer to the distribution of the unmodified logits at the temperature. The
+    temperature of a greedy row is 1.
+    """
+    index_M = _row_indices(chosen_N, logits_NV)
+    temperature = np.where(rows["temperature"] == 0, 1.0, rows["temperature"])[chosen_N]
+    scaled_MV = (
+        logits_NV[index_M].float()
+        / torch.tensor(temperature, dtype=torch.float32, device=logits_NV.device)[:, None]
+    )
+    return index_M, scaled_MV.log_softmax(-1).gather(1, tokens_N[index_M, None]).squeeze(1)
+
+
+def _row_indices(rows_N: np.ndarray, like: Tensor) -> Tensor:
+    """Return the indices of the selected rows on the device of `like`."""
+    return torch.from_numpy(np.flatnonzero(rows_N)).to(like.device)
 
 
 def sample_tokens(

@@ -13,12 +13,22 @@ from typing import Any
 
 from rl.config import nearest_name
 from rl.serve.http_errors import HttpError
-from rl.types import SamplingParams
+from rl.types import PARAMETER_BOUNDS, SamplingParams
 
 MAX_CHOICES = 1024  # per request
 MAX_STOPS = 64
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024  # OpenAI's limit
+# parameters that are read from the field of their name, by their bounds
+NUMBER_PARAMETERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 
 
 # Fields that do not change the response: labels, and hints for storage or billing.
@@ -37,7 +47,6 @@ IGNORED_FIELDS = (
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
-    "frequency_penalty": (0,),
     "function_call": ("auto", "none"),
     "functions": ([],),
     "guided_choice": (),
@@ -47,9 +56,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
     "prediction": (),
-    "presence_penalty": (0,),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "store": (False,),
@@ -76,11 +83,6 @@ REFUSAL_REASONS: Mapping[str, str] = {
             "structured_outputs",
         ),
         _NO_GRAMMAR,
-    ),
-    **dict.fromkeys(
-        ("frequency_penalty", "presence_penalty", "repetition_penalty"),
-        "each token is sampled from the model's distribution, whatever the earlier tokens; "
-        "logit_bias changes the logits of single tokens",
     ),
 }
 
@@ -125,17 +127,18 @@ class FieldReader:
             raise self.make_error(name, value, f"an integer from {minimum} to {maximum}")
         return int(value)
 
-    def get_float(self, name: str, default: float, minimum: float, maximum: float) -> float:
-        """Return a float field from `minimum` to `maximum`."""
-        value = self.get(name, default)
-        # the comparison is false for NaN
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or not minimum <= value <= maximum
-        ):
-            raise self.make_error(name, value, f"a number from {minimum:g} to {maximum:g}")
-        return float(value)
+    def get_parameter(self, name: str) -> Any:
+        """Return a number of `SamplingParams` from the field of its name, or None."""
+        value, bounds = self.get(name), PARAMETER_BOUNDS[name]
+        if value is None:
+            return None
+        if bounds.whole and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        try:
+            bounds.validate(name, value)
+        except ValueError:
+            raise self.make_error(name, value, bounds.expected) from None
+        return value if bounds.whole else float(value)
 
     def get_text(self, name: str) -> str | None:
         """Return a text field; None if it is missing or null."""
@@ -191,24 +194,20 @@ def _shorten(value: Any) -> str:
 def read_sampling_params(
     fields: FieldReader, max_tokens: int | None, *, renderer_stops: Sequence[str | int] = ()
 ) -> SamplingParams:
-    """Read the sampling parameters: temperature, top_p, top_k, min_p, logit_bias, min_tokens,
-    ignore_eos, seed, stop, stop_token_ids.
+    """Read the sampling parameters: `NUMBER_PARAMETERS`, top_k, logit_bias, ignore_eos, seed, stop,
+    stop_token_ids.
 
     `renderer_stops`: stops of the renderer, which are always added. Logprobs are of the whole
-    distribution at the temperature, before logit_bias and before truncation by top_p, top_k and
-    min_p.
+    distribution at the temperature, before logit_bias, penalties and truncation by top_p, top_k
+    and min_p.
     """
-    temperature = fields.get_float("temperature", 1.0, 0.0, 100.0)
-    if 0 < temperature < 1e-3:
-        raise fields.make_error("temperature", temperature, "0 (greedy) or at least 0.001")
-    top_p = fields.get_float("top_p", 1.0, 0.0, 1.0)
-    if top_p == 0:
-        raise fields.make_error("top_p", top_p, "above 0 and at most 1")
-    top_k = (
-        fields.get_int("top_k", -1, -1, 2**31 - 1) or -1
-    )  # some clients send 0 for no truncation
-    min_p = fields.get_float("min_p", 0.0, 0.0, 1.0)
-    min_tokens = fields.get_int("min_tokens", 0, 0, 2**31 - 1) or 0
+    values = {name: fields.get_parameter(name) for name in NUMBER_PARAMETERS}
+    numbers = {name: value for name, value in values.items() if value is not None}
+    if numbers.get("temperature", 0) > 100:
+        raise fields.make_error("temperature", numbers["temperature"], "a number from 0 to 100")
+    # some clients send 0 for no truncation
+    top_k = fields.get_int("top_k", -1, -1, 2**31 - 1) or -1
+    min_tokens = numbers.get("min_tokens", 0)
     if max_tokens is not None and min_tokens > max_tokens:
         raise fields.make_error("min_tokens", min_tokens, f"at most max_tokens ({max_tokens})")
     seed = fields.get_int("seed", None, -(2**63), 2**63 - 1)
@@ -226,13 +225,10 @@ def read_sampling_params(
         max_tokens=max_tokens,
         seed=None if seed is None else seed % 2**63,
         stop=stop or None,  # type: ignore[arg-type]  # the sampler accepts texts and ids together
-        temperature=temperature,
         top_k=top_k,
-        top_p=top_p,
         untruncated_logprobs=True,
-        min_p=min_p,
         logit_bias=_read_logit_bias(fields),
-        min_tokens=min_tokens,
+        **numbers,
         ignore_eos=fields.get_flag("ignore_eos"),
     )
 

@@ -38,7 +38,7 @@ from rl.types.responses import (
     TrainingRun,
     WeightsInfoResponse,
 )
-from rl.types.sampling_params import SamplingParams
+from rl.types.sampling_params import DISTRIBUTION_PARAMETERS, PARAMETER_BOUNDS, SamplingParams
 from rl.types.training_data import (
     LOSS_INPUT_DTYPES,
     Datum,
@@ -61,7 +61,9 @@ from rl.types.training_params import (
 )
 
 __all__ = [
+    "DISTRIBUTION_PARAMETERS",
     "LOSS_INPUT_DTYPES",
+    "PARAMETER_BOUNDS",
     "AdamOptimizerConfig",
     "AdamParams",
     "Checkpoint",

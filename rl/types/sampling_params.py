@@ -1,14 +1,66 @@
-"""Define the sampling parameters. Names and fields follow Tinker's client."""
+"""Define the sampling parameters. Names and fields follow Tinker's client.
+
+A parameter is added with its field and bounds here, its use in `rl.sampler.token_sampling`, and its
+name for HTTP in `rl.serve.request_fields`. The checks, the columns of the running rows and the
+server's reading of numbers follow from the field.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from rl.errors import BadRequestError
 from rl.types.number_checks import validate_integer, validate_number
 
 _LARGEST = 2**31 - 1  # limit of token counts and ids
+# parameters that leave the probabilities of the tokens at the temperature as they are
+_KEEPS_DISTRIBUTION = (
+    "max_tokens",
+    "seed",
+    "stop",
+    "temperature",
+    "untruncated_logprobs",
+    "ignore_eos",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterBounds:
+    """Hold the values that a number may have: from `minimum` to `maximum`, and not strictly inside
+    `gap`. `expected` describes them.
+    """
+
+    expected: str
+    minimum: float = -math.inf
+    maximum: float = math.inf
+    gap: tuple[float, float] | None = None
+    whole: bool = False  # whether only integers are values
+
+    def validate(self, name: str, value: Any) -> None:
+        """Raise ValueError unless `value` is one of these numbers."""
+        if self.whole:
+            number: float = validate_integer(name, value, self.expected)
+        else:
+            number = validate_number(name, value, self.expected)
+        in_gap = self.gap is not None and self.gap[0] < number < self.gap[1]
+        if not self.minimum <= number <= self.maximum or in_gap:
+            raise BadRequestError(f"{name} is {self.expected}, got {value!r:.60}")
+
+
+def _bounded(
+    default: Any,
+    expected: str,
+    minimum: float = -math.inf,
+    maximum: float = math.inf,
+    gap: tuple[float, float] | None = None,
+) -> Any:
+    """Return a field of numbers with these bounds; integers if its default is no float."""
+    whole = not isinstance(default, float)
+    bounds = ParameterBounds(expected, minimum, maximum, gap, whole)
+    return field(default=default, metadata={"bounds": bounds})
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +73,8 @@ class SamplingParams:
     temperature: 0 is greedy.
     seed: the same seed (and weights) gives the same samples; the members of a group still differ.
     untruncated_logprobs (extension): return the logprobs of the full distribution at the
-        temperature, without bias, `min_tokens`, `min_p`, top_k and top_p. By default logprobs are
-        of the distribution that was sampled from, renormalized after truncation.
+        temperature, without bias, penalties, `min_tokens`, `min_p`, top_k and top_p. By default
+        logprobs are of the distribution that was sampled from, renormalized after truncation.
 
     Further extensions, as in vLLM. `changes_distribution` tells whether the distribution is
     changed; the learner rejects samples of a changed distribution.
@@ -31,21 +83,32 @@ class SamplingParams:
     logit_bias: token ids and the numbers added to their logits, before the temperature.
     min_tokens: do not sample EOS and stop ids before this many tokens.
     ignore_eos: do not stop at EOS; the stops in `stop` still apply.
+    presence_penalty, frequency_penalty: subtracted from the logit of a token that the response
+        holds, and the second again for every time that it does. After logit_bias.
+    repetition_penalty: the logit of a token that the prompt or the response holds is divided by it
+        if it is positive, and multiplied otherwise. After logit_bias, before the other penalties.
 
     Raises ValueError for values out of range.
     """
 
-    max_tokens: int | None = None
-    seed: int | None = None
+    max_tokens: int | None = _bounded(
+        None, "a whole number of at least 1, or None for what the context holds", 1, _LARGEST
+    )
+    seed: int | None = _bounded(None, "a whole number, or None for different samples each time")
     stop: str | Sequence[str] | Sequence[int] | None = None
-    temperature: float = 1.0
-    top_k: int = -1
-    top_p: float = 1.0
+    temperature: float = _bounded(
+        1.0, "0 (greedy) or at least 0.001: logits are divided by it", 0, gap=(0, 1e-3)
+    )
+    top_k: int = _bounded(-1, "at least 1, or -1 for no truncation", -1, _LARGEST, gap=(-1, 1))
+    top_p: float = _bounded(1.0, "in (0, 1]", math.ulp(0.0), 1)
     untruncated_logprobs: bool = False
-    min_p: float = 0.0
+    min_p: float = _bounded(0.0, "from 0 (no limit) to 1", 0, 1)
     logit_bias: Mapping[int, float] | None = None
-    min_tokens: int = 0
+    min_tokens: int = _bounded(0, "a whole number of at least 0", 0, _LARGEST)
     ignore_eos: bool = False
+    presence_penalty: float = _bounded(0.0, "a number from -2 to 2", -2, 2)
+    frequency_penalty: float = _bounded(0.0, "a number from -2 to 2", -2, 2)
+    repetition_penalty: float = _bounded(1.0, "a number from 0.01 to 100", 0.01, 100)
 
     @property
     def changes_distribution(self) -> bool:
@@ -53,63 +116,34 @@ class SamplingParams:
 
         The learner computes logprobs of the model's distribution at the temperature.
         """
-        return (
-            self.top_k != -1
-            or self.top_p < 1
-            or self.min_p > 0
-            or bool(self.logit_bias)
-            or self.min_tokens > 0
-        )
+        return any((getattr(self, name) or 0) != (usual or 0) for name, usual in _DISTRIBUTION)
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Return whether the logits of every token of a sample are changed before the
+        temperature.
+        """
+        return bool(self.logit_bias) or self.penalizes
+
+    @property
+    def penalizes(self) -> bool:
+        """Return whether the logits of a token depend on earlier tokens being equal to it."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return penalties != (0, 0, 1)
+
+    def check_vocabulary(self, vocabulary: int) -> None:
+        """Raise ValueError for a parameter of a token that is not in the vocabulary."""
+        outside = [token for token in self.logit_bias or () if token >= vocabulary]
+        if outside:
+            raise BadRequestError(
+                f"logit_bias names the token {outside[0]}, and the model's ids are 0 to "
+                f"{vocabulary - 1}"
+            )
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None:
-            validate_integer(
-                "max_tokens",
-                self.max_tokens,
-                "a whole number of at least 1, or None for what the context holds",
-                minimum=1,
-                maximum=_LARGEST,
-            )
-        if self.seed is not None:
-            validate_integer(
-                "seed", self.seed, "a whole number, or None for different samples each time"
-            )
-        if (
-            validate_number(
-                "temperature",
-                self.temperature,
-                "a finite number of at least 0 (0 is greedy)",
-                minimum=0,
-            )
-            != 0
-        ):
-            validate_number(
-                "temperature",
-                self.temperature,
-                "0 (greedy) or at least 0.001: logits are divided by it",
-                minimum=1e-3,
-            )
-        if (
-            validate_integer(
-                "top_k",
-                self.top_k,
-                "at least 1, or -1 for no truncation",
-                minimum=-1,
-                maximum=_LARGEST,
-            )
-            == 0
-        ):
-            raise ValueError(f"top_k is at least 1, or -1 for no truncation, got {self.top_k}")
-        if validate_number("top_p", self.top_p, "in (0, 1]", minimum=0, maximum=1) == 0:
-            raise ValueError(f"top_p is in (0, 1], got {self.top_p}")
-        validate_number("min_p", self.min_p, "from 0 (no limit) to 1", minimum=0, maximum=1)
-        validate_integer(
-            "min_tokens",
-            self.min_tokens,
-            "a whole number of at least 0",
-            minimum=0,
-            maximum=_LARGEST,
-        )
+        for name, bounds in PARAMETER_BOUNDS.items():
+            if (value := getattr(self, name)) is not None or name not in _OPTIONAL:
+                bounds.validate(name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}: lower "
@@ -124,6 +158,22 @@ class SamplingParams:
             )
         if self.logit_bias is not None:
             _check_bias(self.logit_bias)
+
+
+# by name: the bounds of each parameter that is a number
+PARAMETER_BOUNDS: Mapping[str, ParameterBounds] = {
+    parameter.name: parameter.metadata["bounds"]
+    for parameter in fields(SamplingParams)
+    if "bounds" in parameter.metadata
+}
+# by name: the default of each parameter that changes the distribution, if it has another value
+_DISTRIBUTION = [
+    (parameter.name, parameter.default)
+    for parameter in fields(SamplingParams)
+    if parameter.name not in _KEEPS_DISTRIBUTION
+]
+DISTRIBUTION_PARAMETERS = tuple(name for name, _ in _DISTRIBUTION)
+_OPTIONAL = ("max_tokens", "seed")
 
 
 def _check_stop(stop: Any) -> None:
