@@ -293,11 +293,6 @@ def test_launches_that_such_a_team_does_not_go_with_are_not_offered(tmp_path):
             "--sampler-tp 2 --sampler hf",
             "requires the fast decoder.*leave --sampler-tp at 1, or sampler at auto",
         ),
-        (
-            "--sampler-tp 2 --sampler-cache paged",
-            "wait for each other at every step: leave --sampler-cache at auto, or --sampler-tp at "
-            "1",
-        ),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused_as_they_are_read(words, says, capsys):
@@ -319,6 +314,9 @@ def test_it_holds_for_the_whole_run():
         asked(LINE.format("tiny:addition") + f" --sampler-tp {k}").stages[0] for k in (1, 2)
     )
     assert collect_worker_settings([two]).sampler.tp == 2
+    paged = asked(LINE.format("tiny:addition") + " --sampler-tp 2 --sampler-cache paged").stages
+    sampler = collect_worker_settings(paged).sampler
+    assert (sampler.tp, sampler.cache) == (2, "paged")
     with pytest.raises(UserError, match="sampler_tp apply to the whole run"):
         collect_worker_settings([one, two])
 

@@ -230,10 +230,6 @@ class SamplingSettings:
             raise ValueError(
                 f"sampler_tp {self.sampler_tp} requires the fast decoder, and sampler is hf, the forward of transformers: leave sampler_tp at 1, or sampler at auto or fast"
             )
-        if self.sampler_tp > 1 and self.sampler_cache == "paged":
-            raise ValueError(
-                f"sampler_cache paged runs each process independently, and the processes of sampler_tp {self.sampler_tp} wait for each other at every step: leave sampler_cache at auto, or sampler_tp at 1"
-            )
         if self.max_tokens > self.kv_cache_tokens:
             raise ValueError(
                 f"an answer of max_tokens {self.max_tokens} does not fit into kv_cache_tokens {self.kv_cache_tokens}: lower max_tokens or raise kv_cache_tokens"

@@ -293,10 +293,9 @@ def _uses_paged_cache(
 
     On a GPU the engine tries it; the plan assumes that it succeeds.
     """
-    may = shape.fast and sampling.sampler != "hf" and team == 1 and not model.router_replay
-    return may and (
-        sampling.sampler_cache == "paged" or (sampling.sampler_cache == "auto" and launch.cuda)
-    )
+    may = shape.fast and sampling.sampler != "hf" and not model.router_replay
+    chosen = sampling.sampler_cache == "auto" and launch.cuda and team == 1
+    return may and (sampling.sampler_cache == "paged" or chosen)
 
 
 def _split_launch(settings: Any, launch: LaunchShape) -> tuple[LaunchShape | None, LaunchShape]:
