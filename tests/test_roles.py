@@ -171,7 +171,7 @@ class Counter(queue.Queue):
             super().put(item)
 
     def next(self, result=None) -> str:
-        _, call = self.get_nowait()
+        _, call = self.get(timeout=10)
         call.future.set_result(result)
         return f"{call.verb} {call.arguments[0]}"
 
@@ -228,13 +228,13 @@ class SmallChunks(WeightSnapshot):
 
 @pytest.mark.parametrize(
     ("step_seconds", "chunk_seconds", "share"),
-    [(0.05, 0.002, 0.5), (0.05, 0.0005, 0.4), (0.001, 0.004, 0.85), (None, 0.002, 1.0)],
+    [(0.05, 0.002, 0.5), (0.05, 0.0005, 0.24), (0.001, 0.004, 0.87), (None, 0.002, 1.0)],
 )
 def test_a_transfer_takes_half_of_the_time_of_samplers_that_sample(
     between, monkeypatch, step_seconds, chunk_seconds, share
 ):
     """A stream asks for its next steps while chunks arrive. At least two chunks are sent between
-    two requests, at most 64, and all of them at once if nothing samples.
+    two requests, at most 32, and all of them at once if nothing samples.
     """
     far, counter, near = between
     clock, steps, chunks, longest = 0.0, 0, 0, 0
@@ -248,6 +248,8 @@ def test_a_transfer_takes_half_of_the_time_of_samplers_that_sample(
         put(far, "run_steps", 1, 4, SimpleNamespace(new_requests=[]))
     between_steps = 0
     while not fresh.done():
+        while not any(call.verb != "run_steps" for _, call in list(counter.queue)):
+            time.sleep(1e-5)  # the next round is queued while the steps before it run
         _, call = counter.get_nowait()
         verb = call.verb
         if verb == "run_steps":
@@ -260,7 +262,7 @@ def test_a_transfer_takes_half_of_the_time_of_samplers_that_sample(
         call.future.set_result({"version": 7})
     assert chunks == 2000
     assert chunks * chunk_seconds / clock == pytest.approx(share, abs=0.05)
-    assert longest <= 64 or not step_seconds
+    assert longest <= 32 or not step_seconds
 
 
 def test_weights_that_cannot_be_staged_fail_what_waits_for_them(between):
@@ -320,9 +322,9 @@ def test_a_verb_of_a_service_that_was_left_is_an_error_and_no_dead_rank():
 
 def test_learners_are_told_once_how_is_drawn_from_their_weights(between):
     far, counter, near = between
-    put(far, "snapshot", 3, 5)
+    fresh = put(far, "snapshot", 3, 5)
     near.pop()[2].set_result(replace(staged(), model_id=3))
-    while not counter.empty():
+    while not fresh.done():
         counter.next()
     request = SimpleNamespace(params=SamplingParams(temperature=0.7))
     for _ in range(3):

@@ -144,7 +144,7 @@ class ModelSettings:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     offload_activations: bool = False
-    """Hold what gradient_checkpointing keeps (the input of each layer) in CPU memory between the forward and the backward pass, for long sequences. Copies from the GPU run beside the forward pass."""
+    """Hold what gradient_checkpointing keeps (the input of each layer) in CPU memory between the forward and the backward pass, for long sequences. Copies from the GPU run beside the forward pass; the backward pass waits for the copies to the GPU."""
     router_replay: bool = False
     """Replay the sampler's expert choices in the learner (mixture-of-experts models): each token goes to the experts that it used when it was sampled, so rounding does not change its route; the routers still train. optim/rerouted is the share of tokens whose route would have differed."""
     router_aux_loss_coef: Annotated[float, WEIGHT] = 0.0

@@ -76,6 +76,10 @@ class LearnerSettings:
     router_aux_loss_coef: float = 0.0
     kept_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.offload_activations and not self.gradient_checkpointing:
+            raise ValueError("offload_activations needs gradient_checkpointing: set it too")
+
 
 def _enable_gradient_checkpointing(loaded: LoadedModel) -> None:
     """Enable gradient checkpointing, which transformers applies in training mode only.

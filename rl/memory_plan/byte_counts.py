@@ -12,6 +12,7 @@ The largest sum is the peak. Every constant below is the size of a dtype or a de
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -325,8 +326,11 @@ def gathered_fsdp_bytes(shape: ModelShape, launch: LaunchShape) -> float:
 
 
 def offloaded_activation_bytes(shape: ModelShape, batch: MicroBatch) -> float:
-    """Return the bytes of the inputs of all layers in fp32 (bf16 weights: half as much)."""
-    return float(FP32 * shape.layers * batch.rows * batch.length * shape.hidden)
+    """Return the bytes of the inputs of all layers in fp32 (bf16 weights: half as much), in pinned
+    memory: torch rounds each tensor up to a power of two.
+    """
+    size = FP32 * batch.rows * batch.length * shape.hidden
+    return float(shape.layers * 2 ** math.ceil(math.log2(size)))
 
 
 def host_memory(shape: ModelShape, launch: LaunchShape) -> list[tuple[str, float]]:

@@ -82,9 +82,10 @@ class VerbRouter:
         """Stage the learner's weights and transfer them to the samplers."""
         model_id, version_id = call.arguments
         first = model_id not in self._sent_models
+        self._sent_models.add(model_id)
         call.future.add_done_callback(
             lambda completed: (
-                self._sent_models.add(model_id) if completed.exception() is None else None
+                None if completed.exception() is None else self._sent_models.discard(model_id)
             )
         )
         self._run_on_learners_first(
@@ -142,7 +143,7 @@ class VerbRouter:
         call: VerbCall,
         verb: str,
         arguments: Sequence[Any],
-        continuation: Callable[[Any], None],
+        continuation: Callable[[Any], object],
     ) -> None:
         """Run another verb on the learners, then call `continuation` with its result.
         `continuation` completes the call's future, at which the version has arrived.
@@ -169,56 +170,37 @@ class VerbRouter:
         )
 
     def _start_transfer(self, snapshot: WeightSnapshot, version_id: int, future: Future) -> None:
-        """Send the weights in rounds of chunks. A round is queued when the previous round has
-        arrived, so that steps of streams run in between.
-        """
+        """Send the weights from a thread, which completes `future`. A failure frees the version."""
         self._version_sources[version_id] = (snapshot.model_id, snapshot.version)
-        begin_future: Future = Future()
+        started = self._queue("begin_transfer", (version_id, snapshot.make_manifest()))
 
-        def send_chunks(started: Future) -> None:
-            dtypes = None if started.exception() is not None else started.result()
-            chunks = snapshot.iter_chunks(dtypes=dtypes)
-            self._send_round([started], chunks, TransferSchedule(), version_id, future)
+        def transfer() -> None:
+            try:
+                self._send_chunks(snapshot.iter_chunks(dtypes=started.result()), version_id)
+            except BaseException as error:  # an error in a thread is lost otherwise
+                # this frees the chunks that have arrived
+                self._queue("free_version", (version_id,))
+                future.set_exception(error)
+            else:
+                self._queue("end_transfer", (version_id,), future)
 
-        begin_future.add_done_callback(send_chunks)
-        self._queue("begin_transfer", (version_id, snapshot.make_manifest()), begin_future)
+        threading.Thread(target=transfer, name="whetstone-transfer", daemon=True).start()
 
-    def _send_round(
-        self,
-        previous: Sequence[Future],
-        chunks: Iterator[WeightChunk],
-        schedule: TransferSchedule,
-        version_id: int,
-        future: Future,
-    ) -> None:
-        """Send the next round of chunks, or complete the transfer. A failure frees the version and
-        sets the error on `future`.
+    def _send_chunks(self, chunks: Iterator[WeightChunk], version_id: int) -> None:
+        """Send the weights in rounds of chunks. A round is queued when the previous round has
+        arrived, so that steps of streams run in between. It is prepared before.
         """
-        try:
-            for completed in previous:
-                completed.result()
+        schedule = TransferSchedule()
+        batch = list(itertools.islice(chunks, schedule.num_chunks))
+        while batch:
+            schedule.start_round(len(batch))
+            arrivals = [self._queue("receive_chunk", (version_id, chunk)) for chunk in batch]
+            for arrival in arrivals:
+                arrival.add_done_callback(lambda _: schedule.record_arrival())
             batch = list(itertools.islice(chunks, schedule.num_chunks))
-        except BaseException as error:  # an error in a callback is lost otherwise
-            # this frees the chunks that have arrived
-            self._queue("free_version", (version_id,))
-            future.set_exception(error)
-            return
-        if not batch:
-            self._queue("end_transfer", (version_id,), future)
-            return
-
-        def end_round(_: Future) -> None:
-            if len(batch) == schedule.num_chunks:  # not the last round
-                schedule.end_round()
-            self._send_round(received, chunks, schedule, version_id, future)
-
-        received: list[Future] = [Future() for _ in batch]
-        for arrival in received:
-            arrival.add_done_callback(lambda _: schedule.record_arrival())
-        received[-1].add_done_callback(end_round)
-        schedule.start_round()
-        for chunk, arrival in zip(batch, received, strict=True):
-            self._queue("receive_chunk", (version_id, chunk), arrival)
+            for arrival in arrivals:
+                arrival.result()
+            schedule.end_round()
 
     def _record_source(self, version_id: int, owner: int, completed: Future) -> None:
         """Record the learner that saved the weights of a version."""
@@ -275,6 +257,8 @@ class VerbRouter:
         if new_params:
             self._learners.submit(VerbCall("record_params", (*owner, new_params)))
 
-    def _queue(self, verb: str, arguments: Sequence[Any], future: Future | None = None) -> None:
-        """Queue a verb for the sampler ranks."""
-        self._samplers.submit(VerbCall(verb, arguments, (), future or Future()))
+    def _queue(self, verb: str, arguments: Sequence[Any], future: Future | None = None) -> Future:
+        """Queue a verb for the sampler ranks. Return its future."""
+        call = VerbCall(verb, arguments, (), future or Future())
+        self._samplers.submit(call)
+        return call.future

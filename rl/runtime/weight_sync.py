@@ -29,7 +29,7 @@ from rl.sampler import Decoder
 
 CHUNK_BYTES = 4 * 2**20
 TRANSFER_SHARE = 0.5  # of the samplers' time while weights are sent and streams sample
-MAX_CHUNKS = 64  # sent at a time: they are in host memory
+MAX_CHUNKS = 32  # of a round: those of two rounds are in host memory
 CONVERT_ELEMENTS = 2**20  # elements of a tensor that are converted at a time
 
 
@@ -88,9 +88,10 @@ class TransferSchedule:
     def __init__(self) -> None:
         self.num_chunks = 2
 
-    def start_round(self) -> None:
-        """Record that the chunks of a round are queued."""
-        self._start_time, self._arrivals = time.perf_counter(), [math.inf, -math.inf]
+    def start_round(self, size: int) -> None:
+        """Record that a round of `size` chunks is being queued."""
+        self._size, self._start_time = size, time.perf_counter()
+        self._arrivals = [math.inf, -math.inf]
 
     def record_arrival(self) -> None:
         """Record that a chunk has arrived."""
@@ -98,9 +99,11 @@ class TransferSchedule:
         self._arrivals = [min(now, self._arrivals[0]), max(now, self._arrivals[1])]
 
     def end_round(self) -> None:
-        """Choose `num_chunks` of the next round, after all chunks of this round have arrived."""
+        """Choose `num_chunks` after all chunks of the round have arrived."""
+        if self._size < 2:
+            return
         first, last = self._arrivals
-        chunk_seconds = max((last - first) / (self.num_chunks - 1), 1e-6)
+        chunk_seconds = max((last - first) / (self._size - 1), 1e-6)
         wait_seconds = first - self._start_time - chunk_seconds
         chunks = TRANSFER_SHARE / (1 - TRANSFER_SHARE) * wait_seconds / chunk_seconds
         self.num_chunks = round(min(max(chunks, 2), MAX_CHUNKS))
