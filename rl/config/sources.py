@@ -31,7 +31,7 @@ from rl.config.recipe import RecipeStage, RequestedRun
 from rl.config.run_config import MethodEntry, RunConfig, StageConfig
 
 _ALTERNATIVES = {"reward": "rewards", "rewards": "reward"}  # each replaces the other
-_OF_ALL_STAGES = (Source.SHARED, Source.FLAG)
+_OF_ALL_STAGES = frozenset({Source.SHARED, Source.FLAG})
 
 
 def merge_sources(
@@ -39,28 +39,32 @@ def merge_sources(
 ) -> dict[str, RawValue]:
     """Return the value of each setting in `known` with its source; later layers take precedence.
 
-    `environment.NAME` keys become a single value of environment_settings.
+    The `environment.NAME` keys of a layer are added to environment_settings, those of earlier
+    layers included; environment_settings itself replaces all earlier ones.
     """
     merged: dict[str, RawValue] = {}
-    environment_sources = []
     for source, layer in layers.items():
-        values = {key: replace(raw, source=source) for key, raw in layer.items()}
-        merged = {k: raw for k, raw in merged.items() if _ALTERNATIVES.get(k) not in values}
-        merged |= {key: raw for key, raw in values.items() if is_setting(key, known)}
-        if any(key.startswith(ENVIRONMENT_PREFIX) for key in layer):
-            environment_sources.append(source)
-    parts = {key: merged.pop(key) for key in [*merged] if key.startswith(ENVIRONMENT_PREFIX)}
-    if parts:
-        before = merged.get("environment_settings")
-        words = list(before.words) if before else []
-        for key, raw in parts.items():
-            words += key.removeprefix(ENVIRONMENT_PREFIX), shlex.join(raw.words or ("True",))
-        merged["environment_settings"] = RawValue(
-            tuple(words),
-            ", ".join(raw.place for raw in parts.values()),
-            source=max(environment_sources, key=_OF_ALL_STAGES.__contains__),
-        )
+        values = {
+            key: replace(raw, sources=frozenset({source}))
+            for key, raw in layer.items()
+            if is_setting(key, known)
+        }
+        parts = {key: values.pop(key) for key in [*values] if key.startswith(ENVIRONMENT_PREFIX)}
+        merged = {k: raw for k, raw in merged.items() if _ALTERNATIVES.get(k) not in layer} | values
+        if parts:
+            merged["environment_settings"] = _add_parts(merged.get("environment_settings"), parts)
     return merged
+
+
+def _add_parts(before: RawValue | None, parts: Mapping[str, RawValue]) -> RawValue:
+    """Return environment_settings with the `environment.NAME` settings `parts` added."""
+    raw_values = [*([before] if before else []), *parts.values()]
+    words = list(before.words) if before else []
+    for key, raw in parts.items():
+        words += key.removeprefix(ENVIRONMENT_PREFIX), shlex.join(raw.words or ("True",))
+    place = ", ".join(raw.place for raw in raw_values)
+    sources = frozenset[Source]().union(*(raw.sources for raw in raw_values))
+    return RawValue(tuple(words), place, sources=sources)
 
 
 def merge_run(
@@ -187,7 +191,7 @@ def _merge_stage(
     if variant is None or len(variant.words) != 1 or plan.folder is not None:
         return merged
     implied = {
-        key: replace(to_raw_value(value, variant.place), source=Source.VARIANT)
+        key: replace(to_raw_value(value, variant.place), sources=frozenset({Source.VARIANT}))
         for key, value in method.variants.get(variant.words[0], {}).items()
     }
     return implied | merged
@@ -211,18 +215,17 @@ def _build_settings(
     unused: dict[str, str] = {}
     for name, values in merged.items():
         # a setting for all stages applies to those in which it has an effect
-        shared_sources = _OF_ALL_STAGES if name is not None and len(classes) > 2 else ()
+        shared_sources = (
+            _OF_ALL_STAGES if name is not None and len(classes) > 2 else frozenset[Source]()
+        )
         label = f"stage {name}" if name is not None and (shared_sources or plan.place) else ""
         prefix = f"{plan.place} {label}".strip()
         prefix += ": " if prefix else ""
         dropped: dict[str, str] = {}
-        droppable = [
-            key
-            for key, raw in values.items()
-            if raw.source is Source.VARIANT
-            or (plan.folder is not None and raw.source in (Source.SHARED, Source.STAGE))
-            or raw.source in shared_sources
-        ]
+        droppable_sources = {Source.VARIANT, *shared_sources}
+        if plan.folder is not None:
+            droppable_sources |= {Source.SHARED, Source.STAGE}
+        droppable = [key for key, raw in values.items() if raw.sources <= droppable_sources]
         built[name] = build_settings(
             classes[name],
             values,
@@ -236,7 +239,7 @@ def _build_settings(
         unused |= {
             key: prefix + text
             for key, text in dropped.items()
-            if values[key].source in shared_sources
+            if values[key].sources & shared_sources
         }
     problems += [format_as_flags(text, typed) for key, text in unused.items() if key not in used]
     return built
