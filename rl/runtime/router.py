@@ -59,11 +59,15 @@ class VerbRouter:
             return bool(self._pending_versions)
 
     def submit(self, call: VerbCall) -> None:
-        """Queue a verb for the ranks of its group."""
+        """Queue a verb for the ranks of its group. Raises ValueError for a verb of SERVICE, which
+        each group's `GroupService` submits.
+        """
         if call.spec.router_method is not None:
             getattr(self, call.spec.router_method)(call)
         elif call.spec.group == SAMPLER:
             self._queue_when_ready(call)
+        elif call.spec.group != LEARNER:
+            raise ValueError(f"{call.verb} is of each group's part of a service, which submits it")
         if call.spec.group == LEARNER:
             self._learners.submit(call)
 
