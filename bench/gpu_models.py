@@ -182,7 +182,7 @@ def engine_of(
         (len(prompt), count, new_tokens) for prompt, count in zip(prompts, counts, strict=True)
     ]
     engine = make_engine(
-        decoder, cache, kept=kept, sizes=sizes, kv_cache_tokens=1 << 22, max_rows=rows
+        decoder, cache, idle_pool=kept, sizes=sizes, kv_cache_tokens=1 << 22, max_rows=rows
     )
     for i, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
         engine.add(SamplingRequest(prompt=prompt, num_samples=count, params=params, problem=i))

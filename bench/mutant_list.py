@@ -1114,8 +1114,8 @@ MUTANTS = [
     ),
     M(
         "rl/runtime/worker_group.py",
-        "            service, crew.num_services = crew.num_services, crew.num_services + 1\n",
-        "            service, crew.num_services = (crew.num_services, len(crew.open_services) + 1)\n",
+        "            worker_group.num_services += 1\n",
+        "            worker_group.num_services = len(worker_group.open_services) + 1\n",
         "outside: a service gets the number of one that is still open",
         "services",
     ),
@@ -1128,7 +1128,7 @@ MUTANTS = [
     ),
     M(
         "rl/runtime/worker_group.py",
-        "    _execute_everywhere(executor, service, call.row.on_refusal, call.arguments[:1])\n",
+        "    _execute_everywhere(executor, service, call.spec.on_refusal, call.arguments[:1])\n",
         "",
         "outside: gradients stay after a failed forward_backward",
         "clients",

@@ -178,7 +178,7 @@ def test_an_update_after_a_failed_forward_backward_is_refused(client):
     with pytest.raises(FloatingPointError):
         failed.result()
     with pytest.raises(
-        RuntimeError, match="optim_step was not run, because a forward_backward before it failed"
+        RuntimeError, match="optim_step was not run, because an earlier forward_backward failed"
     ):
         update.result()
     assert torch.equal(weights(), before)

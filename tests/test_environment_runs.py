@@ -262,6 +262,43 @@ def test_settings_of_environments_on_the_line_and_in_recipes(tmp_path):
         settings_of("", tmp_path, "method: grpo\nenvironment: {digits: 3}\n")
 
 
+def test_later_sources_of_environment_settings_win(tmp_path):
+    """A flag of all of them replaces those of the recipe, and is added to by a flag of a stage."""
+    recipe = """
+        stages:
+          - method: grpo
+            environment: {name: calculator, digits: 4}
+            max_turns: 4
+    """
+    (one,) = settings_of("--environment-settings digits 5", tmp_path, recipe)
+    assert one.env.environment_settings == (("digits", "5"),)
+    (one,) = settings_of(
+        "--environment-settings digits 5 --grpo.environment.operations +", tmp_path, recipe
+    )
+    assert one.env.environment_settings == (("digits", "5"), ("operations", "+"))
+
+
+def test_a_stages_own_environment_settings_without_effect_are_an_error(tmp_path):
+    """A flag for all stages leaves a stage without an environment alone, but the stage's own
+    setting, which has no effect there, does not become one of the flag's.
+    """
+    recipe = """
+        stages:
+          - method: grpo
+            name: tools
+            environment: calculator
+            max_turns: 4
+          - {method: grpo, name: plain}
+    """
+    tools, plain = settings_of("--environment.digits 2", tmp_path, recipe)
+    assert tools.env.environment_settings == (("digits", "2"),)
+    assert plain.env.environment_settings == ()
+    own = recipe.replace("name: plain", "name: plain, environment.digits: 4")
+    for words in ("", "--environment.digits 2"):
+        with pytest.raises(SettingsError, match="stage plain: .*no environment is set"):
+            settings_of(words, tmp_path, own)
+
+
 def test_help_shows_an_environments_settings(capsys):
     from rl.envs import show_help
 

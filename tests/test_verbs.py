@@ -47,7 +47,9 @@ def test_a_verb_is_a_row_and_a_method(rows, monkeypatch, tmp_path):
         assert whole == {"ranks": 1, "first": 3}
         failed = driver.submit("optim_step", 99)
         refused = driver.submit("add_updates", client.model_id, 3, dependencies=[failed])
-        with pytest.raises(RuntimeError, match="add_updates was not run"):
+        with pytest.raises(
+            RuntimeError, match="add_updates was not run, because an earlier optim_step failed"
+        ):
             refused.result()
         assert driver.submit("version", client.model_id).result() == 3
         with pytest.raises(KeyError, match="no_such_verb"):
@@ -87,6 +89,25 @@ def test_its_row_says_which_ranks_run_it_and_what_it_waits_for(rows, monkeypatch
     near[0].future.set_exception(RuntimeError("out of memory"))
     assert "out of memory" in str(waiting.exception())
     assert far[1].verb == "drop_version" and not freed.done(), "memory is freed all the same"
+
+
+def test_a_verb_of_each_groups_service_is_not_routed(monkeypatch):
+    submitted = []
+    group = SimpleNamespace(submit=submitted.append, alive=True)
+    monkeypatch.setattr("rl.runtime.router.GroupService", lambda settings, role: group)
+    router = VerbRouter(WorkerSettings(sampler_ranks=1), group)
+    with pytest.raises(ValueError, match="close_service"):
+        router.submit(VerbCall("close_service", (0,)))
+    assert not submitted
+
+
+def test_an_unknown_version_is_the_error_of_check_sync(tmp_path):
+    with ServiceClient(output_dir=tmp_path) as service:
+        client = service.create_full_training_client("tiny:addition", seed=2)
+        checked = client._driver.submit("check_sync", client.model_id, 99, [], 1.0)
+        with pytest.raises(KeyError, match="99") as raised:
+            checked.result()
+        assert raised.value.__context__ is None, "a second error would hide the first"
 
 
 def test_a_name_has_one_row(rows):

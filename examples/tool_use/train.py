@@ -6,7 +6,7 @@ A tiny model first sees the form of calls and answers: half of the rows of the w
 tool, half guess. GRPO then learns from the reward that calling is better.
 
 Seen with seed 0, in 174 s of a CPU core: held-out prices right 0.40 -> 0.94, tool used 0.38 ->
-0.98. The likeliest answer called the tool before GRPO too: most of this gain is sharpening.
+0.98. The most likely answer called the tool before GRPO too: most of this gain is sharpening.
 
 A chat model knows the form of its calls and needs no warm-up:
 

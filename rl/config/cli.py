@@ -24,8 +24,8 @@ from rl.config.fields import (
 from rl.config.flag_parser import parse_arguments, parse_changes, resolve_flags, split_flags
 from rl.config.requested_run import (
     list_recipes,
-    plan_from_folder,
-    plan_from_words,
+    parse_leading_words,
+    read_resumed_run,
     relative_path,
 )
 from rl.config.run_config import MethodEntry, RunConfig
@@ -49,13 +49,13 @@ def read_run(
     problems: list[str] = []
     words, flags = split_flags(argv, problems)
     flags += parse_arguments(arguments)
-    plan = plan_from_folder(words, flags, get_fields(options)) or plan_from_words(
+    requested = read_resumed_run(words, flags, get_fields(options)) or parse_leading_words(
         words, methods, default_recipe, problems
     )
     changes = dict(flags).get("change")
     if changes is not None:
         flags += parse_changes(changes.words, problems)
-    return merge_run(plan, flags, methods, options, problems)
+    return merge_run(requested, flags, methods, options, problems)
 
 
 def override_settings(

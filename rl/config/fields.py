@@ -98,13 +98,14 @@ class Source(enum.Enum):
 @dataclass(frozen=True)
 class RawValue:
     """Hold a value as written: its words, and its place ("--learning-rate" or "recipes/a.yaml line
-    4, learning_rate"). `source` is set when the sources are merged.
+    4, learning_rate"). `sources` is set when the sources are merged; only environment_settings can
+    have several.
     """
 
     words: tuple[str, ...]
     place: str
     is_null: bool = False
-    source: Source | None = None
+    sources: frozenset[Source] = frozenset()
 
     @property
     def display_text(self) -> str:

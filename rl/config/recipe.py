@@ -46,14 +46,14 @@ class RequestedRun:
     """Hold the stages and the shared settings of a recipe, a saved run or a command line, before
     any setting is checked. `stages` is empty for a recipe without `method:` and `stages:`.
 
-    `recipe`: the file, if it is a recipe. `folder`: the name of a saved run. `place`: where
+    `recipe`: the file, if it is a recipe. `saved_name`: the name of a saved run. `place`: where
     messages say that the settings are from.
     """
 
     stages: list[RecipeStage] = field(default_factory=list)
     shared: dict[str, RawValue] = field(default_factory=dict)
     recipe: Path | None = None
-    folder: str | None = None
+    saved_name: str | None = None
     place: str = ""
 
 

@@ -54,11 +54,11 @@ def _unknown_word_message(word: str, methods: Collection[str], folder: Path) -> 
     return what + (f"; did you mean {near}?" if near else f" ({known})")
 
 
-def plan_from_folder(
+def read_resumed_run(
     words: Sequence[str], flags: Sequence[Flag], options: Collection[str]
 ) -> RequestedRun | None:
-    """Return the plan of the run that --output-dir and --resume (or --auto-resume) name, if no word
-    names a method or recipe; else None.
+    """Return the saved run that --output-dir and --resume (or --auto-resume) name, if no word names
+    a method or recipe; else None.
     """
     flag_words = {key: raw.words for key, raw in flags}
     set_words = ((), ("True",))
@@ -66,19 +66,19 @@ def plan_from_folder(
     if words or not resumes or len(flag_words.get("output_dir", ())) != 1:
         return None
     folder = Path(flag_words["output_dir"][0])
-    plan = read_saved_run(folder, options)
-    if plan is not None and flag_words.get("trust_run") not in set_words:
-        check_resumed_code(folder, plan.stages, flag_words)
-    return plan
+    requested = read_saved_run(folder, options)
+    if requested is not None and flag_words.get("trust_run") not in set_words:
+        check_resumed_code(folder, requested.stages, flag_words)
+    return requested
 
 
-def plan_from_words(
+def parse_leading_words(
     words: Sequence[str],
     methods: Mapping[str, MethodEntry],
     default_recipe: Path,
     problems: list[str],
 ) -> RequestedRun:
-    """Return the plan that the leading words request: a method, a recipe, or both."""
+    """Return the run that the leading words request: a method, a recipe, or both."""
     remaining = list(words)
     method = remaining.pop(0) if remaining and remaining[0] in methods else None
     is_file = (

@@ -40,15 +40,19 @@ def read_saved_run(folder: Path, options: Collection[str]) -> RequestedRun | Non
     path = folder.expanduser() / "config.json"
     try:
         config = locate_recorded_files(json.loads(path.read_text(encoding="utf-8")))
-        plan = _parse_config(config, str(path))
+        requested = _parse_config(config, str(path))
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None  # the code that opens the folder reports the problem
     shared = {
         key: raw
-        for key, raw in plan.shared.items()
+        for key, raw in requested.shared.items()
         if key in options and key not in _LAUNCH_OPTIONS
     }
-    return replace(plan, shared=shared) if plan.stages and isinstance(plan.folder, str) else None
+    return (
+        replace(requested, shared=shared)
+        if requested.stages and isinstance(requested.saved_name, str)
+        else None
+    )
 
 
 def load_resolved_config(
@@ -66,8 +70,8 @@ def load_resolved_config(
         raise SettingsError(
             [f"{place}: no key {key!r}; is this file the config.json of a run?" for key in missing]
         )
-    plan = replace(_parse_config(config, place), place=place)
-    return replace(merge_run(plan, (), methods, options, []), recipe=config.get("recipe"))
+    requested = replace(_parse_config(config, place), place=place)
+    return replace(merge_run(requested, (), methods, options, []), recipe=config.get("recipe"))
 
 
 def _parse_config(config: Mapping[str, Any], place: str) -> RequestedRun:
@@ -81,7 +85,9 @@ def _parse_config(config: Mapping[str, Any], place: str) -> RequestedRun:
         )
         for stage in config["stages"]
     ]
-    return RequestedRun(stages, get_saved_values(config["options"], place), folder=config["name"])
+    return RequestedRun(
+        stages, get_saved_values(config["options"], place), saved_name=config["name"]
+    )
 
 
 def check_resumed_code(

@@ -31,7 +31,7 @@ from rl.config.recipe import RecipeStage, RequestedRun
 from rl.config.run_config import MethodEntry, RunConfig, StageConfig
 
 _ALTERNATIVES = {"reward": "rewards", "rewards": "reward"}  # each replaces the other
-_OF_ALL_STAGES = (Source.SHARED, Source.FLAG)
+_OF_ALL_STAGES = frozenset({Source.SHARED, Source.FLAG})
 
 
 def merge_sources(
@@ -39,41 +39,45 @@ def merge_sources(
 ) -> dict[str, RawValue]:
     """Return the value of each setting in `known` with its source; later layers take precedence.
 
-    `environment.NAME` keys become a single value of environment_settings.
+    The `environment.NAME` keys of a layer are added to environment_settings, those of earlier
+    layers included; environment_settings itself replaces all earlier ones.
     """
     merged: dict[str, RawValue] = {}
-    environment_sources = []
     for source, layer in layers.items():
-        values = {key: replace(raw, source=source) for key, raw in layer.items()}
-        merged = {k: raw for k, raw in merged.items() if _ALTERNATIVES.get(k) not in values}
-        merged |= {key: raw for key, raw in values.items() if is_setting(key, known)}
-        if any(key.startswith(ENVIRONMENT_PREFIX) for key in layer):
-            environment_sources.append(source)
-    parts = {key: merged.pop(key) for key in [*merged] if key.startswith(ENVIRONMENT_PREFIX)}
-    if parts:
-        before = merged.get("environment_settings")
-        words = list(before.words) if before else []
-        for key, raw in parts.items():
-            words += key.removeprefix(ENVIRONMENT_PREFIX), shlex.join(raw.words or ("True",))
-        merged["environment_settings"] = RawValue(
-            tuple(words),
-            ", ".join(raw.place for raw in parts.values()),
-            source=max(environment_sources, key=_OF_ALL_STAGES.__contains__),
-        )
+        values = {
+            key: replace(raw, sources=frozenset({source}))
+            for key, raw in layer.items()
+            if is_setting(key, known)
+        }
+        parts = {key: values.pop(key) for key in [*values] if key.startswith(ENVIRONMENT_PREFIX)}
+        merged = {k: raw for k, raw in merged.items() if _ALTERNATIVES.get(k) not in layer} | values
+        if parts:
+            merged["environment_settings"] = _add_parts(merged.get("environment_settings"), parts)
     return merged
 
 
+def _add_parts(before: RawValue | None, parts: Mapping[str, RawValue]) -> RawValue:
+    """Return environment_settings with the `environment.NAME` settings `parts` added."""
+    raw_values = [*([before] if before else []), *parts.values()]
+    words = list(before.words) if before else []
+    for key, raw in parts.items():
+        words += key.removeprefix(ENVIRONMENT_PREFIX), shlex.join(raw.words or ("True",))
+    place = ", ".join(raw.place for raw in raw_values)
+    sources = frozenset[Source]().union(*(raw.sources for raw in raw_values))
+    return RawValue(tuple(words), place, sources=sources)
+
+
 def merge_run(
-    plan: RequestedRun,
+    requested: RequestedRun,
     flags: Iterable[Flag],
     methods: Mapping[str, MethodEntry],
     options: type,
     problems: list[str],
 ) -> RunConfig:
-    """Return the run of a plan and the flags over it. Raises SettingsError with `problems` and
+    """Return the requested run with the flags over it. Raises SettingsError with `problems` and
     every further mistake.
     """
-    stages = _select_known_stages(plan.stages, methods, problems)
+    stages = _select_known_stages(requested.stages, methods, problems)
     classes: dict[str | None, type] = {None: options}
     tables = {}
     for name, stage in stages.items():
@@ -83,27 +87,29 @@ def merge_run(
     known = {*option_table, *(key for table in tables.values() for key in table)}
     owners = _list_owners(methods)
     # If a method is unknown, so are its settings: then only keys that no method has are problems.
-    accepted = known if len(stages) == len(plan.stages) > 0 else known | owners.keys()
+    accepted = known if len(stages) == len(requested.stages) > 0 else known | owners.keys()
     flag_values = resolve_flags(flags, accepted, problems, tables=tables, owners=owners)
     names = dict.fromkeys(str(stage.method) for stage in stages.values())
-    check_names(plan.shared, accepted, " or ".join(names) or "any method", problems, owners)
+    check_names(requested.shared, accepted, " or ".join(names) or "any method", problems, owners)
     for name, stage in stages.items():
         _check_stage(stage, tables[name], option_table, problems, owners)
 
-    layers = {Source.SHARED: plan.shared, Source.FLAG: flag_values[None]}
+    layers = {Source.SHARED: requested.shared, Source.FLAG: flag_values[None]}
     merged: dict[str | None, dict[str, RawValue]] = {None: merge_sources(layers, option_table)}
     for name, stage in stages.items():
         method = methods[str(stage.method)]
-        merged[name] = _merge_stage(plan, stage, method, flag_values, name, [*merged])
+        merged[name] = _merge_stage(requested, stage, method, flag_values, name, [*merged])
     # Settings that may come from a recipe keep their recipe names in messages.
-    typed = flag_values[None].keys() if plan.recipe or plan.place else known
-    built = _build_settings(classes, merged, plan, typed - methods.keys(), problems)
+    flag_names = flag_values[None].keys() if requested.recipe or requested.place else known
+    built = _build_settings(classes, merged, requested, flag_names - methods.keys(), problems)
     problems += _check_two_rewards(flag_values[None])
     if problems:
         raise SettingsError(problems)
     run = [StageConfig(str(stage.method), name, built[name]) for name, stage in stages.items()]
-    default_name = plan.folder or (plan.recipe.stem if plan.recipe else run[0].name)
-    recipe = str(plan.recipe) if plan.recipe else None
+    default_name = requested.saved_name or (
+        requested.recipe.stem if requested.recipe else run[0].name
+    )
+    recipe = str(requested.recipe) if requested.recipe else None
     return RunConfig(built[None].name or default_name, tuple(run), built[None], recipe)
 
 
@@ -163,7 +169,7 @@ def _check_stage(
 
 
 def _merge_stage(
-    plan: RequestedRun,
+    requested: RequestedRun,
     stage: RecipeStage,
     method: MethodEntry,
     flag_values: Mapping[str | None, Mapping[str, RawValue]],
@@ -176,7 +182,7 @@ def _merge_stage(
     if base_model is not None and base_model.words in [(name,) for name in earlier_names]:
         flags.pop("base_model", None)  # it applies to the first stage only
     layers = {
-        Source.SHARED: plan.shared,
+        Source.SHARED: requested.shared,
         Source.STAGE: stage.raw_values,
         Source.FLAG: flags,
         Source.STAGE_FLAG: flag_values[name],
@@ -184,10 +190,10 @@ def _merge_stage(
     merged = merge_sources(layers, get_fields(method.Settings))
     variant = merged.get("variant")
     # A saved run has the settings of its variant. An unknown variant is reported later.
-    if variant is None or len(variant.words) != 1 or plan.folder is not None:
+    if variant is None or len(variant.words) != 1 or requested.saved_name is not None:
         return merged
     implied = {
-        key: replace(to_raw_value(value, variant.place), source=Source.VARIANT)
+        key: replace(to_raw_value(value, variant.place), sources=frozenset({Source.VARIANT}))
         for key, value in method.variants.get(variant.words[0], {}).items()
     }
     return implied | merged
@@ -196,8 +202,8 @@ def _merge_stage(
 def _build_settings(
     classes: Mapping[str | None, type],
     merged: Mapping[str | None, Mapping[str, RawValue]],
-    plan: RequestedRun,
-    typed: Collection[str],
+    requested: RequestedRun,
+    flag_names: Collection[str],
     problems: list[str],
 ) -> dict[str | None, Any]:
     """Return the settings of each stage, and those of the run under None.
@@ -211,18 +217,17 @@ def _build_settings(
     unused: dict[str, str] = {}
     for name, values in merged.items():
         # a setting for all stages applies to those in which it has an effect
-        shared_sources = _OF_ALL_STAGES if name is not None and len(classes) > 2 else ()
-        label = f"stage {name}" if name is not None and (shared_sources or plan.place) else ""
-        prefix = f"{plan.place} {label}".strip()
+        shared_sources = (
+            _OF_ALL_STAGES if name is not None and len(classes) > 2 else frozenset[Source]()
+        )
+        label = f"stage {name}" if name is not None and (shared_sources or requested.place) else ""
+        prefix = f"{requested.place} {label}".strip()
         prefix += ": " if prefix else ""
         dropped: dict[str, str] = {}
-        droppable = [
-            key
-            for key, raw in values.items()
-            if raw.source is Source.VARIANT
-            or (plan.folder is not None and raw.source in (Source.SHARED, Source.STAGE))
-            or raw.source in shared_sources
-        ]
+        droppable_sources = {Source.VARIANT, *shared_sources}
+        if requested.saved_name is not None:
+            droppable_sources |= {Source.SHARED, Source.STAGE}
+        droppable = [key for key, raw in values.items() if raw.sources <= droppable_sources]
         built[name] = build_settings(
             classes[name],
             values,
@@ -230,15 +235,17 @@ def _build_settings(
             prefix,
             droppable=droppable,
             unused=dropped,
-            flags=typed,
+            flags=flag_names,
         )
         used |= values.keys() - dropped.keys()
         unused |= {
             key: prefix + text
             for key, text in dropped.items()
-            if values[key].source in shared_sources
+            if values[key].sources & shared_sources
         }
-    problems += [format_as_flags(text, typed) for key, text in unused.items() if key not in used]
+    problems += [
+        format_as_flags(text, flag_names) for key, text in unused.items() if key not in used
+    ]
     return built
 
 

@@ -70,8 +70,8 @@ class ComputeConfig:
     cuda             the output head runs in kernels, with larger slabs of scores; what it saves
                      is not counted here (`kept_logits` counts it)
     offloads         the inputs of checkpointed layers are in host memory
-    kept             bytes that the head may save off CUDA, as `LearnerSettings.kept_bytes`
-    low_base         the frozen matrices are bf16
+    saved_bytes      bytes that the head may save off CUDA, as `LearnerSettings.kept_bytes`
+    bf16_base        the frozen matrices are bf16
     """
 
     dtype: torch.dtype = torch.float32

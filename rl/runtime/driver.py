@@ -15,7 +15,7 @@ from typing import Any
 
 from rl.runtime.rank_settings import WorkerSettings
 from rl.runtime.router import VerbRouter
-from rl.runtime.verb_table import LEARNER, VERBS, VerbCall
+from rl.runtime.verb_table import LEARNER, VERBS, VerbCall, VerbFuture
 from rl.runtime.worker_group import GroupService
 from rl.sampler import SamplingRequest
 
@@ -61,7 +61,7 @@ class Driver:
             raise RuntimeError(
                 f"the thread that executes verbs has died: {verb} cannot run; start again"
             )
-        future: Future = Future()
+        future = VerbFuture(verb)
         future.set_running_or_notify_cancel()
         return future
 

@@ -59,12 +59,16 @@ class VerbRouter:
             return bool(self._pending_versions)
 
     def submit(self, call: VerbCall) -> None:
-        """Queue a verb for the ranks of its group."""
-        if call.row.router_method is not None:
-            getattr(self, call.row.router_method)(call)
-        elif call.row.group == SAMPLER:
+        """Queue a verb for the ranks of its group. Raises ValueError for a verb of SERVICE, which
+        each group's `GroupService` submits.
+        """
+        if call.spec.router_method is not None:
+            getattr(self, call.spec.router_method)(call)
+        elif call.spec.group == SAMPLER:
             self._queue_when_ready(call)
-        if call.row.group == LEARNER:
+        elif call.spec.group != LEARNER:
+            raise ValueError(f"{call.verb} is of each group's part of a service, which submits it")
+        if call.spec.group == LEARNER:
             self._learners.submit(call)
 
     def send_weights(self, snapshot: WeightSnapshot, version_id: int) -> Future:
@@ -214,7 +218,7 @@ class VerbRouter:
         error = completed.exception()
         with self._lock:
             for call in self._pending_versions.pop(version_id, ()):
-                if error is None or call.row.frees:
+                if error is None or call.spec.frees:
                     self._queue_ready(call)
                 else:
                     call.future.set_exception(error)
@@ -233,10 +237,10 @@ class VerbRouter:
         """Queue a verb on a version that has arrived, and report its sampling parameters to the
         learner.
         """
-        row, version_id = call.row, call.version_id
-        if version_id is not None and row.get_params is not None:
-            self._report_params(version_id, row.get_params(call.arguments))
-        if version_id is not None and row.frees:
+        spec, version_id = call.spec, call.version_id
+        if version_id is not None and spec.get_params is not None:
+            self._report_params(version_id, spec.get_params(call.arguments))
+        if version_id is not None and spec.frees:
             self._version_sources.pop(version_id, None)
             self._reported_params.pop(version_id, None)
         self._samplers.submit(call)

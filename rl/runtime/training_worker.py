@@ -367,12 +367,18 @@ class TrainingWorker(SamplingWorker):
             staged = partial(self.take_snapshot, model_id, False)
             return measure(learner, datums, temperature, staged, dict)
         datums, texts, images = make_texts(datums)
-        call = partial(self.compute_logprobs, version_id, texts, temperature, images)
-        load = lambda: self.versions[version_id].decoder.load_(learner.iter_weights())  # noqa: E731
+        decoder = self.versions[version_id].decoder
+
+        def load_weights() -> None:
+            decoder.load_(learner.iter_weights())
+
+        def compute_sampler_logprobs() -> dict[int, np.ndarray]:
+            return to_arrays(self.compute_logprobs(version_id, texts, temperature, images))
+
         try:
-            return measure(learner, datums, temperature, load, lambda: to_arrays(call()))
+            return measure(learner, datums, temperature, load_weights, compute_sampler_logprobs)
         finally:
-            load()
+            load_weights()
 
     # --------------------------------------------------------------------------------------- saving
 

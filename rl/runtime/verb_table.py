@@ -2,7 +2,8 @@
 method.
 
 Driver, router and worker groups read all that they know of a verb from its row. A new verb is a
-method with a row, and nothing else.
+method with a row; only a verb that needs the learners' help before the samplers run it, or work
+beside it, also has a method of `VerbRouter` (`router_method`).
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ SERVICE = "service"  # each group executes the verb for its part of a service
 
 @dataclass(frozen=True)
 class VerbSpec:
-    """Describe a verb. `group`: the ranks that execute it if some ranks only sample; otherwise all
-    ranks do.
+    """Describe a verb.
 
-    reduce: merges the results of the group's ranks, in rank order, into the driver's result (None:
-    the first rank's, to which the others add nothing); version_arg: index of the argument that
-    names a weight version, which the verb waits for.
-
-    frees: whether it frees memory: no sample request depends on it, and it also runs if the
-    transfer of its version failed; get_params: sampling parameters in its arguments, which the
-    learner of the version records; on_refusal: verb that runs in its place, on its first argument,
-    if a verb that it depends on failed.
-
-    router_method: method of `VerbRouter` that executes a sampler verb with the help of the
-    learners, or that runs beside a learner verb.
+    group          ranks that execute it if some ranks only sample; otherwise all ranks do
+    reduce         merges the results of the group's ranks, in rank order, into the driver's
+                   result; None: the first rank's, to which the others add nothing
+    version_arg    index of the argument that names a weight version, which the verb waits for
+    frees          it frees memory: no sample request depends on it, and it also runs if the
+                   transfer of its version failed
+    get_params     returns the sampling parameters in its arguments, which the learner of the
+                   version records
+    on_refusal     verb that runs in its place, on its first argument, if a verb that it depends
+                   on failed
+    router_method  method of `VerbRouter` that executes a sampler verb with the help of the
+                   learners, or that runs beside a learner verb
     """
 
     group: str = LEARNER
@@ -47,7 +48,7 @@ class VerbSpec:
 VERBS: dict[str, VerbSpec] = {}
 
 
-def verb(*row: Any, **fields: Any) -> Callable[[Method], Method]:
+def verb(*values: Any, **fields: Any) -> Callable[[Method], Method]:
     """Add a worker's method to the table under its name, with the fields of `VerbSpec`. A subclass
     that overrides the method keeps the row. Raises ValueError if the table has the name.
     """
@@ -55,10 +56,18 @@ def verb(*row: Any, **fields: Any) -> Callable[[Method], Method]:
     def add(method: Method) -> Method:
         if method.__name__ in VERBS:
             raise ValueError(f"the verb {method.__name__} has a row already: rename the method")
-        VERBS[method.__name__] = VerbSpec(*row, **fields)
+        VERBS[method.__name__] = VerbSpec(*values, **fields)
         return method
 
     return add
+
+
+class VerbFuture(Future):
+    """Hold the future result of a submitted verb. `verb`: its name."""
+
+    def __init__(self, verb: str):
+        super().__init__()
+        self.verb = verb
 
 
 @dataclass(eq=False)
@@ -73,12 +82,12 @@ class VerbCall:
     future: Future = field(default_factory=Future)
 
     @property
-    def row(self) -> VerbSpec:
+    def spec(self) -> VerbSpec:
         """Return the verb's row in the table."""
         return VERBS[self.verb]
 
     @property
     def version_id(self) -> int | None:
         """Return the weight version that the arguments name, or None."""
-        index = self.row.version_arg
+        index = self.spec.version_arg
         return None if index is None else self.arguments[index]

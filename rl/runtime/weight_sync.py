@@ -266,12 +266,12 @@ class SamplerWorker(SamplingWorker):
     @verb(SAMPLER)
     def end_transfer(self, version_id: int) -> dict[str, object]:
         """Make the received version available for sampling. Return what `snapshot` returns."""
-        landing = self.transfers.pop(version_id)
-        landing.check_complete()
+        transfer = self.transfers.pop(version_id)
+        transfer.check_complete()
         version = SamplerVersion(
-            landing.decoder, landing.loaded, landing.manifest.version, None, learned=True
+            transfer.decoder, transfer.loaded, transfer.manifest.version, None, learned=True
         )
-        return self._add_version(version_id, version, landing.start_time)
+        return self._add_version(version_id, version, transfer.start_time)
 
     @verb(SAMPLER)
     def create_base_version(self, version_id: int, manifest: TransferManifest) -> dict[str, object]:
@@ -295,7 +295,7 @@ class SamplerWorker(SamplingWorker):
             decoders.append(self._make_first_decoder(manifest))
         busy = {id(version.decoder) for version in self.versions.values()}
         busy |= {id(stream.engine.decoder) for stream in self.streams.values()}
-        busy |= {id(landing.decoder) for landing in self.transfers.values()}
+        busy |= {id(transfer.decoder) for transfer in self.transfers.values()}
         for decoder in decoders:
             if id(decoder) not in busy:
                 return decoder

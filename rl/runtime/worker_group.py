@@ -30,7 +30,7 @@ from rl.errors import OtherRankFailed, RankLost, UserError
 from rl.runtime.rank_settings import WorkerSettings
 from rl.runtime.sampling_worker import SamplingWorker
 from rl.runtime.training_worker import TrainingWorker
-from rl.runtime.verb_table import LEARNER, SERVICE, VERBS, VerbCall, verb
+from rl.runtime.verb_table import LEARNER, SERVICE, VERBS, VerbCall, VerbFuture, verb
 from rl.runtime.weight_sync import SamplerWorker
 
 CLOSE_RANKS, HEARTBEAT = "close", "alive"  # messages to the ranks' loops, not verbs
@@ -54,11 +54,11 @@ class RankExecutor:
         self.device = str(first.accelerator.device)
         self._workers: dict[int, SamplingWorker] = {0: first}
 
-    def worker(self, service: int, verb: str) -> Any:
-        """Return the object that executes `verb` of that service."""
+    def worker(self, service: int, name: str) -> Any:
+        """Return the object that executes the verb `name` of that service."""
         return (
             self
-            if VERBS[verb].group == SERVICE
+            if VERBS[name].group == SERVICE
             else self._workers.get(service) or ClosedService(self.objects, service)
         )
 
@@ -83,8 +83,8 @@ class ClosedService:
     def __init__(self, objects: collectives.ObjectGroup, service: int):
         self.objects, self._service = objects, service
 
-    def __getattr__(self, verb: str) -> Any:
-        raise RuntimeError(f"{verb} was called after its service ({self._service}) was closed")
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"{name} was called after its service ({self._service}) was closed")
 
 
 class RemoteExecutor:
@@ -96,11 +96,11 @@ class RemoteExecutor:
         self.objects = collectives.ObjectGroup(settings.timeout_seconds, role.bridge)
         check_same_launch(self.objects, settings)
 
-    def worker(self, service: int, verb: str) -> RemoteExecutor:
+    def worker(self, service: int, name: str) -> RemoteExecutor:
         """Return this object, for any service and verb."""
         return self
 
-    def __getattr__(self, verb: str) -> Any:
+    def __getattr__(self, name: str) -> Any:
         return lambda *arguments: None
 
 
@@ -109,16 +109,16 @@ def serve_verbs(settings: WorkerSettings) -> None:
     driver is lost.
     """
     stop_signals.end_with_launcher()
-    desk = RankExecutor(settings)
+    executor = RankExecutor(settings)
     stop_signals.defer_signals_to_driver(settings.stop_grace_seconds)
     while True:
-        service, verb, arguments = desk.objects.broadcast_verb(None)
+        service, verb, arguments = executor.objects.broadcast_verb(None)
         if verb == CLOSE_RANKS:
             break
         if verb != HEARTBEAT:
-            _execute(desk.worker(service, verb), verb, arguments)
-    desk.objects.close()
-    del desk
+            _execute(executor.worker(service, verb), verb, arguments)
+    executor.objects.close()
+    del executor
     collectives.shutdown()
 
 
@@ -222,12 +222,13 @@ class WorkerGroup:
         number.
         """
         with cls._lock:
-            crew = cls._running.get(group)
-            if crew is None or not crew.thread.is_alive():
-                crew = cls._running[group] = cls(settings, group)
-            service, crew.num_services = crew.num_services, crew.num_services + 1
-            crew.open_services.add(service)
-            return crew, service
+            worker_group = cls._running.get(group)
+            if worker_group is None or not worker_group.thread.is_alive():
+                worker_group = cls._running[group] = cls(settings, group)
+            service = worker_group.num_services
+            worker_group.num_services += 1
+            worker_group.open_services.add(service)
+            return worker_group, service
 
     def close_service(self, service: int, timeout: float) -> None:
         """Close a service. In a single-process run the thread ends with the last service, since no
@@ -278,7 +279,7 @@ class WorkerGroup:
     def _run_verbs(self, settings: WorkerSettings, started: Future) -> None:
         """Execute queued verbs until CLOSE_RANKS. Send heartbeats while the queue is empty."""
         try:
-            desk = (RankExecutor if self.group == LEARNER else RemoteExecutor)(settings)
+            executor = (RankExecutor if self.group == LEARNER else RemoteExecutor)(settings)
         except BaseException as error:
             started.set_exception(error)
             return
@@ -286,16 +287,16 @@ class WorkerGroup:
         lost: RankLost | None = None
         while True:
             try:
-                service, call = self.queue.get(timeout=desk.objects.heartbeat_seconds)
+                service, call = self.queue.get(timeout=executor.objects.heartbeat_seconds)
             except queue.Empty:
-                lost = lost or _send_heartbeat(desk)
+                lost = lost or _send_heartbeat(executor)
                 continue
             if call.verb == CLOSE_RANKS:
                 announced = lost is None and not isinstance(
-                    _send_heartbeat(desk, CLOSE_RANKS), RankLost
+                    _send_heartbeat(executor, CLOSE_RANKS), RankLost
                 )
-                desk.objects.close()
-                del desk
+                executor.objects.close()
+                del executor
                 # the process group belongs to the learners, which continue without samplers
                 if announced and self.group == LEARNER:
                     collectives.shutdown()
@@ -304,8 +305,8 @@ class WorkerGroup:
             try:
                 if lost is not None:
                     raise lost
-                _refuse_after_failure(desk, service, call)
-                result = _execute_everywhere(desk, service, call.verb, call.arguments)
+                _refuse_after_failure(executor, service, call)
+                result = _execute_everywhere(executor, service, call.verb, call.arguments)
                 call.future.set_result(result)
             except BaseException as error:
                 if isinstance(error, RankLost):
@@ -352,16 +353,14 @@ def _refuse_after_failure(executor: Any, service: int, call: VerbCall) -> None:
     A sampling client of weights raises likewise if saving them under a name failed, so that the
     error is not lost.
     """
-    errors = [
-        error
-        for error in (earlier.exception() for earlier in call.dependencies)
-        if error is not None
-    ]
-    if not errors:
+    errors = ((earlier, earlier.exception()) for earlier in call.dependencies)
+    failed, error = next((pair for pair in errors if pair[1] is not None), (None, None))
+    if error is None:
         return
-    if call.row.on_refusal is None:
-        raise errors[0]
-    _execute_everywhere(executor, service, call.row.on_refusal, call.arguments[:1])
+    if call.spec.on_refusal is None:
+        raise error
+    _execute_everywhere(executor, service, call.spec.on_refusal, call.arguments[:1])
+    failed_verb = failed.verb if isinstance(failed, VerbFuture) else "call"
     raise RuntimeError(
-        f"{call.verb} was not run, because a forward_backward before it failed: {errors[0]}"
-    ) from errors[0]
+        f"{call.verb} was not run, because an earlier {failed_verb} failed: {error}"
+    ) from error

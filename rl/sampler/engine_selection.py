@@ -87,7 +87,7 @@ def check_features(features: Collection[str]) -> None:
 def make_engine(
     decoder: Decoder,
     cache: str = "auto",
-    kept: IdleKVCachePool | None = None,
+    idle_pool: IdleKVCachePool | None = None,
     sizes: Iterable[tuple[int, int, int]] | None = None,
     features: Collection[str] = (),
     **settings: Any,
@@ -100,8 +100,8 @@ def make_engine(
     engines returned the same samples on this device in a trial (about a second, run once); if not,
     a warning is printed and "auto" is plain.
 
-    `kept` provides the KV cache pool of an earlier paged engine, and receives the pool when this
-    engine is closed. `sizes`: see `PagedEngine`. `features`: "adapters per row" (a
+    `idle_pool` provides the KV cache pool of an earlier paged engine, and receives the pool when
+    this engine is closed. `sizes`: see `PagedEngine`. `features`: "adapters per row" (a
     `MultiAdapterEngine` on the base of the decoder), "router replay" (an `ExpertRecordingEngine`).
     `settings` are those of `Engine`. Raises ValueError if `cache` is unknown, UserError for
     features that do not combine.
@@ -112,7 +112,7 @@ def make_engine(
     present = {*features, "generic decoder" if fast is None else "fast decoder"}
     if fast is not None and fast.tp_group is not None:
         present.add("tensor parallelism")
-        kept = None  # the ranks' pools must be of equal size, and memory differs between ranks
+        idle_pool = None  # the ranks' pools must be of equal size, and memory differs between ranks
     check_features({*present, "paged cache"} if cache == "paged" else present)
     if "router replay" in present:
         enable_expert_recording(decoder)
@@ -124,9 +124,9 @@ def make_engine(
     if fast is None or cache != "paged":
         return (MultiAdapterEngine.on_base_of if adapters else Engine)(decoder, **settings)
     if adapters:
-        return PagedMultiAdapterEngine.on_base_of(fast, kept=kept, sizes=sizes, **settings)
+        return PagedMultiAdapterEngine.on_base_of(fast, kept=idle_pool, sizes=sizes, **settings)
     return (MultiStepEngine if device_steps else PagedEngine)(
-        fast, kept=kept, sizes=sizes, **settings
+        fast, kept=idle_pool, sizes=sizes, **settings
     )
 
 

@@ -151,8 +151,8 @@ async def handle_completions(
 
     Sample j of prompt p is the choice with index p * n + j.
     """
-    desk = serving.backend
-    tokenizer = await session.tokenizer(desk, FieldReader(body).get_text("model"))
+    backend = serving.backend
+    tokenizer = await session.tokenizer(backend, FieldReader(body).get_text("model"))
     # tokenizing a megabyte takes more than a second
     request = await asyncio.to_thread(_read_request, body, tokenizer)
     if request.logprobs and not session.allows_rescoring:
@@ -187,7 +187,13 @@ async def handle_completions(
         )
         pending.append(
             session.sample(
-                desk, request.model, prompt, request.n, request.params, **score_options, **callback
+                backend,
+                request.model,
+                prompt,
+                request.n,
+                request.params,
+                **score_options,
+                **callback,
             )
         )
     if live is not None:
@@ -208,7 +214,7 @@ async def handle_completions(
                 )
             choices.append(
                 await _make_choice(
-                    session, desk, tokenizer, request, p, p * request.n + j, response, sequence
+                    session, backend, tokenizer, request, p, p * request.n + j, response, sequence
                 )
             )
     whole = {

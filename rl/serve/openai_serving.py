@@ -191,8 +191,8 @@ async def handle_chat(
             "tokens are",
             "top_logprobs",
         )
-    desk = serving.backend
-    renderer = await session.renderer(desk, request.model)
+    backend = serving.backend
+    renderer = await session.renderer(backend, request.model)
     try:
         renderer = renderer.with_settings(request.template_settings)
     except ValueError as error:
@@ -222,13 +222,13 @@ async def handle_chat(
     options = {}
     if live is not None:
         live.writer, options = make_writer(), {"show": live.make_callback()}
-    response = await session.sample(desk, request.model, prompt, request.n, params, **options)
+    response = await session.sample(backend, request.model, prompt, request.n, params, **options)
     choices, in_thoughts = [], prompt_opens_thoughts(with_tools, prompt)
     for index, sequence in enumerate(response.sequences):
         message, is_complete = parse_sample(with_tools, stops, sequence)
         top_tokens = (
             await compute_top_logprobs(
-                session, desk, request.model, prompt, sequence, request.top_logprobs
+                session, backend, request.model, prompt, sequence, request.top_logprobs
             )
             if request.top_logprobs
             else None

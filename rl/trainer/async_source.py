@@ -51,7 +51,7 @@ class AsyncSource(BatchSource):
                 "this environment has other players: remove max_steps_off_policy"
             )
         self.learner_version = sampler.version  # the version of the learner's weights
-        self._update: Future[PolicyUpdate] | None = None
+        self._running_update: Future[PolicyUpdate] | None = None
         self._new_weights: SamplingClient | None = None
         state, replay_log = trainer.stage_checkpoints.in_flight, trainer.context.replay_log
         assert replay_log is not None
@@ -62,13 +62,15 @@ class AsyncSource(BatchSource):
             )
             self._update_executor = stack.enter_context(ThreadPoolExecutor(1, "learner"))
             self.in_flight = InFlightGroups(trainer, self.engine, state)
-            self.weight_sync = WeightSync(trainer, self.in_flight, sampler)
+            self.weight_sync = AsyncWeightSync(trainer, self.in_flight, sampler)
             trainer.stage_checkpoints.get_engine_state = self.weight_sync.state
             self.stack = stack.pop_all()
         self.engine.is_updating = lambda: (
-            self._update is not None or self.weight_sync.pending is not None
+            self._running_update is not None or self.weight_sync.pending is not None
         )
-        self.engine.update_ended = lambda: self._update is not None and self._update.done()
+        self.engine.update_ended = lambda: (
+            self._running_update is not None and self._running_update.done()
+        )
         self.engine.weights_arrived = self.weight_sync.has_arrived
 
     def take_batch(self, number: int) -> TrainingBatch:
@@ -85,15 +87,15 @@ class AsyncSource(BatchSource):
 
     def update(self, batch: TrainingBatch) -> dict[str, float]:
         """Train on a batch in the learner's thread while sampling continues."""
-        self._update = self._update_executor.submit(
+        self._running_update = self._update_executor.submit(
             self.update_and_send, batch, self.weight_sync.pending
         )
-        self._update.add_done_callback(lambda _: self.engine.executor.wake())
+        self._running_update.add_done_callback(lambda _: self.engine.executor.wake())
         while not (decision := self.engine.tick()).update_ended:
             if decision.weights_arrived:
                 self.weight_sync.switch_to_pending()
             self.in_flight.start_groups()
-        result, self._update = self._update.result(), None
+        result, self._running_update = self._running_update.result(), None
         self.weight_sync.switch_to_pending()
         assert batch.rollouts is not None
         staleness = self.in_flight.metrics(batch.rollouts, self.learner_version)
@@ -138,7 +140,7 @@ class PolicyUpdate:
     new_weights: SamplingClient | None = None
 
 
-class WeightSync:
+class AsyncWeightSync:
     """Manage the weight sync of an asynchronous stage.
 
     `sampler` samples with the current weights. `pending` holds newer weights that are on

@@ -379,7 +379,7 @@ class RunState:
             }
         return models
 
-    def data_remark(self) -> str | None:
+    def remark_on_data(self) -> str | None:
         """Return the method's remark on the current stage's data, if any."""
         prepared = self.stages[self.index]
         method = METHODS[prepared.plan.method](prepared.plan.settings)
@@ -459,7 +459,7 @@ def _run_stages(
         trainer = run_state.create_trainer(
             policy, others, logbook, console, keeper, stop_request, report
         )
-        for remark in (run_state.data_remark(), trainer.data_remark()):
+        for remark in (run_state.remark_on_data(), trainer.remark_on_rows()):
             if remark is not None:
                 console.note(remark)
         try:

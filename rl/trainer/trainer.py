@@ -114,7 +114,7 @@ class Trainer:
         self._batch_start = time.perf_counter()
         return sampler
 
-    def data_remark(self) -> str | None:
+    def remark_on_rows(self) -> str | None:
         """Return the method's remark on the rows that it learns from, if any."""
         if not isinstance(self.method, RowEvaluator) or self.done > 0:
             return None
