@@ -32,6 +32,10 @@ def echo(fd):
             print("ValueError: on purpose", flush=True)
             print("more", flush=True)
             os._exit(3)
+        if message == b"close":
+            print("shut", flush=True)
+            channel.close()
+            time.sleep(1000)
         if message == b"hang":
             time.sleep(1000)
         if message == b"print":
@@ -137,6 +141,18 @@ def test_a_program_ends_with_its_exit_code_and_last_output(how):
             "missing": "FileNotFoundError: [Errno 2] No such file or directory",
         }[how]
     )
+
+
+def test_a_process_that_still_runs_is_described_with_its_output(start):
+    program = SupervisedProcess(["sh", "-c", "echo one; exec sleep 1000"], {**os.environ})
+    try:
+        assert program.describe_end() == "it is still running, it last printed: one"
+    finally:
+        program.stop()
+    worker = start()
+    worker.send(b"close", 10)
+    with pytest.raises(WorkerDiedError, match=r"^it closed its pipe but is still running, .*shut$"):
+        worker.receive(30)
 
 
 def test_a_process_outlives_the_thread_that_started_it(start):
