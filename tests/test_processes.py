@@ -254,6 +254,15 @@ def test_a_call_that_was_waited_for_is_not_killed(monkeypatch):
     assert not killed
 
 
+def test_a_call_is_killed_right_after_its_start(monkeypatch):
+    """It does not lead its process group yet."""
+    monkeypatch.setattr("rl.processes.forked_call.detach_from", lambda parent: time.sleep(20))
+    call = ForkedCall(lambda: b"a", limit=1 << 10)
+    start_time = time.monotonic()
+    call.kill()
+    assert call.wait() == b"" and time.monotonic() - start_time < 10
+
+
 def test_a_crash_is_noticed_while_a_call_of_another_thread_runs(monkeypatch):
     real_fork, calls, is_over = os.fork, [], threading.Event()
     first_forked = threading.Event()

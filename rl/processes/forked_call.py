@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 from rl.processes.message_frames import InvalidReply, encode_frame, read_message
-from rl.processes.reaper import detach_from, kill_tree
+from rl.processes.reaper import detach_from, kill_process, kill_tree
 
 
 class ForkedCall:
@@ -62,3 +62,4 @@ class ForkedCall:
         with self._pid_lock:
             if self._pid is not None:
                 kill_tree(self._pid)
+                kill_process(self._pid)  # it may not lead its process group yet
