@@ -410,6 +410,19 @@ def test_a_zygote_that_is_not_ready_in_time_is_described(monkeypatch, program, r
     assert str(caught.value) == reason
 
 
+def test_a_zygote_without_a_process_leaves_nothing(monkeypatch, tmp_path):
+    def fail(*_, **__):
+        raise OSError("no process")
+
+    monkeypatch.setattr("rl.processes.supervised_process.subprocess.Popen", fail)
+    folder = tmp_path / "code"
+    folder.mkdir()
+    ends = socket.socketpair()
+    with pytest.raises(OSError, match="no process"):
+        Zygote(["true"], *ends, folder=str(folder))
+    assert [end.fileno() for end in ends] == [-1, -1] and not folder.exists()
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="the weaker mode works for other users")
 def test_limits_alone_are_refused_to_root():
     with pytest.raises(UserError, match="root"):
