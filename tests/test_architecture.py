@@ -1,6 +1,7 @@
 """Check the architecture: imports point to lower layers, and to public names of packages."""
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -198,6 +199,17 @@ class Architecture:
 
 
 ARCHITECTURE = Architecture(REPO, LAYERS)
+
+
+def test_the_page_shows_the_layers():
+    page = (REPO / "docs" / "architecture.md").read_text().split("## The folders")[0]
+    packages = {"base": ["types"], **{str(layer): names for layer, names in LAYERS.items()}}
+    shown = {layer: [] for layer in packages}
+    for layer, places in re.findall(r"^\| (\w+) \| (`.*?) \|", page, re.MULTILINE):
+        shown.setdefault(layer, []).extend(re.findall(r"`rl/(\w+)/`", places))
+    assert {layer: sorted(names) for layer, names in shown.items() if names} == {
+        layer: sorted(names) for layer, names in packages.items()
+    }
 
 
 def test_every_package_has_a_layer_and_a_docstring():

@@ -21,6 +21,8 @@ from rl.config import SettingsError  # noqa: E402
 from rl.envs import EpisodeLimits, parse_environment, resolve_environment  # noqa: E402
 from rl.errors import UserError  # noqa: E402
 from rl.models import load_tokenizer  # noqa: E402
+from rl.processes import SupervisedProcess  # noqa: E402
+from rl.programs.program_rollout import LiveEndpoint, ProgramEpisode  # noqa: E402
 from rl.renderers import get_renderer  # noqa: E402
 from rl.rollout import rollout, trajectory_to_datums  # noqa: E402
 from rl.types import Problem, SamplingParams  # noqa: E402
@@ -93,6 +95,45 @@ def play(tmp_path, tokenizer):
         return found
 
     return play
+
+
+@pytest.mark.parametrize("how", ["raises", "cancelled"])
+def test_a_program_does_not_outlive_its_task(monkeypatch, tokenizer, how):
+    started = []
+
+    class RecordedProcess(SupervisedProcess):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            started.append(self.pid)
+
+    def fail(timer):
+        raise OSError("no timer")
+
+    monkeypatch.setattr("rl.programs.program_rollout.SupervisedProcess", RecordedProcess)
+    if how == "raises":
+        monkeypatch.setattr("rl.programs.program_rollout._ProgramTimer.start", fail)
+    endpoint = LiveEndpoint()
+    episode = ProgramEpisode(
+        get_renderer("plain", tokenizer), EpisodeLimits(seconds=60), None, True
+    )
+    try:
+        endpoint.episodes.running[episode.name] = episode
+        task = endpoint.server.run_coroutine(
+            endpoint._run_program(episode, ["sleep", "1000"], {**os.environ})
+        )
+        deadline = time.monotonic() + 20
+        while not started and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if how == "cancelled":
+            task.cancel()
+        else:
+            end = episode.events.get(timeout=20)
+            assert end.code is None and end.output == "no timer"
+        while Path(f"/proc/{started[0]}").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not Path(f"/proc/{started[0]}").exists()
+    finally:
+        endpoint.server.close()
 
 
 TALK = """

@@ -783,6 +783,36 @@ def test_a_setting_that_no_other_process_can_read_is_an_error_with_a_remedy(reso
         resolve(Guess, environment_isolation="process")
 
 
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("time.sleep(1000)", "was not ready after 5 s"),
+        ("[os.write(fd, b'x' * 99) for fd in fds]", "sent an invalid reply: it begins with b'xxx"),
+        ("os._exit(3)", "died: exit code 3"),
+    ],
+)
+def test_an_environment_whose_process_does_not_start_is_described(
+    monkeypatch, tmp_path, line, reason
+):
+    monkeypatch.setattr("rl.envs.fork_server._START_SECONDS", 5.0)
+    (tmp_path / "unready.py").write_text(
+        textwrap.dedent(f"""
+        import os, stat, time
+        from rl.envs import Environment
+        class Unready(Environment):
+            pass
+        if os.getpid() != {os.getpid()}:
+            fds = [fd for fd in range(3, 100) if os.path.exists(f"/proc/self/fd/{{fd}}")]
+            fds = [fd for fd in fds if stat.S_ISSOCK(os.fstat(fd).st_mode)]
+            {line}
+    """)
+    )
+    spec = isolate_environment(parse_environment(f"{tmp_path}/unready.py:Unready", []))
+    with pytest.raises(UserError) as caught:
+        spec.root.begin()
+    assert f"process of environment {spec.name} {reason}" in str(caught.value)
+
+
 def test_what_a_group_shares_is_made_once_in_its_own_process(play, tmp_path):
     file = tmp_path / "sharing.py"
     file.write_text(

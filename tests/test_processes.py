@@ -1,5 +1,6 @@
 """`rl.processes`: supervised processes, worker processes and forked calls."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -32,6 +33,10 @@ def echo(fd):
             print("ValueError: on purpose", flush=True)
             print("more", flush=True)
             os._exit(3)
+        if message == b"close":
+            print("shut", flush=True)
+            channel.close()
+            time.sleep(1000)
         if message == b"hang":
             time.sleep(1000)
         if message == b"print":
@@ -139,6 +144,18 @@ def test_a_program_ends_with_its_exit_code_and_last_output(how):
     )
 
 
+def test_a_process_that_still_runs_is_described_with_its_output(start):
+    program = SupervisedProcess(["sh", "-c", "echo one; exec sleep 1000"], {**os.environ})
+    try:
+        assert program.describe_end() == "it is still running, it last printed: one"
+    finally:
+        program.stop()
+    worker = start()
+    worker.send(b"close", 10)
+    with pytest.raises(WorkerDiedError, match=r"^it closed its pipe but is still running, .*shut$"):
+        worker.receive(30)
+
+
 def test_a_process_outlives_the_thread_that_started_it(start):
     workers = []
 
@@ -204,6 +221,79 @@ def test_a_forked_call_returns_its_result_or_nothing():
     while set(find_descendants(os.getpid())) - before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not set(find_descendants(os.getpid())) - before
+
+
+def test_what_a_forked_call_started_ends_with_it():
+    def start_sleep() -> bytes:
+        return str(subprocess.Popen(["sleep", "1000"]).pid).encode()
+
+    call = ForkedCall(start_sleep, limit=1 << 10)
+    sleep = int(call.wait())
+    deadline = time.monotonic() + 20
+    while sleep in find_running() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert sleep not in find_running()
+
+
+def find_running() -> set[int]:
+    """Return the processes that are not zombies: an orphan may have no parent that reaps it."""
+    states = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            states[int(path.parent.name)] = path.read_text().rpartition(")")[2].split()[0]
+    return {pid for pid, state in states.items() if state != "Z"}
+
+
+def test_a_call_that_was_waited_for_is_not_killed(monkeypatch):
+    """Its process id may be that of another process."""
+    call = ForkedCall(lambda: b"a", limit=1 << 10)
+    assert call.wait() == b"a"
+    killed = []
+    monkeypatch.setattr(os, "killpg", lambda *arguments: killed.append(arguments))
+    call.kill()
+    assert not killed
+
+
+def test_a_call_is_killed_right_after_its_start(monkeypatch):
+    """It does not lead its process group yet."""
+    monkeypatch.setattr("rl.processes.forked_call.detach_from", lambda parent: time.sleep(20))
+    call = ForkedCall(lambda: b"a", limit=1 << 10)
+    start_time = time.monotonic()
+    call.kill()
+    assert call.wait() == b"" and time.monotonic() - start_time < 10
+
+
+def test_a_crash_is_noticed_while_a_call_of_another_thread_runs(monkeypatch):
+    real_fork, calls, is_over = os.fork, [], threading.Event()
+    first_forked = threading.Event()
+
+    def slow_fork() -> int:
+        pid = real_fork()
+        if pid:  # time for another thread to fork, too
+            first_forked.set()
+            time.sleep(0.5)
+        return pid
+
+    def hang() -> None:
+        first_forked.wait(10)
+        calls.append(ForkedCall(lambda: time.sleep(1000) or b"", limit=1 << 10))
+        is_over.wait(60)  # the call ends with its thread
+
+    monkeypatch.setattr(os, "fork", slow_fork)
+    thread = threading.Thread(target=hang)
+    thread.start()
+    crash = ForkedCall(lambda: os._exit(3), limit=1 << 10)
+    try:
+        crash._channel.settimeout(10)
+        start_time = time.monotonic()
+        assert crash.wait() == b"" and time.monotonic() - start_time < 5
+    finally:
+        while not calls:
+            time.sleep(0.01)
+        calls[0].kill()
+        is_over.set()
+        thread.join()
+        calls[0].wait()
 
 
 def test_a_call_does_not_wait_for_another_that_hangs():

@@ -7,6 +7,7 @@ import http.server
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from rl.processes import find_descendants
 from rl.sandbox import COMPARERS, Asserts, Calls, Pytest, Sandbox, SandboxLimits, StdinStdoutTests
 from rl.sandbox.inside import value_codec
 from rl.sandbox.isolation_probe import suggest_remedy
+from rl.sandbox.zygote_launch import Zygote
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 
@@ -392,6 +394,33 @@ def test_a_bubblewrap_that_is_refused_is_named_with_its_remedy(monkeypatch, tmp_
     assert "systempaths" in suggest_remedy(
         "Can't mount proc on /newroot/proc: Operation not permitted"
     )
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("echo no namespace; exec sleep 1000", "no namespace"),
+        ("exec sleep 1000", "the zygote printed no output (timed out): it is still running"),
+    ],
+)
+def test_a_zygote_that_is_not_ready_in_time_is_described(monkeypatch, program, reason):
+    monkeypatch.setattr("rl.sandbox.zygote_launch._START_SECONDS", 1.0)
+    with pytest.raises(RuntimeError) as caught:
+        Zygote(["sh", "-c", program], *socket.socketpair())
+    assert str(caught.value) == reason
+
+
+def test_a_zygote_without_a_process_leaves_nothing(monkeypatch, tmp_path):
+    def fail(*_, **__):
+        raise OSError("no process")
+
+    monkeypatch.setattr("rl.processes.supervised_process.subprocess.Popen", fail)
+    folder = tmp_path / "code"
+    folder.mkdir()
+    ends = socket.socketpair()
+    with pytest.raises(OSError, match="no process"):
+        Zygote(["true"], *ends, folder=str(folder))
+    assert [end.fileno() for end in ends] == [-1, -1] and not folder.exists()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="the weaker mode works for other users")

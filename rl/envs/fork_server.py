@@ -254,9 +254,14 @@ class ForkServer:
         except (TimeoutError, WorkerDiedError, InvalidReply, EpisodeFailed) as error:
             self._stop_root()
             if isinstance(error, EpisodeFailed):
-                raise UserError(str(error)) from error
-            late = f"it was not ready after {_START_SECONDS:.0f} s"
-            raise UserError(f"{label} died: {str(error) or late}") from error
+                reason = str(error)
+            elif isinstance(error, TimeoutError):
+                reason = f"{label} was not ready after {_START_SECONDS:g} s"
+            elif isinstance(error, InvalidReply):
+                reason = f"{label} sent an invalid reply: {error}"
+            else:
+                reason = f"{label} died: {error}"
+            raise UserError(reason) from error
         self._root.channel.setblocking(True)
 
 

@@ -52,6 +52,7 @@ class SupervisedProcess:
         output: Callable[[bytes], None] = lambda data: None,
     ):
         self._mark, self._output, self._output_tail = secrets.token_hex(16), output, b""
+        self._is_closed = False  # whether the program closed a pipe or socket to this process
         fds = [] if channel is None else [channel.fileno()]
         flags = ["-P"] if path else ["-P", "-S"]  # a program needs no site-packages in its reaper
         line = [sys.executable, *flags, str(Path(reaper.__file__)), str(os.getpid())]
@@ -105,12 +106,13 @@ class SupervisedProcess:
         return sanitize_text(self._output_tail.decode(errors="replace").strip(), 400)
 
     def describe_end(self) -> str:
-        """Describe how the process ended, with its last line of output."""
-        try:
+        """Describe how the process ended, or that it is still running, with its last line of
+        output.
+        """
+        code = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(timeout=1.0)
-        except subprocess.TimeoutExpired:
-            return "it closed its pipe but is still running"
-        self.read_output()
+        self._is_closed = not self.read_output() or self._is_closed
         lines = self._output_tail.decode(errors="replace").strip().splitlines()
         # The line that ends a traceback, which other output may follow.
         errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
@@ -119,9 +121,11 @@ class SupervisedProcess:
             if lines
             else ""
         )
-        return (
-            f"killed by {_get_signal_name(-code)}" if code < 0 else f"exit code {code}"
-        ) + last_output
+        if code is None:
+            state = f"it {'closed its pipe but ' * self._is_closed}is still running"
+        else:
+            state = f"killed by {_get_signal_name(-code)}" if code < 0 else f"exit code {code}"
+        return state + last_output
 
     def request_end(self) -> None:
         """Make the reaper end the program and all its descendants, without waiting."""
@@ -177,7 +181,7 @@ class WorkerProcess(SupervisedProcess):
         limit: int,
         output: Callable[[bytes], None] = lambda data: None,
     ):
-        self._frames, self._is_closed = FrameReader(limit), False
+        self._frames = FrameReader(limit)
         self.channel, worker_end = socket.socketpair()
         try:
             super().__init__(
@@ -211,6 +215,7 @@ class WorkerProcess(SupervisedProcess):
                 if not poller.poll(1000 * max(0.0, deadline - time.monotonic())):
                     raise TimeoutError from None
             except OSError as error:
+                self._is_closed = True
                 raise WorkerDiedError(self.describe_end()) from error
 
     def receive(self, seconds: float) -> bytes:

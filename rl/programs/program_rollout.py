@@ -357,24 +357,28 @@ class LiveEndpoint:
 
         start_time = time.monotonic()
         program: SupervisedProcess | None = None
+        code, output = None, ""
         loop = asyncio.get_running_loop()
         try:
-            async with self._starting:
-                start_time = time.monotonic()
-                if episode.name in self.episodes.running:
-                    program = SupervisedProcess(words, {**environment, "TMPDIR": folder})
-                    loop.add_reader(program.fileno(), read_output)
-                    episode.timer.on_timeout = time_out
-                    episode.timer.start()
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(
-                            episode.requested_or_ended.wait(), _FIRST_REQUEST_SECONDS
-                        )
-            if program is not None:
-                await finished.wait()
-                loop.remove_reader(program.fileno())
-            code = None if program is None else await asyncio.to_thread(program.stop)
-            output = "" if program is None else program.last_output
+            try:
+                async with self._starting:
+                    start_time = time.monotonic()
+                    if episode.name in self.episodes.running:
+                        program = SupervisedProcess(words, {**environment, "TMPDIR": folder})
+                        loop.add_reader(program.fileno(), read_output)
+                        episode.timer.on_timeout = time_out
+                        episode.timer.start()
+                        with contextlib.suppress(TimeoutError):
+                            await asyncio.wait_for(
+                                episode.requested_or_ended.wait(), _FIRST_REQUEST_SECONDS
+                            )
+                if program is not None:
+                    await finished.wait()
+            finally:
+                if program is not None:
+                    loop.remove_reader(program.fileno())
+                    code = await asyncio.to_thread(program.stop)
+                    output = program.last_output
         # boundary: any failure of a program is reported as the end of its episode
         except Exception as error:
             code, output = None, str(error)

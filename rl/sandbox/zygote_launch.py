@@ -206,7 +206,8 @@ def build_zygote_command(
 class Zygote:
     """Start and hold a zygote. `control`: the socket that takes jobs.
 
-    Raises RuntimeError with its last output if the zygote does not start.
+    Raises RuntimeError with its last output if the zygote does not start, OSError if no process can
+    be started.
     """
 
     def __init__(
@@ -228,6 +229,10 @@ class Zygote:
                 channel=zygote_end,
                 folder="/",
             )
+        except BaseException:
+            control.close()
+            self._remove_folder()
+            raise
         finally:
             zygote_end.close()
         control.settimeout(_START_SECONDS)
@@ -243,5 +248,8 @@ class Zygote:
         """Kill the zygote and remove its folder."""
         self.control.close()
         self.process.stop()
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
