@@ -121,10 +121,11 @@ class AsyncSource(BatchSource):
 
     def sync_weights(self, number: int) -> SamplingClient:
         self.weight_sync.sync_after_update(self._new_weights, number)
+        self.sampler = self.weight_sync.sampler
         evaluator = self.trainer.evaluator
         if evaluator.samples_held_out and evaluator.is_due(number):
             return self.weight_sync.newest_sampler
-        return self.weight_sync.sampler
+        return self.sampler
 
 
 @dataclass
