@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +17,9 @@ from rl.processes import (
     SupervisedProcess,
     WorkerDiedError,
     WorkerProcess,
+    encode_frame,
     find_descendants,
+    read_message,
 )
 
 REPO = Path(__file__).resolve().parent.parent
@@ -294,6 +297,13 @@ def test_a_crash_is_noticed_while_a_call_of_another_thread_runs(monkeypatch):
         is_over.set()
         thread.join()
         calls[0].wait()
+
+
+def test_messages_without_a_limit_are_read():
+    receiver, sender = socket.socketpair()
+    with receiver, sender:
+        sender.sendall(encode_frame(b"a" * 50_000))
+        assert read_message(receiver, limit=None) == b"a" * 50_000
 
 
 def test_a_call_does_not_wait_for_another_that_hangs():

@@ -48,7 +48,6 @@ from rl.processes import (
 from rl.rollout import EpisodeFailed
 from rl.sanitize import describe_error, sanitize_text
 
-_MAX_REQUEST_BYTES = 1 << 62  # no limit: the trainer is trusted
 _MAX_REPLY_BYTES = 1 << 24
 _START_SECONDS = 120.0  # for the import of the environment's module, which may be slow
 
@@ -72,7 +71,7 @@ class _ForkedProcess:
         while True:
             fds: list[int] = []
             try:
-                payload = read_message(channel, _MAX_REQUEST_BYTES, fds)
+                payload = read_message(channel, limit=None, fds=fds)
             except OSError:
                 return
             if not payload:

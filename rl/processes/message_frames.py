@@ -17,7 +17,7 @@ _READ_BYTES = 1 << 20  # bytes of a single read
 
 
 class InvalidReply(Exception):
-    """Raised when bytes from another process are not a valid reply to the expected item."""
+    """Raised when bytes from another process are not a valid message or reply."""
 
 
 def encode_frame(payload: bytes) -> bytes:
@@ -27,10 +27,10 @@ def encode_frame(payload: bytes) -> bytes:
 class FrameReader:
     """Split a byte stream, received in arbitrary chunks, into messages.
 
-    `limit`: maximum length of a message in bytes.
+    `limit`: maximum length of a message in bytes, None for no limit (the sender is trusted).
     """
 
-    def __init__(self, limit: int):
+    def __init__(self, limit: int | None):
         self.limit = limit
         self._buffer = bytearray()
 
@@ -48,7 +48,7 @@ class FrameReader:
         if len(buffer) < _HEADER.size:
             return None
         _, length, checksum = _HEADER.unpack_from(buffer)
-        if length > self.limit:
+        if self.limit is not None and length > self.limit:
             raise InvalidReply(f"it is {length} bytes long, at most {self.limit} are read")
         end = _HEADER.size + length
         if len(buffer) < end:
@@ -66,11 +66,12 @@ class FrameReader:
         return _HEADER.size + _HEADER.unpack_from(self._buffer)[1] - len(self._buffer)
 
 
-def read_message(channel: socket.socket, limit: int, fds: list[int] | None = None) -> bytes:
+def read_message(channel: socket.socket, limit: int | None, fds: list[int] | None = None) -> bytes:
     """Wait for the next message, and read nothing that follows it.
 
-    `fds`: list to which the file descriptor sent with the message is appended. Returns b"" if the
-    other end was closed. Raises InvalidReply if the bytes are not a message.
+    `limit`: as in `FrameReader`. `fds`: list to which the file descriptor sent with the message is
+    appended. Returns b"" if the other end was closed. Raises InvalidReply if the bytes are not a
+    message.
     """
     frames = FrameReader(limit)
     while (message := frames.next()) is None:

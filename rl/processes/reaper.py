@@ -29,8 +29,8 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-# environment variable of a worker and of every process that it starts
-MARK_VARIABLE = "WHETSTONE_REWARD_WORKER"
+# environment variable of a worker or program and of every process that it starts
+MARK_VARIABLE = "WHETSTONE_PROCESS"
 OUTPUT_BYTES = 64 * 1024  # bytes of a worker's output that are forwarded
 # Bytes of the end of a worker's output, which are always forwarded: they usually hold the reason
 # why the worker ended.

@@ -24,8 +24,6 @@ from rl.rewards.worker_protocol import (
 )
 from rl.sanitize import describe_error, sanitize_text
 
-_MAX_MESSAGE_BYTES = 1 << 62  # no limit: the trainer is trusted
-
 
 def evaluate_item(reward: Reward, item: RewardItem) -> RewardReply:
     """Run the reward; convert any exception of user code to a reply that names the line that raised
@@ -101,7 +99,7 @@ def run_worker(fd: int) -> None:
     """
     channel, worker_pid = socket.socket(fileno=fd), os.getpid()
     os.register_at_fork(after_in_child=lambda: _close_in_fork(channel))
-    nonce, pickled = pickle.loads(read_message(channel, _MAX_MESSAGE_BYTES))
+    nonce, pickled = pickle.loads(read_message(channel, limit=None))
 
     def send(number: int, reply: RewardReply) -> None:
         channel.sendall(encode_frame(encode_reply(number, nonce, reply)))
@@ -119,7 +117,7 @@ def run_worker(fd: int) -> None:
         return send(READY_ITEM, RewardReply(None, "error", reason))
     send(READY_ITEM, ready)
     number = READY_ITEM
-    while batch := read_message(channel, _MAX_MESSAGE_BYTES):
+    while batch := read_message(channel, limit=None):
         for reply in _score_batch(reward, pickle.loads(batch)):
             number += 1
             if os.getpid() != worker_pid:
