@@ -46,10 +46,9 @@ def test_gradients_are_the_same_bits(name, monkeypatch):
     inputs = [one for one in copies if one.shape[-1] == config.hidden_size and len(one.shape) == 3]
     assert len(inputs) == config.num_hidden_layers * offloading.num_micro_batches
     assert all(one.restored == 1 for one in inputs)
+    count = len(copies)
     learnt(plain, data)
-    assert len(copies) == len({id(one) for one in copies}) and not any(
-        one.restored > 1 for one in copies
-    )
+    assert len(copies) == count, "a learner that offloads nothing makes no copies"
 
 
 def test_the_plan_counts_them_in_host_memory(tmp_path):
@@ -75,11 +74,11 @@ def test_it_needs_gradient_checkpointing():
 
 @pytest.mark.gpu
 def test_memory_of_a_gpu_falls_by_the_inputs():
-    """Peak of a forward and backward, with the same gradients."""
+    """What is held after a forward, with the same gradients."""
     torch.manual_seed(0)
     model = model_of("llama", "sdpa").cuda()
     ids = torch.randint(3, 40, (64, 128), device="cuda")
-    gradients, peaks = [], []
+    gradients, held_bytes = [], []
     for offloads in (False, True):
         trained = copy.deepcopy(model)
         trained.gradient_checkpointing_enable(
@@ -88,13 +87,16 @@ def test_memory_of_a_gpu_falls_by_the_inputs():
         trained.train()
         if offloads:
             offload_layer_inputs(trained)
-        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         hidden = trained.model(input_ids=ids, use_cache=False).last_hidden_state
-        peaks.append(torch.cuda.memory_allocated())
+        torch.cuda.synchronize()
+        torch.empty(1, device="cuda")  # frees what was held for copies that have ended
+        held_bytes.append(torch.cuda.memory_allocated() - before)
         hidden.square().sum().backward()
         gradients.append({name: p.grad for name, p in trained.named_parameters()})
         del trained, hidden
     for name, gradient in gradients[0].items():
         if gradient is not None:
             torch.testing.assert_close(gradients[1][name], gradient)
-    assert peaks[1] < peaks[0]
+    inputs = model.config.num_hidden_layers * ids.numel() * model.config.hidden_size * 4
+    assert held_bytes[0] - held_bytes[1] >= 0.5 * inputs
