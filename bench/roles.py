@@ -29,7 +29,7 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO)]
-from rl.data.addition_dataset import is_test  # noqa: E402
+from rl.data.synthetic.addition_dataset import is_test  # noqa: E402
 from rl.envs import Environment, TurnResult  # noqa: E402
 
 GROUPS, SIZE, SKIPPED = 16, 8, 5

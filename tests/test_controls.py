@@ -14,9 +14,9 @@ from rl.config.cli import read_run
 from rl.config.data_config import DataSettings
 from rl.config.fields import SettingsError, flatten_settings, unflatten_settings
 from rl.config.sections import RunSettings, ShapingSettings
-from rl.data.addition_dataset import addition
 from rl.data.curriculum import Curriculum
 from rl.data.problem_set import ProblemSet
+from rl.data.synthetic.addition_dataset import addition
 from rl.errors import UserError
 from rl.lr_schedule import lora_learning_rate, scale_lr_by_batch
 from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition

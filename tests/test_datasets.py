@@ -28,7 +28,7 @@ from rl.data import (
     sorting,
 )
 from rl.data import row_readers as rows_module
-from rl.data.sorting_dataset import is_test as sorting_is_test
+from rl.data.synthetic.sorting_dataset import is_test as sorting_is_test
 from rl.errors import UserError
 from rl.rewards import resolve_reward
 from rl.rewards.countdown_reward import evaluate_arithmetic

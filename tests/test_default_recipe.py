@@ -97,7 +97,7 @@ def sorted_rows() -> dict[str, str]:
 
 def sums() -> dict[str, str]:
     """The held-out sums of two-digit addition."""
-    from rl.data.addition_dataset import is_test
+    from rl.data.synthetic.addition_dataset import is_test
 
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100) if is_test(a, b)]
     return {f"{a}+{b}=": str(a + b) for a, b in pairs}

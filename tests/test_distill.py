@@ -23,7 +23,7 @@ from rl.algorithms.distillation_settings import (
 )
 from rl.algorithms.method_interface import Models, Progress
 from rl.config.sections import ModelSettings, OptimSettings
-from rl.data.addition_dataset import addition
+from rl.data.synthetic.addition_dataset import addition
 from rl.errors import UserError
 from rl.judges.token_scorers import describe_vocabulary_difference
 from rl.losses.losses import get_loss

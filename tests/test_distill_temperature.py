@@ -14,7 +14,7 @@ from rl.algorithms.distillation import Distillation
 from rl.algorithms.distillation_settings import DistillationSettings, DistillSettings
 from rl.algorithms.method_interface import Models, Progress
 from rl.config.sections import SamplingSettings
-from rl.data.addition_dataset import addition
+from rl.data.synthetic.addition_dataset import addition
 from rl.models.model_loading import load_tokenizer
 from rl.renderers import get_renderer
 from rl.rollout.rollout_types import TrajectoryGroup

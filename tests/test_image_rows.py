@@ -15,7 +15,7 @@ from seeing import chunk, permuted, picture, png, spelt
 
 from rl.client.check_arguments import resolve_datum_images, resolve_images
 from rl.data import load_problems
-from rl.data.shape_images import COLOURS
+from rl.data.synthetic.shape_images import COLOURS
 from rl.errors import UserError
 from rl.images import get_image_reader, make_image_chunk, open_image
 from rl.models import load_tokenizer

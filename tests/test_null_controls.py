@@ -18,7 +18,7 @@ from rl.algorithms.grpo import GRPO
 from rl.client.service_client import ServiceClient
 from rl.config.cli import parse_run
 from rl.config.sections import RunSettings
-from rl.data.addition_dataset import addition
+from rl.data.synthetic.addition_dataset import addition
 from rl.envs import ProblemGroupBuilder
 from rl.rewards import Scorer
 from rl.rollout import rollout

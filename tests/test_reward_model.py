@@ -26,7 +26,7 @@ from rl.algorithms.reward_model import (
 )
 from rl.config import cli
 from rl.config.sections import RunSettings
-from rl.data.addition_dataset import addition
+from rl.data.synthetic.addition_dataset import addition
 from rl.distributed import checkpoint_folder
 from rl.envs import ProblemGroupBuilder
 from rl.errors import UserError

@@ -1,8 +1,6 @@
 """Read rows as problems, in an order that the seed and the step determine."""
 
-from rl.data.addition_dataset import addition
 from rl.data.contamination import ContaminationResult, find_contamination
-from rl.data.countdown_dataset import countdown
 from rl.data.curriculum import Curriculum
 from rl.data.dataset_registry import (
     DATASET_REGISTRY,
@@ -12,15 +10,14 @@ from rl.data.dataset_registry import (
 )
 from rl.data.length_limits import LengthLimits, RowTooLong
 from rl.data.mixture import Mixture
-from rl.data.one_line_functions import oneliners
 from rl.data.problem_loader import find_default_reward, has_row_splits, load_problems
 from rl.data.problem_set import ProblemSet, concatenate_sets
 from rl.data.prompt_template import PromptTemplate
 from rl.data.rollout_file import filter_answers, load_rollouts
 from rl.data.row_checks import RowCheck, make_answers_check, select_good_rows
 from rl.data.row_readers import FaultyRows, MissingSplit
-from rl.data.sorting_dataset import sorting
 from rl.data.streaming import StreamedProblemSet
+from rl.data.synthetic import addition, countdown, oneliners, sorting
 
 __all__ = [
     "DATASET_REGISTRY",

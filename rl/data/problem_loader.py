@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rl.config import DataFormat
-from rl.data.addition_dataset import addition
 from rl.data.code_formats import APPS, MBPP, HumanEval, LiveCodeBench, detect_code_format
-from rl.data.countdown_dataset import countdown
 from rl.data.data_files import find_files, read_file
 from rl.data.dataset_registry import (
     DATASET_REGISTRY,
@@ -28,7 +26,6 @@ from rl.data.evaluation_formats import (
     detect_evaluation_format,
 )
 from rl.data.math_formats import GSM8K, MATH
-from rl.data.one_line_functions import oneliners
 from rl.data.problem_set import ProblemSet
 from rl.data.prompt_template import PromptTemplate
 from rl.data.row_formats import (
@@ -44,9 +41,8 @@ from rl.data.row_formats import (
 )
 from rl.data.row_images import RowImages
 from rl.data.row_readers import FILE_SUFFIXES, BadRow, BadRowCollector, OnBadRow, Row, read_hub
-from rl.data.shape_images import shapes
-from rl.data.sorting_dataset import sorting
 from rl.data.streaming import StreamedProblemSet
+from rl.data.synthetic import addition, countdown, oneliners, shapes, sorting
 from rl.data.table_readers import open_table
 from rl.errors import UserError, suggest_path
 from rl.types import Problem

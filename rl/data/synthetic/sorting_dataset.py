@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Mapping
 from itertools import combinations_with_replacement
 
-from rl.data.noise_config import parse_noise
 from rl.data.problem_set import ProblemSet
+from rl.data.synthetic.noise_config import parse_noise
 from rl.errors import UserError
 from rl.types import Problem
 

@@ -10,8 +10,8 @@ import zlib
 from collections.abc import Mapping
 from itertools import product
 
-from rl.data.noise_config import parse_noise
 from rl.data.problem_set import ProblemSet
+from rl.data.synthetic.noise_config import parse_noise
 from rl.errors import UserError
 from rl.types import Problem
 

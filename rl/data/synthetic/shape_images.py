@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from rl.data.noise_config import parse_noise
 from rl.data.problem_set import ProblemSet
+from rl.data.synthetic.noise_config import parse_noise
 from rl.errors import UserError
 from rl.seed import derive_seed
 from rl.types import ImageChunk, Message, Problem

@@ -7,8 +7,8 @@ import random
 import zlib
 from collections.abc import Mapping
 
-from rl.data.noise_config import parse_noise
 from rl.data.problem_set import ProblemSet
+from rl.data.synthetic.noise_config import parse_noise
 from rl.errors import UserError
 from rl.types import Problem
 
