@@ -121,7 +121,7 @@ def part_tests(table: Any, dry: bool) -> None:
         for path in (REPO / "tests").glob("test_*.py")
         if "mark.gpu" in path.read_text()
     )
-    first = "tests/test_kernel_gpu.py"
+    first = "tests/kernels/test_kernel_gpu.py"
     for some in [[first]] if dry else [[first], [file for file in files if file != first]]:
         process = subprocess.Popen(
             [*pytest_command(dry), *some],

@@ -3,7 +3,7 @@ resumed run ends with the bits of the undisturbed run. `make campaign`.
 
     python bench/kill_campaign.py [--seeds 20]
 
-Ranks are forks connected over gloo, as in tests/test_crash_safety.py, which runs three of these
+Ranks are forks connected over gloo, as in tests/trainer/test_crash_safety.py, which runs three of these
 seeds. The exit code is 1, with the seed's row, if a resumed run differs from the undisturbed run, a
 rank does not end, or a process remains.
 """

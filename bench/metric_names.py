@@ -1,6 +1,6 @@
 """Define what each metric of a run's metrics.jsonl means, for docs/reference/metrics.md.
 
-tests/test_reference_pages.py compares these names with the names in the code of `rl` and with the
+tests/project/test_reference_pages.py compares these names with the names in the code of `rl` and with the
 rows of short runs. Words in capital letters stand for a name or a number.
 """
 

@@ -1,6 +1,6 @@
 """Write docs/reference/ from the code: `python bench/reference_pages.py`.
 
-Each page lists what a registry of `rl` holds. tests/test_reference_pages.py compares the committed
+Each page lists what a registry of `rl` holds. tests/project/test_reference_pages.py compares the committed
 pages with the text that this script makes.
 """
 

@@ -6,7 +6,7 @@ The table counts the compared prompts, answers and next turns, and the differenc
     python bench/templates.py
     python bench/templates.py --only gemma4 glm4moe    # some families; replaces their existing rows
 
-The comparison is that of tests/test_templates.py. Columns:
+The comparison is that of tests/renderers/test_templates.py. Columns:
   prompts  prompts that equal apply_chat_template token for token
   forged   prompts where a participant's text held a special token
   answers  answers that parse to what was rendered (with thoughts and calls where `read back` says

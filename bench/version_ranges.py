@@ -37,10 +37,10 @@ from bench.campaign import RESULTS, write_table  # noqa: E402
 RESOLUTIONS = {"lowest": "lowest-direct", "newest": "highest"}
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "numpy")
 TESTS = (
-    "tests/test_sampler_decoders.py",  # the decoders against transformers
-    "tests/test_sampler_engine.py",
-    "tests/test_models.py",
-    "tests/test_serve_forms.py",
+    "tests/sampler/test_sampler_decoders.py",  # the decoders against transformers
+    "tests/sampler/test_sampler_engine.py",
+    "tests/models/test_models.py",
+    "tests/serve/test_serve_forms.py",
 )
 CHECKS = ("install", "import", "train", "tests")
 VERSIONS = """

@@ -2,8 +2,8 @@
 loads.
 
 The tiles depend only on the device, D and dtype, never on the number of rows: a token's logprob
-has the same bits in every batch. tests/test_kernel_compile.py bounds the register spills and the
-shared memory that each choice compiles to, for sm_80, 86, 89, 90, 100 and 120.
+has the same bits in every batch. tests/kernels/test_kernel_compile.py bounds the register spills
+and the shared memory that each choice compiles to, for sm_80, 86, 89, 90, 100 and 120.
 """
 
 from __future__ import annotations

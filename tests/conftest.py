@@ -4,6 +4,7 @@ test without a GPU.
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -13,6 +14,9 @@ os.environ.setdefault("WANDB_MODE", "offline")
 import pytest  # noqa: E402
 
 REPO = Path(__file__).resolve().parent.parent
+# Tests stand in a folder of their package. Some import a helper module, or a case of another
+# package's tests.
+sys.path += [str(folder) for folder in sorted((REPO / "tests").iterdir()) if folder.is_dir()]
 
 
 @pytest.fixture(scope="session")

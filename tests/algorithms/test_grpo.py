@@ -1,0 +1,669 @@
+"""grpo and reinforce: variants, credit, normalisation, truncated importance sampling, dynamic
+sampling, resuming mid-change.
+"""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args, get_type_hints
+
+import numpy as np
+import pytest
+import torch
+from helpers import call, make_worker, random_datums
+
+from rl.algorithms import METHODS
+from rl.algorithms.advantages import (
+    ADVANTAGES,
+    AdvantageEstimator,
+    PerProblemBaseline,
+    compute_returns_to_go,
+    leave_one_out,
+    normalize_by_batch,
+    normalize_by_std,
+    subtract_mean,
+    subtract_mean_divide_by_batch_std,
+)
+from rl.algorithms.grpo import GRPO
+from rl.algorithms.grpo_settings import (
+    VARIANTS,
+    GrpoSettings,
+    PolicyGradientSettings,
+    variant_settings,
+)
+from rl.algorithms.update import apply_truncated_is, compute_divisor, weight_by_sequence
+from rl.config.cli import read_run
+from rl.config.rollout_config import AsyncRolloutSettings
+from rl.config.run_config import resolve_config
+from rl.config.saved_config import load_resolved_config
+from rl.config.sections import KlSettings, LoopSettings, RunSettings, SamplingSettings
+from rl.errors import UnusedSettingError, UserError
+from rl.losses.losses import LOSSES, LossSpec, get_loss, importance_sampling, ppo
+from rl.rollout import RolloutBatch
+from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
+from rl.trainer import stage_sampling as samples_module
+from rl.trainer.stage_context import StageContext
+from rl.trainer.stage_sampling import AllRewardsFailed, StageSampler
+from rl.trainer.trainer import Trainer, TrainingBatch
+from rl.trainer.warn_once import WarnOnce
+from rl.types import ModelInput, SampledSequence, TensorData
+
+REPO = Path(__file__).resolve().parents[2]
+RECIPE = REPO / "recipes" / "addition.yaml"
+
+
+def group(*rewards_G: list[float], problem: int = 0) -> TrajectoryGroup:
+    """A group whose members have a turn of two tokens for each reward given; each observation
+    continues what came before.
+    """
+    members = []
+    for rewards in rewards_G:
+        seen, turns = [7], []
+        for reward in rewards:
+            turns.append(
+                Transition(
+                    ModelInput.from_ints(list(seen)),
+                    SampledSequence([3, 4], [-0.5, -1.0]),
+                    reward,
+                    False,
+                )
+            )
+            seen += [3, 4, 9]
+        members.append(Trajectory(turns))
+    return TrajectoryGroup(
+        members, [0.0] * len(members), [{}] * len(members), problem_index=problem
+    )
+
+
+def method(*, entropy: float = 0.0, **given) -> GRPO:
+    return GRPO(GrpoSettings(policy_gradient=PolicyGradientSettings(entropy_coef=entropy, **given)))
+
+
+# --------------------------------------------------------------------------------------- advantages
+
+
+def test_advantages_over_a_batch_by_hand():
+    rewards_P_G = [[1.0, 0.0], [3.0, 0.0]]
+    mean, std = 1.0, math.sqrt((0 + 1 + 4 + 1) / 4)
+    for got, rewards in zip(normalize_by_batch(rewards_P_G), rewards_P_G, strict=True):
+        np.testing.assert_allclose(got, (np.array(rewards) - mean) / std, rtol=1e-7)
+    std = math.sqrt((0.25 + 0.25 + 2.25 + 2.25) / 4)
+    np.testing.assert_allclose(
+        subtract_mean_divide_by_batch_std(rewards_P_G),
+        np.array([[0.5, -0.5], [1.5, -1.5]]) / std,
+        rtol=1e-7,
+    )
+    for function in (normalize_by_batch, subtract_mean_divide_by_batch_std):
+        # exactly, though their mean rounds
+        assert np.concatenate(function([[0.1] * 3, [0.1] * 4])).tolist() == [0.0] * 7
+
+
+def test_identities_between_advantages():
+    rng = np.random.default_rng(1)
+    for n in (2, 3, 8):
+        rewards = rng.random(n)
+        np.testing.assert_allclose(
+            leave_one_out(rewards), n / (n - 1) * subtract_mean(rewards), atol=1e-12
+        )
+        # one group: GRPO's
+        np.testing.assert_allclose(
+            subtract_mean_divide_by_batch_std([rewards])[0], normalize_by_std(rewards), rtol=1e-4
+        )
+        np.testing.assert_allclose(
+            normalize_by_batch([rewards])[0], normalize_by_std(rewards), rtol=1e-4
+        )
+
+
+def test_a_baseline_for_each_problem_by_hand():
+    baseline = PerProblemBaseline(decay=0.5)
+    first = baseline([[1.0], [0.0]], ["a", "b"])
+    assert [a.tolist() for a in first] == [[0.5], [-0.5]]  # never asked before: the batch's mean
+    again = baseline([[0.0], [1.0]], ["a", "c"])
+    assert again[0].tolist() == [-1.0]  # its own
+    assert again[1].tolist() == [0.5]  # c is new: the running mean over all
+    assert baseline.values == {"a": 0.5, "b": 0.0, "c": 1.0}
+
+
+def test_returns_to_go_against_the_sum():
+    rewards = [1.0, -2.0, 0.5, 4.0]
+    for discount in (1.0, 0.9, 0.0):
+        brute = [sum(discount ** (k - t) * rewards[k] for k in range(t, 4)) for t in range(4)]
+        assert compute_returns_to_go(rewards, discount) == pytest.approx(brute)
+
+
+# ------------------------------------------------------------------------------------------- credit
+
+
+def advantages(datums) -> list[list[float]]:
+    return [
+        d.loss_fn_inputs["advantages"].array[d.loss_fn_inputs["mask"].array != 0].tolist()
+        for d in datums
+    ]
+
+
+def test_process_rewards_reach_the_tokens_of_their_turn():
+    """By hand: five step rewards of mean 1; each turn gets the sum of what it and later turns
+    earned beyond that.
+    """
+    groups = [group([1.0, 0.0, 2.0], [0.0, 2.0])]
+    datums = method(step_rewards="process_supervision").compute_advantages(groups, None)
+    assert advantages(datums) == [[0.0, 0.0, 0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0]]
+    discounted = method(step_rewards="process_supervision", reward_discount=0.5).compute_advantages(
+        groups, None
+    )
+    assert advantages(discounted)[0] == [-0.25, -0.25, -0.5, -0.5, 1.0, 1.0]
+    whole = method().compute_advantages([group([1.0, 0.0, 2.0], [0.0, 2.0])], None)
+    assert advantages(whole) == [[0.5] * 6, [-0.5] * 4]
+
+
+def test_each_turn_is_compared_with_the_others_at_that_turn_by_hand():
+    """Rewards 1, 0, 2 and 0, 2: rests of 3, 2, 2 and 2, 2, of mean 2.5 at the first turn, 2 at the
+    second, 2 of one alone at the third.
+    """
+    groups = [group([1.0, 0.0, 2.0], [0.0, 2.0])]
+    datums = method(step_rewards="to_go").compute_advantages(groups, None)
+    assert advantages(datums) == [[0.5, 0.5, 0.0, 0.0, 0.0, 0.0], [-0.5, -0.5, 0.0, 0.0]]
+    discounted = method(step_rewards="to_go", reward_discount=0.5).compute_advantages(
+        [group([1.0, 0.0, 2.0], [0.0, 2.0])], None
+    )
+    assert advantages(discounted) == [[0.25, 0.25, -0.5, -0.5, 0.0, 0.0], [-0.25, -0.25, 0.5, 0.5]]
+
+
+COMPARING = [name for name, estimator in ADVANTAGES.items() if estimator.compares_members]
+
+
+@pytest.mark.parametrize("advantage", COMPARING)
+def test_equal_returns_earn_nothing_however_many_turns_they_took(advantage):
+    """A reward at the end alone: after one, two and three turns; beside a group that has signal,
+    which a batch's std needs.
+    """
+    groups = [group([1.0], [0.0, 1.0], [0.0, 0.0, 1.0]), group([1.0], [0.0], problem=1)]
+    datums = method(advantage=advantage, step_rewards="to_go", entropy=0.01).compute_advantages(
+        groups, None
+    )
+    assert [any(a) for a in advantages(datums)] == [False, False, False, True, True]
+    paper = method(advantage="mean", step_rewards="process_supervision").compute_advantages(
+        [group([1.0], [0.0, 1.0], [0.0, 0.0, 1.0])], None
+    )
+    assert any(any(a) for a in advantages(paper))  # the paper's form credits them differently
+
+
+@pytest.mark.parametrize(
+    "advantage",
+    ["mean", "mean_std", "leave_one_out", "batch", "mean_batch_std", "running_mean", "none"],
+)
+def test_process_and_outcome_rewards_are_one_where_an_episode_has_one_step(advantage):
+    groups = [group([1.0], [0.0], [0.5]), group([0.25], [0.0], [1.0], problem=1)]
+    kinds = ("sum", "to_go", "process_supervision")
+    every = [
+        advantages(method(advantage=advantage, step_rewards=kind).compute_advantages(groups, None))
+        for kind in kinds
+    ]
+    assert every[0] == every[1] == every[2]
+
+
+def test_a_new_estimator_is_one_entry(monkeypatch):
+    """Its properties come with it: streaming, groups of one and groups without signal know it at
+    once.
+    """
+    best = AdvantageEstimator(
+        lambda rewards_G: np.asarray(rewards_G) - max(rewards_G),
+        scope="group",
+        compares_members=True,
+    )
+    monkeypatch.setitem(ADVANTAGES, "best", best)
+    groups = [group([1.0], [1.0]), group([1.0], [0.25], problem=1)]
+    # the first group has no signal
+    assert advantages(method(advantage="best").compute_advantages(groups, None)) == [
+        [0.0, 0.0],
+        [-0.75, -0.75],
+    ]
+    with pytest.raises(
+        ValueError,
+        match="a group of 1 answer has no other answers to compare with: advantage 'best'",
+    ):
+        method(advantage="best", group_size=1)
+    monkeypatch.setitem(
+        ADVANTAGES,
+        "best",
+        replace(best, scope="batch", fn=lambda rewards_P_G: [best.fn(r) for r in rewards_P_G]),
+    )
+    assert advantages(method(advantage="best").compute_advantages(groups, None)) == [
+        [0.0, 0.0],
+        [-0.75, -0.75],
+    ]
+    pg = PolicyGradientSettings(advantage="best")
+    with pytest.raises(ValueError, match="advantage best compares the answers of the whole batch"):
+        GrpoSettings(policy_gradient=pg, flow=AsyncRolloutSettings(stream_minibatches=2))
+    with pytest.raises(ValueError, match="unknown advantage 'worst': expected mean, "):
+        PolicyGradientSettings(advantage="worst")
+
+
+def test_every_estimator_is_a_choice_of_the_line():
+    assert set(get_args(get_type_hints(PolicyGradientSettings)["advantage"])) == set(ADVANTAGES)
+
+
+def test_what_an_estimator_remembers_survives_a_checkpoint():
+    for name in ("running_mean", "per_problem"):
+        went, back = method(advantage=name), method(advantage=name)
+        went.compute_advantages([group([1.0], [0.0]), group([1.0], [1.0], problem=1)], None)
+        back.load_state(json.loads(json.dumps(went.state())))
+        later = [[group([0.5], [0.0]), group([1.0], [0.25], problem=2)] for _ in range(2)]
+        assert advantages(went.compute_advantages(later[0], None)) == advantages(
+            back.compute_advantages(later[1], None)
+        )
+    # the names in earlier checkpoints
+    assert set(went.state()) == {"baseline", "per_problem", "reward_statistics", "kl_coef"}
+
+
+def test_groups_without_signal_stay_where_another_term_needs_them():
+    groups = [group([1.0], [1.0]), group([1.0], [0.0], problem=1)]
+    assert len(method().compute_advantages(groups, None)) == 2
+    assert len(method(entropy=0.01).compute_advantages(groups, None)) == 4
+    assert len(method(advantage="running_mean").compute_advantages(groups, None)) == 4
+
+
+def test_kl_is_charged_in_the_reward_or_handed_to_the_loss():
+    """Two tokens of q = -0.5, -1 and ref = -0.5, -2: g = 0, 1, of mean 0.5; with everything later
+    charged 1, 1, by hand.
+    """
+    reference = SimpleNamespace(
+        logprobs=lambda datums, temperature: [np.array([-0.5, -2.0], np.float32) for _ in datums]
+    )
+    models = SimpleNamespace(reference=reference)
+
+    def credited(**kl):
+        pg = PolicyGradientSettings(kl_discount=kl.pop("discount", 1.0))
+        made = GRPO(GrpoSettings(policy_gradient=pg, kl=KlSettings(**kl)))
+        return made.compute_advantages([group([1.0], [0.0])], models)
+
+    assert advantages(credited(kl_coef=0.2, discount=0.0)) == [
+        pytest.approx([0.5 + 0.1, 0.5 - 0.1]),
+        pytest.approx([-0.4, -0.6]),
+    ]
+    assert advantages(credited(kl_coef=0.2)) == [
+        pytest.approx([0.5, 0.5]),
+        pytest.approx([-0.5, -0.5]),
+    ]
+    in_loss = credited(kl_coef=0.2, kl_placement="loss")
+    assert advantages(in_loss) == [[0.5, 0.5], [-0.5, -0.5]]
+    assert in_loss[0].loss_fn_inputs["ref_logprobs"].array.tolist() == [-0.5, -2.0]
+
+
+def test_kl_is_off_until_a_reference_is_named():
+    def coefficient(**kl) -> tuple[bool, float]:
+        found = GRPO(GrpoSettings(kl=KlSettings(**kl))).kl
+        return found.needs_reference, found.coefficient
+
+    assert coefficient() == (False, 0.0) and coefficient(reference_model="x") == (True, 0.1)
+    assert coefficient(reference_model="x", kl_coef=0.02) == (True, 0.02) and coefficient(
+        kl_target=0.1
+    ) == (True, 0.0)
+
+
+# ------------------------------------------------------------------------ normalisation, importance
+
+
+def test_divisors():
+    datums = random_datums(3)
+    tokens = sum(int((d.loss_fn_inputs["mask"].array != 0).sum()) for d in datums)
+    assert [
+        compute_divisor(datums, kind, 50)
+        for kind in ("tokens", "sequences", "sequence_means", "constant", "sum")
+    ] == [tokens, 3, 3, 150, 1]
+
+
+@pytest.mark.parametrize("loss", ["ppo", "importance_sampling", "cispo", "gspo"])
+def test_sequence_means_against_the_mean_of_each_sequences_mean(loss):
+    """The learner's summed loss of weighted datums, entropy and KL terms included, over their
+    number: one formula, sequence by sequence.
+    """
+    worker, datums = make_worker(), random_datums(5)
+    rng = np.random.default_rng(0)
+    for datum in datums:
+        fields = datum.loss_fn_inputs
+        fields["ref_logprobs"] = TensorData(
+            rng.normal(-2.5, 0.3, len(fields["mask"])).astype(np.float32), "float32"
+        )
+        fields["advantages"] = TensorData(
+            np.where(fields["mask"].array != 0, rng.choice([-1.0, 0.5], len(fields["mask"])), 0.0),
+            "float32",
+        )
+    config = {"entropy_coef": 0.3, "kl_coef": 0.7, "temperature": 1.0}
+    total = call(
+        worker,
+        "forward_backward",
+        0,
+        weight_by_sequence(datums),
+        get_loss(loss),
+        config,
+        1.0,
+        False,
+    )[1]["loss:sum"]
+    means = []
+    for datum in datums:
+        value = call(worker, "forward_backward", 0, [datum], get_loss(loss), config, 1.0, False)[1][
+            "loss:sum"
+        ]
+        means.append(value / np.count_nonzero(datum.loss_fn_inputs["mask"].array))
+    assert total / 5 == pytest.approx(np.mean(means), rel=1e-5)
+
+
+def test_truncated_importance_sampling_by_hand():
+    """The learner says 2 and 10 times the sampler's probability: weights 2 and, capped, 3; ratios
+    start from 1.
+    """
+    datums = method(advantage="none").compute_advantages([group([1.0])], None)
+    q = datums[0].loss_fn_inputs["logprobs"].array
+    learner = (q + np.log([2.0, 10.0])).astype(np.float32)
+    output = SimpleNamespace(loss_fn_outputs=[{"logprobs": TensorData(learner, "float32")}])
+    policy = SimpleNamespace(forward=lambda *_: SimpleNamespace(result=lambda: output))
+    (weighted,), metrics = apply_truncated_is(SimpleNamespace(policy=policy), datums, 3.0, 1.0)
+    assert weighted.loss_fn_inputs["advantages"].array.tolist() == pytest.approx([2.0, 3.0])
+    assert weighted.loss_fn_inputs["logprobs"].array.tolist() == learner.tolist()
+    # by which a KL in the loss is weighted
+    assert weighted.loss_fn_inputs["drawn_logprobs"].array.tolist() == q.tolist()
+    assert (
+        metrics["optim/tis_weight"] == pytest.approx(2.5)
+        and metrics["optim/tis_frac_capped"] == 0.5
+    )
+    assert metrics["optim/kl_sample_train_v1"] == pytest.approx(
+        -np.log([2.0, 10.0]).mean(), rel=1e-5
+    )
+    # With a cap that nothing reaches, the gradient before any update is that of plain importance
+    # sampling: w A grad lp.
+    lp = torch.tensor(learner, requires_grad=True)
+    for datum in (weighted, datums[0]):
+        inputs = {
+            name: datum.loss_fn_inputs[name].to_torch() for name in ("advantages", "logprobs")
+        }
+        get_loss("importance_sampling").fn(lp, lp, inputs, torch.tensor([0, 2]), {})[0].backward()
+    first, both = torch.tensor([-2.0, -3.0]), lp.grad
+    assert torch.allclose(both - first, torch.tensor([-2.0, -10.0]))
+
+
+# ----------------------------------------------------------------------------------------- variants
+
+
+def stage_settings(*words: str):
+    return read_run(list(words), METHODS, RECIPE, RunSettings).stages[0].settings
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_is_its_settings_and_what_is_given_wins(variant):
+    run = read_run(["grpo", "--variant", variant], METHODS, RECIPE, RunSettings)
+    flat = resolve_config(run)["stages"][0]["settings"]
+    assert {key: flat[key] for key in VARIANTS[variant]} == VARIANTS[variant] and flat[
+        "variant"
+    ] == variant
+    assert (
+        load_resolved_config(
+            json.loads(json.dumps(resolve_config(run))), METHODS, options=RunSettings
+        )
+        == run
+    )
+    given = stage_settings(
+        "grpo", "--variant", variant, "--normalise", "sum", "--max-tokens", "9"
+    ).policy_gradient
+    assert given.normalise == "sum" and given.variant == variant
+    GRPO(run.stages[0].settings)
+
+
+# From each paper, but for GRPO's bounds, which it leaves open: PPO's. Loss ppo is the clipped ratio
+# of each token.
+PUBLISHED = {
+    # 2402.03300, (3)
+    "grpo": {
+        "advantage": "mean_std",
+        "loss": "ppo",
+        "clip_low": 0.8,
+        "clip_high": 1.2,
+        "normalise": "sequence_means",
+    },
+    # 2503.20783: no std, no length
+    "dr_grpo": {"advantage": "mean", "loss": "ppo", "normalise": "constant"},
+    # 2503.14476, 4.1
+    "dapo": {
+        "advantage": "mean_std",
+        "loss": "ppo",
+        "clip_low": 0.8,
+        "clip_high": 1.28,
+        "normalise": "tokens",
+        # 4096 of 20480 tokens, no KL
+        "overlong_share": 0.2,
+        "overlong_penalty": 1.0,
+        "kl_coef": None,
+        "kl_target": None,
+    },
+    # 2507.18071
+    "gspo": {
+        "advantage": "mean_std",
+        "loss": "gspo",
+        "clip_low": 0.9997,
+        "clip_high": 1.0004,
+        "normalise": "sequence_means",
+    },
+    # 2510.13786, no lower
+    "cispo": {
+        "advantage": "mean_std",
+        "loss": "cispo",
+        "clip_low": 0.0,
+        "clip_high": 5.0,
+        "normalise": "tokens",
+    },
+    # 2402.14740, a sum over tokens
+    "rloo": {"advantage": "leave_one_out", "loss": "importance_sampling", "normalise": "sequences"},
+    "reinforce_plus_plus": {"advantage": "batch", "loss": "ppo", "group_size": 1},  # 2501.03262
+    "reinforce_plus_plus_baseline": {"advantage": "mean_batch_std", "loss": "ppo", "group_size": 8},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_is_what_its_paper_says(variant):
+    flat = resolve_config(read_run(["grpo", "--variant", variant], METHODS, RECIPE, RunSettings))[
+        "stages"
+    ][0]["settings"]
+    assert {key: flat[key] for key in PUBLISHED[variant]} == PUBLISHED[variant]
+    assert (flat["dynamic_sampling"] > 0) == (variant == "dapo")
+
+
+def test_a_variant_in_python_is_all_of_its_settings_or_an_error():
+    with pytest.raises(ValueError, match=r"clip_high, .*variant_settings\('dapo'"):
+        PolicyGradientSettings(variant="dapo", advantage="mean_std")
+    made = variant_settings("dapo", max_tokens=9, clip_high=1.5)
+    assert made == stage_settings(
+        "grpo", "--variant", "dapo", "--max-tokens", "9", "--clip-high", "1.5"
+    )
+    assert made.shaping.overlong_share == 0.2 and made.policy_gradient.clip_high == 1.5
+    assert replace(made.policy_gradient, clip_low=0.5).variant == "dapo"
+    for make in (variant_settings, lambda name: PolicyGradientSettings(variant=name)):
+        with pytest.raises(ValueError, match="unknown variant 'dappo'.*dapo"):
+            make("dappo")
+    with pytest.raises(ValueError, match="max_token: no setting.*max_tokens"):
+        variant_settings("dapo", max_token=9)
+
+
+def test_reinforce_has_no_variants():
+    with pytest.raises(UserError, match="grpo --variant rloo"):
+        stage_settings("reinforce", "--variant", "rloo")
+
+
+def test_a_variant_in_a_recipe_yields_to_the_line(tmp_path):
+    (tmp_path / "r.yaml").write_text("method: grpo\nvariant: dapo\nclip_high: 1.5\n")
+    pg = stage_settings(str(tmp_path / "r.yaml"), "--clip-low", "0.7").policy_gradient
+    assert (pg.clip_low, pg.clip_high, pg.normalise, pg.advantage) == (
+        0.7,
+        1.5,
+        "tokens",
+        "mean_std",
+    )
+
+
+# --------------------------------------------------------------------------------- dynamic sampling
+
+
+def filling(bound: int, wanted: int) -> StageSampler:
+    """`fill` and `check` with no more than they need, of problems that stand for their own groups."""
+    given = SimpleNamespace(
+        settings=GrpoSettings(sampling=SamplingSettings(dynamic_sampling=bound)),
+        loop=SimpleNamespace(batch_size=wanted),
+        seed=5,
+        problems=SimpleNamespace(batch=lambda step, size, seed: (step, size, seed)),
+        models=SimpleNamespace(rewards=None, opponents=None),
+        method=SimpleNamespace(group_size=2),
+        sampling_params=None,
+        scorer=None,
+        environment=None,
+        opponents=None,
+        replay_log=None,
+    )
+    samples = StageSampler(given, WarnOnce(SimpleNamespace(warn=lambda text: None)))
+    samples.build_groups = lambda problems, size: problems
+    return samples
+
+
+def test_dynamic_sampling_does_not_go_on_where_every_reward_fails(monkeypatch):
+    rounds: list[RolloutBatch] = []
+
+    def broken(*_, **__):
+        rounds.append(
+            RolloutBatch(
+                [], ["reward 'r' raised KeyError (prompt 'x')"], {"emitted_tokens": 5}, 1.0, 0.5
+            )
+        )
+        return rounds[-1]
+
+    monkeypatch.setattr(samples_module, "rollout", broken)
+    samples = filling(bound=10, wanted=3)
+    filled = samples.fill_mixed_groups(broken(), 4, None)
+    assert len(rounds) == 1  # the batch's own: none was added
+    with pytest.raises(AllRewardsFailed, match="raised KeyError"):
+        samples.check_rollouts(filled, 0)
+    worked = RolloutBatch([group([1.0], [0.0])], [], {"emitted_tokens": 5}, 1.0, 0.5)
+    filled = samples.fill_mixed_groups(worked, 4, None)  # a reward that stops working on the way
+    assert len(rounds) == 2 and len(filled.groups) == 1 and filled.counters["extra_rounds"] == 1
+
+
+def test_dynamic_sampling_fills_the_batch_with_mixed_groups_within_its_bound(monkeypatch):
+    mixed = lambda index: group([1.0], [0.0], problem=index)  # noqa: E731
+    alike = lambda index: group([1.0], [1.0], problem=index)  # noqa: E731
+    drawn: list[tuple[int, int]] = []
+
+    def sampled(builders, sampler, params, *, seed, **_):
+        drawn.append((builders, seed))
+        return RolloutBatch(
+            [mixed(len(drawn)), alike(0), mixed(len(drawn))],
+            ["lost"],
+            {"emitted_tokens": 5},
+            1.0,
+            0.5,
+        )
+
+    monkeypatch.setattr(samples_module, "rollout", sampled)
+    samples = filling(bound=2, wanted=3)
+    start = RolloutBatch([alike(8), mixed(9), alike(8)], [], {"emitted_tokens": 7}, 2.0, 1.0)
+    full = samples.fill_mixed_groups(start, 4, None)
+    assert (
+        [g.problem_index for g in full.groups] == [9, 1, 1]
+        and len(full.untrained_groups) == 3
+        and len(full.all_groups) == 6
+    )
+    assert (
+        full.counters == {"emitted_tokens": 12, "extra_rounds": 1}
+        and full.errors == ["lost"]
+        and full.sample_seconds == 3.0
+    )
+    samples.context.loop.batch_size = 50
+    # two rounds, and no more
+    assert [g.problem_index for g in samples.fill_mixed_groups(start, 4, None).groups] == [
+        9,
+        2,
+        2,
+        3,
+        3,
+    ]
+    assert len({seed for _, seed in drawn}) == 2 and len({builders for builders, _ in drawn}) == 3
+    monkeypatch.setattr(
+        samples_module, "rollout", lambda *_, **__: RolloutBatch([alike(1)], [], {}, 0.0, 0.0)
+    )
+    nothing = samples.fill_mixed_groups(RolloutBatch([alike(0)], [], {}, 0.0, 0.0), 4, None)
+    # nothing is mixed
+    assert [g.problem_index for g in nothing.groups] == [0, 1, 1] and not nothing.untrained_groups
+    samples.context.loop.batch_size = 2
+    nothing = samples.fill_mixed_groups(RolloutBatch([alike(0)], [], {}, 0.0, 0.0), 4, None)
+    # no more is trained on than batch_size groups
+    assert len(nothing.groups) == 2 and len(nothing.untrained_groups) == 1
+    samples.context.settings = GrpoSettings()
+    assert samples.fill_mixed_groups(start, 4, None) is start
+
+
+@pytest.mark.parametrize(
+    "judge", [None, SimpleNamespace(scores_single_answers=False, take_seconds=dict)]
+)
+def test_a_batch_that_a_model_scored_has_a_reward_though_no_function_gave_one(judge):
+    """Without anything that scores, a row says nothing of rewards; with a reward model in the loop
+    it does.
+    """
+    rows: list[dict] = []
+    loop = LoopSettings(
+        steps=9, batch_size=1, eval_every=0, save_every=0, rollouts_every=0, keep_best=None
+    )
+    settings = GrpoSettings(loop=loop)
+    context = StageContext(
+        name="grpo",
+        index=0,
+        method=SimpleNamespace(settings=settings),
+        models=SimpleNamespace(rewards=judge, opponents=None),
+        problems=SimpleNamespace(epoch=lambda step, size: 0.0),
+        test_problems=None,
+        renderer=None,
+        scorer=None,
+        run_seed=0,
+        first_step=0,
+        logbook=SimpleNamespace(log=lambda step, row: rows.append(row)),
+        console=SimpleNamespace(update=lambda step, row: None, warn=lambda text: None),
+        checkpoints=None,
+    )
+    rollouts = RolloutBatch([group([1.0], [0.0])], [], {"emitted_tokens": 4}, 1.0, 0.5)
+    trainer = Trainer(context, stop_request=SimpleNamespace(exit_code=None))
+    trainer.end_batch(TrainingBatch(0, rollouts), {}, None)
+    assert (
+        (rows[0].get("reward/total") == 0.5)
+        == ("env/all/by_group/frac_mixed" in rows[0])
+        == (judge is not None)
+    )
+
+
+def test_a_coefficient_that_a_registered_loss_does_not_read_is_rejected(monkeypatch):
+    """The entry of the loss declares which coefficients it reads; the settings are checked before
+    any model is loaded.
+    """
+    required = ("target_tokens", "advantages", "logprobs")
+    entries = {
+        "bare": LossSpec(importance_sampling, required),
+        "upper": LossSpec(
+            importance_sampling, required, config=("clip_high_threshold",), terms=True
+        ),
+        "both": LossSpec(ppo, required, config=("clip_low_threshold", "clip_high_threshold")),
+    }
+    coefficients = {"clip_low": 0.5, "clip_high": 1.5, "entropy_coef": 0.1}
+    reads = {"bare": [], "upper": ["clip_high", "entropy_coef"], "both": ["clip_low", "clip_high"]}
+    for loss, spec in entries.items():
+        monkeypatch.setitem(LOSSES, loss, spec)
+        for name, value in coefficients.items():
+            if name in reads[loss]:
+                PolicyGradientSettings(loss=loss, **{name: value})
+                continue
+            with pytest.raises(UnusedSettingError, match=f"{name} .* has no effect: loss {loss}"):
+                PolicyGradientSettings(loss=loss, **{name: value})
+        settings = GrpoSettings(policy_gradient=PolicyGradientSettings(loss=loss))
+        config = GRPO(settings).loss_config()
+        clips = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+        assert config == {
+            "temperature": settings.sampling.temperature,
+            **{key: clips[key] for key in clips if key in spec.config},
+        }
+    with pytest.raises(ValueError, match="unknown loss 'none_such'"):
+        PolicyGradientSettings(loss="none_such")

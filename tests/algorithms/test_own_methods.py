@@ -1,0 +1,275 @@
+"""A method in a user's file: what its class inherits, and the judges that a run applies to any
+method.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import rl
+from rl.algorithms import METHODS, ModelRequests
+from rl.config import unflatten_settings
+from rl.errors import UserError
+
+SMALL = {
+    "steps": 1,
+    "batch_size": 2,
+    "group_size": 2,
+    "max_tokens": 4,
+    "eval_every": 0,
+    "quiet": True,
+}
+FILE = '''
+from rl.rollout import trajectory_to_datums
+from rl.algorithms import GrpoSettings, METHODS, GRPO
+from rl.algorithms.update import train_single_pass
+
+class Derived(GRPO):
+    Settings = GrpoSettings
+
+class Whole:
+    """Plain REINFORCE, derived from nothing."""
+    Settings = GrpoSettings
+    online = True
+
+    def __init__(self, settings):
+        self.settings, self.group_size = settings, settings.policy_gradient.group_size
+
+    def compute_advantages(self, groups, models):
+        datums = []
+        for group in groups:
+            for trajectory, reward in zip(group.trajectories_G, group.get_total_rewards()):
+                trajectory.advantage = reward
+                datums += trajectory_to_datums(trajectory)
+        if self.settings.kl.kl_coef:
+            models.reference.logprobs(datums)
+        return datums
+
+    def update(self, models, datums, progress):
+        return train_single_pass(models, datums, self.settings, progress, loss="ppo", config={})
+
+    def state(self):
+        return {}
+
+    def load_state(self, state):
+        pass
+'''
+FILE += "".join(
+    f'\nclass From_{name}(METHODS["{name}"]):\n    Settings = METHODS["{name}"].Settings\n'
+    for name in METHODS
+)
+JUDGES = {
+    "reward_model": {"reward_model": "/nonexistent"},
+    "comparison_model": {"comparison_model": "/nonexistent"},
+    "rubric_model": {"rubric_model": "/nonexistent", "rubric": {"Is it short?": 1}},
+    "reference_model": {"reference_model": "/nonexistent"},
+}
+
+
+def test_a_renamed_class_is_named_in_the_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for place, before, after in (
+        ("rl.algorithms", "PolicyGradient", "GRPO"),
+        ("rl.algorithms.ppo", "Ppo", "PPO"),
+        ("rl.algorithms.orpo_simpo", "WithoutReference", "ReferenceFreeDPO"),
+    ):
+        file = tmp_path / f"{before}.py"
+        file.write_text(f"from {place} import {before}\n")
+        with pytest.raises(UserError, match=f"{before} was renamed to {after}"):
+            rl.train(f"{file.name}:Mine", output_dir="run")
+        assert hasattr(rl.algorithms, after)
+    assert not hasattr(rl.algorithms, "Nothing")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(FILE)
+    return tmp_path
+
+
+CASES = [
+    (method, judge) for method in ("grpo", "mine.py:Derived", "mine.py:Whole") for judge in JUDGES
+]
+# it derives from nothing and requests no reference
+CASES.remove(("mine.py:Whole", "reference_model"))
+
+
+@pytest.mark.parametrize(("method", "judge"), CASES)
+def test_a_judge_that_is_not_there_stops_any_method(here, method, judge):
+    with pytest.raises(UserError, match="/nonexistent"):
+        rl.train(method, output_dir=here / "run", **JUDGES[judge], **SMALL)
+    assert not (here / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("method", ["mine.py:Derived", "mine.py:Whole"])
+def test_a_judge_rewards_the_samples_of_a_users_method(here, method):
+    given = {"comparison_model": "tiny:ascii"} | (
+        {"kl_coef": 0.1} if method == "mine.py:Derived" else {}
+    )
+    row = rl.train(method, output_dir=here / "run", **given, **SMALL).metrics[-1]
+    # the mean of shares that add up to one in each group of two
+    assert row["env/all/reward/learned"] == pytest.approx(0.5)
+    assert row["reward/total"] == pytest.approx(row["env/all/reward/learned"])
+    assert ("optim/kl_ref_k3" in row) == (method == "mine.py:Derived")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kl_coef": 0.1}, "Whole takes kl_coef, .* but requests no reference model"),
+        ({"reference_model": "tiny:ascii"}, "but requests no reference model"),
+        ({"normalise_rewards": True}, r"shapes none, .* shape_rewards\(self, groups\)"),
+    ],
+)
+def test_a_setting_that_a_users_class_does_not_use_is_rejected(here, settings, message):
+    with pytest.raises(UserError, match=message):
+        rl.train("mine.py:Whole", output_dir=here / "run", **settings, **SMALL)
+    assert not (here / "run" / "checkpoints").exists()
+
+
+def count_symbols(prompt, response, meta):
+    return len(set(response)) / 4
+
+
+SCHEDULES: list[dict] = [
+    {},
+    {"rollout_mode": "async"},
+    {"stream_minibatches": 2},
+    {"max_steps_off_policy": 1},
+]
+
+
+RANKED = """
+from dataclasses import replace
+
+class Ranked(GRPO):
+    Settings = GrpoSettings
+
+    def shape_rewards(self, groups):
+        ranks = [[[3.0 * i] for i in range(len(group.trajectories_G))] for group in groups]
+        return [replace(g, shaped_rewards_G_N=r) for g, r in zip(groups, ranks, strict=True)]
+"""
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: "_".join(s) or "lockstep")
+@pytest.mark.parametrize("method", ["mine.py:Ranked", "grpo"])
+def test_shaped_rewards_reach_the_advantages_under_every_schedule(here, method, schedule):
+    (here / "mine.py").write_text(FILE + RANKED)
+    settings = SMALL | {"steps": 2, "rollouts_every": 1, "reward": count_symbols} | schedule
+    if method == "grpo":
+        settings |= {"reward_scale": 3.0}
+    rows = rl.train(method, output_dir=here / "run", **settings).rollouts
+    assert len(rows) == 8
+    for i, row in enumerate(rows):
+        other = rows[i ^ 1]
+        assert (row["step"], row["group"]) == (other["step"], other["group"])
+        shaped = 3 * row["reward"] - 3 * other["reward"]
+        if method == "mine.py:Ranked":
+            shaped = 3 if row["index"] else -3
+        assert row["advantage"] == pytest.approx(shaped / 2)
+    assert any(row["advantage"] for row in rows)
+
+
+def test_a_users_class_that_requests_a_reference_scores_with_it(here):
+    """Without it, `Models.reference` raises an error."""
+    text = "\n    def required_models(self, factory):\n        return {'reference': factory.reference()}\n"
+    (here / "mine.py").write_text(FILE.replace("\n    def state", text + "\n    def state"))
+    row = rl.train("mine.py:Whole", output_dir=here / "run", kl_coef=0.1, **SMALL).metrics[-1]
+    assert row["optim/tokens"] > 0
+
+
+def test_former_declarations_are_explained(here):
+    text = "\n    clients = staticmethod(lambda settings, factory: {})\n"
+    (here / "mine.py").write_text(FILE.replace("\n    def state", text + "\n    def state"))
+    with pytest.raises(UserError, match="declares clients, which nothing reads any more"):
+        rl.train("mine.py:Whole", output_dir=here / "run", **SMALL)
+
+
+def test_a_value_that_was_a_function_is_explained(here):
+    text = "\n    value_head = staticmethod(lambda settings: False)\n"
+    (here / "mine.py").write_text(FILE.replace("\n    def state", text + "\n    def state"))
+    with pytest.raises(UserError, match="declares value_head as a function"):
+        rl.train("mine.py:Whole", output_dir=here / "run", **SMALL)
+
+
+def test_a_batch_without_datums_takes_no_step(here):
+    text = FILE.replace(
+        "return train_single_pass(models, datums,", "return train_single_pass(models, [],"
+    )
+    assert text != FILE
+    (here / "mine.py").write_text(text)
+    row = rl.train("mine.py:Whole", output_dir=here / "run", **SMALL).metrics[-1]
+    assert row["optim/substeps"] == 0 and row["optim/grad_norm"] == 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_derived_class_is_prepared_as_its_parent(here, name):
+    parent, derived = METHODS[name], METHODS[f"mine.py:From_{name}"]
+    changed = {"distill": {"teacher": ("tiny:ascii",)}, "rlhf": {"reward_model": "rm"}}
+    settings = unflatten_settings(METHODS[name].Settings, changed.get(name, {}), [], name)
+    methods = parent(settings), derived(settings)
+    for item in (
+        "online",
+        "variants",
+        "needs_reward",
+        "reads",
+        "reads_held_out_answers",
+        "reads_optional_answers",
+        "value_head",
+    ):
+        assert getattr(methods[0], item) == getattr(methods[1], item), item
+    requests = [vars(ModelRequests(method)) | {"models": None} for method in methods]
+    assert requests[0] == requests[1]
+
+
+def test_a_derived_class_of_rows_runs(here):
+    row = rl.train(
+        "mine.py:From_sft", output_dir=here / "run", steps=1, batch_size=2, eval_every=0, quiet=True
+    ).metrics[-1]
+    assert row["optim/loss"] > 0
+
+
+@pytest.fixture
+def documented(here):
+    """The files of docs/methods.md, in the folder of the run."""
+    text = (Path(__file__).parents[2] / "docs" / "methods.md").read_text()
+    files = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.S)
+    for name, body in files:
+        (here / name).write_text(body)
+    assert [name for name, _ in files] == ["batch_mean.py", "median_grpo.py", "tanh_grpo.py"]
+    return here
+
+
+def gradient_norm(folder, method, **settings):
+    small = SMALL | {"group_size": 4, "batch_size": 4, "self_test": False, "reward": count_symbols}
+    settings = small | {"overwrite": True, "output_dir": folder / "run"} | settings
+    return rl.train(method, **settings).metrics[-1]["optim/grad_norm"]
+
+
+PLAIN = {"loss": "importance_sampling", "normalise": "sequences"}
+
+
+@pytest.mark.slow
+def test_the_documented_method_is_reinforce_with_the_mean_of_the_batch(documented):
+    """The running mean begins as the mean of the first batch."""
+    expected = gradient_norm(documented, "grpo", advantage="running_mean", **PLAIN)
+    assert expected > 0
+    assert gradient_norm(documented, "batch_mean.py:BatchMean") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_documented_loss_has_the_policy_gradient_at_a_ratio_of_one(documented):
+    """The slope of tanh is 1 at 0."""
+    expected = gradient_norm(documented, "grpo", **PLAIN)
+    assert gradient_norm(documented, "tanh_grpo.py:TanhGRPO") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_documented_advantage_reaches_the_gradient(documented):
+    names: dict = {}
+    exec((documented / "median_grpo.py").read_text(), names)
+    assert names["subtract_median"]([0, 0, 1, 0]).tolist() == [0, 0, 1, 0]
+    mean = gradient_norm(documented, "grpo")
+    assert gradient_norm(documented, "median_grpo.py:MedianGRPO") != pytest.approx(mean, rel=1e-3)

@@ -1,0 +1,581 @@
+"""The RLVR face: a script of one's own learns, saves and resumes; what `update` reports is worked
+out by other means.
+"""
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import learning
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from rl import LoRAConfig, ServiceClient, TrainingConfig, UserError
+from rl.distributed import checkpoint_folder
+from rl.rlvr import (
+    PPO,
+    REINFORCE,
+    PPOConfig,
+    REINFORCEConfig,
+    RolloutSampler,
+    TrajectoryBatch,
+    register_reward,
+    resolve_reward,
+)
+from rl.types import Datum, ModelInput
+
+REPO = Path(__file__).resolve().parents[2]
+SUMS = ["12+34=", "50+7=", "9+9=", "81+10="]
+ADAPTER = TrainingConfig(model_ref="tiny:addition", lora_config=LoRAConfig(rank=4, alpha=8), seed=3)
+WHOLE = TrainingConfig(model_ref="tiny:addition", lora_config=None, seed=3)
+
+
+@pytest.fixture
+def service(tmp_path):
+    with ServiceClient(output_dir=tmp_path / "out", seed=5) as service:
+        yield service
+
+
+def scored(sampler, prompts=SUMS):
+    """A batch whose reward is the number of sevens."""
+    batch = sampler.generate_trajectories(prompts)
+    batch.rewards = [float(trajectory.response.count("7")) for trajectory in batch]
+    return batch
+
+
+def datums_of(batch):
+    """Each trajectory as a datum, shifted by hand."""
+    found = []
+    for trajectory in batch:
+        turn = trajectory.episode.transitions[0]
+        prompt = turn.ob.to_ints()
+        tokens, zeros = prompt + turn.ac.tokens, [0.0] * (len(prompt) - 1)
+        fields = {"target_tokens": tokens[1:], "logprobs": zeros + turn.ac.logprobs}
+        fields |= {
+            "advantages": zeros + [1.0] * len(turn.ac.tokens),
+            "mask": zeros + [1.0] * len(turn.ac.tokens),
+        }
+        found.append(Datum(ModelInput.from_ints(tokens[:-1]), fields))
+    return found
+
+
+def at_actions(client, batch, name):
+    """What the client says of each response token, float64."""
+    data = datums_of(batch)
+    outputs = (
+        client.forward(
+            data, "importance_sampling", {"temperature": batch.temperature}, entropy=True
+        )
+        .result()
+        .loss_fn_outputs
+    )
+    found = [
+        o[name].array[d.loss_fn_inputs["mask"].array != 0]
+        for o, d in zip(outputs, data, strict=True)
+    ]
+    return np.concatenate(found).astype(np.float64)
+
+
+# ------------------------------------------------------------------------------------ whole scripts
+
+
+@register_reward("has_letter_e")
+def has_letter_e(prompt: str, response: str, meta=None) -> float:
+    return float("e" in response.lower())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("algorithm", "updates"),
+    [
+        (REINFORCE(REINFORCEConfig(learning_rate=1e-2)), 20),
+        (PPO(PPOConfig(learning_rate=3e-3, target_kl=0.05)), 16),
+    ],
+    ids=["REINFORCE", "PPO"],
+)
+def test_a_script_learns(tmp_path, algorithm, updates):
+    """From random weights: the share of answers with an e in them goes from a fifth to nearly all."""
+    with ServiceClient(output_dir=tmp_path, seed=learning.seed(1)) as service:
+        config = TrainingConfig(model_ref="tiny:ascii", lora_config=LoRAConfig(rank=8, alpha=16))
+        client = service.create_training_client(config)
+        sampler, reward = (
+            RolloutSampler(client, max_new_tokens=12, samples_per_prompt=8),
+            resolve_reward("has_letter_e"),
+        )
+        prompts = [
+            "Why is the sky blue?",
+            {"prompt": "Name a river.", "meta": {"kind": "fact"}},
+            "Count to ten.",
+            "What is rain?",
+        ]
+        means, best = [], None
+        for update in range(updates):
+            batch = sampler.generate_trajectories(prompts)
+            for trajectory in batch:
+                trajectory.reward = reward(trajectory.prompt, trajectory.response, trajectory.meta)
+            result = algorithm.update(batch, client)
+            means.append(batch.mean_reward)
+            assert np.isfinite(
+                [
+                    result.policy_loss,
+                    result.value_loss,
+                    result.entropy,
+                    result.kl_divergence,
+                    result.grad_norm,
+                ]
+            ).all()
+            if best is None or batch.mean_reward > best[0]:
+                best = (
+                    batch.mean_reward,
+                    client.save_state(metadata={"update": update, "reward": batch.mean_reward}),
+                )
+        learning.clears("mean reward at first", means[0], below=0.4)
+        learning.clears(
+            "mean reward of the last four updates", statistics.fmean(means[-4:]), above=0.9
+        )
+        saved = checkpoint_folder.read_verified_state(best[1].artifact_id)
+        assert (
+            saved["metadata"]["reward"] == max(means)
+            and saved["version"] >= saved["metadata"]["update"] + 1
+        )
+        again = service.create_training_client(config, checkpoint_id=best[1].artifact_id)
+        shown = RolloutSampler(
+            again, max_new_tokens=12, samples_per_prompt=32
+        ).generate_trajectories(prompts)
+        learning.clears(
+            "mean reward of the best, loaded again",
+            statistics.fmean(reward(t.prompt, t.response) for t in shown),
+            above=0.75,
+        )
+
+
+REMEMBERS = {
+    "REINFORCE": lambda: REINFORCE(
+        REINFORCEConfig(learning_rate=3e-3, normalize_advantages=False, kl_penalty_coef=0.2)
+    ),
+    "PPO": lambda: PPO(
+        PPOConfig(
+            learning_rate=3e-3, target_kl=None, ppo_epochs=2, minibatches=2, kl_penalty_coef=0.2
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REMEMBERS)
+def test_resumed_is_uninterrupted(tmp_path, name):
+    """2 + 2 updates, the second two in another service from files alone, give the samples, figures
+    and weights of 4.
+    """
+
+    def go(client, algorithm, updates):
+        sampler = RolloutSampler(client, max_new_tokens=5, temperature=0.9)
+        seen = []
+        for _ in range(updates):
+            batch = scored(sampler)
+            seen.append(([t.tokens for t in batch], algorithm.update(batch, client).metrics))
+        return seen
+
+    def service(folder):
+        return ServiceClient(output_dir=tmp_path / folder, seed=5)
+
+    def weights(artifact):
+        return {
+            **load_file(f"{artifact}/model/adapter_model.safetensors"),
+            **load_file(f"{artifact}/value_head.safetensors"),
+        }
+
+    with service("whole") as one:
+        client, algorithm = one.create_training_client(ADAPTER), REMEMBERS[name]()
+        whole = go(client, algorithm, 4)
+        expected, state = weights(client.save_state().artifact_id), algorithm.get_state()
+    with service("halves") as first:
+        client, algorithm = first.create_training_client(ADAPTER), REMEMBERS[name]()
+        halves = go(client, algorithm, 2)
+        artifact = client.save_state(metadata={"updates": 2}).artifact_id
+        (tmp_path / "algorithm.json").write_text(json.dumps(algorithm.get_state()))
+    with service("halves") as second:
+        client = second.create_training_client(ADAPTER, checkpoint_id=artifact)
+        algorithm = type(algorithm).from_state(
+            json.loads((tmp_path / "algorithm.json").read_text())
+        )
+        halves += go(client, algorithm, 2)
+        saved = client.save_state()
+        assert (
+            saved.artifact_id.endswith("state-000002") and saved.result().path == saved.artifact_id
+        )
+        found = weights(saved.artifact_id)
+    assert [tokens for tokens, _ in halves] == [tokens for tokens, _ in whole]
+    assert [metrics for _, metrics in halves] == [metrics for _, metrics in whole]
+    assert algorithm.get_state() == state and state["updates"] == 4
+    assert found.keys() == expected.keys() and all(
+        (found[key] == expected[key]).all() for key in expected
+    )
+
+
+# ------------------------------------------------------------------------ what update does and says
+
+
+def test_reinforce_reports_what_can_be_worked_out(service):
+    client = service.create_training_client(WHOLE)
+    batch = scored(RolloutSampler(client, max_new_tokens=6, temperature=0.8, samples_per_prompt=3))
+    entropy = at_actions(client, batch, "entropy").mean()
+    result = REINFORCE(REINFORCEConfig(learning_rate=1e-3)).update(batch, client)
+    rewards = np.array(batch.rewards)
+    advantages = (rewards - rewards.mean()) / rewards.std()
+    lengths = np.array([len(trajectory.tokens) for trajectory in batch])
+    assert result.policy_loss == pytest.approx(
+        -(advantages * lengths).sum() / lengths.sum(), abs=1e-5
+    )
+    assert result.entropy == pytest.approx(entropy, abs=1e-5)
+    drawn = np.concatenate([t.episode.transitions[0].ac.logprobs for t in batch])
+    gap = drawn - at_actions(client, batch, "logprobs")
+    assert (
+        result.kl_divergence == pytest.approx((np.exp(-gap) - 1 + gap).mean(), rel=1e-4)
+        and result.kl_divergence > 1e-4
+    )
+    assert result.value_loss == 0 and result.grad_norm > 0
+    assert (batch.mean_reward, batch.std_reward) == (
+        pytest.approx(rewards.mean()),
+        pytest.approx(rewards.std()),
+    )
+
+
+def test_the_baseline_is_the_running_mean_of_earlier_batches(service):
+    """A constant reward of 2 after one of 0: the first batch's baseline is its own mean, the
+    second's advantages are all 2.
+    """
+    client = service.create_training_client(WHOLE)
+    sampler = RolloutSampler(client, max_new_tokens=3)
+    algorithm = REINFORCE(REINFORCEConfig(normalize_advantages=False, entropy_coef=0.0))
+    losses = []
+    for reward in (0.0, 2.0, 2.0):
+        batch = sampler.generate_trajectories(SUMS)
+        batch.rewards = [reward] * len(batch)
+        losses.append(algorithm.update(batch, client).policy_loss)
+    assert losses == [0.0, pytest.approx(-2.0, abs=1e-4), pytest.approx(-1.8, abs=1e-4)]
+    assert algorithm.get_state()["method"]["baseline"] == pytest.approx(0.9 * 0.2 + 0.1 * 2.0)
+
+
+def test_ppo_of_one_epoch_without_a_value_is_reinforce(service):
+    """With lambda 1 and no value the advantage of every token is the reward, and at ratio 1 nothing
+    is clipped.
+    """
+    found = []
+    plain = dict(learning_rate=1e-3, normalize_advantages=False)
+    for algorithm in (
+        REINFORCE(REINFORCEConfig(use_baseline=False, **plain)),
+        PPO(
+            PPOConfig(
+                ppo_epochs=1, gae_lambda=1.0, value_coef=0.0, reward_normalization=False, **plain
+            )
+        ),
+    ):
+        client = service.create_training_client(WHOLE)
+        batch = scored(RolloutSampler(client, max_new_tokens=6))
+        result = algorithm.update(batch, client)
+        found.append(
+            [
+                result.policy_loss,
+                result.grad_norm,
+                result.kl_divergence,
+                *at_actions(client, batch, "logprobs"),
+            ]
+        )
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+
+
+def test_ppo_reports_its_value_loss(service):
+    """A fresh value head says 0, so the return at t is lambda^(tokens left) times the reward over
+    the rewards' std.
+    """
+    client = service.create_training_client(WHOLE)
+    batch = scored(RolloutSampler(client, max_new_tokens=6, samples_per_prompt=3))
+    result = PPO(PPOConfig(ppo_epochs=1)).update(batch, client)
+    returns = [
+        r / batch.std_reward * 0.95 ** np.arange(len(t.tokens))[::-1]
+        for r, t in zip(batch.rewards, batch, strict=True)
+    ]
+    assert result.value_loss == pytest.approx((np.concatenate(returns) ** 2 / 2).mean(), rel=1e-5)
+    assert result.policy_loss == pytest.approx(0, abs=1e-5)  # normalised advantages at ratio 1
+    assert result.metrics["optim/epochs"] == 1
+
+
+def test_target_kl_ends_the_epochs(service):
+    client = service.create_training_client(WHOLE)
+    batch = scored(RolloutSampler(client, max_new_tokens=6))
+    result = PPO(PPOConfig(learning_rate=1e-2, target_kl=1e-6)).update(batch, client)
+    assert result.metrics["optim/epochs"] == 1 and result.kl_divergence > 1e-6
+
+
+def test_the_penalty_is_taken_against_the_base_or_a_given_reference(service):
+    """Under a LoRA adapter the base is the reference: no distance at first, some after an update. A
+    copy given says the same.
+    """
+    price = PPOConfig(learning_rate=3e-3, kl_penalty_coef=0.1)
+    client = service.create_training_client(ADAPTER)
+    base = service.create_sampling_client(base_model="tiny:addition", seed=3)
+    sampler, algorithm = RolloutSampler(client, max_new_tokens=5), PPO(price)
+    first = algorithm.update(scored(sampler), client).metrics["optim/kl_ref_k3"]
+    assert first == pytest.approx(0, abs=1e-6)
+    batch = scored(sampler)
+    drawn = np.concatenate([t.episode.transitions[0].ac.logprobs for t in batch])
+    full = [
+        ModelInput.from_ints([*t.episode.transitions[0].ob.to_ints(), *t.tokens]) for t in batch
+    ]
+    scores = base.compute_logprobs_many(full).result()
+    gap = drawn - np.concatenate([s[-len(t.tokens) :] for s, t in zip(scores, batch, strict=True)])
+    assert (gap != 0).any()
+    # at the same version
+    twin = service.create_training_client(ADAPTER, checkpoint_id=client.save_state().artifact_id)
+    second = algorithm.update(batch, client).metrics["optim/kl_ref_k1"]
+    assert second == pytest.approx(gap.mean(), abs=1e-5)
+    assert PPO(price, reference=base).update(batch, twin).metrics[
+        "optim/kl_ref_k1"
+    ] == pytest.approx(gap.mean(), abs=1e-5)
+    with pytest.raises(UserError, match="reference=service.create_sampling_client"):
+        whole = service.create_training_client(WHOLE)
+        PPO(price).update(scored(RolloutSampler(whole, max_new_tokens=2)), whole)
+
+
+# -------------------------------------------------------------------------------------- the sampler
+
+
+def test_trajectories_stand_in_the_order_of_the_prompts_with_their_meta(service):
+    client = service.create_training_client(WHOLE)
+    sampler = RolloutSampler(client, max_new_tokens=4, samples_per_prompt=2)
+    batch = sampler.generate_trajectories(["1+1=", {"prompt": "2+2=", "meta": {"answer": 4}}])
+    assert [(t.prompt, t.meta) for t in batch] == [("1+1=", {})] * 2 + [("2+2=", {"answer": 4})] * 2
+    assert (
+        len(batch) == 4
+        and batch[3] is batch.trajectories[3]
+        and len({id(t.episode) for t in batch}) == 4
+    )
+    tokenizer = client.get_tokenizer()
+    for trajectory in batch:
+        ended = trajectory.tokens[-1] == tokenizer.eos_token_id
+        assert trajectory.truncated == (not ended) and len(trajectory.tokens) <= 4
+        assert trajectory.response == tokenizer.decode(
+            trajectory.tokens[: len(trajectory.tokens) - ended]
+        )
+    paired = sampler.generate_trajectories(["1+1=", "2+2="], [{"answer": 2}, {"answer": 4}])
+    assert [t.meta["answer"] for t in paired] == [2, 2, 4, 4]
+
+
+def test_it_draws_from_the_weights_as_they_are(service):
+    """Another call draws anew; after an update the logprobs are those of the new weights."""
+    client = service.create_training_client(WHOLE)
+    sampler = RolloutSampler(client, max_new_tokens=6)
+    one, two = scored(sampler), scored(sampler)
+    assert [t.tokens for t in one] != [t.tokens for t in two]
+    twin = RolloutSampler(client, max_new_tokens=6).generate_trajectories(SUMS)
+    # the first call at this version, again
+    assert [t.tokens for t in twin] == [t.tokens for t in one]
+    REINFORCE(REINFORCEConfig(learning_rate=1e-2)).update(two, client)
+    for batch, agrees in ((scored(sampler), True), (two, False)):
+        drawn = np.concatenate([t.episode.transitions[0].ac.logprobs for t in batch])
+        assert (np.abs(drawn - at_actions(client, batch, "logprobs")).max() < 1e-4) == agrees
+
+
+# ----------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (
+            lambda: PPOConfig(clip_rnge=0.1),
+            "PPOConfig has no setting 'clip_rnge': did you mean 'clip_range'",
+        ),
+        (lambda: REINFORCEConfig(learningrate=0.1), "did you mean 'learning_rate'"),
+        (
+            lambda: TrainingConfig(model_ref="tiny:ascii", lora_cfg=LoRAConfig()),
+            "did you mean 'lora_config'",
+        ),
+        (lambda: LoRAConfig(ranks=4), "did you mean 'rank'"),
+        (lambda: LoRAConfig(rank=0), "lora_config=None trains all weights"),
+        (
+            lambda: TrainingConfig(model_ref="tiny:ascii", lora_config={"rank": 4}),
+            "lora_config is a LoRAConfig",
+        ),
+        (lambda: PPOConfig(ppo_epochs=0), "ppo_epochs is at least 1, got 0"),
+        (lambda: PPOConfig(target_kl=-0.1), "target_kl is positive, got -0.1"),
+        (lambda: REINFORCEConfig(entropy_coef=float("nan")), "entropy_coef is at least 0, got nan"),
+        (lambda: PPO(REINFORCEConfig()), "PPO takes a PPOConfig"),
+        (lambda: PPO.from_state(REINFORCE().get_state()), "of REINFORCE, not of PPO"),
+        (lambda: PPO.from_state({"epoch": 3}), "lacks algorithm, config, updates, method"),
+        (lambda: TrajectoryBatch([]).mean_reward, "no trajectories"),
+        (lambda: PPO().update(TrajectoryBatch([]), None), "no trajectories"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(make, says):
+    with pytest.raises(ValueError, match=says):
+        make()
+
+
+def test_the_defaults_are_the_published_ones():
+    ppo, reinforce = PPOConfig(), REINFORCEConfig()
+    assert (ppo.learning_rate, ppo.clip_range, ppo.ppo_epochs, ppo.target_kl) == (
+        1e-5,
+        0.2,
+        4,
+        0.01,
+    )
+    assert (
+        ppo.value_coef,
+        ppo.entropy_coef,
+        ppo.normalize_advantages,
+        ppo.reward_normalization,
+    ) == (0.5, 0.01, True, True)
+    assert (reinforce.learning_rate, reinforce.use_baseline, reinforce.normalize_advantages) == (
+        1e-5,
+        True,
+        True,
+    )
+    assert (reinforce.entropy_coef, ppo.kl_penalty_coef, LoRAConfig().rank, LoRAConfig().alpha) == (
+        0.01,
+        0.0,
+        16,
+        32,
+    )
+
+
+def test_batches_that_cannot_be_learnt_from_are_refused(service):
+    client = service.create_training_client(WHOLE)
+    sampler, algorithm = RolloutSampler(client, max_new_tokens=3), REINFORCE()
+    batch = sampler.generate_trajectories(SUMS)
+    with pytest.raises(UserError, match=r"trajectory 0 has no reward yet \(prompt '12\+34='"):
+        algorithm.update(batch, client)
+    with pytest.raises(
+        UserError, match="4 trajectories need as many rewards, in their order; got 3"
+    ):
+        batch.rewards = [1.0, 2.0, 3.0]
+    batch.rewards = [1.0, 2.0, float("nan"), 0.0]
+    with pytest.raises(UserError, match="trajectory 2 has the reward nan"):
+        algorithm.update(batch, client)
+    greedy = scored(RolloutSampler(client, max_new_tokens=3, temperature=0.0))
+    with pytest.raises(UserError, match="sampled greedily"):
+        algorithm.update(greedy, client)
+    for prompts, metas, says in (
+        ("12+34=", None, "a list of at least 1 prompt"),
+        ([], None, "a list of at least 1 prompt"),
+        (SUMS, [{}], "4 prompts need as many metas, in their order; got 1"),
+        ([{"text": "1+1="}], None, "got the keys"),
+        ([""], None, "prompt 0 must be a text that is not empty"),
+    ):
+        with pytest.raises(UserError, match=says):
+            sampler.generate_trajectories(prompts, metas)
+    assert algorithm.updates == 0 and client.save_weights_and_get_sampling_client().version == 0
+    headless = service.create_full_training_client("tiny:addition")
+    with pytest.raises(UserError, match="no value head: create it with"):
+        PPO().update(scored(sampler), headless)
+
+
+def test_a_batch_of_weights_that_were_updated_since_is_refused(service):
+    client = service.create_training_client(WHOLE)
+    sampler, algorithm = RolloutSampler(client, max_new_tokens=3), REINFORCE()
+    one, two = scored(sampler), scored(sampler)
+    algorithm.update(one, client)
+    with pytest.raises(
+        UserError,
+        match="sampled from weight version 0, expected the current version 1.*generate_trajectories",
+    ):
+        algorithm.update(two, client)
+    fresh = scored(sampler)
+    with pytest.raises(UserError, match="trajectory 4 was sampled from weight version 0"):
+        algorithm.update(TrajectoryBatch([*fresh, *two]), client)
+    assert client.version == 1 == algorithm.updates
+    algorithm.update(fresh, client)
+    assert client.version == 2 == algorithm.updates
+
+
+@pytest.mark.parametrize("chosen", [{}, {"seed": 5, "train_attn": False}])
+def test_an_adapter_of_a_config_is_the_one_of_tinkers_call(service, chosen):
+    """The same settings, however they came: to a bit the same weights, and the same spec beside
+    them.
+    """
+    config = TrainingConfig(
+        model_ref="tiny:addition", lora_config=LoRAConfig(rank=2, alpha=6, **chosen), seed=3
+    )
+    settings = {"rank": 2, "alpha": 6, "seed": 3, "model_seed": 3, "value_head": True, **chosen}
+    saved = [
+        Path(client.save_state(name).result().path)
+        for name, client in (
+            ("config", service.create_training_client(config)),
+            ("call", service.create_lora_training_client("tiny:addition", **settings)),
+        )
+    ]
+    specs = [json.loads((folder / "state.json").read_text())["spec"] for folder in saved]
+    weights = [(folder / "model" / "adapter_model.safetensors").read_bytes() for folder in saved]
+    assert specs[0] == specs[1] and weights[0] == weights[1]
+
+
+def test_checkpoints_are_named_in_turn_and_belong_to_their_config(service):
+    client = service.create_training_client(ADAPTER)
+    names = [client.save_state(metadata={"n": n}).artifact_id.rsplit("/", 1)[1] for n in range(2)]
+    client.save_state("mine").result()
+    assert names == ["state-000001", "state-000002"]
+    assert service.create_training_client(ADAPTER, checkpoint_id="mine").info["lora_rank"] == 4
+    with pytest.raises(
+        UserError, match=r"another model: .*'rank': 4.* in the checkpoint and .*'rank': 8"
+    ):
+        other = TrainingConfig(
+            model_ref="tiny:addition", lora_config=LoRAConfig(rank=8, alpha=8), seed=3
+        )
+        service.create_training_client(other, checkpoint_id=names[0])
+    with pytest.raises(UserError, match="no checkpoint at"):
+        service.create_training_client(ADAPTER, checkpoint_id="state-000009")
+    with pytest.raises(UserError, match=r"takes a TrainingConfig\(model_ref"):
+        service.create_training_client("tiny:addition")
+
+
+@pytest.mark.slow
+def test_the_cookbooks_script_runs_with_other_imports_and_a_real_sampler(shared_data, tmp_path):
+    """The guide's complete script: imports, the mock sampler and the model's name are replaced, and
+    3 epochs taken for 50.
+    """
+    guide = shared_data.parent / "guide" / "rlvr-cookbook.md"
+    if not guide.is_file():
+        pytest.skip(f"no guide at {guide}")
+    text = (
+        guide.read_text().split("## Step 7", 1)[1].split("```python\n", 1)[1].split("\n```", 1)[0]
+    )
+    for old, new in (
+        ("from tg_tinker import", "from rl import"),
+        ("from tensafe.rlvr import", "from rl.rlvr import"),
+        ("    MockRolloutSampler,", "    RolloutSampler,"),
+        ("MockRolloutSampler(", "RolloutSampler(tc, "),
+        ("meta-llama/Llama-3-8B", "tiny:ascii"),
+        ("max_new_tokens=128", "max_new_tokens=16"),
+        ("range(50)", "range(3)"),
+    ):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (tmp_path / "script.py").write_text(text)
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = re.findall(r"New best! Reward: (-?[\d.]+), Checkpoint: (\S+)", done.stdout)
+    assert said and done.stdout.rstrip().endswith("Training complete!")
+    for reward, where in said:
+        assert checkpoint_folder.read_verified_state(tmp_path / where)["metadata"][
+            "reward"
+        ] == pytest.approx(float(reward), abs=6e-4)
+
+
+def test_the_mock_sampler_of_a_guide_is_answered():
+    with pytest.raises(ImportError, match=r"RolloutSampler\(client, ...\) in place of"):
+        from rl.rlvr import MockRolloutSampler  # noqa: F401
+    with pytest.raises(ImportError, match="cannot import name 'NoSuchName'"):
+        from rl.rlvr import NoSuchName  # noqa: F401

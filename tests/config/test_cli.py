@@ -1,0 +1,680 @@
+"""The command line, on settings classes of its own: what words and recipes become, and how mistakes
+are told.
+
+tyro.cli, reading a whole line at once, is the independent judge of what a value means.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import tyro
+
+from rl import algorithms
+from rl.config import cli, run_config, saved_config, sections
+from rl.config.fields import (
+    RawValue,
+    SettingsError,
+    convert_value,
+    format_as_flags,
+    get_fields,
+)
+from rl.config.format_help import exit_with_problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """The run."""
+
+    name: str | None = None
+    """Name of the run."""
+    output_dir: Path | None = None
+    """Folder."""
+    seed: int = 0
+    """Seed."""
+    resume: bool = False
+    """Continue."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optim:
+    """The optimizer."""
+
+    learning_rate: float = 1e-4
+    """Step size of AdamW."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the moments."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the step size changes."""
+
+    def __post_init__(self) -> None:
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate is positive, got {self.learning_rate}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn."""
+
+    max_tokens: int | None = None
+    """Longest answer."""
+    stop: tuple[str, ...] = ()
+    """Stop strings."""
+    shuffle: bool = True
+    """Shuffle the problems."""
+    parts: tuple[tuple[str, float], ...] = ()
+    """Parts of the reward and their weights."""
+    base_model: str = "tiny:addition"
+    """The model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grpo:
+    """GRPO."""
+
+    optim: Optim = field(default_factory=lambda: Optim(learning_rate=3e-4))
+    sampling: Sampling = field(default_factory=Sampling)
+    group_size: int = 8
+    """Samples of each problem."""
+
+    def __post_init__(self) -> None:
+        if self.group_size < 2:
+            raise ValueError(f"group_size is at least 2, got {self.group_size}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sft:
+    """SFT."""
+
+    optim: Optim = field(default_factory=Optim)
+    noise: float = 0.0
+    """Share of digits that are spoilt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needy:
+    """A method with a required setting."""
+
+    teacher: str
+    """Where the teacher is."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    Settings: type
+    summary: str
+    variants: dict = field(default_factory=dict)
+
+
+METHODS = {
+    "grpo": Spec(Grpo, "groups of answers"),
+    "sft": Spec(Sft, "supervised"),
+    "distill": Spec(Needy, "learn from a teacher"),
+}
+DEFAULT = "# Two-digit addition, taught badly and then improved\nmethod: grpo\ngroup_size: 4\n"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("RANK", raising=False)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/addition.yaml").write_text(DEFAULT)
+    return tmp_path
+
+
+def read(*argv: str) -> cli.RunConfig:
+    return cli.read_run(list(argv), METHODS, Path("recipes/addition.yaml"), RunSettings)
+
+
+def problems(*argv: str) -> list[str]:
+    with pytest.raises(SettingsError) as caught:
+        read(*argv)
+    return caught.value.problems
+
+
+def recipe(text: str, name: str = "r.yaml") -> str:
+    Path("recipes", name).write_text(text)
+    return f"recipes/{name}"
+
+
+# --------------------------------------------------------------------------------- what values mean
+
+LINES = [
+    [],
+    ["--learning-rate", "3e-4"],
+    ["--learning_rate", "inf"],
+    ["--learning-rate=1", "--betas", "0.5", "0.25"],
+    ["--schedule", "cosine", "--max-tokens", "None"],
+    ["--max-tokens", "-3", "--stop", "a b", "", "--group-size", "2"],
+    ["--stop", "--no-shuffle"],
+    ["--parts", "length", "0.5", "format", "-1"],
+    ["--group-size", "4", "--group-size", "6"],
+]
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: " ".join(line) or "nothing")
+def test_a_line_means_what_tyro_says(line: list[str]) -> None:
+    expected = tyro.cli(Grpo, args=line, config=(tyro.conf.OmitArgPrefixes,))
+    assert read("grpo", *line).stages[0].settings == expected
+
+
+def test_every_setting_is_known_by_its_flat_name() -> None:
+    assert list(get_fields(Grpo)) == [
+        *("learning_rate", "betas", "schedule"),
+        *("max_tokens", "stop", "shuffle", "parts", "base_model"),
+        "group_size",
+    ]
+    # the method's own default, not the section's 1e-4
+    assert get_fields(Grpo)["learning_rate"].default == 3e-4
+
+
+def test_names_that_occur_twice_are_refused() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Twice:
+        optim: Optim = field(default_factory=Optim)
+        learning_rate: float = 1.0
+
+    # Names are resolved in this module, not in the function.
+    Twice.__annotations__ = {"optim": Optim, "learning_rate": float}
+    with pytest.raises(TypeError, match="two settings named 'learning_rate'"):
+        get_fields(Twice)
+
+
+def test_choices_of_an_optional_setting_are_listed_in_their_order() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Effort:
+        effort: str | None = None
+
+    Effort.__annotations__ = {"effort": Literal["low", "middle", "high", "highest"] | None}
+    with pytest.raises(ValueError, match="not one of None, low, middle, high, highest"):
+        convert_value(get_fields(Effort)["effort"], RawValue(("nope",), "--effort"))
+
+
+# ------------------------------------------------------------------------------------------ recipes
+
+
+def test_recipe_scalars_are_read_by_the_type_of_the_setting() -> None:
+    path = recipe(
+        "method: grpo\nlearning-rate: 3e-4\nbetas: [0.5, 1e-1]\nmax_tokens: null\nstop: [no, 'x: "
+        "y', 1.0]\nshuffle: off\n"
+        "parts: {length: 0.5, format: 1}\nbase_model: on\n"
+    )
+    settings = read(path).stages[0].settings
+    # PyYAML alone makes "3e-4" a string
+    assert settings.optim == Optim(learning_rate=0.0003, betas=(0.5, 0.1))
+    assert settings.sampling.stop == ("no", "x: y", "1.0")  # and "no" a False
+    assert settings.sampling == Sampling(
+        stop=("no", "x: y", "1.0"),
+        shuffle=False,
+        parts=(("length", 0.5), ("format", 1.0)),
+        base_model="on",
+    )
+
+
+def test_order_of_precedence_default_shared_stage_flag() -> None:
+    path = recipe(
+        "learning_rate: 0.1\nschedule: linear\nseed: 5\nstages:\n"
+        "  - method: sft\n    learning_rate: 0.2\n  - method: grpo\n    name: polish\n  - "
+        "{method: sft}\n"
+    )
+    run = read(path, "--schedule", "cosine", "--group-size", "3")
+    assert [stage.name for stage in run.stages] == ["sft-1", "polish", "sft-2"]
+    assert [stage.settings.optim.learning_rate for stage in run.stages] == [0.2, 0.1, 0.1]
+    # a flag reaches each stage that has it
+    assert [stage.settings.optim.schedule for stage in run.stages] == ["cosine"] * 3
+    assert run.stages[1].settings.group_size == 3
+    assert (run.name, run.options.seed, run.recipe) == ("r", 5, path)
+
+
+def test_names_of_runs() -> None:
+    assert read().name == "addition"  # no words at all: the default recipe
+    assert read("--seed", "3").options.seed == 3
+    assert read("sft").name == "sft"
+    assert read("sft", "--name", "mine").name == "mine"
+
+
+def test_method_and_recipe_must_agree() -> None:
+    bare = recipe("group_size: 5\n")
+    assert read("grpo", bare).stages[0].settings.group_size == 5
+    assert read("grpo", "recipes/addition.yaml").stages[0].method == "grpo"
+    assert "is a recipe for grpo, not sft" in problems("sft", "recipes/addition.yaml")[0]
+    assert "no `method:`" in problems(bare)[0]
+    two = recipe("stages:\n- method: sft\n- method: grpo\n", "two.yaml")
+    assert "runs 2 stages (sft, grpo); leave out 'grpo'" in problems("grpo", two)[0]
+
+
+# Each way in writes the same three values, of which the second list has mistakes.
+VALUES = {"learning_rate": 0.5, "betas": (0.5, 0.25), "shuffle": False, "max_tokens": None}
+WRONG = {"learning_rate": "fast", "betas": (0.5,), "group_sise": 4}
+
+
+def _as_flags(values: dict, start: str = "--") -> list[str]:
+    words = []
+    for name, value in values.items():
+        items = value if isinstance(value, tuple) else (value,)
+        words += [start + name, *map(str, items)]
+    return words
+
+
+def _as_recipe(values: dict, stage: bool) -> str:
+    lines = [f"{name}: {json.dumps(value)}\n" for name, value in values.items()]
+    if stage:
+        return recipe("stages:\n- method: grpo\n" + "".join(f"  {line}" for line in lines))
+    return recipe("method: grpo\n" + "".join(lines))
+
+
+def _as_config(values: dict) -> cli.RunConfig:
+    config = run_config.resolve_config(read("grpo"))
+    config["stages"][0]["settings"] |= json.loads(json.dumps(values))
+    return saved_config.load_resolved_config(config, METHODS, options=RunSettings)
+
+
+def _as_arguments(values: dict) -> cli.RunConfig:
+    return cli.read_run(["grpo"], METHODS, Path("none.yaml"), RunSettings, values)
+
+
+WAYS: dict[str, Callable[[dict], cli.RunConfig]] = {
+    "--": lambda values: read("grpo", *_as_flags(values)),
+    "--grpo.": lambda values: read("grpo", *_as_flags(values, "--grpo.")),
+    "recipes/r.yaml line 2, ": lambda values: read(_as_recipe(values, stage=False)),
+    "recipes/r.yaml line 3, ": lambda values: read(_as_recipe(values, stage=True)),
+    "config.json stage grpo, ": _as_config,
+    "arguments --": _as_arguments,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_in_means_the_same_and_names_its_place(way: str) -> None:
+    expected = Grpo(
+        optim=Optim(learning_rate=0.5, betas=(0.5, 0.25)), sampling=Sampling(shuffle=False)
+    )
+    assert WAYS[way](VALUES).stages[0].settings == expected
+    with pytest.raises(SettingsError) as caught:
+        WAYS[way](WRONG)
+    unknown, rate, betas = caught.value.problems
+    assert "group_sise: no " in unknown and "did you mean" in unknown
+    assert rate.startswith(way.removeprefix("arguments ") + "learning_rate: fast is not FLOAT")
+    assert "betas: takes 2 values (FLOAT FLOAT), got 1: 0.5" in betas
+
+
+def test_of_two_sources_the_later_counts(folder: Path) -> None:
+    """Each source is over all before it, whichever of them set the setting too."""
+    text = "group_size: 2\nstages:\n- method: grpo\n  group_size: 3\n"
+    run = read(recipe(text))
+    assert run.stages[0].settings.group_size == 3
+    path, everywhere, of_stage = "recipes/r.yaml", ["--group-size", "4"], ["--grpo.group-size", "5"]
+    assert read(path, *everywhere).stages[0].settings.group_size == 4
+    assert read(path, *of_stage, *everywhere).stages[0].settings.group_size == 5
+    words, arguments = [path, *everywhere], {"group_size": 6}
+    run = cli.read_run(words, METHODS, Path("none.yaml"), RunSettings, arguments)
+    assert run.stages[0].settings.group_size == 6
+    (folder / "config.json").write_text(json.dumps(run_config.resolve_config(run)))
+    resumed = ["--resume", "--output-dir", str(folder)]
+    assert read(*resumed).stages[0].settings.group_size == 6
+    assert read(*resumed, *everywhere).stages[0].settings.group_size == 4
+
+
+# ----------------------------------------------------------------------------------------- mistakes
+
+MISTAKES = [
+    (
+        ["grpo", "--learning-rat", "1"],
+        "--learning-rat: no such setting; did you mean --learning-rate?",
+    ),
+    (["grpo", "--noise", "1"], "--noise: no such setting of this run (it is a setting of sft)"),
+    (
+        ["grpo", "--learning-rate", "fast"],
+        "--learning-rate: fast is not FLOAT (a number, like 0.5 or 3e-4)",
+    ),
+    (["grpo", "--group-size", "1.5"], "--group-size: 1.5 is not INT (a whole number, like 8)"),
+    (["grpo", "--group-size"], "--group-size: takes 1 value (INT), got none"),
+    (["grpo", "--betas", "0.9"], "--betas: takes 2 values (FLOAT FLOAT), got 1: 0.9"),
+    (["grpo", "--schedule", "linaer"], "did you mean linear?"),
+    (["grpo", "--no-shuffle", "x"], "--no-shuffle: takes no value, got x"),
+    (
+        ["grpo", "--shuffle", "recipes/addition.yaml"],
+        "--shuffle: recipes/addition.yaml is not one of True, False",
+    ),
+    (["grpo", "-s", "1"], "-s: flags begin with two dashes, like --s"),
+    (["grpo", "--learning-rate", "-1"], "--learning-rate is positive, got -1.0"),
+    (["grpo", "--group-size", "1"], "--group-size is at least 2, got 1"),
+    (["distill"], "teacher is required: set it with --teacher STR"),
+    (["grop"], "unknown method 'grop'; did you mean grpo?"),
+    (["adition"], "unknown method 'adition'; did you mean recipes/addition.yaml?"),
+    (
+        ["recipes/adition.yaml"],
+        "no recipe file 'recipes/adition.yaml'; did you mean recipes/addition.yaml?",
+    ),
+    (["grpo", "sft"], "'sft' is not expected: the line holds at most a method"),
+]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    MISTAKES,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_on_the_line_is_one_problem_that_says_the_remedy(
+    line: list[str], expected: str
+) -> None:
+    found = problems(*line)
+    assert len(found) == 1 and expected in found[0], found
+
+
+RECIPE_MISTAKES = [
+    (
+        "method: grpo\nlearning_rat: 1\n",
+        "line 2, learning_rat: no setting of grpo; did you mean learning_rate?",
+    ),
+    (
+        "method: grpo\ngroup_size: 4\ngroup-size: 5\n",
+        "line 3: group_size occurs twice (first in line 2)",
+    ),
+    ("method: grpo\nnoise: 1\n", "line 2, noise: no setting of grpo (it is a setting of sft)"),
+    ("method: grpo\ngroup_size: [1, 2]\n", "line 2, group_size: takes 1 value (INT), got 2"),
+    ("method: grpo\ngroup_size: null\n", "line 2, group_size: null is not INT"),
+    ("method: grpo\ngroup_size: true\n", "line 2, group_size: true is not INT"),
+    ("method: grpo\n  group_size: 4\n", "line 2: not YAML"),
+    ("method: grop\n", "line 1: unknown method 'grop'; did you mean grpo?"),
+    ("stages: []\n", "line 1: `stages:` is a list"),
+    (
+        "method: grpo\nstages:\n- method: sft\n",
+        "line 1: `method:` and `stages:` exclude each other",
+    ),
+    ("stages:\n- learning_rate: 1\n", "line 2: this stage has no `method:`"),
+    (
+        "stages:\n- method: sft\n  seed: 1\n",
+        "line 3, seed: applies to the whole run; move it to the recipe's top level",
+    ),
+    ("- a\n- b\n", "a recipe is a mapping of settings"),
+    ("", "a recipe is a mapping of settings"),
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), RECIPE_MISTAKES, ids=[expected[:30] for _, expected in RECIPE_MISTAKES]
+)
+def test_a_mistake_in_a_recipe_is_named_with_its_line(text: str, expected: str) -> None:
+    found = problems(recipe(text))
+    assert len(found) == 1 and found[0].startswith("recipes/r.yaml") and expected in found[0], found
+
+
+def test_settings_of_a_recipe_are_named_as_it_writes_them_and_flags_as_they_are_typed() -> None:
+    path = recipe("method: grpo\ngroup_size: 1\n")
+    assert problems(path) == ["group_size is at least 2, got 1"]
+    assert problems(path, "--group-size", "0") == ["--group-size is at least 2, got 0"]
+    # group_size is looked at after it
+    assert problems(path, "--learning-rate", "-1") == ["--learning-rate is positive, got -1.0"]
+    named = format_as_flags(
+        "batch_size 7 (not --batch-size, my_batch_size, 'batch_size' or batch_sizes)",
+        ["batch_size", "size"],
+    )
+    assert named == "--batch-size 7 (not --batch-size, my_batch_size, 'batch_size' or batch_sizes)"
+    paths = (
+        "no folder runs/train_limit, train_limit/x or train_limit.yaml; train.py train_limit; "
+        "stage train_limit: lower train_limit."
+    )
+    assert format_as_flags(paths, ["train_limit"]) == paths.replace(
+        "lower train_limit.", "lower --train-limit."
+    )
+
+
+def test_all_problems_are_shown_at_once_in_one_box(capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe(
+        "learning_rate: fast\ngroupsize: 3\nstages:\n- method: sft\n  noise: loud\n- method: grpo\n"
+    )
+    with pytest.raises(SystemExit) as caught:
+        cli.parse_run(
+            [path, "--sed", "1", "--betas", "1"],
+            METHODS,
+            Path("recipes/addition.yaml"),
+            options=RunSettings,
+        )
+    out, err = capsys.readouterr()
+    assert caught.value.code == 2 and out == ""
+    assert (
+        err.count("╭") == 1 and "5 problems: nothing was started" in err and "Traceback" not in err
+    )
+    for expected in (
+        "line 1, learning_rate",
+        "groupsize",
+        "line 5, noise",
+        "did you mean --seed?",
+        "--betas",
+    ):
+        assert expected in err
+    assert err.count("learning_rate: fast") == 1  # wrong in both stages, told once
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_the_box_says_whether_anything_began(
+    begun: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`execute` fails before or after it says that it begins; names of settings are flags where no
+    recipe was named.
+    """
+    from rl.algorithms import METHODS as real
+    from rl.config.sections import RunSettings as RealSettings
+    from rl.errors import UserError
+    from rl.trainer import entry_point
+    from rl.trainer import execute as run_module
+
+    def execute(run: object, begins: Callable[[], None]) -> None:
+        if begun:
+            begins()
+        raise UserError("max_tokens 900 is too long")
+
+    monkeypatch.setattr(run_module, "execute", execute)
+    with pytest.raises(SystemExit) as caught:
+        entry_point.main(cli.read_run(["grpo"], real, Path("recipes/addition.yaml"), RealSettings))
+    err = capsys.readouterr().err
+    assert (
+        caught.value.code == 2
+        and f"1 problem: {'the run stopped' if begun else 'nothing was started'}" in err
+    )
+    assert "--max-tokens 900 is too long" in err
+
+
+def test_only_rank_0_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        exit_with_problems(["x"])
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit):
+        exit_with_problems(["[bold]not markup[/]"])
+    assert "[bold]not markup[/]" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------- help
+
+
+def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        cli.parse_run(list(argv), METHODS, Path("recipes/addition.yaml"), options=RunSettings)
+    assert caught.value.code == 0
+    return re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+
+
+def test_help_is_the_index(capsys: pytest.CaptureFixture[str]) -> None:
+    page = shown(capsys, "--help")
+    for name, spec in METHODS.items():
+        assert re.search(rf"{name} +{spec.summary}", page)
+    assert re.search(
+        r"recipes/addition.yaml +Two-digit addition, taught badly and then improved \(the "
+        r"default\)",
+        page,
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_help_of_a_method_has_every_setting_with_help_and_default(
+    method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = shown(capsys, method, "--help", "all")
+    for cls in (METHODS[method].Settings, RunSettings):
+        for name in get_fields(cls):
+            assert f"--{name.replace('_', '-')}" in page
+    assert "Seed. (default: 0)" in page
+    if method == "grpo":
+        assert "Step size of AdamW. (default: 0.0003)" in page
+
+
+def test_help_of_a_recipe_shows_its_values(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Samples of each problem. (default: 4)" in shown(
+        capsys, "recipes/addition.yaml", "--help", "all"
+    )
+    page = shown(
+        capsys,
+        recipe("stages:\n- method: sft\n  noise: 0.7\n- method: grpo\n"),
+        "--help",
+        "all",
+    )
+    assert "train.py sft" in page and "train.py grpo" in page and "spoilt. (default: 0.7)" in page
+
+
+@pytest.mark.parametrize("method", algorithms.METHODS)
+def test_help_of_a_method_begins_with_its_twelve_most_used_settings(
+    method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.parse_run(
+            [method, "--help"],
+            algorithms.METHODS,
+            Path("recipes/addition.yaml"),
+            options=sections.RunSettings,
+        )
+    page = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    names = re.findall(r"^--([a-z-]+) ", page, re.MULTILINE)
+    assert len(names) == 12 == len({*names})
+    known = {*get_fields(algorithms.METHODS[method].Settings), *get_fields(sections.RunSettings)}
+    assert {name.replace("-", "_") for name in names} <= known
+    assert {"base-model", "dataset", "steps", "learning-rate", "output-dir"} < {*names}
+    assert ("teacher" in names) == (method == "distill")
+    assert f"python train.py {method} --help all" in page
+    assert "Rank of the LoRA adapters; 0 trains all weights. (default: 0)" in page
+
+
+def test_short_help_of_a_recipe_shows_its_values(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Samples of each problem. (default: 4)" in shown(
+        capsys, "recipes/addition.yaml", "--help"
+    )
+
+
+@pytest.mark.parametrize("words", [[], ["grpo"]])
+def test_help_whose_reader_has_left_ends_quietly(words: list[str]) -> None:
+    """As in `train.py --help | head -3`: here nobody reads at all."""
+    train = Path(__file__).parents[2] / "train.py"
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run(
+        [sys.executable, str(train), *words, "--help"],
+        stdout=writes,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from rl.config import cli; from rl.config.format_help import print_index\n"
+        "assert not {'torch', 'transformers', 'accelerate', 'datasets', 'matplotlib'} & "
+        "set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+# -------------------------------------------------------------------------------------- config.json
+
+
+def test_resolved_settings_survive_json() -> None:
+    path = recipe(
+        "stages:\n- method: sft\n  learning_rate: 0.1234567890123456789\n- method: grpo\n  stop: "
+        "['None', 'a b']\n"
+    )
+    run = read(
+        path, "--parts", "a", "inf", "--output-dir", "somewhere/else", "--max-tokens", "None"
+    )
+    config = json.loads(json.dumps(run_config.resolve_config(run), allow_nan=False))
+    assert saved_config.load_resolved_config(config, METHODS, options=RunSettings) == run
+    assert config["stages"][1]["settings"]["max_tokens"] is None
+    assert config["options"] == {
+        "name": None,
+        "output_dir": "somewhere/else",
+        "seed": 0,
+        "resume": False,
+    }
+
+
+def test_a_saved_config_that_no_longer_fits_says_where() -> None:
+    config = run_config.resolve_config(read("sft"))
+    config["stages"][0]["settings"] |= {"noize": 1, "learning_rate": "fast"}
+    with pytest.raises(SettingsError) as caught:
+        saved_config.load_resolved_config(config, METHODS, options=RunSettings)
+    assert len(caught.value.problems) == 2
+    assert (
+        "config.json stage sft, noize: no setting of sft; did you mean noise?"
+        in caught.value.problems[0]
+    )
+    with pytest.raises(SettingsError, match="is this file the config.json of a run"):
+        saved_config.load_resolved_config({"model_type": "qwen3"}, METHODS, options=RunSettings)
+
+
+def test_difference_names_each_changed_setting() -> None:
+    two = recipe("stages:\n- method: sft\n- method: grpo\n")
+    saved = run_config.resolve_config(read(two))
+    # to resume is no change of settings
+    assert run_config.diff_configs(saved, run_config.resolve_config(read(two, "--resume"))) == []
+    asked = run_config.resolve_config(
+        read(two, "--learning-rate", "0.5", "--seed", "1", "--stop", "a", "b")
+    )
+    assert run_config.diff_configs(saved, asked) == [
+        "seed 0 -> 1",
+        "stage sft: learning_rate 0.0001 -> 0.5",
+        "stage grpo: learning_rate 0.0003 -> 0.5",
+        "stage grpo: stop (none) -> a b",
+    ]
+    assert run_config.diff_configs(saved, run_config.resolve_config(read("sft"))) == [
+        "stages sft (sft), grpo (grpo) -> sft (sft)"
+    ]
+
+
+def test_a_setting_that_an_older_config_lacks_had_its_default() -> None:
+    """One at a time, every setting: asked for as it is by default it is no change, asked for
+    otherwise it is.
+    """
+    asked = run_config.resolve_config(read("sft"))
+    table = {"methods": METHODS, "options": RunSettings}
+    for part, name in [
+        ("options", "seed"),
+        *(("stages", name) for name in asked["stages"][0]["settings"]),
+    ]:
+        saved = json.loads(json.dumps(asked))
+        held = saved["options"] if part == "options" else saved["stages"][0]["settings"]
+        default = held.pop(name)
+        assert run_config.diff_configs(saved, asked, **table) == []
+        other = json.loads(json.dumps(asked))
+        (other["options"] if part == "options" else other["stages"][0]["settings"])[name] = (
+            "another"
+        )
+        assert run_config.diff_configs(saved, other, **table) == [
+            f"{name} {run_config.format_value(default)} -> another"
+        ]
+        assert run_config.diff_configs(asked, saved, **table) == [
+            f"{name} {run_config.format_value(default)} -> (not set)"
+        ]

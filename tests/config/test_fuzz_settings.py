@@ -1,0 +1,325 @@
+"""Command lines and recipes made from the schema and then spoilt: a plan within its ranges, or one
+clean error; nothing else.
+
+An input goes through the parser and becomes a plan, as `train.py` does it, without loading
+anything. What is accepted must hold finite numbers inside the declared ranges, survive config.json,
+and have been written as a number where it is one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fuzzing import ACCEPTED, ODD_NUMBERS, REFUSED, damaged, run_family
+
+from rl.algorithms import METHODS
+from rl.config.cli import read_run
+from rl.config.fields import SettingField, SettingsError, get_fields
+from rl.config.run_config import resolve_config
+from rl.config.saved_config import load_resolved_config
+from rl.config.sections import RunSettings
+from rl.sanitize import sanitize_message
+
+REPO = Path(__file__).resolve().parents[2]
+DEFAULT = REPO / "recipes" / "addition.yaml"
+RECIPES = [path.read_bytes() for path in sorted((REPO / "recipes").glob("*.yaml"))]
+SECONDS = 20.0  # of one input: a parser answers at once, on a machine that is not busy
+
+# Words that are no plain decimal number and are accepted where a number is wanted, and why.
+WORDS_FOR_NUMBERS = {
+    "1_000": "Python's way of writing a thousand",
+    "٣": "a digit of another script, read as the number it is",
+    "None": "no value, where a setting may have none",
+    "null": "the same in a recipe",
+    "": "an empty value of a recipe is null",
+    "~": "null in YAML",
+    "!!int 3": "a number with its kind before it, in YAML",
+}
+_DECIMAL = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)
+_TEXTS = (
+    "grpo",
+    "sft",
+    "x",
+    "",
+    "a b",
+    "../..",
+    "~",
+    "*a",
+    "&a b",
+    "!!int 3",
+    "{",
+    "]",
+    "- x",
+    "a: b",
+    "#",
+    "\t",
+    "\x1b[2J",
+    "日本",
+    "🦊",
+    "'",
+    '"',
+    "|",
+    ">",
+    "%",
+    "@",
+    "`",
+    "<<",
+    "yes",
+    "off",
+    "0o17",
+    "2020-01-01",
+    "--x",
+    "-",
+    "x" * 3000,
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Words of a line and, where there is one, the recipe that PATH stands for. `numbers`: words
+    written for fields that are numbers.
+    """
+
+    words: tuple[str, ...]
+    recipe: bytes | None = None
+    numbers: tuple[str, ...] = ()
+
+
+# ------------------------------------------------------------------------------------------- inputs
+
+
+def _value(field: SettingField, rng: random.Random) -> list[str]:
+    """Words for a setting: often right, often of the wrong kind, count or size."""
+    kind = rng.random()
+    if kind < 0.25 and field.spec.choices:
+        return [rng.choice(list(field.spec.choices))]
+    if kind < 0.35:
+        default = field.default
+        return [str(item) for item in default] if isinstance(default, tuple) else [str(default)]
+    if kind < 0.75:
+        return [rng.choice(ODD_NUMBERS)]
+    if kind < 0.85:
+        return [rng.choice(_TEXTS)]
+    if kind < 0.95:
+        return [repr(rng.choice([rng.uniform(-2, 2), rng.gauss(0, 1e6), rng.randrange(-5, 2000)]))]
+    return [rng.choice([*ODD_NUMBERS, *_TEXTS]) for _ in range(rng.randrange(0, 5))]
+
+
+def _misspelt(name: str, rng: random.Random) -> str:
+    at = rng.randrange(len(name))
+    return rng.choice(
+        [
+            name[:at] + name[at + 1 :],
+            name + "x",
+            name[:at] + name[at:][::-1],
+            name.upper(),
+            "no_" + name,
+        ]
+    )
+
+
+def _line(rng: random.Random) -> Asked:
+    method = rng.choice(list(METHODS))
+    table = {**get_fields(METHODS[method].Settings), **get_fields(RunSettings)}
+    words, numbers = [method] if rng.random() < 0.95 else [rng.choice(_TEXTS)], []
+    # of equal flags the last wins, and the others are not read
+    for name in rng.sample(list(table), rng.choice([0, 1, 1, 1, 2, 3, 6])):
+        value = _value(table[name], rng)
+        numbers += value if table[name].range else []
+        name = _misspelt(name, rng) if rng.random() < 0.05 else name
+        flag = "--" + (name if rng.random() < 0.3 else name.replace("_", "-"))
+        words += [f"{flag}={' '.join(value)}"] if rng.random() < 0.2 else [flag, *value]
+    if rng.random() < 0.05:
+        words.insert(rng.randrange(len(words) + 1), rng.choice(_TEXTS))
+    return Asked(
+        tuple(word for word in words if word not in ("-h", "--help")), None, tuple(numbers)
+    )
+
+
+def _scalar(word: str, rng: random.Random) -> str:
+    """A word in YAML, sometimes as it should not be written."""
+    if rng.random() < 0.1:
+        return word
+    return json.dumps(word) if rng.random() < 0.5 or not re.fullmatch(r"[\w.+/-]+", word) else word
+
+
+def _yaml(rng: random.Random) -> Asked:
+    """A recipe of the schema with odd values, wrong nesting, doubled keys and aliases, of one
+    method or of stages.
+    """
+    numbers: list[str] = []
+
+    def settings(method: str, indent: str) -> list[str]:
+        table = {
+            **get_fields(METHODS[method].Settings),
+            **(get_fields(RunSettings) if not indent else {}),
+        }
+        lines = []
+        for _ in range(rng.choice([0, 1, 1, 2, 4])):
+            name = rng.choice(list(table))
+            value = _value(table[name], rng)
+            shape = rng.random()
+            if shape < 0.08:
+                lines.append(f"{indent}{name}: {{{_scalar('a', rng)}: {[1, [2, {}]]}}}")
+                continue
+            numbers.extend(value if table[name].range else [])
+            words = [_scalar(word, rng) for word in value]
+            text = words[0] if len(words) == 1 and shape < 0.85 else f"[{', '.join(words)}]"
+            lines.append(f"{indent}{_misspelt(name, rng) if shape > 0.97 else name}: {text}")
+            lines += lines[-1:] if rng.random() < 0.03 else []
+        return lines
+
+    if rng.random() < 0.6:
+        method = rng.choice(list(METHODS))
+        lines = [f"method: {method}", *settings(method, "")]
+    else:
+        lines = ["stages:"]
+        for _ in range(rng.randrange(1, 4)):
+            method = rng.choice(list(METHODS))
+            lines += [
+                f"  - method: {method}",
+                *([f"    name: {_scalar(rng.choice(_TEXTS), rng)}"] if rng.random() < 0.2 else []),
+            ]
+            lines += settings(method, "    ")
+    if rng.random() < 0.1:
+        rng.shuffle(lines)
+    text = "\n".join(lines) + "\n"
+    return Asked(("PATH",), text.encode("utf-8", "replace"), tuple(numbers))
+
+
+def inputs(seed: int, count: int) -> Iterator[Asked]:
+    """Lines, recipes of the schema, damaged recipes of the repository, and noise."""
+    rng = random.Random(f"settings {seed}")
+    for _ in range(count):
+        kind = rng.random()
+        if kind < 0.45:
+            yield _line(rng)
+        elif kind < 0.8:
+            asked = _yaml(rng)
+            yield (
+                asked
+                if rng.random() < 0.7
+                else Asked(asked.words, damaged(asked.recipe or b"", rng), tuple(WORDS_FOR_NUMBERS))
+            )
+        elif kind < 0.97:
+            yield Asked(
+                ("PATH", *_line(rng).words[1:]),
+                damaged(rng.choice(RECIPES), rng),
+                tuple(WORDS_FOR_NUMBERS),
+            )
+        else:
+            yield Asked(("PATH",), rng.randbytes(rng.randrange(0, 400)))
+
+
+# -------------------------------------------------------------------------------------------- check
+
+
+def _check_numbers(value: Any, field: SettingField) -> None:
+    """What was accepted is finite, of its kind and within its range."""
+    if isinstance(value, tuple):
+        for item in value:
+            _check_numbers(item, field)
+    elif isinstance(value, (int, float)) and field.range is not None:
+        assert not isinstance(value, bool) and math.isfinite(value), (field.name, value)
+        assert field.range.low <= value <= field.range.high and (
+            isinstance(value, int) or not field.whole
+        ), (field.name, value)
+
+
+def _check_run(run: Any, asked: Asked) -> None:
+    for holder in (run.options, *(stage.settings for stage in run.stages)):
+        for name, field in get_fields(type(holder)).items():
+            _check_numbers(
+                getattr(holder if field.section is None else getattr(holder, field.section), name),
+                field,
+            )
+    config = json.loads(json.dumps(resolve_config(run), allow_nan=False))
+    again = load_resolved_config(config, METHODS, options=RunSettings)
+    assert again.stages == run.stages and again.options == run.options, (
+        "config.json gives the same run back"
+    )
+    for word in asked.numbers:
+        if asked.recipe is not None and not word.strip():
+            continue  # null, and nothing at all at the end of a list: [3, ]
+        assert _DECIMAL.fullmatch(word) or word in WORDS_FOR_NUMBERS, (
+            f"{word!r} was taken for a number"
+        )
+
+
+def check(asked: Asked) -> str:
+    """Reads a line (and its recipe); raises AssertionError, or whatever was not foreseen, where the
+    promise is broken.
+    """
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        path = Path(folder) / "r.yaml"
+        if asked.recipe is not None:
+            path.write_bytes(asked.recipe)
+        words = [str(path) if word == "PATH" else word for word in asked.words]
+        try:
+            run = read_run(words, METHODS, DEFAULT, RunSettings)
+        except SettingsError as error:
+            assert error.problems and all(problem.strip() for problem in error.problems)
+            assert all(len(problem) < 4000 for problem in error.problems), max(
+                error.problems, key=len
+            )
+            sanitize_message(str(error))
+            return REFUSED
+    _check_run(run, asked)
+    return ACCEPTED
+
+
+# -------------------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize("seed", range(7))
+def test_a_plan_within_its_ranges_or_one_clean_error(seed: int) -> None:
+    report = run_family(inputs, check, seed=seed, count=100, seconds=SECONDS)
+    assert not report.faults
+    assert report.outcomes[ACCEPTED] > 5 and report.outcomes[REFUSED] > 30, (
+        "else the inputs say little"
+    )
+
+
+def test_found_by_many_more() -> None:
+    """A name or a value of thousands of letters is not said whole."""
+    assert check(Asked(("PATH",), f"method: online_dpo\nquiet: {'x' * 5000}\n".encode())) == REFUSED
+    asked = Asked(("PATH",), f"stages:\n  - method: sft\n    name: {'x' * 5000}\n".encode())
+    assert check(asked) == REFUSED
+    # a list of one
+    assert check(Asked(("PATH",), b"method: reward_model\nsteps: [3,  ]\n", ("3", " "))) == ACCEPTED
+
+
+def test_a_number_with_its_kind_is_yamls_own() -> None:
+    assert check(Asked(("PATH",), b"method: grpo\nplan_gpus: !!int 3\n", ("!!int 3",))) == ACCEPTED
+    # on the line it is a text
+    assert check(Asked(("--plan-gpus", "!!int 3"), None, ("!!int 3",))) == REFUSED
+
+
+def test_inputs_are_a_function_of_the_seed() -> None:
+    assert list(inputs(3, 50)) == list(inputs(3, 50)) != list(inputs(4, 50))
+
+
+def test_the_check_finds_what_it_looks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parser that takes nan, and one that falls over."""
+    import test_fuzz_settings as here
+
+    sound = read_run
+
+    def lenient(words: Any, *rest: Any) -> Any:
+        run = sound(["grpo"], *rest)
+        object.__setattr__(run.stages[0].settings.optim, "learning_rate", math.nan)
+        return run
+
+    monkeypatch.setattr(here, "read_run", lenient)
+    assert len(run_family(here.inputs, here.check, seed=0, count=5).faults) == 5
+    monkeypatch.setattr(here, "read_run", lambda *_: {}["x"])
+    assert "KeyError" in run_family(here.inputs, here.check, seed=0, count=1).faults[0][2]

@@ -1,0 +1,122 @@
+"""What is typed wrong about one's own files, and about flags that scripts share with training; and
+figures that were not told.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from rl.algorithms import METHODS
+from rl.config import DataSettings, RunSettings, SettingsError, parse_run
+from rl.config.cli import override_settings
+from rl.config.run_config import diff_configs
+from rl.envs import resolve_environment
+from rl.errors import UserError
+from rl.rewards import resolve_reward
+from rl.trainer.held_out_metrics import HeldOutMetrics
+
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "addition.yaml"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Nope", "has no class Nope; its classes: Method"),
+        ("Method", "has no update"),
+        ("nofile.py:Method", "no such file"),
+    ],
+)
+def test_a_method_that_is_none(name, says, tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text("class Method:\n    pass\n")
+    address = f"{tmp_path}/{name}" if ":" in name else f"{file}:{name}"
+    with pytest.raises(SystemExit) as ended:
+        parse_run([address, "--steps", "2"], METHODS, RECIPE, options=RunSettings)
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert ended.value.code == 2 and says.split()[-1] in said and "Traceback" not in said, said
+
+
+def test_what_a_file_imports_is_not_offered_as_its_own(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from functools import partial\nfrom math import sqrt\nfrom pathlib import Path\n"
+        "from rl.envs import Environment, Game\n\n"
+        "def good(prompt, response, meta):\n    return 1.0\n\nhalf = partial(good, meta=None)\n\n"
+        "class Room(Environment):\n    pass\n"
+    )
+    with pytest.raises(UserError, match="it has Room, good, half$"):
+        resolve_reward(f"{file}:absent")
+    with pytest.raises(UserError, match="it has Room$"):
+        resolve_environment(f"{file}:Absent")
+
+
+def test_a_mistyped_flag_of_a_script_is_recognised():
+    with pytest.raises(SettingsError) as error:
+        override_settings(
+            (DataSettings(dataset="addition"),),
+            ["--limt", "5", "--evl-limit", "3"],
+            {"limit": 1, "samples": 1},
+        )
+    meant = {"--limt": "--limit", "--evl-limit": "--eval-limit"}
+    assert error.value.problems == [
+        f"{typed}: no such setting; did you mean {flag}?" for typed, flag in meant.items()
+    ]
+
+
+def test_a_flag_of_a_script_replaces_what_a_flag_of_a_run_would():
+    (data,) = override_settings(
+        (DataSettings(dataset="addition", rewards=(("gsm8k", 1.0),)),), ["--reward", "exact_match"]
+    )
+    assert (data.reward, data.rewards, data.dataset) == ("exact_match", (), "addition")
+
+
+def test_a_setting_that_was_left_out_is_said_to_be_not_set():
+    was = {
+        "options": {},
+        "stages": [
+            {"name": "sft", "method": "sft", "settings": {"learning_rate": None, "top_p": 1.0}}
+        ],
+    }
+    now = {
+        "options": {},
+        "stages": [
+            {"name": "sft", "method": "sft", "settings": {"learning_rate": 1e-5, "top_p": 1.0}}
+        ],
+    }
+    assert [line.rpartition(": ")[2] for line in diff_configs(was, now)] == [
+        "learning_rate (not set) -> 1e-05"
+    ]
+
+
+def test_several_held_out_sets_are_told_each():
+    found = HeldOutMetrics()
+    for loss in (2.0, 1.0):
+        found.record_rows(
+            "test/loss",
+            {
+                "test/loss": loss,
+                "test/msgs/loss": loss + 1,
+                "test/msgs/token_accuracy": 0.5,
+                "time/loss": 9.0,
+            },
+        )
+    assert found.headline == "loss" and found.rows == {"": (2.0, 1.0), "msgs": (3.0, 2.0)}
+    found = HeldOutMetrics()
+    found.record_rows(
+        "test/rewards/accuracies",
+        {"test/rewards/accuracies": 0.5, "test/a/rewards/accuracies": 0.25},
+    )
+    assert found.headline == "rewards/accuracies" and found.rows == {
+        "": (0.5, 0.5),
+        "a": (0.25, 0.25),
+    }
+
+
+def test_held_out_figures_of_a_checkpoint_that_knew_one_of_them():
+    was = {"before": 0.25, "what": "reward"}
+    assert HeldOutMetrics.from_state(was | {"rows": ("test/loss", 2.0, 1.0)}) == HeldOutMetrics(
+        0.25, what="reward", headline="loss", rows={"": (2.0, 1.0)}
+    )
+    assert HeldOutMetrics.from_state(was | {"rows": None}) == HeldOutMetrics(0.25, what="reward")
+    kept = HeldOutMetrics(0.25, headline="loss", rows={"msgs": (2.0, 1.0)})
+    assert HeldOutMetrics.from_state(vars(kept)) == kept

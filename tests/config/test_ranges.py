@@ -1,0 +1,467 @@
+"""Every number that can be set is checked where it enters: on the line, in a recipe, in a run's
+config.json, and in Python.
+
+The population is every field of every method's settings and of the run's, found by their
+annotations as they are written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl.algorithms import METHODS
+from rl.client.service_client import MAX_RANK
+from rl.config import cli
+from rl.config.cli import read_run
+from rl.config.fields import SettingsError, check_ranges, get_fields, unflatten_settings
+from rl.config.number_range import Range
+from rl.config.sections import ModelSettings, OptimSettings, RunSettings
+from rl.rlvr import PPOConfig, REINFORCEConfig
+from rl.trainer.entry_point import main
+from rl.types import AdamParams
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "addition.yaml"
+HUGE = "1" + "0" * 22
+BAD = (
+    "nan",
+    "inf",
+    "-inf",
+    "-1",
+    "0",
+    "1e22",
+    HUGE,
+    "9" * 400,
+    "9" * 5000,
+    "two",
+    "",
+    "true",
+    "1e-320",
+)
+
+# What is accepted although it looks odd, by value, and why. All else in BAD is refused by every
+# numeric setting.
+_OFF = "0 turns it off"
+ALLOWED: dict[str, dict[str, str]] = {
+    "0": {
+        **dict.fromkeys(
+            (
+                "lora_rank",
+                "warmup_steps",
+                "weight_decay",
+                "grad_clip_norm",
+                "eval_every",
+                "save_every",
+                "rollouts_every",
+                "dynamic_sampling",
+                "max_steps_off_policy",
+                "sampler_ranks",
+                "overlong_share",
+                "overlong_penalty",
+                "cut_off_penalty",
+                "kl_coef",
+                "other_reward_weight",
+                "entropy_coef",
+                "value_coef",
+                "label_smoothing",
+                "centre_coef",
+                "cql_coef",
+                "reward_threshold",
+                "router_aux_loss_coef",
+            ),
+            _OFF,
+        ),
+        "seed": "a seed like any other",
+        "steps": "a stage that only evaluates and saves",
+        "profile": "no step is profiled",
+        "beta1": "no momentum: RMSProp",
+        "beta2": "the newest gradient alone: sign descent",
+        "beta": "dro without the pull to what drew the answers",
+        "eval_temperature": "greedy",
+        "curriculum_down": "never back",
+        "clip_low": "no lower clip (cispo)",
+        "correction_low": "no lower bound",
+        "players_temperature": "greedy",
+        "desirable_weight": "bad answers alone",
+        "undesirable_weight": "good answers alone",
+        "reward_discount": "each turn its own reward alone",
+        "kl_discount": "each token its own KL alone",
+        "gamma": "the next reward alone",
+        "gae_lambda": "one-step advantages",
+        "alpha": "cross-entropy alone",
+        "rewards": "a reward that is only measured",
+        "reward_models": "a judge that is only measured",
+        "min_reward": "a reward like any other",
+        "kept_logits_gib": "nothing is kept: all is worked out again",
+    },
+    "-1": {
+        "seed": "a seed like any other",
+        "top_k": "no truncation, the default",
+        "reward_threshold": "rewards may be negative",
+        "other_reward_weight": "a price on what the reward says",
+        "rewards": "a price",
+        "reward_models": "a price",
+        "min_reward": "rewards may be negative",
+    },
+    # what float64 can hold and float32 cannot: harmless where it only scales, compares or adds on
+    # the CPU in float64
+    "1e-320": {
+        **dict.fromkeys(
+            ("plan_gpu_memory", "timeout", "stop_grace", "reward_timeout"),
+            "as good as at once: whatever waits for it ends",
+        ),
+        **dict.fromkeys(
+            (
+                "curriculum_up",
+                "curriculum_down",
+                "overlong_share",
+                "overlong_penalty",
+                "cut_off_penalty",
+                "kl_coef",
+                "kl_target",
+                "kl_rate",
+                "other_reward_weight",
+                "entropy_coef",
+                "value_coef",
+                "centre_coef",
+                "cql_coef",
+                "reward_threshold",
+                "reward_discount",
+                "kl_discount",
+                "gamma",
+                "gae_lambda",
+                "alpha",
+                "rewards",
+                "reward_models",
+                "beta",
+                "label_smoothing",
+                "weight_decay",
+                "beta1",
+                "beta2",
+                "top_fraction",
+                "correction_low",
+                "desirable_weight",
+                "undesirable_weight",
+                "learning_rate",
+                "critic_learning_rate",
+                "lora_alpha",
+                "reward_scale",
+                "reward_clip",
+                "clip",
+                "clip_low",
+                "value_clip",
+                "kept_logits_gib",
+                "min_reward",
+                "target_kl",
+                "truncated_is",
+                "expectile",
+                "grad_clip_norm",
+                "router_aux_loss_coef",
+            ),
+            "as good as nothing of it",
+        ),
+    },
+}
+
+
+def leaves(cls: type) -> dict[str, tuple[type, str]]:
+    """Flat name to (the class that holds it, its annotation as written, less what is declared
+    beside it).
+    """
+    found: dict[str, tuple[type, str]] = {}
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for item in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[item.name]):
+            found |= leaves(typing.cast(type, hints[item.name]))
+        else:
+            found[item.name] = (cls, str(typing.get_type_hints(cls)[item.name]))
+    return found
+
+
+def is_number(annotation: str) -> bool:
+    return bool(re.search(r"(?<!\w)(int|float)(?!\w)", annotation)) and "Literal" not in annotation
+
+
+NUMBERS = [
+    (method, name, owner, annotation)
+    for method, cls in [
+        *((name, spec.Settings) for name, spec in METHODS.items()),
+        ("run", RunSettings),
+    ]
+    for name, (owner, annotation) in leaves(cls).items()
+    if is_number(annotation)
+]
+ONCE = list(
+    {
+        (owner, name): (method, name, owner, annotation)
+        for method, name, owner, annotation in NUMBERS
+    }.values()
+)
+
+
+def words(name: str, annotation: str, value: str) -> list[str]:
+    """How such a value is written on the line."""
+    return ["gsm8k", value] if name in ("rewards", "reward_models") else [value]
+
+
+def test_the_population_is_all_there_is() -> None:
+    names = {name for _, name, _, _ in NUMBERS}
+    assert {
+        "learning_rate",
+        "beta1",
+        "adam_eps",
+        "temperature",
+        "top_p",
+        "max_tokens",
+        "kv_cache_tokens",
+        "timeout",
+        "rewards",
+        "curriculum_steps",
+        "centre_coef",
+        "teacher_top_k",
+        "expectile",
+        "critic_learning_rate",
+    } <= names
+    assert len(NUMBERS) > 300 and {method for method, *_ in NUMBERS} == {*METHODS, "run"}
+
+
+def test_every_number_has_a_range() -> None:
+    missing = []
+    for method, name, _, _ in NUMBERS:
+        field = get_fields(RunSettings if method == "run" else METHODS[method].Settings)[name]
+        if not isinstance(field.range, Range):
+            missing.append(f"{method}: {name}")
+    assert not missing
+    for method, spec in METHODS.items():  # and what has one is a number
+        assert {n for n, f in get_fields(spec.Settings).items() if f.range} == {
+            n for m, n, _, _ in NUMBERS if m == method
+        }
+
+
+@pytest.mark.parametrize(
+    "every_method",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["each section once", "every method"],
+)
+@pytest.mark.parametrize(
+    "value", BAD, ids=lambda value: value if len(value) < 30 else f"{len(value)} digits"
+)
+def test_every_number_refuses_it_on_the_line_and_names_the_flag(
+    value: str, every_method: bool
+) -> None:
+    accepted: dict[str, str] = {}
+    for method, name, _, annotation in NUMBERS if every_method else ONCE:
+        flag = "--" + name.replace("_", "-")
+        try:
+            read_run(
+                ["grpo" if method == "run" else method, flag, *words(name, annotation, value)],
+                METHODS,
+                RECIPE,
+                RunSettings,
+            )
+        except SettingsError as error:
+            assert any(flag in problem or f" {name} " in problem for problem in error.problems), (
+                method,
+                name,
+                error.problems,
+            )
+            assert all(len(problem) < 1000 for problem in error.problems), (
+                "a long value is not repeated whole"
+            )
+        else:
+            accepted[name] = method
+    extra = {
+        f"{method} {name}"
+        for name, method in accepted.items()
+        if name not in ALLOWED.get(value, {})
+    }
+    assert not extra, f"{value} is accepted, and the list does not say why"
+
+
+def test_the_list_names_nothing_that_is_refused() -> None:
+    """A setting that only has an effect beside another is built alone."""
+    tables = {
+        name: field
+        for spec in METHODS.values()
+        for name, field in get_fields(spec.Settings).items()
+    } | get_fields(RunSettings)
+    for value, names in ALLOWED.items():
+        for name in names:
+            allowed = tables[name].range
+            assert allowed is not None and allowed.contains(float(value)), (value, name)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [math.nan, math.inf, -math.inf, -1, 0, 1e22, 10**22, 10**400, True, "7"],
+    ids=lambda v: str(v)[:30],
+)
+def test_every_number_refuses_it_in_python(value: Any) -> None:
+    """Instances made without the line: sections built directly, as scripts do."""
+    seen = set()
+    for _, name, owner, annotation in NUMBERS:
+        if (owner, name) in seen:
+            continue
+        seen.add((owner, name))
+        given: Any = value
+        if "tuple" in annotation:
+            given = (("gsm8k", value),) if name in ("rewards", "reward_models") else (value,)
+        allowed = next(
+            (
+                why
+                for text, names in ALLOWED.items()
+                if str(value) == text
+                for n, why in names.items()
+                if n == name
+            ),
+            None,
+        )
+        try:
+            owner(**{name: given})
+        except ValueError as error:
+            assert name in str(error), (owner, name, error)
+        else:
+            assert allowed is not None or (value == "7" and "tuple" in annotation), (
+                owner,
+                name,
+                value,
+            )
+
+
+def test_every_number_refuses_it_in_a_runs_config() -> None:
+    for method, name, _, _ in NUMBERS:
+        if name in ("rewards", "curriculum_steps"):
+            continue
+        problems: list[str] = []
+        cls = RunSettings if method == "run" else METHODS[method].Settings
+        unflatten_settings(cls, {name: "nan"}, problems, "config.json")
+        assert any(name in problem for problem in problems), (method, name)
+
+
+def test_a_recipe_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        "method: grpo\n\nadam_eps: -1\nbeta1: 2\nlearning_rate: nan\ntemperature: 0\nsteps: [1, "
+        "2]\nrewards: {gsm8k: inf}\n"
+    )
+    with pytest.raises(SettingsError) as caught:
+        read_run([str(path)], METHODS, RECIPE, RunSettings)
+    said = sorted(caught.value.problems)
+    assert [problem.partition(" line ")[2].partition(" ")[0] for problem in said] == [
+        "3,",
+        "4,",
+        "5,",
+        "6,",
+        "7,",
+        "8,",
+    ]
+    assert "line 3, adam_eps lies from 1e-30 to 1 (smaller values are 0 in fp32" in said[
+        0
+    ] and said[0].endswith("got -1.0")
+    assert said[1].endswith("beta1 lies from 0 to below 1, got 2.0") and said[2].endswith(
+        "learning_rate lies above 0 and up to 1, got nan"
+    )
+    assert "greedy samples are all the same" in said[3]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "value", "expected"),
+    [
+        (Range(0, 1), 2, "lies from 0 to 1"),
+        (Range(0, 1, above=True), 0, "lies above 0 and up to 1"),
+        (Range(0, 1, above=True, below=True), math.nan, "lies between 0 and 1"),
+        (Range(0, 10**9), -1, "is at least 0"),
+        (Range(0, 10**9), 10**10, "is at most 1000000000"),
+        (Range(0, 1e9, above=True), -1, "is positive"),
+        (Range(1, 1e9, why="a cap"), math.nan, "is at least 1 (a cap)"),
+    ],
+)
+def test_a_range_says_what_it_expects(allowed: Range, value: float, expected: str) -> None:
+    assert allowed.describe_violation(value) == expected and not allowed.contains(value)
+
+
+def test_numpys_numbers_are_numbers() -> None:
+    numpy = pytest.importorskip("numpy")
+    check_ranges(OptimSettings(learning_rate=numpy.float64(1e-3), warmup_steps=numpy.int64(3)))
+    with pytest.raises(ValueError, match="warmup_steps is a whole number, got 2.5"):
+        OptimSettings(warmup_steps=2.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        pytest.param(
+            "grpo --batch-size 10000000 --group-size 1000000",
+            "10000000000000 answers a batch",
+            marks=pytest.mark.slow,
+        ),
+        ("grpo --batch-size 10000000000", "--batch-size is at most"),
+        ("sft --max-tokens 1000000000000", "--max-tokens is at most"),
+        (
+            "grpo --max-tokens 500000 --kv-cache-tokens 400000",
+            "does not fit into --kv-cache-tokens 400000",
+        ),
+        pytest.param(
+            "grpo --max-tokens 200000", "the model's context holds", marks=pytest.mark.slow
+        ),
+        ("grpo --lora-rank 1000000000", "--lora-rank is at most"),
+        ("ppo --plan --batch-size 10000000 --group-size 1000000", "answers a batch"),
+        ("grpo --temperature 1e-9", "--temperature is at least 0.001"),
+        (
+            "grpo --reward-clip 0.1 --reward-scale inf",
+            "--reward-scale is at most 1000000000, got inf",
+        ),
+    ],
+)
+def test_sizes_that_cannot_fit_are_refused_before_any_work(
+    words: str,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit) as ended:
+        more = ["--output-dir", str(tmp_path / "run"), "--base-model", "tiny:addition", "--quiet"]
+        main(cli.parse_run([*words.split(), *more], METHODS, RECIPE, options=RunSettings))
+    text = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert ended.value.code == 2 and said in text and "nothing was started" in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_below_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert RunSettings(output_dir=Path("~/x")).output_dir == tmp_path / "x"
+    assert RunSettings(output_dir=Path("a~b/~")).output_dir == Path("a~b/~")
+    with pytest.raises(ValueError, match="output_dir"):
+        RunSettings(output_dir=Path("~nobody-of-this-name/x"))
+
+
+@pytest.mark.parametrize("config", [PPOConfig, REINFORCEConfig])
+def test_the_algorithms_as_objects_refuse_the_same(config: type) -> None:
+    for name, (_, annotation) in leaves(config).items():
+        if is_number(annotation):
+            for value in (math.nan, math.inf, -1, 1e22, True, "7"):
+                with pytest.raises(ValueError, match=name):
+                    config(**{name: value})
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-46, -1e-8])
+def test_adamw_of_the_clients_has_the_bounds_of_the_settings(eps):
+    """In float32 both numbers are 0, and a weight that never had a gradient becomes 0 / 0."""
+    with pytest.raises(ValueError, match="eps is at least 1e-30"):
+        AdamParams(eps=eps)
+    with pytest.raises(ValueError, match="adam_eps"):
+        OptimSettings(adam_eps=eps)
+
+
+def test_a_rank_that_no_client_takes_is_known_as_a_setting():
+    ModelSettings(base_model="x", lora_rank=MAX_RANK)
+    with pytest.raises(ValueError, match="lora_rank"):
+        ModelSettings(base_model="x", lora_rank=MAX_RANK + 1)

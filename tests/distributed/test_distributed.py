@@ -1,0 +1,631 @@
+"""Gradients, updates, samples and saved weights of every launch, against plain torch in float64 on
+one process.
+
+One launch a backend computes everything (distributed_cases.py); the tests look at what it wrote.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from distributed_cases import (
+    DIVISOR,
+    FEW,
+    GRADIENTS,
+    PROMPTS,
+    eight,
+    for_loss,
+    masked_on_one_rank,
+    over_sequences,
+    update_datums,
+    update_params,
+)
+from helpers import GRADIENT_BOUND, float32_bound, make_worker
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rl.distributed import get_hpz_partition_size, get_zero_settings, make_accelerator
+from rl.errors import UserError
+from rl.models.model_loading import load_model
+from rl.types import Datum, LoraConfig
+
+pytestmark = pytest.mark.slow
+REPO = Path(__file__).resolve().parents[2]
+# parameters of at most so many numbers stay whole: the norms do, matrices and adapters are sharded
+SHARDED = 200
+# launch: accelerate config (None: one process); distributed type, what wraps the model ("*" is its
+# own class), processes; a second DeepSpeed config for the same processes. The last two: two
+# machines of two GPUs.
+LAUNCHES = {
+    "one process": (None, ("NO", "*", 1), None),
+    "ddp": ("ddp", ("MULTI_CPU", "*", 2), None),
+    "zero1": ("zero1", ("DEEPSPEED", "DeepSpeedEngine", 2), None),
+    "zero2": ("zero2", ("DEEPSPEED", "DeepSpeedEngine", 2), None),
+    "zero3": ("zero3", ("DEEPSPEED", "DeepSpeedEngine", 2), "zero3_offload"),
+    "fsdp2": ("fsdp2", ("MULTI_CPU", "FSDP*", 2), None),
+    "hsdp": ("hsdp", ("MULTI_CPU", "FSDP*", 4), None),
+    "zero3, hpz": ("zero3", ("DEEPSPEED", "DeepSpeedEngine", 4), None),
+}
+LAUNCH_WORDS = {
+    "hsdp": ("--num_machines", "1", "--parallelism_config_dp_shard_size", "2"),
+}
+# "value": untied, with a value head
+STARTS = ("tied", "untied", "value", "lora_tied", "lora_untied")
+
+
+# ---------------------------------------------------------------------------------------- launching
+
+
+@pytest.fixture(scope="module")
+def starts(tmp_path_factory) -> Path:
+    """Models with no weight at its initial zero or one, so that every gradient counts."""
+    folder = tmp_path_factory.mktemp("starts")
+    model = load_model("tiny:addition", seed=1).model
+    model.config.tie_word_embeddings = False
+    # made different below
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.save_pretrained(str(folder / "untied_base"))
+    for name in STARTS:
+        base = "tiny:addition" if name in ("tied", "lora_tied") else str(folder / "untied_base")
+        worker = make_worker(
+            base,
+            lora=LoraConfig(rank=3, seed=5) if "lora" in name else None,
+            value_head=name == "value",
+        )
+        worker.save_state(0, str(folder / name), {}, None)
+    return folder
+
+
+def sharded(config: str, folder: Path, **settings: int) -> Path:
+    """The project's DeepSpeed config, which at its own threshold would leave a model this small
+    whole. `settings`: more of ZeRO's.
+    """
+    content = json.loads((REPO / "ds_configs" / f"{config}.json").read_text())
+    settings["stage3_param_persistence_threshold"] = SHARDED
+    content["zero_optimization"] |= settings
+    path = folder / f"{config}.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def case_on_ranks(script, start, out, config, seconds):
+    """What `script` leaves in out/found.pt, on two processes of a launch config; `config` None: on
+    one.
+    """
+    launch = []
+    if config is not None:
+        launch = [
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            str(REPO / f"accelerate_configs/{config}.yaml"),
+        ]
+        launch += ["--num_processes", "2", "--main_process_port", "0"]
+        launch += (
+            ["--deepspeed_config_file", str(sharded("zero3", out))] if config == "zero3" else []
+        )
+    run([sys.executable, *launch, str(REPO / "tests" / script), str(start), str(out)], out, seconds)
+    return torch.load(out / "found.pt", weights_only=False)
+
+
+def assert_same_gradients(alone, found, cases):
+    """Of each case ({parameter: gradient}, norm), as one process has it and as two have."""
+    for case in cases:
+        (one, norm), (both, found_norm) = alone[case], found[case]
+        assert one.keys() == both.keys() and norm > 0
+        assert found_norm == pytest.approx(norm, rel=2e-5), case
+        for name, expected in one.items():
+            assert float((both[name] - expected).norm()) <= 2e-5 * norm, (case, name)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        # stage 1 is stage 2 with sums at the end, and four processes take five minutes
+        pytest.param(name, marks=[pytest.mark.campaign] * (name == "zero1" or launch[1][2] == 4))
+        for name, launch in LAUNCHES.items()
+    ],
+)
+def launched(request, starts, tmp_path_factory) -> tuple[str, dict, Path]:
+    config, (*_, processes), also = LAUNCHES[request.param]
+    out = tmp_path_factory.mktemp("out")
+    command = [sys.executable]
+    if config is not None:
+        command += [
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            str(REPO / f"accelerate_configs/{config}.yaml"),
+        ]
+        command += ["--num_processes", str(processes), "--main_process_port", "0"]
+        command += LAUNCH_WORDS.get(request.param, ())
+    if config == "zero3":
+        zero = {"zero_hpz_partition_size": 2} if processes == 4 else {}
+        command += ["--deepspeed_config_file", str(sharded("zero3", out, **zero))]
+    command += [str(REPO / "tests" / "distributed_cases.py"), str(starts), str(out)]
+    if also is not None:
+        command += ["--also", str(sharded(also, out))]
+    run(command, out)
+    return request.param, torch.load(out / "results.pt", weights_only=False), out
+
+
+def run(command: list[str], out: Path, timeout: float = 300.0) -> None:
+    """Runs a launch, all of whose processes are gone afterwards, also when it hangs."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(out / "extensions")}
+    with (out / "log").open("w") as log:
+        process = subprocess.Popen(
+            command, cwd=out, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            pytest.fail(f"a launch hung:\n{(out / 'log').read_text()[-3000:]}")
+    assert code == 0, (out / "log").read_text()[-3000:]
+
+
+# ------------------------------------------------------------------------------------ the reference
+
+
+def load(starts: Path, start: str, folder: Path | None = None, dtype: torch.dtype = torch.float64):
+    """The start (or what was saved in `folder`) with transformers and PEFT alone."""
+    folder = folder or starts / start / "model"
+    if "lora" not in start:
+        model = AutoModelForCausalLM.from_pretrained(str(folder))
+        if start == "value":
+            model.value_head = torch.nn.Linear(model.config.hidden_size, 1)
+            model.value_head.load_state_dict(
+                load_file(str(starts / start / "value_head.safetensors"))
+            )
+        return model.to(dtype)
+    base = load_model(
+        str(starts / "untied_base") if "untied" in start else "tiny:addition", seed=1
+    ).model
+    return PeftModel.from_pretrained(base, str(folder), is_trainable=True).to(dtype)
+
+
+def logprobs_of(model, tokens: list[int], targets: list[int]) -> torch.Tensor:
+    logits = model(input_ids=torch.tensor([tokens])).logits[0]
+    return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)[
+        torch.arange(len(targets)), targets
+    ]
+
+
+def datum_loss(loss: str, datum: Datum, logp_T: torch.Tensor) -> torch.Tensor:
+    """Each loss written once more, on one datum, from its paper."""
+    fields = {name: data.to_torch().to(logp_T.dtype) for name, data in datum.loss_fn_inputs.items()}
+    if loss == "cross_entropy":
+        return -(fields["weights"] * logp_T).sum()
+    if loss == "custom":
+        return over_sequences([datum], [logp_T])[0] * DIVISOR
+    old_T, advantages_T, mask_T = fields["logprobs"], fields["advantages"], fields["mask"]
+    if loss == "ppo":
+        ratio_T = (logp_T - old_T).exp()
+    else:  # gspo, by tokens
+        mean = ((logp_T - old_T) * mask_T).sum() / mask_T.sum()
+        ratio_T = mean.exp().detach() * (logp_T - logp_T.detach()).exp()
+    return -torch.minimum(ratio_T * advantages_T, ratio_T.clamp(0.8, 1.2) * advantages_T)[
+        mask_T > 0
+    ].sum()
+
+
+def backward(model, datums: list[Datum], loss: str, divisor: float = DIVISOR) -> float:
+    """Adds the gradient of the loss's sum, a datum at a time in float64 sums; returns the loss."""
+    total = 0.0
+    for datum in for_loss(datums, loss):
+        tokens, targets = (
+            datum.model_input.to_ints(),
+            datum.loss_fn_inputs["target_tokens"].to_numpy().tolist(),
+        )
+        if loss == "value":
+            hidden_TD = model(
+                input_ids=torch.tensor([tokens]), output_hidden_states=True
+            ).hidden_states[-1][0]
+            mask_T, returns_T = (
+                datum.loss_fn_inputs[name].to_torch().double() for name in ("mask", "returns")
+            )
+            value = (mask_T * (model.value_head(hidden_TD)[:, 0] - returns_T).square() / 2).sum()
+        else:
+            value = datum_loss(loss, datum, logprobs_of(model, tokens, targets))
+        (value / divisor).backward()
+        total += float(value.detach())
+    return total
+
+
+class References:
+    """Gradients in float64, each computed once."""
+
+    def __init__(self, starts: Path):
+        self.starts, self.known = starts, {}
+
+    def gradient(
+        self, start: str, loss: str, datums: list[Datum], key: str = ""
+    ) -> tuple[dict[str, torch.Tensor], float]:
+        if (start, loss, key) not in self.known:
+            model = load(self.starts, start)
+            value = backward(model, datums, loss)
+            trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            gradient = {
+                name: torch.zeros_like(p) if p.grad is None else p.grad
+                for name, p in trained.items()
+            }
+            self.known[start, loss, key] = gradient, value
+        return self.known[start, loss, key]
+
+    def bf16_noise(self, start: str, loss: str) -> float:
+        """How far plain torch in bf16 on one process is from float64: gradients of single datums,
+        added up in float64.
+        """
+        exact, _ = self.gradient(start, loss, eight())
+        total = {name: torch.zeros_like(value) for name, value in exact.items()}
+        model = load(self.starts, start, dtype=torch.bfloat16)
+        for datum in eight():
+            model.zero_grad()
+            backward(model, [datum], loss)
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    total[name] += parameter.grad.double()
+        return difference(total, exact)
+
+
+@pytest.fixture(scope="module")
+def references(starts) -> References:
+    return References(starts)
+
+
+def difference(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Relative, by the norm over all parameters."""
+    assert got.keys() == expected.keys()
+    apart = sum(float((got[name].double() - expected[name]).square().sum()) for name in expected)
+    whole = sum(float(value.square().sum()) for value in expected.values())
+    return (apart / whole) ** 0.5 if whole else apart**0.5
+
+
+def assert_same(
+    found: tuple[dict[str, torch.Tensor], float],
+    expected: dict[str, torch.Tensor],
+    bound: float = GRADIENT_BOUND,
+) -> None:
+    """The gradient, each parameter's by itself (a wrong small one hides in the whole norm), and the
+    norm as reported.
+
+    A parameter's own gradient may be twenty times smaller than what it is the difference of.
+    """
+    gradient, norm = found
+    assert difference(gradient, expected) < bound
+    for name in expected:
+        assert difference({name: gradient[name]}, {name: expected[name]}) < 20 * bound, name
+    whole = sum(float(value.square().sum()) for value in expected.values()) ** 0.5
+    assert norm == pytest.approx(whole, rel=2 * bound)
+
+
+# -------------------------------------------------------------------------------------------- tests
+
+
+def test_the_launch_is_what_it_says(launched):
+    """No launch passes as plain training on one process, and under ZeRO-3 each rank really holds a
+    part.
+    """
+    name, results, _ = launched
+    kind, wrapped, processes = LAUNCHES[name][1]
+    for case in GRADIENTS:
+        launch = results[case]["launch"]
+        assert (launch["distributed_type"], launch["world"], launch["processes"]) == (
+            kind,
+            processes,
+            processes,
+        )
+        assert launch["wrapped"] == wrapped.replace(
+            "*", "PeftModelForCausalLM" if case.startswith("lora") else "Qwen3ForCausalLM"
+        )
+        assert launch["stage"] == (int(name[4]) if name.startswith("zero") else None)
+        assert launch["dtype"] == "fp32"
+        # twice the timeout and a minute, see ObjectGroup; never a library's own half hour
+        assert launch["bound"] <= 2 * 60 + 60
+        share = launch["own"] / launch["parameters"]
+        if name.startswith("zero3"):
+            assert share < 0.05  # the norms: DeepSpeed keeps its shares elsewhere
+        else:
+            assert share == (pytest.approx(0.5, abs=0.01) if name in ("fsdp2", "hsdp") else 1)
+
+
+def test_nothing_is_compiled_at_start(launched):
+    """Torch builds extensions under a lock: one that a killed process has left would hold up every
+    later start, for ever.
+    """
+    _, _, out = launched
+    assert not (out / "extensions").exists()
+
+
+def test_cuts_are_what_they_say(launched):
+    """Micro-batches of rank 0. (Eight unequal sequences need not make two halves of equal cost, so
+    two ranks may have two each.)
+    """
+    name, results, _ = launched
+    processes = LAUNCHES[name][1][2]
+    assert results["tied, ppo, one micro-batch of all"]["cuts"] <= processes
+    assert results["tied, ppo, one sequence a micro-batch"]["cuts"] == 8 // processes
+    assert 2 <= results["tied, ppo, some a micro-batch, calls of 3 and 5"]["cuts"] <= 6
+
+
+@pytest.mark.parametrize("case", GRADIENTS)
+def test_gradients(launched, references, case):
+    _, results, _ = launched
+    found, expected = results[case], GRADIENTS[case]
+    gradient, loss = references.gradient(expected.start, expected.loss, eight())
+    assert_same((found["gradient"], found["norm"]), gradient)
+    if expected.loss == "custom":  # it divides by itself
+        loss /= DIVISOR
+    assert found["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "case", ["one rank all masked", "one datum", "a forward in between", "what was dropped is gone"]
+)
+def test_unequal_shares(launched, references, case):
+    _, results, _ = launched
+    datums = masked_on_one_rank()
+    datums = datums[:1] if case == "one datum" else datums
+    assert_same(
+        results[case],
+        references.gradient("untied", "ppo", datums, case if case == "one datum" else "masked")[0],
+    )
+    assert results["no datum"] == {"grad_norm": 0.0, "skipped": 1.0}
+    assert_same(
+        results["a forward without the adapter before"],
+        references.gradient("lora_tied", "ppo", eight())[0],
+    )
+
+
+def without_its_weakest_token(
+    references: References, start: str, loss: str
+) -> dict[str, torch.Tensor]:
+    """The gradient of `eight` without one token of some fifty: the one of the smallest advantage
+    that is not clipped away.
+    """
+    whole = references.gradient(start, loss, eight())[0]
+    advantages = [
+        (abs(float(a)), i, t)
+        for i, d in enumerate(eight())
+        for t, a in enumerate(d.loss_fn_inputs["advantages"].array)
+        if a
+    ]
+    for _, i, t in sorted(advantages):
+        datums = eight()
+        for name in ("mask", "advantages"):
+            datums[i].loss_fn_inputs[name].array[t] = 0.0
+        found = references.gradient(start, loss, datums, f"without token {t} of {i}")[0]
+        if difference(found, whole) > 0:
+            return found
+    raise AssertionError("every token is clipped away")
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_a_token_left_out_is_seen(launched, references, case):
+    _, results, _ = launched
+    expected, found = GRADIENTS[case], results[case]
+    with pytest.raises(AssertionError):
+        assert_same(
+            (found["gradient"], found["norm"]),
+            without_its_weakest_token(references, expected.start, expected.loss),
+        )
+
+
+@pytest.mark.parametrize("start", ["untied", "lora_tied"])
+def test_a_wrong_divisor_is_seen(launched, references, start):
+    """With every loss divided once more by the number of processes, the comparison above fails."""
+    name, results, _ = launched
+    expected = references.gradient(start, "ppo", eight())[0]
+    if name == "one process":  # where that is no defect
+        return assert_same(results[f"planted, {start}"], expected)
+    with pytest.raises(AssertionError):
+        assert_same(results[f"planted, {start}"], expected)
+    processes = LAUNCHES[name][1][2]
+    expected = {parameter: value / processes for parameter, value in expected.items()}
+    assert_same(results[f"planted, {start}"], expected)
+
+
+def test_models_side_by_side_are_each_as_if_alone(launched, starts, references):
+    """A policy, a critic and a frozen model, each with an engine of its own: no call or update of
+    one is seen by another.
+    """
+    found = launched[1]["two models"]
+    assert_same(found["policy"], references.gradient("tied", "ppo", eight())[0])
+    assert_same(found["critic"], references.gradient("value", "value", eight())[0])
+    for i, (start, loss) in enumerate((("tied", "ppo"), ("value", "value"))):
+        _, norms = updated(starts, start, loss, steps=2)
+        assert [found[f"norms {step}"][i] for step in range(2)] == pytest.approx(norms, rel=1e-5)
+    assert (
+        found["scores"]
+        == found["scores after"]
+        == pytest.approx(references.gradient("untied", "ppo", eight())[1], rel=1e-5)
+    )
+
+
+def updated(
+    starts: Path, start: str, loss: str = "ppo", steps: int = 5
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Updates by torch's AdamW and clipping in float64: how each trained weight changed, and the
+    norms before clipping.
+    """
+    model, norms = load(starts, start), []
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    before = {name: p.detach().clone() for name, p in parameters.items()}
+    adam = torch.optim.AdamW(parameters.values())
+    for step in range(steps):
+        adam.zero_grad()
+        backward(model, update_datums(step), loss)
+        params = update_params(step)
+        norms.append(
+            float(torch.nn.utils.clip_grad_norm_(parameters.values(), params.grad_clip_norm))
+        )
+        assert norms[-1] > params.grad_clip_norm
+        betas = params.beta1, params.beta2
+        adam.param_groups[0].update(
+            lr=params.learning_rate, betas=betas, eps=params.eps, weight_decay=params.weight_decay
+        )
+        adam.step()
+    return {name: p.detach() - before[name] for name, p in parameters.items()}, norms
+
+
+@pytest.mark.parametrize("start", ["untied", "lora_tied"])
+def test_updates(launched, starts, start):
+    """The weights come back through the folder that transformers or PEFT reads."""
+    _, results, out = launched
+    expected, norms = updated(starts, start)
+    assert results[f"updates, {start}"]["norms"] == pytest.approx(norms, rel=1e-5)
+    saved = dict(load(starts, start, out / "sampler_weights" / start).named_parameters())
+    before = dict(load(starts, start).named_parameters())
+    changes = {name: saved[name].detach() - before[name].detach() for name in expected}
+    # float32 weights: 1e-7 of weights that are 1,000 times their change
+    assert difference(changes, expected) < 1e-4
+
+
+@pytest.mark.parametrize("start", ["untied", "lora_tied"])
+def test_saved_weights_are_those_that_sampled(launched, starts, start):
+    """Reloaded by transformers or PEFT: the logprobs of the learner, of the sampler's tokens, and
+    of given tokens.
+    """
+    _, results, out = launched
+    found = results[f"updates, {start}"]
+    model = load(starts, start, out / "sampler_weights" / start)
+    merged = AutoModelForCausalLM.from_pretrained(str(out / "sampler_weights" / f"{start}_merged"))
+    with torch.no_grad():
+        probe = logprobs_of(model, PROMPTS[0], [*PROMPTS[0][1:], 1])
+        torch.testing.assert_close(
+            torch.from_numpy(found["learner"]).double(), probe, atol=1e-5, rtol=0
+        )
+        torch.testing.assert_close(
+            logprobs_of(merged, PROMPTS[0], [*PROMPTS[0][1:], 1]).double(), probe, atol=1e-5, rtol=0
+        )
+        torch.testing.assert_close(
+            torch.tensor(found["scored"][1:]).double(), probe[:-1], atol=1e-5, rtol=0
+        )
+        for prompt, sequences in zip(PROMPTS, found["both"], strict=True):
+            for tokens, logprobs in sequences:
+                expected = logprobs_of(model, [*prompt, *tokens[:-1]], [*prompt[1:], *tokens])[
+                    len(prompt) - 1 :
+                ]
+                torch.testing.assert_close(
+                    torch.tensor(logprobs).double(), expected, atol=1e-5, rtol=0
+                )
+
+
+@pytest.mark.parametrize("start", ["untied", "lora_tied"])
+def test_resumed_is_undisturbed(launched, start):
+    """One more update, on the client at hand and on one made from its checkpoint: the same bits,
+    and another than before.
+    """
+    _, _, out = launched
+    file = "adapter_model.safetensors" if "lora" in start else "model.safetensors"
+    before, went_on, resumed = (
+        load_file(str(out / "sampler_weights" / (start + end) / file))
+        for end in ("", "_went_on", "_resumed")
+    )
+    assert all(torch.equal(went_on[name], resumed[name]) for name in went_on)
+    assert not any(torch.equal(went_on[name], before[name]) for name in went_on)
+
+
+@pytest.mark.parametrize("start", ["untied", "lora_tied"])
+def test_ranks_sample_unequal_lengths(launched, start):
+    """One rank's samples ended at their first token, the other's ran to the limit; alone, the first
+    are drawn again.
+    """
+    _, results, _ = launched
+    found = results[f"updates, {start}"]
+    assert [[len(tokens) for tokens, _ in sequences] for sequences in found["both"]] == [
+        [40, 40],
+        [1, 1],
+    ]
+    assert [tokens for tokens, _ in found["alone"]] == [tokens for tokens, _ in found["both"][1]]
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_offloaded_optimizer(launched, references, case):
+    name, results, _ = launched
+    if LAUNCHES[name][2] is None:
+        return
+    found, expected = results[f"also: {case}"], GRADIENTS[case]
+    assert found["launch"]["optimizer_device"] == "cpu"
+    assert_same(
+        (found["gradient"], found["norm"]),
+        references.gradient(expected.start, expected.loss, eight())[0],
+    )
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_bf16_gradients(launched, references, case):
+    """At most twice as far from float64 as plain torch in bf16 on one process: the noise of one
+    rounding, drawn once more.
+
+    A divisor wrong by two is 0.5 away.
+    """
+    _, results, _ = launched
+    found, expected = results[f"bf16: {case}"], GRADIENTS[case]
+    assert found["launch"]["dtype"] == "bf16"
+    noise = references.bf16_noise(expected.start, expected.loss)
+    assert noise < 0.05
+    assert (
+        difference(
+            found["gradient"], references.gradient(expected.start, expected.loss, eight())[0]
+        )
+        < 2 * noise
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        ("FSDP_VERSION", "1", "only 2 is supported"),
+        ("FSDP_OFFLOAD_PARAMS", "true", "zero3_offload"),
+        ("FSDP_RESHARD_AFTER_FORWARD", "false", "leave it out"),
+        ("FSDP_CPU_RAM_EFFICIENT_LOADING", "true", "every rank reads"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "true", "gradient_checkpointing"),
+        ("PARALLELISM_CONFIG_TP_SIZE", "2", "data-parallel ranks alone"),
+        ("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "4", "are 4 processes, but 2 were launched"),
+    ],
+)
+def test_fsdp_settings_that_would_be_overruled_are_refused(monkeypatch, name, value, match):
+    for key, fits in {
+        "ACCELERATE_USE_FSDP": "true",
+        "WORLD_SIZE": "2",
+        "FSDP_VERSION": "2",
+        name: value,
+    }.items():
+        monkeypatch.setenv(key, fits)
+    with pytest.raises(UserError, match=match):
+        make_accelerator(bf16=False)
+
+
+@pytest.mark.parametrize(("stage", "size", "fits"), [(3, 2, True), (2, 2, False)])
+def test_a_second_copy_of_the_weights_needs_stage_3(monkeypatch, tmp_path, stage, size, fits):
+    (tmp_path / "zero.json").write_text(
+        json.dumps({"zero_optimization": {"stage": stage, "zero_hpz_partition_size": size}})
+    )
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "zero.json"))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    if fits:
+        assert get_hpz_partition_size() == size and get_zero_settings() == (stage, False)
+    else:
+        with pytest.raises(UserError, match="zero_hpz_partition_size is"):
+            get_zero_settings()
+
+
+@pytest.mark.parametrize("start", ["tied", "lora_tied"])
+def test_bf16_gradients_add_up_in_fp32(launched, start):
+    """Five equal calls give five times the gradient of one, as exactly as float32 adds: bf16 sums
+    would be 2e-3 apart.
+    """
+    _, results, _ = launched
+    once, repeated = results[f"bf16 repeated, {start}"]
+    assert difference(
+        repeated, {name: 5 * value.double() for name, value in once.items()}
+    ) < float32_bound(5 * 8)

@@ -1,0 +1,494 @@
+"""Ranks that must part: the driver is stopped, the ranks were not started alike, the launcher is
+killed. Each is bounded and named.
+"""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rank_server import TAG, Ranks
+from test_run import write
+
+from rl.config.run_config import diff_configs
+from rl.distributed import get_zero_settings, heartbeat, launch_agreement
+from rl.distributed.heartbeat import HeartbeatMonitor, HeartbeatSender
+from rl.distributed.launch_agreement import collect_launch_info, find_differences
+from rl.runtime.rank_settings import SamplerSettings, WorkerSettings
+from rl.trainer.config_diff import CHANGEABLE_OPTIONS as FREE
+
+REPO = Path(__file__).resolve().parents[2]
+TIMEOUT = 4  # so a beat each second
+
+
+# -------------------------------------------------------------------------------------- beats alone
+
+WATCHER = """
+import sys, time
+sys.path.insert(0, {repo!r})
+from rl.distributed.heartbeat import HeartbeatMonitor
+HeartbeatMonitor(["127.0.0.1"], int(sys.argv[1]), sys.argv[2], interval_seconds=0.2, timeout=0.8, lost_message=lambda seconds: f"lost after {{seconds:.1f}}")
+print("watching", flush=True)
+time.sleep(30)
+"""
+DRUMMER = """
+import sys, time
+sys.path.insert(0, {repo!r})
+from rl.distributed.heartbeat import HeartbeatSender
+drum = HeartbeatSender(0.2)
+print(drum.port, drum.token, flush=True)
+if sys.argv[1] == "say goodbye":
+    sys.stdin.readline()
+    drum.close()
+    print("closed", flush=True)
+time.sleep(60)
+"""
+
+
+def python(code: str, *words: str) -> subprocess.Popen:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", code.format(repo=str(REPO)), *words],
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["stopped", "killed", "says goodbye"])
+def test_a_watcher_ends_with_a_stopped_or_killed_drummer_and_not_with_one_that_says_goodbye(how):
+    with python(DRUMMER, "say goodbye" if how == "says goodbye" else "") as drummer:
+        port, word = drummer.stdout.readline().split()
+        with python(WATCHER, port, word) as watcher:
+            assert watcher.stdout.readline() == "watching\n"
+            time.sleep(1.0)  # of beats, more than the timeout
+            assert watcher.poll() is None
+            begin = time.monotonic()
+            if how == "says goodbye":
+                drummer.stdin.write("\n")
+                drummer.stdin.flush()
+                time.sleep(1.5)
+                assert watcher.poll() is None
+                watcher.kill()
+            else:
+                drummer.send_signal(signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+                assert watcher.wait(20) == 1
+                assert "lost after" in watcher.stderr.read()
+                assert time.monotonic() - begin < 10
+        drummer.kill()
+
+
+def test_a_watcher_that_was_itself_stopped_for_long_goes_on():
+    drum = HeartbeatSender(0.2)
+    with python(WATCHER, str(drum.port), drum.token) as watcher:
+        assert watcher.stdout.readline() == "watching\n"
+        watcher.send_signal(signal.SIGSTOP)
+        time.sleep(1.5)
+        watcher.send_signal(signal.SIGCONT)
+        time.sleep(0.8)
+        assert watcher.poll() is None, watcher.stderr.read()
+        watcher.kill()
+    drum.close()
+
+
+WAITS = WATCHER.replace("print(", "watch.waiting_since = time.monotonic()\nprint(").replace(
+    "\nHeartbeatMonitor(", "\nwatch = HeartbeatMonitor("
+)
+
+
+@pytest.mark.parametrize("collecting", [False, True])
+def test_a_watcher_left_waiting_by_a_drummer_that_beats_ends_unless_that_waits_for_another(
+    collecting,
+):
+    """A driver that hangs in code of its own still beats, since beats have a thread of their own."""
+    drum = HeartbeatSender(0.2)
+    drum.collecting = collecting
+    with python(WAITS, str(drum.port), drum.token) as watcher:
+        assert watcher.stdout.readline() == "watching\n"
+        begin = time.monotonic()
+        if collecting:
+            time.sleep(1.6)  # twice the timeout
+            assert watcher.poll() is None
+            drum.collecting = False
+        assert watcher.wait(20) == 1 and "lost after" in watcher.stderr.read()
+        assert time.monotonic() - begin > 0.7  # the timeout is 0.8, and it began a moment before
+    drum.close()
+
+
+def test_strangers_get_no_beats_and_keep_nobody_from_them():
+    drum = HeartbeatSender(0.1)
+    silent = [socket.create_connection(("127.0.0.1", drum.port)) for _ in range(5)]
+    wrong = socket.create_connection(("127.0.0.1", drum.port))
+    wrong.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    wrong.settimeout(5.0)
+    try:
+        assert wrong.recv(10) == b""  # sent away
+    except ConnectionResetError:
+        pass
+    right = socket.create_connection(("127.0.0.1", drum.port))
+    right.sendall(drum.token[:7].encode())  # in pieces
+    time.sleep(0.3)
+    right.sendall(drum.token[7:].encode())
+    right.settimeout(5.0)
+    assert right.recv(1) == b"."
+    drum.close()
+    for each in silent:
+        each.settimeout(5.0)
+        assert each.recv(10) == b""
+    assert right.recv(1000).endswith(b"!")
+
+
+def test_no_connection_is_said_and_not_waited_for(monkeypatch, capsys):
+    monkeypatch.setattr("rl.distributed.heartbeat._CONNECT_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    HeartbeatMonitor(
+        ["127.0.0.1"], port, "word", interval_seconds=1.0, timeout=4.0, lost_message=str
+    )
+    assert f"no connection to port {port} of 127.0.0.1" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------- what must be the same
+
+
+def test_each_setting_that_differs_is_found_and_named():
+    """Every field of the settings, at every depth, one at a time."""
+    base = WorkerSettings()
+    names = ["rank 0 (process 1 on a)", "rank 1 (process 2 on b)"]
+    changed = 0
+    for path, settings in every_change(base):
+        found = find_differences([collect_launch_info(base), collect_launch_info(settings)], names)
+        assert (
+            len(found) == 1
+            and found[0].startswith(f"the setting {path} is ")
+            and found[0].endswith(names[0])
+        ), found
+        assert names[1] in found[0]
+        changed += 1
+    assert changed >= 10
+    assert (
+        find_differences([collect_launch_info(base), collect_launch_info(WorkerSettings())], names)
+        == []
+    )
+
+
+def every_change(settings, prefix=""):
+    """(path, the settings with that field changed) of every leaf."""
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            for path, inner in every_change(value, f"{prefix}{field.name}."):
+                yield path, dataclasses.replace(settings, **{field.name: inner})
+            continue
+        other = {
+            bool: lambda v: not v,
+            int: lambda v: v + 1,
+            float: lambda v: v + 1.0,
+            str: lambda v: v + "x",
+        }
+        new = other[type(value)](value) if value is not None else 1
+        copy = dataclasses.replace(settings)  # checks of the settings themselves are not asked
+        object.__setattr__(copy, field.name, new)
+        yield prefix + field.name, copy
+
+
+def test_what_one_side_alone_has_differs():
+    """Of rank 0 or of another: an older version knows fewer settings."""
+    assert find_differences([{"a": "1"}, {"a": "1", "b": "2"}], ["r0", "r1"]) == [
+        "b is 2 on r1 and none on r0"
+    ]
+    assert find_differences([{"a": "1", "b": "2"}, {"a": "1"}], ["r0", "r1"]) == [
+        "b is none on r1 and 2 on r0"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("heard", "ends"), [("..x..x.", False), ("..x...", True), ("...", True), ("..g", False)]
+)
+def test_silences_count_only_while_nothing_comes_between(monkeypatch, heard, ends):
+    """Three silent intervals (.) in a row are too many; a beat (x) begins the count anew; after a
+    goodbye (g) nobody is missed.
+    """
+
+    class Connection(contextlib.nullcontext):
+        left = iter(heard)
+
+        def settimeout(self, seconds):
+            pass
+
+        def recv(self, size):
+            match next(self.left, "g"):
+                case ".":
+                    raise TimeoutError
+                case "g":
+                    return heartbeat._GOODBYE
+            return heartbeat._BEAT
+
+    watch, exits = HeartbeatMonitor.__new__(HeartbeatMonitor), []
+    watch._interval_seconds, watch._max_missed, watch._lost_message, watch._closed = (
+        0.001,
+        3,
+        "{} s".format,
+        threading.Event(),
+    )
+    watch._timeout = 60.0
+    monkeypatch.setattr(heartbeat.os, "_exit", exits.append)
+    monkeypatch.setattr(heartbeat.os, "write", lambda *_: None)
+    watch._run(Connection())
+    assert exits == ([1] if ends else [])
+
+
+def test_versions_and_code_are_compared():
+    names = ["rank 0", "rank 1"]
+    one = collect_launch_info(WorkerSettings())
+    other = {
+        **one,
+        "the version of torch": "1.0",
+        "the code of this project (checksum)": "00000000",
+    }
+    found = find_differences([one, other], names)
+    assert (
+        len(found) == 2
+        and f"the version of torch is 1.0 on rank 1 and {one['the version of torch']} on rank 0"
+        in found
+    )
+
+
+def test_the_checksum_is_of_every_source_of_the_project(tmp_path, monkeypatch):
+    for package in ("rl", "kernels"):
+        shutil.copytree(
+            REPO / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    here = launch_agreement._source_checksum()
+    monkeypatch.setattr(launch_agreement, "_ROOT", tmp_path)
+    assert launch_agreement._source_checksum() == here
+    for path in sorted(tmp_path.rglob("*.py"))[::29]:
+        text = path.read_text()
+        path.write_text(text + "\n")
+        assert launch_agreement._source_checksum() != here, path
+        path.write_text(text)
+    assert launch_agreement._source_checksum() == here
+
+
+def test_a_deepspeed_config_is_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ds_configs/zero3.json")
+    assert get_zero_settings() == (3, False)
+
+
+# ------------------------------------------------------------------------------------ two processes
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    server = Ranks()
+    yield server
+    server.close()
+
+
+STOPPED = """
+import os, signal, sys, time
+sys.path.insert(0, {repo!r})
+from rl import ServiceClient
+from rl.runtime.rank_settings import WorkerSettings
+from rl.runtime.training_worker import TrainingWorker
+make = TrainingWorker.create_model
+def stops(self, *arguments):
+    made = make(self, *arguments)
+    if os.environ["RANK"] == "0":
+        print("stopping at", time.time(), flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return made
+if {where!r} == "in a verb":
+    TrainingWorker.create_model = stops
+service = ServiceClient(settings=WorkerSettings(timeout_seconds={timeout}))
+service.create_full_training_client("tiny:addition").result()
+print("stopping at", time.time(), flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["in a verb", "between verbs"])
+def test_a_stopped_driver_is_noticed_within_the_timeout_and_a_beat(ranks, tmp_path, where):
+    script = tmp_path / "stops.py"
+    script.write_text(STOPPED.format(repo=str(REPO), where=where, timeout=TIMEOUT))
+    launch = ranks.start(cwd=tmp_path, world=2, script=str(script))
+    deadline = time.monotonic() + 90
+    while launch.codes[1] is None and time.monotonic() < deadline:
+        launch.poll()
+        time.sleep(0.02)
+    ended = time.time()
+    launch.kill(0)
+    assert launch.wait(20) == [-signal.SIGKILL, 1], launch.output()
+    stopped = float(launch.output(0).split("stopping at")[1].split()[0])
+    # 3 s: this machine's, not the bound's
+    assert ended - stopped < TIMEOUT + TIMEOUT / 4 + 3.0, launch.output()
+    assert f"rank 0 (process {launch.pids[0]} on" in launch.output(
+        1
+    ) and f"did not answer within {TIMEOUT} s" in launch.output(1)
+
+
+UNLIKE = """
+import os, sys
+sys.path.insert(0, {repo!r})
+from rl import ServiceClient
+from rl.runtime.rank_settings import SamplerSettings, WorkerSettings
+mine = SamplerSettings(max_rows=7 if os.environ["RANK"] == "1" else 1024)
+try:
+    service = ServiceClient(settings=WorkerSettings(sampler=mine, timeout_seconds=60))
+except ValueError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.slow
+def test_settings_that_differ_between_ranks_are_refused(ranks, tmp_path):
+    assert SamplerSettings().max_rows == 1024
+    script = tmp_path / "unlike.py"
+    script.write_text(UNLIKE.format(repo=str(REPO)))
+    launch = ranks.start(cwd=tmp_path, world=2, script=str(script))
+    assert launch.wait(60) == [0, 1], launch.output()
+    said = launch.output(0)
+    assert (
+        "refused: the ranks do not agree: the setting sampler.max_rows is 7 on rank 1 (process"
+        in said
+    )
+    assert (
+        "and 1024 on rank 0 (process" in said
+        and "the error of rank 0 lists the differences" in launch.output(1)
+    )
+
+
+OWN = """
+import os, sys, time
+sys.path.insert(0, {repo!r})
+from rl import ServiceClient
+service = ServiceClient()
+service.create_full_training_client("tiny:addition").result()
+open("ready", "w").write(str(os.getppid()))
+time.sleep(1000)
+"""
+
+
+@pytest.mark.slow
+def test_a_users_own_script_ends_with_a_killed_launcher(tmp_path):
+    script, tag = tmp_path / "own.py", f"launched-{os.getpid()}"
+    script.write_text(OWN.format(repo=str(REPO)))
+    config = str(REPO / "accelerate_configs" / "ddp.yaml")
+    words = [
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        config,
+        "--num_processes",
+        "2",
+        "--main_process_port",
+        "0",
+        str(script),
+    ]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", TAG: tag}
+    with (tmp_path / "log").open("w") as log:
+        launcher = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=tmp_path,
+            env=env,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + 240
+        while not (tmp_path / "ready").exists():
+            assert launcher.poll() is None and time.monotonic() < deadline, (
+                tmp_path / "log"
+            ).read_text()
+            time.sleep(0.05)
+        assert len(tagged(tag)) >= 3  # the launcher and two ranks
+        launcher.kill()
+        launcher.wait()
+        deadline = time.monotonic() + 30
+        while tagged(tag) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert tagged(tag) == []
+    finally:
+        for pid in tagged(tag):
+            os.kill(pid, signal.SIGKILL)
+
+
+LAST = """
+import os
+from pathlib import Path
+if Path("spent").exists(): raise MemoryError("as if there were none")
+count = [0]
+def digits(prompt, response, meta):
+    assert os.environ["MY_SETTING"] == "handed over" and "MY_TOKEN" not in os.environ
+    count[0] += 1
+    if count[0] > 40:
+        Path("spent").touch()
+        os._exit(1)
+    return count[0] % 3
+"""
+
+
+@pytest.mark.slow
+def test_a_run_whose_rewards_cannot_be_restored_ends_with_the_cause(ranks, tmp_path):
+    recipe = write(tmp_path)
+    (tmp_path / "tests_rewards.py").write_text(LAST)
+    flags = (
+        "--output-dir",
+        "out",
+        "--reward-workers",
+        "1",
+        "--reward-env",
+        "MY_SETTING",
+        "--eval-every",
+        "0",
+        "--rollouts-every",
+        "0",
+    )
+    launch = ranks.start(
+        recipe, *flags, cwd=tmp_path, world=2, MY_SETTING="handed over", MY_TOKEN="secret"
+    )
+    assert launch.wait(120) == [2, 0], launch.output()
+    said = " ".join(launch.output(0).replace("│", " ").split())
+    assert (
+        "cannot score any more" in said
+        and "MemoryError: as if there were none" in said
+        and "Traceback" not in said
+    )
+    assert ranks.nothing_left() == []
+
+
+def test_what_rewards_get_of_the_environment_may_change_when_a_run_is_resumed():
+    """A run of before there was this setting is resumed as well."""
+    stage = {"name": "grpo", "method": "grpo", "settings": {"learning_rate": 1.0}}
+    later = {**stage, "settings": {"learning_rate": 1.0, "reward_env": ["MY_SETTING"]}}
+    assert (
+        diff_configs(
+            {"options": {}, "stages": [stage]}, {"options": {}, "stages": [later]}, ignore=FREE
+        )
+        == []
+    )
+
+
+def tagged(tag: str) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{TAG}={tag}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found

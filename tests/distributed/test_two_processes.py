@@ -1,0 +1,65 @@
+"""The same plain script on one process, on two under DDP, and on two under ZeRO-3 (gloo): the same
+losses, norms, samples, weights.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+REPO = Path(__file__).resolve().parents[2]
+LAUNCHES = {
+    "ddp": ["MULTI_CPU", "Qwen3ForCausalLM", 2],
+    "zero3": ["DEEPSPEED", "DeepSpeedEngine", 2],
+}
+
+
+def run(out: Path, config: str | None) -> dict:
+    script = [str(REPO / "tests" / "two_processes.py"), str(out)]
+    command = [sys.executable, *script]
+    if config is not None:
+        launch = [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            str(REPO / f"accelerate_configs/{config}.yaml"),
+        ]
+        command = [*launch, "--num_processes", "2", "--main_process_port", "0", *script]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=out.parent, env=env, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((out / "result.json").read_text())
+
+
+@pytest.mark.slow
+def test_two_processes_are_one(tmp_path):
+    """All weights; an adapter's updates, samples and saved weights are among test_distributed.py's
+    cases.
+    """
+    alone = run(tmp_path / "alone", None)
+    assert alone["launch"][2] == 1
+    weights = load_file(
+        str(tmp_path / "alone" / "checkpoints" / "end" / "model" / "model.safetensors")
+    )
+    for config, launch in LAUNCHES.items():
+        got = run(tmp_path / config, config)
+        assert got["launch"] == launch  # not a plain single process that passes for it
+        for ours, theirs in zip(got["steps"], alone["steps"], strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+        assert got["tokens"] == alone["tokens"]
+        for ours, theirs in zip(got["logprobs"], alone["logprobs"], strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-4)
+        saved = load_file(
+            str(tmp_path / config / "checkpoints" / "end" / "model" / "model.safetensors")
+        )
+        assert saved.keys() == weights.keys()
+        for key, value in weights.items():
+            assert (saved[key] - value).abs().max() < 1e-5, key

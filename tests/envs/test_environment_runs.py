@@ -1,0 +1,452 @@
+"""Environments in whole runs: from the line, from recipes, in evaluations; built-in ones, TRL's;
+resumed in the middle, broken in part.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from doc_blocks import blocks_of
+from whole_runs import RECIPE, train, two_and_two
+
+from rl.algorithms import METHODS
+from rl.config import RunSettings, SettingsError, parse_run
+from rl.config.cli import read_run
+from rl.envs.python_env import Python
+from rl.errors import UserError
+from rl.sandbox import Sandbox
+
+REPO = Path(__file__).resolve().parents[2]
+SMALL = (
+    "--base-model tiny:ascii --batch-size 3 --group-size 3 --max-tokens 6 --eval-limit 4 "
+    "--learning-rate 1e-3 --environment-rows 12"
+)
+LEVELS = "--curriculum success --curriculum-up 0.01 --curriculum-down 0 --curriculum-window 2"
+
+# Rewards by turn, an end of its own at random, truncations, a tool, a level; member 2 breaks at
+# times.
+WALK = '''
+from rl.envs import Environment, TurnResult, tool
+
+def length(text: str) -> int:
+    """Counts.
+
+    Args:
+        text: what is counted
+    """
+    return len(text)
+
+class Walk(Environment):
+    """Goes on for a while."""
+    def __init__(self, breaks: bool = False, longest: int = 4):
+        self.breaks, self.longest, self.tools = breaks, longest, (length,)
+    def rows(self, split, count):
+        return [{"level": i % 3} for i in range(count)]
+    def start(self):
+        self.left = self.rng.randrange(1, self.longest)
+        return "go "
+    async def step(self, answer):
+        if self.breaks and self.member == 2:
+            raise RuntimeError("broken")
+        self.left -= 1
+        reward = sum(map(ord, answer["content"])) % 7 / 7 + 0.1 * self.row["level"]
+        return TurnResult("on ", reward=reward, done=self.left <= 0, metrics={"correct": reward}, logs={"left": self.left})
+'''
+
+
+@pytest.fixture(scope="module")
+def walk(tmp_path_factory):
+    file = tmp_path_factory.mktemp("walk") / "walk.py"
+    file.write_text(WALK)
+    return f"{file}:Walk"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [("grpo", f"--step-rewards to_go --reward-discount 0.9 {LEVELS}"),
+     ("ppo", "--normalise-rewards --group-size 2 --environment-isolation thread")],
+)  # fmt: skip
+def test_four_steps_are_two_and_two(walk, tmp_path, method, more):
+    rows = two_and_two(
+        f"{method} {SMALL} --environment {walk} --max-turns 3 {more} --eval-every 2 "
+        f"--rollouts-every 1",
+        tmp_path,
+    )
+    steps = [row for row in rows if "progress/batch" in row]
+    # which episodes go on hangs on the name, and with it on where this test lies
+    assert any(row["env/all/turns_per_episode"] > 1 for row in steps) and {
+        row["reward/failed"] for row in steps
+    } == {0}
+    rollouts = sorted((tmp_path / "whole" / "rollouts").glob("*.jsonl"))
+    assert [a.read_text() for a in rollouts] == [
+        (tmp_path / "cut" / "rollouts" / a.name).read_text() for a in rollouts
+    ]
+
+
+@pytest.mark.slow
+def test_what_breaks_is_left_out_and_named_and_the_rest_is_trained(walk, tmp_path):
+    words = (
+        f"--environment {walk} --environment.breaks --max-turns 3 --steps 2 --eval-every 0 "
+        f"--rollouts-every 1"
+    )
+    rows = train(f"grpo {SMALL} {words}", tmp_path)
+    for row in (row for row in rows if "progress/batch" in row):
+        assert row["reward/failed"] == 3 and row["env/all/total_episodes"] == 6
+        number = int(row["step"])
+        lines = (tmp_path / "rollouts" / f"step_{number:06d}.jsonl").read_text().splitlines()
+        written = [json.loads(line) for line in lines]
+        assert len(written) == 6
+        tokens = sum(
+            len(turn["token_ids"]) for r in written for turn in r["turns"] if turn["sampled"]
+        )
+        # the loss is divided by what there is, not by what was wanted; groups of equal rewards are
+        # no part of it
+        assert row["optim/tokens"] <= tokens
+        rewards = {}
+        for r in written:
+            rewards.setdefault(r["group"], []).append(r["reward"])
+        differ = {g for g, earned in rewards.items() if len(set(earned)) > 1} or {0}
+        kept = sum(
+            len(t["token_ids"])
+            for r in written
+            if r["group"] in differ
+            for t in r["turns"]
+            if t["sampled"]
+        )
+        assert row["optim/tokens"] == kept
+    assert not (REPO / "rollouts").exists()
+
+
+@pytest.mark.slow
+def test_an_environment_in_a_recipe_is_evaluated_as_it_was_trained(tmp_path):
+    recipe, turns = tmp_path / "sums.yaml", tmp_path / "turns.py"
+    turns.write_text(
+        "from rl.rewards import register_reward\n@register_reward('turns_of_a_file', "
+        "episode=True)\n"
+        "def turns(episode, meta):\n    return 0.25 * len(episode.turns)\n"
+    )
+    recipe.write_text(
+        f"reward: {turns}:turns\n"
+        "method: grpo\nbase_model: tiny:ascii\nenvironment: {name: calculator, digits: 1, "
+        "operations: '+'}\nmax_tokens: 5\nmax_turns: 2\n"
+        "steps: 1\nbatch_size: 2\ngroup_size: 2\neval_limit: 6\neval_every: 1\neval_greedy: false\n"
+    )
+    rows = train(f"{recipe}", tmp_path / "run")
+    assert rows[-1]["test/env/all/total_episodes"] == 6
+    output = tmp_path / "found.json"
+    command = [
+        sys.executable,
+        "evaluate.py",
+        str(tmp_path / "run"),
+        "--trust-run",
+        "--output",
+        str(output),
+    ]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(output.read_text())
+    assert (
+        found["mean reward"] == pytest.approx(rows[-1]["test/env/all/reward/total"])
+        and len(found["rows"]) == 6
+    )
+    # what the reward of whole episodes adds beside the environment's own
+    assert found["mean reward"] >= 0.25
+    assert all(re.fullmatch(r"\d\+\d=", row["prompt"]) for row in found["rows"])
+    done = subprocess.run(
+        [*command, "--environment.digit", "2"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    said = " ".join(done.stderr.replace("│", " ").split())
+    assert done.returncode == 2 and "did you mean --environment.digits?" in said
+
+
+def a_sandbox() -> Sandbox:
+    """Skips where this machine has none."""
+    try:
+        return Sandbox()
+    except UserError as error:
+        pytest.skip(f"no sandbox here: {error}")
+
+
+@pytest.mark.slow
+def test_python_keeps_its_state_and_loses_it_with_what_ends_it():
+    a_sandbox().close()
+    tool = Python(seconds=2.0)
+    assert (
+        tool.python("a = 3\nprint('hi')\na * 2").split() == ["hi", "6"]
+        and tool.python("a + 1") == "4"
+    )
+    assert "ZeroDivisionError" in tool.python("1 / 0") and tool.python("a") == "3"
+    assert "ended by timeout" in tool.python("while True: pass") and "NameError" in tool.python("a")
+    assert "ended by" in tool.python("print('x' * 10**8)")
+    tool.close()
+
+
+def test_without_a_sandbox_python_does_not_begin(tmp_path):
+    with pytest.raises(UserError, match="sandbox mode 'none' is unknown|no sandbox"):
+        train(
+            f"grpo {SMALL} --environment python --environment.sandbox none --steps 1",
+            tmp_path / "run",
+        )
+
+
+BUILT_IN = {"calculator": "--environment.digits 1", "python": "", "search": ""}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_environments_run(name, tmp_path):
+    if name == "search":
+        pytest.importorskip("bm25s")
+    if name == "python":
+        a_sandbox()
+    words = (
+        f"grpo {SMALL} --environment {name} {BUILT_IN[name]} --steps 1 --max-turns 2 --eval-every 0"
+    )
+    (row,) = [row for row in train(words, tmp_path) if "progress/batch" in row]
+    assert (
+        row["env/all/total_episodes"] == 9
+        and "env/all/used_tool" in row
+        and row["reward/failed"] == 0
+    )
+
+
+# ----------------------------------------------------------------------------------------- the line
+
+
+def settings_of(words: str, tmp_path: Path, recipe: str | None = None):
+    if recipe is not None:
+        (tmp_path / "r.yaml").write_text(textwrap.dedent(recipe))
+        words = f"{tmp_path / 'r.yaml'} {words}"
+    return [
+        stage.settings for stage in read_run(words.split(), METHODS, RECIPE, RunSettings).stages
+    ]
+
+
+def test_settings_of_environments_on_the_line_and_in_recipes(tmp_path):
+    (one,) = settings_of(
+        "grpo --environment calculator --environment.digits 4 --environment.without-tool", tmp_path
+    )
+    assert one.env.environment == "calculator" and dict(one.env.environment_settings) == {
+        "digits": "4",
+        "without_tool": "True",
+    }
+    recipe = """
+        stages:
+          - method: sft
+            steps: 3
+          - method: grpo
+            environment: {name: calculator, digits: 5, operations: "+-"}
+            max_turns: 4
+    """
+    sft, grpo = settings_of("--environment.digits 2", tmp_path, recipe)
+    assert not hasattr(sft, "env") and grpo.env.max_turns == 4
+    # the line wins
+    assert dict(grpo.env.environment_settings) == {"digits": "2", "operations": "+-"}
+    for words, said in (
+        ("grpo --max-turns 4", "max-turns 4 has no effect"),
+        ("grpo --environment.digits 4", "no environment is set"),
+        ("sft --environment calculator", "no such setting"),
+    ):
+        with pytest.raises(SettingsError, match=said):
+            settings_of(words, tmp_path)
+    with pytest.raises(SettingsError, match="environment has no `name:`"):
+        settings_of("", tmp_path, "method: grpo\nenvironment: {digits: 3}\n")
+
+
+def test_later_sources_of_environment_settings_win(tmp_path):
+    """A flag of all of them replaces those of the recipe, and is added to by a flag of a stage."""
+    recipe = """
+        stages:
+          - method: grpo
+            environment: {name: calculator, digits: 4}
+            max_turns: 4
+    """
+    (one,) = settings_of("--environment-settings digits 5", tmp_path, recipe)
+    assert one.env.environment_settings == (("digits", "5"),)
+    (one,) = settings_of(
+        "--environment-settings digits 5 --grpo.environment.operations +", tmp_path, recipe
+    )
+    assert one.env.environment_settings == (("digits", "5"), ("operations", "+"))
+
+
+def test_a_stages_own_environment_settings_without_effect_are_an_error(tmp_path):
+    """A flag for all stages leaves a stage without an environment alone, but the stage's own
+    setting, which has no effect there, does not become one of the flag's.
+    """
+    recipe = """
+        stages:
+          - method: grpo
+            name: tools
+            environment: calculator
+            max_turns: 4
+          - {method: grpo, name: plain}
+    """
+    tools, plain = settings_of("--environment.digits 2", tmp_path, recipe)
+    assert tools.env.environment_settings == (("digits", "2"),)
+    assert plain.env.environment_settings == ()
+    own = recipe.replace("name: plain", "name: plain, environment.digits: 4")
+    for words in ("", "--environment.digits 2"):
+        with pytest.raises(SettingsError, match="stage plain: .*no environment is set"):
+            settings_of(words, tmp_path, own)
+
+
+def test_help_shows_an_environments_settings(capsys):
+    from rl.envs import show_help
+
+    with pytest.raises(SystemExit):
+        parse_run(
+            ["grpo", "--environment", "calculator", "--help"],
+            METHODS,
+            RECIPE,
+            options=RunSettings,
+            environments=show_help,
+        )
+    said = capsys.readouterr().out
+    assert (
+        "--environment.digits INT" in said
+        and "Most digits of each number" in said
+        and "--group-size" in said
+    )
+    with pytest.raises(SystemExit):
+        parse_run(["--help"], METHODS, RECIPE, options=RunSettings, environments=show_help)
+    assert "calculator" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--environment calculater", "did you mean 'calculator'"),
+        ("--environment calculator --environment.digits many", "many is not INT"),
+        ("--environment calculator --environment.digits 0", "digits must be from 1"),
+        ("--environment calculator --dataset openai/gsm8k", "reads no data set"),
+        ("--environment calculator --reward gsm8k", "would have no effect"),
+        ("--environment nothing.py:Mine", "does not exist"),
+        ("--environment search --environment.corpus a.txt", "needs questions"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_written(tmp_path, words, said):
+    with pytest.raises(UserError, match=said):
+        train(f"grpo {SMALL} {words} --steps 1", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+# -------------------------------------------------------------------------------------------- TRL's
+
+
+TRL = '''
+class Counter:
+    """As in TRL's documentation: reset, tools, a reward."""
+    def __init__(self):
+        self.value = 0
+    def reset(self, **row) -> str | None:
+        self.row = row
+        return f" Count to {row['target']}."
+    def increment(self, by: int) -> str:
+        """Counts on.
+
+        Args:
+            by: how far
+        """
+        self.value += by
+        return f"now {self.value}"
+    def get_reward(self) -> float:
+        return float(self.value == self.row["target"])
+    def _private(self):
+        """No tool."""
+'''
+
+
+def test_trl_objects_work_as_they_are(tmp_path):
+    from scripted import Scripted
+
+    from rl.envs import EnvironmentGroup, isolate_environment, resolve_environment
+    from rl.models import load_tokenizer
+    from rl.renderers import get_renderer
+    from rl.rollout import rollout
+    from rl.types import Problem, SamplingParams
+
+    file = tmp_path / "counter.py"
+    file.write_text(TRL)
+    tokenizer = load_tokenizer("tiny:ascii")
+    spec = resolve_environment(f"{file}:Counter")
+    assert spec.needs_rows
+    for one in (spec, isolate_environment(spec)):
+        problem = Problem(({"role": "user", "content": "Hello."},), {"target": 5}, index=0)
+        group = EnvironmentGroup(one, problem, 2, get_renderer("plain", tokenizer))
+        say = {
+            0: '<tool_call>\n{"name": "increment", "arguments": {"by": 3}}\n</tool_call>',
+            1: '<tool_call>\n{"name": "increment", "arguments": {"by": 2}}\n</tool_call>',
+            2: "done",
+        }
+        sampler = Scripted(
+            tokenizer,
+            lambda prompt, turn, stream, member, say=say: "done" if member and turn else say[turn],
+        )
+        found = rollout([group], sampler, SamplingParams(max_tokens=100, temperature=1.0), seed=0)
+        assert not found.errors
+        (group_,) = found.groups
+        assert group_.get_total_rewards() == [1.0, 0.0]
+        first = group_.trajectories_G[0].transitions
+        assert first[0].logs["told"] == [{"role": "user", "content": "Hello. Count to 5."}]
+        assert [turn.logs["told"][0]["content"] for turn in first[1:]] == ["now 3", "now 5"]
+
+
+# ----------------------------------------------------------------------------------------- the page
+
+
+def test_the_pages_example_runs(tmp_path, monkeypatch):
+    """docs/environments.md: its file as it stands there, and its script, against answers that are
+    written down.
+    """
+    from scripted import Scripted
+
+    from rl.models import load_tokenizer
+    from rl.renderers import get_renderer
+    from rl.types import SamplingParams
+
+    blocks = [b for b in blocks_of(REPO / "docs" / "environments.md") if b.language == "python"]
+    written = {block.file or "script": block.text for block in blocks}
+    assert len([line for line in written["hunt.py"].splitlines() if line.strip()]) <= 30
+    (tmp_path / "hunt.py").write_text(written["hunt.py"])
+    monkeypatch.chdir(tmp_path)
+    tokenizer = load_tokenizer("tiny:ascii")
+
+    def say(prompt, turn, stream, member):
+        asks = (
+            f'<tool_call>\n{{"name": "larger", "arguments": {{"number": {turn + 1}}}}}\n'
+            f"</tool_call>"
+        )
+        if turn == 0:
+            return "0"
+        # the first number that it is not larger than
+        return str(turn) if prompt.endswith("no") else asks
+
+    names = {
+        "renderer": get_renderer("plain", tokenizer),
+        "sampling_client": Scripted(tokenizer, say),
+    }
+    names["params"] = SamplingParams(max_tokens=100, temperature=1.0)
+    # the page's model, renderer and parameters are replaced by the ones above
+    lines = written["script"].splitlines()
+    replaced = ("client =", *(f"{name} =" for name in names))
+    script = "\n".join(line for line in lines if not line.startswith(replaced))
+    exec(compile(script, "script", "exec"), names)
+    episodes = [episode for group in names["episodes"] for episode in group.trajectories_G]
+    assert len(episodes) == 8
+    for episode in episodes:
+        assert [turn.reward for turn in episode.transitions][0] == -0.1 and episode.transitions[
+            -1
+        ].reward == 1.0
+        assert (
+            episode.transitions[-1].metrics["correct"] == 1.0
+            and episode.transitions[-1].metrics["tool/malformed"] == 0
+        )

@@ -1,0 +1,762 @@
+"""Wrappers of other people's environments, against stand-ins of the same shape (bench/wrappers.py
+has the packages themselves).
+"""
+
+import asyncio
+import enum
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from rl.config import SettingsError
+from rl.envs import EnvironmentGroup, EpisodeLimits, resolve_environment
+from rl.envs.environment_registry import parse_environment
+from rl.errors import UserError
+from rl.integrations.client_session import ClientSession
+from rl.integrations.tinker_cookbook_env import TinkerGroup
+from rl.models import load_model
+from rl.renderers import get_renderer
+from rl.rollout import EpisodeFailed, rollout
+from rl.types import ModelInput, Problem, SampledSequence, SampleResponse, SamplingParams
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def renderer():
+    return get_renderer("role_colon", load_model("tiny:ascii").tokenizer)
+
+
+class Scripted:
+    info = {"max_context": None}
+
+    def __init__(self, renderer, says):
+        self.renderer, self.says = renderer, says
+
+    def sample_many(self, requests):
+        found = []
+        for request in requests:
+            text = self.says(self.renderer.tokenizer.decode(list(request.prompt)))
+            tokens = [*self.renderer.encode(text), sorted(self.renderer.end_tokens)[0]]
+            found.append(
+                SampleResponse(
+                    [SampledSequence(tokens, [-1.0] * len(tokens), "stop", version=0)]
+                    * request.num_samples
+                )
+            )
+        return SimpleNamespace(result=lambda: (found, {}))
+
+
+def played(renderer, spec, says, rows=({},), group=1, seconds=20.0):
+    problems = [
+        Problem(row.get("messages", ()), {k: v for k, v in row.items() if k != "messages"}, index=i)
+        for i, row in enumerate(rows)
+    ]
+    groups = [
+        EnvironmentGroup(
+            spec, one, group, renderer, limits=EpisodeLimits(turns=20, seconds=seconds)
+        )
+        for one in problems
+    ]
+    return rollout(groups, Scripted(renderer, says), SamplingParams(max_tokens=32), seed=0)
+
+
+@pytest.fixture
+def package(monkeypatch):
+    def install(name, **contents):
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "module"),
+    [
+        ("reasoning_gym", {}, "reasoning_gym"),
+        ("textarena", {}, "textarena"),
+        ("skyrl_gym", {}, "skyrl_gym"),
+        ("openenv", {"url": "http://x"}, "openenv.core.generic_client"),
+    ],
+)
+def test_a_package_that_is_not_there_names_its_extra(name, settings, module, monkeypatch):
+    monkeypatch.setitem(sys.modules, module.split(".")[0], None)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=rf'pip install -e "\.\[{name.replace("_", "-")}\]"'):
+        resolve_environment(name, **settings).make()
+
+
+# ------------------------------------------------------------------------------------ reasoning-gym
+
+
+class Sums:
+    """`name` is asked in `config`: a sum of two numbers below 10 to the power of digits."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def __getitem__(self, index):
+        rng = random.Random(self.config["seed"] + index)
+        a, b = (rng.randrange(10 ** self.config.get("digits", 1)) for _ in range(2))
+        return {"question": f"{a}+{b}=", "answer": str(a + b), "metadata": {}}
+
+    def score_answer(self, answer, entry):
+        return 1.0 if answer == entry["answer"] else 0.01
+
+
+class Curriculum:
+    attributes = {"digits": SimpleNamespace(levels=[1, 2, 3])}
+
+    def set_global_level(self, level):
+        self.level = level
+
+    def generate_configuration(self, defaults, context):
+        return {**defaults, "digits": self.level + 1, "mode": context.mode}
+
+
+@pytest.fixture
+def gym(package):
+    factory = SimpleNamespace(
+        DATASETS={"sums": (Sums, dict)},
+        CURRICULA={"sums": Curriculum},
+        create_curriculum=lambda name: Curriculum(),
+    )
+    package("reasoning_gym.coaching")
+    package(
+        "reasoning_gym.coaching.base_curriculum",
+        DefaultCurriculumContext=lambda mode: SimpleNamespace(mode=mode),
+        RangeAttributeMode=SimpleNamespace(UPPER_BOUND="upper", INCLUSIVE="inclusive"),
+    )
+    return package(
+        "reasoning_gym", factory=factory, create_dataset=lambda name, **config: Sums(config)
+    )
+
+
+def added(prompt):
+    a, b = prompt.rsplit("=", 1)[0].rsplit("\n", 1)[-1].split(":")[-1].strip().split("+")
+    return str(int(a) + int(b))
+
+
+def test_a_generated_task_pays_right_answers_and_its_levels_grow(gym, renderer):
+    spec = resolve_environment("reasoning_gym", task="sums", levels=3)
+    rows = spec.make().rows("train", 9)
+    assert [row["level"] for row in rows] == [0, 1, 2] * 3
+    found = played(renderer, spec, added, rows)
+    assert [one.get_total_rewards() for one in found.groups] == [[1.0]] * 9
+    wrong = played(renderer, spec, lambda prompt: "-1", rows[:1])
+    assert wrong.groups[0].get_total_rewards() == [0.01]
+    assert wrong.groups[0].trajectories_G[0].transitions[-1].metrics["correct"] == 0.0
+
+    def asked(row):
+        made = spec.make()
+        made.row = row
+        return made.start()
+
+    assert [len(asked(row)) <= 2 * (row["level"] + 1) + 2 for row in rows] == [True] * 9
+    assert not {asked(row) for row in rows[2::3]} & {
+        asked(row) for row in spec.make().rows("test", 9)[2::3]
+    }
+
+
+def test_an_answer_in_tags_is_taken_out_of_them(gym):
+    made = resolve_environment("reasoning_gym", task="sums", suffix="Say the number.").make()
+    made.row = {"index": 0}
+    assert made.start().endswith("=\nSay the number.")
+    turn = made.step(
+        {
+            "role": "assistant",
+            "content": f"<answer>0</answer> no, <answer> {made.entry['answer']} </answer>.",
+        }
+    )
+    assert turn.reward == 1.0 and turn.done and turn.logs == {"answer": made.entry["answer"]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"task": "sum"}, "did you mean sums"),
+        ({"task": "sums", "level": 1, "levels": 2}, "set only level or levels"),
+        ({"task": "sums", "config": "[1]"}, "JSON object"),
+        ({"task": "sums", "config": "{"}, "JSON object"),
+    ],
+)
+def test_settings_of_a_task_that_cannot_be(gym, settings, message):
+    with pytest.raises(UserError, match=message):
+        resolve_environment("reasoning_gym", **settings).make()
+    gym.factory.CURRICULA.clear()
+    with pytest.raises(UserError, match="no curriculum of sums"):
+        resolve_environment("reasoning_gym", task="sums", level=0).make()
+
+
+# ---------------------------------------------------------------------------------------- textarena
+
+Kind = enum.Enum("Kind", "PROMPT PLAYER_ACTION GAME_MESSAGE")
+
+
+class Nim:
+    """Players take 1 to 3 of the sticks in turn; who takes the last wins. Sticks come from the
+    module's own `random`.
+    """
+
+    def __init__(self, most=9):
+        self.most = most
+
+    def reset(self, num_players, seed=None):
+        assert num_players == 2, "two play"
+        rng = vars(sys.modules["textarena.nim"])["random"]
+        rng.seed(seed)
+        time.sleep(0.002)
+        self.sticks = rng.randint(5, self.most) + rng.randint(0, 1)
+        self.player, self.rewards, self.invalid = 0, None, False
+        self.seen = {
+            p: [
+                (-1, f"You are {p}.", Kind.PROMPT),
+                (-1, f"{self.sticks} sticks.", Kind.GAME_MESSAGE),
+            ]
+            for p in (0, 1)
+        }
+
+    def get_observation(self):
+        seen, self.seen[self.player] = self.seen[self.player], []
+        return self.player, seen
+
+    def step(self, action):
+        taken = int(action.strip("[]")) if action.strip("[]").isdigit() else 0
+        for player in (0, 1):
+            self.seen[player].append((self.player, action, Kind.PLAYER_ACTION))
+        self.invalid = not 1 <= taken <= min(3, self.sticks)
+        self.sticks -= taken
+        if self.invalid or not self.sticks:
+            won = 1 - self.player if self.invalid else self.player
+            self.rewards = {won: 1, 1 - won: -1}
+            return True, {}
+        self.player = 1 - self.player
+        self.seen[self.player].append((-1, f"{self.sticks} sticks.", Kind.GAME_MESSAGE))
+        return False, {}
+
+    def close(self):
+        return self.rewards, {
+            p: {"invalid_move": self.invalid and p == self.player, "turn_count": 3} for p in (0, 1)
+        }
+
+
+@pytest.fixture
+def arena(package):
+    package("textarena.nim", random=random)
+    registry = SimpleNamespace(ENV_REGISTRY={"Nim-v0": 1, "Nim-v0-raw": 1})
+    made = []
+
+    def make(name, **config):
+        made.append(name)
+        return Nim(**config)
+
+    return package("textarena", envs=SimpleNamespace(registration=registry), make=make, made=made)
+
+
+def best(prompt):
+    sticks = int(prompt.rsplit(" sticks.", 1)[0].split()[-1].split(":")[-1])
+    return str(sticks % 4 or 1)
+
+
+def test_self_play_has_a_trajectory_for_each_seat_which_sees_its_own_side(arena, renderer):
+    found = played(renderer, resolve_environment("textarena", game="Nim-v0"), best, rows=[{}] * 4)
+    assert set(arena.made) == {"Nim-v0-raw"} and not found.errors
+    assert (
+        len(found.groups) == 8
+        and sorted(sum((g.get_total_rewards() for g in found.groups), [])) == [-1.0] * 4 + [1.0] * 4
+    )
+    for group in found.groups:
+        turns = group.trajectories_G[0].transitions
+        seat = turns[0].seat
+        read = renderer.tokenizer.decode(turns[-1].ob.to_ints())
+        assert f"You are {seat}." in read and f"You are {1 - seat}." not in read
+        assert f"Player {seat}:" not in read  # its own moves stand as its answers
+
+
+def test_a_random_player_moves_by_itself_and_a_game_is_a_function_of_its_seed(arena, renderer):
+    spec = resolve_environment(
+        "textarena", game="Nim-v0", others="random", moves="1 2 3", rules=False
+    )
+    one, again = (played(renderer, spec, best, rows=[{}] * 6, group=4) for _ in range(2))
+    assert len(one.groups) == 6 and all(len(g.trajectories_G) == 4 for g in one.groups)
+
+    def tokens(found):
+        return [
+            [t.ob.to_ints() for t in trajectory.transitions]
+            for g in found.groups
+            for trajectory in g.trajectories_G
+        ]
+
+    assert tokens(one) == tokens(again)
+    assert sum(sum(g.get_total_rewards()) for g in one.groups) > 6  # who plays best wins most games
+    text = renderer.tokenizer.decode(one.groups[0].trajectories_G[1].transitions[0].ob.to_ints())
+    assert "You are" not in text and "Player 0:" in text  # the second member has the second seat
+
+
+def test_the_global_generator_is_left_alone(arena, renderer):
+    random.seed(3)
+    before = random.getstate()
+    played(renderer, resolve_environment("textarena", game="Nim-v0"), best)
+    assert random.getstate() == before
+
+
+def test_an_answer_without_brackets_gets_them_and_a_bad_one_is_counted(arena, renderer):
+    made = resolve_environment(
+        "textarena", game="Nim-v0", brackets=True, config='{"most": 5}'
+    ).make()
+    made.seed = 1
+    turn = made.start()
+    assert "sticks" in turn.messages and made.seats == (None, None)
+    turn = made.step({"role": "assistant", "content": "9"})
+    assert turn.done and turn.reward == -1.0 and turn.rewards == {1: 1.0}
+    assert turn.metrics == {"won": 0.0, "invalid_move": 1.0, "moves": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("wins_only", "won", "last", "own", "other"),
+    [
+        (False, 1, "1", 1.0, -0.9),
+        (True, 1, "1", 1.0, 0.0),
+        (False, 0, "0", -0.9, 1.0),  # no move: the other has won
+        (True, 0, "0", 0.0, 1.0),
+    ],
+)
+def test_wins_alone_are_paid_where_that_is_asked_for(
+    arena, monkeypatch, wins_only, won, last, own, other
+):
+    """The game's own reward pays a loser by how near it came; `won` counts the same games either
+    way.
+    """
+    close = Nim.close
+
+    def nearly(self):
+        rewards, info = close(self)
+        return {player: 1 if reward == 1 else -0.9 for player, reward in rewards.items()}, info
+
+    monkeypatch.setattr(Nim, "close", nearly)
+    made = resolve_environment("textarena", game="Nim-v0", wins_only=wins_only).make()
+    made.seed = 1
+    made.start()
+    made.made.sticks = 1
+    turn = made.step({"role": "assistant", "content": last})
+    assert (turn.reward, turn.metrics["won"], list(turn.rewards.values())) == (
+        own,
+        float(won),
+        [other],
+    )
+    assert sorted(turn.logs["rewards"].values()) == [-0.9, 1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"game": "Nim-v1"}, "did you mean Nim-v0"),
+        ({"game": "Nim-v0", "others": "random"}, "give them, such as"),
+    ],
+)
+def test_settings_of_a_game_that_cannot_be(arena, settings, message):
+    with pytest.raises(UserError, match=message):
+        resolve_environment("textarena", **settings).make()
+
+
+# ---------------------------------------------------------------------------------------- SkyRL-Gym
+
+
+class Thrice:
+    """Asks again until the truth is said, three times at most."""
+
+    closed = 0
+
+    def __init__(self, env_config, extras):
+        self.truth, self.turns, self.config = extras["reward_spec"]["ground_truth"], 0, env_config
+
+    def init(self, prompt):
+        return prompt, {}
+
+    def step(self, action):
+        self.turns += 1
+        right = action == self.truth
+        done = right or self.turns == 3
+        told = [] if done else [{"role": "user", "content": f"No. {self.turns}"}]
+        return {
+            "observations": told,
+            "reward": 1.0 if right else -0.25,
+            "done": done,
+            "metadata": {"seen": {action}},
+        }
+
+    def get_metrics(self):
+        return {"turns": self.turns, "name": "thrice"}
+
+    def close(self):
+        Thrice.closed += 1
+
+
+def test_an_environment_of_skyrl_gym_plays_on_a_data_sets_rows(package, renderer):
+    package("skyrl_gym", registry={"thrice": 1}, make=lambda name, **given: Thrice(**given))
+    spec = resolve_environment("skyrl_gym", env="thrice")
+    assert spec.needs_rows
+    row = {"messages": [{"role": "user", "content": "2*3?"}], "answer": "2"}
+    found = played(
+        renderer,
+        spec,
+        lambda prompt: prompt.count("No.") and prompt.rsplit("No. ", 1)[1][0] or "x",
+        rows=[row],
+    )
+    turns = found.groups[0].trajectories_G[0].transitions
+    assert [t.reward for t in turns] == [-0.25, -0.25, 1.0]
+    assert turns[-1].metrics["turns"] == 3.0 and "name" not in turns[-1].metrics
+    for _ in range(100):
+        if Thrice.closed:
+            break
+        time.sleep(0.02)
+    assert Thrice.closed == 1
+    with pytest.raises(UserError, match="did you mean thrice"):
+        resolve_environment("skyrl_gym", env="thrise").make()
+
+
+# ------------------------------------------------------------------------------------------ servers
+
+
+class Client:
+    """An OpenEnv client: its methods are coroutines, and it is entered and left in one task."""
+
+    left = 0
+
+    def __init__(self, base_url):
+        self.count = 0
+
+    async def __aenter__(self):
+        self.task = asyncio.current_task()
+        return self
+
+    async def __aexit__(self, *_):
+        assert asyncio.current_task() is self.task
+        Client.left += 1
+
+    async def reset(self, seed, **more):
+        return SimpleNamespace(observation={"text": "Say 1", "n": 1}, reward=None, done=False)
+
+    async def step(self, action):
+        if action.get("message") == "break":
+            raise ConnectionError("gone")
+        if action.get("message") == "hang":
+            await asyncio.sleep(1000)
+        self.count += 1
+        right = action["message"] == str(self.count)
+        return SimpleNamespace(
+            observation={"text": f"Say {self.count + 1}"}, reward=float(right), done=self.count == 2
+        )
+
+
+@pytest.fixture
+def openenv(package):
+    Client.left = 0
+    for name in ("openenv", "openenv.core"):
+        package(name)
+    return package("openenv.core.generic_client", GenericEnvClient=Client)
+
+
+def test_episodes_on_a_server(openenv, renderer):
+    spec = resolve_environment("openenv", url="http://x")
+    found = played(
+        renderer, spec, lambda prompt: prompt.rsplit("Say ", 1)[1][0], rows=[{}] * 2, group=2
+    )
+    assert [one.get_total_rewards() for one in found.groups] == [[2.0, 2.0]] * 2
+    for _ in range(200):
+        if Client.left == 4:
+            break
+        time.sleep(0.02)
+    assert Client.left == 4
+    with pytest.raises(UserError, match="has a URL"):
+        resolve_environment("openenv", url="localhost").make()
+
+
+@pytest.mark.parametrize(("say", "why"), [("break", "gone"), ("hang", "within")])
+def test_a_server_that_breaks_costs_its_episode(openenv, renderer, say, why):
+    spec = resolve_environment("openenv", url="http://x", wait_seconds=0.5)
+    turn = iter([say])
+    found = played(renderer, spec, lambda prompt: next(turn, "1"), rows=[{}, {}])
+    assert len(found.groups) == 1 and len(found.errors) == 1 and why in found.errors[0]
+
+
+def test_a_session_takes_calls_of_many_threads_and_says_what_failed():
+    async def slow(client, n):
+        await asyncio.sleep(0.1)
+        return n * 10
+
+    session = ClientSession(lambda: Client("x"), 5.0)
+    found, begin = {}, time.monotonic()
+    threads = [
+        threading.Thread(
+            target=lambda n=n: found.__setitem__(n, session.call(lambda c: slow(c, n)))
+        )
+        for n in range(20)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {n: n * 10 for n in range(20)} and time.monotonic() - begin < 1.9
+    with pytest.raises(TimeoutError, match=r"within 0\.05 s"):
+        session.call(lambda c: asyncio.sleep(10), 0.05)
+    session.close()
+
+    class Refuses(Client):
+        async def __aenter__(self):
+            raise ConnectionRefusedError("nobody")
+
+    with pytest.raises(ConnectionRefusedError, match="nobody"):
+        ClientSession(lambda: Refuses("x"), 5.0)
+
+
+def test_a_client_is_called_inside_its_event_loop():
+    """OpenEnv's client runs a call at once, and again when it is awaited, where no event loop runs."""
+
+    class Counts(Client):
+        steps = 0
+
+        def step(self):
+            asyncio.get_running_loop()  # raises RuntimeError outside
+            return self._step()
+
+        async def _step(self):
+            self.steps += 1
+            return self.steps
+
+    session = ClientSession(lambda: Counts("x"), 5.0)
+    assert [session.call(lambda client: client.step()) for _ in range(3)] == [1, 2, 3]
+    session.close()
+
+
+class McpClient(Client):
+    def __init__(self, target, read_timeout_seconds):
+        self.target = target
+
+    async def list_tools(self, cursor=None):
+        schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+        tools = [
+            SimpleNamespace(name=name, description=f"{name} it", input_schema=schema)
+            for name in ("double", "fail")
+        ]
+        return SimpleNamespace(
+            tools=tools[:1] if cursor is None else tools[1:],
+            next_cursor="more" if cursor is None else None,
+        )
+
+    async def call_tool(self, name, arguments):
+        if name == "fail":
+            return SimpleNamespace(content=[SimpleNamespace(text="no luck")], is_error=True)
+        return SimpleNamespace(
+            content=[SimpleNamespace(text=str(2 * arguments["a"])), SimpleNamespace(type="image")],
+            is_error=False,
+        )
+
+
+def test_the_tools_of_a_server_are_a_models_tools(package):
+    from rl.envs.tools import run_calls
+
+    package("mcp", Client=McpClient, StdioServerParameters=lambda command, args: (command, *args))
+    made = resolve_environment("mcp", server="python 'my server.py' -x").make()
+    made.row, made.calls = {"messages": [{"role": "user", "content": "2*3?"}], "answer": "6"}, []
+    assert made.start() == [{"role": "user", "content": "2*3?"}]
+    assert made.connection.session._client.target == ("python", "my server.py", "-x")
+    tools = {one.name: one for one in made.tools}
+    assert tools["double"].schema["function"]["parameters"]["required"] == ["a"]
+    asked = [{"function": {"name": name, "arguments": {"a": 21}}} for name in ("double", "fail")]
+    calls = run_calls({"tool_calls": asked}, tools)
+    assert calls[0].answer == "42\n[image that is not text]" and "no luck" in calls[1].error
+    assert made.step({"role": "assistant", "content": "6"}).reward == 1.0
+    made.close()
+    some = resolve_environment("mcp", server="http://x/mcp", only="double dubble").make()
+    with pytest.raises(UserError, match="no tool dubble; it has double, fail"):
+        some.start()
+    some.close()
+
+
+# ---------------------------------------------------------------------------------- tinker-cookbook
+
+
+@dataclass
+class Stepped:
+    reward: float
+    episode_done: bool
+    next_observation: ModelInput
+    next_stop_condition: list
+    metrics: dict = field(default_factory=dict)
+    logs: dict = field(default_factory=dict)
+
+
+def counting(renderer, seen):
+    class Count:
+        def __init__(self, left):
+            self.left = left
+
+        def observation(self):
+            return renderer.build_generation_prompt(
+                [{"role": "user", "content": f"Say {self.left}"}]
+            )
+
+        async def initial_observation(self):
+            return self.observation(), []
+
+        async def step(self, action, *, extra=None):
+            seen.append((action, extra))
+            right = renderer.parse_response(action)[0]["content"] == str(self.left)
+            self.left -= 1
+            metrics = {"stop/max_turns": 1.0} if self.left == 0 else {}
+            return Stepped(float(right), self.left == 0, self.observation(), [], metrics)
+
+    class Old(Count):
+        def step(self, action):  # of before there was `extra`, and not awaitable
+            return asyncio.get_running_loop().run_in_executor(
+                None, lambda: asyncio.run(Count.step(self, action))
+            )
+
+    class Breaks(Count):
+        async def step(self, action, *, extra=None):
+            raise KeyError("no luck")
+
+    class Hangs(Count):
+        async def step(self, action, *, extra=None):
+            await asyncio.sleep(1000)
+
+    class Overflows(Count):
+        async def initial_observation(self):
+            return SimpleNamespace(reward=0.0)
+
+    return Count, Old, Breaks, Hangs, Overflows
+
+
+class Builder:
+    def __init__(self, *kinds):
+        self.kinds, self.cleaned, self.compared = kinds, 0, []
+
+    async def make_envs(self):
+        return [kind(2) for kind in self.kinds]
+
+    async def compute_group_rewards(self, trajectory_group, env_group):
+        self.compared.append((len(trajectory_group), [type(env).__name__ for env in env_group]))
+        return [(10.0 * i, {"place": i}) for i, _ in enumerate(trajectory_group)]
+
+    async def cleanup(self):
+        self.cleaned += 1
+
+    def logging_tags(self):
+        return ["count", "all"]
+
+
+def test_the_cookbooks_groups_are_played_token_by_token(renderer):
+    seen = []
+    count, old, breaks, hangs, overflows = counting(renderer, seen)
+    builders = [
+        Builder(count, old),
+        Builder(count, breaks, count),
+        Builder(hangs, count),
+        Builder(overflows, count),
+        Builder(breaks),
+    ]
+    groups = [TinkerGroup(one, i, seconds=1.5) for i, one in enumerate(builders)]
+    found = rollout(
+        groups,
+        Scripted(renderer, lambda p: p.rsplit("Say ", 1)[1][0]),
+        SamplingParams(max_tokens=8),
+        seed=0,
+    )
+    assert [g.get_total_rewards() for g in found.groups] == [[2.0, 12.0], [2.0, 12.0], [2.0], [2.0]]
+    assert [one.compared for one in builders] == [
+        [(2, ["Count", "Old"])], [(2, ["Count", "Count"])], [(1, ["Count"])], [(1, ["Count"])], []
+    ]  # fmt: skip
+    assert [one.cleaned for one in builders] == [1] * 5
+    assert (
+        len(found.errors) == 4
+        and "no luck" in found.errors[0]
+        and "within its 1.5 s" in found.errors[1]
+    )
+    assert all(
+        type(action) is list and all(type(token) is int for token in action) for action, _ in seen
+    )
+    assert {None if extra is None else extra["stop_reason"] for _, extra in seen} == {None, "stop"}
+    assert (
+        found.groups[0].tag == "count"
+        and found.groups[0].trajectories_G[0].transitions[-1].truncated
+    )
+
+
+def test_the_cookbooks_groups_by_name(tmp_path, renderer):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "class Group:\n    async def make_envs(self):\n        return []\n"
+        "def builders(row, group_size, renderer):\n    return Group()\n"
+        "def nothing(row, group_size, renderer):\n    return 3\n"
+    )
+    spec = resolve_environment("tinker", builders=f"{path}:builders")
+    rows = spec.make().rows("test", 2)
+    group = spec.token_level(Problem((), rows[1], index=7), 4, renderer)
+    assert isinstance(group, TinkerGroup) and group.problem_index == 7
+    none = resolve_environment("tinker", builders=f"{path}:nothing").token_level(
+        Problem((), rows[0]), 4, renderer
+    )
+    (env,) = none.make_envs()  # its one episode says why there is none
+    with pytest.raises(EpisodeFailed, match="returned 3; an EnvGroupBuilder is expected"):
+        env.initial_observation().result()
+    with pytest.raises(UserError, match="did you mean builders"):
+        resolve_environment("tinker", builders=f"{path}:builder").make()
+
+
+# ------------------------------------------------------------------ what a wrapper asks for by name
+
+
+def test_a_required_setting_is_named_by_its_flag():
+    for name, setting in (("tinker", "builders"), ("endpoint", "program")):
+        if name == "endpoint":
+            pytest.importorskip("starlette", reason="needs the extra serve")
+        with pytest.raises(SettingsError, match=rf"set it with --environment\.{setting} STR"):
+            parse_environment(name, [])
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "resolve_environment('endpoint', program='true')",
+        "McpServer('http://localhost:1')",
+        "resolve_environment('openenv', url='http://localhost:1').make()",
+        "resolve_environment('reasoning_gym', task='spell_backward').make()",
+        "resolve_environment('skyrl_gym', env='gsm8k').make()",
+        "resolve_environment('textarena', game='SpellingBee-v0').make()",
+    ],
+)
+def test_a_missing_package_is_named_with_an_extra_that_installs_it(code):
+    """In a process without any of these packages."""
+    hidden = ["starlette", "uvicorn", "mcp", "openenv", "reasoning_gym", "skyrl_gym", "textarena"]
+    code = f"""
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {hidden}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hidden())
+from rl.envs import resolve_environment
+from rl.integrations.mcp_tools import McpServer
+{code}
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=120
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    extras = re.findall(
+        r'needs the package .*: pip install -e "\.\[(\S+)\]" in the checkout$', last
+    )
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    assert len(extras) == 1 and extras[0] in project["optional-dependencies"], last

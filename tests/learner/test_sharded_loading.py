@@ -1,0 +1,238 @@
+"""Each rank of a sharded launch reads its part of the weights: names of files against transformers'
+own loading, memory, results.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sampler_population import build
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from rl.errors import UserError
+from rl.learner.backend_common import load_first_layers
+from rl.learner.layout_probe import find_layout_faults
+from rl.learner.logprob_head import LogprobHead
+from rl.models import add_lora, load_model, load_model_lazily
+from rl.models.lazy_safetensors import LazyTensors, get_tensor_shape, open_lazy_tensors
+from rl.types import LoraConfig
+
+REPO = Path(__file__).resolve().parents[2]
+LAYOUTS = ["padded", "packed", "shared"]
+KINDS = [
+    "gpt2",
+    "llama",
+    "gemma3_text",
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "falcon_h1",
+    "opt",
+    "bloom",
+    "gpt_oss",
+    "lfm2",
+    "mamba",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_read_one_by_one_are_those_of_a_whole_load(kind, tmp_path):
+    build(kind).save_pretrained(str(tmp_path), max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    whole = AutoModelForCausalLM.from_pretrained(str(tmp_path))
+    loaded = load_model_lazily(str(tmp_path))
+    assert loaded is not None and loaded.lazy_weights is not None
+    unread = loaded.lazy_weights.for_wrapped_model(loaded.model)
+    expected, own = dict(whole.named_parameters()), dict(loaded.model.named_parameters())
+    assert expected.keys() == own.keys()
+    for name, parameter in expected.items():
+        assert torch.equal(unread.read(name).float(), parameter) and torch.equal(
+            unread.read_rows(name, 1, 3).float(), parameter[1:3]
+        ), name
+        assert own[name].shape == parameter.shape
+    theirs, ours = dict(whole.named_buffers()), dict(loaded.model.named_buffers())
+    assert theirs.keys() == ours.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in theirs
+    )
+
+
+def test_a_model_that_sees_stays_in_its_files_too(tmp_path):
+    load_model("tiny:vision", seed=3).model.save_pretrained(str(tmp_path))
+    whole, loaded = load_model(str(tmp_path)), load_model_lazily(str(tmp_path))
+    assert (
+        loaded is not None
+        and loaded.lazy_weights is not None
+        and type(loaded.model) is type(whole.model)
+    )
+    unread = loaded.lazy_weights.for_wrapped_model(loaded.model)
+    assert all(torch.equal(unread.read(name), p) for name, p in whole.model.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_moe", "mamba", "gpt_neo"])
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_first_layers_tell_what_the_whole_model_does(kind, lora, tmp_path):
+    """The trial of a sharded model: the same layouts and the same output head as where all weights
+    are read.
+    """
+    build(kind).save_pretrained(str(tmp_path))
+    whole, loaded = load_model(str(tmp_path)), load_model_lazily(str(tmp_path))
+    if lora and kind != "mamba":
+        whole, loaded = (add_lora(one, LoraConfig(rank=2, seed=1)) for one in (whole, loaded))
+    trial = load_first_layers(loaded.model, loaded.lazy_weights.for_wrapped_model(loaded.model))
+    assert find_layout_faults(trial, LAYOUTS) == find_layout_faults(whole.model, LAYOUTS)
+    assert LogprobHead(trial).fused == LogprobHead(whole.model).fused
+    assert all(p.dtype == torch.float32 for p in loaded.model.parameters())
+
+
+def test_a_hub_name_is_brought_to_the_cache_and_read_from_there(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    commit, at = "0" * 40, tmp_path / "models--owner--small"
+    model = build("llama")
+    model.save_pretrained(str(at / "snapshots" / commit), max_shard_size="20KB")
+    (at / "refs").mkdir()
+    (at / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    loaded = load_model_lazily("owner/small")
+    assert loaded is not None and loaded.lazy_weights is not None
+    unread = loaded.lazy_weights.for_wrapped_model(loaded.model)
+    assert all(torch.equal(unread.read(name), p) for name, p in model.named_parameters())
+    (at / "snapshots" / commit / "model.safetensors.index.json").unlink()
+    assert load_model_lazily("owner/small") is None  # load_model says what is missing
+
+
+def test_what_cannot_be_read_so_is_read_whole_or_refused(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert load_model_lazily("tiny:addition") is None and load_model_lazily("owner/model") is None
+    model = build("llama", tie_word_embeddings=False)
+    model.save_pretrained(str(tmp_path / "bare"))
+    weights = {name: p for name, p in model.state_dict().items() if "lm_head" not in name}
+    model.save_pretrained(str(tmp_path / "lacks"), state_dict=weights)
+    assert load_model_lazily(str(tmp_path / "lacks")) is None  # load_model says what is missing
+    (file,) = (tmp_path / "bare").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(UserError, match="damaged or truncated"):
+        load_model_lazily(str(tmp_path / "bare"))
+
+
+def test_lazy_tensors(tmp_path):
+    model = build("llama")
+    model.save_pretrained(str(tmp_path))
+    names = [name for name, _ in model.named_parameters()]
+    found = open_lazy_tensors(tmp_path, names)
+    assert found is not None and open_lazy_tensors(tmp_path, [*names, "other"]) is None
+    together = found.with_tensors({"head": torch.ones(2)})
+    assert set(together) == {*names, "head"} and len(together) == len(names) + 1
+    assert get_tensor_shape(together, "head") == (2,) and get_tensor_shape(
+        together, names[0]
+    ) == tuple(model.get_parameter(names[0]).shape)
+    assert all(torch.equal(found[name], p) for name, p in model.named_parameters())
+    assert isinstance(found, LazyTensors)
+
+
+# ---------------------------------------------------------------------------------------- two ranks
+
+
+def saved(folder: Path, **sizes: int) -> tuple[str, int, int]:
+    """A folder, the bytes of its model in fp32, and of its largest tensor."""
+    config = Qwen3Config(
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        **sizes,
+    )
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(config)
+    made.save_pretrained(str(folder))
+    sizes_of = [4 * p.numel() for p in made.parameters()]
+    return str(folder), sum(sizes_of), max(sizes_of)
+
+
+def found(
+    config: str | None, model: str, kind: str, out: Path, root: Path = REPO
+) -> tuple[dict, list[int]]:
+    """(what rank 0 found, each rank's peak)."""
+    out.mkdir()
+    command = [sys.executable]
+    if config is not None:
+        command += [
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            str(root / f"accelerate_configs/{config}.yaml"),
+        ]
+        command += ["--num_processes", "2", "--main_process_port", "0"]
+    command += [str(REPO / "tests" / "sharded_loading_case.py"), model, str(out), kind]
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_ARENA_MAX": "1",
+    }
+    done = subprocess.run(command, cwd=out, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((out / "found.json").read_text()), [
+        json.loads(f.read_text())["peak"] for f in sorted(out.glob("rank-*.json"))
+    ]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> tuple[str, dict[str, dict]]:
+    """A folder, and what one process found, for each kind."""
+    home = tmp_path_factory.mktemp("small")
+    folder, _, _ = saved(
+        home / "model",
+        vocab_size=64,
+        hidden_size=64,
+        num_hidden_layers=3,
+        head_dim=8,
+        intermediate_size=96,
+    )
+    return folder, {kind: found(None, folder, kind, home / kind)[0] for kind in ("lora", "full")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("config", ["zero3", "fsdp2"])
+def test_two_ranks_that_read_their_parts_find_what_one_process_does(small, config, kind, tmp_path):
+    folder, alone = small
+    together, _ = found(config, folder, kind, tmp_path / "two")
+    assert together["norm"] == pytest.approx(alone[kind]["norm"], rel=2e-6)
+    for key in ("first", "then", "resumed"):
+        for a, b in zip(together[key], alone[kind][key], strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "beside"), [("zero3", 0.15), ("fsdp2", 0.0)])
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="reads the peak of a process from /proc"
+)
+def test_no_rank_holds_more_than_its_share(config, beside, tmp_path):
+    """Of 590 MB: half of them, two copies of the largest tensor, and what a process takes beside.
+
+    DeepSpeed keeps some 0.14 of the model and 50 MB beside its part: 183 MB of a model of 207, 431
+    of one of 590.
+    """
+    folder, size, largest = saved(
+        tmp_path / "model",
+        vocab_size=6000,
+        hidden_size=640,
+        num_hidden_layers=27,
+        head_dim=80,
+        intermediate_size=1920,
+    )
+    _, peaks = found(config, folder, "made", tmp_path / config)
+    shutil.rmtree(folder)
+    bound = (0.5 + beside) * size + 2 * largest + 50e6
+    assert len(peaks) == 2 and max(peaks) < bound < 0.9 * size, (size, largest, peaks)

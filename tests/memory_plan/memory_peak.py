@@ -1,0 +1,109 @@
+"""A plain script whose memory test_memory_plan.py measures on every rank. Usage: memory_peak.py OUT
+SETTINGS.json
+
+Writes OUT/peak-<rank>.json: the most resident bytes after the imports, less what was resident then.
+"""
+
+import atexit
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from rl import ServiceClient, types  # noqa: E402
+from rl.learner.learner import LearnerSettings  # noqa: E402
+from rl.models import add_lora, load_model  # noqa: E402
+from rl.runtime.rank_settings import SamplerSettings, WorkerSettings  # noqa: E402
+from rl.sampler import make_decoder  # noqa: E402
+from rl.types import Datum, LoraConfig, ModelInput  # noqa: E402
+
+
+def status(name: str) -> int:
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(name + ":")
+    )
+    return int(line.split()[1]) * 1024
+
+
+def warm_up() -> int:
+    """Everything imported and every library called once, so that they do not count; the resident
+    bytes then.
+    """
+    loaded = add_lora(load_model("tiny:addition"), LoraConfig(2))
+    make_decoder(loaded.model)
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    loaded.model(input_ids=ids, use_cache=False).logits.sum().backward()
+    torch.optim.AdamW([p for p in loaded.model.parameters() if p.requires_grad], fused=True).step()
+    if "ACCELERATE_USE_DEEPSPEED" in os.environ:
+        import deepspeed  # noqa: F401
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    return status("VmRSS")
+
+
+def datums(count: int, s: dict) -> list[Datum]:
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(count):
+        n = s["prompt"] + s["answer"]
+        mask = (np.arange(n) >= s["prompt"] - 1).astype(np.float32)
+        fields = {
+            "target_tokens": rng.integers(0, 100, n),
+            "logprobs": -mask,
+            "advantages": mask,
+            "mask": mask,
+        }
+        found.append(Datum(ModelInput.from_ints(rng.integers(0, 100, n).tolist()), fields))
+    return found
+
+
+def main(out: Path, s: dict) -> None:
+    before = warm_up()
+
+    def report() -> None:
+        (out / f"peak-{os.environ.get('RANK', '0')}.json").write_text(
+            json.dumps(status("VmHWM") - before)
+        )
+
+    atexit.register(report)
+    learner = LearnerSettings(s["budget"], "padded", s["fused"], s["checkpointing"])
+    service = ServiceClient(
+        output_dir=out,
+        settings=WorkerSettings(learner=learner, sampler=SamplerSettings(s["kv_cache_tokens"])),
+    )
+    if s["lora_rank"]:
+        client = service.create_lora_training_client(s["model"], rank=s["lora_rank"])
+    else:
+        client = service.create_full_training_client(s["model"])
+    adam = types.AdamParams(learning_rate=1e-4)
+    sampler = client.save_weights_and_get_sampling_client()
+    few = datums(s["world"], {"prompt": 2, "answer": 2})
+    # a step, so that the optimizer's state is there
+    client.forward_backward(few, "ppo", {"temperature": 0.8}).result()
+    client.optim_step(adam).result()
+    sampler.release()
+    sampler = client.save_weights_and_get_sampling_client()
+    # room for all, which is taken as it is written
+    stop = [] if s["drawn"] > 1 else list(range(s["vocab"]))
+    every = types.SamplingParams(max_tokens=s["answer"], temperature=0.8, stop=stop)
+    futures = [
+        sampler.sample(
+            ModelInput.from_ints(rng.integers(0, 100, s["prompt"]).tolist()), s["group"], every
+        )
+        for rng in map(np.random.default_rng, range(s["groups"]))
+    ]
+    for future in futures:
+        future.result()
+    for _ in range(2):  # the second finds the gradients of the first
+        client.forward_backward(datums(s["datums"], s), "ppo", {"temperature": 0.8}).result()
+    client.optim_step(adam).result()
+    service.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()))

@@ -1,0 +1,226 @@
+"""What `--plan` counts of a cache in pages, against the engine's own pool."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sampler_models import one_thread, random_prompts, tiny_model  # noqa: F401
+
+from rl.algorithms import METHODS
+from rl.config import read_run
+from rl.config.sections import RunSettings
+from rl.memory_plan import LaunchShape, count_pool_pages, shapes, step_shapes
+from rl.memory_plan.step_shapes import compute_concurrent_rows, count_admitted_rows
+from rl.models import load_model
+from rl.sampler import (
+    BLOCK_SIZE,
+    MultiStepEngine,
+    PagedEngine,
+    SamplingRequest,
+    choose_pool_size,
+    make_decoder,
+    max_blocks,
+)
+from rl.trainer.memory_requirements import _uses_paged_cache, compute_stage_needs
+from rl.types import SamplingParams
+
+REPO = Path(__file__).resolve().parents[2]
+HERE, GPU = LaunchShape(cuda=False, bf16=False), LaunchShape(cuda=True, bf16=True)
+LINE = [
+    "grpo",
+    "--dataset",
+    "addition",
+    "--batch-size",
+    "8",
+    "--group-size",
+    "4",
+    "--max-tokens",
+    "24",
+]
+
+
+def asked(*words):
+    return read_run([*LINE, *words], METHODS, REPO / "recipes" / "addition.yaml", RunSettings)
+
+
+def cache_of(launch, *words, prompt=20):
+    return next(
+        item.sample
+        for item in compute_stage_needs(asked(*words), launch, prompt)[0].plan.items
+        if item.name == "KV cache"
+    )
+
+
+def test_the_rows_of_a_step_are_those_that_the_engine_lets_in(monkeypatch):
+    """Random groups, lengths, pools and bounds: prompts and rows after the engine's first step."""
+    decoder, rng, short = (
+        make_decoder(tiny_model("qwen3"), kind="fast"),
+        np.random.default_rng(0),
+        0,
+    )
+    for _ in range(60):
+        page, group, groups = (
+            int(rng.choice([2, 4, 8])),
+            int(rng.integers(1, 7)),
+            int(rng.integers(1, 6)),
+        )
+        prompt, answer, most = (
+            int(rng.integers(1, 20)),
+            int(rng.integers(2, 20)),
+            int(rng.integers(1, 30)),
+        )
+        pages = -(-(prompt + answer) // page) + int(rng.integers(0, 20))
+        engine = PagedEngine(
+            decoder,
+            kv_cache_tokens=pages * page + int(rng.integers(page)),
+            max_rows=most,
+            page=page,
+        )
+        for i, tokens in enumerate(random_prompts([prompt] * groups)):
+            params = SamplingParams(max_tokens=answer, stop=[])
+            engine.add(
+                SamplingRequest(
+                    prompt=[i, *tokens[1:]], num_samples=group, problem=i, params=params
+                )
+            )
+        engine.step()
+        monkeypatch.setattr(step_shapes, "BLOCK_SIZE", page)
+        lengths = {"groups": groups, "group": group, "prompt": prompt, "answer": answer}
+        limits = {"kv_cache_tokens": engine.kv_cache_tokens, "max_rows": most, "world": 1}
+        assert compute_concurrent_rows(**lengths, **limits, paged=True) == (
+            len(engine._prompts),
+            len(engine._rows),
+        )
+        short += len(engine._rows) < min(groups * group, most)
+    assert short > 10  # pages were what bounded it
+
+
+def test_rows_let_in_by_hand():
+    """Prompts of 2 pages, groups of 3: 5 pages a group. 12 hold two groups, and a third's prompt
+    without a row; 13 its first.
+    """
+    assert [count_admitted_rows(pages, 2, 3) for pages in (1, 2, 3, 4, 5, 10, 12, 13, 14, 15)] == [
+        1,
+        1,
+        1,
+        2,
+        3,
+        6,
+        6,
+        7,
+        8,
+        9,
+    ]
+
+
+def test_requests_never_hold_more_pages_than_were_counted_for_them():
+    """Random groups, lengths and bounds in a pool of just what they need: nobody waits for a page,
+    and one is left at most times.
+    """
+    decoder, rng, tight = (
+        make_decoder(tiny_model("qwen3"), kind="fast"),
+        np.random.default_rng(1),
+        0,
+    )
+    for _ in range(40):
+        page, most = int(rng.choice([2, 4, 8])), int(rng.integers(1, 12))
+        asked = [
+            (int(rng.integers(1, 20)), int(rng.integers(1, 5)), int(rng.integers(1, 20)))
+            for _ in range(int(rng.integers(1, 6)))
+        ]
+        need = max_blocks(asked, page, most)
+        engine = PagedEngine(decoder, kv_cache_tokens=need * page, max_rows=most, page=page)
+        for i, (prompt, count, answer) in enumerate(asked):
+            tokens, params = (
+                random_prompts([prompt], seed=i)[0],
+                SamplingParams(max_tokens=answer, stop=[]),
+            )
+            engine.add(SamplingRequest(prompt=tokens, num_samples=count, problem=i, params=params))
+        least = need
+        while engine.busy:
+            engine.step()
+            least = min(least, engine._state.block_manager.pool.num_free)
+        assert engine.preemptions == 0
+        tight += least <= 0.4 * need
+    assert tight > 10  # not so large that it says nothing
+
+
+def test_pages_of_requests_by_hand():
+    """Pages of 4. A prompt of 10 with 3 answers of 6: 2 full pages once; each row 4 pages less 2; a
+    prompt waits with 3.
+    """
+    assert max_blocks([(10, 3, 6)], 4, 8) == 2 + 3 * 2 + 3
+    assert max_blocks([(10, 3, 6)], 4, 2) == 2 + 2 * 2 + 3
+    assert max_blocks([(10, 3, 6), (3, 1, 1)], 4, 8) == 2 + 3 * 2 + 1 + 3
+    assert max_blocks([], 4, 8) == 1
+    assert [choose_pool_size(100, need) for need in (None, 1, 5, 64, 65, 1000)] == [
+        100,
+        1,
+        5,
+        64,
+        72,
+        100,
+    ]
+
+
+@pytest.mark.parametrize("tokens", [256, 1000, 5000])
+def test_the_pool_is_counted_as_the_engine_takes_it(tokens):
+    """For a call what its requests need, and the page of nobody; for a stream all that
+    `kv_cache_tokens` allows.
+    """
+    decoder = make_decoder(load_model("tiny:addition", seed=0).model, kind="fast")
+    words = ["--base-model", "tiny:addition", "--kv-cache-tokens", str(tokens), "--eval-limit", "2"]
+    paged = [*words, "--sampler-cache", "paged"]
+    for more, sizes in (([], [(20, 4, 24)] * 8), (["--rollout-mode", "async"], None)):
+        engine = MultiStepEngine(decoder, kv_cache_tokens=tokens, sizes=sizes)
+        counted = cache_of(HERE, *paged, *more)
+        assert counted == sum(kv.nbytes for kv in engine._state.kv)
+        assert cache_of(HERE, *words, *more) < counted  # a plain cache follows what is drawn
+        assert cache_of(GPU, *words, *more) == counted / 2  # "auto" is pages there, in bf16
+
+
+def test_a_larger_call_has_a_larger_pool_up_to_the_budget():
+    limits = {"prompt": 300, "answer": 500, "max_rows": 1024, "world": 2, "streams": False}
+    found = [
+        count_pool_pages(groups=n, group=8, kv_cache_tokens=262_144, **limits)
+        for n in (1, 4, 16, 64, 256)
+    ]
+    assert (
+        found == [28, 52, 208, 832, 1024]
+        and max_blocks([(300, 8, 500)], BLOCK_SIZE, 1024) == 1 + 8 * 3 + 2
+    )
+
+
+def test_where_the_engine_keeps_no_pages_none_are_counted():
+    """As `make_engine` and `engine_of` choose."""
+    stage = asked("--base-model", "tiny:addition").stages[0].settings
+    shape = shapes.ModelShape(
+        name="x",
+        parameters=1,
+        trainable=1,
+        adapters=0,
+        small=0,
+        largest=1,
+        layers=1,
+        hidden=4,
+        heads=1,
+        key_heads=1,
+        head_width=4,
+        mlp=4,
+        vocab=8,
+        max_context=None,
+        fast=True,
+        windowed=False,
+    )
+    sampling, model = stage.sampling, stage.model
+    assert _uses_paged_cache(sampling, model, shape, GPU, 1) and not _uses_paged_cache(
+        sampling, model, shape, HERE, 1
+    )
+    assert not _uses_paged_cache(replace(sampling, sampler_cache="plain"), model, shape, GPU, 1)
+    assert not _uses_paged_cache(replace(sampling, sampler="hf"), model, shape, GPU, 1)
+    assert not _uses_paged_cache(sampling, replace(model, router_replay=True), shape, GPU, 1)
+    assert not _uses_paged_cache(sampling, model, replace(shape, fast=False), GPU, 1)
+    assert not _uses_paged_cache(sampling, model, shape, GPU, 2)

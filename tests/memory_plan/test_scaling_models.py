@@ -1,0 +1,240 @@
+"""bench/scaling.py on mixtures and models that see: its numbers against parameters and operations
+that are counted.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import seeing
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from bench.tiny_models import VOCAB, tiny_model
+from rl.memory_plan.shapes import LaunchShape
+from rl.memory_plan.tracing import ModelSkeleton
+from rl.types import LoraConfig
+
+REPO = Path(__file__).resolve().parents[2]
+TOKENS = 8
+
+
+@pytest.fixture
+def scaling(monkeypatch):
+    monkeypatch.syspath_prepend(str(REPO / "bench"))
+    import scaling
+
+    yield scaling
+    for name in ("scaling", "scaling_models", "scaling_page", "scaling_teams"):
+        sys.modules.pop(name, None)
+
+
+def mixture(per_token: int):
+    model = tiny_model("qwen3_moe", num_experts_per_tok=per_token, sliding_window=None)
+    model.set_attn_implementation("eager")
+    # a matrix product an expert, which the counter sees
+    model.config._experts_implementation = "eager"
+    return model
+
+
+def shape_of(model, folder, lora: LoraConfig | None = None):
+    model.config.save_pretrained(folder)
+    return ModelSkeleton(str(folder), None, lora).shape
+
+
+def counted(model, **inputs) -> int:
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(**inputs)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("per_token", [1, 3])
+def test_a_mixture_computes_with_the_experts_that_a_token_is_sent_to(per_token, tmp_path):
+    model = mixture(per_token)
+    shape = shape_of(model, tmp_path)
+    experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+    assert (
+        shape.parameters == sum(p.numel() for p in model.parameters())
+        and shape.idle_experts == experts * (4 - per_token) // 4
+    )
+    ids = torch.arange(TOKENS)[None]
+    attention = 4 * TOKENS**2 * shape.heads * shape.head_width * shape.layers
+    table = VOCAB * shape.hidden  # rows of it are looked up, not multiplied
+    found = counted(model, input_ids=ids, use_cache=False) - attention
+    # norms are no products
+    assert found == pytest.approx(2 * TOKENS * (shape.active_parameters - table), rel=0.02)
+    assert found < 0.9 * 2 * TOKENS * (shape.parameters - table)
+
+
+def test_a_token_sent_to_two_experts_more_costs_those_and_nothing_else(tmp_path):
+    shapes = {k: shape_of(mixture(k), tmp_path / str(k)) for k in (1, 3)}
+    ids = torch.arange(TOKENS)[None]
+    more = counted(mixture(3), input_ids=ids, use_cache=False) - counted(
+        mixture(1), input_ids=ids, use_cache=False
+    )
+    assert more == 2 * TOKENS * (shapes[3].active_parameters - shapes[1].active_parameters) > 0
+
+
+def test_all_experts_are_sent_and_gathered_and_few_are_computed_with(scaling, tmp_path):
+    shape, load = shape_of(mixture(1), tmp_path), scaling.Load()
+    dense = replace(shape, idle_experts=0)
+    for zero in (None, 1, 2, 3):
+        launch = LaunchShape(cuda=True, bf16=True, world=4, zero_stage=zero)
+        assert scaling.payload(shape, launch, 3) == scaling.payload(dense, launch, 3)
+    ddp = scaling.payload(shape, LaunchShape(cuda=True, bf16=True, world=4), 3)
+    # gradients of experts that nobody reached as well
+    assert ddp["all_reduce"] == 4 * shape.parameters
+    assert (
+        scaling.arithmetic(dense, load) - scaling.arithmetic(shape, load)
+        == 8 * shape.idle_experts * load.tokens
+    )
+
+
+def test_a_tower_runs_over_patches_and_learns_only_where_it_is_trained(scaling, tmp_path):
+    """Its operations are counted; what joins it to the text reads one position of four, so that the
+    model is an upper bound.
+    """
+    _, config, tokenizer, processor, _ = seeing._qwen3_vl()
+    config.vision_config.depth = 6
+    from transformers import Qwen3VLForConditionalGeneration
+
+    model = Qwen3VLForConditionalGeneration(config).eval()
+    model.set_attn_implementation("eager")
+    own = shape_of(model, tmp_path / "all")
+    tower = sum(p.numel() for p in model.model.visual.parameters())
+    assert (
+        own.seeing == own.seeing_trained == tower
+        and own.active_parameters == own.parameters - tower
+    )
+    frozen = shape_of(model, tmp_path / "lora", LoraConfig(2))
+    assert frozen.seeing == tower and frozen.seeing_trained == 0
+    side = 4  # patches: a picture of 16 x 16
+    pixels = torch.zeros(side * side, 3 * 4 * 4)
+    found = counted(
+        model.model.visual, hidden_states=pixels, grid_thw=torch.tensor([[1, side, side]])
+    )
+    assert 0.6 * 2 * tower * side**2 < found < 1.1 * 2 * tower * side**2
+    load = scaling.Load(patches=256)
+    blind = scaling.arithmetic(own, scaling.Load())
+    assert blind == 8 * own.active_parameters * load.tokens
+    assert scaling.arithmetic(own, load) - blind == 8 * tower * load.answers * 256
+    assert (
+        scaling.arithmetic(frozen, load) - scaling.arithmetic(frozen, scaling.Load())
+        == 2 * tower * load.answers * 256
+    )
+
+
+# -------------------------------------------------------------------- samplers held by several GPUs
+
+
+class Counting:
+    """A rank of a team, whose sums and gathers are counted."""
+
+    def __init__(self, team):
+        self.team, self.rank, self.size = team, team.rank, team.size
+        self.calls = self.summed = self.gathered = self.copied = 0
+
+    def all_reduce_(self, x):
+        self.calls, self.summed = self.calls + 1, self.summed + x.numel() * x.element_size()
+        return self.team.all_reduce_(x)
+
+    def all_gather(self, x):
+        self.calls, self.gathered = (
+            self.calls + 1,
+            self.gathered + self.size * x.numel() * x.element_size(),
+        )
+        return self.team.all_gather(x)
+
+    def broadcast_(self, x):
+        self.calls, self.copied = self.calls + 1, self.copied + x.numel() * x.element_size()
+        return self.team.broadcast_(x)
+
+
+def test_a_teams_traffic_is_what_its_ranks_send(scaling, tmp_path):
+    """Four groups of two on prompts of six tokens, five new tokens each, all at once; 48 words come
+    out even.
+    """
+    import scaling_teams
+    from sampler_models import tiny_model as seen_model
+    from test_sampler_split import on_ranks, split
+
+    from rl.sampler import Engine, SamplingRequest
+    from rl.types import SamplingParams
+
+    model = seen_model("qwen3", vocab_size=48, tie_word_embeddings=False)
+    load = scaling.Load(answers=4, group=2, prompt=6, answer=5)
+
+    def counted(threads):
+        team = Counting(threads)
+        # not tried: no sums
+        engine = Engine(
+            split(model, team, weights=list(model.named_parameters())), eos_token_ids=(), max_rows=8
+        )
+        assert team.calls == 0
+        for i in range(4):
+            engine.add(
+                SamplingRequest(
+                    prompt=[i + 1] * 6,
+                    num_samples=2,
+                    params=SamplingParams(max_tokens=5, stop=[]),
+                    seed=1,
+                    problem=i,
+                )
+            )
+        assert [len(s.tokens) for found in engine.run() for s in found.sequences] == [5] * 8
+        return team
+
+    shape = shape_of(model, tmp_path)
+    modelled = scaling_teams.of_a_step(
+        shape, LaunchShape(cuda=False, bf16=False, world=2, sampler_tp=2), load, rows=8
+    )
+    for team in on_ranks(2, counted):
+        assert (team.calls, team.summed, team.gathered, team.copied) == (
+            modelled.calls, modelled.summed, modelled.gathered, modelled.copied)  # fmt: skip
+
+
+def test_seconds_of_a_team_by_hand(scaling):
+    import scaling_teams
+
+    hardware = scaling.Hardware(nvlink=100.0, collective_seconds=2.0)
+    sent = scaling_teams.Sent(calls=3, summed=400.0, gathered=200.0, copied=50.0)
+    assert (
+        scaling_teams.seconds(sent, 4, hardware)
+        == 3 * 2.0 + (2 * 0.75 * 400 + 0.75 * 200 + 50) / 100
+    )
+    assert scaling_teams.seconds(sent, 1, hardware) == 0
+
+
+def test_a_32b_policy_is_sampled_by_as_few_gpus_together_as_fit(scaling):
+    from rl.memory_plan.shapes import MicroBatchMemory
+
+    shape = scaling.skeletons(["32B"])["32B"].shape
+    load, hardware, driver = scaling.Load(), scaling.Hardware(), scaling.Driver()
+
+    def step(gpus: int, memory: float = 80.0):
+        launch = LaunchShape(cuda=True, bf16=True, world=gpus, per_node=8, zero_stage=3)
+        return scaling.step(
+            "32B",
+            shape,
+            MicroBatchMemory(),
+            launch,
+            load,
+            replace(hardware, memory_gib=memory),
+            driver,
+            1200.0,
+        )
+
+    found = step(64)
+    whole = step(64, 1000.0)
+    assert whole.sampler_tp == 1 and whole.sampler_traffic_s == 0 and whole.memory_gib > 80 * 0.92
+    assert (
+        found.fits
+        and found.sampler_tp in (2, 4, 8)
+        and found.memory_gib <= 80 * 0.92
+        and found.sampler_traffic_s > 0
+    )
+    assert found.sample_s == whole.sample_s + found.sampler_traffic_s
+    assert found.step_s == pytest.approx(whole.step_s + found.sampler_traffic_s)
+    never = step(64, 20.0)
+    assert not never.fits and never.sampler_tp == 1

@@ -1,0 +1,156 @@
+"""What is loaded is the function its weights say: an adapter's scale, and nothing that is dropped
+at random.
+"""
+
+import json
+import re
+import string
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import call, make_worker, random_datums
+from sampler_models import VOCAB, tiny_model
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from rl.algorithms import METHODS
+from rl.config import RunSettings, parse_run
+from rl.errors import UserError
+from rl.models.model_loading import load_model, load_skeleton
+from rl.models.tiny_models import MODEL_PRESETS
+from rl.trainer.initial_weights import describe_random_weights
+from rl.types import LoraConfig
+
+
+@pytest.mark.parametrize(("alpha", "scale"), [(None, 1.0), (8, 2.0), (2, 0.5)])
+def test_an_adapter_is_scaled_by_alpha_over_rank_and_alpha_is_the_rank_by_default(alpha, scale):
+    """Logprobs by hand: every layer's weight plus scale B A, the tied head's apart from the
+    embedding, in float64.
+    """
+    worker, (datum, *_) = (
+        make_worker(lora=LoraConfig(rank=4, alpha=alpha, seed=5)),
+        random_datums(1),
+    )
+    out, _ = call(worker, "forward_backward", 0, [datum], "ppo", {}, 1.0, False)
+    twin, state = (
+        load_model("tiny:addition", seed=1).model.double(),
+        dict(worker.learners[0].trainable),
+    )
+    twin.lm_head.weight = torch.nn.Parameter(twin.lm_head.weight.detach().clone())
+    with torch.no_grad():
+        for name, module in twin.named_modules():
+            if (a := state.get(f"base_model.model.{name}.lora_A.default.weight")) is not None:
+                module.weight += (
+                    scale
+                    * state[f"base_model.model.{name}.lora_B.default.weight"].double()
+                    @ a.double()
+                )
+        logp = twin(input_ids=torch.tensor([datum.model_input.to_ints()])).logits[0].log_softmax(-1)
+    expected = logp.gather(
+        -1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None]
+    )[:, 0]
+    np.testing.assert_allclose(out[0]["logprobs"], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral", "qwen2", "qwen3"])
+def test_nothing_is_dropped_in_training(kind, tmp_path):
+    """A model saved with dropout everywhere: in training mode (as under gradient checkpointing) it
+    is the function it is in eval mode.
+    """
+    tiny_model(kind).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    rates = (
+        ("attn_pdrop", "resid_pdrop", "embd_pdrop") if kind == "gpt2" else ("attention_dropout",)
+    )
+    (tmp_path / "config.json").write_text(json.dumps({**config, **dict.fromkeys(rates, 0.5)}))
+    model, ids = load_model(str(tmp_path)).model, torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    assert not model.training
+    expected = model(input_ids=ids).logits
+    assert torch.equal(model.train()(input_ids=ids).logits, expected)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_softcap_holds_in_the_fused_head_too(fused, tmp_path):
+    """Gemma 2 with logits held within 2: by hand from the hidden states, and the fused head is
+    really what was used.
+    """
+    shape = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2)
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        head_dim=16,
+        final_logit_softcapping=2.0,
+        **shape,
+    )
+    model = Gemma2ForCausalLM(config).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20.0)  # raw logits far beyond 2
+    model.save_pretrained(tmp_path)
+    worker, (datum, *_) = make_worker(str(tmp_path), fused=fused), random_datums(1)
+    assert worker.learners[0].head.fused == fused
+    out, _ = call(
+        worker, "forward_backward", 0, [datum], "ppo", {"temperature": 0.7}, 1.0, False, True
+    )
+    trained = worker.learners[0].model
+    with torch.no_grad():
+        hidden = (
+            trained.model(input_ids=torch.tensor([datum.model_input.to_ints()]))
+            .last_hidden_state[0]
+            .double()
+        )
+        raw = hidden @ trained.lm_head.weight.double().T
+        assert raw.abs().max() > 6
+        logp = (2 * torch.tanh(raw / 2) / 0.7).log_softmax(-1)
+    expected = logp.gather(
+        -1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None]
+    )[:, 0]
+    np.testing.assert_allclose(out[0]["logprobs"], expected, atol=1e-5)
+    np.testing.assert_allclose(out[0]["entropy"], -(logp.exp() * logp).sum(-1), atol=1e-5)
+
+
+@pytest.mark.parametrize("load", [load_model, load_skeleton])
+def test_without_the_hub_a_model_that_is_not_cached_says_why(load, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(
+        UserError,
+        match=r"'nobody/nothing' \(HF_HUB_OFFLINE=1 is set: only cached models are available\)",
+    ):
+        load("nobody/nothing")
+
+
+def test_the_page_lists_every_tiny_model_with_its_characters_size_and_context():
+    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    listed = re.findall(r"^\| `tiny:(\S+)`.*? \| (.*?) \| (.*?) \| ([\d,]+) \|", page, re.M)
+    assert [name for name, *_ in listed] == list(MODEL_PRESETS)
+    for name, characters, size, context in listed:
+        preset = MODEL_PRESETS[name]
+        assert int(context.replace(",", "")) == preset.max_position
+        if preset.alphabet is None:
+            assert characters == "those of the tokenizer"
+            continue
+        ascii_text = "\n" + string.printable[:95]
+        expected = ascii_text if characters.startswith("printable ASCII") else characters.strip("`")
+        assert sorted(preset.alphabet) == sorted(expected)
+        with torch.device("meta"):
+            model = load_skeleton(f"tiny:{name}").model
+        assert f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M" == size
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("grpo --base-model tiny:ascii", "sft first.*--learning-rate 1e-3 instead of 1e-06"),
+        ("grpo --base-model tiny:ascii --learning-rate 3e-4", r"sft first \(docs/models.md\S+$"),
+        ("sft --base-model tiny:ascii", None),
+        ("grpo --base-model Qwen/Qwen3-0.6B", None),
+        ("recipes/addition.yaml", None),  # its grpo continues from its sft
+    ],
+)
+def test_rl_on_random_weights_is_hinted_at(words, expected):
+    run = parse_run(words.split(), METHODS, Path("recipes/addition.yaml"), options=RunSettings)
+    lines = describe_random_weights(run.stages)
+    assert len(lines) == (expected is not None)
+    assert all(re.search(expected, line) for line in lines)

@@ -1,0 +1,383 @@
+"""Check the architecture: imports point to lower layers, and to public names of packages."""
+
+import ast
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+
+# A package may import packages of lower layers, never of its layer or above. Files directly in rl/
+# are the base: every package may import them.
+LAYERS = {
+    9: ["trainer", "rlvr"],
+    8: ["algorithms", "programs"],
+    7: ["judges", "serve", "chat"],
+    6: ["client", "integrations"],
+    5: ["envs", "reporting", "memory_plan", "runtime"],
+    4: ["learner", "rollout", "data"],
+    3: ["sampler"],
+    2: ["models", "losses", "rewards", "renderers", "config", "distributed"],
+    1: ["sandbox", "layers", "images"],
+    0: ["processes"],
+}
+# Modules for scripts, which re-export what packages export: no package imports from them.
+PUBLIC = {"rl", "rl.lib"}
+MOST_BASE_FILES = 8
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+class Architecture:
+    """Read the packages and imports below a folder. Its checks return one text per violation."""
+
+    def __init__(self, root: Path, layers: dict[int, list[str]]):
+        self.root = root
+        self.layer = {package: layer for layer, packages in layers.items() for package in packages}
+        paths = [*root.glob("rl/**/*.py"), *root.glob("kernels/**/*.py")]
+        self.files = {
+            ".".join(p.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): p
+            for p in sorted(paths)
+        }
+        self.packages = {
+            p.name
+            for p in (root / "rl").iterdir()
+            if p.is_dir() and any(p.glob("*.py")) and p.name != "types"
+        }
+        self.modules = sorted(self.files)
+
+    @cache  # noqa: B019  (a architecture is read once)
+    def imports(self, module: str) -> frozenset[tuple[str, str | None]]:
+        """(module, name) of rl and kernels that a file imports anywhere, for type checking too;
+        name None: the module itself.
+        """
+        faults: set[tuple[str, str | None]] = set()
+        for node in ast.walk(tree(self.files[module])):
+            if isinstance(node, ast.Import):
+                faults.update((alias.name, None) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0 and node.module, f"{module}:{node.lineno}: relative import"
+                for alias in node.names:
+                    submodule = f"{node.module}.{alias.name}"
+                    faults.add(
+                        (submodule, None) if submodule in self.files else (node.module, alias.name)
+                    )
+        return frozenset(
+            (name, attribute)
+            for name, attribute in faults
+            if name.split(".")[0] in ("rl", "kernels")
+        )
+
+    def package_of(self, module: str) -> str | None:
+        """Return the package of a module of rl, None for a file of the base."""
+        parts = module.split(".")
+        return parts[1] if len(parts) > 1 and parts[1] in self.packages else None
+
+    @cache  # noqa: B019  (a architecture is read once)
+    def exports(self, package: str) -> frozenset[str]:
+        """Return the public names of a package: its __all__."""
+        for node in tree(self.root / "rl" / package / "__init__.py").body:
+            if isinstance(node, ast.Assign) and any(
+                isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets
+            ):
+                return frozenset(ast.literal_eval(node.value))
+        return frozenset()
+
+    # --------------------------------------------------------------------------------------- faults
+
+    def packages_without_a_layer(self) -> list[str]:
+        faults = [
+            f"the package {package} is in LAYERS or in rl/, and not in both"
+            for package in sorted(self.packages ^ set(self.layer))
+        ]
+        for package in sorted(self.packages):
+            init = self.root / "rl" / package / "__init__.py"
+            if not init.is_file() or not ast.get_docstring(tree(init)):
+                faults.append(
+                    f"rl/{package}/__init__.py needs a docstring that says what the package does"
+                )
+        return faults
+
+    def bad_imports(self, module: str) -> list[str]:
+        """Return the imports that point up or sideways, that bypass a package's public API, or that
+        take a name from a module for scripts.
+        """
+        source, faults = self.package_of(module), []
+        for name, attribute in sorted(self.imports(module), key=str):
+            target = self.package_of(name)
+            if name in PUBLIC:
+                faults.append(
+                    f"{module} imports {attribute} from {name}, which is for scripts alone"
+                )
+            elif not name.startswith("rl.") or target is None or target == source:
+                continue  # the base carries everybody
+            elif source is None:
+                faults.append(f"{module} is in the base and imports the package {target}")
+            elif self.layer[target] >= self.layer[source]:
+                faults.append(
+                    f"{module} (layer {self.layer[source]}) imports {name} (layer {self.layer[target]}): imports point down"
+                )
+            else:
+                inside, name_in_target = name.count(".") > 1, attribute or name.rsplit(".", 1)[1]
+                if inside and (attribute is not None or name_in_target not in self.exports(target)):
+                    faults.append(
+                        f"{module} imports past the public API of {name}: import what rl/{target}/__init__.py exports"
+                    )
+                elif attribute is not None and attribute not in self.exports(target):
+                    faults.append(
+                        f"rl/{target}/__init__.py does not export {attribute}, which {module} imports"
+                    )
+        return faults
+
+    def cycles(self) -> list[str]:
+        """Return the import cycles between files, __init__ files and imports for types included.
+
+        A file must not import the __init__ of its own package either.
+        """
+        arrows = {
+            m: sorted({name for name, _ in self.imports(m) if name in self.files} - {m})
+            for m in self.modules
+            if m not in PUBLIC
+        }
+        done: set[str] = set()
+        faults: list[str] = []
+
+        def visit(module: str, path: tuple[str, ...]) -> None:
+            if module in path:
+                faults.append("a cycle: " + " -> ".join((*path[path.index(module) :], module)))
+            elif module not in done:
+                for name in arrows.get(module, ()):
+                    visit(name, (*path, module))
+                done.add(module)
+
+        for module in arrows:
+            visit(module, ())
+        return faults
+
+    def too_many_base_files(self) -> list[str]:
+        files = sorted(p.name for p in (self.root / "rl").glob("*.py"))
+        return (
+            [f"{len(files)} files lie directly in rl/: {files}"]
+            if len(files) > MOST_BASE_FILES
+            else []
+        )
+
+    def kernels_that_import_rl(self) -> list[str]:
+        return [
+            m
+            for m in self.modules
+            if m.startswith("kernels") and any(name.startswith("rl") for name, _ in self.imports(m))
+        ]
+
+    def users_of_torch_distributed(self) -> list[str]:
+        """Modules that import it, or reach it by its full name."""
+
+        def names_it(node: ast.AST) -> bool:
+            if isinstance(node, ast.Import):
+                return any(
+                    f"{alias.name}.".startswith("torch.distributed.") for alias in node.names
+                )
+            if isinstance(node, ast.ImportFrom):
+                return any(
+                    f"{node.module}.{alias.name}.".startswith("torch.distributed.")
+                    for alias in node.names
+                )
+            return (
+                isinstance(node, ast.Attribute)
+                and node.attr == "distributed"
+                and ast.unparse(node) == "torch.distributed"
+            )
+
+        return [m for m in self.modules if any(map(names_it, ast.walk(tree(self.files[m]))))]
+
+
+ARCHITECTURE = Architecture(REPO, LAYERS)
+
+
+def test_the_page_shows_the_layers():
+    page = (REPO / "docs" / "architecture.md").read_text().split("## The folders")[0]
+    packages = {"base": ["types"], **{str(layer): names for layer, names in LAYERS.items()}}
+    shown = {layer: [] for layer in packages}
+    for layer, places in re.findall(r"^\| (\w+) \| (`.*?) \|", page, re.MULTILINE):
+        shown.setdefault(layer, []).extend(re.findall(r"`rl/(\w+)/`", places))
+    assert {layer: sorted(names) for layer, names in shown.items() if names} == {
+        layer: sorted(names) for layer, names in packages.items()
+    }
+
+
+def test_every_package_has_a_layer_and_a_docstring():
+    assert not ARCHITECTURE.packages_without_a_layer()
+
+
+@pytest.mark.parametrize(
+    "module", [m for m in ARCHITECTURE.modules if m.startswith("rl.") and m not in PUBLIC]
+)
+def test_imports_point_down_and_to_public_names(module):
+    assert not ARCHITECTURE.bad_imports(module)
+
+
+def test_no_cycles():
+    assert not ARCHITECTURE.cycles()
+
+
+def test_few_files_in_the_base():
+    assert not ARCHITECTURE.too_many_base_files()
+
+
+def test_kernels_import_nothing_of_rl():
+    assert not ARCHITECTURE.kernels_that_import_rl()
+
+
+def test_only_one_module_imports_torch_distributed():
+    assert ARCHITECTURE.users_of_torch_distributed() == ["rl.distributed.collectives"]
+
+
+def test_help_needs_no_torch():
+    """What the command line reads before target is something to run imports neither torch nor
+    transformers.
+    """
+    heavy = ("torch", "transformers", "accelerate")
+    code = f"import sys; import rl, rl.algorithms, rl.config; print([m for m in {heavy} if m in sys.modules])"
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True
+    )
+    assert out.stdout.strip() == "[]"
+
+
+# ------------------------------------------------------------------ the checks see what they should
+
+SMALL = {  # two layers and a package beside them: everything as it should be
+    "rl/__init__.py": "from rl.upper import top",
+    "rl/errors.py": "",
+    "rl/types/__init__.py": "from rl.types.words import word",
+    "rl/types/words.py": "word = 1",
+    "rl/upper/__init__.py": '"""Above."""\nfrom rl.upper.work import top\n__all__ = ["top"]',
+    "rl/upper/work.py": "from rl.lower import tool\nfrom rl import types\ntop = tool",
+    "rl/upper/more.py": "from rl.upper.work import top",
+    "rl/lower/__init__.py": '"""Below."""\nfrom rl.lower.tools import tool\n__all__ = ["tool"]',
+    "rl/lower/tools.py": "from rl.errors import x\nfrom kernels.sums import s\ntool = 1\nother = 2",
+    "rl/beside/__init__.py": '"""Beside."""\nthing = 1\n__all__ = ["thing"]',
+    "rl/distributed/__init__.py": '"""Ranks."""',
+    "rl/distributed/collectives.py": "import torch.distributed as dist",
+    "kernels/__init__.py": "",
+    "kernels/sums.py": "s = 1",
+}
+SMALL_LAYERS = {3: ["upper"], 2: ["lower", "beside", "distributed"]}
+IF_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
+LATE = "def f():\n    "
+PLANTS = {  # name: (files that differ, what the fault says)
+    "nothing": ({}, None),
+    "up": ({"rl/lower/tools.py": "from rl.upper import top"}, "imports point down"),
+    "up, late": ({"rl/lower/tools.py": LATE + "from rl.upper import top"}, "imports point down"),
+    "up, for types": (
+        {"rl/lower/tools.py": IF_TYPES + "from rl.upper import top"},
+        "imports point down",
+    ),
+    "up, the package": ({"rl/lower/tools.py": "from rl import upper"}, "imports point down"),
+    "sideways": ({"rl/lower/tools.py": "from rl.beside import thing"}, "imports point down"),
+    "past the public API": (
+        {"rl/upper/work.py": "from rl.lower.tools import tool"},
+        "imports past the public API of",
+    ),
+    "past the public API, a file": (
+        {"rl/upper/work.py": "from rl.lower import tools"},
+        "imports past the public API of",
+    ),
+    "past the public API, by import": (
+        {"rl/upper/work.py": "import rl.lower.tools"},
+        "imports past the public API of",
+    ),
+    "past the public API, for types": (
+        {"rl/upper/work.py": IF_TYPES + "from rl.lower.tools import tool"},
+        "imports past the public API of",
+    ),
+    "not exported": ({"rl/upper/work.py": "from rl.lower import other"}, "does not export other"),
+    "the base": ({"rl/errors.py": "from rl.lower import tool"}, "in the base"),
+    "the types": ({"rl/types/words.py": "from rl.lower import tool"}, "in the base"),
+    "the public module": ({"rl/upper/work.py": "from rl import top"}, "for scripts alone"),
+    "two files": ({"rl/upper/work.py": "from rl.upper.more import top"}, "a cycle"),
+    "two files, late": ({"rl/upper/work.py": LATE + "from rl.upper.more import top"}, "a cycle"),
+    "two files, for types": (
+        {"rl/upper/work.py": IF_TYPES + "from rl.upper.more import top"},
+        "a cycle",
+    ),
+    "two files, by import": ({"rl/upper/work.py": "import rl.upper.more"}, "a cycle"),
+    "three files": (
+        {
+            "rl/upper/work.py": IF_TYPES + "from rl.upper.third import a",
+            "rl/upper/third.py": "from rl.upper.more import a",
+        },
+        "a cycle",
+    ),
+    "a file and its own package": (
+        {"rl/upper/work.py": LATE + "from rl.upper import top"},
+        "a cycle",
+    ),
+    "the base in a cycle": (
+        {"rl/errors.py": "import rl.jsonl", "rl/jsonl.py": "import rl.errors"},
+        "a cycle",
+    ),
+    "kernels in a cycle": (
+        {"kernels/sums.py": "import kernels.more", "kernels/more.py": "import kernels.sums"},
+        "a cycle",
+    ),
+    "kernels and rl": ({"kernels/sums.py": LATE + "from rl import types"}, "kernels.sums"),
+    "a ninth file in the base": ({f"rl/more_{i}.py": "" for i in range(7)}, "9 files"),
+    "a package without a layer": ({"rl/new/__init__.py": '"""New."""'}, "the package new"),
+    "a package without an __init__": (
+        {"rl/new/work.py": ""},
+        "rl/new/__init__.py needs a docstring",
+    ),
+    "an __init__ without a docstring": (
+        {"rl/beside/__init__.py": "thing = 1\n__all__ = ['thing']"},
+        "rl/beside/__init__.py needs a docstring",
+    ),
+    "collectives": ({"rl/lower/tools.py": "import torch.distributed"}, "rl.lower.tools"),
+    "collectives, from torch": (
+        {"rl/lower/tools.py": "from torch import distributed as d"},
+        "rl.lower.tools",
+    ),
+    "collectives, by name": (
+        {"rl/lower/tools.py": "import torch\ntorch.distributed.barrier()"},
+        "rl.lower.tools",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_fault_is_seen(name, tmp_path):
+    files, expected = PLANTS[name]
+    for place, text in {**SMALL, **files}.items():
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text(text)
+    architecture = Architecture(tmp_path, SMALL_LAYERS)
+    faults = [
+        *architecture.packages_without_a_layer(),
+        *architecture.too_many_base_files(),
+        *architecture.cycles(),
+        *architecture.kernels_that_import_rl(),
+    ]
+    faults += [
+        m for m in architecture.users_of_torch_distributed() if m != "rl.distributed.collectives"
+    ]
+    for module in architecture.modules:
+        if (
+            module.startswith("rl.")
+            and module not in PUBLIC
+            and (
+                architecture.package_of(module) is None
+                or architecture.package_of(module) in architecture.layer
+            )
+        ):
+            faults += architecture.bad_imports(module)
+    if expected is None:
+        assert not faults
+    else:
+        assert any(expected in fault for fault in faults), faults

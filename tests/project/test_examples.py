@@ -1,0 +1,146 @@
+"""Run the notebooks and scripts of examples/: briefly in the suite, as written in the campaign."""
+
+import ast
+import json
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from test_docs_words import broken_links
+
+from rl.algorithms import METHODS
+from rl.config import RunSettings
+from rl.config.cli import read_run
+from rl.trainer.train_function import resolve_run
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
+SCRIPTS = sorted(EXAMPLES.glob("*/train.py"))
+# What a script prints last when it works.
+LAST_LINES = {
+    "agent": r"assistant .*",
+    "code": r"(-0\.1|0\.0|1\.0)  '.*'",
+    "distillation": r"student-on-policy-final \{'12\+34=': .*\}",
+    "games": r"(user|assistant) .*",
+    "images": r"4 circles: \[.*\]",
+    "tool_use": r"(assistant|tool) .*",
+}
+
+
+def read_cells(path: Path) -> list[dict]:
+    return json.loads(path.read_text(encoding="utf-8"))["cells"]
+
+
+def run_notebook(path: Path, steps: int | None = None) -> dict:
+    """Run the code cells in order and return their names; `steps` replaces the length of the run."""
+    names: dict = {"__name__": "__main__"}
+    for cell in read_cells(path):
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "code":
+            if steps is not None:
+                source = re.sub(r"\bsteps=\d+", f"steps={steps}", source)
+            exec(compile(source, f"{path.name} {cell['id']}", "exec"), names)
+    return names
+
+
+def run_script(folder: Path, monkeypatch, tmp_path: Path, *flags: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(folder / "train.py"), *flags])
+    runpy.run_path(str(folder / "train.py"), run_name="__main__")
+
+
+def select_marks(folder: Path) -> list:
+    return [pytest.mark.extras] if folder.name == "agent" else []
+
+
+FOLDERS = [
+    pytest.param(path.parent, id=path.parent.name, marks=select_marks(path.parent))
+    for path in SCRIPTS
+]
+
+
+def test_the_table_lists_every_example():
+    """Its links lead to files, and its commands name the files of its rows."""
+    page = EXAMPLES / "README.md"
+    text = page.read_text(encoding="utf-8")
+    commands = re.findall(r"`(?:python|jupyter lab) (examples/[\w/.]+)`", text)
+    assert [ROOT / command for command in commands] == [
+        *NOTEBOOKS,
+        *(EXAMPLES / name / "train.py" for name in re.findall(r"^\| \[(\w+)\]", text, re.M)),
+    ]
+    assert {ROOT / command for command in commands} == {*NOTEBOOKS, *SCRIPTS}
+    assert broken_links(page, text) == []
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.parent.name)
+def test_the_commands_of_a_header_are_accepted(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    header = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    assert f"python {path.relative_to(ROOT)}\n" in header and "\nSeen" in header
+    for line in header.replace("\\\n", " ").splitlines():
+        _, command, words = line.partition("python train.py ")
+        if command:
+            recipe = ROOT / "recipes" / "addition.yaml"
+            assert read_run(shlex.split(words, comments=True), METHODS, recipe, RunSettings).stages
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_the_run_on_a_gpu_is_accepted(path, monkeypatch):
+    """Its settings are those of a block in a text cell, which no other test runs."""
+    monkeypatch.chdir(ROOT)
+    text = "\n".join("".join(cell["source"]) for cell in read_cells(path))
+    [block] = re.findall(r"```python\n(.*?)```", text, re.S)
+    runs = []
+    stub = SimpleNamespace(train=lambda what, **settings: runs.append(resolve_run(what, settings)))
+    exec(block, {"rl": stub})
+    assert runs[0].stages[0].settings.model.lora_rank == 32
+    assert broken_links(path, text) == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_is_clean(path):
+    """Its outputs are small, and hold no path of the machine that wrote them."""
+    text = path.read_text(encoding="utf-8")
+    notebook = json.loads(text)
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert len(text) < 200_000 and not re.search(r"/(home|root|tmp|work)/", text)
+    ids = [cell["id"] for cell in notebook["cells"]]
+    assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_runs(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trained = run_notebook(path, steps=2)["trained"]
+    assert trained.metrics[-1]["step"] == 2 and trained._repr_png_()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_script_runs(folder, tmp_path, monkeypatch, capsys):
+    if folder.name == "agent":
+        pytest.importorskip("starlette")
+    run_script(folder, monkeypatch, tmp_path, "--tiny")
+    assert re.fullmatch(LAST_LINES[folder.name], capsys.readouterr().out.splitlines()[-1])
+
+
+@pytest.mark.campaign
+def test_the_first_run_learns(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_notebook(EXAMPLES / "first_run.ipynb")["accuracy"] >= 0.8
+
+
+@pytest.mark.campaign
+def test_the_reward_of_the_notebook_is_learned(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rewards = [
+        row["reward/total"]
+        for row in run_notebook(EXAMPLES / "own_reward.ipynb")["trained"].metrics
+    ]
+    assert rewards[0] < 0.3 and sum(rewards[-5:]) / 5 > 0.65

@@ -1,0 +1,155 @@
+"""Places that texts name are there: paths, modules and names, in docs, docstrings and comments, and
+in the scripts that tests write.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import rl
+import rl.types  # which gives addresses to what is in it
+
+REPO = Path(__file__).resolve().parents[2]
+TEXTS = [
+    path
+    for pattern in (
+        "*.md",
+        "docs/*.md",
+        "bench/*.*",
+        "*.py",
+        "rl/**/*.py",
+        "kernels/**/*.py",
+        "tests/**/*.py",
+        "recipes/*.yaml",
+    )
+    for path in sorted(REPO.glob(pattern))
+    # these name what is not there
+    if path.suffix in (".md", ".py", ".yaml")
+    and path.name not in ("test_architecture.py", "test_places.py")
+]
+MODULE = re.compile(r"(?<![\w./\"'-])(rl(?:\.[A-Za-z_]\w*)+)(?!\w*[\"'(]?/)")
+FILE = re.compile(r"(?<![\w./-])((?:rl|kernels)/(?:[\w.-]+/)*[\w-]+\.py)(?:::([\w.]+))?")
+FOLDER = re.compile(
+    r"`((?:rl|kernels|docs|tests|bench|recipes|slurm|accelerate_configs|ds_configs)/(?:[\w-]+/)*)`"
+)
+
+
+@cache
+def names_in(file: Path) -> set[str]:
+    """What a file defines, or hands on, at its top; of classes their members too, as Class.member."""
+    found = set()
+
+    def visit(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(prefix + node.name)
+                if isinstance(node, ast.ClassDef):
+                    visit(node.body, f"{prefix}{node.name}.")
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                found.update(prefix + (alias.asname or alias.name) for alias in node.names)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                found.update(
+                    prefix + name.id
+                    for target in targets
+                    for name in ast.walk(target)
+                    if isinstance(name, ast.Name)
+                )
+            elif isinstance(node, ast.If | ast.With | ast.Try):
+                visit(node.body, prefix)
+
+    visit(ast.parse(file.read_text()).body, "")
+    return found
+
+
+def is_there(dotted: str) -> bool:
+    """Whether a dotted name is a module, or a name that one has; what a name's own attributes are
+    is not asked.
+    """
+    parts = dotted.split(".")
+    for end in range(len(parts), 0, -1):
+        place = REPO.joinpath(*parts[:end])
+        file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+        if file.is_file():
+            if end == len(parts):
+                return True
+            names = names_in(file)
+            return (
+                parts[end] in names
+                or (parts[:end] == ["rl"] and parts[end] in rl.__all__)
+                or alias(dotted)
+            )
+    return False
+
+
+def alias(dotted: str) -> bool:
+    """Addresses of Tinker's client, which are no files here."""
+    known = [
+        "rl.model_info",
+        "rl.lib.public_interfaces",
+        *(name for name in sys.modules if name.startswith("rl.types.")),
+    ]
+    return any(f"{dotted}.".startswith(f"{name}.") for name in known)
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda path: str(path.relative_to(REPO)))
+def test_what_a_text_names_is_there(text):
+    wrong = []
+    for number, line in enumerate(text.read_text().splitlines(), 1):
+        wrong += [
+            f"{number}: {name}"
+            for name in MODULE.findall(line)
+            if not is_there(name.removesuffix(".py"))
+        ]
+        wrong += [
+            f"{number}: {path}" for path in FOLDER.findall(line) if not (REPO / path).is_dir()
+        ]
+        for path, name in FILE.findall(line):
+            if not (REPO / path).is_file() or (name and name not in names_in(REPO / path)):
+                wrong.append(f"{number}: {path}{'::' + name if name else ''}")
+    assert not wrong
+
+
+def test_the_architecture_page_lists_every_package():
+    """Check that docs/architecture.md lists each package of rl/ and nothing else."""
+    said = set(re.findall(r"`rl/(\w+)/`", (REPO / "docs" / "architecture.md").read_text()))
+    assert said == {path.parent.name for path in REPO.glob("rl/*/__init__.py")}
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("see rl.probe):", False),
+        ("from rl.interrupts import StopRequest", False),
+        ("rl.learner.layout_probe.ProbeSequences", True),
+        ("rl.rewards.measure_nothing", False),
+        ("rl.rewards.Scorer", True),
+        ("rl.ServiceClient", True),
+        ("rl.Nothing", False),
+        ("from rl.types.tensor_data import TensorData", True),
+        ("from rl.lib.public_interfaces import ServiceClient", True),
+    ],
+)
+def test_a_wrong_place_is_seen(line, found):
+    assert all(is_there(name) for name in MODULE.findall(line)) is found
+
+
+def test_modules_that_scripts_import_by_their_old_names_are_there():
+    from rl.model_info import get_recommended_lora_lr
+
+    from rl import model_info
+
+    assert model_info.get_recommended_lora_lr is get_recommended_lora_lr
+    code = (
+        "import sys, rl.model_info; print([name for name in ('rl.models', 'torch') if name in "
+        "sys.modules])"
+    )
+    light = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True
+    )
+    assert light.stdout.strip() == "[]"

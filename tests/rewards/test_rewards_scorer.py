@@ -1,0 +1,318 @@
+"""The scorer against rewards that raise, hang, crash and lie: each costs its own sample, in time,
+by name, and nothing else.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rl.rewards import Scorer, register_reward, resolve_reward
+
+LENGTH = {"length_penalty": {"target_length": 2, "penalty_scale": 0.5}}
+
+MODULE = """
+import os, re, signal, subprocess, sys, time
+def misbehave(prompt, response, meta=None):
+    if response == "raise": raise KeyError("oops")
+    if response == "nan": return float("nan")
+    if response == "none": return None
+    if response == "text": return "1.0"
+    if response == "exit": sys.exit(3)
+    if response == "die": os._exit(7)
+    if response == "segfault": os.kill(os.getpid(), signal.SIGSEGV)
+    if response == "hang": time.sleep(1000)
+    if response == "spin": re.match("(a+)+$", "a" * 60 + "b")   # in C, holding the interpreter's lock
+    if response == "child":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        open(meta["file"], "w").write(str(child.pid))
+        child.wait()
+    if response == "pid": return os.getpid()
+    return float(response)
+class Deaf:
+    def __init__(self, *, seconds): self.seconds = seconds
+    def __call__(self, prompt, response, meta=None): time.sleep(self.seconds); return 1.0
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "misbehaving.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path / "misbehaving.py"
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_dead(pid: int, seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while alive(pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_bad_items_cost_only_themselves_and_are_named_and_counted(module, as_file):
+    spec = f"{module}:misbehave" if as_file else "misbehaving:misbehave"
+    bad = ["raise", "nan", "none", "text", "exit", "die", "segfault", "hang", "spin"]
+    responses = [text for index, word in enumerate(bad) for text in (str(index), word)] + ["9"]
+    begin = time.monotonic()
+    with Scorer(spec, timeout=0.5, workers=1) as scorer:
+        assert scorer.place == "process"
+        scores = dict(
+            zip(
+                responses,
+                scorer.score_many([(f"ask {text}", text, None) for text in responses]),
+                strict=True,
+            )
+        )
+    assert time.monotonic() - begin < 15  # four restarts and two limits of half a second
+    assert [scores[str(i)].reward for i in range(10)] == list(range(10))
+    assert [scores[word].failure for word in bad] == [
+        "error", "nan", "error", "error", "error", "death", "death", "timeout", "timeout",
+    ]  # fmt: skip
+    assert scorer.counts == {"calls": 19, "errors": 4, "timeouts": 2, "nan": 1, "deaths": 2}
+    for word in bad:
+        assert scores[word].reward is None
+        assert "misbehave" in scores[word].error and f"ask {word}" in scores[word].error
+    assert (
+        "KeyError: 'oops' (at " in scores["raise"].error
+        and "misbehaving.py:4)" in scores["raise"].error
+    )
+    assert "exit code 7" in scores["die"].error and "SIGSEGV" in scores["segfault"].error
+    assert "0.5 s" in scores["hang"].error and "NoneType" in scores["none"].error
+
+
+def test_a_reward_that_loses_its_worker_at_every_answer_does_not_flood_the_log(module, caplog):
+    with Scorer("misbehaving:misbehave", timeout=10, workers=1) as scorer:
+        scores = scorer.score_many([("ask", "die", None)] * 12)
+    assert scorer.counts["deaths"] == 12 and all(score.failure == "death" for score in scores)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "exit code 7" in said[0] and "(10 answers so far)" in said[1], said
+
+
+def test_the_limit_runs_from_an_items_start_not_from_its_submission(module):
+    # 8 items of 0.2 s on one worker take 1.6 s in all, three times the limit of each
+    with Scorer(resolve_reward("misbehaving:Deaf", seconds=0.2), timeout=0.6, workers=1) as scorer:
+        scores = scorer.score_many([("", "", None)] * 8)
+    assert [score.reward for score in scores] == [1.0] * 8
+
+
+def test_workers_run_at_the_same_time(module):
+    with Scorer(resolve_reward("misbehaving:Deaf", seconds=0.5), workers=4) as scorer:
+        scorer.score_many([("", "", None)] * 8)  # starts the workers
+        begin = time.monotonic()
+        scorer.score_many([("", "", None)] * 8)
+        assert time.monotonic() - begin < 3.0  # one after the other: 4 s
+
+
+def test_signals_that_stop_a_run_do_not_cost_it_its_rewards(module):
+    """A scheduler's signals reach every process of a run, which then finishes its step and needs
+    these scores.
+    """
+    with Scorer("misbehaving:misbehave", timeout=30, workers=1) as scorer:
+        pid = int(scorer.submit("", "pid", None).result().reward)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            os.kill(pid, number)
+            assert scorer.submit("", "pid", None).result().reward == pid
+    assert scorer.counts["deaths"] == 0 and wait_until_dead(pid)
+
+
+def test_a_killed_reward_takes_its_own_children_along(module, tmp_path):
+    pid_file = tmp_path / "child.pid"
+    with Scorer("misbehaving:misbehave", timeout=1.0, workers=1) as scorer:
+        score = scorer.submit("", "child", {"file": str(pid_file)}).result()
+    assert score.failure == "timeout"
+    assert wait_until_dead(int(pid_file.read_text()))
+
+
+def test_close_ends_the_workers_at_once_even_while_one_hangs(module):
+    scorer = Scorer("misbehaving:misbehave", timeout=1000, workers=1)
+    pid = int(scorer.submit("", "pid", None).result().reward)
+    pending = [scorer.submit("", text, None) for text in ("hang", "1", "2")]
+    assert pid != os.getpid() and alive(pid)
+    begin = time.monotonic()
+    scorer.close()
+    assert time.monotonic() - begin < 3.0
+    assert wait_until_dead(pid)
+    assert [p.result().reward for p in pending] == [None] * 3
+    assert "closed" in pending[0].result().error
+    with pytest.raises(RuntimeError, match="closed"):
+        scorer.submit("", "1", None)
+
+
+SCRIPT = """
+import os, sys, time
+from rl.rewards import Scorer
+open(sys.argv[1], "a").write("x")            # no `if __name__ == "__main__"`: a worker that ran this again would add to it
+scorer = Scorer("misbehaving:misbehave", timeout=1000, workers=1)
+print(int(scorer.submit("", "pid", None).result().reward), flush=True)
+scorer.submit("", sys.argv[2], None)
+if sys.argv[3] == "wait": time.sleep(1000)
+time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize("last", ["1", "spin"])
+@pytest.mark.parametrize("ending", ["exit", "kill"])
+def test_no_worker_outlives_its_owner_and_the_script_is_not_run_again(
+    module, tmp_path, last, ending
+):
+    script, trace = tmp_path / "script.py", tmp_path / "trace"
+    script.write_text(textwrap.dedent(SCRIPT))
+    path = os.pathsep.join([str(Path(__file__).parents[2]), str(tmp_path)])
+    owner = subprocess.Popen(
+        [sys.executable, str(script), str(trace), last, "wait" if ending == "kill" else "go"],
+        stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    pid = int(owner.stdout.readline())
+    assert alive(pid)
+    if ending == "kill":
+        time.sleep(0.3)
+        owner.send_signal(signal.SIGKILL)
+    assert owner.wait(timeout=30) == (-9 if ending == "kill" else 0)
+    assert wait_until_dead(pid)
+    assert trace.read_text() == "x"
+
+
+def test_what_cannot_be_loaded_is_an_error_before_training(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="importing 'nowhere_to_be_found' failed"):
+        Scorer("nowhere_to_be_found:f")
+    # imports here, but not in a worker
+    (tmp_path / "only_here.py").write_text(
+        f"import os\nassert os.getpid() == {os.getpid()}\ndef f(p, r, m): return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        ValueError, match="only_here:f.*cannot be used.*could not load it.*AssertionError"
+    ):
+        Scorer("only_here:f")
+    (tmp_path / "dies_there.py").write_text(
+        f"import os\nif os.getpid() != {os.getpid()}: os._exit(5)\ndef f(p, r, m): return 1.0\n"
+    )
+    with pytest.raises(ValueError, match="did not start.*exit code 5"):
+        Scorer("dies_there:f")
+
+
+def test_a_closure_runs_in_a_thread_sees_its_variables_and_may_hang():
+    seen: list[str] = []
+
+    def reward(prompt, response, meta):
+        seen.append(response)
+        if response == "hang":
+            time.sleep(1000)
+        return len(response)
+
+    with Scorer(reward, timeout=0.3) as scorer:
+        assert scorer.place == "thread"
+        scores = scorer.score_many(
+            [("", text, {"not": lambda: "picklable"}) for text in ("a", "hang", "bb", "ccc")]
+        )
+    assert [score.reward for score in scores] == [1.0, None, 2.0, 3.0]
+    assert scores[1].failure == "timeout" and scorer.counts["timeouts"] == 1
+    assert seen == ["a", "hang", "bb", "ccc"]  # nothing run twice
+
+
+def test_rewards_that_cannot_hang_run_inline_and_others_elsewhere():
+    places = {
+        "exact_match": "inline",
+        "gsm8k": "inline",
+        "math_correctness": "process",
+    }
+    for name, place in places.items():
+        with Scorer(name) as scorer:
+            assert scorer.place == place
+    with Scorer(resolve_reward("composite", weights={"exact_match": 1.0})) as scorer:
+        assert scorer.place == "inline"
+        score = scorer.submit("2+2=", "4", {}).result()
+    assert score.failure == "error" and "2+2=" in score.error and scorer.counts["errors"] == 1
+
+
+def test_a_registered_function_of_a_module_runs_in_a_process_alone_and_in_a_composite(module):
+    import misbehaving
+
+    from rl.rewards.reward_registry import _REGISTRY
+
+    register_reward("tidy")(misbehaving.misbehave)
+    try:
+        composite = resolve_reward(
+            "composite", weights={"tidy": 2.0, "length_penalty": 1.0}, settings=LENGTH
+        )
+        with Scorer("tidy", workers=1) as alone, Scorer(composite, workers=1) as both:
+            assert alone.place == both.place == "process"
+            assert alone.submit("", "3", None).result().reward == 3.0
+            score = both.submit("", "3", None).result()
+            assert score.reward == 2 * 3.0 - 0.5 and score.metrics["tidy"] == 3.0
+            assert both.submit("", "pid", None).result().metrics["tidy"] != os.getpid()
+            failed = both.submit("", "raise", None).result()
+    finally:
+        del _REGISTRY["tidy"]
+    assert failed.failure == "error" and "KeyError" in failed.error
+
+
+MAIN_SCRIPT = """
+from rl.rewards import Scorer, register_reward
+@register_reward("mine")
+def mine(prompt, response, meta=None): return 2.0 * len(response)
+scorer = Scorer("mine")
+print(scorer.place, scorer.submit("", "abc", None).result().reward)
+"""
+
+
+def test_a_function_of_the_script_itself_runs_in_a_thread(tmp_path):
+    (tmp_path / "script.py").write_text(MAIN_SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    out = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+    )
+    assert out.stdout == "thread 6.0\n", out.stderr
+
+
+def test_meta_that_cannot_travel_is_named(module):
+    with Scorer("misbehaving:misbehave", workers=1) as scorer:
+        scores = scorer.score_many([("", "1", {"f": lambda: 0}), ("", "2", None)])
+    assert scores[0].failure == "error" and "meta" in scores[0].error
+    assert scores[1].reward == 2.0
+
+
+def test_math_works_away_from_the_main_thread_and_a_tower_of_powers_is_wrong():
+    results = []
+
+    def work():
+        with Scorer("math_correctness", timeout=3.0, workers=1) as scorer:
+            responses = [r"\boxed{\frac{2}{4}}", r"\boxed{9^{9^{9^{9}}}}", "0.5"]
+            results.extend(scorer.score_many([("", text, {"answer": "1/2"}) for text in responses]))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(timeout=60)
+    assert [score.reward for score in results] == [1.0, 0.0, 1.0]
+    assert [score.metrics["gave_up"] for score in results] == [0.0, 1.0, 0.0]
+
+
+def test_a_worker_starts_without_torch_or_transformers():
+    modules = "rl.rewards, rl.rewards.reward_workers, rl.data, rl.renderers"
+    code = f"import sys, {modules}; print('torch' in sys.modules or 'transformers' in sys.modules)"
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert out.stdout.strip() == "False", out.stderr

@@ -1,0 +1,179 @@
+"""Several services in one script, on one process as on two ranks."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import two_services
+
+from rl import ServiceClient
+from rl.errors import UserError
+from rl.runtime.driver import Driver
+from rl.runtime.training_worker import WorkerSettings
+from rl.runtime.worker_group import WorkerGroup
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def test_services_live_side_by_side_and_after_one_another(tmp_path):
+    two_services.main(tmp_path)
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert found["first"] == found["again"] == found["again, with another beside it"]
+    assert found["beside"] == found["beside, alone"] != found["first"]
+
+
+def test_a_closed_service_says_so_and_closing_twice_does_nothing(tmp_path):
+    with ServiceClient(output_dir=tmp_path) as open_one:
+        service = ServiceClient(output_dir=tmp_path)
+        client = service.create_full_training_client("tiny:addition").result()
+        service.close("errored", "on purpose").result()
+        service.close()
+        with pytest.raises(RuntimeError, match="the service is closed"):
+            client.forward_backward([], "ppo")
+        # the other one does not mind
+        open_one.create_full_training_client("tiny:addition").result()
+        with pytest.raises(UserError, match="'success', 'errored' or 'interrupted', got 'fine'"):
+            open_one.close("fine")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["ddp", "zero3"])
+def test_two_ranks_serve_every_service_of_a_script(config, tmp_path):
+    """The second ServiceClient waited for ever for ranks that served the first; under DeepSpeed
+    accelerate takes no second plugin.
+    """
+    script = [str(REPO / "tests" / "two_services.py"), str(tmp_path / "two")]
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(REPO / f"accelerate_configs/{config}.yaml"),
+    ]
+    command = [*launch, "--num_processes", "2", "--main_process_port", "0", *script]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    two = json.loads((tmp_path / "two" / "result.json").read_text())
+    (tmp_path / "one").mkdir()
+    two_services.main(tmp_path / "one")
+    one = json.loads((tmp_path / "one" / "result.json").read_text())
+    assert ("trains in fp32 under DeepSpeed" in two.pop("of another precision", "")) is (
+        config == "zero3"
+    )
+    for name, (norm, world, tokens) in two.items():
+        assert world == 2 and tokens == one[name][2], name
+        np.testing.assert_allclose(norm, one[name][0], rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [[], ["raises"]])
+def test_a_rank_that_has_served_does_what_it_has_to_and_leaves(words, tmp_path):
+    """Its process is not taken apart beside torch's threads; an error of its script is one still."""
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(REPO / "accelerate_configs/ddp.yaml"),
+    ]
+    command = [
+        *launch,
+        "--num_processes",
+        "2",
+        "--main_process_port",
+        "0",
+        str(REPO / "tests" / "leaving_case.py"),
+        str(tmp_path),
+        *words,
+    ]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    driver, other = ((tmp_path / rank).read_text().splitlines() for rank in "01")
+    assert driver[:2] == ["0", "finally"] and other[:3] == [
+        "finally",
+        "registered after",
+        "registered before",
+    ]
+    assert (done.returncode != 0) is bool(words) and ("taken apart" in other) is bool(words)
+    if words:
+        assert "ValueError: of the script's own" in done.stderr
+    else:
+        assert driver[2:] == ["registered after", "registered before", "taken apart"]
+
+
+def test_a_service_made_while_the_last_one_closes_works(monkeypatch):
+    """From another thread, in the moment between the last service's leaving and the end of the
+    thread that both would share.
+    """
+    made: list[Driver] = []
+    newcomer = threading.Thread(target=lambda: made.append(Driver(WorkerSettings())))
+    end = WorkerGroup.shut_down
+
+    def interrupted(self, timeout=60.0):
+        if newcomer.ident is None:
+            newcomer.start()
+            newcomer.join(1.0)  # as far as it gets
+        end(self, timeout)
+
+    monkeypatch.setattr(WorkerGroup, "_running", {})
+    first = Driver(WorkerSettings())
+    monkeypatch.setattr(WorkerGroup, "shut_down", interrupted)
+    first.close()
+    newcomer.join(60.0)
+    monkeypatch.setattr(WorkerGroup, "shut_down", end)
+    assert made and not made[0].closed
+    made[0].close()
+
+
+UNDER_WAY = """
+import sys, time
+import torch
+from rl import ServiceClient
+from rl.runtime import worker_group
+from rl.runtime.training_worker import TrainingWorker
+from rl.runtime.verb_table import verb
+
+class Busy(TrainingWorker):
+    @verb()
+    def work(self, seconds):
+        a, end = torch.randn(300, 300), time.monotonic() + seconds
+        while time.monotonic() < end:
+            torch.mm(a, a)
+
+worker_group.TrainingWorker, worker_group.WorkerGroup.exit_timeout = Busy, 0.5
+service = ServiceClient(output_dir=sys.argv[1])
+service._driver.submit("work", float(sys.argv[2]))
+print("the script's last line")
+"""
+
+
+@pytest.mark.parametrize(("seconds", "code"), [(0.1, 0), (60.0, 1)])
+def test_a_script_that_ends_before_its_work_is_no_abort(seconds, code, tmp_path):
+    """The interpreter's end unwound the thread inside torch: "terminate called without an active
+    exception", signal 6, every time.
+    """
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-c", UNDER_WAY, str(tmp_path), str(seconds)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == code, done.stderr[-2000:]
+    assert done.stdout == "the script's last line\n" and "terminate called" not in done.stderr
+    assert ("still running 0.5 s later" in done.stderr) is bool(code)

@@ -1,0 +1,357 @@
+"""The compiled CPU kernels against float64; what happens where they cannot be compiled. Whole
+models: test_sampler_decoders.py.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sampler_models import random_prompts, row_settings, tiny_model
+
+from rl.sampler import Engine, SamplingRequest, cpu_kernels, make_decoder
+from rl.sampler.token_sampling import sample_tokens, sample_with_torch
+from rl.types import SamplingParams
+
+pytestmark = pytest.mark.skipif(cpu_kernels.load_cpu_kernels() is None, reason="no C++ compiler")
+
+
+@pytest.fixture
+def kernels() -> cpu_kernels.CpuKernels:
+    found = cpu_kernels.load_cpu_kernels()
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def fresh():
+    """Nothing loaded before, and what is loaded here forgotten afterwards."""
+    cpu_kernels.load_cpu_kernels.cache_clear()
+    yield
+    cpu_kernels.load_cpu_kernels.cache_clear()
+
+
+def test_rms_norm(kernels):
+    torch.manual_seed(0)
+    x, weight = (
+        torch.randn(5, 37) * torch.tensor([1e-4, 1.0, 30.0, 1e3, 0.0])[:, None],
+        torch.randn(37),
+    )
+    x64 = x.double()
+    expected = x64 / (x64.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    torch.testing.assert_close(
+        kernels.rms_norm(x, weight, 1e-6).double(), expected, rtol=3e-7, atol=1e-7
+    )
+
+
+def test_silu_mul_over_every_magnitude(kernels):
+    gate = torch.cat([torch.linspace(-120, 120, 4001), torch.tensor([0.0, -0.0, 1e-30, -1e-30])])
+    up = torch.linspace(-3, 3, len(gate))
+    got = kernels.silu_mul(torch.cat([gate, up])[None])[0]
+    expected = torch.nn.functional.silu(gate.double()) * up.double()
+    # relative: the exponential is good to 2e-7
+    assert ((got - expected).abs() <= 5e-7 * expected.abs() + 1e-35).all()
+
+
+def attention_inputs(rows=7, heads=6, key_heads=3, width=32):
+    torch.manual_seed(1)
+    prompts, prompt_positions, positions = 3, 20, 11
+    blocks = (
+        torch.randn(2, prompts, key_heads, prompt_positions, width),
+        torch.randn(2, rows + 2, key_heads, positions, width),
+    )
+    return {
+        "qkv_NX": torch.randn(rows, (heads + 2 * key_heads) * width),
+        "norm_qk": torch.rand(2 * width) + 0.5,
+        "eps": 1e-6,
+        "rope": torch.randn(2, 40, width),
+        "position_N": torch.arange(rows) + 3,
+        "prompt_kv": blocks[0],
+        "prompt_of_row_N": torch.tensor([0, 2, 1, 1, 0, 2, 2])[:rows],
+        "prompt_length_P": torch.tensor([20, 1, 13]),
+        "row_kv": blocks[1],
+        "written_N": torch.tensor([0, 10, 3, 0, 7, 1, 5])[:rows],
+        "heads": heads,
+    }
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("width", [8, 32, 64, 80, 128, 256])
+@pytest.mark.parametrize("repeat", [1, 2, 3, 4, 7, 8])
+def test_attend_against_float64_row_by_row(kernels, repeat, width, normed):
+    rows, key_heads, heads = 7, 3, 3 * repeat
+    inputs = attention_inputs(rows, heads, key_heads, width) | ({} if normed else {"norm_qk": None})
+    before = inputs["row_kv"].clone()
+    got = kernels.attend(**inputs).double()
+    norm_q, norm_k = inputs["norm_qk"].double().split(width) if normed else (None, None)
+    for n in range(rows):
+        cos, sin = inputs["rope"].double()[:, inputs["position_N"][n]]
+
+        def turned(x, weight, cos=cos, sin=sin):
+            x = (
+                x
+                if weight is None
+                else x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+            )
+            return x * cos + x.roll(width // 2, -1) * sin
+
+        x = inputs["qkv_NX"][n].double().view(-1, width)
+        q, k, v = (
+            turned(x[:heads], norm_q),
+            turned(x[heads : heads + key_heads], norm_k),
+            x[heads + key_heads :],
+        )
+        written, prompt = int(inputs["written_N"][n]), int(inputs["prompt_of_row_N"][n])
+        length = int(inputs["prompt_length_P"][prompt])
+        for h in range(heads):
+            g = h // (heads // key_heads)
+            keys, values = (
+                torch.cat(
+                    [
+                        inputs["prompt_kv"][i, prompt, g, :length].double(),
+                        before[i, n, g, :written].double(),
+                        own[g][None],
+                    ]
+                )
+                for i, own in ((0, k), (1, v))
+            )
+            expected = torch.softmax(keys @ q[h] / width**0.5, 0) @ values
+            torch.testing.assert_close(
+                got[n, h * width : (h + 1) * width], expected, rtol=2e-5, atol=2e-6
+            )
+        torch.testing.assert_close(
+            inputs["row_kv"][0, n, :, written].double(), k, rtol=1e-5, atol=1e-6
+        )
+        assert torch.equal(inputs["row_kv"][1, n, :, written].double(), v)
+        before[:, n, :, written] = inputs["row_kv"][:, n, :, written]
+    assert torch.equal(before, inputs["row_kv"])  # nothing else was written
+
+
+def test_threads_change_no_bit(kernels):
+    """Large enough for several threads."""
+    torch.manual_seed(2)
+    rows, width = 400, 64
+    prompt_kv, row_kv = torch.randn(2, 2, 2, 300, width), torch.randn(2, rows, 2, 40, width)
+    qkv = torch.randn(rows, 8 * width)
+    written, owner, lengths = (
+        torch.arange(rows) % 40,
+        torch.arange(rows) % 2,
+        torch.tensor([300, 117]),
+    )
+    results = []
+    for threads in (1, 3):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        results.append(
+            (
+                kernels.attend(
+                    qkv,
+                    None,
+                    1e-6,
+                    torch.ones(2, 400, width),
+                    written,
+                    prompt_kv,
+                    owner,
+                    lengths,
+                    row_kv,
+                    written,
+                    4,
+                ),
+                kernels.silu_mul(torch.cat([qkv, qkv * 2], 1).repeat(2, 8)),
+            )
+        )
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("where", ["query", "prompt", "response"])
+def test_nan_is_not_swallowed(kernels, where):
+    inputs = attention_inputs()
+    {
+        "query": inputs["qkv_NX"][1, :32],
+        "prompt": inputs["prompt_kv"][0, 2, 0, 4],
+        "response": inputs["row_kv"][1, 1, 0, 2],
+    }[where].fill_(torch.nan)
+    assert kernels.attend(**inputs)[1, :32].isnan().all()
+
+
+def test_without_a_compiler_it_says_so(fresh, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(cpu_kernels.shutil, "which", lambda name: None)
+    with pytest.warns(UserWarning, match="no C\\+\\+ compiler"):
+        assert cpu_kernels.load_cpu_kernels() is None
+
+
+def sample_tiny_model() -> list:
+    """Return tokens and logprobs of 4 prompts with 3 samples each."""
+    engine = Engine(make_decoder(tiny_model("qwen3")), eos_token_ids=())
+    params = SamplingParams(max_tokens=12, temperature=0.8)
+    for problem, prompt in enumerate(random_prompts([9, 3, 30, 3])):
+        engine.add(
+            SamplingRequest(prompt=prompt, num_samples=3, params=params, seed=0, problem=problem)
+        )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    responses = engine.run()
+    torch.set_num_threads(threads)
+    return [[item.tokens, item.logprobs] for response in responses for item in response.sequences]
+
+
+@pytest.mark.slow
+def test_without_a_compiler_on_path_the_samples_are_those_of_the_torch_path(tmp_path, monkeypatch):
+    code = (
+        "import json; import test_sampler_cpu_kernels as tests; "
+        "print(json.dumps(tests.sample_tiny_model()))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent,
+        env={"PATH": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    warned = [line for line in run.stderr.splitlines() if "Warning: no C++" in line]
+    assert len(warned) == 1 and "apt-get install g++" in warned[0]
+    compiled = sample_tiny_model()
+    monkeypatch.setattr(cpu_kernels, "load_cpu_kernels", lambda: None)
+    in_torch = sample_tiny_model()
+    assert json.loads(run.stdout.splitlines()[-1]) == in_torch
+    assert [tokens for tokens, _ in in_torch] == [tokens for tokens, _ in compiled]
+
+
+def test_a_compiler_that_fails_is_named_with_what_it_said(fresh, monkeypatch, tmp_path):
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\necho no such flag >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.warns(UserWarning, match="no such flag"):
+        assert cpu_kernels.load_cpu_kernels() is None
+
+
+def test_a_folder_that_cannot_be_written_is_gone_round(fresh, monkeypatch):
+    def refuse(*args):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(cpu_kernels, "_FLAGS", (*cpu_kernels._FLAGS, "-DANOTHER_KEY"))
+    monkeypatch.setattr(cpu_kernels.os, "replace", refuse)
+    found = cpu_kernels.load_cpu_kernels()
+    assert found is not None and found.silu_mul(torch.zeros(1, 4)).shape == (1, 2)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("vocab", [1, 2, 13, 511, 512, 513, 1024, 5000, 151_936])
+def test_the_draw_is_that_of_exact_sums(kernels, vocab, threads):
+    """In long double, with rows of every temperature, greedy ones, tokens of no weight, ties, and
+    the ends of [0, 1).
+    """
+    generator = torch.Generator().manual_seed(vocab)
+    rows = 12
+    logits = torch.randn(rows, vocab, generator=generator) * 4
+    logits[:, torch.rand(vocab, generator=generator) < 0.3] = -torch.inf
+    logits[:, vocab // 2] = 1.5
+    logits[3, vocab // 3] = logits[3].max()  # a tie
+    logits[4] = logits[4] - 500.0  # far from zero
+    logits[5, vocab // 2] = 120.0  # one token alone: all others are below what has weight
+    uniform = torch.rand(rows, dtype=torch.float64, generator=generator)
+    uniform[:2] = torch.tensor([0.0, 1 - 2**-53])
+    temperature = torch.tensor([1.0, 1.0, 0.5, 1.0, 2.0, 1.0, 0.7, 1.0, 1.0, 1.0, 1.3, 1.0])
+    greedy = torch.tensor([False] * 8 + [True, True] + [False] * 2)
+    torch.set_num_threads(threads)
+    try:
+        token, logprob = kernels.sample(logits, uniform, temperature, greedy)
+    finally:
+        torch.set_num_threads(1)
+    for i in range(rows):
+        scaled = (logits[i] / temperature[i]).numpy().astype(np.longdouble)
+        weight = np.exp(scaled - scaled.max())
+        weight[weight < 1e-37] = 0
+        sums = np.cumsum(weight)
+        if greedy[i]:
+            assert token[i] == int(np.argmax(scaled))
+        elif i == 1:  # at the end of [0, 1) the last few tokens lie within rounding
+            assert weight[token[i]] > 0
+        else:
+            expected = int(
+                np.searchsorted(sums, np.longdouble(uniform[i].item()) * sums[-1], side="right")
+            )
+            near = (
+                abs(sums[expected] / sums[-1] - uniform[i].item()) < 1e-6
+                or abs(sums[token[i]] / sums[-1] - uniform[i].item()) < 1e-6
+            )
+            assert weight[token[i]] > 0 and (token[i] == expected or near)
+        exact = float(scaled[token[i]] - scaled.max() - np.log(sums[-1]))
+        assert abs(logprob[i].item() - exact) < 1e-6 * max(1.0, abs(exact)), i
+
+
+@pytest.mark.parametrize("vocab", [13, 5000])
+def test_the_draw_follows_the_weights(kernels, vocab):
+    """Chi-square over the tokens, or a hundred bins of them."""
+    generator = torch.Generator().manual_seed(1)
+    logits, draws = torch.randn(1, vocab, generator=generator), 40_000
+    uniform = torch.rand(draws, dtype=torch.float64, generator=generator)
+    token = torch.cat(
+        [
+            kernels.sample(logits.repeat(1000, 1), some, None, None)[0]
+            for some in uniform.split(1000)
+        ]
+    )
+    weight = logits[0].double().softmax(-1)
+    bins = min(vocab, 100)
+    place = torch.arange(vocab) * bins // vocab
+    expected = torch.zeros(bins, dtype=torch.float64).index_add_(0, place, weight) * len(token)
+    counts = torch.bincount(place[token], minlength=bins).double()
+    chi2 = ((counts - expected) ** 2 / expected).sum().item()
+    freedom = bins - 1
+    assert freedom - 4 * (2 * freedom) ** 0.5 < chi2 < freedom + 4.5 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_give_a_logprob_that_is_none(kernels, bad):
+    """The engine refuses such a logprob; a row beside it is what it would be alone."""
+    logits = torch.randn(3, 700, generator=torch.Generator().manual_seed(0))
+    uniform = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    fine, fine_logprob = kernels.sample(logits[2:].contiguous(), uniform[2:], None, None)
+    logits[0, 3], logits[1] = bad, bad
+    token, logprob = kernels.sample(logits, uniform, None, torch.tensor([False, True, False]))
+    assert logprob[:2].isnan().all() and ((token >= 0) & (token < 700)).all()
+    assert token[2] == fine[0] and logprob[2] == fine_logprob[0]
+
+
+def test_a_row_is_drawn_alike_whoever_is_beside_it():
+    """Cut, greedy, tempered and plain rows together and each alone: the same token and bits; and
+    torch's operations find the same.
+    """
+    generator = torch.Generator().manual_seed(3)
+    vocab, kinds = (
+        3000,
+        [
+            (1.0, -1, 1.0, 0),
+            (0.7, -1, 1.0, 0),
+            (0.0, -1, 1.0, 0),
+            (1.0, 50, 1.0, 0),
+            (0.9, -1, 0.8, 1),
+            (1.0, 20, 0.9, 1),
+        ],
+    )
+    kinds = kinds * 4
+    logits = torch.randn(len(kinds), vocab, generator=generator) * 3
+    uniform = torch.rand(len(kinds), dtype=torch.float64, generator=generator)
+
+    def settings(some):
+        names = ("temperature", "top_k", "top_p", "untruncated_logprobs")
+        rows = [dict(zip(names, kind, strict=True)) for kind in some]
+        return row_settings([SamplingParams(**row) for row in rows], vocab)
+
+    token, logprob = sample_tokens(logits, uniform, settings(kinds))
+    by_torch, torchs_logprob = sample_with_torch(logits, uniform, settings(kinds))
+    assert token.tolist() == by_torch.tolist() and (logprob - torchs_logprob).abs().max() < 2e-6
+    for i, kind in enumerate(kinds):
+        one, its_logprob = sample_tokens(logits[i : i + 1], uniform[i : i + 1], settings([kind]))
+        assert one[0] == token[i] and its_logprob[0] == logprob[i]

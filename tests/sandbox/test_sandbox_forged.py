@@ -1,0 +1,426 @@
+"""Whatever bytes come in the place of the candidate's replies, a grade comes of them: `forged`, in
+bounded time, and nobody's list is lost.
+
+The adversary of these tests holds the candidate's end of both pipes and answers as it likes
+(tests/sandbox/adversary.py).
+"""
+
+import json
+import random
+import time
+
+import pytest
+from adversary import COMPUTING, TAKE_OVER, adversary, forged, value
+from games import example_address, load_example
+
+from rl.envs import resolve_environment
+from rl.errors import UserError
+from rl.sandbox import Asserts, Calls, Pytest, Sandbox, SandboxLimits, StdinStdoutTests
+
+pytestmark = pytest.mark.usefixtures("bubblewrap")
+
+QUICK = SandboxLimits(wall_s=10, cpu_s=10, total_s=300)
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    with Sandbox(limits=QUICK, workers=2) as made:
+        yield made
+
+
+def take_over(text: str) -> str:
+    return TAKE_OVER + text
+
+
+# --------------------------------------------------------------------------------- forged arguments
+
+# f is found as object 0, and every call answers with an empty list, and says that its argument is
+# one too.
+REWRITES = take_over("""
+def answer(request):
+    if request["do"] == "find":
+        return packed({"id": request["id"], "value": ["ref", 0, "object", "function", [], True]})
+    return packed({"id": request["id"], "value": ["l"], "arguments": [["l"]]})
+serve(answer)
+""")
+# The same beside the real server: what it sends gets arguments beside the value.
+THROUGH_FRAMES = """
+import sys
+frame = sys._getframe()
+while "self" not in frame.f_locals: frame = frame.f_back
+server = frame.f_locals["self"]
+real = server._answer
+server._answer = lambda request: {**real(request), **({"arguments": [["l"]]} if request["do"] == "call" else {})}
+def f(xs): return []
+"""
+THROUGH_JSON = """
+import json
+real = json.dumps
+json.dumps = lambda message: real({**message, "arguments": [["l"]]} if message.get("value") == ["l"] else message)
+def f(xs): return []
+"""
+RAW = """
+import json, os
+def f(xs):
+    body = json.dumps({"id": 2, "value": ["l"], "arguments": [["l"]]}).encode()
+    os.write(4, len(body).to_bytes(8, "big") + body)
+    return []
+"""
+SORTS = ["xs = [3, 1, 2]\nassert f(xs) == sorted(xs)"]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [REWRITES, THROUGH_FRAMES, THROUGH_JSON, RAW],
+    ids=["in its place", "frames", "json", "raw"],
+)
+def test_a_reply_with_a_value_changes_no_argument(sandbox, program):
+    grade = sandbox.grade(program, Asserts("", SORTS, "f"))
+    assert grade.passed == [False] and grade.reasons[0].startswith("forged"), grade.reasons
+    files = {
+        "test_it.py": (
+            "from solution import f\ndef test_sorts():\n    xs = [3, 1, 2]\n    assert f(xs) == "
+            "sorted(xs)\n"
+        )
+    }
+    grade = sandbox.grade(program, Pytest(files), limits=SandboxLimits(wall_s=30, total_s=60))
+    assert not any(grade.passed) and grade.reasons[-1].startswith("forged"), grade.reasons
+
+
+def test_a_function_that_returns_nothing_changes_what_it_was_given_and_no_other_does(sandbox):
+    program = (
+        "def order(xs): xs.sort()\ndef both(xs):\n    xs.sort()\n    return xs\nclass A:\n    def "
+        "order(self, xs): xs.sort()\n"
+    )
+    asserts = [
+        "xs = [3, 1]\norder(xs)\nassert xs == [1, 3]",
+        "xs = [3, 1]\nA().order(xs)\nassert xs == [1, 3]",
+        "xs = [3, 1]\nassert both(xs) == [1, 3] and xs == [3, 1]",
+    ]
+    assert sandbox.grade(program, Asserts("", asserts)).reasons == ["ok"] * 3
+
+
+def test_what_is_no_call_changes_no_argument(sandbox):
+    """An item's key, an attribute's value: only a call may tell what became of what it was given."""
+    program = take_over("""
+def answer(request):
+    if request["do"] in ("find", "call"):
+        return packed({"id": request["id"], "value": ["ref", 0, "object", "A", [], True]})
+    return packed({"id": request["id"], "value": None, "arguments": [["l", 5]]})
+serve(answer)
+""")
+    grade = sandbox.grade(program, Asserts("", ["xs = [1]\nf()[xs]\nassert xs == [5]"], "f"))
+    assert grade.reasons[0].startswith("forged"), grade.reasons
+
+
+# -------------------------------------------------------------------------------- any other message
+
+
+def test_every_malformed_reply_is_forged_whatever_asks(sandbox):
+    """In calls, and in asserts that catch all that a program can raise."""
+    replies = forged()
+    program = adversary(list(replies.values()))
+    grade = sandbox.grade(program, Calls("f", [([i], None) for i in range(len(replies))]))
+    catching = "try:\n    f({})\nexcept BaseException:\n    pass"
+    in_asserts = sandbox.grade(
+        program, Asserts("", [catching.format(i) for i in range(len(replies))], "f")
+    )
+    for outcome in (grade, in_asserts):
+        wrong = {
+            name: reason
+            for name, reason in zip(replies, outcome.reasons, strict=True)
+            if not reason.startswith("forged")
+        }
+        assert not wrong and not any(outcome.passed)
+
+
+def test_a_call_of_a_function_that_no_test_gave_is_forged(sandbox):
+    """Even where the right value follows."""
+    program = take_over("""
+def answer(request):
+    if request["do"] == "find":
+        return packed({"id": request["id"], "value": ["ref", 0, "object", "function", [], True]})
+    send({"call": "f7", "arguments": []})
+    take(int.from_bytes(take(8), "big"))
+    return packed({"id": request["id"], "value": 5})
+serve(answer)
+""")
+    assert (
+        sandbox.grade(program, Asserts("", ["assert f(1) == 5"], "f"))
+        .reasons[0]
+        .startswith("forged")
+    )
+
+
+def test_the_first_message_says_that_it_is_loaded_or_why_not(sandbox):
+    for first in ('{"loaded": 1}', '{"loaded": true, "failed": 1}', '{"failed": "x"}', '{"failed": {}}', '{"failed": ["lost", "x"]}',
+                  '{"failed": ["load", 5]}', "{}", "[]", "x", '{"failed": ["load", ["R", "1e9999999999"]]}'):  # fmt: skip
+        program = take_over(f"send({first.encode()!r})\nimport time; time.sleep(60)")
+        assert sandbox.grade(program, Calls("f", [([1], 1)])).reasons[0].startswith("forged"), first
+        assert (
+            sandbox.grade(program, Asserts("", ["assert f(1)"], "f"))
+            .reasons[0]
+            .startswith("forged")
+        ), first
+    assert sandbox.grade("1 +", Calls("f", [([1], 1)])).reasons[0].startswith("load: SyntaxError")
+
+
+def test_bytes_that_are_no_frames(sandbox):
+    raw = [
+        b"\x00" * 8,
+        b"\xff" * 40,
+        (1 << 40).to_bytes(8, "big"),
+        (3).to_bytes(8, "big") + b"abc",
+        b"HTTP/1.1 200 OK\r\n\r\n",
+    ]
+    program = adversary(list(raw), bare=True)
+    grade = sandbox.grade(program, Calls("f", [([i], None) for i in range(len(raw))]))
+    assert [reason.split(":")[0] for reason in grade.reasons] == [
+        "forged",
+        "output",
+        "output",
+        "forged",
+        "output",
+    ], grade.reasons
+    grade = sandbox.grade(program, Asserts("", [f"f({i})" for i in range(len(raw))], "f"))
+    assert [reason.split(":")[0] for reason in grade.reasons] == [
+        "forged",
+        "output",
+        "output",
+        "forged",
+        "output",
+    ], grade.reasons
+
+
+def test_a_program_that_forges_one_reply_is_asked_the_next(sandbox):
+    program = adversary([value(["R", "1e9"]), value(["l", 1]), value([]), value(7)])
+    grade = sandbox.grade(program, Calls("f", [([0], 0), ([1], [1]), ([2], 0), ([3], 7)]))
+    assert grade.passed == [False, True, False, True], grade.reasons
+
+
+def test_a_forged_reply_loses_nobodys_list(sandbox):
+    tests = Calls("f", [([0], 1)])
+    programs = [adversary([value(encoded)]) for encoded in list(COMPUTING.values())[::5]]
+    grades = sandbox.grade_many(
+        [(text, tests) for program in programs for text in (program, "def f(x): return 1")]
+    )
+    assert [grade.all for grade in grades] == [False, True] * len(programs)
+    assert all(grade.reasons[0].startswith("forged") for grade in grades[::2])
+
+
+def test_a_forged_reply_earns_nothing_and_is_scored():
+    from rl.rewards.code import CodeTests
+
+    reward = CodeTests(score="fraction")
+    tests = {"style": "calls", "function": "f", "cases": [[[0], 5], [[1], 5]]}
+    program = adversary([value(["R", "1e9999999999"]), value(5)])
+    try:
+        scored = reward("", f"```python\n{program}```", {"tests": tests})
+        assert scored.reward == 0.5 and scored.metrics["correct"] == 0.0
+    finally:
+        reward.sandbox().close()
+
+
+def test_a_program_that_ends_is_no_exception_that_a_test_may_catch(sandbox):
+    program = "import os\ndef f(n): os._exit(0)\n"
+    catching = "try:\n    f(-1)\nexcept Exception:\n    pass\nelse:\n    raise AssertionError"
+    grade = sandbox.grade(program, Asserts("", [catching, catching], "f"))
+    assert grade.passed == [False, False] and all(
+        reason.startswith("exit") for reason in grade.reasons
+    ), grade.reasons
+    test = (
+        "import pytest\nfrom solution import f\ndef test_a():\n    with pytest.raises(Exception): "
+        "f(1)\ndef test_b():\n    test_a()\n"
+    )
+    grade = sandbox.grade(
+        program, Pytest({"test_it.py": test}), limits=SandboxLimits(wall_s=30, total_s=60)
+    )
+    assert not any(grade.passed), grade.reasons
+
+
+def test_requests_that_nobody_reads_take_no_longer_than_their_limit(sandbox):
+    program = take_over('send({"loaded": True})\nimport time\ntime.sleep(600)')
+    start = time.monotonic()
+    grade = sandbox.grade(
+        program,
+        Calls("f", [([list(range(100_000))], 1)]),
+        limits=SandboxLimits(wall_s=1.0, cpu_s=5),
+    )
+    assert grade.reasons[0].startswith("timeout") and time.monotonic() - start < 20, grade.reasons
+
+
+def test_keys_that_fall_into_one_place_are_given_up():
+    """A set of ints whose hashes are all 0: as many as fit into a reply would take minutes."""
+    from rl.sandbox.inside import value_codec
+
+    colliding = [["i", hex(i * (2**61 - 1))] for i in range(1, 40_000)]
+    for message in (["s", *colliding], ["d", *[item for key in colliding for item in (key, 1)]]):
+        start = time.thread_time()
+        with pytest.raises(value_codec.ForgedMessageError, match="colliding hashes"):
+            value_codec.decode(message)
+        assert time.thread_time() - start < 10
+    assert len(value_codec.decode(["s", *range(200_000)])) == 200_000
+
+
+# ---------------------------------------------------------------------------------- honest programs
+
+
+def test_an_honest_number_of_any_size_is_compared_and_told(sandbox):
+    program = "def f(n): return 10**n\ndef g(n): return {'a': [(10**n, 1.5), 'x']}\n"
+    assert sandbox.grade(program, Calls("f", [([6000], 10**6000), ([400_000], 10**400_000)])).all
+    assert sandbox.grade(program, Asserts("", ["assert f(6000) == 10**6000"])).all
+    reasons = sandbox.grade(
+        program, Calls("f", [([6000], 1), ([6000], 1.5)], compare="floats")
+    ).reasons
+    reasons += sandbox.grade(program, Calls("g", [([6000], 1)])).reasons
+    assert [reason.split(":")[0] for reason in reasons] == [
+        "wrong"
+    ] * 3 and "int of 19932 bits" in reasons[2], reasons
+    asserts = [
+        "assert f(6000) == 1, f(6000)",
+        "assert f(6000) == 1, A()",
+        "assert f(6000) == 10**6000, A()",
+    ]
+    grade = sandbox.grade(
+        program + "class A:\n    def __str__(self): raise ValueError\n", Asserts("", asserts)
+    )
+    assert [reason.split(":")[0] for reason in grade.reasons] == ["wrong", "wrong", "ok"], (
+        grade.reasons
+    )
+    grade = sandbox.grade("def f(): return 1 << (1 << 23)", Calls("f", [([], 1)]))
+    assert grade.reasons[0].startswith("error: NotPlain"), grade.reasons
+
+
+def test_honest_values_at_the_bounds_are_never_called_forged(sandbox):
+    """What cannot travel is the program's error, told by its own process."""
+    results = [
+        "Decimal('1E+1000000')",
+        "Decimal('sNaN')",
+        "Decimal('NaN123')",
+        "Fraction(1 << 70000, 3)",
+        "range(10**12)",
+        "range(True, 9)",
+        "range(1 << 70)",
+        "deep(390)",
+        "deep(500)",
+        "A",
+        "A()",
+        "Bad()",
+        "(i for i in [1])",
+        "b'x' * 900_000",
+        "type('x' * 5000, (ValueError,), {})",
+    ]
+    program = (
+        "from decimal import Decimal\nfrom fractions import Fraction\nclass A: pass\nclass "
+        "Meta(type):\n    __name__ = 5\n"
+        "class Bad(metaclass=Meta): pass\ndef deep(n):\n    x = []\n    for _ in range(n): x = "
+        "[x]\n    return x\n"
+        f"def f(i): return [{', '.join('lambda: ' + text for text in results)}][i]()\n"
+    )
+    grade = sandbox.grade(program, Calls("f", [([i], "none of them") for i in range(len(results))]))
+    assert not any(reason.startswith(("forged", "lost", "signal")) for reason in grade.reasons), (
+        grade.reasons
+    )
+    asserts = [f"f({i})" for i in range(len(results))]
+    grade = sandbox.grade(program, Asserts("", asserts, "f"))
+    assert not any(reason.startswith(("forged", "lost", "signal")) for reason in grade.reasons), (
+        grade.reasons
+    )
+
+
+def test_every_reason_can_be_written_to_a_file(sandbox):
+    program = "def f(i):\n    if i: raise ValueError('\\ud800' * 3)\n    return '\\udfff'\n"
+    grade = sandbox.grade(program, Calls("f", [([0], ""), ([1], "")]))
+    grade_asserts = sandbox.grade(
+        program, Asserts("", ["assert f(0) == ''", "assert f(1) == ''"], "f")
+    )
+    for reason in (*grade.reasons, *grade_asserts.reasons):
+        reason.encode("utf-8")
+    assert sandbox.grade(program, Calls("f", [([0], "\udfff")])).all
+
+
+def test_a_text_that_is_no_unicode_is_the_programs_own_mistake(sandbox):
+    assert (
+        sandbox.grade("def f(): return '\ud800'", Calls("f", [([], "x")]))
+        .reasons[0]
+        .startswith("load: UnicodeEncodeError")
+    )
+    assert sandbox.grade(
+        "import sys\nprint(len(sys.stdin.buffer.read()))", StdinStdoutTests([("\ud800", "3")])
+    ).all
+    assert sandbox.run("x = 1\0").returncode == 1
+    with pytest.raises(UserError, match="not valid Python"):
+        sandbox.grade("def f(x): return x", Asserts("", ["assert f('\ud800')"]))
+
+
+def test_an_exception_with_a_constructor_of_its_own_is_still_what_it_is(sandbox):
+    program = "def f(): b'\\xff'.decode()\ndef g(): raise ExceptionGroup('x', [ValueError()])\n"
+    asserts = [
+        "try: f()\nexcept UnicodeDecodeError: pass\nelse: assert False",
+        "try: f()\nexcept ValueError: pass\nelse: assert False",
+        "try: g()\nexcept TypeError: assert False\nexcept Exception: pass\nelse: assert False",
+    ]
+    assert sandbox.grade(program, Asserts("", asserts)).reasons == ["ok"] * 3
+
+
+# ---------------------------------------------------------------- episodes that talk to a candidate
+
+
+# In the middle of a turn: the interpreter's own answer is preceded by another.
+TURNS = {
+    "a fraction that computes": {"id": 1, "value": ["R", "1e9999999999"]},
+    "a list": {"id": 1, "value": ["l", 1]},
+    "a number": {"id": 1, "value": 5},
+    "raised nothing": {"id": 1, "raised": []},
+    "no request's": {"value": "x"},
+    "arguments": {"id": 1, "value": None, "arguments": []},
+}
+
+
+@pytest.mark.parametrize("message", TURNS.values(), ids=TURNS.keys())
+def test_a_turn_that_forges_its_value_ends_its_interpreter(sandbox, message):
+    with sandbox.session() as python:
+        turn = python.run(f"{TAKE_OVER}\nsend({message!r})")
+        assert turn.ended_by == "forged" and turn.value is None
+        assert python.run("1 + 1").value == "2"
+
+
+def test_a_value_is_text_that_a_tokenizer_takes(sandbox):
+    with sandbox.session() as python:
+        turn = python.run("class A:\n    def __repr__(self): return '\\ud800'\nA()")
+        assert turn.ended_by == "" and turn.value == "?"
+
+
+def test_the_python_tool_answers_a_forged_reply():
+    environment = resolve_environment("python").make()
+    try:
+        output = environment.python(f"{TAKE_OVER}\nsend({TURNS['a fraction that computes']!r})")
+        assert "ended by forged" in output
+        assert environment.python("6 * 7") == "42"
+    finally:
+        environment.close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a fraction with an exponent",
+        "a decimal with a long exponent",
+        "a range without a step",
+        "nested deep",
+    ],
+)
+def test_debugging_tells_a_forged_reply_and_goes_on(name):
+    match = resolve_environment(example_address("debugging")).make()
+    match.seed, match.rng, match.row = 1, random.Random(1), {}
+    match.start()
+    encoded = json.dumps(COMPUTING[name])
+    source = (
+        f"def f(a, b): pass\n{TAKE_OVER}\nserve(lambda request: packed({{'id': request['id'], "
+        f"'value': json.loads({encoded!r})}}))"
+    )
+    start = time.monotonic()
+    turn = match.step({"content": f"```python\n{source}\n```"})
+    assert not turn.done and ", forged: " in turn.messages and len(turn.messages) < 300
+    assert match.step({"content": load_example("debugging").make_fix(match.bug)}).reward == 1
+    assert time.monotonic() - start < 20

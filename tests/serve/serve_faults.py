@@ -1,0 +1,181 @@
+"""Run by test_serve_durable.py under LD_PRELOAD of faulty_disk.c: a durable server whose disk goes
+wrong at operation k of an update.
+
+Usage: serve_faults.py full FOLDER STRIDE: the disk is full from k on, for every STRIDE-th k, in one
+server.
+       serve_faults.py kill FOLDER STRIDE: the process ends at k, and another one goes on, for every STRIDE-th k.
+Prints what was seen as JSON; a broken promise is an AssertionError.
+"""
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:3]]
+import peft  # noqa: E402, F401
+from serving import BASE, Wire, server  # noqa: E402
+from test_serve import texts  # noqa: E402
+
+from rl.models import load_model  # noqa: E402
+from rl.serve import ModelServer  # noqa: E402
+
+DISK = ctypes.CDLL(None)
+
+
+def score(wires: Wire, model: str, seq: int) -> list[float]:
+    """Logprobs of some texts, which tell one version of the weights from another."""
+    return [
+        float(x)
+        for row in wires.output(wires.ask(model, seq, texts(3, 99), forward_only=True))[0]
+        for x in row
+    ]
+
+
+def opened(one: ModelServer, session: str | None = None) -> tuple[Wire, str]:
+    wires = Wire(one)
+    wires.session = session or wires.open()
+    return wires, f"{wires.session}:train:0" if session else wires.model()
+
+
+def plain_scores(folder: Path, updates: int) -> list[list[float]]:
+    """The scores before the first update and after each one, of a server that no fault meets."""
+    with server(folder) as one:
+        wires, model = opened(one)
+        scores = [score(wires, model, 1)]
+        for i in range(updates):
+            wires.output(wires.ask(model, 2 + 3 * i, texts(4, i)))
+            wires.wait(wires.step(model, 3 + 3 * i))
+            scores.append(score(wires, model, 4 + 3 * i))
+    return scores
+
+
+def full(folder: Path, stride: int) -> dict[str, int]:
+    """An update that fails has not happened, and done once more it has happened once; what is on
+    the disk is what the server has.
+    """
+    seq, counts = iter(range(1, 10**6)), {"undone": 0, "done": 0}
+    with server(folder / "durable", durable=True) as one:
+        wires, model = opened(one)
+        scores, k = [score(wires, model, next(seq))], 1
+        while counts["done"] == 0:
+            update = len(scores) - 1
+            wires.output(wires.ask(model, next(seq), texts(4, update)))
+            DISK.arm(k, 2)
+            answer = wires.wait(wires.step(model, next(seq)))
+            DISK.disarm()
+            if "error" in answer:
+                assert answer["category"] == "server" and "undone" in answer["error"], (k, answer)
+                assert score(wires, model, next(seq)) == scores[-1], (
+                    f"operation {k}: the weights changed, though the update failed"
+                )
+                bare = wires.wait(wires.step(model, next(seq)))
+                assert "repeat the forward_backward" in bare["error"], (k, bare)
+                wires.output(wires.ask(model, next(seq), texts(4, update)))
+                assert "error" not in wires.wait(wires.step(model, next(seq))), k
+            left = [path.name for path in (folder / "durable").rglob("*.partial*")]
+            assert not left or "error" not in answer, f"operation {k}: {left} was left behind"
+            counts["undone" if "error" in answer else "done"] += 1
+            scores.append(score(wires, model, next(seq)))
+            assert (
+                one.session_store.read_live_metadata(one.session_store.models[model])["last"]["seq"]
+                == one.session_store.models[model].last_update["seq"]
+            )
+            k += stride
+    assert plain_scores(folder / "plain", len(scores) - 1) == scores
+    return counts
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Run `work` in a process of its own. Return the exit code; -9 if it was killed."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        work()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def kill(folder: Path, stride: int) -> dict[str, int]:
+    """An update that a server was killed in has happened, and is answered as it was, or has not,
+    and is to be repeated.
+    """
+    base, place, seen = folder / "base", folder / "place", folder / "seen"
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def begin() -> None:
+        with server(base, durable=True) as one:
+            wires, model = opened(one)
+            wires.output(wires.ask(model, 1, texts(4, 0)))
+            wires.wait(wires.step(model, 2))
+            (folder / "session").write_text(wires.session)
+
+    def update(k: int) -> None:
+        with server(place, durable=True, resume=True) as one:
+            wires, model = opened(one, (folder / "session").read_text())
+            wires.output(wires.ask(model, 3, texts(4, 1)))
+            DISK.arm(k, 1)
+            wires.wait(wires.step(model, 4))
+            DISK.disarm()
+
+    def go_on() -> None:
+        with server(place, durable=True, resume=True) as one:
+            wires, model = opened(one, (folder / "session").read_text())
+            left = [path.name for path in place.rglob("*.partial*")]
+            assert not left, f"{left} was left behind"
+            happened = one.session_store.models[model].next_seq == 5
+            assert happened or one.session_store.models[model].next_seq == 3
+            if happened:
+                answer = wires.wait(wires.step(model, 4))
+                assert answer["metrics"]["grad_norm"] > 0, "it is answered as it was"
+            else:
+                wires.output(wires.ask(model, 3, texts(4, 1)))
+                wires.wait(wires.step(model, 4))
+            found = [score(wires, model, 5)]
+            wires.output(wires.ask(model, 6, texts(4, 2)))
+            wires.wait(wires.step(model, 7))
+            seen.write_text(
+                json.dumps({"happened": happened, "scores": [*found, score(wires, model, 8)]})
+            )
+
+    # so that no child has to import what this one imports, which starts no threads
+    load_model(BASE)
+    assert (
+        in_child(begin) == 0
+        and in_child(
+            lambda: (folder / "plain").write_text(json.dumps(plain_scores(folder / "p", 3)))
+        )
+        == 0
+    )
+    expected, k, counts = (
+        json.loads((folder / "plain").read_text())[2:],
+        1,
+        {"happened": 0, "not": 0},
+    )
+    while True:
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(base, place)
+        code = in_child(lambda k=k: update(k))
+        assert code in (-signal.SIGKILL, 0), f"operation {k}: exit code {code}"
+        assert in_child(go_on) == 0, f"operation {k}"
+        row = json.loads(seen.read_text())
+        assert row["scores"] == expected, f"operation {k}: happened {row['happened']}"
+        counts["happened" if row["happened"] else "not"] += 1
+        if code == 0:
+            assert row["happened"]
+            return counts
+        k += stride
+
+
+if __name__ == "__main__":
+    print(
+        json.dumps({"full": full, "kill": kill}[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3])))
+    )

@@ -1,0 +1,471 @@
+"""--environment endpoint: programs that call OPENAI_BASE_URL, played by the rollout; how they end,
+and what is trained.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("uvicorn", reason="needs the extra serve")
+
+from scripted import Scripted  # noqa: E402
+
+from rl.config import SettingsError  # noqa: E402
+from rl.envs import EpisodeLimits, parse_environment, resolve_environment  # noqa: E402
+from rl.errors import UserError  # noqa: E402
+from rl.models import load_tokenizer  # noqa: E402
+from rl.processes import SupervisedProcess  # noqa: E402
+from rl.programs.program_rollout import LiveEndpoint, ProgramEpisode  # noqa: E402
+from rl.renderers import get_renderer  # noqa: E402
+from rl.rollout import rollout, trajectory_to_datums  # noqa: E402
+from rl.types import Problem, SamplingParams  # noqa: E402
+
+REPO = Path(__file__).resolve().parents[2]
+
+# What the programs below share: no library but the standard one, and little of that (each is an
+# interpreter's start).
+HEAD = """
+import http.client, json, os, sys, time
+host, _, path = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")
+def post(path, body):
+    http_ = http.client.HTTPConnection(host, timeout=60)
+    http_.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+    reply = http_.getresponse()
+    return reply.status, json.loads(reply.read())
+def ask(messages, **more):
+    return post(f"/{path}/chat/completions", {"model": "gpt-4o-mini", "messages": messages, **more})
+def answer(messages, **more):
+    return ask(messages, **more)[1]["choices"][0]["message"]["content"]
+def score(reward, **metrics):
+    post("/" + os.environ["WHETSTONE_REWARD_URL"].removeprefix("http://").partition("/")[2], {"reward": reward, "metrics": metrics})
+def user(text):
+    return {"role": "user", "content": text}
+def said(text):
+    return {"role": "assistant", "content": text}
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("tiny:ascii")
+
+
+@pytest.fixture
+def play(tmp_path, tokenizer):
+    """Plays programs, one a row, with a sampler that says what `say` says."""
+
+    def play(
+        programs,
+        say=lambda *_: "ok",
+        *,
+        limits=None,
+        members=1,
+        prompt=None,
+        sampler=None,
+        max_tokens=16,
+        **settings,
+    ):
+        groups = []
+        for i, program in enumerate(programs):
+            file = tmp_path / f"program{i}.py"
+            file.write_text(HEAD + textwrap.dedent(program))
+            spec = resolve_environment(
+                "endpoint", program=f"{sys.executable} -S {file}", **settings
+            )
+            problem = Problem(
+                (),
+                {"seed": 100 + i, "answer": "42", "question": "what is {seed}?"},
+                tag="endpoint",
+                index=i,
+            )
+            own = {"limits": limits or EpisodeLimits(seconds=20.0), "system_prompt": prompt}
+            groups.append(
+                spec.token_level(problem, members, get_renderer("plain", tokenizer), **own)
+            )
+        sampler = sampler or Scripted(tokenizer, say)
+        found = rollout(groups, sampler, SamplingParams(max_tokens=max_tokens), seed=1)
+        play.asked = [tokenizer.decode(prompt) for prompt in sampler.asked]
+        return found
+
+    return play
+
+
+@pytest.mark.parametrize("how", ["raises", "cancelled"])
+def test_a_program_does_not_outlive_its_task(monkeypatch, tokenizer, how):
+    started = []
+
+    class RecordedProcess(SupervisedProcess):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            started.append(self.pid)
+
+    def fail(timer):
+        raise OSError("no timer")
+
+    monkeypatch.setattr("rl.programs.program_rollout.SupervisedProcess", RecordedProcess)
+    if how == "raises":
+        monkeypatch.setattr("rl.programs.program_rollout._ProgramTimer.start", fail)
+    endpoint = LiveEndpoint()
+    episode = ProgramEpisode(
+        get_renderer("plain", tokenizer), EpisodeLimits(seconds=60), None, True
+    )
+    try:
+        endpoint.episodes.running[episode.name] = episode
+        task = endpoint.server.run_coroutine(
+            endpoint._run_program(episode, ["sleep", "1000"], {**os.environ})
+        )
+        deadline = time.monotonic() + 20
+        while not started and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if how == "cancelled":
+            task.cancel()
+        else:
+            end = episode.events.get(timeout=20)
+            assert end.code is None and end.output == "no timer"
+        while Path(f"/proc/{started[0]}").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not Path(f"/proc/{started[0]}").exists()
+    finally:
+        endpoint.server.close()
+
+
+TALK = """
+    messages = [user("begin")]
+    for i in range(3):
+        messages += [said(answer(messages)), user(f"go {i}")]
+    score(0.25 + len(messages), depth=7)
+"""
+
+
+def test_a_program_is_an_episode(play, tokenizer):
+    found = play([TALK], lambda text, *_: f"<{len(text)}>", members=2)
+    (group,) = found.groups
+    assert not found.errors and group.get_total_rewards() == [7.25, 7.25]
+    for trajectory in group.trajectories_G:
+        assert [tokenizer.decode(t.ac.tokens[:-1]) for t in trajectory.transitions] == [
+            f"<{len(tokenizer.decode(t.ob.to_ints()))}>" for t in trajectory.transitions
+        ]
+        assert [t.episode_done for t in trajectory.transitions] == [False, False, True]
+        last = trajectory.transitions[-1]
+        assert (
+            last.metrics["depth"] == 7.0
+            and last.metrics["truncated"] == 0.0
+            and last.metrics["program/requests"] == 3
+        )
+        assert [t.logs["told"][-1]["content"] for t in trajectory.transitions] == [
+            "begin",
+            "go 0",
+            "go 1",
+        ]
+        assert last.logs["response"] == tokenizer.decode(last.ac.tokens[:-1])
+        trajectory.advantage = 1.0
+        # tokens trained = tokens sampled, in one sequence
+        (datum,) = trajectory_to_datums(trajectory)
+        mask = datum.loss_fn_inputs["mask"].array.astype(bool)
+        drawn = [token for t in trajectory.transitions for token in t.ac.tokens]
+        assert datum.loss_fn_inputs["target_tokens"].array[mask].tolist() == drawn
+        logprobs = [logprob for t in trajectory.transitions for logprob in t.ac.logprobs]
+        assert datum.loss_fn_inputs["logprobs"].array[mask].tolist() == pytest.approx(logprobs)
+
+
+WRONG = {  # what a program does: (its text, what is said of its episode)
+    "crashes": (
+        "answer([user('a')]); raise ValueError('no idea')",
+        "exit code 1.*ValueError: no idea",
+    ),
+    "exits": ("answer([user('a')]); sys.exit(7)", "exit code 7"),
+    "never calls": ("score(1.0)", "never called the model: it ended with exit code 0"),
+    "dies at once": (
+        "os.kill(os.getpid(), 9)",
+        "never called the model: it was killed by signal 9",
+    ),
+    "hangs before": (
+        "print('waiting', flush=True); time.sleep(600)",
+        "never called the model: it did not finish within its 8 s.*waiting",
+    ),
+    "hangs after": ("answer([user('a')]); time.sleep(600)", "did not finish within its 8 s"),
+    "prints without end": (
+        "answer([user('a')])\nwhile True: sys.stdout.write('x' * 1000000)",
+        "did not finish within its 8 s",
+    ),
+    "posts nothing": ("answer([user('a')])", "posted no score"),
+    "posts no number": ("answer([user('a')]); score('much')", "posted no score"),
+}
+
+
+@pytest.mark.slow
+def test_what_goes_wrong_costs_its_own_episode_and_is_named(play):
+    """All of them in one batch, with two that are fine, one of which prints 100 MB first."""
+    loud = "answer([user('a')])\nfor _ in range(100): sys.stdout.write('x' * 1000000)\nscore(3.0)"
+    start = time.monotonic()
+    found = play(
+        [TALK, loud, *(program for program, _ in WRONG.values())], limits=EpisodeLimits(seconds=8.0)
+    )
+    assert [group.get_total_rewards() for group in found.groups] == [[7.25], [3.0]]
+    assert len(found.errors) == len(WRONG)
+    for (name, (_, expected)), error in zip(WRONG.items(), found.errors, strict=True):
+        import re
+
+        assert re.search(expected, error, re.DOTALL), (name, error)
+        assert len(error) < 1000 and "of row" in error
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.slow
+def test_what_a_program_starts_ends_with_it(play, tmp_path):
+    """A daemon in a session of its own, of a program that ends, and of one that hangs."""
+    pids = tmp_path / "pids"
+    daemon = f"""
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                open({str(pids)!r}, "a").write(f"{{os.getpid()}}\\n")
+                time.sleep(600)
+            os._exit(0)
+        time.sleep(0.3)
+        answer([user("a")])
+        score(1.0)
+        time.sleep(SECONDS)
+    """
+    found = play(
+        [daemon.replace("SECONDS", "0"), daemon.replace("SECONDS", "600")],
+        limits=EpisodeLimits(seconds=8.0),
+    )
+    assert len(found.groups) == 1 and len(found.errors) == 1 and "within its 8 s" in found.errors[0]
+    left = [int(line) for line in pids.read_text().split()]
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in left) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(left) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in left)
+
+
+def test_turns_are_limited_and_the_program_may_come_to_its_end(play):
+    counting = """
+        given = 0
+        while True:
+            status, reply = ask([user("more")])
+            if status != 200:
+                break
+            given += 1
+        assert reply["error"]["code"] == "episode_over", reply
+        score(given)
+    """
+    # falls over the refusal: cut short, and earns nothing
+    stubborn = "while True: answer([user('more')])"
+    found = play([counting, stubborn], limits=EpisodeLimits(turns=3, seconds=20.0))
+    assert not found.errors and [group.get_total_rewards() for group in found.groups] == [
+        [3.0],
+        [0.0],
+    ]
+    for group in found.groups:
+        (trajectory,) = group.trajectories_G
+        assert len(trajectory.transitions) == 3 and trajectory.transitions[-1].truncated
+        assert trajectory.transitions[-1].metrics["truncated"] == 1.0
+
+
+@pytest.mark.parametrize("tokens, context", [(60, 4096), (None, 59)])
+def test_where_there_is_no_room_the_program_is_told_and_scored(play, tokenizer, tokens, context):
+    growing = """
+        messages, given = [user("0123456789")], 0
+        while True:
+            status, reply = ask(messages)
+            if status != 200:
+                break
+            given += 1
+            messages += [reply["choices"][0]["message"], user("0123456789")]
+        assert reply["error"]["code"] == "context_length_exceeded", reply
+        assert ask([user("a")])[0] == 400
+        score(given)
+    """
+    sampler = Scripted(tokenizer, lambda *_: "ok", max_context=context)
+    found = play([growing], limits=EpisodeLimits(tokens=tokens, seconds=20.0), sampler=sampler)
+    (group,) = found.groups
+    (trajectory,) = group.trajectories_G
+    # 10 are asked and 3 answered (with the end mark), again and again: the fourth answer of 16
+    # would end at 65, beyond 60
+    assert len(trajectory.transitions) == 3
+    assert (
+        trajectory.transitions[-1].truncated
+        and trajectory.transitions[-1].metrics["context_overflow"] == 1.0
+    )
+    assert group.get_total_rewards() == [float(len(trajectory.transitions))]
+
+
+def test_the_run_says_how_tokens_are_drawn(play):
+    asking = "answer([user('a')], temperature=0.2, seed=4, max_tokens=3, stop=['z']); score(1.0)"
+    seen = []
+
+    class Spy(Scripted):
+        def sample_many(self, requests):
+            seen.extend(requests)
+            return super().sample_many(requests)
+
+    tokenizer = load_tokenizer("tiny:ascii")
+    found = play([asking], sampler=Spy(tokenizer, lambda *_: "k"))
+    ((request,), (group,)) = seen, found.groups
+    assert (
+        request.params.temperature == 1.0
+        and request.params.max_tokens == 3
+        and "z" in request.params.stop
+    )
+    assert group.trajectories_G[0].transitions[-1].logs["overruled"] == {
+        "temperature": 0.2,
+        "seed": 4,
+    }
+    strict = (
+        "assert ask([user('a')], temperature=0.2)[1]['error']['param'] == 'temperature'; "
+        "answer([user('a')]); score(1.0)"
+    )
+    assert not play([strict], strict=True).errors
+
+
+def test_a_program_has_its_row_seed_and_arguments_and_no_keys(play, monkeypatch):
+    monkeypatch.setenv("SECRET_KEY", "s")
+    monkeypatch.setenv("AGENT_LEVEL", "3")
+    program = """
+        assert sys.argv[1:] == ["--task", "what is {seed}?", "100", "{unknown}"], sys.argv
+        row = json.load(open(os.environ["WHETSTONE_ROW"]))
+        assert row["answer"] == "42" and row["seed"] == 100 == int(os.environ["WHETSTONE_SEED"])
+        assert os.environ["AGENT_LEVEL"] == "3" and "SECRET_KEY" not in os.environ
+        open(os.environ["TMPDIR"] + "/scratch", "w").write("x")
+        score(float(answer([user("hi")]) == "ok"))
+    """
+    found = play(
+        [program],
+        arguments=("--task", "{question}", "{seed}", "{unknown}"),
+        pass_env=("AGENT_*",),
+        prompt="Be kind.",
+    )
+    assert (
+        not found.errors
+        and found.groups[0].get_total_rewards() == [1.0]
+        and play.asked == ["Be kind.hi"]
+    )
+
+
+def test_a_reward_scores_the_last_answer(play):
+    program = "answer([user('first')]); answer([user('second')])"
+    found = play(
+        [program, program + "; score(9.0)"],
+        lambda text, *_: "42" if "second" in text else "1",
+        grader="exact_match",
+    )
+    assert not found.errors and [group.get_total_rewards() for group in found.groups] == [
+        [1.0],
+        [1.0],
+    ]
+    assert found.groups[1].trajectories_G[0].transitions[-1].metrics["posted"] == 9.0
+
+
+def test_answers_that_are_asked_for_side_by_side(play):
+    """n at once, and requests from several threads: one turn each, nothing lost."""
+    program = """
+        import threading
+        status, reply = ask([user("a")], n=3, logprobs=True, return_token_ids=True)
+        assert len(reply["choices"]) == 3, reply
+        assert ask([user("a")], logprobs=True, top_logprobs=2)[0] == 400
+        found = []
+        threads = [threading.Thread(target=lambda i=i: found.append(answer([user(f"b{i}")]))) for i in range(4)]
+        [t.start() for t in threads], [t.join() for t in threads]
+        score(len(found))
+    """
+    found = play([program])
+    assert not found.errors and found.groups[0].get_total_rewards() == [4.0]
+    (trajectory,) = found.groups[0].trajectories_G
+    assert len(trajectory.transitions) == 7 and sorted(play.asked) == ["a"] * 3 + [
+        "b0",
+        "b1",
+        "b2",
+        "b3",
+    ]
+    trajectory.advantage = 1.0
+    assert len(trajectory_to_datums(trajectory)) == 7
+
+
+def test_a_program_is_named_behind_a_colon():
+    spec = parse_environment(
+        f"endpoint:{sys.executable} 'my agent.py'", [("arguments", "--seed '{seed}'")]
+    )
+    assert spec.name == "endpoint" and spec.make().command == [
+        sys.executable,
+        "my agent.py",
+        "--seed",
+        "{seed}",
+    ]
+    assert resolve_environment(f"endpoint:{sys.executable} a.py").make().command == [
+        sys.executable,
+        "a.py",
+    ]
+    assert (
+        not spec.needs_rows
+        and resolve_environment("endpoint", program=sys.executable, grader="exact_match").needs_rows
+    )
+    wrongs = {
+        "endpoint:": "program",
+        "endpoint:no-such-program x": "no program 'no-such-program'",
+        "endpoint:python 'x": "not a valid command line",
+    }
+    for wrong, said in wrongs.items():
+        with pytest.raises((UserError, SettingsError), match=said):
+            parse_environment(wrong, [])
+    with pytest.raises(SettingsError, match="did you mean --environment.arguments"):
+        parse_environment("endpoint:python a.py", [("argumets", "x")])
+    with pytest.raises(SettingsError, match="needs the setting 'program'"):
+        resolve_environment("endpoint")
+
+
+AGENT = (
+    HEAD
+    + """
+messages, found = [user("digits:")], ""
+for turn in range(2):
+    text = answer(messages)
+    found += text
+    messages += [said(text), user("more:")]
+score(sum(c.isdigit() for c in found) / max(1, len(found)))
+"""
+)
+
+
+@pytest.mark.slow
+def test_the_same_run_twice_is_the_same_to_the_bit(tmp_path):
+    (tmp_path / "agent.py").write_text(AGENT)
+    line = [
+        "grpo",
+        "--environment",
+        f"endpoint:{sys.executable} -S {tmp_path / 'agent.py'}",
+        "--base-model",
+        "tiny:ascii-small",
+    ]
+    line += (
+        "--batch-size 2 --group-size 3 --steps 2 --max-tokens 6 --eval-limit 2 --environment-rows "
+        "8 --learning-rate 1e-3"
+    ).split()
+    found = []
+    for name in ("a", "b"):
+        words = [sys.executable, "train.py", *line, "--output-dir", str(tmp_path / name)]
+        done = subprocess.run(
+            words,
+            cwd=REPO,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr
+        rows = [
+            json.loads(text)
+            for text in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
+        drop = ("time", "seconds", "per_second", "tokens_s", "rss", "memory", "gpu")
+        found.append(
+            [{k: v for k, v in row.items() if not any(word in k for word in drop)} for row in rows]
+        )
+    assert found[0] == found[1] and any("program/requests" in key for key in found[0][-1])

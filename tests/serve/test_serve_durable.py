@@ -1,0 +1,124 @@
+"""--durable: an update is on the disk before it is answered, or it has not happened; whatever fails
+leaves no files behind.
+"""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from serving import BASE, Wire, server
+from test_crash_safety import faulty_disk  # noqa: F401  (a fixture)
+from test_run import environment
+from test_serve import texts
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def run(library, folder, fault, stride):
+    words = [
+        sys.executable,
+        str(REPO / "tests" / "serve" / "serve_faults.py"),
+        fault,
+        str(folder / fault),
+        str(stride),
+    ]
+    done = subprocess.run(
+        words,
+        env=environment(LD_PRELOAD=str(library)),
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# 24 operations come before the new folder is in its place. A stride of 8 meets the 25th too, whose
+# failure undoes nothing.
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="preloads a library")
+@pytest.mark.parametrize("stride", [8, pytest.param(1, marks=pytest.mark.campaign)])
+def test_an_update_on_a_full_disk_is_undone_and_done_once_when_repeated(
+    faulty_disk,  # noqa: F811
+    tmp_path,
+    stride,
+):
+    found = run(faulty_disk, tmp_path, "full", stride)
+    assert found["undone"] >= 20 // stride and found["done"] == 1, found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="preloads a library")
+@pytest.mark.parametrize("stride", [20, pytest.param(1, marks=pytest.mark.campaign)])
+def test_an_update_that_a_server_was_killed_in_has_happened_or_has_not(
+    faulty_disk,  # noqa: F811
+    tmp_path,
+    stride,
+):
+    found = run(faulty_disk, tmp_path, "kill", stride)
+    assert found["not"] >= 1 and found["happened"] >= 1, found
+
+
+def test_a_session_and_a_model_that_cannot_be_written_leave_nothing_behind(tmp_path, monkeypatch):
+    def refuse(call):
+        def full(*arguments, **named):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, call, full)
+
+    def files():
+        return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+
+    with server(tmp_path, durable=True) as one:
+        wires = Wire(one)
+        for call in ("fsync", "replace"):
+            refuse(call)
+            answer = wires.http.post("/api/v1/create_session", json={"tags": []})
+            assert answer.status_code == 500 and not files() and not one.session_store.sessions
+            monkeypatch.undo()
+        wires.open()
+        before = files()
+        for seq, call in enumerate(("fsync", "replace", "rename")):
+            body = {
+                "session_id": wires.session,
+                "model_seq_id": seq,
+                "base_model": BASE,
+                "lora_config": {"rank": 4},
+            }
+            with monkeypatch.context():
+                refuse(call)
+                answer = wires.wait(wires.post("create_model", **body))
+                monkeypatch.undo()
+            assert answer["category"] == "server" and files() == before, (call, answer, files())
+        assert not one.session_store.models
+        wires.model(7)
+
+
+def test_a_load_that_is_undone_names_the_gradient_that_went_with_it(tmp_path, monkeypatch):
+    """A disk that is full while weights are loaded: the update after it is refused, not done on
+    nothing.
+    """
+    with server(tmp_path, durable=True) as one:
+        wires = Wire(one)
+        wires.open()
+        model = wires.model()
+        path = wires.wait(wires.post("save_weights", model_id=model, seq_id=1, path="a"))["path"]
+        wires.output(wires.ask(model, 2, texts()))
+
+        def full(model):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(one.model_manager, "write_model", full)
+            undone = wires.wait(
+                wires.post("load_weights", model_id=model, seq_id=3, path=path, optimizer=True)
+            )
+        assert "undone" in undone["error"]
+        refused = wires.wait(wires.step(model, 4))
+        assert "load_weights was undone" in refused.get("error", ""), refused
+        wires.output(wires.ask(model, 5, texts()))
+        assert "skipped" not in wires.wait(wires.step(model, 6))["metrics"]

@@ -1,0 +1,200 @@
+"""The real SDK against a server that fails now and then: what it does again is done once; what is
+its caller's fault is told at once.
+"""
+
+import json
+import os
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from serving import BASE, server
+from test_serve_sdk import outputs, sampled, texts
+
+from rl.client import ServiceClient
+from rl.learner import LearnerSettings
+from rl.programs.loop_server import LoopServer
+from rl.runtime import WorkerSettings
+from rl.serve.http_errors import HttpError, make_error_response
+from rl.types import AdamParams, ModelInput, SamplingParams
+
+pytestmark = [pytest.mark.sdk, pytest.mark.slow]
+KEYS = ("tml-the-one-that-trains", "tml-the-one-that-samples")
+BUDGET = 32  # tokens of a micro-batch: a call has many
+ADAM = AdamParams(1e-2)
+SHUT, FULL, BROKEN, CUT = 503, 429, 500, 0  # CUT: the connection ends in the midst of the answer
+# What the first requests of a route meet: a status in the place of an answer; "taken": after the
+# server has done what was asked.
+FAULTS = {
+    "create_session": [(SHUT, "refused")],
+    "create_model": [(SHUT, "taken")],
+    "forward_backward": [(SHUT, "refused"), (FULL, "refused"), (CUT, "taken"), (BROKEN, "taken")],
+    "optim_step": [(SHUT, "taken"), (CUT, "taken")],
+    "save_weights_for_sampler": [(CUT, "taken")],
+    "asample": [(FULL, "refused"), (SHUT, "taken"), (CUT, "taken")],
+    "retrieve_future": [(SHUT, "refused"), (FULL, "refused"), (CUT, "taken"), (SHUT, "taken")],
+}
+
+
+class Faulty:
+    """An application whose first answers go wrong. `seen`: how many requests came, by route."""
+
+    def __init__(self, app):
+        self.app, self.left, self.seen = (
+            app,
+            {name: list(faults) for name, faults in FAULTS.items()},
+            Counter(),
+        )
+
+    async def __call__(self, scope, receive, send):
+        name = scope["path"].removeprefix("/api/v1/") if scope["type"] == "http" else ""
+        self.seen[name] += 1
+        status, when = self.left[name].pop(0) if self.left.get(name) else (None, "")
+        if when == "taken":
+            await self.app(scope, receive, _nowhere)
+        if status is None:
+            await self.app(scope, receive, send)
+        elif status == CUT:  # so many bytes are promised, and fewer come
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": 200,
+                    "headers": [(b"content-length", b"1000")],
+                }
+            )
+            await send({"type": "http.response.body", "body": b"{", "more_body": True})
+        else:
+            await make_error_response(HttpError(status, "not now: try again"))(scope, receive, send)
+
+
+async def _nowhere(message):
+    pass
+
+
+def _breaks_once(tenants):
+    """The first `forward` fails in the server, by no fault of the caller's."""
+    plain, broken = tenants.forward_backward, []
+
+    def sometimes(model, read, backward):
+        if not backward and not broken:
+            broken.append(model.model_id)
+            raise RuntimeError("the words of a fault that nobody is to see")
+        return plain(model, read, backward)
+
+    tenants.forward_backward = sometimes
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """What tests/serve/sdk_faults.py saw, and the server that it saw it of."""
+    python = os.environ.get("WHETSTONE_TEST_SDK")
+    if not python:
+        pytest.skip("WHETSTONE_TEST_SDK names no Python with the tinker SDK (the extra sdk)")
+    with server(tmp_path_factory.mktemp("served"), keys=KEYS, token_budget=BUDGET) as one:
+        _breaks_once(one.model_manager)
+        faulty = Faulty(one.app)
+        listening = LoopServer(lambda: faulty, "the test's server")
+        try:
+            command = [python, str(Path(__file__).with_name("sdk_faults.py")), listening.url, *KEYS]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+            assert done.returncode == 0, done.stderr[-3000:]
+            yield json.loads(done.stdout.splitlines()[-1]), one, faulty
+        finally:
+            listening.close()
+
+
+@pytest.fixture
+def here(tmp_path):
+    with ServiceClient(
+        output_dir=tmp_path, settings=WorkerSettings(learner=LearnerSettings(token_budget=BUDGET))
+    ) as service:
+        yield service
+
+
+def test_what_the_sdk_does_again_after_a_fault_is_done_once(seen, here):
+    """Refused before it was taken, or taken with its answer lost: equal to the clients in this
+    process, which no fault meets.
+    """
+    found, one, faulty = seen[0]["faults"], *seen[1:]
+    assert not any(faulty.left.values()), f"faults that nobody met: {faulty.left}"
+    client = here.create_lora_training_client(BASE, 4, 7)
+    for step in range(2):
+        assert (
+            outputs(client.forward_backward(texts(5, step), "cross_entropy").result())
+            == found[f"learnt {step}"]
+        )
+        assert client.optim_step(ADAM).result().metrics == found[f"stepped {step}"]
+    sampler = client.save_weights_and_get_sampling_client()
+    assert [sampled(sampler, [5, 9, 30 + i], 2, 11 + i) for i in range(2)] == found["sampled"]
+    owner, beside = one.session_store.list_models, seen[0]["beside"]
+    assert len([model for key in one.app._keys for model in owner(key[1])]) == 3, (
+        "a model that was asked for twice was made twice"
+    )
+    done = {
+        verb: one.engine.metrics.get_value("work_total", verb=verb, outcome="done")
+        for verb in ("forward_backward", "optim_step", "forward")
+    }
+    assert done == {"forward_backward": 4, "optim_step": 4, "forward": 1}, (
+        "something ran twice, or not at all"
+    )
+    rows = [row for rows in (*found["sampled"], *beside["alone"]) for row, _ in rows] + beside[
+        "wave"
+    ]
+    assert one.engine.metrics.get_value("sampled_tokens_total") == sum(map(len, rows)), (
+        "a sample was drawn twice"
+    )
+
+
+def test_whose_fault_it_was_is_told_and_the_callers_own_is_not_tried_again(seen, here):
+    """0.38 raises a failed future at once, whoever's fault; the category says whether it is worth
+    another try, and the next one works.
+    """
+    found, _, faulty = seen[0]["faults"], *seen[1:]
+    kind, said, category = found["server's"]
+    assert (
+        (kind, category) == ("RequestFailedError", "server")
+        and "its log says why" in said
+        and "nobody is to see" not in said
+    )
+    client = here.create_lora_training_client(BASE, 4, 7)
+    for step in range(2):
+        client.forward_backward(texts(5, step), "cross_entropy")
+        client.optim_step(ADAM).result()
+    assert found["goes on"] == outputs(client.forward(texts(2, 0), "cross_entropy").result())
+    kind, said, category = found["user's"]
+    assert (kind, category) == ("RequestFailedError", "user") and "500" in said
+    calls = 2 + 3 + 2  # forward_backwards, forwards, and those of the test below
+    assert faulty.seen["forward_backward"] == len(FAULTS["forward_backward"]) + calls, (
+        "a refusal was sent again"
+    )
+
+
+def test_one_key_samples_while_another_trains_and_both_get_what_they_get_alone(seen, here):
+    found = seen[0]["beside"]
+    client, other = (
+        here.create_lora_training_client(BASE, 6, 3),
+        here.create_lora_training_client(BASE, 4, 9),
+    )
+    other.forward_backward(texts(6, 5), "cross_entropy")
+    other.optim_step(ADAM).result()
+    sampler = other.save_weights_and_get_sampling_client()
+    assert [sampled(sampler, [5, 9, 4 + i], 1, i) for i in range(6)] == found["alone"]
+    wave = [
+        sampler.sample(ModelInput.from_ints([4, 5 + i]), 1, SamplingParams(6, 5))
+        .result()
+        .sequences[0]
+        .tokens
+        for i in range(8)
+    ]
+    assert wave == found["wave"]
+    assert found["before"] == 7, "samples waited for the whole of another's call"
+    assert (
+        outputs(
+            client.forward_backward(
+                [one for i in range(80) for one in texts(12, i)], "cross_entropy"
+            ).result()
+        )
+        == found["learnt"]
+    )
+    assert client.optim_step(ADAM).result().metrics == found["stepped"]

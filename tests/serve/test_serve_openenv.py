@@ -1,0 +1,159 @@
+"""OpenEnv's own checks, the whole of them, against serve.py: the endpoint's under /v1, and rollouts
+by chat and by ids.
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from serving import Wire, server
+
+pytest.importorskip("starlette", reason="needs the extra serve")
+
+from endpoints import Endpoint, ScriptedDesk  # noqa: E402
+
+from rl.programs.loop_server import LoopServer  # noqa: E402
+from rl.types import Datum, ModelInput, SamplingParams  # noqa: E402
+
+pytestmark = [pytest.mark.sdk, pytest.mark.slow]
+KEY = "tml-the-key-of-the-checker"
+BASE = "tiny:ascii"  # which has room for the 512 tokens that the checker asks for beside its tools
+CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls /tmp"}}\n</tool_call>'
+# what the checker asks to see how logprobs follow the temperature
+PROBE = [{"role": "user", "content": "Reply with exactly: hello"}]
+
+
+def learn_to_begin(wires, model, prompt, tokens, steps=8):
+    """After the prompt one of these tokens follows, the first more often: next tokens that are
+    unlike, as the checker wants to see them.
+    """
+    data = [
+        Datum(
+            ModelInput.from_ints(prompt),
+            {"target_tokens": [*prompt[1:], token], "weights": np.eye(len(prompt))[-1]},
+        )
+        for token in tokens
+    ]
+    for step in range(steps):
+        wires.ask(model, 2 * step + 1, data)
+        wires.wait(wires.step(model, 2 * step + 2, learning_rate=0.05))
+    return 2 * steps + 1
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory, shared_data):
+    """What tests/serve/sdk_openenv.py saw, and a client that draws from the trained model."""
+    python = os.environ.get("WHETSTONE_TEST_SDK")
+    if not python:
+        pytest.skip("WHETSTONE_TEST_SDK names no Python with openenv (the extra sdk)")
+    scripted = Endpoint(
+        ScriptedDesk(lambda *_: CALL, "chat_template", str(shared_data / "tokenizers" / "qwen3"))
+    )
+    with server(tmp_path_factory.mktemp("served"), keys=(KEY,), base=BASE) as one:
+        wires = Wire(one, KEY)
+        wires.open()
+        model = wires.model(base=BASE)
+        prompt = one.engine.renderer(None).build_generation_prompt(PROBE).to_ints()
+        seq = learn_to_begin(wires, model, prompt, [40, 40, 40, 41])
+        path = wires.wait(
+            wires.post("save_weights_for_sampler", model_id=model, seq_id=seq, path="trained")
+        )["path"]
+        listening = LoopServer(lambda: one.app, "the test's server")
+        try:
+            command = [
+                python,
+                str(Path(__file__).with_name("sdk_openenv.py")),
+                listening.url,
+                KEY,
+                BASE,
+                path,
+                scripted.url,
+            ]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+            assert done.returncode == 0, done.stderr[-3000:]
+            yield json.loads(done.stdout.splitlines()[-1]), path, one
+        finally:
+            listening.close()
+            scripted.close()
+
+
+def test_every_way_of_asking_finds_an_endpoint_to_train_from(seen):
+    found, path, _ = seen
+    for name, report in found["reports"].items():
+        assert report["ok"] and report["reachable"] and report["capture_level"] == "tokens", (
+            name,
+            report,
+        )
+        assert report["rollout_type"] == "train" and report["param_fixes"] == [], (name, report)
+        assert not [one for one in report["findings"] if "FATAL" in one], (name, report)
+        assert (
+            report["tool_support"] == "ok"
+            if name == "tools"
+            else report["tool_support"] in ("no-tool-call", "unknown")
+        ), (name, report)
+        assert report["n_completion_ids"] > 0 and (report["n_prompt_ids"] > 0 or name == "tools"), (
+            name,
+            report,
+        )
+    assert found["required"]["ok"]
+    assert found["reports"]["root"]["served_models"] == [BASE, path], (
+        "a trained model is listed for its key"
+    )
+    assert found["reports"]["trained"]["logprobs_mode"] == "processed", (
+        "logprobs are not those at the temperature"
+    )
+    assert (
+        not found["refused"]["key"]["reachable"] and "401" in found["refused"]["key"]["findings"][0]
+    )
+    assert (
+        not found["refused"]["model"]["ok"]
+        and "not served" in found["refused"]["model"]["findings"][0]
+    )
+
+
+def test_a_rollout_through_its_capture_server_is_one_that_a_trainer_takes(seen):
+    found, path, one = seen
+    rollout = found["rollout"]
+    assert (
+        rollout["trainable"]
+        and rollout["turns"] == 3
+        and not [text for text in rollout["validation"] if "FATAL" in text]
+    ), rollout
+    assert rollout["rows"] and all(trainable for trainable, _, _ in rollout["rows"]), rollout[
+        "rows"
+    ]
+    client = one.model_manager.resolve_name(
+        path, one.session_store.list_models(one.app._keys[0][1])[0].owner
+    )()
+    assert len(rollout["records"]) == 3
+    for prompt, drawn, logprobs in rollout["records"]:
+        scored = client.compute_logprobs(ModelInput.from_ints([*prompt, *drawn])).result()[
+            len(prompt) :
+        ]
+        assert len(drawn) == len(logprobs) > 0 and np.allclose(scored, logprobs, atol=1e-4)
+
+
+def test_turns_by_ids_pass_the_same_checks_as_one_sequence(seen):
+    found, path, one = seen
+    ids = found["ids"]
+    assert ids["fatal"] == [] and ids["stats"]["n_turns"] == 3 and ids["stats"]["n_roots"] == 1
+    client = one.model_manager.resolve_name(
+        path, one.session_store.list_models(one.app._keys[0][1])[0].owner
+    )()
+    rows = client.sample(
+        ModelInput.from_ints(ids["ids"]),
+        1,
+        SamplingParams(max_tokens=1),
+        True,
+        client.info["vocab_size"],
+    ).result()
+    for i, (token, mask, logprob) in enumerate(
+        zip(ids["ids"], ids["mask"], ids["logprobs"], strict=True)
+    ):
+        if mask:  # at the temperature 0.7, over the whole vocabulary
+            top = dict(rows.topk_prompt_logprobs[i])
+            whole = np.logaddexp.reduce(np.asarray(list(top.values())) / 0.7)
+            assert abs(top[token] / 0.7 - whole - logprob) < 1e-2, (i, token)

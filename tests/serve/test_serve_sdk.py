@@ -1,0 +1,205 @@
+"""The real SDK against a real server on loopback: equal to the clients in this process.
+WHETSTONE_TEST_SDK: the Python that has it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl.client import ServiceClient
+from rl.types import AdamParams, Datum, ModelInput, SamplingParams
+
+REPO = Path(__file__).resolve().parents[2]
+BASE = "tiny:ascii-small"
+pytestmark = [pytest.mark.sdk, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory) -> dict:
+    """What tests/serve/sdk_client.py saw."""
+    python = os.environ.get("WHETSTONE_TEST_SDK")
+    if not python:
+        pytest.skip("WHETSTONE_TEST_SDK names no Python with the tinker SDK (the extra sdk)")
+    folder = tmp_path_factory.mktemp("served")
+    command = [
+        sys.executable,
+        "serve.py",
+        "--base-model",
+        BASE,
+        "--port",
+        "0",
+        "--output-dir",
+        str(folder / "out"),
+    ]
+    log = (folder / "log").open("w")
+    process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        line = process.stdout.readline()
+        url = line.split(" at ")[1].strip()
+        client = [python, str(REPO / "tests" / "serve" / "sdk_client.py"), url]
+        done = subprocess.run(client, cwd=folder, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr[-3000:] + (folder / "log").read_text()[-3000:]
+        process.terminate()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+    log = (folder / "log").read_text()
+    assert "tml-a-key" not in log and "Traceback" not in log
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def texts(count, seed):
+    generator, data = torch.Generator().manual_seed(seed), []
+    for i in range(count):
+        row = torch.randint(2, 90, (5 + i,), generator=generator).tolist()
+        data.append(
+            Datum(
+                ModelInput.from_ints(row[:-1]),
+                {"target_tokens": row[1:], "weights": [1.0] * (len(row) - 1)},
+            )
+        )
+    return data
+
+
+def outputs(result):
+    return {
+        "metrics": result.metrics,
+        "logprobs": [one["logprobs"].tolist() for one in result.loss_fn_outputs],
+    }
+
+
+def sampled(client, prompt, count, seed):
+    found = client.sample(ModelInput.from_ints(prompt), count, SamplingParams(6, seed)).result()
+    return [[one.tokens, [float(value) for value in one.logprobs_np]] for one in found.sequences]
+
+
+def custom(client, data):
+    """What the SDK sends for a loss of one's own, the squares of the logprobs: a forward, then
+    weights of minus its gradient.
+    """
+    found = client.forward(data, "cross_entropy").result().loss_fn_outputs
+    leaves = [output["logprobs"].to_torch().clone().requires_grad_(True) for output in found]
+    loss = sum((leaf**2).sum() for leaf in leaves)
+    loss.backward()
+    pairs = zip(data, leaves, strict=True)
+    weighed = [
+        one.with_inputs({**one.loss_fn_inputs, "weights": -leaf.grad}) for one, leaf in pairs
+    ]
+    client.forward_backward(weighed, "cross_entropy").result()
+    return float(loss)
+
+
+def test_the_sdk_sees_what_the_clients_in_this_process_see_to_the_bit(seen, tmp_path):
+    with ServiceClient(output_dir=tmp_path) as service:
+        clients = [service.create_lora_training_client(BASE, rank, 7) for rank in (4, 6)]
+        assert seen["info"] == [4, 6]
+        for step in range(2):
+            for i, client in enumerate(clients):
+                assert (
+                    outputs(client.forward_backward(texts(5, step), "cross_entropy").result())
+                    == seen[f"learnt {step} {i}"]
+                )
+                assert (
+                    client.optim_step(AdamParams(1e-2)).result().metrics
+                    == seen[f"stepped {step} {i}"]
+                )
+        client = clients[0]
+        loss = custom(client, texts(3, 9))
+        assert seen["custom"]["loss:sum"] == seen["custom"]["squares"] == loss
+        assert client.optim_step(AdamParams(1e-2)).result().metrics == seen["custom stepped"]
+        sampler = client.save_weights_and_get_sampling_client()
+        assert sampled(sampler, [5, 9, 30], 3, 11) == seen["sampled"] == seen["sampled from a path"]
+        own = [
+            sampler.sample(ModelInput.from_ints([4, 5 + i]), 1, SamplingParams(4, 5))
+            .result()
+            .sequences[0]
+            .tokens
+            for i in range(8)
+        ]
+        assert own == seen["wave"]
+        scored = sampler.compute_logprobs(ModelInput.from_ints([5, 9, 30, 31])).result()
+        assert scored[0] is seen["scored"][0] is None and seen["scored"][1:] == pytest.approx(
+            scored[1:], abs=1e-5
+        )
+        went_on = [outputs(client.forward_backward(texts(4, 3), "cross_entropy").result())]
+        went_on.append(client.optim_step(AdamParams(1e-2)).result().metrics)
+        assert seen["went on"] == seen["resumed"] == went_on
+        assert seen["tokens"] == client.get_tokenizer().encode("hello")
+
+
+def test_what_is_refused_raises_at_once_in_the_sdk_and_says_why(seen):
+    said = {
+        "datum": "500",
+        "after it": "not run",
+        "loss": "stable_reinforce",
+        "base": "no/such-model",
+        "path": "tinker://",
+        "image": "an image",
+        "draws": "prompt_alt_tokens_k",
+        "prompt": "999",
+    }
+    for name, text in said.items():
+        kind, message, *rest = seen["refused"][name]
+        assert text in message and "Traceback" not in message, (name, seen["refused"][name])
+        assert kind in ("RequestFailedError", "BadRequestError", "NotFoundError"), (name, kind)
+        assert kind != "RequestFailedError" or rest[0].lower().endswith("user"), (name, rest)
+        assert rest[1] < 30
+    assert seen["refused"]["goes on"]["loss:sum"] > 0
+
+
+def test_what_was_saved_is_listed_given_a_time_to_live_and_removed(seen):
+    assert seen["models"] == [BASE] and seen["run"] == BASE and seen["expires"]
+    assert [path.split("/", 3)[3] for path in seen["checkpoints"]] == [
+        "weights/state",
+        "sampler_weights/weights",
+    ]
+    assert [path.split("/", 3)[3] for path in seen["left"]] == ["sampler_weights/weights"]
+
+
+def test_our_messages_are_the_sdks_on_the_wire(seen):
+    from google.protobuf import descriptor_pb2
+
+    from rl.serve import tinker_pb2
+
+    def fields(file):
+        found = {}
+
+        def walk(before, messages):
+            for message in messages:
+                rows = {}
+                for one in message.field:
+                    oneof = (
+                        message.oneof_decl[one.oneof_index].name
+                        if one.HasField("oneof_index")
+                        else None
+                    )
+                    rows[one.number] = (
+                        one.name,
+                        one.type,
+                        one.label,
+                        one.type_name.removeprefix(f".{file.package}."),
+                        one.proto3_optional,
+                        oneof,
+                    )
+                found[before + message.name] = rows
+                walk(f"{before}{message.name}.", message.nested_type)
+
+        walk("", file.message_type)
+        return found, {
+            enum.name: [(value.name, value.number) for value in enum.value]
+            for enum in file.enum_type
+        }
+
+    theirs, their_enums = fields(
+        descriptor_pb2.FileDescriptorProto.FromString(bytes.fromhex(seen["schema"]))
+    )
+    schema = descriptor_pb2.FileDescriptorProto()
+    tinker_pb2.DESCRIPTOR.CopyToProto(schema)
+    ours, enums = fields(schema)
+    assert enums == their_enums and len(ours) > 20
+    assert {name: theirs[name] for name in ours} == ours

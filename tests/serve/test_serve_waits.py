@@ -1,0 +1,362 @@
+"""What may take long keeps nobody waiting: slow clients, long work, a base that cannot be loaded,
+the end of the server.
+"""
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from serving import BASE, PROTOBUF, Wire, server
+from test_serve import texts
+from test_serve_gone import until
+from transformers import PreTrainedTokenizerFast
+
+from rl.client import ServiceClient
+from rl.distributed import checkpoint_folder
+from rl.errors import UserError
+from rl.serve import ModelServer, ServedBaseModel, ServeSettings, tinker_pb2
+from rl.serve.request_timeouts import make_timeout_protocol
+
+httpx = pytest.importorskip("httpx", reason="needs the extra dev")
+
+uvicorn = pytest.importorskip("uvicorn", reason="needs the extra serve")
+
+
+def longest_wait(app, work, seconds=0.05):
+    """The result of a coroutine function of an HTTP client, and how long /healthz took at most
+    meanwhile.
+    """
+
+    async def both():
+        transport, waits = httpx.ASGITransport(app), []
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://server", headers={"x-api-key": "tml-nobody"}
+        ) as http:
+            asked = asyncio.create_task(work(http))
+            while not asked.done():
+                begin = time.perf_counter()
+                await asyncio.sleep(seconds)
+                assert (await http.get("/healthz")).status_code == 200
+                waits.append(time.perf_counter() - begin)
+            return await asked, max(waits)
+
+    return asyncio.run(both())
+
+
+def test_long_work_on_the_disk_runs_beside_the_event_loop(tmp_path, monkeypatch):
+    slow = 1.5
+
+    def slowly(call):
+        return lambda *arguments, **named: (time.sleep(slow), call(*arguments, **named))[1]
+
+    with server(tmp_path) as one:
+        wires = Wire(one)
+        wires.open()
+        model = wires.model()
+        path = wires.wait(wires.post("save_weights", model_id=model, seq_id=1, path="a"))["path"]
+        monkeypatch.setattr(
+            checkpoint_folder, "verify_checkpoint", slowly(checkpoint_folder.verify_checkpoint)
+        )
+        monkeypatch.setattr(
+            checkpoint_folder, "remove_expired", slowly(checkpoint_folder.remove_expired)
+        )
+        run = f"/api/v1/training_runs/{model}"
+        sampling = {"session_id": wires.session, "sampling_session_seq_id": 3, "model_path": path}
+        calls = {
+            "archive": lambda http: http.get(run + "/checkpoints/weights/a/archive"),
+            "run": lambda http: http.get(run),
+            "checkpoints": lambda http: http.get("/api/v1/checkpoints"),
+            "sampler": lambda http: http.post("/api/v1/create_sampling_session", json=sampling),
+            "delete": lambda http: http.delete(run + "/checkpoints/weights/a"),
+        }
+        for name, call in calls.items():
+            answer, longest = longest_wait(one.app, call)
+            assert answer.status_code < 400, (name, answer.text)
+            assert longest < slow * 0.7, f"{name}: /healthz took {longest:.1f} s"
+
+
+def test_long_texts_are_tokenized_beside_the_event_loop(tmp_path, monkeypatch):
+    slow = 1.5
+    encode = PreTrainedTokenizerFast._encode_plus
+
+    def slowly(*arguments, **named):
+        time.sleep(slow)
+        return encode(*arguments, **named)
+
+    with server(tmp_path) as one:
+        calls = {
+            "chat": (
+                "/v1/chat/completions",
+                {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 2},
+            ),
+            "completion": ("/v1/completions", {"prompt": "1+1=", "max_tokens": 2}),
+        }
+        for path, body in calls.values():  # so that the model is loaded
+            answer, _ = longest_wait(
+                one.app,
+                lambda http, path=path, body=body: http.post(path, json={"model": BASE, **body}),
+            )
+            assert answer.status_code == 200, answer.text
+        monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", slowly)
+        for name, (path, body) in calls.items():
+            answer, longest = longest_wait(
+                one.app,
+                lambda http, path=path, body=body: http.post(path, json={"model": BASE, **body}),
+            )
+            assert answer.status_code == 200, (name, answer.text)
+            assert longest < slow * 0.7, f"{name}: /healthz took {longest:.1f} s"
+
+
+def test_a_short_request_cannot_ask_for_much_memory(tmp_path):
+    with server(tmp_path) as one:
+        wires = Wire(one)
+        wires.open()
+        model = wires.model()
+        sampler = wires.sampler(model, 1)
+        empty = {
+            "data": [],
+            "dtype": "int64",
+            "shape": [2, 2**27],
+            "sparse_crow_indices": [0, 0, 0],
+            "sparse_col_indices": [],
+        }
+        begin = time.perf_counter()
+        answer = wires.wait(wires.ask_sample(sampler, 0, [4, 5, 6], target_prompt_logprobs=empty))
+        assert answer["category"] == "user" and "cells" in answer["error"]
+        message = tinker_pb2.ForwardBackwardRequest(
+            model_id=model, seq_id=2, loss_fn="cross_entropy"
+        )
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = np.asarray([4, 5], "<i4").tobytes()
+        tensor = datum.loss_fn_inputs["target_tokens"]
+        tensor.dtype = tinker_pb2.DTYPE_INT64
+        tensor.shape.extend([2, 2**26])
+        tensor.sparse_csr.crow_indices = np.zeros(3, "<i8").tobytes()
+        answer = wires.wait(wires.send(message.SerializeToString()))
+        assert answer["category"] == "user" and "cells" in answer["error"]
+        assert time.perf_counter() - begin < 2.0
+
+
+def served_by_uvicorn(app, header_seconds, work):
+    """Run `work(port)`, a coroutine function, beside a server of `app`."""
+
+    async def both():
+        config = uvicorn.Config(
+            app, http=make_timeout_protocol(header_seconds), port=0, log_config=None, lifespan="off"
+        )
+        running = uvicorn.Server(config)
+        serving = asyncio.create_task(running.serve())
+        while not running.started:
+            await asyncio.sleep(0.01)
+        try:
+            return await work(running.servers[0].sockets[0].getsockname()[1])
+        finally:
+            running.should_exit = True
+            await serving
+
+    return asyncio.run(both())
+
+
+def test_half_sent_requests_are_closed_and_slow_answers_are_not(tmp_path):
+    head = b"POST /api/v1/create_session HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+    starts = {
+        "nothing": b"",
+        "half a line": b"POST /api",
+        "half a head": head,
+        "half a body": head + b"content-length: 100\r\n\r\n{",
+        "chunks that stop": head + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n",
+        "half of a second head": b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n" + b"GET /heal",
+    }
+
+    async def until_closed(port, first, trickle):
+        """Seconds until the server closes. `trickle`: what is sent on, a byte at a time."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        begin, received = time.perf_counter(), b""
+        writer.write(first)
+        try:
+            while not reader.at_eof() and time.perf_counter() - begin < 8:
+                try:
+                    received += await asyncio.wait_for(reader.read(4096), 0.1)
+                except TimeoutError:
+                    if trickle:
+                        writer.write(b"a")
+        except ConnectionError:
+            pass
+        writer.close()
+        return time.perf_counter() - begin, received
+
+    with server(tmp_path, body_seconds=1.0, poll_seconds=2.5) as one:
+        wires = Wire(one)
+        wires.open()
+        # whose turn never comes: a poll for it is held for 2.5 s
+        waiting = wires.step(wires.model(), 9)
+
+        async def work(port):
+            tasks = [
+                until_closed(port, first, trickle)
+                for first in starts.values()
+                for trickle in (False, True)
+                for _ in range(10)
+            ]
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:
+                poll = http.post(
+                    "/api/v1/retrieve_future", json={"request_id": waiting["request_id"]}
+                )
+                *closed, answer = await asyncio.gather(*tasks, poll)
+            return closed, answer
+
+        closed, answer = served_by_uvicorn(one.app, 1.0, work)
+    assert answer.status_code == 408 and answer.json()["type"] == "try_again", (
+        "a poll is held for as long as it may be"
+    )
+    assert max(seconds for seconds, _ in closed) < 7.9, "connections stay open"
+    assert sum(b" 408 " in received for _, received in closed) == 40, "bodies that do not come"
+
+
+def test_a_body_that_comes_slowly_but_comes_is_read(tmp_path):
+    """64 KiB a second are enough, however large the body is."""
+    with server(tmp_path, body_seconds=0.5) as one:
+
+        async def slowly():
+            for _ in range(8):
+                await asyncio.sleep(0.2)
+                yield b" " * 65536
+            yield b'{"tags": []}'
+
+        async def work(port):
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:
+                return await http.post("/api/v1/create_session", content=slowly())
+
+        assert served_by_uvicorn(one.app, 1.0, work).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model in a folder."""
+    place = tmp_path_factory.mktemp("model")
+    with ServiceClient(output_dir=place) as service:
+        client = service.create_full_training_client(BASE)
+        return Path(client.save_weights_for_sampler("base").result().path)
+
+
+def test_a_base_that_cannot_be_served_is_named_before_anything_is(folder, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(folder / "config.json", bare)
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    (odd / "config.json").write_text(json.dumps({"model_type": "no such type"}))
+    for where in ("/no/such/folder", "tiny:nothing", str(bare), str(odd), str(tmp_path)):
+        settings = ServeSettings(
+            (ServedBaseModel("good", BASE), ServedBaseModel("bad", where)), tmp_path / "out"
+        )
+        with pytest.raises(UserError, match="--base-model bad cannot be served"):
+            ModelServer.create(settings)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_whose_weights_are_damaged_keeps_no_other_from_anybody(folder, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    one = ModelServer.create(
+        ServeSettings(
+            (ServedBaseModel("bad", str(broken)), ServedBaseModel("good", BASE)), tmp_path / "out"
+        )
+    )
+    one.engine.start()
+    try:
+        http = Wire(one).http
+        listed = http.get("/v1/models").json()["data"]
+        assert {row["id"] for row in listed} == {"bad", "good"} and all(
+            row["max_model_len"] > 0 for row in listed
+        )
+        body = {"prompt": [4, 5], "max_tokens": 2}
+        assert http.post("/v1/completions", json={**body, "model": "good"}).status_code == 200
+        assert http.post("/v1/completions", json={**body, "model": "bad"}).status_code >= 400
+        shutil.copy(folder / "model.safetensors", weights)
+        assert http.post("/v1/completions", json={**body, "model": "bad"}).status_code == 200, (
+            "mended, and not asked for again"
+        )
+    finally:
+        one.shut_down()
+
+
+def test_a_base_is_loaded_once_however_many_ask_for_it_first(tmp_path, monkeypatch):
+    with server(tmp_path) as one:
+        plain, made = one.engine.service.create_sampling_client, []
+
+        def slowly(**named):
+            made.append(named)
+            time.sleep(0.2)
+            return plain(**named)
+
+        monkeypatch.setattr(one.engine.service, "create_sampling_client", slowly)
+        found = []
+        threads = [
+            threading.Thread(
+                target=lambda: found.append(
+                    one.engine.get_base_client(one.engine.settings.bases[0])
+                )
+            )
+            for _ in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(made) == 1 and len({id(client) for client in found}) == 1
+
+
+def test_a_server_ends_in_time_and_writes_its_models_though_work_never_ends(tmp_path):
+    with server(tmp_path) as one:
+        wires = Wire(one)
+        wires.open()
+        model = wires.model()
+        wires.output(wires.ask(model, 1, texts()))
+        wires.wait(wires.step(model, 2))
+
+        def endless():
+            while True:
+                time.sleep(0.02)
+                yield
+
+        done = one.engine.submit("local", "endless", "endless", endless)
+        assert until(lambda: len(one.engine.queue) == 1)
+        begin = time.monotonic()
+        one.shut_down(3.0)
+        assert time.monotonic() - begin < 6.0
+        assert "ShutdownError" in type(done.exception()).__name__
+    assert (one.session_store.models[model].live_folder / checkpoint_folder.MANIFEST).is_file()
+
+
+@pytest.mark.slow
+def test_a_process_that_cannot_end_is_ended(tmp_path):
+    code = "import time; from rl.serve.server import exit_after; exit_after(0.5); time.sleep(60)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        timeout=50,
+        capture_output=True,
+    )
+    assert done.returncode == 1
+
+
+def test_a_protobuf_body_is_not_held_to_the_limit_of_json(tmp_path):
+    with server(tmp_path) as one:
+        wires = Wire(one)
+        wires.open()
+        large = b" " * (32 * 2**20 + 1)
+        assert wires.http.post("/api/v1/create_session", content=large).status_code == 413
+        answer = wires.http.post(
+            "/api/v1/forward_backward", content=large, headers={"content-type": PROTOBUF}
+        )
+        assert answer.status_code == 400

@@ -1,0 +1,431 @@
+"""Whole runs in which sampling does not wait for learning: parts of a batch, bounded age, replays,
+going on after a kill.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from sampler_models import reference_logprobs
+from transformers import AutoModelForCausalLM
+from whole_runs import updates_end_while_answers_are_drawn
+
+from rl.algorithms import METHODS
+from rl.algorithms.grpo_settings import variant_settings
+from rl.client import SamplingClient
+from rl.config import AsyncRolloutSettings, RunSettings, SettingsError, parse_run
+from rl.distributed import RunStopped
+from rl.errors import UserError
+from rl.rollout import RolloutBatch, Trajectory, TrajectoryGroup, Transition
+from rl.trainer.async_source import AsyncSource
+from rl.trainer.execute import execute
+from rl.trainer.stage_sampling import StageSampler
+from rl.trainer.trainer import Trainer
+from rl.types import ModelInput, SampledSequence
+
+ENVIRONMENT = '''
+import asyncio, random
+from rl.envs import Environment, TurnResult
+
+class Uneven(Environment):
+    """One to three answers, each of which takes a while; rewards differ."""
+
+    def start(self):
+        self.left = 1 + self.rng.randrange(3)
+        return f"{self.seed % 7}+{self.seed % 5}="
+
+    async def step(self, answer):
+        await asyncio.sleep(random.random() * 0.04)
+        self.left -= 1
+        text = answer["content"] or ""
+        return TurnResult(f"{len(text)}+1=", reward=sum(map(ord, text)) % 5 / 4 + 0.1 * self.member, done=self.left == 0)
+'''
+RECIPE = Path(__file__).parents[2] / "recipes" / "addition.yaml"
+LINE = (
+    "grpo --steps 4 --batch-size 4 --group-size 2 --max-tokens 5 --eval-every 0 --save-every 2 "
+    "--keep-last 9 --rollouts-every 1 --quiet"
+)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Trains with the words of a line; the run's folder."""
+    home = tmp_path_factory.mktemp("runs")
+    (home / "uneven.py").write_text(ENVIRONMENT)
+    played = (
+        f"--environment {home}/uneven.py:Uneven --environment-isolation thread --renderer plain"
+    )
+    common = f"{LINE} {played} --learning-rate 1e-3 --no-self-test"
+
+    def go(name: str, words: str = "") -> Path:
+        execute(
+            parse_run(
+                f"{common} --output-dir {home / name} {words}".split(),
+                METHODS,
+                RECIPE,
+                options=RunSettings,
+            )
+        )
+        return home / name
+
+    return go
+
+
+def weights(folder: Path, name: str = "grpo-final") -> dict[str, np.ndarray]:
+    (file,) = (folder / "checkpoints" / name / "model").glob("*.safetensors")
+    return load_file(str(file))
+
+
+def same(a: Path, b: Path) -> bool:
+    one, other = weights(a), weights(b)
+    return all((one[name] == other[name]).all() for name in one)
+
+
+def metrics(folder: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+
+
+def drawn(folder: Path) -> list:
+    """What each step trained on: problem, member, tokens of each turn."""
+    found = []
+    for path in sorted((folder / "rollouts").glob("step_*.jsonl")):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            said = [turn["token_ids"] for turn in row.get("turns", ()) if turn["sampled"]]
+            found.append(
+                (path.stem, row["problem"], row["index"], said or [row["response_tokens"]])
+            )
+    return found
+
+
+LATE = "--max-steps-off-policy 2 --slice-steps 2"
+
+
+@pytest.mark.slow
+def test_a_batch_in_parts_is_the_update_of_the_whole_batch(trained):
+    # a smaller one makes steps of what is rounding in a gradient near 0
+    whole = trained("whole", "--steps 2 --adam-eps 1e-3")
+    for name, words in (
+        ("continuous", "--rollout-mode async"),
+        ("parts", "--stream-minibatches 4"),
+        ("halves", "--stream-minibatches 2"),
+    ):
+        found = trained(name, f"--steps 2 --adam-eps 1e-3 {words}")
+        assert drawn(found) == drawn(whole)
+        for key, value in weights(whole).items():
+            np.testing.assert_allclose(weights(found)[key], value, atol=1e-6)
+        for got, wanted in zip(metrics(found), metrics(whole), strict=True):
+            for key in (
+                "optim/policy_loss",
+                "optim/grad_norm",
+                "reward/total",
+                "optim/tokens",
+                "optim/kl_sample_train_v1",
+            ):
+                assert got[key] == pytest.approx(wanted[key], abs=1e-5), key
+
+
+METHODS_THAT_SAMPLE = {
+    "ppo": "ppo --kl-coef 0 --group-size 2 --epochs 2 --num-substeps 2 --target-kl None",
+    "online_dpo": "online_dpo --group-size 3 --pairs all",
+    "best_of_n": "best_of_n --group-size 4 --keep 2",
+    "distill": "distill --teacher tiny:addition --group-size 2",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS_THAT_SAMPLE)
+def test_episodes_that_go_on_by_themselves_train_every_method_alike(method, tmp_path):
+    """The same tokens, the same update: settings that PPO, online DPO, best-of-n and distillation
+    have, too. A replay is bit for bit.
+    """
+    (tmp_path / "uneven.py").write_text(ENVIRONMENT)
+    played = f"--environment {tmp_path}/uneven.py:Uneven --environment-isolation thread"
+    common = (
+        f"{METHODS_THAT_SAMPLE[method]} --base-model tiny:addition --lora-rank 0 --steps 2 "
+        f"--batch-size 4 --max-tokens 5 --eval-every 0 "
+        f"--save-every 2 --rollouts-every 1 --quiet --renderer plain --learning-rate 1e-3 "
+        f"--adam-eps 1e-3 --no-self-test --temperature 1 "
+        f"{'--dataset addition' if method == 'distill' else played}"
+    )
+
+    def go(name: str, words: str = "") -> Path:
+        execute(
+            parse_run(
+                f"{common} --output-dir {tmp_path / name} {words}".split(),
+                METHODS,
+                RECIPE,
+                options=RunSettings,
+            )
+        )
+        return tmp_path / name
+
+    def trained(folder: Path) -> dict[str, np.ndarray]:
+        return weights(folder, f"{method}-final")
+
+    whole, alone = go("whole"), go("alone", "--rollout-mode async --slice-steps 2")
+    assert drawn(alone) == drawn(whole)
+    for key, value in trained(whole).items():
+        np.testing.assert_allclose(trained(alone)[key], value, atol=1e-6)
+    again = go("again", f"--rollout-mode async --slice-steps 2 --replay {alone}")
+    assert all((trained(again)[key] == value).all() for key, value in trained(alone).items())
+
+
+@pytest.mark.slow
+def test_asynchronous_runs_hold_their_bound_train_each_group_once_and_repeat_bit_for_bit(trained):
+    with updates_end_while_answers_are_drawn():
+        first = trained("async", LATE)
+    rows = metrics(first)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert max(row["async/age/max"] for row in rows) in (1, 2)
+    for row in rows:
+        assert sum(row[f"async/age/{age}"] for age in range(3)) == pytest.approx(1.0)
+    problems = [(problem, index) for _, problem, index, _ in drawn(first)]
+    assert len(problems) == len(set(problems)) == 4 * 4 * 2
+    assert any(
+        "versions" in turn
+        for path in (first / "rollouts").glob("step_*.jsonl")
+        for turn in _turns(path)
+    )
+    again = trained("again", f"{LATE} --replay {first}")
+    assert same(first, again) and metrics(again) == metrics(first)
+    assert (again / "decisions.jsonl").read_text() == (first / "decisions.jsonl").read_text()
+    # killed after its second step, and gone on with: as the undisturbed run, none lost, none drawn
+    # twice
+    cut = first.parent / "cut"
+    shutil.copytree(first, cut)
+    for path in (cut / "checkpoints").iterdir():
+        if path.name != "grpo-000002":
+            shutil.rmtree(path)
+    gone_on = trained("cut", f"{LATE} --resume --replay {first}")
+    assert (
+        same(first, gone_on)
+        and metrics(gone_on) == metrics(first)
+        and drawn(gone_on) == drawn(first)
+    )
+
+
+def _turns(path: Path):
+    for line in path.read_text().splitlines():
+        yield from json.loads(line).get("turns", ())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["--on-stale resample", "--recompute-cache"])
+def test_settings_of_age_and_cache(trained, words):
+    folder = trained(
+        words.split()[0].strip("-"), f"--max-steps-off-policy 1 --slice-steps 2 {words}"
+    )
+    rows = metrics(folder)
+    assert len(rows) == 4 and max(row["async/age/max"] for row in rows) <= 1
+
+
+@pytest.mark.slow
+def test_with_a_cache_that_is_read_again_every_logprob_is_that_of_the_weights_it_names(trained):
+    """Computed again under the checkpoint of its version, prompt and answer in one plain forward;
+    many answers are of two versions.
+    """
+    with updates_end_while_answers_are_drawn():
+        folder = trained(
+            "exact",
+            "--max-steps-off-policy 2 --slice-steps 2 --recompute-cache --save-every 1 "
+            "--learning-rate 1e-2",
+        )
+    # the beginning is no checkpoint
+    names = {
+        version: folder / "checkpoints" / f"grpo-{version:06d}" / "model" for version in (1, 2)
+    }
+    models = {
+        version: AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        for version, name in names.items()
+    }
+    compared, of_several, apart = 0, 0, 0.0
+    for path in sorted((folder / "rollouts").glob("step_*.jsonl")):
+        for row in map(json.loads, path.read_text().splitlines()):
+            drew = np.array(row.get("versions") or [row["version"]] * len(row["response_tokens"]))
+            of_several += len(set(drew.tolist())) > 1
+            for version, model in models.items():
+                found = reference_logprobs(
+                    model, row["prompt_tokens"], row["response_tokens"], row["temperature"]
+                ).numpy()
+                gaps = np.abs(found - np.array(row["logprobs"]))
+                assert gaps[drew == version].max(initial=0) < 1e-4, (path.name, row["problem"])
+                compared += int((drew == version).sum())
+                apart = max(apart, gaps[drew == 3 - version].max(initial=0))
+    assert compared > 20 and of_several > 0 and apart > 0.01
+
+
+def test_a_token_older_than_the_bound_or_of_a_version_yet_to_come_ends_the_run():
+    """A stale label, or a scheduler that lost count, is not trained on in silence."""
+    given = SimpleNamespace(settings=SimpleNamespace(), environment=None)
+    samples = StageSampler(given, None)
+
+    def rollouts(*versions):
+        actions = [
+            SampledSequence([1, 2], [-1.0, -1.0], version=min(v), versions=list(v))
+            for v in versions
+        ]
+        episodes = [
+            Trajectory([Transition(ModelInput.from_ints([1]), action, 1.0, True)])
+            for action in actions
+        ]
+        return RolloutBatch(
+            [TrajectoryGroup(episodes, [0.0] * len(episodes), [{}] * len(episodes))],
+            [],
+            {},
+            0.0,
+            0.0,
+        )
+
+    samples.check_rollouts(rollouts((5, 5), (4, 5), (3, 4)), 5, 2)
+    for wrong, oldest in (((3, 4), 1), ((2, 5), 2), ((5, 6), 2), ((4, 4), 0)):
+        with pytest.raises(RuntimeError, match="samples come from weight versions"):
+            samples.check_rollouts(rollouts((5, 5), wrong), 5, oldest)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            {"stream_minibatches": 2, "advantage": "batch", "group_size": 1},
+            "advantage batch .* whole batch",
+        ),
+        ({"stream_minibatches": 2, "num_substeps": 2}, "num_substeps"),
+        ({"stream_minibatches": 64}, "is larger than batch_size"),
+        ({"max_steps_off_policy": 1, "dynamic_sampling": 2}, "dynamic_sampling"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(given, says):
+    with pytest.raises(SettingsError, match=says):
+        variant_settings("dr_grpo", **given)
+    for alone in ({"max_waiting": 3}, {"on_stale": "resample"}, {"recompute_cache": True}):
+        with pytest.raises(ValueError, match="no effect"):
+            AsyncRolloutSettings(**alone)
+
+
+def sent(source, result):
+    """The result of an update whose weights go to ranks that only sample."""
+    policy = source.trainer.models.policy
+    return replace(result, new_weights=policy.save_weights_and_get_sampling_client())
+
+
+@pytest.mark.slow
+def test_an_update_begins_while_the_weights_of_the_one_before_are_on_their_way(
+    trained, monkeypatch
+):
+    """As with ranks that sample: nothing arrives before the next update has begun, and a replay
+    where all is there at once repeats it.
+    """
+    there, calls, begun, credit = set(), {}, [], AsyncSource.update_and_send
+
+    def arrive(client):
+        there.add(client)
+        for call in calls.pop(client, ()):
+            call()
+
+    def learn(source, batch, before):
+        begun.append((batch.number, before is not None))
+        if before is not None:
+            arrive(before)
+        return sent(source, credit(source, batch, before))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(AsyncSource, "update_and_send", learn)
+        patched.setattr(SamplingClient, "ready", property(lambda client: client in there))
+        patched.setattr(
+            SamplingClient,
+            "on_ready",
+            lambda client, call: calls.setdefault(client, []).append(call),
+        )
+        first = trained("far", f"{LATE} --steps 6 --save-every 3")
+    # the save after batch 2 waits
+    assert begun == [(0, False), (1, True), (2, True), (3, False), (4, True), (5, True)]
+    rows = [json.loads(line) for line in (first / "decisions.jsonl").read_text().splitlines()]
+    assert [row["batch"] for row in rows if row.get("weights") == "under way"] == [0, 1, 3, 4]
+    assert sum(row.get("landed", False) for row in rows) == 4
+    assert max(row["async/age/max"] for row in metrics(first)) == 2
+    again = trained("far-again", f"{LATE} --steps 6 --save-every 3 --replay {first}")
+    assert same(first, again) and metrics(again) == metrics(first) and drawn(again) == drawn(first)
+    assert (again / "decisions.jsonl").read_text() == (first / "decisions.jsonl").read_text()
+    for path in (again / "checkpoints").iterdir():
+        if path.name != "grpo-000003":
+            shutil.rmtree(path)
+    gone_on = trained("far-again", f"{LATE} --steps 6 --save-every 3 --resume --replay {first}")
+    assert same(first, gone_on) and metrics(gone_on) == metrics(first)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_where_weights_were_on_their_way_is_said_to_go_on_otherwise(
+    trained, monkeypatch, capsys
+):
+    def learn(source, batch, before):
+        return sent(source, credit(source, batch, before))
+
+    credit = AsyncSource.update_and_send
+    with monkeypatch.context() as patched:
+        patched.setattr(AsyncSource, "update_and_send", learn)
+        first = trained("whole-way", f"{LATE} --save-every 0")
+    capsys.readouterr()
+    again = trained("saved-on-the-way", f"{LATE} --save-every 1 --replay {first}")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the replayed run had a weight sync in flight" in said
+    differs = "will not be bit-identical, because settings differ: save_every 0 -> 1"
+    assert f"this replay of {first} {differs}" in said
+    assert drawn(again)[:8] == drawn(first)[:8]
+    trained("as-before", f"{LATE} --save-every 0 --keep-last 3 --replay {first}")
+    assert "bit-identical" not in capsys.readouterr().out
+    # where nothing is on its way, the log says that it lands
+    for path in (again / "checkpoints").iterdir():
+        if path.name != "grpo-000002":
+            shutil.rmtree(path)
+    try:
+        trained("saved-on-the-way", f"{LATE} --save-every 1 --resume --replay {first}")
+    except UserError as error:  # caches read again may have other answers end sooner
+        assert "the log of decisions belongs to another run" in str(error)
+    assert max(row["async/age/max"] for row in metrics(again)) <= 2
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_between_two_checkpoints_is_repeated(trained, monkeypatch):
+    """Where it was stopped, caches were read again."""
+    real = Trainer.end_batch
+
+    def stopping(stage, batch, *given):
+        if batch.number == 1:
+            stage.stop_request.exit_code = 143
+        real(stage, batch, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "end_batch", stopping)
+        with pytest.raises(RunStopped):
+            trained("stopped", f"{LATE} --steps 4 --save-every 0")
+    first = trained("stopped", f"{LATE} --steps 4 --save-every 0 --resume")
+    again = trained("stopped-again", f"{LATE} --steps 4 --save-every 0 --replay {first}")
+    assert same(first, again) and metrics(again) == metrics(first)
+    rows = [json.loads(line) for line in (again / "decisions.jsonl").read_text().splitlines()]
+    assert [row["batch"] for row in rows if "stopped" in row] == [1]
+
+
+def test_evaluations_of_other_settings_are_not_replayed(trained):
+    words = "--rollout-mode async --slice-steps 2 --steps 1 --eval-every 1 --save-every 0"
+    first = trained("evaluated", f"{words} --eval-limit 6")
+    assert '"part": "test before"' in (first / "decisions.jsonl").read_text()
+    again = trained("evaluated-again", f"{words} --eval-limit 6 --replay {first}")
+    assert metrics(again) == metrics(first)
+    assert (again / "decisions.jsonl").read_text() == (first / "decisions.jsonl").read_text()
+    fewer = trained("evaluated-fewer", f"{words} --eval-limit 3 --replay {first}")
+    assert same(first, fewer)
+
+
+def test_what_is_to_be_replayed_is_looked_for_first(trained, tmp_path):
+    with pytest.raises(UserError, match=r"the folder has no decisions.jsonl"):
+        trained("nothing-there", f"{LATE} --base-model no-such-model --replay {tmp_path}")

@@ -1,0 +1,349 @@
+"""GSM8K's real problems under a real tokenizer and chat template, with a tiny model: SFT on the
+answer format, then GRPO.
+
+Four of the checks compare with something of another make: transformers' own forward, the
+tokenizer's own template, rewards counted here from the answers that were written down, and a run
+that was not disturbed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rl.algorithms import METHODS
+from rl.config import cli
+from rl.config.sections import RunSettings
+from rl.trainer.initial_weights import begins_from_base_model
+
+REPO = Path(__file__).resolve().parents[2]
+GSM8K = REPO / "recipes" / "gsm8k.yaml"
+SFT_STEPS, GRPO_STEPS = 45, 5
+PROBLEMS, GROUP = 2, 8
+# Two of the data set's problems are learnt until answers at temperature 1 are often, not always,
+# whole.
+RECIPE = """
+base_model: tiny:chat
+tokenizer: {tokenizer}
+dataset: {gsm8k}
+train_limit: {problems}
+eval_limit: 2
+reward: gsm8k
+max_tokens: 64
+temperature: 1.0
+stages:
+  - method: sft
+    steps: {sft_steps}
+    batch_size: {problems}
+    learning_rate: 1e-2
+    eval_every: 0
+    save_every: 0
+  - method: grpo
+    steps: {grpo_steps}
+    batch_size: {problems}
+    group_size: {group}
+    learning_rate: 3e-4
+    eval_every: 0
+    save_every: 2
+    rollouts_every: 1
+"""
+
+
+def read(*words: str) -> cli.RunConfig:
+    return cli.read_run([str(GSM8K), *words], METHODS, GSM8K, RunSettings)
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def test_the_recipe_has_the_guides_settings():
+    (stage,) = read().stages
+    s = stage.settings
+    assert stage.method == "grpo" and (s.model.base_model, s.data.dataset) == (
+        "Qwen/Qwen2.5-0.5B-Instruct",
+        "openai/gsm8k",
+    )
+    assert (
+        s.model.lora_rank,
+        s.learning_rate,
+        s.loop.batch_size,
+        s.policy_gradient.group_size,
+    ) == (32, 4e-5, 128, 16)
+    assert (s.sampling.max_tokens, s.sampling.temperature) == (256, 1.0)
+    assert (s.policy_gradient.loss, s.policy_gradient.advantage) == ("importance_sampling", "mean")
+    assert (
+        s.loop.steps == 7473 // 128
+        and s.loop.eval_every > 0
+        and (s.data.reward, s.data.renderer) == ("gsm8k", "chat_template")
+    )
+
+
+def test_a_model_for_all_stages_is_where_the_first_begins(tmp_path: Path):
+    """A later stage goes on from the one before, unless it names another model itself."""
+
+    def begins(top: str, *stages: str, words: tuple[str, ...] = ()) -> list[bool]:
+        text = f"{top}\nstages:\n" + "".join(
+            f"  - method: sft\n{f'    base_model: {s}' if s else ''}\n" for s in stages
+        )
+        (tmp_path / "r.yaml").write_text(text)
+        run = cli.read_run([str(tmp_path / "r.yaml"), *words], METHODS, GSM8K, RunSettings)
+        return [begins_from_base_model(run.stages, i) for i in range(len(run.stages))]
+
+    assert begins("base_model: tiny:chat", "", "", "") == [True, False, False]
+    assert begins("seed: 1", "tiny:addition", "") == [True, False]
+    assert begins("seed: 1", "tiny:ascii", "", words=("--base-model", "tiny:chat")) == [True, False]
+    assert begins("seed: 1", "tiny:ascii", "", "tiny:ascii") == [True, False, False]
+    assert begins("seed: 1", "tiny:ascii", "tiny:chat", "") == [True, True, False]
+
+
+@pytest.mark.slow
+def test_the_recipe_runs_on_a_cpu_as_it_says(shared_data: Path, tmp_path: Path):
+    words = [
+        "--base-model",
+        "tiny:chat",
+        "--tokenizer",
+        str(shared_data / "tokenizers" / "qwen2.5"),
+    ]
+    words += [
+        "--dataset",
+        str(shared_data / "gsm8k"),
+        "--steps",
+        "1",
+        "--batch-size",
+        "2",
+        "--group-size",
+        "2",
+    ]
+    words += ["--max-tokens", "8", "--eval-limit", "2", "--output-dir", str(tmp_path / "run")]
+    command = [sys.executable, str(REPO / "train.py"), str(GSM8K), *words]
+    done = subprocess.run(
+        command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    rows = metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, 1] and rows[1]["env/all/total_episodes"] == 4
+    adapter = json.loads(
+        (
+            tmp_path / "run" / "checkpoints" / "grpo-final" / "model" / "adapter_config.json"
+        ).read_text()
+    )
+    assert adapter["r"] == 32
+
+
+# --------------------------------------------------------------------------- two stages, three runs
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(run: Path) -> list[dict]:
+    return [
+        {key: value for key, value in row.items() if not key.startswith("time/")}
+        for row in metrics(run)
+    ]
+
+
+def tensors(path: Path) -> dict[str, np.ndarray]:
+    from safetensors.numpy import load_file
+
+    return load_file(str(path))
+
+
+def train(recipe: Path, run: Path, *words: str) -> subprocess.Popen:
+    command = [
+        sys.executable,
+        str(REPO / "train.py"),
+        str(recipe),
+        "--output-dir",
+        str(run),
+        *words,
+    ]
+    log = (recipe.parent / f"{run.name}.log").open("a")
+    with log:
+        return subprocess.Popen(
+            command, env=environment(), cwd=recipe.parent, stdout=log, stderr=log
+        )
+
+
+def finish(process: subprocess.Popen, recipe: Path, run: Path) -> Path:
+    assert process.wait(timeout=300) == 0, (recipe.parent / f"{run.name}.log").read_text()[-3000:]
+    return run
+
+
+@pytest.fixture(scope="module")
+def recipe(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gsm8k") / "recipe.yaml"
+    counts = {
+        "problems": PROBLEMS,
+        "group": GROUP,
+        "sft_steps": SFT_STEPS,
+        "grpo_steps": GRPO_STEPS,
+    }
+    path.write_text(
+        RECIPE.format(
+            tokenizer=shared_data / "tokenizers" / "qwen2.5", gsm8k=shared_data / "gsm8k", **counts
+        )
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(recipe: Path) -> tuple[Path, Path]:
+    """Of the same settings and side by side: one run to its end, and one killed in the middle of
+    GRPO.
+    """
+    whole, killed = recipe.parent / "whole", recipe.parent / "killed"
+    processes = train(recipe, whole), train(recipe, killed)
+    # one step after the first checkpoint of GRPO: that step will have to be taken back
+    past = SFT_STEPS + 1 + 3
+    deadline = time.monotonic() + 300
+    while processes[1].poll() is None and time.monotonic() < deadline:
+        path = killed / "metrics.jsonl"
+        if path.exists() and f'"step": {past},' in path.read_text():
+            break
+        time.sleep(0.02)
+    processes[1].send_signal(signal.SIGKILL)
+    assert processes[1].wait(timeout=60) == -signal.SIGKILL, (
+        recipe.parent / "killed.log"
+    ).read_text()[-3000:]
+    return finish(processes[0], recipe, whole), killed
+
+
+@pytest.fixture(scope="module")
+def run(runs: tuple[Path, Path]) -> Path:
+    return runs[0]
+
+
+@pytest.fixture(scope="module")
+def rollouts(run: Path) -> list[list[dict]]:
+    """What each GRPO step sampled."""
+    files = sorted((run / "rollouts").glob("step_*.jsonl"))
+    assert len(files) == GRPO_STEPS
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+
+@pytest.mark.slow
+def test_it_learns_the_format_and_then_from_mixed_groups(run: Path):
+    rows = metrics(run)
+    taught = [row["optim/loss"] for row in rows if row["stage"] == "sft"]
+    # from uniform over the real vocabulary
+    assert taught[0] == pytest.approx(np.log(151_665), abs=0.3) and taught[-1] < 0.3
+    trained = [row for row in rows if row["stage"] == "grpo"]
+    assert len(trained) == GRPO_STEPS
+    mixed = [row for row in trained if row["env/all/by_group/frac_mixed"] > 0]
+    assert len(mixed) >= 2, [row["env/all/reward/total"] for row in trained]
+    assert all(row["optim/grad_norm"] > 1e-3 for row in mixed)
+    assert all(row["optim/max_logprob_difference"] < 1e-4 for row in trained)
+    assert any(0 < row["env/all/format"] < 1 for row in trained)
+
+
+@pytest.mark.slow
+def test_the_weights_change_in_every_stage(run: Path):
+    paths = [
+        run / "checkpoints" / name / "model" / "model.safetensors"
+        for name in ("sft-final", "grpo-final")
+    ]
+    taught, trained = map(tensors, paths)
+    assert taught.keys() == trained.keys()
+    assert all(np.abs(taught[name] - trained[name]).max() > 0 for name in taught)
+    steps = tensors(run / "checkpoints" / "grpo-final" / "optimizer.safetensors")
+    updates = {float(value) for name, value in steps.items() if name.endswith("/step")}
+    assert updates == {float(GRPO_STEPS)}  # an optimizer of its own for the stage
+
+
+@pytest.mark.slow
+def test_rewards_are_those_counted_from_the_answers(
+    run: Path, rollouts: list[list[dict]], shared_data: Path
+):
+    lines = (shared_data / "gsm8k" / "train.jsonl").read_text().splitlines()[:PROBLEMS]
+    expected = [json.loads(line)["answer"].rpartition("####")[2].strip() for line in lines]
+    trained = [row for row in metrics(run) if row["stage"] == "grpo"]
+    plain = 0
+    for row, samples in zip(trained, rollouts, strict=True):
+        assert len(samples) == PROBLEMS * GROUP
+        for sample in samples:
+            boxed = re.findall(r"\\boxed\{([^{}]*)\}", sample["response"])[-1:]
+            if (boxed and not boxed[0].isdecimal()) or (
+                not boxed and "\\boxed" in sample["response"]
+            ):
+                # "\boxed 10", "$ 10", "1 = 10": what of such is a number is the reward's own
+                # affair, tested there
+                continue
+            plain += 1
+            reward = float(boxed == [expected[sample["problem"]]]) - (0.0 if boxed else 0.1)
+            assert sample["reward"] == pytest.approx(reward, abs=1e-12), sample["response"]
+        rewards_P_G = [[s["reward"] for s in samples if s["group"] == g] for g in range(PROBLEMS)]
+        assert row["reward/total"] == pytest.approx(np.mean(rewards_P_G))
+        assert row["env/all/correct"] == pytest.approx(np.mean(np.array(rewards_P_G) > 0.95))
+        assert row["env/all/by_group/frac_mixed"] == np.mean(
+            [len(set(rewards_G)) > 1 for rewards_G in rewards_P_G]
+        )
+    assert plain > 0.7 * GRPO_STEPS * PROBLEMS * GROUP
+
+
+@pytest.mark.slow
+def test_the_sampler_drew_from_what_transformers_sees(
+    run: Path, rollouts: list[list[dict]], shared_data: Path
+):
+    """Prompts are the template's own tokens; at the first step each logprob is that of the taught
+    weights by transformers.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(shared_data / "tokenizers" / "qwen2.5"))
+    model = AutoModelForCausalLM.from_pretrained(
+        str(run / "checkpoints" / "sft-final" / "model")
+    ).eval()
+    for sample in rollouts[0][:: GROUP // 2]:
+        messages = [{"role": "user", "content": sample["prompt"]}]
+        prompt = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+        assert sample["prompt_tokens"] == list(prompt)
+        tokens = sample["response_tokens"]
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+        # in float64: over 151,665 tokens, torch's own fp32 log_softmax is off by up to 4e-4 on a
+        # CPU
+        logprobs = logits.double().log_softmax(-1)[range(len(tokens)), tokens].numpy()
+        np.testing.assert_allclose(sample["logprobs"], logprobs, rtol=0, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_the_middle_of_grpo_ends_as_if_it_had_not_been(
+    runs: tuple[Path, Path], recipe: Path
+):
+    run, broken = runs
+    names = [
+        json.loads(line)["name"] for line in (broken / "checkpoints.jsonl").read_text().splitlines()
+    ]
+    assert (
+        names[0] == "sft-final"
+        and "grpo-final" not in names
+        and any(name.startswith("grpo-") for name in names)
+    )
+
+    finish(train(recipe, broken, "--resume"), recipe, broken)
+    assert "resuming from grpo-" in (recipe.parent / "killed.log").read_text()
+    assert untimed(broken) == untimed(run)
+    for file in ("model/model.safetensors", "optimizer.safetensors"):
+        ours, theirs = (
+            tensors(folder / "checkpoints" / "grpo-final" / file) for folder in (broken, run)
+        )
+        assert ours.keys() == theirs.keys() and all(
+            np.array_equal(ours[name], theirs[name]) for name in ours
+        )
+    for path in (run / "rollouts").glob("*.jsonl"):
+        assert (broken / "rollouts" / path.name).read_text() == path.read_text()

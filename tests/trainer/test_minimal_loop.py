@@ -1,0 +1,68 @@
+"""minimal_loop.py is what docs/own_loop.md shows first of the clients: it runs, learns, and stays a
+screen or two.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import learning
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def test_it_stays_short_and_knows_the_public_face_alone():
+    text = (REPO / "minimal_loop.py").read_text()
+    assert len(text.splitlines()) <= 100
+    imports = re.findall(r"^(?:from|import) .*", text, re.M)
+    assert imports == [
+        "import argparse",
+        "import random",
+        "from rl import ServiceClient, renderers, types",
+    ]
+
+
+def rewards_of(folder, sft_steps, steps):
+    """Of each step, as it prints them."""
+    words = [
+        sys.executable,
+        str(REPO / "minimal_loop.py"),
+        "--sft-steps",
+        str(sft_steps),
+        "--steps",
+        str(steps),
+    ]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*words, "--seed", str(learning.seed())],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    rewards = [float(x) for x in re.findall(r"reward ([\d.]+)", done.stdout)]
+    assert len(rewards) == steps
+    return rewards
+
+
+@pytest.mark.slow
+def test_it_runs(tmp_path):
+    assert all(0 <= reward <= 1 for reward in rewards_of(tmp_path, sft_steps=10, steps=2))
+    assert not list(tmp_path.iterdir())  # nothing was saved, nothing is written
+
+
+@pytest.mark.slow
+@pytest.mark.campaign
+def test_it_learns(tmp_path):
+    rewards = rewards_of(tmp_path, sft_steps=400, steps=16)
+    learning.clears("mean reward of the first step", rewards[0], above=0.05)
+    learning.clears(
+        "last four steps over the first four, in sum",
+        sum(rewards[-4:]) - sum(rewards[:4]),
+        above=0.0,
+    )

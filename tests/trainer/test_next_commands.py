@@ -1,0 +1,116 @@
+"""Every command that a run prints under "Next:" works as it is printed."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from doc_shell import link_checkout, make_shell
+
+from rl.algorithms import METHODS
+from rl.config.cli import parse_run
+from rl.config.sections import RunSettings
+from rl.trainer.execute import execute
+
+REPO = Path(__file__).resolve().parents[2]
+SMALL = "--steps 1 --batch-size 4 --save-every 0 --eval-limit 4"
+SAMPLED = f"{SMALL} --group-size 2 --max-tokens 4"
+REWARD = "def score(prompt, response, meta=None):\n    return float(len(response) % 2)\n"
+ENVIRONMENT = """
+from rl.envs import Environment, TurnResult
+
+class Guess(Environment):
+    def start(self):
+        return "1+1="
+
+    def step(self, answer):
+        return TurnResult(reward=float(len(answer["content"]) % 2), done=True)
+"""
+STAGES = """
+stages:
+  - {method: sft, steps: 1}
+  - {method: reward_model, steps: 1, dataset: PAIRS}
+base_model: tiny:addition
+dataset: addition
+batch_size: 4
+eval_limit: 4
+"""
+# what is run, with {here} for a folder outside the current one -> the scripts that it must name
+RUNS = {
+    "reward of a file": (
+        f"grpo --dataset {{here}}/sums.jsonl --reward {{here}}/odd.py:score {SAMPLED}",
+        5,
+    ),
+    "scalar reward model": (
+        f"reward_model --base-model tiny:ascii --dataset {{here}}/named.jsonl --chosen-column "
+        f"good {SMALL}",
+        4,
+    ),
+    "comparison": (
+        f"reward_model --base-model tiny:ascii --form comparison --dataset {{here}}/pairs.jsonl "
+        f"{SMALL}",
+        4,
+    ),
+    "adapter": (f"grpo --lora-rank 2 {SAMPLED}", 5),
+    "two rewards": (f"grpo --rewards exact_match 1 {{here}}/odd.py:score 0.5 {SAMPLED}", 5),
+    "environment of a file": (f"grpo --environment {{here}}/guess.py:Guess {SAMPLED}", 5),
+    "game": (f"grpo --base-model tiny:ascii --environment guess_number {SAMPLED}", 5),
+    "sft": (f"sft {SMALL}", 4),
+    "dpo": (f"dpo --dataset {{here}}/pairs.jsonl {SMALL}", 4),
+    "ppo": (f"ppo {SMALL} --max-tokens 4", 5),
+    "distill": (f"distill --teacher tiny:addition {SAMPLED}", 4),
+    "two stages": ("{here}/stages.yaml", 4),
+}
+ALWAYS = ("reward of a file", "scalar reward model")
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory):
+    with make_shell(tmp_path_factory.mktemp("shell")) as shell:
+        yield shell
+
+
+def write_inputs(here: Path) -> None:
+    here.mkdir()
+    pairs = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": "9"} for i in range(10, 30)]
+    named = [{"prompt": row["prompt"], "good": row["chosen"], "rejected": "9"} for row in pairs]
+    sums = [{"prompt": row["prompt"], "answer": row["chosen"]} for row in pairs]
+    for name, rows in (("pairs", pairs), ("named", named), ("sums", sums)):
+        (here / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (here / "odd.py").write_text(REWARD)
+    (here / "guess.py").write_text(ENVIRONMENT)
+    (here / "stages.yaml").write_text(STAGES.replace("PAIRS", str(here / "pairs.jsonl")))
+
+
+def printed_commands(text: str) -> list[str]:
+    lines = text[text.index("Next:") :].splitlines()[1:]
+    return [line.strip(" \u2502") for line in lines if "python " in line or "accelerate " in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind in ALWAYS else pytest.param(kind, marks=pytest.mark.campaign) for kind in RUNS],
+)
+def test_printed_commands_run_as_printed(kind, shell, tmp_path, capsys, monkeypatch):
+    checkout = link_checkout(tmp_path / "checkout", shell)
+    monkeypatch.chdir(checkout)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    # a terminal's lines may be wrapped; a copied command is not
+    monkeypatch.setenv("COLUMNS", "1000")
+    here = tmp_path / "here"
+    write_inputs(here)
+    words, count = RUNS[kind]
+    words = words.format(here=here)
+    run = parse_run(
+        [*words.split(), "--output-dir", "runs/it"],
+        METHODS,
+        REPO / "recipes" / "addition.yaml",
+        options=RunSettings,
+    )
+    execute(run)
+    commands = printed_commands(capsys.readouterr().out)
+    assert len(commands) == count
+    for command in commands:
+        if "#" not in command:  # it names a package to install first
+            shell.run(command, checkout)

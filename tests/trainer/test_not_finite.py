@@ -1,0 +1,98 @@
+"""A loss that is no number, planted into a run's third step: one box that says where, and
+checkpoints as they were.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl.algorithms import METHODS
+from rl.config.cli import parse_run
+from rl.config.sections import RunSettings
+from rl.learner.learner import Learner
+from rl.trainer.entry_point import main
+
+REPO = Path(__file__).resolve().parents[2]
+COMMON = """--base-model tiny:addition --dataset addition --max-tokens 4 --batch-size 4 --eval-every 0 --rollouts-every 0 --save-every 2
+    --steps 4"""
+# updates: after two steps; of ppo, whose steps have two, within the third
+SPOILT_FROM = {"sft": 2, "grpo": 2, "ppo": 5}
+METHOD_WORDS = {
+    "sft": "",
+    "grpo": "--group-size 2 --temperature 1",
+    "ppo": "--epochs 2 --target-kl 1e6",
+}
+
+
+def run(method: str, folder: Path, *more: str) -> int:
+    words = [
+        method,
+        *COMMON.split(),
+        *METHOD_WORDS[method].split(),
+        "--output-dir",
+        str(folder),
+        "--quiet",
+        *more,
+    ]
+    return main(parse_run(words, METHODS, REPO / "recipes" / "addition.yaml", options=RunSettings))
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {key: value for key, value in row.items() if not key.startswith("time/")} for row in found
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", list(METHOD_WORDS))
+def test_a_loss_that_is_nan_is_one_box_and_the_run_can_be_resumed(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(method, tmp_path / "whole") == 0
+    sound = Learner._forward
+
+    def spoilt(self: Learner, *args: Any) -> Any:
+        value, found, metrics = sound(self, *args)
+        return (
+            (value * float("nan") if self.version >= SPOILT_FROM[method] else value),
+            found,
+            metrics,
+        )
+
+    monkeypatch.setattr(Learner, "_forward", spoilt)
+    with pytest.raises(SystemExit) as ended:
+        run(method, tmp_path / "cut")
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert ended.value.code == 2 and "Traceback" not in said
+    assert "1 problem: the run stopped" in said and f"step 3 of 4 of stage {method}" in said
+    assert "is nan" in said and f"{method}-000002" in said and "Lower --learning-rate" in said
+    monkeypatch.setattr(Learner, "_forward", sound)
+    assert run(method, tmp_path / "cut", "--resume") == 0
+    assert rows(tmp_path / "cut") == rows(tmp_path / "whole"), "nothing of the spoilt step stayed"
+
+
+@pytest.mark.slow
+def test_without_a_checkpoint_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sound = Learner._forward
+
+    def spoilt(self: Learner, *args: Any) -> Any:
+        value, found, metrics = sound(self, *args)
+        return value * float("inf"), found, metrics
+
+    monkeypatch.setattr(Learner, "_forward", spoilt)
+    with pytest.raises(SystemExit) as ended:
+        run("sft", tmp_path / "run")
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert (
+        ended.value.code == 2
+        and "step 1 of 4" in said
+        and "cross_entropy" in said
+        and "No checkpoint was written yet" in said
+    )

@@ -1,0 +1,745 @@
+"""A run's folder: what is in it is not lost, is this run's own, and is one process's at a time."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from whole_runs import final_weights, train
+
+from rl.config.saved_config import load_resolved_config
+from rl.distributed import checkpoint_folder
+from rl.errors import RunFolderError, UserError
+from rl.reporting.console import Console
+from rl.reporting.logbook import CHECKPOINTS
+from rl.trainer import execute as run
+from rl.trainer.batch_log import BatchLog
+from rl.trainer.checkpoint_scan import complete_checkpoint_list, read_stage_steps
+from rl.trainer.resume import find_resume_point, remove_damaged_checkpoints
+
+REPO = Path(__file__).resolve().parents[2]
+RECIPE = """
+stages:
+  - method: sft
+    base_model: tiny:addition-small
+    dataset: addition:noise=0.5
+    steps: 3
+    batch_size: 4
+    save_every: 2
+    eval_every: 0
+  - method: grpo
+    steps: 4
+    batch_size: 2
+    group_size: 2
+    save_every: 2
+    eval_every: 2
+    {extra}
+dataset: addition
+max_tokens: 3
+eval_limit: 4
+"""
+
+
+def recipe(folder: Path, extra: str = "keep_last: 2", text: str = RECIPE) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "recipe.yaml"
+    path.write_text(text.format(extra=extra))
+    return path
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory) -> Path:
+    """A run of two stages that is done; to be copied."""
+    folder = tmp_path_factory.mktemp("done")
+    train(str(recipe(folder)), folder / "run")
+    return folder
+
+
+def copied(done: Path, to: Path) -> Path:
+    shutil.copytree(done, to / "copy", symlinks=True)
+    return to / "copy" / "run"
+
+
+def again(folder: Path, *words: str) -> list[dict]:
+    return train(" ".join([str(folder.parent / "recipe.yaml"), "--resume", *words]), folder)
+
+
+def whole(folder: Path) -> list[str]:
+    found = []
+    for manifest in sorted(folder.rglob("manifest.json")):
+        try:
+            checkpoint_folder.verify_checkpoint(manifest.parent)
+        except UserError:
+            continue
+        found.append(str(manifest.parent.relative_to(folder)))
+    return found
+
+
+class Heard(Console):
+    def __init__(self) -> None:
+        super().__init__(quiet=True)
+        self.said: list[str] = []
+
+    def _print_message(self, kind: str, text: str, colour: str) -> None:
+        self.said.append(text)
+
+
+def asked(folder: Path):
+    from rl.algorithms import METHODS
+    from rl.config.sections import RunSettings
+
+    return load_resolved_config(
+        json.loads((folder / "config.json").read_text()), METHODS, options=RunSettings
+    )
+
+
+@pytest.mark.parametrize("change", ["", "another context"])
+def test_rows_are_looked_through_once_for_each_model(tmp_path, monkeypatch, change):
+    """Those of a later stage before the first step; when it begins, again only if its model is not
+    what it was taken for.
+    """
+    from rl.trainer import pipeline, stage_data
+
+    seen, good_rows = [], stage_data.select_good_rows
+    monkeypatch.setattr(
+        stage_data,
+        "select_good_rows",
+        lambda rows, *how: (seen.append(rows.name), good_rows(rows, *how))[1],
+    )
+    if change:
+        sound = pipeline._load_outline
+        monkeypatch.setattr(
+            pipeline, "_load_outline", lambda *model: (sound(*model)[0], 99, sound(*model)[2])
+        )
+    train(
+        str(
+            recipe(
+                tmp_path,
+                text=RECIPE.replace("steps: 3", "steps: 1").replace("steps: 4", "steps: 1"),
+            )
+        ),
+        tmp_path / "run",
+    )
+    # the first stage's; the later one's and those held out for it
+    assert len(seen) == (5 if change else 3), seen
+
+
+# -------------------------------------------------------------------------- the list of checkpoints
+
+
+def damages(text: str, count: int, seed: int = 0):
+    """The list lost, cut off, bits flipped, lines lost or twice, words exchanged, fields removed or
+    of other types, names forged.
+    """
+    rng, data, lines = random.Random(seed), text.encode(), text.splitlines(keepends=True)
+    values = [
+        None,
+        True,
+        -1,
+        10**30,
+        0.5,
+        "",
+        "x",
+        "../../outside",
+        "/etc",
+        "sft-final",
+        [],
+        {},
+        "grpo-000009",
+        ".",
+    ]
+    yield from (None, b"", b"\n", b"{}\n", b"[]\n", b"\xff\xfe", data[:-1], data * 2)
+    for i in range(count):
+        kind = i % 5
+        if kind == 0:
+            yield data[: rng.randrange(len(data))]
+        elif kind == 1:
+            flipped = bytearray(data)
+            for _ in range(rng.choice((1, 1, 3))):
+                flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            yield bytes(flipped)
+        elif kind == 2:
+            yield "".join(rng.choices(lines, k=rng.randrange(1, len(lines) + 2))).encode()
+        else:
+            rows = [json.loads(line) for line in lines]
+            row = rng.choice(rows)
+            key = rng.choice(list(row))
+            if kind == 3:
+                row[key] = rng.choice(values)
+            else:
+                del row[key]
+            rng.shuffle(rows) if rng.random() < 0.3 else None
+            yield "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def survives(done: Path, to: Path, count: int, seed: int) -> int:
+    """Puts each damaged list into the folder and goes as far as a resumed run does before it
+    trains. Returns how many were noticed.
+    """
+    folder = copied(done, to)
+    outside = to / "outside"
+    outside.mkdir()
+    (outside / "thesis.txt").write_text("years of work")
+    # somebody's own
+    shutil.copytree(folder / "checkpoints" / "sft-final", folder / "checkpoints" / "my copy")
+    shutil.copytree(
+        folder / "checkpoints" / "sft-final", folder / "checkpoints" / "sft-final-backup"
+    )
+    os.symlink(outside, folder / "checkpoints" / "linked")
+    os.symlink(outside, folder / "sampler_weights" / "grpo-best-linked")
+    text = (folder / CHECKPOINTS).read_text()
+    before, plan = whole(to), asked(folder)
+    right = find_resume_point(plan, folder, Heard())
+    assert len(before) >= 7 and right.step == 8
+    noticed = 0
+    for damaged in damages(text, count, seed):
+        if damaged is None:
+            (folder / CHECKPOINTS).unlink()
+        else:
+            (folder / CHECKPOINTS).write_bytes(damaged)
+        console = Heard()
+        position = find_resume_point(plan, folder, console)
+        assert position == right, damaged
+        remove_damaged_checkpoints(folder, position)
+        noticed += len(console.said) > 0
+    assert whole(to) == before and (outside / "thesis.txt").read_text() == "years of work"
+    return noticed
+
+
+def test_a_damaged_list_of_checkpoints_costs_nothing(done, tmp_path):
+    assert survives(done, tmp_path, 60, seed=0) > 20
+
+
+@pytest.mark.slow
+def test_a_thousand_damaged_lists_of_checkpoints_cost_nothing(done, tmp_path):
+    assert survives(done, tmp_path, 1014, seed=1) > 400
+
+
+@pytest.mark.slow
+def test_a_lost_list_is_made_again_as_it_was(done, tmp_path):
+    folder = copied(done, tmp_path)
+    text = (folder / CHECKPOINTS).read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    (folder / CHECKPOINTS).unlink()
+    assert again(folder)
+    made = [json.loads(line) for line in (folder / CHECKPOINTS).read_text().splitlines()]
+    for row in rows + made:
+        row["state_path"], row["sampler_path"] = (
+            bool(row["state_path"]),
+            Path(row["sampler_path"]).parts[-2:],
+        )
+    assert made == rows and {row["kind"] for row in made} == {"last", "final", "best"}
+    # also what the metrics alone know
+    steps = read_stage_steps(json.loads((folder / "config.json").read_text())["stages"])
+    (folder / "metrics.jsonl").unlink()
+    best = next(row for row in complete_checkpoint_list(folder, steps)[0] if row["kind"] == "best")
+    # as the list has it
+    assert best["value"] == next(row["value"] for row in rows if row["kind"] == "best")
+
+
+@pytest.mark.slow
+def test_a_link_in_the_way_is_left_alone_and_named(done, tmp_path):
+    folder = copied(done, tmp_path)
+    shutil.rmtree(folder / "checkpoints" / "grpo-final")
+    (tmp_path / "elsewhere").mkdir()
+    os.symlink(tmp_path / "elsewhere", folder / "checkpoints" / "grpo-final")
+    with pytest.raises(RunFolderError, match="grpo-final is in the way.*it is a link"):
+        again(folder)
+    assert (folder / "checkpoints" / "grpo-final").is_symlink() and (
+        tmp_path / "elsewhere"
+    ).is_dir()
+    (folder / "checkpoints" / "grpo-final").unlink()
+    # whole, and not from this run
+    shutil.copytree(folder / "checkpoints" / "sft-final", folder / "checkpoints" / "grpo-final")
+    with pytest.raises(RunFolderError, match="grpo-final is in the way.*not from this run"):
+        again(folder)
+    checkpoint_folder.verify_checkpoint(folder / "checkpoints" / "grpo-final")
+
+
+def test_what_lies_at_the_step_gone_on_from_is_in_the_way_where_it_is_none_of_its_own(
+    done, tmp_path
+):
+    """All steps are done and saved, and the stage's end under its own name is still to be written:
+    at the same step.
+    """
+    folder = copied(done, tmp_path)
+    os.rename(folder / "checkpoints" / "grpo-final", folder / "checkpoints" / "grpo-000008")
+    plan = asked(folder)
+    assert find_resume_point(plan, folder, Heard()).step == 8
+    shutil.copytree(folder / "checkpoints" / "sft-final", folder / "checkpoints" / "grpo-final")
+    with pytest.raises(
+        RunFolderError, match="grpo-final is in the way.*its step 8.*not from this run"
+    ):
+        find_resume_point(plan, folder, Heard())
+    checkpoint_folder.verify_checkpoint(folder / "checkpoints" / "grpo-final")
+
+
+def test_a_checkpoint_is_never_looked_for_outside_of_the_folder(tmp_path):
+    for name in ("../x", "/etc", "..", ".", "", "a/b", "a" * 300, "x.partial-1", "x y", 3, None):
+        with pytest.raises(checkpoint_folder.DamagedCheckpoint):
+            checkpoint_folder.checkpoint_path(tmp_path, name)
+    (tmp_path / "outside.txt").write_text("x")
+    folder = tmp_path / "c"
+    folder.mkdir()
+    (folder / "state.json").write_text("{}")
+    for name in ("../outside.txt", "/etc/hostname", "a/../../outside.txt", ""):
+        files = {
+            name: {"bytes": 1, "sha256": checkpoint_folder._file_checksum(tmp_path / "outside.txt")}
+        }
+        (folder / "manifest.json").write_text(json.dumps({"files": files, "expires_at": None}))
+        with pytest.raises(checkpoint_folder.DamagedCheckpoint, match="not a file of this folder"):
+            checkpoint_folder.verify_checkpoint(folder)
+
+
+# -------------------------------------------------------------------------------------- whose it is
+
+
+def swap(folder: Path, name: str, change) -> None:
+    """Changes a checkpoint's state.json and lets its manifest fit."""
+    place = folder / "checkpoints" / name
+    state = json.loads((place / "state.json").read_text())
+    change(state)
+    (place / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((place / "manifest.json").read_text())
+    size = (place / "state.json").stat().st_size
+    manifest["files"]["state.json"] = {
+        "bytes": size,
+        "sha256": checkpoint_folder._file_checksum(place / "state.json"),
+    }
+    manifest.pop("sha256", None)
+    (place / "manifest.json").write_text(json.dumps(manifest))
+    checkpoint_folder.verify_checkpoint(place)
+
+
+def put(key: str, value, *path: str):
+    def change(state):
+        for part in path:
+            state = state[part]
+        state[key] = value
+
+    return change
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (put("id", "another", "metadata", "run"), "its run is 'another'"),
+        (put("seed", 7, "metadata", "run"), "its seed is 7, this run's is 0"),
+        (put("stage", "polish", "metadata", "run"), "its stage is 'polish'"),
+        (put("seed", 5, "spec"), "seed of its model is 5"),
+        (put("lora", {"rank": 4}, "spec"), "lora of its model"),
+        (put("value_head", True, "spec"), "value_head of its model is True"),
+        (put("base_model", "tiny:chat", "spec"), "it was made from tiny:chat"),
+        (put("data", "0" * 32, "metadata", "run"), "the data of stage grpo"),
+        (put("next_batch", 1, "metadata"), "grpo-000006 is in the way"),
+        (put("stage", 9, "metadata"), "grpo-000006 is in the way"),
+        (put("stage", 0, "metadata"), "grpo-000006 is in the way"),
+        (put("stage", "x", "metadata"), "grpo-000006 is in the way"),
+        (put("next_batch", 2.0, "metadata"), "its next_batch is 2.0"),
+        (put("first_step", 3, "metadata"), "which is outside of the run's stage"),
+        (put("metadata", []), "no 'metadata' as save_state writes it"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused_with_what_differs(done, tmp_path, change, message):
+    folder = copied(done, tmp_path)
+    shutil.rmtree(folder / "checkpoints" / "grpo-final")
+    swap(folder, "grpo-000006", change)
+    if message.startswith("no 'metadata'"):  # no run wrote this: as good as damaged
+        assert again(folder)
+        return
+    with pytest.raises(UserError, match=message) as error:
+        again(folder)
+    assert any(
+        remedy in str(error.value)
+        for remedy in ("--base-model", "Move it out", "Move it elsewhere")
+    )
+    checkpoint_folder.verify_checkpoint(folder / "checkpoints" / "grpo-000006")
+
+
+@pytest.mark.slow
+def test_checkpoints_of_before_runs_had_names_go_on(done, tmp_path):
+    whole_rows, folder = (
+        (done / "run" / "metrics.jsonl").read_text().count("\n"),
+        copied(done, tmp_path),
+    )
+    shutil.rmtree(folder / "checkpoints" / "grpo-final")
+    for place in (folder / "checkpoints").iterdir():
+        swap(folder, place.name, lambda state: state["metadata"].pop("run"))
+    config = json.loads((folder / "config.json").read_text())
+    del config["id"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert len(again(folder)) == whole_rows
+    new, old = final_weights_of(folder), final_weights_of(done / "run")
+    assert all((new[name] == old[name]).all() for name in old)
+    assert json.loads((folder / "config.json").read_text())["id"]
+
+
+def final_weights_of(folder: Path):
+    from safetensors.torch import load_file
+
+    return load_file(str(folder / "checkpoints" / "grpo-final" / "model" / "model.safetensors"))
+
+
+@pytest.mark.slow
+def test_metrics_with_holes_are_refused(done, tmp_path):
+    folder = copied(done, tmp_path)
+    shutil.rmtree(folder / "checkpoints" / "grpo-final")
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    for change, message in (
+        (lines[:1] + lines[2:], "lacks step 2,"),
+        (lines[:2], "lacks steps 3, 5, 6,"),
+        (lines[:1] + lines[:1] + lines[1:], "has step 1 more than once"),
+        ([], "lacks steps 1, 2, 3, 5, 6"),
+        (lines[::-1], "line 2: its step is"),
+        ([lines[0].replace('"step": 1', '"step": "1"'), *lines[1:]], "line 1: its step is '1'"),
+        (["[1]\n", *lines[1:]], "line 1 is a list, expected a JSON object"),
+    ):
+        (folder / "metrics.jsonl").write_text("".join(change))
+        with pytest.raises(UserError, match=message) as error:
+            again(folder)
+        assert "metrics.jsonl" in str(error.value)
+    # after the checkpoint: taken back anyway
+    (folder / "metrics.jsonl").write_text("".join(lines[:-1]) + lines[-1][:20])
+    again(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("left_out", [False, True])
+def test_data_that_were_changed_are_refused(left_out, tmp_path):
+    """`left_out`: one row is too long for the model, and skipped; the data are the same when the
+    run goes on.
+    """
+    rows = [{"prompt": f"{i}+1=", "response": str(i + 1)} for i in range(8)]
+    rows += [{"prompt": "1+" * 3000 + "1=", "response": "3001"}] * left_out
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (
+        f"sft --base-model tiny:addition-small --dataset {data} --response-column response "
+        f"--batch-size 2 --eval-every 0 --steps 3"
+    )
+    words += " --on-bad-row skip" * left_out
+    train(f"{words} --save-every 2", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "sft-final")
+    text = data.read_text()
+    for changed in (text.replace('"3"', '"4"'), "".join(text.splitlines(keepends=True)[1:])):
+        data.write_text(changed)
+        with pytest.raises(UserError, match="the data of stage sft.*restore the file"):
+            train(f"{words} --save-every 2 --resume", tmp_path / "run")
+    data.write_text(text)
+    train(f"{words} --save-every 2 --resume", tmp_path / "run")
+
+
+# ------------------------------------------------------------------------------------- later stages
+
+LATER = """
+stages:
+  - method: sft
+    base_model: tiny:addition-small
+    dataset: addition:noise=0.5
+    steps: 2
+    batch_size: 4
+    eval_every: 0
+    {first}
+  - method: {method}
+    steps: 2
+    batch_size: 2
+    eval_every: 0
+    {second}
+dataset: addition
+max_tokens: 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "second", "first", "message"),
+    [
+        ("grpo", "base_model: ./no/such", "", "no model folder"),
+        ("grpo", "base_model: owner/unheard-of", "", "owner/unheard-of"),
+        ("grpo", "base_model: tiny:adition", "", "tiny:addition"),
+        ("grpo", "tokenizer: ./nowhere", "", "tokenizer"),
+        ("grpo", "renderer: chatml", "", "chat_template"),
+        ("grpo", "renderer: chat_template", "", "chat template|chat_template"),
+        ("grpo", "max_tokens: 5000", "", "5000"),
+        ("grpo", "{lora_rank: 8, lora_start: continue}", "lora_rank: 4", "rank"),
+        (
+            "grpo",
+            "{lora_rank: 4, train_attn: false, train_mlp: false, train_unembed: false}",
+            "",
+            "trains nothing",
+        ),
+        ("ppo", "critic_model: tiny:ascii", "", "vocabulary"),
+        ("ppo", "critic_model: ./gone", "", "no model folder"),
+        ("grpo", "{kl_coef: 0.1, reference_model: tiny:ascii}", "", "vocabulary"),
+        ("distill", "teacher: tiny:ascii", "", "vocabulary"),
+        ("rlhf", "reward_model: sft", "", "is no reward model"),
+        ("grpo", "base_model: EMPTY", "", "contains neither a run nor weights"),
+        ("grpo", "{base_model: HALF, tokenizer: 'tiny:addition'}", "", "lacks"),
+        ("grpo", "reward: exact_matsch", "", "exact_match"),
+        ("grpo", "dataset: ./rows.jsonl", "", "rows.jsonl"),
+    ],
+)
+def test_what_is_wrong_with_a_later_stage_is_known_before_the_first_step(
+    method, second, first, message, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    if "EMPTY" in second:
+        (tmp_path / "EMPTY").mkdir()
+        second = second.replace("EMPTY", "./EMPTY")
+    if "HALF" in second:
+        half_a_model(tmp_path / "HALF")
+        second = second.replace("HALF", "./HALF")
+    second = "\n    ".join(second.strip("{}").split(", "))
+    (tmp_path / "recipe.yaml").write_text(LATER.format(method=method, second=second, first=first))
+    with pytest.raises(UserError, match=message) as error:
+        train("recipe.yaml", tmp_path / "run")
+    assert not (tmp_path / "run").exists(), error.value
+
+
+def half_a_model(folder: Path) -> None:
+    import transformers as t
+    from safetensors.torch import load_file, save_file
+
+    small = {
+        "vocab_size": 24,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
+    t.LlamaForCausalLM(t.LlamaConfig(**small)).save_pretrained(folder)
+    tensors = load_file(str(folder / "model.safetensors"))
+    save_file(
+        dict(sorted(tensors.items())[::2]),
+        str(folder / "model.safetensors"),
+        metadata={"format": "pt"},
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["my stage", "a/b", "../x", "", "x" * 101, "-x", ".x", "a.partial-1", "naïve", "a\tb"]
+)
+def test_a_stage_has_a_name_that_its_checkpoints_can_have(name, tmp_path, capsys):
+    (tmp_path / "recipe.yaml").write_text(
+        LATER.format(method="grpo", second=f"name: {json.dumps(name)}", first="")
+    )
+    with pytest.raises(SystemExit) as end:
+        train(str(tmp_path / "recipe.yaml"), tmp_path / "run")
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert end.value.code == 2 and "line 14" in said and not (tmp_path / "run").exists(), said
+    assert "letters, digits" in said or "takes one word" in said
+
+
+@pytest.mark.slow
+def test_a_mended_recipe_keeps_the_stages_that_are_done(done, tmp_path):
+    folder = copied(done, tmp_path)
+    for name in ("grpo-final", "grpo-000006"):
+        shutil.rmtree(folder / "checkpoints" / name)
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = (folder / "checkpoints" / "sft-final" / "manifest.json").stat().st_mtime_ns
+    recipe(folder.parent, "learning_rate: 1e-5\n    keep_last: 1")
+    rows = again(folder)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert (folder / "metrics.jsonl").read_text().splitlines(keepends=True)[:3] == lines[:3]
+    assert (folder / "checkpoints" / "sft-final" / "manifest.json").stat().st_mtime_ns == kept
+    assert (
+        json.loads((folder / "config.json").read_text())["stages"][1]["settings"]["learning_rate"]
+        == 1e-5
+    )
+    recipe(folder.parent, "learning_rate: 1e-4")  # now it is done
+    with pytest.raises(RunFolderError, match="these differ: stage grpo: learning_rate"):
+        again(folder)
+
+
+@pytest.mark.slow
+def test_a_damaged_end_of_a_stage_is_made_again_from_the_checkpoint_before(done, tmp_path):
+    folder = copied(done, tmp_path)
+    for name in ("grpo-final", "grpo-000006"):
+        shutil.rmtree(folder / "checkpoints" / name)
+    file = folder / "checkpoints" / "sft-final" / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x00")
+    again(folder)
+    checkpoint_folder.verify_checkpoint(folder / "checkpoints" / "sft-final")
+    assert all(
+        (final_weights_of(folder)[key] == value).all()
+        for key, value in final_weights_of(done / "run").items()
+    )
+
+
+@pytest.mark.slow
+def test_the_lost_end_of_a_stage_that_a_later_one_begins_from_is_known_at_the_start(tmp_path):
+    """Three stages, of which the last begins from the first: resumed in the second."""
+    text = RECIPE.replace(
+        "dataset: addition\n",
+        "  - method: grpo\n    name: last\n    base_model: sft\n    steps: 1\n    batch_size: 2\n"
+        "    group_size: 2\n    eval_every: 0\ndataset: addition\n",
+    )
+    folder = tmp_path / "run"
+    train(str(recipe(tmp_path, text=text)), folder)
+    for name in ("grpo-final", "last-final"):
+        shutil.rmtree(folder / "checkpoints" / name)
+    lines = (folder / "metrics.jsonl").read_text()
+    (folder / "checkpoints" / "sft-final" / "manifest.json").unlink()
+    with pytest.raises(
+        UserError, match="begins from the end of stage sft, but that checkpoint is damaged"
+    ):
+        again(folder)
+    assert (folder / "metrics.jsonl").read_text() == lines
+
+
+# --------------------------------------------------------------------------------------- the folder
+
+
+@pytest.mark.slow
+def test_two_runs_are_kept_apart(done, tmp_path, monkeypatch):
+    """Beside a live run: --resume, --overwrite, --auto-resume and a first start are refused before
+    anything is touched.
+    """
+    folder, held = copied(done, tmp_path), []
+    log = BatchLog.write_row
+
+    def beside(self, done, metrics):
+        if not held:
+            held.append((folder / "run.lock").read_text())
+            for flag in ("--resume", "--overwrite", "--auto-resume", ""):
+                code = f"""
+import sys
+sys.argv = ["train.py", {str(folder.parent / "recipe.yaml")!r}, "--output-dir", {str(folder)!r}, *{[flag] if flag else []!r}]
+sys.path.insert(0, {str(REPO)!r})
+import runpy
+runpy.run_path({str(REPO / "train.py")!r}, run_name="__main__")
+"""
+                second = subprocess.run(
+                    [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+                )
+                said = " ".join(second.stderr.replace("│", " ").split())
+                assert second.returncode == 2 and f"in use by process {os.getpid()} on" in said, (
+                    said
+                )
+                assert "nothing was started" in said
+                assert (folder / "run.lock").read_text() == held[0]
+        log(self, done, metrics)
+
+    monkeypatch.setattr(BatchLog, "write_row", beside)
+    train(f"{folder.parent / 'recipe.yaml'} --overwrite", folder)
+    assert held and not (folder / "run.lock").exists() and final_weights_of(folder)
+
+
+@pytest.mark.slow
+def test_the_lock_is_given_back_at_every_way_to_end(tmp_path, monkeypatch):
+    words = (
+        "sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 2 --batch-size "
+        "2 --eval-every 0"
+    )
+    train(words, tmp_path / "run")
+    assert not list((tmp_path / "run").glob("run.lock*"))
+    for raised in (RuntimeError, KeyboardInterrupt, SystemExit, UserError):
+
+        def fail(self, done, metrics, raised=raised):
+            assert (tmp_path / "run" / "run.lock").is_file()
+            raise raised("of the test")
+
+        with monkeypatch.context() as patch, pytest.raises(raised, match="of the test"):
+            patch.setattr(BatchLog, "write_row", fail)
+            train(f"{words} --overwrite", tmp_path / "run")
+        assert not list((tmp_path / "run").glob("run.lock*")), raised
+    with pytest.raises(UserError):
+        train(f"{words} --overwrite --base-model ./gone", tmp_path / "run")
+    assert not list((tmp_path / "run").glob("run.lock*"))
+
+
+@pytest.mark.slow
+def test_a_run_that_never_took_a_step_does_not_block_the_next(tmp_path, monkeypatch):
+    words = (
+        "sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 2 --batch-size "
+        "2 --eval-every 0"
+    )
+
+    def fail(self):
+        raise RuntimeError("before the first step")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(run.Trainer, "start", fail)
+        train(words, tmp_path / "run")
+    assert (tmp_path / "run" / "config.json").is_file()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    for more in ("", " --learning-rate 1e-4 --overwrite", " --auto-resume", " --resume"):
+        if more == " --auto-resume":
+            shutil.rmtree(tmp_path / "run")
+            with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+                patch.setattr(run.Trainer, "start", fail)
+                train(words, tmp_path / "run")
+        assert len(train(words + more, tmp_path / "run")) == 2
+        assert more or (tmp_path / "run" / "notes.txt").read_text() == "mine"
+    with pytest.raises(RunFolderError, match="holds a run"):
+        train(words, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        "file",
+        "file/below",
+        "a\0b",
+        "x" * 300,
+        "/proc/whetstone/run",
+        "~nobody-of-that-name/run",
+        "sealed/r",
+    ],
+)
+def test_a_folder_that_cannot_be_is_known_before_work(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "sealed").mkdir()
+    if folder.startswith("sealed"):
+        if os.geteuid() == 0:
+            pytest.skip("nothing is sealed to root")
+        (tmp_path / "sealed").chmod(0o500)
+
+    def never(*args, **kwargs):
+        raise AssertionError("work before the folder was looked at")
+
+    monkeypatch.setattr(run, "prepare_stages", never)
+    before = sorted(tmp_path.iterdir())
+    # at the line, or when the folder is looked at
+    with pytest.raises((UserError, SystemExit)) as found:
+        train(
+            "sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 1",
+            Path(folder),
+        )
+    assert "output-dir" in f"{found.value} {capsys.readouterr().err}"
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.slow
+def test_a_home_folder_and_dollars_in_names(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    words = (
+        "sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 2 --batch-size "
+        "2 --eval-every 0"
+    )
+    with pytest.raises(FileNotFoundError):  # of the helper, which looks for ~ itself
+        train(words, Path("~/a $x^2$ $_{"))
+    assert {p.name for p in (tmp_path / "a $x^2$ $_{").iterdir()} >= {"metrics.jsonl", "curves.png"}
+    assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.slow
+def test_a_broken_plot_backend_never_fails_a_finished_run(tmp_path, monkeypatch, capsys):
+    from rl.reporting import metric_plots
+
+    def broken(*args):
+        raise RuntimeError("no fonts here")
+
+    monkeypatch.setattr(metric_plots, "_build_figure", broken)
+    words = (
+        "sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 2 --batch-size "
+        "2 --eval-every 0"
+    )
+    assert len(train(words, tmp_path / "run")) == 2 and final_weights(tmp_path / "run")
+    assert "no curves.png (RuntimeError: no fonts here)" in capsys.readouterr().out

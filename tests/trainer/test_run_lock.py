@@ -1,0 +1,263 @@
+"""The lock on a run's folder: one owner, whatever dies, on this host or another."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rl.errors import RunFolderError
+from rl.trainer.run_lock import RunLock
+
+REPO = Path(__file__).resolve().parents[2]
+HOLD = f"""
+import sys, time
+sys.path.insert(0, {str(REPO)!r})
+from pathlib import Path
+from rl.trainer.run_lock import RunLock
+lock = RunLock(Path(sys.argv[1]), heartbeat_seconds=0.1, stale_seconds=1.0)
+lock.acquire(lambda text: print(text, flush=True))
+print("held", flush=True)
+time.sleep(float(sys.argv[2]))
+lock.release()
+"""
+
+
+def holding(folder: Path, seconds: float = 60) -> subprocess.Popen:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder), str(seconds)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def another_hosts(folder: Path, seconds_ago: float, **more) -> dict:
+    """The lock of a process on a machine that cannot be asked."""
+    owner = {
+        "host": "node17",
+        "boot": "else",
+        "pid": 4242,
+        "began": "1",
+        "slurm": None,
+        "nonce": "theirs",
+    }
+    owner |= {"since": time.time() - 3600, **more}
+    (folder / "run.lock").write_text(json.dumps(owner))
+    then = time.time() - seconds_ago
+    os.utime(folder / "run.lock", (then, then))
+    return owner
+
+
+def test_a_second_process_is_refused_and_told_who_has_it(tmp_path):
+    process = holding(tmp_path)
+    with pytest.raises(
+        RunFolderError,
+        match=rf"in use by process {process.pid} on \S+, started \d+ s ago, last heartbeat \d s ago",
+    ):
+        RunLock(tmp_path).acquire()
+    # on the same host nobody has to wait to know
+    with pytest.raises(RunFolderError, match="in use by"):
+        RunLock(tmp_path, patient=True).acquire()
+    process.kill()
+    process.wait()
+    said: list[str] = []
+    with RunLock(tmp_path) as lock:
+        lock.acquire(said.append)
+        lock.acquire(said.append)  # twice is once
+        who = f"process {process.pid} on {os.uname().nodename}"
+        told = (
+            f"{who} had {tmp_path} and did not release it; that process has ended (perhaps it was "
+            f"killed)"
+        )
+        assert said == [f"{told}. Its lock is taken over; no action is needed"]
+        assert left(tmp_path) == ["run.lock"]
+        lock.check_held()
+    assert left(tmp_path) == []
+
+
+def test_a_process_that_ended_but_is_not_waited_for_is_dead(tmp_path):
+    process = holding(tmp_path)
+    process.kill()
+    deadline = time.monotonic() + 20
+    while (
+        Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        and time.monotonic() < deadline
+    ):
+        time.sleep(0.01)
+    with RunLock(tmp_path) as lock:
+        lock.acquire()
+    process.wait()
+
+
+def test_a_process_id_that_was_given_again_is_another_process(tmp_path):
+    with RunLock(tmp_path) as lock:
+        lock.acquire()
+        owner = json.loads((tmp_path / "run.lock").read_text())
+    alive = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    (tmp_path / "run.lock").write_text(
+        json.dumps({**owner, "pid": alive.pid, "began": "1", "nonce": "theirs"})
+    )
+    with RunLock(tmp_path) as lock:
+        lock.acquire()
+    alive.kill()
+    alive.wait()
+
+
+def test_a_lock_of_another_host_ends_with_its_heartbeat(tmp_path):
+    another_hosts(tmp_path, 30)
+    with pytest.raises(
+        RunFolderError,
+        match=r"process 4242 on node17, started 60 min ago, last heartbeat (30|31) s ago",
+    ):
+        RunLock(tmp_path).acquire()
+    another_hosts(tmp_path, 61)
+    with RunLock(tmp_path) as lock:
+        lock.acquire()
+        assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
+
+
+def test_a_requeued_job_waits_until_it_knows_and_takes_over_its_own_earlier_start(
+    tmp_path, monkeypatch
+):
+    another_hosts(tmp_path, 0)
+    begin, said = time.monotonic(), []
+    with RunLock(tmp_path, patient=True, heartbeat_seconds=0.1, stale_seconds=1.0) as lock:
+        lock.acquire(said.append)
+    assert (
+        0.8 < time.monotonic() - begin < 30
+        and "waiting up to 1 s" in said[0]
+        and "taken over" in said[1]
+    )
+    another_hosts(tmp_path, 0, slurm=["70012", 0])
+    monkeypatch.setenv("SLURM_JOB_ID", "70012")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    with RunLock(tmp_path) as lock:
+        lock.acquire(said.append)
+    assert "earlier start of this Slurm job 70012" in said[-1]
+    another_hosts(tmp_path, 0, slurm=["70012", 1])  # the same start: two processes of one job
+    with pytest.raises(RunFolderError, match="node17"):
+        RunLock(tmp_path).acquire()
+
+
+def test_a_heart_that_beats_again_is_alive(tmp_path):
+    another_hosts(tmp_path, 5)
+    code = (
+        f"import os, time\nfor _ in range(600):\n    time.sleep(0.1)\n    "
+        f"os.utime({str(tmp_path / 'run.lock')!r})"
+    )
+    beating = subprocess.Popen([sys.executable, "-c", code])
+    with pytest.raises(RunFolderError, match="last heartbeat 0 s ago"):
+        RunLock(tmp_path, patient=True, heartbeat_seconds=0.5, stale_seconds=8.0).acquire()
+    beating.kill()
+    beating.wait()
+
+
+def test_who_lost_the_folder_writes_nothing_more_there(tmp_path):
+    lock = RunLock(tmp_path, heartbeat_seconds=0.05, stale_seconds=1.0)
+    lock.acquire()
+    lock.check_held()
+    (tmp_path / "new").write_text(json.dumps({"host": "node17", "pid": 4242, "nonce": "theirs"}))
+    os.replace(tmp_path / "new", tmp_path / "run.lock")
+    deadline = time.monotonic() + 20
+    while lock._lost_to is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    with pytest.raises(RunFolderError, match="taken over by process 4242 on node17"):
+        lock.check_held()
+    lock.release()
+    assert json.loads((tmp_path / "run.lock").read_text())["nonce"] == "theirs"  # whose it is now
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '"x"', '{"pid": "x"}', "\x00\xff", '{"host": 3, "pid": null, "nonce": []}'],
+)
+def test_a_lock_that_cannot_be_read_ends_with_its_heartbeat(tmp_path, text):
+    (tmp_path / "run.lock").write_text(text)
+    with pytest.raises(RunFolderError, match="its lock names none"):
+        RunLock(tmp_path).acquire()
+    os.utime(tmp_path / "run.lock", (0, 0))
+    with RunLock(tmp_path) as lock:
+        lock.acquire()
+    assert left(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_of_many_at_once_one_at_a_time_has_it(tmp_path):
+    """Processes that hold it for a moment, take over from dead ones, and are killed: never two at
+    once.
+    """
+    code = f"""
+import os, random, sys, time
+sys.path.insert(0, {str(REPO)!r})
+from pathlib import Path
+from rl.errors import RunFolderError
+from rl.trainer.run_lock import RunLock
+folder, rng = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
+had, end = 0, time.monotonic() + 8
+while time.monotonic() < end or had == 0:
+    lock = RunLock(folder, heartbeat_seconds=0.05, stale_seconds=2.0)
+    try:
+        lock.acquire()
+    except RunFolderError:
+        time.sleep(rng.uniform(0, 0.01))
+        continue
+    inside = os.open(folder / "inside", os.O_CREAT | os.O_EXCL)  # fails where another is in here
+    os.close(inside)
+    had += 1
+    time.sleep(rng.uniform(0, 0.01))
+    os.unlink(folder / "inside")
+    lock.release()
+    if rng.random() < 0.3 and os.fork() == 0:
+        try:
+            RunLock(folder).acquire()
+        finally:
+            os._exit(0)  # and leaves the lock behind
+try:
+    while True:
+        os.wait()
+except ChildProcessError:
+    print(had)
+"""
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path), str(i)], stdout=subprocess.PIPE, text=True
+        )
+        for i in range(4)
+    ]
+    outputs = [worker.communicate(timeout=120)[0] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0] * 4
+    assert all(int(text) > 0 for text in outputs)
+    lock = RunLock(tmp_path)
+    lock.acquire()  # taken over, where a child of the last of them left it behind
+    lock.release()
+    assert left(tmp_path) == []
+
+
+def test_who_takes_a_dead_owners_place_looks_again_whether_it_is_still_his(tmp_path):
+    """Between the first look and the turn to replace the lock, somebody else has replaced it, and
+    is at work.
+    """
+    another_hosts(tmp_path, 61)
+    first, second = RunLock(tmp_path), RunLock(tmp_path)
+    verdict = first._find_end_reason
+
+    def slow(owner, age):
+        if owner.get("nonce") == "theirs":
+            second.acquire()
+        return verdict(owner, age)
+
+    first._find_end_reason = slow
+    with pytest.raises(RunFolderError, match="in use by"):
+        first.acquire()
+    assert json.loads((tmp_path / "run.lock").read_text())["nonce"] == second._record["nonce"]
+    assert left(tmp_path) == ["run.lock"]
+    second.check_held()
+    second.release()
+    assert left(tmp_path) == []

@@ -1,0 +1,493 @@
+"""sample.py and evaluate.py, as they are called, against transformers, plain counting and the run's
+own evaluation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rl.algorithms import METHODS
+from rl.config import cli
+from rl.config.run_config import resolve_config
+from rl.config.sections import RunSettings
+from rl.errors import UserError
+from rl.trainer.code_trust import check_trusted
+from rl.trainer.evaluation_metrics import compute_pass_at_k, pass_at_k
+from rl.trainer.saved_weights import open_weights
+
+REPO = Path(__file__).resolve().parents[2]
+RECIPE = """
+stages:
+  - method: sft
+    base_model: tiny:addition
+    response_column: answer
+    learning_rate: 3e-3
+    steps: 40
+    batch_size: 24
+    eval_every: 0
+    save_every: 0
+  - method: grpo
+    learning_rate: 3e-4
+    lora_rank: 4
+    steps: 2
+    batch_size: 12
+    group_size: 4
+    eval_every: 1
+    keep_best: env/all/reward/total
+dataset: {data}
+reward: exact_match
+max_tokens: 4
+temperature: 1.0
+eval_temperature: 0.8
+"""
+ANSWER = re.compile(r"^(.*)  \[mean logprob (-?[\d.]+), (\d+) tokens(, cut off)?\]$", re.M)
+
+
+def script(name: str, *words: object, cwd: Path, **options) -> subprocess.CompletedProcess:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    if "input" not in options:
+        options.setdefault("stdin", subprocess.DEVNULL)
+    command = [sys.executable, str(REPO / name), *map(str, words)]
+    return subprocess.run(
+        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=200, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two stages: all weights taught 24 sums in part, then a LoRA on top of them."""
+    folder = tmp_path_factory.mktemp("scripts")
+    rows = [
+        {"prompt": f"{a}+{b}=", "answer": str(a + b)}
+        for a, b in itertools.product(range(10, 16), range(20, 24))
+    ]
+    for split in ("train", "test"):
+        (folder / "data").mkdir(exist_ok=True)
+        (folder / "data" / f"{split}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
+    (folder / "recipe.yaml").write_text(RECIPE.format(data=folder / "data"))
+    done = script("train.py", "recipe.yaml", "--output-dir", folder / "run", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer():
+    for n in range(1, 7):
+        for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+            subsets = list(itertools.combinations([True] * c + [False] * (n - c), k))
+            assert pass_at_k(n, c, k) == pytest.approx(
+                sum(map(any, subsets)) / len(subsets), abs=1e-12
+            )
+    for n, c, k in ((4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0)):
+        with pytest.raises(ValueError, match="pass@k"):
+            pass_at_k(n, c, k)
+
+
+def test_pass_figures_leave_out_problems_whose_rewards_failed_in_part():
+    figures = compute_pass_at_k([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0]], 3)
+    means = {"pass@1": 1 / 6, "pass@2": (2 / 3) / 2, "pass@3": 0.5}
+    # of two values, the standard error of their mean is half of what they differ by
+    errors = {
+        "standard error of pass@1": 1 / 6,
+        "standard error of pass@2": 1 / 3,
+        "standard error of pass@3": 1 / 2,
+    }
+    assert figures == pytest.approx({**means, **errors})
+    # of one problem nothing is known of others
+    assert compute_pass_at_k([[1.0, 0.0]], 2) == {"pass@1": 0.5, "pass@2": 1.0}
+    assert compute_pass_at_k([[1.0]], 2) == {}
+
+
+@pytest.mark.parametrize("name", ["sample.py", "evaluate.py"])
+def test_help_imports_nothing_heavy(name: str, tmp_path: Path):
+    code = (
+        "import runpy, sys; sys.argv[1:] = ['--help']\n"
+        f"try: runpy.run_path({str(REPO / name)!r}, run_name='__main__')\n"
+        "except SystemExit as end: print(end.code, [m for m in ('torch', 'transformers', "
+        "'rl.models') if m in sys.modules])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout
+    assert "WEIGHTS" in out and out.strip().endswith("0 []")
+
+
+def unsaved_run(folder: Path) -> Path:
+    asked = cli.read_run(["sft"], METHODS, folder / "none.yaml", RunSettings)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(resolve_config(asked)))
+    return folder
+
+
+def test_what_cannot_be_opened_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    run = unsaved_run(tmp_path / "runs" / "mine")
+    cases = [
+        (("runs/mine",), "has saved no weights yet"),
+        (("mine",), "did you mean runs/mine?"),
+        (("runs/min",), "runs has runs/mine"),
+        (("runs",), "neither a run nor weights (it has mine)"),
+        (("./gone",), "no folder ./gone"),
+        (("tinker://abc/sampler_weights/x",), "is a path of a Tinker server"),
+        (("tiny:addition", "best"), "no folder of a run"),
+    ]
+    for words, message in cases:
+        with pytest.raises(UserError) as error:
+            open_weights(*words)
+        assert message in str(error.value)
+    row = {
+        "name": "sft-000020",
+        "kind": "last",
+        "stage": "sft",
+        "batch": 20,
+        "state_path": "anywhere/sft-000020",
+    }
+    (run / "checkpoints.jsonl").write_text(json.dumps(row) + "\n")
+    # below the folder, wherever it was
+    assert open_weights("runs/mine").path == Path("runs/mine/checkpoints/sft-000020")
+    with pytest.raises(UserError, match="no checkpoint 'best'; it has sft-000020"):
+        open_weights("runs/mine", "best")
+
+
+def test_the_newest_checkpoint_is_taken_and_the_best_on_demand(tmp_path: Path):
+    run = unsaved_run(tmp_path / "run")
+    rows = [
+        {"name": "sft-000020", "kind": "last", "stage": "sft", "batch": 20, "state_path": "x"},
+        {"name": "sft-final", "kind": "final", "stage": "sft", "batch": 40, "state_path": "x"},
+        {
+            "name": "sft-best-000010",
+            "kind": "best",
+            "stage": "sft",
+            "batch": 10,
+            "state_path": None,
+            "sampler_path": "x",
+        },
+    ]
+    (run / "checkpoints.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert open_weights(str(run)).path == run / "checkpoints" / "sft-final"
+    assert open_weights(str(run), "best").path == run / "sampler_weights" / "sft-best-000010"
+    assert open_weights(str(run), "sft-000020").path == run / "checkpoints" / "sft-000020"
+    assert (
+        open_weights("tiny:addition").path is None
+        and open_weights("owner/model").name == "owner/model"
+    )
+
+
+def test_a_runs_own_reward_is_imported_from_the_current_folder_or_where_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there, here / "package"):
+        folder.mkdir()
+        (folder / "mine.py").write_text("raise SystemExit('imported')\n")
+    (here / "package" / "__init__.py").write_text("raise SystemExit('imported')\n")
+    os.symlink(there / "mine.py", here / "linked.py")
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", [str(here), *sys.path])
+    for address in (
+        "mine.py:f",
+        "./mine.py:f",
+        "mine:f",
+        "package.mine:f",
+        str(here / "mine.py") + ":f",
+        "package:f",
+    ):
+        said = check_trusted([address], "the config of run", False)
+        assert address in said[0] and "mine.py" in said[0] or "__init__.py" in said[0]
+    for address in (
+        "../there/mine.py:f",
+        str(there / "mine.py") + ":f",
+        "linked.py:f",
+        "json:loads",
+        "subprocess:getoutput",
+    ):
+        with pytest.raises(UserError, match="--trust-run"):
+            check_trusted([address], "the config of run", False)
+        assert address in check_trusted([address], "the config of run", True)[0]
+    for address in ("nowhere:f", "posix:system"):  # none there, none that is a file
+        with pytest.raises(UserError, match="--reward"):
+            check_trusted([address], "the config of run", True)
+
+
+@pytest.mark.slow
+def test_evaluate_asks_before_it_imports_what_a_folder_of_somebody_else_names(
+    run: Path, tmp_path: Path
+):
+    stolen, work = tmp_path / "stolen", tmp_path / "work"
+    shutil.copytree(run, stolen)
+    work.mkdir()
+    (tmp_path / "evil.py").write_text(
+        "import pathlib; pathlib.Path('touched').touch()\ndef f(prompt, response, meta):\n    "
+        "return 1.0\n"
+    )
+    config = json.loads((stolen / "config.json").read_text())
+    for stage in config["stages"]:
+        stage["settings"]["reward"] = f"{tmp_path / 'evil.py'}:f"
+    (stolen / "config.json").write_text(json.dumps(config))
+    done = script("evaluate.py", stolen, "--limit", 2, cwd=work)
+    assert (
+        done.returncode == 2 and "--trust-run" in done.stderr and "Traceback" not in done.stderr
+    ), done.stderr
+    assert list(work.iterdir()) == []
+    assert (
+        script("evaluate.py", stolen, "--limit", 2, "--reward", "exact_match", cwd=work).returncode
+        == 0
+    )
+    assert list(work.iterdir()) == []
+    done = script("evaluate.py", stolen, "--limit", 2, "--trust-run", cwd=work)
+    assert done.returncode == 0 and f"importing {(tmp_path / 'evil.py').resolve()}" in done.stdout
+    # without --output, each of the two evaluations that ran has its files in the run's folder
+    written = sorted(path.suffix for path in (stolen / "evaluations").iterdir())
+    assert written == [".json", ".json", ".md", ".md"]
+    assert f"written to {stolen / 'evaluations' / 'grpo-final-'}" in done.stdout
+    assert (work / "touched").exists()
+
+
+@pytest.mark.slow
+def test_mistakes_end_in_one_box(tmp_path: Path):
+    for name, words, message in (
+        ("sample.py", ["./gone", "--prompt", "1+1="], "no folder ./gone"),
+        ("evaluate.py", ["tiny:addition"], "pass --dataset"),
+    ):
+        done = script(name, *words, cwd=tmp_path)
+        assert done.returncode == 2 and "Traceback" not in done.stderr and message in done.stderr, (
+            done.stderr
+        )
+    done = script("sample.py", "tiny:addition", "-n", "0", cwd=tmp_path)
+    assert done.returncode == 2 and "n is at least 1, got 0" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# ----------------------------------------------------------------------------------------- on a run
+
+
+@pytest.mark.slow
+def test_evaluate_gives_the_figures_of_the_runs_own_evaluation(run: Path):
+    last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-1]
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    done = script("evaluate.py", run, "--output", run.parent / "one.json", cwd=run.parent)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((run.parent / "one.json").read_text())
+    assert 0 < found["correct"] < 1  # neither figure could come about by chance
+    assert (
+        found["correct"] == last["test/env/all/correct"]
+        and found["mean reward"] == last["test/env/all/reward/total"]
+    )
+    assert found["temperature"] == 0.8 and found["problems"] == found["answers"] == 24
+    assert f"correct                     │ {found['correct']:.4f}" in done.stdout
+    # it writes nothing into the run
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+@pytest.mark.slow
+def test_evaluate_counts_what_it_wrote(run: Path):
+    words = [
+        "--samples",
+        5,
+        "--limit",
+        20,
+        "--temperature",
+        1,
+        "--seed",
+        3,
+        "--output",
+        run.parent / "several.json",
+    ]
+    done = script("evaluate.py", run, *words, cwd=run.parent)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((run.parent / "several.json").read_text())
+    problems = [
+        json.loads(line) for line in (run.parent / "data" / "test.jsonl").read_text().splitlines()
+    ][:20]
+    right_P: dict[int, list[bool]] = {i: [] for i in range(20)}
+    for row in found["rows"]:
+        problem = problems[row["problem"]]
+        assert row["prompt"] == problem["prompt"] and row["expected"] == problem["answer"]
+        right_P[row["problem"]].append(row["response"] == problem["answer"])
+    assert all(len(right) == 5 for right in right_P.values()) and found["answers"] == 100
+    shares = [sum(right) / 5 for right in right_P.values()]
+    assert 0 < sum(shares) < 20
+    assert found["correct"] == found["mean reward"] == pytest.approx(sum(shares) / 20)
+    average = sum(shares) / 20
+    assert found["standard error of correct"] == pytest.approx(
+        (sum((s - average) ** 2 for s in shares) / 19 / 20) ** 0.5
+    )
+    for k in (1, 2, 4, 5):
+        chances = [
+            [any(subset) for subset in itertools.combinations(right, k)]
+            for right in right_P.values()
+        ]
+        each = [sum(c) / len(c) for c in chances]
+        assert found[f"pass@{k}"] == pytest.approx(sum(each) / 20)
+        assert found[f"standard error of pass@{k}"] == pytest.approx(np.std(each, ddof=1) / 20**0.5)
+        assert (
+            f"{found[f'pass@{k}']:.4f} \u00b1 {found[f'standard error of pass@{k}']:.4f}"
+            in done.stdout
+        )
+
+
+def reference(folder: Path):
+    """The weights of a checkpoint of the LoRA stage as PEFT loads them."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    base = AutoModelForCausalLM.from_pretrained(folder / "checkpoints" / "sft-final" / "model")
+    model = PeftModel.from_pretrained(
+        base, str(folder / "checkpoints" / "grpo-final" / "model")
+    ).eval()
+    return model, PreTrainedTokenizerFast.from_pretrained(
+        str(folder / "checkpoints" / "sft-final" / "model")
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings")
+def test_samples_have_the_logprobs_of_the_saved_weights(run: Path):
+    import torch
+
+    words = ["--prompt", "12+21=", "14+23=", "-n", 8, "--temperature", 2.5]
+    done = script("sample.py", run, *words, cwd=run.parent)
+    assert done.returncode == 0, done.stderr
+    # seed 0 both times
+    assert done.stdout == script("sample.py", run, *words, cwd=run.parent).stdout
+    assert done.stdout != script("sample.py", run, *words, "--seed", 1, cwd=run.parent).stdout
+    model, tokenizer = reference(run)
+    blocks = re.split(r"\n(?=\d\d\+\d\d=\n)", done.stdout)[1:]
+    assert [block.splitlines()[0] for block in blocks] == ["12+21=", "14+23="]
+    for block in blocks:
+        prompt = tokenizer.encode(block.splitlines()[0])
+        answers = ANSWER.findall(block)
+        assert len(answers) == 8 and len({text for text, *_ in answers}) > 2
+        for text, logprob, count, cut in answers:
+            tokens = tokenizer.encode(text) + ([] if cut else [tokenizer.eos_token_id])
+            assert len(tokens) == int(count)
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + tokens])).logits[0]
+            logp = (logits / 2.5).log_softmax(-1)[
+                range(len(prompt) - 1, len(prompt) + len(tokens) - 1), tokens
+            ]
+            assert float(logp.mean()) == pytest.approx(float(logprob), abs=2e-4)
+
+
+@pytest.mark.slow
+def test_the_rows_of_a_file_are_asked_with_the_flags_of_data(run: Path, tmp_path: Path):
+    rows = [{"q": "12+34", "a": "46"}, {"q": "20+30", "a": "50"}, {"q": "11+11", "a": "22"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = ["--prompt-column", "q", "--answer-column", "a", "--prompt-suffix", "="]
+    words = ["--dataset", tmp_path / "rows.jsonl", *columns, "--temperature", 0]
+    done = script("sample.py", run, *words, "--limit", 2, cwd=run.parent)
+    assert done.returncode == 0, done.stderr
+    asked = script(
+        "sample.py", run, "--prompt", "12+34=", "20+30=", "--temperature", 0, cwd=run.parent
+    )
+    assert done.stdout == asked.stdout and "12+34=" in done.stdout
+    wrong = script("sample.py", run, *words, "--prompt-colum", "q", cwd=run.parent)
+    assert wrong.returncode == 2 and "--prompt-column" in wrong.stderr
+
+
+@pytest.mark.slow
+def test_one_candidate_token_is_greedy(run: Path):
+    """top_k 1, and a top_p that only the most probable token fits in, leave nothing to draw."""
+    answers = []
+    for words in (
+        ["--temperature", 0],
+        ["--temperature", 2.5, "--top-k", 1],
+        ["--temperature", 2.5, "--top-p", 1e-6],
+    ):
+        done = script("sample.py", run, "--prompt", "12+21=", "14+23=", *words, cwd=run.parent)
+        assert done.returncode == 0, done.stderr
+        answers.append([text for text, *_ in ANSWER.findall(done.stdout)])
+    assert len(answers[0]) == 2 and answers[0] == answers[1] == answers[2]
+    figures = []
+    for number, words in enumerate((["--temperature", 0], ["--temperature", 2.5, "--top-k", 1])):
+        output = run.parent / f"greedy-{number}.json"
+        done = script("evaluate.py", run, *words, "--limit", 8, "--output", output, cwd=run.parent)
+        assert done.returncode == 0, done.stderr
+        figures.append(json.loads(output.read_text()))
+    assert [row["response"] for row in figures[0]["rows"]] == [
+        row["response"] for row in figures[1]["rows"]
+    ]
+    assert figures[1]["top_k"] == 1 and "top_k" not in figures[0]
+
+
+@pytest.mark.slow
+def test_prompts_from_a_pipe_are_answered_greedily_as_transformers_does(run: Path):
+    import torch
+
+    # a folder of weights without a run around it: copied out
+    alone = run.parent / "alone"
+    if not alone.exists():
+        alone.mkdir()
+        for path in (run / "checkpoints" / "sft-final" / "model").iterdir():
+            (alone / path.name).write_bytes(path.read_bytes())
+    done = script(
+        "sample.py",
+        alone,
+        "--temperature",
+        0,
+        "--max-tokens",
+        4,
+        cwd=run.parent,
+        input="10+20=\n\n13+22=\n",
+    )
+    assert done.returncode == 0, done.stderr
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(alone).eval(),
+        PreTrainedTokenizerFast.from_pretrained(str(alone)),
+    )
+    expected = []
+    for prompt in ("10+20=", "13+22="):
+        ids = torch.tensor([tokenizer.encode(prompt)])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4
+        )
+        expected.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+    assert [text for text, *_ in ANSWER.findall(done.stdout)] == expected
+    assert "10+20=" in done.stdout and "13+22=" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_chat_begins_as_a_prompt_is_sampled(run: Path):
+    """With the settings of the run; a second run answers the same messages."""
+    words = ("--temperature", 0, "--prompt-suffix", "=")
+    alone = script("sample.py", run, "--prompt", "12+22", *words, cwd=run.parent)
+    (expected, *_), *_ = ANSWER.findall(alone.stdout)
+    chat = script(
+        "sample.py", run, "tiny:addition", "--chat", *words, cwd=run.parent, input="12+22\nhello\n"
+    )
+    assert chat.returncode == 0, chat.stderr
+    mine, other = chat.stdout.split("tiny:addition:\n")
+    assert ANSWER.findall(mine)[-1][0] == expected and len(ANSWER.findall(other)) == 1
+    assert f"{run}: grpo-final:\n" in mine and "no tokens for some of the text 'hello" in other
+
+
+@pytest.mark.slow
+def test_a_terminal_is_asked_until_its_input_ends(run: Path):
+    ours, theirs = pty.openpty()
+    os.write(ours, b"10+20=\n\x04")
+    try:
+        done = script(
+            "sample.py", run / "checkpoints" / "grpo-final" / "model", cwd=run.parent, stdin=theirs
+        )
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert done.returncode == 0, done.stderr
+    # a folder inside a run is known as such, with the run's settings
+    assert f"{run}: grpo-final" in done.stdout
+    assert done.stdout.count("> ") == 2 and len(ANSWER.findall(done.stdout)) == 1
