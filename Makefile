@@ -7,7 +7,7 @@ DEV_STAMP := .venv/installed-dev
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: train test slow test-all lint campaign clean
+.PHONY: train test slow test-all durations lint campaign clean
 
 # The four settings are accelerate's defaults for one process; without them, accelerate prints a paragraph about its defaults.
 train: $(STAMP)
@@ -25,6 +25,10 @@ slow: $(DEV_STAMP)
 	$(PYTEST) -m slow --durations=30 $(ARGS)
 
 test-all: test slow
+
+# Seconds of each test file, for the order in which the files begin.
+durations: $(DEV_STAMP)
+	WHETSTONE_WRITE_DURATIONS=1 $(PYTEST) -m "" $(ARGS)
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

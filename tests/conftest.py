@@ -2,9 +2,12 @@
 test without a GPU.
 """
 
+import json
 import os
+import random
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -58,20 +61,14 @@ def bubblewrap() -> None:
         pytest.skip(str(error))
 
 
-# Files whose tests take minutes, the longest first: with a file a worker, one of these begun last
-# would be waited for alone.
-LONG = (
-    "test_default_recipe",
-    "test_distributed",
-    "test_run",
-    "test_crash_safety",
-    "test_resume",
-    "test_memory_plan",
-    "test_null_controls",
-    "test_gsm8k",
-    "test_two_processes",
-    "test_slurm",
-)
+# Seconds of each file, measured with `make durations`. A file is run by one worker, and one of these
+# begun last would be waited for alone: the longest file begins first.
+DURATIONS = json.loads((REPO / "tests" / "durations.json").read_text())
+SEED = int(os.environ.get("WHETSTONE_TEST_SEED", "0"))
+
+
+def pytest_report_header() -> str:
+    return f"order of the tests of a file: WHETSTONE_TEST_SEED={SEED}"
 
 
 # Tests of serve.py stand in files of these names: they need the extra `serve`. `.ci/run`
@@ -84,8 +81,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.stem.startswith(SERVER) or item.get_closest_marker("sdk"):
             item.add_marker(pytest.mark.extras)
-    # stable
-    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+    random.Random(SEED).shuffle(items)
+    items.sort(key=lambda item: (-DURATIONS.get(item.path.stem, 0.0), item.path))
     if "campaign" not in config.option.markexpr and not any("::" in word for word in config.args):
         left = [item for item in items if item.get_closest_marker("campaign")]
         config.hook.pytest_deselected(items=left)
@@ -99,3 +96,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     for item in gpu_items:
         item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+# `make durations` sets this. The workers report to the first process, which writes the file.
+MEASURED: Counter[str] = Counter()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    MEASURED[Path(report.location[0]).stem] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if "WHETSTONE_WRITE_DURATIONS" in os.environ and not hasattr(session.config, "workerinput"):
+        measured = {name: round(seconds) for name, seconds in MEASURED.items() if seconds >= 1.0}
+        text = json.dumps(dict(sorted({**DURATIONS, **measured}.items())), indent=1)
+        (REPO / "tests" / "durations.json").write_text(text + "\n")
