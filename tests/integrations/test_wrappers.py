@@ -493,7 +493,7 @@ def test_a_server_that_breaks_costs_its_episode(openenv, renderer, say, why):
 
 def test_a_session_takes_calls_of_many_threads_and_says_what_failed():
     async def slow(client, n):
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.3)
         return n * 10
 
     session = ClientSession(lambda: Client("x"), 5.0)
@@ -508,7 +508,7 @@ def test_a_session_takes_calls_of_many_threads_and_says_what_failed():
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {n: n * 10 for n in range(20)} and time.monotonic() - begin < 1.9
+    assert found == {n: n * 10 for n in range(20)} and time.monotonic() - begin < 4
     with pytest.raises(TimeoutError, match=r"within 0\.05 s"):
         session.call(lambda c: asyncio.sleep(10), 0.05)
     session.close()

