@@ -160,9 +160,9 @@ def test_each_data_set_has_its_teacher():
 # --------------------------------------------------------------------------------------- off-policy
 
 
-@pytest.fixture(scope="module")
-def clients(tmp_path_factory):
-    with ServiceClient(output_dir=tmp_path_factory.mktemp("out")) as service:
+@pytest.fixture
+def clients(tmp_path):
+    with ServiceClient(output_dir=tmp_path / "out") as service:
         student = service.create_full_training_client("tiny:addition", seed=1)
         yield (
             student,

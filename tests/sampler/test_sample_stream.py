@@ -40,9 +40,9 @@ def to_the_end(stream: SampleStream, steps: int = 4) -> dict:
     return found
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    with ServiceClient(output_dir=tmp_path_factory.mktemp("out"), seed=1) as service:
+@pytest.fixture
+def policy(tmp_path):
+    with ServiceClient(output_dir=tmp_path / "out", seed=1) as service:
         yield service.create_full_training_client("tiny:addition", seed=1)
 
 
