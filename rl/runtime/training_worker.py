@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from rl.distributed import collectives, uses_fsdp
-from rl.errors import warn_on_rank_zero
+from rl.errors import UserError, warn_on_rank_zero
 from rl.learner import (
     Learner,
     ModelSpec,
@@ -49,6 +49,7 @@ from rl.runtime.verb_table import LEARNER, SAMPLER, verb
 from rl.runtime.weight_sync import WeightSnapshot
 from rl.sampler import Decoder
 from rl.types import AdamParams, Datum, LoraConfig, SamplingParams
+from rl.vllm import VllmDecoder
 
 
 def _merge_outputs(parts: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -281,14 +282,18 @@ class TrainingWorker(SamplingWorker):
         self.kv_cache_pool.free_for_learner()  # for a copy of the weights
         learner = self.learners[model_id]
         decoder = self.latest_decoders.get(model_id)
-        if decoder is None:
+        if self.server_pool is not None:
+            decoder = self._make_server_decoder(learner.loaded)
+            self._write_learner_weights(decoder, learner)
+        elif decoder is None:
             decoder = self._make_learner_decoder(model_id)
         else:
             # a version still uses this decoder
             if any(v.decoder is decoder for v in self.versions.values()):
                 decoder = decoder.fork()
             decoder.load_(learner.iter_weights())
-        self.latest_decoders[model_id] = decoder
+        if self.server_pool is None:
+            self.latest_decoders[model_id] = decoder
         version = SamplerVersion(decoder, learner.loaded, learner.version, learner, learned=True)
         return self._add_version(version_id, version, begin, self._find_mix_group(decoder))
 
@@ -297,6 +302,11 @@ class TrainingWorker(SamplingWorker):
         """Create a sampler version of the base model under the LoRA adapter: the adapter's B
         matrices are 0, and the base weights are those of its sampler.
         """
+        if self.server_pool is not None:
+            raise UserError(
+                "the sampler vllm holds the merged weights of an adapter, and does not sample from "
+                "the base below it yet: leave the sampler at auto"
+            )
         begin = time.perf_counter()
         learner = self.learners[model_id]
         if model_id not in self.latest_decoders:
@@ -304,6 +314,14 @@ class TrainingWorker(SamplingWorker):
         decoder = load_base(self.latest_decoders[model_id].fork(), learner.parameter_shapes)
         version = SamplerVersion(decoder, learner.loaded, 0, None)
         return self._add_version(version_id, version, begin, self._find_mix_group(decoder))
+
+    def _write_learner_weights(self, decoder: VllmDecoder, learner: Learner) -> None:
+        """Write the learner's weights, adapters merged, for the vLLM servers."""
+        with (
+            collectives.all_or_none(self.accelerator.device),
+            learner.full_model(adapter_only=False) as model,
+        ):
+            self._write_server_weights(decoder, model, learner.loaded.tokenizer)
 
     def _make_learner_decoder(self, model_id: int) -> Decoder:
         """Return a new decoder of the learner's weights."""
@@ -370,7 +388,10 @@ class TrainingWorker(SamplingWorker):
         decoder = self.versions[version_id].decoder
 
         def load_weights() -> None:
-            decoder.load_(learner.iter_weights())
+            if isinstance(decoder, VllmDecoder):
+                self._write_learner_weights(decoder, learner)
+            else:
+                decoder.load_(learner.iter_weights())
 
         def compute_sampler_logprobs() -> dict[int, np.ndarray]:
             return to_arrays(self.compute_logprobs(version_id, texts, temperature, images))

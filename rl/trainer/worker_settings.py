@@ -34,6 +34,9 @@ def collect_worker_settings(stages: Sequence[StageConfig]) -> WorkerSettings:
             model.router_replay,
             sampling.sampler_cache,
             sampling.sampler_tp,
+            sampling.sampler_url,
+            sampling.sampler_folder,
+            sampling.sampler_timeout,
         )
         per_stage.append(WorkerSettings(dtype=model.precision, learner=learner, sampler=sampler))
     ranks = {
@@ -50,8 +53,8 @@ def collect_worker_settings(stages: Sequence[StageConfig]) -> WorkerSettings:
         raise UserError(
             "precision, token_budget, layout, fused_logprobs, kept_logits_gib, "
             "gradient_checkpointing, offload_activations, optimizer, router_replay, "
-            "router_aux_loss_coef, kv_cache_tokens, max_rows, sampler, sampler_cache and "
-            "sampler_tp apply to the whole run: set them at the recipe's top level or on the "
+            "router_aux_loss_coef, kv_cache_tokens, max_rows, sampler, sampler_url, "
+            "sampler_folder, sampler_timeout, sampler_cache and sampler_tp apply to the whole run: set them at the recipe's top level or on the "
             "command line"
         )
     return replace(per_stage[0], sampler_ranks=max(ranks, default=0))
