@@ -55,3 +55,7 @@ class WorkerSettings:
     share_bases: bool = False  # see rl.runtime.base_models
     # number of processes, the last ones, that only sample; 0: all learn and sample in turn
     sampler_ranks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sampler_ranks and self.sampler.kind == "vllm":
+            check_features(("vllm", "sampler ranks"))

@@ -100,19 +100,32 @@ class SamplingWorker:
             max_rows=sampler.max_rows,
         )
 
-    def _make_server_decoder(self, loaded: LoadedModel) -> VllmDecoder:
+    def _make_server_decoder(
+        self, loaded: LoadedModel, learner_id: int | None = None
+    ) -> VllmDecoder:
         """Return a decoder for the vLLM servers, without weights."""
         assert self.server_pool is not None
-        return VllmDecoder(self.server_pool, loaded.vocab_size, find_max_context(loaded))
+        sizes = loaded.vocab_size, find_max_context(loaded)
+        return VllmDecoder(self.server_pool, *sizes, learner_id)
 
-    def _write_server_weights(self, decoder: VllmDecoder, model: Any, tokenizer: Any) -> None:
+    def _make_loaded_server_decoder(self, loaded: LoadedModel, version: int) -> VllmDecoder:
+        """Return a decoder of a model that every rank has loaded, which is then freed."""
+        decoder = self._make_server_decoder(loaded)
+        with collectives.all_or_none(self.accelerator.device):
+            self._write_server_weights(decoder, loaded.model, loaded.tokenizer, version)
+        if not self.base_models.enabled:
+            loaded.model.to("meta")
+        return decoder
+
+    def _write_server_weights(
+        self, decoder: VllmDecoder, model: Any, tokenizer: Any, version: int
+    ) -> None:
         """Write the weights of a model, which rank 0 holds in full, for the vLLM servers."""
-        if collectives.rank() != 0:
-            decoder.replace_weights(None)
-            return
-        decoder.replace_weights(
-            lambda folder: learner_checkpoint.write_model(model, tokenizer, folder, merged=True)
-        )
+
+        def write(folder: Path) -> None:
+            learner_checkpoint.write_model(model, tokenizer, folder, merged=True)
+
+        decoder.replace_weights(write if collectives.rank() == 0 else None, version)
 
     def _load_server_weights(self, decoder: Decoder) -> None:
         """Let the vLLM servers load the weights of a decoder, unless they hold them."""
@@ -213,11 +226,7 @@ class SamplingWorker:
         )
         decoder: Decoder
         if self.server_pool is not None:
-            decoder = self._make_server_decoder(loaded)
-            with collectives.all_or_none(self.accelerator.device):
-                self._write_server_weights(decoder, loaded.model, loaded.tokenizer)
-            if not self.base_models.enabled:
-                loaded.model.to("meta")  # the servers hold the weights
+            decoder = self._make_loaded_server_decoder(loaded, version)
         else:
             if self.tp_group is None:
                 loaded.model.to(self.accelerator.device)
@@ -304,7 +313,6 @@ class SamplingWorker:
                 "the stream's weights have been freed, since its sampling client was released: "
                 "switch the stream to another client, or close it"
             )
-        self._load_server_weights(source.decoder)
         if stream is None:
             stream = self.streams[stream_id] = WorkerStream(
                 make_version_engine(
@@ -313,6 +321,7 @@ class SamplingWorker:
             )
         elif stream.version_id != version_id and not step_request.mixed:
             stream.engine.change_weights(source.decoder, source.version)
+        self._load_server_weights(source.decoder)
         stream.version_id, arrived = (
             version_id,
             [request for _, _, request in step_request.new_requests],

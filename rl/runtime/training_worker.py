@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from rl.distributed import collectives, uses_fsdp
-from rl.errors import UserError, warn_on_rank_zero
+from rl.errors import warn_on_rank_zero
 from rl.learner import (
     Learner,
     ModelSpec,
@@ -283,7 +283,7 @@ class TrainingWorker(SamplingWorker):
         learner = self.learners[model_id]
         decoder = self.latest_decoders.get(model_id)
         if self.server_pool is not None:
-            decoder = self._make_server_decoder(learner.loaded)
+            decoder = self._make_server_decoder(learner.loaded, model_id)
             self._write_learner_weights(decoder, learner)
         elif decoder is None:
             decoder = self._make_learner_decoder(model_id)
@@ -302,13 +302,12 @@ class TrainingWorker(SamplingWorker):
         """Create a sampler version of the base model under the LoRA adapter: the adapter's B
         matrices are 0, and the base weights are those of its sampler.
         """
-        if self.server_pool is not None:
-            raise UserError(
-                "the sampler vllm holds the merged weights of an adapter, and does not sample from "
-                "the base below it yet: leave the sampler at auto"
-            )
         begin = time.perf_counter()
         learner = self.learners[model_id]
+        if self.server_pool is not None:
+            loaded = self.base_models.load(*self.base_keys[model_id], True)
+            on_servers = self._make_loaded_server_decoder(loaded, 0)
+            return self._add_version(version_id, SamplerVersion(on_servers, loaded, 0, None), begin)
         if model_id not in self.latest_decoders:
             self.latest_decoders[model_id] = self._make_learner_decoder(model_id)
         decoder = load_base(self.latest_decoders[model_id].fork(), learner.parameter_shapes)
@@ -321,7 +320,8 @@ class TrainingWorker(SamplingWorker):
             collectives.all_or_none(self.accelerator.device),
             learner.full_model(adapter_only=False) as model,
         ):
-            self._write_server_weights(decoder, model, learner.loaded.tokenizer)
+            tokenizer = learner.loaded.tokenizer
+            self._write_server_weights(decoder, model, tokenizer, learner.version)
 
     def _make_learner_decoder(self, model_id: int) -> Decoder:
         """Return a new decoder of the learner's weights."""

@@ -50,7 +50,7 @@ class ServerPool:
         self.active_id = ""  # of the weights that the servers hold
         self.executor = ThreadPoolExecutor(min(max_rows, _MAX_THREADS), "vllm")
         self._lock = threading.Lock()
-        self._num_weights = 0
+        self._labels: dict[str, tuple[int | None, int]] = {}  # learner and version by weights id
         self._root: Path | None = None
 
     @property
@@ -64,10 +64,21 @@ class ServerPool:
             weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
         return self._root
 
-    def next_weights_id(self) -> str:
-        """Return the name of further weights, the same on all ranks."""
-        self._num_weights += 1
-        return f"{self.nonce}-{self._num_weights}"
+    def add_weights(self, learner_id: int | None, version: int) -> str:
+        """Return the id of further weights, the same on all ranks."""
+        weights_id = f"{self.nonce}-{len(self._labels) + 1}"
+        self._labels[weights_id] = (learner_id, version)
+        return weights_id
+
+    def find_versions(self, weights_id: str) -> dict[str, int]:
+        """Return by weights id the versions that a sample of these weights may have tokens of: all
+        of the same learner, as weights may change while it is made.
+        """
+        learner_id, version = self._labels[weights_id]
+        if learner_id is None:
+            return {weights_id: version}
+        labels = list(self._labels.items())
+        return {key: number for key, (learner, number) in labels if learner == learner_id}
 
     def load_weights(self, folder: Path, weights_id: str) -> None:
         """Load weights into all servers, also into those that failed before.
@@ -79,7 +90,11 @@ class ServerPool:
             errors = list(
                 executor.map(lambda server: _load(server, folder, weights_id), self.servers)
             )
-        messages = [str(error) for error in errors if error is not None]
+        failures = [error for error in errors if error is not None]
+        messages = [str(error) for error in failures]
+        for failure in failures:
+            if failure.has_wrong_weights:
+                raise UserError(f"{failure}. Nothing was sampled with these weights")
         if len(messages) == len(self.servers):
             raise UserError(
                 f"no vLLM server has the new weights: {messages[0]}. Every server must see "

@@ -2,8 +2,8 @@
 
 vLLM returns a SHA-256 of the bytes of each of its parameters. It fuses some matrices (q, k and v;
 gate and up), tensor parallelism cuts matrices, and on a CPU a layer may hold its matrix in a packed
-form outside its parameters. Parameters in the form of the folder must be equal. Of all others, those
-whose tensors changed since the last transfer must have changed.
+form outside its parameters: these are not compared. Parameters in the form of the folder must be
+equal. A part of a parameter must have changed if its tensor changed since the last transfer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def read_folder_digests(folder: Path, dtype: str) -> dict[str, tuple[str, ...]]:
             tensor = file.get_tensor(name)
         return tensor.to(target) if tensor.is_floating_point() else tensor
 
-    digests = {name: (_digest(read(name)),) for name in places}
+    digests: dict[str, tuple[str, ...]] = {name: (_digest(read(name)),) for name in places}
     for name in places:
         if "embed" in name or "lm_head" in name:
             matrix = read(name)
@@ -99,4 +99,5 @@ def find_transfer_error(
 
 
 def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+    values = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(values.data).hexdigest()

@@ -25,26 +25,32 @@ class VllmDecoder(Decoder):
     """Hold a version of the weights that the servers of `pool` can load.
 
     `weights_id` names the weights, and changes with them. `folder`: of the weights, on rank 0. It
-    is removed with the decoder.
+    is removed with the decoder. `learner_id`: of the model whose version it is; None: of none.
     """
 
-    def __init__(self, pool: ServerPool, vocab_size: int, max_positions: int | None):
+    def __init__(
+        self,
+        pool: ServerPool,
+        vocab_size: int,
+        max_positions: int | None,
+        learner_id: int | None = None,
+    ):
         limits = [pool.max_context, *([] if max_positions is None else [max_positions])]
         self.pool, self.vocab_size, self.max_positions = pool, vocab_size, min(limits)
         self.device, self.dtype = torch.device("cpu"), torch.float32
-        self.weights_id, self.folder = "", None
+        self.weights_id, self.folder, self.learner_id = "", None, learner_id
         self._finalizer: weakref.finalize | None = None
 
     weights_id: str
     folder: Path | None
 
-    def replace_weights(self, write: Callable[[Path], None] | None) -> None:
-        """Replace the weights by those that `write(folder)` writes; None on ranks that write none.
-        All ranks call it together.
+    def replace_weights(self, write: Callable[[Path], None] | None, version: int) -> None:
+        """Replace the weights by those of `version` that `write(folder)` writes; None on ranks that
+        write none. All ranks call it together.
         """
         if self._finalizer is not None:
             self._finalizer()
-        self.weights_id = self.pool.next_weights_id()
+        self.weights_id = self.pool.add_weights(self.learner_id, version)
         if write is None:
             return
         self.folder = self.pool.root / self.weights_id
@@ -59,7 +65,7 @@ class VllmDecoder(Decoder):
 
     def fork(self) -> Self:
         """Return a decoder for another version of the weights, which has none yet."""
-        return type(self)(self.pool, self.vocab_size, self.max_positions)
+        return type(self)(self.pool, self.vocab_size, self.max_positions, self.learner_id)
 
     def new_state(self, kv_cache_tokens: int) -> object:  # type: ignore[override]
         """Refuse: the server decodes."""

@@ -63,7 +63,6 @@ class VllmEngine:
         self.max_context = min(limits)
         self.counters = EngineCounters()
         self._stop_strings = StopStringMatcher(tokenizer) if tokenizer is not None else None
-        self._versions = {decoder.weights_id: version}
         self._states: dict[int, _RequestState] = {}
         # (request id, sample, the sample or its error); from the threads that wait for servers
         self._results: queue.SimpleQueue[tuple[int, int, SampledSequence | BaseException]] = (
@@ -120,7 +119,7 @@ class VllmEngine:
     def _sample(
         self, request_id: int, sample: int, state: _RequestState, prompt: list[int]
     ) -> None:
-        """Get a sample from a server, in a thread, and queue it or its error."""
+        """Request a sample from a server, in a thread, and queue it or its error."""
         params = _make_params(state, sample)
 
         def work(server: VllmServer) -> SampledSequence:
@@ -142,8 +141,9 @@ class VllmEngine:
             if strings and matcher is not None
             else None
         )
+        versions = self.pool.find_versions(self.decoder.weights_id)
         vocab = self.decoder.vocab_size
-        return ReplyRules(state.max_tokens, vocab, state.stop_ids, dict(self._versions), matches)
+        return ReplyRules(state.max_tokens, vocab, state.stop_ids, versions, matches)
 
     def step(self) -> list[FinishedRequest]:
         """Wait for samples, and return the completed requests.
@@ -185,12 +185,11 @@ class VllmEngine:
         return [done.result() for done in sorted(finished, key=lambda done: done.request_id)]
 
     def change_weights(self, decoder: Decoder, version: int) -> None:
-        """Expect tokens of `decoder`, which the servers have loaded, from now on. Samples that are
-        being made have tokens of both.
+        """Sample from `decoder`, which the servers have loaded or will load before the next step.
+        Samples that are being made have tokens of both.
         """
         assert isinstance(decoder, VllmDecoder)
         self.decoder, self.version = decoder, version
-        self._versions[decoder.weights_id] = version
 
     def cancel(self, request_id: int) -> None:
         """Discard a request. Does nothing if it is unknown or finished."""

@@ -18,8 +18,7 @@ API_KEY_VARIABLE = "VLLM_API_KEY"
 _CHECK_SECONDS = 20.0  # time limit of a request that does no work on the model
 _TEXT_LIMIT = 400  # characters of a server's error that are shown
 START_COMMAND = (
-    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out "
-    "--logprobs-mode processed_logprobs"
+    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs"
 )
 
 
@@ -27,11 +26,14 @@ class VllmServerError(Exception):
     """Raised if a server does not answer, or answers with an error or with wrong data.
 
     `rejected`: the server refuses this request, so that another attempt is useless.
+    `has_wrong_weights`: it holds other weights than it was told to load.
     """
 
-    def __init__(self, url: str, text: str, *, rejected: bool = False):
+    def __init__(
+        self, url: str, text: str, *, rejected: bool = False, has_wrong_weights: bool = False
+    ):
         super().__init__(f"the vLLM server {url} {text}")
-        self.url, self.rejected = url, rejected
+        self.rejected, self.has_wrong_weights = rejected, has_wrong_weights
 
 
 class VllmServer:
@@ -65,7 +67,6 @@ class VllmServer:
             self.dtype = str(model["dtype"])
             self.tied_head = (model.get("hf_overrides") or {}).get("tie_word_embeddings", True)
             self.tensor_parallel = int(parallel["tensor_parallel_size"])
-            mode = model["logprobs_mode"]
         except VllmServerError as error:
             raise UserError(
                 f"{error}. Start the server so that it answers before the run starts: "
@@ -76,16 +77,22 @@ class VllmServer:
                 f"{self.url} does not answer as a vLLM server ({type(error).__name__}: {error}): "
                 "correct sampler_url"
             ) from error
+        self._check_settings(config)
+        self._check_sample()
+
+    def _check_settings(self, config: dict[str, Any]) -> None:
+        """Raise UserError if the server was started with settings that cannot work."""
+        model, parallel = config["model_config"], config["parallel_config"]
+        mode, runner = model["logprobs_mode"], config["scheduler_config"].get("runner_type")
         if mode != "processed_logprobs":
             raise UserError(
                 f"{self.url} returns {mode}, which are not the logprobs at the sampling "
                 "temperature: start it with --logprobs-mode processed_logprobs"
             )
-        if config["scheduler_config"].get("runner_type") != "generate":
+        if runner != "generate":
             raise UserError(
                 f"{self.url} serves a model that does not generate (runner "
-                f"{config['scheduler_config'].get('runner_type')}): start it with the model that is trained, or with "
-                "--runner generate"
+                f"{runner}): start it with the model that is trained, or with --runner generate"
             )
         if model.get("quantization") is not None:
             raise UserError(
@@ -96,6 +103,25 @@ class VllmServer:
             raise UserError(
                 f"{self.url} uses pipeline parallelism, which is not supported yet: use "
                 "--tensor-parallel-size alone"
+            )
+
+    def _check_sample(self) -> None:
+        """Raise UserError if the server does not sample by token ids."""
+        try:
+            params = {"max_tokens": 1, "logprobs": 0, "detokenize": False}
+            choice = self.sample([0], params)["choices"][0]
+            complete = choice["weight_versions"] and choice["logprobs"]["content"]
+        except VllmServerError as error:
+            raise UserError(
+                f"{error}. Start it with --enable-scale-out, which samples by token ids: "
+                f"{START_COMMAND}"
+            ) from error
+        except (KeyError, IndexError, TypeError):
+            complete = None
+        if not complete:
+            raise UserError(
+                f"{self.url} returns samples without logprobs or weight versions: install a "
+                f"supported version of vLLM ({', '.join(SUPPORTED_VERSIONS)})"
             )
 
     def sample(self, prompt: list[int], sampling_params: dict[str, Any]) -> dict[str, Any]:
@@ -119,9 +145,7 @@ class VllmServer:
         self.call("/pause?mode=keep&clear_cache=false", {}, seconds)
         try:
             arguments = {"weights_path": str(folder)}
-            self.call(
-                "/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, seconds
-            )
+            self.call("/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, seconds)
             self._reset_prefix_cache()
             self._compare_weights(folder)
             self.call("/update_weight_version", {"new_version": weights_id})
@@ -149,7 +173,7 @@ class VllmServer:
         digests = read_folder_digests(folder, self.dtype)
         error = find_transfer_error(digests, held, self._digests, self.tensor_parallel)
         if error is not None:
-            raise VllmServerError(self.url, error)
+            raise VllmServerError(self.url, error, has_wrong_weights=True)
         self._digests = digests, held
 
     def call(
