@@ -269,7 +269,9 @@ def test_the_samples_of_a_server_that_misbehaves_are_made_by_another(fault, serv
     policy = make_policy(connect(urls, 1.0))
     sampler = policy.save_weights_and_get_sampling_client()
     bad.fault = fault
-    for prompt, sequence in sample(sampler):
+    with pytest.warns(UserWarning, match=f"{urls[0]}.*{FAULTS[fault]}.*requested again"):
+        samples = sample(sampler)
+    for prompt, sequence in samples:
         expected = learner_logprobs(policy, prompt, sequence, 0.7)
         np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
     # it gets samples again after it has loaded weights

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
+import time
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +17,7 @@ from rl.errors import UserError, warn_on_rank_zero
 from rl.vllm.vllm_server import VllmServer, VllmServerError
 
 ATTEMPTS = 3  # of a sample, on different servers where there are several
+_RETRY_SECONDS = 0.5  # wait before another attempt if no server is left, times its number
 _MAX_THREADS = 512  # requests that a process waits for at once
 T = TypeVar("T")
 
@@ -119,6 +122,12 @@ class ServerPool:
             try:
                 return work(server)
             except VllmServerError as error:
+                if not (error.rejected or server.is_lost):
+                    warnings.warn(
+                        f"{error}: its samples are requested again, and it gets no others until "
+                        "the next weights unless no server is left",
+                        stacklevel=2,
+                    )
                 server.is_lost = not error.rejected
                 if error.rejected or attempt == ATTEMPTS - 1:
                     raise UserError(
@@ -128,6 +137,8 @@ class ServerPool:
             finally:
                 with self._lock:
                     server.load -= 1
+            if all(server.is_lost for server in self.servers):
+                time.sleep(_RETRY_SECONDS * (attempt + 1))
         raise AssertionError("the last attempt returns or raises")
 
     def score(
