@@ -1,6 +1,7 @@
 """vLLM servers as the sampler, on a stub that answers exactly and misbehaves in each known way."""
 
 import copy
+import hashlib
 import math
 import re
 import time
@@ -8,18 +9,26 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
+import torch
 from helpers import random_datums
+from safetensors.torch import save_file
 from vllm_stub import StubServer, vllm_server
-from whole_runs import train
+from whole_runs import RECIPE, train
 
 from rl import ServiceClient
+from rl.algorithms import METHODS
 from rl.client import SampleStream
+from rl.config import RunSettings
+from rl.config.cli import parse_run
 from rl.errors import UserError
+from rl.memory_plan import LaunchShape
 from rl.renderers import get_renderer
 from rl.runtime.rank_settings import SamplerSettings, WorkerSettings
 from rl.sampler import SamplingRequest
+from rl.trainer.memory_requirements import compute_stage_needs, measure_nothing
 from rl.trainer.self_test import self_test
 from rl.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
+from rl.vllm.transfer_validation import FolderDigests, find_transfer_error
 
 BASE = "tiny:addition-small"
 PARAMS = SamplingParams(max_tokens=6, temperature=0.7)
@@ -32,7 +41,7 @@ def spoil(fault, reply):
     if fault == "dies":
         return None
     if fault == "hangs":
-        time.sleep(3)
+        time.sleep(8)
     elif fault == "http 500":
         return 500, {"error": "out of memory"}
     elif fault == "other tokens":
@@ -65,7 +74,7 @@ def spoil(fault, reply):
 
 FAULTS = {
     "dies": "is not reachable",
-    "hangs": "within 1 s",
+    "hangs": "within 2 s",
     "http 500": "HTTP 500: .*out of memory",
     "other tokens": "logprobs of other tokens",
     "outside": r"the token 1000000, outside",
@@ -254,10 +263,14 @@ def test_the_self_test_passes_and_shows_the_agreement(kind, temperature, servers
 # --------------------------------------------------------------------------------- misbehaviour
 
 
+def limit_of(fault):
+    return 2.0 if fault == "hangs" else 60.0
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_server_that_misbehaves_is_named(fault, servers, connect):
     (stub,), urls = servers()
-    sampler = make_policy(connect(urls, 1.0)).save_weights_and_get_sampling_client()
+    sampler = make_policy(connect(urls, limit_of(fault))).save_weights_and_get_sampling_client()
     stub.fault = fault
     with pytest.raises(UserError, match=f"{urls[0]}.*{FAULTS[fault]}.*3 attempts"):
         sample(sampler, 1, 1)
@@ -266,7 +279,7 @@ def test_a_server_that_misbehaves_is_named(fault, servers, connect):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_samples_of_a_server_that_misbehaves_are_made_by_another(fault, servers, connect):
     (bad, good), urls = servers(2)
-    policy = make_policy(connect(urls, 1.0))
+    policy = make_policy(connect(urls, limit_of(fault)))
     sampler = policy.save_weights_and_get_sampling_client()
     bad.fault = fault
     with pytest.warns(UserWarning, match=f"{urls[0]}.*{FAULTS[fault]}.*requested again"):
@@ -417,3 +430,67 @@ def test_settings_that_do_not_combine_are_refused_before_the_start(
         train(f"grpo --base-model {BASE} --dataset addition {words}", tmp_path / "run")
     shown = re.sub(r"[\s│]+", " ", f"{caught.value} {capsys.readouterr().err}")
     assert message in shown and "not reachable" not in shown
+
+
+# ------------------------------------------------------------- weights of several forms, and plans
+
+
+def digests_of(folder, seed, dtype, changed=()):
+    """A folder with two layers, of which the second has other weights if its name is `changed`."""
+    folder.mkdir()
+    weights = {}
+    for i, name in enumerate(["a.q_proj", "a.k_proj", "a.v_proj", "a.norm", "b.o_proj"]):
+        generator = torch.Generator().manual_seed(seed + i + (100 if name in changed else 0))
+        shape = (8,) if "norm" in name else (8, 4)
+        weights[f"{name}.weight"] = torch.randn(shape, generator=generator)
+    save_file(weights, folder / "model.safetensors")
+    return weights, FolderDigests(folder, dtype)
+
+
+def hold(weights, ranks, dtype=torch.float32):
+    """What a server shows of these weights, cut over so many processes."""
+    weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
+    fused = {
+        "a.qkv_proj.weight": [weights.pop(f"a.{part}_proj.weight") for part in "qkv"],
+        **{name: [tensor] for name, tensor in weights.items()},
+    }
+    held = {}
+    for name, parts in fused.items():
+        for rank in range(ranks):
+            cut = [part if "norm" in name else part.chunk(ranks)[rank] for part in parts]
+            values = torch.cat(cut).view(torch.uint8).numpy().tobytes()
+            held[f"dp0:pp0:pcp0:tp{rank}:{name}"] = hashlib.sha256(values).hexdigest()
+    return held
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_tensor_that_was_not_taken_over_shows_in_every_form(ranks, dtype, tmp_path):
+    """Fused, in the server's dtype and cut over two processes; each tensor in turn."""
+    old, old_digests = digests_of(tmp_path / "old", 1, str(dtype))
+    previous = (old_digests, hold(old, ranks, dtype))
+    assert find_transfer_error(*previous, None, ranks) is None
+    for name in ("a.q_proj", "a.v_proj", "a.norm", "b.o_proj"):
+        new, digests = digests_of(tmp_path / name, 1, str(dtype), changed=(name,))
+        assert find_transfer_error(digests, hold(new, ranks, dtype), previous, ranks) is None
+        error = find_transfer_error(digests, previous[1], previous, ranks)
+        assert "a.qkv_proj" in error if "proj" in name and "a." in name else name in error
+        # a tensor that changed though the learner's did not
+        assert find_transfer_error(old_digests, hold(new, ranks, dtype), previous, ranks)
+
+
+def test_a_server_of_another_model_is_refused(tmp_path):
+    _, digests = digests_of(tmp_path / "old", 1, "torch.float32")
+    error = find_transfer_error(digests, {"dp0:pp0:pcp0:tp0:other": "0"}, None, 1)
+    assert "names no parameter" in error
+
+
+def test_a_plan_counts_no_sampler_on_the_learners(tmp_path):
+    words = f"grpo --base-model {BASE} --dataset addition --reward exact_match".split()
+    external = [*words, "--sampler", "vllm", "--sampler-url", "http://127.0.0.1:9"]
+    launch, names = LaunchShape(cuda=False, bf16=False), []
+    for line in (words, external):
+        run = parse_run(line, METHODS, RECIPE, options=RunSettings)
+        (needs,) = compute_stage_needs(run, launch, 16, measure=measure_nothing)
+        names.append({item.name for item in needs.plan.items if item.sample})
+    assert "KV cache" in names[0] and "KV cache" not in names[1]

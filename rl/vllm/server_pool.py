@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl.errors import UserError, warn_on_rank_zero
+from rl.vllm.transfer_validation import FolderDigests
 from rl.vllm.vllm_server import VllmServer, VllmServerError
 
 ATTEMPTS = 3  # of a sample, on different servers where there are several
@@ -89,10 +90,19 @@ class ServerPool:
         A server that is not reachable gets no samples until the next weights. Raises UserError if
         no server has the weights, or a server kept other weights.
         """
+        dtypes = {server.dtype for server in self.servers}
+        digests = {dtype: FolderDigests(folder, dtype) for dtype in dtypes}
+
+        def load(server: VllmServer) -> VllmServerError | None:
+            try:
+                server.load_weights(folder, weights_id, digests[server.dtype])
+            except VllmServerError as error:
+                server.is_lost = True
+                return error
+            return None
+
         with ThreadPoolExecutor(len(self.servers)) as executor:
-            errors = list(
-                executor.map(lambda server: _load(server, folder, weights_id), self.servers)
-            )
+            errors = list(executor.map(load, self.servers))
         failures = [error for error in errors if error is not None]
         messages = [str(error) for error in failures]
         for failure in failures:
@@ -151,15 +161,6 @@ class ServerPool:
                 sequences,
             )
         )
-
-
-def _load(server: VllmServer, folder: Path, weights_id: str) -> VllmServerError | None:
-    try:
-        server.load_weights(folder, weights_id)
-    except VllmServerError as error:
-        server.is_lost = True
-        return error
-    return None
 
 
 def _score(server: VllmServer, tokens: Sequence[int], weights_id: str) -> list[float | None]:

@@ -9,7 +9,7 @@ equal. A part of a parameter must have changed if its tensor changed since the l
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -25,64 +25,79 @@ _SHOWN_NAMES = 3
 _VOCAB_PADDING = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE
 
 
-Digests = Mapping[str, tuple[str, ...]]  # of a tensor, in each form that vLLM may hold it in
-
-
-def read_folder_digests(folder: Path, dtype: str) -> dict[str, tuple[str, ...]]:
-    """Return the digests of the tensors in a folder by vLLM's name, in the server's dtype (such as
-    "torch.bfloat16"); fused matrices too. The second digest of a vocabulary's matrix is that with
-    zeros up to a multiple of 64 rows.
+class FolderDigests:
+    """Hold the digests of the tensors in a folder, by vLLM's name, in the server's dtype (such as
+    "torch.bfloat16"); of fused matrices too.
     """
-    places: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            places.update(dict.fromkeys(file.keys(), path))
-    target = getattr(torch, dtype.removeprefix("torch."))
 
-    def read(name: str) -> Tensor:
-        with safe_open(places[name], framework="pt") as file:
-            tensor = file.get_tensor(name)
-        return tensor.to(target) if tensor.is_floating_point() else tensor
+    def __init__(self, folder: Path, dtype: str):
+        self._dtype = getattr(torch, dtype.removeprefix("torch."))
+        self._places: dict[str, Path] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                self._places.update(dict.fromkeys(file.keys(), path))
+        self._parts: dict[str, list[str]] = {name: [name] for name in self._places}
+        for name in self._places:
+            for fused, parts in _FUSED.items():
+                members = [name.replace(f".{parts[0]}.", f".{part}.") for part in parts]
+                if f".{parts[0]}." in name and all(m in self._places for m in members):
+                    self._parts[name.replace(f".{parts[0]}.", f".{fused}.")] = members
+        self._digests = {name: _digest(self._read(name, self._dtype)) for name in self._parts}
 
-    digests: dict[str, tuple[str, ...]] = {name: (_digest(read(name)),) for name in places}
-    for name in places:
+    def find(self, name: str) -> str | None:
+        """Return the digest of a tensor, None if the folder has no tensor of that name."""
+        return self._digests.get(name)
+
+    def matches(self, name: str, digest: str) -> bool:
+        """Return whether a digest is that of a tensor, in any form in which vLLM may hold it: with
+        zeros up to a multiple of 64 rows (a vocabulary), or in another dtype than the others.
+        """
+        return digest == self._digests[name] or any(
+            digest == _digest(form) for form in self._iter_other_forms(name)
+        )
+
+    def _iter_other_forms(self, name: str) -> Iterator[Tensor]:
         if "embed" in name or "lm_head" in name:
-            matrix = read(name)
+            matrix = self._read(name, self._dtype)
             rows = -len(matrix) % _VOCAB_PADDING
-            padded = torch.cat([matrix, matrix.new_zeros(rows, *matrix.shape[1:])])
-            digests[name] = (*digests[name], _digest(padded))
-    for name in places:
-        for fused, parts in _FUSED.items():
-            members = [name.replace(f".{parts[0]}.", f".{part}.") for part in parts]
-            if f".{parts[0]}." in name and all(member in places for member in members):
-                matrix = torch.cat([read(member) for member in members])
-                digests[name.replace(f".{parts[0]}.", f".{fused}.")] = (_digest(matrix),)
-    return digests
+            yield torch.cat([matrix, matrix.new_zeros(rows, *matrix.shape[1:])])
+        yield self._read(name, None)
+        yield self._read(name, torch.float32)
+
+    def _read(self, name: str, dtype: torch.dtype | None) -> Tensor:
+        tensors = []
+        for part in self._parts[name]:
+            with safe_open(self._places[part], framework="pt") as file:
+                tensor = file.get_tensor(part)
+            converts = dtype is not None and tensor.is_floating_point()
+            tensors.append(tensor.to(dtype) if converts else tensor)
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def find_transfer_error(
-    digests: Digests,
+    digests: FolderDigests,
     held: Mapping[str, str],
-    previous: tuple[Digests, Mapping[str, str]] | None,
+    previous: tuple[FolderDigests, Mapping[str, str]] | None,
     tensor_parallel: int,
 ) -> str | None:
     """Return what is wrong with a transfer, None if it is right.
 
-    `digests`: of the folder, by name. `held`: of the server, by "dp0:pp0:pcp0:tp0:" and name.
+    `digests`: of the folder. `held`: of the server, by "dp0:pp0:pcp0:tp0:" and name.
     `previous`: both of the transfer before.
     """
     wrong: list[str] = []
     compared = 0
     for key, digest in held.items():
         name = key.rpartition(":")[2]
-        if digest == _EMPTY_DIGEST or name not in digests:
+        expected = digests.find(name)
+        if digest == _EMPTY_DIGEST or expected is None:
             continue
         if tensor_parallel == 1 or "norm" in name:  # norms are whole on each process
             compared += 1
-            if digest not in digests[name]:
+            if not digests.matches(name, digest):
                 wrong.append(name)
-        elif previous is not None and name in previous[0] and key in previous[1]:
-            if (digests[name] != previous[0][name]) != (digest != previous[1][key]):
+        elif previous is not None and previous[0].find(name) and key in previous[1]:
+            if (expected != previous[0].find(name)) != (digest != previous[1][key]):
                 wrong.append(name)
     if wrong:
         names = ", ".join(wrong[:_SHOWN_NAMES])
@@ -92,8 +107,9 @@ def find_transfer_error(
         )
     if not compared:
         return (
-            "has no parameter in common with the learner's model: start it with the model that is "
-            "trained"
+            "names no parameter as the learner's model does, so its weights cannot be compared: "
+            "start it with the model that is trained (a model whose parameters vLLM names "
+            "differently is not supported yet)"
         )
     return None
 
