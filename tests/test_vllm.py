@@ -28,7 +28,7 @@ from rl.sampler import SamplingRequest
 from rl.trainer.memory_requirements import compute_stage_needs, measure_nothing
 from rl.trainer.self_test import self_test
 from rl.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
-from rl.vllm.transfer_validation import FolderDigests, find_transfer_error
+from rl.vllm.transfer_validation import FolderManifest, find_transfer_error
 
 BASE = "tiny:addition-small"
 PARAMS = SamplingParams(max_tokens=6, temperature=0.7)
@@ -444,7 +444,7 @@ def digests_of(folder, seed, dtype, changed=()):
         shape = (8,) if "norm" in name else (8, 4)
         weights[f"{name}.weight"] = torch.randn(shape, generator=generator)
     save_file(weights, folder / "model.safetensors")
-    return weights, FolderDigests(folder, dtype)
+    return weights, FolderManifest(folder, dtype)
 
 
 def hold(weights, ranks, dtype=torch.float32):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl.errors import UserError, warn_on_rank_zero
-from rl.vllm.transfer_validation import FolderDigests
+from rl.vllm.transfer_validation import FolderManifest
 from rl.vllm.vllm_server import VllmServer, VllmServerError
 
 ATTEMPTS = 3  # of a sample, on different servers where there are several
@@ -91,11 +91,11 @@ class ServerPool:
         no server has the weights, or a server kept other weights.
         """
         dtypes = {server.dtype for server in self.servers}
-        digests = {dtype: FolderDigests(folder, dtype) for dtype in dtypes}
+        manifests = {dtype: FolderManifest(folder, dtype) for dtype in dtypes}
 
         def load(server: VllmServer) -> VllmServerError | None:
             try:
-                server.load_weights(folder, weights_id, digests[server.dtype])
+                server.load_weights(folder, weights_id, manifests[server.dtype])
             except VllmServerError as error:
                 server.is_lost = True
                 return error

@@ -25,7 +25,7 @@ _SHOWN_NAMES = 3
 _VOCAB_PADDING = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE
 
 
-class FolderDigests:
+class FolderManifest:
     """Hold the digests of the tensors in a folder, by vLLM's name, in the server's dtype (such as
     "torch.bfloat16"); of fused matrices too.
     """
@@ -75,26 +75,26 @@ class FolderDigests:
 
 
 def find_transfer_error(
-    digests: FolderDigests,
+    manifest: FolderManifest,
     held: Mapping[str, str],
-    previous: tuple[FolderDigests, Mapping[str, str]] | None,
+    previous: tuple[FolderManifest, Mapping[str, str]] | None,
     tensor_parallel: int,
 ) -> str | None:
     """Return what is wrong with a transfer, None if it is right.
 
-    `digests`: of the folder. `held`: of the server, by "dp0:pp0:pcp0:tp0:" and name.
+    `manifest`: of the folder. `held`: of the server, by "dp0:pp0:pcp0:tp0:" and name.
     `previous`: both of the transfer before.
     """
     wrong: list[str] = []
     compared = 0
     for key, digest in held.items():
         name = key.rpartition(":")[2]
-        expected = digests.find(name)
+        expected = manifest.find(name)
         if digest == _EMPTY_DIGEST or expected is None:
             continue
         if tensor_parallel == 1 or "norm" in name:  # norms are whole on each process
             compared += 1
-            if not digests.matches(name, digest):
+            if not manifest.matches(name, digest):
                 wrong.append(name)
         elif previous is not None and previous[0].find(name) and key in previous[1]:
             if (expected != previous[0].find(name)) != (digest != previous[1][key]):

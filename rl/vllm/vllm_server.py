@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.errors import UserError
-from rl.vllm.transfer_validation import FolderDigests, find_transfer_error
+from rl.vllm.transfer_validation import FolderManifest, find_transfer_error
 
 SUPPORTED_VERSIONS = ("0.32",)  # major.minor of vLLM releases whose API this package calls
 API_KEY_VARIABLE = "VLLM_API_KEY"
@@ -48,8 +48,8 @@ class VllmServer:
         self.load, self.is_lost = 0, False
         self.max_context = 0
         self.dtype, self.tied_head, self.tensor_parallel = "torch.float32", True, 1
-        # of the weights loaded last: digests of the tensors in the folder, and in the server
-        self._digests: tuple[FolderDigests, dict[str, str]] | None = None
+        # of the weights loaded last: the manifest of the folder, and the digests in the server
+        self._last_transfer: tuple[FolderManifest, dict[str, str]] | None = None
 
     def check(self) -> None:
         """Check version and settings of the server. Raises UserError with the remedy."""
@@ -135,9 +135,9 @@ class VllmServer:
             raise VllmServerError(self.url, f"returned {type(reply).__name__}, not an object")
         return reply
 
-    def load_weights(self, folder: Path, weights_id: str, digests: FolderDigests) -> None:
+    def load_weights(self, folder: Path, weights_id: str, manifest: FolderManifest) -> None:
         """Load the weights of a folder that the server sees under the same path, and compare them
-        with `digests`.
+        with `manifest`.
 
         Running samples are paused, and continue with the new weights. Raises VllmServerError if
         the server fails, or did not take over some tensor.
@@ -148,7 +148,7 @@ class VllmServer:
             arguments = {"weights_path": str(folder)}
             self.call("/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, seconds)
             self._reset_prefix_cache()
-            self._compare_weights(digests)
+            self._compare_weights(manifest)
             self.call("/update_weight_version", {"new_version": weights_id})
             shown = self.call("/weight_info").get("weight_version")
             if shown != weights_id:
@@ -167,14 +167,14 @@ class VllmServer:
         if not reply.get("success"):
             raise VllmServerError(self.url, "did not drop its prefix cache of the old weights")
 
-    def _compare_weights(self, digests: FolderDigests) -> None:
+    def _compare_weights(self, manifest: FolderManifest) -> None:
         """Compare the tensors of the folder with those that the server holds."""
         reply = self.call("/weight_checker", {"action": "checksum"}, self.request_seconds)
         held = {str(name): str(digest) for name, digest in reply["checksums"].items()}
-        error = find_transfer_error(digests, held, self._digests, self.tensor_parallel)
+        error = find_transfer_error(manifest, held, self._last_transfer, self.tensor_parallel)
         if error is not None:
             raise VllmServerError(self.url, error, has_wrong_weights=True)
-        self._digests = digests, held
+        self._last_transfer = manifest, held
 
     def call(
         self, path: str, body: dict[str, Any] | None = None, seconds: float = _CHECK_SECONDS
