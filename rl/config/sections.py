@@ -204,8 +204,14 @@ class SamplingSettings:
     """Size of the KV cache of each device, in tokens; sequences that do not fit wait."""
     max_rows: Annotated[int, Range(1, 10**6)] = 1024
     """Maximum number of sequences decoded at once on each device."""
-    sampler: Literal["auto", "fast", "hf"] = "auto"
-    """Sampler implementation. fast: the built-in decoder (Llama and Qwen families). hf: the model's forward of transformers. auto: fast if a check shows that both agree."""
+    sampler: Literal["auto", "fast", "hf", "vllm"] = "auto"
+    """Sampler implementation. fast: the built-in decoder (Llama and Qwen families). hf: the model's forward of transformers. auto: fast if a check shows that both agree. vllm: the vLLM servers of sampler_url (docs/vllm.md)."""
+    sampler_url: tuple[str, ...] = ()
+    """Addresses of the vLLM servers that sample, such as http://localhost:8000; a sample goes to the server with the fewest unfinished samples. Only with sampler vllm."""
+    sampler_folder: str | None = None
+    """Folder in which the weights for the vLLM servers are written, which all servers see under the same path. Default: a temporary folder of this machine."""
+    sampler_timeout: Seconds = 600.0
+    """Seconds that a vLLM server may take for a sample, or to load weights."""
     sampler_cache: Literal["auto", "plain", "paged"] = "auto"
     """Layout of the KV cache. paged: block tables, and on a GPU CUDA graphs of several steps (fast decoder only). plain: a contiguous tensor for each batch. auto: on a GPU paged if a trial returns the same samples, else plain."""
     sampler_tp: Annotated[int, Range(1, 1024, why="1 is a whole copy on each process")] = 1
@@ -230,6 +236,26 @@ class SamplingSettings:
             raise ValueError(
                 f"sampler_tp {self.sampler_tp} requires the fast decoder, and sampler is hf, the forward of transformers: leave sampler_tp at 1, or sampler at auto or fast"
             )
+        if self.sampler == "vllm" and (self.sampler_tp > 1 or self.sampler_cache != "auto"):
+            raise ValueError(
+                "sampler_tp and sampler_cache are settings of the sampler in this process, and sampler is vllm: leave them out, and start the server with --tensor-parallel-size"
+            )
+        if self.sampler == "vllm" and not self.sampler_url:
+            raise ValueError(
+                "sampler vllm needs the address of a server: set sampler_url, such as http://localhost:8000"
+            )
+        require(
+            self,
+            ("sampler_url", "sampler_folder", "sampler_timeout"),
+            self.sampler == "vllm",
+            f"sampler is {self.sampler}",
+            "set sampler to vllm",
+        )
+        for url in self.sampler_url:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(
+                    f"sampler_url {url} is no address: expected such as http://localhost:8000"
+                )
         if self.max_tokens > self.kv_cache_tokens:
             raise ValueError(
                 f"an answer of max_tokens {self.max_tokens} does not fit into kv_cache_tokens {self.kv_cache_tokens}: lower max_tokens or raise kv_cache_tokens"

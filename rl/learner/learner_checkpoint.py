@@ -76,6 +76,8 @@ def write_model(model: Any, tokenizer: Any | None, folder: Path, *, merged: bool
         model.save_pretrained(str(folder), save_embedding_layers=False)
     else:
         # model.save_pretrained imports DeepSpeed to look for a wrapper, which takes seconds.
+        if not model.config.architectures:  # a tiny model; vLLM chooses its model class by this
+            model.config.architectures = [type(unwrap_model(model)).__name__]
         model.config.save_pretrained(str(folder))
         if model.can_generate() and model.generation_config is not None:
             model.generation_config.save_pretrained(str(folder))

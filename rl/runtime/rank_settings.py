@@ -19,6 +19,9 @@ class SamplerSettings:
 
     tp: number of consecutive ranks that shard the weights and sample together (tensor parallel);
     cache and rows are then those of the whole group.
+
+    urls: of the vLLM servers that sample if the kind is "vllm"; folder: in which their weights are
+    written; request_seconds: time limit of a sample there.
     """
 
     kv_cache_tokens: int = 262_144
@@ -27,10 +30,17 @@ class SamplerSettings:
     router_replay: bool = False
     cache: str = "auto"
     tp: int = 1
+    urls: tuple[str, ...] = ()
+    folder: str | None = None
+    request_seconds: float = 600.0
 
     def __post_init__(self) -> None:
         if self.tp > 1 and self.kind == "hf":
             check_features(("tensor parallelism", "generic decoder"))
+        if self.kind == "vllm":
+            features = {"router replay": self.router_replay, "paged cache": self.cache == "paged"}
+            features["tensor parallelism"] = self.tp > 1
+            check_features(("vllm", *(name for name, is_used in features.items() if is_used)))
 
 
 @dataclass(frozen=True)
@@ -45,3 +55,7 @@ class WorkerSettings:
     share_bases: bool = False  # see rl.runtime.base_models
     # number of processes, the last ones, that only sample; 0: all learn and sample in turn
     sampler_ranks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sampler_ranks and self.sampler.kind == "vllm":
+            check_features(("vllm", "sampler ranks"))

@@ -19,8 +19,12 @@ from rl.sampler import (
     MultiAdapterEngine,
     PagedEngine,
     SamplingRequest,
+    check_features,
     make_engine,
 )
+from rl.vllm import VllmDecoder, VllmEngine
+
+RankEngine = Engine | VllmEngine  # an engine of this process, or of vLLM servers
 
 
 @dataclass
@@ -58,7 +62,7 @@ def make_version_engine(
     mixed: bool = False,
     kv_cache_pool: IdleKVCachePool | None = None,
     requests: Sequence[SamplingRequest] | None = None,
-) -> Engine:
+) -> RankEngine:
     """Return an engine that samples from the weights of `source`.
 
     `mixed`: the engine serves all versions on the base model of `source`, and `add_versions` adds
@@ -71,10 +75,13 @@ def make_version_engine(
         "eos_token_ids": source.loaded.eos_token_ids,
         "tokenizer": source.loaded.tokenizer,
         "max_context": find_max_context(source.loaded),
-        "kv_cache_tokens": sampler_settings.kv_cache_tokens,
-        "max_rows": sampler_settings.max_rows,
         "version": source.version,
     }
+    if isinstance(source.decoder, VllmDecoder):
+        check_features(("vllm", *(("adapters per row",) if mixed else ())))
+        return VllmEngine(source.decoder, **settings)
+    settings["kv_cache_tokens"] = sampler_settings.kv_cache_tokens
+    settings["max_rows"] = sampler_settings.max_rows
     features = []
     if mixed:
         features.append("adapters per row")
@@ -97,17 +104,17 @@ def _iter_request_sizes(
         yield prompt, request.num_samples, max(request.params.max_tokens or longest + 1 - prompt, 1)
 
 
-def close_engine(engine: Engine) -> None:
+def close_engine(engine: RankEngine) -> None:
     """Close an engine that gets no further requests.
 
     A paged engine gives its KV cache pool back for reuse. Other engines hold nothing to give back.
     """
-    if isinstance(engine, PagedEngine):
+    if isinstance(engine, PagedEngine | VllmEngine):
         engine.close()
 
 
 def add_versions(
-    engine: Engine,
+    engine: RankEngine,
     versions: Mapping[int, SamplerVersion],
     new_requests: Sequence[SamplingRequest],
 ) -> None:

@@ -21,6 +21,7 @@ from rl.renderers import set_end_tokens
 from rl.runtime.base_models import BaseKey, BaseModelCache
 from rl.runtime.rank_settings import WorkerSettings
 from rl.runtime.sampler_versions import (
+    RankEngine,
     SamplerVersion,
     add_versions,
     close_engine,
@@ -32,7 +33,6 @@ from rl.runtime.stream_worker import StepOutput, StepRequest, WorkerStream, run_
 from rl.runtime.verb_table import SAMPLER, verb
 from rl.sampler import (
     Decoder,
-    Engine,
     IdleKVCachePool,
     SamplingRequest,
     disable_cudnn_attention,
@@ -41,6 +41,7 @@ from rl.sampler import (
     score_sequences,
 )
 from rl.types import PlacedImage, SampleResponse
+from rl.vllm import ServerPool, VllmDecoder, score_on_servers
 
 
 def load_base(decoder: Decoder, shapes: Mapping[str, Any]) -> Decoder:
@@ -72,6 +73,9 @@ class SamplingWorker:
         )
         # the first rank of a tensor-parallel group reports its samples
         self.reports_results = self.tp_group is None or self.tp_group.rank == 0
+        self.server_pool = (
+            self._connect_servers() if settings.sampler.kind == "vllm" else None
+        )  # vLLM servers, which then sample
         self.sampler_dtype = torch.bfloat16 if bf16 else torch.float32
         self.learners: dict[int, Learner] = {}
         self.versions: dict[int, SamplerVersion] = {}
@@ -81,6 +85,57 @@ class SamplingWorker:
         self.kv_cache_pool = (
             IdleKVCachePool()
         )  # KV cache memory that an engine leaves to the next engine
+
+    def _connect_servers(self) -> ServerPool:
+        """Return the vLLM servers of the settings. Raises UserError if one cannot be used."""
+        sampler = self.settings.sampler
+        nonce = torch.randint(2**31, (1,), generator=torch.Generator().manual_seed(time.time_ns()))
+        nonce = nonce.to(self.accelerator.device)
+        collectives.copy_from_rank_0_([nonce])
+        return ServerPool(
+            sampler.urls,
+            f"{int(nonce):08x}",
+            folder=sampler.folder,
+            request_seconds=sampler.request_seconds,
+            max_rows=sampler.max_rows,
+        )
+
+    def _make_server_decoder(
+        self, loaded: LoadedModel, learner_id: int | None = None
+    ) -> VllmDecoder:
+        """Return a decoder for the vLLM servers, without weights."""
+        assert self.server_pool is not None
+        sizes = loaded.vocab_size, find_max_context(loaded)
+        return VllmDecoder(self.server_pool, *sizes, learner_id)
+
+    def _make_loaded_server_decoder(self, loaded: LoadedModel, version: int) -> VllmDecoder:
+        """Return a decoder of a model that every rank has loaded, which is then freed."""
+        decoder = self._make_server_decoder(loaded)
+        with collectives.all_or_none(self.accelerator.device):
+            self._write_server_weights(decoder, loaded.model, loaded.tokenizer, version)
+        if not self.base_models.enabled:
+            loaded.model.to("meta")
+        return decoder
+
+    def _write_server_weights(
+        self, decoder: VllmDecoder, model: Any, tokenizer: Any, version: int
+    ) -> None:
+        """Write the weights of a model, which rank 0 holds in full, for the vLLM servers."""
+
+        def write(folder: Path) -> None:
+            learner_checkpoint.write_model(model, tokenizer, folder, merged=True)
+
+        decoder.replace_weights(write if collectives.rank() == 0 else None, version)
+
+    def _load_server_weights(self, decoder: Decoder) -> None:
+        """Let the vLLM servers load the weights of a decoder, unless they hold them."""
+        if not isinstance(decoder, VllmDecoder) or decoder.pool.active_id == decoder.weights_id:
+            return
+        with collectives.all_or_none(self.accelerator.device):
+            if collectives.rank() == 0:
+                assert decoder.folder is not None
+                decoder.pool.load_weights(decoder.folder, decoder.weights_id)
+        decoder.pool.active_id = decoder.weights_id
 
     def free_all(self) -> None:
         """Free the memory of all models."""
@@ -106,6 +161,7 @@ class SamplingWorker:
             "device": str(self.accelerator.device),
             "dtype": "bf16" if self.sampler_dtype == torch.bfloat16 else "fp32",
             "world": collectives.world(),
+            "sampler": self.settings.sampler.kind,
             "sampler_tp": self.settings.sampler.tp,
         }
 
@@ -168,9 +224,13 @@ class SamplingWorker:
         loaded, version, spec = learner_checkpoint.load_for_sampling(
             path, base_model, tokenizer, seed, load
         )
-        if self.tp_group is None:
-            loaded.model.to(self.accelerator.device)
-        decoder = self._make_decoder(loaded.model, base_keys[0] if base_keys else None)
+        decoder: Decoder
+        if self.server_pool is not None:
+            decoder = self._make_loaded_server_decoder(loaded, version)
+        else:
+            if self.tp_group is None:
+                loaded.model.to(self.accelerator.device)
+            decoder = self._make_decoder(loaded.model, base_keys[0] if base_keys else None)
         if self.tp_group is not None and not self.base_models.enabled:
             # the shard has been copied: free the full model in host memory
             loaded.model.to("meta")
@@ -209,6 +269,7 @@ class SamplingWorker:
         indices = self._assign_indices(
             [len(r.prompt) + r.num_samples * (r.params.max_tokens or 1024) for r in requests]
         )
+        self._load_server_weights(source.decoder)
         engine = make_version_engine(
             source,
             self.settings.sampler,
@@ -260,6 +321,7 @@ class SamplingWorker:
             )
         elif stream.version_id != version_id and not step_request.mixed:
             stream.engine.change_weights(source.decoder, source.version)
+        self._load_server_weights(source.decoder)
         stream.version_id, arrived = (
             version_id,
             [request for _, _, request in step_request.new_requests],
@@ -269,7 +331,7 @@ class SamplingWorker:
         else:
             source.report_params(arrived)
 
-        def make_engine(unfinished: Sequence[SamplingRequest]) -> Engine:
+        def make_engine(unfinished: Sequence[SamplingRequest]) -> RankEngine:
             engine = make_version_engine(
                 source, sampler_settings, step_request.mixed, self.kv_cache_pool
             )
@@ -309,10 +371,10 @@ class SamplingWorker:
         """
         indices = self._assign_indices([len(p) for p in prompts])
         placed_images = [images[i] for i in indices] if images else ()
-        logprobs = score_sequences(
-            self.versions[version_id].decoder,
-            [prompts[i] for i in indices],
-            temperature,
-            placed_images,
-        )
+        decoder, texts = self.versions[version_id].decoder, [prompts[i] for i in indices]
+        if isinstance(decoder, VllmDecoder):
+            self._load_server_weights(decoder)
+            logprobs = score_on_servers(decoder, texts, temperature, placed_images)
+        else:
+            logprobs = score_sequences(decoder, texts, temperature, placed_images)
         return dict(zip(indices, logprobs, strict=True)) if self.reports_results else {}

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from rl.sampler import Engine, MultiStepEngine, PagedEngine, SamplingRequest
+from rl.runtime.sampler_versions import RankEngine, close_engine
+from rl.sampler import MultiStepEngine, SamplingRequest
 from rl.types import SampledSequence, SampleResponse
 
 
@@ -47,7 +48,7 @@ class StepOutput:
 class WorkerStream:
     """Hold this rank's engine of a stream, and the tickets of its requests."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: RankEngine):
         self.engine = engine
         self.version_id = -1  # the worker's id of the weight version
         self.tickets: dict[int, int] = {}  # by the engine's request id
@@ -118,15 +119,14 @@ class WorkerStream:
         }
 
     def move_to_new_engine(
-        self, make_engine: Callable[[Sequence[SamplingRequest]], Engine]
+        self, make_engine: Callable[[Sequence[SamplingRequest]], RankEngine]
     ) -> None:
         """Move all requests to a new engine, which prefills the tokens sampled so far again.
 
         `make_engine` receives these requests.
         """
         remaining, self.tickets = self.unfinished(), {}
-        if isinstance(self.engine, PagedEngine):
-            self.engine.close()  # before the new engine is made, which may reuse its blocks
+        close_engine(self.engine)  # before the new engine is made, which may reuse its blocks
         self.engine = make_engine(list(remaining.values()))
         self._last_counters = {}
         for ticket, request in remaining.items():
@@ -155,7 +155,7 @@ def run_step_request(
     stream: WorkerStream,
     step_request: StepRequest,
     rank: int,
-    make_engine: Callable[[Sequence[SamplingRequest]], Engine],
+    make_engine: Callable[[Sequence[SamplingRequest]], RankEngine],
 ) -> StepOutput:
     """Execute a step request on this rank. `make_engine` makes an engine for its unfinished
     requests.

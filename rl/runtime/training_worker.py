@@ -49,6 +49,7 @@ from rl.runtime.verb_table import LEARNER, SAMPLER, verb
 from rl.runtime.weight_sync import WeightSnapshot
 from rl.sampler import Decoder
 from rl.types import AdamParams, Datum, LoraConfig, SamplingParams
+from rl.vllm import VllmDecoder
 
 
 def _merge_outputs(parts: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -281,14 +282,18 @@ class TrainingWorker(SamplingWorker):
         self.kv_cache_pool.free_for_learner()  # for a copy of the weights
         learner = self.learners[model_id]
         decoder = self.latest_decoders.get(model_id)
-        if decoder is None:
+        if self.server_pool is not None:
+            decoder = self._make_server_decoder(learner.loaded, model_id)
+            self._write_learner_weights(decoder, learner)
+        elif decoder is None:
             decoder = self._make_learner_decoder(model_id)
         else:
             # a version still uses this decoder
             if any(v.decoder is decoder for v in self.versions.values()):
                 decoder = decoder.fork()
             decoder.load_(learner.iter_weights())
-        self.latest_decoders[model_id] = decoder
+        if self.server_pool is None:
+            self.latest_decoders[model_id] = decoder
         version = SamplerVersion(decoder, learner.loaded, learner.version, learner, learned=True)
         return self._add_version(version_id, version, begin, self._find_mix_group(decoder))
 
@@ -299,11 +304,24 @@ class TrainingWorker(SamplingWorker):
         """
         begin = time.perf_counter()
         learner = self.learners[model_id]
+        if self.server_pool is not None:
+            loaded = self.base_models.load(*self.base_keys[model_id], True)
+            on_servers = self._make_loaded_server_decoder(loaded, 0)
+            return self._add_version(version_id, SamplerVersion(on_servers, loaded, 0, None), begin)
         if model_id not in self.latest_decoders:
             self.latest_decoders[model_id] = self._make_learner_decoder(model_id)
         decoder = load_base(self.latest_decoders[model_id].fork(), learner.parameter_shapes)
         version = SamplerVersion(decoder, learner.loaded, 0, None)
         return self._add_version(version_id, version, begin, self._find_mix_group(decoder))
+
+    def _write_learner_weights(self, decoder: VllmDecoder, learner: Learner) -> None:
+        """Write the learner's weights, adapters merged, for the vLLM servers."""
+        with (
+            collectives.all_or_none(self.accelerator.device),
+            learner.full_model(adapter_only=False) as model,
+        ):
+            tokenizer = learner.loaded.tokenizer
+            self._write_server_weights(decoder, model, tokenizer, learner.version)
 
     def _make_learner_decoder(self, model_id: int) -> Decoder:
         """Return a new decoder of the learner's weights."""
@@ -370,7 +388,10 @@ class TrainingWorker(SamplingWorker):
         decoder = self.versions[version_id].decoder
 
         def load_weights() -> None:
-            decoder.load_(learner.iter_weights())
+            if isinstance(decoder, VllmDecoder):
+                self._write_learner_weights(decoder, learner)
+            else:
+                decoder.load_(learner.iter_weights())
 
         def compute_sampler_logprobs() -> dict[int, np.ndarray]:
             return to_arrays(self.compute_logprobs(version_id, texts, temperature, images))

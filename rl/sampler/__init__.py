@@ -28,7 +28,13 @@ from rl.sampler.prefix_attention import disable_cudnn_attention
 from rl.sampler.prompt_logprobs import score_sequences
 from rl.sampler.rope_switch import find_rope_switch
 from rl.sampler.sampling_engine import Engine
-from rl.sampler.sampling_requests import SamplingRequest
+from rl.sampler.sampling_requests import (
+    EngineCounters,
+    FinishedRequest,
+    SamplingRequest,
+    check_params,
+)
+from rl.sampler.stop_conditions import StopStringMatcher, build_stop_condition
 from rl.sampler.tensor_parallel import check_shard_counts
 
 __all__ = [
@@ -40,7 +46,12 @@ __all__ = [
     "BLOCK_SIZE",
     "PagedEngine",
     "PagedMultiAdapterEngine",
+    "EngineCounters",
+    "FinishedRequest",
     "SamplingRequest",
+    "StopStringMatcher",
+    "build_stop_condition",
+    "check_params",
     "ExpertRecordingEngine",
     "MultiStepEngine",
     "UnsupportedModel",

@@ -31,6 +31,8 @@ _TRIAL_LAYERS, _TRIAL_VOCAB, _TRIAL_ROWS = 2, 4096, 4  # sizes of a trial
 # Pairs of features that do not combine, and why. Features of a decoder: "fast decoder", "generic
 # decoder", "tensor parallelism". Features of an engine: "paged cache", "adapters per row", "router
 # replay", and "device steps": several steps without the host between them (`MultiStepEngine`).
+# "vllm": servers decode (rl.vllm); of a run, "sampler ranks" (processes that only sample),
+# "cache recomputation" and "replay".
 # Every other pair combines, also with images, conversations, prompt logprobs, all of
 # `SamplingParams`, new weights, cancelled and resumed requests.
 EXCLUDED_PAIRS: Mapping[frozenset[str], str] = {
@@ -69,6 +71,33 @@ EXCLUDED_PAIRS: Mapping[frozenset[str], str] = {
     ),
     frozenset(("device steps", "adapters per row")): (
         "the steps of a device have one adapter for all rows"
+    ),
+    frozenset(("vllm", "paged cache")): (
+        "sampler_cache is the layout of the sampler in this process, and sampler is vllm: leave "
+        "sampler_cache at auto"
+    ),
+    frozenset(("vllm", "router replay")): (
+        "router_replay records experts, which the sampler vllm does not return yet: turn "
+        "router_replay off, or leave the sampler at auto"
+    ),
+    frozenset(("vllm", "tensor parallelism")): (
+        "sampler_tp shards the sampler in this process, and sampler is vllm: leave sampler_tp at 1 "
+        "and start the server with --tensor-parallel-size"
+    ),
+    frozenset(("vllm", "sampler ranks")): (
+        "sampler_ranks are processes that sample, and with sampler vllm its servers do: leave "
+        "sampler_ranks at 0"
+    ),
+    frozenset(("vllm", "cache recomputation")): (
+        "recompute_cache computes the KV cache of the sampler in this process again, and sampler "
+        "is vllm: leave recompute_cache out"
+    ),
+    frozenset(("vllm", "replay")): (
+        "a replay repeats a run bit for bit, and with sampler vllm the samples depend on rounding "
+        "and on the order of requests in its servers: leave replay out, or the sampler at auto"
+    ),
+    frozenset(("vllm", "adapters per row")): (
+        "the sampler vllm has the same weights for all rows: sample each model in a separate batch"
     ),
 }
 

@@ -48,7 +48,12 @@ from rl.trainer.launch_log import LaunchLog, describe_launch
 from rl.trainer.memory_report import check_memory as check_memory
 from rl.trainer.opponent_models import OpponentModels
 from rl.trainer.pipeline import check_api_models, dry_run, prepare_stages
-from rl.trainer.replay_log import ReplayLog, check_replay, list_replay_differences
+from rl.trainer.replay_log import (
+    ReplayLog,
+    check_replay,
+    check_replay_sampler,
+    list_replay_differences,
+)
 from rl.trainer.report_writer import ReportWriter
 from rl.trainer.resume import (
     ResumePoint,
@@ -84,6 +89,7 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
     options = run.options
     folder = resolve_run_folder(run)
     check_trackers(options.tracker_names)
+    check_replay_sampler(run)
     settings = replace(
         collect_worker_settings(run.stages),
         timeout_seconds=options.timeout,

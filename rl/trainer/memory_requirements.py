@@ -183,7 +183,10 @@ def _compute_needs(
         size = offloaded_activation_bytes(shape, batch) * launch.per_node
         offloaded = [("inputs of layers, offloaded, at most", size)]
     if samplers is None:
-        plan = plan_memory(shape, held, launch, work, others, critics, kept_bytes)
+        planned = work
+        if settings.sampling.sampler == "vllm":  # servers sample
+            work, planned = replace(work, samples=False), StepWork(batch=batch, samples=False)
+        plan = plan_memory(shape, held, launch, planned, others, critics, kept_bytes)
         plan = MemoryPlan(plan.items, (*plan.host, *offloaded))
         return [StageNeeds(stage.name, model.base_model, plan, work, launch)]
     learner_plan = plan_memory(

@@ -15,6 +15,7 @@ from rl.errors import UserError
 from rl.jsonl import format_json_line, read_jsonl, write_atomically
 from rl.reporting import load_saved_config
 from rl.rollout import EventLog, ReplayedEventLog
+from rl.sampler import check_features
 from rl.trainer.config_diff import find_replay_differences
 
 DECISIONS_FILE = "decisions.jsonl"
@@ -81,6 +82,13 @@ class ReplayLog:
         """Append an event to the log."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(format_json_line({"stage": self.stage, "batch": self.batch, **part, **row}))
+
+
+def check_replay_sampler(run: RunConfig) -> None:
+    """Raise UserError for a replay with a sampler whose samples cannot be repeated."""
+    kinds = {stage.settings.sampling.sampler for stage in run.stages}
+    if run.options.replay is not None and "vllm" in kinds:
+        check_features(("vllm", "replay"))
 
 
 def check_replay(run: RunConfig, warn: Callable[[str], None]) -> None:

@@ -75,7 +75,8 @@ class SavedWeights:
         the same samples.
 
         The run's settings of its launch (`sampler_ranks`, `sampler_tp`) do not apply: this service
-        may have a single process.
+        may have a single process. A run that sampled with vLLM servers, which may be gone, is
+        sampled from in this process.
         """
         from rl.client import ServiceClient
         from rl.runtime import WorkerSettings
@@ -86,9 +87,9 @@ class SavedWeights:
         )
         # tensor-parallel samplers have no paged KV cache
         cache = settings.sampler.cache if sampler_tp == 1 else "auto"
-        settings = replace(
-            settings, sampler_ranks=0, sampler=replace(settings.sampler, tp=sampler_tp, cache=cache)
-        )
+        kind = "auto" if settings.sampler.kind == "vllm" else settings.sampler.kind
+        sampler = replace(settings.sampler, tp=sampler_tp, cache=cache, kind=kind)
+        settings = replace(settings, sampler_ranks=0, sampler=sampler)
         return ServiceClient(seed=seed, settings=settings)
 
     def create_sampler(self, service: ServiceClient) -> SamplingClient:

@@ -32,6 +32,9 @@ TOLERANCE = 2e-3  # nats: fp32 rounding over a deep model stays below 1e-4
 MOVED_TOLERANCE, MOVED_GROWTH = 3e-5, 30
 TOLERANCE_BF16 = 0.1  # nats on average; single tokens differ by more
 MOVED_FRACTION_BF16 = 0.25  # fraction of the mean change that moved weights make
+# of an external sampler: a difference in nats that is counted, and the share of such tokens from
+# which a correction is advised
+LARGE_DIFFERENCE, LARGE_SHARE = 1e-2, 0.1
 
 
 class SelfTestFailed(UserError):
@@ -71,9 +74,15 @@ def self_test(
             f"samples are labeled version {sorted(map(str, versions))}, the weights are version "
             f"{policy.version}"
         )
-    seen = check_sync(policy, sampler, datums, params.temperature)
     exact = policy.info["dtype"] == "fp32"
-    difference = _check_agreement(datums, seen, exact)
+    remark = ""
+    if policy.info["sampler"] == "vllm":
+        remark, exact = _compare_server(policy, datums, params.temperature, exact)
+        seen = check_sync(policy, sampler, datums, 1.0)  # vLLM scores at temperature 1
+        difference = _check_agreement(datums, seen, exact, with_sampled=params.temperature == 1)
+    else:
+        seen = check_sync(policy, sampler, datums, params.temperature)
+        difference = _check_agreement(datums, seen, exact)
     _check_weight_sync(
         datums,
         seen,
@@ -84,8 +93,50 @@ def self_test(
         f"the self-test passed in {time.perf_counter() - start:.1f} s: sampler and learner compute "
         f"the same logprobs (largest difference {difference:.1g} in "
         f"{sum(len(s.tokens) for _, s in samples)} tokens), changed weights reach the sampler, and "
-        f"{reached} trained tensors get a gradient"
+        f"{reached} trained tensors get a gradient{remark}"
     )
+
+
+def _compare_server(
+    policy: TrainingClient, datums: Sequence[Datum], temperature: float, exact: bool
+) -> tuple[str, bool]:
+    """Compare the logprobs that came with an external sampler's samples with the learner's.
+
+    Return a remark with the figures, and whether the bound of the exact sampler applies: in fp32,
+    if these logprobs are within it. Raises SelfTestFailed if they differ by more than
+    TOLERANCE_BF16 on average.
+    """
+    bare = [
+        datum.with_inputs({"target_tokens": datum.loss_fn_inputs["target_tokens"]})
+        for datum in datums
+    ]
+    outputs = policy.forward(bare, "cross_entropy", {"temperature": temperature}).result()
+    learner = _select_actions(
+        datums,
+        {
+            i: output["logprobs"].array.astype(np.float64)
+            for i, output in enumerate(outputs.loss_fn_outputs)
+        },
+    )
+    sampled = _select_actions(
+        datums, {i: d.loss_fn_inputs["logprobs"].array for i, d in enumerate(datums)}
+    ).astype(np.float64)
+    gap = learner - sampled
+    mean, largest = float(np.abs(gap).mean()), float(np.abs(gap).max())
+    share = float((np.abs(gap) > LARGE_DIFFERENCE).mean())
+    kl = float((np.exp(gap) - 1 - gap).mean())
+    figures = (
+        f"KL {kl:.2g}, largest difference {largest:.2g} nats, above {LARGE_DIFFERENCE:g} in "
+        f"{share:.0%} of {len(gap)} tokens"
+    )
+    if mean > TOLERANCE_BF16:
+        raise SelfTestFailed(
+            f"the vLLM server and the learner disagree on the logprobs of the same tokens at the "
+            f"same weights: {figures}. Start the server with the model that is trained and its "
+            "dtype (a tied head on a CPU: docs/vllm.md)"
+        )
+    advice = ", so set --correction truncate" if share > LARGE_SHARE else ""
+    return f"; vLLM beside the learner: {figures}{advice}", exact and largest <= TOLERANCE
 
 
 def _sample_answers(
@@ -178,15 +229,18 @@ def _select_actions(datums: Sequence[Datum], logprobs: dict[int, np.ndarray]) ->
     )
 
 
-def _check_agreement(datums: Sequence[Datum], report: ConsistencyReport, exact: bool) -> float:
-    """Return the largest difference in nats between learner and sampler (its sampling logprobs and
-    its scoring logprobs).
+def _check_agreement(
+    datums: Sequence[Datum], report: ConsistencyReport, exact: bool, with_sampled: bool = True
+) -> float:
+    """Return the largest difference in nats between learner and sampler (its sampling logprobs,
+    unless `with_sampled` is False, and its scoring logprobs).
     """
     sampled = np.concatenate(
         [d.loss_fn_inputs["logprobs"].array[d.loss_fn_inputs["mask"].array != 0] for d in datums]
     ).astype(np.float64)
     learner, read = _select_actions(datums, report.learner), _select_actions(datums, report.sampler)
-    for action, sampler in (("drew", sampled), ("reads", read)):
+    pairs = [("drew", sampled)] if with_sampled else []
+    for action, sampler in (*pairs, ("reads", read)):
         difference = np.abs(sampler - learner)
         if difference.max() > TOLERANCE if exact else difference.mean() > TOLERANCE_BF16:
             at = int(difference.argmax())
@@ -196,7 +250,7 @@ def _check_agreement(datums: Sequence[Datum], report: ConsistencyReport, exact: 
                 f"{difference.max():.3g} at worst (the sampler {action} {sampler[at]:.4f}, the "
                 f"learner has {learner[at]:.4f})"
             )
-    return float(np.abs(sampled - learner).max())
+    return float(np.abs((sampled if with_sampled else read) - learner).max())
 
 
 def _check_weight_sync(

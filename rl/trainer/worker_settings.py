@@ -9,6 +9,7 @@ from rl.config import AsyncRolloutSettings, StageConfig
 from rl.errors import UserError
 from rl.learner import LearnerSettings, kept_bytes_from_gib
 from rl.runtime import SamplerSettings, WorkerSettings
+from rl.sampler import check_features
 
 
 def collect_worker_settings(stages: Sequence[StageConfig]) -> WorkerSettings:
@@ -34,13 +35,19 @@ def collect_worker_settings(stages: Sequence[StageConfig]) -> WorkerSettings:
             model.router_replay,
             sampling.sampler_cache,
             sampling.sampler_tp,
+            sampling.sampler_url,
+            sampling.sampler_folder,
+            sampling.sampler_timeout,
         )
         per_stage.append(WorkerSettings(dtype=model.precision, learner=learner, sampler=sampler))
-    ranks = {
-        flow.sampler_ranks
+    flows = [
+        flow
         for plan in stages
         if isinstance(flow := getattr(plan.settings, "flow", None), AsyncRolloutSettings)
-    }
+    ]
+    if per_stage[0].sampler.kind == "vllm" and any(flow.recompute_cache for flow in flows):
+        check_features(("vllm", "cache recomputation"))
+    ranks = {flow.sampler_ranks for flow in flows}
     if len(ranks) > 1:
         raise UserError(
             "sampler_ranks applies to the whole run: set it at the recipe's top level or on the "
@@ -50,8 +57,8 @@ def collect_worker_settings(stages: Sequence[StageConfig]) -> WorkerSettings:
         raise UserError(
             "precision, token_budget, layout, fused_logprobs, kept_logits_gib, "
             "gradient_checkpointing, offload_activations, optimizer, router_replay, "
-            "router_aux_loss_coef, kv_cache_tokens, max_rows, sampler, sampler_cache and "
-            "sampler_tp apply to the whole run: set them at the recipe's top level or on the "
-            "command line"
+            "router_aux_loss_coef, kv_cache_tokens, max_rows, sampler, sampler_url, "
+            "sampler_folder, sampler_timeout, sampler_cache and sampler_tp apply to the whole run: "
+            "set them at the recipe's top level or on the command line"
         )
     return replace(per_stage[0], sampler_ranks=max(ranks, default=0))

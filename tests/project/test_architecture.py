@@ -19,7 +19,7 @@ LAYERS = {
     7: ["judges", "serve", "chat"],
     6: ["client", "integrations"],
     5: ["envs", "reporting", "memory_plan", "runtime"],
-    4: ["learner", "rollout", "data"],
+    4: ["learner", "rollout", "data", "vllm"],
     3: ["sampler"],
     2: ["models", "losses", "rewards", "renderers", "config", "distributed"],
     1: ["sandbox", "layers", "images"],

@@ -58,6 +58,11 @@ OTHERS = {
     "torch-backend",  # of uv
     "logdir",  # of tensorboard
     "backend-store-uri",  # of mlflow
+    "enable-scale-out",  # of vllm serve, to the end
+    "hf-overrides",
+    "logprobs-mode",
+    "max-model-len",
+    "tensor-parallel-size",
 }
 BENCH = {"gpu", "campaign", "roles", "sampler_vllm"}  # scripts of bench/ whose flags are named
 IN_CODE = re.compile(r"```.*?```|`[^`\n]+`|^    .*$", re.S | re.M)

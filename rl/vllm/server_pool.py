@@ -1,0 +1,193 @@
+"""Distribute samples over vLLM servers, and load weights into all of them."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rl.errors import UserError, warn_on_rank_zero
+from rl.vllm.transfer_validation import FolderManifest
+from rl.vllm.vllm_server import VllmServer, VllmServerError
+
+ATTEMPTS = 3  # of a sample, on different servers where there are several
+_RETRY_SECONDS = 0.5  # wait before another attempt if no server is left, times its number
+_MAX_THREADS = 512  # requests that a process waits for at once
+T = TypeVar("T")
+
+
+class ServerPool:
+    """Hold the servers, and the weights that they have.
+
+    `nonce`: equal on all ranks and different in other runs: weights of other runs on the same
+    server are detected. `root`: folder of the weights that servers load. Raises UserError if a
+    server does not answer, or was started with settings that cannot work.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        nonce: str,
+        *,
+        folder: str | None = None,
+        request_seconds: float = 600.0,
+        max_rows: int = _MAX_THREADS,
+    ):
+        if not urls:
+            raise UserError(
+                "sampler vllm needs the address of a server: set sampler_url, such as "
+                "http://localhost:8000"
+            )
+        self.servers = [VllmServer(url, request_seconds) for url in dict.fromkeys(urls)]
+        for server in self.servers:
+            server.check()
+        self.max_context = min(server.max_context for server in self.servers)
+        self.unties_head = any(not server.tied_head for server in self.servers)
+        self.nonce, self._folder = nonce, folder
+        self.active_id = ""  # of the weights that the servers hold
+        self.executor = ThreadPoolExecutor(min(max_rows, _MAX_THREADS), "vllm")
+        self._lock = threading.Lock()
+        self._labels: dict[str, tuple[int | None, int]] = {}  # learner and version by weights id
+        self._root: Path | None = None
+
+    @property
+    def root(self) -> Path:
+        """Return the folder of the weights, which is removed at the end."""
+        if self._root is None:
+            if self._folder is not None:
+                Path(self._folder).expanduser().mkdir(parents=True, exist_ok=True)
+            parent = None if self._folder is None else Path(self._folder).expanduser().resolve()
+            self._root = Path(tempfile.mkdtemp(prefix="whetstone-vllm-", dir=parent))
+            weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
+        return self._root
+
+    def add_weights(self, learner_id: int | None, version: int) -> str:
+        """Return the id of further weights, the same on all ranks."""
+        weights_id = f"{self.nonce}-{len(self._labels) + 1}"
+        self._labels[weights_id] = (learner_id, version)
+        return weights_id
+
+    def find_versions(self, weights_id: str) -> dict[str, int]:
+        """Return by weights id the versions that a sample of these weights may have tokens of: all
+        of the same learner, as weights may change while it is made.
+        """
+        learner_id, version = self._labels[weights_id]
+        if learner_id is None:
+            return {weights_id: version}
+        labels = list(self._labels.items())
+        return {key: number for key, (learner, number) in labels if learner == learner_id}
+
+    def load_weights(self, folder: Path, weights_id: str) -> None:
+        """Load weights into all servers, also into those that failed before.
+
+        A server that is not reachable gets no samples until the next weights. Raises UserError if
+        no server has the weights, or a server kept other weights.
+        """
+        dtypes = {server.dtype for server in self.servers}
+        manifests = {dtype: FolderManifest(folder, dtype) for dtype in dtypes}
+
+        def load(server: VllmServer) -> VllmServerError | None:
+            try:
+                server.load_weights(folder, weights_id, manifests[server.dtype])
+            except VllmServerError as error:
+                server.is_lost = True
+                return error
+            return None
+
+        with ThreadPoolExecutor(len(self.servers)) as executor:
+            errors = list(executor.map(load, self.servers))
+        failures = [error for error in errors if error is not None]
+        messages = [str(error) for error in failures]
+        for failure in failures:
+            if failure.has_wrong_weights:
+                raise UserError(f"{failure}. Nothing was sampled with these weights")
+        if len(messages) == len(self.servers):
+            raise UserError(
+                f"no vLLM server has the new weights: {messages[0]}. Every server must see "
+                f"{folder} under this path (sampler_folder); start the servers again and continue "
+                "with --resume"
+            )
+        for message in messages:
+            warn_on_rank_zero(f"{message}: no samples are sent to it until the next weights")
+
+    def send(self, work: Callable[[VllmServer], T]) -> T:
+        """Return the result of `work` on the server with the least load.
+
+        A server that fails gets no more samples until it has loaded weights, and its work is sent
+        to another server, or to the same if no other is left. Raises UserError, naming the server,
+        after `ATTEMPTS` attempts.
+        """
+        for attempt in range(ATTEMPTS):
+            with self._lock:
+                usable = [server for server in self.servers if not server.is_lost]
+                server = min(usable or self.servers, key=lambda server: server.load)
+                server.load += 1
+            try:
+                return work(server)
+            except VllmServerError as error:
+                if not (error.rejected or server.is_lost):
+                    warnings.warn(
+                        f"{error}: its samples are requested again, and it gets no others until "
+                        "the next weights unless no server is left",
+                        stacklevel=2,
+                    )
+                server.is_lost = not error.rejected
+                if error.rejected or attempt == ATTEMPTS - 1:
+                    raise UserError(
+                        f"{error} ({attempt + 1} attempts). No sample of it was used; look at the "
+                        "server's log, start it again and continue with --resume"
+                    ) from error
+            finally:
+                with self._lock:
+                    server.load -= 1
+            if all(server.is_lost for server in self.servers):
+                time.sleep(_RETRY_SECONDS * (attempt + 1))
+        raise AssertionError("the last attempt returns or raises")
+
+    def score(
+        self, sequences: Sequence[Sequence[int]], weights_id: str
+    ) -> list[list[float | None]]:
+        """Return the logprob of each token of each sequence at temperature 1; entry 0 is None."""
+        return list(
+            self.executor.map(
+                lambda tokens: self.send(lambda server: _score(server, tokens, weights_id)),
+                sequences,
+            )
+        )
+
+
+def _score(server: VllmServer, tokens: Sequence[int], weights_id: str) -> list[float | None]:
+    """Return the logprobs of a sequence from one server. Raises VllmServerError."""
+    prompt = [int(token) for token in tokens]
+    params: dict[str, Any] = {
+        "max_tokens": 1,
+        "prompt_logprobs": 0,
+        "logprobs": 0,
+        "temperature": 1.0,
+        "detokenize": False,
+    }
+    # a whole prompt may fill the context, and one token is sampled after it
+    reply = server.sample(prompt, params)
+    try:
+        spans = reply["choices"][0]["weight_versions"]
+        entries = reply["prompt_logprobs"][1 : len(prompt)]
+        logprobs = [
+            float(entry[str(token)]["logprob"])
+            for token, entry in zip(prompt[1:], entries, strict=True)
+        ]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise VllmServerError(
+            server.url, f"returned no logprobs of a prompt ({type(error).__name__}: {error})"
+        ) from error
+    if [span["version"] for span in spans] != [weights_id]:
+        raise VllmServerError(
+            server.url, f"scored with the weights {spans}, {weights_id} were expected"
+        )
+    return [None, *logprobs]

@@ -1,0 +1,119 @@
+"""Compare the weights that a vLLM server holds with the folder that it loaded.
+
+vLLM returns a SHA-256 of the bytes of each of its parameters. It fuses some matrices (q, k and v;
+gate and up), tensor parallelism cuts matrices, and on a CPU a layer may hold its matrix in a packed
+form outside its parameters: these are not compared. Parameters in the form of the folder must be
+equal. A part of a parameter must have changed if its tensor changed since the last transfer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+_EMPTY_DIGEST = hashlib.sha256(b"").hexdigest()  # of a parameter that holds no values itself
+_SHOWN_NAMES = 3
+_VOCAB_PADDING = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE
+
+
+class FolderManifest:
+    """Hold the digests of the tensors in a folder, by vLLM's name, in the server's dtype (such as
+    "torch.bfloat16"); of fused matrices too.
+    """
+
+    def __init__(self, folder: Path, dtype: str):
+        self._dtype = getattr(torch, dtype.removeprefix("torch."))
+        self._places: dict[str, Path] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                self._places.update(dict.fromkeys(file.keys(), path))
+        self._parts: dict[str, list[str]] = {name: [name] for name in self._places}
+        for name in self._places:
+            for fused, parts in _FUSED.items():
+                members = [name.replace(f".{parts[0]}.", f".{part}.") for part in parts]
+                if f".{parts[0]}." in name and all(m in self._places for m in members):
+                    self._parts[name.replace(f".{parts[0]}.", f".{fused}.")] = members
+        self._digests = {name: _digest(self._read(name, self._dtype)) for name in self._parts}
+
+    def find(self, name: str) -> str | None:
+        """Return the digest of a tensor, None if the folder has no tensor of that name."""
+        return self._digests.get(name)
+
+    def matches(self, name: str, digest: str) -> bool:
+        """Return whether a digest is that of a tensor, in any form in which vLLM may hold it: with
+        zeros up to a multiple of 64 rows (a vocabulary), or in another dtype than the others.
+        """
+        return digest == self._digests[name] or any(
+            digest == _digest(form) for form in self._iter_other_forms(name)
+        )
+
+    def _iter_other_forms(self, name: str) -> Iterator[Tensor]:
+        if "embed" in name or "lm_head" in name:
+            matrix = self._read(name, self._dtype)
+            rows = -len(matrix) % _VOCAB_PADDING
+            yield torch.cat([matrix, matrix.new_zeros(rows, *matrix.shape[1:])])
+        yield self._read(name, None)
+        yield self._read(name, torch.float32)
+
+    def _read(self, name: str, dtype: torch.dtype | None) -> Tensor:
+        tensors = []
+        for part in self._parts[name]:
+            with safe_open(self._places[part], framework="pt") as file:
+                tensor = file.get_tensor(part)
+            converts = dtype is not None and tensor.is_floating_point()
+            tensors.append(tensor.to(dtype) if converts else tensor)
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def find_transfer_error(
+    manifest: FolderManifest,
+    held: Mapping[str, str],
+    previous: tuple[FolderManifest, Mapping[str, str]] | None,
+    tensor_parallel: int,
+) -> str | None:
+    """Return what is wrong with a transfer, None if it is right.
+
+    `manifest`: of the folder. `held`: of the server, by "dp0:pp0:pcp0:tp0:" and name.
+    `previous`: both of the transfer before.
+    """
+    wrong: list[str] = []
+    compared = 0
+    for key, digest in held.items():
+        name = key.rpartition(":")[2]
+        expected = manifest.find(name)
+        if digest == _EMPTY_DIGEST or expected is None:
+            continue
+        if tensor_parallel == 1 or "norm" in name:  # norms are whole on each process
+            compared += 1
+            if not manifest.matches(name, digest):
+                wrong.append(name)
+        elif previous is not None and previous[0].find(name) and key in previous[1]:
+            if (expected != previous[0].find(name)) != (digest != previous[1][key]):
+                wrong.append(name)
+    if wrong:
+        names = ", ".join(wrong[:_SHOWN_NAMES])
+        return (
+            f"does not hold the weights that it was told to load: {len(wrong)} of {len(held)} "
+            f"parameters differ ({names}). It kept old weights or changed them"
+        )
+    if not compared:
+        return (
+            "names no parameter as the learner's model does, so its weights cannot be compared: "
+            "start it with the model that is trained (a model whose parameters vLLM names "
+            "differently is not supported yet)"
+        )
+    return None
+
+
+def _digest(tensor: Tensor) -> str:
+    values = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(values.data).hexdigest()

@@ -1,0 +1,103 @@
+"""Hold a version of the weights for vLLM servers: a folder in the format of Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from rl.images import make_no_images_error
+from rl.sampler import Decoder
+from rl.types import PlacedImage
+from rl.vllm.server_pool import ServerPool
+
+_HEAD_FILE, _INDEX = "model-untied-head.safetensors", "model.safetensors.index.json"
+
+
+class VllmDecoder(Decoder):
+    """Hold a version of the weights that the servers of `pool` can load.
+
+    `weights_id` names the weights, and changes with them. `folder`: of the weights, on rank 0. It
+    is removed with the decoder. `learner_id`: of the model whose version it is; None: of none.
+    """
+
+    def __init__(
+        self,
+        pool: ServerPool,
+        vocab_size: int,
+        max_positions: int | None,
+        learner_id: int | None = None,
+    ):
+        limits = [pool.max_context, *([] if max_positions is None else [max_positions])]
+        self.pool, self.vocab_size, self.max_positions = pool, vocab_size, min(limits)
+        self.device, self.dtype = torch.device("cpu"), torch.float32
+        self.weights_id, self.folder, self.learner_id = "", None, learner_id
+        self._finalizer: weakref.finalize | None = None
+
+    weights_id: str
+    folder: Path | None
+
+    def replace_weights(self, write: Callable[[Path], None] | None, version: int) -> None:
+        """Replace the weights by those of `version` that `write(folder)` writes; None on ranks that
+        write none. All ranks call it together.
+        """
+        if self._finalizer is not None:
+            self._finalizer()
+        self.weights_id = self.pool.add_weights(self.learner_id, version)
+        if write is None:
+            return
+        self.folder = self.pool.root / self.weights_id
+        self._finalizer = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        write(self.folder)
+        if self.pool.unties_head:
+            add_head(self.folder)
+
+    def load_(self, named_tensors: object) -> None:
+        """Refuse: a server loads whole folders (`replace_weights`)."""
+        raise NotImplementedError("vLLM loads folders of weights, not single tensors")
+
+    def fork(self) -> Self:
+        """Return a decoder for another version of the weights, which has none yet."""
+        return type(self)(self.pool, self.vocab_size, self.max_positions, self.learner_id)
+
+    def new_state(self, kv_cache_tokens: int) -> object:  # type: ignore[override]
+        """Refuse: the server decodes."""
+        raise NotImplementedError("vLLM decodes on its server")
+
+    def read_prompts(self, prompts: object, readers: object, images: object = ()) -> None:
+        """Refuse: a server returns no logits."""
+        raise NotImplementedError("vLLM returns no logits: use ServerPool.score")
+
+    def check_images(self, prompt: Sequence[int], images: Sequence[PlacedImage]) -> None:
+        """Raise UserError for images, which are not sent to servers yet."""
+        if images:
+            raise make_no_images_error("the sampler vllm")
+
+
+def add_head(folder: Path) -> None:
+    """Write the output head of a model that ties it to the embedding as a separate matrix."""
+    name, head = "", None
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+            if "lm_head.weight" in names:
+                return
+            matches = [key for key in names if key.endswith("embed_tokens.weight")]
+            if matches:
+                name = matches[0]
+                head = file.get_tensor(name)
+    if head is None:
+        return
+    save_file({"lm_head.weight": head}, folder / _HEAD_FILE, {"format": "pt"})
+    index = folder / _INDEX
+    if index.is_file():
+        content = json.loads(index.read_text())
+        content["weight_map"]["lm_head.weight"] = _HEAD_FILE
+        index.write_text(json.dumps(content))

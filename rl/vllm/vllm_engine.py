@@ -1,0 +1,293 @@
+"""Sample from vLLM servers behind the interface of the engine in this process."""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rl.sampler import (
+    Decoder,
+    EngineCounters,
+    FinishedRequest,
+    SamplingRequest,
+    StopStringMatcher,
+    build_stop_condition,
+    check_params,
+)
+from rl.types import PlacedImage, SampledSequence, SampleResponse
+from rl.vllm.sample_reply import ReplyRules, read_sample
+from rl.vllm.server_pool import ServerPool
+from rl.vllm.vllm_decoder import VllmDecoder
+from rl.vllm.vllm_server import VllmServer
+
+_STEP_SECONDS = 0.05  # time that a step waits for samples
+_GREEDY_TEMPERATURE = 0.0
+
+
+@dataclass
+class _RequestState:
+    """Hold a request whose samples are not complete."""
+
+    request: SamplingRequest
+    max_tokens: int
+    stop_ids: frozenset[int]
+    stop_strings: tuple[str, ...]
+    sequences: dict[int, SampledSequence] = field(default_factory=dict)
+
+
+class VllmEngine:
+    """Sample with the servers of `decoder`, which samples while this process does other work.
+
+    The interface is that of `rl.sampler.Engine`: requests may be added, and the weights changed,
+    between any two steps. A step waits for samples to arrive, at most 50 ms. The random stream of a
+    sample is a function of its request, but the tokens also depend on rounding in the server's
+    batch. Raises UserError from `step` if no server returns a right sample within three attempts.
+    """
+
+    def __init__(
+        self,
+        decoder: VllmDecoder,
+        eos_token_ids: Sequence[int] = (),
+        tokenizer: Any = None,
+        max_context: int | None = None,
+        version: int = 0,
+    ):
+        self.decoder, self.version = decoder, version
+        self.eos_token_ids = tuple(sorted({int(token) for token in eos_token_ids}))
+        limits = [decoder.pool.max_context, *([] if max_context is None else [max_context])]
+        self.max_context = min(limits)
+        self.counters = EngineCounters()
+        self._stop_strings = StopStringMatcher(tokenizer) if tokenizer is not None else None
+        self._states: dict[int, _RequestState] = {}
+        # (request id, sample, the sample or its error); from the threads that wait for servers
+        self._results: queue.SimpleQueue[tuple[int, int, SampledSequence | BaseException]] = (
+            queue.SimpleQueue()
+        )
+        self._next_id = 0
+
+    @property
+    def pool(self) -> ServerPool:
+        """Return the servers."""
+        return self.decoder.pool
+
+    @property
+    def busy(self) -> bool:
+        """Return whether any request is unfinished."""
+        return bool(self._states)
+
+    def add(self, request: SamplingRequest) -> int:
+        """Send a request to the servers and return its id.
+
+        Raises ValueError, before anything is sent, if the request is invalid or asks for what the
+        servers do not return.
+        """
+        prompt = [int(token) for token in request.prompt]
+        vocab = self.decoder.vocab_size
+        if not prompt or min(prompt) < 0 or max(prompt) >= vocab:
+            raise ValueError(f"a prompt has at least 1 token, in [0, {vocab}); got {prompt[:8]}")
+        self.decoder.check_images(prompt, request.images)
+        if request.num_samples < 1:
+            raise ValueError(f"num_samples is at least 1, got {request.num_samples}")
+        _check_supported(request)
+        params = request.params
+        max_tokens = params.max_tokens or max(self.max_context - len(prompt), 0)
+        if max_tokens < 1 or len(prompt) + max_tokens > self.max_context:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens and max_tokens={params.max_tokens} exceed the "
+                f"context of {self.max_context} tokens: lower max_tokens, or raise the server's "
+                "--max-model-len"
+            )
+        condition = build_stop_condition(
+            params.stop, () if params.ignore_eos else self.eos_token_ids
+        )
+        check_params(params, condition.token_ids, vocab, max_tokens)
+        if condition.strings and self._stop_strings is None:
+            raise ValueError(f"stop={params.stop!r} holds strings, which need a tokenizer")
+        request_id, self._next_id = self._next_id, self._next_id + 1
+        self._states[request_id] = state = _RequestState(
+            request, max_tokens, condition.token_ids, condition.strings
+        )
+        for sample in range(request.num_samples):
+            self.pool.executor.submit(self._sample, request_id, sample, state, prompt)
+        return request_id
+
+    def _sample(
+        self, request_id: int, sample: int, state: _RequestState, prompt: list[int]
+    ) -> None:
+        """Request a sample from a server, in a thread, and queue it or its error."""
+        params = _make_params(state, sample)
+
+        def work(server: VllmServer) -> SampledSequence:
+            reply = server.sample(prompt, params)
+            return read_sample(server.url, reply, self._make_rules(state))
+
+        result: SampledSequence | BaseException
+        try:
+            result = self.pool.send(work)
+            result.temperature = state.request.params.temperature
+        except BaseException as error:  # noqa: BLE001  (raised by the step that reads the result)
+            result = error
+        self._results.put((request_id, sample, result))
+
+    def _make_rules(self, state: _RequestState) -> ReplyRules:
+        strings, matcher = state.stop_strings, self._stop_strings
+        matches = (
+            (lambda tokens: matcher.matches(strings, np.array(tokens)))
+            if strings and matcher is not None
+            else None
+        )
+        versions = self.pool.find_versions(self.decoder.weights_id)
+        vocab = self.decoder.vocab_size
+        return ReplyRules(state.max_tokens, vocab, state.stop_ids, versions, matches)
+
+    def step(self) -> list[FinishedRequest]:
+        """Wait for samples, and return the completed requests.
+
+        Raises the error of a sample that no server returned.
+        """
+        finished: list[FinishedRequest] = []
+        timeout = _STEP_SECONDS
+        while self._states:
+            try:
+                request_id, sample, result = self._results.get(timeout=timeout)
+            except queue.Empty:
+                break
+            timeout = 0.0
+            state = self._states.get(request_id)
+            if state is None:  # cancelled
+                continue
+            if isinstance(result, BaseException):
+                self._states.clear()
+                raise result
+            state.sequences[sample] = result
+            self.counters.emitted_tokens += len(result.tokens)
+            self.counters.decoded_rows += len(result.tokens)
+            self.counters.finished_samples += 1
+            if len(state.sequences) == state.request.num_samples:
+                del self._states[request_id]
+                self.counters.prefill_prompts += 1
+                self.counters.prefill_tokens += len(state.request.prompt)
+                sequences = [state.sequences[i] for i in range(state.request.num_samples)]
+                finished.append(FinishedRequest(request_id, SampleResponse(sequences)))
+        self.counters.steps += 1
+        return finished
+
+    def run(self) -> list[SampleResponse]:
+        """Step until all requests have finished. Return responses in order of addition."""
+        finished: list[FinishedRequest] = []
+        while self.busy:
+            finished.extend(self.step())
+        return [done.result() for done in sorted(finished, key=lambda done: done.request_id)]
+
+    def change_weights(self, decoder: Decoder, version: int) -> None:
+        """Sample from `decoder`, which the servers have loaded or will load before the next step.
+        Samples that are being made have tokens of both.
+        """
+        assert isinstance(decoder, VllmDecoder)
+        self.decoder, self.version = decoder, version
+
+    def cancel(self, request_id: int) -> None:
+        """Discard a request. Does nothing if it is unknown or finished."""
+        self._states.pop(request_id, None)
+
+    def partial_samples(
+        self, request_ids: Collection[int] | None = None
+    ) -> dict[int, dict[int, SampledSequence]]:
+        """Return {}: a server shows a sample when it is complete."""
+        return {}
+
+    def unfinished_requests(self) -> list[tuple[int, SamplingRequest]]:
+        """Return every unfinished request, in order of addition. Another engine samples it again
+        from its start.
+        """
+        return [(number, self._states[number].request) for number in sorted(self._states)]
+
+    def evict_conversation(self, conversation: str) -> None:
+        """Do nothing: a server drops the prefixes that were not used for the longest time."""
+
+    def close(self) -> None:
+        """Discard all requests."""
+        self._states.clear()
+
+
+def score_on_servers(
+    decoder: VllmDecoder,
+    sequences: Sequence[Sequence[int]],
+    temperature: float = 1.0,
+    images: Sequence[Sequence[PlacedImage]] = (),
+) -> list[list[float | None]]:
+    """Return the logprob of each token of each sequence; entry 0 is None.
+
+    Raises ValueError for an empty sequence, one that exceeds the server's context, and for another
+    temperature than 1, at which vLLM scores prompts.
+    """
+    if temperature != 1:
+        raise ValueError(f"vLLM scores prompts at temperature 1, not {temperature}")
+    for tokens, placed in zip(sequences, images, strict=True) if any(images) else ():
+        decoder.check_images(tokens, placed)
+    for tokens in sequences:
+        if not 0 < len(tokens) < decoder.pool.max_context:
+            raise ValueError(
+                f"a sequence of {len(tokens)} tokens: 1 to {decoder.pool.max_context - 1} can be "
+                "scored (--max-model-len of the server)"
+            )
+    return decoder.pool.score(sequences, decoder.weights_id)
+
+
+def _check_supported(request: SamplingRequest) -> None:
+    """Raise ValueError for a request for what servers do not return."""
+    params = request.params
+    if request.scores_prompt:
+        raise ValueError(
+            "the sampler vllm returns no prompt logprobs with samples: call compute_logprobs"
+        )
+    if request.resume_from is not None:
+        raise ValueError("the sampler vllm does not resume partial samples")
+    if request.adapter_id is not None:
+        raise ValueError("the sampler vllm has the same weights for all requests of a batch")
+    if params.untruncated_logprobs and params.changes_distribution:
+        raise ValueError(
+            "untruncated_logprobs: vLLM returns the logprobs of the distribution that it sampled "
+            "from; leave out top_k, top_p, min_p, biases, penalties and min_tokens"
+        )
+
+
+def _make_params(state: _RequestState, sample: int) -> dict[str, Any]:
+    """Return vLLM's sampling parameters of a sample. All defaults of the server are replaced."""
+    params, request = state.request.params, state.request
+    fields: dict[str, Any] = {
+        "n": 1,
+        "max_tokens": state.max_tokens,
+        "min_tokens": params.min_tokens,
+        "seed": _derive_stream(request, sample),
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "repetition_penalty": params.repetition_penalty,
+        "logprobs": 0,
+        "stop_token_ids": sorted(state.stop_ids),
+        "ignore_eos": True,  # stop_token_ids holds them
+        "detokenize": bool(state.stop_strings),
+        "skip_special_tokens": False,
+    }
+    if params.temperature == _GREEDY_TEMPERATURE:  # its token is the same, its logprob is whole
+        fields.update(top_p=1.0, top_k=-1, min_p=0.0)
+    if state.stop_strings:
+        fields["stop"] = list(state.stop_strings)
+    if params.logit_bias:
+        fields["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+    return fields
+
+
+def _derive_stream(request: SamplingRequest, sample: int) -> int:
+    """Return the seed of a sample, in [0, 2**63)."""
+    key = f"{request.seed} {request.problem} {request.first_index + sample}"
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1

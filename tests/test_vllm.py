@@ -1,0 +1,536 @@
+"""vLLM servers as the sampler, on a stub that answers exactly and misbehaves in each known way."""
+
+import copy
+import hashlib
+import math
+import re
+import time
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import pytest
+import torch
+from helpers import random_datums
+from safetensors.torch import save_file
+from vllm_stub import StubServer, vllm_server
+from whole_runs import RECIPE, train
+
+from rl import ServiceClient
+from rl.algorithms import METHODS
+from rl.client import SampleStream
+from rl.config import RunSettings
+from rl.config.cli import parse_run
+from rl.errors import UserError
+from rl.memory_plan import LaunchShape
+from rl.renderers import get_renderer
+from rl.runtime.rank_settings import SamplerSettings, WorkerSettings
+from rl.sampler import SamplingRequest
+from rl.trainer.memory_requirements import compute_stage_needs, measure_nothing
+from rl.trainer.self_test import self_test
+from rl.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
+from rl.vllm.transfer_validation import FolderManifest, find_transfer_error
+
+BASE = "tiny:addition-small"
+PARAMS = SamplingParams(max_tokens=6, temperature=0.7)
+
+
+def spoil(fault, reply):
+    reply = copy.deepcopy(reply)
+    choice = reply["choices"][0]
+    content = choice["logprobs"]["content"]
+    if fault == "dies":
+        return None
+    if fault == "hangs":
+        time.sleep(6)
+    elif fault == "http 500":
+        return 500, {"error": "out of memory"}
+    elif fault == "other tokens":
+        choice["token_ids"] = [(token + 1) % 12 for token in choice["token_ids"]]
+    elif fault == "outside":
+        choice["token_ids"][0] = content[0]["token_id"] = 10**6
+    elif fault == "no logprobs":
+        choice["logprobs"] = None
+    elif fault == "missing logprob":
+        del content[-1]
+    elif fault == "nan":
+        content[0]["logprob"] = math.nan
+    elif fault == "truncated":
+        choice["token_ids"] = choice["token_ids"][:1]
+        choice["logprobs"]["content"] = content[:1]
+        choice["weight_versions"][0]["end"] = 1
+        choice["finish_reason"] = "abort"
+    elif fault == "too long":
+        choice["token_ids"] += [3] * 20
+    elif fault == "old version":
+        choice["weight_versions"][0]["version"] = "default"
+    elif fault == "no versions":
+        choice["weight_versions"] = None
+    elif fault == "several":
+        reply["choices"] *= 2
+    elif fault == "no json":
+        return 200, "text"
+    return 200, reply
+
+
+FAULTS = {
+    "dies": "is not reachable",
+    "hangs": "within 3 s",
+    "http 500": "HTTP 500: .*out of memory",
+    "other tokens": "logprobs of other tokens",
+    "outside": r"the token 1000000, outside",
+    "no logprobs": "without token ids, logprobs or weight versions",
+    "missing logprob": "logprobs of other tokens",
+    "nan": "returned the logprob nan",
+    "truncated": "truncated sample: finish_reason 'abort' after 1 of",
+    "too long": "26 tokens, expected 1 to 6",
+    "old version": "sampled with the weights 'default'.*restarted",
+    "no versions": "without token ids, logprobs or weight versions",
+    "several": "returned 2 samples, 1 was requested",
+    "no json": "returned str, not an object",
+}
+
+
+@contextmanager
+def starting():
+    """Yield a function that starts stubs and returns (the stubs, their addresses)."""
+    with ExitStack() as stack:
+
+        def start(count=1):
+            stubs = [StubServer() for _ in range(count)]
+            urls = tuple(stack.enter_context(vllm_server(stub, spoil)) for stub in stubs)
+            return stubs, urls
+
+        yield start
+
+
+@contextmanager
+def connecting(folder):
+    """Yield a function that makes a service which samples from these addresses."""
+    with ExitStack() as stack:
+
+        def make(urls, seconds=60.0):
+            sampler = SamplerSettings(
+                kind="vllm", urls=urls, request_seconds=seconds, folder=str(folder)
+            )
+            settings = WorkerSettings(dtype="fp32", sampler=sampler)
+            return stack.enter_context(
+                ServiceClient(output_dir=folder / "out", seed=3, settings=settings)
+            )
+
+        yield make
+
+
+@pytest.fixture
+def servers():
+    with starting() as start:
+        yield start
+
+
+@pytest.fixture
+def connect(tmp_path):
+    with connecting(tmp_path) as make:
+        yield make
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Yield two stubs, their addresses and a policy that is sampled from with them."""
+    folder = tmp_path_factory.mktemp("pair")
+    with starting() as start, connecting(folder) as make:
+        stubs, urls = start(2)
+        yield stubs, urls, make_policy(make(urls))
+
+
+def make_policy(service, kind="full"):
+    if kind == "full":
+        return service.create_full_training_client(BASE, seed=2)
+    return service.create_lora_training_client(BASE, rank=4, seed=2)
+
+
+def update(policy):
+    policy.forward_backward(random_datums(8, seed=1), "importance_sampling", divisor=10.0)
+    policy.optim_step(AdamParams(learning_rate=1e-2, eps=1e-8)).result()
+
+
+def learner_logprobs(policy, prompt, sequence, temperature):
+    tokens = [*prompt, *sequence.tokens]
+    targets = TensorData(np.array(tokens[1:], np.int64))
+    datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": targets})
+    output = policy.forward([datum], "cross_entropy", {"temperature": temperature}).result()
+    return output.loss_fn_outputs[0]["logprobs"].array[-len(sequence.tokens) :]
+
+
+def sample(sampler, num_prompts=3, num_samples=2, params=PARAMS):
+    requests = [
+        SamplingRequest(prompt=[3, 4 + i, 5], num_samples=num_samples, params=params, problem=i)
+        for i in range(num_prompts)
+    ]
+    responses, counters = sampler.sample_many(requests).result()
+    assert counters["finished_samples"] == num_prompts * num_samples
+    return [
+        (request.prompt, sequence)
+        for request, response in zip(requests, responses, strict=True)
+        for sequence in response.sequences
+    ]
+
+
+def read(samples):
+    return [(s.tokens, s.logprobs, s.version, s.stop_reason) for _, s in samples]
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_samples_have_the_learners_logprobs_after_every_update(kind, servers, connect):
+    """Full weights and merged adapters; the sampled tokens differ within a group and between
+    versions, and each has its version.
+    """
+    (stub,), urls = servers()
+    policy = make_policy(connect(urls), kind)
+    seen = []
+    for version in range(3):
+        sampler = policy.save_weights_and_get_sampling_client()
+        samples = sample(sampler)
+        for prompt, sequence in samples:
+            assert (sequence.version, sequence.temperature) == (version, 0.7)
+            expected = learner_logprobs(policy, prompt, sequence, 0.7)
+            np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+        assert len({tuple(sequence.tokens) for _, sequence in samples}) > 1
+        seen.append([sequence.logprobs for _, sequence in samples])
+        text = [3, 4, 5, 6, 7]
+        scores = sampler.compute_logprobs(ModelInput.from_ints(text)).result()
+        targets = TensorData(np.array(text[1:], np.int64))
+        datum = Datum(ModelInput.from_ints(text[:-1]), {"target_tokens": targets})
+        output = policy.forward([datum], "cross_entropy").result().loss_fn_outputs[0]
+        np.testing.assert_allclose(scores[1:], output["logprobs"].array, atol=1e-5)
+        update(policy)
+    assert seen[0] != seen[1] != seen[2]
+    assert len(stub.folders) == 3
+
+
+def test_an_older_version_is_loaded_again_and_samples_the_same(servers, connect):
+    """vLLM holds one version: a client of another one makes the servers load it."""
+    (stub,), urls = servers()
+    policy = make_policy(connect(urls))
+    old = policy.save_weights_and_get_sampling_client()
+    first = sample(old)
+    update(policy)
+    new = sample(policy.save_weights_and_get_sampling_client())
+    again = sample(old)
+    assert read(again) == read(first) != read(new)
+    assert len(stub.folders) == 3 and stub.folders[0] == stub.folders[2]
+
+
+def test_the_base_below_an_adapter_and_a_saved_folder(servers, connect):
+    _, urls = servers()
+    service = connect(urls)
+    policy = make_policy(service, "lora")
+    base = policy.save_weights_and_get_sampling_client()  # a fresh adapter changes nothing
+    expected = [sequence.logprobs for _, sequence in sample(base)]
+    update(policy)
+    found = [sequence.logprobs for _, sequence in sample(policy.get_base_sampling_client())]
+    np.testing.assert_allclose(np.concatenate(found), np.concatenate(expected), atol=1e-5)
+    path = policy.save_weights_for_sampler("new").result().path
+    saved = sample(service.create_sampling_client(model_path=path))
+    for prompt, sequence in saved:
+        new = learner_logprobs(policy, prompt, sequence, 0.7)
+        np.testing.assert_allclose(sequence.logprobs, new, atol=1e-5)
+
+
+def test_greedy_and_stops(servers, connect):
+    (stub,), urls = servers()
+    policy = make_policy(connect(urls))
+    sampler = policy.save_weights_and_get_sampling_client()
+    params = SamplingParams(max_tokens=6, temperature=0.0)
+    ((_, greedy),) = sample(sampler, 1, 1, params)
+    stop = greedy.tokens[0]
+    params = SamplingParams(max_tokens=6, temperature=0.0, stop=[stop])
+    ((_, stopped),) = sample(sampler, 1, 1, params)
+    assert (stopped.tokens, stopped.stop_reason) == ([stop], "stop")
+    assert stop in stub.bodies[-1]["sampling_params"]["stop_token_ids"]
+
+
+def test_what_servers_do_not_return_is_refused(servers, connect):
+    _, urls = servers()
+    policy = make_policy(connect(urls))
+    sampler = policy.save_weights_and_get_sampling_client()
+    for fields, message in (
+        ({"include_prompt_logprobs": True}, "no prompt logprobs"),
+        ({"params": SamplingParams(max_tokens=300)}, "raise the server's --max-model-len"),
+        (
+            {"params": SamplingParams(max_tokens=3, top_k=2, untruncated_logprobs=True)},
+            "untruncated_logprobs",
+        ),
+    ):
+        request = SamplingRequest(prompt=[3, 4], **{"params": PARAMS, **fields})
+        with pytest.raises(ValueError, match=message):
+            sampler.sample_many([request]).result()
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_the_self_test_passes_and_shows_the_agreement(kind, temperature, servers, connect):
+    _, urls = servers()
+    policy = make_policy(connect(urls), kind)
+    sampler = policy.save_weights_and_get_sampling_client()
+    renderer = get_renderer("plain", policy.get_tokenizer())
+    questions = [[{"role": "user", "content": text}] for text in ("3+4=", "5+16=")]
+    params = SamplingParams(max_tokens=5, temperature=temperature)
+    text = self_test(policy, sampler, questions, renderer, params, seed=7)
+    assert "vLLM beside the learner: KL" in text and "above 0.01 in 0%" in text
+    first = sample(sampler, 1, 1)[0]
+    expected = learner_logprobs(policy, *first, 0.7)  # the weights are back
+    np.testing.assert_allclose(first[1].logprobs, expected, atol=1e-5)
+
+
+# --------------------------------------------------------------------------------- misbehaviour
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "hangs"])
+def test_servers_that_misbehave_are_named_and_their_samples_are_made_by_others(fault, pair):
+    """One server misbehaves, then both; afterwards both sample again."""
+    (bad, good), urls, policy = pair
+    bad.fault = good.fault = None
+    update(policy)
+    sampler = policy.save_weights_and_get_sampling_client()
+    sample(sampler, 1, 1)  # the servers have loaded the weights
+    bad.fault = fault
+    with pytest.warns(UserWarning, match=f"{urls[0]}.*{FAULTS[fault]}.*requested again"):
+        samples = sample(sampler)
+    for prompt, sequence in samples:
+        expected = learner_logprobs(policy, prompt, sequence, 0.7)
+        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+    good.fault = fault
+    with (
+        pytest.warns(UserWarning, match=urls[1]),
+        pytest.raises(UserError, match=f"{FAULTS[fault]}.*3 attempts"),
+    ):
+        sample(sampler, 1, 1)
+    bad.fault = good.fault = None
+    update(policy)
+    num_bodies = len(bad.bodies)
+    sample(policy.save_weights_and_get_sampling_client())
+    assert len(bad.bodies) > num_bodies
+
+
+def test_a_server_that_hangs_is_named_after_the_time_limit(servers, connect):
+    (bad, _), urls = servers(2)
+    sampler = make_policy(connect(urls, 3.0)).save_weights_and_get_sampling_client()
+    bad.fault = "hangs"
+    with pytest.warns(UserWarning, match=f"{urls[0]}.*{FAULTS['hangs']}.*requested again"):
+        sample(sampler)
+
+
+def test_a_failure_that_passes_costs_an_attempt(servers, connect):
+    (stub,), urls = servers()
+    sampler = make_policy(connect(urls)).save_weights_and_get_sampling_client()
+    stub.fault, stub.max_faults = "http 500", 2
+    sample(sampler, 1, 1)
+
+
+def test_samples_go_to_the_server_with_the_fewest(servers, connect):
+    stubs, urls = servers(2)
+    sampler = make_policy(connect(urls)).save_weights_and_get_sampling_client()
+    stubs[0].token_seconds = 0.02
+    sample(sampler, 6, 4)
+    assert min(len(stub.bodies) for stub in stubs) > 4
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_server_that_kept_old_weights_ends_the_run(count, servers, connect):
+    (stub, *_), urls = servers(count)
+    policy = make_policy(connect(urls))
+    sample(policy.save_weights_and_get_sampling_client())
+    update(policy)
+    stub.fault = "old weights"
+    sampler = policy.save_weights_and_get_sampling_client()
+    with pytest.raises(UserError, match=f"{urls[0]} does not hold the weights.*kept old weights"):
+        sample(sampler)
+    assert stub.running.is_set()
+
+
+def test_a_server_that_was_restarted_has_other_weights(servers, connect):
+    """Its samples carry the label of the weights that it started with."""
+    (stub,), urls = servers()
+    sampler = make_policy(connect(urls)).save_weights_and_get_sampling_client()
+    sample(sampler)
+    stub.version = "default"
+    with pytest.raises(UserError, match="sampled with the weights 'default'"):
+        sample(sampler)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"release": "0.11.2"}, "runs vLLM 0.11.2; supported: 0.32.x"),
+        ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode processed_logprobs"),
+        ({"quantization": "fp8"}, "quantizes its weights"),
+        ({"scale_out": False}, "--enable-scale-out"),
+    ],
+)
+def test_a_server_that_cannot_work_is_refused_at_the_start(changes, message, servers, connect):
+    (stub,), urls = servers()
+    for name, value in changes.items():
+        setattr(stub, name, value)
+    with pytest.raises(UserError, match=message):
+        connect(urls)
+
+
+def test_no_server_at_the_start(servers, connect):
+    with pytest.raises(UserError, match="http://127.0.0.1:9 is not reachable.*vllm serve"):
+        connect(("http://127.0.0.1:9",))
+
+
+# ------------------------------------------------------------------------------ streams, settings
+
+
+def test_new_weights_during_a_stream_show_in_the_versions_of_the_tokens(servers, connect):
+    """The server continues with the new weights, and each token is labelled by what made it."""
+    (stub,), urls = servers()
+    policy = make_policy(connect(urls))
+    stub.token_seconds = 0.03
+    stream = SampleStream(policy.save_weights_and_get_sampling_client())
+    params = SamplingParams(max_tokens=30, temperature=0.7, stop=[])
+    prompts = {}
+    for i in range(3):
+        prompt = [3, 4 + i]
+        ticket = stream.add(SamplingRequest(prompt=prompt, params=params, seed=i))
+        prompts[ticket] = prompt
+    finished = dict(stream.run_steps(2).finished)
+    assert not finished
+    update(policy)
+    new_client = policy.save_weights_and_get_sampling_client()
+    sample(new_client, 1, 1)  # as of an evaluation, before the stream goes over to them
+    stream.switch_weights(new_client)
+    while stream.busy:
+        finished |= stream.run_steps().finished
+    stream.close()
+    assert finished.keys() == prompts.keys()
+    for ticket, response in finished.items():
+        (sequence,) = response.sequences
+        assert sequence.versions == sorted(sequence.versions) and set(sequence.versions) == {0, 1}
+        assert len(sequence.versions) == len(sequence.tokens) == 30 and sequence.version == 0
+        expected = learner_logprobs(policy, prompts[ticket], sequence, 0.7)
+        new = np.array(sequence.versions) == 1
+        np.testing.assert_allclose(np.array(sequence.logprobs)[new], expected[new], atol=1e-5)
+        assert np.abs(np.array(sequence.logprobs) - expected)[~new].max() > 1e-3
+
+
+def test_runs_learn_from_servers(servers, tmp_path):
+    """Off-policy sampling goes on while the learner updates; each trained group has its age."""
+    (stub, _), urls = servers(2)
+    words = (
+        f"grpo --base-model {BASE} --dataset addition --reward exact_match --steps 5 "
+        "--batch-size 4 --group-size 2 --max-tokens 5 --eval-limit 4 --save-every 0 "
+        f"--sampler vllm --sampler-url {' '.join(urls)} --sampler-folder {tmp_path}"
+    )
+    lockstep = train(words, tmp_path / "lockstep")
+    assert len(lockstep) == 6 and len(stub.folders) >= 7  # the self-test's too
+    folders = len(stub.folders)
+    rows = train(f"{words} --max-steps-off-policy 2", tmp_path / "off policy")
+    assert len(rows) == 6 and len(stub.folders) > folders + 5
+    for row in lockstep[1:]:
+        assert abs(row["optim/kl_sample_train_v2"]) < 1e-8
+    assert not list(tmp_path.glob("whetstone-vllm-*/*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--sampler vllm", "needs the address of a server: set --sampler-url"),
+        ("--sampler-url http://a:1", "sampler is auto"),
+        ("--sampler vllm --sampler-url host:8000", "expected such as http://localhost:8000"),
+        ("{vllm} --sampler-tp 2", "--tensor-parallel-size"),
+        ("{vllm} --sampler-cache paged", "--sampler-cache are settings of the sampler in this"),
+        ("{vllm} --router-replay", "which the sampler vllm does not return yet"),
+        ("{vllm} --sampler-ranks 1", "leave sampler_ranks at 0"),
+        ("{vllm} --max-steps-off-policy 2 --recompute-cache", "leave recompute_cache out"),
+        ("{vllm} --replay {tmp}", "a replay repeats a run bit for bit"),
+    ],
+)
+def test_settings_that_do_not_combine_are_refused_before_the_start(
+    words, message, tmp_path, capsys
+):
+    """No server is there, and none is called."""
+    words = words.format(vllm="--sampler vllm --sampler-url http://127.0.0.1:9", tmp=tmp_path)
+    with pytest.raises((UserError, SystemExit)) as caught:
+        train(f"grpo --base-model {BASE} --dataset addition {words}", tmp_path / "run")
+    shown = re.sub(r"[\s│]+", " ", f"{caught.value} {capsys.readouterr().err}")
+    assert message in shown and "not reachable" not in shown
+
+
+# ------------------------------------------------------------- weights of several forms, and plans
+
+
+def digests_of(folder, seed, dtype, changed=()):
+    """A folder with two layers, of which the second has other weights if its name is `changed`."""
+    folder.mkdir()
+    weights = {}
+    for i, name in enumerate(["a.q_proj", "a.k_proj", "a.v_proj", "a.norm", "b.o_proj"]):
+        generator = torch.Generator().manual_seed(seed + i + (100 if name in changed else 0))
+        shape = (8,) if "norm" in name else (8, 4)
+        weights[f"{name}.weight"] = torch.randn(shape, generator=generator)
+    save_file(weights, folder / "model.safetensors")
+    return weights, FolderManifest(folder, dtype)
+
+
+def hold(weights, ranks, dtype=torch.float32):
+    """What a server shows of these weights, cut over so many processes."""
+    weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
+    fused = {
+        "a.qkv_proj.weight": [weights.pop(f"a.{part}_proj.weight") for part in "qkv"],
+        **{name: [tensor] for name, tensor in weights.items()},
+    }
+    held = {}
+    for name, parts in fused.items():
+        for rank in range(ranks):
+            cut = [part if "norm" in name else part.chunk(ranks)[rank] for part in parts]
+            values = torch.cat(cut).view(torch.uint8).numpy().tobytes()
+            held[f"dp0:pp0:pcp0:tp{rank}:{name}"] = hashlib.sha256(values).hexdigest()
+    return held
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_tensor_that_was_not_taken_over_shows_in_every_form(ranks, dtype, tmp_path):
+    """Fused, in the server's dtype and cut over two processes; each tensor in turn."""
+    old, old_digests = digests_of(tmp_path / "old", 1, str(dtype))
+    previous = (old_digests, hold(old, ranks, dtype))
+    assert find_transfer_error(*previous, None, ranks) is None
+    for name in ("a.q_proj", "a.v_proj", "a.norm", "b.o_proj"):
+        new, digests = digests_of(tmp_path / name, 1, str(dtype), changed=(name,))
+        assert find_transfer_error(digests, hold(new, ranks, dtype), previous, ranks) is None
+        error = find_transfer_error(digests, previous[1], previous, ranks)
+        assert "a.qkv_proj" in error if "proj" in name and "a." in name else name in error
+        # a tensor that changed though the learner's did not
+        assert find_transfer_error(old_digests, hold(new, ranks, dtype), previous, ranks)
+
+
+def test_a_server_of_another_model_is_refused(tmp_path):
+    _, digests = digests_of(tmp_path / "old", 1, "torch.float32")
+    error = find_transfer_error(digests, {"dp0:pp0:pcp0:tp0:other": "0"}, None, 1)
+    assert "names no parameter" in error
+
+
+def test_a_plan_counts_no_sampler_on_the_learners(tmp_path):
+    words = f"grpo --base-model {BASE} --dataset addition --reward exact_match".split()
+    external = [*words, "--sampler", "vllm", "--sampler-url", "http://127.0.0.1:9"]
+    launch, names = LaunchShape(cuda=False, bf16=False), []
+    for line in (words, external):
+        run = parse_run(line, METHODS, RECIPE, options=RunSettings)
+        (needs,) = compute_stage_needs(run, launch, 16, measure=measure_nothing)
+        names.append({item.name for item in needs.plan.items if item.sample})
+    assert "KV cache" in names[0] and "KV cache" not in names[1]
+
+
+def test_a_run_resumes_with_another_server(servers, tmp_path):
+    """The address is no part of the run's identity: the first server may be gone."""
+    stubs, urls = servers(2)
+    words = (
+        f"grpo --base-model {BASE} --dataset addition --reward exact_match --batch-size 4 "
+        "--group-size 2 --max-tokens 5 --eval-every 0 --save-every 1 --sampler vllm "
+    )
+    train(f"{words} --steps 2 --sampler-url {urls[0]}", tmp_path / "run")
+    stubs[0].fault = "dies"
+    rows = train(f"{words} --steps 4 --sampler-url {urls[1]} --resume", tmp_path / "run")
+    assert len(rows) == 4
+    assert all(abs(row["optim/kl_sample_train_v2"]) < 1e-8 for row in rows[-2:])
+    assert len(stubs[1].folders) >= 2
