@@ -38,8 +38,8 @@ os.environ.update(
 import torch  # noqa: E402
 from chains import CHAINED, chain  # noqa: E402
 from test_export import merged_as_trained  # noqa: E402
+from tiny_models import tiny_model  # noqa: E402
 
-from bench.tiny_models import tiny_model  # noqa: E402
 from rl.errors import UserError  # noqa: E402
 
 BOUND = 1e-5

@@ -28,11 +28,13 @@ from pathlib import Path
 from typing import Any
 
 # Import from the repository root: kernels.py of this folder would shadow the package.
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
+REPO = Path(__file__).resolve().parent.parent
+sys.path[0] = str(REPO)
+sys.path.append(str(REPO / "tests"))
 import torch  # noqa: E402
+from tiny_models import tiny_model  # noqa: E402
 from transformers import CONFIG_MAPPING, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-from bench.tiny_models import tiny_model  # noqa: E402
 from rl.sampler import Engine, SamplingRequest, make_decoder  # noqa: E402
 from rl.types import SamplingParams  # noqa: E402
 

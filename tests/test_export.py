@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from chains import chain
+from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from whole_runs import train
 
-from bench.tiny_models import tiny_model
 from rl.errors import UserError
 from rl.learner import learner_checkpoint
 from rl.models import add_lora, merge_adapter, model_loading

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import seeing
 import torch
+from tiny_models import VOCAB, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.tiny_models import VOCAB, tiny_model
 from rl.memory_plan.shapes import LaunchShape
 from rl.memory_plan.tracing import ModelSkeleton
 from rl.types import LoraConfig
