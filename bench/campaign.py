@@ -68,37 +68,34 @@ def command_line() -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """Describe a script of this folder that writes a table into results/. `peers`: whether it needs
-    the packages of the extra `bench`.
+    """Describe a part of the campaign. `words`: a script of this folder that writes a table into
+    results/, and its flags; or `pytest` and its flags. `peers`: whether it needs the packages of
+    the extra `bench`.
     """
 
     name: str
     says: str
-    script: str
-    flags: tuple[str, ...] = ()
+    words: str
     peers: bool = False
 
     @property
     def command(self) -> list[str]:
-        return [
-            str(PEER_PYTHON if self.peers else sys.executable),
-            str(HERE / self.script),
-            *self.flags,
-        ]
+        script, *flags = shlex.split(self.words)
+        python = str(PEER_PYTHON if self.peers else sys.executable)
+        start = ["-m", "pytest", "-q"] if script == "pytest" else [str(HERE / script)]
+        return [python, *start, *flags]
 
 
 PARTS = (
     Part(
         "default_recipe",
         "the default recipe, seeds 0, 1 and 2: time, accuracy before and after",
-        "campaign.py",
-        ("--default-recipe",),
+        "campaign.py --default-recipe",
     ),
     Part(
         "addition",
         "recipes/addition.yaml, seeds 0, 1 and 2: the same figures of a gain that is sharpening",
-        "campaign.py",
-        ("--addition-recipe",),
+        "campaign.py --addition-recipe",
     ),
     Part(
         "methods", "each method learns: its recipe with seeds 0, 1 and 2, past a bar", "methods.py"
@@ -109,9 +106,14 @@ PARTS = (
         "learning_seeds.py",
     ),
     Part(
-        "long_tests",
-        "tests too long for `make test-all`: learning, and one more layout of what others show",
-        "long_tests.py",
+        "campaign_tests",
+        "tests too long for `make test-all`: kills, fuzz, random workloads, learning, layouts",
+        "pytest -m campaign",
+    ),
+    Part(
+        "kill_campaign",
+        "kill -9 of a random rank of two, twenty seeds: resumed to the same bits",
+        "pytest tests/test_crash_safety.py -m 'slow or campaign' -k random_rank",
     ),
     Part(
         "architectures",
@@ -122,12 +124,6 @@ PARTS = (
         "architectures_seeing",
         "every vision-language model: images exact, text alone, or refused",
         "architectures_seeing.py",
-    ),
-    Part(
-        "merges",
-        "every causal LM of transformers, tiny: an adapter merged and read back, or refused",
-        "merges.py",
-        ("tables",),
     ),
     Part(
         "images",
@@ -141,40 +137,23 @@ PARTS = (
         "staleness.py",
     ),
     Part("sampler", "the sampler against model.generate: tokens per second", "sampler.py"),
-    Part(
-        "paged",
-        "4,000 random workloads through the engines: the same samples as alone, no page left",
-        "paged.py",
-    ),
-    Part(
-        "grpo_vs_trl",
-        "one GRPO step against TRL: time, learning curve",
-        "grpo_vs_trl.py",
-        peers=True,
-    ),
+    Part("grpo_vs_trl", "one GRPO step against TRL: time, learning curve", "grpo_vs_trl.py", True),
     Part(
         "dpo_vs_trl",
         "ten DPO and IPO steps against TRL: loss and rewards equal to 1e-4",
         "dpo_vs_trl.py",
-        peers=True,
+        True,
     ),
     Part(
         "grpo_losses_vs_trl",
         "GRPO's loss types against TRL: losses and gradients equal to 1e-4",
         "grpo_losses_vs_trl.py",
-        peers=True,
+        True,
     ),
     Part(
         "scaling",
         "a step on 1 to 1,024 GPUs, modelled; its traffic against two processes",
-        "scaling.py",
-        ("--measure",),
-    ),
-    Part(
-        "version_ranges",
-        "the lowest and the newest versions of requirements.txt, each in an environment of its own: "
-        "import, train, tests",
-        "version_ranges.py",
+        "scaling.py --measure",
     ),
     Part("graders", "the math graders on real text: agreement with published grades", "graders.py"),
     Part(
@@ -183,27 +162,9 @@ PARTS = (
         "code_sets.py",
     ),
     Part(
-        "kill_campaign",
-        "kill -9 of a random rank of two, twenty seeds: resumed to the same bits",
-        "kill_campaign.py",
-    ),
-    Part(
-        "soak",
-        "20,000 steps of the smallest model: memory, descriptors, threads and the time of a step "
-        "stay flat",
-        "soak.py",
-    ),
-    Part(
-        "fuzz",
-        "100,000 spoilt inputs of every entry point: each accepted as it should be, or one clean "
-        "error",
-        "fuzz.py",
-    ),
-    Part(
         "kernel_cpu",
         "linear_logprob against plain torch: time, memory",
-        "kernel_cpu.py",
-        ("--variants", "plain", "fused"),
+        "kernel_cpu.py --variants plain fused",
     ),
 )
 
@@ -340,7 +301,9 @@ def run(part: Part) -> dict[str, Any]:
     )
     print(f"\n== {part.name}: {part.says}\n   {command}", flush=True)
     start = time.perf_counter()
-    code = subprocess.run(part.command, cwd=REPO).returncode
+    # Tests run with one thread; a script sets its own number of threads.
+    env = {**os.environ, "OMP_NUM_THREADS": "1"} if "pytest" in part.command else None
+    code = subprocess.run(part.command, cwd=REPO, env=env).returncode
     seconds = round(time.perf_counter() - start)
     print(
         f"== {part.name}: {'done' if code == 0 else f'FAILED with exit code {code}'}, {seconds} s",

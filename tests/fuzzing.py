@@ -5,8 +5,8 @@
 
 An outcome is ACCEPTED, REFUSED (one clean error that a user can read) or the name of an entry in
 the module's own list of what is accepted although it is odd, which says why. Everything else
-(another exception, a hang, silence) is a fault. `bench/fuzz.py` runs every family that it finds
-with many more inputs.
+(another exception, a hang, silence) is a fault. tests/test_fuzzing.py runs every family
+on many more inputs.
 """
 
 from __future__ import annotations
