@@ -28,9 +28,19 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.kernel_harness import Step, Timing, captured, measure  # noqa: E402
+from bench.kernel_harness import (  # noqa: E402  # noqa: E402
+    SHAPES,
+    TINY,
+    TOKENS,
+    Shape,
+    Step,
+    Timing,
+    captured,
+    copy_floor_ms,
+    floor_ms,
+    measure,
+)
 from bench.kernel_providers import PROVIDERS, CannotRun, Problem, Provider  # noqa: E402
-from bench.shapes import SHAPES, TINY, TOKENS, Shape, copy_floor_ms, floor_ms  # noqa: E402
 from kernels import policy_loss, token_logprob  # noqa: E402
 
 Errors = tuple[float, float, float]  # logp, dX, dW
