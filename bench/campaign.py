@@ -15,10 +15,8 @@ other parts; the exit code is then 1.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
-import platform
 import resource
 import shlex
 import subprocess
@@ -26,44 +24,26 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-REPO = HERE.parent
-RESULTS = HERE / "results"
+# Replace this folder on sys.path: its kernels.py would shadow the package `kernels`.
+sys.path[0] = str(HERE.parent)
+from bench.harness import (  # noqa: E402
+    GREEDY,
+    HELD_OUT,
+    REPO,
+    RESULTS,
+    SEEDS,
+    format_command,
+    machine,
+    read_table,
+    show,
+    write_table,
+)
+
 PEER_PYTHON = REPO / ".venv-bench" / "bin" / "python"
-SEEDS = (0, 1, 2)
-HELD_OUT, GREEDY = "test/env/all/correct", "test/greedy/all/correct"
-
-
-def machine() -> str:
-    """Return a description of the machine: the CPU's model name, the cores this process may use,
-    memory, versions of Python and torch.
-    """
-    cpu, memory = platform.processor() or platform.machine(), ""
-    if Path("/proc/cpuinfo").is_file():
-        names = [
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        cpu = names[0] if names else cpu
-        memory = f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    return (
-        f"{cpu}, {cores} cores{memory}, Python {platform.python_version()}, torch "
-        f"{version('torch')}"
-    )
-
-
-def command_line() -> str:
-    """Return the command line of this script, with paths inside the repository relative to it."""
-    words = [sys.executable, *sys.argv]
-    return shlex.join(
-        str(Path(w).relative_to(REPO)) if w.startswith(f"{REPO}/") else w for w in words
-    )
 
 
 @dataclass(frozen=True)
@@ -201,14 +181,7 @@ def run_recipe(table: str, recipe: list[str], seeds: tuple[int, ...]) -> None:
             write_table(RESULTS / f"{table}.csv", rows)
             if seed == seeds[0]:
                 write_plotted_metrics(folder, RESULTS / f"{table}.jsonl")
-            print(
-                ", ".join(
-                    f"{key} {value}"
-                    for key, value in rows[-1].items()
-                    if key not in ("machine", "command")
-                ),
-                flush=True,
-            )
+            show(rows[-1])
 
 
 def write_plotted_metrics(folder: Path, out: Path) -> None:
@@ -269,14 +242,6 @@ def one_seed(recipe: list[str], seed: int, folder: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------- all parts
 
 
-def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def install_peers() -> None:
     """Create .venv-bench, a separate environment: the peers' pins must not touch the project's."""
     if not PEER_PYTHON.exists():
@@ -296,9 +261,7 @@ def install_peers() -> None:
 
 def run(part: Part) -> dict[str, Any]:
     """Run a part and return its row of campaign.csv."""
-    command = shlex.join(
-        str(Path(w).relative_to(REPO)) if w.startswith(f"{REPO}/") else w for w in part.command
-    )
+    command = format_command(part.command)
     print(f"\n== {part.name}: {part.says}\n   {command}", flush=True)
     start = time.perf_counter()
     # Tests run with one thread; a script sets its own number of threads.
@@ -318,17 +281,6 @@ def run(part: Part) -> dict[str, Any]:
         "machine": machine(),
         "command": command,
     }
-
-
-def earlier(names: set[str]) -> list[dict[str, Any]]:
-    """Return the rows of campaign.csv about parts not in `names`: a run of a single part keeps the
-    rows of the rest.
-    """
-    path = RESULTS / "campaign.csv"
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return [row for row in csv.DictReader(file) if row["part"] not in names]
 
 
 def main() -> int:
@@ -376,7 +328,10 @@ def main() -> int:
             print(f"\n== {part.name}: left out, it needs TRL: make campaign ARGS=--install")
             continue
         rows.append(run(part))
-        write_table(RESULTS / "campaign.csv", earlier({row["part"] for row in rows}) + rows)
+        # A run of some parts keeps the rows of the others.
+        names = {row["part"] for row in rows}
+        earlier = (row for row in read_table(RESULTS / "campaign.csv") if row["part"] not in names)
+        write_table(RESULTS / "campaign.csv", [*earlier, *rows])
     return int(any(row["exit_code"] for row in rows))
 
 

@@ -25,7 +25,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 # replaces this folder: its kernels.py would shadow the package `kernels`
 sys.path[0] = str(HERE.parent)
-from bench.campaign import command_line, machine, write_table  # noqa: E402
+from bench.harness import command_line, machine, write_table  # noqa: E402
 
 TOLERANCE = 1e-4
 FIGURES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins")

@@ -35,7 +35,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 # Replace this folder on sys.path: its kernels.py would shadow the package `kernels`.
 sys.path[0] = str(HERE.parent)
-from bench.campaign import command_line, machine, write_table  # noqa: E402
+from bench.harness import command_line, machine, write_table  # noqa: E402
 
 TOLERANCE = 1e-4
 PROBLEMS, SAMPLES, MAX_TOKENS, STEPS = 8, 8, 6, 2

@@ -31,7 +31,7 @@ HERE = Path(__file__).resolve().parent
 REPO = HERE.parent
 if __name__ == "__main__":
     sys.path[0] = str(REPO)
-from bench.campaign import RESULTS, write_table  # noqa: E402
+from bench.harness import RESULTS, write_table  # noqa: E402
 
 RESOLUTIONS = {"lowest": "lowest-direct", "newest": "highest"}
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "numpy")
