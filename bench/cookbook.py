@@ -13,7 +13,6 @@ the last values in metrics.jsonl. The script downloads nothing.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import re
@@ -24,13 +23,12 @@ import time
 from pathlib import Path
 from string import Template
 
-REPO = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPO), str(REPO / "bench")]
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from cookbook_services import Stand, start_chroma  # noqa: E402
-from cookbook_world import CODER, NAMES, SEARCHER, STUDENT, TEACHER, lay_out  # noqa: E402
+from bench.cookbook_services import Stand, start_chroma  # noqa: E402
+from bench.cookbook_world import CODER, NAMES, SEARCHER, STUDENT, TEACHER, lay_out  # noqa: E402
+from bench.harness import REPO, RESULTS, replace_rows  # noqa: E402
 
-RESULTS = REPO / "bench" / "results" / "cookbook.csv"
 PACKAGE = "tinker_cookbook.recipes"
 
 # Settings that several recipes share, then the recipes: name | module | settings. A line that is
@@ -277,18 +275,6 @@ def run(name: str, client: Client, work: Path, seconds: float, chroma: int) -> d
     }
 
 
-def keep(found: dict[str, str]) -> None:
-    """Write a recipe's row into the table, in place of an older row of the same recipe."""
-    before = (
-        {row["recipe"]: row for row in csv.DictReader(RESULTS.open())} if RESULTS.is_file() else {}
-    )
-    rows = {**before, found["recipe"]: found}
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(found))
-        writer.writeheader()
-        writer.writerows(rows[name] for name in RECIPES if name in rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -322,7 +308,13 @@ def main() -> None:
         client = Client(args.python, url, work, stand.environment(work))
         try:
             for name in args.only.split(";"):
-                keep(run(name, client, work, args.seconds, port))
+                row = run(name, client, work, args.seconds, port)
+                replace_rows(
+                    RESULTS / "cookbook.csv",
+                    [row],
+                    ("recipe",),
+                    lambda row: list(RECIPES).index(row["recipe"]),
+                )
             print(f"asked of the stand-ins: {stand.counts}")
         finally:
             for process in (client.process, server, *([chroma] if chroma else [])):

@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import os
 import platform
 import resource
 import shlex
+import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -25,6 +28,26 @@ RESULTS = HERE / "results"
 SEEDS = (0, 1, 2)
 HELD_OUT, GREEDY = "test/env/all/correct", "test/greedy/all/correct"
 Row = Mapping[str, Any]
+# Settings of TRL's trainers: AdamW as here, fp32 on a CPU, no logging, evaluation or saving.
+TRL_SETTINGS: dict[str, Any] = {
+    "use_cpu": True,
+    "bf16": False,
+    "fp16": False,
+    "lr_scheduler_type": "constant",
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.95,
+    "adam_epsilon": 1e-8,
+    "weight_decay": 0.0,
+    "gradient_accumulation_steps": 1,
+    "gradient_checkpointing": False,
+    "dataloader_num_workers": 0,
+    "dataloader_pin_memory": False,
+    "logging_strategy": "no",
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
 
 
 def machine() -> str:
@@ -133,3 +156,43 @@ def train(words: Sequence[str], folder: Path) -> Run:
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return Run([json.loads(line) for line in lines], seconds, cpu)
+
+
+def quiet_libraries(threads: int) -> None:
+    """Set the number of torch threads, and silence transformers and accelerate."""
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    torch.set_num_threads(threads)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def take_turns(
+    peers: Mapping[str, Callable[[], tuple[float, int]]], expected: int, repeats: int
+) -> dict[str, list[float]]:
+    """Return the seconds of each peer: every repeat runs each peer once, after a warm-up. A peer
+    returns (seconds, tokens). Raises RuntimeError if it sampled another number than `expected`.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in peers}
+    for repeat in range(repeats + 1):
+        for name, run in peers.items():
+            elapsed, tokens = run()
+            if tokens != expected:
+                raise RuntimeError(f"{name} sampled {tokens} tokens, expected {expected}")
+            if repeat:
+                seconds[name].append(elapsed)
+    return seconds
+
+
+def describe_times(seconds: Sequence[float], tokens: int) -> dict[str, Any]:
+    """Return the columns of a peer that sampled `tokens` tokens in each of some times."""
+    median = statistics.median(seconds)
+    return {
+        "tokens": tokens,
+        "median_ms": round(median * 1e3, 2),
+        "fastest_ms": round(min(seconds) * 1e3, 2),
+        "tokens_per_s": round(tokens / median),
+    }

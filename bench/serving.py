@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import csv
 import json
 import os
 import signal
@@ -31,11 +30,11 @@ try:
 except ImportError:  # --help needs no package of the server's clients
     httpx = None
 
-REPO = Path(__file__).resolve().parent.parent
-RESULTS = REPO / "bench" / "results" / "serving.csv"
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+from bench.harness import REPO, RESULTS, replace_rows  # noqa: E402
+
 BASE = "tiny:ascii-small"
 PROTOBUF = {"content-type": "application/x-protobuf"}
-sys.path.insert(0, str(REPO))
 
 
 class Server:
@@ -294,12 +293,9 @@ def main() -> None:
             "seen": json.dumps(found),
         }
     print(row)
-    old = list(csv.DictReader(RESULTS.open())) if RESULTS.is_file() else []
-    before = [one for one in old if one["case"] != args.case]
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(row))
-        writer.writeheader()
-        writer.writerows([*before, row])
+    replace_rows(
+        RESULTS / "serving.csv", [row], ("case",), lambda row: list(cases).index(row["case"])
+    )
 
 
 if __name__ == "__main__":
