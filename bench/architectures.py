@@ -48,14 +48,14 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 # replaces this folder: its kernels.py would shadow the package `kernels`
 sys.path[0] = str(HERE.parent)
+sys.path.append(str(HERE.parent / "tests"))
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from tiny_models import VOCAB, model_types, tiny_model  # noqa: E402
 
-from bench.architectures_page import main as write_page  # noqa: E402
 from bench.architectures_saved import adapter_column, saved_columns  # noqa: E402
-from bench.tiny_models import VOCAB, model_types, tiny_model  # noqa: E402
 from rl.distributed.accelerate_launch import make_accelerator  # noqa: E402
 from rl.errors import UserError  # noqa: E402
 from rl.layers import describe_layers  # noqa: E402
@@ -66,6 +66,7 @@ from rl.models import model_loading as models  # noqa: E402
 from rl.sampler import Engine, SamplingRequest, make_decoder  # noqa: E402
 from rl.sampler.decoder_hf import HFDecoder  # noqa: E402
 from rl.types import Datum, LoraConfig, ModelInput, SamplingParams  # noqa: E402
+from tools.architectures_page import main as write_page  # noqa: E402
 
 TABLE = HERE / "results" / "architectures.csv"
 COLUMNS = [

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_models import VOCAB
 
-from bench.tiny_models import VOCAB
 from rl.learner import ModelSpec, learner_checkpoint
 from rl.learner.learner import Learner, LearnerSettings
 from rl.losses.losses import get_loss

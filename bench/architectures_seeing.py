@@ -25,7 +25,7 @@ from types import SimpleNamespace
 
 HERE = Path(__file__).resolve().parent
 sys.path[0] = str(HERE.parent)
-sys.path.append(str(HERE.parent / "tests"))
+sys.path += [str(HERE.parent / "tests"), str(HERE.parent / "tests" / "models")]
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
 
 import numpy as np  # noqa: E402
@@ -34,8 +34,6 @@ from seeing import FAMILIES, alone, tiny  # noqa: E402
 from test_images import datum, learnt, of_logits, rows  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES  # noqa: E402
 
-from bench.architectures_page import SEEING  # noqa: E402
-from bench.architectures_page import main as write_page  # noqa: E402
 from rl.distributed.accelerate_launch import make_accelerator  # noqa: E402
 from rl.errors import UserError  # noqa: E402
 from rl.images import get_image_reader  # noqa: E402
@@ -44,6 +42,8 @@ from rl.models.vision_models import select_auto_class  # noqa: E402
 from rl.renderers import get_renderer  # noqa: E402
 from rl.sampler import Engine, SamplingRequest, make_decoder  # noqa: E402
 from rl.types import ModelInput, SamplingParams  # noqa: E402
+from tools.architectures_page import SEEING  # noqa: E402
+from tools.architectures_page import main as write_page  # noqa: E402
 
 NEAR = 1e-4
 

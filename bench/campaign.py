@@ -15,10 +15,8 @@ other parts; the exit code is then 1.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
-import platform
 import resource
 import shlex
 import subprocess
@@ -26,79 +24,58 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-REPO = HERE.parent
-RESULTS = HERE / "results"
+# Replace this folder on sys.path: its kernels.py would shadow the package `kernels`.
+sys.path[0] = str(HERE.parent)
+from bench.harness import (  # noqa: E402
+    GREEDY,
+    HELD_OUT,
+    REPO,
+    RESULTS,
+    SEEDS,
+    format_command,
+    machine,
+    read_table,
+    show,
+    write_table,
+)
+
 PEER_PYTHON = REPO / ".venv-bench" / "bin" / "python"
-SEEDS = (0, 1, 2)
-HELD_OUT, GREEDY = "test/env/all/correct", "test/greedy/all/correct"
-
-
-def machine() -> str:
-    """Return a description of the machine: the CPU's model name, the cores this process may use,
-    memory, versions of Python and torch.
-    """
-    cpu, memory = platform.processor() or platform.machine(), ""
-    if Path("/proc/cpuinfo").is_file():
-        names = [
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        cpu = names[0] if names else cpu
-        memory = f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    return (
-        f"{cpu}, {cores} cores{memory}, Python {platform.python_version()}, torch "
-        f"{version('torch')}"
-    )
-
-
-def command_line() -> str:
-    """Return the command line of this script, with paths inside the repository relative to it."""
-    words = [sys.executable, *sys.argv]
-    return shlex.join(
-        str(Path(w).relative_to(REPO)) if w.startswith(f"{REPO}/") else w for w in words
-    )
 
 
 @dataclass(frozen=True)
 class Part:
-    """Describe a script of this folder that writes a table into results/. `peers`: whether it needs
-    the packages of the extra `bench`.
+    """Describe a part of the campaign. `words`: a script of this folder that writes a table into
+    results/, and its flags; or `pytest` and its flags. `peers`: whether it needs the packages of
+    the extra `bench`.
     """
 
     name: str
     says: str
-    script: str
-    flags: tuple[str, ...] = ()
+    words: str
     peers: bool = False
 
     @property
     def command(self) -> list[str]:
-        return [
-            str(PEER_PYTHON if self.peers else sys.executable),
-            str(HERE / self.script),
-            *self.flags,
-        ]
+        script, *flags = shlex.split(self.words)
+        python = str(PEER_PYTHON if self.peers else sys.executable)
+        start = ["-m", "pytest", "-q"] if script == "pytest" else [str(HERE / script)]
+        return [python, *start, *flags]
 
 
 PARTS = (
     Part(
         "default_recipe",
         "the default recipe, seeds 0, 1 and 2: time, accuracy before and after",
-        "campaign.py",
-        ("--default-recipe",),
+        "campaign.py --default-recipe",
     ),
     Part(
         "addition",
         "recipes/addition.yaml, seeds 0, 1 and 2: the same figures of a gain that is sharpening",
-        "campaign.py",
-        ("--addition-recipe",),
+        "campaign.py --addition-recipe",
     ),
     Part(
         "methods", "each method learns: its recipe with seeds 0, 1 and 2, past a bar", "methods.py"
@@ -109,9 +86,14 @@ PARTS = (
         "learning_seeds.py",
     ),
     Part(
-        "long_tests",
-        "tests too long for `make test-all`: learning, and one more layout of what others show",
-        "long_tests.py",
+        "campaign_tests",
+        "tests too long for `make test-all`: kills, fuzz, random workloads, learning, layouts",
+        "pytest -m campaign",
+    ),
+    Part(
+        "kill_campaign",
+        "kill -9 of a random rank of two, twenty seeds: resumed to the same bits",
+        "pytest tests/trainer/test_crash_safety.py -m 'slow or campaign' -k random_rank",
     ),
     Part(
         "architectures",
@@ -122,12 +104,6 @@ PARTS = (
         "architectures_seeing",
         "every vision-language model: images exact, text alone, or refused",
         "architectures_seeing.py",
-    ),
-    Part(
-        "merges",
-        "every causal LM of transformers, tiny: an adapter merged and read back, or refused",
-        "merges.py",
-        ("tables",),
     ),
     Part(
         "images",
@@ -141,40 +117,23 @@ PARTS = (
         "staleness.py",
     ),
     Part("sampler", "the sampler against model.generate: tokens per second", "sampler.py"),
-    Part(
-        "paged",
-        "4,000 random workloads through the engines: the same samples as alone, no page left",
-        "paged.py",
-    ),
-    Part(
-        "grpo_vs_trl",
-        "one GRPO step against TRL: time, learning curve",
-        "grpo_vs_trl.py",
-        peers=True,
-    ),
+    Part("grpo_vs_trl", "one GRPO step against TRL: time, learning curve", "grpo_vs_trl.py", True),
     Part(
         "dpo_vs_trl",
         "ten DPO and IPO steps against TRL: loss and rewards equal to 1e-4",
         "dpo_vs_trl.py",
-        peers=True,
+        True,
     ),
     Part(
         "grpo_losses_vs_trl",
         "GRPO's loss types against TRL: losses and gradients equal to 1e-4",
         "grpo_losses_vs_trl.py",
-        peers=True,
+        True,
     ),
     Part(
         "scaling",
         "a step on 1 to 1,024 GPUs, modelled; its traffic against two processes",
-        "scaling.py",
-        ("--measure",),
-    ),
-    Part(
-        "version_ranges",
-        "the lowest and the newest versions of requirements.txt, each in an environment of its own: "
-        "import, train, tests",
-        "version_ranges.py",
+        "scaling.py --measure",
     ),
     Part("graders", "the math graders on real text: agreement with published grades", "graders.py"),
     Part(
@@ -183,27 +142,9 @@ PARTS = (
         "code_sets.py",
     ),
     Part(
-        "kill_campaign",
-        "kill -9 of a random rank of two, twenty seeds: resumed to the same bits",
-        "kill_campaign.py",
-    ),
-    Part(
-        "soak",
-        "20,000 steps of the smallest model: memory, descriptors, threads and the time of a step "
-        "stay flat",
-        "soak.py",
-    ),
-    Part(
-        "fuzz",
-        "100,000 spoilt inputs of every entry point: each accepted as it should be, or one clean "
-        "error",
-        "fuzz.py",
-    ),
-    Part(
         "kernel_cpu",
         "linear_logprob against plain torch: time, memory",
-        "kernel_cpu.py",
-        ("--variants", "plain", "fused"),
+        "kernel_cpu.py --variants plain fused",
     ),
 )
 
@@ -240,14 +181,7 @@ def run_recipe(table: str, recipe: list[str], seeds: tuple[int, ...]) -> None:
             write_table(RESULTS / f"{table}.csv", rows)
             if seed == seeds[0]:
                 write_plotted_metrics(folder, RESULTS / f"{table}.jsonl")
-            print(
-                ", ".join(
-                    f"{key} {value}"
-                    for key, value in rows[-1].items()
-                    if key not in ("machine", "command")
-                ),
-                flush=True,
-            )
+            show(rows[-1])
 
 
 def write_plotted_metrics(folder: Path, out: Path) -> None:
@@ -308,14 +242,6 @@ def one_seed(recipe: list[str], seed: int, folder: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------- all parts
 
 
-def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def install_peers() -> None:
     """Create .venv-bench, a separate environment: the peers' pins must not touch the project's."""
     if not PEER_PYTHON.exists():
@@ -335,12 +261,12 @@ def install_peers() -> None:
 
 def run(part: Part) -> dict[str, Any]:
     """Run a part and return its row of campaign.csv."""
-    command = shlex.join(
-        str(Path(w).relative_to(REPO)) if w.startswith(f"{REPO}/") else w for w in part.command
-    )
+    command = format_command(part.command)
     print(f"\n== {part.name}: {part.says}\n   {command}", flush=True)
     start = time.perf_counter()
-    code = subprocess.run(part.command, cwd=REPO).returncode
+    # Tests run with one thread; a script sets its own number of threads.
+    env = {**os.environ, "OMP_NUM_THREADS": "1"} if "pytest" in part.command else None
+    code = subprocess.run(part.command, cwd=REPO, env=env).returncode
     seconds = round(time.perf_counter() - start)
     print(
         f"== {part.name}: {'done' if code == 0 else f'FAILED with exit code {code}'}, {seconds} s",
@@ -355,17 +281,6 @@ def run(part: Part) -> dict[str, Any]:
         "machine": machine(),
         "command": command,
     }
-
-
-def earlier(names: set[str]) -> list[dict[str, Any]]:
-    """Return the rows of campaign.csv about parts not in `names`: a run of a single part keeps the
-    rows of the rest.
-    """
-    path = RESULTS / "campaign.csv"
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return [row for row in csv.DictReader(file) if row["part"] not in names]
 
 
 def main() -> int:
@@ -413,7 +328,10 @@ def main() -> int:
             print(f"\n== {part.name}: left out, it needs TRL: make campaign ARGS=--install")
             continue
         rows.append(run(part))
-        write_table(RESULTS / "campaign.csv", earlier({row["part"] for row in rows}) + rows)
+        # A run of some parts keeps the rows of the others.
+        names = {row["part"] for row in rows}
+        earlier = (row for row in read_table(RESULTS / "campaign.csv") if row["part"] not in names)
+        write_table(RESULTS / "campaign.csv", [*earlier, *rows])
     return int(any(row["exit_code"] for row in rows))
 
 

@@ -4,20 +4,19 @@ bench/code_sets.py [DATA]`.
 DATA is the folder with humaneval/ and mbpp/ (default: $WHETSTONE_DATA). The reward receives every
 program in the form of an answer: fenced, through worker processes, in a sandbox. The script writes
 results/code_sets.csv. The exit code is 1 if fewer solutions pass than expected, or if an empty body
-passes. (Mutants of the same solutions: bench/sandbox_mutants.py.)
+passes.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import sys
 import time
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO))
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+from bench.harness import REPO, RESULTS, show, write_table  # noqa: E402
 from rl.data import load_problems  # noqa: E402
 from rl.rewards import Score, Scorer, resolve_reward  # noqa: E402
 from rl.types import Problem  # noqa: E402
@@ -28,7 +27,7 @@ MBPP = ("test", "train", "validation", "prompt")
 EXPECTED = {"HumanEval": 164, "MBPP": 972, "MBPP sanitized": 427}
 
 
-def problems(data: Path) -> dict[str, list[Problem]]:
+def load_sets(data: Path) -> dict[str, list[Problem]]:
     """Return all problems by data set; MBPP includes all its splits."""
     mbpp, sanitized = data / "mbpp" / "mbpp.jsonl", data / "mbpp" / "sanitized-mbpp.json"
     return {
@@ -53,53 +52,31 @@ def empty(problem: Problem) -> str:
 
 
 def main(data: Path) -> int:
-    rows: list[list[object]] = []
+    rows: list[dict[str, object]] = []
     good = True
-    sets = problems(data)
+
+    def add(name: str, programs: str, number: int, earned: int, seconds: float, note: str) -> None:
+        row = {"data set": name, "programs": programs, "number": number}
+        row |= {"earned the reward": earned, "seconds": f"{seconds:.1f}", "note": note}
+        rows.append({**row, "command": "python bench/code_sets.py"})
+        show(rows[-1])
+        write_table(RESULTS / "code_sets.csv", rows)
+
     with Scorer(resolve_reward("code_tests", seconds=40.0), timeout=60.0) as scorer:
-        for name, asked in sets.items():
-            found, seconds = scores(scorer, [(p, str(p.response)) for p in asked])
-            failing = [
-                p.meta["task_id"]
-                for p, score in zip(asked, found, strict=True)
-                if score.reward != 1.0
-            ]
-            rows.append(
-                [
-                    name,
-                    "reference solutions",
-                    len(asked),
-                    len(asked) - len(failing),
-                    f"{seconds:.1f}",
-                    f"failing: {failing}",
-                ]
-            )
-            good &= len(asked) - len(failing) >= EXPECTED[name]
-            print(rows[-1], flush=True)
-            found, seconds = scores(scorer, [(p, empty(p)) for p in asked])
-            passing = [
-                p.meta["task_id"]
-                for p, score in zip(asked, found, strict=True)
-                if score.metrics.get("correct")
-            ]
-            rows.append(
-                [
-                    name,
-                    "empty bodies",
-                    len(asked),
-                    len(passing),
-                    f"{seconds:.1f}",
-                    f"passing: {passing}",
-                ]
-            )
+        for name, problems in load_sets(data).items():
+            graded, seconds = scores(scorer, [(p, str(p.response)) for p in problems])
+            pairs = list(zip(problems, graded, strict=True))
+            failing = [p.meta["task_id"] for p, score in pairs if score.reward != 1.0]
+            earned = len(problems) - len(failing)
+            good &= earned >= EXPECTED[name]
+            note = f"failing: {failing}"
+            add(name, "reference solutions", len(problems), earned, seconds, note)
+            graded, seconds = scores(scorer, [(p, empty(p)) for p in problems])
+            pairs = list(zip(problems, graded, strict=True))
+            passing = [p.meta["task_id"] for p, score in pairs if score.metrics.get("correct")]
             good &= not passing
-            print(rows[-1], flush=True)
-    with (REPO / "bench" / "results" / "code_sets.csv").open("w", newline="") as stream:
-        table = csv.writer(stream)
-        table.writerow(
-            ["data set", "programs", "number", "earned the reward", "seconds", "note", "command"]
-        )
-        table.writerows([*row, "python bench/code_sets.py"] for row in rows)
+            note = f"passing: {passing}"
+            add(name, "empty bodies", len(problems), len(passing), seconds, note)
     return 0 if good else 1
 
 

@@ -13,7 +13,6 @@ the last values in metrics.jsonl. The script downloads nothing.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import re
@@ -22,274 +21,113 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from string import Template
 
-REPO = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPO), str(REPO / "bench")]
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from cookbook_services import Stand, start_chroma  # noqa: E402
-from cookbook_world import CODER, NAMES, SEARCHER, STUDENT, TEACHER, lay_out  # noqa: E402
+from bench.cookbook_services import Stand, start_chroma  # noqa: E402
+from bench.cookbook_world import CODER, NAMES, SEARCHER, STUDENT, TEACHER, lay_out  # noqa: E402
+from bench.harness import REPO, RESULTS, replace_rows  # noqa: E402
 
-RESULTS = REPO / "bench" / "results" / "cookbook.csv"
 PACKAGE = "tinker_cookbook.recipes"
 
-SMALL_RL = ["batch_size=4", "group_size=4", "max_steps=2"]
-TRAIN = [f"model_name={STUDENT}", "lora_rank=8", "max_steps=2", "behavior_if_log_dir_exists=delete"]
-MATH = [*TRAIN, "group_size=4", "groups_per_batch=4", "max_tokens=8", "loss_fn=importance_sampling"]
-DISTILL = [*TRAIN, "group_size=2", "max_tokens=16"]
-TOOLS = [
-    "renderer_name=qwen3_disable_thinking",
-    "lora_rank=8",
-    "group_size=4",
-    "max_steps=2",
-    "behavior_if_log_dir_exists=delete",
-]
-GAME = [
-    f"model_name={STUDENT}",
-    "renderer_name=qwen3_disable_thinking",
-    "max_steps=1",
-    "eval_every=0",
-    "behavior_if_log_dir_exists=delete",
-]
+# Settings that several recipes share, then the recipes: name | module | settings. A line that is
+# indented continues the one before.
+SHARED = """
+TRAIN = model_name=$STUDENT lora_rank=8 max_steps=2 behavior_if_log_dir_exists=delete
+MATH = $TRAIN group_size=4 groups_per_batch=4 max_tokens=8 loss_fn=importance_sampling
+DISTILL = $TRAIN group_size=2 max_tokens=16
+SMALL_RL = batch_size=4 group_size=4 max_steps=2
+TOOLS = renderer_name=qwen3_disable_thinking lora_rank=8 group_size=4 max_steps=2
+    behavior_if_log_dir_exists=delete
+GAME = model_name=$STUDENT renderer_name=qwen3_disable_thinking max_steps=1 eval_every=0
+    behavior_if_log_dir_exists=delete
+"""
+TABLE = """
+rl_loop | rl_loop | model_name=$STUDENT $SMALL_RL max_tokens=16 loss_fn=importance_sampling
+    save_every=1
+rl_loop cispo | rl_loop | model_name=$STUDENT $SMALL_RL max_tokens=16 loss_fn=cispo
+rl_loop gspo | rl_loop | model_name=$STUDENT $SMALL_RL max_tokens=16 loss_fn=gspo
+rl_loop stable_reinforce | rl_loop | model_name=$STUDENT $SMALL_RL max_tokens=16
+sl_loop | sl_loop | model_name=$STUDENT batch_size=8 max_length=256 max_steps=3 save_every=2
+rl_basic | rl_basic | model_name=$STUDENT max_tokens=16 max_steps=2 loss_fn=importance_sampling
+sl_basic | sl_basic | model_name=$STUDENT max_steps=1
+math_rl arithmetic | math_rl.train | $MATH env=arithmetic
+math_rl gsm8k | math_rl.train | $MATH env=gsm8k
+math_rl ppo, substeps | math_rl.train | $TRAIN group_size=4 groups_per_batch=4 max_tokens=8
+    env=gsm8k loss_fn=ppo num_substeps=2
+math_rl asynchronous | math_rl.train | $MATH env=gsm8k max_steps_off_policy=1 max_steps=3
+math_rl streaming | math_rl.train | $MATH env=gsm8k
+    stream_minibatch_config=tinker_cookbook.rl.train:StreamMinibatchConfig
+    stream_minibatch_config.groups_per_batch=4 stream_minibatch_config.num_minibatches=2
+math_rl arithmetic, resumed | math_rl.train | $MATH env=arithmetic
+    behavior_if_log_dir_exists=resume max_steps=4
+math_rl temperature 0.7, evaluated | math_rl.train | $MATH env=gsm8k temperature=0.7 eval_every=1
+rl_basic KL reference | rl_basic | model_name=$STUDENT max_tokens=16 max_steps=1
+    loss_fn=importance_sampling kl_penalty_coef=0.05
+    kl_reference_config=tinker_cookbook.rl.train:KLReferenceConfig
+    kl_reference_config.base_model=$STUDENT compute_post_kl=True
+chat_sl | chat_sl.train | $TRAIN dataset=no_robots batch_size=8 max_length=256 eval_every=1
+    save_every=1
+chat_sl rolling | chat_sl.train | $TRAIN dataset=no_robots batch_size=8 max_length=256
+    rolling_save_every=1
+preference dpo | preference.dpo.train | model_name=$STUDENT dataset=hhh batch_size=4
+    max_length=256 max_steps=2 behavior_if_log_dir_exists=delete
+preference rlhf | preference.rlhf.rlhf_pipeline | base_model=$STUDENT short_name=bench
+    batch_size=4 lora_rank=8 max_length=256 rl_max_tokens=8 rl_group_size=2 eval_every=0
+    max_steps=1
+preference shorter | preference.shorter.train | model_name=$STUDENT
+    renderer_name=qwen3_disable_thinking batch_size=2 group_size=4 max_tokens=8 max_steps=2
+    behavior_if_log_dir_exists=delete
+distillation on-policy | distillation.on_policy_distillation | $DISTILL teacher_model=$TEACHER
+    groups_per_batch=4
+distillation several teachers | distillation.on_policy_multi_teacher | $DISTILL
+    deepmath_teacher_model=$TEACHER tulu3_teacher_model=$STUDENT deepmath_groups_per_batch=2
+    tulu3_groups_per_batch=2
+distillation off-policy | distillation.off_policy_reasoning | $TRAIN renderer_name=qwen3
+    batch_size=8 max_length=256 buffer_size=16 max_prompts=32
+guess number | multiplayer_rl.guess_number.train | $GAME batch_size=2 group_size=2 max_tokens=8
+twenty questions | multiplayer_rl.twenty_questions.train | $GAME batch_size=2 group_size=2
+    max_tokens=8
+text arena | multiplayer_rl.text_arena.train | $GAME batch_size=4 max_tokens=8
+    num_train_datapoints=8 num_test_datapoints=2
+rubric | rubric.train | $TRAIN renderer_name=qwen3_disable_thinking grader_llm_name=$TEACHER
+    train_group_size=2 grader_renderer_name=qwen3_instruct groups_per_batch=2 max_tokens=8
+    loss_fn=importance_sampling train_jsonl_path=rubric.jsonl test_jsonl_path=rubric.jsonl
+sdft | sdft.train | $TRAIN dataset=sciknoweval groups_per_batch=2 max_tokens=16
+    max_context_length=1024 topk=5 eval_every=0
+prompt distillation | prompt_distillation.train | $TRAIN file_path=conversations.jsonl
+    batch_size=4 max_length=256 renderer_name=qwen3
+code_rl | code_rl.train | model_name=$CODER $TOOLS groups_per_batch=4 max_tokens=8 eval_every=1
+search_tool | search_tool.train | model_name=$SEARCHER $TOOLS batch_size=4 max_tokens=8
+    max_turns=3 chroma_host=127.0.0.1 chroma_port=CHROMA
+decisions demo | decisions.demo | model_name=$STUDENT
+decisions forecasting | decisions.forecasting | $TRAIN renderer_name=qwen3_disable_thinking
+    data_path=markets.csv batch_size=4 eval_every=1
+evaluators | tinker_cookbook.eval.custom_evaluators
+evaluators inspect | tinker_cookbook.eval.run_inspect_evals | model_name=$STUDENT
+    renderer_name=qwen3_disable_thinking
+    tasks=tinker_cookbook.eval.custom_inspect_task:example_lm_as_judge max_tokens=16
+rollouts in a pool of processes | cookbook_pool | model_name=$STUDENT max_tokens=16 max_steps=1
+    loss_fn=importance_sampling
+"""
+MODELS = {"STUDENT": STUDENT, "TEACHER": TEACHER, "CODER": CODER, "SEARCHER": SEARCHER}
 
-# name: (module, settings)
-RECIPES: dict[str, tuple[str, list[str]]] = {
-    "rl_loop": (
-        "rl_loop",
-        [
-            f"model_name={STUDENT}",
-            *SMALL_RL,
-            "max_tokens=16",
-            "loss_fn=importance_sampling",
-            "save_every=1",
-        ],
-    ),
-    "rl_loop cispo": (
-        "rl_loop",
-        [f"model_name={STUDENT}", *SMALL_RL, "max_tokens=16", "loss_fn=cispo"],
-    ),
-    "rl_loop gspo": (
-        "rl_loop",
-        [f"model_name={STUDENT}", *SMALL_RL, "max_tokens=16", "loss_fn=gspo"],
-    ),
-    "rl_loop stable_reinforce": ("rl_loop", [f"model_name={STUDENT}", *SMALL_RL, "max_tokens=16"]),
-    "sl_loop": (
-        "sl_loop",
-        [f"model_name={STUDENT}", "batch_size=8", "max_length=256", "max_steps=3", "save_every=2"],
-    ),
-    "rl_basic": (
-        "rl_basic",
-        [f"model_name={STUDENT}", "max_tokens=16", "max_steps=2", "loss_fn=importance_sampling"],
-    ),
-    "sl_basic": ("sl_basic", [f"model_name={STUDENT}", "max_steps=1"]),
-    "math_rl arithmetic": ("math_rl.train", [*MATH, "env=arithmetic"]),
-    "math_rl gsm8k": ("math_rl.train", [*MATH, "env=gsm8k"]),
-    "math_rl ppo, substeps": (
-        "math_rl.train",
-        [*MATH[:-1], "env=gsm8k", "loss_fn=ppo", "num_substeps=2"],
-    ),
-    "math_rl asynchronous": (
-        "math_rl.train",
-        [*MATH, "env=gsm8k", "max_steps_off_policy=1", "max_steps=3"],
-    ),
-    "math_rl streaming": (
-        "math_rl.train",
-        [
-            *MATH,
-            "env=gsm8k",
-            "stream_minibatch_config=tinker_cookbook.rl.train:StreamMinibatchConfig",
-            "stream_minibatch_config.groups_per_batch=4",
-            "stream_minibatch_config.num_minibatches=2",
-        ],
-    ),
-    "math_rl arithmetic, resumed": (
-        "math_rl.train",
-        [*MATH, "env=arithmetic", "behavior_if_log_dir_exists=resume", "max_steps=4"],
-    ),
-    "math_rl temperature 0.7, evaluated": (
-        "math_rl.train",
-        [*MATH, "env=gsm8k", "temperature=0.7", "eval_every=1"],
-    ),
-    "rl_basic KL reference": (
-        "rl_basic",
-        [
-            f"model_name={STUDENT}",
-            "max_tokens=16",
-            "max_steps=1",
-            "loss_fn=importance_sampling",
-            "kl_penalty_coef=0.05",
-            "kl_reference_config=tinker_cookbook.rl.train:KLReferenceConfig",
-            f"kl_reference_config.base_model={STUDENT}",
-            "compute_post_kl=True",
-        ],
-    ),
-    "chat_sl": (
-        "chat_sl.train",
-        [
-            *TRAIN,
-            "dataset=no_robots",
-            "batch_size=8",
-            "max_length=256",
-            "eval_every=1",
-            "save_every=1",
-        ],
-    ),
-    "chat_sl rolling": (
-        "chat_sl.train",
-        [*TRAIN, "dataset=no_robots", "batch_size=8", "max_length=256", "rolling_save_every=1"],
-    ),
-    "preference dpo": (
-        "preference.dpo.train",
-        [
-            f"model_name={STUDENT}",
-            "dataset=hhh",
-            "batch_size=4",
-            "max_length=256",
-            "max_steps=2",
-            "behavior_if_log_dir_exists=delete",
-        ],
-    ),
-    "preference rlhf": (
-        "preference.rlhf.rlhf_pipeline",
-        [
-            f"base_model={STUDENT}",
-            "short_name=bench",
-            "batch_size=4",
-            "lora_rank=8",
-            "max_length=256",
-            "rl_max_tokens=8",
-            "rl_group_size=2",
-            "eval_every=0",
-            "max_steps=1",
-        ],
-    ),
-    "preference shorter": (
-        "preference.shorter.train",
-        [
-            f"model_name={STUDENT}",
-            "renderer_name=qwen3_disable_thinking",
-            "batch_size=2",
-            "group_size=4",
-            "max_tokens=8",
-            "max_steps=2",
-            "behavior_if_log_dir_exists=delete",
-        ],
-    ),
-    "distillation on-policy": (
-        "distillation.on_policy_distillation",
-        [*DISTILL, f"teacher_model={TEACHER}", "groups_per_batch=4"],
-    ),
-    "distillation several teachers": (
-        "distillation.on_policy_multi_teacher",
-        [
-            *DISTILL,
-            f"deepmath_teacher_model={TEACHER}",
-            f"tulu3_teacher_model={STUDENT}",
-            "deepmath_groups_per_batch=2",
-            "tulu3_groups_per_batch=2",
-        ],
-    ),
-    "distillation off-policy": (
-        "distillation.off_policy_reasoning",
-        [
-            *TRAIN,
-            "renderer_name=qwen3",
-            "batch_size=8",
-            "max_length=256",
-            "buffer_size=16",
-            "max_prompts=32",
-        ],
-    ),
-    "guess number": (
-        "multiplayer_rl.guess_number.train",
-        [*GAME, "batch_size=2", "group_size=2", "max_tokens=8"],
-    ),
-    "twenty questions": (
-        "multiplayer_rl.twenty_questions.train",
-        [*GAME, "batch_size=2", "group_size=2", "max_tokens=8"],
-    ),
-    "text arena": (
-        "multiplayer_rl.text_arena.train",
-        [*GAME, "batch_size=4", "max_tokens=8", "num_train_datapoints=8", "num_test_datapoints=2"],
-    ),
-    "rubric": (
-        "rubric.train",
-        [
-            *TRAIN,
-            "renderer_name=qwen3_disable_thinking",
-            f"grader_llm_name={TEACHER}",
-            "train_group_size=2",
-            "grader_renderer_name=qwen3_instruct",
-            "groups_per_batch=2",
-            "max_tokens=8",
-            "loss_fn=importance_sampling",
-            "train_jsonl_path=rubric.jsonl",
-            "test_jsonl_path=rubric.jsonl",
-        ],
-    ),
-    "sdft": (
-        "sdft.train",
-        [
-            *TRAIN,
-            "dataset=sciknoweval",
-            "groups_per_batch=2",
-            "max_tokens=16",
-            "max_context_length=1024",
-            "topk=5",
-            "eval_every=0",
-        ],
-    ),
-    "prompt distillation": (
-        "prompt_distillation.train",
-        [
-            *TRAIN,
-            "file_path=conversations.jsonl",
-            "batch_size=4",
-            "max_length=256",
-            "renderer_name=qwen3",
-        ],
-    ),
-    "code_rl": (
-        "code_rl.train",
-        [f"model_name={CODER}", *TOOLS, "groups_per_batch=4", "max_tokens=8", "eval_every=1"],
-    ),
-    "search_tool": (
-        "search_tool.train",
-        [
-            f"model_name={SEARCHER}",
-            *TOOLS,
-            "batch_size=4",
-            "max_tokens=8",
-            "max_turns=3",
-            "chroma_host=127.0.0.1",
-            "chroma_port=CHROMA",
-        ],
-    ),
-    "decisions demo": ("decisions.demo", [f"model_name={STUDENT}"]),
-    "decisions forecasting": (
-        "decisions.forecasting",
-        [
-            *TRAIN,
-            "renderer_name=qwen3_disable_thinking",
-            "data_path=markets.csv",
-            "batch_size=4",
-            "eval_every=1",
-        ],
-    ),
-    "evaluators": ("tinker_cookbook.eval.custom_evaluators", []),
-    "evaluators inspect": (
-        "tinker_cookbook.eval.run_inspect_evals",
-        [
-            f"model_name={STUDENT}",
-            "renderer_name=qwen3_disable_thinking",
-            "tasks=tinker_cookbook.eval.custom_inspect_task:example_lm_as_judge",
-            "max_tokens=16",
-        ],
-    ),
-    "rollouts in a pool of processes": (
-        "cookbook_pool",
-        [f"model_name={STUDENT}", "max_tokens=16", "max_steps=1", "loss_fn=importance_sampling"],
-    ),
-}
+
+def read_recipes() -> dict[str, tuple[str, list[str]]]:
+    """Return (module, settings) of each recipe by name."""
+    values = dict(MODELS)
+    for line in SHARED.replace("\n    ", " ").strip().splitlines():
+        name, _, words = line.partition(" = ")
+        values[name] = Template(words).substitute(values)
+    rows = (line.split(" | ") for line in TABLE.replace("\n    ", " ").strip().splitlines())
+    return {
+        name: (module.strip(), Template(settings[0] if settings else "").substitute(values).split())
+        for name, module, *settings in rows
+    }
+
+
+RECIPES = read_recipes()
 TYPED = {"decisions demo": "How do I install the package?\n"}  # stdin, as a user types it
 
 
@@ -437,18 +275,6 @@ def run(name: str, client: Client, work: Path, seconds: float, chroma: int) -> d
     }
 
 
-def keep(found: dict[str, str]) -> None:
-    """Write a recipe's row into the table, in place of an older row of the same recipe."""
-    before = (
-        {row["recipe"]: row for row in csv.DictReader(RESULTS.open())} if RESULTS.is_file() else {}
-    )
-    rows = {**before, found["recipe"]: found}
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(found))
-        writer.writeheader()
-        writer.writerows(rows[name] for name in RECIPES if name in rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -482,7 +308,13 @@ def main() -> None:
         client = Client(args.python, url, work, stand.environment(work))
         try:
             for name in args.only.split(";"):
-                keep(run(name, client, work, args.seconds, port))
+                row = run(name, client, work, args.seconds, port)
+                replace_rows(
+                    RESULTS / "cookbook.csv",
+                    [row],
+                    ("recipe",),
+                    lambda row: list(RECIPES).index(row["recipe"]),
+                )
             print(f"asked of the stand-ins: {stand.counts}")
         finally:
             for process in (client.process, server, *([chroma] if chroma else [])):

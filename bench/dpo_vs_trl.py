@@ -15,17 +15,15 @@ and loss. The exit code is 1 if any loss or reward differs by more than 1e-4
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 # replaces this folder: its kernels.py would shadow the package `kernels`
 sys.path[0] = str(HERE.parent)
-from bench.campaign import command_line, machine, write_table  # noqa: E402
+from bench.harness import TRL_SETTINGS, command_line, machine, quiet_libraries, show, write_table  # noqa: E402
 
 TOLERANCE = 1e-4
 FIGURES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins")
@@ -144,32 +142,16 @@ def run_trl(
         for p in pairs
     ]
     config = DPOConfig(
+        **TRL_SETTINGS,
         output_dir=str(folder),
         max_steps=args.steps,
         seed=args.seed,
-        use_cpu=True,
-        bf16=False,
-        fp16=False,
         beta=args.beta,
         loss_type=[LOSSES[loss]],
         learning_rate=args.learning_rate,
-        lr_scheduler_type="constant",
-        adam_beta1=0.9,
-        adam_beta2=0.95,
-        adam_epsilon=1e-8,
-        weight_decay=0.0,
         max_grad_norm=1.0,
         per_device_train_batch_size=args.pairs,
-        gradient_accumulation_steps=1,
-        gradient_checkpointing=False,
         max_length=None,
-        dataloader_num_workers=0,
-        dataloader_pin_memory=False,
-        logging_strategy="no",
-        save_strategy="no",
-        eval_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
     )
     trainer = KeptTrainer(
         model=AutoModelForCausalLM.from_pretrained(model),
@@ -214,15 +196,10 @@ def main() -> int:
 
     import torch
     import trl
-    from transformers.utils import logging as transformers_logging
 
     from rl.models.model_loading import load_model
 
-    torch.set_num_threads(1)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    logging.getLogger("accelerate").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning)
+    quiet_libraries(threads=1)
     table: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="dpo_vs_trl-") as name:
         folder = Path(name)
@@ -242,7 +219,7 @@ def main() -> int:
     }
     write_table(args.output, [{**row, **about} for row in table])
     for row in table:
-        print(", ".join(f"{key} {value}" for key, value in row.items()))
+        show(row)
     worst = max(float(row["largest_difference"]) for row in table)
     print(f"largest difference {worst:.1e}, allowed {TOLERANCE}")
     return int(worst > TOLERANCE)

@@ -1,5 +1,6 @@
-"""Train a two-turn agent, written as a plain program, through the endpoint: `python
-bench/endpoint.py`.
+"""Train a two-turn agent, written as a plain program, through the endpoint.
+
+    python bench/endpoint.py
 
 The agent (below) asks an untrained tiny model for digits, twice in a conversation, and posts the
 share of digits in the answers as its reward. Each seed is a run of `train.py grpo --environment
@@ -9,17 +10,14 @@ endpoint`. The table holds held-out and sampled rewards, before and after.
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import os
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parent.parent
-RESULTS = REPO / "bench" / "results" / "endpoint_learns.csv"
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+from bench.harness import RESULTS, command_line, show, train, write_table  # noqa: E402
+
 AGENT = """
 import http.client, json, os
 
@@ -32,12 +30,13 @@ def post(path, body):
     return json.loads(client.getresponse().read())
 
 
-messages, found = [{"role": "user", "content": "digits:"}], ""
+messages, answers = [{"role": "user", "content": "digits:"}], ""
 for turn in range(2):
-    said = post(f"/{path}/chat/completions", {"model": "policy", "messages": messages})["choices"][0]["message"]
-    found += said["content"]
-    messages += [said, {"role": "user", "content": "more:"}]
-post(f"/{path}/reward", {"reward": sum(c.isdigit() for c in found) / max(1, len(found))})
+    reply = post(f"/{path}/chat/completions", {"model": "policy", "messages": messages})
+    message = reply["choices"][0]["message"]
+    answers += message["content"]
+    messages += [message, {"role": "user", "content": "more:"}]
+post(f"/{path}/reward", {"reward": sum(c.isdigit() for c in answers) / max(1, len(answers))})
 """
 SETTINGS = (
     "--base-model tiny:ascii-small --batch-size 4 --group-size 6 --max-tokens 6 --learning-rate "
@@ -57,33 +56,11 @@ def main() -> None:
         agent = Path(folder) / "agent.py"
         agent.write_text(AGENT)
         for seed in range(args.seeds):
-            out, begun = Path(folder) / f"run{seed}", time.perf_counter()
-            words = [
-                sys.executable,
-                "train.py",
-                "grpo",
-                "--environment",
-                f"endpoint:{sys.executable} -S {agent}",
-                *SETTINGS.split(),
-            ]
-            words += [
-                "--steps",
-                str(args.steps),
-                "--eval-every",
-                str(args.steps),
-                "--seed",
-                str(seed),
-                "--output-dir",
-                str(out),
-            ]
-            subprocess.run(words, cwd=REPO, check=True)
-            found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-            held_out = [
-                row["test/env/all/reward/total"]
-                for row in found
-                if "test/env/all/reward/total" in row
-            ]
-            sampled = [row["reward/total"] for row in found if "reward/total" in row]
+            words = ["grpo", "--environment", f"endpoint:{sys.executable} -S {agent}"]
+            words += [*SETTINGS.split(), "--steps", str(args.steps), "--seed", str(seed)]
+            run = train([*words, "--eval-every", str(args.steps)], Path(folder) / f"run{seed}")
+            held_out = run.values("test/env/all/reward/total")
+            sampled = run.values("reward/total")
             rows.append(
                 {
                     "seed": seed,
@@ -92,19 +69,13 @@ def main() -> None:
                     "held_out_after": held_out[-1],
                     "sampled_first": sampled[0],
                     "sampled_last": sampled[-1],
-                    "seconds": round(time.perf_counter() - begun, 1),
+                    "seconds": round(run.seconds, 1),
                     "load": round(os.getloadavg()[0], 1),
+                    "command": command_line(),
                 }
             )
-            print(rows[-1], flush=True)
-            with RESULTS.open("w", newline="") as file:
-                file.write(
-                    f"# python bench/endpoint.py --seeds {args.seeds} --steps {args.steps}; "
-                    f"{SETTINGS}\n"
-                )
-                writer = csv.DictWriter(file, rows[0])
-                writer.writeheader()
-                writer.writerows(rows)
+            show(rows[-1])
+            write_table(RESULTS / "endpoint_learns.csv", rows)
 
 
 if __name__ == "__main__":

@@ -11,17 +11,15 @@ seed is replaced.
 """
 
 import argparse
-import csv
 import json
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+from bench.harness import REPO, RESULTS, SEEDS, replace_rows, show, train  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -142,45 +140,16 @@ def learn(name: str, game: Game, seed: int, folder: Path) -> dict:
     }
     before = untrained(game.file or name, plain, game.metric, game.max_tokens, game.model, seed)
     data = folder / f"{name}.jsonl"
-    words = [
-        word
-        for key, value in game.settings.items()
-        for word in (f"--environment.{key}", str(value))
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "rl.envs.demo_generator",
-        game.file or name,
-        game.player,
-        "--episodes",
-        str(game.episodes),
-        "--seed",
-        str(seed),
-    ]
-    command += words
+    words = [game.file or name, game.player, "--episodes", str(game.episodes), "--seed", str(seed)]
+    for key, value in game.settings.items():
+        words += [f"--environment.{key}", str(value)]
+    command = [sys.executable, "-m", "rl.envs.demo_generator", *words]
     data.write_text(
-        subprocess.run(command, check=True, capture_output=True, text=True, cwd=HERE.parent).stdout
+        subprocess.run(command, check=True, capture_output=True, text=True, cwd=REPO).stdout
     )
     (folder / "recipe.yaml").write_text(recipe(name, game, data))
-    start = time.perf_counter()
-    run = [
-        sys.executable,
-        "train.py",
-        str(folder / "recipe.yaml"),
-        "--seed",
-        str(seed),
-        "--output-dir",
-        str(folder / "run"),
-        "--overwrite",
-    ]
-    subprocess.run(run, check=True, cwd=HERE.parent)
-    rows = [
-        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    measured = [
-        row[f"test/env/all/{game.metric}"] for row in rows if f"test/env/all/{game.metric}" in row
-    ]
+    run = train([str(folder / "recipe.yaml"), "--seed", str(seed)], folder / "run")
+    measured = run.values(f"test/env/all/{game.metric}")
     return {
         "environment": name,
         "settings": " ".join(f"{key}={value}" for key, value in game.settings.items()),
@@ -193,7 +162,7 @@ def learn(name: str, game: Game, seed: int, folder: Path) -> dict:
         "passed": game.passed(measured[-1]) and not game.passed(before),
         "held-out episodes": game.held_out,
         "grpo steps": game.steps,
-        "seconds": round(time.perf_counter() - start),
+        "seconds": round(run.seconds),
     }
 
 
@@ -202,26 +171,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=sorted(GAMES), default=list(GAMES))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "environments.csv")
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--output", type=Path, default=RESULTS / "environments.csv")
     args = parser.parse_args()
     for name in args.only:
         for seed in args.seeds:
             with tempfile.TemporaryDirectory() as folder:
                 row = learn(name, GAMES[name], seed, Path(folder))
-            print(row, flush=True)
-            write(args.output, row)
-
-
-def write(path: Path, row: dict) -> None:
-    """Add a row to the table, in place of an older row of the same game and seed."""
-    rows = list(csv.DictReader(path.open())) if path.exists() else []
-    key = (row["environment"], str(row["seed"]))
-    rows = [one for one in rows if (one["environment"], one["seed"]) != key] + [row]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(row))
-        writer.writeheader()
-        writer.writerows(sorted(rows, key=lambda one: (one["environment"], int(one["seed"]))))
+            show(row)
+            replace_rows(
+                args.output,
+                [row],
+                ("environment", "seed"),
+                lambda row: (row["environment"], int(row["seed"])),
+            )
 
 
 if __name__ == "__main__":

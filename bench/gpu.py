@@ -80,8 +80,6 @@ PARTS = {
 MODULES = (
     "gpu_kernels",
     "gpu_compile",
-    "gpu_pages",
-    "gpu_branches",
     "gpu_decode",
     "gpu_models",
     "gpu_runs",

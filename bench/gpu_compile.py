@@ -52,7 +52,7 @@ def run_older(shape: Any, dry: bool) -> None:
     """Launch the score kernels of the branch that the device does not choose on Hopper."""
     import torch
 
-    from bench.gpu_branches import Operands, scores_of
+    from bench.gpu_kernels import Operands, scores_of
     from kernels.linear_logprob_torch import GradientCoefficients
 
     operands = Operands.make(shape, dry)

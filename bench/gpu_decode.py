@@ -13,7 +13,9 @@ from typing import Any
 from bench.gpu_kernels import device_of
 from bench.gpu_models import (
     BANDWIDTH,
+    PEERS,
     SIZES,
+    Peer,
     busy_seconds,
     engine_of,
     give_back,
@@ -22,7 +24,6 @@ from bench.gpu_models import (
     seconds_of,
     shares,
 )
-from bench.gpu_peers import PEERS, Peer
 
 SIZES_TIMED = ("0.5B", "8B")
 LORA_RANK = 16

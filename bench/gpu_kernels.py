@@ -1,5 +1,6 @@
 """Run the tests and measure the kernels for the GPU campaign (see gpu.py). Each part is a function
-part_NAME(table, dry).
+part_NAME(table, dry): the limits of the device, the tests, the kernels next to other implementations,
+the branches that the device checks chose, and attention over KV cache pages.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from bench.shapes import SHAPES, TINY, Shape, copy_floor_ms, floor_ms
+from bench.kernel_harness import SHAPES, TB_PER_S, TFLOPS, TINY, Shape, copy_floor_ms, floor_ms
 
 REPO = Path(__file__).resolve().parent.parent
 CHOSEN = ("Qwen2.5-0.5B", "Qwen3-1.7B", "Llama-3.1-8B")
@@ -118,7 +122,7 @@ def part_tests(table: Any, dry: bool) -> None:
     """
     files = sorted(
         path.relative_to(REPO).as_posix()
-        for path in (REPO / "tests").glob("test_*.py")
+        for path in (REPO / "tests").rglob("test_*.py")
         if "mark.gpu" in path.read_text()
     )
     first = "tests/kernels/test_kernel_gpu.py"
@@ -246,3 +250,311 @@ def part_draw(table: Any, dry: bool) -> None:
                     table.row(case, name, "time", milliseconds(way, device), "ms", floor)
 
             table.attempt(f"{shape.model}, {rows} rows", "ours", run)
+
+
+# ---------------------------------------------------------------------------------------- branches
+
+
+class Operands(NamedTuple):
+    """Hold hidden states x [N, D], a head w [V, D], targets y [N] and a buffer dz [N, width] for
+    the gradient of a slab of the logits.
+    """
+
+    x: Tensor
+    w: Tensor
+    y: Tensor
+    dz: Tensor
+
+    @staticmethod
+    def make(shape: Shape, dry: bool) -> Operands:
+        N, width, device = (64 if dry else 8192), min(16_384, shape.V), device_of(dry)
+        g = torch.Generator(device).manual_seed(0)
+        x = torch.randn(N, shape.D, generator=g, device=device).bfloat16()
+        w = (torch.randn(shape.V, shape.D, generator=g, device=device) * shape.D**-0.5).bfloat16()
+        y = torch.randint(0, shape.V, (N,), generator=g, device=device)
+        return Operands(x, w, y, torch.randn(N, width, generator=g, device=device).bfloat16())
+
+
+def part_branches(table: Any, dry: bool) -> None:
+    """Measure the products and both branches of the score kernels, the newest kernels last: a
+    kernel that breaks the device context makes every later measurement fail.
+    """
+    name = (
+        "cpu"
+        if dry
+        else "{}, capability {}.{}".format(
+            torch.cuda.get_device_name(), *torch.cuda.get_device_capability()
+        )
+    )
+    table.row("device", "torch", "name", name, note=f"torch {torch.__version__}")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        _verdicts(table, dtype, device_of(dry))
+    for kind in (_products, _older, _special):
+        for shape in shapes(dry):
+            operands = table.attempt(shape.model, "tensors", lambda s=shape: Operands.make(s, dry))
+            if operands is not None:
+                kind(table, shape, operands)
+            del operands
+
+
+def _verdicts(table: Any, dtype: torch.dtype, device: str) -> None:
+    """Record which branch this device takes and the warnings that refused the other branch."""
+    name = str(dtype).removeprefix("torch.")
+
+    def special() -> None:
+        from kernels.score_launcher import select_hopper_tiles
+
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            tiles = select_hopper_tiles(torch.zeros(16, 64, dtype=dtype, device=device))
+        words = "; ".join(str(one.message) for one in said)[:200]
+        table.row(
+            name,
+            "score kernels",
+            "chosen",
+            "older" if tiles is None else f"warp-specialised {tuple(tiles)}",
+            note=words,
+        )
+
+    def adds() -> None:
+        from kernels.device_checks import supports_addmm_in_place
+
+        table.row(
+            name,
+            "addmm into float32",
+            "chosen",
+            "in place" if supports_addmm_in_place(dtype) else "mm and add_",
+        )
+
+    table.attempt(name, "score kernels", special)
+    table.attempt(name, "addmm into float32", adds)
+
+
+def _speed(
+    table: Any, case: str, provider: str, run: Callable[[], object], o: Operands, columns: int
+) -> None:
+    """Record the TFLOP/s of `run` in a separate attempt."""
+
+    def measure() -> None:
+        ms = milliseconds(run, o.x.device.type)
+        table.row(
+            case, provider, "TFLOP/s", 2e-9 * o.x.numel() * columns / ms, "", TFLOPS, f"{ms:.3f} ms"
+        )
+
+    table.attempt(case, provider, measure)
+
+
+def _products(table: Any, shape: Shape, o: Operands) -> None:
+    """Time cuBLAS: products that the kernels are compared with, and the products between them."""
+    x, dz, slab = o.x, o.dz, o.w[: o.dz.shape[1]]
+    wide = torch.zeros(x.shape, device=x.device)
+    products: dict[str, Callable[[], object]] = {
+        "logits of a slab": lambda: torch.mm(x, slab.t()),
+        "dW of a slab": lambda: torch.mm(dz.t(), x),
+        "dX of a slab, mm and add_": lambda: wide.add_(torch.mm(dz, slab, out_dtype=torch.float32)),
+        "dX of a slab, addmm": lambda: torch.addmm(
+            wide, dz, slab, out_dtype=torch.float32, out=wide
+        ),
+    }
+    for name, run in products.items():
+        _speed(table, f"{shape.model}, {name}", "cuBLAS", run, o, dz.shape[1])
+
+
+def _older(table: Any, shape: Shape, o: Operands) -> None:
+    _score_kernels(table, shape, o, "older", lambda: scores_of(o, False))
+
+
+def _special(table: Any, shape: Shape, o: Operands) -> None:
+    case = f"{shape.model}, both branches"
+    _score_kernels(table, shape, o, "warp-specialised", lambda: scores_of(o, True))
+    table.attempt(case, "warp-specialised", lambda: _compare(table, case, o))
+
+
+def scores_of(o: Operands, special: bool) -> Any:
+    """Return the launches of a branch. Explicit tiles override the device's choice."""
+    from kernels.common import HeadConfig
+    from kernels.score_launcher import ScoreLauncher
+    from kernels.tile_config import HOPPER_TILES, get_gpu_info, select_tile_sizes
+
+    tiles = select_tile_sizes(o.x.shape[1], o.x.dtype, get_gpu_info(o.x))
+    return ScoreLauncher(
+        o.x, o.w, o.y, None, HeadConfig(), tiles, HOPPER_TILES if special else None
+    )
+
+
+def _score_kernels(
+    table: Any, shape: Shape, o: Operands, name: str, make: Callable[[], Any]
+) -> None:
+    """Time a branch's launches: forward, with entropy, with kept logits [T, V], and dlogits of a
+    slab.
+    """
+    from kernels.linear_logprob_torch import GradientCoefficients
+
+    scores = table.attempt(f"{shape.model}, score kernels", name, make)
+    if scores is None:
+        return
+    row, width = torch.ones(len(o.x), device=o.x.device), o.dz.shape[1]
+
+    def keeps() -> object:
+        room = (
+            o.x.new_empty(len(o.x), shape.V),
+            row.new_empty(-(-shape.V // scores.tiles.columns), len(o.x)),
+        )
+        return scores.statistics(False, room)
+
+    runs: dict[str, tuple[Callable[[], object], int]] = {
+        "forward": (lambda: scores.statistics(False), shape.V),
+        "forward and entropy": (lambda: scores.statistics(True), shape.V),
+        "forward that keeps [T, V]": (keeps, shape.V),
+        "dlogits of a slab": (
+            lambda: scores.dlogits(o.dz, 0, width, row, GradientCoefficients(row, row, None)),
+            width,
+        ),
+    }
+    for what, (run, columns) in runs.items():
+        _speed(table, f"{shape.model}, {what}", name, run, o, columns)
+
+
+def _compare(table: Any, case: str, o: Operands) -> None:
+    """Compare the logprobs of both branches on this head; the device check uses a small head."""
+    mine, older = (
+        scores.combine(scores.statistics(False)).logp
+        for scores in (scores_of(o, True), scores_of(o, False))
+    )
+    table.row(
+        case, "warp-specialised", "largest_difference", float((mine - older).abs().max()), "nats"
+    )
+
+
+# ------------------------------------------------------------------------------------------- pages
+
+BYTES_A_MS = TB_PER_S * 1e9  # bytes per millisecond of a large copy
+# Rows, query heads, key heads, head width; maximum positions of a row; rows of a group, its shared
+# pages.
+CASES = [
+    (1, 14, 2, 64, 8192, 1, 0),
+    (64, 14, 2, 64, 1500, 1, 0),
+    (3, 16, 8, 128, 2560, 1, 0),
+    (256, 32, 8, 128, 1500, 1, 0),
+    (1024, 14, 2, 64, 700, 8, 1),
+    (16, 14, 2, 64, 700, 16, 16),
+    (256, 32, 8, 128, 700, 16, 4),
+]
+DRY = [(4, 4, 2, 16, 40, 1, 0), (4, 4, 2, 16, 40, 2, 1)]
+
+
+def part_pages(table: Any, dry: bool) -> None:
+    """Measure every case, and check for pytorch#194167: if torch splits the keys of a sequence over
+    programs, it writes only the rows of the first sequence in some shapes.
+    """
+    for given in DRY if dry else CASES:
+        rows, heads, key_heads, width, most, group, shared = given
+        case = f"{rows} rows, {heads} heads over {key_heads}, width {width}, up to {most}"
+        case += f", groups of {group} on {shared} pages" if shared else ""
+        made = table.attempt(case, "tensors", lambda g=given: _make(g, dry))
+        if made is not None:
+            _ways(table, case, made, dry)
+        del made
+
+
+def _make(given: tuple[int, ...], dry: bool) -> tuple[Any, ...]:
+    """Return (queries, pages, the other arguments of `attend_pages`, bytes that a step has to
+    read).
+    """
+    from rl.sampler.block_manager import make_block_tables
+
+    rows, heads, key_heads, width, most, group, shared = given
+    device, size, rng = device_of(dry), 16 if dry else 256, np.random.default_rng(0)
+    own = rng.integers(1, most + 1, rows)
+    need = -(-own // size)
+    count = int(need.sum()) + shared * (rows // group)
+    order = iter(rng.permutation(count).tolist())
+    first = [[next(order) for _ in range(shared)] for _ in range(rows // group)]
+    tables = [first[i // group] + [next(order) for _ in range(need[i])] for i in range(rows)]
+    groups = (
+        [(list(range(i * group, (i + 1) * group)), pages) for i, pages in enumerate(first)]
+        if shared
+        else []
+    )
+    g = torch.Generator(device).manual_seed(0)
+    kv = torch.randn(
+        2, count, size, key_heads, width, generator=g, device=device, dtype=torch.bfloat16
+    )
+    q = torch.randn(rows, heads, width, generator=g, device=device, dtype=torch.bfloat16)
+    read = 4.0 * key_heads * width * float(own.sum() + shared * size * (rows // group))
+    return q, kv, *make_block_tables(tables, own + shared * size, groups, size, kv.device), read
+
+
+def _ways(table: Any, case: str, made: tuple[Any, ...], dry: bool) -> None:
+    from kernels import paged_attention as module
+
+    *given, read = made
+    table.attempt(
+        case,
+        "chosen",
+        lambda: table.row(
+            case, "chosen", "way", "gathered" if dry else module._select_backend(given[0], given[1])
+        ),
+    )
+    exact = table.attempt(case, "float64", lambda: _exact(*given))
+    ways: dict[str, Callable[[], Tensor]] = {"ours": lambda: module._run_backend("triton", *given)}
+    ways |= {
+        f"varlen, num_splits={n}": lambda n=n: module.attend_and_merge(_varlen(n), *given)
+        for n in (1, None)
+    }  # type: ignore[misc]
+    ways["gathered"] = lambda: module.attend_and_merge(module.attend_gathered, *given)
+    for name, way in ways.items():
+
+        def measure(name: str = name, way: Callable[[], Tensor] = way) -> None:
+            if "varlen" in name and not module.varlen_supports_pages():
+                raise NotImplementedError(
+                    f"torch {torch.__version__} has no varlen attention over pages"
+                )
+            worst = (way().double() - exact).abs().amax((1, 2))
+            table.row(
+                case,
+                name,
+                "largest_error",
+                float(worst.max()),
+                note=f"{int((~(worst < 0.05)).sum())} rows wrong",
+            )
+            ms = milliseconds(way, given[0].device.type)
+            table.row(
+                case,
+                name,
+                "time",
+                ms,
+                "ms",
+                read / BYTES_A_MS,
+                f"{read / BYTES_A_MS / ms:.0%} of bandwidth",
+            )
+
+        table.attempt(case, name, measure)
+
+
+def _varlen(splits: int | None) -> Callable[..., tuple[Tensor, Tensor]]:
+    from kernels import paged_attention as module
+
+    return lambda *given: module.attend_varlen(*given, splits=splits)
+
+
+def _exact(q: Tensor, kv: Tensor, table: Tensor, length: Tensor, shared: Any) -> Tensor:
+    """Compute the attention row by row in float64: [rows, heads, width]."""
+    found, size, repeat = [], kv.shape[2], q.shape[1] // kv.shape[3]
+    for i in range(len(q)):
+        first, positions = q.new_empty(0, dtype=torch.int32), 0
+        if shared is not None:
+            group = shared.group[shared.place[i]]
+            positions = int(shared.length[group])
+            first = shared.table[group, : positions // size]
+        pages = torch.cat([first, table[i, : -(-int(length[i]) // size)]]).long()
+        keys, values = (
+            t[pages]
+            .flatten(0, 1)[: positions + int(length[i])]
+            .double()
+            .repeat_interleave(repeat, 1)
+            for t in kv
+        )
+        score = torch.einsum("hd,lhd->hl", q[i].double(), keys) * q.shape[2] ** -0.5
+        found.append(torch.einsum("hl,lhd->hd", score.softmax(-1), values))
+    return torch.stack(found)

@@ -24,10 +24,8 @@ over TRL's norm) differs by more than 1e-4.
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import tempfile
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 # Replace this folder on sys.path: its kernels.py would shadow the package `kernels`.
 sys.path[0] = str(HERE.parent)
-from bench.campaign import command_line, machine, write_table  # noqa: E402
+from bench.harness import TRL_SETTINGS, command_line, machine, quiet_libraries, show, write_table  # noqa: E402
 
 TOLERANCE = 1e-4
 PROBLEMS, SAMPLES, MAX_TOKENS, STEPS = 8, 8, 6, 2
@@ -121,21 +119,13 @@ def run_trl(
 
     rows = [{"prompt": f"{10 + 9 * i}+{35 + 7 * i}="} for i in range(PROBLEMS)]
     config = GRPOConfig(
+        **TRL_SETTINGS,
         output_dir=str(folder),
         max_steps=STEPS,
         seed=args.seed,
-        use_cpu=True,
-        bf16=False,
-        fp16=False,
         learning_rate=args.learning_rate,
-        lr_scheduler_type="constant",
-        adam_beta1=0.9,
-        adam_beta2=0.95,
-        adam_epsilon=1e-8,
-        weight_decay=0.0,
         max_grad_norm=0.0,
         per_device_train_batch_size=PROBLEMS * SAMPLES,
-        gradient_accumulation_steps=1,
         steps_per_generation=1,
         num_generations=SAMPLES,
         num_iterations=STEPS,
@@ -143,14 +133,6 @@ def run_trl(
         temperature=1.0,
         scale_rewards="none",
         shuffle_dataset=False,
-        gradient_checkpointing=False,
-        dataloader_num_workers=0,
-        dataloader_pin_memory=False,
-        logging_strategy="no",
-        save_strategy="no",
-        eval_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
         **{"beta": 0.0, **settings},
     )
     trainer = KeptTrainer(
@@ -324,15 +306,10 @@ def main() -> int:
 
     import torch
     import trl
-    from transformers.utils import logging as transformers_logging
 
     from rl.models.model_loading import load_model
 
-    torch.set_num_threads(1)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    logging.getLogger("accelerate").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning)
+    quiet_libraries(threads=1)
     table: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="grpo_losses_vs_trl-") as name:
         folder = Path(name)
@@ -344,7 +321,7 @@ def main() -> int:
             ours = run_whetstone(args, own_settings, folder / "model", folder / loss, drawn)
             table += compare(loss, ours, theirs)
             for row in table[-STEPS:]:
-                print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+                show(row)
     about = {
         "trl": trl.__version__,
         "torch": torch.__version__,

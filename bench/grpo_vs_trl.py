@@ -26,14 +26,12 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import logging
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +39,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 # Replace this folder on sys.path: its kernels.py would shadow the package `kernels`.
 sys.path[0] = str(HERE.parent)
-from bench.campaign import command_line, machine, write_table  # noqa: E402
+from bench.harness import TRL_SETTINGS, command_line, machine, quiet_libraries, show, write_table  # noqa: E402
 
 PROBLEMS, SAMPLES, MAX_TOKENS, HELD_OUT = 64, 8, 4, 512
 PEERS = ("whetstone", "trl")
@@ -216,21 +214,13 @@ def run_trl(args: argparse.Namespace, turns: Turns) -> None:
     ]
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     config = GRPOConfig(
+        **TRL_SETTINGS,
         output_dir=str(args.folder),
         max_steps=args.steps,
         seed=args.seed,
-        use_cpu=True,
-        bf16=False,
-        fp16=False,
         learning_rate=args.learning_rate,
-        lr_scheduler_type="constant",
-        adam_beta1=0.9,
-        adam_beta2=0.95,
-        adam_epsilon=1e-8,
-        weight_decay=0.0,
         max_grad_norm=1.0,
         per_device_train_batch_size=PROBLEMS * SAMPLES,
-        gradient_accumulation_steps=1,
         steps_per_generation=1,
         num_generations=SAMPLES,
         num_iterations=1,
@@ -240,14 +230,6 @@ def run_trl(args: argparse.Namespace, turns: Turns) -> None:
         scale_rewards="group",
         loss_type="dapo",
         shuffle_dataset=False,
-        gradient_checkpointing=False,
-        dataloader_num_workers=0,
-        dataloader_pin_memory=False,
-        logging_strategy="no",
-        save_strategy="no",
-        eval_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
     )
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(args.model),
@@ -417,14 +399,7 @@ def rows(
 def run_peer(args: argparse.Namespace) -> None:
     """Run this script's work in the process of a peer."""
     turns = Turns(args)
-    import torch
-    from transformers.utils import logging as transformers_logging
-
-    torch.set_num_threads(args.threads)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    logging.getLogger("accelerate").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning)
+    quiet_libraries(args.threads)
     {"whetstone": run_whetstone, "trl": run_trl}[args.peer](args, turns)
 
 
@@ -470,13 +445,7 @@ def main() -> None:
         found = list(rows(args, reports, accuracies(args, reports, folder)))
     write_table(args.output, found)
     for row in found:
-        print(
-            ", ".join(
-                f"{name} {value}"
-                for name, value in row.items()
-                if name not in ("machine", "command", "torch")
-            )
-        )
+        show(row)
     print(f"written to {args.output}")
 
 

@@ -11,100 +11,70 @@ the whole run, wall seconds. `pass`: the run with images ends above the bar, the
 from __future__ import annotations
 
 import argparse
-import csv
-import json
-import resource
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-REPO = Path(__file__).resolve().parent.parent
-BAR = 0.7
-PICTURES = ("seeing", "blind")
-FIELDS = (
-    "pictures",
-    "seed",
-    "stage",
-    "steps",
-    "accuracy_first",
-    "accuracy_last",
-    "greedy_last",
-    "cpu_seconds",
-    "wall_seconds",
-    "pass",
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+from bench.harness import (  # noqa: E402
+    GREEDY,
+    HELD_OUT,
+    REPO,
+    RESULTS,
+    SEEDS,
+    replace_rows,
+    show,
+    train,
 )
 
+BAR = 0.7
+PICTURES = ("seeing", "blind")
 
-def recipe(blind: bool, folder: Path) -> Path:
+
+def write_recipe(blind: bool, folder: Path) -> Path:
     """Return the path of recipes/shapes.yaml; if `blind`, of a copy with every image's pixels
     permuted, in training and held out.
     """
-    own = REPO / "recipes" / "shapes.yaml"
+    path = REPO / "recipes" / "shapes.yaml"
     if not blind:
-        return own
-    content = yaml.safe_load(own.read_text())
+        return path
+    content = yaml.safe_load(path.read_text())
     for part in (content, *content["stages"]):
         if "dataset" in part:
             name, _, options = part["dataset"].partition(":")
             part["dataset"] = f"{name}:{','.join(filter(None, [options, 'blind=1']))}"
-    other = folder / "blind.yaml"
-    other.write_text(yaml.safe_dump(content))
-    return other
+    (folder / "blind.yaml").write_text(yaml.safe_dump(content))
+    return folder / "blind.yaml"
 
 
-def run(which: str, seed: int, extra: list[str], folder: Path) -> list[dict[str, object]]:
-    """Return the rows of a run, a row for each stage. Raises RuntimeError if the run fails."""
-    folder.mkdir()
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    words = [
-        str(recipe(which == "blind", folder)),
-        "--seed",
-        str(seed),
-        "--output-dir",
-        str(folder / "run"),
-        *extra,
-    ]
-    done = subprocess.run(
-        [sys.executable, "train.py", *words], cwd=REPO, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(
-            f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr[-2000:]}"
+def run_once(pictures: str, seed: int, extra: list[str], folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run, a row for each stage."""
+    recipe = write_recipe(pictures == "blind", folder)
+    run = train([str(recipe), "--seed", str(seed), *extra], folder / "run")
+    rows = []
+    for stage in dict.fromkeys(row["stage"] for row in run.rows):
+        metrics = [row for row in run.rows if row["stage"] == stage]
+        sampled, greedy = (
+            [row[name] for row in metrics if name in row] for name in (HELD_OUT, GREEDY)
         )
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
-    metrics = [
-        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    rows: list[dict[str, object]] = []
-    for stage in dict.fromkeys(row["stage"] for row in metrics):
-        own = [row for row in metrics if row["stage"] == stage]
-        seen, greedy = (
-            [row[name] for row in own if name in row]
-            for name in ("test/env/all/correct", "test/greedy/all/correct")
-        )
-        last = max(seen[-1], greedy[-1] if greedy else 0.0) if seen else None
-        row: dict[str, object] = {
-            "pictures": which,
-            "seed": seed,
-            "stage": stage,
-            "steps": max(row["step"] for row in own),
-        }
-        row |= {
-            "accuracy_first": seen[0] if seen else "",
-            "accuracy_last": seen[-1] if seen else "",
-        }
-        row |= {"greedy_last": greedy[-1] if greedy else ""}
-        passes = "" if last is None else int((last < BAR) if which == "blind" else (last > BAR))
+        passes: int | str = ""
+        if sampled:
+            best = max(sampled[-1], *greedy[-1:])
+            passes = int(best < BAR if pictures == "blind" else best > BAR)
         rows.append(
-            row
-            | {
-                "cpu_seconds": round(cpu),
-                "wall_seconds": round(time.perf_counter() - start),
+            {
+                "pictures": pictures,
+                "seed": seed,
+                "stage": stage,
+                "steps": max(row["step"] for row in metrics),
+                "accuracy_first": sampled[0] if sampled else "",
+                "accuracy_last": sampled[-1] if sampled else "",
+                "greedy_last": greedy[-1] if greedy else "",
+                "cpu_seconds": round(run.cpu_seconds),
+                "wall_seconds": round(run.seconds),
                 "pass": passes,
             }
         )
@@ -115,34 +85,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--only", choices=PICTURES, nargs="+", default=PICTURES)
-    parser.add_argument("--out", type=Path, default=REPO / "bench" / "results" / "images.csv")
+    parser.add_argument("--out", type=Path, default=RESULTS / "images.csv")
     args, extra = parser.parse_known_args()
-    known: list[dict[str, object]] = (
-        list(csv.DictReader(args.out.open(newline=""))) if args.out.is_file() else []
-    )
+    failed = False
     for seed in args.seeds:
-        for which in args.only:
-            with tempfile.TemporaryDirectory() as scratch:
-                rows = run(which, seed, extra, Path(scratch) / "one")
-            print(*rows, sep="\n", flush=True)
-            known = [
-                row for row in known if (row["pictures"], str(row["seed"])) != (which, str(seed))
-            ] + rows
-            with args.out.open("w", newline="") as stream:
-                writer = csv.DictWriter(stream, FIELDS, lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(
-                    sorted(
-                        known,
-                        key=lambda row: (
-                            PICTURES.index(str(row["pictures"])),
-                            int(str(row["seed"])),
-                        ),
-                    )
-                )
-    sys.exit(any(str(row["pass"]) == "0" for row in known if row["stage"] == known[-1]["stage"]))
+        for pictures in args.only:
+            with tempfile.TemporaryDirectory() as folder:
+                rows = run_once(pictures, seed, extra, Path(folder))
+            for row in rows:
+                show(row)
+            failed |= rows[-1]["pass"] == 0
+            replace_rows(
+                args.out,
+                rows,
+                ("pictures", "seed"),
+                lambda row: (PICTURES.index(row["pictures"]), int(row["seed"])),
+            )
+    sys.exit(int(failed))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from bench.shapes import Shape
+from bench.kernel_harness import Shape
 from kernels import linear_logprob
 
 

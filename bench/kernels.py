@@ -4,7 +4,6 @@ table.
     python bench/kernels.py --help
     python bench/kernels.py --quick          # Qwen3-1.7B, 4096 tokens; two minutes on a GPU
     python bench/kernels.py --models Qwen3-1.7B Llama-3.1-8B --tokens 8192 --csv runs/kernels.csv
-    python bench/kernels.py --quick --plot runs/kernels.png
     python bench/kernels.py --device cpu     # a tiny head; shows that everything runs, no speeds
 
 Operations: linear_logprob (forward, backward, both), token_logprob, policy_loss. Every provider
@@ -28,9 +27,19 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.kernel_harness import Step, Timing, captured, measure  # noqa: E402
+from bench.kernel_harness import (  # noqa: E402  # noqa: E402
+    SHAPES,
+    TINY,
+    TOKENS,
+    Shape,
+    Step,
+    Timing,
+    captured,
+    copy_floor_ms,
+    floor_ms,
+    measure,
+)
 from bench.kernel_providers import PROVIDERS, CannotRun, Problem, Provider  # noqa: E402
-from bench.shapes import SHAPES, TINY, TOKENS, Shape, copy_floor_ms, floor_ms  # noqa: E402
 from kernels import policy_loss, token_logprob  # noqa: E402
 
 Errors = tuple[float, float, float]  # logp, dX, dW
@@ -269,41 +278,6 @@ def show(r: Row) -> None:
     )
 
 
-def plot(rows: list[Row], path: Path) -> None:
-    """Plot the ratio to the floor, forward and backward together, a group of bars per model."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    chosen = [r for r in rows if r["operation"] == "linear_logprob" and r["phase"] == "both"]
-    labels = list(dict.fromkeys(f"{r['model']}\n{r['tokens']}" for r in chosen))
-    names = list(dict.fromkeys(str(r["provider"]) for r in chosen))
-    figure, axes = plt.subplots(figsize=(max(6, 2 * len(labels)), 4))
-    for i, name in enumerate(names):
-        mine = {
-            f"{r['model']}\n{r['tokens']}": float(str(r["ratio"]))
-            for r in chosen
-            if r["provider"] == name
-        }
-        axes.bar(
-            [k + 0.8 * i / len(names) for k in range(len(labels))],
-            [mine.get(x, 0.0) for x in labels],
-            0.8 / len(names),
-            label=name,
-        )
-    axes.set_xticks([k + 0.4 for k in range(len(labels))], labels)
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_ylabel("time / floor of the provider's own algorithm")
-    axes.set_title(
-        f"linear_logprob, forward and backward ({chosen[0]['device'] if chosen else ''})"
-    )
-    axes.legend(fontsize=7)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
 def every_row(
     shapes: list[Shape],
     tokens_list: list[int],
@@ -354,7 +328,6 @@ def main() -> None:
     parser.add_argument(
         "--csv", type=Path, default=None, help="default: bench/results/kernels_<device>.csv"
     )
-    parser.add_argument("--plot", type=Path, default=None, help="write a plot there")
     args = parser.parse_args()
     cuda = args.device == "cuda"
     models = args.models or ((["Qwen3-1.7B"] if args.quick else names[:-1]) if cuda else ["tiny"])
@@ -386,9 +359,6 @@ def main() -> None:
             file.flush()
             show(r)
     print(f"wrote {path}")
-    if args.plot:
-        plot(rows, args.plot)
-        print(f"wrote {args.plot}")
 
 
 if __name__ == "__main__":

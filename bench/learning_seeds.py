@@ -13,7 +13,6 @@ seeds stay. The exit code is 1 if a figure misses its bar or a test fails otherw
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import subprocess
@@ -22,21 +21,28 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
 # Replace this folder on sys.path: its kernels.py would shadow the package `kernels`.
-sys.path[0] = str(HERE.parent)
-from bench.campaign import REPO, RESULTS, SEEDS, machine, write_table  # noqa: E402
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+from bench.harness import (  # noqa: E402
+    REPO,
+    RESULTS,
+    SEEDS,
+    machine,
+    read_table,
+    show,
+    write_table,
+)
 
 TABLE = RESULTS / "learning_seeds.csv"
 TESTS = {
-    "minimal_loop": "test_minimal_loop.py::test_it_learns",
-    "rlvr": "test_rlvr.py::test_a_script_learns",
-    "comparison": "test_reward_model.py::test_the_comparison_form_learns_the_same_preferences",
-    "rlhf": "test_reward_model.py::test_rlhf_raises_the_learned_reward_and_the_true_one",
-    "offline": "test_offline.py::test_it_improves_on_the_behaviour_policy_from_mixed_rollouts",
-    "null_controls": "test_null_controls.py::test_only_true_rewards_raise_accuracy",
-    "own_answers": "test_own_answers.py::test_addition_is_learnt_from_ones_own_answers",
-    "guess_number": "test_games_learn.py::test_guess_number_is_learnt",
+    "minimal_loop": "trainer/test_minimal_loop.py::test_it_learns",
+    "rlvr": "client/test_rlvr.py::test_a_script_learns",
+    "comparison": "judges/test_reward_model.py::test_the_comparison_form_learns_the_same_preferences",
+    "rlhf": "judges/test_reward_model.py::test_rlhf_raises_the_learned_reward_and_the_true_one",
+    "offline": "algorithms/test_offline.py::test_it_improves_on_the_behaviour_policy_from_mixed_rollouts",
+    "null_controls": "algorithms/test_null_controls.py::test_only_true_rewards_raise_accuracy",
+    "own_answers": "algorithms/test_own_answers.py::test_addition_is_learnt_from_ones_own_answers",
+    "guess_number": "envs/test_games_learn.py::test_guess_number_is_learnt",
 }
 
 
@@ -49,82 +55,45 @@ def one_run(name: str, seed: int) -> tuple[list[dict[str, Any]], bool]:
             "WHETSTONE_LEARNING_SEED": str(seed),
             "WHETSTONE_LEARNING_FIGURES": str(figures),
         }
-        words = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            f"--basetemp={folder}/base",
-            f"tests/{TESTS[name]}",
-        ]
-        failed = (
-            subprocess.run(
-                words, cwd=REPO, env=env, stdout=subprocess.DEVNULL, timeout=3600
-            ).returncode
-            != 0
+        words = ["-m", "pytest", "-q", f"--basetemp={folder}/base", f"tests/{TESTS[name]}"]
+        done = subprocess.run(
+            [sys.executable, *words], cwd=REPO, env=env, stdout=subprocess.DEVNULL, timeout=3600
         )
-        found = (
-            [json.loads(line) for line in figures.read_text().splitlines()]
-            if figures.is_file()
-            else []
-        )
+        lines = figures.read_text().splitlines() if figures.is_file() else []
     rows = []
-    for one in found:
-        side = "above" if "above" in one else "below"
-        margin = one["value"] - one["above"] if side == "above" else one["below"] - one["value"]
-        case = one["test"].partition("[")[2].removesuffix("]")
+    for figure in map(json.loads, lines):
+        side = "above" if "above" in figure else "below"
+        margin = (figure["value"] - figure[side]) * (1 if side == "above" else -1)
         rows.append(
             {
                 "test": name,
-                "case": case,
-                "figure": one["figure"],
+                "case": figure["test"].partition("[")[2].removesuffix("]"),
+                "figure": figure["figure"],
                 "seed": seed,
-                "value": round(one["value"], 4),
+                "value": round(figure["value"], 4),
                 "side": side,
-                "bar": round(one[side], 4),
+                "bar": round(figure[side], 4),
                 "margin": round(margin, 4),
+                "least_margin": "",
                 "machine": machine(),
             }
         )
-    return rows, failed
+    return rows, done.returncode != 0
 
 
-def keep(found: list[dict[str, Any]], name: str, seed: int) -> None:
+def keep(rows: list[dict[str, Any]], name: str, seed: int) -> None:
     """Write a run's rows into the table, replacing those of the same test and seed, and compute the
     least margins.
     """
-    rows: list[dict[str, Any]] = []
-    if TABLE.is_file():
-        with TABLE.open(newline="") as file:
-            rows = [
-                row
-                for row in csv.DictReader(file)
-                if (row["test"], int(row["seed"])) != (name, seed)
-            ]
-    rows += found
+    earlier = (r for r in read_table(TABLE) if (r["test"], int(r["seed"])) != (name, seed))
+    rows = [*rows, *earlier]
+    same = ("test", "case", "figure")
     for row in rows:
-        row["least_margin"] = min(
-            float(r["margin"])
-            for r in rows
-            if all(r[key] == row[key] for key in ("test", "case", "figure"))
-        )
+        figures = (r for r in rows if all(r[key] == row[key] for key in same))
+        row["least_margin"] = min(float(r["margin"]) for r in figures)
     order = list(TESTS)
-    rows.sort(
-        key=lambda row: (order.index(row["test"]), row["case"], row["figure"], int(row["seed"]))
-    )
-    columns = [
-        "test",
-        "case",
-        "figure",
-        "seed",
-        "value",
-        "side",
-        "bar",
-        "margin",
-        "least_margin",
-        "machine",
-    ]
-    write_table(TABLE, [{column: row[column] for column in columns} for row in rows])
+    rows.sort(key=lambda r: (order.index(r["test"]), r["case"], r["figure"], int(r["seed"])))
+    write_table(TABLE, rows)
 
 
 def main() -> int:
@@ -144,10 +113,7 @@ def main() -> int:
             if rows:
                 keep(rows, name, seed)
             for row in rows:
-                print(
-                    ", ".join(f"{key} {value}" for key, value in row.items() if key != "machine"),
-                    flush=True,
-                )
+                show(row)
             print(f"{name}, seed {seed}: {'FAILED' if failed else 'passed'}", flush=True)
     return int(bad > 0)
 

@@ -12,7 +12,6 @@ loglikelihood differs by more than 1e-4 or an answer was wrongly reported as gre
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import subprocess
@@ -22,9 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
-REPO = Path(__file__).resolve().parent.parent
-RESULTS = REPO / "bench" / "results" / "lm_eval.csv"
-sys.path[:0] = [str(REPO), str(REPO / "bench")]
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+from bench.harness import RESULTS, write_table  # noqa: E402
+from bench.serving import BASE, Server  # noqa: E402
+
 TASK = """task: whetstone_sums
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {rows}}}}}
@@ -105,8 +105,6 @@ def main() -> int:
     parser.add_argument("--python", required=True, help="of an environment that has lm_eval")
     parser.add_argument("--questions", type=int, default=16)
     args = parser.parse_args()
-    from serving import BASE, Server
-
     from rl.client import ServiceClient
     from rl.models import load_model
 
@@ -143,10 +141,7 @@ def main() -> int:
     }
     row |= {"lowest": f"{min(logprobs):.2f}", "highest": f"{max(logprobs):.2f}"}
     print(row)
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(row))
-        writer.writeheader()
-        writer.writerow(row)
+    write_table(RESULTS / "lm_eval.csv", [row])
     return int(max(differences) > 1e-4 or wrong > 0)
 
 

@@ -18,37 +18,39 @@ a run fails or misses its bar.
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import shlex
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-HERE = Path(__file__).resolve().parent
 # Replace this folder on sys.path: its kernels.py would shadow the package `kernels`.
-sys.path[0] = str(HERE.parent)
-from bench.campaign import HELD_OUT, REPO, RESULTS, SEEDS, machine, write_table  # noqa: E402
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+from bench.harness import (  # noqa: E402
+    HELD_OUT,
+    REPO,
+    RESULTS,
+    SEEDS,
+    Run,
+    machine,
+    replace_rows,
+    show,
+    train,
+)
 
 TABLE = RESULTS / "methods.csv"
-# accelerate's defaults; without these flags it prints a warning
-ONE_PROCESS = "--num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no".split()
 PAIRS = "test/rewards/accuracies"
 LEARNED = "test/env/all/reward/learned"
-Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Check:
     """Hold a figure of a stage and its bar. `bar`: the value that the figure must reach at the
-    stage's end, a number or a function of the run's metrics.
+    stage's end, a number or a function of the run.
 
     `since`: the stage at the start of which the figure must miss the bar; by default the same
     stage.
@@ -56,7 +58,7 @@ class Check:
 
     stage: str
     metric: str
-    bar: float | Callable[[Rows], float]
+    bar: float | Callable[[Run], float]
     since: str = ""
 
 
@@ -71,29 +73,29 @@ class Learner:
     taught: bool = False
 
 
-def nearly_right_sums(rows: Rows) -> float:
+def nearly_right_sums(run: Run) -> float:
     """Return the score three quarters of the way from the reward model's mean score of held-out
     wrong sums to that of right sums.
     """
     right, wrong = (
-        figures(rows, "reward_model", f"test/rewards/{side}")[-1] for side in ("chosen", "rejected")
+        run.values(f"test/rewards/{side}", "reward_model")[-1] for side in ("chosen", "rejected")
     )
     return wrong + 0.75 * (right - wrong)
 
 
-def as_the_teacher(rows: Rows) -> float:
+def as_the_teacher(run: Run) -> float:
     """Return the teacher's accuracy minus 0.02: two standard errors of the difference of two shares
     near 0.97 of 512 answers.
     """
-    return figures(rows, "teacher", HELD_OUT)[-1] - 0.02
+    return run.values(HELD_OUT, "teacher")[-1] - 0.02
 
 
-def better_than_its_data(rows: Rows) -> float:
+def better_than_its_data(run: Run) -> float:
     """Return the share of stored answers that are right, or the held-out accuracy of the policy
     that sampled the last of them, whichever is larger.
     """
-    stored = figures(rows, "grpo", "env/all/correct")
-    return max(sum(stored) / len(stored), figures(rows, "grpo", HELD_OUT)[-1])
+    stored = run.values("env/all/correct", "grpo")
+    return max(sum(stored) / len(stored), run.values(HELD_OUT, "grpo")[-1])
 
 
 METHODS = {
@@ -122,49 +124,6 @@ METHODS = {
 }
 
 
-def figures(rows: Rows, stage: str, metric: str) -> list[float]:
-    """Return a metric's values in a stage, in order. Raises KeyError, with the stage's held-out
-    metrics, if the stage has no such values.
-    """
-    found = [float(row[metric]) for row in rows if row["stage"] == stage and metric in row]
-    if not found:
-        known = sorted(
-            {
-                name
-                for row in rows
-                if row["stage"] == stage
-                for name in row
-                if name.startswith("test/")
-            }
-        )
-        raise KeyError(
-            f"stage {stage} measured no {metric}; it has "
-            f"{', '.join(known) or 'no held-out figures'}"
-        )
-    return found
-
-
-def train(recipe: Path, seed: int, folder: Path, *flags: str) -> float:
-    """Run a recipe into `folder`, overwriting a run there, and return the wall clock of the whole
-    command in seconds.
-    """
-    launcher = Path(sys.executable).parent / "accelerate"
-    words = [
-        "launch",
-        "--quiet",
-        *ONE_PROCESS,
-        "train.py",
-        str(recipe),
-        "--seed",
-        str(seed),
-        *flags,
-    ]
-    words += ["--output-dir", str(folder), "--overwrite", "--quiet"]
-    start = time.perf_counter()
-    subprocess.run([str(launcher), *words], cwd=REPO, check=True)
-    return time.perf_counter() - start
-
-
 def stages_of(recipe: str, first: int, last: int | None, folder: Path) -> Path:
     """Write a recipe with only stages[first:last] of a recipe and its shared settings; return its
     path.
@@ -184,7 +143,7 @@ def taught_model(seed: int, work: Path) -> Path:
     folder = work / f"taught-{seed}"
     model = folder / "checkpoints" / "sft-final" / "model"
     if not model.is_dir():
-        train(stages_of("addition", 0, 1, work), seed, folder)
+        train([str(stages_of("addition", 0, 1, work)), "--seed", str(seed)], folder)
     return model
 
 
@@ -195,17 +154,15 @@ def one_run(name: str, seed: int, work: Path) -> list[dict[str, Any]]:
     if learner.taught:
         flags = ["--base-model", str(taught_model(seed, work))]
         recipe = stages_of(learner.recipe, 1, None, work)
-    seconds = train(recipe, seed, folder, *flags)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [checked(name, seed, check, rows, seconds) for check in learner.checks]
+    run = train([str(recipe), "--seed", str(seed), *flags], folder)
+    return [judge(name, seed, check, run) for check in learner.checks]
 
 
-def checked(name: str, seed: int, check: Check, rows: Rows, seconds: float) -> dict[str, Any]:
-    before, after = (
-        figures(rows, check.since or check.stage, check.metric)[0],
-        figures(rows, check.stage, check.metric)[-1],
-    )
-    bar = check.bar if isinstance(check.bar, float) else check.bar(rows)
+def judge(name: str, seed: int, check: Check, run: Run) -> dict[str, Any]:
+    """Return the row of a check."""
+    before = run.values(check.metric, check.since or check.stage)[0]
+    after = run.values(check.metric, check.stage)[-1]
+    bar = check.bar if isinstance(check.bar, float) else check.bar(run)
     return {
         "method": name,
         "seed": seed,
@@ -215,23 +172,10 @@ def checked(name: str, seed: int, check: Check, rows: Rows, seconds: float) -> d
         "after": round(after, 4),
         "bar": round(bar, 4),
         "passed": before < bar <= after,
-        "seconds": round(seconds, 1),
+        "seconds": round(run.seconds, 1),
         "machine": machine(),
         "command": shlex.join(["python", "bench/methods.py", "--only", name, "--seeds", str(seed)]),
     }
-
-
-def keep(found: list[dict[str, Any]]) -> None:
-    """Write a run's rows into the table, replacing those of the same method and seed."""
-    rows: list[dict[str, Any]] = []
-    if TABLE.is_file():
-        with TABLE.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-    replaced = {(row["method"], str(row["seed"])) for row in found}
-    rows = [row for row in rows if (row["method"], row["seed"]) not in replaced] + found
-    # Rows of methods of other versions of this script come last.
-    order = list(dict.fromkeys([*METHODS, *(row["method"] for row in rows)]))
-    write_table(TABLE, sorted(rows, key=lambda row: (order.index(row["method"]), int(row["seed"]))))
 
 
 def main() -> int:
@@ -253,24 +197,20 @@ def main() -> int:
         for seed in args.seeds:
             for name in args.only:
                 try:
-                    found = one_run(name, seed, work)
-                except subprocess.CalledProcessError as error:
-                    print(
-                        f"{name}, seed {seed}: FAILED with exit code {error.returncode}", flush=True
-                    )
+                    rows = one_run(name, seed, work)
+                except RuntimeError as error:
+                    print(f"{name}, seed {seed}: FAILED: {error}", flush=True)
                     bad += 1
                     continue
-                keep(found)
-                bad += sum(not row["passed"] for row in found)
-                for row in found:
-                    print(
-                        ", ".join(
-                            f"{key} {value}"
-                            for key, value in row.items()
-                            if key not in ("machine", "command")
-                        ),
-                        flush=True,
-                    )
+                replace_rows(
+                    TABLE,
+                    rows,
+                    ("method", "seed"),
+                    lambda row: (list(METHODS).index(row["method"]), int(row["seed"])),
+                )
+                bad += sum(not row["passed"] for row in rows)
+                for row in rows:
+                    show(row)
     return int(bad > 0)
 
 

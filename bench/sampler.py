@@ -17,7 +17,6 @@ way that `generate` offers.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import statistics
 import sys
@@ -29,10 +28,12 @@ from typing import Any
 
 # Import from the repository root: kernels.py of this folder would shadow the package.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
+sys.path.append(f"{sys.path[0]}/tests")
 import torch  # noqa: E402
+from tiny_models import tiny_model  # noqa: E402
 from transformers import CONFIG_MAPPING, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-from bench.tiny_models import tiny_model  # noqa: E402
+from bench.harness import RESULTS, describe_times, take_turns, write_table  # noqa: E402
 from rl.sampler import Engine, SamplingRequest, make_decoder  # noqa: E402
 from rl.types import SamplingParams  # noqa: E402
 
@@ -119,27 +120,25 @@ def measure(shape: Shape, repeats: int, device: str) -> list[dict]:
     )
     generic = make_decoder(model, kind="hf")
     fast = make_decoder(model, kind="fast") if shape.kind == "qwen3" else None
-    peers: dict[str, Callable[[], int]] = {
-        "generate": lambda: with_generate(model, ids, shape),
-        "engine, hf decoder": lambda: with_engine(generic, ids.tolist(), shape),
-    }
-    if fast is not None:
-        peers["engine, fast decoder"] = lambda: with_engine(fast, ids.tolist(), shape)
-    expected = shape.prompts * shape.samples * shape.new_tokens
-    seconds: dict[str, list[float]] = {name: [] for name in peers}
-    for repeat in range(repeats + 1):
-        for name, run in peers.items():
+
+    def timed(run: Callable[[], int]) -> Callable[[], tuple[float, int]]:
+        def measured() -> tuple[float, int]:
             start = time.perf_counter()
             tokens = run()
             if device == "cuda":
                 torch.cuda.synchronize()
-            elapsed = time.perf_counter() - start
-            if tokens != expected:
-                raise RuntimeError(
-                    f"{name} drew {tokens} tokens in shape {shape.name}, expected {expected}"
-                )
-            if repeat:  # skip the warm-up repeat
-                seconds[name].append(elapsed)
+            return time.perf_counter() - start, tokens
+
+        return measured
+
+    peers = {
+        "generate": timed(lambda: with_generate(model, ids, shape)),
+        "engine, hf decoder": timed(lambda: with_engine(generic, ids.tolist(), shape)),
+    }
+    if fast is not None:
+        peers["engine, fast decoder"] = timed(lambda: with_engine(fast, ids.tolist(), shape))
+    expected = shape.prompts * shape.samples * shape.new_tokens
+    seconds = take_turns(peers, expected, repeats)
     base = statistics.median(seconds["generate"])
     parameters = sum(p.numel() for p in model.parameters())
     return [
@@ -147,10 +146,7 @@ def measure(shape: Shape, repeats: int, device: str) -> list[dict]:
             "shape": shape.name,
             "parameters": parameters,
             "peer": name,
-            "tokens": expected,
-            "median_ms": round(statistics.median(times) * 1e3, 2),
-            "fastest_ms": round(min(times) * 1e3, 2),
-            "tokens_per_s": round(expected / statistics.median(times)),
+            **describe_times(times, expected),
             "ratio_to_generate": round(base / statistics.median(times), 2),
             "load_average": round(os.getloadavg()[0], 1),
         }
@@ -172,7 +168,7 @@ def main() -> None:
         "--output", type=Path, default=None, help="default: bench/results/sampler_<device>.csv"
     )
     args = parser.parse_args()
-    args.output = args.output or Path(__file__).parent / "results" / f"sampler_{args.device}.csv"
+    args.output = args.output or RESULTS / f"sampler_{args.device}.csv"
     torch.set_num_threads(args.threads)
     rows = [
         row
@@ -192,11 +188,7 @@ def main() -> None:
     for row in rows:
         print(f"{row['shape']:8} {row['parameters']:>10,} {row['peer']:22} {row['median_ms']:>10} {row['fastest_ms']:>9} "
               f"{row['tokens_per_s']:>9,} {row['ratio_to_generate']:>6}")  # fmt: skip
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    with args.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    write_table(args.output, rows)
     print(f"written to {args.output}")
 
 

@@ -24,7 +24,6 @@ tiny:addition, of all weights and with LoRA. docs/vllm.md has the command that s
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import statistics
@@ -43,6 +42,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
+from bench.harness import RESULTS, describe_times, take_turns, write_table  # noqa: E402
 from bench.sampler import BASE, MODEL_085M, Shape, with_engine  # noqa: E402
 from rl import ServiceClient  # noqa: E402
 from rl.runtime import SamplerSettings, WorkerSettings  # noqa: E402
@@ -142,16 +142,7 @@ def _of_shape(
         "vllm, no logprobs": lambda: peer.seconds(shape, prompts, logprobs=False),
     }
     expected = shape.prompts * shape.samples * shape.new_tokens
-    seconds: dict[str, list[float]] = {name: [] for name in peers}
-    for repeat in range(repeats + 1):
-        for name, run in peers.items():
-            took, tokens = run()
-            if tokens != expected:
-                raise RuntimeError(
-                    f"{name} drew {tokens} tokens in shape {shape.name}, expected {expected}"
-                )
-            if repeat:  # skip the warm-up repeat
-                seconds[name].append(took)
+    seconds = take_turns(peers, expected, repeats)
     own = statistics.median(seconds["ours"])
     return [
         {
@@ -160,10 +151,7 @@ def _of_shape(
             "peer": name,
             "version": peer.versions["vllm"] if name.startswith("vllm") else "",
             "torch": peer.versions["torch"] if name.startswith("vllm") else torch.__version__,
-            "tokens": expected,
-            "median_ms": round(statistics.median(times) * 1e3, 1),
-            "fastest_ms": round(min(times) * 1e3, 1),
-            "tokens_per_s": round(expected / statistics.median(times)),
+            **describe_times(times, expected),
             "ratio": round(statistics.median(times) / own, 2),
             "repeats": repeats,
             "load_average": round(os.getloadavg()[0], 1),
@@ -245,7 +233,7 @@ def main() -> None:
         default=[shape.name for shape in SHAPES],
     )
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of each peer (median)")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "sampler_vllm_cpu.csv")
+    parser.add_argument("--output", type=Path, default=RESULTS / "sampler_vllm_cpu.csv")
     args = parser.parse_args()
     if args.server is not None:
         measure_agreement(args.server)
@@ -257,19 +245,11 @@ def main() -> None:
     for shape in SHAPES:
         if shape.name in args.shapes:
             by_model.setdefault(shape.name.split(", ")[1], []).append(shape)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    with args.output.open("w", newline="") as file:
-        writer = None
-        for row in (
-            row
-            for shapes in by_model.values()
-            for row in measure(shapes, args.vllm_python, args.repeats)
-        ):
-            writer = writer or csv.DictWriter(file, fieldnames=list(row))
-            if not file.tell():
-                writer.writeheader()
-            writer.writerow(row)
-            file.flush()
+    rows: list[dict[str, Any]] = []
+    for shapes in by_model.values():
+        for row in measure(shapes, args.vllm_python, args.repeats):
+            rows.append(row)
+            write_table(args.output, rows)
             says = f"{row['median_ms']:>9} ms {row['tokens_per_s']:>7,} tokens/s {row['ratio']:>6}"
             print(f"{row['shape']:14} {row['peer']:18} {says}", flush=True)
     print(f"written to {args.output}")

@@ -2,7 +2,7 @@
 
 Two real processes check the modelled traffic.
 
-    # table, results/scaling.csv and results/scaling.png: under a minute
+    # results/scaling.csv and results/scaling.png: under a minute
     python bench/scaling.py
     # first measure the bytes that two gloo processes really send, against the model
     python bench/scaling.py --measure
@@ -13,7 +13,7 @@ arithmetic, traffic and the driver's work, because the loop runs them in sequenc
 overlap its sending, by a setting). The work grows with the GPUs: a fixed number of answers per GPU.
 The output begins with the assumptions; the rates are inputs, not measurements. Where a sampler's
 whole copy fits no GPU, the fewest GPUs of a machine that can hold the copy together do so
-(`--sampler-tp`; scaling_teams.py). A mixture of experts computes with the parameters that a token
+(`--sampler-tp`; scaling_models.py). A mixture of experts computes with the parameters that a token
 is routed to; it holds, sends and gathers all parameters. A vision-language model runs its vision
 tower over every image. The tower is frozen (LoRA trains only the language model) or trained. The
 image's tokens count as prompt tokens too. Symbols: W ranks, N parameters of the model, Nt trained
@@ -23,6 +23,7 @@ parameters, m micro-batches per rank and step.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import math
 import pickle
@@ -31,16 +32,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-import scaling_teams  # noqa: E402
+import scaling_models  # noqa: E402
 from scaling_models import NAMES, skeletons  # noqa: E402
-from scaling_page import draw, show, write_csv  # noqa: E402
 
 from rl.memory_plan.byte_counts import GIB, REUSE_DISTANCE, USABLE_FRACTION, plan_memory  # noqa: E402
 from rl.memory_plan.shapes import LaunchShape, MicroBatchMemory, ModelShape, StepWork  # noqa: E402
@@ -188,7 +188,7 @@ def step(
     """
     given = (name, shape, held, launch, load, hardware, driver, sampling_rate)
     tries = (
-        _step(*given, team=team) for team in scaling_teams.teams(shape, launch, hardware) if splits
+        _step(*given, team=team) for team in scaling_models.teams(shape, launch, hardware) if splits
     )
     return next((found for found in tries if found.fits), None) or _step(*given, team=1)
 
@@ -204,8 +204,8 @@ def _step(
     fits = memory <= USABLE_FRACTION * hardware.memory_gib
     micro_batches = math.ceil(load.tokens / (work.batch.rows * work.batch.length))
     wire = on_the_wire(payload(shape, launch, micro_batches), launch.world)
-    together = scaling_teams.seconds(
-        scaling_teams.of_a_step(shape, launch, load, max(1, work.rows)), team, hardware
+    together = scaling_models.seconds(
+        scaling_models.of_a_step(shape, launch, load, max(1, work.rows)), team, hardware
     )
     sample = load.answers * load.answer / sampling_rate + together
     train = arithmetic(shape, load) / (hardware.flops * hardware.mfu)
@@ -473,6 +473,79 @@ def batch_costs() -> tuple[float, float]:
     return len(packed) / (256 * 1536), len(packed) / (time.perf_counter() - begin)
 
 
+# ---------------------------------------------------------------------------- files
+
+COLOURS = {"ddp": "#444444", "zero1": "#1f77b4", "zero2": "#2ca02c", "zero3": "#d62728"}
+MARKERS = {"ddp": "s", "zero1": "o", "zero2": "^", "zero3": "v"}
+
+
+def write_csv(path: Path, rows: Sequence[Any]) -> None:
+    fields = [asdict(row) if is_dataclass(row) else dict(row) for row in rows]  # type: ignore[arg-type]
+    short = [
+        {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
+        for row in fields
+    ]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(short[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(short)
+
+
+def draw(rows: Sequence[Any], path: Path, load: Any) -> None:
+    """Plot tokens per second per GPU over the number of GPUs, with a panel for each model size.
+
+    Hollow markers show launches that do not fit.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(row.model for row in rows))
+    columns = min(3, len(names))
+    figure, axes = plt.subplots(
+        -(-len(names) // columns),
+        columns,
+        figsize=(4.2 * columns, 3.3 * -(-len(names) // columns)),
+        squeeze=False,
+    )
+    for panel, name in zip(axes.flat, names, strict=False):
+        for launch, colour in COLOURS.items():
+            mine = [row for row in rows if row.model == name and row.launch == launch]
+            at, rate = [row.gpus for row in mine], [row.tokens_per_second_per_gpu for row in mine]
+            panel.plot(at, rate, color=colour, linewidth=0.8, alpha=0.5)
+            for fits in (True, False):
+                points = [
+                    (row.gpus, row.tokens_per_second_per_gpu) for row in mine if row.fits is fits
+                ]
+                panel.scatter(
+                    *zip(*points, strict=True) if points else ([], []),
+                    s=26,
+                    marker=MARKERS[launch],
+                    color=colour if fits else "white",
+                    edgecolors=colour,
+                    zorder=3,
+                    label=launch if fits else None,
+                )
+        panel.set_xscale("log", base=2)
+        panel.set_xticks([1, 8, 64, 512], ["1", "8", "64", "512"])
+        panel.set_ylim(bottom=0)
+        panel.set_title(name)
+        panel.grid(alpha=0.25)
+    for panel in list(axes.flat)[len(names) :]:
+        panel.set_visible(False)
+    for panel in axes[-1]:
+        panel.set_xlabel("GPUs")
+    for row_of_panels in axes:
+        row_of_panels[0].set_ylabel("tokens/s of each GPU")
+    axes[0][0].legend(fontsize=8, loc="lower left")
+    what = f"{load.answers} answers of {load.answer} tokens for each GPU (hollow: does not fit)"
+    figure.suptitle(f"A GRPO step, modelled: {what}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 # ---------------------------------------------------------------------------- command line
 
 
@@ -548,7 +621,6 @@ def main() -> None:
             f"unpacked at {rate / 1e6:.0f} MB/s here"
         )
     rows = table(given.models, given.gpus, load, hardware, driver, rates)
-    show(rows)
     write_csv(given.out / "scaling.csv", rows)
     draw(rows, given.out / "scaling.png", load)
     print(f"{given.out / 'scaling.csv'}, {given.out / 'scaling.png'}")

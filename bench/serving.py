@@ -1,16 +1,9 @@
-"""Test and measure a server over loopback.
+"""Measure a server over loopback against calls in this process.
 
-    python bench/serving.py fuzz|body|connections|kill|load|load-20M|mix [--count N]
+    python bench/serving.py load|load-20M|mix [--count N]
 
 Rows go to bench/results/serving.csv.
 
-fuzz         sends protobuf bodies with changed bytes; no response may be a 500 or a traceback, and
-             the model keeps working as before
-body         sends a body of N MiB, with and without an announced length: the server refuses it, and
-             keeps no more of it in memory than it accepts
-connections  opens N connections at once, each with a request: the server answers another client
-kill         sends SIGKILL between two updates of a --durable server and restarts it with --resume:
-             the weights equal those of an undisturbed server
 load         measures tokens/s of N concurrent samples over the wire against an in-process
              `sample_many`, and the cost of a forward_backward call against an in-process call
 load-20M     like load, for a model of 20M weights (load's has 0.1M)
@@ -21,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import csv
 import json
 import os
 import signal
@@ -38,11 +30,11 @@ try:
 except ImportError:  # --help needs no package of the server's clients
     httpx = None
 
-REPO = Path(__file__).resolve().parent.parent
-RESULTS = REPO / "bench" / "results" / "serving.csv"
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+from bench.harness import REPO, RESULTS, replace_rows  # noqa: E402
+
 BASE = "tiny:ascii-small"
 PROTOBUF = {"content-type": "application/x-protobuf"}
-sys.path.insert(0, str(REPO))
 
 
 class Server:
@@ -112,111 +104,6 @@ def body(model: str, seq: int, rows: list[list[int]]) -> bytes:
 
 def rows_of(count: int, length: int, seed: int = 0) -> list[list[int]]:
     return np.random.default_rng(seed).integers(2, 90, (count, length + 1)).tolist()
-
-
-def fuzz(folder: Path, count: int) -> dict[str, str]:
-    server, rng, seen = Server(folder), np.random.default_rng(0), dict[int, int]()
-    model = server.model()
-    good = body(model, 1, rows_of(2, 6))
-    for _ in range(count):
-        raw = bytearray(good if rng.random() < 0.7 else rng.bytes(int(rng.integers(0, 200))))
-        for at in rng.integers(0, max(len(raw), 1), int(rng.integers(1, 12))) if raw else ():
-            raw[at] = int(rng.integers(0, 256))
-        answer = server.http.post(
-            "/forward_backward",
-            content=bytes(raw[: int(rng.integers(0, len(raw) + 1))]),
-            headers=PROTOBUF,
-        )
-        seen[answer.status_code] = seen.get(answer.status_code, 0) + 1
-        assert answer.status_code < 500 and "Traceback" not in answer.text, answer.text
-    alive = httpx.get(f"{server.url}/healthz").status_code
-    server.stop()
-    return {"answers": json.dumps(seen), "alive": str(alive)}
-
-
-def body_size(folder: Path, count: int) -> dict[str, str]:
-    """Send `count` MiB in a body with an announced length, or in chunks without a length."""
-    server, found = Server(folder), {}
-    server.model()
-
-    def memory(field: str) -> int:
-        status = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in status if line.startswith(field)) // 1024
-
-    before = memory("VmRSS")
-    for name, announced in (("announced", True), ("not announced", False)):
-        headers = {**PROTOBUF, **({"content-length": str(count << 20)} if announced else {})}
-        try:
-            answer = server.http.post(
-                "/forward_backward", content=(bytes(1 << 20) for _ in range(count)), headers=headers
-            )
-            found[name] = str(answer.status_code)
-        except httpx.TransportError as error:
-            # The server responded and closed the connection during the upload.
-            found[name] = type(error).__name__
-    found |= {
-        "grew by MiB at most": str(memory("VmHWM") - before),
-        "alive": str(httpx.get(f"{server.url}/healthz").status_code),
-    }
-    server.stop()
-    return found
-
-
-def connections(folder: Path, count: int) -> dict[str, str]:
-    server = Server(folder)
-    model = server.model()
-    # This request waits for the first, so that polls stay open.
-    held = server.post("optim_step", model_id=model, seq_id=2, adam_params={})
-
-    async def ask() -> tuple[int, float]:
-        limits = httpx.Limits(max_connections=count)
-        async with httpx.AsyncClient(
-            base_url=f"{server.url}/api/v1", timeout=120, limits=limits
-        ) as client:
-            polls = [
-                asyncio.create_task(client.post("/retrieve_future", json=held))
-                for _ in range(count)
-            ]
-            await asyncio.sleep(3)
-            begin = time.perf_counter()
-            healthy = await asyncio.to_thread(httpx.get, f"{server.url}/healthz", timeout=60)
-            took = time.perf_counter() - begin
-            first = await asyncio.to_thread(
-                lambda: server.post("optim_step", model_id=model, seq_id=1, adam_params={})
-            )
-            assert "request_id" in first and healthy.status_code == 200
-            return sum(answer.status_code == 200 for answer in await asyncio.gather(*polls)), took
-
-    answered, took = asyncio.run(ask())
-    server.stop()
-    return {"answered": str(answered), "healthz_ms": f"{took * 1e3:.0f}"}
-
-
-def kill(folder: Path, count: int) -> dict[str, str]:
-    def train(server: Server, model: str, steps: range) -> list[dict]:
-        seen = []
-        for step in steps:
-            server.wait(server.learn(model, 2 * step + 1, rows_of(4, 8, step)))
-            asked = server.post(
-                "optim_step",
-                model_id=model,
-                seq_id=2 * step + 2,
-                adam_params={"learning_rate": 1e-2},
-            )
-            seen.append(server.wait(asked).json()["metrics"])
-        return seen
-
-    whole = Server(folder / "whole")
-    expected = train(whole, whole.model(), range(count))
-    whole.stop()
-    server = Server(folder / "killed", "--durable")
-    model, seen = server.model(), []
-    for step in range(count):
-        seen += train(server, model, range(step, step + 1))
-        server.stop(signal.SIGKILL)
-        server = Server(folder / "killed", "--durable", "--resume")
-    server.stop()
-    return {"updates": str(count), "equal": str(seen == expected)}
 
 
 def cpu_seconds(process: int) -> float:
@@ -385,14 +272,7 @@ def mix(folder: Path, count: int) -> dict[str, str]:
 
 
 def main() -> None:
-    cases = {
-        "fuzz": (fuzz, 10_000),
-        "body": (body_size, 2048),
-        "connections": (connections, 1000),
-        "kill": (kill, 3),
-        "load": (load, 64),
-    }
-    cases |= {"load-20M": (load_of_20m, 64), "mix": (mix, 8)}
+    cases = {"load": (load, 64), "load-20M": (load_of_20m, 64), "mix": (mix, 8)}
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -413,12 +293,9 @@ def main() -> None:
             "seen": json.dumps(found),
         }
     print(row)
-    old = list(csv.DictReader(RESULTS.open())) if RESULTS.is_file() else []
-    before = [one for one in old if one["case"] != args.case]
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(row))
-        writer.writeheader()
-        writer.writerows([*before, row])
+    replace_rows(
+        RESULTS / "serving.csv", [row], ("case",), lambda row: list(cases).index(row["case"])
+    )
 
 
 if __name__ == "__main__":

@@ -19,21 +19,24 @@ last step; `mean` is the mean over all evaluations of the run.
 from __future__ import annotations
 
 import argparse
-import csv
-import json
-import os
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-# not this folder: its kernels.py would shadow the package
-sys.path[0] = str(HERE.parent)
-from bench.campaign import REPO, RESULTS, SEEDS, machine, write_table  # noqa: E402
+# Replace this folder on sys.path: its kernels.py would shadow the package `kernels`.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+from bench.harness import (  # noqa: E402
+    REPO,
+    RESULTS,
+    SEEDS,
+    machine,
+    read_table,
+    replace_rows,
+    show,
+    train,
+)
 
 TABLE, PICTURE, PAGE = (
     RESULTS / "staleness.csv",
@@ -65,61 +68,27 @@ GRPO = (
 )
 
 
-def train(words: list[str], folder: Path) -> list[dict[str, Any]]:
-    """Train and return the run's rows of metrics.
-
-    Raises RuntimeError with the end of the run's output if the run fails.
-    """
-    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "train.py", *words, "--output-dir", str(folder)],
-        cwd=REPO,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(words)}: {(done.stderr or done.stdout)[-2000:]}")
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def one(base: Path, folder: Path, seed: int, staleness: int, correction: str) -> dict[str, Any]:
-    words = [
-        *GRPO.split(),
-        "--base-model",
-        str(base),
-        "--seed",
-        str(seed),
-        "--max-steps-off-policy",
-        str(staleness),
-    ]
-    begin = time.perf_counter()
-    rows = train([*words, *CORRECTIONS[correction].split()], folder)
-    right = [row["test/env/all/reward/total"] for row in rows if "test/env/all/reward/total" in row]
-    greedy = [
-        row["test/greedy/all/reward/total"] for row in rows if "test/greedy/all/reward/total" in row
-    ]
-    ages = [row["async/age/mean"] for row in rows if "async/age/mean" in row]
+    """Return the row of a GRPO run from the checkpoint in `base`."""
+    words = [*GRPO.split(), "--base-model", str(base), "--seed", str(seed)]
+    words += ["--max-steps-off-policy", str(staleness), *CORRECTIONS[correction].split()]
+    run = train(words, folder)
+    correct = run.values("test/env/all/reward/total")
+    greedy = [r[name] for r in run.rows if (name := "test/greedy/all/reward/total") in r]
+    ages = [r["async/age/mean"] for r in run.rows if "async/age/mean" in r]
     return {
         "seed": seed,
         "staleness": staleness,
         "correction": correction,
-        "before": round(right[0], 4),
-        "after": round(right[-1], 4),
-        "mean": round(mean(right[1:]), 4),
-        "least": round(min(right[1:]), 4),
+        "before": round(correct[0], 4),
+        "after": round(correct[-1], 4),
+        "mean": round(mean(correct[1:]), 4),
+        "least": round(min(correct[1:]), 4),
         "greedy_after": round(greedy[-1], 4) if greedy else "",
         "age_mean": round(mean(ages), 2) if ages else 0,
-        "seconds": round(time.perf_counter() - begin, 1),
+        "seconds": round(run.seconds, 1),
         "machine": machine(),
     }
-
-
-def table() -> list[dict[str, str]]:
-    if not TABLE.is_file():
-        return []
-    with TABLE.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def key(row: dict[str, Any]) -> tuple[int, int, str]:
@@ -145,11 +114,11 @@ def main() -> None:
     if not asked.draw:
         with tempfile.TemporaryDirectory(prefix="staleness-") as parent:
             measure(asked, Path(parent))
-    draw(table())
+    draw(read_table(TABLE))
 
 
 def measure(asked: argparse.Namespace, parent: Path) -> None:
-    there = {key(row) for row in table()}
+    there = {key(row) for row in read_table(TABLE)}
     for seed in asked.seeds:
         base = (asked.sft or parent) / f"sft-{seed}"
         for staleness in asked.staleness:
@@ -162,16 +131,15 @@ def measure(asked: argparse.Namespace, parent: Path) -> None:
                     parent / f"{seed}-{staleness}-{correction.replace(', ', '-').replace(' ', '-')}"
                 )
                 row = one(base, folder, seed, staleness, correction)
-                print(row, flush=True)
-                write_table(
+                show(row)
+                replace_rows(
                     TABLE,
-                    sorted(
-                        [*table(), row],
-                        key=lambda row: (
-                            key(row)[0],
-                            list(CORRECTIONS).index(key(row)[2]),
-                            key(row)[1],
-                        ),
+                    [row],
+                    ("seed", "staleness", "correction"),
+                    lambda row: (
+                        int(row["staleness"]),
+                        list(CORRECTIONS).index(row["correction"]),
+                        int(row["seed"]),
                     ),
                 )
 

@@ -53,7 +53,7 @@ MORE_WORDS = {  # of scripts that small_runs.py does not make small
     "minimal_loop.py": ["--sft-steps", "2", "--steps", "1"],
 }
 FOREIGN_MODULES = {"tinker_cookbook"}  # of `python -m`: packages that the tests do not install
-# Environments whose packages requirements.txt does not install (bench/wrappers.py runs them).
+# Environments whose packages requirements.txt does not install (test_wrapped_packages.py runs them).
 OTHER_ENVIRONMENTS = {
     "endpoint",
     "mcp",

@@ -1,12 +1,12 @@
-"""What every family of fuzz tests shares. A family is a module `tests/test_fuzz_<name>.py` with
+"""What every family of fuzz tests shares. A family is a module `tests/<package>/test_fuzz_<name>.py` with
 
     inputs(seed, count)   an iterable of `count` inputs, a function of `seed` alone
     check(item)           one input through the product's own entry point; returns an outcome, raises where a promise is broken
 
 An outcome is ACCEPTED, REFUSED (one clean error that a user can read) or the name of an entry in
 the module's own list of what is accepted although it is odd, which says why. Everything else
-(another exception, a hang, silence) is a fault. `bench/fuzz.py` runs every family that it finds
-with many more inputs.
+(another exception, a hang, silence) is a fault. tests/project/test_fuzzing.py runs every family
+on many more inputs.
 """
 
 from __future__ import annotations

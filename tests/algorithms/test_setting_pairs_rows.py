@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from test_architectures import longrope
+from tiny_models import VOCAB
 
-from bench.tiny_models import VOCAB
 from rl import ServiceClient
 from rl.algorithms import METHODS, Models, Progress
 from rl.config import unflatten_settings

@@ -464,7 +464,7 @@ def test_tensors(ground):
         ask_tensor(ground, rng)
 
 
-# ---------------------------------------------------------------------- as a family (bench/fuzz.py)
+# ---------------------------------------------------------------------- as a family (test_fuzzing.py)
 
 VERBS = {
     "datums": ask_datums,

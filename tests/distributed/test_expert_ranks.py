@@ -6,8 +6,7 @@ import pytest
 import torch
 from expert_ranks_case import CASES, COLUMNS
 from test_distributed import assert_same_gradients, case_on_ranks
-
-from bench.tiny_models import tiny_model
+from tiny_models import tiny_model
 
 pytestmark = pytest.mark.slow
 

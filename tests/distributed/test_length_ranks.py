@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from length_ranks_case import CASES
 from test_distributed import assert_same_gradients, case_on_ranks
-
-from bench.tiny_models import tiny_model
+from tiny_models import tiny_model
 
 pytestmark = pytest.mark.campaign  # on one process: test_architectures
 

@@ -1,4 +1,4 @@
-"""Wrappers of other people's environments, against stand-ins of the same shape (bench/wrappers.py
+"""Wrappers of other people's environments, against stand-ins of the same shape (test_wrapped_packages.py
 has the packages themselves).
 """
 

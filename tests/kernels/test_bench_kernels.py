@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from bench import kernel_harness, kernels
-from bench.kernel_harness import Step, Timing
+from bench.kernel_harness import TINY, Step, Timing
 from bench.kernel_providers import PROVIDERS, CannotRun, Problem, Provider
-from bench.shapes import TINY
 
 TOKENS = 8
 SMALL = replace(TINY, D=8, V=32)

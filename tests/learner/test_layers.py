@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
+from tiny_models import tiny_model
 
-from bench.tiny_models import tiny_model
 from rl.layers import describe_layers, truncate_layers_, truncated_layers
 from rl.learner.layout_probe import find_layout_faults
 from rl.models import model_loading

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from test_architectures import accelerator, datums, learnt, make_learner, one_thread  # noqa: F401  (a fixture of its own)
+from tiny_models import VOCAB, tiny_model
 from torch.func import functional_call
 
-from bench.tiny_models import VOCAB, tiny_model
 from rl.errors import UserError
 from rl.learner import Learner, LearnerSettings, learner_checkpoint
 from rl.learner.model_spec import ModelSpec

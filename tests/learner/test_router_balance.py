@@ -9,8 +9,8 @@ import pytest
 import torch
 from test_architectures import datums, gradient_error, make_learner, one_thread  # noqa: F401  (a fixture of its own)
 from test_lora_experts import STACKED, some
+from tiny_models import tiny_model
 
-from bench.tiny_models import tiny_model
 from rl.errors import UserError
 from rl.layers import compute_router_aux_loss, describe_layers, find_routers, record_router_scores
 from rl.losses import get_loss

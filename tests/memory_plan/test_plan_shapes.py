@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import tiny_config
 
-from bench.tiny_models import tiny_config
 from rl.errors import UserError
 from rl.memory_plan import activations, tracing
 from rl.memory_plan.shapes import MicroBatch

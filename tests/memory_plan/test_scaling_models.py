@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import seeing
 import torch
+from tiny_models import VOCAB, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.tiny_models import VOCAB, tiny_model
 from rl.memory_plan.shapes import LaunchShape
 from rl.memory_plan.tracing import ModelSkeleton
 from rl.types import LoraConfig
@@ -26,7 +26,7 @@ def scaling(monkeypatch):
     import scaling
 
     yield scaling
-    for name in ("scaling", "scaling_models", "scaling_page", "scaling_teams"):
+    for name in ("scaling", "scaling_models"):
         sys.modules.pop(name, None)
 
 
@@ -155,7 +155,7 @@ def test_a_teams_traffic_is_what_its_ranks_send(scaling, tmp_path):
     """Four groups of two on prompts of six tokens, five new tokens each, all at once; 48 words come
     out even.
     """
-    import scaling_teams
+    import scaling_models
     from sampler_models import tiny_model as seen_model
     from test_sampler_split import on_ranks, split
 
@@ -186,7 +186,7 @@ def test_a_teams_traffic_is_what_its_ranks_send(scaling, tmp_path):
         return team
 
     shape = shape_of(model, tmp_path)
-    modelled = scaling_teams.of_a_step(
+    modelled = scaling_models.of_a_step(
         shape, LaunchShape(cuda=False, bf16=False, world=2, sampler_tp=2), load, rows=8
     )
     for team in on_ranks(2, counted):
@@ -195,15 +195,15 @@ def test_a_teams_traffic_is_what_its_ranks_send(scaling, tmp_path):
 
 
 def test_seconds_of_a_team_by_hand(scaling):
-    import scaling_teams
+    import scaling_models
 
     hardware = scaling.Hardware(nvlink=100.0, collective_seconds=2.0)
-    sent = scaling_teams.Sent(calls=3, summed=400.0, gathered=200.0, copied=50.0)
+    sent = scaling_models.Sent(calls=3, summed=400.0, gathered=200.0, copied=50.0)
     assert (
-        scaling_teams.seconds(sent, 4, hardware)
+        scaling_models.seconds(sent, 4, hardware)
         == 3 * 2.0 + (2 * 0.75 * 400 + 0.75 * 200 + 50) / 100
     )
-    assert scaling_teams.seconds(sent, 1, hardware) == 0
+    assert scaling_models.seconds(sent, 1, hardware) == 0
 
 
 def test_a_32b_policy_is_sampled_by_as_few_gpus_together_as_fit(scaling):

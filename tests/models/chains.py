@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 from whole_runs import train
 
-from bench.tiny_models import tiny_model
 from rl.learner import learner_checkpoint
 from rl.models import load_tokenizer
 from rl.trainer import export_weights

@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tiny_models import VOCAB, tiny_model
 
-from bench.tiny_models import VOCAB, tiny_model
 from rl import ServiceClient
 from rl.errors import UserError
 from rl.layers import get_config_number, get_hidden_size

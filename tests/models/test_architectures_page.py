@@ -3,7 +3,7 @@
 import csv
 from pathlib import Path
 
-from bench import architectures_page as pages
+from tools import architectures_page as pages
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_page_is_what_the_table_says():
     text = pages.page(pages.read(), pages.read(pages.SEEING))
     assert (ROOT / "docs" / "architectures.md").read_text() == text, (
-        "write it anew: python bench/architectures_page.py"
+        "write it anew: python tools/architectures_page.py"
     )
 
 

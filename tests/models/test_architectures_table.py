@@ -7,10 +7,10 @@ import copy
 import pytest
 from safetensors.torch import load_file, save_file
 from test_architectures import one_thread  # noqa: F401  (a fixture of its own)
+from tiny_models import tiny_model
 
 from bench import architectures as table
 from bench import architectures_saved as saved
-from bench.tiny_models import tiny_model
 from rl.distributed.accelerate_launch import make_accelerator
 from rl.learner import learner_checkpoint, packing
 from rl.learner.learner import Learner

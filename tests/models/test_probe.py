@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
+from tiny_models import tiny_model
 from torch import nn
 
-from bench.tiny_models import tiny_model
 from rl.learner.layout_probe import find_layout_faults
 from rl.models import model_loading
 

@@ -15,12 +15,10 @@ import pytest
 
 from bench import (
     gpu,
-    gpu_branches,
     gpu_compile,
     gpu_decode,
     gpu_kernels,
     gpu_models,
-    gpu_peers,
     gpu_runs,
     gpu_verdict,
 )
@@ -173,7 +171,7 @@ def test_a_model_that_cannot_be_made_costs_its_own_rows(tmp_path, monkeypatch):
             raise MemoryError("no room")
         return make("tiny", device)
 
-    for module in (gpu_decode, gpu_peers):
+    for module in (gpu_decode, gpu_models):
         monkeypatch.setattr(module, "make_model", make_model)
     monkeypatch.setattr(gpu_decode, "device_of", lambda dry: "cpu")
     monkeypatch.setattr(gpu_decode, "SIZES_TIMED", ("0.5B", "1.7B", "8B"))
@@ -184,7 +182,7 @@ def test_a_model_that_cannot_be_made_costs_its_own_rows(tmp_path, monkeypatch):
         monkeypatch.setattr(
             gpu_decode, name, lambda table, case, name, *given: table.row(case, name, "done", 1)
         )
-    monkeypatch.delitem(gpu_peers.PEERS, "vllm")
+    monkeypatch.delitem(gpu_models.PEERS, "vllm")
     table = gpu.Table("decode", tmp_path / "decode.csv")
     gpu_decode.part_decode(table, False)
     found = rows_of(table.path)
@@ -321,10 +319,10 @@ def test_a_kernel_that_fails_costs_one_row(tmp_path, monkeypatch):
         def dlogits(self, *given):
             pass
 
-    monkeypatch.setattr(gpu_branches, "scores_of", lambda operands, special: Scores(special))
-    monkeypatch.setattr(gpu_branches, "_compare", lambda *given: None)
+    monkeypatch.setattr(gpu_kernels, "scores_of", lambda operands, special: Scores(special))
+    monkeypatch.setattr(gpu_kernels, "_compare", lambda *given: None)
     table = gpu.Table("branches", tmp_path / "branches.csv")
-    gpu_branches.part_branches(table, True)
+    gpu_kernels.part_branches(table, True)
     found = rows_of(table.path)
     assert failed(found) == [("tiny, forward and entropy", "warp-specialised", "RuntimeError")]
     done = {

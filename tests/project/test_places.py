@@ -21,6 +21,7 @@ TEXTS = [
         "*.md",
         "docs/*.md",
         "bench/*.*",
+        "tools/*.py",
         "*.py",
         "rl/**/*.py",
         "kernels/**/*.py",
@@ -35,7 +36,7 @@ TEXTS = [
 MODULE = re.compile(r"(?<![\w./\"'-])(rl(?:\.[A-Za-z_]\w*)+)(?!\w*[\"'(]?/)")
 FILE = re.compile(r"(?<![\w./-])((?:rl|kernels)/(?:[\w.-]+/)*[\w-]+\.py)(?:::([\w.]+))?")
 FOLDER = re.compile(
-    r"`((?:rl|kernels|docs|tests|bench|recipes|slurm|accelerate_configs|ds_configs)/(?:[\w-]+/)*)`"
+    r"`((?:rl|kernels|docs|tests|bench|tools|recipes|slurm|accelerate_configs|ds_configs)/(?:[\w-]+/)*)`"
 )
 
 

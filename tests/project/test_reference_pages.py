@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 import rl
-from bench import reference_pages
-from bench.metric_names import METRICS, SECTIONS, is_documented
 from rl.algorithms import METHODS
 from rl.config.fields import get_fields
 from rl.reporting.alarm_monitor import ALARMS
+from tools import reference_pages
+from tools.metric_names import METRICS, SECTIONS, is_documented
 
 ROOT = Path(__file__).resolve().parents[2]
 PREFIXES = {name.partition("/")[0] for name in METRICS if "/" in name}

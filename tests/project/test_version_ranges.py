@@ -1,11 +1,11 @@
-"""bench/version_ranges.py records an end whose packages do not install, and tries the other."""
+"""tools/version_ranges.py records an end whose packages do not install, and tries the other."""
 
 import csv
 import subprocess
 import sys
 from types import SimpleNamespace
 
-from bench import version_ranges
+from tools import version_ranges
 
 
 def test_an_install_that_fails_is_a_row_and_the_other_end_is_tried(tmp_path, monkeypatch):
@@ -25,7 +25,7 @@ def test_an_install_that_fails_is_a_row_and_the_other_end_is_tried(tmp_path, mon
     monkeypatch.setattr(version_ranges.subprocess, "run", run)
     monkeypatch.setattr(version_ranges.venv, "create", lambda *_, **__: None)
     monkeypatch.setattr(version_ranges, "RESULTS", tmp_path)
-    words = ["bench/version_ranges.py", "--folder", str(tmp_path)]
+    words = ["tools/version_ranges.py", "--folder", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", words)
     assert version_ranges.main() == 1
     with (tmp_path / "version_ranges.csv").open(newline="") as file:

@@ -27,7 +27,7 @@ def installed(tmp_path_factory):
         check=True,
     ).stdout.split()
     for name in tracked:
-        if (REPO / name).is_file() and not name.startswith(("tests/", "bench/", "docs/")):
+        if (REPO / name).is_file() and not name.startswith(("tests/", "bench/", "tools/", "docs/")):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((REPO / name).read_bytes())
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]

@@ -25,10 +25,17 @@ def named(request):
 
 
 def test_what_is_trained_is_what_was_sampled(named):
-    """A thousand conversations in each renderer: bench/token_exactness.py. Here a few."""
     name, renderer = named
     found = check(name, renderer, 16)
     assert found["turns"] > 32 and found["datums"] == 16 + found["written anew"]
+
+
+@pytest.mark.campaign
+def test_what_is_trained_in_a_thousand_conversations_is_what_was_sampled(named):
+    name, renderer = named
+    for seed in range(20):
+        check(name, renderer, 50, seed)
+    check_canonical(name, renderer, 250)
 
 
 def test_a_continued_prompt_is_the_templates_own(named):

@@ -288,13 +288,16 @@ def test_a_datum_cannot_say_a_temperature_that_no_sample_has(client, temperature
         ).result()
 
 
+@pytest.mark.parametrize("lengths", [(3, 2, 1), (20, 18, 16)])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
-def test_a_sample_is_told_from_shorter_ones_that_are_its_end(order):
+def test_a_sample_is_told_from_shorter_ones_that_are_its_end(order, lengths):
     """An EOS that was certain is a whole sample of another request's; a datum is of the longest
-    sample that it ends in.
+    sample that it ends in, also where samples agree in more tokens than a digest covers.
     """
-    tokens, logprobs = [4, 5, 2], [-1.5, -0.25, 0.0]
-    of = {3: 0.5, 2: 0.7, 1: 1.0}  # temperature by length
+    longest = lengths[0]
+    tokens = [4, 5, *range(6, 4 + longest), 2][-longest:]
+    logprobs = [-1.5, *[-0.25] * (longest - 2), 0.0]
+    of = dict(zip(lengths, (0.5, 0.7, 1.0), strict=True))  # temperature by length
     samples = [
         SampledSequence(tokens[-n:], logprobs[-n:], sequence_id=str(n), temperature=t)
         for n, t in of.items()

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +25,6 @@ from rl.learner import ModelSpec
 from rl.memory_plan import (
     LaunchShape,
     MicroBatch,
-    MicroBatchMemory,
     ModelShape,
     StepWork,
     plan_sampler_memory,
@@ -426,55 +425,6 @@ def test_a_plan_tells_both_sides_and_refuses_a_side_without_ranks(capsys):
     )
     with pytest.raises(UserError, match="sampler_ranks 4 of 4 processes leaves no rank to learn"):
         plan(4)
-
-
-def test_the_scaling_model_splits_a_launch_by_hand(monkeypatch):
-    """Sampling costs three times what learning does: of four GPUs three sample, and a step takes as
-    long as each side does.
-    """
-    monkeypatch.syspath_prepend(str(REPO / "bench"))
-    import scaling
-    import scaling_roles
-
-    load, driver = (
-        scaling.Load(answers=24, group=2, prompt=100, answer=300),
-        scaling.Driver(reward_seconds=0.0, network=1e12),
-    )
-    # a GPU's share in a second
-    hardware = scaling.Hardware(nvlink=1e30, flops=8 * 1e6 * 24 * 400, mfu=1.0)
-    rate = 24 * 300 / 3.0  # and its answers drawn in three
-    free = scaling.Driver(**{**asdict(driver), "bytes_per_token": 0.0})
-    found = scaling_roles.sides(
-        "m",
-        SHAPE,
-        MicroBatchMemory(),
-        LaunchShape(cuda=True, bf16=True, world=4, per_node=4),
-        load,
-        hardware,
-        free,
-        rate,
-    )
-    assert found.samplers == 3 and found.in_turn_s == pytest.approx(4.0)
-    assert (found.sample_s, found.learn_s) == (
-        pytest.approx(4.0),
-        pytest.approx(4.0),
-    ) and found.times_faster == pytest.approx(1.0)
-    half = scaling_roles.split(
-        "m",
-        SHAPE,
-        MicroBatchMemory(),
-        LaunchShape(cuda=True, bf16=True, world=4, per_node=4),
-        2,
-        load,
-        hardware,
-        free,
-        rate,
-    )
-    assert half == (
-        pytest.approx(6.0),
-        pytest.approx(2.0),
-        pytest.approx(4e6 / 25e9 + 2 * 2e6 / 1e12),
-    )
 
 
 # ------------------------------------------------------------------------------------ two processes

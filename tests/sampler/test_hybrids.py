@@ -11,9 +11,9 @@ import pytest
 import torch
 from sampler_models import random_prompts
 from test_architectures import alone, datums, gradient_error, learnt, make_learner
+from tiny_models import VOCAB, tiny_model
 from whole_runs import final_weights, train
 
-from bench.tiny_models import VOCAB, tiny_model
 from rl.models import add_lora, load_model, model_loading
 from rl.sampler import Engine, SamplingRequest, make_decoder, verify_decoder
 from rl.sampler.recurrent_state import RecurrentState

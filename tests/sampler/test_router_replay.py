@@ -12,9 +12,9 @@ import pytest
 import torch
 from test_architectures import datums, learnt, make_learner
 from test_asynchronous import ENVIRONMENT, same
+from tiny_models import VOCAB, tiny_model
 from whole_runs import train, two_and_two, updates_end_while_answers_are_drawn
 
-from bench.tiny_models import VOCAB, tiny_model
 from rl.data.rollout_file import load_rollouts
 from rl.errors import UserError
 from rl.layers import describe_layers, record_experts, replay_experts

@@ -43,6 +43,13 @@ def test_whatever_happens_to_an_engine_in_many_workloads(kind, decoders):
     assert found["compared"] > 2000 and found["kept"], found
 
 
+@pytest.mark.campaign
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_happens_to_an_engine_in_a_thousand_workloads(kind, decoders):
+    many(kind, range(1000, 2000), decoders)
+
+
 @pytest.mark.parametrize("kind", ["plain", "paged"])
 def test_whatever_happens_to_an_engine_of_two_ranks_the_samples_are_the_same(kind):
     """Each rank plays the same workload; each request gives what one rank gives alone."""

@@ -193,3 +193,8 @@ def test_the_same_samples_as_the_plain_engine(decoder):
 @pytest.mark.slow
 def test_the_same_samples_as_the_plain_engine_in_many_workloads(decoder):
     assert same_samples(decoder, range(100, 140)) > 20
+
+
+@pytest.mark.campaign
+def test_the_same_samples_as_the_plain_engine_in_a_thousand_workloads(decoder):
+    assert same_samples(decoder, range(1000, 2000)) > 500

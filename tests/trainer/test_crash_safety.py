@@ -24,7 +24,7 @@ from rl.trainer.checkpoint_manager import CheckpointManager
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="looks into /proc, preloads a library"
 )
-SEEDS = range(3)  # bench/kill_campaign.py has twenty
+SEEDS = range(20)
 QUICK = ("--eval-every", "0", "--rollouts-every", "0", "--no-eval-greedy")
 
 
@@ -312,7 +312,9 @@ def undisturbed_run(ranks: Ranks, cwd: Path) -> tuple[Path, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=[pytest.mark.campaign] * (n > 2)) for n in SEEDS]
+)
 def test_kill_9_of_a_random_rank_at_a_random_point(ranks, undisturbed, tmp_path, seed):
     killed_and_resumed(ranks, undisturbed, tmp_path, seed)
     assert ranks.nothing_left() == []

@@ -1,4 +1,4 @@
-"""Check the wrapped packages for bench/wrappers.py.
+"""Check the wrapped packages for test_wrapped_packages.py.
 
 Each check returns (number held, number checked, messages of those that did not hold).
 """

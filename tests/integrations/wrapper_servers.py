@@ -1,4 +1,4 @@
-"""Check environments and tools that are servers (OpenEnv, MCP) for bench/wrappers.py."""
+"""Check environments and tools that are servers (OpenEnv, MCP) for test_wrapped_packages.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write docs/architectures.md from results/architectures.csv: `python bench/architectures_page.py`.
+"""Write docs/architectures.md from results/architectures.csv: `python tools/architectures_page.py`.
 
 bench/architectures.py, which measures the table, writes the page as well.
 """
@@ -10,9 +10,10 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-TABLE, PAGE = HERE / "results" / "architectures.csv", HERE.parent / "docs" / "architectures.md"
-SEEING = HERE / "results" / "architectures_seeing.csv"
+REPO = Path(__file__).resolve().parent.parent
+TABLE = REPO / "bench" / "results" / "architectures.csv"
+SEEING = REPO / "bench" / "results" / "architectures_seeing.csv"
+PAGE = REPO / "docs" / "architectures.md"
 Row = Mapping[str, str]
 SEES = {
     "exact": "Images, learnt and sampled as the plain model reads them",

@@ -1,4 +1,4 @@
-"""Write docs/reference/ from the code: `python bench/reference_pages.py`.
+"""Write docs/reference/ from the code: `python tools/reference_pages.py`.
 
 Each page lists what a registry of `rl` holds. tests/project/test_reference_pages.py compares the committed
 pages with the text that this script makes.
@@ -25,7 +25,6 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 import rl  # noqa: E402
-from bench.metric_names import METRICS, SECTIONS  # noqa: E402
 from rl.algorithms import ADVANTAGES, METHODS, AdvantageEstimator  # noqa: E402
 from rl.config import RunSettings  # noqa: E402
 from rl.config.fields import SettingField, format_value, get_fields  # noqa: E402
@@ -33,9 +32,10 @@ from rl.envs.environment_registry import BUILT_IN  # noqa: E402
 from rl.losses import LOSSES  # noqa: E402
 from rl.rewards import registered_rewards  # noqa: E402
 from rl.rewards.reward_registry import _REGISTRY  # noqa: E402
+from tools.metric_names import METRICS, SECTIONS  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"
-COMMAND = "python bench/reference_pages.py"
+COMMAND = "python tools/reference_pages.py"
 NOTE = f"<!-- Written by `{COMMAND}`. Change the code, not this page. -->"
 # Titles of the settings sections, by the name of their class.
 TITLES = {
@@ -475,7 +475,7 @@ def find_section(name: str) -> str:
 
 
 def metrics_page() -> str:
-    """Return the page of metrics, from the table in bench/metric_names.py."""
+    """Return the page of metrics, from the table in tools/metric_names.py."""
     parts = []
     for prefix, intro in SECTIONS.items():
         rows = [

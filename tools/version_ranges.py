@@ -1,7 +1,7 @@
 """Install the lowest or the newest versions that the ranges permit, and run a short selection of tests.
 
-    python bench/version_ranges.py                   # both ends, one after the other
-    python bench/version_ranges.py --end lowest      # one end; the row of the other is kept
+    python tools/version_ranges.py                   # both ends, one after the other
+    python tools/version_ranges.py --end lowest      # one end; the row of the other is kept
 
 uv resolves requirements.txt and the extras `dev` and `serve`: to the lowest version of each package
 that they name, or to the newest versions of all. Each end has an environment of its own, which the
@@ -30,9 +30,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent
 if __name__ == "__main__":
-    # Replace this folder on sys.path: its kernels.py would shadow the package `kernels`.
     sys.path[0] = str(REPO)
-from bench.campaign import RESULTS, write_table  # noqa: E402
+from bench.harness import RESULTS, write_table  # noqa: E402
 
 RESOLUTIONS = {"lowest": "lowest-direct", "newest": "highest"}
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "numpy")

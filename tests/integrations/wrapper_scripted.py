@@ -1,6 +1,6 @@
 """Run scripted episodes of wrapped environments, and count test cases.
 
-bench/wrapper_checks.py uses these functions.
+tests/integrations/wrapper_checks.py uses these functions.
 """
 
 from __future__ import annotations

@@ -1,0 +1,198 @@
+"""Share what the scripts of this folder have in common: the description of the machine, tables, and
+runs of train.py.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import os
+import platform
+import resource
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+REPO = HERE.parent
+RESULTS = HERE / "results"
+SEEDS = (0, 1, 2)
+HELD_OUT, GREEDY = "test/env/all/correct", "test/greedy/all/correct"
+Row = Mapping[str, Any]
+# Settings of TRL's trainers: AdamW as here, fp32 on a CPU, no logging, evaluation or saving.
+TRL_SETTINGS: dict[str, Any] = {
+    "use_cpu": True,
+    "bf16": False,
+    "fp16": False,
+    "lr_scheduler_type": "constant",
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.95,
+    "adam_epsilon": 1e-8,
+    "weight_decay": 0.0,
+    "gradient_accumulation_steps": 1,
+    "gradient_checkpointing": False,
+    "dataloader_num_workers": 0,
+    "dataloader_pin_memory": False,
+    "logging_strategy": "no",
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+
+
+def machine() -> str:
+    """Return a description of the machine: the CPU's model name, the cores this process may use,
+    memory, versions of Python and torch.
+    """
+    cpu, memory = platform.processor() or platform.machine(), ""
+    if Path("/proc/cpuinfo").is_file():
+        names = [
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ]
+        cpu = names[0] if names else cpu
+        memory = f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    return (
+        f"{cpu}, {cores} cores{memory}, Python {platform.python_version()}, torch "
+        f"{version('torch')}"
+    )
+
+
+def format_command(words: Sequence[str]) -> str:
+    """Return a command line, with paths inside the repository relative to it."""
+    return shlex.join(
+        str(Path(w).relative_to(REPO)) if w.startswith(f"{REPO}/") else w for w in words
+    )
+
+
+def command_line() -> str:
+    """Return the command line of this script."""
+    return format_command([sys.executable, *sys.argv])
+
+
+def read_table(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a table; none if the file does not exist."""
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write_table(path: Path, rows: Sequence[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def replace_rows(
+    path: Path, rows: Sequence[Row], keys: Sequence[str], order: Callable[[Row], Any]
+) -> list[Row]:
+    """Write `rows` into a table in place of the rows with the same values of `keys`, sort the table
+    by `order`, and return its rows.
+    """
+
+    def key(row: Row) -> tuple[str, ...]:
+        return tuple(str(row[name]) for name in keys)
+
+    replaced = {key(row) for row in rows}
+    merged = sorted([*rows, *(r for r in read_table(path) if key(r) not in replaced)], key=order)
+    write_table(path, [{column: row[column] for column in rows[0]} for row in merged])
+    return merged
+
+
+def show(row: Row) -> None:
+    """Print a row without its long cells."""
+    cells = (f"{key} {row[key]}" for key in row if key not in ("machine", "command"))
+    print(", ".join(cells), flush=True)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Hold the rows of metrics.jsonl of a run, and the wall-clock and CPU seconds of the whole
+    command.
+    """
+
+    rows: list[dict[str, Any]]
+    seconds: float
+    cpu_seconds: float
+
+    def values(self, metric: str, stage: str | None = None) -> list[float]:
+        """Return a metric's values in order. Raises KeyError, with the held-out metrics of the
+        stage, if it has none.
+        """
+        rows = [row for row in self.rows if stage is None or row["stage"] == stage]
+        values = [float(row[metric]) for row in rows if metric in row]
+        if not values:
+            known = sorted({name for row in rows for name in row if name.startswith("test/")})
+            raise KeyError(f"stage {stage} measured no {metric}; it has {', '.join(known)}")
+        return values
+
+
+def train(words: Sequence[str], folder: Path) -> Run:
+    """Run train.py into `folder`, overwriting a run there. Raises RuntimeError with the end of its
+    output if it fails.
+    """
+    command = [sys.executable, "train.py", *words, "--output-dir", str(folder), "--overwrite"]
+    before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run([*command, "--quiet"], cwd=REPO, capture_output=True, text=True)
+    if done.returncode:
+        end = (done.stderr or done.stdout)[-2000:]
+        raise RuntimeError(f"{shlex.join(words)} ended with {done.returncode}:\n{end}")
+    seconds, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return Run([json.loads(line) for line in lines], seconds, cpu)
+
+
+def quiet_libraries(threads: int) -> None:
+    """Set the number of torch threads, and silence transformers and accelerate."""
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    torch.set_num_threads(threads)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def take_turns(
+    peers: Mapping[str, Callable[[], tuple[float, int]]], expected: int, repeats: int
+) -> dict[str, list[float]]:
+    """Return the seconds of each peer: every repeat runs each peer once, after a warm-up. A peer
+    returns (seconds, tokens). Raises RuntimeError if it sampled another number than `expected`.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in peers}
+    for repeat in range(repeats + 1):
+        for name, run in peers.items():
+            elapsed, tokens = run()
+            if tokens != expected:
+                raise RuntimeError(f"{name} sampled {tokens} tokens, expected {expected}")
+            if repeat:
+                seconds[name].append(elapsed)
+    return seconds
+
+
+def describe_times(seconds: Sequence[float], tokens: int) -> dict[str, Any]:
+    """Return the columns of a peer that sampled `tokens` tokens in each of some times."""
+    median = statistics.median(seconds)
+    return {
+        "tokens": tokens,
+        "median_ms": round(median * 1e3, 2),
+        "fastest_ms": round(min(seconds) * 1e3, 2),
+        "tokens_per_s": round(tokens / median),
+    }

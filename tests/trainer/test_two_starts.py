@@ -1,0 +1,110 @@
+"""Start a second process on a run's folder at a random moment: the run ends as an undisturbed run,
+and the second process either works alone or names the first.
+"""
+
+import json
+import multiprocessing
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from whole_runs import final_weights
+
+from rl.algorithms import METHODS
+from rl.config import RunSettings, parse_run
+from rl.errors import UserError
+from rl.trainer.execute import execute
+
+INTERLEAVINGS = 50
+WORDS = (
+    "grpo --steps 8 --save-every 2 --batch-size 4 --group-size 2 --max-tokens 4 --eval-every 4 "
+    "--eval-limit 4 --quiet"
+)
+FORK = multiprocessing.get_context("fork")
+# What a second process may report, besides the end of its run.
+REFUSALS = ("in use by process", "was taken over by", "holds a run", "nothing to resume")
+
+
+def run(words: str, folder: Path, pipe: Any) -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    try:
+        arguments = [*words.split(), "--output-dir", str(folder)]
+        execute(parse_run(arguments, METHODS, Path("none.yaml"), options=RunSettings))
+        pipe.send("done")
+    except UserError as error:
+        pipe.send(str(error))
+
+
+def start(words: str, folder: Path) -> tuple[Any, Any]:
+    ours, theirs = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=run, args=(words, folder, theirs))
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def end(process: Any, pipe: Any) -> str:
+    """Return the last message of a process, or "killed" if it sent none."""
+    try:
+        message = str(pipe.recv())
+    except EOFError:
+        message = "killed"
+    process.join()
+    return message
+
+
+def result(folder: Path) -> tuple[Any, ...]:
+    """Return the metrics except times, the weights, and the names of the checkpoints."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = [{key: row[key] for key in row if not key.startswith("time/")} for row in rows]
+    weights = {key: tensor.tolist() for key, tensor in final_weights(folder).items()}
+    return metrics, weights, sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> tuple[tuple[Any, ...], float]:
+    """(result, seconds) of a run that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    begin = time.monotonic()
+    assert end(*start(WORDS, folder)) == "done"
+    return result(folder), time.monotonic() - begin
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(n, marks=pytest.mark.campaign if n else pytest.mark.slow)
+        for n in range(INTERLEAVINGS)
+    ],
+)
+def test_a_second_start_leaves_the_run_as_an_undisturbed_run(undisturbed, tmp_path, number):
+    """Half of the first processes are killed at another random moment; a third process continues
+    with --auto-resume.
+    """
+    expected, seconds = undisturbed
+    rng, folder = random.Random(number), tmp_path / "run"
+    flag = rng.choice(["--resume", "--overwrite", "--auto-resume", ""])
+    kills = rng.random() < 0.5
+    moments = [(0.3, "first"), (rng.uniform(0.2, 0.3 + 1.2 * seconds), "second")]
+    if kills:
+        moments.append((rng.uniform(0.3, 0.3 + seconds), "kill"))
+    begin, processes = time.monotonic(), dict[str, Any]()
+    for moment, event in sorted(moments):
+        time.sleep(max(0.0, begin + moment - time.monotonic()))
+        if event == "kill":
+            processes["first"][0].kill()
+        else:
+            processes[event] = start(f"{WORDS} {flag if event == 'second' else ''}", folder)
+    messages = {event: end(*process) for event, process in processes.items()}
+    for event, message in messages.items():
+        killed = event == "first" and message == "killed" and kills
+        assert killed or message == "done" or any(text in message for text in REFUSALS), messages
+    assert end(*start(f"{WORDS} --auto-resume", folder)) == "done"
+    assert result(folder) == expected
