@@ -25,7 +25,7 @@ def clears(
     side = "above" if above is not None else "below"
     cleared = figure > bar if side == "above" else figure < bar
     if path := os.environ.get("WHETSTONE_LEARNING_FIGURES"):
-        test = os.environ.get("PYTEST_CURRENT_TEST", "").removeprefix("tests/").split(" ")[0]
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").split(" ")[0].rpartition("/")[2]
         row = {
             "test": test,
             "figure": what,

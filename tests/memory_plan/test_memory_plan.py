@@ -125,7 +125,12 @@ def measured(folder: str, s: dict, out: Path, config: str | None) -> list[int]:
     out.mkdir()
     settings = out / "settings.json"
     settings.write_text(json.dumps({**s, "model": folder, "vocab": s["vocab_size"]}))
-    command = [sys.executable, str(REPO / "tests" / "memory_plan" / "memory_peak.py"), str(out), str(settings)]
+    command = [
+        sys.executable,
+        str(REPO / "tests" / "memory_plan" / "memory_peak.py"),
+        str(out),
+        str(settings),
+    ]
     if config is not None:
         launch = [
             sys.executable,

@@ -10,9 +10,7 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 MUTANTS = runpy.run_path(str(REPO / "bench" / "mutant_list.py"))["MUTANTS"]
-FILES = {
-    path.stem: str(path.relative_to(REPO)) for path in (REPO / "tests").rglob("test_*.py")
-}
+FILES = {path.stem: str(path.relative_to(REPO)) for path in (REPO / "tests").rglob("test_*.py")}
 each_mutant = pytest.mark.parametrize(
     "mutant", MUTANTS, ids=lambda mutant: f"{mutant.file}: {mutant.breaks}"
 )
