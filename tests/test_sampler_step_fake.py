@@ -69,6 +69,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.done, self.waits, self.leaves, self.made, self.launched = [], [], [], [], Counter()
         self.launching, self.born, self.stayed = False, [], []
+        self.grids = {}  # by kernel: grid and options of the newest launch
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, inside = (
@@ -101,11 +102,20 @@ class Launched:
 
     def __getitem__(self, grid):
         assert all(0 < size < 1 << 31 for size in grid)
-        return lambda *args, **options: self.wire.launched.update([self.name])
+
+        def launch(*args, **options):
+            self.wire.launched.update([self.name])
+            self.wire.grids[self.name] = (grid, options)
+
+        return launch
 
 
 @pytest.fixture
 def recorder(monkeypatch):
+    return record_launches(monkeypatch)
+
+
+def record_launches(monkeypatch):
     """Triton's kernels stand still; what is around their launches runs, and may make room for what
     they give (`empty`) and no more.
     """
