@@ -4,6 +4,7 @@ step, counted on fake tensors.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -13,6 +14,7 @@ from sampler_models import add_lora, one_thread, random_prompts, reference_logpr
 
 from rl.sampler import Engine, MultiStepEngine, SamplingRequest, make_decoder
 from rl.sampler.cuda_graphs import row_buckets
+from rl.sampler.paged_state import PagedState
 from rl.types import SamplingParams
 
 LORA = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -279,3 +281,22 @@ def test_ends_are_found_where_the_steps_are_made(decoder, monkeypatch):
     monkeypatch.setattr(engine, "_run_steps", seen)
     engine.step()
     assert ended > 3
+
+
+def test_running_rows_decode_on_the_device_while_requests_wait_and_rows_are_preempted(
+    decoder, monkeypatch
+):
+    """No step is made by `PagedState.decode`: new prompts give their first token and join."""
+    waiting = preempted = 0
+    for seed in range(6):
+        engine, requests = tight(np.random.default_rng(seed), decoder)
+        requests = [
+            dataclasses.replace(r, params=dataclasses.replace(r.params, top_k=-1)) for r in requests
+        ]
+        expected = answers(Engine(decoder, (3,)), requests)
+        with monkeypatch.context() as patch:
+            patch.setattr(PagedState, "decode", None)
+            same(answers(engine, requests), expected)
+        waiting += sum(r.num_samples for r in requests) > engine.max_rows
+        preempted += engine.preemptions
+    assert waiting and preempted

@@ -1,9 +1,10 @@
 """Run the paged engine with several decode steps per host sync.
 
 The device feeds and samples tokens and ends rows by itself. The samples equal those of the other
-engines, because the random number of each token is known in advance. A step that admits requests,
-and steps whose rows truncate their distribution or adjust their logits, run as in `PagedEngine`.
-Only the host can check stop strings; tokens sampled past a stop string are discarded.
+engines, because the random number of each token is known in advance. A `step` that admits requests
+prefills their prompts and samples their first tokens; their rows join the next steps of the device.
+Steps whose rows truncate their distribution or adjust their logits run as in `PagedEngine`. Only
+the host can check stop strings; tokens sampled past a stop string are discarded.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from rl.sampler.decode_state import compact_slots
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.paged_engine import PagedEngine
 from rl.sampler.sampling_requests import FinishedRequest
-from rl.sampler.token_sampling import find_adjusted_rows, find_truncated_rows
+from rl.sampler.token_sampling import (
+    find_adjusted_rows,
+    find_truncated_rows,
+    make_row_settings,
+)
 
 STEPS_PER_SYNC = 8  # steps per host sync
 _PREFETCH_TOKENS = (
@@ -63,9 +68,16 @@ class MultiStepEngine(PagedEngine):
     @torch.inference_mode()
     def step(self) -> list[FinishedRequest]:
         self._resume()
-        count = 0 if self._may_admit() or not self._is_untruncated() else self._plan_steps()
-        if count < 1:
+        if not self._is_untruncated():
             return super().step()
+        if self._may_admit() and (logits := self._admit()):
+            return self._sample_first_tokens(torch.cat(logits))
+        if not len(self._rows):
+            return []
+        count = self._plan_steps()
+        if count < 1:
+            self._preempt_newest()
+            count = self._plan_steps()
         tokens, logprobs = self._run_steps(count)
         finished: list[FinishedRequest] = []
         columns = np.arange(len(self._rows))
@@ -91,6 +103,19 @@ class MultiStepEngine(PagedEngine):
         ended, stopped = self._find_ended(tokens)
         self._surviving_rows = compact_slots(~ended)
         return self._retire(ended, stopped)
+
+    def _sample_first_tokens(self, logits_NV: Tensor) -> list[FinishedRequest]:
+        """Sample the first token of the newest rows from their prompts' logits [new rows, V]."""
+        count, counters = len(logits_NV), self.counters
+        rows = self._rows.newest(count)
+        settings = make_row_settings(rows, vocab=logits_NV.shape[1], device=logits_NV.device)
+        tokens, logprobs = self._sample_rows(logits_NV, rows.uniforms_ahead(1)[0], settings, rows)
+        self._rows.record_newest(tokens, logprobs)
+        counters.steps += 1
+        counters.decoded_rows += count
+        counters.peak_rows = max(counters.peak_rows, len(self._rows))
+        # no other row ends: it would have ended with its last token
+        return self._retire(*self._find_ended(self._rows.last_tokens()))
 
     # --------------------------------------------------------------------------- planning the steps
 

@@ -96,6 +96,11 @@ class PagedEngine(Engine):
     def _admit(self) -> list[Tensor]:
         return [] if self._preempted else super()._admit()
 
+    def _used_cache_tokens(self, *batch: int) -> int:
+        """Return the positions of the blocks in use."""
+        pool = self._state.block_manager.pool
+        return (len(pool.ref_counts) - pool.num_free) * self._state.block_size
+
     def _count_admissible(
         self,
         group: SequenceGroup,
