@@ -10,7 +10,14 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from sampler_models import add_lora, one_thread, random_prompts, reference_logprobs, tiny_model  # noqa: F401
+from sampler_models import (  # noqa: F401
+    add_lora,
+    crowded,
+    one_thread,
+    random_prompts,
+    reference_logprobs,
+    tiny_model,
+)
 
 from rl.sampler import Engine, MultiStepEngine, SamplingRequest, make_decoder
 from rl.sampler.cuda_graphs import row_buckets
