@@ -35,6 +35,7 @@ from sampler_models import tiny_model  # noqa: E402
 from test_sampler_step_fake import VIEWS, record_launches, two_steps  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
+from kernels import decode_ops_triton  # noqa: E402
 from rl.models import LoadedModel, add_lora  # noqa: E402
 from rl.sampler import (  # noqa: E402
     MultiStepEngine,
@@ -91,6 +92,7 @@ def prefill_launches() -> tuple[int, int]:
     for cached in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             recorder = record_launches(patch)
+            patch.setattr(paged_state, "append_to_cache", decode_ops_triton.append_to_cache)
             model = tiny_model("llama", num_hidden_layers=LAYERS, max_position_embeddings=512)
             decoder = make_decoder(model, dtype=torch.bfloat16, kind="fast")
             state = PagedState(decoder, KVCachePool(decoder, 256, 256).kv)

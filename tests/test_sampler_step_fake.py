@@ -151,6 +151,7 @@ def record_launches(monkeypatch):
             "fused_add_rms_norm",
             "silu_mul",
             "rope_to_cache",
+            "append_to_cache",
             "sample_tokens",
             "compute_paged_attention",
         ):
