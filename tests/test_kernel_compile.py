@@ -455,9 +455,9 @@ def sampler_kernels(capability):
         (sample_tokens_triton._slices_kernel, constants | {"SUB": 64}, (), tiles.warps, kinds, 300),
         (
             sample_tokens_triton._pick_kernel,
-            {"HAS_GREEDY": True, "BM": 8, "BS": 64},
+            {"HAS_GREEDY": True, "BM": 1, "BS": 4096},
             (),
-            4,
+            8,
             wide,
             0,
         ),
