@@ -388,9 +388,9 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Launch the sampling kernels; arguments and result as in kernels/sample_tokens.py.
 
-    `pick`: rows and slices at a time of a program of _pick_kernel; None: a row, and all slices up to
-    MAX_PICK_SLICES, so that a program waits for memory few times. `search`: rows and depth per program of
-    _search_kernel.
+    `pick`: rows and slices at a time of a program of _pick_kernel; None: a row, and all slices up
+    to MAX_PICK_SLICES, so that a program waits for memory few times. `search`: rows and depth per
+    program of _search_kernel.
     """
     tiles = tiles or select_tile_sizes(x_ND.shape[1], x_ND.dtype, get_gpu_info(x_ND))
     operands = _Operands(

@@ -183,6 +183,7 @@ class MultiStepEngine(PagedEngine):
         )
         size, bucket = state.block_size, steps.bucket_for(rows)
         shared = state.block_manager.shared_prefixes()
+        steps.prepare(*self._plan_graphs(bool(shared)))
         self._upload_rows(steps.buffers, bucket, remaining, written, shared, size)
         self._upload(steps.buffers.uniform[:count, :rows], self._rows.uniforms_ahead(count))
         width = max(len(row.block_table) for row in state.block_manager.rows)
@@ -190,6 +191,18 @@ class MultiStepEngine(PagedEngine):
         self.num_syncs += 1
         self._state.copy_ahead(self._next_prefills())  # overlaps with the device; the sync is below
         return self._copy_results(steps.buffers, count, rows)
+
+    def _plan_graphs(self, shared: bool) -> tuple[int, bool]:
+        """Return the most rows that the present requests can run at once, and whether some of them
+        may share pages.
+        """
+        waiting = sum(group.request.num_samples - group.num_admitted for group in self._waiting)
+        rows = len(self._rows) + len(self._preempted) + waiting
+        shared = shared or any(
+            group.request.num_samples > 1 and len(group.key[0]) >= self._state.block_size
+            for group in self._waiting
+        )
+        return min(rows, self.max_rows), shared
 
     @staticmethod
     def _copy_results(b: DecodeInputs, count: int, rows: int) -> tuple[np.ndarray, np.ndarray]:

@@ -113,7 +113,7 @@ class PagedState(DecodeState):
         for i, (length, table) in enumerate(zip(lengths, tables, strict=True)):
             pages = np.array(table, np.int64)[:, None] * self.block_size
             slots[i, :length] = (pages + np.arange(self.block_size)).flatten()[:length]
-        return copy_to_device(slots, self.decoder.device)
+        return send_to_device(torch.from_numpy(slots), self.decoder.device)
 
     def add_rows(self, prompt_of_row: np.ndarray) -> None:
         for slot in prompt_of_row.tolist():
@@ -246,13 +246,17 @@ class PagedState(DecodeState):
         self.block_manager.prompts = [self.block_manager.prompts[i] for i in source]
 
 
-def copy_to_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
-    """Copy integers to a device as int64.
+def copy_to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Copy integers to a device as int64, as `send_to_device`."""
+    return send_to_device(torch.tensor(numbers, dtype=torch.int64), device)
+
+
+def send_to_device(host: Tensor, device: torch.device) -> Tensor:
+    """Copy a host tensor to a device.
 
     On CUDA the copy from pinned memory is asynchronous: kernels that read the tensor wait for it,
     the host does not.
     """
-    host = torch.tensor(numbers, dtype=torch.int64)
     return (
         host.pin_memory().to(device, non_blocking=True)
         if device.type == "cuda"
