@@ -124,6 +124,8 @@ def record_launches(monkeypatch):
     from kernels import (
         decode_ops,
         decode_ops_triton,
+        lora_products,
+        lora_products_triton,
         paged_attention,
         paged_attention_triton,
         sample_tokens_triton,
@@ -141,7 +143,12 @@ def record_launches(monkeypatch):
 
         return launch
 
-    for module in (decode_ops_triton, sample_tokens_triton, paged_attention_triton):
+    for module in (
+        decode_ops_triton,
+        lora_products_triton,
+        sample_tokens_triton,
+        paged_attention_triton,
+    ):
         for name, one in list(vars(module).items()):
             if isinstance(one, triton.JITFunction) and name.endswith("_kernel"):
                 monkeypatch.setattr(
@@ -152,12 +159,18 @@ def record_launches(monkeypatch):
             "silu_mul",
             "rope_to_cache",
             "append_to_cache",
+            "add_lora_",
             "sample_tokens",
             "compute_paged_attention",
         ):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, marked(getattr(module, name)))
-    for module in (decode_ops, paged_attention, sys.modules["kernels.sample_tokens"]):
+    for module in (
+        decode_ops,
+        lora_products,
+        paged_attention,
+        sys.modules["kernels.sample_tokens"],
+    ):
         monkeypatch.setattr(module, "device_context", lambda tensor: nullcontext())
     return wire
 
@@ -227,7 +240,12 @@ def test_a_step_waits_for_nothing_makes_nothing_and_is_the_same_every_time(recor
         "merge": 2 * 2,
     }
     draws = {} if "head" in more else {"slices": 2, "pick": 2, "search": 2}
-    assert recorder.launched == layers | draws | ({"shared_pages": 2 * 2} if shared else {})
+    # all products of the adapters of a layer's projection, in a step
+    products = {"": 0, "adapters": 2 * 2 * 4, "one on the head": 2}[more]
+    adapted = {"lora_down": products, "lora_up": products} if more else {}
+    assert recorder.launched == layers | draws | adapted | (
+        {"shared_pages": 2 * 2} if shared else {}
+    )
 
 
 def test_the_count_sees_what_a_graph_cannot_have(recorder):
