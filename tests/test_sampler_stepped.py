@@ -307,3 +307,28 @@ def test_running_rows_decode_on_the_device_while_requests_wait_and_rows_are_pree
         waiting += sum(r.num_samples for r in requests) > engine.max_rows
         preempted += engine.preemptions
     assert waiting and preempted
+
+
+def test_the_next_steps_are_launched_before_the_last_ones_are_read(decoder, monkeypatch):
+    """By `run`, once no request waits: the samples are the plain engine's, and pages go back."""
+    launched = ahead = 0
+    launch = MultiStepEngine._launch_next
+
+    def launch_next(self, chunk):
+        nonlocal launched, ahead
+        found = launch(self, chunk)
+        launched, ahead = launched + 1, ahead + (found is not None)
+        return found
+
+    monkeypatch.setattr(MultiStepEngine, "_launch_next", launch_next)
+    for seed in range(12):
+        engine, requests = tight(np.random.default_rng(seed), decoder)
+        engine.runs_ahead = True
+        if seed % 2:  # rows for all, so that nobody waits
+            engine = MultiStepEngine(decoder, (3,), page=4, steps_per_sync=1 + seed % 5)
+            engine.runs_ahead = True
+        same(answers(engine, requests), answers(Engine(decoder, (3,)), requests))
+        tables = engine._state.block_manager
+        assert tables.pool.num_free == len(tables.pool.ref_counts) and not tables.rows
+        assert engine._in_flight is None
+    assert ahead > 20 and launched > ahead

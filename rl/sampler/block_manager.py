@@ -310,7 +310,7 @@ def split_block_tables(
     for number, (members, pages) in enumerate(shared):
         skip[members], shares[members], group[members] = len(pages) * block_size, True, number
         shared_table[number, : len(pages)], shared_length[number] = pages, len(pages) * block_size
-    table = _private_tables(tables, skip // block_size, rows, table_width)
+    table = private_tables(tables, skip // block_size, rows, table_width)
     order = np.argsort(np.where(shares, group, groups), kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(group[shares], minlength=groups))]).astype(
         np.int32
@@ -330,7 +330,7 @@ def split_block_tables(
     )
 
 
-def _private_tables(
+def private_tables(
     tables: Sequence[Sequence[int]], first: np.ndarray, rows: int, table_width: int
 ) -> np.ndarray:
     """Return the table of each row [R, B] from its block `first` [R] on, padded with zeros."""
