@@ -10,7 +10,7 @@ import torch
 from interpreting import INTERPRETED, run_interpreted
 from test_kernel_compile import build
 
-from kernels import lora_products
+from kernels import lora_ops
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -24,13 +24,13 @@ test_the_products_in_the_interpreter.__test__ = not INTERPRETED  # type: ignore[
 
 def way():
     if not INTERPRETED:
-        return lora_products.add_lora_
+        return lora_ops.add_lora_
     from interpreting import patch_once
 
-    from kernels import lora_products_triton
+    from kernels import lora_ops_triton
 
     patch_once()
-    return lora_products_triton.add_lora_
+    return lora_ops_triton.add_lora_
 
 
 def case(rng, g, adapter, kind):
@@ -79,10 +79,10 @@ MODELS = [(896, 96), (4096, 96), (14336, 32)]  # inputs of a layer, ranks of its
 def test_the_products_compile_without_spills(capability, kind, tmp_path):
     import triton
 
-    from kernels import lora_products_triton as kernels
+    from kernels import lora_ops_triton as kernels
 
     for inputs, ranks in MODELS:
-        splits = lora_products.choose_splits(inputs)
+        splits = kernels.choose_splits(inputs)
         options = {
             "R": ranks, "BM": 32, "UPCAST": False,
             "PRECISION": "tf32x3" if kind == "fp32" else "ieee",

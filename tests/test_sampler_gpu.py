@@ -8,7 +8,7 @@ import torch
 from sampler_models import row_settings
 
 from kernels import decode_ops, sample_tokens
-from kernels.lora_products import add_lora_
+from kernels.lora_ops import add_lora_
 from rl.sampler.token_sampling import sample_tokens as from_logits
 from rl.types import SamplingParams
 
@@ -259,7 +259,7 @@ def test_steps_between_two_looks_wait_for_nothing():
 
 
 @pytest.mark.parametrize("adapter", [torch.float32, torch.bfloat16])
-def test_lora_products_are_torchs(adapter):
+def test_lora_ops_are_torchs(adapter):
     """CPU twin: test_kernel_lora.py."""
     g = torch.Generator().manual_seed(0)
     for rows, inputs in ((1, 896), (64, 4864), (600, 896)):

@@ -124,8 +124,8 @@ def record_launches(monkeypatch):
     from kernels import (
         decode_ops,
         decode_ops_triton,
-        lora_products,
-        lora_products_triton,
+        lora_ops,
+        lora_ops_triton,
         paged_attention,
         paged_attention_triton,
         sample_tokens_triton,
@@ -145,7 +145,7 @@ def record_launches(monkeypatch):
 
     for module in (
         decode_ops_triton,
-        lora_products_triton,
+        lora_ops_triton,
         sample_tokens_triton,
         paged_attention_triton,
     ):
@@ -167,7 +167,7 @@ def record_launches(monkeypatch):
                 monkeypatch.setattr(module, name, marked(getattr(module, name)))
     for module in (
         decode_ops,
-        lora_products,
+        lora_ops,
         paged_attention,
         sys.modules["kernels.sample_tokens"],
     ):

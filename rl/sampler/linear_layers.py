@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.lora_products import add_lora_
+from kernels.lora_ops import add_lora_
 from rl.sampler import mkldnn_layout
 from rl.sampler.precision import linear_fp32
 from rl.sampler.tensor_parallel import TensorParallelGroup, gather_columns, shard_range

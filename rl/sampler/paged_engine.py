@@ -22,7 +22,7 @@ from rl.sampler.decode_state import compact_slots
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.kv_cache_pool import IdleKVCachePool
-from rl.sampler.length_forecast import LengthForecast
+from rl.sampler.length_estimator import LengthEstimator, RowTable
 from rl.sampler.paged_state import BLOCK_SIZE, PagedState
 from rl.sampler.sampling_engine import Engine
 from rl.sampler.sampling_requests import CachedPrompt, FinishedRequest, SequenceGroup
@@ -75,7 +75,7 @@ class PagedEngine(Engine):
         self._pool = self._idle_pool.take(decoder, choose_pool_size(budget, need), budget, page)
         self._state: PagedState = PagedState(decoder, self._pool.kv)
         self._preempted: list[_PreemptedRow] = []  # oldest first
-        self._lengths = LengthForecast()
+        self._lengths = LengthEstimator()
         self.preemptions = 0
         self._has_non_finite = False
 
@@ -152,11 +152,14 @@ class PagedEngine(Engine):
             [row.prompt.length // size * (row.prompt.rows > 1) for row in tables.rows], np.int64
         )
         longest = max(int(remaining.max(initial=0)), group.max_tokens)
-        context = (size, sampled, longest)
-        running = self._lengths.blocks(written, sampled, remaining, shared, *context)
-        single = [np.array([number]) for number in (prompt, 0, group.max_tokens, prompt // size)]
+        running = self._lengths.blocks(
+            RowTable(written, sampled, remaining, shared), size, sampled, longest
+        )
+        sample = RowTable(
+            *(np.array([number]) for number in (prompt, 0, group.max_tokens, prompt // size))
+        )
         candidates = planned + np.arange(1, count + 1)
-        peak = running.upper(self._lengths.blocks(*single, *context), candidates)
+        peak = running.upper(self._lengths.blocks(sample, size, sampled, longest), candidates)
         # blocks of prompts; rows that have not written yet still share the last of them
         pool, prompts = tables.pool, tables.prompts
         in_prompts = sum(

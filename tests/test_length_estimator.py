@@ -5,20 +5,19 @@ import pytest
 from sampler_models import one_thread, random_prompts, tiny_model  # noqa: F401
 
 from rl.sampler import Engine, MultiStepEngine, PagedEngine, SamplingRequest, make_decoder
-from rl.sampler.length_forecast import SPAN, LengthForecast
+from rl.sampler.length_estimator import SPAN, LengthEstimator, RowTable
 from rl.types import SamplingParams
 
 
-def forecast(lengths: LengthForecast, sampled: np.ndarray, limit: int, written: int = 0):
+def forecast(lengths: LengthEstimator, sampled: np.ndarray, limit: int, written: int = 0):
     """Of rows that have sampled so much, in pages of 16, with the same limit."""
     none = np.zeros_like(sampled)
-    return lengths.blocks(
-        written + sampled, sampled, limit - sampled, none, 16, sampled, int(limit - sampled.min())
-    )
+    rows = RowTable(written + sampled, sampled, limit - sampled, none)
+    return lengths.blocks(rows, 16, sampled, int(limit - sampled.min()))
 
 
 def test_until_a_sample_has_stopped_every_row_takes_what_its_limit_allows():
-    lengths, sampled = LengthForecast(), np.array([0, 5, 100])
+    lengths, sampled = LengthEstimator(), np.array([0, 5, 100])
     lengths.record(np.array([300, 300]), np.array([False, False]))
     found = forecast(lengths, sampled, 300, written=10)
     assert np.array_equal(found.mean, found.most) and not found.variance.any()
@@ -38,7 +37,7 @@ def test_the_mean_is_that_of_rows_that_go_on_by_the_same_law(law):
         }[law]
         return np.minimum(lengths, 1024)
 
-    lengths, done = LengthForecast(), draw(20_000)
+    lengths, done = LengthEstimator(), draw(20_000)
     lengths.record(done, done < 1024)
     sampled, ends = rng.integers(0, 300, 4000), draw(400_000)
     # the end of a row that has sampled n tokens: the next drawn one that is longer than n

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.lora_products import MAX_PARTS, LoraPart, choose_splits
 from kernels.matmul_operands import is_interpreting
 
 BATCH = ("N",)
+MAX_PARTS = 3  # adapters of a fused layer: q, k and v
 
 
 @triton.jit(do_not_specialize=BATCH)
@@ -116,10 +116,22 @@ def _lora_up_kernel(
 # ------------------------------------------------------------------------------------------- launch
 
 
+def choose_splits(inputs: int) -> int:
+    """Return the number of parts into which the sum over the inputs is split; it depends on their
+    number only, so that a row's bits do not depend on the batch.
+    """
+    return min(-(-inputs // 1024), 8)
+
+
 def add_lora_(
-    y: Tensor, x: Tensor, a_RI: Tensor, parts: Sequence[LoraPart], *, columns: int = 64
+    y: Tensor,
+    x: Tensor,
+    a_RI: Tensor,
+    parts: Sequence[tuple[Tensor, float, slice, slice]],
+    *,
+    columns: int = 64,
 ) -> None:
-    """Launch the kernels of kernels.lora_products.add_lora_. `columns`: outputs of a program."""
+    """Launch the kernels of kernels.lora_ops.add_lora_. `columns`: outputs of a program."""
     (N, inputs), ranks = x.shape, len(a_RI)
     x = x if x.stride(1) == 1 else x.contiguous()
     splits = choose_splits(inputs)

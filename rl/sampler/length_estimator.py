@@ -1,4 +1,4 @@
-"""Forecast how many blocks the running rows will take, from the lengths of the finished samples.
+"""Estimate how many blocks the running rows will take, from the lengths of the finished samples.
 
 The chance that a sample ends within a span of SPAN tokens, if it reaches the span, is estimated as
 by Kaplan and Meier (1958): the samples that stopped in it divided by those that reached it, where
@@ -19,14 +19,23 @@ _MAX_POINTS = 32  # points in time of a forecast
 _DEVIATIONS = 2.0  # standard deviations on the safe side, of a forecast and of each chance
 
 
-class BlockForecast(NamedTuple):
+class RowTable(NamedTuple):
+    """Hold what is known of rows, all int64 [N]."""
+
+    written: np.ndarray  # positions
+    sampled: np.ndarray  # tokens
+    remaining: np.ndarray  # tokens until the limit
+    shared: np.ndarray  # full blocks that are shared with the group
+
+
+class BlockRequirement(NamedTuple):
     """Hold the blocks that rows take at the points in time of a forecast, all [T]."""
 
     mean: np.ndarray
     variance: np.ndarray
     most: np.ndarray  # if no row stops before its limit
 
-    def upper(self, more: BlockForecast, counts: np.ndarray) -> np.ndarray:
+    def upper(self, more: BlockRequirement, counts: np.ndarray) -> np.ndarray:
         """Return the blocks to reserve for these rows and `counts` [C] times the rows of `more`, at
         the worst point in time, [C].
         """
@@ -36,7 +45,7 @@ class BlockForecast(NamedTuple):
         return reserved.max(1)
 
 
-class LengthForecast:
+class LengthEstimator:
     """Hold the lengths of the finished samples of an engine."""
 
     def __init__(self) -> None:
@@ -73,20 +82,12 @@ class LengthForecast:
         return np.concatenate([[0.0], np.cumsum(logs)])[: spans + 1]
 
     def blocks(
-        self,
-        written: np.ndarray,
-        sampled: np.ndarray,
-        remaining: np.ndarray,
-        shared: np.ndarray,
-        block_size: int,
-        running: np.ndarray,
-        longest: int,
-    ) -> BlockForecast:
-        """Return the private blocks of rows [N] from now until `longest` more tokens.
-
-        By row: `written` positions, `sampled` tokens, `remaining` tokens until its limit, full
-        blocks that are `shared` with its group. `running`: the tokens of all running samples.
+        self, rows: RowTable, block_size: int, running: np.ndarray, longest: int
+    ) -> BlockRequirement:
+        """Return the private blocks of rows from now until `longest` more tokens. `running`: the
+        tokens of all running samples.
         """
+        written, sampled, remaining, shared = rows
         stride = -(-max(longest // SPAN + 1, 1) // _MAX_POINTS)  # spans between two points
         times = np.arange(0, longest + stride * SPAN, stride * SPAN)
         spans = sampled // SPAN
@@ -98,6 +99,6 @@ class LengthForecast:
         positions = written[:, None] + np.minimum(times, remaining[:, None])
         blocks = (-(-positions // block_size) - shared[:, None]) * reaches
         mean = alive * blocks
-        return BlockForecast(
+        return BlockRequirement(
             mean.sum(0), (mean * (1 - alive) * blocks).sum(0), blocks.sum(0).astype(np.float64)
         )

@@ -1,7 +1,7 @@
 """Add the low-rank products of the adapters of a (fused) linear layer to its output.
 
 On CUDA a decode batch takes two kernels, whatever the number of adapters
-(kernels/lora_products_triton.py); other devices and larger batches take plain torch, which is the
+(kernels/lora_ops_triton.py); other devices and larger batches take plain torch, which is the
 reference. No gradients. Shapes: N rows, I inputs, O outputs, R ranks of all adapters.
 """
 
@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from kernels.common import can_run_triton, device_context
 
 MAX_ROWS = 1024  # rows of a decode batch; prompts have more, for which cuBLAS is faster
-MAX_PARTS = 3  # adapters of a launch: q, k and v
 
 # An adapter: B [outputs, ranks], its scale, its columns of the output, its rows of A.
 LoraPart = tuple[Tensor, float, slice, slice]
@@ -27,8 +26,8 @@ def add_lora_(y: Tensor, x: Tensor, a_RI: Tensor, parts: Sequence[LoraPart]) -> 
     The products are computed in the dtype of A and B, and rounded to y's before they are added.
     """
     rows = y.numel() // y.shape[-1]
-    if can_run_triton(y) and 0 < rows <= MAX_ROWS and len(parts) <= MAX_PARTS and y.dim() == 2:
-        from kernels.lora_products_triton import add_lora_ as fused
+    if can_run_triton(y) and 0 < rows <= MAX_ROWS and y.dim() == 2:
+        from kernels.lora_ops_triton import add_lora_ as fused
 
         with device_context(y):
             fused(y, x, a_RI, parts)
@@ -43,10 +42,3 @@ def _narrow(tensor: Tensor, columns: slice) -> Tensor:
     """Return the given columns of a tensor [.., columns], as a view."""
     # indexing queries the device even of fake tensors
     return tensor.narrow(-1, columns.start, columns.stop - columns.start)
-
-
-def choose_splits(inputs: int) -> int:
-    """Return the number of parts into which the sum over the inputs is split; it depends on their
-    number only, so that a row's bits do not depend on the batch.
-    """
-    return min(-(-inputs // 1024), 8)
