@@ -209,6 +209,12 @@ class BlockManager:
             min(count, self.pool.ref_counts[block] - 1) for block, count in writers.items()
         )
 
+    def fits(self, counts: Sequence[int]) -> bool:
+        """Return whether blocks are free for `counts` tokens of each row (`blocks_needed`)."""
+        # a row takes at most its tokens' blocks and a copy: with much room no row is looked at
+        most = len(self.rows) * (self.num_blocks_for(max(counts, default=0)) + 1)
+        return most <= self.pool.num_free or self.blocks_needed(counts) <= self.pool.num_free
+
     def append_position(self, row: RowBlockTable) -> tuple[int, int, tuple[int, int] | None]:
         """Make room for the row's next position.
 

@@ -228,10 +228,7 @@ class MultiStepEngine(PagedEngine):
         count = min(
             self.steps_per_sync, self.max_steps or self.steps_per_sync, int(remaining.max())
         )
-        while (
-            count
-            and tables.blocks_needed(np.minimum(remaining, count).tolist()) > tables.pool.num_free
-        ):
+        while count and not tables.fits(np.minimum(remaining, count).tolist()):
             count //= 2
         return count
 
@@ -297,7 +294,7 @@ class MultiStepEngine(PagedEngine):
         ):
             return None
         counts = np.clip(remaining, 0, count).tolist()
-        if tables.blocks_needed(counts) > tables.pool.num_free:
+        if not tables.fits(counts):
             return None
         for row, positions in zip(tables.rows, counts, strict=True):
             if positions:  # the row writes to blocks of its own since its first step
