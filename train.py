@@ -11,7 +11,7 @@ from pathlib import Path
 from rl.algorithms import METHODS
 from rl.config import RunSettings, parse_run
 from rl.envs import show_help
-from rl.startup import reduce_gc
+from rl.startup import reduce_gc, use_expandable_segments
 
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "sorting.yaml"
 
@@ -20,6 +20,7 @@ if __name__ == "__main__":
         sys.argv[1:], METHODS, DEFAULT_RECIPE, options=RunSettings, environments=show_help
     )
     reduce_gc()
+    use_expandable_segments()
 
     from rl.trainer import main  # imports torch, once the arguments are known to be right
 

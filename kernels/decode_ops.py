@@ -1,5 +1,5 @@
 """Compute the operations between the matrix products of a decode step: residual and norm, rotary
-embedding and KV cache write, gated activation.
+embedding and KV cache write, gated activation. Write the keys and values of prompts to the cache.
 
 Each operation is a single kernel on CUDA (kernels/decode_ops_triton.py) and plain torch elsewhere,
 which is its reference. No gradients. Shapes: N rows, E hidden size, F MLP size, H query heads, K
@@ -75,3 +75,23 @@ def rope_to_cache(
     kv[0, page_N, place_N] = k
     kv[1, page_N, place_N] = v
     return q
+
+
+def append_to_cache(k: Tensor, v: Tensor, kv: Tensor, slot_BT: Tensor) -> None:
+    """Write keys and values of prompts to the cache.
+
+    Args: k and v [B, T, K, D], the last dimension contiguous; kv [2, pages, S, K, D], the last two
+    dimensions contiguous; slot_BT [B, T] int64, the page times S plus the place in it, -1 for
+    padding.
+    """
+    if can_run_triton(k):
+        from kernels.decode_ops_triton import append_to_cache as fused
+
+        with device_context(k):
+            fused(k, v, kv, slot_BT)
+        return
+    slots = slot_BT.flatten()
+    written = slots >= 0
+    pages, places = slots[written] // kv.shape[2], slots[written] % kv.shape[2]
+    for which, x in enumerate((k, v)):
+        kv[which, pages, places] = x.flatten(0, 1)[written]

@@ -126,6 +126,48 @@ def _rope_to_cache_kernel(
         tl.store(kv_ptr + is_value * plane + to + key_head * D + cols, x.to(kind), mask=mask)
 
 
+@triton.jit
+def _copy_heads(
+    x_ptr, out_ptr, stride_head, WIDTH: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Copy the heads of a token, WIDTH numbers in heads of D, to contiguous memory."""
+    cols = tl.arange(0, BLOCK)
+    mask = cols < WIDTH
+    x = tl.load(x_ptr + (cols // D) * stride_head + cols % D, mask=mask, other=0.0)
+    tl.store(out_ptr + cols, x, mask=mask)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _append_to_cache_kernel(
+    k_ptr, v_ptr, slot_ptr, kv_ptr, T,
+    stride_k_prompt, stride_k_token, stride_k_head, stride_v_prompt, stride_v_token, stride_v_head,
+    plane, stride_page, stride_place,
+    S: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy the key and the value of a token to its slot; a program for each token."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + token)
+    if slot >= 0:
+        prompt, t = token // T, token % T
+        to = kv_ptr + (slot // S) * stride_page + (slot % S) * stride_place
+        _copy_heads(
+            k_ptr + prompt * stride_k_prompt + t * stride_k_token,
+            to,
+            stride_k_head,
+            K * D,
+            D,
+            BLOCK,
+        )
+        _copy_heads(
+            v_ptr + prompt * stride_v_prompt + t * stride_v_token,
+            to + plane,
+            stride_v_head,
+            K * D,
+            D,
+            BLOCK,
+        )
+
+
 # ------------------------------------------------------------------------------------------- launch
 
 
@@ -195,3 +237,12 @@ def rope_to_cache(
         num_warps=1,
     )
     return q
+
+
+def append_to_cache(k: Tensor, v: Tensor, kv: Tensor, slot_BT: Tensor) -> None:
+    """Launch the kernel of kernels.decode_ops.append_to_cache."""
+    _, tokens, heads, width = k.shape
+    _append_to_cache_kernel[(slot_BT.numel(),)](
+        k, v, slot_BT, kv, tokens, *k.stride()[:3], *v.stride()[:3], *kv.stride()[:3],
+        S=kv.shape[2], K=heads, D=width, BLOCK=triton.next_power_of_2(heads * width), num_warps=4,
+    )  # fmt: skip

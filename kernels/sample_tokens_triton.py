@@ -22,6 +22,7 @@ from kernels.matmul_operands import align_operand, build_matmul_options
 from kernels.tile_config import TileConfig, get_gpu_info, select_tile_sizes
 
 SLICE_COLUMNS = 64
+MAX_PICK_SLICES = 4096
 BATCH = ("N", "tiles", "slices")
 
 
@@ -35,6 +36,7 @@ def _slices_kernel(
     N,
     V,
     tiles,
+    slices,
     stride_x,
     stride_w,
     D: tl.constexpr,
@@ -48,7 +50,7 @@ def _slices_kernel(
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Store max[slice, row] of z = x w' scale (logits / log 2) and sum[slice, row] of 2^(z - max),
+    """Store max[row, slice] of z = x w' scale (logits / log 2) and sum[row, slice] of 2^(z - max),
     for every slice of SLICE_COLUMNS columns.
     """
     block, split = _item(N, SPLITS, GROUP, BM)
@@ -78,21 +80,21 @@ def _slices_kernel(
         z = tl.reshape(z, (BM, BN // SUB, SUB))
         top = tl.max(z, 2)
         e = tl.sum(tl.exp2(z - top[:, :, None]), 2)
-        slices = tile * (BN // SUB) + tl.arange(0, BN // SUB)
-        at = slices.to(tl.int64)[None, :] * N + rows[:, None]
+        index = tile * (BN // SUB) + tl.arange(0, BN // SUB)
+        at = rows.to(tl.int64)[:, None] * slices + index[None, :]
         tl.store(max_ptr + at, top, mask=inside[:, None])
         # A slice past V has FLOOR everywhere and a sum that is not 0.
-        tl.store(sum_ptr + at, tl.where((slices * SUB < V)[None, :], e, 0.0), mask=inside[:, None])
+        tl.store(sum_ptr + at, tl.where((index * SUB < V)[None, :], e, 0.0), mask=inside[:, None])
 
 
 @triton.jit
-def _weights(max_ptr, sum_ptr, index, rows, inside, top, N, slices):
+def _weights(max_ptr, sum_ptr, index, rows, inside, top, slices):
     """Return the weights of slices in units of 2^top, float64; 0 past the end.
 
     `index` and `rows` broadcast to [slices, rows].
     """
     mask = (index < slices) & inside[None, :]
-    at = index.to(tl.int64) * N + rows[None, :]
+    at = rows[None, :] * slices + index
     largest = tl.load(max_ptr + at, mask=mask, other=FLOOR)
     return (tl.exp2(largest - top[None, :]) * tl.load(sum_ptr + at, mask=mask, other=0.0)).to(
         tl.float64
@@ -100,16 +102,14 @@ def _weights(max_ptr, sum_ptr, index, rows, inside, top, N, slices):
 
 
 @triton.jit
-def _largest_slices(max_ptr, rows, inside, N, slices, BM: tl.constexpr, BS: tl.constexpr):
+def _largest_slices(max_ptr, rows, inside, slices, BM: tl.constexpr, BS: tl.constexpr):
     """Return each row's largest z and the first slice that holds it."""
     place = tl.arange(0, BS)[:, None]
     top = tl.full((BM,), FLOOR, tl.float32)
     largest = tl.zeros((BM,), tl.int32)
     for first in range(0, slices, BS):
         mask = (first + place < slices) & inside[None, :]
-        m = tl.load(
-            max_ptr + (first + place).to(tl.int64) * N + rows[None, :], mask=mask, other=FLOOR
-        )
+        m = tl.load(max_ptr + rows[None, :] * slices + first + place, mask=mask, other=FLOOR)
         block_top = tl.max(m, 0)
         lowest = tl.min(tl.where(m == block_top[None, :], first + place, 2147483647), 0)
         largest = tl.where(block_top > top, lowest, largest)
@@ -119,7 +119,7 @@ def _largest_slices(max_ptr, rows, inside, N, slices, BM: tl.constexpr, BS: tl.c
 
 @triton.jit
 def _choose_blocks(
-    max_ptr, sum_ptr, target, rows, inside, top, N, slices, BM: tl.constexpr, BS: tl.constexpr
+    max_ptr, sum_ptr, target, rows, inside, top, slices, BM: tl.constexpr, BS: tl.constexpr
 ):
     """Return the first slice of the block of BS slices in which the cumulative weight passes the
     target, and the weight before this block.
@@ -132,7 +132,7 @@ def _choose_blocks(
     last = tl.zeros((BM,), tl.int32)
     last_before = tl.zeros((BM,), tl.float64)
     for first in range(0, slices, BS):
-        block = tl.sum(_weights(max_ptr, sum_ptr, first + place, rows, inside, top, N, slices), 0)
+        block = tl.sum(_weights(max_ptr, sum_ptr, first + place, rows, inside, top, slices), 0)
         below = running + block <= target
         last = tl.where(block > 0.0, first, last)
         last_before = tl.where(block > 0.0, running, last_before)
@@ -167,13 +167,13 @@ def _pick_kernel(
     rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     inside = rows < N
     place = tl.arange(0, BS)[:, None]
-    top, largest = _largest_slices(max_ptr, rows, inside, N, slices, BM, BS)
+    top, largest = _largest_slices(max_ptr, rows, inside, slices, BM, BS)
     total = tl.zeros((BM,), tl.float64)
     for first in range(0, slices, BS):
-        total += tl.sum(_weights(max_ptr, sum_ptr, first + place, rows, inside, top, N, slices), 0)
+        total += tl.sum(_weights(max_ptr, sum_ptr, first + place, rows, inside, top, slices), 0)
     target = tl.load(uniform_ptr + rows, mask=inside, other=0.0) * total
-    chosen, before = _choose_blocks(max_ptr, sum_ptr, target, rows, inside, top, N, slices, BM, BS)
-    weight = _weights(max_ptr, sum_ptr, chosen[None, :] + place, rows, inside, top, N, slices)
+    chosen, before = _choose_blocks(max_ptr, sum_ptr, target, rows, inside, top, slices, BM, BS)
+    weight = _weights(max_ptr, sum_ptr, chosen[None, :] + place, rows, inside, top, slices)
     offset = _first_above(weight, (target - before)[None, :], place, 0, BS)
     before += tl.sum(tl.where(place < offset[None, :], weight, 0.0), 0)
     chosen += offset
@@ -284,12 +284,12 @@ class _Choice(NamedTuple):
 
 
 def _sum_slices(operands: _Operands, tiles: TileConfig, splits: int) -> tuple[Tensor, Tensor]:
-    """Return the largest z of every slice and the sum of 2^(z - largest), both [slices, N]."""
+    """Return the largest z of every slice and the sum of 2^(z - largest), both [N, slices]."""
     x, w, N, V = operands.x, operands.w, len(operands.x), len(operands.w)
     count = triton.cdiv(V, tiles.columns)
     slices = count * (tiles.columns // operands.columns)
     slice_max, total = (
-        torch.empty((slices, N), dtype=torch.float32, device=x.device) for _ in range(2)
+        torch.empty((N, slices), dtype=torch.float32, device=x.device) for _ in range(2)
     )
     x_arg, w_arg, options = build_matmul_options(x, w, tiles)
     splits = min(splits, count)
@@ -302,6 +302,7 @@ def _sum_slices(operands: _Operands, tiles: TileConfig, splits: int) -> tuple[Te
         N,
         V,
         count,
+        slices,
         x.stride(0),
         w.stride(0),
         SUB=operands.columns,
@@ -317,17 +318,18 @@ def _pick_slices(
     total: Tensor,
     uniform_N: Tensor,
     greedy_N: Tensor | None,
-    pick: tuple[int, int],
+    pick: tuple[int, int] | None,
 ) -> _Choice:
     """Choose the slice of each row."""
-    (slices, N), device = slice_max.shape, slice_max.device
+    (N, slices), device = slice_max.shape, slice_max.device
+    rows, block = pick or (1, min(max(triton.next_power_of_2(slices), 16), MAX_PICK_SLICES))
     choice = _Choice(
         torch.empty(N, dtype=torch.int32, device=device),
         torch.empty(N, dtype=torch.float64, device=device),
         torch.empty(N, dtype=torch.float32, device=device),
         torch.empty(N, dtype=torch.float32, device=device),
     )
-    _pick_kernel[(triton.cdiv(N, pick[0]),)](
+    _pick_kernel[(triton.cdiv(N, rows),)](
         slice_max,
         total,
         uniform_N.contiguous(),
@@ -336,9 +338,9 @@ def _pick_slices(
         N,
         slices,
         HAS_GREEDY=greedy_N is not None,
-        BM=pick[0],
-        BS=pick[1],
-        num_warps=4,
+        BM=rows,
+        BS=block,
+        num_warps=8 if block > 1024 else 4,
     )
     return choice
 
@@ -381,13 +383,14 @@ def sample_tokens(
     *,
     tiles: TileConfig | None = None,
     splits: int = 132,
-    pick: tuple[int, int] = (8, 64),
+    pick: tuple[int, int] | None = None,
     search: tuple[int, int] = (1, 64),
 ) -> tuple[Tensor, Tensor]:
     """Launch the sampling kernels; arguments and result as in kernels/sample_tokens.py.
 
-    `pick`: rows and slices per program of _pick_kernel. `search`: rows and depth per program of
-    _search_kernel.
+    `pick`: rows and slices at a time of a program of _pick_kernel; None: a row, and all slices up
+    to MAX_PICK_SLICES, so that a program waits for memory few times. `search`: rows and depth per
+    program of _search_kernel.
     """
     tiles = tiles or select_tile_sizes(x_ND.shape[1], x_ND.dtype, get_gpu_info(x_ND))
     operands = _Operands(

@@ -22,6 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from rl.sampler.paged_engine import PagedEngine
 from rl.sampler.running_rows import make_param_columns
 from rl.sampler.token_sampling import RowSamplingSettings, make_row_settings
 from rl.types import SamplingParams
@@ -48,6 +49,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paged engines admit rows while pages are free, so that small ones preempt."""
+    monkeypatch.setattr(PagedEngine, "expects_lengths", False)
 
 
 def tiny_model(kind: str, **changes: Any) -> torch.nn.Module:

@@ -61,7 +61,7 @@ def compute_concurrent_rows(
 ) -> tuple[int, int]:
     """Return (prompts, rows) that a rank decodes at once within its budgets.
 
-    `paged`: the number of admitted rows, which wait when pages run out.
+    `paged`: the most rows that are admitted, which are preempted when pages run out.
     """
     mine = -(-groups // world)
     if paged:
@@ -79,7 +79,7 @@ def compute_concurrent_rows(
 
 
 def count_admitted_rows(pages: int, prompt_pages: int, group: int) -> int:
-    """Return the number of rows that an engine admits at once to a pool of `pages` pages: a group's
+    """Return the most rows that an engine admits at once to a pool of `pages` pages: a group's
     prompt counts once, and each row needs a page to write to.
     """
     full_groups, remaining = divmod(pages, prompt_pages + group)

@@ -209,6 +209,12 @@ class BlockManager:
             min(count, self.pool.ref_counts[block] - 1) for block, count in writers.items()
         )
 
+    def fits(self, counts: Sequence[int]) -> bool:
+        """Return whether blocks are free for `counts` tokens of each row (`blocks_needed`)."""
+        # a row takes at most its tokens' blocks and a copy: with much room no row is looked at
+        most = len(self.rows) * (self.num_blocks_for(max(counts, default=0)) + 1)
+        return most <= self.pool.num_free or self.blocks_needed(counts) <= self.pool.num_free
+
     def append_position(self, row: RowBlockTable) -> tuple[int, int, tuple[int, int] | None]:
         """Make room for the row's next position.
 
@@ -310,7 +316,7 @@ def split_block_tables(
     for number, (members, pages) in enumerate(shared):
         skip[members], shares[members], group[members] = len(pages) * block_size, True, number
         shared_table[number, : len(pages)], shared_length[number] = pages, len(pages) * block_size
-    table = _private_tables(tables, skip // block_size, rows, table_width)
+    table = private_tables(tables, skip // block_size, rows, table_width)
     order = np.argsort(np.where(shares, group, groups), kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(group[shares], minlength=groups))]).astype(
         np.int32
@@ -330,7 +336,7 @@ def split_block_tables(
     )
 
 
-def _private_tables(
+def private_tables(
     tables: Sequence[Sequence[int]], first: np.ndarray, rows: int, table_width: int
 ) -> np.ndarray:
     """Return the table of each row [R, B] from its block `first` [R] on, padded with zeros."""

@@ -72,12 +72,20 @@ class CUDAGraphRunner:
         """Return the smallest bucket that holds `rows` rows."""
         return next(size for size in self.buckets if size >= rows)
 
+    def prepare(self, rows: int, shared: bool) -> None:
+        """Capture the graphs of batches of up to `rows` rows, unless that has been done.
+
+        `shared`: whether rows may be in groups with shared pages.
+        """
+        if self.uses_graphs:
+            self._get_graph(self.bucket_for(rows), shared)
+
     def run(self, rows: int, width: int, shared: bool, count: int) -> None:
         """Run `count` steps of the first `rows` rows (a bucket) without synchronization.
 
         `width`: the current number of pages of the longest table.
         """
-        graph = self._get_graph(rows, shared and rows > 1) if self.uses_graphs else None
+        graph = self._get_graph(rows, shared) if self.uses_graphs else None
         self.buffers.at.zero_()
         for _ in range(count):
             if graph is None:
@@ -89,13 +97,15 @@ class CUDAGraphRunner:
         """Return the bucket's graph, after capturing it and all smaller buckets that are missing.
 
         Batches shrink, so smaller buckets follow. The largest is captured first, so that the others
-        can reuse the memory of its pool.
+        can reuse the memory of its pool. A graph for shared pages also serves rows without any.
         """
+        shared = rows > 1 and (shared or (rows, True) in self._graphs)
         if (rows, shared) not in self._graphs:
             saved = {name: getattr(self.buffers, name).clone() for name in _STEP_OUTPUTS}
             for size in reversed([size for size in self.buckets if size <= rows]):
-                if (size, shared) not in self._graphs and (size > 1 or not shared):
-                    self._graphs[size, shared] = self._capture(size, shared)
+                key = (size, shared and size > 1)
+                if key not in self._graphs:
+                    self._graphs[key] = self._capture(*key)
             for name, before in saved.items():
                 getattr(self.buffers, name).copy_(before)
         return self._graphs[rows, shared]
@@ -116,7 +126,8 @@ class CUDAGraphRunner:
                 decode_step(*step_args)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            # other threads may use the device meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 decode_step(*step_args)
         self._pool = self._pool or graph.pool()
         return graph

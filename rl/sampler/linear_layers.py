@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.lora_ops import add_lora_
 from rl.sampler import mkldnn_layout
 from rl.sampler.precision import linear_fp32
 from rl.sampler.tensor_parallel import TensorParallelGroup, gather_columns, shard_range
@@ -63,14 +64,13 @@ class LoraWeights:
         """Add the adapters' output for x [N, .., I] to y [N, .., O], for all rows or the rows with
         these indices.
         """
-        selected = x if rows is None else x.index_select(0, rows)
-        low = F.linear(selected.to(self.lora_a.dtype), self.lora_a)
+        if rows is None:
+            add_lora_(y, x, self.lora_a, self.parts)
+            return
+        low = F.linear(x.index_select(0, rows).to(self.lora_a.dtype), self.lora_a)
         for b_OR, scale, columns, ranks in self.parts:
             delta = (F.linear(_slice_columns(low, ranks), b_OR) * scale).to(y.dtype)
-            if rows is None:
-                _slice_columns(y, columns).add_(delta)
-            else:
-                _slice_columns(y, columns).index_add_(0, rows, delta)
+            _slice_columns(y, columns).index_add_(0, rows, delta)
 
     def truncate(self, outputs: int) -> LoraWeights:
         """Return these adapters restricted to the first outputs of a layer that is not fused."""

@@ -1,5 +1,5 @@
-"""Run the engine over a paged KV cache: admit rows while blocks are free, preempt the newest
-otherwise.
+"""Run the engine over a paged KV cache: admit the rows that are expected to fit until they end, and
+preempt the newest if they take more.
 
 A preempted row keeps its sampled tokens and its position in its random stream. Its keys and values
 are freed. It is resumed before any new request is admitted: prompt and response are prefilled
@@ -22,6 +22,7 @@ from rl.sampler.decode_state import compact_slots
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.kv_cache_pool import IdleKVCachePool
+from rl.sampler.length_estimator import LengthEstimator, RowTable
 from rl.sampler.paged_state import BLOCK_SIZE, PagedState
 from rl.sampler.sampling_engine import Engine
 from rl.sampler.sampling_requests import CachedPrompt, FinishedRequest, SequenceGroup
@@ -54,6 +55,10 @@ class PagedEngine(Engine):
     None: unknown.
     """
 
+    # whether rows are admitted only if all are expected to end without a preemption; if not, as
+    # soon as blocks are free
+    expects_lengths = True
+
     def __init__(
         self,
         decoder: FastDecoder,
@@ -70,6 +75,7 @@ class PagedEngine(Engine):
         self._pool = self._idle_pool.take(decoder, choose_pool_size(budget, need), budget, page)
         self._state: PagedState = PagedState(decoder, self._pool.kv)
         self._preempted: list[_PreemptedRow] = []  # oldest first
+        self._lengths = LengthEstimator()
         self.preemptions = 0
         self._has_non_finite = False
 
@@ -96,6 +102,11 @@ class PagedEngine(Engine):
     def _admit(self) -> list[Tensor]:
         return [] if self._preempted else super()._admit()
 
+    def _used_cache_tokens(self, *batch: int) -> int:
+        """Return the positions of the blocks in use."""
+        pool = self._state.block_manager.pool
+        return (len(pool.ref_counts) - pool.num_free) * self._state.block_size
+
     def _count_admissible(
         self,
         group: SequenceGroup,
@@ -115,11 +126,54 @@ class PagedEngine(Engine):
         if any(prompt.conversation is not None for prompt in self._prompts):
             # each new row may extend a conversation, which copies a block or allocates new blocks
             reads += rows - len(self._rows) + 1
-        planned = reads * tables.num_blocks_for(longest_prompt) + rows - len(self._rows)
-        room = tables.pool.num_free - planned - tables.blocks_needed()
+        prompt_blocks = reads * tables.num_blocks_for(longest_prompt)
+        planned = rows - len(self._rows)
+        room = tables.pool.num_free - prompt_blocks - planned - tables.blocks_needed()
+        count = min(count, room)
+        if count > 0 and self.expects_lengths:
+            count = self._count_expected(group, count, planned, prompt_blocks, longest_prompt)
         if rows == 0 and prompts <= 1:
-            room = max(room, 1)  # a single row fits
-        return max(min(count, room), 0)
+            count = max(count, 1)  # a single row fits
+        return max(count, 0)
+
+    def _count_expected(
+        self, group: SequenceGroup, count: int, planned: int, prompt_blocks: int, prompt: int
+    ) -> int:
+        """Return how many of `count` samples of the group fit with what all rows are expected to
+        take until they end.
+
+        `planned`: rows that are to be admitted before them, `prompt_blocks`: blocks of the prompts
+        that are to be prefilled, `prompt`: length of the longest of them.
+        """
+        tables, rows, size = self._state.block_manager, self._rows, self._state.block_size
+        sampled, remaining = rows["drawn"], rows["max_tokens"] - rows["drawn"]
+        written = np.array([row.length for row in tables.rows], np.int64)
+        shared = np.array(
+            [row.prompt.length // size * (row.prompt.rows > 1) for row in tables.rows], np.int64
+        )
+        longest = max(int(remaining.max(initial=0)), group.max_tokens)
+        running = self._lengths.blocks(
+            RowTable(written, sampled, remaining, shared), size, sampled, longest
+        )
+        sample = RowTable(
+            *(np.array([number]) for number in (prompt, 0, group.max_tokens, prompt // size))
+        )
+        candidates = planned + np.arange(1, count + 1)
+        peak = running.upper(self._lengths.blocks(sample, size, sampled, longest), candidates)
+        # blocks of prompts; rows that have not written yet still share the last of them
+        pool, prompts = tables.pool, tables.prompts
+        in_prompts = sum(
+            len(slot.block_table) if slot.rows == 0 else slot.length // size * (slot.rows > 1)
+            for slot in prompts
+        )
+        used = len(pool.ref_counts) - pool.num_free
+        held = max(in_prompts, used - int(running.most[0]))
+        return int((held + prompt_blocks + peak <= len(pool.ref_counts)).sum())
+
+    def _retire(self, ended: np.ndarray, stopped: np.ndarray) -> list[FinishedRequest]:
+        if ended.any():
+            self._lengths.record(self._rows["drawn"][ended], stopped[ended])
+        return super()._retire(ended, stopped)
 
     # ---------------------------------------------------------------------------- between two steps
 

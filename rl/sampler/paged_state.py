@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels import compute_paged_attention
+from kernels.decode_ops import append_to_cache
 from rl.sampler.block_manager import BlockManager, PromptBlockTable, make_block_tables
 from rl.sampler.decode_state import DecodeState, LogitsReader
 from rl.sampler.forward_fast import LlamaForward
@@ -92,24 +93,27 @@ class PagedState(DecodeState):
         adapter_ids: Sequence[int] = (),
     ) -> Tensor:
         """Prefill sequences and write their keys and values to the blocks of the tables."""
-        all_pages = copy_to_device(
-            [page for table in tables for page in table], self.decoder.device
-        )
-        pages, device_tokens = (
-            all_pages.split([len(table) for table in tables]),
-            [self._copied_tokens.get(tuple(prompt)) for prompt in prompts],
-        )
+        device_tokens = [self._copied_tokens.get(tuple(prompt)) for prompt in prompts]
+        slots: dict[int, Tensor] = {}  # by the first prompt of a batch, equal in all layers
 
         def keep(layer: int, batch: list[int], k: Tensor, v: Tensor) -> None:
-            for place, i in enumerate(batch):
-                length, capacity = len(prompts[i]), len(pages[i]) * self.block_size
-                for which, x in enumerate((k, v)):
-                    padded = torch.nn.functional.pad(
-                        x[place, :, :length].transpose(0, 1), (0, 0, 0, 0, 0, capacity - length)
-                    )
-                    self.kv[layer][which, pages[i]] = padded.unflatten(0, (-1, self.block_size))
+            if batch[0] not in slots:
+                slots[batch[0]] = self._locate_slots(
+                    [len(prompts[i]) for i in batch], [tables[i] for i in batch]
+                )
+            append_to_cache(k.transpose(1, 2), v.transpose(1, 2), self.kv[layer], slots[batch[0]])
 
         return self.decoder.forward_prompts(prompts, readers, keep, adapter_ids, device_tokens)
+
+    def _locate_slots(self, lengths: list[int], tables: Sequence[Sequence[int]]) -> Tensor:
+        """Return the places of the prompts' positions in the cache, as `append_to_cache` takes
+        them, on the device: [prompts, longest].
+        """
+        slots = np.full((len(lengths), max(lengths)), -1, np.int64)
+        for i, (length, table) in enumerate(zip(lengths, tables, strict=True)):
+            pages = np.array(table, np.int64)[:, None] * self.block_size
+            slots[i, :length] = (pages + np.arange(self.block_size)).flatten()[:length]
+        return send_to_device(torch.from_numpy(slots), self.decoder.device)
 
     def add_rows(self, prompt_of_row: np.ndarray) -> None:
         for slot in prompt_of_row.tolist():
@@ -243,12 +247,16 @@ class PagedState(DecodeState):
 
 
 def copy_to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Copy integers to a device as int64.
+    """Copy integers to a device as int64, as `send_to_device`."""
+    return send_to_device(torch.tensor(numbers, dtype=torch.int64), device)
+
+
+def send_to_device(host: Tensor, device: torch.device) -> Tensor:
+    """Copy a host tensor to a device.
 
     On CUDA the copy from pinned memory is asynchronous: kernels that read the tensor wait for it,
     the host does not.
     """
-    host = torch.tensor(numbers, dtype=torch.int64)
     return (
         host.pin_memory().to(device, non_blocking=True)
         if device.type == "cuda"

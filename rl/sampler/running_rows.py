@@ -4,6 +4,7 @@ of rows.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -188,6 +189,24 @@ class RunningRows:
         self._logprobs[self["buffer"], drawn] = logprobs
         self._fields["drawn"] = drawn + 1
         self._uniforms_used += 1
+
+    def newest(self, count: int) -> RunningRows:
+        """Return a view of the newest `count` rows, to be read only."""
+        view = copy.copy(self)
+        view._fields = {name: values[len(self) - count :] for name, values in self._fields.items()}
+        view._uniforms = None
+        return view
+
+    def record_newest(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """Append the first token and its logprob to each of the newest `len(tokens)` rows."""
+        drawn = self["drawn"].copy()
+        newest = slice(len(self) - len(tokens), None)
+        buffers, places = self["buffer"][newest], drawn[newest]
+        if (width := places.max(initial=0) + 1 - self._tokens.shape[1]) > 0:
+            self._pad(0, int(width))
+        self._tokens[buffers, places], self._logprobs[buffers, places] = tokens, logprobs
+        drawn[newest] += 1
+        self._fields["drawn"], self._uniforms = drawn, None
 
     def response(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a row's tokens and logprobs so far (views)."""

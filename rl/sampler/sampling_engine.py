@@ -203,12 +203,16 @@ class Engine(ConversationCache):
             len(slots), admission.longest_prompt, admission.rows, admission.longest_response
         )  # fmt: skip
         self._state.reserve(*needed)
-        self.counters.peak_cache_tokens = max(
-            self.counters.peak_cache_tokens, self._state.cost(*needed)
-        )
         self._extend_conversations(admission.continued)
         self._prefill(prefills)
+        self.counters.peak_cache_tokens = max(
+            self.counters.peak_cache_tokens, self._used_cache_tokens(*needed)
+        )
         return [self._add_rows([(group, slots[group.key], count) for group, count in entering])]
+
+    def _used_cache_tokens(self, *batch: int) -> int:
+        """Return the part of the budget that a batch of this size takes (`DecodeState.cost`)."""
+        return self._state.cost(*batch)
 
     def _select_waiting(self) -> _Admission:
         """Take samples from the waiting queue, first come first served, as long as the budget holds
@@ -330,9 +334,22 @@ class Engine(ConversationCache):
             self._settings = make_row_settings(
                 self._rows, vocab=logits_NV.shape[1], device=logits_NV.device
             )
-        uniform_N = torch.from_numpy(self._rows.next_uniforms()).to(logits_NV.device)
+        return self._sample_rows(logits_NV, self._rows.next_uniforms(), self._settings, self._rows)
+
+    def _sample_rows(
+        self,
+        logits_NV: Tensor,
+        uniform_N: np.ndarray,
+        settings: RowSamplingSettings,
+        rows: RunningRows,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Sample a token and its logprob for each of `rows`, which are the newest rows or all."""
         tokens, logprobs = sample_next_tokens(
-            logits_NV, uniform_N, self._settings, self._rows, self._running
+            logits_NV,
+            torch.from_numpy(uniform_N).to(logits_NV.device),
+            settings,
+            rows,
+            self._running,
         )
         # float64 holds every token id exactly
         sampled = (
@@ -342,7 +359,7 @@ class Engine(ConversationCache):
         )
         chosen, bad = sampled[0].astype(np.int64), np.isnan(sampled[1])
         if bad.any():
-            self._handle_non_finite(chosen, bad)
+            self._handle_non_finite(chosen, np.pad(bad, (len(self._rows) - len(bad), 0)))
         return chosen, sampled[1]
 
     def _handle_non_finite(self, tokens: np.ndarray, non_finite: np.ndarray) -> None:

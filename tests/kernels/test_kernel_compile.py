@@ -429,6 +429,8 @@ def test_kernels_without_products(capability, tmp_path):
 
 
 SAMPLER_INTS = {
+    **dict.fromkeys((f"stride_{x}_{part}" for x in "kv" for part in ("prompt", "token")), "i32"),
+    **dict.fromkeys(("stride_k_head", "stride_v_head"), "i32"),
     "slices": "i32",
     "positions": "i32",
     "plane": "i64",
@@ -453,9 +455,9 @@ def sampler_kernels(capability):
         (sample_tokens_triton._slices_kernel, constants | {"SUB": 64}, (), tiles.warps, kinds, 300),
         (
             sample_tokens_triton._pick_kernel,
-            {"HAS_GREEDY": True, "BM": 8, "BS": 64},
+            {"HAS_GREEDY": True, "BM": 1, "BS": 4096},
             (),
-            4,
+            8,
             wide,
             0,
         ),
@@ -489,6 +491,14 @@ def sampler_kernels(capability):
             ("qkv_ptr", "norm_ptr", "rope_ptr", "q_ptr", "kv_ptr"),
             1,
             {},
+            0,
+        ),
+        (
+            decode_ops_triton._append_to_cache_kernel,
+            {"S": 256, "K": 8, "D": 128, "BLOCK": 1024, "TYPE": "bf16"},
+            ("k_ptr", "v_ptr", "kv_ptr"),
+            4,
+            {"slot_ptr": "*i64", "T": "i32"},
             0,
         ),
     ]

@@ -33,7 +33,7 @@ def stream(count: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(philox_uniforms(*names, np.zeros(count, np.uint64)))
 
 
-def kernels(x, w, temperature, uniform, greedy=None):
+def kernels(x, w, temperature, uniform, greedy=None, pick=(1024, 16)):
     """The launches at sizes that the interpreter goes through quickly."""
     from interpreting import patch_once
 
@@ -44,7 +44,7 @@ def kernels(x, w, temperature, uniform, greedy=None):
 
     tiles = TileConfig(64 if len(x) < 500 else 1024, 64 if len(w) < 500 else 1024, 16, 4, 1)
     return launch(
-        x, w, temperature, uniform, greedy, tiles=tiles, splits=2, pick=(1024, 16), search=(512, 16)
+        x, w, temperature, uniform, greedy, tiles=tiles, splits=2, pick=pick, search=(512, 16)
     )
 
 
@@ -70,6 +70,20 @@ def test_equal_tokens_to_the_path_from_logits():
         token, logp = WAYS[WAY](x, w, temperature, stream(N, seed), greedy)
         assert torch.equal(token, expected[0])
         torch.testing.assert_close(logp, expected[1], atol=2e-5, rtol=1e-5)
+
+
+@inside
+@pytest.mark.parametrize("pick", [None, (1, 16), (2, 32)])
+def test_a_program_for_each_row_picks_the_same_slice(pick):
+    """All slices at once, as on a GPU, or block by block: 35 slices of 64."""
+    g = torch.Generator().manual_seed(1)
+    x, w = torch.randn(7, 12, generator=g), torch.randn(2200, 12, generator=g)
+    greedy = torch.arange(7) == 3
+    settings = (x, w, torch.full((7,), 0.9), stream(7, 5), greedy)
+    expected = sample_tokens(*settings)
+    token, logp = kernels(*settings, pick=pick)
+    assert torch.equal(token, expected[0])
+    torch.testing.assert_close(logp, expected[1], atol=2e-5, rtol=1e-5)
 
 
 def chi_square(V: int, draws: int, bins: int) -> float:

@@ -290,6 +290,9 @@ def decoding_results(g) -> list[torch.Tensor]:
                     qkv, norm, 1e-5, rope, position, kv, page, torch.full((rows,), 3), heads
                 )
             )
+        k, v = qkv.unsqueeze(1)[:, :, :key_heads], qkv.unsqueeze(1)[:, :, -key_heads:]
+        slots = torch.tensor([[4], [-1], [18]][:rows])
+        decode_ops_triton.append_to_cache(k, v, kv, slots)
         results.append(kv)
     return results
 

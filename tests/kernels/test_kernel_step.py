@@ -96,3 +96,27 @@ def test_rotation_and_cache():
         assert torch.equal(kv[1, page, place], v.to(dtype))
         kv[:, page, place] = 7.0
         assert (kv == 7.0).all()
+
+
+def test_keys_and_values_of_prompts_into_the_cache():
+    """Prompts of several lengths, padded on the right, from slices of a larger tensor; nothing else
+    of the cache is touched.
+    """
+    for rng, g, dtype in cases(40):
+        prompts, key_heads, width, size = (int(rng.integers(1, n)) for n in (5, 4, 9, 6))
+        lengths = rng.integers(1, 14, prompts)
+        longest = int(lengths.max())
+        qkv = torch.randn(prompts, longest, 3 * key_heads, width, generator=g).to(dtype)
+        _, k, v = qkv.split(key_heads, dim=2)
+        per_prompt = -(-longest // size)
+        tables = rng.permutation(prompts * per_prompt + 3)[: prompts * per_prompt]
+        tables = tables.reshape(prompts, per_prompt)
+        kv = torch.full((2, prompts * per_prompt + 3, size, key_heads, width), 7.0).to(dtype)
+        expected, slots = kv.clone(), torch.full((prompts, longest), -1)
+        for i, length in enumerate(lengths.tolist()):
+            for t in range(length):
+                page = int(tables[i, t // size])
+                slots[i, t] = page * size + t % size
+                expected[0, page, t % size], expected[1, page, t % size] = k[i, t], v[i, t]
+        ways().append_to_cache(k, v, kv, slots)
+        assert torch.equal(kv, expected)

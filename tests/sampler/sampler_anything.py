@@ -199,9 +199,13 @@ def engine_of(
         version=version,
     )
     settings["kept"] = kept
-    if kind == "stepped":
-        return MultiStepEngine(decoder, EOS, Letters(), steps_per_sync=look, **settings)
-    return PagedEngine(decoder, EOS, Letters(), **settings)
+    engine = (
+        MultiStepEngine(decoder, EOS, Letters(), steps_per_sync=look, **settings)
+        if kind == "stepped"
+        else PagedEngine(decoder, EOS, Letters(), **settings)
+    )
+    engine.expects_lengths = look % 2 == 0  # half of them admit while pages are free, and preempt
+    return engine
 
 
 class Play:

@@ -222,3 +222,19 @@ def test_random_operations_leave_every_reader_its_contents():
 @pytest.mark.campaign
 def test_random_operations_leave_every_reader_its_contents_in_many_runs():
     population(range(1000, 21_000))
+
+
+def test_room_for_the_next_tokens_is_the_blocks_they_need():
+    """The bound that spares a look at every row never differs from the count."""
+    outcomes = Counter()
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        memory = Memory(rng)
+        for _ in range(30):
+            (memory.add_prompt if rng.random() < 0.3 else memory.add_row)()
+            tables = memory.tables
+            counts = rng.integers(1, 12, len(tables.rows)).tolist()
+            fits = tables.blocks_needed(counts) <= tables.pool.num_free
+            assert tables.fits(counts) == fits
+            outcomes[fits] += len(tables.rows) > 1
+    assert min(outcomes[True], outcomes[False]) > 50

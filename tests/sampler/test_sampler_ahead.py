@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from sampler_models import one_thread, random_prompts, tiny_model  # noqa: F401
+from sampler_models import crowded, one_thread, random_prompts, tiny_model  # noqa: F401
 from test_sampler_stepped import answers, same, tight
 
 from rl.sampler import Engine, MultiStepEngine, SamplingRequest, make_decoder

@@ -74,6 +74,7 @@ def test_a_prompt_of_a_row_that_waited_through_new_weights_is_read_anew(decoders
     """
     old, new = decoders
     engine = PagedEngine(old, (3,), page=4, kv_cache_tokens=32)
+    engine.expects_lengths = False
     first, second = random_prompts([4, 5])
     params = SamplingParams(max_tokens=20, stop=[])
     engine.add(SamplingRequest(prompt=first, params=params))

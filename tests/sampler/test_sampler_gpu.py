@@ -8,6 +8,7 @@ import torch
 from sampler_models import row_settings
 
 from kernels import decode_ops, sample_tokens
+from kernels.lora_ops import add_lora_
 from rl.sampler.token_sampling import sample_tokens as from_logits
 from rl.types import SamplingParams
 
@@ -255,6 +256,42 @@ def test_steps_between_two_looks_wait_for_nothing():
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("adapter", [torch.float32, torch.bfloat16])
+def test_lora_ops_are_torchs(adapter):
+    """CPU twin: test_kernel_lora.py."""
+    g = torch.Generator().manual_seed(0)
+    for rows, inputs in ((1, 896), (64, 4864), (600, 896)):
+        x = torch.randn(rows, inputs, generator=g).bfloat16()
+        a = (torch.randn(96, inputs, generator=g) / inputs**0.5).to(adapter)
+        widths, parts = (896, 128, 128), []
+        for i, width in enumerate(widths):
+            columns = slice(sum(widths[:i]), sum(widths[: i + 1]))
+            b = (torch.randn(width, 32, generator=g) / 32**0.5).to(adapter)
+            parts.append((b, 1.0 + i, columns, slice(32 * i, 32 * i + 32)))
+        y, found = torch.randn(rows, sum(widths), generator=g).bfloat16(), []
+        for device in ("cpu", "cuda"):
+            out = y.to(device, copy=True)
+            there = [(b.to(device), *rest) for b, *rest in parts]
+            add_lora_(out, x.to(device), a.to(device), there)
+            found.append(out.float().cpu())
+        torch.testing.assert_close(*found, atol=4e-2, rtol=2e-2)
+
+
+def test_keys_and_values_of_prompts_go_to_their_slots():
+    """CPU twin: test_kernel_step.py."""
+    g = torch.Generator().manual_seed(0)
+    qkv = torch.randn(5, 300, 18, 64, generator=g).bfloat16()
+    slots = torch.randperm(12 * 256, generator=g)[:1500].view(5, 300)
+    slots[2, 100:] = -1
+    found = []
+    for device in ("cpu", "cuda"):
+        kv = torch.zeros(2, 12, 256, 2, 64, dtype=torch.bfloat16, device=device)
+        _, k, v = qkv.to(device).split([14, 2, 2], dim=2)
+        decode_ops.append_to_cache(k, v, kv, slots.to(device))
+        found.append(kv.cpu())
+    assert torch.equal(*found)
 
 
 def test_a_second_call_with_new_weights_captures_nothing(monkeypatch):

@@ -8,7 +8,10 @@ addresses.
 from __future__ import annotations
 
 import gc
+import os
 import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,6 +33,7 @@ from rl.sampler import (
 )
 from rl.sampler.cuda_graphs import CUDAGraphRunner
 from rl.sampler.decode_inputs import decode_step
+from rl.startup import use_expandable_segments
 from rl.types import SamplingParams
 
 LORA = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -133,6 +137,57 @@ def test_a_batchs_graphs_are_captured_the_largest_first(captured):
     before = len(captured)
     drawn(engine, requests(groups=(5, 5)))
     assert [(rows, shared) for _, rows, shared in captured][before] == (16, True)
+
+
+def test_all_graphs_of_the_present_requests_are_captured_before_the_first_step(captured):
+    """The batch begins with few rows, for want of pages, and grows when samples have ended."""
+    decoder = make_decoder(tiny_model("qwen3"), kind="fast")
+    engine = MultiStepEngine(decoder, (3, 5), page=4, kv_cache_tokens=120, max_rows=32)
+    asked = requests(groups=(5, 5, 5)) + requests(seed=1, groups=(5, 5, 5))
+    for request in asked:
+        engine.add(request)
+    while not captured:
+        engine.step()
+    rows, before = len(engine._rows), list(captured)
+    assert rows <= 16 and [size for _, size, _ in captured] == [32, 24, 16, 8, 4, 2, 1]
+    engine.run()
+    assert engine.counters.peak_rows > rows and captured == before
+
+
+def test_a_capture_lets_other_threads_use_the_device(monkeypatch):
+    """By stand-ins of torch's functions; the run on a device is test_sampler_gpu.py's."""
+    modes, stream = [], SimpleNamespace(wait_stream=lambda other: None)
+
+    def capture(graph, pool, capture_error_mode="global"):
+        modes.append(capture_error_mode)
+        return nullcontext()
+
+    stand_ins = {
+        "device": lambda device: nullcontext(),
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": lambda stream: nullcontext(),
+        "graph": capture,
+        "CUDAGraph": lambda: SimpleNamespace(pool=lambda: None, replay=lambda: None),
+    }
+    for name, value in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(CUDAGraphRunner, "uses_graphs", True)
+    decoder = make_decoder(tiny_model("qwen3"), kind="fast")
+    engine = MultiStepEngine(decoder, page=4, kv_cache_tokens=400, max_rows=4)
+    engine.add(requests()[0])
+    engine.step(), engine.step()
+    assert modes == ["thread_local"] * 3
+
+
+@pytest.mark.parametrize("name", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_allocator_is_told_to_grow_its_segments_unless_it_is_told_otherwise(monkeypatch, name):
+    monkeypatch.setattr(os, "environ", {name: "max_split_size_mb:64"} if name else {})
+    use_expandable_segments()
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == {
+        "": "expandable_segments:True",
+        "PYTORCH_ALLOC_CONF": "max_split_size_mb:64",
+    }.get(name)
 
 
 def test_engines_that_leave_nothing_capture_anew(captured):

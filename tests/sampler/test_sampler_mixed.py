@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampler_models import add_lora, one_thread, random_prompts, tiny_model  # noqa: F401
+from sampler_models import add_lora, crowded, one_thread, random_prompts, tiny_model  # noqa: F401
 
 from rl.errors import UserError
 from rl.sampler import (

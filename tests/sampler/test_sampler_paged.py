@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from sampler_models import one_thread  # noqa: F401
+from sampler_models import crowded, one_thread  # noqa: F401
 
 from rl.models.model_loading import load_model
 from rl.sampler import Engine, PagedEngine, SamplingRequest, make_decoder

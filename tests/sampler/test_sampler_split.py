@@ -19,6 +19,7 @@ import torch
 from sampler_models import (  # noqa: F401
     VOCAB,
     add_lora,
+    crowded,
     one_thread,
     random_prompts,
     reference_logprobs,

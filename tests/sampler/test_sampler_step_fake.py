@@ -69,6 +69,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.done, self.waits, self.leaves, self.made, self.launched = [], [], [], [], Counter()
         self.launching, self.born, self.stayed = False, [], []
+        self.grids = {}  # by kernel: grid and options of the newest launch
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, inside = (
@@ -101,11 +102,20 @@ class Launched:
 
     def __getitem__(self, grid):
         assert all(0 < size < 1 << 31 for size in grid)
-        return lambda *args, **options: self.wire.launched.update([self.name])
+
+        def launch(*args, **options):
+            self.wire.launched.update([self.name])
+            self.wire.grids[self.name] = (grid, options)
+
+        return launch
 
 
 @pytest.fixture
 def recorder(monkeypatch):
+    return record_launches(monkeypatch)
+
+
+def record_launches(monkeypatch):
     """Triton's kernels stand still; what is around their launches runs, and may make room for what
     they give (`empty`) and no more.
     """
@@ -114,6 +124,8 @@ def recorder(monkeypatch):
     from kernels import (
         decode_ops,
         decode_ops_triton,
+        lora_ops,
+        lora_ops_triton,
         paged_attention,
         paged_attention_triton,
         sample_tokens_triton,
@@ -131,7 +143,12 @@ def recorder(monkeypatch):
 
         return launch
 
-    for module in (decode_ops_triton, sample_tokens_triton, paged_attention_triton):
+    for module in (
+        decode_ops_triton,
+        lora_ops_triton,
+        sample_tokens_triton,
+        paged_attention_triton,
+    ):
         for name, one in list(vars(module).items()):
             if isinstance(one, triton.JITFunction) and name.endswith("_kernel"):
                 monkeypatch.setattr(
@@ -141,12 +158,19 @@ def recorder(monkeypatch):
             "fused_add_rms_norm",
             "silu_mul",
             "rope_to_cache",
+            "append_to_cache",
+            "add_lora_",
             "sample_tokens",
             "compute_paged_attention",
         ):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, marked(getattr(module, name)))
-    for module in (decode_ops, paged_attention, sys.modules["kernels.sample_tokens"]):
+    for module in (
+        decode_ops,
+        lora_ops,
+        paged_attention,
+        sys.modules["kernels.sample_tokens"],
+    ):
         monkeypatch.setattr(module, "device_context", lambda tensor: nullcontext())
     return wire
 
@@ -216,7 +240,12 @@ def test_a_step_waits_for_nothing_makes_nothing_and_is_the_same_every_time(recor
         "merge": 2 * 2,
     }
     draws = {} if "head" in more else {"slices": 2, "pick": 2, "search": 2}
-    assert recorder.launched == layers | draws | ({"shared_pages": 2 * 2} if shared else {})
+    # all products of the adapters of a layer's projection, in a step
+    products = {"": 0, "adapters": 2 * 2 * 4, "one on the head": 2}[more]
+    adapted = {"lora_down": products, "lora_up": products} if more else {}
+    assert recorder.launched == layers | draws | adapted | (
+        {"shared_pages": 2 * 2} if shared else {}
+    )
 
 
 def test_the_count_sees_what_a_graph_cannot_have(recorder):

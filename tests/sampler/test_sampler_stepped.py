@@ -4,15 +4,24 @@ step, counted on fake tensors.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 import torch
-from sampler_models import add_lora, one_thread, random_prompts, reference_logprobs, tiny_model  # noqa: F401
+from sampler_models import (  # noqa: F401
+    add_lora,
+    crowded,
+    one_thread,
+    random_prompts,
+    reference_logprobs,
+    tiny_model,
+)
 
 from rl.sampler import Engine, MultiStepEngine, SamplingRequest, make_decoder
 from rl.sampler.cuda_graphs import row_buckets
+from rl.sampler.paged_state import PagedState
 from rl.types import SamplingParams
 
 LORA = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -279,3 +288,47 @@ def test_ends_are_found_where_the_steps_are_made(decoder, monkeypatch):
     monkeypatch.setattr(engine, "_run_steps", seen)
     engine.step()
     assert ended > 3
+
+
+def test_running_rows_decode_on_the_device_while_requests_wait_and_rows_are_preempted(
+    decoder, monkeypatch
+):
+    """No step is made by `PagedState.decode`: new prompts give their first token and join."""
+    waiting = preempted = 0
+    for seed in range(6):
+        engine, requests = tight(np.random.default_rng(seed), decoder)
+        requests = [
+            dataclasses.replace(r, params=dataclasses.replace(r.params, top_k=-1)) for r in requests
+        ]
+        expected = answers(Engine(decoder, (3,)), requests)
+        with monkeypatch.context() as patch:
+            patch.setattr(PagedState, "decode", None)
+            same(answers(engine, requests), expected)
+        waiting += sum(r.num_samples for r in requests) > engine.max_rows
+        preempted += engine.preemptions
+    assert waiting and preempted
+
+
+def test_the_next_steps_are_launched_before_the_last_ones_are_read(decoder, monkeypatch):
+    """By `run`, once no request waits: the samples are the plain engine's, and pages go back."""
+    launched = ahead = 0
+    launch = MultiStepEngine._launch_next
+
+    def launch_next(self, chunk):
+        nonlocal launched, ahead
+        found = launch(self, chunk)
+        launched, ahead = launched + 1, ahead + (found is not None)
+        return found
+
+    monkeypatch.setattr(MultiStepEngine, "_launch_next", launch_next)
+    for seed in range(12):
+        engine, requests = tight(np.random.default_rng(seed), decoder)
+        engine.runs_ahead = True
+        if seed % 2:  # rows for all, so that nobody waits
+            engine = MultiStepEngine(decoder, (3,), page=4, steps_per_sync=1 + seed % 5)
+            engine.runs_ahead = True
+        same(answers(engine, requests), answers(Engine(decoder, (3,)), requests))
+        tables = engine._state.block_manager
+        assert tables.pool.num_free == len(tables.pool.ref_counts) and not tables.rows
+        assert engine._in_flight is None
+    assert ahead > 20 and launched > ahead

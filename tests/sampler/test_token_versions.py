@@ -17,7 +17,14 @@ import numpy as np
 import pytest
 import torch
 from helpers import ADAM, call, make_worker, random_datums
-from sampler_models import VOCAB, one_thread, random_prompts, reference_logprobs, tiny_model  # noqa: F401
+from sampler_models import (  # noqa: F401
+    VOCAB,
+    crowded,
+    one_thread,
+    random_prompts,
+    reference_logprobs,
+    tiny_model,
+)
 
 from rl.runtime.rank_settings import SamplerSettings, WorkerSettings
 from rl.runtime.stream_worker import StepRequest

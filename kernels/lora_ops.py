@@ -1,0 +1,44 @@
+"""Add the low-rank products of the adapters of a (fused) linear layer to its output.
+
+On CUDA a decode batch takes two kernels, whatever the number of adapters
+(kernels/lora_ops_triton.py); other devices and larger batches take plain torch, which is the
+reference. No gradients. Shapes: N rows, I inputs, O outputs, R ranks of all adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.common import can_run_triton, device_context
+
+MAX_ROWS = 1024  # rows of a decode batch; prompts have more, for which cuBLAS is faster
+
+# An adapter: B [outputs, ranks], its scale, its columns of the output, its rows of A.
+LoraPart = tuple[Tensor, float, slice, slice]
+
+
+def add_lora_(y: Tensor, x: Tensor, a_RI: Tensor, parts: Sequence[LoraPart]) -> None:
+    """Add scale (x A^T)[ranks] B^T to the columns of y [.., O] for each of `parts`; x is [.., I].
+
+    The products are computed in the dtype of A and B, and rounded to y's before they are added.
+    """
+    rows = y.numel() // y.shape[-1]
+    if can_run_triton(y) and 0 < rows <= MAX_ROWS and y.dim() == 2:
+        from kernels.lora_ops_triton import add_lora_ as fused
+
+        with device_context(y):
+            fused(y, x, a_RI, parts)
+        return
+    low = F.linear(x.to(a_RI.dtype), a_RI)
+    for b_OR, scale, columns, ranks in parts:
+        delta = (F.linear(_narrow(low, ranks), b_OR) * scale).to(y.dtype)
+        _narrow(y, columns).add_(delta)
+
+
+def _narrow(tensor: Tensor, columns: slice) -> Tensor:
+    """Return the given columns of a tensor [.., columns], as a view."""
+    # indexing queries the device even of fake tensors
+    return tensor.narrow(-1, columns.start, columns.stop - columns.start)
