@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 # Replace this folder on sys.path by the repository: bench/kernels.py would shadow the package
 # `kernels`.
 sys.path[0] = str(HERE.parent)
-sys.path.append(str(HERE.parent / "tests"))
+sys.path += [str(HERE.parent / "tests"), str(HERE.parent / "tests" / "sampler")]
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
