@@ -9,7 +9,11 @@ from test_serve import KEYS
 PREFIX = "#/components/schemas/"
 # what pydantic's schema calls a type -> (a value of another type, the name in the error)
 OTHERS = {"string": (7, "str"), "integer": ("x", "int"), "boolean": ("x", "bool"),
-          "object": ([1], "dict")}  # fmt: skip
+          "object": ([1], "dict"), "number": ("x", "float"), "array": (7, "list")}  # fmt: skip
+# what the OpenAI-style routes require, and what a field needs beside it
+GOOD = {"messages": [{"role": "user", "content": "x"}], "prompt": "x", "token_ids": [5],
+        "reward": 1.0}  # fmt: skip
+BESIDE = {"top_logprobs": {"logprobs": True}, "stream_options": {"stream": True}}
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +22,8 @@ def wire(tmp_path_factory):
         made = Wire(one, KEYS[0])
         made.open()
         made.served = one
+        chat = {"messages": GOOD["messages"], "max_tokens": 1}
+        assert made.http.post("/session/mine/v1/chat/completions", json=chat).status_code == 200
         yield made
 
 
@@ -34,20 +40,23 @@ def test_every_route_is_described_and_every_reference_leads_somewhere(wire):
     routes = {
         (method, route.path.replace(":path}", "}"))
         for route in wire.served.app.app.routes
-        if route.path.startswith("/api/v1/") and route.path != "/api/v1/healthz"
+        if route.path.startswith(("/api/v1/", "/v1/", "/session", "/inference/"))
+        and route.path != "/api/v1/healthz"
         for method in route.methods - {"HEAD"}
     }
-    assert len(routes) > 35 and routes == described
+    assert len(routes) > 50 and routes == described
     for path, item in document["paths"].items():
         for operation in item.values():
             names = {parameter["name"] for parameter in operation.get("parameters", [])}
             assert names == set(re.findall(r"{(\w+)}", path)), path
     references = set(re.findall(r'"\$ref": ?"([^"]*)"', wire.http.get("/openapi.json").text))
     assert references == {PREFIX + name for name in document["components"]["schemas"]}
-    assert len(references) > 15
+    assert len(references) > 20
     training = document["paths"]["/api/v1/forward_backward"]["post"]["requestBody"]["content"]
     assert list(training) == ["application/x-protobuf"]
-    assert "openapi.json" in wire.http.get("/docs").text
+    page = wire.http.get("/docs").text  # loads nothing: machines without a network show it too
+    assert "openapi.json" in page and all(path in page for path in document["paths"])
+    assert not re.search("https?:|<script|<link|src=", page)
     for path in ("/openapi.json", "/docs"):
         assert wire.http.get(path, headers={"x-api-key": "x"}).status_code == 401
 
@@ -66,17 +75,22 @@ def test_a_body_that_is_not_as_described_is_refused_by_the_field(wire):
         if reference is None:
             continue
         schema = schemas[reference.removeprefix(PREFIX)]
+        is_openai = not path.startswith("/api/")
         good = {"lora_config": {"rank": 4}}
+        if is_openai:
+            good = {name: GOOD[name] for name in schema["required"]}
         for name, field in schema["properties"].items():
-            kind = variants(field)[0].get("type")
+            kind = None if is_openai else variants(field)[0].get("type")
             good.setdefault(name, {"string": "x", "integer": 1, "object": {}}.get(kind))
-        url = path.replace("{session_id}", "x")
+        url = path.replace("{session_id}", "x").replace("{session}", "mine")
 
-        def refused(body, url=url):
+        def refused(body, url=url, is_openai=is_openai):
             answer = wire.http.post(url, json={k: v for k, v in body.items() if v is not None})
             assert answer.status_code == 400, (url, body, answer.text)
-            assert answer.json()["detail"] == answer.json()["error"]["message"]
-            return answer.json()["detail"]
+            error = answer.json()["error"]
+            assert is_openai or answer.json()["detail"] == error["message"]
+            assert not is_openai or error["param"] and "code" in error
+            return error["message"]
 
         for name in schema.get("required", []):
             text = refused({**good, name: None})
@@ -88,17 +102,22 @@ def test_a_body_that_is_not_as_described_is_refused_by_the_field(wire):
             if first.get("type") not in OTHERS or is_late:
                 continue
             value, expected = OTHERS[first["type"]]
-            text = refused({**good, name: value})
+            beside = {**good, **BESIDE.get(name, {})}
+            text = refused({**beside, name: value})
             got = type(value).__name__
-            assert text == f"{name} must be of type {expected}, got {got}", (path, text)
+            if is_openai:
+                expected = field["description"].partition(";")[0] if "description" in field else ""
+                assert text == f"{name} must be {expected}, got {value!r}", (path, text)
+            else:
+                assert text == f"{name} must be of type {expected}, got {got}", (path, text)
             sent += 1
             for bound, change in (("minimum", -1), ("maximum", 1)):
                 if bound in first:
-                    text = refused({**good, name: first[bound] + change})
+                    text = refused({**beside, name: first[bound] + change})
                     assert text.startswith(name) and text.endswith(str(first[bound] + change))
-                    assert str(first[bound]) in text
+                    assert is_openai or str(first[bound]) in text
                     sent += 1
-    assert sent > 50
+    assert sent > 200
     text = wire.http.post(
         "/api/v1/create_model",
         json={"session_id": wire.session, "base_model": "x", "model_seq_id": 0,

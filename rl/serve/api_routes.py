@@ -1,22 +1,22 @@
-"""Build the routes of Tinker's protocol, and their description at /openapi.json and /docs."""
+"""Build the routes of both protocols, and their description at /openapi.json and /docs."""
 
 from __future__ import annotations
 
+import html
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from rl.serve.json_response import SafeJSONResponse
 
-_TITLE = "Whetstone: Tinker's protocol"
+_TITLE = "Whetstone: Tinker's protocol and an OpenAI-style endpoint"
 _SCHEMA_PREFIX = "#/components/schemas/"
 RouteHandler = Callable[[Request], Awaitable[Response]]
 
@@ -68,14 +68,31 @@ def make_description_routes(routes: Sequence[Any]) -> list[Route]:
     page /docs.
     """
     document = _describe_routes([route for route in routes if isinstance(route, TypedRoute)])
+    page = _make_page(document)
 
     async def get_document(request: Request) -> Response:
         return SafeJSONResponse(document)
 
     async def get_page(request: Request) -> Response:
-        return get_swagger_ui_html(openapi_url="openapi.json", title=_TITLE)
+        return HTMLResponse(page, headers={"content-security-policy": "default-src 'none'"})
 
     return [Route("/openapi.json", get_document), Route("/docs", get_page)]
+
+
+def _make_page(document: dict[str, Any]) -> str:
+    """Return a page that lists the routes. It loads nothing, not even from this server."""
+    rows = [
+        f"<tr><td>{method.upper()}<td>{html.escape(path)}<td>{html.escape(text.partition('.')[0])}"
+        for path, operations in document["paths"].items()
+        for method, operation in operations.items()
+        for text in [operation.get("description", operation["summary"])]
+    ]
+    return (
+        f"<!doctype html><title>{_TITLE}</title><h1>{_TITLE}</h1><p>Every field with its bounds is "
+        'in <a href="openapi.json">openapi.json</a>. This page has no interactive view, because '
+        "its script would have to be loaded from another server: open openapi.json in any OpenAPI "
+        f"viewer.<table>{''.join(rows)}</table>"
+    )
 
 
 def _describe_routes(routes: Sequence[TypedRoute]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl.renderers import Renderer, StopTextRenderer
-from rl.serve.chat_request import ChatRequest
+from rl.serve.openai_schemas import ChatBody
 from rl.types import Message, SampledSequence
 
 # for each sampled token: (id, logprob), most likely first
@@ -74,7 +74,7 @@ def parse_sample(
 
 
 def make_choice(
-    request: ChatRequest,
+    request: ChatBody,
     renderer: Renderer,
     index: int,
     sequence: SampledSequence,
@@ -138,7 +138,7 @@ def make_response_head(kind: str, model: str | None) -> dict[str, Any]:
 
 
 def make_response(
-    request: ChatRequest,
+    request: ChatBody,
     head: Mapping[str, Any],
     prompt: Sequence[int],
     choices: Sequence[dict],

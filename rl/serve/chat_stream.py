@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from rl.renderers import Renderer, StopTextRenderer, parse_partial_answer, prompt_opens_thoughts
-from rl.serve.chat_request import ChatRequest
 from rl.serve.chat_response import make_content_logprobs, make_id
+from rl.serve.openai_schemas import ChatBody
 from rl.types import SampledSequence
 
 Event = dict[str, Any]
@@ -78,7 +78,7 @@ class ChatEventWriter:
 
     def __init__(
         self,
-        request: ChatRequest,
+        request: ChatBody,
         head: Mapping[str, Any],
         renderer: Renderer,
         stops: Sequence[str],
@@ -124,7 +124,7 @@ class ChatEventWriter:
             for delta in deltas[1:]:
                 yield self._make_event(index, delta)
             yield self._make_event(index, {}, finish_reason=choice["finish_reason"])
-        if self.request.include_usage:
+        if self.request.stream_options.include_usage:
             yield {**self.head, "choices": [], "usage": response["usage"]}
 
     def _start_choice(self, index: int) -> Iterator[Event]:

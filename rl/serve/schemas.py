@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
 from rl.serve.http_errors import HttpError
@@ -50,6 +51,21 @@ class JsonBody(BaseModel):
     """Hold the fields of a JSON body. Types are not converted, and unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+    @classmethod
+    def make_error(cls, error: Mapping[str, Any]) -> HttpError:
+        """Return the error for a field of another type or range. `error`: pydantic's error."""
+        name, value, kind = ".".join(map(str, error["loc"])), error["input"], error["type"]
+        if value is None or kind == "missing":
+            return HttpError(400, f"the body lacks {name!r}")
+        if kind in _TYPE_ERRORS:
+            text = f"{name} must be of type {_TYPE_ERRORS[kind]}, got {type(value).__name__}"
+            return HttpError(400, text)
+        context = error.get("ctx", {})
+        if kind in ("greater_than_equal", "less_than_equal"):
+            bound = f"at least {context['ge']}" if "ge" in context else f"at most {context['le']}"
+            return HttpError(400, f"{name} must be an integer of {bound}, got {value}")
+        return HttpError(400, f"{name}: {error['msg']}, got {value!r:.80}")
 
 
 class SessionBody(JsonBody):
@@ -203,7 +219,7 @@ class SampleBody(JsonBody):
     prompt_alt_tokens_k: Any = None
 
 
-BodyT = TypeVar("BodyT", bound=BaseModel)
+BodyT = TypeVar("BodyT", bound="JsonBody")
 
 
 def parse_json(raw: bytes) -> Any:
@@ -250,25 +266,24 @@ async def read_fields(request: Request) -> dict[str, Any]:
     return fields
 
 
-def read_body(body_type: type[BodyT], fields: Mapping[str, Any]) -> BodyT:
+def read_body(body_type: type[BodyT], fields: Any) -> BodyT:
     """Return the fields as `body_type`. Raises HttpError (400), which names the first field of
     another type or range.
     """
     try:
         return body_type.model_validate(fields)
     except ValidationError as error:
-        raise HttpError(400, _describe_error(error.errors(include_url=False)[0])) from None
+        raise body_type.make_error(error.errors(include_url=False)[0]) from None
 
 
-def _describe_error(error: Mapping[str, Any]) -> str:
-    """Return the text of an error of pydantic: the field, the expected and the received value."""
-    name, value, kind = ".".join(map(str, error["loc"])), error["input"], error["type"]
-    if value is None or kind == "missing":
-        return f"the body lacks {name!r}"
-    if kind in _TYPE_ERRORS:
-        return f"{name} must be of type {_TYPE_ERRORS[kind]}, got {type(value).__name__}"
-    context = error.get("ctx", {})
-    if kind in ("greater_than_equal", "less_than_equal"):
-        bound = f"at least {context['ge']}" if "ge" in context else f"at most {context['le']}"
-        return f"{name} must be an integer of {bound}, got {value}"
-    return f"{name}: {error['msg']}, got {value!r:.80}"
+def make_refusal(text: str, at: str = "") -> PydanticCustomError:
+    """Return the error of a validator. `text`: what follows the name of the field; `at`: the place
+    within the field.
+    """
+    return PydanticCustomError("refusal", "{text}", {"text": text, "at": at})
+
+
+def shorten(value: Any) -> str:
+    """Return the repr of a value, cut at 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
