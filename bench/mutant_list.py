@@ -1401,8 +1401,8 @@ MUTANTS = [
     ),
     M(
         "rl/serve/tinker_training.py",
-        '        payload = {\n            name: value for name, value in fields.items() if name != "sampling_session_seq_id"\n        }\n',
-        "        payload = {name: value for name, value in fields.items()}\n",
+        '            payload = {\n                name: value for name, value in fields.items() if name != "sampling_session_seq_id"\n            }\n',
+        "            payload = {name: value for name, value in fields.items()}\n",
         "a sampler that is asked for again",
         "serve",
     ),

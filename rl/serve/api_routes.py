@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Awaitable, Callable, Sequence
+import inspect
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from rl.serve.json_response import SafeJSONResponse
+from rl.serve.http_errors import HttpError, SafeJSONResponse, make_error_response, report_error
+from rl.serve.schemas import JsonBody, read_body, read_fields
 
 _TITLE = "Whetstone: Tinker's protocol and an OpenAI-style endpoint"
 _SCHEMA_PREFIX = "#/components/schemas/"
-RouteHandler = Callable[[Request], Awaitable[Response]]
+RouteHandler = Callable[..., Coroutine[Any, Any, Any]]
 
 
 class TypedRoute(Route):
-    """Route requests to a handler, and know the type of the body that the handler reads.
+    """Route requests to a handler: its result becomes a JSON response, any error an error response.
+
+    A handler with a second parameter receives the body, as `body_type`.
 
     FastAPI describes the route, and does not run it: the handler limits the body's size before it
     parses the body, and checks some fields only when the request runs. FastAPI's own handling would
@@ -34,10 +37,28 @@ class TypedRoute(Route):
         path: str,
         handler: RouteHandler,
         method: str = "POST",
-        body_type: type[BaseModel] | str | None = None,
+        body_type: type[JsonBody] | str | None = None,
+        is_openai: bool = False,
     ):
-        """Create a route. `body_type`: the class of a JSON body, or a media type."""
-        super().__init__(path, handler, methods=[method])
+        """Create a route.
+
+        body_type    class of a JSON body, or a media type
+        is_openai    whether errors have OpenAI's form
+        """
+        takes_body = len(inspect.signature(handler).parameters) > 1
+
+        async def endpoint(request: Request) -> Response:
+            try:
+                arguments: list[Any] = []
+                if takes_body and isinstance(body_type, type):
+                    arguments = [read_body(body_type, await read_fields(request))]
+                result = await handler(request, *arguments)
+                return result if isinstance(result, Response) else SafeJSONResponse(result)
+            except Exception as error:  # boundary: every failure is a response, not a traceback
+                return make_error_response(report_error(error), is_openai)
+
+        endpoint.__name__, endpoint.__doc__ = handler.__name__, handler.__doc__
+        super().__init__(path, endpoint, methods=[method])
         self.method, self.body_type = method, body_type
 
     def to_api_route(self) -> APIRoute:
@@ -61,6 +82,15 @@ class TypedRoute(Route):
             response_model=None,
             openapi_extra=extra,
         )
+
+
+def make_unsupported(feature: str) -> RouteHandler:
+    """Return a handler that raises HttpError (400): `feature` is not supported."""
+
+    async def refuse(request: Request) -> Response:
+        raise HttpError(400, f"not supported here: {feature}")
+
+    return refuse
 
 
 def make_description_routes(routes: Sequence[Any]) -> list[Route]:

@@ -22,10 +22,8 @@ from rl.serve.openai_serving import (
     OpenAIServing,
     get_request_owner,
     handle_chat,
-    make_endpoint,
-    parse_json_body,
 )
-from rl.serve.schemas import read_body
+from rl.serve.schemas import parse_json_body, read_body
 
 _MAX_NAME_LENGTH = 100  # of a metric
 
@@ -94,10 +92,10 @@ def make_openai_routes(
         *serving.make_routes("/inference/v1/generate", generate, GenerateBody),
         *(
             # next to the routes below OPENAI_BASE_URL (/v1), and among them
-            TypedRoute(session_path + path, make_endpoint(post_reward), "POST", RewardBody)
+            TypedRoute(session_path + path, post_reward, "POST", RewardBody, is_openai=True)
             for path in ("/reward", "/v1/reward")
         ),
-        *(TypedRoute(path, make_endpoint(handler), method) for method, path, handler in table),
+        *(TypedRoute(path, handler, method, is_openai=True) for method, path, handler in table),
     ]
 
 

@@ -126,9 +126,6 @@ class OpenAIBody(JsonBody):
         of objects, whose class has a title.
         """
         path, kind, value = list(error["loc"]), error["type"], error["input"]
-        if not path:
-            got = type(value).__name__
-            return HttpError(400, f"the body must be a JSON object, got {got}")
         model: type[OpenAIBody] | None = cls
         place, expected = "", ""
         while path and model is not None:

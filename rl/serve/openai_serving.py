@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hashlib
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -20,10 +19,9 @@ from rl.serve.agent_sessions import AgentSession, AgentSessions, SampledTurn, Sa
 from rl.serve.api_routes import TypedRoute
 from rl.serve.chat_response import make_choice, make_response, make_response_head, parse_sample
 from rl.serve.chat_stream import ChatEventWriter, EventWriter, LiveSamples
-from rl.serve.http_errors import HttpError, make_openai_error_response, to_openai_error
-from rl.serve.json_response import SafeJSONResponse
+from rl.serve.http_errors import HttpError, report_error
 from rl.serve.openai_schemas import ChatBody, ChatMessage, to_messages
-from rl.serve.schemas import JsonBody, check_json_size, parse_json, read_body
+from rl.serve.schemas import JsonBody, parse_json_body, read_body
 from rl.types import SamplingParams
 
 SESSION_HEADER = "x-session-id"
@@ -58,9 +56,9 @@ class OpenAIServing:
         async def endpoint(request: Request) -> Any:
             return await self._handle(request, handler)
 
-        endpoint.__doc__ = handler.__doc__
+        endpoint.__name__, endpoint.__doc__ = handler.__name__, handler.__doc__
         return [
-            TypedRoute(prefix + path, make_endpoint(endpoint), body_type=body_type)
+            TypedRoute(prefix + path, endpoint, body_type=body_type, is_openai=True)
             for prefix in ("", "/session/{session}")
         ]
 
@@ -92,22 +90,6 @@ class OpenAIServing:
         return work.result()[0]
 
 
-def make_endpoint(
-    handler: Callable[[Request], Coroutine[Any, Any, Any]],
-) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    """Wrap a handler: its result becomes a JSON response, any error an error response."""
-
-    @functools.wraps(handler)
-    async def endpoint(request: Request) -> Response:
-        try:
-            result = await handler(request)
-            return result if isinstance(result, Response) else SafeJSONResponse(result)
-        except Exception as error:  # boundary: every failure is an error response, not a traceback
-            return make_openai_error_response(to_openai_error(error))
-
-    return endpoint
-
-
 def get_request_owner(request: Request) -> str:
     """Return the owner of a request, as set by the surrounding application; "" without keys."""
     return str(getattr(request.state, "owner", "") or "")
@@ -116,15 +98,6 @@ def get_request_owner(request: Request) -> str:
 def join_path_and_body(raw: bytes, request: Request) -> bytes:
     """Return the path and the body of a request, which identify a retry."""
     return request.url.path.encode("utf-8", "backslashreplace") + b"\0" + raw
-
-
-def parse_json_body(raw: bytes) -> Any:
-    """Return the value of a JSON body. Raises HttpError if it is too large or invalid."""
-    check_json_size(raw)
-    try:
-        return parse_json(raw)
-    except (ValueError, RecursionError) as error:
-        raise HttpError(400, f"the body is not valid JSON ({str(error)[:200]})") from error
 
 
 async def _stream_response(
@@ -159,7 +132,7 @@ async def _stream_response(
             for event in writer.write_rest(full_answer) if writer is not None else [full_answer]:
                 yield _format_event(event)
         except Exception as error:  # boundary: the response has begun, so its failure is an event
-            yield _format_event(to_openai_error(error).to_openai_json())
+            yield _format_event(report_error(error).to_openai_json())
         yield b"data: [DONE]\n\n"
 
     return StreamingResponse(

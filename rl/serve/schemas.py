@@ -5,17 +5,20 @@ The same classes check the bodies, type the handlers, and describe the routes at
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
+from rl.errors import install_command
 from rl.serve.http_errors import HttpError
 
 MAX_JSON_BYTES = 32 * 2**20
+_MAX_WINDOW = 1 << 27  # largest window of a frame in bytes, which bounds the decoder's memory
 _MAX_TTL_SECONDS = 10 * 366 * 86400  # longest time to live of a checkpoint, in seconds
 # name of a type in an error -> pydantic's errors of that type
 _TYPE_ERRORS = {
@@ -110,6 +113,17 @@ class CreateModelBody(NewModelBody):
 
     base_model: str
     lora_config: LoraConfigBody
+
+    @model_validator(mode="before")
+    @classmethod
+    def _require_lora(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        if fields.get("lora_config") is None:
+            raise HttpError(
+                400,
+                "the body lacks lora_config: only LoRA training is supported over the network, not "
+                "full fine-tuning",
+            )
+        return fields
 
 
 class ModelBody(JsonBody):
@@ -250,26 +264,28 @@ def check_json_size(raw: bytes, limit: int = MAX_JSON_BYTES) -> None:
         )
 
 
-async def read_fields(request: Request) -> dict[str, Any]:
-    """Return the fields of a JSON body; an empty body has none.
-
-    Raises HttpError: 413 above MAX_JSON_BYTES, 400 if the body is not a JSON object.
-    """
-    raw = await request.body()
+def parse_json_body(raw: bytes) -> Any:
+    """Return the value of a JSON body. Raises HttpError if it is too large or invalid."""
     check_json_size(raw)
     try:
-        fields = parse_json(raw) if raw else {}
-    except (ValueError, RecursionError):
-        raise HttpError(400, "the body is not valid JSON") from None
-    if not isinstance(fields, dict):
-        raise HttpError(400, f"the body must be a JSON object, got {type(fields).__name__}")
-    return fields
+        return parse_json(raw)
+    except (ValueError, RecursionError) as error:
+        raise HttpError(400, f"the body is not valid JSON ({str(error)[:200]})") from error
+
+
+async def read_fields(request: Request) -> Any:
+    """Return the fields of a JSON body; an empty body has none."""
+    raw = await request.body()
+    return parse_json_body(raw) if raw else {}
 
 
 def read_body(body_type: type[BodyT], fields: Any) -> BodyT:
     """Return the fields as `body_type`. Raises HttpError (400), which names the first field of
     another type or range.
     """
+    if not isinstance(fields, dict):
+        got = type(fields).__name__
+        raise HttpError(400, f"the body must be a JSON object, got {got}")
     try:
         return body_type.model_validate(fields)
     except ValidationError as error:
@@ -287,3 +303,43 @@ def shorten(value: Any) -> str:
     """Return the repr of a value, cut at 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def is_zstd_available() -> bool:
+    """Return whether the zstandard package is installed (extra `serve`)."""
+    return importlib.util.find_spec("zstandard") is not None
+
+
+def decompress(body: bytes, encoding: str, limit: int) -> bytes:
+    """Return the decompressed body.
+
+    Raises HttpError: 415 for an unsupported encoding, 413 above `limit` bytes (decompression stops
+    at the limit), 400 for invalid or truncated zstd.
+    """
+    if not encoding:
+        return body
+    if encoding.strip().lower() != "zstd" or not is_zstd_available():
+        known = "zstd" if is_zstd_available() else f"nothing (for zstd {install_command('serve')})"
+        raise HttpError(
+            415, f"this server reads bodies compressed with {known}, not with {encoding[:40]!r}"
+        )
+    import zstandard
+
+    try:
+        data = (
+            zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
+            .stream_reader(body, read_across_frames=False)
+            .read(limit + 1)
+        )
+        expected_size = zstandard.get_frame_parameters(body).content_size
+    except zstandard.ZstdError as error:
+        raise HttpError(400, f"the body is not valid zstd ({str(error)[:200]})") from None
+    if len(data) > limit:
+        raise HttpError(
+            413, f"a body may have at most {limit} bytes after decompression: send less at once"
+        )
+    if expected_size not in (zstandard.CONTENTSIZE_UNKNOWN, len(data)):
+        raise HttpError(
+            400, f"the body is truncated: it decompresses to {len(data)} of {expected_size} bytes"
+        )
+    return data

@@ -9,6 +9,7 @@ import functools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rl.client import SamplingClient, TrainingClient, drop_gradients, forward_ba
 from rl.distributed import checkpoint_folder
 from rl.errors import UserError
 from rl.serve.http_errors import HttpError, ShutdownError
-from rl.serve.request_store import PendingRequest
+from rl.serve.request_store import PendingRequest, RequestStore
 from rl.serve.scheduler import EngineJob
 from rl.serve.serve_settings import ServedBaseModel
 from rl.serve.serving_engine import ServingEngine, log_write_failure
@@ -49,6 +50,8 @@ class ModelManager:
         self.engine = engine
         self.session_store = session_store
         self._snapshots: OrderedDict[Path, SamplingClient] = OrderedDict()
+        engine.resolvers.append(self.resolve_name)
+        engine.name_listers.append(self.list_names)
         engine.queue.has_others = session_store.has_other_tenants = self.has_other_tenants
         for state, loaded in (("in_memory", True), ("written_out", False)):
             count = functools.partial(self._count_models, loaded)
@@ -92,7 +95,7 @@ class ModelManager:
             )
             request.work_future.set_exception(HttpError(400, message))
             return
-        tenant = self.engine.get_tenant(model.owner, model.session)
+        tenant = get_tenant(model)
         self.engine.queue.check_capacity(
             tenant, in_order=seq == model.next_seq and bool(model.queued_jobs)
         )
@@ -547,6 +550,16 @@ class ModelManager:
             (self.session_store.format_path(model, SAMPLER_KIND, folder.name), model.base)
             for model, folder in saved
         ]
+
+
+@dataclass
+class ServerParts:
+    """Hold the parts of a server that handlers of requests use."""
+
+    engine: ServingEngine
+    session_store: SessionStore
+    model_manager: ModelManager
+    request_store: RequestStore
 
 
 def end_session(
