@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
-from pydantic.json_schema import models_json_schema
+from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
@@ -39,11 +39,13 @@ class TypedRoute(Route):
         method: str = "POST",
         body_type: type[JsonBody] | str | None = None,
         is_openai: bool = False,
+        response_types: Sequence[type] = (),
     ):
         """Create a route.
 
-        body_type    class of a JSON body, or a media type
-        is_openai    whether errors have OpenAI's form
+        body_type         class of a JSON body, or a media type
+        is_openai         whether errors have OpenAI's form
+        response_types    types of the JSON response and of an event of a stream
         """
         takes_body = len(inspect.signature(handler).parameters) > 1
 
@@ -59,7 +61,7 @@ class TypedRoute(Route):
 
         endpoint.__name__, endpoint.__doc__ = handler.__name__, handler.__doc__
         super().__init__(path, endpoint, methods=[method])
-        self.method, self.body_type = method, body_type
+        self.method, self.body_type, self.response_types = method, body_type, response_types
 
     def to_api_route(self) -> APIRoute:
         """Return the route in FastAPI's form, with its parameters and the reference to its body."""
@@ -75,6 +77,13 @@ class TypedRoute(Route):
         elif self.body_type is not None:
             schema = {"$ref": _SCHEMA_PREFIX + self.body_type.__name__}
             extra["requestBody"] = {"content": {"application/json": {"schema": schema}}}
+        media_types = ("application/json", "text/event-stream")
+        content = {
+            media_type: {"schema": {"$ref": _SCHEMA_PREFIX + kind.__name__}}
+            for media_type, kind in zip(media_types, self.response_types, strict=False)
+        }
+        if content:
+            extra["responses"] = {"200": {"content": content}}
         return APIRoute(
             self.path,
             self.endpoint,
@@ -129,13 +138,12 @@ def _describe_routes(routes: Sequence[TypedRoute]) -> dict[str, Any]:
     """Return the OpenAPI description of the routes."""
     api_routes = [route.to_api_route() for route in routes]
     document = get_openapi(title=_TITLE, version="1", routes=api_routes)
-    types = {
-        route.body_type.__name__: route.body_type
-        for route in routes
-        if isinstance(route.body_type, type)
-    }
-    _, definitions = models_json_schema(
-        [(types[name], "validation") for name in sorted(types)],
+    types: dict[str, Any] = {}
+    for route in routes:
+        kinds = (route.body_type, *route.response_types)
+        types |= {kind.__name__: kind for kind in kinds if isinstance(kind, type)}
+    _, definitions = TypeAdapter.json_schemas(
+        [(name, "validation", TypeAdapter(types[name])) for name in sorted(types)],
         ref_template=_SCHEMA_PREFIX + "{model}",
     )
     document.setdefault("components", {})["schemas"] = definitions["$defs"]

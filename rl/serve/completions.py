@@ -11,7 +11,15 @@ from typing import Any
 
 from rl.renderers import trim_uncertain_end
 from rl.serve.agent_sessions import AgentSession, SampledTurn
-from rl.serve.chat_response import clamp_logprob, count_usage, format_token, make_response_head
+from rl.serve.chat_response import (
+    TextChoice,
+    TextLogprobs,
+    TextResponse,
+    clamp_logprob,
+    count_usage,
+    format_token,
+    make_response_head,
+)
 from rl.serve.chat_stream import LiveSamples, TextEventWriter
 from rl.serve.http_errors import HttpError
 from rl.serve.openai_schemas import CompletionBody
@@ -86,19 +94,22 @@ class _Completion:
 
     def make_choice(
         self, p: int, index: int, text: str, sequence: SampledSequence | None
-    ) -> dict[str, Any]:
+    ) -> TextChoice:
         """Return a choice of prompt p without logprobs. `sequence`: None if none was sampled."""
-        result: dict[str, Any] = {"index": index, "text": self.make_echo(p) + text}
-        result["logprobs"] = None
-        result["finish_reason"] = "length" if sequence is None else sequence.stop_reason
+        result: TextChoice = {
+            "index": index,
+            "text": self.make_echo(p) + text,
+            "logprobs": None,
+            "finish_reason": "length" if sequence is None else sequence.stop_reason,
+        }
         if self.body.return_token_ids:
-            tokens = [] if sequence is None else list(sequence.tokens)
-            result |= {"token_ids": tokens, "prompt_token_ids": self.prompts[p]}
+            result["token_ids"] = [] if sequence is None else list(sequence.tokens)
+            result["prompt_token_ids"] = self.prompts[p]
         return result
 
     def make_logprobs(
         self, tokens: Sequence[int], logprobs: Sequence[float | None], rows: Sequence[TopRow]
-    ) -> dict[str, Any]:
+    ) -> TextLogprobs:
         """Return OpenAI's logprobs: four lists with an entry for each token.
 
         Each entry of top_logprobs includes the sampled token, where harnesses look for it.
@@ -152,7 +163,7 @@ async def handle_completions(
         )
     is_scored = request.body.echo and k is not None
     options = {"include_prompt_logprobs": True, "topk_prompt_logprobs": k} if is_scored else {}
-    head = {**make_response_head("cmpl", model), "object": "text_completion"}
+    head = make_response_head("cmpl", model)
 
     def make_writer() -> TextEventWriter:
         include_usage = request.body.stream_options.include_usage
@@ -167,7 +178,13 @@ async def handle_completions(
     responses = await _gather_or_cancel(pending)
     choices, sequences = await _make_choices(request, serving, session, responses)
     usage = count_usage(sum(map(len, request.prompts)), sequences)
-    return {**head, "choices": choices, "usage": usage}, make_writer if live is not None else None
+    result: TextResponse = {
+        **head,
+        "object": "text_completion",
+        "choices": choices,
+        "usage": usage,
+    }
+    return result, make_writer if live is not None else None
 
 
 async def _make_choices(
@@ -175,11 +192,11 @@ async def _make_choices(
     serving: OpenAIServing,
     session: AgentSession,
     responses: Sequence[SampleResponse],
-) -> tuple[list[dict[str, Any]], list[SampledSequence]]:
+) -> tuple[list[TextChoice], list[SampledSequence]]:
     """Return the choices of a response and the sampled sequences, which become turns."""
     k, samples_tokens = request.body.logprobs, request.body.max_tokens != 0
     is_scored = request.body.echo and k is not None
-    choices: list[dict[str, Any]] = []
+    choices: list[TextChoice] = []
     sequences: list[SampledSequence] = []
     for p, response in enumerate(responses):
         prompt = request.prompts[p]

@@ -12,7 +12,15 @@ from starlette.requests import Request
 from rl.jsonl import replace_nonfinite
 from rl.serve.agent_sessions import AgentSession, AgentSessions, SampledTurn, SamplingBackend
 from rl.serve.api_routes import TypedRoute
-from rl.serve.chat_response import make_content_logprobs, make_id
+from rl.serve.chat_response import (
+    ChatEvent,
+    ChatResponse,
+    TextResponse,
+    TokenChoice,
+    TokenResponse,
+    make_content_logprobs,
+    make_id,
+)
 from rl.serve.chat_stream import LiveSamples
 from rl.serve.completions import handle_completions
 from rl.serve.http_errors import HttpError
@@ -87,9 +95,13 @@ def make_openai_routes(
             ("GET", prefix + "/v1/models/{model:path}", get_model),
         ]
     return [
-        *serving.make_routes("/v1/chat/completions", handle_chat, ChatBody),
-        *serving.make_routes("/v1/completions", handle_completions, CompletionBody),
-        *serving.make_routes("/inference/v1/generate", generate, GenerateBody),
+        *serving.make_routes(
+            "/v1/chat/completions", handle_chat, ChatBody, ChatResponse, ChatEvent
+        ),
+        *serving.make_routes(
+            "/v1/completions", handle_completions, CompletionBody, TextResponse, TextResponse
+        ),
+        *serving.make_routes("/inference/v1/generate", generate, GenerateBody, TokenResponse),
         *(
             # next to the routes below OPENAI_BASE_URL (/v1), and among them
             TypedRoute(session_path + path, post_reward, "POST", RewardBody, is_openai=True)
@@ -127,21 +139,25 @@ async def generate(
     fields, prompt = request.sampling_params, request.token_ids
     params = fields.make_params(fields.max_tokens, prefix="sampling_params.")
     response = await session.sample(serving.backend, request.model, prompt, fields.n, params)
-    tokenizer, choices = await session.tokenizer(serving.backend, request.model), []
+    tokenizer = await session.tokenizer(serving.backend, request.model)
+    choices: list[TokenChoice] = []
     for index, sequence in enumerate(response.sequences):
         text = str(tokenizer.decode(list(sequence.tokens))) if tokenizer is not None else ""
         answer = {"role": "assistant", "content": text}
         is_complete = sequence.stop_reason == "stop"
         session.record_turn(SampledTurn([*prompt], sequence, answer, is_complete))
-        choice = {
+        choice: TokenChoice = {
             "index": index,
             "token_ids": list(sequence.tokens),
             "finish_reason": sequence.stop_reason,
             "logprobs": None,
         }
         if fields.logprobs is not None:
-            content = make_content_logprobs(tokenizer, sequence, as_ids=True)
-            choice["logprobs"] = {"content": content}
+            choice["logprobs"] = make_content_logprobs(tokenizer, sequence, as_ids=True)
         choices.append(choice)
-    fields_of_all = {"choices": choices, "prompt_token_ids": prompt}
-    return {"request_id": make_id("gen"), **fields_of_all}, None
+    result: TokenResponse = {
+        "request_id": make_id("gen"),
+        "choices": choices,
+        "prompt_token_ids": prompt,
+    }
+    return result, None

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -27,8 +26,8 @@ from pydantic import (
 from rl.config import nearest_name
 from rl.renderers import format_broken_call
 from rl.serve.http_errors import HttpError
-from rl.serve.schemas import JsonBody, make_refusal, shorten
-from rl.types import PARAMETER_BOUNDS, Message, SamplingParams
+from rl.serve.schemas import JsonBody, find_body_type, make_parameter, make_refusal, shorten
+from rl.types import Message, SamplingParams
 
 MAX_TOKENS = 2**31 - 1
 MAX_MESSAGES = 100_000
@@ -38,7 +37,6 @@ MAX_STOPS = 64
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024  # OpenAI's limit
 MAX_METRICS = 100
-_DEFAULT_PARAMS = SamplingParams()
 
 # Fields that do not change the response: labels, and hints for storage or billing.
 IGNORED_FIELDS = (
@@ -126,7 +124,7 @@ class OpenAIBody(JsonBody):
         of objects, whose class has a title.
         """
         path, kind, value = list(error["loc"]), error["type"], error["input"]
-        model: type[OpenAIBody] | None = cls
+        model: Any = cls  # the class of the objects at `place`
         place, expected = "", ""
         while path and model is not None:
             if isinstance(path[0], int):
@@ -140,7 +138,7 @@ class OpenAIBody(JsonBody):
             if field.description is None:
                 break
             place, expected = name, field.description.partition(";")[0]
-            model = _find_body_type(field.annotation)
+            model = find_body_type(field.annotation)
             del path[0]
         if kind == "refusal":
             place += error["ctx"]["at"]
@@ -169,13 +167,6 @@ class OpenAIBody(JsonBody):
         hint = f"; did you mean {suggestion!r}?" if suggestion else ""
         text = f"unknown parameter: {place!r}{hint}"
         return HttpError(400, text, place, code="unknown_parameter")
-
-
-def _find_body_type(annotation: Any) -> type[OpenAIBody] | None:
-    """Return the class of the objects of a field, or None for a field of other values."""
-    if isinstance(annotation, type) and issubclass(annotation, OpenAIBody):
-        return annotation
-    return next(filter(None, map(_find_body_type, get_args(annotation))), None)
 
 
 def _convert_whole(value: Any) -> Any:
@@ -223,18 +214,6 @@ def _count(text: str, minimum: int, maximum: int, default: int | None = None) ->
     return Field(default, ge=minimum, le=maximum, description=f"{expected}; {text}")
 
 
-def _parameter(name: str, maximum: float | None = None) -> Any:
-    """Return a field with the default, the bounds and the description of a sampling parameter."""
-    bounds = PARAMETER_BOUNDS[name]
-    largest = bounds.maximum if maximum is None else maximum
-    limits: dict[str, Any] = {"ge": bounds.minimum, "le": largest}
-    return Field(
-        getattr(_DEFAULT_PARAMS, name),
-        description=bounds.expected + ("" if maximum is None else f", and at most {maximum}"),
-        **{key: value for key, value in limits.items() if math.isfinite(value)},
-    )
-
-
 class SamplingBody(OpenAIBody):
     """Hold sampling parameters.
 
@@ -246,14 +225,14 @@ class SamplingBody(OpenAIBody):
     max_tokens: OptionalInteger = _count(
         "most tokens of a sample; by default what the context holds", 1, MAX_TOKENS
     )
-    temperature: float = _parameter("temperature", 100)
-    top_p: float = _parameter("top_p")
+    temperature: float = make_parameter("temperature", 100)
+    top_p: float = make_parameter("top_p")
     top_k: Integer = _count("0 or -1: no truncation", -1, MAX_TOKENS, -1)
-    min_p: float = _parameter("min_p")
-    min_tokens: Integer = _parameter("min_tokens")
-    presence_penalty: float = _parameter("presence_penalty")
-    frequency_penalty: float = _parameter("frequency_penalty")
-    repetition_penalty: float = _parameter("repetition_penalty")
+    min_p: float = make_parameter("min_p")
+    min_tokens: Integer = make_parameter("min_tokens")
+    presence_penalty: float = make_parameter("presence_penalty")
+    frequency_penalty: float = make_parameter("frequency_penalty")
+    repetition_penalty: float = make_parameter("repetition_penalty")
     logit_bias: LogitBias = Field(
         default={},
         max_length=MAX_BIASES,

@@ -17,7 +17,15 @@ from starlette.responses import Response, StreamingResponse
 from rl.renderers import StopTextRenderer, parse_partial_answer, prompt_opens_thoughts
 from rl.serve.agent_sessions import AgentSession, AgentSessions, SampledTurn, SamplingBackend
 from rl.serve.api_routes import TypedRoute
-from rl.serve.chat_response import make_choice, make_response, make_response_head, parse_sample
+from rl.serve.chat_response import (
+    ChatResponse,
+    TextResponse,
+    TokenResponse,
+    make_choice,
+    make_response,
+    make_response_head,
+    parse_sample,
+)
 from rl.serve.chat_stream import ChatEventWriter, EventWriter, LiveSamples
 from rl.serve.http_errors import HttpError, report_error
 from rl.serve.openai_schemas import ChatBody, ChatMessage, to_messages
@@ -28,7 +36,7 @@ SESSION_HEADER = "x-session-id"
 KEEP_ALIVE_SECONDS = 10.0  # without an event, after which a stream sends a keep-alive comment
 
 # the full response, and for a stream a function that creates the writer of its events
-HandlerResult = tuple[dict[str, Any], Callable[[], EventWriter] | None]
+HandlerResult = tuple[ChatResponse | TextResponse | TokenResponse, Callable[[], EventWriter] | None]
 # (serving, the request's body, its session, for a stream the samples so far)
 Handler = Callable[
     ["OpenAIServing", Any, AgentSession, LiveSamples | None], Coroutine[Any, Any, HandlerResult]
@@ -49,16 +57,26 @@ class OpenAIServing:
         )
 
     def make_routes(
-        self, path: str, handler: Handler, body_type: type[JsonBody]
+        self, path: str, handler: Handler, body_type: type[JsonBody], *response_types: type
     ) -> list[TypedRoute]:
-        """Return a POST route with and without a session in its path. `handler`: see `Handler`."""
+        """Return a POST route with and without a session in its path.
+
+        handler           see `Handler`
+        response_types    the types of the response and of an event of its stream
+        """
 
         async def endpoint(request: Request) -> Any:
             return await self._handle(request, handler)
 
         endpoint.__name__, endpoint.__doc__ = handler.__name__, handler.__doc__
         return [
-            TypedRoute(prefix + path, endpoint, body_type=body_type, is_openai=True)
+            TypedRoute(
+                prefix + path,
+                endpoint,
+                body_type=body_type,
+                is_openai=True,
+                response_types=response_types,
+            )
             for prefix in ("", "/session/{session}")
         ]
 
@@ -126,6 +144,7 @@ async def _stream_response(
             if has_no_session and not work.done():
                 work.cancel()  # the client has disconnected
         try:
+            full_answer: Any
             full_answer, make_writer = work.result()
             # for a retry, `live` of the first request has the writer
             writer = live.writer or (make_writer and make_writer())
@@ -250,7 +269,7 @@ async def handle_chat(
             ended=True,
         )
         choices.append(make_choice(request, with_tools, index, sequence, visible, top_tokens))
-        (returned_message,) = to_messages([ChatMessage(**choices[-1]["message"])])
+        (returned_message,) = to_messages([read_body(ChatMessage, choices[-1]["message"])])
         session.record_turn(
             SampledTurn(prompt, sequence, message, is_complete, messages, tools),
             returned_message,

@@ -61,8 +61,8 @@ class EncodedResult:
         if protobuf:
             return Response(self.body, media_type=PROTOBUF_TYPE)
         if self.kind == "outputs":
-            return SafeJSONResponse(conversion.output_to_json(conversion.decode_output(self.body)))
-        return SafeJSONResponse(conversion.samples_to_json(conversion.decode_samples(self.body)))
+            return SafeJSONResponse(conversion.output_to_json(self.body))
+        return SafeJSONResponse(conversion.samples_to_json(self.body))
 
 
 def encode_future(future: Future, verb: str) -> EncodedResult:

@@ -5,17 +5,36 @@ The same classes check the bodies, type the handlers, and describe the routes at
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import json
+import math
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
-from rl.errors import install_command
+from rl.errors import BadRequestError, install_command
+from rl.serve.conversion import make_image
 from rl.serve.http_errors import HttpError
+from rl.types import (
+    PARAMETER_BOUNDS,
+    AdamParams,
+    EncodedTextChunk,
+    ImageChunk,
+    SamplingParams,
+)
 
 MAX_JSON_BYTES = 32 * 2**20
 _MAX_WINDOW = 1 << 27  # largest window of a frame in bytes, which bounds the decoder's memory
@@ -24,6 +43,8 @@ _MAX_TTL_SECONDS = 10 * 366 * 86400  # longest time to live of a checkpoint, in 
 _TYPE_ERRORS = {
     "string_type": "str",
     "int_type": "int",
+    "float_type": "float",
+    "list_type": "list",
     "bool_type": "bool",
     "dict_type": "dict",
     "model_type": "dict",
@@ -44,10 +65,25 @@ def _default_false(value: Any) -> Any:
     return False if value is None else value
 
 
+_ADAM, _SAMPLING = AdamParams(), SamplingParams()
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 PositiveCount = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Metadata = Annotated[dict[str, str], BeforeValidator(_stringify_metadata)]
 Flag = Annotated[bool, BeforeValidator(_default_false)]
+
+
+def make_parameter(name: str, maximum: float | None = None) -> Any:
+    """Return a field with the default, the bounds and the description of a sampling parameter.
+
+    `maximum`: a lower maximum than that of `SamplingParams`.
+    """
+    bounds = PARAMETER_BOUNDS[name]
+    limits: dict[str, Any] = {"ge": bounds.minimum, "le": maximum or bounds.maximum}
+    return Field(
+        getattr(_SAMPLING, name),
+        description=bounds.expected + (f", and at most {maximum}" if maximum else ""),
+        **{key: value for key, value in limits.items() if math.isfinite(value)},
+    )
 
 
 class JsonBody(BaseModel):
@@ -64,11 +100,22 @@ class JsonBody(BaseModel):
         if kind in _TYPE_ERRORS:
             text = f"{name} must be of type {_TYPE_ERRORS[kind]}, got {type(value).__name__}"
             return HttpError(400, text)
+        if kind == "extra_forbidden":
+            inner = find_body_type(cls.model_fields[error["loc"][0]].annotation)
+            accepted = f": it accepts {', '.join(inner.model_fields)}" if inner else ""
+            return HttpError(400, f"{name} is not supported{accepted}")
         context = error.get("ctx", {})
         if kind in ("greater_than_equal", "less_than_equal"):
             bound = f"at least {context['ge']}" if "ge" in context else f"at most {context['le']}"
             return HttpError(400, f"{name} must be an integer of {bound}, got {value}")
         return HttpError(400, f"{name}: {error['msg']}, got {value!r:.80}")
+
+
+def find_body_type(annotation: Any) -> type[JsonBody] | None:
+    """Return the class of the objects of a field, or None for a field of other values."""
+    if isinstance(annotation, type) and issubclass(annotation, JsonBody):
+        return annotation
+    return next(filter(None, map(find_body_type, get_args(annotation))), None)
 
 
 class SessionBody(JsonBody):
@@ -138,10 +185,23 @@ class NumberedBody(ModelBody):
     seq_id: PositiveCount
 
 
-class OptimStepBody(NumberedBody):
-    """Hold the optimizer's parameters, in the form of types.AdamParams."""
+class AdamParamsBody(JsonBody):
+    """Hold the fields of types.AdamParams, which checks their range."""
 
-    adam_params: Any = None
+    model_config = ConfigDict(extra="forbid")
+
+    learning_rate: float = Field(default=_ADAM.learning_rate, description="at least 0")
+    beta1: float = Field(default=_ADAM.beta1, description="at least 0 and below 1")
+    beta2: float = Field(default=_ADAM.beta2, description="at least 0 and below 1")
+    eps: float = Field(default=_ADAM.eps, description="at least 1e-30")
+    weight_decay: float = Field(default=_ADAM.weight_decay, description="at least 0")
+    grad_clip_norm: float = Field(default=_ADAM.grad_clip_norm, description="0: no clipping")
+
+
+class OptimStepBody(NumberedBody):
+    """Hold the optimizer's parameters: AdamW's."""
+
+    adam_params: AdamParamsBody | None = None
     optimizer_params: Any = None
 
 
@@ -217,20 +277,88 @@ class JoinSamplingSessionBody(JsonBody):
     sampling_session_id: str
 
 
-class SampleBody(JsonBody):
-    """Hold a prompt (types.ModelInput), sampling parameters, and the logprobs to return."""
+class AcceptedSampleBody(JsonBody):
+    """Hold the fields of a sample request that are checked before it is accepted."""
 
     sampling_session_id: str | None = None
     seq_id: Annotated[int, Field(ge=0, le=2**63 - 1)]
     num_samples: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    prompt: Any = None
-    sampling_params: Any = None
     prompt_logprobs: Flag = False
     topk_prompt_logprobs: Count | None = None
     target_prompt_logprobs: dict[str, Any] | None = None
     prompt_logprobs_last_n: PositiveCount | None = None
     topk_sample_logprobs: Any = None
     prompt_alt_tokens_k: Any = None
+
+
+class TextChunkBody(JsonBody):
+    """Hold the tokens of a prompt's chunk."""
+
+    type: Literal["encoded_text"] = "encoded_text"
+    tokens: list[int] = Field(fail_fast=True)
+
+    def to_chunk(self) -> EncodedTextChunk:
+        """Return the chunk."""
+        return EncodedTextChunk(self.tokens)
+
+
+class ImageChunkBody(JsonBody):
+    """Hold an image of a prompt: its bytes in base64, and its format, png or jpeg."""
+
+    type: Literal["image"]
+    data: str = ""
+    format: Any = None
+    expected_tokens: Any = None
+    override_dimensions: Any = None
+
+    def to_chunk(self) -> ImageChunk:
+        """Return the image. Raises BadRequestError for an invalid field."""
+        try:
+            data = base64.b64decode(self.data, validate=True)
+        except ValueError:
+            raise BadRequestError("an image's data must be its bytes in base64") from None
+        overrides_size = self.override_dimensions is not None
+        return make_image(data, self.format, self.expected_tokens, overrides_size)
+
+
+class PromptBody(JsonBody):
+    """Hold a prompt, in the form of types.ModelInput."""
+
+    chunks: list[
+        Annotated[
+            Annotated[TextChunkBody, Tag("encoded_text")] | Annotated[ImageChunkBody, Tag("image")],
+            Discriminator(
+                lambda chunk: (
+                    chunk.get("type", "encoded_text") if isinstance(chunk, dict) else None
+                ),
+                custom_error_type="chunk",
+                custom_error_message="this server accepts text ('encoded_text') and the bytes of "
+                "images ('image')",
+            ),
+        ]
+    ] = Field(fail_fast=True)
+
+
+class SamplingParamsBody(JsonBody):
+    """Hold the fields of types.SamplingParams that Tinker has. The type checks them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_tokens: int | None = make_parameter("max_tokens")
+    seed: int | None = make_parameter("seed")
+    stop: Any = Field(default=None, description="a text, a list of texts or token ids, or null")
+    temperature: float = make_parameter("temperature")
+    top_k: int = make_parameter("top_k")
+    top_p: float = make_parameter("top_p")
+
+
+class SampleBody(AcceptedSampleBody):
+    """Hold a sample request: a prompt, sampling parameters, and the logprobs to return."""
+
+    prompt: PromptBody
+    sampling_params: Annotated[SamplingParamsBody, BeforeValidator(lambda value: value or {})] = (
+        SamplingParamsBody()
+    )
 
 
 BodyT = TypeVar("BodyT", bound="JsonBody")

@@ -17,9 +17,12 @@ from rl.serve.api_routes import TypedRoute
 from rl.serve.http_errors import HttpError
 from rl.serve.request_store import PendingRequest, compute_digest, resolve_request
 from rl.serve.schemas import (
+    AcceptedSampleBody,
     CreateSamplingSessionBody,
     JoinSamplingSessionBody,
     SampleBody,
+    read_body,
+    read_fields,
 )
 from rl.serve.served_models import ServerParts
 from rl.serve.session_store import SamplerRecord, get_tenant
@@ -85,12 +88,13 @@ class TinkerSamplingRoutes(ServerParts):
         sampler.clones += 1
         return {"type": "join_sampling_session", "client_counter": sampler.clones}
 
-    async def asample(self, request: Request, body: SampleBody) -> Any:
+    async def asample(self, request: Request) -> Any:
         """Queue a sample request, and return its id and the ids of its sequences.
 
         A repeated request returns the same ids. An invalid value becomes the request's result.
         """
-        owner, raw = request.state.owner, await request.body()
+        fields, owner, raw = await read_fields(request), request.state.owner, await request.body()
+        body = read_body(AcceptedSampleBody, fields)
         if body.sampling_session_id is None:
             raise HttpError(
                 400, "asample needs the sampling_session_id that create_sampling_session returned"
@@ -103,7 +107,7 @@ class TinkerSamplingRoutes(ServerParts):
             self.request_store.find_duplicate(request_id, digest) is None
             and len(raw) > _MAX_INLINE_BODY_BYTES
         ):
-            parsed = await asyncio.to_thread(self._try_parse, body)
+            parsed = await asyncio.to_thread(self._try_parse, fields)
         # check again: the same request may have arrived meanwhile
         pending = self.request_store.find_duplicate(request_id, digest)
         if pending is None:
@@ -120,7 +124,7 @@ class TinkerSamplingRoutes(ServerParts):
                 tenant=tenant,
                 size=size,
             )
-            parsed = parsed or self._try_parse(body)
+            parsed = parsed or self._try_parse(fields)
             if isinstance(parsed, Exception):
                 resolve_request(pending, error=parsed)
             else:
@@ -133,12 +137,12 @@ class TinkerSamplingRoutes(ServerParts):
         return {"request_id": request_id, "sample_sequence_ids": pending.sequence_ids}
 
     def _try_parse(
-        self, body: SampleBody
+        self, fields: Any
     ) -> tuple[ModelInput, SamplingParams, dict[str, Any]] | Exception:
         """Return the parsed request, or the error that becomes the request's result."""
         try:
-            return self._parse_request(body)
-        except (ValueError, TypeError) as error:
+            return self._parse_request(read_body(SampleBody, fields))
+        except (HttpError, ValueError, TypeError) as error:
             return error
 
     def _parse_request(self, body: SampleBody) -> tuple[ModelInput, SamplingParams, dict[str, Any]]:
@@ -153,10 +157,8 @@ class TinkerSamplingRoutes(ServerParts):
                     f"{name} is not computed here: use topk_prompt_logprobs, or a forward of the "
                     "training client"
                 )
-        prompt, params = (
-            conversion.parse_prompt(body.prompt),
-            conversion.parse_sampling_params(body.sampling_params or {}),
-        )
+        prompt = ModelInput([chunk.to_chunk() for chunk in body.prompt.chunks])
+        params = SamplingParams(**body.sampling_params.model_dump(exclude_unset=True))
         limit, count = self.engine.settings.limits.tokens, body.num_samples or 1
         if conversion.count_tokens(prompt) + count * (params.max_tokens or 1) > limit:
             text = (

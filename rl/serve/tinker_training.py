@@ -32,6 +32,7 @@ from rl.serve.serve_settings import LOOPBACK_HOSTS
 from rl.serve.served_models import ServerParts, end_session
 from rl.serve.serving_engine import locate_tokenizer
 from rl.serve.session_store import ModelRecord, SamplerRecord, SessionRecord, get_tenant
+from rl.types import AdamParams
 
 # largest result that is converted to JSON on the event loop; larger results use a thread
 _MAX_INLINE_RESULT_BYTES = 16384
@@ -405,7 +406,10 @@ class TinkerTrainingRoutes(ServerParts):
         """Queue an update of the weights."""
         if body.optimizer_params is not None:
             raise BadRequestError("only AdamW is supported here: optim_step takes types.AdamParams")
-        return self.model_manager.optim_step(model, conversion.parse_adam_params(body.adam_params))
+        if body.adam_params is None:
+            raise BadRequestError("the body lacks 'adam_params'")
+        params = AdamParams(**body.adam_params.model_dump(exclude_unset=True))
+        return self.model_manager.optim_step(model, params)
 
     def _save_weights(
         self, model: ModelRecord, body: schemas.SaveWeightsBody
