@@ -141,7 +141,7 @@ class RequestStore:
     """Store requests by request id. For any owner but the request's, the id is unknown.
 
     keep_seconds    seconds for which a result that was never fetched is kept
-    told_seconds    seconds for which a result is kept after it was sent, so that a client can fetch
+    resend_seconds  seconds for which a result is kept after it was sent, so that a client can fetch
                     it again after a broken connection
     held_bytes      limit on the bytes of all requests and results; if they exceed it, results that
                     were not fetched within `resend_seconds` are removed

@@ -43,7 +43,6 @@ _MAX_TTL_SECONDS = 10 * 366 * 86400  # longest time to live of a checkpoint, in 
 _TYPE_ERRORS = {
     "string_type": "str",
     "int_type": "int",
-    "float_type": "float",
     "list_type": "list",
     "bool_type": "bool",
     "dict_type": "dict",
@@ -60,6 +59,13 @@ def _stringify_metadata(value: Any) -> Any:
     }
 
 
+def _check_size(value: Any) -> Any:
+    """Raise ValueError for an integer of more than 64 bits."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError
+    return value
+
+
 def _default_false(value: Any) -> Any:
     """Return False for null."""
     return False if value is None else value
@@ -68,6 +74,8 @@ def _default_false(value: Any) -> Any:
 _ADAM, _SAMPLING = AdamParams(), SamplingParams()
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 PositiveCount = Annotated[int, Field(ge=1, le=2**31 - 1)]
+# integers beyond 64 bits are refused, as everywhere in `rl.types`
+Number = Annotated[float, BeforeValidator(_check_size)]
 Metadata = Annotated[dict[str, str], BeforeValidator(_stringify_metadata)]
 Flag = Annotated[bool, BeforeValidator(_default_false)]
 
@@ -95,15 +103,24 @@ class JsonBody(BaseModel):
     def make_error(cls, error: Mapping[str, Any]) -> HttpError:
         """Return the error for a field of another type or range. `error`: pydantic's error."""
         name, value, kind = ".".join(map(str, error["loc"])), error["input"], error["type"]
+        model: type[JsonBody] | None = cls
+        expected = None
+        for part in error["loc"]:
+            if model is not None and part in model.model_fields:
+                field = model.model_fields[part]
+                expected, model = field.description, find_body_type(field.annotation)
+        if kind == "extra_forbidden":
+            accepted = f": it accepts {', '.join(model.model_fields)}" if model else ""
+            return HttpError(400, f"{name} is not supported{accepted}")
         if value is None or kind == "missing":
-            return HttpError(400, f"the body lacks {name!r}")
+            return HttpError(
+                400, f"the body lacks {name!r}" + (f": {expected}" if expected else "")
+            )
+        if expected is not None:
+            return HttpError(400, f"{name} must be {expected}, got {shorten(value)}")
         if kind in _TYPE_ERRORS:
             text = f"{name} must be of type {_TYPE_ERRORS[kind]}, got {type(value).__name__}"
             return HttpError(400, text)
-        if kind == "extra_forbidden":
-            inner = find_body_type(cls.model_fields[error["loc"][0]].annotation)
-            accepted = f": it accepts {', '.join(inner.model_fields)}" if inner else ""
-            return HttpError(400, f"{name} is not supported{accepted}")
         context = error.get("ctx", {})
         if kind in ("greater_than_equal", "less_than_equal"):
             bound = f"at least {context['ge']}" if "ge" in context else f"at most {context['le']}"
@@ -190,12 +207,18 @@ class AdamParamsBody(JsonBody):
 
     model_config = ConfigDict(extra="forbid")
 
-    learning_rate: float = Field(default=_ADAM.learning_rate, description="at least 0")
-    beta1: float = Field(default=_ADAM.beta1, description="at least 0 and below 1")
-    beta2: float = Field(default=_ADAM.beta2, description="at least 0 and below 1")
-    eps: float = Field(default=_ADAM.eps, description="at least 1e-30")
-    weight_decay: float = Field(default=_ADAM.weight_decay, description="at least 0")
-    grad_clip_norm: float = Field(default=_ADAM.grad_clip_norm, description="0: no clipping")
+    learning_rate: Number = Field(
+        default=_ADAM.learning_rate, description="a finite number of at least 0"
+    )
+    beta1: Number = Field(default=_ADAM.beta1, description="a number of at least 0 and below 1")
+    beta2: Number = Field(default=_ADAM.beta2, description="a number of at least 0 and below 1")
+    eps: Number = Field(default=_ADAM.eps, description="a finite number of at least 1e-30")
+    weight_decay: Number = Field(
+        default=_ADAM.weight_decay, description="a finite number of at least 0"
+    )
+    grad_clip_norm: Number = Field(
+        default=_ADAM.grad_clip_norm, description="a finite number of at least 0 (0: no clipping)"
+    )
 
 
 class OptimStepBody(NumberedBody):
@@ -295,7 +318,7 @@ class TextChunkBody(JsonBody):
     """Hold the tokens of a prompt's chunk."""
 
     type: Literal["encoded_text"] = "encoded_text"
-    tokens: list[int] = Field(fail_fast=True)
+    tokens: list[int] = Field(fail_fast=True, description="a list of token ids")
 
     def to_chunk(self) -> EncodedTextChunk:
         """Return the chunk."""
@@ -347,15 +370,15 @@ class SamplingParamsBody(JsonBody):
     max_tokens: int | None = make_parameter("max_tokens")
     seed: int | None = make_parameter("seed")
     stop: Any = Field(default=None, description="a text, a list of texts or token ids, or null")
-    temperature: float = make_parameter("temperature")
+    temperature: Number = make_parameter("temperature")
     top_k: int = make_parameter("top_k")
-    top_p: float = make_parameter("top_p")
+    top_p: Number = make_parameter("top_p")
 
 
 class SampleBody(AcceptedSampleBody):
     """Hold a sample request: a prompt, sampling parameters, and the logprobs to return."""
 
-    prompt: PromptBody
+    prompt: PromptBody = Field(description="{chunks: [...]}, in the form of types.ModelInput")
     sampling_params: Annotated[SamplingParamsBody, BeforeValidator(lambda value: value or {})] = (
         SamplingParamsBody()
     )

@@ -159,8 +159,8 @@ class ModelServer(ServerParts):
         silent_since = time.monotonic() - self.engine.settings.limits.session_seconds
         for session in [
             candidate
-            for candidate in list(self.session_store.sessions.values())
-            if candidate.finished is None and candidate.beat < silent_since
+            for candidate in self.session_store.list_live_sessions()
+            if candidate.beat < silent_since
         ]:
             end_session(self.engine, self.model_manager, session, "silent")
 

@@ -369,22 +369,16 @@ class TinkerRestRoutes(ServerParts):
         session = self.session_store.get_session(
             request.path_params["session_id"], request.state.owner, alive=False
         )
-        models = [
-            model.model_id
-            for model in list(self.session_store.models.values())
-            if model.session == session.session_id
-        ]
-        samplers = [
-            sampler.sampler_id
-            for sampler in list(self.session_store.samplers.values())
-            if sampler.session == session.session_id
-        ]
-        ids = {
-            "training_run_ids": models,
-            "sampler_ids": samplers,
+        session_id = session.session_id
+        models = self.session_store.list_models(session_id=session_id)
+        return {
+            "training_run_ids": [model.model_id for model in models],
+            "sampler_ids": [
+                item.sampler_id for item in self.session_store.list_samplers(session_id)
+            ],
             "user_metadata": session.user_metadata,
+            "display_name": session.display_name,
         }
-        return {**ids, "display_name": session.display_name}
 
 
 def list_files(folder: Path) -> list[Path]:

@@ -175,62 +175,47 @@ class TinkerTrainingRoutes(ServerParts):
         Raises HttpError (400) if the number was used for another request, and HttpError (429) if
         the queue is full.
         """
-        seq = body.model_seq_id
-        request_id, digest = f"{session.session_id}:train:{seq}:0", compute_digest(raw)
-        pending = self.request_store.find_duplicate(request_id, digest)
-        if pending is None:
-            tenant, model_id = (
-                get_tenant(session),
-                f"{session.session_id}:train:{seq}",
+        model_id = f"{session.session_id}:train:{body.model_seq_id}"
+        request_id, digest = f"{model_id}:0", compute_digest(raw)
+        response = {"request_id": request_id, "model_id": model_id}
+        if self.request_store.find_duplicate(request_id, digest) is not None:
+            return response
+        tenant = get_tenant(session)
+        self.engine.queue.check_capacity(tenant)
+        existing = self.session_store.models.get(model_id)
+        if existing is not None and existing.request_digest not in ("", digest.hex()):
+            raise HttpError(
+                400,
+                f"{model_id} was created by another request: use a new model_seq_id for each model "
+                "of a session",
             )
-            self.engine.queue.check_capacity(tenant)
-            existing = self.session_store.models.get(model_id)
-            if (
-                existing is not None
-                and existing.request_digest
-                and existing.request_digest != digest.hex()
-            ):
-                raise HttpError(
-                    400,
-                    f"{model_id} was created by another request: use a new model_seq_id for each "
-                    "model of a session",
-                )
-            # a model that was only in memory when an earlier server ended no longer exists: it is
-            # created again
-            if existing is not None and (existing.is_written_out or not existing.resumed):
-                pending = PendingRequest(
-                    request_id,
-                    session.owner,
-                    "create_model",
-                    digest,
-                    session_id=session.session_id,
-                    tenant=tenant,
-                )
-                self.request_store.add(resolve_request(pending, existing.create_result))
-                return {"request_id": request_id, "model_id": model_id}
-            model = self.session_store.add_model(session, seq, base, body.user_metadata)
-            model.request_digest, model.create_result = (
-                digest.hex(),
-                {"model_id": model_id, **result},
-            )
-            pending = PendingRequest(
-                request_id,
-                session.owner,
-                "create_model",
-                digest,
-                session_id=session.session_id,
-                tenant=tenant,
-            )
-            self.request_store.add(pending)
-            self.engine.submit(
-                session.owner,
-                model.model_id,
-                "create_model",
-                lambda: self.model_manager.create_model(model, make),
-                pending.work_future,
-                tenant,
-            )
-        return {"request_id": request_id, "model_id": f"{session.session_id}:train:{seq}"}
+        pending = PendingRequest(
+            request_id,
+            session.owner,
+            "create_model",
+            digest,
+            session_id=session.session_id,
+            tenant=tenant,
+        )
+        # a model that was only in memory when an earlier server ended no longer exists: it is
+        # created again
+        if existing is not None and (existing.is_written_out or not existing.resumed):
+            self.request_store.add(resolve_request(pending, existing.create_result))
+            return response
+        seq, metadata = body.model_seq_id, body.user_metadata
+        model = self.session_store.add_model(session, seq, base, metadata)
+        model.request_digest = digest.hex()
+        model.create_result = {"model_id": model_id, **result}
+        self.request_store.add(pending)
+        self.engine.submit(
+            session.owner,
+            model_id,
+            "create_model",
+            lambda: self.model_manager.create_model(model, make),
+            pending.work_future,
+            tenant,
+        )
+        return response
 
     async def unload_model(self, request: Request, body: schemas.ModelBody) -> Any:
         """Write a model to disk and free its memory."""
