@@ -7,7 +7,6 @@ begins with the values that are accepted, which errors quote.
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -104,14 +103,14 @@ class OpenAIBody(JsonBody):
         """
         if not isinstance(fields, dict):
             return fields
-        present = {name: value for name, value in fields.items() if value is not None}
-        unknown = (
-            name
-            for name, value in present.items()
-            if name not in cls.model_fields and not cls.is_ignorable(name, value)
-        )
-        names = [*cls.model_fields, *itertools.islice(unknown, 1)]
-        return {name: present[name] for name in names if name in present}
+        known = cls.__pydantic_fields__
+        present = {
+            name: value for name, value in fields.items() if value is not None and name in known
+        }
+        for name, value in fields.items() if len(present) < len(fields) else ():
+            if name not in known and value is not None and not cls.is_ignorable(name, value):
+                return present | {name: value}
+        return present
 
     @classmethod
     def is_ignorable(cls, name: str, value: Any) -> bool:
