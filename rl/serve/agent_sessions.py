@@ -23,6 +23,8 @@ from rl.rollout import Trajectory, Transition
 from rl.serve.http_errors import HttpError
 from rl.types import Message, ModelInput, SampledSequence, SampleResponse, SamplingParams
 
+_GREEDY_TOKEN_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, stop=None)
+
 
 class SamplingBackend(Protocol):
     """Sample from the models of a server: the interface that the OpenAI-style routes use.
@@ -99,6 +101,46 @@ class AgentSession:
     ) -> SampleResponse:
         """Return n samples of a prompt. `options`: options of `SamplingBackend.sample`."""
         return await backend.sample(model, prompt, n, params, owner=self.owner, **options)
+
+    async def compute_top_logprobs(
+        self,
+        backend: SamplingBackend,
+        model: str | None,
+        prompt: Sequence[int],
+        sequence: SampledSequence,
+        k: int,
+    ) -> list[list[tuple[int, float]]]:
+        """Return for each sampled token the k most likely (id, logprob) of the untruncated
+        distribution at its temperature, most likely first.
+
+        A second forward pass over the response gives logprobs p1 at temperature 1. Differences of
+        logits equal differences of p1, and at temperature T a token's logprob is its logit / T
+        minus a constant: p(j) = p(sampled) + (p1(j) - p1(sampled)) / T, with p(sampled) from
+        sampling.
+        """
+        assert sequence.logprobs is not None
+        response = await self.sample(
+            backend,
+            model,
+            [*prompt, *sequence.tokens],
+            1,
+            _GREEDY_TOKEN_PARAMS,
+            include_prompt_logprobs=True,
+            topk_prompt_logprobs=k,
+        )
+        assert response.prompt_logprobs is not None and response.topk_prompt_logprobs is not None
+        temperature = sequence.temperature or 1.0  # greedy samples have logprobs at temperature 1
+        rows_by_token = []
+        for i, logprob in enumerate(sequence.logprobs, len(prompt)):
+            base_logprob, rows = response.prompt_logprobs[i], response.topk_prompt_logprobs[i]
+            assert base_logprob is not None and rows is not None
+            rows_by_token.append(
+                [
+                    (token, min(0.0, logprob + (value - base_logprob) / temperature))
+                    for token, value in rows
+                ]
+            )
+        return rows_by_token
 
     # -------------------------------------------------------------------------------------- prompts
 

@@ -1,28 +1,31 @@
-"""Build the routes of Tinker's protocol, and their description at /openapi.json and /docs."""
+"""Build the routes of both protocols, and their description at /openapi.json and /docs."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import html
+import inspect
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic import TypeAdapter
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from rl.serve.json_response import SafeJSONResponse
+from rl.serve.http_errors import HttpError, SafeJSONResponse, make_error_response, report_error
+from rl.serve.schemas import JsonBody, read_body, read_fields
 
-_TITLE = "Whetstone: Tinker's protocol"
+_TITLE = "Whetstone: Tinker's protocol and an OpenAI-style endpoint"
 _SCHEMA_PREFIX = "#/components/schemas/"
-RouteHandler = Callable[[Request], Awaitable[Response]]
+RouteHandler = Callable[..., Coroutine[Any, Any, Any]]
 
 
 class TypedRoute(Route):
-    """Route requests to a handler, and know the type of the body that the handler reads.
+    """Route requests to a handler: its result becomes a JSON response, any error an error response.
+
+    A handler with a second parameter receives the body, as `body_type`.
 
     FastAPI describes the route, and does not run it: the handler limits the body's size before it
     parses the body, and checks some fields only when the request runs. FastAPI's own handling would
@@ -34,11 +37,31 @@ class TypedRoute(Route):
         path: str,
         handler: RouteHandler,
         method: str = "POST",
-        body_type: type[BaseModel] | str | None = None,
+        body_type: type[JsonBody] | str | None = None,
+        is_openai: bool = False,
+        response_types: Sequence[type] = (),
     ):
-        """Create a route. `body_type`: the class of a JSON body, or a media type."""
-        super().__init__(path, handler, methods=[method])
-        self.method, self.body_type = method, body_type
+        """Create a route.
+
+        body_type         class of a JSON body, or a media type
+        is_openai         whether errors have OpenAI's form
+        response_types    types of the JSON response and of an event of a stream
+        """
+        takes_body = len(inspect.signature(handler).parameters) > 1
+
+        async def endpoint(request: Request) -> Response:
+            try:
+                arguments: list[Any] = []
+                if takes_body and isinstance(body_type, type):
+                    arguments = [read_body(body_type, await read_fields(request))]
+                result = await handler(request, *arguments)
+                return result if isinstance(result, Response) else SafeJSONResponse(result)
+            except Exception as error:  # boundary: every failure is a response, not a traceback
+                return make_error_response(report_error(error), is_openai)
+
+        endpoint.__name__, endpoint.__doc__ = handler.__name__, handler.__doc__
+        super().__init__(path, endpoint, methods=[method])
+        self.method, self.body_type, self.response_types = method, body_type, response_types
 
     def to_api_route(self) -> APIRoute:
         """Return the route in FastAPI's form, with its parameters and the reference to its body."""
@@ -54,6 +77,13 @@ class TypedRoute(Route):
         elif self.body_type is not None:
             schema = {"$ref": _SCHEMA_PREFIX + self.body_type.__name__}
             extra["requestBody"] = {"content": {"application/json": {"schema": schema}}}
+        media_types = ("application/json", "text/event-stream")
+        content = {
+            media_type: {"schema": {"$ref": _SCHEMA_PREFIX + kind.__name__}}
+            for media_type, kind in zip(media_types, self.response_types, strict=False)
+        }
+        if content:
+            extra["responses"] = {"200": {"content": content}}
         return APIRoute(
             self.path,
             self.endpoint,
@@ -63,32 +93,57 @@ class TypedRoute(Route):
         )
 
 
+def make_unsupported(feature: str) -> RouteHandler:
+    """Return a handler that raises HttpError (400): `feature` is not supported."""
+
+    async def refuse(request: Request) -> Response:
+        raise HttpError(400, f"not supported here: {feature}")
+
+    return refuse
+
+
 def make_description_routes(routes: Sequence[Any]) -> list[Route]:
     """Return the routes of /openapi.json, which describes the typed ones of `routes`, and of its
     page /docs.
     """
     document = _describe_routes([route for route in routes if isinstance(route, TypedRoute)])
+    page = _make_page(document)
 
     async def get_document(request: Request) -> Response:
         return SafeJSONResponse(document)
 
     async def get_page(request: Request) -> Response:
-        return get_swagger_ui_html(openapi_url="openapi.json", title=_TITLE)
+        return HTMLResponse(page, headers={"content-security-policy": "default-src 'none'"})
 
     return [Route("/openapi.json", get_document), Route("/docs", get_page)]
+
+
+def _make_page(document: dict[str, Any]) -> str:
+    """Return a page that lists the routes. It loads nothing, not even from this server."""
+    rows = [
+        f"<tr><td>{method.upper()}<td>{html.escape(path)}<td>{html.escape(text.partition('.')[0])}"
+        for path, operations in document["paths"].items()
+        for method, operation in operations.items()
+        for text in [operation.get("description", operation["summary"])]
+    ]
+    return (
+        f"<!doctype html><title>{_TITLE}</title><h1>{_TITLE}</h1><p>Every field with its bounds is "
+        'in <a href="openapi.json">openapi.json</a>. This page has no interactive view, because '
+        "its script would have to be loaded from another server: open openapi.json in any OpenAPI "
+        f"viewer.<table>{''.join(rows)}</table>"
+    )
 
 
 def _describe_routes(routes: Sequence[TypedRoute]) -> dict[str, Any]:
     """Return the OpenAPI description of the routes."""
     api_routes = [route.to_api_route() for route in routes]
     document = get_openapi(title=_TITLE, version="1", routes=api_routes)
-    types = {
-        route.body_type.__name__: route.body_type
-        for route in routes
-        if isinstance(route.body_type, type)
-    }
-    _, definitions = models_json_schema(
-        [(types[name], "validation") for name in sorted(types)],
+    types: dict[str, Any] = {}
+    for route in routes:
+        kinds = (route.body_type, *route.response_types)
+        types |= {kind.__name__: kind for kind in kinds if isinstance(kind, type)}
+    _, definitions = TypeAdapter.json_schemas(
+        [(name, "validation", TypeAdapter(types[name])) for name in sorted(types)],
         ref_template=_SCHEMA_PREFIX + "{model}",
     )
     document.setdefault("components", {})["schemas"] = definitions["$defs"]

@@ -22,13 +22,12 @@ from starlette.routing import BaseRoute, Route
 
 from rl.serve.api_routes import make_description_routes
 from rl.serve.chat_page_route import is_page_request
-from rl.serve.http_errors import HttpError, make_error_response, to_http_error
-from rl.serve.json_response import SafeJSONResponse
+from rl.serve.http_errors import HttpError, SafeJSONResponse, make_error_response, report_error
 from rl.serve.request_timeouts import ReceiveFn, limit_body
 from rl.serve.serve_settings import LOCAL_OWNER, compute_owner_id
 from rl.serve.serving_engine import ServingEngine
-from rl.serve.signed_url import LINK_PREFIX, UrlSigner
 from rl.serve.tenant_limit import check_share
+from rl.serve.tinker_rest import LINK_PREFIX, UrlSigner
 
 log = logging.getLogger("whetstone.serve")
 
@@ -59,18 +58,11 @@ def make_app(engine: ServingEngine, routes: Sequence[BaseRoute], links: UrlSigne
 
 
 async def _handle_error(request: Request, error: Exception) -> Response:
-    """Return the response of an error of a route, and log an error of the server."""
-    if isinstance(error, HTTPException):  # such as an unknown path
+    """Return the response of an error that no handler answered, such as an unknown path."""
+    if isinstance(error, HTTPException):
         path = redact_path(request.url.path)
         error = HttpError(error.status_code, f"{request.method} {path}: {error.detail}")
-    http_error = to_http_error(error)
-    if http_error is not error and http_error.status >= 500:
-        log.error(
-            "a request failed",
-            extra={"path": redact_path(request.url.path), "error": type(error).__name__},
-            exc_info=error,
-        )
-    return make_error_response(http_error)
+    return make_error_response(report_error(error))
 
 
 class RequestGuard:

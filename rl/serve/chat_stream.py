@@ -10,11 +10,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from rl.renderers import Renderer, StopTextRenderer, parse_partial_answer, prompt_opens_thoughts
-from rl.serve.chat_request import ChatRequest
-from rl.serve.chat_response import make_content_logprobs, make_id
+from rl.serve.chat_response import (
+    AssistantMessage,
+    ChatEvent,
+    ChatEventChoice,
+    ChatResponse,
+    ResponseHead,
+    TextChoice,
+    TextResponse,
+    make_content_logprobs,
+    make_id,
+)
+from rl.serve.openai_schemas import ChatBody
 from rl.types import SampledSequence
 
-Event = dict[str, Any]
+Event = ChatEvent | TextResponse
 PartialSamples = Mapping[
     int, SampledSequence
 ]  # the tokens sampled so far, by the index of the choice
@@ -27,7 +37,7 @@ class EventWriter(Protocol):
         """Yield the events of the samples so far."""
         ...
 
-    def write_rest(self, response: Mapping[str, Any]) -> Iterator[Event]:
+    def write_rest(self, response: Any) -> Iterator[Event]:
         """Yield the remaining events of the full response."""
         ...
 
@@ -78,16 +88,16 @@ class ChatEventWriter:
 
     def __init__(
         self,
-        request: ChatRequest,
-        head: Mapping[str, Any],
+        request: ChatBody,
+        head: ResponseHead,
         renderer: Renderer,
         stops: Sequence[str],
         prompt: Sequence[int],
     ):
         self.request, self.renderer = request, renderer
         self.reader = StopTextRenderer(renderer, stops) if stops else renderer
-        self.head = {**head, "object": "chat.completion.chunk"}
-        self.prompt_fields = {"prompt_token_ids": list(prompt)} if request.return_token_ids else {}
+        self.head = head
+        self.prompt_ids = list(prompt) if request.return_token_ids else None
         self.within_thoughts = prompt_opens_thoughts(renderer, prompt)
         self.sent_texts: dict[int, dict[str, str]] = {}  # sent texts by field, by choice
         # the sent part of the arguments of each tool call, by choice
@@ -107,40 +117,42 @@ class ChatEventWriter:
             for delta in deltas[1:]:
                 yield self._make_event(index, delta)
 
-    def write_rest(self, response: Mapping[str, Any]) -> Iterator[Event]:
+    def write_rest(self, response: ChatResponse) -> Iterator[Event]:
         for choice in response["choices"]:
             index, message = choice["index"], choice["message"]
             yield from self._start_choice(index)
             deltas, begin = self._make_deltas(index, message), self.sent_tokens.get(index, 0)
-            fields: dict[str, Any] = (
-                {"token_ids": choice["token_ids"][begin:]} if "token_ids" in choice else {}
-            )
+            fields: dict[str, Any] = {}
+            if "token_ids" in choice:
+                fields["token_ids"] = choice["token_ids"][begin:]
             if choice["logprobs"] is not None:
-                fields["logprobs"] = {
-                    **choice["logprobs"],
-                    "content": choice["logprobs"]["content"][begin:],
-                }
+                content = choice["logprobs"]["content"][begin:]
+                fields["logprobs"] = {**choice["logprobs"], "content": content}
             yield self._make_event(index, deltas[0] if deltas else {"content": ""}, **fields)
             for delta in deltas[1:]:
                 yield self._make_event(index, delta)
             yield self._make_event(index, {}, finish_reason=choice["finish_reason"])
-        if self.request.include_usage:
-            yield {**self.head, "choices": [], "usage": response["usage"]}
+        if self.request.stream_options.include_usage:
+            event = self._make_event(None)
+            event["usage"] = response["usage"]
+            yield event
 
     def _start_choice(self, index: int) -> Iterator[Event]:
         """Yield the first event of a choice, unless it was sent. The very first has the prompt."""
         if index not in self.sent_texts:
             self.sent_texts[index] = {}
-            first, self.prompt_fields = self.prompt_fields, {}
-            yield {**self._make_event(index, {"role": "assistant", "content": ""}), **first}
+            event = self._make_event(index, {"role": "assistant", "content": ""})
+            if self.prompt_ids is not None:
+                event["prompt_token_ids"], self.prompt_ids = self.prompt_ids, None
+            yield event
 
-    def _make_deltas(self, index: int, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _make_deltas(self, index: int, message: Mapping[str, Any]) -> list[AssistantMessage]:
         """Return the deltas of the message since the last call.
 
         A text that differs from its sent part (see `parse_partial_answer`) is sent in full after
         that part.
         """
-        deltas: list[dict[str, Any]] = []
+        deltas: list[Any] = []
         sent = self.sent_texts[index]
         for name in ("reasoning_content", "content"):
             text, already_sent = message.get(name) or "", sent.get(name, "")
@@ -159,18 +171,8 @@ class ChatEventWriter:
                 }
                 deltas.append({"tool_calls": [{"index": i, **first}]})
             if len(arguments) > len(sent_arguments[i]):
-                deltas.append(
-                    {
-                        "tool_calls": [
-                            {
-                                "index": i,
-                                "function": {
-                                    "arguments": arguments.removeprefix(sent_arguments[i])
-                                },
-                            }
-                        ]
-                    }
-                )
+                rest = {"arguments": arguments.removeprefix(sent_arguments[i])}
+                deltas.append({"tool_calls": [{"index": i, "function": rest}]})
                 sent_arguments[i] = arguments
         return deltas
 
@@ -183,22 +185,23 @@ class ChatEventWriter:
         new = SampledSequence(sequence.tokens[begin:], sequence.logprobs[begin:])
         fields: dict[str, Any] = {"token_ids": new.tokens} if self.request.return_token_ids else {}
         if self.request.logprobs:
-            fields["logprobs"] = {
-                "content": make_content_logprobs(
-                    self.renderer.tokenizer, new, self.request.tokens_as_ids
-                ),
-                "refusal": None,
-            }
+            logprobs = make_content_logprobs(
+                self.renderer.tokenizer, new, self.request.tokens_as_ids
+            )
+            fields["logprobs"] = {**logprobs, "refusal": None}
         return fields
 
-    def _make_event(self, index: int, delta: dict[str, Any], **more: Any) -> Event:
-        """Return an event with a delta of a choice; `more` overrides fields of the choice."""
-        return {
-            **self.head,
-            "choices": [
-                {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
-            ],
-        }
+    def _make_event(
+        self, index: int | None, delta: AssistantMessage | None = None, **more: Any
+    ) -> ChatEvent:
+        """Return an event with a delta of a choice, or without choices; `more` overrides fields of
+        the choice.
+        """
+        choices: list[ChatEventChoice] = []
+        if index is not None:
+            choice: Any = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            choices = [choice | more]
+        return {**self.head, "object": "chat.completion.chunk", "choices": choices}
 
 
 class TextEventWriter:
@@ -209,35 +212,33 @@ class TextEventWriter:
 
     def __init__(
         self,
-        head: Mapping[str, Any],
+        head: ResponseHead,
         decode_certain: Callable[[int, Sequence[int]], str],
         include_usage: bool,
     ):
-        self.head, self.decode_certain, self.include_usage = (
-            dict(head),
-            decode_certain,
-            include_usage,
-        )
+        self.head, self.decode_certain, self.include_usage = head, decode_certain, include_usage
         self.sent_texts: dict[int, str] = {}
 
     def write_partial(self, samples: PartialSamples) -> Iterator[Event]:
         for index, sequence in sorted(samples.items()):
             yield from self._write_new_text(index, self.decode_certain(index, sequence.tokens))
 
-    def write_rest(self, response: Mapping[str, Any]) -> Iterator[Event]:
+    def write_rest(self, response: TextResponse) -> Iterator[Event]:
         for choice in response["choices"]:
             yield from self._write_new_text(choice["index"], choice["text"])
-            yield {**self.head, "choices": [{**choice, "text": ""}]}
+            yield self._make_event({**choice, "text": ""})
         if self.include_usage:
-            yield {**self.head, "choices": [], "usage": response["usage"]}
+            event = self._make_event()
+            event["usage"] = response["usage"]
+            yield event
 
     def _write_new_text(self, index: int, text: str) -> Iterator[Event]:
         """Yield an event with the unsent part of `text`, if any."""
         new_text, self.sent_texts[index] = text.removeprefix(self.sent_texts.get(index, "")), text
         if new_text:
-            yield {
-                **self.head,
-                "choices": [
-                    {"index": index, "text": new_text, "logprobs": None, "finish_reason": None}
-                ],
-            }
+            yield self._make_event(
+                {"index": index, "text": new_text, "logprobs": None, "finish_reason": None}
+            )
+
+    def _make_event(self, *choices: TextChoice) -> TextResponse:
+        return {**self.head, "object": "text_completion", "choices": [*choices]}

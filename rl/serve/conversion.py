@@ -5,7 +5,6 @@ A message that cannot be read raises BadRequestError or another ValueError, whic
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +16,6 @@ from rl.errors import BadRequestError
 from rl.serve import tinker_pb2
 from rl.serve.http_errors import HttpError
 from rl.types import (
-    AdamParams,
     Datum,
     EncodedTextChunk,
     ForwardBackwardOutput,
@@ -25,9 +23,7 @@ from rl.types import (
     ModelInput,
     PromptProvenanceSpan,
     SampledProvenanceSpan,
-    SampledSequence,
     SampleResponse,
-    SamplingParams,
     TensorData,
 )
 
@@ -71,9 +67,7 @@ def _parse_chunk(chunk: Any) -> EncodedTextChunk | ImageChunk:
     if kind == "image":
         image = chunk.image
         expected = image.expected_tokens if image.HasField("expected_tokens") else None
-        return _make_image(
-            image.data, image.format, expected, image.HasField("override_dimensions")
-        )
+        return make_image(image.data, image.format, expected, image.HasField("override_dimensions"))
     if kind != "encoded_text":
         raise BadRequestError(
             f"a chunk of the model input is {_UNSUPPORTED_CHUNKS.get(kind, kind or 'empty')}: "
@@ -91,7 +85,7 @@ _UNSUPPORTED_CHUNKS = {
 }
 
 
-def _make_image(data: bytes, form: Any, expected_tokens: Any, overrides_size: bool) -> ImageChunk:
+def make_image(data: bytes, form: Any, expected_tokens: Any, overrides_size: bool) -> ImageChunk:
     """Return an image chunk. Raises BadRequestError for an invalid field.
 
     `overrides_size`: whether the request overrides the image's dimensions, which is not supported.
@@ -271,83 +265,56 @@ def _write_topk(message: Any, rows: Sequence[Sequence[tuple[int, float]] | None]
     )
 
 
-def samples_to_json(response: SampleResponse) -> dict[str, Any]:
-    """Return a sample response as JSON, for a client that does not accept protobuf."""
-    sequences = [
-        {"tokens": s.tokens, "logprobs": s.logprobs, "stop_reason": s.stop_reason}
-        for s in response.sequences
-    ]
+def samples_to_json(body: bytes) -> dict[str, Any]:
+    """Return `encode_samples(...)` as JSON, for a client that does not accept protobuf."""
+    message, sequences = parse_message(tinker_pb2.SampleResponse, body), []
+    for item in message.sequences:
+        is_cut = item.stop_reason == tinker_pb2.STOP_REASON_LENGTH
+        logprobs = np.frombuffer(item.logprobs, "<f4").tolist()
+        sequences.append(
+            {
+                "tokens": np.frombuffer(item.tokens, "<i4").tolist(),
+                "logprobs": logprobs if item.HasField("logprobs") else None,
+                "stop_reason": "length" if is_cut else "stop",
+            }
+        )
     result: dict[str, Any] = {
         "type": "sample",
         "sequences": sequences,
-        "prompt_cache_hit_tokens": response.prompt_cache_hit_tokens,
+        "prompt_cache_hit_tokens": message.prompt_cache_hit_tokens,
+        "prompt_logprobs": None,
+        "topk_prompt_logprobs": None,
     }
-    result |= {
-        "prompt_logprobs": response.prompt_logprobs,
-        "topk_prompt_logprobs": response.topk_prompt_logprobs,
-    }
-    targets = response.target_prompt_logprobs
-    return result | (
-        {} if targets is None else {"target_prompt_logprobs": _tensor_to_json(targets)}
-    )
+    if message.HasField("prompt_logprobs"):
+        logprobs = np.frombuffer(message.prompt_logprobs, "<f4").tolist()
+        result["prompt_logprobs"] = [None if math.isnan(value) else value for value in logprobs]
+    if message.HasField("topk_prompt_logprobs"):
+        result["topk_prompt_logprobs"] = _read_topk(message.topk_prompt_logprobs)
+    if message.HasField("target_prompt_logprobs"):
+        tensor = message.target_prompt_logprobs
+        array = np.frombuffer(tensor.dense, "<f4").reshape(tuple(tensor.shape))
+        result["target_prompt_logprobs"] = _tensor_to_json(TensorData.from_numpy(array))
+    return result
 
 
-def output_to_json(output: ForwardBackwardOutput) -> dict[str, Any]:
-    """Return an output as JSON, for a client that does not accept protobuf."""
-    rows = [
-        {name: _tensor_to_json(data) for name, data in output_row.items()}
-        for output_row in output.loss_fn_outputs
-    ]
-    metrics = {key if ":" in key else f"{key}:mean": value for key, value in output.metrics.items()}
-    return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": rows, "metrics": metrics}
-
-
-def decode_output(body: bytes) -> ForwardBackwardOutput:
-    """Return the output from the bytes of `encode_output`."""
+def output_to_json(body: bytes) -> dict[str, Any]:
+    """Return `encode_output(...)` as JSON, for a client that does not accept protobuf."""
     message = parse_message(tinker_pb2.ForwardBackwardOutput, body)
-    rows: list[dict[str, TensorData]] = []
+    rows: list[dict[str, Any]] = []
     for record in message.loss_fn_outputs:
-        run: list[dict[str, TensorData]] = [{} for _ in range(record.num_datums)]
+        run: list[dict[str, Any]] = [{} for _ in range(record.num_datums)]
         for name, tensors in record.fields.items():
             offsets = np.frombuffer(tensors.offsets, "<i8").tolist()
             for row, begin, end in zip(run, offsets[:-1], offsets[1:], strict=True):
                 array = np.frombuffer(tensors.data[begin:end], _NUMPY[tensors.dtype])
-                row[name] = TensorData.from_numpy(array.reshape(-1, *tensors.trailing_shape))
+                shaped = array.reshape(-1, *tensors.trailing_shape)
+                row[name] = _tensor_to_json(TensorData.from_numpy(shaped))
         rows += run
-    return ForwardBackwardOutput(rows, dict(message.metrics))
-
-
-def decode_samples(body: bytes) -> SampleResponse:
-    """Return the sample response from the bytes of `encode_samples`."""
-    message, sequences = parse_message(tinker_pb2.SampleResponse, body), []
-    for sequence in message.sequences:
-        tokens = np.frombuffer(sequence.tokens, "<i4").tolist()
-        logprobs = (
-            np.frombuffer(sequence.logprobs, "<f4").tolist()
-            if sequence.HasField("logprobs")
-            else None
-        )
-        sequences.append(
-            SampledSequence(
-                tokens,
-                logprobs,
-                "length" if sequence.stop_reason == tinker_pb2.STOP_REASON_LENGTH else "stop",
-            )
-        )
-    response = SampleResponse(sequences, prompt_cache_hit_tokens=message.prompt_cache_hit_tokens)
-    if message.HasField("prompt_logprobs"):
-        logprobs = np.frombuffer(message.prompt_logprobs, "<f4").tolist()
-        response.prompt_logprobs = [
-            None if math.isnan(logprob) else logprob for logprob in logprobs
-        ]
-    if message.HasField("topk_prompt_logprobs"):
-        response.topk_prompt_logprobs = _read_topk(message.topk_prompt_logprobs)
-    if message.HasField("target_prompt_logprobs"):
-        tensor = message.target_prompt_logprobs
-        response.target_prompt_logprobs = TensorData.from_numpy(
-            np.frombuffer(tensor.dense, "<f4").reshape(tuple(tensor.shape))
-        )
-    return response
+    return {
+        "loss_fn_output_type": message.loss_fn_output_type,
+        "loss_fn_outputs": rows,
+        "metrics": dict(message.metrics),
+    }
 
 
 def _read_topk(message: Any) -> list[list[tuple[int, float]] | None]:
@@ -370,44 +337,6 @@ def _read_topk(message: Any) -> list[list[tuple[int, float]] | None]:
 def _tensor_to_json(data: TensorData) -> dict[str, Any]:
     """Return a tensor as JSON."""
     return {"data": data.data, "dtype": data.dtype, "shape": data.shape}
-
-
-def parse_prompt(prompt: Any) -> ModelInput:
-    """Return the ModelInput of a JSON prompt. Raises ValueError for an invalid prompt."""
-    chunks = prompt.get("chunks") if isinstance(prompt, Mapping) else None
-    if not isinstance(chunks, list):
-        raise BadRequestError("prompt must be {chunks: [...]}, in the form of types.ModelInput")
-    chunk_list: list[EncodedTextChunk | ImageChunk] = []
-    for chunk in chunks:
-        kind = chunk.get("type", "encoded_text") if isinstance(chunk, Mapping) else None
-        if kind == "image":
-            chunk_list.append(_parse_json_image(chunk))
-            continue
-        if kind != "encoded_text":
-            raise BadRequestError(
-                f"a chunk of the prompt is {_UNSUPPORTED_CHUNKS.get(str(kind), repr(kind)[:40])}: "
-                "this server "
-                "accepts text and images"
-            )
-        tokens = chunk.get("tokens")
-        if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
-            raise BadRequestError("the tokens of a chunk must be a list of token ids")
-        chunk_list.append(EncodedTextChunk(tokens))
-    return ModelInput(chunk_list)
-
-
-def _parse_json_image(chunk: Mapping[str, Any]) -> ImageChunk:
-    """Return the image of a JSON chunk."""
-    try:
-        data = base64.b64decode(chunk.get("data") or "", validate=True)
-    except (ValueError, TypeError):
-        raise BadRequestError("an image's data must be its bytes in base64") from None
-    return _make_image(
-        data,
-        chunk.get("format"),
-        chunk.get("expected_tokens"),
-        chunk.get("override_dimensions") is not None,
-    )
 
 
 def parse_targets(fields: Mapping[str, Any] | None) -> TensorData | None:
@@ -443,31 +372,3 @@ def count_tokens(model_input: ModelInput) -> int:
         chunk.length if isinstance(chunk, EncodedTextChunk) else chunk.expected_tokens or 0
         for chunk in model_input.chunks
     )
-
-
-def _parse_settings(settings_class: Any, name: str, fields: Any, known: Sequence[str]) -> Any:
-    """Return `settings_class(**fields)`. Raises BadRequestError for an unknown field."""
-    if not isinstance(fields, Mapping):
-        raise BadRequestError(f"{name} must be an object, got {type(fields).__name__}")
-    unknown = [key for key in fields if key not in known]
-    if unknown:
-        raise BadRequestError(
-            f"{name} has {unknown[0]!r}, which is not supported: it accepts {', '.join(known)}"
-        )
-    return settings_class(**{key: value for key, value in fields.items()})
-
-
-def parse_sampling_params(fields: Any) -> SamplingParams:
-    """Return the sampling parameters of a JSON request. Raises BadRequestError."""
-    return _parse_settings(
-        SamplingParams,
-        "sampling_params",
-        fields,
-        ("max_tokens", "seed", "stop", "temperature", "top_k", "top_p"),
-    )
-
-
-def parse_adam_params(fields: Any) -> AdamParams:
-    """Return the optimizer parameters of a JSON request. Raises BadRequestError."""
-    known = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
-    return _parse_settings(AdamParams, "adam_params", fields, known)

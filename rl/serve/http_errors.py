@@ -1,15 +1,18 @@
-"""Define the error of a refused request, the mapping of all errors to it, and its responses.
+"""Define the error of a refused request, the mapping of all errors to it, and JSON responses.
 
 A traceback is never sent.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any, Literal
 
+from starlette.responses import JSONResponse
+
 from rl.errors import APIStatusError
-from rl.serve.json_response import SafeJSONResponse
+from rl.jsonl import replace_nonfinite
 
 # the SDK raises immediately for "user", and reports the error as the caller's
 ErrorCategory = Literal["user", "server", "unknown"]
@@ -19,6 +22,23 @@ CALLER_ERRORS = (ValueError, TypeError, FloatingPointError)
 
 _OPENAI_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _log = logging.getLogger("whetstone.serve")
+
+
+class SafeJSONResponse(JSONResponse):
+    """Encode any content as ASCII JSON.
+
+    A lone surrogate, which a client may have sent, is escaped. NaN and infinity become null.
+    Starlette's JSONResponse raises for both.
+    """
+
+    def render(self, content: Any) -> bytes:
+        """Return `content` as compact ASCII JSON."""
+        try:
+            return json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")
+        except ValueError:
+            return json.dumps(
+                replace_nonfinite(content), separators=(",", ":"), allow_nan=False
+            ).encode("ascii")
 
 
 class HttpError(Exception):
@@ -88,34 +108,29 @@ def to_http_error(
     return HttpError(500, f"{verb} failed in the server ({type(error).__name__}); its log says why")
 
 
-def make_error_response(error: HttpError) -> SafeJSONResponse:
-    """Return an error response in a form that the clients of both protocols show."""
-    headers = _make_headers(error)
-    if error.status == 408:
-        headers["connection"] = "close"  # the server does not wait for the rest of the body
-    fields = {"type": _get_kind(error.status), "param": None, "code": error.status}
-    body = {"detail": error.message, "error": {"message": error.message, **fields}}
-    return SafeJSONResponse(body, status_code=error.status, headers=headers)
+def report_error(error: BaseException) -> HttpError:
+    """Return the `HttpError` of an error of a route, and log an error of the server.
 
-
-def make_openai_error_response(error: HttpError) -> SafeJSONResponse:
-    """Return an error response in OpenAI's form."""
-    return SafeJSONResponse(error.to_openai_json(), error.status, headers=_make_headers(error))
-
-
-def to_openai_error(error: BaseException) -> HttpError:
-    """Return the `HttpError` of an error in an OpenAI-style route, and log errors of the server.
-
-    These routes check the type of every field: a TypeError is an error of the server.
+    The type of every field has been checked: a TypeError is an error of the server.
     """
     http_error = to_http_error(error, caller_errors=(ValueError,))
-    if http_error.status == 500 and http_error is not error:
-        _log.error("a request failed: %s", type(error).__name__, exc_info=error)
+    if http_error.status >= 500 and http_error is not error:
+        _log.error("a request failed", extra={"error": type(error).__name__}, exc_info=error)
     return http_error
 
 
-def _make_headers(error: HttpError) -> dict[str, str]:
-    return {} if error.retry_after is None else {"retry-after": f"{error.retry_after:g}"}
+def make_error_response(error: HttpError, is_openai: bool = False) -> SafeJSONResponse:
+    """Return an error response in OpenAI's form, or in the form of Tinker's protocol, which clients
+    of both show.
+    """
+    headers = {} if error.retry_after is None else {"retry-after": f"{error.retry_after:g}"}
+    if error.status == 408:
+        headers["connection"] = "close"  # the server does not wait for the rest of the body
+    body = error.to_openai_json()
+    if not is_openai:
+        fields = {"type": _get_kind(error.status), "param": None, "code": error.status}
+        body = {"detail": error.message, "error": {"message": error.message, **fields}}
+    return SafeJSONResponse(body, error.status, headers=headers)
 
 
 def clear_tracebacks(error: BaseException | None) -> None:

@@ -5,31 +5,38 @@ error responses, streaming and retried requests.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
 from rl.renderers import StopTextRenderer, parse_partial_answer, prompt_opens_thoughts
 from rl.serve.agent_sessions import AgentSession, AgentSessions, SampledTurn, SamplingBackend
-from rl.serve.chat_request import read_chat_request, read_messages
-from rl.serve.chat_response import make_choice, make_response, make_response_head, parse_sample
+from rl.serve.api_routes import TypedRoute
+from rl.serve.chat_response import (
+    ChatResponse,
+    TextResponse,
+    TokenResponse,
+    make_choice,
+    make_response,
+    make_response_head,
+    parse_sample,
+)
 from rl.serve.chat_stream import ChatEventWriter, EventWriter, LiveSamples
-from rl.serve.http_errors import HttpError, make_openai_error_response, to_openai_error
-from rl.serve.json_response import SafeJSONResponse
-from rl.serve.request_fields import get_request_stop_texts, refuse_unknown_words
-from rl.serve.schemas import check_json_size, parse_json
-from rl.serve.top_logprobs import compute_top_logprobs
+from rl.serve.http_errors import HttpError, report_error
+from rl.serve.openai_schemas import ChatBody, ChatMessage, to_messages
+from rl.serve.schemas import JsonBody, parse_json_body, read_body
+from rl.types import SamplingParams
 
 SESSION_HEADER = "x-session-id"
 KEEP_ALIVE_SECONDS = 10.0  # without an event, after which a stream sends a keep-alive comment
 
 # the full response, and for a stream a function that creates the writer of its events
-HandlerResult = tuple[dict[str, Any], Callable[[], EventWriter] | None]
+HandlerResult = tuple[ChatResponse | TextResponse | TokenResponse, Callable[[], EventWriter] | None]
 # (serving, the request's body, its session, for a stream the samples so far)
 Handler = Callable[
     ["OpenAIServing", Any, AgentSession, LiveSamples | None], Coroutine[Any, Any, HandlerResult]
@@ -49,46 +56,56 @@ class OpenAIServing:
             None if name is None else self.sessions.get_or_create(get_request_owner(request), name)
         )
 
-    def make_routes(self, path: str, handler: Handler) -> list[Route]:
-        """Return a POST route with and without a session in its path. `handler`: see `Handler`."""
+    def make_routes(
+        self, path: str, handler: Handler, body_type: type[JsonBody], *response_types: type
+    ) -> list[TypedRoute]:
+        """Return a POST route with and without a session in its path.
 
-        async def endpoint(request: Request) -> Response:
+        handler           see `Handler`
+        response_types    the types of the response and of an event of its stream
+        """
+
+        async def endpoint(request: Request) -> Any:
             return await self._handle(request, handler)
 
+        endpoint.__name__, endpoint.__doc__ = handler.__name__, handler.__doc__
         return [
-            Route(prefix + path, endpoint, methods=["POST"])
+            TypedRoute(
+                prefix + path,
+                endpoint,
+                body_type=body_type,
+                is_openai=True,
+                response_types=response_types,
+            )
             for prefix in ("", "/session/{session}")
         ]
 
-    async def _handle(self, request: Request, handler: Handler) -> Response:
-        """Run a handler and return its response; every failure is an error response."""
-        try:
-            raw = await request.body()
-            body = parse_json_body(raw)
-            session = self.get_session(request)
-            is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-            key = hashlib.blake2b(join_path_and_body(raw, request), digest_size=16).digest()
-            live = LiveSamples() if isinstance(body, dict) and body.get("stream") is True else None
-            if session is None:
-                work = asyncio.ensure_future(
-                    handler(self, body, AgentSession(get_request_owner(request)), live)
-                )
-            else:
-                work = asyncio.ensure_future(
-                    session.run_once(key, is_retry, lambda: handler(self, body, session, live))
-                )
-            if live is not None:
-                return await _stream_response(work, live, has_no_session=session is None)
-            while not (await asyncio.wait({work}, timeout=1.0))[0]:
-                if await request.is_disconnected():
-                    if session is not None:
-                        # sampling continues, for a retry of the request
-                        session.mark_disconnected(key)
-                    work.cancel()
-                    return Response(status_code=499)
-            return SafeJSONResponse(work.result()[0])
-        except Exception as error:  # boundary: every failure is an error response, not a traceback
-            return make_openai_error_response(to_openai_error(error))
+    async def _handle(self, request: Request, handler: Handler) -> Any:
+        """Run a handler and return its result, or a response."""
+        raw = await request.body()
+        body = parse_json_body(raw)
+        session = self.get_session(request)
+        is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+        key = hashlib.blake2b(join_path_and_body(raw, request), digest_size=16).digest()
+        live = LiveSamples() if isinstance(body, dict) and body.get("stream") is True else None
+        if session is None:
+            work = asyncio.ensure_future(
+                handler(self, body, AgentSession(get_request_owner(request)), live)
+            )
+        else:
+            work = asyncio.ensure_future(
+                session.run_once(key, is_retry, lambda: handler(self, body, session, live))
+            )
+        if live is not None:
+            return await _stream_response(work, live, has_no_session=session is None)
+        while not (await asyncio.wait({work}, timeout=1.0))[0]:
+            if await request.is_disconnected():
+                if session is not None:
+                    # sampling continues, for a retry of the request
+                    session.mark_disconnected(key)
+                work.cancel()
+                return Response(status_code=499)
+        return work.result()[0]
 
 
 def get_request_owner(request: Request) -> str:
@@ -99,15 +116,6 @@ def get_request_owner(request: Request) -> str:
 def join_path_and_body(raw: bytes, request: Request) -> bytes:
     """Return the path and the body of a request, which identify a retry."""
     return request.url.path.encode("utf-8", "backslashreplace") + b"\0" + raw
-
-
-def parse_json_body(raw: bytes) -> Any:
-    """Return the value of a JSON body. Raises HttpError if it is too large or invalid."""
-    check_json_size(raw)
-    try:
-        return parse_json(raw)
-    except (ValueError, RecursionError) as error:
-        raise HttpError(400, f"the body is not valid JSON ({str(error)[:200]})") from error
 
 
 async def _stream_response(
@@ -136,13 +144,14 @@ async def _stream_response(
             if has_no_session and not work.done():
                 work.cancel()  # the client has disconnected
         try:
+            full_answer: Any
             full_answer, make_writer = work.result()
             # for a retry, `live` of the first request has the writer
             writer = live.writer or (make_writer and make_writer())
             for event in writer.write_rest(full_answer) if writer is not None else [full_answer]:
                 yield _format_event(event)
         except Exception as error:  # boundary: the response has begun, so its failure is an event
-            yield _format_event(to_openai_error(error).to_openai_json())
+            yield _format_event(report_error(error).to_openai_json())
         yield b"data: [DONE]\n\n"
 
     return StreamingResponse(
@@ -174,16 +183,38 @@ def _format_event(value: Any) -> bytes:
     )
 
 
-def make_chat_routes(serving: OpenAIServing) -> list[Route]:
-    """Return the routes of /v1/chat/completions."""
-    return serving.make_routes("/v1/chat/completions", handle_chat)
+@contextlib.contextmanager
+def refuse_unknown_words(param: str) -> Iterator[None]:
+    """Raise HttpError for a text that the tokenizer cannot encode.
+
+    The tokenizers library raises a bare Exception for an unknown word.
+    """
+    try:
+        yield
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise HttpError(
+            400,
+            f"{param} contains text that the model's tokenizer cannot encode ({error})"[:300],
+            param,
+        ) from error
+
+
+def get_request_stop_texts(
+    params: SamplingParams, renderer_stops: Sequence[str | int]
+) -> list[str]:
+    """Return the stop texts of the request itself, which are cut off a response's text."""
+    excluded = set(renderer_stops)
+    return [item for item in params.stop or () if isinstance(item, str) and item not in excluded]
 
 
 async def handle_chat(
     serving: OpenAIServing, body: Any, session: AgentSession, live: LiveSamples | None
 ) -> HandlerResult:
     """Sample a chat completion and record its turns in the session. Raises HttpError."""
-    request = read_chat_request(body)
+    request = read_body(ChatBody, body)
+    messages, tools = to_messages(request.messages), request.prompt_tools
     if request.top_logprobs and not session.allows_rescoring:
         raise HttpError(
             400,
@@ -194,26 +225,24 @@ async def handle_chat(
     backend = serving.backend
     renderer = await session.renderer(backend, request.model)
     try:
-        renderer = renderer.with_settings(request.template_settings)
+        renderer = renderer.with_settings(request.chat_template_kwargs)
     except ValueError as error:
         raise HttpError(400, f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
     try:
-        with_tools = renderer.with_tools(request.tools)
+        with_tools = renderer.with_tools(tools)
     except ValueError as error:
         raise HttpError(400, str(error), "tools") from error
 
     def tokenize() -> list[int]:
         with refuse_unknown_words("messages"):
-            return session.build_prompt(with_tools, request.messages, request.tools)
+            return session.build_prompt(with_tools, messages, tools)
 
     try:
         prompt = await asyncio.to_thread(tokenize)  # a megabyte takes more than a second
     except ValueError as error:
         raise HttpError(400, str(error), "messages") from error
-    params, head = (
-        request.make_sampling_params(with_tools),
-        make_response_head("chatcmpl", request.model),
-    )
+    params = request.make_params(request.max_new_tokens, with_tools.get_stop_sequences())
+    head = make_response_head("chatcmpl", request.model)
     stops = get_request_stop_texts(params, with_tools.get_stop_sequences())
 
     def make_writer() -> ChatEventWriter:
@@ -227,8 +256,8 @@ async def handle_chat(
     for index, sequence in enumerate(response.sequences):
         message, is_complete = parse_sample(with_tools, stops, sequence)
         top_tokens = (
-            await compute_top_logprobs(
-                session, backend, request.model, prompt, sequence, request.top_logprobs
+            await session.compute_top_logprobs(
+                backend, request.model, prompt, sequence, request.top_logprobs
             )
             if request.top_logprobs
             else None
@@ -240,9 +269,9 @@ async def handle_chat(
             ended=True,
         )
         choices.append(make_choice(request, with_tools, index, sequence, visible, top_tokens))
-        (returned_message,) = read_messages([choices[-1]["message"]])
+        (returned_message,) = to_messages([read_body(ChatMessage, choices[-1]["message"])])
         session.record_turn(
-            SampledTurn(prompt, sequence, message, is_complete, request.messages, request.tools),
+            SampledTurn(prompt, sequence, message, is_complete, messages, tools),
             returned_message,
         )
     return make_response(

@@ -1,4 +1,7 @@
-"""Store requests and their results within a limit of bytes.
+"""Store requests and their encoded results within a limit of bytes.
+
+A finished request keeps only its response: protobuf if the result has a message type, otherwise
+JSON. It keeps no object, request or traceback.
 
 Each request runs once. Its result can be fetched again for a while. A request counts with the
 bytes of its body until it has run, and with the bytes of its result afterwards.
@@ -8,17 +11,95 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from rl.serve.encoded_results import EncodedResult, encode_future
-from rl.serve.http_errors import HttpError
+from starlette.responses import Response
+
+from rl.jsonl import replace_nonfinite
+from rl.serve import conversion
+from rl.serve.http_errors import (
+    ErrorCategory,
+    HttpError,
+    SafeJSONResponse,
+    ShutdownError,
+    to_http_error,
+)
 from rl.serve.tenant_limit import check_share
+from rl.types import ForwardBackwardOutput, SampleResponse
+
+PROTOBUF_TYPE = "application/x-protobuf"
+ResultKind = Literal["outputs", "samples", "json", "error", "interrupted"]
+
+
+@dataclass(frozen=True)
+class EncodedResult:
+    """Hold an encoded result. `kind` is the type of `body`."""
+
+    kind: ResultKind
+    body: bytes
+
+    def to_response(self, protobuf: bool) -> Response:
+        """Return the HTTP response, in protobuf or in JSON.
+
+        Raises HttpError (503) if the server shut down before it ran the request.
+        """
+        if self.kind == "interrupted":
+            raise HttpError(
+                503,
+                "the server is shutting down and has not started this request: try again",
+                retry_after=5.0,
+            )
+        if self.kind in ("json", "error"):
+            return Response(self.body, media_type="application/json")
+        if protobuf:
+            return Response(self.body, media_type=PROTOBUF_TYPE)
+        if self.kind == "outputs":
+            return SafeJSONResponse(conversion.output_to_json(self.body))
+        return SafeJSONResponse(conversion.samples_to_json(self.body))
+
+
+def encode_future(future: Future, verb: str) -> EncodedResult:
+    """Encode the result of a finished future. An error is kept as its message and category."""
+    if future.cancelled():
+        return _encode_error("the request was cancelled", "user")
+    error = future.exception()
+    if error is None:
+        try:
+            return _encode_result(future.result())
+        except Exception as caught:  # boundary: a failed encoding is a result too
+            error = caught
+    if isinstance(error, ShutdownError):
+        return EncodedResult("interrupted", b"")
+    http_error = to_http_error(error, verb)
+    return _encode_error(http_error.message, http_error.category)
+
+
+def _encode_result(result: Any) -> EncodedResult:
+    """Encode a result. Raises ValueError or TypeError if it cannot be encoded."""
+    if isinstance(result, ForwardBackwardOutput):
+        return EncodedResult("outputs", conversion.encode_output(result))
+    if isinstance(result, SampleResponse):
+        return EncodedResult("samples", conversion.encode_samples(result))
+    return EncodedResult(
+        "json",
+        json.dumps(replace_nonfinite(result), separators=(",", ":"), allow_nan=False).encode(
+            "ascii"
+        ),
+    )
+
+
+def _encode_error(message: str, category: ErrorCategory) -> EncodedResult:
+    """Encode an error. The message is cut to 10,000 characters."""
+    return EncodedResult(
+        "error", json.dumps({"error": message[:10_000], "category": category}).encode("ascii")
+    )
 
 
 @dataclass
@@ -60,7 +141,7 @@ class RequestStore:
     """Store requests by request id. For any owner but the request's, the id is unknown.
 
     keep_seconds    seconds for which a result that was never fetched is kept
-    told_seconds    seconds for which a result is kept after it was sent, so that a client can fetch
+    resend_seconds  seconds for which a result is kept after it was sent, so that a client can fetch
                     it again after a broken connection
     held_bytes      limit on the bytes of all requests and results; if they exceed it, results that
                     were not fetched within `resend_seconds` are removed

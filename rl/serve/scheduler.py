@@ -1,6 +1,6 @@
-"""Schedule the work of all owners fairly.
+"""Schedule the work of all tenants fairly: round robin, with a bound for each tenant.
 
-Work waits in lanes, a lane per model. The queue serves owners in turn, and each owner's lanes in
+Work waits in lanes, a lane per model. The queue serves tenants in turn, and each tenant's lanes in
 turn. Work is a generator that yields between slices. Samples have no lane: after each slice, all
 waiting samples are taken together.
 
@@ -31,7 +31,7 @@ class EngineJob:
     work: WorkFn
     done: Future = field(default_factory=Future)
     generator: Generator[None, None, Any] | None = None
-    tenant: str = ""  # tenant for which the job counts; the owner if empty
+    tenant: str = ""  # whose turn and share of the queue the job takes; the owner if empty
 
 
 @dataclass
@@ -65,7 +65,7 @@ class FairQueue:
         # requests by tenant that wait for an earlier number, outside the queue
         self._early_counts: Counter[str] = Counter()
         self.changed = threading.Condition()
-        self._lanes_by_owner: OrderedDict[str, OrderedDict[str, deque[EngineJob]]] = OrderedDict()
+        self._lanes_by_tenant: OrderedDict[str, OrderedDict[str, deque[EngineJob]]] = OrderedDict()
         self._samples: deque[SamplingJob] = deque()
         self._waiting_jobs = 0
 
@@ -103,7 +103,7 @@ class FairQueue:
         """Append a job to its lane."""
         with self.changed:
             job.tenant = job.tenant or job.owner
-            self._lanes_by_owner.setdefault(job.owner, OrderedDict()).setdefault(
+            self._lanes_by_tenant.setdefault(job.tenant, OrderedDict()).setdefault(
                 job.lane, deque()
             ).append(job)
             self._waiting_jobs += 1
@@ -153,45 +153,45 @@ class FairQueue:
     def has_only_samples(self) -> bool:
         """Return whether samples wait and no other work does."""
         with self.changed:
-            return bool(self._samples) and not self._lanes_by_owner
+            return bool(self._samples) and not self._lanes_by_tenant
 
     def next_job(self) -> EngineJob | None:
-        """Return the next job, or None. Its owner and its lane move to the end of the order.
+        """Return the next job, or None. Its tenant and its lane move to the end of the order.
 
         The job stays at the head of its lane until `finish_job`.
         """
         with self.changed:
-            if not self._lanes_by_owner:
+            if not self._lanes_by_tenant:
                 return None
-            owner, lanes = next(iter(self._lanes_by_owner.items()))
+            tenant, lanes = next(iter(self._lanes_by_tenant.items()))
             lane, jobs = next(iter(lanes.items()))
-            self._lanes_by_owner.move_to_end(owner)
+            self._lanes_by_tenant.move_to_end(tenant)
             lanes.move_to_end(lane)
             return jobs[0]
 
     def finish_job(self, job: EngineJob) -> None:
         """Remove a finished job from the head of its lane."""
         with self.changed:
-            lanes = self._lanes_by_owner[job.owner]
+            lanes = self._lanes_by_tenant[job.tenant]
             lanes[job.lane].popleft()
             self._waiting_jobs -= 1
             self._decrement_tenant(job)
             if not lanes[job.lane]:
                 del lanes[job.lane]
             if not lanes:
-                del self._lanes_by_owner[job.owner]
+                del self._lanes_by_tenant[job.tenant]
 
     def drain(self) -> tuple[list[EngineJob], list[SamplingJob]]:
         """Remove and return all work that has not started, because the server ends."""
         with self.changed:
-            lanes_of_all, self._lanes_by_owner = self._lanes_by_owner, OrderedDict()
+            lanes_of_all, self._lanes_by_tenant = self._lanes_by_tenant, OrderedDict()
             samples, self._samples = list(self._samples), deque()
             self._waiting_jobs = 0
             jobs_removed: list[EngineJob] = []
-            for owner, lanes in lanes_of_all.items():
+            for tenant, lanes in lanes_of_all.items():
                 for lane, jobs in lanes.items():
                     if jobs[0].generator is not None:
-                        self._lanes_by_owner.setdefault(owner, OrderedDict())[lane] = deque(
+                        self._lanes_by_tenant.setdefault(tenant, OrderedDict())[lane] = deque(
                             [jobs.popleft()]
                         )
                         self._waiting_jobs += 1

@@ -5,21 +5,45 @@ The same classes check the bodies, type the handlers, and describe the routes at
 
 from __future__ import annotations
 
+import base64
+import importlib.util
 import json
+import math
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
+from rl.errors import BadRequestError, install_command
+from rl.serve.conversion import make_image
 from rl.serve.http_errors import HttpError
+from rl.types import (
+    PARAMETER_BOUNDS,
+    AdamParams,
+    EncodedTextChunk,
+    ImageChunk,
+    SamplingParams,
+)
 
 MAX_JSON_BYTES = 32 * 2**20
+_MAX_WINDOW = 1 << 27  # largest window of a frame in bytes, which bounds the decoder's memory
 _MAX_TTL_SECONDS = 10 * 366 * 86400  # longest time to live of a checkpoint, in seconds
 # name of a type in an error -> pydantic's errors of that type
 _TYPE_ERRORS = {
     "string_type": "str",
     "int_type": "int",
+    "list_type": "list",
     "bool_type": "bool",
     "dict_type": "dict",
     "model_type": "dict",
@@ -35,21 +59,80 @@ def _stringify_metadata(value: Any) -> Any:
     }
 
 
+def _check_size(value: Any) -> Any:
+    """Raise ValueError for an integer of more than 64 bits."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError
+    return value
+
+
 def _default_false(value: Any) -> Any:
     """Return False for null."""
     return False if value is None else value
 
 
+_ADAM, _SAMPLING = AdamParams(), SamplingParams()
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 PositiveCount = Annotated[int, Field(ge=1, le=2**31 - 1)]
+# integers beyond 64 bits are refused, as everywhere in `rl.types`
+Number = Annotated[float, BeforeValidator(_check_size)]
 Metadata = Annotated[dict[str, str], BeforeValidator(_stringify_metadata)]
 Flag = Annotated[bool, BeforeValidator(_default_false)]
+
+
+def make_parameter(name: str, maximum: float | None = None) -> Any:
+    """Return a field with the default, the bounds and the description of a sampling parameter.
+
+    `maximum`: a lower maximum than that of `SamplingParams`.
+    """
+    bounds = PARAMETER_BOUNDS[name]
+    limits: dict[str, Any] = {"ge": bounds.minimum, "le": maximum or bounds.maximum}
+    return Field(
+        getattr(_SAMPLING, name),
+        description=bounds.expected + (f", and at most {maximum}" if maximum else ""),
+        **{key: value for key, value in limits.items() if math.isfinite(value)},
+    )
 
 
 class JsonBody(BaseModel):
     """Hold the fields of a JSON body. Types are not converted, and unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+    @classmethod
+    def make_error(cls, error: Mapping[str, Any]) -> HttpError:
+        """Return the error for a field of another type or range. `error`: pydantic's error."""
+        name, value, kind = ".".join(map(str, error["loc"])), error["input"], error["type"]
+        model: type[JsonBody] | None = cls
+        expected = None
+        for part in error["loc"]:
+            if model is not None and part in model.model_fields:
+                field = model.model_fields[part]
+                expected, model = field.description, find_body_type(field.annotation)
+        if kind == "extra_forbidden":
+            accepted = f": it accepts {', '.join(model.model_fields)}" if model else ""
+            return HttpError(400, f"{name} is not supported{accepted}")
+        if value is None or kind == "missing":
+            return HttpError(
+                400, f"the body lacks {name!r}" + (f": {expected}" if expected else "")
+            )
+        if expected is not None:
+            return HttpError(400, f"{name} must be {expected}, got {shorten(value)}")
+        if kind in _TYPE_ERRORS:
+            text = f"{name} must be of type {_TYPE_ERRORS[kind]}, got {type(value).__name__}"
+            return HttpError(400, text)
+        context = error.get("ctx", {})
+        if kind in ("greater_than_equal", "less_than_equal"):
+            bound = f"at least {context['ge']}" if "ge" in context else f"at most {context['le']}"
+            return HttpError(400, f"{name} must be an integer of {bound}, got {value}")
+        return HttpError(400, f"{name}: {error['msg']}, got {value!r:.80}")
+
+
+def find_body_type(annotation: Any) -> type[JsonBody] | None:
+    """Return the class of the objects of a field, or None for a field of other values."""
+    if isinstance(annotation, type) and issubclass(annotation, JsonBody):
+        return annotation
+    return next(filter(None, map(find_body_type, get_args(annotation))), None)
 
 
 class SessionBody(JsonBody):
@@ -95,6 +178,17 @@ class CreateModelBody(NewModelBody):
     base_model: str
     lora_config: LoraConfigBody
 
+    @model_validator(mode="before")
+    @classmethod
+    def _require_lora(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        if fields.get("lora_config") is None:
+            raise HttpError(
+                400,
+                "the body lacks lora_config: only LoRA training is supported over the network, not "
+                "full fine-tuning",
+            )
+        return fields
+
 
 class ModelBody(JsonBody):
     """Name a model."""
@@ -108,10 +202,29 @@ class NumberedBody(ModelBody):
     seq_id: PositiveCount
 
 
-class OptimStepBody(NumberedBody):
-    """Hold the optimizer's parameters, in the form of types.AdamParams."""
+class AdamParamsBody(JsonBody):
+    """Hold the fields of types.AdamParams, which checks their range."""
 
-    adam_params: Any = None
+    model_config = ConfigDict(extra="forbid")
+
+    learning_rate: Number = Field(
+        default=_ADAM.learning_rate, description="a finite number of at least 0"
+    )
+    beta1: Number = Field(default=_ADAM.beta1, description="a number of at least 0 and below 1")
+    beta2: Number = Field(default=_ADAM.beta2, description="a number of at least 0 and below 1")
+    eps: Number = Field(default=_ADAM.eps, description="a finite number of at least 1e-30")
+    weight_decay: Number = Field(
+        default=_ADAM.weight_decay, description="a finite number of at least 0"
+    )
+    grad_clip_norm: Number = Field(
+        default=_ADAM.grad_clip_norm, description="a finite number of at least 0 (0: no clipping)"
+    )
+
+
+class OptimStepBody(NumberedBody):
+    """Hold the optimizer's parameters: AdamW's."""
+
+    adam_params: AdamParamsBody | None = None
     optimizer_params: Any = None
 
 
@@ -187,14 +300,12 @@ class JoinSamplingSessionBody(JsonBody):
     sampling_session_id: str
 
 
-class SampleBody(JsonBody):
-    """Hold a prompt (types.ModelInput), sampling parameters, and the logprobs to return."""
+class AcceptedSampleBody(JsonBody):
+    """Hold the fields of a sample request that are checked before it is accepted."""
 
     sampling_session_id: str | None = None
     seq_id: Annotated[int, Field(ge=0, le=2**63 - 1)]
     num_samples: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    prompt: Any = None
-    sampling_params: Any = None
     prompt_logprobs: Flag = False
     topk_prompt_logprobs: Count | None = None
     target_prompt_logprobs: dict[str, Any] | None = None
@@ -203,7 +314,77 @@ class SampleBody(JsonBody):
     prompt_alt_tokens_k: Any = None
 
 
-BodyT = TypeVar("BodyT", bound=BaseModel)
+class TextChunkBody(JsonBody):
+    """Hold the tokens of a prompt's chunk."""
+
+    type: Literal["encoded_text"] = "encoded_text"
+    tokens: list[int] = Field(fail_fast=True, description="a list of token ids")
+
+    def to_chunk(self) -> EncodedTextChunk:
+        """Return the chunk."""
+        return EncodedTextChunk(self.tokens)
+
+
+class ImageChunkBody(JsonBody):
+    """Hold an image of a prompt: its bytes in base64, and its format, png or jpeg."""
+
+    type: Literal["image"]
+    data: str = ""
+    format: Any = None
+    expected_tokens: Any = None
+    override_dimensions: Any = None
+
+    def to_chunk(self) -> ImageChunk:
+        """Return the image. Raises BadRequestError for an invalid field."""
+        try:
+            data = base64.b64decode(self.data, validate=True)
+        except ValueError:
+            raise BadRequestError("an image's data must be its bytes in base64") from None
+        overrides_size = self.override_dimensions is not None
+        return make_image(data, self.format, self.expected_tokens, overrides_size)
+
+
+class PromptBody(JsonBody):
+    """Hold a prompt, in the form of types.ModelInput."""
+
+    chunks: list[
+        Annotated[
+            Annotated[TextChunkBody, Tag("encoded_text")] | Annotated[ImageChunkBody, Tag("image")],
+            Discriminator(
+                lambda chunk: (
+                    chunk.get("type", "encoded_text") if isinstance(chunk, dict) else None
+                ),
+                custom_error_type="chunk",
+                custom_error_message="this server accepts text ('encoded_text') and the bytes of "
+                "images ('image')",
+            ),
+        ]
+    ] = Field(fail_fast=True)
+
+
+class SamplingParamsBody(JsonBody):
+    """Hold the fields of types.SamplingParams that Tinker has. The type checks them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_tokens: int | None = make_parameter("max_tokens")
+    seed: int | None = make_parameter("seed")
+    stop: Any = Field(default=None, description="a text, a list of texts or token ids, or null")
+    temperature: Number = make_parameter("temperature")
+    top_k: int = make_parameter("top_k")
+    top_p: Number = make_parameter("top_p")
+
+
+class SampleBody(AcceptedSampleBody):
+    """Hold a sample request: a prompt, sampling parameters, and the logprobs to return."""
+
+    prompt: PromptBody = Field(description="{chunks: [...]}, in the form of types.ModelInput")
+    sampling_params: Annotated[SamplingParamsBody, BeforeValidator(lambda value: value or {})] = (
+        SamplingParamsBody()
+    )
+
+
+BodyT = TypeVar("BodyT", bound="JsonBody")
 
 
 def parse_json(raw: bytes) -> Any:
@@ -234,41 +415,82 @@ def check_json_size(raw: bytes, limit: int = MAX_JSON_BYTES) -> None:
         )
 
 
-async def read_fields(request: Request) -> dict[str, Any]:
-    """Return the fields of a JSON body; an empty body has none.
-
-    Raises HttpError: 413 above MAX_JSON_BYTES, 400 if the body is not a JSON object.
-    """
-    raw = await request.body()
+def parse_json_body(raw: bytes) -> Any:
+    """Return the value of a JSON body. Raises HttpError if it is too large or invalid."""
     check_json_size(raw)
     try:
-        fields = parse_json(raw) if raw else {}
-    except (ValueError, RecursionError):
-        raise HttpError(400, "the body is not valid JSON") from None
-    if not isinstance(fields, dict):
-        raise HttpError(400, f"the body must be a JSON object, got {type(fields).__name__}")
-    return fields
+        return parse_json(raw)
+    except (ValueError, RecursionError) as error:
+        raise HttpError(400, f"the body is not valid JSON ({str(error)[:200]})") from error
 
 
-def read_body(body_type: type[BodyT], fields: Mapping[str, Any]) -> BodyT:
+async def read_fields(request: Request) -> Any:
+    """Return the fields of a JSON body; an empty body has none."""
+    raw = await request.body()
+    return parse_json_body(raw) if raw else {}
+
+
+def read_body(body_type: type[BodyT], fields: Any) -> BodyT:
     """Return the fields as `body_type`. Raises HttpError (400), which names the first field of
     another type or range.
     """
+    if not isinstance(fields, dict):
+        got = type(fields).__name__
+        raise HttpError(400, f"the body must be a JSON object, got {got}")
     try:
         return body_type.model_validate(fields)
     except ValidationError as error:
-        raise HttpError(400, _describe_error(error.errors(include_url=False)[0])) from None
+        raise body_type.make_error(error.errors(include_url=False)[0]) from None
 
 
-def _describe_error(error: Mapping[str, Any]) -> str:
-    """Return the text of an error of pydantic: the field, the expected and the received value."""
-    name, value, kind = ".".join(map(str, error["loc"])), error["input"], error["type"]
-    if value is None or kind == "missing":
-        return f"the body lacks {name!r}"
-    if kind in _TYPE_ERRORS:
-        return f"{name} must be of type {_TYPE_ERRORS[kind]}, got {type(value).__name__}"
-    context = error.get("ctx", {})
-    if kind in ("greater_than_equal", "less_than_equal"):
-        bound = f"at least {context['ge']}" if "ge" in context else f"at most {context['le']}"
-        return f"{name} must be an integer of {bound}, got {value}"
-    return f"{name}: {error['msg']}, got {value!r:.80}"
+def make_refusal(text: str, at: str = "") -> PydanticCustomError:
+    """Return the error of a validator. `text`: what follows the name of the field; `at`: the place
+    within the field.
+    """
+    return PydanticCustomError("refusal", "{text}", {"text": text, "at": at})
+
+
+def shorten(value: Any) -> str:
+    """Return the repr of a value, cut at 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def is_zstd_available() -> bool:
+    """Return whether the zstandard package is installed (extra `serve`)."""
+    return importlib.util.find_spec("zstandard") is not None
+
+
+def decompress(body: bytes, encoding: str, limit: int) -> bytes:
+    """Return the decompressed body.
+
+    Raises HttpError: 415 for an unsupported encoding, 413 above `limit` bytes (decompression stops
+    at the limit), 400 for invalid or truncated zstd.
+    """
+    if not encoding:
+        return body
+    if encoding.strip().lower() != "zstd" or not is_zstd_available():
+        known = "zstd" if is_zstd_available() else f"nothing (for zstd {install_command('serve')})"
+        raise HttpError(
+            415, f"this server reads bodies compressed with {known}, not with {encoding[:40]!r}"
+        )
+    import zstandard
+
+    try:
+        data = (
+            zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
+            .stream_reader(body, read_across_frames=False)
+            .read(limit + 1)
+        )
+        expected_size = zstandard.get_frame_parameters(body).content_size
+    except zstandard.ZstdError as error:
+        raise HttpError(400, f"the body is not valid zstd ({str(error)[:200]})") from None
+    if len(data) > limit:
+        raise HttpError(
+            413, f"a body may have at most {limit} bytes after decompression: send less at once"
+        )
+    if expected_size not in (zstandard.CONTENTSIZE_UNKNOWN, len(data)):
+        raise HttpError(
+            400, f"the body is truncated: it decompresses to {len(data)} of {expected_size} bytes"
+        )
+    return data

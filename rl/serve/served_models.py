@@ -9,6 +9,7 @@ import functools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rl.client import SamplingClient, TrainingClient, drop_gradients, forward_ba
 from rl.distributed import checkpoint_folder
 from rl.errors import UserError
 from rl.serve.http_errors import HttpError, ShutdownError
-from rl.serve.request_store import PendingRequest
+from rl.serve.request_store import PendingRequest, RequestStore
 from rl.serve.scheduler import EngineJob
 from rl.serve.serve_settings import ServedBaseModel
 from rl.serve.serving_engine import ServingEngine, log_write_failure
@@ -49,30 +50,25 @@ class ModelManager:
         self.engine = engine
         self.session_store = session_store
         self._snapshots: OrderedDict[Path, SamplingClient] = OrderedDict()
+        engine.resolvers.append(self.resolve_name)
+        engine.name_listers.append(self.list_names)
         engine.queue.has_others = session_store.has_other_tenants = self.has_other_tenants
         for state, loaded in (("in_memory", True), ("written_out", False)):
             count = functools.partial(self._count_models, loaded)
             engine.metrics.set_gauge("models", count, state=state)
         engine.metrics.set_gauge("samplers", lambda: len(session_store.samplers))
-        engine.metrics.set_gauge(
-            "sessions",
-            lambda: sum(
-                session.finished is None for session in list(session_store.sessions.values())
-            ),
-        )
+        engine.metrics.set_gauge("sessions", lambda: len(session_store.list_live_sessions()))
 
     def has_other_tenants(self, tenant: str) -> bool:
         """Return whether another tenant exists: another key, or another live session."""
         if self.engine.settings.keys:
             return len(self.engine.settings.keys) > 1
-        return any(
-            session.finished is None and session.session_id != tenant
-            for session in list(self.session_store.sessions.values())
-        )
+        sessions = self.session_store.list_live_sessions()
+        return any(session.session_id != tenant for session in sessions)
 
     def _count_models(self, loaded: bool) -> int:
         """Return the number of models in memory, or else of models written to disk."""
-        models = list(self.session_store.models.values())
+        models = self.session_store.list_models()
         return sum((model.client is not None) == loaded for model in models)
 
     # --------------------------------------------------------------------------- requests, in order
@@ -92,7 +88,7 @@ class ModelManager:
             )
             request.work_future.set_exception(HttpError(400, message))
             return
-        tenant = self.engine.get_tenant(model.owner, model.session)
+        tenant = get_tenant(model)
         self.engine.queue.check_capacity(
             tenant, in_order=seq == model.next_seq and bool(model.queued_jobs)
         )
@@ -125,7 +121,7 @@ class ModelManager:
         Their requests never arrive again. After 10 s the model's next update fails with an error
         that says so, instead of waiting forever.
         """
-        for model in list(self.session_store.models.values()):
+        for model in self.session_store.list_models():
             if model.gap_since is not None and time.monotonic() - model.gap_since > _GAP_SECONDS:
                 model.batch_error = model.batch_error or (
                     "the server was restarted, and the gradients accumulated before are lost: "
@@ -136,7 +132,7 @@ class ModelManager:
 
     def interrupt_waiting(self) -> None:
         """Answer the requests that wait for an earlier number with "try again": the server ends."""
-        for model in list(self.session_store.models.values()):
+        for model in self.session_store.list_models():
             for job in self.remove_waiting(model):
                 if job.done.set_running_or_notify_cancel():
                     job.done.set_exception(ShutdownError())
@@ -211,9 +207,7 @@ class ModelManager:
         Each time, the least recently used model of the tenant that holds most is written. A model
         with a gradient or with running work stays in memory.
         """
-        loaded = [
-            model for model in list(self.session_store.models.values()) if model.client is not None
-        ]
+        loaded = [model for model in self.session_store.list_models() if model.client is not None]
         idle = sorted(
             (model for model in loaded if not model.has_gradient and not model.is_running),
             key=lambda model: model.last_used,
@@ -292,20 +286,12 @@ class ModelManager:
     def free_session(self, session_id: str) -> VerbSteps:
         """Free the memory of a session: drop gradients, write models to disk, remove samplers."""
         yield
-        for model in [
-            model
-            for model in list(self.session_store.models.values())
-            if model.session == session_id
-        ]:
+        for model in self.session_store.list_models(session_id=session_id):
             self._drop_gradient(model, "its session ended")
             if model.client is not None:
                 self.write_model(model)
                 self.free_model(model)
-        for sampler in [
-            candidate
-            for candidate in list(self.session_store.samplers.values())
-            if candidate.session == session_id
-        ]:
+        for sampler in self.session_store.list_samplers(session_id):
             sampler.client = None
             self.session_store.samplers.pop(sampler.sampler_id, None)
 
@@ -322,7 +308,7 @@ class ModelManager:
 
     def write_all_models(self) -> None:
         """Write all models before the server ends, after the engine's thread has ended."""
-        for model in list(self.session_store.models.values()):
+        for model in self.session_store.list_models():
             if model.client is not None:
                 try:
                     self._drop_gradient(model, "the server ended")
@@ -494,7 +480,7 @@ class ModelManager:
         loaded = sorted(
             (
                 sampler
-                for sampler in list(self.session_store.samplers.values())
+                for sampler in self.session_store.list_samplers()
                 if sampler.client is not None
             ),
             key=lambda sampler: sampler.last_used,
@@ -522,7 +508,7 @@ class ModelManager:
         source, folder = self.session_store.find_folder(model, owner)
         ids: Sequence[str] = [
             candidate.sampler_id
-            for candidate in list(self.session_store.samplers.values())
+            for candidate in self.session_store.list_samplers()
             if candidate.path == folder and candidate.owner == owner
         ]
         sampler_id = ids[0] if ids else f"{source.model_id}:{folder.parent.name}:{folder.name}"
@@ -549,6 +535,16 @@ class ModelManager:
         ]
 
 
+@dataclass
+class ServerParts:
+    """Hold the parts of a server that handlers of requests use."""
+
+    engine: ServingEngine
+    session_store: SessionStore
+    model_manager: ModelManager
+    request_store: RequestStore
+
+
 def end_session(
     engine: ServingEngine, model_manager: ModelManager, session: SessionRecord, reason: str
 ) -> None:
@@ -560,11 +556,7 @@ def end_session(
         return
     session.finished = reason
     model_manager.session_store.save_session(session)
-    for model in [
-        model
-        for model in list(model_manager.session_store.models.values())
-        if model.session == session.session_id
-    ]:
+    for model in model_manager.session_store.list_models(session_id=session.session_id):
         for job in model_manager.remove_waiting(model):
             job.done.set_exception(
                 HttpError(410, f"the session of this request has ended ({reason})")

@@ -30,11 +30,10 @@ from rl.serve.openai_routes import make_openai_routes as openai_routes
 from rl.serve.request_store import PendingRequest, RequestStore, resolve_request
 from rl.serve.request_timeouts import make_timeout_protocol
 from rl.serve.serve_settings import ServedBaseModel, ServeLimits, ServeSettings
-from rl.serve.served_models import ModelManager, end_session
+from rl.serve.served_models import ModelManager, ServerParts, end_session
 from rl.serve.serving_engine import ServingEngine
 from rl.serve.session_store import SessionStore
-from rl.serve.signed_url import UrlSigner
-from rl.serve.tinker_rest import TinkerRestRoutes
+from rl.serve.tinker_rest import TinkerRestRoutes, UrlSigner
 from rl.serve.tinker_sampling import TinkerSamplingRoutes
 from rl.serve.tinker_training import TinkerTrainingRoutes
 
@@ -86,13 +85,9 @@ def read_serve_settings(args: argparse.Namespace) -> ServeSettings:
 
 
 @dataclass
-class ModelServer:
-    """Hold the parts of a server: engine, session store, models, pending requests, HTTP app."""
+class ModelServer(ServerParts):
+    """Hold the parts of a server and its HTTP application."""
 
-    engine: ServingEngine
-    session_store: SessionStore
-    model_manager: ModelManager
-    request_store: RequestStore
     app: Any
 
     @classmethod
@@ -164,8 +159,8 @@ class ModelServer:
         silent_since = time.monotonic() - self.engine.settings.limits.session_seconds
         for session in [
             candidate
-            for candidate in list(self.session_store.sessions.values())
-            if candidate.finished is None and candidate.beat < silent_since
+            for candidate in self.session_store.list_live_sessions()
+            if candidate.beat < silent_since
         ]:
             end_session(self.engine, self.model_manager, session, "silent")
 

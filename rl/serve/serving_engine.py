@@ -13,21 +13,26 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from rl.client import SampleStream, SamplingClient, ServiceClient
 from rl.errors import UserError
+from rl.models import is_adapter, load_skeleton, load_tokenizer
 from rl.renderers import Renderer, get_renderer
+from rl.runtime import find_max_context
 from rl.sampler import SamplingRequest
 from rl.serve.http_errors import HttpError, ShutdownError, clear_tracebacks, to_http_error
 from rl.serve.scheduler import EngineJob, FairQueue, SamplingJob, WorkFn
 from rl.serve.serve_settings import LOCAL_OWNER, ServedBaseModel, ServeSettings
-from rl.serve.served_base_models import check_base_model
 from rl.serve.serving_metrics import ServingMetrics
 from rl.types import ModelInput, SampledSequence, SampleResponse, SamplingParams
 
 log = logging.getLogger("whetstone.serve")
 
+_WEIGHTS = ("*.safetensors", "*.bin")
 _STREAM_STEPS = 4  # tokens per slice if a request of the batch streams
 # samples that arrive within this time share a batch from the start
 _BATCH_WAIT_SECONDS, _MAX_BATCH_WAIT_SECONDS = 0.002, 0.02
@@ -98,12 +103,6 @@ class ServingEngine:
         else:
             self.queue.add(job)
         return job.done
-
-    def get_tenant(self, owner: str, session: str) -> str:
-        """Return the tenant for which a request of the session counts: the owner, or the session if
-        the server has no keys.
-        """
-        return owner if self.settings.keys else session
 
     async def run_function(
         self, owner: str, label: str, work: Callable[[], Any], tenant: str = ""
@@ -453,3 +452,45 @@ def log_write_failure(model_id: str, error: Exception) -> None:
         extra={"model": model_id, "error": type(error).__name__},
         exc_info=error,
     )
+
+
+def check_base_model(base: ServedBaseModel) -> int | None:
+    """Return the context length of a base model in tokens, from its config alone; None if the
+    config states no limit.
+
+    Raises UserError, which names the cause, if the model cannot be served.
+    """
+    folder = Path(base.source).expanduser()
+    try:
+        with torch.device("meta"):
+            skeleton = load_skeleton(base.source, tokenizer=base.tokenizer)
+        if base.tokenizer is not None:
+            load_tokenizer(base.tokenizer)
+        if (
+            folder.is_dir()
+            and not is_adapter(base.source)
+            and not any(any(folder.glob(pattern)) for pattern in _WEIGHTS)
+        ):
+            raise UserError(f"{folder} has a config and no weights ({' or '.join(_WEIGHTS)})")
+    # boundary: any error that a user's config raises is a reason not to start
+    except Exception as error:
+        raise UserError(f"--base-model {base.name} cannot be served: {error}") from error
+    return find_max_context(skeleton)
+
+
+def locate_tokenizer(base: ServedBaseModel, tokenizer: Any, root: Path) -> str | None:
+    """Return the hub name or folder from which a client on this machine loads the tokenizer; None
+    if the base model has no tokenizer.
+
+    The tokenizer of a tiny:<preset> is written to a folder below `root`.
+    """
+    where = base.tokenizer or base.source
+    if tokenizer is None:
+        return None
+    if not where.startswith("tiny:"):
+        folder = Path(where).expanduser()
+        return str(folder.resolve()) if folder.is_dir() else where
+    folder = (root / "tokenizers" / where.removeprefix("tiny:")).resolve()
+    if not folder.is_dir():
+        tokenizer.save_pretrained(str(folder))
+    return str(folder)

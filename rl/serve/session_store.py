@@ -149,11 +149,7 @@ class SessionStore:
     ) -> SessionRecord:
         """Create a session and write its file. Raises HttpError (429) above the owner's share."""
         with self._open_lock:
-            live_owners = [
-                session.owner
-                for session in list(self.sessions.values())
-                if session.finished is None
-            ]
+            live_owners = [session.owner for session in self.list_live_sessions()]
             # without keys all sessions belong to the same tenant
             has_others = owner != LOCAL_OWNER and self.has_other_tenants(owner)
             check_share(
@@ -198,9 +194,7 @@ class SessionStore:
     ) -> ModelRecord:
         """Add the record of a new model. Raises HttpError (429) above the tenant's share."""
         models = [
-            model
-            for model in list(self.models.values())
-            if self.sessions[model.session].finished is None
+            model for model in self.list_models() if self.sessions[model.session].finished is None
         ]
         tenant_count = sum(get_tenant(model) == get_tenant(session) for model in models)
         resource = "training clients in sessions that are alive (--models)"
@@ -247,7 +241,7 @@ class SessionStore:
         self.samplers[sampler.sampler_id] = sampler
         count = len(self.samplers) - self.limits.samplers
         if count > 0:
-            by_last_use = sorted(list(self.samplers.values()), key=lambda record: record.last_used)
+            by_last_use = sorted(self.list_samplers(), key=lambda record: record.last_used)
             holders = {record.sampler_id: get_tenant(record) for record in by_last_use}
             for sampler_id in choose_evictions(holders, list(holders), count):
                 evicted = (
@@ -259,9 +253,26 @@ class SessionStore:
                     evicted.client = None
         return sampler
 
-    def list_models(self, owner: str) -> list[ModelRecord]:
-        """Return the models of an owner."""
-        return [model for model in list(self.models.values()) if model.owner == owner]
+    # Other threads add records meanwhile, so that each list begins with a copy.
+
+    def list_models(
+        self, owner: str | None = None, session_id: str | None = None
+    ) -> list[ModelRecord]:
+        """Return all models, or those of an owner or of a session."""
+        return [
+            model
+            for model in list(self.models.values())
+            if owner in (None, model.owner) and session_id in (None, model.session)
+        ]
+
+    def list_samplers(self, session_id: str | None = None) -> list[SamplerRecord]:
+        """Return all sampling sessions, or those of a session."""
+        samplers = list(self.samplers.values())
+        return [sampler for sampler in samplers if session_id in (None, sampler.session)]
+
+    def list_live_sessions(self) -> list[SessionRecord]:
+        """Return the sessions that have not ended."""
+        return [session for session in list(self.sessions.values()) if session.finished is None]
 
     # ---------------------------------------------------------------------------------------- paths
 

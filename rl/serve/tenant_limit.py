@@ -19,8 +19,8 @@ T = TypeVar("T")
 def compute_share(limit: int, total_used: int, tenant_used: int) -> int:
     """Return the amount of `limit` that a tenant may hold, at least 1.
 
-    total    amount that all tenants hold
-    mine     amount that the tenant holds
+    total_used     amount that all tenants hold
+    tenant_used    amount that the tenant holds
     """
     return max(1, (limit - (total_used - tenant_used)) // 2)
 
@@ -37,11 +37,11 @@ def check_share(
 ) -> None:
     """Raise HttpError (429) if `amount` exceeds the free capacity or the tenant's share.
 
-    what      the resource, in the plural, with its flag
-    limit     capacity of the server
-    total     amount that all tenants hold
-    mine      amount that the tenant holds
-    others    whether other tenants exist
+    resource       in the plural, with its flag
+    limit          capacity of the server
+    total_used     amount that all tenants hold
+    tenant_used    amount that the tenant holds
+    has_others     whether other tenants exist
     """
     if total_used + amount > limit:
         text = (
@@ -63,8 +63,8 @@ def choose_evictions(
 ) -> list[T]:
     """Return `count` items to evict: repeatedly the oldest item of the tenant that holds most.
 
-    holders         the tenant of each item
-    oldest_first    the items that may be evicted
+    tenant_by_item    the tenant of each item
+    oldest_first      the items that may be evicted
     """
     counts: dict[str, int] = {}
     for tenant in tenant_by_item.values():

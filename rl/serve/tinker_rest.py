@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import hmac
 import os
+import secrets
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import formatdate
 from pathlib import Path
@@ -22,16 +26,14 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 
 from rl.client import RestClient
 from rl.distributed import checkpoint_folder
-from rl.serve.api_routes import RouteHandler, TypedRoute
+from rl.serve.api_routes import RouteHandler, TypedRoute, make_unsupported
 from rl.serve.http_errors import HttpError
-from rl.serve.json_response import SafeJSONResponse
-from rl.serve.request_store import RequestStore
-from rl.serve.schemas import JsonBody, TtlBody, WeightsInfoBody, read_body, read_fields
-from rl.serve.served_models import ModelManager
-from rl.serve.serving_engine import ServingEngine
-from rl.serve.session_store import CHECKPOINT_KINDS, ModelRecord, SessionStore
-from rl.serve.signed_url import UrlSigner
+from rl.serve.schemas import JsonBody, TtlBody, WeightsInfoBody
+from rl.serve.served_models import ServerParts
+from rl.serve.session_store import CHECKPOINT_KINDS, ModelRecord
 
+# a link's path: LINK_PREFIX, expiry, signature, and the path of the file
+LINK_PREFIX = "/api/v1/files/"
 _CHECKPOINT_TYPES = {
     "weights": "training",
     "sampler_weights": "sampler",
@@ -42,24 +44,58 @@ _CHUNK_BYTES = 2**20  # bytes read and sent per chunk of a file
 ARCHIVE_NAME = "archive.tar"  # file name in a link that means all files of the folder
 
 
-class TinkerRestRoutes:
+class UrlSigner:
+    """Sign paths of files with a secret that lives as long as the server.
+
+    The signature covers the owner. The link itself names neither the owner nor the key.
+    """
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+
+    def make_path(self, owner: str, expires: int, file_path: str) -> str:
+        """Return the URL path of a link that `owner` creates.
+
+        expires    Unix time in seconds
+        place      <model id>/<kind>/<checkpoint>/<file>
+        """
+        return f"{LINK_PREFIX}{expires}/{self._sign(owner, expires, file_path)}/{file_path}"
+
+    def is_valid(self, owner: str, path: str) -> bool:
+        """Return whether `path` is a link that `owner` created and that has not expired."""
+        expires, _, rest = path.removeprefix(LINK_PREFIX).partition("/")
+        sign, _, place = rest.partition("/")
+        if not (expires.isascii() and expires.isdigit() and len(expires) < 12):
+            return False
+        expected = self._sign(owner, int(expires), place)
+        return hmac.compare_digest(expected.encode(), sign.encode()) and (
+            int(expires) >= time.time()
+        )
+
+    def find_owner(self, path: str, owners: Iterable[str]) -> str | None:
+        """Return the member of `owners` that created the link, or None.
+
+        The result is None if none of them created it, or if the link has expired.
+        """
+        matches = [owner for owner in owners if self.is_valid(owner, path)]
+        return matches[0] if matches else None
+
+    def _sign(self, owner: str, expires: int, file_path: str) -> str:
+        """Return the signature of a link, an HMAC-SHA256 in hexadecimal."""
+        text = f"{owner} {expires} {file_path}"
+        return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
+
+
+@dataclass
+class TinkerRestRoutes(ServerParts):
     """Hold the handlers under /api/v1 that inspect and manage saved weights."""
 
-    def __init__(
-        self,
-        engine: ServingEngine,
-        session_store: SessionStore,
-        model_manager: ModelManager,
-        request_store: RequestStore,
-        links: UrlSigner,
-    ):
-        self.engine = engine
-        self.session_store = session_store
-        self.links = links
+    links: UrlSigner
 
     def routes(self) -> list[TypedRoute]:
         """Return the routes of the REST part."""
         checkpoint_path = "training_runs/{model_id}/checkpoints/{kind}/{name}"
+        refuse_publish = make_unsupported("publishing: a checkpoint belongs to its key")
         table: list[tuple[str, str, RouteHandler]] = [
             ("GET", "get_server_capabilities", self.get_capabilities),
             ("GET", "training_runs", self.list_runs),
@@ -71,8 +107,8 @@ class TinkerRestRoutes:
             ("GET", checkpoint_path + "/archive", self.redirect_to_archive),
             ("GET", checkpoint_path + "/external_weights_urls", self.list_file_urls),
             ("GET", "files/{expires}/{sign}/{model_id}/{kind}/{name}/{file:path}", self.get_file),
-            ("POST", checkpoint_path + "/publish", _refuse_publish),
-            ("DELETE", checkpoint_path + "/publish", _refuse_publish),
+            ("POST", checkpoint_path + "/publish", refuse_publish),
+            ("DELETE", checkpoint_path + "/publish", refuse_publish),
             ("POST", "weights_info", self.get_weights_info),
             ("GET", "samplers/{sampler_id}", self.get_sampler),
             ("GET", "sessions", self.list_sessions),
@@ -87,7 +123,7 @@ class TinkerRestRoutes:
             for method, path, handler in table
         ]
 
-    async def get_capabilities(self, request: Request) -> Response:
+    async def get_capabilities(self, request: Request) -> Any:
         """Return the base models and their context lengths."""
         bases = await self.engine.run_function(
             request.state.owner, "capabilities", self.engine.list_bases
@@ -101,7 +137,7 @@ class TinkerRestRoutes:
             }
             for base in bases
         ]
-        return SafeJSONResponse({"supported_models": models})
+        return {"supported_models": models}
 
     # ---------------------------------------------------------------------------- runs, checkpoints
 
@@ -148,7 +184,7 @@ class TinkerRestRoutes:
             "expires_at": saved.expires_at.isoformat() if saved.expires_at else None,
         }
 
-    async def list_runs(self, request: Request) -> Response:
+    async def list_runs(self, request: Request) -> Any:
         """Return a page of the owner's training runs, the most recently used first."""
         models = sorted(
             self.session_store.list_models(request.state.owner),
@@ -157,13 +193,11 @@ class TinkerRestRoutes:
         )
         page, cursor = _paginate(request, models)
         records = await asyncio.to_thread(lambda: [self._run_record(model) for model in page])
-        return SafeJSONResponse({"training_runs": records, "cursor": cursor})
+        return {"training_runs": records, "cursor": cursor}
 
-    async def get_run(self, request: Request) -> Response:
+    async def get_run(self, request: Request) -> Any:
         """Return a training run."""
-        return SafeJSONResponse(
-            await asyncio.to_thread(self._run_record, self._find_model(request))
-        )
+        return await asyncio.to_thread(self._run_record, self._find_model(request))
 
     def _find_model(self, request: Request) -> ModelRecord:
         """Return the model of the path. Raises HttpError (404) if the owner has no such model."""
@@ -172,7 +206,7 @@ class TinkerRestRoutes:
             raise HttpError(404, f"unknown training run {request.path_params['model_id'][:80]!r}")
         return model
 
-    async def list_checkpoints(self, request: Request) -> Response:
+    async def list_checkpoints(self, request: Request) -> Any:
         """Return the checkpoints of a training run."""
         model = self._find_model(request)
         checkpoints = await asyncio.to_thread(
@@ -181,9 +215,9 @@ class TinkerRestRoutes:
                 for location in self.session_store.iter_checkpoints(model)
             ]
         )
-        return SafeJSONResponse({"checkpoints": checkpoints})
+        return {"checkpoints": checkpoints}
 
-    async def list_all_checkpoints(self, request: Request) -> Response:
+    async def list_all_checkpoints(self, request: Request) -> Any:
         """Return a page of the checkpoints of all runs of the owner, the newest first."""
         models = self.session_store.list_models(request.state.owner)
         checkpoints = await asyncio.to_thread(
@@ -196,7 +230,7 @@ class TinkerRestRoutes:
         page, cursor = _paginate(
             request, sorted(checkpoints, key=lambda entry: entry["time"], reverse=True)
         )
-        return SafeJSONResponse({"checkpoints": page, "cursor": cursor})
+        return {"checkpoints": page, "cursor": cursor}
 
     def _find_folder(self, request: Request) -> Path:
         """Return the folder of the checkpoint of the path."""
@@ -212,19 +246,17 @@ class TinkerRestRoutes:
         )
         return Response(status_code=204)
 
-    async def set_ttl(self, request: Request) -> Response:
+    async def set_ttl(self, request: Request, body: TtlBody) -> Response:
         """Set or remove the time to live of a checkpoint, in seconds."""
-        seconds = read_body(TtlBody, await read_fields(request)).ttl_seconds
         await asyncio.to_thread(
-            lambda: checkpoint_folder.set_expiry(self._find_folder(request), seconds)
+            lambda: checkpoint_folder.set_expiry(self._find_folder(request), body.ttl_seconds)
         )
         return Response(status_code=204)
 
-    async def get_weights_info(self, request: Request) -> Response:
+    async def get_weights_info(self, request: Request, body: WeightsInfoBody) -> Any:
         """Return the base model and the LoRA settings of saved weights."""
-        path = read_body(WeightsInfoBody, await read_fields(request)).tinker_path
         model, folder = await asyncio.to_thread(
-            self.session_store.find_folder, path, request.state.owner
+            self.session_store.find_folder, body.tinker_path, request.state.owner
         )
         info = await asyncio.to_thread(
             lambda: RestClient().get_weights_info_by_tinker_path(str(folder)).result()
@@ -233,7 +265,7 @@ class TinkerRestRoutes:
             name: getattr(info, name)
             for name in ("is_lora", "lora_rank", "train_unembed", "train_mlp", "train_attn")
         }
-        return SafeJSONResponse({"base_model": model.base.name, **flags})
+        return {"base_model": model.base.name, **flags}
 
     # ------------------------------------------------------------------------------------ downloads
 
@@ -251,7 +283,7 @@ class TinkerRestRoutes:
         }
         return Response(status_code=302, headers=headers)
 
-    async def list_file_urls(self, request: Request) -> Response:
+    async def list_file_urls(self, request: Request) -> Any:
         """Return a link for each file. A link needs no key and expires after an hour."""
         folder = await asyncio.to_thread(self._find_folder, request)
         expires, hidden = (
@@ -263,12 +295,10 @@ class TinkerRestRoutes:
             for file in list_files(folder)
             if file.name not in hidden
         ]
-        return SafeJSONResponse(
-            {
-                "urls": {name: self._make_link(request, expires, name) for name in names},
-                "expires": _iso_time(expires),
-            }
-        )
+        return {
+            "urls": {name: self._make_link(request, expires, name) for name in names},
+            "expires": _iso_time(expires),
+        }
 
     def _make_link(self, request: Request, expires: int, name: str) -> str:
         """Return a signed URL of a file of the path's checkpoint. `expires`: Unix seconds."""
@@ -306,7 +336,7 @@ class TinkerRestRoutes:
 
     # ----------------------------------------------------------------------- samplers and sessions
 
-    async def get_sampler(self, request: Request) -> Response:
+    async def get_sampler(self, request: Request) -> Any:
         """Return the base model of a sampling session and the path of its weights."""
         sampler = self.session_store.get_sampler(
             request.path_params["sampler_id"], request.state.owner
@@ -318,11 +348,13 @@ class TinkerRestRoutes:
                 f"{sampler.path.parent.parent.name.removeprefix('train-')}"
             )
             path = f"tinker://{model_id}/{sampler.path.parent.name}/{sampler.path.name}"
-        return SafeJSONResponse(
-            {"sampler_id": sampler.sampler_id, "base_model": sampler.base.name, "model_path": path}
-        )
+        return {
+            "sampler_id": sampler.sampler_id,
+            "base_model": sampler.base.name,
+            "model_path": path,
+        }
 
-    async def list_sessions(self, request: Request) -> Response:
+    async def list_sessions(self, request: Request) -> Any:
         """Return a page of the owner's session ids, the newest first."""
         session_ids = [
             session.session_id
@@ -330,29 +362,23 @@ class TinkerRestRoutes:
             if session.owner == request.state.owner
         ]
         page, _ = _paginate(request, session_ids[::-1])
-        return SafeJSONResponse({"sessions": page})
+        return {"sessions": page}
 
-    async def get_session(self, request: Request) -> Response:
+    async def get_session(self, request: Request) -> Any:
         """Return the training runs and sampling sessions of a session."""
         session = self.session_store.get_session(
             request.path_params["session_id"], request.state.owner, alive=False
         )
-        models = [
-            model.model_id
-            for model in list(self.session_store.models.values())
-            if model.session == session.session_id
-        ]
-        samplers = [
-            sampler.sampler_id
-            for sampler in list(self.session_store.samplers.values())
-            if sampler.session == session.session_id
-        ]
-        ids = {
-            "training_run_ids": models,
-            "sampler_ids": samplers,
+        session_id = session.session_id
+        models = self.session_store.list_models(session_id=session_id)
+        return {
+            "training_run_ids": [model.model_id for model in models],
+            "sampler_ids": [
+                item.sampler_id for item in self.session_store.list_samplers(session_id)
+            ],
             "user_metadata": session.user_metadata,
+            "display_name": session.display_name,
         }
-        return SafeJSONResponse({**ids, "display_name": session.display_name})
 
 
 def list_files(folder: Path) -> list[Path]:
@@ -413,8 +439,3 @@ def _paginate(request: Request, items: list[Any]) -> tuple[list[Any], dict[str, 
 def _iso_time(seconds: float) -> str:
     """Return a Unix time as ISO 8601 text in UTC."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()
-
-
-async def _refuse_publish(request: Request) -> Response:
-    """Raise HttpError (400): checkpoints cannot be published."""
-    raise HttpError(400, "publishing is not supported here: a checkpoint belongs to its key")

@@ -10,46 +10,30 @@ import functools
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
 
 from rl.errors import BadRequestError
 from rl.serve import conversion
 from rl.serve.api_routes import TypedRoute
 from rl.serve.http_errors import HttpError
-from rl.serve.json_response import SafeJSONResponse
-from rl.serve.request_store import PendingRequest, RequestStore, compute_digest, resolve_request
+from rl.serve.request_store import PendingRequest, compute_digest, resolve_request
 from rl.serve.schemas import (
+    AcceptedSampleBody,
     CreateSamplingSessionBody,
     JoinSamplingSessionBody,
     SampleBody,
     read_body,
     read_fields,
 )
-from rl.serve.served_models import ModelManager
-from rl.serve.serving_engine import ServingEngine
-from rl.serve.session_store import SamplerRecord, SessionStore
+from rl.serve.served_models import ServerParts
+from rl.serve.session_store import SamplerRecord, get_tenant
 from rl.types import ModelInput, SamplingParams
 
 # largest body whose fields are parsed on the event loop; larger bodies are parsed in a thread
 _MAX_INLINE_BODY_BYTES = 16384
 
 
-class TinkerSamplingRoutes:
+class TinkerSamplingRoutes(ServerParts):
     """Hold the handlers under /api/v1 for sampling."""
-
-    def __init__(
-        self,
-        engine: ServingEngine,
-        session_store: SessionStore,
-        model_manager: ModelManager,
-        request_store: RequestStore,
-    ):
-        self.engine = engine
-        self.session_store = session_store
-        self.model_manager = model_manager
-        self.request_store = request_store
-        engine.resolvers.append(model_manager.resolve_name)
-        engine.name_listers.append(model_manager.list_names)
 
     def routes(self) -> list[TypedRoute]:
         """Return the routes for sampling."""
@@ -66,13 +50,14 @@ class TinkerSamplingRoutes:
             )
         ]
 
-    async def create_sampling_session(self, request: Request) -> Response:
+    async def create_sampling_session(
+        self, request: Request, body: CreateSamplingSessionBody
+    ) -> Any:
         """Create a sampling session of a base model or of saved weights.
 
         A repeated request returns the same session. Raises HttpError (400) if the session exists
         with other weights.
         """
-        body = read_body(CreateSamplingSessionBody, await read_fields(request))
         session = self.session_store.get_session(body.session_id, request.state.owner)
         sampler_id = f"{session.session_id}:sample:{body.sampling_session_seq_id}"
         path = body.model_path
@@ -95,24 +80,21 @@ class TinkerSamplingRoutes:
             self.session_store.add_sampler(
                 SamplerRecord(sampler_id, session.owner, session.session_id, base, folder)
             )
-        return SafeJSONResponse(
-            {"type": "create_sampling_session", "sampling_session_id": sampler_id}
-        )
+        return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
-    async def join_sampling_session(self, request: Request) -> Response:
+    async def join_sampling_session(self, request: Request, body: JoinSamplingSessionBody) -> Any:
         """Count another client of a sampling session, and return the count."""
-        body = read_body(JoinSamplingSessionBody, await read_fields(request))
         sampler = self.session_store.get_sampler(body.sampling_session_id, request.state.owner)
         sampler.clones += 1
-        return SafeJSONResponse({"type": "join_sampling_session", "client_counter": sampler.clones})
+        return {"type": "join_sampling_session", "client_counter": sampler.clones}
 
-    async def asample(self, request: Request) -> Response:
+    async def asample(self, request: Request) -> Any:
         """Queue a sample request, and return its id and the ids of its sequences.
 
         A repeated request returns the same ids. An invalid value becomes the request's result.
         """
-        body = read_body(SampleBody, await read_fields(request))
-        owner, raw = request.state.owner, await request.body()
+        fields, owner, raw = await read_fields(request), request.state.owner, await request.body()
+        body = read_body(AcceptedSampleBody, fields)
         if body.sampling_session_id is None:
             raise HttpError(
                 400, "asample needs the sampling_session_id that create_sampling_session returned"
@@ -125,12 +107,12 @@ class TinkerSamplingRoutes:
             self.request_store.find_duplicate(request_id, digest) is None
             and len(raw) > _MAX_INLINE_BODY_BYTES
         ):
-            parsed = await asyncio.to_thread(self._try_parse, body)
+            parsed = await asyncio.to_thread(self._try_parse, fields)
         # check again: the same request may have arrived meanwhile
         pending = self.request_store.find_duplicate(request_id, digest)
         if pending is None:
             ids = [f"{request_id}:{i}" for i in range(count)]
-            tenant, size = self.engine.get_tenant(owner, sampler.session), len(raw)
+            tenant, size = get_tenant(sampler), len(raw)
             self.request_store.check_capacity(tenant, size)
             pending = PendingRequest(
                 request_id,
@@ -142,7 +124,7 @@ class TinkerSamplingRoutes:
                 tenant=tenant,
                 size=size,
             )
-            parsed = parsed or self._try_parse(body)
+            parsed = parsed or self._try_parse(fields)
             if isinstance(parsed, Exception):
                 resolve_request(pending, error=parsed)
             else:
@@ -152,17 +134,15 @@ class TinkerSamplingRoutes:
                     client, owner, prompt, count, params, tenant=tenant, sequence_ids=ids, **options
                 )
             self.request_store.add(pending)
-        return SafeJSONResponse(
-            {"request_id": request_id, "sample_sequence_ids": pending.sequence_ids}
-        )
+        return {"request_id": request_id, "sample_sequence_ids": pending.sequence_ids}
 
     def _try_parse(
-        self, body: SampleBody
+        self, fields: Any
     ) -> tuple[ModelInput, SamplingParams, dict[str, Any]] | Exception:
         """Return the parsed request, or the error that becomes the request's result."""
         try:
-            return self._parse_request(body)
-        except (ValueError, TypeError) as error:
+            return self._parse_request(read_body(SampleBody, fields))
+        except (HttpError, ValueError, TypeError) as error:
             return error
 
     def _parse_request(self, body: SampleBody) -> tuple[ModelInput, SamplingParams, dict[str, Any]]:
@@ -177,10 +157,8 @@ class TinkerSamplingRoutes:
                     f"{name} is not computed here: use topk_prompt_logprobs, or a forward of the "
                     "training client"
                 )
-        prompt, params = (
-            conversion.parse_prompt(body.prompt),
-            conversion.parse_sampling_params(body.sampling_params or {}),
-        )
+        prompt = ModelInput([chunk.to_chunk() for chunk in body.prompt.chunks])
+        params = SamplingParams(**body.sampling_params.model_dump(exclude_unset=True))
         limit, count = self.engine.settings.limits.tokens, body.num_samples or 1
         if conversion.count_tokens(prompt) + count * (params.max_tokens or 1) > limit:
             text = (

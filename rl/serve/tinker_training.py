@@ -9,6 +9,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
@@ -18,37 +19,27 @@ from rl.client import TrainingClient
 from rl.distributed import checkpoint_folder
 from rl.errors import BadRequestError
 from rl.serve import conversion, schemas, tinker_pb2
-from rl.serve.api_routes import RouteHandler, TypedRoute
-from rl.serve.compression import decompress, is_zstd_available
-from rl.serve.encoded_results import PROTOBUF_TYPE
-from rl.serve.http_errors import HttpError
-from rl.serve.json_response import SafeJSONResponse
-from rl.serve.request_store import PendingRequest, RequestStore, compute_digest, resolve_request
-from rl.serve.schemas import read_body, read_fields
+from rl.serve.api_routes import RouteHandler, TypedRoute, make_unsupported
+from rl.serve.http_errors import HttpError, SafeJSONResponse
+from rl.serve.request_store import (
+    PROTOBUF_TYPE,
+    PendingRequest,
+    compute_digest,
+    resolve_request,
+)
+from rl.serve.schemas import decompress, is_zstd_available, read_body, read_fields
 from rl.serve.serve_settings import LOOPBACK_HOSTS
-from rl.serve.served_base_models import locate_tokenizer
-from rl.serve.served_models import ModelManager, end_session
-from rl.serve.serving_engine import ServingEngine
-from rl.serve.session_store import ModelRecord, SamplerRecord, SessionRecord, SessionStore
+from rl.serve.served_models import ServerParts, end_session
+from rl.serve.serving_engine import locate_tokenizer
+from rl.serve.session_store import ModelRecord, SamplerRecord, SessionRecord, get_tenant
+from rl.types import AdamParams
 
 # largest result that is converted to JSON on the event loop; larger results use a thread
 _MAX_INLINE_RESULT_BYTES = 16384
 
 
-class TinkerTrainingRoutes:
+class TinkerTrainingRoutes(ServerParts):
     """Hold the handlers under /api/v1 for training."""
-
-    def __init__(
-        self,
-        engine: ServingEngine,
-        session_store: SessionStore,
-        model_manager: ModelManager,
-        request_store: RequestStore,
-    ):
-        self.engine = engine
-        self.session_store = session_store
-        self.model_manager = model_manager
-        self.request_store = request_store
 
     def routes(self) -> list[TypedRoute]:
         """Return the routes for training, including the unsupported ones."""
@@ -64,14 +55,6 @@ class TinkerTrainingRoutes:
             ("unload_model", self.unload_model, schemas.ModelBody),
             ("get_info", self.get_info, schemas.ModelBody),
             ("forward_backward", self.forward_backward, PROTOBUF_TYPE),
-            ("optim_step", self.optim_step, schemas.OptimStepBody),
-            ("save_weights", self.save_weights, schemas.SaveWeightsBody),
-            (
-                "save_weights_for_sampler",
-                self.save_weights_for_sampler,
-                schemas.SaveWeightsForSamplerBody,
-            ),
-            ("save_weights_external", self.save_weights_external, schemas.SaveWeightsExternalBody),
             ("load_weights", self.load_weights, schemas.LoadWeightsBody),
             ("retrieve_future", self.retrieve_future, schemas.FutureBody),
             ("cancel_future", self.cancel_future, schemas.FutureBody),
@@ -84,7 +67,23 @@ class TinkerTrainingRoutes:
             "retrieve_futures": "retrieving many results at once: use retrieve_future",
             "auth/token": "exchanging a key for a token: send the key itself",
         }
-        table += [(path, _make_unsupported(text), None) for path, text in unsupported.items()]
+        numbered_verbs: dict[str, tuple[type[schemas.JsonBody], Callable[..., Any]]] = {
+            "optim_step": (schemas.OptimStepBody, self._optim_step),
+            "save_weights": (schemas.SaveWeightsBody, self._save_weights),
+            "save_weights_for_sampler": (
+                schemas.SaveWeightsForSamplerBody,
+                self._save_weights_for_sampler,
+            ),
+            "save_weights_external": (
+                schemas.SaveWeightsExternalBody,
+                self._save_weights_external,
+            ),
+        }
+        table += [
+            (verb, self._make_numbered_handler(verb, body_type, run), body_type)
+            for verb, (body_type, run) in numbered_verbs.items()
+        ]
+        table += [(path, make_unsupported(text), None) for path, text in unsupported.items()]
         return [
             TypedRoute(f"/api/v1/{path}", handler, body_type=body_type)
             for path, handler, body_type in table
@@ -92,7 +91,7 @@ class TinkerTrainingRoutes:
 
     # ------------------------------------------------------------------------------------- sessions
 
-    async def get_client_config(self, request: Request) -> Response:
+    async def get_client_config(self, request: Request) -> Any:
         """Return the SDK's feature flags.
 
         Chunks are sent in parallel, keys are sent directly, and bodies from other machines are
@@ -104,39 +103,34 @@ class TinkerTrainingRoutes:
             "proto_compress_fwdbwd": compress,
             "parallel_fwdbwd_chunks": True,
         }
-        return SafeJSONResponse(
-            {**flags, "sample_use_retrieve_futures": False, "custom_loss_server_side": False}
-        )
+        return {**flags, "sample_use_retrieve_futures": False, "custom_loss_server_side": False}
 
-    async def get_dynamic_config(self, request: Request) -> Response:
+    async def get_dynamic_config(self, request: Request) -> Any:
         """Return the SDK's settings that may change while it runs."""
-        return SafeJSONResponse({"refresh_interval_sec": 300, "sample_cancel_enabled": True})
+        return {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
 
-    async def accept_telemetry(self, request: Request) -> Response:
+    async def accept_telemetry(self, request: Request) -> Any:
         """Accept telemetry and discard it."""
         await request.body()
-        return SafeJSONResponse({"status": "accepted"})
+        return {"status": "accepted"}
 
-    async def create_session(self, request: Request) -> Response:
+    async def create_session(self, request: Request, body: schemas.CreateSessionBody) -> Any:
         """Create a session."""
-        body = read_body(schemas.CreateSessionBody, await read_fields(request))
         session = await asyncio.to_thread(
             self.session_store.open_session,
             request.state.owner,
             body.user_metadata,
             body.display_name,
         )
-        return SafeJSONResponse({"type": "create_session", "session_id": session.session_id})
+        return {"type": "create_session", "session_id": session.session_id}
 
-    async def record_heartbeat(self, request: Request) -> Response:
+    async def record_heartbeat(self, request: Request, body: schemas.SessionBody) -> Any:
         """Record a heartbeat of a session."""
-        body = read_body(schemas.SessionBody, await read_fields(request))
         self.session_store.get_session(body.session_id, request.state.owner)
-        return SafeJSONResponse({"type": "session_heartbeat"})
+        return {"type": "session_heartbeat"}
 
-    async def finish_session(self, request: Request) -> Response:
+    async def finish_session(self, request: Request, body: schemas.FinishSessionBody) -> Response:
         """End a session, with the client's reason."""
-        body = read_body(schemas.FinishSessionBody, await read_fields(request))
         session = self.session_store.get_session(
             request.path_params["session_id"], request.state.owner, alive=False
         )
@@ -146,19 +140,11 @@ class TinkerTrainingRoutes:
 
     # --------------------------------------------------------------------------------------- models
 
-    async def create_model(self, request: Request) -> Response:
+    async def create_model(self, request: Request, body: schemas.CreateModelBody) -> Any:
         """Queue the creation of a LoRA training client.
 
         Raises HttpError (400) if the request lacks a LoRA or names another optimizer than AdamW.
         """
-        fields = await read_fields(request)
-        if fields.get("lora_config") is None:
-            raise HttpError(
-                400,
-                "the body lacks lora_config: only LoRA training is supported over the network, not "
-                "full fine-tuning",
-            )
-        body = read_body(schemas.CreateModelBody, fields)
         session = self.session_store.get_session(body.session_id, request.state.owner)
         base = self.engine.settings.find_base(body.base_model)
         _check_optimizer(body)
@@ -183,96 +169,75 @@ class TinkerTrainingRoutes:
         make: Callable[[], TrainingClient],
         raw: bytes,
         result: dict[str, str],
-    ) -> Response:
+    ) -> dict[str, Any]:
         """Create the model of a number in its session, once, even if the request is repeated.
 
         Raises HttpError (400) if the number was used for another request, and HttpError (429) if
         the queue is full.
         """
-        seq = body.model_seq_id
-        request_id, digest = f"{session.session_id}:train:{seq}:0", compute_digest(raw)
-        pending = self.request_store.find_duplicate(request_id, digest)
-        if pending is None:
-            tenant, model_id = (
-                self.engine.get_tenant(session.owner, session.session_id),
-                f"{session.session_id}:train:{seq}",
+        model_id = f"{session.session_id}:train:{body.model_seq_id}"
+        request_id, digest = f"{model_id}:0", compute_digest(raw)
+        response = {"request_id": request_id, "model_id": model_id}
+        if self.request_store.find_duplicate(request_id, digest) is not None:
+            return response
+        tenant = get_tenant(session)
+        self.engine.queue.check_capacity(tenant)
+        existing = self.session_store.models.get(model_id)
+        if existing is not None and existing.request_digest not in ("", digest.hex()):
+            raise HttpError(
+                400,
+                f"{model_id} was created by another request: use a new model_seq_id for each model "
+                "of a session",
             )
-            self.engine.queue.check_capacity(tenant)
-            existing = self.session_store.models.get(model_id)
-            if (
-                existing is not None
-                and existing.request_digest
-                and existing.request_digest != digest.hex()
-            ):
-                raise HttpError(
-                    400,
-                    f"{model_id} was created by another request: use a new model_seq_id for each "
-                    "model of a session",
-                )
-            # a model that was only in memory when an earlier server ended no longer exists: it is
-            # created again
-            if existing is not None and (existing.is_written_out or not existing.resumed):
-                pending = PendingRequest(
-                    request_id,
-                    session.owner,
-                    "create_model",
-                    digest,
-                    session_id=session.session_id,
-                    tenant=tenant,
-                )
-                self.request_store.add(resolve_request(pending, existing.create_result))
-                return SafeJSONResponse({"request_id": request_id, "model_id": model_id})
-            model = self.session_store.add_model(session, seq, base, body.user_metadata)
-            model.request_digest, model.create_result = (
-                digest.hex(),
-                {"model_id": model_id, **result},
-            )
-            pending = PendingRequest(
-                request_id,
-                session.owner,
-                "create_model",
-                digest,
-                session_id=session.session_id,
-                tenant=tenant,
-            )
-            self.request_store.add(pending)
-            self.engine.submit(
-                session.owner,
-                model.model_id,
-                "create_model",
-                lambda: self.model_manager.create_model(model, make),
-                pending.work_future,
-                tenant,
-            )
-        return SafeJSONResponse(
-            {"request_id": request_id, "model_id": f"{session.session_id}:train:{seq}"}
+        pending = PendingRequest(
+            request_id,
+            session.owner,
+            "create_model",
+            digest,
+            session_id=session.session_id,
+            tenant=tenant,
         )
+        # a model that was only in memory when an earlier server ended no longer exists: it is
+        # created again
+        if existing is not None and (existing.is_written_out or not existing.resumed):
+            self.request_store.add(resolve_request(pending, existing.create_result))
+            return response
+        seq, metadata = body.model_seq_id, body.user_metadata
+        model = self.session_store.add_model(session, seq, base, metadata)
+        model.request_digest = digest.hex()
+        model.create_result = {"model_id": model_id, **result}
+        self.request_store.add(pending)
+        self.engine.submit(
+            session.owner,
+            model_id,
+            "create_model",
+            lambda: self.model_manager.create_model(model, make),
+            pending.work_future,
+            tenant,
+        )
+        return response
 
-    async def unload_model(self, request: Request) -> Response:
+    async def unload_model(self, request: Request, body: schemas.ModelBody) -> Any:
         """Write a model to disk and free its memory."""
-        body = read_body(schemas.ModelBody, await read_fields(request))
         model = self.session_store.get_model(body.model_id, request.state.owner)
 
         def unload() -> None:
             self.model_manager.write_model(model)
             self.model_manager.free_model(model)
 
-        await self.engine.run_function(
-            model.owner, "unload_model", unload, self.engine.get_tenant(model.owner, model.session)
-        )
+        await self.engine.run_function(model.owner, "unload_model", unload, get_tenant(model))
         pending = PendingRequest(
             f"{model.model_id}:unload:{time.monotonic_ns()}", model.owner, "unload_model"
         )
         self.request_store.add(
             resolve_request(pending, {"model_id": model.model_id, "type": "unload_model"})
         )
-        return SafeJSONResponse({"request_id": pending.request_id, "model_id": model.model_id})
+        return {"request_id": pending.request_id, "model_id": model.model_id}
 
-    async def get_info(self, request: Request) -> Response:
+    async def get_info(self, request: Request, body: schemas.ModelBody) -> Any:
         """Return architecture, tokenizer and LoRA rank of a model."""
-        body = read_body(schemas.ModelBody, await read_fields(request))
         model = self.session_store.get_model(body.model_id, request.state.owner)
-        tenant = self.engine.get_tenant(model.owner, model.session)
+        tenant = get_tenant(model)
         info = await self.engine.run_function(
             model.owner, "get_info", lambda: self.model_manager.load_client(model).info, tenant
         )
@@ -286,9 +251,7 @@ class TinkerTrainingRoutes:
             "model_data": data,
             "model_name": model.base.name,
         }
-        return SafeJSONResponse(
-            {**fields, "is_lora": info["lora_rank"] is not None, "lora_rank": info["lora_rank"]}
-        )
+        return {**fields, "is_lora": info["lora_rank"] is not None, "lora_rank": info["lora_rank"]}
 
     # --------------------------------------------------------------------------- numbered requests
 
@@ -300,7 +263,7 @@ class TinkerTrainingRoutes:
         raw: bytes,
         work: Callable[[], Generator[None, None, Any]],
         size: int | None = None,
-    ) -> Response:
+    ) -> dict[str, Any]:
         """Queue a model's request once, even if it is repeated. Return its id.
 
         A wrong value in the request becomes its result.
@@ -316,7 +279,7 @@ class TinkerTrainingRoutes:
         if self.engine.is_shutting_down:
             raise HttpError(503, "the server is shutting down: try again", retry_after=5.0)
         if self.request_store.find_duplicate(request_id, digest) is None:
-            tenant = self.engine.get_tenant(model.owner, model.session)
+            tenant = get_tenant(model)
             self.request_store.check_capacity(tenant, size)
             pending = PendingRequest(
                 request_id,
@@ -329,9 +292,9 @@ class TinkerTrainingRoutes:
             )
             self.model_manager.enqueue_request(model, seq, pending, work)
             self.request_store.add(pending)
-        return SafeJSONResponse({"request_id": request_id, "model_id": model.model_id})
+        return {"request_id": request_id, "model_id": model.model_id}
 
-    async def forward_backward(self, request: Request) -> Response:
+    async def forward_backward(self, request: Request) -> Any:
         """Queue a forward, or a forward and backward pass, from a protobuf body.
 
         Raises HttpError (415) for another content type, and HttpError (400) for a `seq_id` below 1.
@@ -390,143 +353,121 @@ class TinkerTrainingRoutes:
             size,
         )
 
-    async def optim_step(self, request: Request) -> Response:
-        """Queue an update of the weights."""
-        fields = await read_fields(request)
-        model, seq = self._read_model_and_seq(fields, request)
+    def _make_numbered_handler(
+        self,
+        verb: str,
+        body_type: type[schemas.JsonBody],
+        run: Callable[[ModelRecord, Any], Generator[None, None, Any]],
+    ) -> RouteHandler:
+        """Return the handler of a verb whose requests run in the order of their numbers.
 
-        def work() -> Generator[None, None, Any]:
-            body = read_body(schemas.OptimStepBody, fields)
-            if body.optimizer_params is not None:
-                raise BadRequestError(
-                    "only AdamW is supported here: optim_step takes types.AdamParams"
-                )
-            return self.model_manager.optim_step(
-                model, conversion.parse_adam_params(body.adam_params)
-            )
-
-        return self._enqueue_once(
-            model, seq, "optim_step", await request.body(), lambda: _run_deferred(work)
-        )
-
-    def _read_model_and_seq(
-        self, fields: dict[str, Any], request: Request
-    ) -> tuple[ModelRecord, int]:
-        """Return the model and the sequence number of a request.
-
-        A request's other fields are read when it runs: a wrong value then becomes its result.
+        `run(model, body)` returns the verb's work. Model and number are read at once, the other
+        fields when the request runs: a wrong value then becomes its result, and leaves no gap in
+        the numbers.
         """
-        body = read_body(schemas.NumberedBody, fields)
-        return self.session_store.get_model(body.model_id, request.state.owner), body.seq_id
 
-    async def save_weights(self, request: Request) -> Response:
+        async def handle(request: Request) -> Any:
+            fields = await read_fields(request)
+            numbered = read_body(schemas.NumberedBody, fields)
+            model = self.session_store.get_model(numbered.model_id, request.state.owner)
+
+            def work() -> Generator[None, None, Any]:
+                return (yield from run(model, read_body(body_type, fields)))
+
+            # the SDK increments the number of its sampling session for each try: if a response was
+            # lost, the repeated request has another number
+            payload = {
+                name: value for name, value in fields.items() if name != "sampling_session_seq_id"
+            }
+            raw = json.dumps(payload, sort_keys=True).encode()
+            return self._enqueue_once(model, numbered.seq_id, verb, raw, work)
+
+        handle.__name__, handle.__doc__ = verb, run.__doc__
+        return handle
+
+    def _optim_step(
+        self, model: ModelRecord, body: schemas.OptimStepBody
+    ) -> Generator[None, None, Any]:
+        """Queue an update of the weights."""
+        if body.optimizer_params is not None:
+            raise BadRequestError("only AdamW is supported here: optim_step takes types.AdamParams")
+        if body.adam_params is None:
+            raise BadRequestError("the body lacks 'adam_params'")
+        params = AdamParams(**body.adam_params.model_dump(exclude_unset=True))
+        return self.model_manager.optim_step(model, params)
+
+    def _save_weights(
+        self, model: ModelRecord, body: schemas.SaveWeightsBody
+    ) -> Generator[None, None, Any]:
         """Queue saving weights and optimizer state."""
-        fields = await read_fields(request)
-        model, seq = self._read_model_and_seq(fields, request)
-
-        def work() -> Generator[None, None, Any]:
-            body = read_body(schemas.SaveWeightsBody, fields)
-            return self.model_manager.save_state(
-                model,
-                _get_checkpoint_name(body),
-                body.ttl_seconds,
-                body.overwrite,
-                body.user_metadata,
-            )
-
-        return self._enqueue_once(
-            model, seq, "save_weights", await request.body(), lambda: _run_deferred(work)
+        return self.model_manager.save_state(
+            model,
+            _get_checkpoint_name(body),
+            body.ttl_seconds,
+            body.overwrite,
+            body.user_metadata,
         )
 
-    async def save_weights_for_sampler(self, request: Request) -> Response:
+    def _save_weights_for_sampler(
+        self, model: ModelRecord, body: schemas.SaveWeightsForSamplerBody
+    ) -> Generator[None, None, Any]:
         """Queue saving weights for sampling, or a new sampling session of the current weights.
 
         Without a `path`, the weights become a sampling session and are not saved.
         """
-        fields = await read_fields(request)
-        model, seq = self._read_model_and_seq(fields, request)
-
-        def work() -> Generator[None, None, Any]:
-            body = read_body(schemas.SaveWeightsForSamplerBody, fields)
-            if body.kind != "snapshot":
-                raise BadRequestError(
-                    "kind is 'snapshot' here: create a new sampling client after each update"
-                )
-            if body.path is not None:
-                return self.model_manager.save_for_sampler(
-                    model, _get_checkpoint_name(body), body.ttl_seconds, body.user_metadata
-                )
-            if body.sampling_session_seq_id is None:
-                raise BadRequestError("the body lacks 'sampling_session_seq_id'")
-            sampler_id = f"{model.session}:sample:{body.sampling_session_seq_id}"
-            if sampler_id in self.session_store.samplers:
-                raise BadRequestError(f"the sampling session {sampler_id} already exists")
-            return self.model_manager.snapshot_weights(
-                model,
-                SamplerRecord(
-                    sampler_id, model.owner, model.session, model.base, is_in_memory=True
-                ),
+        if body.kind != "snapshot":
+            raise BadRequestError(
+                "kind is 'snapshot' here: create a new sampling client after each update"
             )
-
-        # the SDK increments the number of its sampling session for each try: if a response was
-        # lost, the repeated request has another number
-        payload = {
-            name: value for name, value in fields.items() if name != "sampling_session_seq_id"
-        }
-        return self._enqueue_once(
-            model,
-            seq,
-            "save_weights_for_sampler",
-            json.dumps(payload, sort_keys=True).encode(),
-            lambda: _run_deferred(work),
+        if body.path is not None:
+            return self.model_manager.save_for_sampler(
+                model, _get_checkpoint_name(body), body.ttl_seconds, body.user_metadata
+            )
+        if body.sampling_session_seq_id is None:
+            raise BadRequestError("the body lacks 'sampling_session_seq_id'")
+        sampler_id = f"{model.session}:sample:{body.sampling_session_seq_id}"
+        if sampler_id in self.session_store.samplers:
+            raise BadRequestError(f"the sampling session {sampler_id} already exists")
+        sampler = SamplerRecord(
+            sampler_id, model.owner, model.session, model.base, is_in_memory=True
         )
+        return self.model_manager.snapshot_weights(model, sampler)
 
-    async def save_weights_external(self, request: Request) -> Response:
+    def _save_weights_external(
+        self, model: ModelRecord, body: schemas.SaveWeightsExternalBody
+    ) -> Generator[None, None, Any]:
         """Queue saving the merged weights as a Hugging Face folder."""
-        fields = await read_fields(request)
-        model, seq = self._read_model_and_seq(fields, request)
-
-        def work() -> Generator[None, None, Any]:
-            body = read_body(schemas.SaveWeightsExternalBody, fields)
-            if body.age_encryption_recipients:
-                raise BadRequestError(
-                    "encryption of weights is not supported here: omit age_encryption_recipients"
-                )
-            return self.model_manager.save_external(
-                model, _get_checkpoint_name(body), body.ttl_seconds
+        if body.age_encryption_recipients:
+            raise BadRequestError(
+                "encryption of weights is not supported here: omit age_encryption_recipients"
             )
+        return self.model_manager.save_external(model, _get_checkpoint_name(body), body.ttl_seconds)
 
-        return self._enqueue_once(
-            model, seq, "save_weights_external", await request.body(), lambda: _run_deferred(work)
-        )
+    def _load_weights(
+        self, model: ModelRecord, body: schemas.LoadWeightsBody
+    ) -> Generator[None, None, Any]:
+        """Queue loading saved weights into a model."""
+        folder = self._find_weights(body, model.owner)[1]
+        return self.model_manager.load_weights(model, folder, body.optimizer, body.path)
 
-    async def load_weights(self, request: Request) -> Response:
+    def _find_weights(self, body: schemas.LoadWeightsBody, owner: str) -> tuple[ModelRecord, Path]:
+        """Return the model and the folder of the weights to load."""
+        kinds = ("weights",) if body.optimizer else ("weights", "sampler_weights")
+        return self.session_store.find_folder(body.path, owner, kinds=kinds)
+
+    async def load_weights(self, request: Request, source: schemas.LoadWeightsBody) -> Any:
         """Queue loading saved weights into a model, or into a new model if none is named."""
-        fields, owner = await read_fields(request), request.state.owner
-        source_body = read_body(schemas.LoadWeightsBody, fields)
-        path, with_optimizer = source_body.path, source_body.optimizer
-        kinds = ("weights",) if with_optimizer else ("weights", "sampler_weights")
-        if source_body.model_id is not None:
-            model, seq = self._read_model_and_seq(fields, request)
-
-            def work() -> Generator[None, None, Any]:
-                return self.model_manager.load_weights(
-                    model,
-                    self.session_store.find_folder(path, owner, kinds=kinds)[1],
-                    with_optimizer,
-                    path,
-                )
-
-            return self._enqueue_once(
-                model, seq, "load_weights", await request.body(), lambda: _run_deferred(work)
+        if source.model_id is not None:
+            handle = self._make_numbered_handler(
+                "load_weights", schemas.LoadWeightsBody, self._load_weights
             )
-        body = read_body(schemas.LoadNewModelBody, fields)
+            return await handle(request)
+        owner = request.state.owner
+        body = read_body(schemas.LoadNewModelBody, await read_fields(request))
         session = self.session_store.get_session(body.session_id, owner)
-        source, folder = await asyncio.to_thread(
-            lambda: self.session_store.find_folder(path, owner, kinds=kinds)
-        )
+        saved, folder = await asyncio.to_thread(self._find_weights, source, owner)
         base = (
-            source.base
+            saved.base
             if body.base_model is None
             else self.engine.settings.find_base(body.base_model)
         )
@@ -534,21 +475,25 @@ class TinkerTrainingRoutes:
 
         def make() -> TrainingClient:
             service = self.engine.service
-            if with_optimizer:
+            if source.optimizer:
                 return service.create_training_client_from_state_with_optimizer(
                     str(folder), base.source
                 )
             return service.create_training_client_from_state(str(folder), base.source)
 
         return self._create_once(
-            session, body, base, make, await request.body(), {"path": path, "type": "load_weights"}
+            session,
+            body,
+            base,
+            make,
+            await request.body(),
+            {"path": source.path, "type": "load_weights"},
         )
 
     # -------------------------------------------------------------------------------------- results
 
-    async def retrieve_future(self, request: Request) -> Response:
+    async def retrieve_future(self, request: Request, body: schemas.FutureBody) -> Response:
         """Return the result of a request, or 408 after `poll_seconds`; the SDK then polls again."""
-        body = read_body(schemas.FutureBody, await read_fields(request))
         pending = self.request_store.find_request(body.request_id, request.state.owner)
         if not await pending.wait(self.engine.settings.limits.poll_seconds):
             state = {"type": "try_again", "request_id": pending.request_id, "queue_state": "active"}
@@ -562,30 +507,12 @@ class TinkerTrainingRoutes:
             return answer.to_response(protobuf)
         return await asyncio.to_thread(answer.to_response, protobuf)
 
-    async def cancel_future(self, request: Request) -> Response:
+    async def cancel_future(self, request: Request, body: schemas.FutureBody) -> Response:
         """Cancel a sample request. A request that trains is not cancelled."""
-        body = read_body(schemas.FutureBody, await read_fields(request))
         pending = self.request_store.find_request(body.request_id, request.state.owner)
         if pending.verb == "sample":
             pending.work_future.cancel()
         return Response(status_code=204)
-
-
-def _run_deferred(work: Callable[[], Generator[None, None, Any]]) -> Generator[None, None, Any]:
-    """Call `work` only when the request is scheduled, and run the generator that it returns.
-
-    A wrong value then becomes the request's result, and leaves no gap in the sequence numbers.
-    """
-    return (yield from work())
-
-
-def _make_unsupported(feature: str) -> RouteHandler:
-    """Return a handler that raises HttpError (400): `feature` is not supported."""
-
-    async def refuse(request: Request) -> Response:
-        raise HttpError(400, f"not supported here: {feature}")
-
-    return refuse
 
 
 def _check_optimizer(body: schemas.NewModelBody) -> None:

@@ -1,7 +1,7 @@
 """Define the sampling parameters. Names and fields follow Tinker's client.
 
 A parameter is added with its field and bounds here, its use in `rl.sampler.token_sampling`, and its
-name for HTTP in `rl.serve.request_fields`. The checks, the columns of the running rows and the
+name for HTTP in `rl.serve.openai_schemas`. The checks, the columns of the running rows and the
 server's reading of numbers follow from the field.
 """
 

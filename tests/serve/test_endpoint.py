@@ -654,20 +654,15 @@ def test_no_body_makes_the_server_stumble(tiny):
 
 
 def test_a_server_that_ends_or_is_full_says_try_again():
-    from rl.serve.http_errors import (
-        HttpError,
-        ShutdownError,
-        make_openai_error_response,
-        to_openai_error,
-    )
+    from rl.serve.http_errors import HttpError, ShutdownError, make_error_response, report_error
 
     for error, status in (
         (ShutdownError(), 503),
         (HttpError(429, "too many requests are waiting", retry_after=2.0), 429),
     ):
-        reply = make_openai_error_response(to_openai_error(error))
+        reply = make_error_response(report_error(error), is_openai=True)
         assert reply.status_code == status and float(reply.headers["retry-after"]) > 0
-    reply = to_openai_error(RuntimeError("a secret prompt"))
+    reply = report_error(RuntimeError("a secret prompt"))
     assert reply.status == 500 and "secret" not in reply.message and reply.kind == "server_error"
 
 

@@ -1,5 +1,6 @@
 """The description at /openapi.json is of the routes, and says what the routes refuse."""
 
+import json
 import re
 
 import pytest
@@ -9,7 +10,11 @@ from test_serve import KEYS
 PREFIX = "#/components/schemas/"
 # what pydantic's schema calls a type -> (a value of another type, the name in the error)
 OTHERS = {"string": (7, "str"), "integer": ("x", "int"), "boolean": ("x", "bool"),
-          "object": ([1], "dict")}  # fmt: skip
+          "object": ([1], "dict"), "number": ("x", "float"), "array": (7, "list")}  # fmt: skip
+# what the OpenAI-style routes require, and what a field needs beside it
+GOOD = {"messages": [{"role": "user", "content": "x"}], "prompt": "x", "token_ids": [5],
+        "reward": 1.0}  # fmt: skip
+BESIDE = {"top_logprobs": {"logprobs": True}, "stream_options": {"stream": True}}
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +23,8 @@ def wire(tmp_path_factory):
         made = Wire(one, KEYS[0])
         made.open()
         made.served = one
+        chat = {"messages": GOOD["messages"], "max_tokens": 1}
+        assert made.http.post("/session/mine/v1/chat/completions", json=chat).status_code == 200
         yield made
 
 
@@ -34,20 +41,23 @@ def test_every_route_is_described_and_every_reference_leads_somewhere(wire):
     routes = {
         (method, route.path.replace(":path}", "}"))
         for route in wire.served.app.app.routes
-        if route.path.startswith("/api/v1/") and route.path != "/api/v1/healthz"
+        if route.path.startswith(("/api/v1/", "/v1/", "/session", "/inference/"))
+        and route.path != "/api/v1/healthz"
         for method in route.methods - {"HEAD"}
     }
-    assert len(routes) > 35 and routes == described
+    assert len(routes) > 50 and routes == described
     for path, item in document["paths"].items():
         for operation in item.values():
             names = {parameter["name"] for parameter in operation.get("parameters", [])}
             assert names == set(re.findall(r"{(\w+)}", path)), path
     references = set(re.findall(r'"\$ref": ?"([^"]*)"', wire.http.get("/openapi.json").text))
     assert references == {PREFIX + name for name in document["components"]["schemas"]}
-    assert len(references) > 15
+    assert len(references) > 20
     training = document["paths"]["/api/v1/forward_backward"]["post"]["requestBody"]["content"]
     assert list(training) == ["application/x-protobuf"]
-    assert "openapi.json" in wire.http.get("/docs").text
+    page = wire.http.get("/docs").text  # loads nothing: machines without a network show it too
+    assert "openapi.json" in page and all(path in page for path in document["paths"])
+    assert not re.search("https?:|<script|<link|src=", page)
     for path in ("/openapi.json", "/docs"):
         assert wire.http.get(path, headers={"x-api-key": "x"}).status_code == 401
 
@@ -66,19 +76,24 @@ def test_a_body_that_is_not_as_described_is_refused_by_the_field(wire):
         if reference is None:
             continue
         schema = schemas[reference.removeprefix(PREFIX)]
+        is_openai = not path.startswith("/api/")
         good = {"lora_config": {"rank": 4}}
+        if is_openai:
+            good = {name: GOOD[name] for name in schema["required"]}
         for name, field in schema["properties"].items():
-            kind = variants(field)[0].get("type")
+            kind = None if is_openai else variants(field)[0].get("type")
             good.setdefault(name, {"string": "x", "integer": 1, "object": {}}.get(kind))
-        url = path.replace("{session_id}", "x")
+        url = path.replace("{session_id}", "x").replace("{session}", "mine")
 
-        def refused(body, url=url):
+        def refused(body, url=url, is_openai=is_openai):
             answer = wire.http.post(url, json={k: v for k, v in body.items() if v is not None})
             assert answer.status_code == 400, (url, body, answer.text)
-            assert answer.json()["detail"] == answer.json()["error"]["message"]
-            return answer.json()["detail"]
+            error = answer.json()["error"]
+            assert is_openai or answer.json()["detail"] == error["message"]
+            assert not is_openai or error["param"] and "code" in error
+            return error["message"]
 
-        for name in schema.get("required", []):
+        for name in set(schema.get("required", [])) - ({"prompt"} if "asample" in path else set()):
             text = refused({**good, name: None})
             assert text.startswith("the body lacks") and name in text, (path, text)
             sent += 1
@@ -88,20 +103,63 @@ def test_a_body_that_is_not_as_described_is_refused_by_the_field(wire):
             if first.get("type") not in OTHERS or is_late:
                 continue
             value, expected = OTHERS[first["type"]]
-            text = refused({**good, name: value})
+            beside = {**good, **BESIDE.get(name, {})}
+            text = refused({**beside, name: value})
             got = type(value).__name__
-            assert text == f"{name} must be of type {expected}, got {got}", (path, text)
+            if is_openai:
+                expected = field["description"].partition(";")[0] if "description" in field else ""
+                assert text == f"{name} must be {expected}, got {value!r}", (path, text)
+            else:
+                assert text == f"{name} must be of type {expected}, got {got}", (path, text)
             sent += 1
             for bound, change in (("minimum", -1), ("maximum", 1)):
                 if bound in first:
-                    text = refused({**good, name: first[bound] + change})
+                    text = refused({**beside, name: first[bound] + change})
                     assert text.startswith(name) and text.endswith(str(first[bound] + change))
-                    assert str(first[bound]) in text
+                    assert is_openai or str(first[bound]) in text
                     sent += 1
-    assert sent > 50
+    assert sent > 200
     text = wire.http.post(
         "/api/v1/create_model",
         json={"session_id": wire.session, "base_model": "x", "model_seq_id": 0,
               "lora_config": {"rank": True}},
     ).json()["detail"]  # fmt: skip
     assert text == "lora_config.rank must be of type int, got bool"
+
+
+RESPONSES = [
+    ("/v1/chat/completions", {"messages": GOOD["messages"], "max_tokens": 3, "n": 2}),
+    ("/v1/chat/completions", {"messages": GOOD["messages"], "max_tokens": 3, "logprobs": True,
+                              "top_logprobs": 2, "return_token_ids": True}),
+    ("/v1/completions", {"prompt": ["a", [5, 6]], "max_tokens": 3, "echo": True, "logprobs": 2,
+                         "return_token_ids": True}),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 3}),
+    ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 2,
+                                                                      "logprobs": 1}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path, body", RESPONSES)
+def test_responses_and_events_are_as_described(wire, path, body):
+    """By the validator of JSON schemas, which knows nothing of this server's types."""
+    jsonschema = pytest.importorskip("jsonschema", reason="needs the package jsonschema")
+    document = wire.http.get("/openapi.json").json()
+    described = document["paths"][path]["post"]["responses"]["200"]["content"]
+
+    def check(value, media_type):
+        reference = described[media_type]["schema"]["$ref"]
+        schema = {"$ref": reference, "components": document["components"]}
+        jsonschema.Draft202012Validator(schema).validate(value)
+        known = document["components"]["schemas"][reference.removeprefix(PREFIX)]["properties"]
+        assert set(value) <= set(known), reference
+
+    answer = wire.http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    check(answer.json(), "application/json")
+    if "text/event-stream" in described:
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        lines = wire.http.post(path, json={**body, **options}).text.split("\n\n")
+        events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+        assert len(events) > 2 and lines[-2:] == ["data: [DONE]", ""] and "usage" in events[-1]
+        for event in events:
+            check(event, "text/event-stream")

@@ -145,6 +145,21 @@ def test_no_tenant_fills_the_queue_while_there_are_others():
     assert fill("a", job) == 6, "what waits for its number takes up room as well"
 
 
+def test_tenants_take_turns_and_not_models():
+    """Without keys a tenant is a session: one with three models has no three turns."""
+    turns = FairQueue(64)
+    for tenant, lane in (("a", 0), ("a", 1), ("a", 2), ("b", 0)):
+        for _ in range(3):
+            turns.add(EngineJob("local", f"{tenant}:{lane}", "work", nothing, tenant=tenant))
+    order = []
+    for _ in range(12):
+        job = turns.next_job()
+        order.append(job.lane)
+        turns.finish_job(job)
+    assert order[:6] == ["a:0", "b:0", "a:1", "b:0", "a:2", "b:0"]
+    assert order[6:] == ["a:0", "a:1", "a:2"] * 2 and turns.next_job() is None
+
+
 def test_one_key_that_floods_refuses_itself_alone(tmp_path):
     """Samples, work and numbers whose turn has not come are counted together, of all its models."""
     with server(tmp_path, keys=KEYS, queued=12) as one:
