@@ -1,8 +1,8 @@
 """Add the low-rank products of the adapters of a (fused) linear layer to its output.
 
 On CUDA a decode batch takes two kernels, whatever the number of adapters
-(kernels/lora_ops_triton.py); other devices and larger batches take plain torch, which is the
-reference. No gradients. Shapes: N rows, I inputs, O outputs, R ranks of all adapters.
+(kernels/lora_ops_triton.py); other devices, larger batches and ranks above 256 take plain torch,
+which is the reference. No gradients. Shapes: N rows, I inputs, O outputs, R ranks of all adapters.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from kernels.common import can_run_triton, device_context
 
 MAX_ROWS = 1024  # rows of a decode batch; prompts have more, for which cuBLAS is faster
+MAX_RANK = 256  # a program holds all ranks of an adapter in shared memory (64 KiB in float32)
 
 # An adapter: B [outputs, ranks], its scale, its columns of the output, its rows of A.
 LoraPart = tuple[Tensor, float, slice, slice]
@@ -26,7 +27,8 @@ def add_lora_(y: Tensor, x: Tensor, a_RI: Tensor, parts: Sequence[LoraPart]) -> 
     The products are computed in the dtype of A and B, and rounded to y's before they are added.
     """
     rows = y.numel() // y.shape[-1]
-    if can_run_triton(y) and 0 < rows <= MAX_ROWS and y.dim() == 2:
+    rank = max(b_OR.shape[1] for b_OR, *_ in parts)
+    if can_run_triton(y) and 0 < rows <= MAX_ROWS and rank <= MAX_RANK and y.dim() == 2:
         from kernels.lora_ops_triton import add_lora_ as fused
 
         with device_context(y):

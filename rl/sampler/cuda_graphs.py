@@ -26,7 +26,7 @@ def row_buckets(max_rows: int) -> list[int]:
 
     The last bucket holds `max_rows` rows.
 
-    >>> buckets(100)
+    >>> row_buckets(100)
     [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]
     """
     sizes = [1, 2, 4, 8, 16, 24, 32]

@@ -66,7 +66,7 @@ class _Chunk:
         host = torch.empty(sampled.shape, dtype=sampled.dtype, pin_memory=True)
         host.copy_(sampled, non_blocking=True)
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(sampled.device))
         return cls(count, rows, shared, columns, host, event)
 
 
@@ -90,7 +90,7 @@ class MultiStepEngine(PagedEngine):
             )
         super().__init__(decoder, *args, **settings)
         if steps_per_sync < 1:
-            raise ValueError(f"look={steps_per_sync}: the steps per host sync are at least 1")
+            raise ValueError(f"steps_per_sync={steps_per_sync}: at least 1")
         self.steps_per_sync = steps_per_sync
         # upper bound on the tokens per row of the next `step`; None: `steps_per_sync`
         self.max_steps: int | None = None
@@ -424,7 +424,7 @@ class MultiStepEngine(PagedEngine):
 
     @staticmethod
     def _upload(target: Tensor, values: np.ndarray) -> None:
-        """Copy an array to a device tensor without waiting; CUDA may wait for pageable memory."""
+        """Copy an array to a device tensor. For CUDA it is pinned first, so the host does not wait."""
         host = torch.from_numpy(np.ascontiguousarray(values))
         target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
 

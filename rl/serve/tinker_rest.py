@@ -56,8 +56,7 @@ class UrlSigner:
     def make_path(self, owner: str, expires: int, file_path: str) -> str:
         """Return the URL path of a link that `owner` creates.
 
-        expires    Unix time in seconds
-        place      <model id>/<kind>/<checkpoint>/<file>
+        expires: Unix time in seconds. file_path: <model id>/<kind>/<checkpoint>/<file>.
         """
         return f"{LINK_PREFIX}{expires}/{self._sign(owner, expires, file_path)}/{file_path}"
 
