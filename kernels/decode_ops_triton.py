@@ -137,7 +137,13 @@ def _copy_heads(
     tl.store(out_ptr + cols, x, mask=mask)
 
 
-@triton.jit(do_not_specialize=["T"])
+# they depend on the length of the prompts
+PROMPT_STRIDES = [
+    f"stride_{tensor}_{axis}" for tensor in "kv" for axis in ("prompt", "token", "head")
+]
+
+
+@triton.jit(do_not_specialize=["T", *PROMPT_STRIDES])
 def _append_to_cache_kernel(
     k_ptr, v_ptr, slot_ptr, kv_ptr, T,
     stride_k_prompt, stride_k_token, stride_k_head, stride_v_prompt, stride_v_token, stride_v_head,

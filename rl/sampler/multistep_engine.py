@@ -424,7 +424,7 @@ class MultiStepEngine(PagedEngine):
 
     @staticmethod
     def _upload(target: Tensor, values: np.ndarray) -> None:
-        """Copy an array to a device tensor. For CUDA it is pinned first, so the host does not wait."""
+        """Copy an array to a device tensor, from pinned memory, so that the host does not wait."""
         host = torch.from_numpy(np.ascontiguousarray(values))
         target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
 

@@ -195,6 +195,7 @@ def every_change(settings, prefix=""):
             int: lambda v: v + 1,
             float: lambda v: v + 1.0,
             str: lambda v: v + "x",
+            tuple: lambda v: (*v, "x"),
         }
         new = other[type(value)](value) if value is not None else 1
         copy = dataclasses.replace(settings)  # checks of the settings themselves are not asked

@@ -286,11 +286,15 @@ SETTLED = set(
 )
 SETTLED |= set(
     "plane stride_table positions in_scale out_scale headroom scale beta low high kl_coef "
-    "ignore_index stride".split()
+    "ignore_index stride stride_a stride_y".split()
 )
+# of an adapter of a layer
+SETTLED |= {
+    f"{name}_{i}" for name in "scale end column columns rank ranks".split() for i in range(3)
+}
 MODULES = (
     "linear_logprob_triton linear_logprob_hopper sample_tokens_triton decode_ops_triton paged_attention_triton "
-    "token_logprob_triton policy_loss_triton"
+    "token_logprob_triton policy_loss_triton lora_ops_triton"
 )
 
 
