@@ -340,7 +340,7 @@ def _pick_slices(
         HAS_GREEDY=greedy_N is not None,
         BM=rows,
         BS=block,
-        num_warps=8 if block > 1024 else 4,
+        num_warps=16 if block > 2048 else 8 if block > 1024 else 4,  # 8 spill on sm_100
     )
     return choice
 

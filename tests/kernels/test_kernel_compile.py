@@ -461,7 +461,7 @@ def sampler_kernels(capability):
             sample_tokens_triton._pick_kernel,
             {"HAS_GREEDY": True, "BM": 1, "BS": 4096},
             (),
-            8,
+            16,
             wide,
             0,
         ),

@@ -92,7 +92,8 @@ def test_the_products_compile_without_spills(capability, kind, tmp_path):
         kinds = {"x_ptr": "*bf16", "a_ptr": f"*{kind}", "stride_a": "i32"}
         _, spilled = build(kernels._lora_down_kernel, down, (), 4, 3, kinds, tmp_path, capability)
         assert spilled == 0
-        up = options | {"SPLITS": splits, "PARTS": 3, "BN": 64, "BR": 32}
+        columns = kernels.choose_columns({"fp32": torch.float32, "bf16": torch.bfloat16}[kind])
+        up = options | {"SPLITS": splits, "PARTS": 3, "BN": columns, "BR": 32}
         kinds = {"y_ptr": "*bf16", "stride_y": "i32"}
         for i in range(3):
             kinds |= {f"b{i}_ptr": f"*{kind}", f"scale_{i}": "fp32"}

@@ -33,6 +33,7 @@ if INTERPRETED:
     from kernels import (
         SharedPages,
         decode_ops_triton,
+        lora_ops_triton,
         paged_attention_triton,
         score_launcher,
         vocab_chunks,
@@ -229,7 +230,9 @@ def test_the_head_and_all_other_kernels(small, monkeypatch):
     # rows that go through a slab in chunks of 16
     monkeypatch.setattr(vocab_chunks, "CHUNK_ELEMENTS", 16 * 16)
     _check_heads([HEADS[0], HEADS[4]], launched, monkeypatch)
-    for compute in (token_results, loss_results, decoding_results, attention_results, draw_results):
+    for compute in (
+        token_results, loss_results, decoding_results, lora_results, attention_results, draw_results
+    ):  # fmt: skip
         run_twice(lambda compute=compute: compute(torch.Generator().manual_seed(0)), launched)
     kernels = {
         name
@@ -294,6 +297,20 @@ def decoding_results(g) -> list[torch.Tensor]:
         slots = torch.tensor([[4], [-1], [18]][:rows])
         decode_ops_triton.append_to_cache(k, v, kv, slots)
         results.append(kv)
+    return results
+
+
+def lora_results(g) -> list[torch.Tensor]:
+    results = []
+    for rows, inputs, ranks in ((3, 70, (5, 16, 2)), (19, 1100, (33,))):
+        x, a = torch.randn(rows, inputs, generator=g), torch.randn(sum(ranks), inputs, generator=g)
+        y, parts, first = torch.zeros(rows, 30 * len(ranks)), [], 0
+        for i, rank in enumerate(ranks):
+            columns, part = slice(30 * i, 30 * i + 27), slice(first, first + rank)
+            parts.append((torch.randn(27, rank, generator=g), 0.5, columns, part))
+            first += rank
+        lora_ops_triton.add_lora_(y, x, a, parts)
+        results.append(y)
     return results
 
 
