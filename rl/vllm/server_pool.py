@@ -54,7 +54,7 @@ class ServerPool:
         self.active_id = ""  # of the weights that the servers hold
         self.executor = ThreadPoolExecutor(min(max_rows, _MAX_THREADS), "vllm")
         self._lock = threading.Lock()
-        self._labels: dict[str, tuple[int | None, int]] = {}  # learner and version by weights id
+        self._labels: dict[str, tuple[int, int]] = {}  # learner and version by weights id
         self._root: Path | None = None
 
     @property
@@ -68,7 +68,7 @@ class ServerPool:
             weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
         return self._root
 
-    def add_weights(self, learner_id: int | None, version: int) -> str:
+    def add_weights(self, learner_id: int, version: int) -> str:
         """Return the id of further weights, the same on all ranks."""
         weights_id = f"{self.nonce}-{len(self._labels) + 1}"
         self._labels[weights_id] = (learner_id, version)
@@ -78,9 +78,7 @@ class ServerPool:
         """Return by weights id the versions that a sample of these weights may have tokens of: all
         of the same learner, as weights may change while it is made.
         """
-        learner_id, version = self._labels[weights_id]
-        if learner_id is None:
-            return {weights_id: version}
+        learner_id, _ = self._labels[weights_id]
         labels = list(self._labels.items())
         return {key: number for key, (learner, number) in labels if learner == learner_id}
 

@@ -220,19 +220,53 @@ def test_an_older_version_is_loaded_again_and_samples_the_same(servers, connect)
 
 
 def test_the_base_below_an_adapter_and_a_saved_folder(servers, connect):
-    _, urls = servers()
+    (stub,), urls = servers()
     service = connect(urls)
     policy = make_policy(service, "lora")
-    base = policy.save_weights_and_get_sampling_client()  # a fresh adapter changes nothing
-    expected = [sequence.logprobs for _, sequence in sample(base)]
+    fresh = make_policy(service, "lora")  # a fresh adapter changes nothing
+    sample(policy.save_weights_and_get_sampling_client())
     update(policy)
-    found = [sequence.logprobs for _, sequence in sample(policy.get_base_sampling_client())]
-    np.testing.assert_allclose(np.concatenate(found), np.concatenate(expected), atol=1e-5)
+    for prompt, sequence in sample(policy.get_base_sampling_client()):
+        expected = learner_logprobs(fresh, prompt, sequence, 0.7)
+        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
     path = policy.save_weights_for_sampler("new").result().path
     saved = sample(service.create_sampling_client(model_path=path))
     for prompt, sequence in saved:
         new = learner_logprobs(policy, prompt, sequence, 0.7)
         np.testing.assert_allclose(sequence.logprobs, new, atol=1e-5)
+    assert len(stub.folders) == 1  # of the policy alone
+
+
+def test_a_model_of_another_shape_is_scored_in_this_process(servers, connect):
+    """At any temperature, while the policy's samples are made on the server."""
+    (stub,), urls = servers()
+    service = connect(urls)
+    policy = make_policy(service)
+    stub.token_seconds = 0.03
+    stream = SampleStream(policy.save_weights_and_get_sampling_client())
+    params = SamplingParams(max_tokens=20, temperature=0.7, stop=[])
+    stream.add(SamplingRequest(prompt=[3, 4], params=params))
+    assert not stream.run_steps(2).finished
+    teacher = service.create_sampling_client(base_model="tiny:addition", seed=5)
+    other = service.create_full_training_client("tiny:addition", seed=5)
+    text = [3, 4, 5, 6, 7]
+    (scores,) = teacher.compute_logprobs_many([ModelInput.from_ints(text)], 0.7).result()
+    datum = Datum(
+        ModelInput.from_ints(text[:-1]), {"target_tokens": TensorData(np.array(text[1:], np.int64))}
+    )
+    output = other.forward([datum], "cross_entropy", {"temperature": 0.7}).result()
+    np.testing.assert_allclose(scores[1:], output.loss_fn_outputs[0]["logprobs"].array, atol=1e-5)
+    with pytest.raises(UserError, match="open another stream"):
+        stream.switch_weights(teacher)
+        stream.run_steps(1)
+    finished = {}
+    stream.switch_weights(policy.save_weights_and_get_sampling_client())
+    while stream.busy:
+        finished |= stream.run_steps().finished
+    ((sequence,),) = [response.sequences for response in finished.values()]
+    expected = learner_logprobs(policy, [3, 4], sequence, 0.7)
+    np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+    assert len(stub.folders) == 2 and len(set(stub.folders)) == 2
 
 
 def test_greedy_and_stops(servers, connect):
