@@ -538,6 +538,22 @@ def test_a_tensor_that_was_not_taken_over_shows_in_every_form(ranks, dtype, tmp_
         assert find_transfer_error(old_digests, hold(new, ranks, dtype), previous, ranks)
 
 
+def test_a_change_in_the_rows_of_one_part_changes_no_other(tmp_path):
+    """Each of two servers (data-parallel replicas) has to take it over."""
+    old, old_digests = digests_of(tmp_path / "old", 1, "torch.float32")
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    new["b.o_proj.weight"][-1] += 1
+    (tmp_path / "new").mkdir()
+    save_file(new, tmp_path / "new" / "model.safetensors")
+    digests = FolderManifest(tmp_path / "new", "torch.float32")
+    replica = {key.replace("dp0", "dp1"): digest for key, digest in hold(old, 2).items()}
+    previous = old_digests, hold(old, 2) | replica
+    error = find_transfer_error(digests, hold(new, 2) | replica, previous, 2)
+    assert "1 of 12 parameters differ (b.o_proj.weight)" in error
+    replica = {key.replace("dp0", "dp1"): digest for key, digest in hold(new, 2).items()}
+    assert find_transfer_error(digests, hold(new, 2) | replica, previous, 2) is None
+
+
 def test_a_server_of_another_model_is_refused(tmp_path):
     _, digests = digests_of(tmp_path / "old", 1, "torch.float32")
     error = find_transfer_error(digests, {"dp0:pp0:pcp0:tp0:other": "0"}, None, 1)
