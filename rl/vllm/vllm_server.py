@@ -140,11 +140,13 @@ class VllmServer:
         with `manifest`.
 
         Running samples are paused, and continue with the new weights. Raises VllmServerError if
-        the server fails, or did not take over some tensor.
+        the server fails, or did not take over some tensor. The version of its weights is then one
+        that `read_sample` refuses.
         """
         seconds = self.request_seconds
-        self.call("/pause?mode=keep&clear_cache=false", {}, seconds)
         try:
+            self.call("/pause?mode=keep&clear_cache=false", {}, seconds)
+            self.call("/update_weight_version", {"new_version": f"{weights_id}-incomplete"})
             arguments = {"weights_path": str(folder)}
             self.call("/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, seconds)
             self._reset_prefix_cache()

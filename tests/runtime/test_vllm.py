@@ -381,6 +381,34 @@ def test_a_server_that_kept_old_weights_ends_the_run(count, servers, connect):
     assert stub.running.is_set()
 
 
+@pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/weight_checker"])
+def test_a_load_that_fails_resumes_the_server_and_its_samples_are_refused(path, servers, connect):
+    """Its running sample is made again by the other server, with the new weights alone."""
+    (bad, good), urls = servers(2)
+    policy = make_policy(connect(urls))
+    bad.token_seconds = 0.05
+    stream = SampleStream(policy.save_weights_and_get_sampling_client())
+    params = SamplingParams(max_tokens=20, temperature=0.7, stop=[])
+    stream.add(SamplingRequest(prompt=[3, 4], params=params))
+    assert not stream.run_steps(2).finished and bad.bodies[1:] and not good.bodies[1:]
+    update(policy)
+    bad.failing_path = path
+    stream.switch_weights(policy.save_weights_and_get_sampling_client())
+    finished = {}
+    with pytest.warns(UserWarning, match=f"{urls[0]}.*HTTP 500"):
+        while stream.busy:
+            finished |= stream.run_steps().finished
+    stream.close()
+    assert bad.running.is_set()
+    ((sequence,),) = [response.sequences for response in finished.values()]
+    if path == "/pause":  # the server still has the old weights, and says so
+        assert bad.version.endswith("-1")
+        return
+    assert bad.version.endswith("-incomplete") and sequence.version == 1
+    expected = learner_logprobs(policy, [3, 4], sequence, 0.7)
+    np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+
+
 def test_a_server_that_was_restarted_has_other_weights(servers, connect):
     """Its samples carry the label of the weights that it started with."""
     (stub,), urls = servers()

@@ -33,6 +33,7 @@ class StubServer:
         self.model, self.version, self.fault, self.max_faults = None, "default", None, math.inf
         self.release, self.logprobs_mode, self.quantization = "0.32.1", "processed_logprobs", None
         self.token_seconds, self.scale_out = 0.0, True
+        self.failing_path = None  # of a call that is executed, and answered with an error
         self.bodies, self.folders, self.calls = [], [], []
         self.running, self.lock = threading.Event(), threading.Lock()
         self.running.set()
@@ -177,6 +178,8 @@ def vllm_server(stub, spoil):
             if samples and stub.fault not in (None, "old weights") and stub.max_faults > 0:
                 stub.max_faults -= 1
                 reply = spoil(stub.fault, reply[1])
+            if path == stub.failing_path:
+                reply = (500, {"error": "failed"})
             if reply is not None:
                 self.send(*reply)
 
