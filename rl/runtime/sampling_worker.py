@@ -118,13 +118,19 @@ class SamplingWorker:
 
     def _load_server_weights(self, decoder: Decoder) -> None:
         """Let the vLLM servers load the weights of a decoder, unless they hold them."""
-        if not isinstance(decoder, VllmDecoder) or decoder.pool.active_id == decoder.weights_id:
+        if not isinstance(decoder, VllmDecoder):
             return
+        pool, weights_id = decoder.pool, decoder.weights_id
+        if pool.loaded_weights_id == weights_id:
+            return
+        has_weights = torch.zeros(len(pool.servers), device=self.accelerator.device)
         with collectives.all_or_none(self.accelerator.device):
             if collectives.rank() == 0:
                 assert decoder.folder is not None
-                decoder.pool.load_weights(decoder.folder, decoder.weights_id)
-        decoder.pool.active_id = decoder.weights_id
+                loads = pool.load_weights(decoder.folder, weights_id)
+                has_weights.copy_(torch.tensor(loads))
+        collectives.copy_from_rank_0_([has_weights])
+        pool.set_weights(weights_id, has_weights.bool().tolist())
 
     def free_all(self) -> None:
         """Free the memory of all models."""

@@ -51,10 +51,11 @@ class ServerPool:
         self.max_context = min(server.max_context for server in self.servers)
         self.unties_head = any(not server.tied_head for server in self.servers)
         self.nonce, self._folder = nonce, folder
-        self.active_id = ""  # of the weights that the servers hold
+        self.loaded_weights_id = ""  # of the weights that the servers hold
         self.executor = ThreadPoolExecutor(min(max_rows, _MAX_THREADS), "vllm")
         self._lock = threading.Lock()
         self._labels: dict[str, tuple[int, int]] = {}  # learner and version by weights id
+        self._loads: list[str] = []  # ids of the weights in order of their loads
         self._root: Path | None = None
 
     @property
@@ -74,19 +75,29 @@ class ServerPool:
         self._labels[weights_id] = (learner_id, version)
         return weights_id
 
-    def find_versions(self, weights_id: str) -> dict[str, int]:
-        """Return by weights id the versions that a sample of these weights may have tokens of: all
-        of the same learner, as weights may change while it is made.
+    def find_versions(self, weights_id: str, first_id: str) -> dict[str, int]:
+        """Return by weights id the versions that a sample may have tokens of: of the learner of
+        `weights_id`, those that were loaded since the sample was requested, when its server held
+        `first_id`, or may be loading.
         """
         learner_id, _ = self._labels[weights_id]
-        labels = list(self._labels.items())
-        return {key: number for key, (learner, number) in labels if learner == learner_id}
+        with self._lock:
+            loads, labels = list(self._loads), list(self._labels.items())
+        since = loads[::-1].index(first_id) + 1 if first_id in loads else 0
+        ids = [key for key, _ in labels]
+        newer = ids[ids.index(first_id) :] if first_id in ids else []
+        allowed = {weights_id, *loads[len(loads) - since :], *newer}
+        return {
+            key: version
+            for key, (learner, version) in labels
+            if learner == learner_id and key in allowed
+        }
 
-    def load_weights(self, folder: Path, weights_id: str) -> None:
-        """Load weights into all servers, also into those that failed before.
+    def load_weights(self, folder: Path, weights_id: str) -> list[bool]:
+        """Load weights into all servers, also into those that failed before. Return which servers
+        have them, for `set_weights` on all ranks.
 
-        A server that is not reachable gets no samples until the next weights. Raises UserError if
-        no server has the weights, or a server kept other weights.
+        Raises UserError if no server has the weights, or a server kept other weights.
         """
         dtypes = {server.dtype for server in self.servers}
         manifests = {dtype: FolderManifest(folder, dtype) for dtype in dtypes}
@@ -95,7 +106,6 @@ class ServerPool:
             try:
                 server.load_weights(folder, weights_id, manifests[server.dtype])
             except VllmServerError as error:
-                server.is_lost = True
                 return error
             return None
 
@@ -114,29 +124,45 @@ class ServerPool:
             )
         for message in messages:
             warn_on_rank_zero(f"{message}: no samples are sent to it until the next weights")
+        return [error is None for error in errors]
+
+    def set_weights(self, weights_id: str, has_weights: Sequence[bool]) -> None:
+        """Record which servers have loaded weights. The others get no samples until the next
+        weights.
+        """
+        with self._lock:
+            self.loaded_weights_id = weights_id
+            self._loads.append(weights_id)
+            for server, has in zip(self.servers, has_weights, strict=True):
+                server.is_lost = not has
+                server.loaded_weights_id = weights_id if has else ""
 
     def send(self, work: Callable[[VllmServer], T]) -> T:
         """Return the result of `work` on the server with the least load.
 
         A server that fails gets no more samples until it has loaded weights, and its work is sent
-        to another server, or to the same if no other is left. Raises UserError, naming the server,
+        to another server, or to the same if no other has the weights. Raises UserError, naming the server,
         after `ATTEMPTS` attempts.
         """
         for attempt in range(ATTEMPTS):
             with self._lock:
                 usable = [server for server in self.servers if not server.is_lost]
-                server = min(usable or self.servers, key=lambda server: server.load)
-                server.load += 1
+                current = [s for s in self.servers if s.loaded_weights_id == self.loaded_weights_id]
+                server = min(usable or current, key=lambda server: server.num_running)
+                server.num_running += 1
+                weights_id = server.loaded_weights_id
             try:
                 return work(server)
             except VllmServerError as error:
-                if not (error.rejected or server.is_lost):
+                with self._lock:  # unless it failed before, or has loaded weights since
+                    is_new = not server.is_lost and server.loaded_weights_id == weights_id
+                    server.is_lost |= is_new and not error.rejected
+                if is_new and not error.rejected:
                     warnings.warn(
                         f"{error}: its samples are requested again, and it gets no others until "
                         "the next weights unless no server is left",
                         stacklevel=2,
                     )
-                server.is_lost = not error.rejected
                 if error.rejected or attempt == ATTEMPTS - 1:
                     raise UserError(
                         f"{error} ({attempt + 1} attempts). No sample of it was used; look at the "
@@ -144,7 +170,7 @@ class ServerPool:
                     ) from error
             finally:
                 with self._lock:
-                    server.load -= 1
+                    server.num_running -= 1
             if all(server.is_lost for server in self.servers):
                 time.sleep(_RETRY_SECONDS * (attempt + 1))
         raise AssertionError("the last attempt returns or raises")

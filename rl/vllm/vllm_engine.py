@@ -123,8 +123,9 @@ class VllmEngine:
         params = _make_params(state, sample)
 
         def work(server: VllmServer) -> SampledSequence:
+            first_id = server.loaded_weights_id
             reply = server.sample(prompt, params)
-            return read_sample(server.url, reply, self._make_rules(state))
+            return read_sample(server.url, reply, self._make_rules(state, first_id))
 
         result: SampledSequence | BaseException
         try:
@@ -134,14 +135,14 @@ class VllmEngine:
             result = error
         self._results.put((request_id, sample, result))
 
-    def _make_rules(self, state: _RequestState) -> ReplyRules:
+    def _make_rules(self, state: _RequestState, first_id: str) -> ReplyRules:
         strings, matcher = state.stop_strings, self._stop_strings
         matches = (
             (lambda tokens: matcher.matches(strings, np.array(tokens)))
             if strings and matcher is not None
             else None
         )
-        versions = self.pool.find_versions(self.decoder.weights_id)
+        versions = self.pool.find_versions(self.decoder.weights_id, first_id)
         vocab = self.decoder.vocab_size
         return ReplyRules(state.max_tokens, vocab, state.stop_ids, versions, matches)
 

@@ -39,13 +39,14 @@ class VllmServerError(Exception):
 class VllmServer:
     """Hold the address of a server and what is known of it.
 
-    `request_seconds`: time limit of a sample. `load`: samples that the server is working on.
-    `is_lost`: the server failed, and gets no samples until it has loaded weights again.
+    `request_seconds`: time limit of a sample. `num_running`: samples that the server is working on.
+    `loaded_weights_id`: of the weights that it loaded last, "" if the last load failed. `is_lost`:
+    the server failed, and gets no samples until it has loaded weights again.
     """
 
     def __init__(self, url: str, request_seconds: float):
         self.url, self.request_seconds = url.rstrip("/").removesuffix("/v1"), request_seconds
-        self.load, self.is_lost = 0, False
+        self.num_running, self.loaded_weights_id, self.is_lost = 0, "", False
         self.max_context = 0
         self.dtype, self.tied_head, self.tensor_parallel = "torch.float32", True, 1
         # of the weights loaded last: the manifest of the folder, and the digests in the server
@@ -155,7 +156,6 @@ class VllmServer:
             shown = self.call("/weight_info").get("weight_version")
             if shown != weights_id:
                 raise VllmServerError(self.url, f"has weights {shown!r} after loading {weights_id}")
-            self.is_lost = False
         finally:
             self.call("/resume", {}, seconds)
 

@@ -28,6 +28,7 @@ from rl.sampler import SamplingRequest
 from rl.trainer.memory_requirements import compute_stage_needs, measure_nothing
 from rl.trainer.self_test import self_test
 from rl.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
+from rl.vllm import ServerPool, VllmServerError
 from rl.vllm.transfer_validation import FolderManifest, find_transfer_error
 
 BASE = "tiny:addition-small"
@@ -407,6 +408,67 @@ def test_a_load_that_fails_resumes_the_server_and_its_samples_are_refused(path, 
     assert bad.version.endswith("-incomplete") and sequence.version == 1
     expected = learner_logprobs(policy, [3, 4], sequence, 0.7)
     np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+
+
+def test_a_server_that_failed_in_a_load_is_no_fallback(servers, connect):
+    (bad, good), urls = servers(2)
+    policy = make_policy(connect(urls))
+    sample(policy.save_weights_and_get_sampling_client())
+    update(policy)
+    bad.failing_path = "/weight_checker"
+    sampler = policy.save_weights_and_get_sampling_client()
+    with pytest.warns(UserWarning, match=f"{urls[0]}.*no samples are sent to it"):
+        sample(sampler, 1, 1)
+    good.fault, num_bodies = "http 500", len(bad.bodies)
+    with (
+        pytest.warns(UserWarning, match=urls[1]),
+        pytest.raises(UserError, match=f"{urls[1]}.*3 attempts"),
+    ):
+        sample(sampler, 1, 1)
+    assert len(bad.bodies) == num_bodies
+
+
+def test_a_sample_that_was_requested_after_a_load_has_no_older_weights(servers, connect):
+    (stub,), urls = servers()
+    policy = make_policy(connect(urls))
+    sample(policy.save_weights_and_get_sampling_client())
+    old = stub.version
+    update(policy)
+    sampler = policy.save_weights_and_get_sampling_client()
+    sample(sampler, 1, 1)
+    stub.version = old
+    with pytest.raises(UserError, match=f"sampled with the weights '{old}'"):
+        sample(sampler, 1, 1)
+
+
+def test_which_servers_have_the_weights_is_known_on_every_rank(servers):
+    """A failure of a request from before a load does not count against the loaded server."""
+    _, urls = servers(2)
+    pool = ServerPool(urls, "nonce")  # of a rank that loads nothing
+    first, second = (pool.add_weights(0, version) for version in (0, 1))
+    pool.set_weights(first, [True, True])
+    pool.set_weights(second, [False, True])
+    assert {pool.send(lambda server: server.url) for _ in range(4)} == {urls[1]}
+    assert pool.find_versions(second, second) == {second: 1}
+    assert pool.find_versions(second, first) == {first: 0, second: 1}
+    pool.servers[1].is_lost = True
+
+    def fail(server):
+        raise VllmServerError(server.url, "rejects it", rejected=True)
+
+    with pytest.raises(UserError, match="rejects it"):
+        pool.send(fail)
+    assert pool.servers[1].is_lost
+    seen = []
+
+    def fail_late(server):
+        seen.append(server.url)
+        if len(seen) == 1:
+            pool.set_weights(pool.add_weights(0, 2), [False, True])
+            raise VllmServerError(server.url, "fails")
+        return server.url
+
+    assert pool.send(fail_late) == urls[1] and not pool.servers[1].is_lost
 
 
 def test_a_server_that_was_restarted_has_other_weights(servers, connect):
