@@ -133,8 +133,10 @@ class SamplingWorker:
         pool.set_weights(weights_id, has_weights.bool().tolist())
 
     def free_all(self) -> None:
-        """Free the memory of all models."""
+        """Free the memory of all models, and send no further requests to vLLM servers."""
         self.kv_cache_pool.release()
+        if self.server_pool is not None:
+            self.server_pool.close()
 
     def _describe_model(self, loaded: LoadedModel, spec: ModelSpec) -> dict[str, Any]:
         """Return the model details that a client's `info` shows."""

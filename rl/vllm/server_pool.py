@@ -20,6 +20,7 @@ from rl.vllm.vllm_server import VllmServer, VllmServerError
 ATTEMPTS = 3  # of a sample, on different servers where there are several
 _RETRY_SECONDS = 0.5  # wait before another attempt if no server is left, times its number
 _MAX_THREADS = 512  # requests that a process waits for at once
+_SCORE_THREADS = 16  # threads for scores, which do not wait for samples
 T = TypeVar("T")
 
 
@@ -53,6 +54,10 @@ class ServerPool:
         self.nonce, self._folder = nonce, folder
         self.loaded_weights_id = ""  # of the weights that the servers hold
         self.executor = ThreadPoolExecutor(min(max_rows, _MAX_THREADS), "vllm")
+        self._score_executor = ThreadPoolExecutor(_SCORE_THREADS, "vllm-score")
+        self._is_closed = False
+        # atexit's functions run after the threads have executed all that is queued
+        threading._register_atexit(_close_pool, weakref.ref(self))  # type: ignore[attr-defined]
         self._lock = threading.Lock()
         self._labels: dict[str, tuple[int, int]] = {}  # learner and version by weights id
         self._loads: list[str] = []  # ids of the weights in order of their loads
@@ -137,11 +142,20 @@ class ServerPool:
                 server.is_lost = not has
                 server.loaded_weights_id = weights_id if has else ""
 
-    def send(self, work: Callable[[VllmServer], T]) -> T:
+    def close(self) -> None:
+        """Drop the requests that have not been sent, and send no request again."""
+        self._is_closed = True
+        for executor in (self.executor, self._score_executor):
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    def send(
+        self, work: Callable[[VllmServer], T], is_needed: Callable[[], bool] = lambda: True
+    ) -> T:
         """Return the result of `work` on the server with the least load.
 
         A server that fails gets no more samples until it has loaded weights, and its work is sent
-        to another server, or to the same if no other has the weights. Raises UserError, naming the server,
+        to another server, or to the same if no other has the weights. `is_needed`: whether a
+        failed request is sent again; otherwise its VllmServerError is raised. Raises UserError, naming the server,
         after `ATTEMPTS` attempts.
         """
         for attempt in range(ATTEMPTS):
@@ -154,6 +168,8 @@ class ServerPool:
             try:
                 return work(server)
             except VllmServerError as error:
+                if self._is_closed or not is_needed():
+                    raise
                 with self._lock:  # unless it failed before, or has loaded weights since
                     is_new = not server.is_lost and server.loaded_weights_id == weights_id
                     server.is_lost |= is_new and not error.rejected
@@ -180,11 +196,16 @@ class ServerPool:
     ) -> list[list[float | None]]:
         """Return the logprob of each token of each sequence at temperature 1; entry 0 is None."""
         return list(
-            self.executor.map(
+            self._score_executor.map(
                 lambda tokens: self.send(lambda server: _score(server, tokens, weights_id)),
                 sequences,
             )
         )
+
+
+def _close_pool(reference: weakref.ref[ServerPool]) -> None:
+    if (pool := reference()) is not None:
+        pool.close()
 
 
 def _score(server: VllmServer, tokens: Sequence[int], weights_id: str) -> list[float | None]:

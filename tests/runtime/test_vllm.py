@@ -4,6 +4,9 @@ import copy
 import hashlib
 import math
 import re
+import subprocess
+import sys
+import threading
 import time
 from contextlib import ExitStack, contextmanager
 
@@ -28,7 +31,7 @@ from rl.sampler import SamplingRequest
 from rl.trainer.memory_requirements import compute_stage_needs, measure_nothing
 from rl.trainer.self_test import self_test
 from rl.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
-from rl.vllm import ServerPool, VllmServerError
+from rl.vllm import ServerPool, VllmDecoder, VllmEngine, VllmServerError
 from rl.vllm.transfer_validation import FolderManifest, find_transfer_error
 
 BASE = "tiny:addition-small"
@@ -109,9 +112,13 @@ def connecting(folder):
     """Yield a function that makes a service which samples from these addresses."""
     with ExitStack() as stack:
 
-        def make(urls, seconds=60.0):
+        def make(urls, seconds=60.0, rows=1024):
             sampler = SamplerSettings(
-                kind="vllm", urls=urls, request_seconds=seconds, folder=str(folder)
+                kind="vllm",
+                urls=urls,
+                request_seconds=seconds,
+                folder=str(folder),
+                max_rows=rows,
             )
             settings = WorkerSettings(dtype="fp32", sampler=sampler)
             return stack.enter_context(
@@ -469,6 +476,51 @@ def test_which_servers_have_the_weights_is_known_on_every_rank(servers):
         return server.url
 
     assert pool.send(fail_late) == urls[1] and not pool.servers[1].is_lost
+
+
+@pytest.mark.parametrize("ending", ["cancel", "close", "pool"])
+def test_samples_that_nobody_waits_for_are_not_requested(ending, servers):
+    (stub,), urls = servers()
+    pool = ServerPool(urls, "nonce", max_rows=1)
+    decoder = VllmDecoder(pool, 14, None, 0)
+    decoder.replace_weights(None, 0)
+    pool.set_weights(decoder.weights_id, [True])
+    blocked = threading.Event()
+    pool.executor.submit(blocked.wait)
+    engine = VllmEngine(decoder)
+    request_id = engine.add(SamplingRequest(prompt=[3, 4], num_samples=4, params=PARAMS))
+    {"cancel": lambda: engine.cancel(request_id), "close": engine.close, "pool": pool.close}[
+        ending
+    ]()
+    blocked.set()
+    pool.executor.shutdown(wait=True)
+    assert len(stub.bodies) == 1  # the check at the start
+
+
+def test_the_end_of_a_process_drops_the_queued_samples(servers):
+    (stub,), urls = servers()
+    stub.token_seconds = 0.2
+    code = (
+        "from rl.vllm import ServerPool\n"
+        f"pool = ServerPool({urls!r}, 'nonce', max_rows=1)\n"
+        "for _ in range(20): pool.executor.submit(pool.servers[0].sample, [0], {})\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    assert len(stub.bodies) <= 3
+
+
+def test_scores_do_not_wait_for_queued_samples(servers, connect):
+    (stub,), urls = servers()
+    policy = make_policy(connect(urls, rows=1))
+    sampler = policy.save_weights_and_get_sampling_client()
+    stub.token_seconds = 0.03
+    stream = SampleStream(sampler)
+    params = SamplingParams(max_tokens=10, temperature=0.7, stop=[])
+    stream.add(SamplingRequest(prompt=[3, 4], num_samples=8, params=params))
+    stream.run_steps(1)
+    sampler.compute_logprobs(ModelInput.from_ints([3, 4, 5])).result()
+    stream.close()
+    assert "prompt_logprobs" in stub.bodies[-1]["sampling_params"] and len(stub.bodies) < 6
 
 
 def test_a_server_that_was_restarted_has_other_weights(servers, connect):

@@ -110,6 +110,7 @@ class StubServer:
     def generate(self, prompt, params):
         """Sample one token after the other; each is labelled with the weights that made it."""
         if self.model is None:  # the check at the start
+            time.sleep(self.token_seconds)
             entry = {"token_id": 0, "logprob": 0.0}
             span = {"version": self.version, "start": 0, "end": 1}
             choice = {"index": 0, "finish_reason": "length", "token_ids": [0]}
