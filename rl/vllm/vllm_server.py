@@ -16,6 +16,7 @@ from rl.vllm.transfer_validation import FolderManifest, find_transfer_error
 SUPPORTED_VERSIONS = ("0.32",)  # major.minor of vLLM releases whose API this package calls
 API_KEY_VARIABLE = "VLLM_API_KEY"
 _CHECK_SECONDS = 20.0  # time limit of a request that does no work on the model
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no http_proxy
 _TEXT_LIMIT = 400  # characters of a server's error that are shown
 START_COMMAND = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs"
@@ -156,6 +157,13 @@ class VllmServer:
             shown = self.call("/weight_info").get("weight_version")
             if shown != weights_id:
                 raise VllmServerError(self.url, f"has weights {shown!r} after loading {weights_id}")
+        except (KeyError, TypeError, AttributeError) as error:
+            raise VllmServerError(
+                self.url,
+                "answered a load of weights in another form than vLLM "
+                f"{', '.join(f'{known}.x' for known in SUPPORTED_VERSIONS)} "
+                f"({type(error).__name__}: {error})",
+            ) from error
         finally:
             self.call("/resume", {}, seconds)
 
@@ -188,7 +196,7 @@ class VllmServer:
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(self.url + path, data, headers)
-            with urllib.request.urlopen(request, timeout=seconds) as reply:
+            with _OPENER.open(request, timeout=seconds) as reply:
                 content = reply.read()
             return json.loads(content) if content else {}
         except urllib.error.HTTPError as error:

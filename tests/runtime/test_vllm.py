@@ -214,6 +214,21 @@ def test_samples_have_the_learners_logprobs_after_every_update(kind, servers, co
     assert len(stub.folders) == 3
 
 
+def test_a_merged_model_is_copied_in_host_memory_alone(servers, connect, monkeypatch):
+    """A copy of the base on the GPU at every update may not fit."""
+    _, urls = servers()
+    policy = make_policy(connect(urls), "lora")
+    update(policy)
+
+    def copy_on_device(parameter, memo):
+        raise AssertionError("a parameter was copied on its device")
+
+    monkeypatch.setattr(torch.nn.Parameter, "__deepcopy__", copy_on_device)
+    for prompt, sequence in sample(policy.save_weights_and_get_sampling_client()):
+        expected = learner_logprobs(policy, prompt, sequence, 0.7)
+        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+
+
 def test_an_older_version_is_loaded_again_and_samples_the_same(servers, connect):
     """vLLM holds one version: a client of another one makes the servers load it."""
     (stub,), urls = servers()
@@ -433,6 +448,24 @@ def test_a_server_that_failed_in_a_load_is_no_fallback(servers, connect):
     ):
         sample(sampler, 1, 1)
     assert len(bad.bodies) == num_bodies
+
+
+@pytest.mark.parametrize("value", [{}, [], {"checksums": None}])
+def test_a_load_that_is_answered_in_another_form_names_the_server(value, servers, connect):
+    (stub,), urls = servers()
+    sampler = make_policy(connect(urls)).save_weights_and_get_sampling_client()
+    stub.checksum_reply = value
+    with pytest.raises(UserError, match=f"{urls[0]} answered a load of weights in another form"):
+        sample(sampler, 1, 1)
+
+
+def test_proxies_of_the_environment_are_not_used(servers, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    _, urls = servers()
+    assert ServerPool(urls, "nonce").max_context == 256
 
 
 def test_a_sample_that_was_requested_after_a_load_has_no_older_weights(servers, connect):

@@ -33,6 +33,7 @@ class StubServer:
         self.model, self.version, self.fault, self.max_faults = None, "default", None, math.inf
         self.release, self.logprobs_mode, self.quantization = "0.32.1", "processed_logprobs", None
         self.token_seconds, self.scale_out = 0.0, True
+        self.checksum_reply = None  # another reply than vLLM's
         self.failing_path = None  # of a call that is executed, and answered with an error
         self.bodies, self.folders, self.calls = [], [], []
         self.running, self.lock = threading.Event(), threading.Lock()
@@ -75,6 +76,8 @@ class StubServer:
         elif path == "/reset_prefix_cache":
             return {"success": True}
         elif path == "/weight_checker":
+            if self.checksum_reply is not None:
+                return self.checksum_reply
             return {"checksums": self.checksums()}
         elif path == "/update_weight_version":
             self.version = body["new_version"]
