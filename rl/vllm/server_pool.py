@@ -155,8 +155,8 @@ class ServerPool:
 
         A server that fails gets no more samples until it has loaded weights, and its work is sent
         to another server, or to the same if no other has the weights. `is_needed`: whether a
-        failed request is sent again; otherwise its VllmServerError is raised. Raises UserError, naming the server,
-        after `ATTEMPTS` attempts.
+        failed request is sent again; otherwise its VllmServerError is raised. Raises
+        UserError, naming the server, after `ATTEMPTS` attempts.
         """
         for attempt in range(ATTEMPTS):
             with self._lock:

@@ -332,13 +332,26 @@ def test_the_self_test_passes_and_shows_the_agreement(kind, temperature, servers
     questions = [[{"role": "user", "content": text}] for text in ("3+4=", "5+16=")]
     params = SamplingParams(max_tokens=5, temperature=temperature)
     text = self_test(policy, sampler, questions, renderer, params, seed=7)
-    assert "vLLM beside the learner: KL" in text and "above 0.01 in 0%" in text
+    assert "vLLM against the learner: KL" in text and "above 0.01 in 0%" in text
     first = sample(sampler, 1, 1)[0]
     expected = learner_logprobs(policy, *first, 0.7)  # the weights are back
     np.testing.assert_allclose(first[1].logprobs, expected, atol=1e-5)
 
 
 # --------------------------------------------------------------------------------- misbehaviour
+
+
+@pytest.mark.parametrize("advises", [False, True])
+def test_the_self_test_advises_a_correction_where_none_is_set(advises, servers, connect):
+    (stub,), urls = servers()
+    policy = make_policy(connect(urls))
+    stub.logprob_error = 0.02
+    sampler = policy.save_weights_and_get_sampling_client()
+    renderer = get_renderer("plain", policy.get_tokenizer())
+    questions = [[{"role": "user", "content": "3+4="}]]
+    params = SamplingParams(max_tokens=5, temperature=0.7)
+    text = self_test(policy, sampler, questions, renderer, params, 7, advises)
+    assert ("consider --correction truncate" in text) == advises and "in 100% of" in text
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "hangs"])

@@ -33,6 +33,7 @@ class StubServer:
         self.model, self.version, self.fault, self.max_faults = None, "default", None, math.inf
         self.release, self.logprobs_mode, self.quantization = "0.32.1", "processed_logprobs", None
         self.token_seconds, self.scale_out = 0.0, True
+        self.logprob_error = 0.0  # of each sampled token
         self.checksum_reply = None  # another reply than vLLM's
         self.failing_path = None  # of a call that is executed, and answered with an error
         self.bodies, self.folders, self.calls = [], [], []
@@ -137,7 +138,9 @@ class StubServer:
                 spans.append({"version": version, "start": len(tokens), "end": len(tokens)})
             tokens.append(token)
             spans[-1]["end"] = len(tokens)
-            entries.append({"token_id": token, "logprob": float(logprobs[token])})
+            entries.append(
+                {"token_id": token, "logprob": float(logprobs[token]) - self.logprob_error}
+            )
             if token in params.get("stop_token_ids", ()):
                 reason = "stop"
         choice = {"index": 0, "finish_reason": reason, "token_ids": tokens}
