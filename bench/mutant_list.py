@@ -84,8 +84,8 @@ MUTANTS = [
     ),
     M(
         "rl/learner/learner_checkpoint.py",
-        "    twin = copy.deepcopy(model).float().cpu()\n",
-        "    twin = copy.deepcopy(model).bfloat16().cpu()\n",
+        "copy.deepcopy(model, copies).float().cpu()",
+        "copy.deepcopy(model, copies).bfloat16().cpu()",
         "merging in bf16",
         "clients",
     ),

@@ -211,7 +211,7 @@ class SamplingSettings:
     sampler_folder: str | None = None
     """Folder in which the weights for the vLLM servers are written, which all servers see under the same path. Default: a temporary folder of this machine."""
     sampler_timeout: Seconds = 600.0
-    """Seconds that a vLLM server may take for a sample, or to load weights."""
+    """Time limit of one call to a vLLM server, in seconds."""
     sampler_cache: Literal["auto", "plain", "paged"] = "auto"
     """Layout of the KV cache. paged: block tables, and on a GPU CUDA graphs of several steps (fast decoder only). plain: a contiguous tensor for each batch. auto: on a GPU paged if a trial returns the same samples, else plain."""
     sampler_tp: Annotated[int, Range(1, 1024, why="1 is a whole copy on each process")] = 1

@@ -97,14 +97,21 @@ def write_model(model: Any, tokenizer: Any | None, folder: Path, *, merged: bool
 
 
 def _merged_copy(model: Any) -> Any:
-    """Return a copy of the base with the adapter merged in, in fp32.
+    """Return a copy of the base with the adapter merged in, in fp32, in host memory.
 
     A tied head with a separate adapter becomes a separate matrix.
     """
     import copy
 
-    twin = copy.deepcopy(model).float().cpu()
-    return merge_adapter(twin)
+    # deepcopy takes these copies, so that none is made on the model's device
+    copies: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if type(tensor) in (torch.nn.Parameter, Tensor):
+            host = tensor.detach().to("cpu", copy=True)
+            if isinstance(tensor, torch.nn.Parameter):
+                host = torch.nn.Parameter(host, tensor.requires_grad)
+            copies[id(tensor)] = host
+    return merge_adapter(copy.deepcopy(model, copies).float().cpu())
 
 
 @dataclass(frozen=True)

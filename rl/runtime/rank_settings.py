@@ -34,6 +34,13 @@ class SamplerSettings:
     folder: str | None = None
     request_seconds: float = 600.0
 
+    @property
+    def local_kind(self) -> str:
+        """Return the kind of the decoders in this process: of all weights but those of the learner
+        if vLLM servers sample from these.
+        """
+        return "auto" if self.kind == "vllm" else self.kind
+
     def __post_init__(self) -> None:
         if self.tp > 1 and self.kind == "hf":
             check_features(("tensor parallelism", "generic decoder"))

@@ -41,7 +41,7 @@ from rl.sampler import (
     score_sequences,
 )
 from rl.types import PlacedImage, SampleResponse
-from rl.vllm import ServerPool, VllmDecoder, score_on_servers
+from rl.vllm import ServerPool, VllmDecoder, VllmEngine, score_on_servers
 
 
 def load_base(decoder: Decoder, shapes: Mapping[str, Any]) -> Decoder:
@@ -100,22 +100,11 @@ class SamplingWorker:
             max_rows=sampler.max_rows,
         )
 
-    def _make_server_decoder(
-        self, loaded: LoadedModel, learner_id: int | None = None
-    ) -> VllmDecoder:
+    def _make_server_decoder(self, loaded: LoadedModel, learner_id: int) -> VllmDecoder:
         """Return a decoder for the vLLM servers, without weights."""
         assert self.server_pool is not None
         sizes = loaded.vocab_size, find_max_context(loaded)
         return VllmDecoder(self.server_pool, *sizes, learner_id)
-
-    def _make_loaded_server_decoder(self, loaded: LoadedModel, version: int) -> VllmDecoder:
-        """Return a decoder of a model that every rank has loaded, which is then freed."""
-        decoder = self._make_server_decoder(loaded)
-        with collectives.all_or_none(self.accelerator.device):
-            self._write_server_weights(decoder, loaded.model, loaded.tokenizer, version)
-        if not self.base_models.enabled:
-            loaded.model.to("meta")
-        return decoder
 
     def _write_server_weights(
         self, decoder: VllmDecoder, model: Any, tokenizer: Any, version: int
@@ -129,17 +118,25 @@ class SamplingWorker:
 
     def _load_server_weights(self, decoder: Decoder) -> None:
         """Let the vLLM servers load the weights of a decoder, unless they hold them."""
-        if not isinstance(decoder, VllmDecoder) or decoder.pool.active_id == decoder.weights_id:
+        if not isinstance(decoder, VllmDecoder):
             return
+        pool, weights_id = decoder.pool, decoder.weights_id
+        if pool.loaded_weights_id == weights_id:
+            return
+        has_weights = torch.zeros(len(pool.servers), device=self.accelerator.device)
         with collectives.all_or_none(self.accelerator.device):
             if collectives.rank() == 0:
                 assert decoder.folder is not None
-                decoder.pool.load_weights(decoder.folder, decoder.weights_id)
-        decoder.pool.active_id = decoder.weights_id
+                loads = pool.load_weights(decoder.folder, weights_id)
+                has_weights.copy_(torch.tensor(loads))
+        collectives.copy_from_rank_0_([has_weights])
+        pool.set_weights(weights_id, has_weights.bool().tolist())
 
     def free_all(self) -> None:
-        """Free the memory of all models."""
+        """Free the memory of all models, and send no further requests to vLLM servers."""
         self.kv_cache_pool.release()
+        if self.server_pool is not None:
+            self.server_pool.close()
 
     def _describe_model(self, loaded: LoadedModel, spec: ModelSpec) -> dict[str, Any]:
         """Return the model details that a client's `info` shows."""
@@ -177,7 +174,7 @@ class SamplingWorker:
         """Return a new decoder of a model, over the decoder that adapters on its base share, if
         `base_key` is set. `weights`: see `make_decoder`.
         """
-        device, kind = self.accelerator.device, self.settings.sampler.kind
+        device, kind = self.accelerator.device, self.settings.sampler.local_kind
         dtype, group = self.sampler_dtype, self.tp_group
         base = base_key and self.base_models.get_base_decoder(
             base_key, lambda model: make_base_decoder(model, dtype, device, kind, group)
@@ -213,6 +210,8 @@ class SamplingWorker:
     ) -> dict[str, Any]:
         """Create a sampler version from saved weights (a folder of `save_weights_for_sampler`, any
         HF or PEFT folder) or a base model. Return the model's details.
+
+        It is sampled from in this process, also if vLLM servers sample from the learner's weights.
         """
         self.kv_cache_pool.release()  # memory for another model's weights
         base_keys: list[BaseKey] = []
@@ -224,13 +223,9 @@ class SamplingWorker:
         loaded, version, spec = learner_checkpoint.load_for_sampling(
             path, base_model, tokenizer, seed, load
         )
-        decoder: Decoder
-        if self.server_pool is not None:
-            decoder = self._make_loaded_server_decoder(loaded, version)
-        else:
-            if self.tp_group is None:
-                loaded.model.to(self.accelerator.device)
-            decoder = self._make_decoder(loaded.model, base_keys[0] if base_keys else None)
+        if self.tp_group is None:
+            loaded.model.to(self.accelerator.device)
+        decoder = self._make_decoder(loaded.model, base_keys[0] if base_keys else None)
         if self.tp_group is not None and not self.base_models.enabled:
             # the shard has been copied: free the full model in host memory
             loaded.model.to("meta")
@@ -241,6 +236,7 @@ class SamplingWorker:
         )
         return {
             **self._describe_model(loaded, spec),
+            "sampler": self.settings.sampler.local_kind,
             "version": version,
             "mixes": self._find_mix_group(decoder),
         }
@@ -320,6 +316,11 @@ class SamplingWorker:
                 )
             )
         elif stream.version_id != version_id and not step_request.mixed:
+            if isinstance(source.decoder, VllmDecoder) != isinstance(stream.engine, VllmEngine):
+                raise UserError(
+                    "a stream cannot switch between the policy's weights, which vLLM servers hold, "
+                    "and weights that are sampled from in this process: open another stream"
+                )
             stream.engine.change_weights(source.decoder, source.version)
         self._load_server_weights(source.decoder)
         stream.version_id, arrived = (

@@ -304,10 +304,6 @@ class TrainingWorker(SamplingWorker):
         """
         begin = time.perf_counter()
         learner = self.learners[model_id]
-        if self.server_pool is not None:
-            loaded = self.base_models.load(*self.base_keys[model_id], True)
-            on_servers = self._make_loaded_server_decoder(loaded, 0)
-            return self._add_version(version_id, SamplerVersion(on_servers, loaded, 0, None), begin)
         if model_id not in self.latest_decoders:
             self.latest_decoders[model_id] = self._make_learner_decoder(model_id)
         decoder = load_base(self.latest_decoders[model_id].fork(), learner.parameter_shapes)

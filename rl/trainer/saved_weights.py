@@ -87,7 +87,7 @@ class SavedWeights:
         )
         # tensor-parallel samplers have no paged KV cache
         cache = settings.sampler.cache if sampler_tp == 1 else "auto"
-        kind = "auto" if settings.sampler.kind == "vllm" else settings.sampler.kind
+        kind = settings.sampler.local_kind
         sampler = replace(settings.sampler, tp=sampler_tp, cache=cache, kind=kind)
         settings = replace(settings, sampler_ranks=0, sampler=sampler)
         return ServiceClient(seed=seed, settings=settings)

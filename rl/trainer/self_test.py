@@ -53,8 +53,10 @@ def self_test(
     renderer: Renderer,
     params: SamplingParams,
     seed: int,
+    advises_correction: bool = False,
 ) -> str:
     """Run the self-test and return its result as a line of text. `sampler`: of the current weights.
+    `advises_correction`: whether the method has `correction` as a setting, which is "none".
 
     Raises SelfTestFailed, naming what is broken.
     """
@@ -77,7 +79,9 @@ def self_test(
     exact = policy.info["dtype"] == "fp32"
     remark = ""
     if policy.info["sampler"] == "vllm":
-        remark, exact = _compare_server(policy, datums, params.temperature, exact)
+        remark, share, exact = _compare_server(policy, datums, params.temperature, exact)
+        if advises_correction and share > LARGE_SHARE:
+            remark += "; consider --correction truncate"
         seen = check_sync(policy, sampler, datums, 1.0)  # vLLM scores at temperature 1
         difference = _check_agreement(datums, seen, exact, with_sampled=params.temperature == 1)
     else:
@@ -99,12 +103,12 @@ def self_test(
 
 def _compare_server(
     policy: TrainingClient, datums: Sequence[Datum], temperature: float, exact: bool
-) -> tuple[str, bool]:
+) -> tuple[str, float, bool]:
     """Compare the logprobs that came with an external sampler's samples with the learner's.
 
-    Return a remark with the figures, and whether the bound of the exact sampler applies: in fp32,
-    if these logprobs are within it. Raises SelfTestFailed if they differ by more than
-    TOLERANCE_BF16 on average.
+    Return a remark with the figures, the share of tokens above LARGE_DIFFERENCE, and whether the
+    bound of the exact sampler applies: in fp32, if these logprobs are within it. Raises
+    SelfTestFailed if they differ by more than TOLERANCE_BF16 on average.
     """
     bare = [
         datum.with_inputs({"target_tokens": datum.loss_fn_inputs["target_tokens"]})
@@ -135,8 +139,7 @@ def _compare_server(
             f"same weights: {figures}. Start the server with the model that is trained and its "
             "dtype (a tied head on a CPU: docs/vllm.md)"
         )
-    advice = ", so set --correction truncate" if share > LARGE_SHARE else ""
-    return f"; vLLM beside the learner: {figures}{advice}", exact and largest <= TOLERANCE
+    return f"; vLLM against the learner: {figures}", share, exact and largest <= TOLERANCE
 
 
 def _sample_answers(

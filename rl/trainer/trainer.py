@@ -103,6 +103,7 @@ class Trainer:
                     self.renderer,
                     self.context.sampling_params,
                     self.seed,
+                    advises_correction=_has_unused_correction(self.method.settings),
                 )
             )
         if self.done == 0 and self.loop.eval_every:
@@ -210,3 +211,10 @@ class Trainer:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the loop's state from what `save` wrote."""
         self.stage_checkpoints.load_state(state)
+
+
+def _has_unused_correction(settings: Any) -> bool:
+    """Return whether a method has a correction of importance weights that is not set."""
+    correction = getattr(settings, "correction", None)
+    truncated = getattr(getattr(settings, "policy_gradient", None), "truncated_is", None)
+    return correction is not None and correction.correction == "none" and truncated is None

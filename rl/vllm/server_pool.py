@@ -20,6 +20,7 @@ from rl.vllm.vllm_server import VllmServer, VllmServerError
 ATTEMPTS = 3  # of a sample, on different servers where there are several
 _RETRY_SECONDS = 0.5  # wait before another attempt if no server is left, times its number
 _MAX_THREADS = 512  # requests that a process waits for at once
+_SCORE_THREADS = 16  # threads for scores, which do not wait for samples
 T = TypeVar("T")
 
 
@@ -51,10 +52,15 @@ class ServerPool:
         self.max_context = min(server.max_context for server in self.servers)
         self.unties_head = any(not server.tied_head for server in self.servers)
         self.nonce, self._folder = nonce, folder
-        self.active_id = ""  # of the weights that the servers hold
+        self.loaded_weights_id = ""  # of the weights that the servers hold
         self.executor = ThreadPoolExecutor(min(max_rows, _MAX_THREADS), "vllm")
+        self._score_executor = ThreadPoolExecutor(_SCORE_THREADS, "vllm-score")
+        self._is_closed = False
+        # atexit's functions run after the threads have executed all that is queued
+        threading._register_atexit(_close_pool, weakref.ref(self))  # type: ignore[attr-defined]
         self._lock = threading.Lock()
-        self._labels: dict[str, tuple[int | None, int]] = {}  # learner and version by weights id
+        self._labels: dict[str, tuple[int, int]] = {}  # learner and version by weights id
+        self._loads: list[str] = []  # ids of the weights in order of their loads
         self._root: Path | None = None
 
     @property
@@ -68,27 +74,35 @@ class ServerPool:
             weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
         return self._root
 
-    def add_weights(self, learner_id: int | None, version: int) -> str:
+    def add_weights(self, learner_id: int, version: int) -> str:
         """Return the id of further weights, the same on all ranks."""
         weights_id = f"{self.nonce}-{len(self._labels) + 1}"
         self._labels[weights_id] = (learner_id, version)
         return weights_id
 
-    def find_versions(self, weights_id: str) -> dict[str, int]:
-        """Return by weights id the versions that a sample of these weights may have tokens of: all
-        of the same learner, as weights may change while it is made.
+    def find_versions(self, weights_id: str, first_id: str) -> dict[str, int]:
+        """Return by weights id the versions that a sample may have tokens of: of the learner of
+        `weights_id`, those that were loaded since the sample was requested, when its server held
+        `first_id`, or may be loading.
         """
-        learner_id, version = self._labels[weights_id]
-        if learner_id is None:
-            return {weights_id: version}
-        labels = list(self._labels.items())
-        return {key: number for key, (learner, number) in labels if learner == learner_id}
+        learner_id, _ = self._labels[weights_id]
+        with self._lock:
+            loads, labels = list(self._loads), list(self._labels.items())
+        since = loads[::-1].index(first_id) + 1 if first_id in loads else 0
+        ids = [key for key, _ in labels]
+        newer = ids[ids.index(first_id) :] if first_id in ids else []
+        allowed = {weights_id, *loads[len(loads) - since :], *newer}
+        return {
+            key: version
+            for key, (learner, version) in labels
+            if learner == learner_id and key in allowed
+        }
 
-    def load_weights(self, folder: Path, weights_id: str) -> None:
-        """Load weights into all servers, also into those that failed before.
+    def load_weights(self, folder: Path, weights_id: str) -> list[bool]:
+        """Load weights into all servers, also into those that failed before. Return which servers
+        have them, for `set_weights` on all ranks.
 
-        A server that is not reachable gets no samples until the next weights. Raises UserError if
-        no server has the weights, or a server kept other weights.
+        Raises UserError if no server has the weights, or a server kept other weights.
         """
         dtypes = {server.dtype for server in self.servers}
         manifests = {dtype: FolderManifest(folder, dtype) for dtype in dtypes}
@@ -97,7 +111,6 @@ class ServerPool:
             try:
                 server.load_weights(folder, weights_id, manifests[server.dtype])
             except VllmServerError as error:
-                server.is_lost = True
                 return error
             return None
 
@@ -116,29 +129,56 @@ class ServerPool:
             )
         for message in messages:
             warn_on_rank_zero(f"{message}: no samples are sent to it until the next weights")
+        return [error is None for error in errors]
 
-    def send(self, work: Callable[[VllmServer], T]) -> T:
+    def set_weights(self, weights_id: str, has_weights: Sequence[bool]) -> None:
+        """Record which servers have loaded weights. The others get no samples until the next
+        weights.
+        """
+        with self._lock:
+            self.loaded_weights_id = weights_id
+            self._loads.append(weights_id)
+            for server, has in zip(self.servers, has_weights, strict=True):
+                server.is_lost = not has
+                server.loaded_weights_id = weights_id if has else ""
+
+    def close(self) -> None:
+        """Drop the requests that have not been sent, and send no request again."""
+        self._is_closed = True
+        for executor in (self.executor, self._score_executor):
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    def send(
+        self, work: Callable[[VllmServer], T], is_needed: Callable[[], bool] = lambda: True
+    ) -> T:
         """Return the result of `work` on the server with the least load.
 
         A server that fails gets no more samples until it has loaded weights, and its work is sent
-        to another server, or to the same if no other is left. Raises UserError, naming the server,
-        after `ATTEMPTS` attempts.
+        to another server, or to the same if no other has the weights. `is_needed`: whether a
+        failed request is sent again; otherwise its VllmServerError is raised. Raises
+        UserError, naming the server, after `ATTEMPTS` attempts.
         """
         for attempt in range(ATTEMPTS):
             with self._lock:
                 usable = [server for server in self.servers if not server.is_lost]
-                server = min(usable or self.servers, key=lambda server: server.load)
-                server.load += 1
+                current = [s for s in self.servers if s.loaded_weights_id == self.loaded_weights_id]
+                server = min(usable or current, key=lambda server: server.num_running)
+                server.num_running += 1
+                weights_id = server.loaded_weights_id
             try:
                 return work(server)
             except VllmServerError as error:
-                if not (error.rejected or server.is_lost):
+                if self._is_closed or not is_needed():
+                    raise
+                with self._lock:  # unless it failed before, or has loaded weights since
+                    is_new = not server.is_lost and server.loaded_weights_id == weights_id
+                    server.is_lost |= is_new and not error.rejected
+                if is_new and not error.rejected:
                     warnings.warn(
                         f"{error}: its samples are requested again, and it gets no others until "
                         "the next weights unless no server is left",
                         stacklevel=2,
                     )
-                server.is_lost = not error.rejected
                 if error.rejected or attempt == ATTEMPTS - 1:
                     raise UserError(
                         f"{error} ({attempt + 1} attempts). No sample of it was used; look at the "
@@ -146,7 +186,7 @@ class ServerPool:
                     ) from error
             finally:
                 with self._lock:
-                    server.load -= 1
+                    server.num_running -= 1
             if all(server.is_lost for server in self.servers):
                 time.sleep(_RETRY_SECONDS * (attempt + 1))
         raise AssertionError("the last attempt returns or raises")
@@ -156,11 +196,16 @@ class ServerPool:
     ) -> list[list[float | None]]:
         """Return the logprob of each token of each sequence at temperature 1; entry 0 is None."""
         return list(
-            self.executor.map(
+            self._score_executor.map(
                 lambda tokens: self.send(lambda server: _score(server, tokens, weights_id)),
                 sequences,
             )
         )
+
+
+def _close_pool(reference: weakref.ref[ServerPool]) -> None:
+    if (pool := reference()) is not None:
+        pool.close()
 
 
 def _score(server: VllmServer, tokens: Sequence[int], weights_id: str) -> list[float | None]:

@@ -3,7 +3,8 @@
 vLLM returns a SHA-256 of the bytes of each of its parameters. It fuses some matrices (q, k and v;
 gate and up), tensor parallelism cuts matrices, and on a CPU a layer may hold its matrix in a packed
 form outside its parameters: these are not compared. Parameters in the form of the folder must be
-equal. A part of a parameter must have changed if its tensor changed since the last transfer.
+equal. Of a parameter in parts, a part must have changed if its tensor changed since the last
+transfer, and none if it did not.
 """
 
 from __future__ import annotations
@@ -87,8 +88,10 @@ def find_transfer_error(
     """
     wrong: list[str] = []
     compared = 0
+    # of tensors that changed, by their processes without the tensor-parallel rank and by name
+    part_changes: dict[tuple[str, str], bool] = {}
     for key, digest in held.items():
-        name = key.rpartition(":")[2]
+        process, _, name = key.rpartition(":")
         expected = manifest.find(name)
         if digest == _EMPTY_DIGEST or expected is None:
             continue
@@ -97,8 +100,13 @@ def find_transfer_error(
             if not manifest.matches(name, digest):
                 wrong.append(name)
         elif previous is not None and previous[0].find(name) and key in previous[1]:
-            if (expected != previous[0].find(name)) != (digest != previous[1][key]):
+            is_changed = digest != previous[1][key]
+            if expected != previous[0].find(name):  # perhaps in the rows of another part alone
+                part = process.rpartition(":tp")[0], name
+                part_changes[part] = part_changes.get(part, False) or is_changed
+            elif is_changed:
                 wrong.append(name)
+    wrong += [name for (_, name), is_changed in part_changes.items() if not is_changed]
     if wrong:
         names = ", ".join(wrong[:_SHOWN_NAMES])
         return (

@@ -25,7 +25,7 @@ class VllmDecoder(Decoder):
     """Hold a version of the weights that the servers of `pool` can load.
 
     `weights_id` names the weights, and changes with them. `folder`: of the weights, on rank 0. It
-    is removed with the decoder. `learner_id`: of the model whose version it is; None: of none.
+    is removed with the decoder. `learner_id`: of the model whose version it is.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class VllmDecoder(Decoder):
         pool: ServerPool,
         vocab_size: int,
         max_positions: int | None,
-        learner_id: int | None = None,
+        learner_id: int,
     ):
         limits = [pool.max_context, *([] if max_positions is None else [max_positions])]
         self.pool, self.vocab_size, self.max_positions = pool, vocab_size, min(limits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import queue
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,7 @@ class _RequestState:
     stop_ids: frozenset[int]
     stop_strings: tuple[str, ...]
     sequences: dict[int, SampledSequence] = field(default_factory=dict)
+    futures: list[Future[None]] = field(default_factory=list)
 
 
 class VllmEngine:
@@ -113,7 +115,8 @@ class VllmEngine:
             request, max_tokens, condition.token_ids, condition.strings
         )
         for sample in range(request.num_samples):
-            self.pool.executor.submit(self._sample, request_id, sample, state, prompt)
+            future = self.pool.executor.submit(self._sample, request_id, sample, state, prompt)
+            state.futures.append(future)
         return request_id
 
     def _sample(
@@ -123,25 +126,26 @@ class VllmEngine:
         params = _make_params(state, sample)
 
         def work(server: VllmServer) -> SampledSequence:
+            first_id = server.loaded_weights_id
             reply = server.sample(prompt, params)
-            return read_sample(server.url, reply, self._make_rules(state))
+            return read_sample(server.url, reply, self._make_rules(state, first_id))
 
         result: SampledSequence | BaseException
         try:
-            result = self.pool.send(work)
+            result = self.pool.send(work, lambda: request_id in self._states)
             result.temperature = state.request.params.temperature
         except BaseException as error:  # noqa: BLE001  (raised by the step that reads the result)
             result = error
         self._results.put((request_id, sample, result))
 
-    def _make_rules(self, state: _RequestState) -> ReplyRules:
+    def _make_rules(self, state: _RequestState, first_id: str) -> ReplyRules:
         strings, matcher = state.stop_strings, self._stop_strings
         matches = (
             (lambda tokens: matcher.matches(strings, np.array(tokens)))
             if strings and matcher is not None
             else None
         )
-        versions = self.pool.find_versions(self.decoder.weights_id)
+        versions = self.pool.find_versions(self.decoder.weights_id, first_id)
         vocab = self.decoder.vocab_size
         return ReplyRules(state.max_tokens, vocab, state.stop_ids, versions, matches)
 
@@ -162,7 +166,7 @@ class VllmEngine:
             if state is None:  # cancelled
                 continue
             if isinstance(result, BaseException):
-                self._states.clear()
+                self.close()
                 raise result
             state.sequences[sample] = result
             self.counters.emitted_tokens += len(result.tokens)
@@ -193,7 +197,9 @@ class VllmEngine:
 
     def cancel(self, request_id: int) -> None:
         """Discard a request. Does nothing if it is unknown or finished."""
-        self._states.pop(request_id, None)
+        state = self._states.pop(request_id, None)
+        for future in () if state is None else state.futures:
+            future.cancel()
 
     def partial_samples(
         self, request_ids: Collection[int] | None = None
@@ -211,8 +217,9 @@ class VllmEngine:
         """Do nothing: a server drops the prefixes that were not used for the longest time."""
 
     def close(self) -> None:
-        """Discard all requests."""
-        self._states.clear()
+        """Discard all requests, and send none of them again."""
+        for request_id in list(self._states):
+            self.cancel(request_id)
 
 
 def score_on_servers(

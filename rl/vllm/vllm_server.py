@@ -16,6 +16,7 @@ from rl.vllm.transfer_validation import FolderManifest, find_transfer_error
 SUPPORTED_VERSIONS = ("0.32",)  # major.minor of vLLM releases whose API this package calls
 API_KEY_VARIABLE = "VLLM_API_KEY"
 _CHECK_SECONDS = 20.0  # time limit of a request that does no work on the model
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no http_proxy
 _TEXT_LIMIT = 400  # characters of a server's error that are shown
 START_COMMAND = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs"
@@ -39,13 +40,14 @@ class VllmServerError(Exception):
 class VllmServer:
     """Hold the address of a server and what is known of it.
 
-    `request_seconds`: time limit of a sample. `load`: samples that the server is working on.
-    `is_lost`: the server failed, and gets no samples until it has loaded weights again.
+    `request_seconds`: time limit of a sample. `num_running`: samples that the server is working on.
+    `loaded_weights_id`: of the weights that it loaded last, "" if the last load failed. `is_lost`:
+    the server failed, and gets no samples until it has loaded weights again.
     """
 
     def __init__(self, url: str, request_seconds: float):
         self.url, self.request_seconds = url.rstrip("/").removesuffix("/v1"), request_seconds
-        self.load, self.is_lost = 0, False
+        self.num_running, self.loaded_weights_id, self.is_lost = 0, "", False
         self.max_context = 0
         self.dtype, self.tied_head, self.tensor_parallel = "torch.float32", True, 1
         # of the weights loaded last: the manifest of the folder, and the digests in the server
@@ -140,11 +142,13 @@ class VllmServer:
         with `manifest`.
 
         Running samples are paused, and continue with the new weights. Raises VllmServerError if
-        the server fails, or did not take over some tensor.
+        the server fails, or did not take over some tensor. The version of its weights is then one
+        that `read_sample` refuses.
         """
         seconds = self.request_seconds
-        self.call("/pause?mode=keep&clear_cache=false", {}, seconds)
         try:
+            self.call("/pause?mode=keep&clear_cache=false", {}, seconds)
+            self.call("/update_weight_version", {"new_version": f"{weights_id}-incomplete"})
             arguments = {"weights_path": str(folder)}
             self.call("/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, seconds)
             self._reset_prefix_cache()
@@ -153,7 +157,13 @@ class VllmServer:
             shown = self.call("/weight_info").get("weight_version")
             if shown != weights_id:
                 raise VllmServerError(self.url, f"has weights {shown!r} after loading {weights_id}")
-            self.is_lost = False
+        except (KeyError, TypeError, AttributeError) as error:
+            raise VllmServerError(
+                self.url,
+                "answered a load of weights in another form than vLLM "
+                f"{', '.join(f'{known}.x' for known in SUPPORTED_VERSIONS)} "
+                f"({type(error).__name__}: {error})",
+            ) from error
         finally:
             self.call("/resume", {}, seconds)
 
@@ -186,7 +196,7 @@ class VllmServer:
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(self.url + path, data, headers)
-            with urllib.request.urlopen(request, timeout=seconds) as reply:
+            with _OPENER.open(request, timeout=seconds) as reply:
                 content = reply.read()
             return json.loads(content) if content else {}
         except urllib.error.HTTPError as error:

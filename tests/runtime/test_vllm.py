@@ -4,6 +4,9 @@ import copy
 import hashlib
 import math
 import re
+import subprocess
+import sys
+import threading
 import time
 from contextlib import ExitStack, contextmanager
 
@@ -28,6 +31,7 @@ from rl.sampler import SamplingRequest
 from rl.trainer.memory_requirements import compute_stage_needs, measure_nothing
 from rl.trainer.self_test import self_test
 from rl.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
+from rl.vllm import ServerPool, VllmDecoder, VllmEngine, VllmServerError
 from rl.vllm.transfer_validation import FolderManifest, find_transfer_error
 
 BASE = "tiny:addition-small"
@@ -108,9 +112,13 @@ def connecting(folder):
     """Yield a function that makes a service which samples from these addresses."""
     with ExitStack() as stack:
 
-        def make(urls, seconds=60.0):
+        def make(urls, seconds=60.0, rows=1024):
             sampler = SamplerSettings(
-                kind="vllm", urls=urls, request_seconds=seconds, folder=str(folder)
+                kind="vllm",
+                urls=urls,
+                request_seconds=seconds,
+                folder=str(folder),
+                max_rows=rows,
             )
             settings = WorkerSettings(dtype="fp32", sampler=sampler)
             return stack.enter_context(
@@ -206,6 +214,21 @@ def test_samples_have_the_learners_logprobs_after_every_update(kind, servers, co
     assert len(stub.folders) == 3
 
 
+def test_a_merged_model_is_copied_in_host_memory_alone(servers, connect, monkeypatch):
+    """A copy of the base on the GPU at every update may not fit."""
+    _, urls = servers()
+    policy = make_policy(connect(urls), "lora")
+    update(policy)
+
+    def copy_on_device(parameter, memo):
+        raise AssertionError("a parameter was copied on its device")
+
+    monkeypatch.setattr(torch.nn.Parameter, "__deepcopy__", copy_on_device)
+    for prompt, sequence in sample(policy.save_weights_and_get_sampling_client()):
+        expected = learner_logprobs(policy, prompt, sequence, 0.7)
+        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+
+
 def test_an_older_version_is_loaded_again_and_samples_the_same(servers, connect):
     """vLLM holds one version: a client of another one makes the servers load it."""
     (stub,), urls = servers()
@@ -220,19 +243,53 @@ def test_an_older_version_is_loaded_again_and_samples_the_same(servers, connect)
 
 
 def test_the_base_below_an_adapter_and_a_saved_folder(servers, connect):
-    _, urls = servers()
+    (stub,), urls = servers()
     service = connect(urls)
     policy = make_policy(service, "lora")
-    base = policy.save_weights_and_get_sampling_client()  # a fresh adapter changes nothing
-    expected = [sequence.logprobs for _, sequence in sample(base)]
+    fresh = make_policy(service, "lora")  # a fresh adapter changes nothing
+    sample(policy.save_weights_and_get_sampling_client())
     update(policy)
-    found = [sequence.logprobs for _, sequence in sample(policy.get_base_sampling_client())]
-    np.testing.assert_allclose(np.concatenate(found), np.concatenate(expected), atol=1e-5)
+    for prompt, sequence in sample(policy.get_base_sampling_client()):
+        expected = learner_logprobs(fresh, prompt, sequence, 0.7)
+        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
     path = policy.save_weights_for_sampler("new").result().path
     saved = sample(service.create_sampling_client(model_path=path))
     for prompt, sequence in saved:
         new = learner_logprobs(policy, prompt, sequence, 0.7)
         np.testing.assert_allclose(sequence.logprobs, new, atol=1e-5)
+    assert len(stub.folders) == 1  # of the policy alone
+
+
+def test_a_model_of_another_shape_is_scored_in_this_process(servers, connect):
+    """At any temperature, while the policy's samples are made on the server."""
+    (stub,), urls = servers()
+    service = connect(urls)
+    policy = make_policy(service)
+    stub.token_seconds = 0.03
+    stream = SampleStream(policy.save_weights_and_get_sampling_client())
+    params = SamplingParams(max_tokens=20, temperature=0.7, stop=[])
+    stream.add(SamplingRequest(prompt=[3, 4], params=params))
+    assert not stream.run_steps(2).finished
+    teacher = service.create_sampling_client(base_model="tiny:addition", seed=5)
+    other = service.create_full_training_client("tiny:addition", seed=5)
+    text = [3, 4, 5, 6, 7]
+    (scores,) = teacher.compute_logprobs_many([ModelInput.from_ints(text)], 0.7).result()
+    datum = Datum(
+        ModelInput.from_ints(text[:-1]), {"target_tokens": TensorData(np.array(text[1:], np.int64))}
+    )
+    output = other.forward([datum], "cross_entropy", {"temperature": 0.7}).result()
+    np.testing.assert_allclose(scores[1:], output.loss_fn_outputs[0]["logprobs"].array, atol=1e-5)
+    with pytest.raises(UserError, match="open another stream"):
+        stream.switch_weights(teacher)
+        stream.run_steps(1)
+    finished = {}
+    stream.switch_weights(policy.save_weights_and_get_sampling_client())
+    while stream.busy:
+        finished |= stream.run_steps().finished
+    ((sequence,),) = [response.sequences for response in finished.values()]
+    expected = learner_logprobs(policy, [3, 4], sequence, 0.7)
+    np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+    assert len(stub.folders) == 2 and len(set(stub.folders)) == 2
 
 
 def test_greedy_and_stops(servers, connect):
@@ -275,13 +332,26 @@ def test_the_self_test_passes_and_shows_the_agreement(kind, temperature, servers
     questions = [[{"role": "user", "content": text}] for text in ("3+4=", "5+16=")]
     params = SamplingParams(max_tokens=5, temperature=temperature)
     text = self_test(policy, sampler, questions, renderer, params, seed=7)
-    assert "vLLM beside the learner: KL" in text and "above 0.01 in 0%" in text
+    assert "vLLM against the learner: KL" in text and "above 0.01 in 0%" in text
     first = sample(sampler, 1, 1)[0]
     expected = learner_logprobs(policy, *first, 0.7)  # the weights are back
     np.testing.assert_allclose(first[1].logprobs, expected, atol=1e-5)
 
 
 # --------------------------------------------------------------------------------- misbehaviour
+
+
+@pytest.mark.parametrize("advises", [False, True])
+def test_the_self_test_advises_a_correction_where_none_is_set(advises, servers, connect):
+    (stub,), urls = servers()
+    policy = make_policy(connect(urls))
+    stub.logprob_error = 0.02
+    sampler = policy.save_weights_and_get_sampling_client()
+    renderer = get_renderer("plain", policy.get_tokenizer())
+    questions = [[{"role": "user", "content": "3+4="}]]
+    params = SamplingParams(max_tokens=5, temperature=0.7)
+    text = self_test(policy, sampler, questions, renderer, params, 7, advises)
+    assert ("consider --correction truncate" in text) == advises and "in 100% of" in text
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "hangs"])
@@ -345,6 +415,158 @@ def test_a_server_that_kept_old_weights_ends_the_run(count, servers, connect):
     with pytest.raises(UserError, match=f"{urls[0]} does not hold the weights.*kept old weights"):
         sample(sampler)
     assert stub.running.is_set()
+
+
+@pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/weight_checker"])
+def test_a_load_that_fails_resumes_the_server_and_its_samples_are_refused(path, servers, connect):
+    """Its running sample is made again by the other server, with the new weights alone."""
+    (bad, good), urls = servers(2)
+    policy = make_policy(connect(urls))
+    bad.token_seconds = 0.05
+    stream = SampleStream(policy.save_weights_and_get_sampling_client())
+    params = SamplingParams(max_tokens=20, temperature=0.7, stop=[])
+    stream.add(SamplingRequest(prompt=[3, 4], params=params))
+    assert not stream.run_steps(2).finished and bad.bodies[1:] and not good.bodies[1:]
+    update(policy)
+    bad.failing_path = path
+    stream.switch_weights(policy.save_weights_and_get_sampling_client())
+    finished = {}
+    with pytest.warns(UserWarning, match=f"{urls[0]}.*HTTP 500"):
+        while stream.busy:
+            finished |= stream.run_steps().finished
+    stream.close()
+    assert bad.running.is_set()
+    ((sequence,),) = [response.sequences for response in finished.values()]
+    if path == "/pause":  # the server still has the old weights, and says so
+        assert bad.version.endswith("-1")
+        return
+    assert bad.version.endswith("-incomplete") and sequence.version == 1
+    expected = learner_logprobs(policy, [3, 4], sequence, 0.7)
+    np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+
+
+def test_a_server_that_failed_in_a_load_is_no_fallback(servers, connect):
+    (bad, good), urls = servers(2)
+    policy = make_policy(connect(urls))
+    sample(policy.save_weights_and_get_sampling_client())
+    update(policy)
+    bad.failing_path = "/weight_checker"
+    sampler = policy.save_weights_and_get_sampling_client()
+    with pytest.warns(UserWarning, match=f"{urls[0]}.*no samples are sent to it"):
+        sample(sampler, 1, 1)
+    good.fault, num_bodies = "http 500", len(bad.bodies)
+    with (
+        pytest.warns(UserWarning, match=urls[1]),
+        pytest.raises(UserError, match=f"{urls[1]}.*3 attempts"),
+    ):
+        sample(sampler, 1, 1)
+    assert len(bad.bodies) == num_bodies
+
+
+@pytest.mark.parametrize("value", [{}, [], {"checksums": None}])
+def test_a_load_that_is_answered_in_another_form_names_the_server(value, servers, connect):
+    (stub,), urls = servers()
+    sampler = make_policy(connect(urls)).save_weights_and_get_sampling_client()
+    stub.checksum_reply = value
+    with pytest.raises(UserError, match=f"{urls[0]} answered a load of weights in another form"):
+        sample(sampler, 1, 1)
+
+
+def test_proxies_of_the_environment_are_not_used(servers, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    _, urls = servers()
+    assert ServerPool(urls, "nonce").max_context == 256
+
+
+def test_a_sample_that_was_requested_after_a_load_has_no_older_weights(servers, connect):
+    (stub,), urls = servers()
+    policy = make_policy(connect(urls))
+    sample(policy.save_weights_and_get_sampling_client())
+    old = stub.version
+    update(policy)
+    sampler = policy.save_weights_and_get_sampling_client()
+    sample(sampler, 1, 1)
+    stub.version = old
+    with pytest.raises(UserError, match=f"sampled with the weights '{old}'"):
+        sample(sampler, 1, 1)
+
+
+def test_which_servers_have_the_weights_is_known_on_every_rank(servers):
+    """A failure of a request from before a load does not count against the loaded server."""
+    _, urls = servers(2)
+    pool = ServerPool(urls, "nonce")  # of a rank that loads nothing
+    first, second = (pool.add_weights(0, version) for version in (0, 1))
+    pool.set_weights(first, [True, True])
+    pool.set_weights(second, [False, True])
+    assert {pool.send(lambda server: server.url) for _ in range(4)} == {urls[1]}
+    assert pool.find_versions(second, second) == {second: 1}
+    assert pool.find_versions(second, first) == {first: 0, second: 1}
+    pool.servers[1].is_lost = True
+
+    def fail(server):
+        raise VllmServerError(server.url, "rejects it", rejected=True)
+
+    with pytest.raises(UserError, match="rejects it"):
+        pool.send(fail)
+    assert pool.servers[1].is_lost
+    seen = []
+
+    def fail_late(server):
+        seen.append(server.url)
+        if len(seen) == 1:
+            pool.set_weights(pool.add_weights(0, 2), [False, True])
+            raise VllmServerError(server.url, "fails")
+        return server.url
+
+    assert pool.send(fail_late) == urls[1] and not pool.servers[1].is_lost
+
+
+@pytest.mark.parametrize("ending", ["cancel", "close", "pool"])
+def test_samples_that_nobody_waits_for_are_not_requested(ending, servers):
+    (stub,), urls = servers()
+    pool = ServerPool(urls, "nonce", max_rows=1)
+    decoder = VllmDecoder(pool, 14, None, 0)
+    decoder.replace_weights(None, 0)
+    pool.set_weights(decoder.weights_id, [True])
+    blocked = threading.Event()
+    pool.executor.submit(blocked.wait)
+    engine = VllmEngine(decoder)
+    request_id = engine.add(SamplingRequest(prompt=[3, 4], num_samples=4, params=PARAMS))
+    {"cancel": lambda: engine.cancel(request_id), "close": engine.close, "pool": pool.close}[
+        ending
+    ]()
+    blocked.set()
+    pool.executor.shutdown(wait=True)
+    assert len(stub.bodies) == 1  # the check at the start
+
+
+def test_the_end_of_a_process_drops_the_queued_samples(servers):
+    (stub,), urls = servers()
+    stub.token_seconds = 0.2
+    code = (
+        "from rl.vllm import ServerPool\n"
+        f"pool = ServerPool({urls!r}, 'nonce', max_rows=1)\n"
+        "for _ in range(20): pool.executor.submit(pool.servers[0].sample, [0], {})\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    assert len(stub.bodies) <= 3
+
+
+def test_scores_do_not_wait_for_queued_samples(servers, connect):
+    (stub,), urls = servers()
+    policy = make_policy(connect(urls, rows=1))
+    sampler = policy.save_weights_and_get_sampling_client()
+    stub.token_seconds = 0.03
+    stream = SampleStream(sampler)
+    params = SamplingParams(max_tokens=10, temperature=0.7, stop=[])
+    stream.add(SamplingRequest(prompt=[3, 4], num_samples=8, params=params))
+    stream.run_steps(1)
+    sampler.compute_logprobs(ModelInput.from_ints([3, 4, 5])).result()
+    stream.close()
+    assert "prompt_logprobs" in stub.bodies[-1]["sampling_params"] and len(stub.bodies) < 6
 
 
 def test_a_server_that_was_restarted_has_other_weights(servers, connect):
@@ -502,6 +724,22 @@ def test_a_tensor_that_was_not_taken_over_shows_in_every_form(ranks, dtype, tmp_
         assert "a.qkv_proj" in error if "proj" in name and "a." in name else name in error
         # a tensor that changed though the learner's did not
         assert find_transfer_error(old_digests, hold(new, ranks, dtype), previous, ranks)
+
+
+def test_a_change_in_the_rows_of_one_part_changes_no_other(tmp_path):
+    """Each of two servers (data-parallel replicas) has to take it over."""
+    old, old_digests = digests_of(tmp_path / "old", 1, "torch.float32")
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    new["b.o_proj.weight"][-1] += 1
+    (tmp_path / "new").mkdir()
+    save_file(new, tmp_path / "new" / "model.safetensors")
+    digests = FolderManifest(tmp_path / "new", "torch.float32")
+    replica = {key.replace("dp0", "dp1"): digest for key, digest in hold(old, 2).items()}
+    previous = old_digests, hold(old, 2) | replica
+    error = find_transfer_error(digests, hold(new, 2) | replica, previous, 2)
+    assert "1 of 12 parameters differ (b.o_proj.weight)" in error
+    replica = {key.replace("dp0", "dp1"): digest for key, digest in hold(new, 2).items()}
+    assert find_transfer_error(digests, hold(new, 2) | replica, previous, 2) is None
 
 
 def test_a_server_of_another_model_is_refused(tmp_path):

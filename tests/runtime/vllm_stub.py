@@ -33,6 +33,9 @@ class StubServer:
         self.model, self.version, self.fault, self.max_faults = None, "default", None, math.inf
         self.release, self.logprobs_mode, self.quantization = "0.32.1", "processed_logprobs", None
         self.token_seconds, self.scale_out = 0.0, True
+        self.logprob_error = 0.0  # of each sampled token
+        self.checksum_reply = None  # another reply than vLLM's
+        self.failing_path = None  # of a call that is executed, and answered with an error
         self.bodies, self.folders, self.calls = [], [], []
         self.running, self.lock = threading.Event(), threading.Lock()
         self.running.set()
@@ -74,6 +77,8 @@ class StubServer:
         elif path == "/reset_prefix_cache":
             return {"success": True}
         elif path == "/weight_checker":
+            if self.checksum_reply is not None:
+                return self.checksum_reply
             return {"checksums": self.checksums()}
         elif path == "/update_weight_version":
             self.version = body["new_version"]
@@ -109,6 +114,7 @@ class StubServer:
     def generate(self, prompt, params):
         """Sample one token after the other; each is labelled with the weights that made it."""
         if self.model is None:  # the check at the start
+            time.sleep(self.token_seconds)
             entry = {"token_id": 0, "logprob": 0.0}
             span = {"version": self.version, "start": 0, "end": 1}
             choice = {"index": 0, "finish_reason": "length", "token_ids": [0]}
@@ -132,7 +138,9 @@ class StubServer:
                 spans.append({"version": version, "start": len(tokens), "end": len(tokens)})
             tokens.append(token)
             spans[-1]["end"] = len(tokens)
-            entries.append({"token_id": token, "logprob": float(logprobs[token])})
+            entries.append(
+                {"token_id": token, "logprob": float(logprobs[token]) - self.logprob_error}
+            )
             if token in params.get("stop_token_ids", ()):
                 reason = "stop"
         choice = {"index": 0, "finish_reason": reason, "token_ids": tokens}
@@ -177,6 +185,8 @@ def vllm_server(stub, spoil):
             if samples and stub.fault not in (None, "old weights") and stub.max_faults > 0:
                 stub.max_faults -= 1
                 reply = spoil(stub.fault, reply[1])
+            if path == stub.failing_path:
+                reply = (500, {"error": "failed"})
             if reply is not None:
                 self.send(*reply)
 
