@@ -242,5 +242,6 @@ class Ranks:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(REPO), str(Path(__file__).resolve().parent)]
+    tests = Path(__file__).resolve().parent
+    sys.path[:0] = [str(REPO), *map(str, [tests, *sorted(filter(Path.is_dir, tests.iterdir()))])]
     serve(*sys.argv[1:])

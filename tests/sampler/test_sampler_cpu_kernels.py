@@ -5,6 +5,7 @@ models: test_sampler_decoders.py.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -211,7 +212,10 @@ def test_without_a_compiler_on_path_the_samples_are_those_of_the_torch_path(tmp_
     run = subprocess.run(
         [sys.executable, "-c", code],
         cwd=Path(__file__).parent,
-        env={"PATH": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={
+            "PATH": str(tmp_path),
+            "PYTHONPATH": os.pathsep.join(str(folder) for folder in Path(__file__).parents[1:3]),
+        },
         capture_output=True,
         text=True,
         timeout=300,
