@@ -102,8 +102,8 @@ def test_what_is_not_on_a_gpu_is_left_to_the_kernels():
 
 def test_bytes_of_what_is_trained_by_hand():
     for how, optimizer, gradient in (
-        (ShardingSpec(), 8, 4), (ShardingSpec(world=4), 8, 4), (ShardingSpec(world=4, fsdp=True), 2, 1), (ShardingSpec(world=4, zero_stage=1), 3, 4),
-        (ShardingSpec(world=4, zero_stage=2), 3, 1), (ShardingSpec(world=4, zero_stage=3), 3, 1), (ShardingSpec(world=4, zero_stage=3, offload=True), 0, 0),
+        (ShardingSpec(), 8, 4), (ShardingSpec(world=4), 8, 4), (ShardingSpec(world=4, sharding=FSDPSharding()), 2, 1), (ShardingSpec(world=4, sharding=ZeroSharding(stage=1)), 3, 4),
+        (ShardingSpec(world=4, sharding=ZeroSharding(stage=2)), 3, 1), (ShardingSpec(world=4, sharding=ZeroSharding(stage=3)), 3, 1), (ShardingSpec(world=4, sharding=ZeroSharding(stage=3, offload=True)), 0, 0),
         (ShardingSpec(optimizer="adamw_8bit"), 2 + 8 / 256, 4), (ShardingSpec(optimizer="paged_adamw_8bit"), 0, 4),
     ):  # fmt: skip
         assert (optimizer_bytes(1000, how), gradient_bytes(1000, how)) == (
@@ -140,7 +140,9 @@ def test_kept_logits_by_hand():
         == 0
         < saved_logits_bytes(grown, replace(one, memory=141.0 * GIB), batch, None)
     )
-    assert saved_logits_bytes(grown, replace(one, world=8, fsdp=True), batch, None) > 0
+    assert (
+        saved_logits_bytes(grown, replace(one, world=8, sharding=FSDPSharding()), batch, None) > 0
+    )
 
 
 LINE = (

@@ -213,7 +213,9 @@ def test_a_32b_policy_is_sampled_by_as_few_gpus_together_as_fit(scaling):
     load, hardware, driver = scaling.Load(), scaling.Hardware(), scaling.Driver()
 
     def step(gpus: int, memory: float = 80.0):
-        launch = LaunchShape(cuda=True, bf16=True, world=gpus, per_node=8, zero_stage=3)
+        launch = LaunchShape(
+            cuda=True, bf16=True, world=gpus, per_node=8, sharding=ZeroSharding(stage=3)
+        )
         return scaling.step(
             "32B",
             shape,
