@@ -44,7 +44,6 @@ from rl.trainer.initial_weights import (
     format_origin,
     resolve_initial_weights,
 )
-from rl.trainer.launch_log import LaunchLog, describe_launch
 from rl.trainer.memory_report import check_memory as check_memory
 from rl.trainer.opponent_models import OpponentModels
 from rl.trainer.pipeline import check_api_models, dry_run, prepare_stages
@@ -54,7 +53,7 @@ from rl.trainer.replay_log import (
     check_replay_sampler,
     list_replay_differences,
 )
-from rl.trainer.report_writer import ReportWriter
+from rl.trainer.report_writer import LaunchLog, ReportWriter, describe_launch
 from rl.trainer.resume import (
     ResumePoint,
     check_final_checkpoints,
