@@ -266,7 +266,7 @@ class Logbook:
     `resume_step`: step of the checkpoint that the run continues from. All later rows are removed,
     so that the files end up equal to those of an uninterrupted run (except times). Without
     `resume_step`, a folder with metrics raises RunFolderError. `checkpoints`: the checkpoints of a
-    resumed run (see rl.trainer.checkpoint_scan); by default the rows of checkpoints.jsonl up to
+    resumed run (see rl.trainer.checkpoint_manager); by default the rows of checkpoints.jsonl up to
     that step. `guard` raises if the folder no longer belongs to this process. `trackers`: names of
     trackers to log to as well, in the project `tracker_project`.
     """

@@ -32,8 +32,8 @@ from rl.reporting import (
 )
 from rl.trainer.checkpoint_manager import CheckpointManager
 from rl.trainer.config_diff import CHANGES_KEY, includes_data_change
-from rl.trainer.epochs import convert_epochs_to_steps
-from rl.trainer.held_out_metrics import HeldOutMetrics
+from rl.trainer.data_source import load_stored_answers
+from rl.trainer.evaluator import HeldOutMetrics
 from rl.trainer.initial_weights import (
     ORIGINS_KEY,
     check_initial_weights,
@@ -46,7 +46,7 @@ from rl.trainer.initial_weights import (
 )
 from rl.trainer.memory_report import check_memory as check_memory
 from rl.trainer.opponent_models import OpponentModels
-from rl.trainer.pipeline import check_api_models, dry_run, prepare_stages
+from rl.trainer.pipeline import check_api_models, convert_epochs_to_steps, dry_run, prepare_stages
 from rl.trainer.replay_log import (
     ReplayLog,
     check_replay,
@@ -61,7 +61,6 @@ from rl.trainer.resume import (
     remove_damaged_checkpoints,
 )
 from rl.trainer.reward_startup_check import check_rewards_at_start
-from rl.trainer.rollout_data import load_stored_answers
 from rl.trainer.run_lock import RunLock
 from rl.trainer.run_summary import (
     format_check_command,

@@ -25,7 +25,7 @@ from rl.models import (
     merge_adapter,
 )
 from rl.reporting import load_saved_config
-from rl.trainer.checkpoint_scan import CHECKPOINTS_FOLDER, WEIGHTS_FOLDER
+from rl.trainer.checkpoint_manager import CHECKPOINTS_FOLDER, WEIGHTS_FOLDER
 from rl.trainer.initial_weights import find_previous_stage
 from rl.trainer.saved_weights import SavedWeights, open_weights
 

@@ -17,10 +17,10 @@ from rl.errors import RunFolderError, UserError
 from rl.learner import read_learner_state
 from rl.reporting import Console, has_no_steps, load_saved_config
 from rl.trainer import same_run
-from rl.trainer.checkpoint_manager import CheckpointManager
-from rl.trainer.checkpoint_scan import (
+from rl.trainer.checkpoint_manager import (
     CHECKPOINTS_FOLDER,
     WEIGHTS_FOLDER,
+    CheckpointManager,
     StageSteps,
     complete_checkpoint_list,
     read_stage_steps,

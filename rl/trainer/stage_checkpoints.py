@@ -10,8 +10,7 @@ from typing import Any
 from rl.algorithms import RowEvaluator
 from rl.data import Curriculum
 from rl.jsonl import replace_nonfinite
-from rl.trainer.evaluator import Evaluator
-from rl.trainer.held_out_metrics import HELD_OUT_ACCURACY, HeldOutMetrics
+from rl.trainer.evaluator import HELD_OUT_ACCURACY, Evaluator, HeldOutMetrics
 from rl.trainer.stage_context import StageContext
 from rl.trainer.warn_once import WarnOnce
 

@@ -1,13 +1,14 @@
 """Train a policy by a method in one stage of a run.
 
 The training loop calls the trainer before the first batch, after each batch, and at the end.
-Separate classes sample, log, evaluate and save.
+Separate classes sample, log, evaluate and save. A loss that is not finite ends the run with advice.
 """
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rl.algorithms import Progress, RowEvaluator
 from rl.client import SamplingClient
 from rl.data import ProblemSet
 from rl.distributed import RunStopped, StopRequest
+from rl.errors import UserError
 from rl.rollout import EnvGroupBuilder, RolloutBatch
 from rl.trainer.batch_log import BatchLog
 from rl.trainer.evaluator import Evaluator
@@ -218,3 +220,49 @@ def _has_unused_correction(settings: Any) -> bool:
     correction = getattr(settings, "correction", None)
     truncated = getattr(getattr(settings, "policy_gradient", None), "truncated_is", None)
     return correction is not None and correction.correction == "none" and truncated is None
+
+
+class NonFiniteError(UserError):
+    """Raised when a loss or logits are NaN or infinite.
+
+    Continuing would destroy the weights, or train on nothing.
+    """
+
+
+def report_nonfinite(train: Callable[[Trainer], None]) -> Callable[[Trainer], None]:
+    """Wrap a training loop so that a non-finite number raises NonFiniteError with stage, step and
+    remedy instead of a traceback.
+
+    Nothing is saved at that point: a checkpoint must not contain what the step has already changed
+    (baselines, earlier substeps).
+    """
+
+    @functools.wraps(train)
+    def loop(trainer: Trainer) -> None:
+        try:
+            train(trainer)
+        except FloatingPointError as error:
+            raise NonFiniteError(_describe_nonfinite(trainer, str(error))) from error
+
+    return loop
+
+
+def _describe_nonfinite(trainer: Trainer, problem: str) -> str:
+    complete = [row for row in trainer.logbook.checkpoints() if row.get("state_path")]
+    where = (
+        f"step {trainer.done + 1} of {trainer.loop.steps} of stage {trainer.name} (step "
+        f"{trainer.first_step + trainer.done + 1} of the run)"
+    )
+    advice = "No checkpoint was written yet: start again"
+    if complete:
+        advice = (
+            f"The checkpoints are unchanged, the newest is {complete[-1]['name']}: --resume "
+            "continues from it with the same settings, and meets the same batch again; to "
+            "change settings start a new run from its weights, --base-model "
+            f"{complete[-1]['sampler_path']}"
+        )
+    return (
+        f"{where}: {problem}. {advice}. Lower learning_rate (here "
+        f"{trainer.settings.learning_rate:g}), add warmup_steps, keep grad_clip_norm at 1 or "
+        "below, or train in precision fp32"
+    )
