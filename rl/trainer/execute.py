@@ -55,11 +55,15 @@ from rl.trainer.replay_log import (
 )
 from rl.trainer.report_writer import LaunchLog, ReportWriter, describe_launch
 from rl.trainer.resume import (
+    RUN_ID_KEY,
     ResumePoint,
     check_final_checkpoints,
+    check_same_data,
     find_resume_point,
+    make_run_id,
     remove_damaged_checkpoints,
 )
+from rl.trainer.resume import make_identity as identity_of
 from rl.trainer.reward_startup_check import check_rewards_at_start
 from rl.trainer.run_lock import RunLock
 from rl.trainer.run_summary import (
@@ -68,8 +72,6 @@ from rl.trainer.run_summary import (
     print_introduction,
     print_summary,
 )
-from rl.trainer.same_run import RUN_ID_KEY, check_same_data, make_run_id
-from rl.trainer.same_run import make_identity as identity_of
 from rl.trainer.stage_context import StageContext
 from rl.trainer.stage_data import PreparedStage, check_rows, check_sandboxes, describe_prepared
 from rl.trainer.stage_models import StageModelFactory, make_policy, stage_renderer
