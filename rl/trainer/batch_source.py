@@ -141,7 +141,7 @@ class AsyncSource(BatchSource):
         self.learner_version = sampler.version  # the version of the learner's weights
         self._running_update: Future[PolicyUpdate] | None = None
         self._new_weights: SamplingClient | None = None
-        state, replay_log = trainer.stage_checkpoints.in_flight, trainer.context.replay_log
+        state, replay_log = trainer.in_flight, trainer.context.replay_log
         assert replay_log is not None
         with ExitStack() as stack:
             event_log = replay_log.create_event_log(state["tick"] if state else 0, whole_stage=True)
@@ -151,7 +151,7 @@ class AsyncSource(BatchSource):
             self._update_executor = stack.enter_context(ThreadPoolExecutor(1, "learner"))
             self.in_flight = InFlightGroups(trainer, self.engine, state)
             self.weight_sync = AsyncWeightSync(trainer, self.in_flight, sampler)
-            trainer.stage_checkpoints.get_engine_state = self.weight_sync.state
+            trainer.get_engine_state = self.weight_sync.state
             self.stack = stack.pop_all()
         self.engine.is_updating = lambda: (
             self._running_update is not None or self.weight_sync.pending is not None
@@ -202,7 +202,7 @@ class AsyncSource(BatchSource):
         if trainer.settings.flow.sampler_ranks:
             _ = pending is None or pending.version  # waits for them
             result.new_weights = policy.save_weights_and_get_sampling_client()
-            if trainer.stage_checkpoints.is_due(batch.number + 1):
+            if trainer.is_save_due(batch.number + 1):
                 # a checkpoint waits for them; sampling continues meanwhile
                 _ = result.new_weights.version
         return result
@@ -271,10 +271,7 @@ class AsyncWeightSync:
         if a checkpoint or a stop follows; otherwise they arrive in the background.
         """
         trainer = self.trainer
-        must_wait = (
-            trainer.stage_checkpoints.is_due(batch + 1)
-            or trainer.stop_request.exit_code is not None
-        )
+        must_wait = trainer.is_save_due(batch + 1) or trainer.stop_request.exit_code is not None
         if self.engine.event_log.log_weights_in_transit(new_weights is not None and not must_wait):
             self._start_transfer(new_weights)
         else:
@@ -297,9 +294,8 @@ class AsyncWeightSync:
                     "flight: a run resumed from it has the new weights slightly earlier than the "
                     "replayed run had"
                 )
-        if (
-            self.trainer.stop_request.exit_code is not None
-            and not self.trainer.stage_checkpoints.is_due(self.trainer.done)
+        if self.trainer.stop_request.exit_code is not None and not self.trainer.is_save_due(
+            self.trainer.done
         ):
             self.engine.event_log.log_stop()
         return self.in_flight.state()
