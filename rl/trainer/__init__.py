@@ -1,7 +1,7 @@
 """Execute runs: the two training loops, stages, resuming, and the memory plan of a whole run."""
 
 from rl.trainer.data_source import load_training_problems
-from rl.trainer.entry_point import main, run_guarded
+from rl.trainer.entry_point import TrainingResult, main, open_run, run_guarded, train
 from rl.trainer.evaluator import compute_evaluation_metrics, make_response_rows
 from rl.trainer.export import describe_export, export_weights, push_to_hub
 from rl.trainer.opponent_models import load_evaluation_opponents
@@ -41,7 +41,6 @@ from rl.trainer.stage_environment import (
     resolve_episode_reward,
 )
 from rl.trainer.stage_models import make_renderer
-from rl.trainer.train_function import TrainingResult, open_run, train
 from rl.trainer.update_report import UpdateReport, explain_update
 
 __all__ = [

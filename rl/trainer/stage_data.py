@@ -35,7 +35,7 @@ from rl.trainer.data_source import (
     load_stored_answers,
     load_training_problems,
 )
-from rl.trainer.reward_check import check_reward
+from rl.trainer.reward_probe import check_reward
 from rl.trainer.stage_environment import (
     check_environment,
     check_scoring,
