@@ -176,6 +176,7 @@ class _TrialKey:
             a.vocab_size,
             decoder.norm_E.shape,
             repr(a.layers[0]),
+            (a.activation, a.query_scale, a.embedding_scale, a.residual_scale, a.logit_scale),
         )
         self.key = (*sizes, decoder.dtype, decoder.device)
 
