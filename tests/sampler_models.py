@@ -60,8 +60,8 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tiny_model(kind: str, **changes: Any) -> torch.nn.Module:
-    """A random model in eval mode: "qwen3", "qwen2", "llama", "mistral", "granite", "gemma", "seed_oss" or "gpt2"; `changes` go to
-    its config.
+    """A random model in eval mode: "qwen3", "qwen2", "llama", "mistral", "granite", "gemma",
+    "seed_oss" or "gpt2"; `changes` go to its config.
     """
     torch.manual_seed(3)
     settings = {**SMALL, **changes}

@@ -24,10 +24,10 @@ class LayerSpec:
 
     `qk_norm`: an RMS norm of each query and key head before the rotation. `norm_offset`: the norms
     multiply by the sum of this number and their weight. `activation`: of the MLP's gate, as in
-    `hidden_act`. `attention_scale`: factor of the attention scores (None: D^-0.5 for a
-    head width D); the family has no `qk_norm`. `embedding_scale`: factor of
-    the token embeddings. `residual_scale`: factor of the outputs of attention and MLP before the
-    residual sum. `logit_scale`: factor of the logits.
+    `hidden_act`. `attention_scale`: factor of the attention scores (None: D^-0.5 for a head width
+    D); it cannot be combined with `qk_norm`. `embedding_scale`: factor of the token embeddings.
+    `residual_scale`: factor of the outputs of attention and MLP before the residual sum.
+    `logit_scale`: factor of the logits.
     """
 
     qk_norm: bool = False
