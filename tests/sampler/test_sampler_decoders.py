@@ -62,6 +62,9 @@ FAMILY = {
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
     ),
     "mistral": ("mistral", {}),
+    "granite": ("granite", {"tie_word_embeddings": True}),
+    "gemma": ("gemma", {"head_dim": 16}),
+    "seed_oss": ("seed_oss", {"head_dim": 16, "attention_out_bias": True}),
 }
 
 
