@@ -6,8 +6,8 @@ Three moments are distinguished, since they do not hold memory at the same time:
     train   a micro-batch: gradients, activations, logits
     update  gradients summed over ranks, the optimizer's step
 
-The largest sum is the peak. `rl.distributed.sharding` has the
-bytes of each backend.  Nt: numbers in the model that are trained.
+The largest sum is the peak. `rl.distributed.sharding` has the bytes of each backend. Nt:
+numbers in the model that are trained.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from kernels import estimate_saved_bytes
-from rl.distributed.sharding import ADAM_8BIT_BYTES, ADAM_BYTES
+from rl.distributed.sharding import ADAM_8BIT_BYTES, ADAM_BYTES, FP32
 from rl.learner import default_kept_bytes
 from rl.memory_plan.shapes import (
-    FP32,
     LaunchShape,
     MicroBatch,
     MicroBatchMemory,

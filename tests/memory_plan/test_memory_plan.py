@@ -16,6 +16,7 @@ from rl.algorithms import METHODS
 from rl.config.cli import read_run
 from rl.config.run_config import RunConfig
 from rl.config.sections import RunSettings
+from rl.distributed import FSDPSharding, Sharding, ZeroSharding
 from rl.errors import UserError
 from rl.memory_plan.activations import StorageTracker
 from rl.memory_plan.byte_counts import MemoryPlan, plan_memory
@@ -84,7 +85,7 @@ def folder_of(model: dict, path: Path) -> str:
     return str(path)
 
 
-def planned(folder: str, s: dict, zero: int | None, fsdp: bool) -> MemoryPlan:
+def planned(folder: str, s: dict, sharding: Sharding) -> MemoryPlan:
     lora = LoraConfig(s["lora_rank"], train_unembed=True) if s["lora_rank"] else None
     skeleton = ModelSkeleton(folder, None, lora)
     length = s["prompt"] + s["answer"]
@@ -102,12 +103,12 @@ def planned(folder: str, s: dict, zero: int | None, fsdp: bool) -> MemoryPlan:
     how = ComputeConfig(
         fused=s["fused"],
         checkpointing=s["checkpointing"],
-        keeps_gradients=zero is None and not fsdp,
+        keeps_gradients=sharding.keeps_gradients,
     )
     work = StepWork(batch=batch, samples=True, prompts=s["groups"] // s["world"], prompt=s["prompt"],
                 rows=s["groups"] * s["group"] // s["world"], answer=s["answer"])  # fmt: skip
     launch = LaunchShape(
-        cuda=False, bf16=False, world=s["world"], per_node=s["world"], zero_stage=zero, fsdp=fsdp
+        cuda=False, bf16=False, world=s["world"], per_node=s["world"], sharding=sharding
     )
     return plan_memory(skeleton.shape, skeleton.measure_micro_batch(batch, how), launch, work)
 
@@ -160,7 +161,8 @@ def test_the_plan_is_within_15_percent_of_a_process(case, tmp_path):
     s = {**MODEL, **WORK, **CASES[case]}
     folder = folder_of({name: s[name] for name in MODEL}, tmp_path / "model")
     config = case if s["world"] > 1 else None
-    expected = planned(folder, s, 3 if case == "zero3" else None, case == "fsdp2")
+    shardings = {"zero3": ZeroSharding(stage=3), "fsdp2": FSDPSharding()}
+    expected = planned(folder, s, shardings.get(case, Sharding()))
     for got in measured(folder, s, tmp_path / "out", config):
         assert abs(expected.peak / got - 1) < 0.15, (
             f"{case}: planned {expected.peak / 2**20:.0f} MiB, measured {got / 2**20:.0f}"
@@ -391,7 +393,8 @@ def test_a_launch_under_fsdp_is_planned_as_one(monkeypatch):
         monkeypatch.setenv(name, value)
     launch, _ = resolve_launch(asked("--plan-gpus", "8").options, "auto")
     assert _describe_launch(launch) == "8 processes, FSDP2, bf16"
-    assert not resolve_launch(asked("--plan-gpus", "8", "--plan-zero", "2").options, "auto")[0].fsdp
+    launch, _ = resolve_launch(asked("--plan-gpus", "8", "--plan-zero", "2").options, "auto")
+    assert launch.sharding == ZeroSharding(stage=2)
 
 
 def test_a_critic_and_a_frozen_policy_are_counted():

@@ -23,6 +23,7 @@ from transformers import AutoConfig
 from bench.scaling_models import config_of
 from rl.algorithms import METHODS
 from rl.config import RunSettings, parse_run
+from rl.distributed import ZeroSharding
 from rl.errors import UserError
 from rl.memory_plan.byte_counts import (
     GIB,
