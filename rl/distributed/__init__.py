@@ -10,6 +10,11 @@ from rl.distributed.launch_agreement import check_same_launch
 from rl.distributed.profiler_trace import REGION_PREFIX, trace_region
 from rl.distributed.rank_roles import assign_role, check_roles, rank_name
 from rl.distributed.sharding import (
+    ADAM_8BIT_BYTES,
+    ADAM_BYTES,
+    BF16,
+    FP32,
+    PERSISTENCE_THRESHOLD,
     FSDPSharding,
     Launch,
     ParameterCounts,
@@ -45,6 +50,11 @@ __all__ = [
     "check_same_launch",
     "assign_role",
     "get_launch_sharding",
+    "ADAM_8BIT_BYTES",
+    "ADAM_BYTES",
+    "BF16",
+    "FP32",
+    "PERSISTENCE_THRESHOLD",
     "FSDPSharding",
     "Launch",
     "ParameterCounts",

@@ -109,7 +109,7 @@ class Sharding:
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPSharding(Sharding):
-    """Divide the state by FSDP2. `replicas`: copies of it, one for each machine (HSDP)."""
+    """Shard the state by FSDP2. `replicas`: copies of it, one for each machine (HSDP)."""
 
     level: ClassVar[int] = 3
     divides: ClassVar[bool] = True
@@ -148,7 +148,7 @@ class FSDPSharding(Sharding):
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroSharding(Sharding):
-    """Divide the state by DeepSpeed's ZeRO `stage`. `hpz`: number of ranks that hold stage 3's
+    """Shard the state by DeepSpeed's ZeRO `stage`. `hpz`: number of ranks that hold stage 3's
     second copy of the weights together, 1 without one.
     """
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from kernels import estimate_saved_bytes
-from rl.distributed.sharding import ADAM_8BIT_BYTES, ADAM_BYTES, FP32
+from rl.distributed import ADAM_8BIT_BYTES, ADAM_BYTES, FP32
 from rl.learner import default_kept_bytes
 from rl.memory_plan.shapes import (
     LaunchShape,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rl.distributed.sharding import BF16, FP32
+from rl.distributed import BF16, FP32
 from rl.memory_plan.byte_counts import (
     CUDA_BYTES,
     MemoryItem,

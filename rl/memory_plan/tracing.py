@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import estimate_workspace_bytes
-from rl.distributed.sharding import PERSISTENCE_THRESHOLD
+from rl.distributed import PERSISTENCE_THRESHOLD
 from rl.errors import UserError
 from rl.layers import (
     ModelLayers,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl.distributed import Sharding, collectives, get_launch_sharding
+from rl.distributed import collectives, get_launch_sharding
 from rl.errors import warn_on_rank_zero
 from rl.learner import (
     Learner,
@@ -91,12 +91,12 @@ class TrainingWorker(SamplingWorker):
             check_optimizer(
                 self.settings.learner.optimizer,
                 self.accelerator.device,
-                self.sharding,
+                get_launch_sharding(),
             )
             base, tokenizer = learner_checkpoint.resolve_base_model(spec, state)
             lazy_model = (
                 load_model_lazily(base, tokenizer=tokenizer)
-                if self.sharding.reads_shards(collectives.world())
+                if get_launch_sharding().reads_shards(collectives.world())
                 else None
             )
             loaded = lazy_model or self.base_models.load(
@@ -117,7 +117,9 @@ class TrainingWorker(SamplingWorker):
             loaded,
             self.accelerator,
             self.settings.learner,
-            "fp32" if self.sharding.owns_weights else held_in,  # the backend casts all weights
+            "fp32"
+            if get_launch_sharding().owns_weights
+            else held_in,  # the backend casts all weights
         )
         self.learners[model_id], self.specs[model_id] = learner, spec
         if state is not None:
@@ -125,20 +127,15 @@ class TrainingWorker(SamplingWorker):
         return {
             **info,
             "distributed_type": self.accelerator.distributed_type.value,
-            "scales_gradients": not self.sharding.owns_weights,
+            "scales_gradients": not get_launch_sharding().owns_weights,
             "wrapped": type(learner.backend.wrapped).__name__,
         }
-
-    @property
-    def sharding(self) -> Sharding:
-        """Return how this launch divides a learner's state."""
-        return get_launch_sharding()
 
     def _choose_base_dtype(self, spec: ModelSpec) -> str:
         """Return the dtype of the frozen base weights."""
         bf16 = self.sampler_dtype == torch.bfloat16
         return choose_base_dtype(
-            spec.base_dtype, lora=spec.lora is not None, bf16=bf16, sharding=self.sharding
+            spec.base_dtype, lora=spec.lora is not None, bf16=bf16, sharding=get_launch_sharding()
         )
 
     @verb()
