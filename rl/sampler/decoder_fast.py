@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rl.layers import describe_layers
+from rl.models import is_value_head_parameter
 from rl.sampler.contiguous_state import ContiguousState
 from rl.sampler.decode_state import LogitsReader
 from rl.sampler.decoder import Decoder, NamedTensors
@@ -60,8 +61,9 @@ class FastDecoder(FastForward, Decoder):
         )
         with torch.no_grad():
             decoder = cls(_read_architecture(plain, builder), builder.weights)
-        if ignored := set(sum(builder.names.values(), [])) - builder.weights.slices.keys():
-            raise UnsupportedModel(f"the parameter {min(ignored)}")
+        for name in sum(builder.names.values(), []):
+            if name not in builder.weights.slices and not is_value_head_parameter(name):
+                raise UnsupportedModel(f"the parameter {name}")
         if base is not None and base.weights.buffers.keys() <= decoder.weights.shared:
             decoder.base = base
             base.weights.shared = set(base.weights.buffers)
