@@ -96,10 +96,9 @@ def _check_batches(run: RunConfig) -> None:
         if batch * group * ANSWER_BYTES > machine:
             product = f"batch_size {batch}" + (f" x group_size {group}" if group > 1 else "")
             raise UserError(
-                f"stage {stage.name}: {product} are {batch * group} answers a batch, at the "
-                f"very least {format_gib(batch * group * ANSWER_BYTES)} of the "
-                f"{format_gib(machine)} that "
-                f"this machine has: lower batch_size{' or group_size' if group > 1 else ''}"
+                f"stage {stage.name}: {product} are {batch * group} answers a batch, at the very "
+                f"least {format_gib(batch * group * ANSWER_BYTES)} of the {format_gib(machine)} "
+                f"that this machine has: lower batch_size{' or group_size' if group > 1 else ''}"
             )
 
 

@@ -416,8 +416,7 @@ def test_a_correction_that_is_none(values):
 
 WORDS = (
     "--base-model tiny:addition-small --dataset addition --steps 2 --batch-size 4 --group-size 4 "
-    "--eval-every 0 --max-tokens 4 "
-    "--learning-rate 1e-3"
+    "--eval-every 0 --max-tokens 4 --learning-rate 1e-3"
 )
 
 

@@ -367,9 +367,8 @@ def teacher(tmp_path_factory) -> Path:
     )
     train(
         f"sft --dataset {folder / 'digits.jsonl'} --response-column response --reward exact_match "
-        f"--steps 60 --batch-size 64 "
-        "--learning-rate 2e-3 --max-tokens 2 --eval-every 60 --save-every 0 --schedule linear "
-        "--warmup-steps 10",
+        "--steps 60 --batch-size 64 --learning-rate 2e-3 --max-tokens 2 --eval-every 60 "
+        "--save-every 0 --schedule linear --warmup-steps 10",
         folder / "run",
     )
     return folder
@@ -391,8 +390,7 @@ def test_a_small_student_comes_to_its_teachers_accuracy(teacher, learn_from, tmp
     }[learn_from]
     rows = train(
         f"{STUDENT} --dataset {teacher / 'digits.jsonl'} --teacher {teacher / 'run'} --learn-from "
-        f"{learn_from} {how} --eval-every 40 "
-        "--schedule linear --warmup-steps 10",
+        f"{learn_from} {how} --eval-every 40 --schedule linear --warmup-steps 10",
         tmp_path,
     )
     name = "test/env/all/correct"
