@@ -148,9 +148,7 @@ def decode_step(
     _record_tokens(b, token, logprob)
 
 
-def _add_and_norm(
-    x: Tensor | None, residual: Tensor, weight: Tensor | None, eps: float
-) -> Tensor:
+def _add_and_norm(x: Tensor | None, residual: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Add x to the residual in place (None: nothing); return the norm of the sum, or the sum itself
     without a norm.
     """

@@ -24,7 +24,7 @@ from rl.sampler.forward_fast import (
     DecoderArchitecture,
     FastForward,
     LayerKeys,
-    RotaryFrequencies,
+    RotarySpec,
 )
 from rl.sampler.layer_specs import LAYER_SPECS, LayerSpec
 from rl.sampler.linear_layers import Projection, TokenEmbedding
@@ -148,7 +148,7 @@ def check_supported(base: Any) -> None:
             f"rope of type {changing[0]}, its frequencies change with the length"
         )
     head_width = base.model.layers[0].self_attn.head_dim
-    for width in {2 * len(_read_rope(rotary, name).inv_freq) for name in _name_ropes(base)[0]}:
+    for width in {2 * len(_find_inv_freq(rotary, name)) for name in _name_ropes(base)[0]}:
         if width != head_width:
             raise UnsupportedModel(f"rope over {width} of {head_width} channels")
 
@@ -231,15 +231,20 @@ def _name_ropes(base: Any) -> tuple[list[str | None], list[int]]:
     return distinct, [distinct.index(name) for name in names]
 
 
-def _read_rope(rotary: Any, name: str | None) -> RotaryFrequencies:
-    """Return the frequencies of the rotary table of that name (see `_name_ropes`)."""
+def _find_inv_freq(rotary: Any, name: str | None) -> torch.Tensor:
+    """Return the frequencies of that name (see `_name_ropes`); any of the module's without name."""
     if name is None:
-        any_inv_freq = next(buffer for key, buffer in rotary.named_buffers() if "inv_freq" in key)
-        return RotaryFrequencies(torch.zeros(any_inv_freq.shape))
-    return RotaryFrequencies(
-        getattr(rotary, f"{name}inv_freq").detach().float().cpu(),
-        float(getattr(rotary, f"{name}attention_scaling")),
-    )
+        return next(buffer for key, buffer in rotary.named_buffers() if "inv_freq" in key)
+    return getattr(rotary, f"{name}inv_freq")
+
+
+def _read_rope(rotary: Any, name: str | None) -> RotarySpec:
+    """Return the frequencies of the rotary table of that name, zeros without name."""
+    inv_freq = _find_inv_freq(rotary, name)
+    if name is None:
+        return RotarySpec(torch.zeros(inv_freq.shape))
+    scale = float(getattr(rotary, f"{name}attention_scaling"))
+    return RotarySpec(inv_freq.detach().float().cpu(), scale)
 
 
 def _read_weights(base: Any, builder: WeightsBuilder) -> dict[str, Any]:

@@ -62,8 +62,8 @@ class LayerKeys:
 
 
 @dataclass(frozen=True, slots=True)
-class RotaryFrequencies:
-    """Hold the frequencies of a rotary table [D / 2] (float32; zeros: no rotation) and its scale."""
+class RotarySpec:
+    """Hold the frequencies of a rotary table, [D / 2] (zeros: no rotation), and its scale."""
 
     inv_freq: Tensor
     scale: float = 1.0
@@ -85,7 +85,7 @@ class DecoderArchitecture:
     key_heads: int
     head_width: int
     eps: float
-    ropes: tuple[RotaryFrequencies, ...]
+    ropes: tuple[RotarySpec, ...]
     vocab_size: int
     max_positions: int | None
     activation: str = "silu"
