@@ -195,7 +195,7 @@ MUTANTS = [
         "sampler_paged",
     ),
     M(
-        "rl/trainer/async_source.py",
+        "rl/trainer/batch_source.py",
         '            seed = derive_seed(seed, "again", attempt)\n',
         "            pass\n",
         "a redrawn group has the random numbers of before",

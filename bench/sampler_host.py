@@ -188,7 +188,7 @@ def scripted_device() -> Iterator[None]:
             lambda state, prompts, *args: torch.zeros(len(prompts), VOCAB),
         )
         patch.setattr(
-            "rl.sampler.forward_fast.LlamaForward.forward",
+            "rl.sampler.forward_fast.FastForward.forward",
             lambda model, ids, *args: torch.zeros(len(ids), 8),
         )
         yield

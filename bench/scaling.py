@@ -42,7 +42,8 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 import scaling_models  # noqa: E402
 from scaling_models import NAMES, skeletons  # noqa: E402
 
-from rl.memory_plan.byte_counts import GIB, REUSE_DISTANCE, USABLE_FRACTION, plan_memory  # noqa: E402
+from rl.distributed.sharding import REUSE_DISTANCE, Sharding, ZeroSharding  # noqa: E402
+from rl.memory_plan.byte_counts import GIB, USABLE_FRACTION, plan_memory  # noqa: E402
 from rl.memory_plan.shapes import LaunchShape, MicroBatchMemory, ModelShape, StepWork  # noqa: E402
 from rl.memory_plan.step_shapes import (  # noqa: E402
     compute_concurrent_rows,
@@ -120,10 +121,10 @@ def payload(shape: ModelShape, launch: LaunchShape, micro_batches: int) -> dict[
     if launch.world == 1:
         return {"all_reduce": 0.0, "all_gather": 0.0, "reduce_scatter": 0.0}
     gradients, weights = 4.0 * shape.trainable, float(launch.weight_bytes * shape.trainable)
-    if launch.zero_stage in (None, 0):
+    if launch.sharding.level == 0:
         return {"all_reduce": gradients, "all_gather": 0.0, "reduce_scatter": 0.0}
-    if launch.zero_stage in (1, 2):
-        times = micro_batches if launch.zero_stage == 2 else 1
+    if launch.sharding.level < 3:
+        times = micro_batches if launch.sharding.level == 2 else 1
         return {"all_reduce": times * gradients, "all_gather": weights, "reduce_scatter": 0.0}
     large = shape.parameters - shape.small
     gathers = large + max(0, large - REUSE_DISTANCE)
@@ -301,8 +302,12 @@ def work_of(shape: ModelShape, launch: LaunchShape, load: Load) -> StepWork:
     )
 
 
+def sharding_of(stage: int | None) -> Sharding:
+    return Sharding() if stage is None else ZeroSharding(stage=stage)
+
+
 def launch_name(launch: LaunchShape) -> str:
-    return "ddp" if launch.zero_stage is None else f"zero{launch.zero_stage}"
+    return f"zero{launch.sharding.level}" if launch.sharding.divides else "ddp"
 
 
 def table(
@@ -342,7 +347,7 @@ def table(
                     bf16=True,
                     world=world,
                     per_node=min(world, hardware.per_node),
-                    zero_stage=stage,
+                    sharding=sharding_of(stage),
                 )
                 rows.append(
                     step(name, shape, held[stage], launch, load, hardware, driver, rates[name])
@@ -392,7 +397,7 @@ def compare(
         found = measure(folder, name, micro_batches)
         expected = payload(
             shape,
-            LaunchShape(cuda=False, bf16=False, world=2, zero_stage=STAGES[name]),
+            LaunchShape(cuda=False, bf16=False, world=2, sharding=sharding_of(STAGES[name])),
             micro_batches,
         )
         for kind in sorted({*expected, *found["bytes"]}):

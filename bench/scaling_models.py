@@ -15,10 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rl.distributed.sharding import FP32
 from rl.errors import UserError
 from rl.memory_plan import check_tensor_parallel
 from rl.memory_plan.byte_counts import PREFILL_TOKENS
-from rl.memory_plan.shapes import FP32, LaunchShape, ModelShape
+from rl.memory_plan.shapes import LaunchShape, ModelShape
 
 # The dense Qwen2.5 models: hidden size, layers, heads, key heads, MLP size, vocabulary, tied head.
 SIZES: dict[str, tuple[int, int, int, int, int, int, bool]] = {

@@ -26,6 +26,8 @@ def fused_add_rms_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: 
             return fused(x, residual, weight, eps)
     if x is not None:
         residual.add_(x)
+    if weight.dtype != residual.dtype:
+        return F.rms_norm(residual.float(), weight.shape, weight, eps).to(residual.dtype)
     return F.rms_norm(residual, weight.shape, weight, eps)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -58,8 +60,8 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tiny_model(kind: str, **changes: Any) -> torch.nn.Module:
-    """A random model in eval mode: "qwen3", "qwen2", "llama", "mistral" or "gpt2"; `changes` go to
-    its config.
+    """A random model in eval mode: "qwen3", "qwen2", "llama", "mistral", "granite", "gemma",
+    "seed_oss" or "gpt2"; `changes` go to its config.
     """
     torch.manual_seed(3)
     settings = {**SMALL, **changes}
@@ -84,6 +86,17 @@ def tiny_model(kind: str, **changes: Any) -> torch.nn.Module:
         model = LlamaForCausalLM(LlamaConfig(**settings))
     elif kind == "mistral":
         model = MistralForCausalLM(MistralConfig(**{"sliding_window": None, **settings}))
+    elif kind in ("granite", "gemma", "seed_oss"):
+        multipliers = {
+            "attention_multiplier": 0.4,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 1.5,
+        }
+        config = AutoConfig.for_model(
+            kind, **{"head_dim": 8, **(multipliers if kind == "granite" else {}), **settings}
+        )
+        model = AutoModelForCausalLM.from_config(config)
     else:
         raise ValueError(kind)
     with torch.no_grad():

@@ -24,8 +24,11 @@ from rl.client.api_future import APIFuture  # noqa: E402
 from rl.distributed import checkpoint_folder  # noqa: E402
 from rl.jsonl import read_jsonl  # noqa: E402
 from rl.reporting.logbook import CHECKPOINTS, Logbook  # noqa: E402
-from rl.trainer.checkpoint_manager import CheckpointManager  # noqa: E402
-from rl.trainer.checkpoint_scan import StageSteps, complete_checkpoint_list  # noqa: E402
+from rl.trainer.checkpoint_manager import (  # noqa: E402
+    CheckpointManager,  # noqa: E402
+    StageSteps,
+    complete_checkpoint_list,
+)
 from rl.trainer.resume import ResumePoint, remove_damaged_checkpoints  # noqa: E402
 from rl.types import SaveWeightsResponse  # noqa: E402
 

@@ -29,7 +29,8 @@ from rl.runtime.verb_table import verb
 from rl.sampler import SamplingRequest
 from rl.types import AdamParams, ModelInput, SamplingParams
 
-CASES = {"qwen3": 0, "qwen2": 4, "llama": 4}  # rank of the adapter; 0: all weights are trained
+# rank of the adapter; 0: all weights are trained
+CASES = {"qwen3": 0, "qwen2": 4, "llama": 4, "granite": 4, "gemma": 0}
 
 
 class CaseWorker(TrainingWorker):

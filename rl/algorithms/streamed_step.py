@@ -33,7 +33,7 @@ class StreamedStep:
     """
 
     def __init__(self, method: GRPO, models: Models, progress: Progress):
-        if models.policy.info["distributed_type"] == "DEEPSPEED":
+        if not models.policy.info["scales_gradients"]:
             raise UserError(
                 "stream_minibatches scales accumulated gradients, to which DeepSpeed gives no "
                 "access: launch with FSDP or DDP"

@@ -205,7 +205,7 @@ class SamplingSettings:
     max_rows: Annotated[int, Range(1, 10**6)] = 1024
     """Maximum number of sequences decoded at once on each device."""
     sampler: Literal["auto", "fast", "hf", "vllm"] = "auto"
-    """Sampler implementation. fast: the built-in decoder (Llama and Qwen families). hf: the model's forward of transformers. auto: fast if a check shows that both agree. vllm: the vLLM servers of sampler_url (docs/vllm.md)."""
+    """Sampler implementation. fast: the built-in decoder (families: docs/models.md). hf: the model's forward of transformers. auto: fast if a check shows that both agree. vllm: the vLLM servers of sampler_url (docs/vllm.md)."""
     sampler_url: tuple[str, ...] = ()
     """Addresses of the vLLM servers that sample, such as http://localhost:8000; a sample goes to the server with the fewest unfinished samples. Only with sampler vllm."""
     sampler_folder: str | None = None

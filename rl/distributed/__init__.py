@@ -2,16 +2,25 @@
 
 from rl.distributed import checkpoint_folder, collectives, stop_signals
 from rl.distributed.accelerate_launch import (
-    get_hpz_partition_size,
-    get_num_replicas,
-    get_zero_settings,
+    get_launch_sharding,
     make_accelerator,
-    uses_fsdp,
 )
 from rl.distributed.checkpoint_folder import checkpoint_path
 from rl.distributed.launch_agreement import check_same_launch
 from rl.distributed.profiler_trace import REGION_PREFIX, trace_region
 from rl.distributed.rank_roles import assign_role, check_roles, rank_name
+from rl.distributed.sharding import (
+    ADAM_8BIT_BYTES,
+    ADAM_BYTES,
+    BF16,
+    FP32,
+    PERSISTENCE_THRESHOLD,
+    FSDPSharding,
+    Launch,
+    ParameterCounts,
+    Sharding,
+    ZeroSharding,
+)
 from rl.distributed.shutdown import end_process_at_exit
 from rl.distributed.stop_signals import INTERRUPTED, RunStopped, StopRequest, end_with_launcher
 from rl.distributed.tensor_parallel_launch import (
@@ -26,7 +35,6 @@ __all__ = [
     "trace_region",
     "StopRequest",
     "RunStopped",
-    "uses_fsdp",
     "checkpoint_path",
     "rank_name",
     "check_tensor_parallel_without_roles",
@@ -41,7 +49,15 @@ __all__ = [
     "make_accelerator",
     "check_same_launch",
     "assign_role",
-    "get_hpz_partition_size",
-    "get_num_replicas",
-    "get_zero_settings",
+    "get_launch_sharding",
+    "ADAM_8BIT_BYTES",
+    "ADAM_BYTES",
+    "BF16",
+    "FP32",
+    "PERSISTENCE_THRESHOLD",
+    "FSDPSharding",
+    "Launch",
+    "ParameterCounts",
+    "Sharding",
+    "ZeroSharding",
 ]

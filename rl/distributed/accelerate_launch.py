@@ -19,7 +19,8 @@ import torch
 
 from rl.distributed import collectives
 from rl.distributed.gloo_interface import select_gloo_interface
-from rl.distributed.rank_roles import has_role
+from rl.distributed.rank_roles import has_role, is_set
+from rl.distributed.sharding import FSDPSharding, Sharding, ZeroSharding
 from rl.errors import UserError
 
 # The learner decides these at each call; other values in a config file would be silently ignored.
@@ -57,12 +58,12 @@ def make_accelerator(*, bf16: bool, timeout_seconds: float = 1800.0) -> Any:
     group = [InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=bound)]
     _check_environment(processes)
     select_gloo_interface()
-    if _is_set("ACCELERATE_USE_DEEPSPEED"):
+    if is_set("ACCELERATE_USE_DEEPSPEED"):
         accelerator = _make_deepspeed_accelerator(bf16, precision, group, timeout_seconds)
     else:
         # Without cpu=True accelerate joins a gloo group and then treats every process as the only
         # process.
-        if _parallel_size("DP_REPLICATE") > 1 and not uses_fsdp():
+        if _parallel_size("DP_REPLICATE") > 1 and not _uses_fsdp():
             raise UserError(
                 "parallelism_config shards only with FSDP2 and several processes: use "
                 "accelerate_configs/hsdp.yaml, or leave it out"
@@ -86,43 +87,39 @@ def make_accelerator(*, bf16: bool, timeout_seconds: float = 1800.0) -> Any:
             f"{collectives.world()}: each would train separately. Launch with a config file from "
             "accelerate_configs/"
         )
-    if _is_set("ACCELERATE_USE_DEEPSPEED") != (kind == "DEEPSPEED"):
+    if is_set("ACCELERATE_USE_DEEPSPEED") != (kind == "DEEPSPEED"):
         raise UserError(
             f"DeepSpeed was requested but accelerate chose {kind}: set use_cpu: false in the "
             "accelerate config"
         )
-    if uses_fsdp():
-        collectives.init_shard_mesh(_num_shards(), timeout_seconds)
+    if isinstance(sharding := get_launch_sharding(), FSDPSharding):
+        collectives.init_shard_mesh(sharding.num_shards(processes), timeout_seconds)
     return accelerator
 
 
-def _is_set(name: str) -> bool:
-    """Return whether an environment variable is set to true."""
-    return os.environ.get(name, "false").lower() in ("1", "true", "yes")
+def _uses_fsdp() -> bool:
+    """Return whether this launch shards by FSDP2; a single process has nothing to shard."""
+    return is_set("ACCELERATE_USE_FSDP") and _num_launched_processes() > 1
 
 
-def uses_fsdp() -> bool:
-    """Return whether this launch shards by FSDP2.
+def get_launch_sharding() -> Sharding:
+    """Return how this launch divides the learner's state. Nothing is started.
 
-    rl.learner.backend_fsdp does it; accelerate's wrapping of models is not used.
+    Raises UserError for a DeepSpeed config that is missing or invalid.
     """
-    # A single process has nothing to shard.
-    return _is_set("ACCELERATE_USE_FSDP") and _num_launched_processes() > 1
+    if is_set("ACCELERATE_USE_DEEPSPEED"):
+        zero = make_engine_config(_read_deepspeed_config(), bf16=False)["zero_optimization"]
+        return ZeroSharding(
+            stage=int(zero["stage"]),
+            offload=zero.get("offload_optimizer", {}).get("device", "none") != "none",
+            hpz=int(zero.get("zero_hpz_partition_size") or 1),
+        )
+    return FSDPSharding(replicas=_parallel_size("DP_REPLICATE")) if _uses_fsdp() else Sharding()
 
 
 def _parallel_size(name: str) -> int:
     """Return a size of the accelerate config's parallelism_config, 1 if it sets none."""
     return int(os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1"))
-
-
-def get_num_replicas() -> int:
-    """Return how many copies of the sharded state FSDP2 holds: the machines under HSDP, or 1."""
-    return _parallel_size("DP_REPLICATE") if uses_fsdp() else 1
-
-
-def _num_shards() -> int:
-    """Return the size of a shard group; each group holds one copy of the weights."""
-    return _num_launched_processes() // get_num_replicas()
 
 
 def _check_parallel_sizes() -> None:
@@ -161,18 +158,18 @@ def _check_fsdp_settings() -> None:
             f"fsdp_reshard_after_forward is {reshard}; layers are always resharded after their "
             "forward: leave it out"
         )
-    if _is_set("FSDP_OFFLOAD_PARAMS"):
+    if is_set("FSDP_OFFLOAD_PARAMS"):
         raise UserError(
             "fsdp_offload_params is not supported: leave it out, or use "
             "accelerate_configs/zero3_offload.yaml"
         )
-    if _is_set("FSDP_ACTIVATION_CHECKPOINTING"):
+    if is_set("FSDP_ACTIVATION_CHECKPOINTING"):
         raise UserError(
             "fsdp_activation_checkpointing is ignored: leave it out, and set the run's "
             "gradient_checkpointing"
         )
     # This is accelerate's default: transformers would load weights on the first rank only.
-    if _is_set("FSDP_CPU_RAM_EFFICIENT_LOADING"):
+    if is_set("FSDP_CPU_RAM_EFFICIENT_LOADING"):
         raise UserError(
             "every rank reads the weights: set fsdp_cpu_ram_efficient_loading to false, as in "
             "accelerate_configs/fsdp2.yaml"
@@ -188,12 +185,12 @@ def _check_environment(processes: int) -> None:
     """Raise UserError for environments in which accelerate launch has dropped a requested
     setting.
     """
-    if _is_set("ACCELERATE_USE_CPU"):
+    if is_set("ACCELERATE_USE_CPU"):
         for name, label in (
             ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
             ("ACCELERATE_USE_FSDP", "FSDP"),
         ):
-            if _is_set(name):
+            if is_set(name):
                 raise UserError(
                     f"use_cpu (or --cpu) silently disables {label}: set use_cpu: false in the "
                     "accelerate config"
@@ -209,7 +206,7 @@ def _check_environment(processes: int) -> None:
                 "by --cpu with --num_processes, or distributed_type: MULTI_CPU): use "
                 "accelerate_configs/ddp.yaml, which also runs on CPUs"
             )
-    if uses_fsdp():
+    if _uses_fsdp():
         _check_fsdp_settings()
 
 
@@ -306,23 +303,6 @@ def _read_deepspeed_config() -> dict[str, Any]:
         f"the accelerate config names the DeepSpeed config {named}, but neither "
         f"{places[0].absolute()} nor {places[1]} exists"
     )
-
-
-def get_zero_settings() -> tuple[int | None, bool]:
-    """Return (DeepSpeed's stage, whether the optimizer is on the CPU) of this launch.
-
-    The stage is None without DeepSpeed. Nothing is started.
-    """
-    if not _is_set("ACCELERATE_USE_DEEPSPEED"):
-        return None, False
-    zero = make_engine_config(_read_deepspeed_config(), bf16=False)["zero_optimization"]
-    return int(zero["stage"]), zero.get("offload_optimizer", {}).get("device", "none") != "none"
-
-
-def get_hpz_partition_size() -> int:
-    """Return how many ranks hold ZeRO-3's second copy of the weights together, 1 without one."""
-    zero = make_engine_config(_read_deepspeed_config(), bf16=False)["zero_optimization"]
-    return int(zero.get("zero_hpz_partition_size") or 1)
 
 
 def make_engine_config(user_config: Mapping[str, Any], *, bf16: bool) -> dict[str, Any]:

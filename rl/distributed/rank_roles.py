@@ -35,6 +35,11 @@ class RankRole:
 _current_role: RankRole | None = None  # this process's role, which never changes
 
 
+def is_set(name: str) -> bool:
+    """Return whether an environment variable is set to true."""
+    return os.environ.get(name, "false").lower() in ("1", "true", "yes")
+
+
 def has_role() -> bool:
     """Return whether this process only learns or only samples."""
     return _current_role is not None
@@ -108,10 +113,7 @@ def assign_role(sampler_ranks: int, timeout_seconds: float) -> RankRole | None:
         for name in _SHARDING:
             os.environ.pop(name, None)
     _set_rank_environment(mine, sampler_ranks if samples else learners)
-    sharded = any(
-        os.environ.get(name, "false").lower() in ("1", "true", "yes") for name in _SHARDING
-    )
-    if int(os.environ["WORLD_SIZE"]) > 1 or sharded:
+    if int(os.environ["WORLD_SIZE"]) > 1 or any(map(is_set, _SHARDING)):
         side = collectives.prefix_store(store, "samplers" if samples else "learners")
         collectives.init_world(side, mine, int(os.environ["WORLD_SIZE"]), timeout_seconds)
     else:

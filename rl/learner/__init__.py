@@ -3,16 +3,10 @@
 from rl.learner import learner_checkpoint
 from rl.learner.activation_memory import offload_layer_inputs
 from rl.learner.adamw import check_optimizer
-from rl.learner.backend import loads_shards
 from rl.learner.frozen_base import choose_base_dtype
 from rl.learner.head_memory import (
-    ADAM_8BIT_BYTES,
-    ADAM_BYTES,
-    ShardingSpec,
     default_kept_bytes,
-    gradient_bytes,
     kept_bytes_from_gib,
-    optimizer_bytes,
 )
 from rl.learner.learner import Learner, LearnerSettings
 from rl.learner.learner_checkpoint import read_learner_state
@@ -20,22 +14,16 @@ from rl.learner.logprob_head import HeadRequest, LogprobHead
 from rl.learner.model_spec import ModelSpec
 
 __all__ = [
-    "ADAM_BYTES",
-    "ADAM_8BIT_BYTES",
     "HeadRequest",
     "Learner",
     "LearnerSettings",
     "offload_layer_inputs",
     "LogprobHead",
     "ModelSpec",
-    "ShardingSpec",
     "check_optimizer",
     "choose_base_dtype",
     "default_kept_bytes",
-    "gradient_bytes",
     "kept_bytes_from_gib",
-    "optimizer_bytes",
     "read_learner_state",
     "learner_checkpoint",
-    "loads_shards",
 ]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl.distributed import Sharding
 from rl.errors import UserError, install_command
 from rl.types import AdamParams
 
@@ -26,16 +27,16 @@ PACKAGE = "bitsandbytes"
 STATE_KEYS_8BIT = ("state1", "state2", "absmax1", "absmax2")
 
 
-def check_optimizer(kind: str, device: torch.device, *, sharded: bool) -> None:
+def check_optimizer(kind: str, device: torch.device, sharding: Sharding) -> None:
     """Check that an optimizer is available in this launch.
 
-    `sharded`: the launch uses DeepSpeed or FSDP2. Raises UserError, with the remedy, if it is not.
+    Raises UserError, with the remedy, if it is not.
     """
     if kind not in OPTIMIZERS:
         raise UserError(f"optimizer must be {', '.join(OPTIMIZERS)}, got {kind!r}")
     if kind == "adamw":
         return
-    if sharded:
+    if sharding.divides:
         raise UserError(
             f"optimizer {kind} works with a single process or DDP; ZeRO and FSDP2 already shard "
             "adamw's fp32 state: leave the setting out"

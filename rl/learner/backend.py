@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from rl.distributed import collectives, uses_fsdp
+from rl.distributed import FSDPSharding, ZeroSharding, get_launch_sharding
 from rl.learner.backend_4bit import FourBitBackend
 from rl.learner.backend_replicated import ReplicatedBackend
 from rl.models import UnloadedParameters
@@ -113,18 +113,8 @@ def move_to_device(model: nn.Module, accelerator: Any) -> None:
 
     A sharding backend moves it in less memory than the full model takes.
     """
-    if accelerator.distributed_type.value != "DEEPSPEED" and not uses_fsdp():
+    if not get_launch_sharding().divides:
         model.to(accelerator.device)
-
-
-def loads_shards(accelerator: Any) -> bool:
-    """Return whether each rank of this launch holds only a shard of the weights and reads only that
-    shard.
-    """
-    if accelerator.distributed_type.value == "DEEPSPEED":
-        stage = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"]
-        return stage == 3 and collectives.world() > 1
-    return uses_fsdp()
 
 
 def make_backend(
@@ -138,18 +128,19 @@ def make_backend(
     """Return the backend that this launch requests.
 
     `optimizer`: its kind, see rl.learner.adamw. `skeleton`: for a model with 4-bit matrices, its
-    modules before quantization. `lazy_weights`: for a model without values (`loads_shards`), the
-    source of its weights.
+    modules before quantization. `lazy_weights`: for a model without values
+    (`Sharding.reads_shards`), the source of its weights.
     """
     if skeleton is not None:
         return FourBitBackend(model, trainable, accelerator, skeleton, optimizer)
-    if accelerator.distributed_type.value == "DEEPSPEED":
+    sharding = get_launch_sharding()
+    if isinstance(sharding, ZeroSharding):
         from rl.learner.backend_deepspeed import DeepSpeedBackend
 
         return DeepSpeedBackend(
             model, trainable, accelerator.state.deepspeed_plugin.deepspeed_config, lazy_weights
         )
-    if uses_fsdp():
+    if isinstance(sharding, FSDPSharding):
         from rl.learner.backend_fsdp import FSDPBackend
 
         return FSDPBackend(

@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl.distributed import uses_fsdp
+from rl.distributed import Sharding, get_launch_sharding
 from rl.errors import UserError, install_command
 from rl.sampler import cast_frozen_
 
 PACKAGE = "bitsandbytes"
 
 
-def choose_base_dtype(requested: str, *, lora: bool, bf16: bool, deepspeed: bool) -> str:
+def choose_base_dtype(requested: str, *, lora: bool, bf16: bool, sharding: Sharding) -> str:
     """Return the storage type of a base, "fp32", "bf16" or "4bit"; the request may be "auto".
 
     `bf16`: whether the arithmetic is bf16. Raises UserError, with the remedy, for a request that
@@ -39,7 +39,7 @@ def choose_base_dtype(requested: str, *, lora: bool, bf16: bool, deepspeed: bool
             "trains all weights: leave it out"
         )
     if requested == "fp32":
-        if deepspeed and bf16:
+        if sharding.owns_weights and bf16:
             raise UserError(
                 "base_dtype fp32: DeepSpeed in bf16 stores every weight in bf16. Leave it out, "
                 "or launch without DeepSpeed"
@@ -51,7 +51,7 @@ def choose_base_dtype(requested: str, *, lora: bool, bf16: bool, deepspeed: bool
             "precision to bf16"
         )
     if requested == "4bit":
-        if deepspeed or uses_fsdp():
+        if sharding.divides:
             raise UserError(
                 "base_dtype 4bit cannot be sharded by ZeRO or FSDP2: use a single process or "
                 "accelerate_configs/ddp.yaml, or bf16"
@@ -84,7 +84,8 @@ def convert_frozen_(
                 and not module.weight.requires_grad
             ):
                 _quantize_4bit_(module, device)
-    cast_frozen_(model, torch.bfloat16, without_values=empty, float32_embeddings=not uses_fsdp())
+    float32_embeddings = get_launch_sharding().float32_embeddings
+    cast_frozen_(model, torch.bfloat16, without_values=empty, float32_embeddings=float32_embeddings)
 
 
 # -------------------------------------------------------------------------------------------- 4 bit

@@ -15,73 +15,12 @@ size.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rl.distributed import collectives, get_num_replicas, get_zero_settings, uses_fsdp
-
-FP32_BYTES = 4
-ADAM_BYTES = 8  # bytes per trained parameter: two fp32 moments
-ADAM_8BIT_BYTES = 2 + 2 * FP32_BYTES / 256  # two moments, each with an fp32 scale per 256 numbers
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardingSpec:
-    """Describe the sharding of trained state over ranks.
-
-    `zero_stage`: DeepSpeed's stage, None without DeepSpeed. `fsdp`: FSDP2. `replicas`: copies of
-    its sharded state, one per machine (HSDP). `hpz`: number of ranks that hold ZeRO-3's second copy
-    of the weights together, 1 without one. `offload`: the optimizer is in CPU memory. `optimizer`:
-    the setting of that name, which decides the storage of AdamW's moments.
-    """
-
-    world: int = 1
-    zero_stage: int | None = None
-    offload: bool = False
-    fsdp: bool = False
-    replicas: int = 1
-    hpz: int = 1
-    optimizer: str = "adamw"
-
-    @property
-    def num_shards(self) -> int:
-        """Return how many ranks hold the sharded state together."""
-        return self.world // self.replicas if self.fsdp else self.world
-
-
-def optimizer_bytes(trainable: float, sharding: ShardingSpec) -> float:
-    """Return the optimizer's bytes on each rank.
-
-    It is 8 per trained parameter. From ZeRO stage 1 on it is sharded, with an fp32 copy of the
-    parameter (in fp32 training too). In 8 bit it is 2. Paged state does not count, since its pages
-    leave a full GPU.
-    """
-    if sharding.offload or sharding.optimizer.startswith("paged"):
-        return 0.0
-    if sharding.optimizer == "adamw_8bit":
-        return ADAM_8BIT_BYTES * trainable
-    if sharding.fsdp:
-        return ADAM_BYTES * trainable / sharding.num_shards
-    if sharding.zero_stage in (None, 0):
-        return ADAM_BYTES * trainable
-    return (ADAM_BYTES + FP32_BYTES) * trainable / sharding.world
-
-
-def gradient_bytes(trainable: float, sharding: ShardingSpec) -> float:
-    """Return the gradients' bytes on each rank during a step: 4 per trained parameter.
-
-    They are sharded from ZeRO stage 2 on.
-    """
-    if sharding.zero_stage == 3 and sharding.offload:
-        return 0.0
-    return (
-        FP32_BYTES
-        * trainable
-        / (sharding.num_shards if sharding.zero_stage in (2, 3) or sharding.fsdp else 1)
-    )
+from rl.distributed import Launch, collectives, get_launch_sharding
 
 
 def kept_bytes_from_gib(gib: float | None) -> int | None:
@@ -117,26 +56,22 @@ def choose_kept_bytes(
     memory = _device_memory(accelerator.device)
     if requested is not None or memory is None:
         return requested
-    zero, offload = get_zero_settings()
-    sharing = ShardingSpec(
+    launch = Launch(
+        cuda=True,
+        bf16=accelerator.mixed_precision == "bf16",
         world=collectives.world(),
-        zero_stage=zero,
-        offload=offload,
-        fsdp=uses_fsdp(),
-        replicas=get_num_replicas(),
+        sharding=get_launch_sharding(),
         optimizer=optimizer,
     )
     trained = float(sum(shapes[name].numel() for name in trainable))
     # of a sampler
-    copy = (2 if accelerator.mixed_precision == "bf16" else FP32_BYTES) * sum(
-        shape.numel() for shape in shapes.values()
-    )
+    copy = launch.compute_bytes * sum(shape.numel() for shape in shapes.values())
     weights = sum(_local_bytes(parameter) for parameter in model.parameters())
     local_bytes = default_kept_bytes(
         memory,
-        weights + gradient_bytes(trained, sharing) + optimizer_bytes(trained, sharing) + copy,
+        weights + launch.gradient_bytes(trained) + launch.optimizer_bytes(trained) + copy,
     )
-    rank_bytes = torch.zeros(sharing.world, dtype=torch.int64, device=accelerator.device)
+    rank_bytes = torch.zeros(launch.world, dtype=torch.int64, device=accelerator.device)
     rank_bytes[collectives.rank()] = local_bytes
     collectives.all_sum_([rank_bytes])
     return int(rank_bytes.min())

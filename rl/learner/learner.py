@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.distributed import collectives, trace_region
+from rl.distributed import collectives, get_launch_sharding, trace_region
 from rl.errors import UserError
 from rl.images import get_image_reader
 from rl.layers import ExpertReplay, describe_layers, get_hidden_size, replay_experts
@@ -482,7 +482,7 @@ class Learner:
 
         Raises UserError under DeepSpeed, which stores gradients in private buffers.
         """
-        if self.accelerator.distributed_type.value == "DEEPSPEED":
+        if get_launch_sharding().owns_weights:
             raise UserError(
                 "gradients cannot be scaled under DeepSpeed, which stores them in private "
                 "buffers: pass forward_backward a divisor"

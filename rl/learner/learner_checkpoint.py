@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl.distributed import checkpoint_folder, collectives
+from rl.distributed import checkpoint_folder, collectives, get_launch_sharding
 from rl.errors import UserError
 from rl.images import get_image_reader
 from rl.learner.adamw import expected_state_shapes
-from rl.learner.backend import loads_shards
 from rl.learner.learner import Learner
 from rl.learner.model_spec import ModelSpec
 from rl.models import (
@@ -364,7 +363,9 @@ def _read_optimizer(learner: Learner, file: Path) -> Mapping[str, Tensor]:
 
     Raises UserError naming tensors that are missing or have a wrong shape.
     """
-    tensors: Mapping[str, Tensor] = _read_tensors(file, lazy=loads_shards(learner.accelerator))
+    tensors: Mapping[str, Tensor] = _read_tensors(
+        file, lazy=get_launch_sharding().reads_shards(collectives.world())
+    )
     shapes: dict[str, tuple[int, ...]] = {}
     for name in learner.trainable if tensors else ():
         shapes |= expected_state_shapes(
@@ -385,7 +386,7 @@ def _read_weights(learner: Learner, folder: Path) -> Mapping[str, Tensor]:
                 f"{folder} holds a LoRA adapter, but this client trains full weights: create it "
                 "with create_lora_training_client"
             )
-        if loads_shards(learner.accelerator):
+        if get_launch_sharding().reads_shards(collectives.world()):
             stored = open_lazy_tensors(
                 folder, [name for name in learner.trainable if not is_value_head_parameter(name)]
             )

@@ -6,8 +6,8 @@ Three moments are distinguished, since they do not hold memory at the same time:
     train   a micro-batch: gradients, activations, logits
     update  gradients summed over ranks, the optimizer's step
 
-The largest sum is the peak. Every constant below is the size of a dtype or a default of DeepSpeed
-0.19 or torch; none is fitted. N: numbers in the model, of which Nt are trained; W: ranks.
+The largest sum is the peak. `rl.distributed.sharding` has the bytes of each backend. Nt:
+numbers in the model that are trained.
 """
 
 from __future__ import annotations
@@ -17,17 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from kernels import estimate_saved_bytes
-from rl.distributed import collectives
-from rl.learner import (
-    ADAM_8BIT_BYTES,
-    ADAM_BYTES,
-    default_kept_bytes,
-    gradient_bytes,
-    optimizer_bytes,
-)
+from rl.distributed import ADAM_8BIT_BYTES, ADAM_BYTES, FP32
+from rl.learner import default_kept_bytes
 from rl.memory_plan.shapes import (
-    BF16,
-    FP32,
     LaunchShape,
     MicroBatch,
     MicroBatchMemory,
@@ -37,15 +29,6 @@ from rl.memory_plan.shapes import (
 from rl.sampler import BLOCK_SIZE
 
 GIB = float(1 << 30)
-# 4 bit, an 8-bit scale for 64 numbers, and an fp32 scale for 256 scales (arXiv 2305.14314)
-NF4 = (4 + 8 / 64 + 32 / (64 * 256)) / 8
-REDUCE_BUCKET = 500_000_000  # numbers in a DeepSpeed bucket (reduce_bucket_size)
-# ZeRO-3 keeps what is used again within 1e9 numbers (stage3_max_reuse_distance), forwards and back
-REUSE_DISTANCE = 500_000_000
-PREFETCH = 50_000_000  # stage3_prefetch_bucket_size
-# ZeRO-3 does not shard smaller parameters (stage3_param_persistence_threshold)
-PERSISTENCE_THRESHOLD = 100_000
-SUB_GROUP = 1_000_000_000  # numbers that ZeRO-3 updates at once
 PREFILL_TOKENS = 8192  # see rl.sampler
 PACKED_MIN_SIZE, PACKED_MAX_SIZE = 1 << 18, 512 << 20  # see rl.sampler.mkldnn_layout
 CUDA_BYTES = 1 << 30  # context, cuBLAS, NCCL: an assumption
@@ -111,8 +94,8 @@ def plan_memory(
         else 0.0
     )
     items = [
-        constant_item("weights", weight_bytes(shape, launch)),
-        constant_item("optimizer (AdamW)", optimizer_bytes(shape.trainable, launch)),
+        constant_item("weights", launch.sharding.weight_bytes(shape, launch)),
+        constant_item("optimizer (AdamW)", launch.optimizer_bytes(shape.trainable)),
         gradient_item(shape, launch),
         constant_item("sampler's copy of the weights", sampler),
         *(critic_item(critic, launch) for critic in critics),
@@ -133,36 +116,14 @@ def plan_memory(
     return MemoryPlan(tuple(items), tuple(host_memory(shape, launch)))
 
 
-def weight_bytes(shape: ModelShape, launch: LaunchShape) -> float:
-    """Return the bytes of the weights: 4 N; under DeepSpeed in bf16 2 N; at ZeRO stage 3 sharded,
-    except small parameters, with a second copy per machine if requested; FSDP2 shards all.
-
-    A frozen base in bf16 or in 4 bit needs less, unless all weights are in bf16 already.
-    """
-    whole = float(FP32 * shape.parameters)
-    if launch.zero_stage is None and launch.base_dtype != "fp32":
-        whole -= (FP32 - BF16) * shape.matrices + (BF16 - NF4) * (
-            shape.linears if launch.base_dtype == "4bit" else 0
-        )
-    if launch.fsdp:
-        return whole / launch.num_shards
-    if launch.zero_stage is None:
-        return whole
-    if launch.zero_stage == 3:
-        large = shape.parameters - shape.small
-        second = large / launch.hpz if launch.hpz > 1 else 0.0
-        return launch.weight_bytes * (large / launch.world + second + shape.small)
-    return launch.weight_bytes * shape.parameters
-
-
 def gradient_item(shape: ModelShape, launch: LaunchShape) -> MemoryItem:
     """Return the bytes of the gradients: 4 Nt during a step; sharded at ZeRO stage 2; at stage 3 a
     permanent buffer.
     """
-    size = gradient_bytes(shape.trainable, launch)
+    size = launch.gradient_bytes(shape.trainable)
     return (
         constant_item("gradients", size)
-        if launch.zero_stage == 3
+        if launch.sharding.permanent_gradients
         else MemoryItem("gradients", train=size, update=size)
     )
 
@@ -170,7 +131,7 @@ def gradient_item(shape: ModelShape, launch: LaunchShape) -> MemoryItem:
 def critic_item(shape: ModelShape, launch: LaunchShape) -> MemoryItem:
     """Return the bytes of a critic (a second trained model), except its micro-batch."""
     stays, grads = (
-        weight_bytes(shape, launch) + optimizer_bytes(shape.trainable, launch),
+        launch.sharding.weight_bytes(shape, launch) + launch.optimizer_bytes(shape.trainable),
         gradient_item(shape, launch),
     )
     return MemoryItem(
@@ -235,13 +196,10 @@ def saved_logits_bytes(
     """
     if not launch.cuda:
         return 0.0
-    stays = (
-        weight_bytes(shape, launch)
-        + gradient_bytes(shape.trainable, launch)
-        + optimizer_bytes(shape.trainable, launch)
-    )
     most = (
-        default_kept_bytes(launch.memory, stays + launch.compute_bytes * shape.parameters)
+        default_kept_bytes(
+            launch.memory, launch.state_bytes(shape) + launch.compute_bytes * shape.parameters
+        )
         if max_bytes is None
         else max_bytes
     )
@@ -273,56 +231,8 @@ def temporary_item(
     communication buffers of the launch.
     """
     busy = micro_batch_memory.casts + micro_batch_memory.weight_sized
-    in_bucket = min(shape.trainable, REDUCE_BUCKET)
-    # CPU memory is allocated on the first write
-    reserved = REDUCE_BUCKET if launch.cuda else in_bucket
-    # stages 1 and 2 allocate the bucket for each backward and fill it while activations are freed
-    early = REDUCE_BUCKET if launch.cuda else 0
-    name = "temporary buffers"
-    if launch.fsdp:
-        return MemoryItem(name, train=busy + gathered_fsdp_bytes(shape, launch))
-    if launch.zero_stage in (None, 0):
-        if launch.world == 1:
-            return MemoryItem(name, train=busy)
-        # a bucket of gradients in a flat buffer
-        bucket = min(collectives.SUM_BUCKET_BYTES, FP32 * shape.trainable)
-        return MemoryItem(name, train=busy, update=bucket)
-    mine = FP32 * shape.trainable / launch.world
-    if launch.zero_stage == 1:
-        return MemoryItem(name, train=busy + FP32 * early, update=FP32 * reserved + mine)
-    if launch.zero_stage == 2:
-        sent = FP32 * in_bucket if launch.bf16 else 0.0  # the bucket in fp32, for communication
-        # otherwise all gradients are sent after the last layer's backward
-        during = sent if shape.trainable > REDUCE_BUCKET else 0.0
-        size = launch.weight_bytes
-        return MemoryItem(
-            name, train=busy + size * early + during, update=size * reserved + sent + mine
-        )
-    bucket = FP32 * reserved
-    gathered = gathered_zero3_bytes(shape, launch)
-    sending = FP32 * in_bucket  # a second copy of a bucket's gradients, partitioned by rank
-    during = sending if shape.trainable > REDUCE_BUCKET else 0.0
-    step = 0.0 if launch.offload else FP32 * min(shape.trainable / launch.world, SUB_GROUP)
-    return MemoryItem(
-        name, bucket, bucket + busy + gathered + during, bucket + max(gathered + sending, step)
-    )
-
-
-def gathered_zero3_bytes(shape: ModelShape, launch: LaunchShape) -> float:
-    """Return the peak bytes of weights gathered by ZeRO-3: all that is used again soon, the
-    prefetched weights, and the current layer.
-    """
-    large = shape.parameters - shape.small
-    return launch.weight_bytes * min(large, REUSE_DISTANCE + PREFETCH + shape.largest)
-
-
-def gathered_fsdp_bytes(shape: ModelShape, launch: LaunchShape) -> float:
-    """Return the peak bytes gathered by FSDP2: embeddings and head, the current and the next layer;
-    and a unit's gradients to reduce.
-    """
-    outside = shape.parameters - shape.layers * shape.layer
-    summed = max(outside, shape.layer) * shape.trainable / shape.parameters
-    return launch.compute_bytes * (outside + 2 * shape.layer) + FP32 * summed
+    sample, train, update = launch.sharding.temporary_bytes(shape, launch)
+    return MemoryItem("temporary buffers", sample, busy + train, update)
 
 
 def offloaded_activation_bytes(shape: ModelShape, batch: MicroBatch) -> float:
@@ -337,7 +247,7 @@ def host_memory(shape: ModelShape, launch: LaunchShape) -> list[tuple[str, float
     """Return (purpose, bytes) of CPU memory of a machine if the learner runs on GPUs."""
     if not launch.cuda:
         return []
-    if launch.loads_in_shards and (launch.zero_stage == 3 or launch.fsdp):
+    if launch.loads_in_shards and launch.sharding.reads_shards(launch.world):
         needs = [
             (
                 "loading: every process reads its share, one tensor at a time",
@@ -358,13 +268,13 @@ def host_memory(shape: ModelShape, launch: LaunchShape) -> list[tuple[str, float
                 float(ADAM_8BIT_BYTES * shape.trainable * launch.per_node),
             )
         )
-    if launch.zero_stage is not None or launch.fsdp:
+    if launch.sharding.divides:
         saving = (
             FP32 * (shape.parameters if shape.trainable == shape.parameters else shape.trainable)
             + ADAM_BYTES * shape.trainable
         )
         needs.append(("saving: rank 0 gathers weights and optimizer", float(saving)))
-    if launch.offload:
+    if launch.sharding.offload:
         needs.append(
             (
                 "optimizer and gradients, offloaded",

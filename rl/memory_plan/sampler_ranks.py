@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rl.distributed import BF16, FP32
 from rl.memory_plan.byte_counts import (
     CUDA_BYTES,
     MemoryItem,
@@ -14,7 +15,7 @@ from rl.memory_plan.byte_counts import (
     sampler_copy_bytes,
     sampler_working_bytes,
 )
-from rl.memory_plan.shapes import BF16, FP32, LaunchShape, ModelShape, StepWork
+from rl.memory_plan.shapes import LaunchShape, ModelShape, StepWork
 
 
 def pending_weight_bytes(shape: ModelShape, launch: LaunchShape) -> float:

@@ -6,26 +6,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rl.learner import ShardingSpec
-
-FP32, BF16 = 4, 2
+from rl.distributed import Launch, ParameterCounts
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """Describe a model by its sizes. "Numbers" counts tensor elements.
+@dataclass(frozen=True, kw_only=True)
+class ModelShape(ParameterCounts):
+    """Describe a model by its sizes, besides the counts that its sharding needs.
 
-    parameters       numbers in all parameters
-    trainable        numbers in trained parameters
     adapters         numbers in LoRA matrices
-    small            numbers in parameters that ZeRO-3 does not shard
-    largest          numbers in the largest parameter
     fast             whether the sampler's fast decoder supports the model
     windowed         some layers have windowed attention, or positions cannot be passed,
                      so rows are padded
-    layer            numbers in a layer, which FSDP2 gathers as a unit
-    matrices         numbers in frozen matrices, which a bf16 base stores in bf16
-    linears          numbers in frozen matrices that a 4-bit base stores in 4 bit
     caching          number of layers with keys and values (None: all); the other layers of a
                      hybrid model keep a state of constant size
     idle             numbers in the experts that a token is not routed to
@@ -37,12 +28,7 @@ class ModelShape:
     """
 
     name: str
-    parameters: int
-    trainable: int
     adapters: int
-    small: int
-    largest: int
-    layers: int
     hidden: int
     heads: int
     key_heads: int
@@ -52,9 +38,6 @@ class ModelShape:
     max_context: int | None
     fast: bool
     windowed: bool
-    layer: int = 0
-    matrices: int = 0
-    linears: int = 0
     caching: int | None = None
     idle_experts: int = 0
     seeing: int = 0
@@ -104,32 +87,15 @@ class MicroBatchMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchShape(ShardingSpec):
-    """Describe the processes of a run. `memory`: bytes of each GPU, 0 if unknown.
+class LaunchShape(Launch):
+    """Describe the processes of a run and how they load and sample.
 
-    `base_dtype`: dtype of frozen matrices, as a setting names it; `loads_in_shards`: a sharded
-    model is loaded shard by shard (rl.models.supports_lazy_loading); `sampler_tp`: number of ranks
-    that share a sampler (`sampler_tp`).
+    `loads_in_shards`: a sharded model is loaded shard by shard (rl.models.supports_lazy_loading);
+    `sampler_tp`: number of ranks that share a sampler (`sampler_tp`).
     """
 
-    cuda: bool
-    bf16: bool
-    per_node: int = 1
-    memory: float = 0.0
-    base_dtype: str = "fp32"
     loads_in_shards: bool = False
     sampler_tp: int = 1
-
-    @property
-    def compute_bytes(self) -> int:
-        return BF16 if self.bf16 else FP32
-
-    @property
-    def weight_bytes(self) -> int:
-        """Return the bytes per weight in the learner: fp32, except under DeepSpeed in bf16, where
-        the optimizer has the fp32 copy.
-        """
-        return BF16 if self.zero_stage is not None and self.bf16 else FP32
 
 
 @dataclass(frozen=True, kw_only=True)

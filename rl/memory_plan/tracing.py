@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import estimate_workspace_bytes
+from rl.distributed import PERSISTENCE_THRESHOLD
 from rl.errors import UserError
 from rl.layers import (
     ModelLayers,
@@ -36,7 +37,6 @@ from rl.layers import (
 )
 from rl.learner import HeadRequest, LogprobHead, offload_layer_inputs
 from rl.memory_plan.activations import AllocationRecord, StorageTracker
-from rl.memory_plan.byte_counts import PERSISTENCE_THRESHOLD
 from rl.memory_plan.shapes import MicroBatch, MicroBatchMemory, ModelShape
 from rl.models import (
     LoadedModel,

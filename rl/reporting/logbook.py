@@ -6,14 +6,14 @@ without a trace of the interruption.
     checkpoints.jsonl        a line a checkpoint: "name", "batch", "state_path", "sampler_path"
     decisions.jsonl          decisions of the event log of async rollouts: rl.trainer.replay_log
     rollouts/step_000010.*   the samples: .jsonl with all rows, .html to read, .update.safetensors
-                             with the logprobs of their update: rl.trainer.update_recorder
+                             with the logprobs of their update: rl.trainer.batch_log
     rollouts/grpo-eval-000010.jsonl
                              the held-out answers of an evaluation (greedy: grpo-eval-greedy-000010)
     reward_check.json        what the rewards pay for: rl.trainer.reward_startup_check
     curves.png               drawn at the end (and by plot.py at any time)
     wandb/, wandb_id.txt     of each tracker: its files, and the id under which it resumes
     report.html              written at evaluations and at the end: rl.trainer.report_writer
-    launches.jsonl           a line a launch: versions, devices, memory: rl.trainer.launch_log
+    launches.jsonl           a line a launch: versions, devices, memory: rl.trainer.report_writer
     run.lock                 while a process works in the folder: see rl.trainer.run_lock
     logs/                    logs of the launcher (slurm/job.sh); never touched by this module
 
@@ -266,7 +266,7 @@ class Logbook:
     `resume_step`: step of the checkpoint that the run continues from. All later rows are removed,
     so that the files end up equal to those of an uninterrupted run (except times). Without
     `resume_step`, a folder with metrics raises RunFolderError. `checkpoints`: the checkpoints of a
-    resumed run (see rl.trainer.checkpoint_scan); by default the rows of checkpoints.jsonl up to
+    resumed run (see rl.trainer.checkpoint_manager); by default the rows of checkpoints.jsonl up to
     that step. `guard` raises if the folder no longer belongs to this process. `trackers`: names of
     trackers to log to as well, in the project `tracker_project`.
     """
@@ -380,7 +380,7 @@ class Logbook:
         stage: str = "",
     ) -> None:
         """Write the record of the update of `step` beside its samples: arrays and metadata, as
-        `build` returns them (rl.trainer.update_recorder). A failure never ends the run.
+        `build` returns them (rl.trainer.batch_log). A failure never ends the run.
         """
         path = self.folder / ROLLOUTS / name_update_file(stage, step)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from rl.distributed import uses_fsdp
+from rl.distributed import get_launch_sharding
 from rl.models import LoadedModel, load_model
 from rl.sampler import Decoder
 
@@ -23,9 +23,7 @@ class BaseModelCache:
         """Create an empty cache. `enabled`: whether adapters share a base. If ranks shard a model
         (FSDP), or DeepSpeed owns it, each learner loads its base separately.
         """
-        self.enabled = (
-            enabled and accelerator.distributed_type.value != "DEEPSPEED" and not uses_fsdp()
-        )
+        self.enabled = enabled and not get_launch_sharding().divides
         self._models: dict[BaseKey, LoadedModel] = {}
         self._base_decoders: dict[BaseKey, Decoder | None] = {}
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl.distributed import collectives, uses_fsdp
+from rl.distributed import collectives, get_launch_sharding
 from rl.errors import warn_on_rank_zero
 from rl.learner import (
     Learner,
@@ -25,7 +25,6 @@ from rl.learner import (
     check_optimizer,
     choose_base_dtype,
     learner_checkpoint,
-    loads_shards,
 )
 from rl.losses import LossSpec, get_loss
 from rl.models import (
@@ -92,12 +91,12 @@ class TrainingWorker(SamplingWorker):
             check_optimizer(
                 self.settings.learner.optimizer,
                 self.accelerator.device,
-                sharded=self._deepspeed or uses_fsdp(),
+                get_launch_sharding(),
             )
             base, tokenizer = learner_checkpoint.resolve_base_model(spec, state)
             lazy_model = (
                 load_model_lazily(base, tokenizer=tokenizer)
-                if loads_shards(self.accelerator)
+                if get_launch_sharding().reads_shards(collectives.world())
                 else None
             )
             loaded = lazy_model or self.base_models.load(
@@ -114,9 +113,13 @@ class TrainingWorker(SamplingWorker):
             **self._describe_model(loaded, spec),
             "base_dtype": held_in,
         }  # before the weights are sharded
-        # DeepSpeed casts all weights
         learner = Learner(
-            loaded, self.accelerator, self.settings.learner, "fp32" if self._deepspeed else held_in
+            loaded,
+            self.accelerator,
+            self.settings.learner,
+            "fp32"
+            if get_launch_sharding().owns_weights
+            else held_in,  # the backend casts all weights
         )
         self.learners[model_id], self.specs[model_id] = learner, spec
         if state is not None:
@@ -124,19 +127,15 @@ class TrainingWorker(SamplingWorker):
         return {
             **info,
             "distributed_type": self.accelerator.distributed_type.value,
+            "scales_gradients": not get_launch_sharding().owns_weights,
             "wrapped": type(learner.backend.wrapped).__name__,
         }
-
-    @property
-    def _deepspeed(self) -> bool:
-        """Return whether DeepSpeed owns the model."""
-        return self.accelerator.distributed_type.value == "DEEPSPEED"
 
     def _choose_base_dtype(self, spec: ModelSpec) -> str:
         """Return the dtype of the frozen base weights."""
         bf16 = self.sampler_dtype == torch.bfloat16
         return choose_base_dtype(
-            spec.base_dtype, lora=spec.lora is not None, bf16=bf16, deepspeed=self._deepspeed
+            spec.base_dtype, lora=spec.lora is not None, bf16=bf16, sharding=get_launch_sharding()
         )
 
     @verb()

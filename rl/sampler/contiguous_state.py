@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rl.sampler.cpu_kernels import CpuKernels
 from rl.sampler.decode_state import DecodeState, LogitsReader
-from rl.sampler.forward_fast import LlamaForward
+from rl.sampler.forward_fast import FastForward
 from rl.sampler.prefix_attention import (
     PromptBand,
     SuffixBatch,
@@ -55,7 +55,7 @@ class ContiguousState(DecodeState):
     are allocated in pairs.
     """
 
-    def __init__(self, decoder: LlamaForward, kv_cache_tokens: int):
+    def __init__(self, decoder: FastForward, kv_cache_tokens: int):
         super().__init__()
         self.decoder = decoder
         self.budget = kv_cache_tokens

@@ -138,7 +138,7 @@ class CpuKernels:
         its prompt and to its own stored positions.
 
         `norm_qk` has shape [2 D] (None: no norms), `rope` [2, positions, D] (see
-        `LlamaForward.rope`), `prompt_kv` [2, P, K, T, D] and `row_kv` [2, N or more, K, T, D]. The
+        `FastForward.rope`), `prompt_kv` [2, P, K, T, D] and `row_kv` [2, N or more, K, T, D]. The
         strides of slots and heads are arbitrary.
         """
         key_heads, width = row_kv.shape[2], row_kv.shape[4]

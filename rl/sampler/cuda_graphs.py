@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rl.sampler.decode_inputs import DecodeInputs, decode_step
-from rl.sampler.forward_fast import LlamaForward
+from rl.sampler.forward_fast import FastForward
 
 _STEP_OUTPUTS = ("token", "position", "remaining", "at", "tokens", "logprobs")  # written by a step
 
@@ -48,7 +48,7 @@ class CUDAGraphRunner:
     referenced.
     """
 
-    def __init__(self, model: LlamaForward, kv: list[Tensor], buffers: DecodeInputs, max_rows: int):
+    def __init__(self, model: FastForward, kv: list[Tensor], buffers: DecodeInputs, max_rows: int):
         self._model, self.kv, self.buffers = ref(model), kv, buffers
         self.buckets = row_buckets(max_rows)
         self.max_blocks = buffers.table.shape[1]
@@ -57,7 +57,7 @@ class CUDAGraphRunner:
         self._pool: Any = None
 
     @property
-    def model(self) -> LlamaForward:
+    def model(self) -> FastForward:
         """Return the decoder's forward, which the engine keeps alive."""
         model = self._model()
         assert model is not None, "the engine must keep the decoder alive"

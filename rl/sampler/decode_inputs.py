@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels import SharedPages, compute_paged_attention, decode_ops, sample_tokens
-from rl.sampler.forward_fast import LlamaForward
+from rl.sampler.forward_fast import FastForward, activate_gate
 from rl.sampler.token_sampling import RowSamplingSettings
 from rl.sampler.token_sampling import sample_tokens as draw_from_logits
 
@@ -96,7 +96,7 @@ class DecodeInputs:
 
 
 def decode_step(
-    model: LlamaForward,
+    model: FastForward,
     kv: list[Tensor],
     rope: Tensor,
     buffers: DecodeInputs,
@@ -108,7 +108,7 @@ def decode_step(
 
     `width`: the largest number of pages of a table to read. `kv` [2, pages + 1, S, K, D] of each
     layer; the last page belongs to no sequence. `rope` [2, positions, D]
-    (`LlamaForward.rope_table`). `shared`: whether some rows are in groups with shared pages, which
+    (`FastForward.rope_table`). `shared`: whether some rows are in groups with shared pages, which
     are read once for all rows of a group.
     """
     a, b = model.architecture, buffers.first_rows(rows)
@@ -121,18 +121,27 @@ def decode_step(
         if shared
         else None
     )
-    residual, x = model.embed(b.token), None
+    residual, x = model.embed_tokens(b.token), None
     for i, layer in enumerate(model.layers):
         normed = decode_ops.fused_add_rms_norm(x, residual, layer.norm_in, a.eps)
-        qkv = layer.qkv(normed).unflatten(-1, (a.heads + 2 * a.key_heads, a.head_width))
+        qkv = model.project_qkv(layer, normed).unflatten(
+            -1, (a.heads + 2 * a.key_heads, a.head_width)
+        )
         norm_qk = None if layer.norm_qk is None else layer.norm_qk.view(2, -1)
         q = decode_ops.rope_to_cache(
             qkv, norm_qk, a.eps, rope, position, kv[i], page, place, a.heads
         )
-        x = layer.out(compute_paged_attention(q, kv[i], table, length, groups).flatten(1))
+        attended = compute_paged_attention(q, kv[i], table, length, groups).flatten(1)
+        x = model.scale_residual(layer.out(attended))
         normed = decode_ops.fused_add_rms_norm(x, residual, layer.norm_mlp, a.eps)
-        x = layer.down(decode_ops.silu_mul(layer.gate_up(normed)))
-    hidden = decode_ops.fused_add_rms_norm(x, residual, model.norm_E, a.eps)
+        gate_up = layer.gate_up(normed)
+        hidden = (
+            decode_ops.silu_mul(gate_up)
+            if a.activation == "silu"
+            else activate_gate(gate_up, a.activation)
+        )
+        x = model.scale_residual(layer.down(hidden))
+    hidden = model.scale_hidden(decode_ops.fused_add_rms_norm(x, residual, model.norm_E, a.eps))
     token, logprob = _sample(
         model, hidden, b.uniform.index_select(0, b.at).squeeze(0), b.temperature, b.greedy
     )
@@ -172,7 +181,7 @@ def _record_tokens(b: DecodeInputs, token: Tensor, logprob: Tensor) -> None:
 
 
 def _sample(
-    model: LlamaForward, hidden: Tensor, uniform: Tensor, temperature: Tensor, greedy: Tensor
+    model: FastForward, hidden: Tensor, uniform: Tensor, temperature: Tensor, greedy: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Sample tokens and logprobs, without storing logits if the head is a plain matrix."""
     head = model.head

@@ -17,7 +17,7 @@ from rl.sampler.tensor_parallel import TensorParallelGroup
 from rl.sampler.verify_decoder import matches_model, select_batching
 
 _NO_TENSOR_PARALLEL = (
-    "sampler_tp {} requires the fast decoder (the Llama and Qwen families), but {}: leave "
+    "sampler_tp {} requires the fast decoder (docs/models.md lists its families), but {}: leave "
     "sampler_tp "
     "at 1"
 )
@@ -35,8 +35,8 @@ def make_decoder(
     """Build a decoder over a copy of the weights of a HF causal LM, PEFT-wrapped or not.
 
     Training the model afterwards does not change the decoder. `kind`: "fast" is the hand-written
-    decoder of the Llama family, "hf" the model's own forward; "auto" picks the fast decoder for the
-    architectures and features that it was verified for.
+    decoder of the families of `layer_specs`, "hf" the model's own forward; "auto" picks the fast
+    decoder for the architectures and features that it was verified for.
 
     `dtype` (default: the model's) is the dtype of the base weights; adapters keep their dtype.
     Adapters are applied unmerged. `weights`: all weights by name, for a model that holds no values

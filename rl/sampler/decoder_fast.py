@@ -1,4 +1,4 @@
-"""Decode models of the Llama family (Llama, Mistral, Qwen2, Qwen3) with a hand-written forward.
+"""Decode models of the families of `layer_specs` with a hand-written forward.
 
 The KV cache is allocated in advance. Tests prove that the results equal those of `decoder_hf`.
 """
@@ -14,21 +14,22 @@ from typing import Any
 import torch
 
 from rl.layers import describe_layers
+from rl.models import is_value_head_parameter
 from rl.sampler.contiguous_state import ContiguousState
 from rl.sampler.decode_state import LogitsReader
 from rl.sampler.decoder import Decoder, NamedTensors
 from rl.sampler.decoder_weights import UnsupportedModel, WeightsBuilder, unwrap_lora_layer
-from rl.sampler.forward_fast import DecoderArchitecture, LayerSpec, LlamaForward
+from rl.sampler.forward_fast import DecoderArchitecture, FastForward, LayerKeys
+from rl.sampler.layer_specs import LAYER_SPECS, LayerSpec
 from rl.sampler.linear_layers import Projection, TokenEmbedding
 from rl.sampler.tensor_parallel import TensorParallelGroup, check_model_shards
 from rl.types import PlacedImage
 
-_MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 # rope types whose frequencies do not depend on the length of the sequence
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
-class FastDecoder(LlamaForward, Decoder):
+class FastDecoder(FastForward, Decoder):
     """Decode with the hand-written forward; built by `from_model`, or by `fork` from another
     version.
     """
@@ -60,6 +61,9 @@ class FastDecoder(LlamaForward, Decoder):
         )
         with torch.no_grad():
             decoder = cls(_read_architecture(plain, builder), builder.weights)
+        for name in sum(builder.names.values(), []):
+            if name not in builder.weights.slices and not is_value_head_parameter(name):
+                raise UnsupportedModel(f"the parameter {name}")
         if base is not None and base.weights.buffers.keys() <= decoder.weights.shared:
             decoder.base = base
             base.weights.shared = set(base.weights.buffers)
@@ -123,11 +127,11 @@ def check_supported(base: Any) -> None:
     model.
     """
     name, config = type(base).__name__, base.config
-    if name not in _MODELS or not type(base).__module__.startswith("transformers."):
-        raise UnsupportedModel(f"the architecture {name} (known: {', '.join(_MODELS)})")
+    if name not in LAYER_SPECS or not type(base).__module__.startswith("transformers."):
+        raise UnsupportedModel(f"the architecture {name} (known: {', '.join(LAYER_SPECS)})")
     if (others := describe_layers(base).special_kinds) is not None:
         raise UnsupportedModel(others)
-    if config.hidden_act != "silu":
+    if config.hidden_act != LAYER_SPECS[name].activation:
         raise UnsupportedModel(f"the activation {config.hidden_act}")
     rope = base.model.rotary_emb
     if rope.rope_type not in _STATIC_ROPE:
@@ -176,23 +180,32 @@ class _PlannedGroup:
 
 def _read_architecture(base: Any, builder: WeightsBuilder) -> DecoderArchitecture:
     """Copy every weight into the builder's buffers and record its buffer key."""
-    config = base.config
+    config, spec = base.config, LAYER_SPECS[type(base).__name__]
+    head_width = base.model.layers[0].self_attn.head_dim
     ranks = 1 if builder.tp_group is None else builder.tp_group.size
     return DecoderArchitecture(
         **_read_weights(base, builder),
         heads=config.num_attention_heads // ranks,
         key_heads=config.num_key_value_heads // ranks,
-        head_width=base.model.layers[0].self_attn.head_dim,
+        head_width=head_width,
         eps=config.rms_norm_eps,
         inv_freq=base.model.rotary_emb.inv_freq.detach().float().cpu(),
         rope_scale=float(base.model.rotary_emb.attention_scaling),
         vocab_size=unwrap_lora_layer(base.model.embed_tokens).base.weight.shape[0],
         max_positions=config.max_position_embeddings,
+        activation=spec.activation,
+        query_scale=(
+            1.0 if spec.attention_scale is None else spec.attention_scale(config) * head_width**0.5
+        ),
+        embedding_scale=spec.embedding_scale(config),
+        residual_scale=spec.residual_scale(config),
+        logit_scale=spec.logit_scale(config),
     )
 
 
 def _read_weights(base: Any, builder: WeightsBuilder) -> dict[str, Any]:
     """Return the fields of an `DecoderArchitecture` that hold buffer keys."""
+    spec = LAYER_SPECS[type(base).__name__]
     embedding = unwrap_lora_layer(base.model.embed_tokens)
     embed = builder.add_tensor("embed", embedding.base.weight, 0)
     adapter = None
@@ -205,31 +218,34 @@ def _read_weights(base: Any, builder: WeightsBuilder) -> dict[str, Any]:
     tied = unwrap_lora_layer(base.lm_head).base.weight is embedding.base.weight
     return {
         "layers": tuple(
-            _read_layer(f"layers.{i}", layer, builder) for i, layer in enumerate(base.model.layers)
+            _read_layer(f"layers.{i}", layer, builder, spec)
+            for i, layer in enumerate(base.model.layers)
         ),
         "embed": embed,
         "embed_adapter": adapter,
-        "norm": builder.add_tensor("norm", base.model.norm.weight),
+        "norm": builder.add_norm("norm", [base.model.norm.weight], spec.norm_offset),
         "head": builder.add_projection("head", [base.lm_head], tied_to=embed if tied else None),
     }
 
 
-def _read_layer(key: str, layer: Any, builder: WeightsBuilder) -> LayerSpec:
+def _read_layer(key: str, layer: Any, builder: WeightsBuilder, spec: LayerSpec) -> LayerKeys:
     """Copy the weights of a layer and return their buffer keys."""
     attention, mlp = layer.self_attn, layer.mlp
-    normed = type(layer).__name__ == "Qwen3DecoderLayer"
-    return LayerSpec(
+    offset = spec.norm_offset
+    return LayerKeys(
         qkv=builder.add_projection(
             f"{key}.qkv", [attention.q_proj, attention.k_proj, attention.v_proj]
         ),
         out=builder.add_projection(f"{key}.out", [attention.o_proj], shard_inputs=True),
         gate_up=builder.add_projection(f"{key}.gate_up", [mlp.gate_proj, mlp.up_proj]),
         down=builder.add_projection(f"{key}.down", [mlp.down_proj], shard_inputs=True),
-        norm_in=builder.add_tensor(f"{key}.norm_in", layer.input_layernorm.weight),
-        norm_mlp=builder.add_tensor(f"{key}.norm_mlp", layer.post_attention_layernorm.weight),
-        norm_qk=builder.add_tensors(
-            f"{key}.norm_qk", [attention.q_norm.weight, attention.k_norm.weight]
+        norm_in=builder.add_norm(f"{key}.norm_in", [layer.input_layernorm.weight], offset),
+        norm_mlp=builder.add_norm(
+            f"{key}.norm_mlp", [layer.post_attention_layernorm.weight], offset
+        ),
+        norm_qk=builder.add_norm(
+            f"{key}.norm_qk", [attention.q_norm.weight, attention.k_norm.weight], offset
         )
-        if normed
+        if spec.qk_norm
         else None,
     )

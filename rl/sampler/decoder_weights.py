@@ -29,7 +29,10 @@ from rl.sampler.tensor_parallel import (
 
 @dataclass(frozen=True, slots=True)
 class WeightSlice:
-    """Locate a parameter's rows in a buffer: the shard `shard` of the `full_shape` shape."""
+    """Locate a parameter's rows in a buffer: the shard `shard` of the `full_shape` shape.
+
+    The buffer holds the parameter plus `offset`.
+    """
 
     buffer: str
     start: int
@@ -37,6 +40,7 @@ class WeightSlice:
     trainable: bool
     full_shape: torch.Size
     shard: Shard = UNSHARDED
+    offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +72,10 @@ class DecoderWeights:
         dtype: torch.dtype,
         device: torch.device,
         base: DecoderWeights | None = None,
+        offset: float = 0.0,
     ) -> None:
-        """Stack the local shards of parameters along their first dimension into the buffer `key`.
+        """Stack the local shards of parameters along their first dimension into the buffer `key`,
+        plus `offset`.
 
         If `base` has a buffer with the same values under this key, and none of the parameters is
         trained, that buffer is shared instead.
@@ -79,10 +85,10 @@ class DecoderWeights:
             whole, length = part.parameter, part.shard.num_rows(part.parameter)
             for name in part.names:
                 self.slices[name] = WeightSlice(
-                    key, start, length, whole.requires_grad, whole.shape, part.shard
+                    key, start, length, whole.requires_grad, whole.shape, part.shard, offset
                 )
             start += length
-        held = [part.shard.apply(part.parameter.detach()) for part in parts]
+        held = [self._stored_values(part.names[0], part.parameter) for part in parts]
         shared = None if base is None or trained else base.buffers.get(key)
         if (
             shared is not None
@@ -98,6 +104,12 @@ class DecoderWeights:
         self.buffers[key] = torch.empty(start, *held[0].shape[1:], dtype=dtype, device=device)
         for part, tensor in zip(parts, held, strict=True):
             self.view(part.names[0]).copy_(tensor)
+
+    def _stored_values(self, name: str, whole: Tensor) -> Tensor:
+        """Return what the buffer of the parameter `name` holds of its value `whole`."""
+        piece = self.slices[name]
+        part = piece.shard.apply(whole.detach())
+        return part.float() + piece.offset if piece.offset else part
 
     def _slice_of(self, buffer: Tensor, name: str) -> Tensor:
         """Return the slice of `buffer` that holds the parameter `name`."""
@@ -126,7 +138,7 @@ class DecoderWeights:
                     f"{name} has shape {tuple(piece.full_shape)} in the decoder, got "
                     f"{tuple(tensor.shape)}"
                 )
-            new_values = piece.shard.apply(tensor.detach())
+            new_values = self._stored_values(name, tensor)
             if piece.buffer in self.shared:
                 check_shared_unchanged(name, view, new_values)
             else:
@@ -182,7 +194,7 @@ def unwrap_lora_layer(module: nn.Module) -> UnwrappedLayer:
 
     Raises `UnsupportedModel` for everything else.
     """
-    if type(module) in (nn.Linear, nn.Embedding):
+    if type(module) in (nn.Linear, nn.Embedding) or _is_scaled_embedding(module):
         return UnwrappedLayer(module)
     if not type(module).__module__.startswith("peft."):
         raise UnsupportedModel(f"a layer of type {type(module).__name__}")
@@ -192,7 +204,8 @@ def unwrap_lora_layer(module: nn.Module) -> UnwrappedLayer:
         raise UnsupportedModel(f"a PEFT layer of type {type(module).__name__}")
     base, active = module.get_base_layer(), list(module.active_adapters)
     adapters = [name for name in active if name in module.scaling]
-    if type(base) not in (nn.Linear, nn.Embedding) or module.merged or len(adapters) > 1:
+    plain = type(base) in (nn.Linear, nn.Embedding) or _is_scaled_embedding(base)
+    if not plain or module.merged or len(adapters) > 1:
         raise UnsupportedModel(
             f"an adapter that is merged, or several active adapters ({active}), or an adapter "
             f"around a {type(base).__name__}"
@@ -208,6 +221,11 @@ def unwrap_lora_layer(module: nn.Module) -> UnwrappedLayer:
         )
     a, b = module.lora_A[name].get_parameter("weight"), module.lora_B[name].get_parameter("weight")
     return UnwrappedLayer(base, a, b, module.scaling[name])
+
+
+def _is_scaled_embedding(module: nn.Module) -> bool:
+    """Return whether a module is an embedding that multiplies its vectors by `embed_scale`."""
+    return isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
 
 
 class UnsupportedModel(Exception):
@@ -261,11 +279,15 @@ class WeightsBuilder:
         )
         return key
 
-    def add_tensors(self, key: str, parameters: Sequence[Tensor]) -> str:
-        """Add several parameters, stacked, and return their key."""
-        self.weights.add(
-            key, self._named_parameters(parameters), self.dtype, self.device, self.base
-        )
+    def add_norm(self, key: str, parameters: Sequence[Tensor], offset: float = 0.0) -> str:
+        """Add the weights of norms, stacked, and return their key.
+
+        The buffer holds the weights plus `offset`, then in float32, because half precision would
+        round the sums.
+        """
+        dtype = torch.float32 if offset else self.dtype
+        named = self._named_parameters(parameters)
+        self.weights.add(key, named, dtype, self.device, self.base, offset)
         return key
 
     def add_adapter(self, key: str, parameter: Tensor, dim: int | None = None) -> str:

@@ -41,15 +41,15 @@ EXCLUDED_PAIRS: Mapping[frozenset[str], str] = {
         "has no paged cache: leave sampler_cache at auto"
     ),
     frozenset(("paged cache", "generic decoder")): (
-        "sampler_cache paged is supported only by the fast decoder (Llama and Qwen families): "
-        "leave sampler_cache at auto, or sample such a model"
+        "sampler_cache paged is supported only by the fast decoder (docs/models.md lists its "
+        "families): leave sampler_cache at auto, or sample such a model"
     ),
     frozenset(("tensor parallelism", "router replay")): (
         "router_replay records experts, and a model with experts has the generic decoder, which "
         "ranks cannot share: leave sampler_tp at 1"
     ),
     frozenset(("tensor parallelism", "generic decoder")): (
-        "sampler_tp shards models of the fast decoder (the Llama and Qwen families), and the "
+        "sampler_tp shards models of the fast decoder (docs/models.md lists its families), and the "
         "sampler is hf, the model's original forward: leave sampler_tp at 1, or the sampler at auto"
     ),
     frozenset(("adapters per row", "router replay")): (
@@ -176,6 +176,7 @@ class _TrialKey:
             a.vocab_size,
             decoder.norm_E.shape,
             repr(a.layers[0]),
+            (a.activation, a.query_scale, a.embedding_scale, a.residual_scale, a.logit_scale),
         )
         self.key = (*sizes, decoder.dtype, decoder.device)
 

@@ -1,13 +1,15 @@
-"""Compute the hand-written forward of the Llama family, for `decoder_fast` and its KV caches.
+"""Compute the hand-written forward of the fast decoder, for `decoder_fast` and its KV caches.
 
-It has fused qkv and gate-up matrices, rotary tables computed once, and no module calls. Shapes: N
-rows (or B prompts of T positions), E hidden width, H heads, D head width, V vocabulary.
+`layer_specs` describes how the layers of a family differ from Llama's. The forward has fused qkv
+and gate-up matrices, rotary tables computed once, and no module calls. Shapes: N rows (or B prompts
+of T positions), E hidden width, H heads, D head width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -41,7 +43,7 @@ StoreKeyValues = Callable[[int, list[int], Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSpec:
+class LayerKeys:
     """Hold the buffer keys of a layer."""
 
     qkv: ProjectionSpec
@@ -60,7 +62,7 @@ class DecoderArchitecture:
     `heads` and `key_heads` are those of this rank if a team splits the decoder.
     """
 
-    layers: tuple[LayerSpec, ...]
+    layers: tuple[LayerKeys, ...]
     embed: str
     embed_adapter: tuple[str, str, float] | None  # A [R, V], B [E, R], scale
     norm: str
@@ -73,6 +75,11 @@ class DecoderArchitecture:
     rope_scale: float
     vocab_size: int
     max_positions: int | None
+    activation: str = "silu"
+    query_scale: float = 1.0  # of the queries, before scores are scaled by D^-0.5
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0  # of the last hidden states
 
 
 class LayerWeights:
@@ -80,15 +87,17 @@ class LayerWeights:
 
     __slots__ = ("down", "gate_up", "norm_in", "norm_mlp", "norm_qk", "out", "qkv")
 
-    def __init__(self, spec: LayerSpec, buffers: dict[str, Tensor]):
-        self.qkv, self.out = Projection(spec.qkv, buffers), Projection(spec.out, buffers)
-        self.gate_up, self.down = Projection(spec.gate_up, buffers), Projection(spec.down, buffers)
-        self.norm_in, self.norm_mlp = buffers[spec.norm_in], buffers[spec.norm_mlp]
-        self.norm_qk = buffers[spec.norm_qk] if spec.norm_qk else None
+    def __init__(self, keys: LayerKeys, buffers: dict[str, Tensor]):
+        self.qkv, self.out = Projection(keys.qkv, buffers), Projection(keys.out, buffers)
+        self.gate_up, self.down = Projection(keys.gate_up, buffers), Projection(keys.down, buffers)
+        self.norm_in, self.norm_mlp = buffers[keys.norm_in], buffers[keys.norm_mlp]
+        self.norm_qk = buffers[keys.norm_qk] if keys.norm_qk else None
 
 
-class LlamaForward:
+class FastForward:
     """Compute the forward of a version of the weights.
+
+    The numbers and shapes of `architecture` describe the family.
 
     Only rotary tables are cached between calls.
     """
@@ -104,7 +113,7 @@ class LlamaForward:
         low = None if adapter is None else (buffers[adapter[0]], buffers[adapter[1]], adapter[2])
         self.embed = TokenEmbedding(embed_VE, low, architecture.vocab_size, self.tp_group)
         self.device, self.dtype = embed_VE.device, embed_VE.dtype
-        self.layers = [LayerWeights(spec, buffers) for spec in architecture.layers]
+        self.layers = [LayerWeights(keys, buffers) for keys in architecture.layers]
         self.norm_E = buffers[architecture.norm]
         self.head = HeadProjection(
             architecture.head, buffers, architecture.vocab_size, self.tp_group
@@ -169,9 +178,9 @@ class LlamaForward:
         values in each layer, but in the last layer the output of the other positions is not used.
         """
         a = self.architecture
-        x = self.embed(ids, row_adapters)
+        x = self.embed_tokens(ids, row_adapters)
         for i, layer in enumerate(self.layers):
-            qkv = layer.qkv(self.rms(x, layer.norm_in), row_adapters).unflatten(
+            qkv = self.project_qkv(layer, self.rms(x, layer.norm_in), row_adapters).unflatten(
                 -1, (a.heads + 2 * a.key_heads, a.head_width)
             )
             qk, v = qkv.split([a.heads + a.key_heads, a.key_heads], dim=-2)
@@ -186,14 +195,10 @@ class LlamaForward:
             if last_B is not None and layer is self.layers[-1]:
                 rows = torch.arange(len(ids), device=ids.device)
                 attended, x = attended[rows, last_B], x[rows, last_B]
-            x = self._all_reduce(layer.out(attended, row_adapters)).add_(x)
-            x = self._all_reduce(
-                layer.down(
-                    self._silu_mul(layer.gate_up(self.rms(x, layer.norm_mlp), row_adapters)),
-                    row_adapters,
-                )
-            ).add_(x)
-        return self.rms(x, self.norm_E)
+            x = self._add_residual(x, layer.out(attended, row_adapters))
+            gate_up = layer.gate_up(self.rms(x, layer.norm_mlp), row_adapters)
+            x = self._add_residual(x, layer.down(self._activate(gate_up), row_adapters))
+        return self.scale_hidden(self.rms(x, self.norm_E))
 
     def forward_step(
         self,
@@ -207,22 +212,53 @@ class LlamaForward:
         `kernels` compute the operations between the matrix products.
         """
         eps = self.architecture.eps
-        x = self.embed(ids_N, row_adapters)
+        x = self.embed_tokens(ids_N, row_adapters)
         for i, layer in enumerate(self.layers):
-            qkv = layer.qkv(kernels.rms_norm(x, layer.norm_in, eps), row_adapters)
-            x = self._all_reduce(layer.out(attend(i, qkv, layer.norm_qk), row_adapters)).add_(x)
+            qkv = self.project_qkv(layer, kernels.rms_norm(x, layer.norm_in, eps), row_adapters)
+            attended = attend(i, qkv, layer.norm_qk)
+            x = self._add_residual(x, layer.out(attended, row_adapters))
             gate_up = layer.gate_up(kernels.rms_norm(x, layer.norm_mlp, eps), row_adapters)
-            x = self._all_reduce(layer.down(kernels.silu_mul(gate_up), row_adapters)).add_(x)
-        return kernels.rms_norm(x, self.norm_E, eps)
+            x = self._add_residual(x, layer.down(self._activate(gate_up), row_adapters))
+        return self.scale_hidden(kernels.rms_norm(x, self.norm_E, eps))
 
-    def _silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Compute silu(gate) * up, from [.., 2 I] to [.., I]."""
+    def embed_tokens(self, ids: Tensor, row_adapters: RowAdapters | None = None) -> Tensor:
+        """Return the vectors of tokens [.., E] that enter the first layer, in new memory."""
+        x = self.embed(ids, row_adapters)
+        scale = self.architecture.embedding_scale
+        return x if scale == 1.0 else x.mul_(scale)
+
+    def project_qkv(
+        self, layer: LayerWeights, x: Tensor, row_adapters: RowAdapters | None = None
+    ) -> Tensor:
+        """Return queries, keys and values [.., (H + 2 K) D], before norms and rotation."""
+        qkv, a = layer.qkv(x, row_adapters), self.architecture
+        if a.query_scale != 1.0:
+            qkv.narrow(-1, 0, a.heads * a.head_width).mul_(a.query_scale)
+        return qkv
+
+    def scale_residual(self, x: Tensor) -> Tensor:
+        """Scale the output of attention or MLP in place."""
+        scale = self.architecture.residual_scale
+        return x if scale == 1.0 else x.mul_(scale)
+
+    def scale_hidden(self, x: Tensor) -> Tensor:
+        """Scale the last hidden states in place, so that the head returns scaled logits."""
+        scale = self.architecture.logit_scale
+        return x if scale == 1.0 else x.mul_(scale)
+
+    def _add_residual(self, x: Tensor, part: Tensor) -> Tensor:
+        """Return x plus the sum of all ranks' parts, scaled, in the memory of `part`."""
+        return self.scale_residual(self._all_reduce(part)).add_(x)
+
+    def _activate(self, gate_up: Tensor) -> Tensor:
+        """Compute act(gate) * up, from [.., 2 I] to [.., I]."""
+        if self.architecture.activation != "silu":
+            return activate_gate(gate_up, self.architecture.activation)
         if self.cpu_kernels is not None:
             return self.cpu_kernels.silu_mul(gate_up.flatten(0, -2)).unflatten(
                 0, gate_up.shape[:-1]
             )
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return activate_gate(gate_up, "silu")
 
     def _all_reduce(self, part: Tensor) -> Tensor:
         """Sum the partial results of all ranks that split the decoder."""
@@ -234,6 +270,8 @@ class LlamaForward:
 
     def rms(self, x: Tensor, weight: Tensor) -> Tensor:
         """Compute the RMS norm of `x`."""
+        if weight.dtype != x.dtype:
+            return F.rms_norm(x.float(), weight.shape, weight, self.architecture.eps).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, self.architecture.eps)
 
     def forward_prompts(
@@ -320,6 +358,19 @@ class LlamaForward:
             )
 
         return attend
+
+
+# Activations of a gate, by `hidden_act`.
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+def activate_gate(gate_up: Tensor, activation: str) -> Tensor:
+    """Compute act(gate) * up in torch, from [.., 2 I] to [.., I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate).mul_(up)
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

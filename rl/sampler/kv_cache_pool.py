@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rl.sampler.cuda_graphs import CUDAGraphRunner, row_buckets
 from rl.sampler.decode_inputs import DecodeInputs
-from rl.sampler.forward_fast import LlamaForward
+from rl.sampler.forward_fast import FastForward
 
 _INITIAL_STOP_CONDITIONS = 16  # initial number of stop conditions
 _MAX_MEMORY_FRACTION = 0.85  # maximum fraction of device memory for learning and the kept pool
@@ -31,17 +31,17 @@ class KVCachePool:
     same blocks and buffers.
     """
 
-    def __init__(self, decoder: LlamaForward, count: int, block_size: int):
+    def __init__(self, decoder: FastForward, count: int, block_size: int):
         shape = self._shape(decoder, count, block_size)
         self.kv: list[Tensor] = [
             torch.zeros(shape, dtype=decoder.dtype, device=decoder.device) for _ in decoder.layers
         ]
         self.kept_during_learning = False  # the pool was kept while a learner ran
         self._buffers: DecodeInputs | None = None
-        self._steps: WeakKeyDictionary[LlamaForward, CUDAGraphRunner] = WeakKeyDictionary()
+        self._steps: WeakKeyDictionary[FastForward, CUDAGraphRunner] = WeakKeyDictionary()
 
     @staticmethod
-    def _shape(decoder: LlamaForward, count: int, block_size: int) -> tuple[int, ...]:
+    def _shape(decoder: FastForward, count: int, block_size: int) -> tuple[int, ...]:
         """Return the shape of the KV cache of a layer."""
         return (
             2,
@@ -56,9 +56,7 @@ class KVCachePool:
         """Return the size of the pool in bytes."""
         return sum(tensor.nbytes for tensor in self.kv)
 
-    def fits(
-        self, decoder: LlamaForward, min_blocks: int, max_blocks: int, block_size: int
-    ) -> bool:
+    def fits(self, decoder: FastForward, min_blocks: int, max_blocks: int, block_size: int) -> bool:
         """Return whether the pool has the decoder's shape and enough blocks, but not too many."""
         count = self.kv[0].shape[1] - 1
         shape, kind = (
@@ -71,7 +69,7 @@ class KVCachePool:
 
     def get_step_graphs(
         self,
-        decoder: LlamaForward,
+        decoder: FastForward,
         max_rows: int,
         table_width: int,
         steps_per_sync: int,
@@ -128,7 +126,7 @@ class IdleKVCachePool:
         self._has_room, self._has_learned = has_room, False
 
     def take(
-        self, decoder: LlamaForward, min_blocks: int, max_blocks: int, block_size: int
+        self, decoder: FastForward, min_blocks: int, max_blocks: int, block_size: int
     ) -> KVCachePool:
         """Return the idle pool if it has this shape and `min_blocks` to `max_blocks` blocks.
 

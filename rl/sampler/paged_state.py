@@ -18,7 +18,7 @@ from kernels import compute_paged_attention
 from kernels.decode_ops import append_to_cache
 from rl.sampler.block_manager import BlockManager, PromptBlockTable, make_block_tables
 from rl.sampler.decode_state import DecodeState, LogitsReader
-from rl.sampler.forward_fast import LlamaForward
+from rl.sampler.forward_fast import FastForward
 from rl.sampler.prefix_attention import SuffixBatch
 from rl.types import PlacedImage
 
@@ -31,7 +31,7 @@ class PagedState(DecodeState):
     The blocks belong to `rl.sampler.kv_cache_pool.KVCachePool`. The last block belongs to no row.
     """
 
-    def __init__(self, decoder: LlamaForward, kv: list[Tensor]):
+    def __init__(self, decoder: FastForward, kv: list[Tensor]):
         super().__init__()
         self.decoder, self.kv, self.block_size = decoder, kv, kv[0].shape[2]
         self.block_manager = BlockManager(kv[0].shape[1] - 1, self.block_size)

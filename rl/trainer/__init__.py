@@ -1,12 +1,10 @@
 """Execute runs: the two training loops, stages, resuming, and the memory plan of a whole run."""
 
-from rl.trainer.code_trust import check_trusted, list_environment_addresses, list_reward_addresses
 from rl.trainer.data_source import load_training_problems
-from rl.trainer.entry_point import main, run_guarded
-from rl.trainer.evaluation_metrics import compute_evaluation_metrics, make_response_rows
+from rl.trainer.entry_point import TrainingResult, main, open_run, run_guarded, train
+from rl.trainer.evaluator import compute_evaluation_metrics, make_response_rows
 from rl.trainer.export import describe_export, export_weights, push_to_hub
 from rl.trainer.opponent_models import load_evaluation_opponents
-from rl.trainer.prompt_source import iterate_prompts, select_fitting_problems
 from rl.trainer.reward_probe import (
     PROBED_ROWS,
     RewardProbeResult,
@@ -15,9 +13,21 @@ from rl.trainer.reward_probe import (
 )
 from rl.trainer.run_report import write_report
 from rl.trainer.run_summary import format_script
-from rl.trainer.sample_function import sample
-from rl.trainer.sampled_model import SampledModel, load_sampled_model
-from rl.trainer.saved_weights import is_run_folder, load_run, open_weights
+from rl.trainer.sample_function import (
+    SampledModel,
+    iterate_prompts,
+    load_sampled_model,
+    sample,
+    select_fitting_problems,
+)
+from rl.trainer.saved_weights import (
+    check_trusted,
+    is_run_folder,
+    list_environment_addresses,
+    list_reward_addresses,
+    load_run,
+    open_weights,
+)
 from rl.trainer.stage_data import (
     find_sandbox_kind,
     load_held_out_problems,
@@ -31,7 +41,6 @@ from rl.trainer.stage_environment import (
     resolve_episode_reward,
 )
 from rl.trainer.stage_models import make_renderer
-from rl.trainer.train_function import TrainingResult, open_run, train
 from rl.trainer.update_report import UpdateReport, explain_update
 
 __all__ = [

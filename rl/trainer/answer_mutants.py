@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rl.rewards import code, math_reward
-from rl.trainer.reward_check import get_expected_answer
 from rl.types import Problem
 
 _BOXED, _HASHES, _FENCED, _BARE = (
@@ -284,3 +283,14 @@ def _split_at(text: str, final: str, mark: tuple[str, str]) -> ReferenceAnswer:
 
 def _wrap(final: str, mark: tuple[str, str]) -> ReferenceAnswer:
     return ReferenceAnswer(final, *mark, mark, is_program=mark == _FENCED)
+
+
+def get_reference_answer(row: Problem) -> str | None:
+    """Return the row's worked response, else its expected answer as text; None without both."""
+    return get_expected_answer(row) if row.response is None else row.response
+
+
+def get_expected_answer(row: Problem) -> str | None:
+    """Return the row's expected answer as text; None without one."""
+    answer = row.meta.get("answer")
+    return str(answer) if isinstance(answer, (str, int, float)) else None

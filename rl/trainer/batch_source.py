@@ -1,13 +1,27 @@
-"""Provide the batches of a stage: rows of data, or samples of the current weights."""
+"""Provide the batches of a stage: rows of data, or samples on or off policy."""
 
 from __future__ import annotations
 
 import abc
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
 
 from rl.algorithms import StreamedStep
 from rl.client import SamplingClient
-from rl.rollout import RolloutBatch
+from rl.errors import UserError
+from rl.rollout import (
+    EnvGroupBuilder,
+    RolloutBatch,
+    RolloutEngine,
+    StalenessController,
+    assign_random_streams,
+    restore_engine_state,
+    save_engine_state,
+)
 from rl.seed import derive_seed
 from rl.trainer.trainer import Trainer, TrainingBatch
 
@@ -106,3 +120,336 @@ class StreamedSource(SampleSource):
         metrics = self.step.finish()
         batch.datums = self.step.batch_datums
         return metrics
+
+
+class AsyncSource(BatchSource):
+    """Sample off-policy: episodes continue while the learner updates.
+
+    The engine ticks in `take_batch` and in `update`. Raises UserError if the environment has
+    players that the policy does not play.
+    """
+
+    sampler: SamplingClient
+
+    def __init__(self, trainer: Trainer, sampler: SamplingClient):
+        super().__init__(trainer, sampler)
+        if trainer.stage_sampler.load_players(0):
+            raise UserError(
+                "max_steps_off_policy is for environments in which the policy plays alone, and "
+                "this environment has other players: remove max_steps_off_policy"
+            )
+        self.learner_version = sampler.version  # the version of the learner's weights
+        self._running_update: Future[PolicyUpdate] | None = None
+        self._new_weights: SamplingClient | None = None
+        state, replay_log = trainer.in_flight, trainer.context.replay_log
+        assert replay_log is not None
+        with ExitStack() as stack:
+            event_log = replay_log.create_event_log(state["tick"] if state else 0, whole_stage=True)
+            self.engine = stack.enter_context(
+                trainer.stage_sampler.start_engine({None: sampler}, event_log)
+            )
+            self._update_executor = stack.enter_context(ThreadPoolExecutor(1, "learner"))
+            self.in_flight = InFlightGroups(trainer, self.engine, state)
+            self.weight_sync = AsyncWeightSync(trainer, self.in_flight, sampler)
+            trainer.get_engine_state = self.weight_sync.state
+            self.stack = stack.pop_all()
+        self.engine.is_updating = lambda: (
+            self._running_update is not None or self.weight_sync.pending is not None
+        )
+        self.engine.update_ended = lambda: (
+            self._running_update is not None and self._running_update.done()
+        )
+        self.engine.weights_arrived = self.weight_sync.has_arrived
+
+    def take_batch(self, number: int) -> TrainingBatch:
+        replay_log = self.trainer.context.replay_log
+        assert replay_log is not None
+        replay_log.batch = number
+        while True:
+            self.in_flight.start_groups()
+            rollouts = self.in_flight.take_batch(self.learner_version)
+            if rollouts is not None:
+                return TrainingBatch(number, rollouts)
+            if self.engine.tick().weights_arrived:
+                self.weight_sync.switch_to_pending()
+
+    def update(self, batch: TrainingBatch) -> dict[str, float]:
+        """Train on a batch in the learner's thread while sampling continues."""
+        self._running_update = self._update_executor.submit(
+            self.update_and_send, batch, self.weight_sync.pending
+        )
+        self._running_update.add_done_callback(lambda _: self.engine.executor.wake())
+        while not (decision := self.engine.tick()).update_ended:
+            if decision.weights_arrived:
+                self.weight_sync.switch_to_pending()
+            self.in_flight.start_groups()
+        result, self._running_update = self._running_update.result(), None
+        self.weight_sync.switch_to_pending()
+        assert batch.rollouts is not None
+        staleness = self.in_flight.metrics(batch.rollouts, self.learner_version)
+        self.learner_version, self._new_weights = result.version, result.new_weights
+        return result.metrics | staleness
+
+    def update_and_send(self, batch: TrainingBatch, pending: SamplingClient | None) -> PolicyUpdate:
+        """Train on a batch and begin to send the new weights.
+
+        `pending` holds the weights of the previous update if they are still being sent; the new
+        ones are sent after them.
+        """
+        trainer = self.trainer
+        metrics, policy = super().update(batch), trainer.models.policy
+        result = PolicyUpdate(metrics, policy.version)
+        if trainer.settings.flow.sampler_ranks:
+            _ = pending is None or pending.version  # waits for them
+            result.new_weights = policy.save_weights_and_get_sampling_client()
+            if trainer.is_save_due(batch.number + 1):
+                # a checkpoint waits for them; sampling continues meanwhile
+                _ = result.new_weights.version
+        return result
+
+    def sync_weights(self, number: int) -> SamplingClient:
+        self.weight_sync.sync_after_update(self._new_weights, number)
+        self.sampler = self.weight_sync.sampler
+        evaluator = self.trainer.evaluator
+        if evaluator.samples_held_out and evaluator.is_due(number):
+            return self.weight_sync.newest_sampler
+        return self.sampler
+
+
+@dataclass
+class PolicyUpdate:
+    """Hold an update's metrics, the version of the new weights, and their client.
+
+    The client is None if sampler and learner share their ranks: then the weights are synced
+    between two slices.
+    """
+
+    metrics: dict[str, float]
+    version: int
+    new_weights: SamplingClient | None = None
+
+
+class AsyncWeightSync:
+    """Manage the weight sync of an asynchronous stage.
+
+    `sampler` samples with the current weights. `pending` holds newer weights that are on
+    their way to the sampler's ranks while learner and sampler continue; None if no weights are.
+    """
+
+    def __init__(self, trainer: Trainer, in_flight: InFlightGroups, sampler: SamplingClient):
+        self.trainer, self.in_flight, self.engine, self.sampler = (
+            trainer,
+            in_flight,
+            in_flight.engine,
+            sampler,
+        )
+        self.pending: SamplingClient | None = None
+        # The state that a replay leaves if it saved a checkpoint and the original run did not.
+        if in_flight.admission.version < trainer.done:
+            self._start_transfer(None)
+
+    @property
+    def newest_sampler(self) -> SamplingClient:
+        """Return the client of the newest weights, arrived or not."""
+        return self.pending or self.sampler
+
+    def has_arrived(self) -> bool | None:
+        """Return whether the pending weights have arrived; None if none are pending."""
+        return None if self.pending is None else self.pending.ready
+
+    def switch_to_pending(self) -> None:
+        """Wait until the pending weights have arrived, then sample from them."""
+        if self.pending is not None:
+            old, self.sampler, self.pending = self.sampler, self.pending, None
+            self._use_sampler()
+            old.release()
+
+    def sync_after_update(self, new_weights: SamplingClient | None, batch: int) -> None:
+        """Sync the weights after an update.
+
+        `new_weights` holds the new weights if they are already being sent. The call waits for them
+        if a checkpoint or a stop follows; otherwise they arrive in the background.
+        """
+        trainer = self.trainer
+        must_wait = trainer.is_save_due(batch + 1) or trainer.stop_request.exit_code is not None
+        if self.engine.event_log.log_weights_in_transit(new_weights is not None and not must_wait):
+            self._start_transfer(new_weights)
+        else:
+            self.sampler = trainer.next_sampler(self.sampler, new_weights)
+            self._use_sampler()
+        if self.engine.event_log.is_stopped():
+            self.engine.player_streams[None].stream.recompute_cache()
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the groups in flight for a checkpoint.
+
+        A run resumed from it continues with the newest weights, so pending weights are waited for.
+        """
+        if self.pending is not None:
+            if self.engine.event_log.log_weights_awaited():
+                self.switch_to_pending()
+            else:
+                self.trainer.console.warn(
+                    "this checkpoint is at a point where the replayed run had a weight sync in "
+                    "flight: a run resumed from it has the new weights slightly earlier than the "
+                    "replayed run had"
+                )
+        if self.trainer.stop_request.exit_code is not None and not self.trainer.is_save_due(
+            self.trainer.done
+        ):
+            self.engine.event_log.log_stop()
+        return self.in_flight.state()
+
+    def _start_transfer(self, new_weights: SamplingClient | None) -> None:
+        """Start to send the newest weights, `new_weights` if they exist already."""
+        self.pending = (
+            new_weights or self.trainer.models.policy.save_weights_and_get_sampling_client()
+        )
+        self.pending.on_ready(self.engine.executor.wake)
+
+    def _use_sampler(self) -> None:
+        """Sample with the weights of `sampler` from the next token on."""
+        _ = self.sampler.version  # waits; raises if the transfer failed
+        self.engine.player_streams[None].stream.switch_weights(
+            self.sampler, recompute=self.trainer.settings.flow.recompute_cache
+        )
+        self.in_flight.admission.advance_version()
+
+
+class InFlightGroups:
+    """Hold the groups of a stage: the problem of each, those in flight, and those to start next."""
+
+    def __init__(self, trainer: Trainer, engine: RolloutEngine, state: Mapping[str, Any] | None):
+        self.trainer, self.engine = trainer, engine
+        # AsyncRolloutSettings: only methods that have these settings train asynchronously.
+        loop, flow_settings = trainer.loop, trainer.settings.flow
+        size = loop.batch_size
+        self.admission = StalenessController(
+            size,
+            flow_settings.max_steps_off_policy,
+            size * loop.steps,
+            flow_settings.on_stale == "resample",
+            trainer.done,
+        )
+        self.admission.next_group, self.admission.batches_taken = size * trainer.done, trainer.done
+        self.attempts: dict[int, int] = {}
+        self.discarded_tokens = 0
+        self._ended_groups: set[int] = set()
+        if state is not None:
+            self.admission.load_state(state["admission"])
+            self.attempts = {int(number): count for number, count in state["attempts"].items()}
+            for number in restore_engine_state(
+                engine, state["flow"], lambda number: self._builder_and_stream(number)[0]
+            ):
+                self._restart_group(number)
+            self._ended_groups = set(engine.completed_groups()) & self.admission.ended_groups
+
+    def _builder_and_stream(self, number: int) -> tuple[EnvGroupBuilder, int]:
+        """Return the builder of a group and the random stream of its problem.
+
+        Both are the same as in synchronous training.
+        """
+        trainer, size = self.trainer, self.trainer.loop.batch_size
+        problems = trainer.problems.batch(number // size, size, trainer.seed)
+        stream = assign_random_streams([problem.index for problem in problems])[number % size]
+        group_size = trainer.method.group_size
+        builders = trainer.stage_sampler.build_groups([problems[number % size]], group_size)
+        return builders[0], stream
+
+    def start_groups(self) -> None:
+        """Begin as many groups as the staleness bound allows."""
+        for number in self.admission.start_groups():
+            self._start_group(number)
+
+    def _start_group(self, number: int) -> None:
+        """Begin a group with the seed of its batch and attempt."""
+        builder, stream = self._builder_and_stream(number)
+        seed = derive_seed(self.trainer.seed, "sample", number // self.trainer.loop.batch_size)
+        if attempt := self.attempts.get(number, 0):
+            seed = derive_seed(seed, "again", attempt)
+        self.engine.start_group(
+            number,
+            builder,
+            seed=seed,
+            problem=stream,
+            start_version=self.admission.start_versions[number],
+        )
+
+    def _restart_group(self, number: int) -> None:
+        """Restart a rescheduled group with a new random seed."""
+        self.attempts[number] = self.attempts.get(number, 0) + 1
+        self.admission.start_versions[number] = self.admission.version
+        self.admission.ended_groups.discard(number)
+        self._start_group(number)
+
+    def take_batch(self, learner_version: int) -> RolloutBatch | None:
+        """Return the next batch, for weights of version `learner_version`; None if it is
+        incomplete.
+        """
+        for number in self.engine.completed_groups():
+            if number not in self._ended_groups:
+                self._ended_groups.add(number)
+                self.admission.mark_ended(number)
+        batch, rescheduled = self.admission.take_batch()
+        for number in rescheduled:
+            self.discarded_tokens += self.engine.discard_group(number)
+            self._restart_group(number)
+        if not batch:
+            return None
+        self._ended_groups -= set(batch)
+        rollouts = self.trainer.stage_sampler.add_judgements(self.engine.take_rollouts(batch))
+        self.trainer.stage_sampler.check_rollouts(
+            rollouts, learner_version, self.admission.max_staleness
+        )
+        return rollouts
+
+    def metrics(self, rollouts: RolloutBatch, version: int) -> dict[str, float]:
+        """Return the staleness metrics of a batch trained at weights `version`, and reset counters.
+
+        They are the share of trained tokens per age in updates, and the counts of groups that were
+        waited for or resampled because of their age.
+        """
+        ages = Counter(version - v for v in token_versions(rollouts))
+        total = max(1, ages.total())
+        metrics = {
+            f"async/age/{age}": ages[age] / total for age in range(self.admission.max_staleness + 1)
+        }
+        metrics["async/age/mean"] = sum(age * count for age, count in ages.items()) / total
+        metrics["async/age/max"] = max(ages, default=0)
+        metrics |= {
+            "async/awaited_groups": self.admission.num_awaited,
+            "async/redrawn_groups": self.admission.num_rescheduled,
+        }
+        metrics |= {
+            "async/redrawn_tokens": self.discarded_tokens,
+            "async/groups_under_way": len(self.engine.groups),
+        }
+        self.admission.num_awaited = self.admission.num_rescheduled = self.discarded_tokens = 0
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint; a resumed run continues as if never interrupted."""
+        attempts = {
+            str(number): count
+            for number, count in self.attempts.items()
+            if number in self.admission.start_versions
+        }
+        state = {
+            "tick": self.engine.event_log.tick,
+            "admission": self.admission.state(),
+            "attempts": attempts,
+        }
+        return {**state, "flow": save_engine_state(self.engine)}
+
+
+def token_versions(rollouts: RolloutBatch) -> list[int]:
+    """Return the weight version of each sampled token, in order."""
+    versions: list[int] = []
+    for group in rollouts.groups:
+        for trajectory in group.trajectories_G:
+            for turn in trajectory.transitions:
+                turn_versions: Sequence[int] = turn.ac.versions or [turn.ac.version or 0] * len(
+                    turn.ac.tokens
+                )
+                versions += turn_versions
+    return versions

@@ -32,8 +32,8 @@ from rl.reporting import (
 )
 from rl.trainer.checkpoint_manager import CheckpointManager
 from rl.trainer.config_diff import CHANGES_KEY, includes_data_change
-from rl.trainer.epochs import convert_epochs_to_steps
-from rl.trainer.held_out_metrics import HeldOutMetrics
+from rl.trainer.data_source import load_stored_answers
+from rl.trainer.evaluator import HeldOutMetrics
 from rl.trainer.initial_weights import (
     ORIGINS_KEY,
     check_initial_weights,
@@ -44,25 +44,27 @@ from rl.trainer.initial_weights import (
     format_origin,
     resolve_initial_weights,
 )
-from rl.trainer.launch_log import LaunchLog, describe_launch
 from rl.trainer.memory_report import check_memory as check_memory
 from rl.trainer.opponent_models import OpponentModels
-from rl.trainer.pipeline import check_api_models, dry_run, prepare_stages
+from rl.trainer.pipeline import check_api_models, convert_epochs_to_steps, dry_run, prepare_stages
 from rl.trainer.replay_log import (
     ReplayLog,
     check_replay,
     check_replay_sampler,
     list_replay_differences,
 )
-from rl.trainer.report_writer import ReportWriter
+from rl.trainer.report_writer import LaunchLog, ReportWriter, describe_launch
 from rl.trainer.resume import (
+    RUN_ID_KEY,
     ResumePoint,
     check_final_checkpoints,
+    check_same_data,
     find_resume_point,
+    make_run_id,
     remove_damaged_checkpoints,
 )
+from rl.trainer.resume import make_identity as identity_of
 from rl.trainer.reward_startup_check import check_rewards_at_start
-from rl.trainer.rollout_data import load_stored_answers
 from rl.trainer.run_lock import RunLock
 from rl.trainer.run_summary import (
     format_check_command,
@@ -70,8 +72,6 @@ from rl.trainer.run_summary import (
     print_introduction,
     print_summary,
 )
-from rl.trainer.same_run import RUN_ID_KEY, check_same_data, make_run_id
-from rl.trainer.same_run import make_identity as identity_of
 from rl.trainer.stage_context import StageContext
 from rl.trainer.stage_data import PreparedStage, check_rows, check_sandboxes, describe_prepared
 from rl.trainer.stage_models import StageModelFactory, make_policy, stage_renderer

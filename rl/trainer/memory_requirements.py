@@ -13,12 +13,11 @@ import torch
 from rl.algorithms import METHODS, ModelRequests
 from rl.config import ModelSettings, RunConfig, StageConfig
 from rl.distributed import (
+    Sharding,
+    ZeroSharding,
     check_tensor_parallel_size,
     check_tensor_parallel_without_roles,
-    get_hpz_partition_size,
-    get_num_replicas,
-    get_zero_settings,
-    uses_fsdp,
+    get_launch_sharding,
 )
 from rl.errors import UserError
 from rl.learner import kept_bytes_from_gib
@@ -63,13 +62,13 @@ def resolve_launch(options: Any, precision: str) -> tuple[LaunchShape, DeviceMem
     has_gpu = torch.cuda.is_available()
     hypothetical = options.plan_gpus is not None or options.plan_gpu_memory is not None
     cuda = has_gpu or hypothetical
-    launched, zero, offload = int(os.environ.get("WORLD_SIZE", "1")), *get_zero_settings()
+    launched, sharding = int(os.environ.get("WORLD_SIZE", "1")), get_launch_sharding()
     world = options.plan_gpus or launched
-    fsdp = uses_fsdp() and options.plan_zero is None
-    replicas = get_num_replicas() if fsdp and world == launched else 1
-    hpz = get_hpz_partition_size() if zero is not None and options.plan_zero is None else 1
+    if world != launched:
+        sharding = sharding.rescale()
     if options.plan_zero is not None:
-        zero, offload = (None if options.plan_zero == "none" else int(options.plan_zero)), False
+        stage = options.plan_zero
+        sharding = Sharding() if stage == "none" else ZeroSharding(stage=int(stage))
     per_node = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", "8")) if world == launched else 8)
     bf16 = precision == "bf16" or (precision == "auto" and cuda)
     device = _resolve_device(options.plan_gpu_memory, hypothetical=hypothetical, per_node=per_node)
@@ -78,11 +77,7 @@ def resolve_launch(options: Any, precision: str) -> tuple[LaunchShape, DeviceMem
         bf16=bf16,
         world=world,
         per_node=per_node,
-        zero_stage=zero,
-        offload=offload,
-        fsdp=fsdp,
-        replicas=replicas,
-        hpz=hpz,
+        sharding=sharding,
         memory=device.memory if cuda else 0.0,
     )
     return launch, device
@@ -319,9 +314,7 @@ def _split_launch(settings: Any, launch: LaunchShape) -> tuple[LaunchShape | Non
         launch,
         world=ranks,
         per_node=min(ranks, launch.per_node),
-        zero_stage=None,
-        fsdp=False,
-        offload=False,
+        sharding=Sharding(),
     )
     return sampler_launch, replace(
         launch, world=launch.world - ranks, per_node=min(launch.world - ranks, launch.per_node)
@@ -411,17 +404,16 @@ def measure_nothing(
 
 
 def _trace(model: ModelSettings, batch: MicroBatch, launch: LaunchShape) -> MicroBatchMemory:
+    divides = launch.sharding.divides
     config = ComputeConfig(
-        dtype=torch.bfloat16
-        if launch.compute_bytes == 2 and (launch.fsdp or launch.zero_stage is not None)
-        else torch.float32,
-        autocast=launch.bf16 and launch.zero_stage is None and not launch.fsdp,
-        keeps_gradients=launch.zero_stage in (None, 0) and not launch.fsdp,
+        dtype=torch.bfloat16 if launch.bf16 and divides else torch.float32,
+        autocast=launch.bf16 and not divides,
+        keeps_gradients=launch.sharding.keeps_gradients,
         fused=model.fused_logprobs,
         checkpointing=model.gradient_checkpointing,
         offloads=model.offload_activations,
         cuda=launch.cuda,
         saved_bytes=None if launch.cuda else kept_bytes_from_gib(model.kept_logits_gib),
-        bf16_base=launch.base_dtype != "fp32" and launch.zero_stage is None and not launch.fsdp,
+        bf16_base=launch.base_dtype != "fp32" and not divides,
     )
     return trace_micro_batch(model.base_model, model.tokenizer, model.make_lora(), batch, config)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl.config import RunConfig
+from rl.distributed import ZeroSharding
 from rl.memory_plan import LaunchShape
 from rl.trainer.memory_requirements import MeasureMicroBatch, compute_stage_needs, measure_nothing
 
@@ -42,22 +43,11 @@ def _setting_change(section: str, name: str, value: Any) -> MemorySaving:
     return MemorySaving(flag, apply, _unchanged, name)
 
 
-def _sharding_change(stage: int, gpus: int, offload: bool = False) -> MemorySaving:
+def _sharding_change(sharding: ZeroSharding, gpus: int) -> MemorySaving:
     def apply(launch: LaunchShape) -> LaunchShape:
-        return replace(
-            launch,
-            world=gpus,
-            per_node=min(gpus, 8),
-            zero_stage=stage,
-            hpz=1,
-            offload=offload,
-            fsdp=False,
-        )
+        return replace(launch, world=gpus, per_node=min(gpus, 8), sharding=sharding)
 
-    name = f"zero{stage}{'_offload' if offload else ''}"
-    return MemorySaving(
-        f"accelerate_configs/{name}.yaml on {gpus} GPUs", _unchanged, apply, "launch"
-    )
+    return MemorySaving(f"{sharding.config_file} on {gpus} GPUs", _unchanged, apply, "launch")
 
 
 def _list_candidates(run: RunConfig, launch: LaunchShape) -> list[MemorySaving]:
@@ -84,18 +74,19 @@ def _list_candidates(run: RunConfig, launch: LaunchShape) -> list[MemorySaving]:
         _setting_change("sampling", "kv_cache_tokens", size) for size in _halved_cache_sizes(run)
     ]
     # sharding excludes these changes
-    if launch.cuda and launch.zero_stage is None and not launch.fsdp:
+    if launch.cuda and not launch.sharding.divides:
         changes += [_setting_change("model", "base_dtype", "4bit")] * bool(model.lora_rank)
         changes.append(_setting_change("optim", "optimizer", "adamw_8bit"))
     if launch.cuda:
         gpus = max(launch.world, 8)
-        now = 3 if launch.fsdp else launch.zero_stage or 0
+        candidates = [ZeroSharding(stage=stage) for stage in (1, 2, 3)]
+        candidates.append(ZeroSharding(stage=3, offload=True))
         shardings = [
-            _sharding_change(stage, gpus)
-            for stage in (1, 2, 3)
-            if stage > now or gpus > launch.world
+            _sharding_change(sharding, gpus)
+            for sharding in candidates
+            if launch.sharding.can_change_to(sharding)
+            or (gpus > launch.world and not sharding.offload)
         ]
-        shardings += [_sharding_change(3, gpus, offload=True)] * (not launch.offload)
         # a tensor-parallel group consists of processes of a single machine
         if min(gpus, 8) % max(stage.settings.sampling.sampler_tp for stage in run.stages) == 0:
             changes += shardings

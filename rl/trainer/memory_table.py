@@ -71,14 +71,9 @@ def print_plans(stages: Sequence[StageNeeds], device: DeviceMemory) -> None:
 
 def _describe_launch(launch: LaunchShape) -> str:
     processes = "one process" if launch.world == 1 else f"{launch.world} processes"
-    sharding = "" if launch.world == 1 else ", DDP"
-    if launch.fsdp:
-        sharding = ", FSDP2" if launch.replicas == 1 else f", HSDP of {launch.num_shards}"
-    if launch.zero_stage is not None:
-        sharding = f", ZeRO-{launch.zero_stage}" + (
-            " with the optimizer on the CPU" if launch.offload else ""
-        )
-    return f"{processes}{sharding}, {'bf16' if launch.bf16 else 'fp32'}"
+    sharding = launch.sharding.describe(launch.world)
+    precision = "bf16" if launch.bf16 else "fp32"
+    return ", ".join(filter(None, (processes, sharding, precision)))
 
 
 def _list_assumptions(needs: StageNeeds) -> list[str]:

@@ -17,7 +17,7 @@ from rl.errors import RunFolderError, UserError
 from rl.renderers import Renderer
 from rl.rollout import ActionSampler, RolloutBatch
 from rl.seed import derive_seed
-from rl.trainer.checkpoint_scan import CHECKPOINTS_FOLDER, WEIGHTS_FOLDER
+from rl.trainer.checkpoint_manager import CHECKPOINTS_FOLDER, WEIGHTS_FOLDER
 from rl.trainer.saved_weights import SavedWeights, open_weights
 from rl.trainer.stage_models import StageModelFactory, make_renderer
 

@@ -3,12 +3,15 @@ renderers and rows.
 
 No weights are loaded: the stage's own model factory runs on a service whose models are on the meta
 device. An outline of a model is its config, its tokenizer and, for a folder, the names of its
-tensors. Each method checks its other models on such outlines itself.
+tensors. Each method checks its other models on such outlines itself. The epochs of a stage become
+steps in the same way.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -16,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from rl.algorithms import METHODS
-from rl.config import StageConfig, is_api_address
+from rl.config import RowLoopSettings, RunConfig, StageConfig, is_api_address
 from rl.data import FaultyRows, ProblemSet
 from rl.errors import UserError
 from rl.judges import OpenAIClient
@@ -32,6 +35,7 @@ from rl.models import (
     load_tokenizer,
     resolve_adapter_chain,
 )
+from rl.trainer.data_source import load_training_problems
 from rl.trainer.initial_weights import find_base_model, find_previous_stage
 from rl.trainer.saved_weights import SavedWeights
 from rl.trainer.stage_data import PreparedStage, check_rows, prepare_stage
@@ -233,11 +237,8 @@ def _find_faulty_rows(
         )
     except FaultyRows as error:
         return error
-    except (
-        ValueError,
-        OSError,
-    ):  # another fault besides these, which is reported once the rows are corrected
-        return None
+    except (ValueError, OSError):
+        return None  # another fault besides these, reported once the rows are corrected
     return None
 
 
@@ -270,3 +271,46 @@ def dry_run(stages: Sequence[StageConfig], prepared: Sequence[PreparedStage], cu
             check_rows(ready, factory.policy, factory.renderer)
         except ValueError as error:
             raise UserError(f"stage {plan.name}, before any training: {error}") from error
+
+
+def convert_epochs_to_steps(run: RunConfig) -> RunConfig:
+    """Return the run with `epochs` replaced by `steps`.
+
+    The steps take every training row `epochs` times, with the last batch filled up. The result is
+    the same at the start and when the run is resumed, since it depends only on data and settings.
+    Raises UserError if rows are bad, or if their number cannot be known in advance.
+    """
+    stages = list(run.stages)
+    for index, plan in enumerate(stages):
+        loop = plan.settings.loop
+        if isinstance(loop, RowLoopSettings) and loop.epochs is not None:
+            rows = _count_rows(stages, index)
+            steps = max(1, math.ceil(round(loop.epochs * rows / loop.batch_size, 6)))
+            stages[index] = replace(
+                plan, settings=replace(plan.settings, loop=replace(loop, steps=steps))
+            )
+    return replace(run, stages=tuple(stages))
+
+
+def _count_rows(stages: Sequence[StageConfig], index: int) -> int:
+    """Return the number of rows that a stage trains on, without those it would skip."""
+    plan = stages[index]
+    data = plan.settings.data
+    rows, _ = load_training_problems(data, plan.settings.loop.eval_every > 0)
+    if rows.is_lazy:
+        return len(rows)
+    drops_rows = (
+        data.on_bad_row == "skip"
+        or data.on_too_long == "skip"
+        or data.max_prompt_tokens
+        or data.max_row_tokens
+    )
+    if not drops_rows:
+        return len(rows)
+    prepared = PreparedStage(plan, rows, None, None)
+    try:
+        policy = cast("TrainingClient", outline_policy(stages, index))
+        check_rows(prepared, policy, stage_renderer(policy, plan.settings))
+    except ValueError as error:
+        raise UserError(f"stage {plan.name}: {error}") from error
+    return len(prepared.problems)

@@ -47,7 +47,7 @@ from rl.reporting import (
     render_report,
 )
 from rl.sanitize import sanitize_text
-from rl.trainer.held_out_metrics import HELD_OUT_ACCURACY, HeldOutMetrics
+from rl.trainer.evaluator import HELD_OUT_ACCURACY, HeldOutMetrics
 from rl.trainer.memory_table import format_gib
 
 _HELD_OUT_REWARD = "test/env/all/reward/total"

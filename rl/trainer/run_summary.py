@@ -24,16 +24,16 @@ from rl.reporting import (
     format_held_out,
     has_plotly,
 )
-from rl.trainer.checkpoint_scan import read_checkpoint_list
-from rl.trainer.code_trust import (
+from rl.trainer.checkpoint_manager import read_checkpoint_list
+from rl.trainer.data_source import LAST_ROWS_SUFFIX
+from rl.trainer.evaluator import HeldOutMetrics
+from rl.trainer.initial_weights import find_previous_stage
+from rl.trainer.saved_weights import (
     is_outside_current_folder,
     list_environment_addresses,
     list_method_addresses,
     list_reward_addresses,
 )
-from rl.trainer.data_source import LAST_ROWS_SUFFIX
-from rl.trainer.held_out_metrics import HeldOutMetrics
-from rl.trainer.initial_weights import find_previous_stage
 from rl.trainer.stage_data import PreparedStage, describe_prepared, resolve_stage_reward
 from rl.trainer.worker_settings import collect_worker_settings
 

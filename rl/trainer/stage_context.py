@@ -25,7 +25,7 @@ class StageContext:
     """Hold the constant inputs of a stage.
 
     `first_step` is the run's step count before the stage. `identity` is what the stage's
-    checkpoints record of the run (see rl.trainer.same_run).
+    checkpoints record of the run (see rl.trainer.resume).
     """
 
     name: str

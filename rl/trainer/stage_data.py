@@ -29,9 +29,13 @@ from rl.envs import EnvironmentSpec
 from rl.errors import UserError
 from rl.renderers import Renderer
 from rl.rewards import Reward, Scorer, code, resolve_reward
-from rl.trainer.data_source import load_held_out_problems, load_training_problems
-from rl.trainer.reward_check import check_reward
-from rl.trainer.rollout_data import find_writing_stage, load_stored_answers
+from rl.trainer.data_source import (
+    find_writing_stage,
+    load_held_out_problems,
+    load_stored_answers,
+    load_training_problems,
+)
+from rl.trainer.reward_probe import check_reward
 from rl.trainer.stage_environment import (
     check_environment,
     check_scoring,

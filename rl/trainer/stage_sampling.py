@@ -14,6 +14,7 @@ from rl.client import SampleStream, SamplingClient
 from rl.envs import ProblemGroupBuilder
 from rl.errors import UserError
 from rl.judges import add_episode_rewards, apply_learned_rewards
+from rl.reporting import Console
 from rl.rollout import (
     ActionSampler,
     EnvGroupBuilder,
@@ -29,7 +30,6 @@ from rl.rollout import (
 from rl.seed import derive_seed
 from rl.trainer.stage_context import StageContext
 from rl.trainer.stage_environment import build_episode_groups
-from rl.trainer.warn_once import WarnOnce
 from rl.types import Problem, SamplingParams
 
 
@@ -37,6 +37,22 @@ class AllRewardsFailed(UserError):
     """Raised if no sample of a batch could be scored: the reward is broken, and training would
     continue on nothing.
     """
+
+
+class WarnOnce:
+    """Record which kinds of warnings were printed."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self.printed_kinds: set[str] = set()
+
+    def warn(self, kind: str, text: str, *, max_kinds: int | None = None) -> None:
+        """Print `text` unless its kind was printed before, at most `max_kinds` kinds."""
+        if kind not in self.printed_kinds and (
+            max_kinds is None or len(self.printed_kinds) < max_kinds
+        ):
+            self.printed_kinds.add(kind)
+            self._console.warn(text)
 
 
 class StageSampler:

@@ -1,31 +1,33 @@
 """Train a policy by a method in one stage of a run.
 
 The training loop calls the trainer before the first batch, after each batch, and at the end.
-Separate classes sample, log, evaluate and save.
+Separate classes sample, log, evaluate, and write checkpoints, whose time and state the trainer
+chooses. A loss that is not finite ends the run with advice.
 """
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rl.algorithms import Progress, RowEvaluator
 from rl.client import SamplingClient
-from rl.data import ProblemSet
+from rl.data import Curriculum, ProblemSet
 from rl.distributed import RunStopped, StopRequest
+from rl.errors import UserError
+from rl.jsonl import replace_nonfinite
 from rl.rollout import EnvGroupBuilder, RolloutBatch
 from rl.trainer.batch_log import BatchLog
-from rl.trainer.evaluator import Evaluator
+from rl.trainer.evaluator import HELD_OUT_ACCURACY, Evaluator, HeldOutMetrics
 from rl.trainer.report_writer import ReportWriter
 from rl.trainer.self_test import PROBLEMS, self_test
-from rl.trainer.stage_checkpoints import StageCheckpoints
 from rl.trainer.stage_context import StageContext
-from rl.trainer.stage_sampling import StageSampler
+from rl.trainer.stage_sampling import StageSampler, WarnOnce
 from rl.trainer.step_profile import StepProfile
-from rl.trainer.warn_once import WarnOnce
 from rl.types import Datum
 
 
@@ -67,11 +69,14 @@ class Trainer:
         self.method, self.models, self.problems = context.method, context.models, context.problems
         self.settings, self.loop, self.renderer = context.settings, context.loop, context.renderer
         self.logbook, self.console = context.logbook, context.console
-        warnings = WarnOnce(context.console)
-        self.stage_sampler = StageSampler(context, warnings)
+        self._warn_once = WarnOnce(context.console)
+        self.stage_sampler = StageSampler(context, self._warn_once)
         self.evaluator = Evaluator(context, self.stage_sampler)
         self.log = BatchLog(context)
-        self.stage_checkpoints = StageCheckpoints(context, self.evaluator, warnings)
+        # state of unfinished episodes, if sampling is continuous
+        self.get_engine_state: Callable[[], dict[str, Any]] | None = None
+        # a checkpoint's state of unfinished episodes
+        self.in_flight: Mapping[str, Any] | None = None
         self._batch_start = 0.0
         self._sampling_end: float | None = None
         # seconds from the samples to the end of a batch, including its save
@@ -187,7 +192,7 @@ class Trainer:
         for text in warnings:
             self.console.warn(text)
         self.log.write_rollouts(number, rollouts)
-        self.stage_checkpoints.save_if_due(done, row)
+        self._save_if_due(done, row)
         if self.report is not None and self.evaluator.is_due(number):
             self.report.update()
         if self.stop_request.exit_code is not None:
@@ -204,13 +209,94 @@ class Trainer:
             table = self.profile.table.replace("\n", "\n  ")
             self.console.note(f"profile of {self.name} (in {self.profile.folder}):\n  {table}")
 
+    def is_save_due(self, done: int) -> bool:
+        """Return whether a checkpoint is due after `done` batches. The end of the stage always has
+        a checkpoint, whatever save_every is.
+        """
+        loop = self.context.loop
+        return done == loop.steps or bool(loop.save_every and done % loop.save_every == 0)
+
+    def _save_if_due(self, done: int, row: Mapping[str, float]) -> None:
+        """Save after `done` batches: the best weights if these are the best, and a checkpoint if it
+        is due.
+        """
+        context, loop = self.context, self.context.loop
+        best = loop.keep_best
+        if best == HELD_OUT_ACCURACY and best not in row:
+            rows = isinstance(context.method, RowEvaluator) and not self.evaluator.samples_held_out
+            # a reward without a "correct" metric
+            best = context.method.headline if rows else "test/env/all/reward/total"
+        if (
+            self.evaluator.measures_held_out
+            and best is not None
+            and best not in row
+            and self.evaluator.is_due(done - 1)
+        ):
+            self._warn_once.warn(
+                best,
+                f"keep_best asks for {best}, which this run does not measure: no best weights "
+                "are saved",
+            )
+        if best is not None and best in row:
+            head, mode = (
+                isinstance(context.method, RowEvaluator) and context.method.keeps_value_head,
+                loop.get_best_mode(best),
+            )
+            context.checkpoints.save_best(
+                context.models.policy,
+                context.first_step + done,
+                context.name,
+                best,
+                row[best],
+                mode=mode,
+                value_head=head,
+            )
+        # saved after the best weights, so that a resumed run has them
+        if done < loop.steps and self.is_save_due(done):
+            self.save(done)
+
     def save(self, done: int, *, final: bool = False) -> Path:
         """Save a resumable checkpoint: learner state and loop state. Return its path."""
-        return self.stage_checkpoints.save(done, final=final)
+        context = self.context
+        state = {
+            "stage": context.index,
+            "next_batch": done,
+            "first_step": context.first_step,
+            "method": context.method.state(),
+            "held_out": asdict(self.evaluator.held_out),
+            "curriculum": context.problems.state()
+            if isinstance(context.problems, Curriculum)
+            else None,
+            "opponents": None if context.opponents is None else context.opponents.state(),
+            "run": dict(context.identity),
+            **(
+                {}
+                if self.get_engine_state is None
+                else {"in_flight": replace_nonfinite(self.get_engine_state())}
+            ),
+        }
+        path = context.checkpoints.save(
+            context.models.policy,
+            context.first_step + done,
+            context.name,
+            state,
+            keep_last=context.loop.keep_last,
+            final=final,
+            other_clients=context.models.trainable,
+        )
+        if context.opponents is not None:
+            context.opponents.prune()
+        return path
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the loop's state from what `save` wrote."""
-        self.stage_checkpoints.load_state(state)
+        self.context.method.load_state(state["method"])
+        self.in_flight = state.get("in_flight")
+        self.evaluator.held_out = HeldOutMetrics.from_state(state["held_out"])
+        if isinstance(self.context.problems, Curriculum):
+            self.context.problems.load_state(state["curriculum"])
+        if self.context.opponents is not None:
+            self.context.opponents.load_state(state.get("opponents"))
 
 
 def _has_unused_correction(settings: Any) -> bool:
@@ -218,3 +304,49 @@ def _has_unused_correction(settings: Any) -> bool:
     correction = getattr(settings, "correction", None)
     truncated = getattr(getattr(settings, "policy_gradient", None), "truncated_is", None)
     return correction is not None and correction.correction == "none" and truncated is None
+
+
+class NonFiniteError(UserError):
+    """Raised when a loss or logits are NaN or infinite.
+
+    Continuing would destroy the weights, or train on nothing.
+    """
+
+
+def report_nonfinite(train: Callable[[Trainer], None]) -> Callable[[Trainer], None]:
+    """Wrap a training loop so that a non-finite number raises NonFiniteError with stage, step and
+    remedy instead of a traceback.
+
+    Nothing is saved at that point: a checkpoint must not contain what the step has already changed
+    (baselines, earlier substeps).
+    """
+
+    @functools.wraps(train)
+    def loop(trainer: Trainer) -> None:
+        try:
+            train(trainer)
+        except FloatingPointError as error:
+            raise NonFiniteError(_describe_nonfinite(trainer, str(error))) from error
+
+    return loop
+
+
+def _describe_nonfinite(trainer: Trainer, problem: str) -> str:
+    complete = [row for row in trainer.logbook.checkpoints() if row.get("state_path")]
+    where = (
+        f"step {trainer.done + 1} of {trainer.loop.steps} of stage {trainer.name} (step "
+        f"{trainer.first_step + trainer.done + 1} of the run)"
+    )
+    advice = "No checkpoint was written yet: start again"
+    if complete:
+        advice = (
+            f"The checkpoints are unchanged, the newest is {complete[-1]['name']}: --resume "
+            "continues from it with the same settings, and meets the same batch again; to "
+            "change settings start a new run from its weights, --base-model "
+            f"{complete[-1]['sampler_path']}"
+        )
+    return (
+        f"{where}: {problem}. {advice}. Lower learning_rate (here "
+        f"{trainer.settings.learning_rate:g}), add warmup_steps, keep grad_clip_norm at 1 or "
+        "below, or train in precision fp32"
+    )

@@ -5,10 +5,14 @@ from __future__ import annotations
 from contextlib import closing
 
 from rl.client import SamplingClient
-from rl.trainer.async_source import AsyncSource
-from rl.trainer.batch_source import BatchSource, RowSource, SampleSource, StreamedSource
-from rl.trainer.nan_check import report_nonfinite
-from rl.trainer.trainer import Trainer
+from rl.trainer.batch_source import (
+    AsyncSource,
+    BatchSource,
+    RowSource,
+    SampleSource,
+    StreamedSource,
+)
+from rl.trainer.trainer import Trainer, report_nonfinite
 
 
 @report_nonfinite

@@ -45,9 +45,8 @@ from rl.rollout import RolloutBatch
 from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
 from rl.trainer import stage_sampling as samples_module
 from rl.trainer.stage_context import StageContext
-from rl.trainer.stage_sampling import AllRewardsFailed, StageSampler
+from rl.trainer.stage_sampling import AllRewardsFailed, StageSampler, WarnOnce
 from rl.trainer.trainer import Trainer, TrainingBatch
-from rl.trainer.warn_once import WarnOnce
 from rl.types import ModelInput, SampledSequence, TensorData
 
 REPO = Path(__file__).resolve().parents[2]

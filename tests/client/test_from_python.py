@@ -13,7 +13,7 @@ from rl.algorithms import METHODS
 from rl.config import SettingsError
 from rl.errors import UserError
 from rl.trainer import open_weights
-from rl.trainer.train_function import resolve_run
+from rl.trainer.entry_point import resolve_run
 
 REPO = Path(__file__).resolve().parents[2]
 SMALL = {

@@ -468,14 +468,13 @@ def test_the_box_says_whether_anything_began(
     from rl.config.sections import RunSettings as RealSettings
     from rl.errors import UserError
     from rl.trainer import entry_point
-    from rl.trainer import execute as run_module
 
     def execute(run: object, begins: Callable[[], None]) -> None:
         if begun:
             begins()
         raise UserError("max_tokens 900 is too long")
 
-    monkeypatch.setattr(run_module, "execute", execute)
+    monkeypatch.setattr(entry_point, "execute", execute)
     with pytest.raises(SystemExit) as caught:
         entry_point.main(cli.read_run(["grpo"], real, Path("recipes/addition.yaml"), RealSettings))
     err = capsys.readouterr().err

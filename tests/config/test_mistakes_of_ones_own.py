@@ -13,7 +13,7 @@ from rl.config.run_config import diff_configs
 from rl.envs import resolve_environment
 from rl.errors import UserError
 from rl.rewards import resolve_reward
-from rl.trainer.held_out_metrics import HeldOutMetrics
+from rl.trainer.evaluator import HeldOutMetrics
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "addition.yaml"
 

@@ -30,7 +30,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rl.distributed import get_hpz_partition_size, get_zero_settings, make_accelerator
+from rl.distributed import ZeroSharding, get_launch_sharding, make_accelerator
 from rl.errors import UserError
 from rl.models.model_loading import load_model
 from rl.types import Datum, LoraConfig
@@ -613,10 +613,10 @@ def test_a_second_copy_of_the_weights_needs_stage_3(monkeypatch, tmp_path, stage
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "zero.json"))
     monkeypatch.setenv("WORLD_SIZE", "4")
     if fits:
-        assert get_hpz_partition_size() == size and get_zero_settings() == (stage, False)
+        assert get_launch_sharding() == ZeroSharding(stage=stage, hpz=size)
     else:
         with pytest.raises(UserError, match="zero_hpz_partition_size is"):
-            get_zero_settings()
+            get_launch_sharding()
 
 
 @pytest.mark.parametrize("start", ["tied", "lora_tied"])

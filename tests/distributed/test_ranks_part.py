@@ -19,7 +19,7 @@ from rank_server import TAG, Ranks
 from test_run import write
 
 from rl.config.run_config import diff_configs
-from rl.distributed import get_zero_settings, heartbeat, launch_agreement
+from rl.distributed import ZeroSharding, get_launch_sharding, heartbeat, launch_agreement
 from rl.distributed.heartbeat import HeartbeatMonitor, HeartbeatSender
 from rl.distributed.launch_agreement import collect_launch_info, find_differences
 from rl.runtime.rank_settings import SamplerSettings, WorkerSettings
@@ -285,7 +285,7 @@ def test_a_deepspeed_config_is_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ds_configs/zero3.json")
-    assert get_zero_settings() == (3, False)
+    assert get_launch_sharding() == ZeroSharding(stage=3)
 
 
 # ------------------------------------------------------------------------------------ two processes

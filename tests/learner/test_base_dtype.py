@@ -10,6 +10,7 @@ from accelerate.state import AcceleratorState
 from helpers import call, random_datums
 from sampler_population import VOCAB, build
 
+from rl.distributed import Sharding, ZeroSharding
 from rl.errors import UserError
 from rl.learner.frozen_base import choose_base_dtype
 from rl.models import unwrap_model
@@ -160,18 +161,18 @@ def test_a_base_in_bf16_is_one_in_fp32_of_its_numbers(kind, changes, tmp_path):
 
 
 def test_what_auto_is():
-    assert choose_base_dtype("auto", lora=True, bf16=True, deepspeed=False) == "bf16"
+    assert choose_base_dtype("auto", lora=True, bf16=True, sharding=Sharding()) == "bf16"
     assert (
-        choose_base_dtype("auto", lora=True, bf16=False, deepspeed=False)
-        == choose_base_dtype("auto", lora=False, bf16=True, deepspeed=False)
+        choose_base_dtype("auto", lora=True, bf16=False, sharding=Sharding())
+        == choose_base_dtype("auto", lora=False, bf16=True, sharding=Sharding())
         == "fp32"
     )
     for asked, where, words in [
-        ("bf16", dict(lora=True, bf16=False, deepspeed=False), "set precision to bf16"),
-        ("bf16", dict(lora=False, bf16=True, deepspeed=False), "trains all weights"),
-        ("fp32", dict(lora=True, bf16=True, deepspeed=True), "DeepSpeed in bf16"),
-        ("4bit", dict(lora=True, bf16=True, deepspeed=True), "cannot be sharded"),
-        ("int8", dict(lora=True, bf16=True, deepspeed=False), "auto, fp32, bf16 or 4bit"),
+        ("bf16", dict(lora=True, bf16=False, sharding=Sharding()), "set precision to bf16"),
+        ("bf16", dict(lora=False, bf16=True, sharding=Sharding()), "trains all weights"),
+        ("fp32", dict(lora=True, bf16=True, sharding=ZeroSharding(stage=2)), "DeepSpeed in bf16"),
+        ("4bit", dict(lora=True, bf16=True, sharding=ZeroSharding(stage=2)), "cannot be sharded"),
+        ("int8", dict(lora=True, bf16=True, sharding=Sharding()), "auto, fp32, bf16 or 4bit"),
     ]:
         with pytest.raises(UserError, match=words):
             choose_base_dtype(asked, **where)

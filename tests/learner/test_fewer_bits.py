@@ -8,6 +8,7 @@ from helpers import call, random_datums
 from test_base_dtype import any_precision, learner_of, look, reference, rounded_folder
 from transformers import AutoModelForCausalLM
 
+from rl.distributed import Sharding, ZeroSharding
 from rl.errors import UserError
 from rl.learner import adamw
 from rl.learner.adamw import check_optimizer, make_adamw, set_adam_params
@@ -22,21 +23,21 @@ CPU = torch.device("cpu")
 def test_what_cannot_be_had_is_said(monkeypatch):
     monkeypatch.setattr(adamw.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"bitsandbytes: pip install -e \"\.\[quantized\]\""):
-        check_optimizer("adamw_8bit", CPU, sharded=False)
+        check_optimizer("adamw_8bit", CPU, Sharding())
     with pytest.raises(UserError, match=r"bitsandbytes: pip install -e \"\.\[quantized\]\""):
         learner_of("tiny:addition", "4bit")
     monkeypatch.undo()
     with pytest.raises(UserError, match="ZeRO and FSDP2"):
-        check_optimizer("adamw_8bit", CPU, sharded=True)
+        check_optimizer("adamw_8bit", CPU, ZeroSharding(stage=2))
     with pytest.raises(UserError, match="adamw, adamw_8bit, paged_adamw_8bit"):
-        check_optimizer("adam", CPU, sharded=False)
-    check_optimizer("adamw", CPU, sharded=True)
+        check_optimizer("adam", CPU, Sharding())
+    check_optimizer("adamw", CPU, ZeroSharding(stage=2))
 
 
 def test_pages_need_a_gpu():
     pytest.importorskip("bitsandbytes")
     with pytest.raises(UserError, match="use adamw_8bit"):
-        check_optimizer("paged_adamw_8bit", CPU, sharded=False)
+        check_optimizer("paged_adamw_8bit", CPU, Sharding())
 
 
 # -------------------------------------------------------------------------------------------- 4 bit

@@ -13,14 +13,8 @@ from kernels import estimate_saved_bytes
 from rl.algorithms import METHODS
 from rl.config.cli import read_run
 from rl.config.sections import RunSettings
-from rl.distributed import collectives
-from rl.learner import (
-    ShardingSpec,
-    default_kept_bytes,
-    gradient_bytes,
-    head_memory,
-    optimizer_bytes,
-)
+from rl.distributed import FSDPSharding, Launch, ZeroSharding, collectives
+from rl.learner import default_kept_bytes, head_memory
 from rl.memory_plan import LaunchShape, MicroBatch, MicroBatchMemory, saved_logits_bytes
 from rl.models.model_loading import load_model
 from rl.trainer.memory_requirements import compute_stage_needs, resolve_launch
@@ -102,11 +96,18 @@ def test_what_is_not_on_a_gpu_is_left_to_the_kernels():
 
 def test_bytes_of_what_is_trained_by_hand():
     for how, optimizer, gradient in (
-        (ShardingSpec(), 8, 4), (ShardingSpec(world=4), 8, 4), (ShardingSpec(world=4, fsdp=True), 2, 1), (ShardingSpec(world=4, zero_stage=1), 3, 4),
-        (ShardingSpec(world=4, zero_stage=2), 3, 1), (ShardingSpec(world=4, zero_stage=3), 3, 1), (ShardingSpec(world=4, zero_stage=3, offload=True), 0, 0),
-        (ShardingSpec(optimizer="adamw_8bit"), 2 + 8 / 256, 4), (ShardingSpec(optimizer="paged_adamw_8bit"), 0, 4),
-    ):  # fmt: skip
-        assert (optimizer_bytes(1000, how), gradient_bytes(1000, how)) == (
+        ({}, 8, 4),
+        ({"world": 4}, 8, 4),
+        ({"world": 4, "sharding": FSDPSharding()}, 2, 1),
+        ({"world": 4, "sharding": ZeroSharding(stage=1)}, 3, 4),
+        ({"world": 4, "sharding": ZeroSharding(stage=2)}, 3, 1),
+        ({"world": 4, "sharding": ZeroSharding(stage=3)}, 3, 1),
+        ({"world": 4, "sharding": ZeroSharding(stage=3, offload=True)}, 0, 0),
+        ({"optimizer": "adamw_8bit"}, 2 + 8 / 256, 4),
+        ({"optimizer": "paged_adamw_8bit"}, 0, 4),
+    ):
+        launch = Launch(cuda=True, bf16=False, **how)
+        assert (launch.optimizer_bytes(1000), launch.gradient_bytes(1000)) == (
             1000 * optimizer,
             1000 * gradient,
         )
@@ -140,7 +141,9 @@ def test_kept_logits_by_hand():
         == 0
         < saved_logits_bytes(grown, replace(one, memory=141.0 * GIB), batch, None)
     )
-    assert saved_logits_bytes(grown, replace(one, world=8, fsdp=True), batch, None) > 0
+    assert (
+        saved_logits_bytes(grown, replace(one, world=8, sharding=FSDPSharding()), batch, None) > 0
+    )
 
 
 LINE = (

@@ -16,6 +16,7 @@ from rl.algorithms import METHODS
 from rl.config.cli import read_run
 from rl.config.run_config import RunConfig
 from rl.config.sections import RunSettings
+from rl.distributed import FSDPSharding, Sharding, ZeroSharding
 from rl.errors import UserError
 from rl.memory_plan.activations import StorageTracker
 from rl.memory_plan.byte_counts import MemoryPlan, plan_memory
@@ -84,7 +85,7 @@ def folder_of(model: dict, path: Path) -> str:
     return str(path)
 
 
-def planned(folder: str, s: dict, zero: int | None, fsdp: bool) -> MemoryPlan:
+def planned(folder: str, s: dict, sharding: Sharding) -> MemoryPlan:
     lora = LoraConfig(s["lora_rank"], train_unembed=True) if s["lora_rank"] else None
     skeleton = ModelSkeleton(folder, None, lora)
     length = s["prompt"] + s["answer"]
@@ -102,12 +103,12 @@ def planned(folder: str, s: dict, zero: int | None, fsdp: bool) -> MemoryPlan:
     how = ComputeConfig(
         fused=s["fused"],
         checkpointing=s["checkpointing"],
-        keeps_gradients=zero is None and not fsdp,
+        keeps_gradients=sharding.keeps_gradients,
     )
     work = StepWork(batch=batch, samples=True, prompts=s["groups"] // s["world"], prompt=s["prompt"],
                 rows=s["groups"] * s["group"] // s["world"], answer=s["answer"])  # fmt: skip
     launch = LaunchShape(
-        cuda=False, bf16=False, world=s["world"], per_node=s["world"], zero_stage=zero, fsdp=fsdp
+        cuda=False, bf16=False, world=s["world"], per_node=s["world"], sharding=sharding
     )
     return plan_memory(skeleton.shape, skeleton.measure_micro_batch(batch, how), launch, work)
 
@@ -160,7 +161,8 @@ def test_the_plan_is_within_15_percent_of_a_process(case, tmp_path):
     s = {**MODEL, **WORK, **CASES[case]}
     folder = folder_of({name: s[name] for name in MODEL}, tmp_path / "model")
     config = case if s["world"] > 1 else None
-    expected = planned(folder, s, 3 if case == "zero3" else None, case == "fsdp2")
+    shardings = {"zero3": ZeroSharding(stage=3), "fsdp2": FSDPSharding()}
+    expected = planned(folder, s, shardings.get(case, Sharding()))
     for got in measured(folder, s, tmp_path / "out", config):
         assert abs(expected.peak / got - 1) < 0.15, (
             f"{case}: planned {expected.peak / 2**20:.0f} MiB, measured {got / 2**20:.0f}"
@@ -213,20 +215,23 @@ def test_bytes_of_each_launch_by_hand():
     large = replace(SHAPE, trainable=10**9)
     ddp = items(LaunchShape(cuda=True, bf16=True, world=4), large)
     assert ddp["temporary"] == (0, 0, 256 * 2**20)
-    zero2 = items(LaunchShape(cuda=True, bf16=True, world=4, zero_stage=2))
+    zero2 = items(LaunchShape(cuda=True, bf16=True, world=4, sharding=ZeroSharding(stage=2)))
     assert zero2["weights"] == (2 * million,) * 3
     assert zero2["optimizer"] == (3 * million,) * 3  # 8 and an fp32 copy of 4, a quarter of them
     assert zero2["gradients"] == (0, million, million)
     assert zero2["sampler's"] == (2 * million,) * 3  # never sharded
-    zero3 = items(LaunchShape(cuda=True, bf16=True, world=4, zero_stage=3))
+    zero3 = items(LaunchShape(cuda=True, bf16=True, world=4, sharding=ZeroSharding(stage=3)))
     assert zero3["weights"] == (million / 2,) * 3
     assert zero3["gradients"] == (million,) * 3
     # the bucket; all weights gathered; gradients to send
     assert zero3["temporary"] == (2e9, 2e9 + 2 * million, 2e9 + 6 * million)
-    offload = items(LaunchShape(cuda=True, bf16=True, world=4, zero_stage=3, offload=True))
+    offload = items(
+        LaunchShape(cuda=True, bf16=True, world=4, sharding=ZeroSharding(stage=3, offload=True))
+    )
     assert offload["optimizer"] == offload["gradients"] == (0, 0, 0)
     fsdp = items(
-        LaunchShape(cuda=True, bf16=True, world=4, fsdp=True), replace(SHAPE, layer=300_000)
+        LaunchShape(cuda=True, bf16=True, world=4, sharding=FSDPSharding()),
+        replace(SHAPE, layer=300_000),
     )
     # fp32, a quarter
     assert fsdp["weights"] == (million,) * 3 and fsdp["optimizer"] == (2 * million,) * 3
@@ -235,10 +240,10 @@ def test_bytes_of_each_launch_by_hand():
     # fp32, to be summed
     assert fsdp["temporary"] == (0, 2 * (400_000 + 600_000) + 4 * 400_000, 0)
     # two machines of four GPUs: a GPU of HSDP holds what it holds with one machine
-    hsdp = LaunchShape(cuda=True, bf16=True, world=8, fsdp=True, replicas=2)
+    hsdp = LaunchShape(cuda=True, bf16=True, world=8, sharding=FSDPSharding(replicas=2))
     assert items(hsdp, replace(SHAPE, layer=300_000)) == fsdp
     # ZeRO-3 over both machines, and a second copy over each
-    hpz = items(LaunchShape(cuda=True, bf16=True, world=8, zero_stage=3, hpz=4))
+    hpz = items(LaunchShape(cuda=True, bf16=True, world=8, sharding=ZeroSharding(stage=3, hpz=4)))
     assert hpz["weights"] == (2 * million / 8 + 2 * million / 4,) * 3
     cpu = items(LaunchShape(cuda=False, bf16=False))
     assert cpu["sampler's"] == (4 * million,) * 3 and cpu["CUDA"] == (0, 0, 0)
@@ -255,16 +260,18 @@ def test_a_low_base_and_an_optimizer_of_8_bit_by_hand():
     # QLoRA's figure: 0.127 bits a parameter for the scales
     assert weights["4bit"] == pytest.approx(4e6 - 2 * 8e5 - 5e5 * (2 - (4 + 0.127) / 8), rel=1e-5)
     assert (
-        items(LaunchShape(cuda=True, bf16=True, world=4, fsdp=True, base_dtype="bf16"), shape)[
-            "weights"
-        ][0]
+        items(
+            LaunchShape(cuda=True, bf16=True, world=4, sharding=FSDPSharding(), base_dtype="bf16"),
+            shape,
+        )["weights"][0]
         == weights["bf16"] / 4
     )
     # all of it
     assert (
-        items(LaunchShape(cuda=True, bf16=True, zero_stage=1, base_dtype="bf16"), shape)["weights"][
-            0
-        ]
+        items(
+            LaunchShape(cuda=True, bf16=True, sharding=ZeroSharding(stage=1), base_dtype="bf16"),
+            shape,
+        )["weights"][0]
         == 2e6
     )
     assert items(replace(one, optimizer="adamw_8bit"), shape)["optimizer"][0] == 1e5 * (2 + 8 / 256)
@@ -280,7 +287,12 @@ def test_a_low_base_and_an_optimizer_of_8_bit_by_hand():
             SHAPE,
             MicroBatchMemory(),
             LaunchShape(
-                cuda=True, bf16=True, world=8, per_node=8, zero_stage=3, loads_in_shards=True
+                cuda=True,
+                bf16=True,
+                world=8,
+                per_node=8,
+                sharding=ZeroSharding(stage=3),
+                loads_in_shards=True,
             ),
             WORKING,
         ).host
@@ -381,14 +393,15 @@ def test_a_launch_under_fsdp_is_planned_as_one(monkeypatch):
         monkeypatch.setenv(name, value)
     launch, _ = resolve_launch(asked("--plan-gpus", "8").options, "auto")
     assert _describe_launch(launch) == "8 processes, FSDP2, bf16"
-    assert not resolve_launch(asked("--plan-gpus", "8", "--plan-zero", "2").options, "auto")[0].fsdp
+    launch, _ = resolve_launch(asked("--plan-gpus", "8", "--plan-zero", "2").options, "auto")
+    assert launch.sharding == ZeroSharding(stage=2)
 
 
 def test_a_critic_and_a_frozen_policy_are_counted():
     """With all weights a critic takes what the policy takes, a reference one more copy to sample
     from; under an adapter it takes none.
     """
-    launch = LaunchShape(cuda=True, bf16=True, world=2, zero_stage=2)
+    launch = LaunchShape(cuda=True, bf16=True, world=2, sharding=ZeroSharding(stage=2))
     words = ["ppo", "--dataset", "addition", "--critic-model", "policy"]
     full, adapted, free = (
         compute_stage_needs(asked(*words, "--lora-rank", rank, "--kl-coef", price), launch, 16)[
@@ -658,7 +671,9 @@ def scaling(monkeypatch):
 
 def test_traffic_by_hand(scaling):
     sent = scaling.payload(
-        SHAPE, LaunchShape(cuda=True, bf16=True, world=4, zero_stage=3), micro_batches=3
+        SHAPE,
+        LaunchShape(cuda=True, bf16=True, world=4, sharding=ZeroSharding(stage=3)),
+        micro_batches=3,
     )
     assert sent == {"all_reduce": 0.0, "all_gather": 2e6 * (3 + 1), "reduce_scatter": 3 * 4e6}
     assert scaling.on_the_wire(sent, 4) == 0.75 * (8e6 + 12e6)

@@ -12,6 +12,7 @@ import torch
 from tiny_models import VOCAB, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
+from rl.distributed import Sharding, ZeroSharding
 from rl.memory_plan.shapes import LaunchShape
 from rl.memory_plan.tracing import ModelSkeleton
 from rl.types import LoraConfig
@@ -79,8 +80,8 @@ def test_a_token_sent_to_two_experts_more_costs_those_and_nothing_else(tmp_path)
 def test_all_experts_are_sent_and_gathered_and_few_are_computed_with(scaling, tmp_path):
     shape, load = shape_of(mixture(1), tmp_path), scaling.Load()
     dense = replace(shape, idle_experts=0)
-    for zero in (None, 1, 2, 3):
-        launch = LaunchShape(cuda=True, bf16=True, world=4, zero_stage=zero)
+    for sharding in (Sharding(), *(ZeroSharding(stage=stage) for stage in (1, 2, 3))):
+        launch = LaunchShape(cuda=True, bf16=True, world=4, sharding=sharding)
         assert scaling.payload(shape, launch, 3) == scaling.payload(dense, launch, 3)
     ddp = scaling.payload(shape, LaunchShape(cuda=True, bf16=True, world=4), 3)
     # gradients of experts that nobody reached as well
@@ -213,7 +214,9 @@ def test_a_32b_policy_is_sampled_by_as_few_gpus_together_as_fit(scaling):
     load, hardware, driver = scaling.Load(), scaling.Hardware(), scaling.Driver()
 
     def step(gpus: int, memory: float = 80.0):
-        launch = LaunchShape(cuda=True, bf16=True, world=gpus, per_node=8, zero_stage=3)
+        launch = LaunchShape(
+            cuda=True, bf16=True, world=gpus, per_node=8, sharding=ZeroSharding(stage=3)
+        )
         return scaling.step(
             "32B",
             shape,

@@ -15,7 +15,7 @@ from test_docs_words import broken_links
 from rl.algorithms import METHODS
 from rl.config import RunSettings
 from rl.config.cli import read_run
-from rl.trainer.train_function import resolve_run
+from rl.trainer.entry_point import resolve_run
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

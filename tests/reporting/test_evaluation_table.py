@@ -24,7 +24,7 @@ from rl.reporting import (
 )
 from rl.rollout import Trajectory, TrajectoryGroup, Transition
 from rl.trainer import compute_evaluation_metrics
-from rl.trainer.evaluation_metrics import compute_clustered_error
+from rl.trainer.evaluator import compute_clustered_error
 from rl.types import ModelInput, SampledSequence
 
 REPO = Path(__file__).resolve().parents[2]

@@ -21,7 +21,7 @@ from rl.losses import compute_token_gradients, get_loss
 from rl.reporting import format_explanation, list_update_files, render_explanation
 from rl.reporting.update_files import add_token_values
 from rl.trainer import explain_update
-from rl.trainer.update_recorder import UpdateRecorder
+from rl.trainer.batch_log import UpdateRecorder
 
 REPO = Path(__file__).resolve().parents[2]
 SMALL = {

@@ -14,7 +14,7 @@ from rl.envs import ProblemGroupBuilder
 from rl.errors import UserError
 from rl.reporting.alarm_monitor import AlarmMonitor
 from rl.rewards import CONVERSATION, RewardResult, Scorer, resolve_reward
-from rl.trainer.reward_check import check_reward
+from rl.trainer.reward_probe import check_reward
 from rl.trainer.stage_data import prepare_stage
 from rl.types import Problem
 

@@ -238,9 +238,7 @@ class Loop:
             environment=None,
             flow=SimpleNamespace(steps_off_policy=max(1, plan.bound)),
         )
-        self.stage_checkpoints = SimpleNamespace(
-            in_flight=state, is_due=plan.due, get_engine_state=None
-        )
+        self.in_flight, self.is_save_due, self.get_engine_state = state, plan.due, None
         checks = StageSampler(SimpleNamespace(settings=SimpleNamespace(), environment=None), None)
         self.stage_sampler = SimpleNamespace(
             load_players=lambda batch: {},
@@ -332,7 +330,7 @@ class Loop:
         self.batches_seen.append((batch.number, versions, problems))
         self.done = batch.number + 1
         if self.plan.due(self.done) and self.done < self.plan.steps:
-            self.saved = json.loads(json.dumps(self.stage_checkpoints.get_engine_state()))
+            self.saved = json.loads(json.dumps(self.get_engine_state()))
             if self.done in self.plan.kills:
                 self.plan.kills.discard(self.done)
                 raise Killed

@@ -374,7 +374,22 @@ def test_roles_hold_for_the_whole_run():
 # -------------------------------------------------------------------------------- worked out before
 
 SHAPE = ModelShape(
-    "m", 1_000_000, 1_000_000, 0, 0, 100_000, 4, 64, 4, 2, 16, 256, 1000, None, True, False
+    name="m",
+    parameters=1_000_000,
+    trainable=1_000_000,
+    adapters=0,
+    small=0,
+    largest=100_000,
+    layers=4,
+    hidden=64,
+    heads=4,
+    key_heads=2,
+    head_width=16,
+    mlp=256,
+    vocab=1000,
+    max_context=None,
+    fast=True,
+    windowed=False,
 )
 
 

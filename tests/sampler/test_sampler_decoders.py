@@ -5,12 +5,14 @@ adapters stay unmerged.
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
 import torch
 from sampler_models import VOCAB, add_lora, one_thread, random_prompts, tiny_model  # noqa: F401
 
+from rl.models import add_value_head, load_model
 from rl.sampler import (
     contiguous_state,
     cpu_kernels,
@@ -62,6 +64,9 @@ FAMILY = {
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
     ),
     "mistral": ("mistral", {}),
+    "granite": ("granite", {"tie_word_embeddings": True}),
+    "gemma": ("gemma", {"head_dim": 16}),
+    "seed_oss": ("seed_oss", {"head_dim": 16, "attention_out_bias": True}),
 }
 
 
@@ -243,6 +248,14 @@ def test_auto_falls_back_to_the_models_own_forward_and_fast_says_why(kind, chang
     assert isinstance(make_decoder(model), HFDecoder)
     with pytest.raises(ValueError, match=reason):
         make_decoder(model, kind="fast")
+
+
+def test_a_value_head_leaves_a_model_to_the_fast_decoder():
+    loaded = dataclasses.replace(load_model("tiny:addition"), model=tiny_model("qwen3"))
+    model = add_value_head(loaded).model
+    decoder = make_decoder(model)
+    assert isinstance(decoder, FastDecoder)
+    check_against_model(decoder, model)
 
 
 def test_hf_decoder_with_a_sliding_window_still_equals_the_model():

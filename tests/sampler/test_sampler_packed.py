@@ -133,9 +133,7 @@ def test_the_plan_counts_what_is_held_twice():
         for one in (layer.qkv, layer.out, layer.gate_up, layer.down, decoder.head)
         if one.may_pack and one.weight.numel() >= mkldnn_layout.MIN_ELEMENTS
     )
-    launch = plan.LaunchShape(
-        cuda=False, bf16=False, world=1, per_node=1, zero_stage=None, fsdp=False
-    )
+    launch = plan.LaunchShape(cuda=False, bf16=False, world=1, per_node=1)
     assert held > 0 and plan.packed_copy_bytes(shape, launch) == held
     assert (plan.PACKED_MIN_SIZE, plan.PACKED_MAX_SIZE) == (
         mkldnn_layout.MIN_ELEMENTS,

@@ -23,6 +23,7 @@ from transformers import AutoConfig
 from bench.scaling_models import config_of
 from rl.algorithms import METHODS
 from rl.config import RunSettings, parse_run
+from rl.distributed import ZeroSharding
 from rl.errors import UserError
 from rl.memory_plan.byte_counts import (
     GIB,
@@ -79,7 +80,8 @@ WORK = StepWork(batch=MicroBatch(1, 8, 8), samples=True, prompts=3, prompt=10, r
 
 def test_a_ranks_part_by_hand():
     one, two = (
-        LaunchShape(cuda=True, bf16=True, world=4, zero_stage=3, sampler_tp=team) for team in (1, 2)
+        LaunchShape(cuda=True, bf16=True, world=4, sharding=ZeroSharding(stage=3), sampler_tp=team)
+        for team in (1, 2)
     )
     assert sampler_copy_bytes(SHAPE, one) == 2e6 and sampler_copy_bytes(SHAPE, two) == 2 * (
         10_000 + 990_000 / 2
@@ -183,7 +185,7 @@ def test_a_32b_policy_fits_8_gpus_of_80_gib_with_a_split_sampler(large, capsys):
         "fits:" in said
         and "by groups of 2 processes, each with its part of weights and cache of a sampler" in said
     )
-    launch = LaunchShape(cuda=True, bf16=True, world=8, per_node=8, zero_stage=3)
+    launch = LaunchShape(cuda=True, bf16=True, world=8, per_node=8, sharding=ZeroSharding(stage=3))
     plans = {
         k: compute_stage_needs(asked(words + f" --sampler-tp {k}"), launch, 512)[0]
         for k in (1, 2, 4, 8)
@@ -209,7 +211,7 @@ def test_a_32b_policy_fits_8_gpus_of_80_gib_with_a_split_sampler(large, capsys):
 
 def test_all_weights_of_it_fit_with_the_optimizer_in_host_memory(large):
     run = asked(LINE.format(large) + " --gradient-checkpointing --token-budget 4096")
-    launch = LaunchShape(cuda=True, bf16=True, world=8, per_node=8, zero_stage=3)
+    launch = LaunchShape(cuda=True, bf16=True, world=8, per_node=8, sharding=ZeroSharding(stage=3))
     room = 0.92 * 80 * GIB
     changes = find_savings(run, launch, 512)
     (team,) = [change for change in select_listed(changes, room) if change.kind == "sampler_tp"]
@@ -251,7 +253,7 @@ def test_it_is_told_to_one_gpu_with_the_launch_it_needs_and_never_where_it_canno
     told = {change.command for change in find_savings(run, one, 512) if change.kind == "sampler_tp"}
     assert told == {f"--sampler-tp {k} on 8 GPUs" for k in (2, 4, 8)}
     config_of("0.5B").save_pretrained(tmp_path)  # 14 heads, 2 key-value heads
-    ranks = LaunchShape(cuda=True, bf16=True, world=8, per_node=8, zero_stage=3)
+    ranks = LaunchShape(cuda=True, bf16=True, world=8, per_node=8, sharding=ZeroSharding(stage=3))
     small = find_savings(asked(LINE.format(tmp_path)), ranks, 512)
     assert {change.command for change in small if change.kind == "sampler_tp"} <= {"--sampler-tp 2"}
     hf = find_savings(asked(LINE.format(tmp_path) + " --sampler hf"), ranks, 512)

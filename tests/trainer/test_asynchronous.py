@@ -25,7 +25,7 @@ from rl.config import AsyncRolloutSettings, RunSettings, SettingsError, parse_ru
 from rl.distributed import RunStopped
 from rl.errors import UserError
 from rl.rollout import RolloutBatch, Trajectory, TrajectoryGroup, Transition
-from rl.trainer.async_source import AsyncSource
+from rl.trainer.batch_source import AsyncSource
 from rl.trainer.execute import execute
 from rl.trainer.stage_sampling import StageSampler
 from rl.trainer.trainer import Trainer

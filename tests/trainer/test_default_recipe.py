@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 
-from rl.trainer.held_out_metrics import HeldOutMetrics
+from rl.trainer.evaluator import HeldOutMetrics
 
 REPO = Path(__file__).resolve().parents[2]
 RECIPE = REPO / "recipes" / "addition.yaml"

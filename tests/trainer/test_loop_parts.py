@@ -15,7 +15,7 @@ from rl.config.sections import LoopSettings, OptimSettings, SamplingSettings
 from rl.rollout import RolloutBatch
 from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
 from rl.trainer import evaluator, stage_sampling
-from rl.trainer.held_out_metrics import HeldOutMetrics
+from rl.trainer.evaluator import HeldOutMetrics
 from rl.trainer.stage_context import StageContext
 from rl.trainer.trainer import Trainer
 from rl.trainer.training_loop import train

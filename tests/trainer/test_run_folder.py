@@ -18,7 +18,7 @@ from rl.reporting.console import Console
 from rl.reporting.logbook import CHECKPOINTS
 from rl.trainer import execute as run
 from rl.trainer.batch_log import BatchLog
-from rl.trainer.checkpoint_scan import complete_checkpoint_list, read_stage_steps
+from rl.trainer.checkpoint_manager import complete_checkpoint_list, read_stage_steps
 from rl.trainer.resume import find_resume_point, remove_damaged_checkpoints
 
 REPO = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ import pytest
 from whole_runs import train
 
 from rl.reporting import Console
-from rl.trainer.held_out_metrics import HeldOutMetrics
+from rl.trainer.evaluator import HeldOutMetrics
 
 
 @pytest.fixture

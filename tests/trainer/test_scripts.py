@@ -22,9 +22,8 @@ from rl.config import cli
 from rl.config.run_config import resolve_config
 from rl.config.sections import RunSettings
 from rl.errors import UserError
-from rl.trainer.code_trust import check_trusted
-from rl.trainer.evaluation_metrics import compute_pass_at_k, pass_at_k
-from rl.trainer.saved_weights import open_weights
+from rl.trainer.evaluator import compute_pass_at_k, pass_at_k
+from rl.trainer.saved_weights import check_trusted, open_weights
 
 REPO = Path(__file__).resolve().parents[2]
 RECIPE = """

@@ -6,9 +6,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from rl.data import ProblemSet
-from rl.trainer.checkpoint_manager import CheckpointManager
-from rl.trainer.checkpoint_scan import StageSteps, scan_checkpoints
-from rl.trainer.same_run import compute_data_fingerprint
+from rl.trainer.checkpoint_manager import CheckpointManager, StageSteps, scan_checkpoints
+from rl.trainer.resume import compute_data_fingerprint
 from rl.types import Problem
 
 
