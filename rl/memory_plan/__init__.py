@@ -4,6 +4,7 @@ from rl.memory_plan.byte_counts import (
     GIB,
     USABLE_FRACTION,
     MemoryPlan,
+    constant_item,
     offloaded_activation_bytes,
     plan_memory,
     saved_logits_bytes,
@@ -38,6 +39,7 @@ __all__ = [
     "plan_sampler_memory",
     "count_pool_pages",
     "compute_concurrent_rows",
+    "constant_item",
     "staged_weight_bytes",
     "trace_micro_batch",
 ]

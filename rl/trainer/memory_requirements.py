@@ -32,6 +32,7 @@ from rl.memory_plan import (
     StepWork,
     check_tensor_parallel,
     compute_concurrent_rows,
+    constant_item,
     count_pool_pages,
     largest_micro_batch,
     load_shape,
@@ -177,12 +178,16 @@ def _compute_needs(
     if launch.cuda and model.offload_activations:
         size = offloaded_activation_bytes(shape, batch) * launch.per_node
         offloaded = [("inputs of layers, offloaded, at most", size)]
+    sampling, server = settings.sampling, []
+    if sampling.sampler == "vllm" and not sampling.sampler_url:
+        size = sampling.sampler_memory * launch.memory
+        server = [constant_item("vLLM server (sampler_memory)", size)]
     if samplers is None:
         planned = work
-        if settings.sampling.sampler == "vllm":  # servers sample
+        if sampling.sampler == "vllm":  # servers sample
             work, planned = replace(work, samples=False), StepWork(batch=batch, samples=False)
         plan = plan_memory(shape, held, launch, planned, others, critics, kept_bytes)
-        plan = MemoryPlan(plan.items, (*plan.host, *offloaded))
+        plan = MemoryPlan((*plan.items, *server), (*plan.host, *offloaded))
         return [StageNeeds(stage.name, model.base_model, plan, work, launch)]
     learner_plan = plan_memory(
         shape, held, launch, StepWork(batch=batch, samples=False), (), critics, kept_bytes
