@@ -3,6 +3,7 @@
 from rl.memory_plan.byte_counts import (
     GIB,
     USABLE_FRACTION,
+    MemoryItem,
     MemoryPlan,
     constant_item,
     offloaded_activation_bytes,
@@ -26,6 +27,7 @@ __all__ = [
     "LaunchShape",
     "MicroBatch",
     "ModelShape",
+    "MemoryItem",
     "MemoryPlan",
     "USABLE_FRACTION",
     "ModelSkeleton",

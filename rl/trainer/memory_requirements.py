@@ -25,6 +25,7 @@ from rl.memory_plan import (
     GIB,
     ComputeConfig,
     LaunchShape,
+    MemoryItem,
     MemoryPlan,
     MicroBatch,
     MicroBatchMemory,
@@ -178,15 +179,12 @@ def _compute_needs(
     if launch.cuda and model.offload_activations:
         size = offloaded_activation_bytes(shape, batch) * launch.per_node
         offloaded = [("inputs of layers, offloaded, at most", size)]
-    sampling, server = settings.sampling, []
-    if sampling.sampler == "vllm" and not sampling.sampler_url:
-        size = sampling.sampler_memory * launch.memory
-        server = [constant_item("vLLM server (sampler_memory)", size)]
     if samplers is None:
         planned = work
-        if sampling.sampler == "vllm":  # servers sample
+        if settings.sampling.sampler == "vllm":  # servers sample
             work, planned = replace(work, samples=False), StepWork(batch=batch, samples=False)
         plan = plan_memory(shape, held, launch, planned, others, critics, kept_bytes)
+        server = _list_server_memory(settings.sampling, launch)
         plan = MemoryPlan((*plan.items, *server), (*plan.host, *offloaded))
         return [StageNeeds(stage.name, model.base_model, plan, work, launch)]
     learner_plan = plan_memory(
@@ -211,6 +209,13 @@ def _compute_needs(
             f"{stage.name}, ranks that sample", model.base_model, sampler_plan, work, samplers
         ),
     ]
+
+
+def _list_server_memory(sampling: Any, launch: LaunchShape) -> list[MemoryItem]:
+    """Return the memory of a vLLM server that the run starts."""
+    if sampling.sampler != "vllm" or sampling.sampler_url:
+        return []
+    return [constant_item("vLLM server (sampler_memory)", sampling.sampler_memory * launch.memory)]
 
 
 def _compute_step_work(
