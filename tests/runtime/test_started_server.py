@@ -220,9 +220,9 @@ class FakeServer(started_server.StartedServer):
 # ----------------------------------------------------------------------------------- whole runs
 
 
-def start_run(words, folder, environment=None):
+def start_run(words, folder, environment=None, launch=()):
     return subprocess.Popen(
-        [sys.executable, "train.py", *words, "--output-dir", str(folder)],
+        [sys.executable, *launch, "train.py", *words, "--output-dir", str(folder)],
         cwd=REPO,
         env={**os.environ, **(environment or {})},
         stdout=subprocess.DEVNULL,
@@ -253,6 +253,28 @@ def test_a_killed_run_leaves_no_server_and_resumes_with_another(tmp_path, state,
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     assert len(rows) == steps
     assert all(abs(row["optim/kl_sample_train_v2"]) < 1e-8 for row in rows)
+
+
+@pytest.mark.slow
+def test_both_processes_of_a_launch_sample_again_after_a_restart(tmp_path, state, url):
+    words = [
+        *WORDS.split(),
+        "--steps",
+        "4",
+        "--sampler-command",
+        make_command(state, url, "dies", 1, 2),
+    ]
+    launch = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/ddp.yaml"]
+    launch += ["--num_processes", "2", "--main_process_port", "0"]
+    run = start_run(words, tmp_path / "run", {"OMP_NUM_THREADS": "1"}, launch)
+    try:
+        assert run.wait(240) == 0
+    finally:
+        run.terminate()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert [row["sampler/finished_samples"] for row in rows] == [8] * 4
+    assert all(abs(row["optim/kl_sample_train_v2"]) < 1e-8 for row in rows)
+    assert state.read_text() == "3"
 
 
 @pytest.mark.parametrize(
