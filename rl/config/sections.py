@@ -206,9 +206,13 @@ class SamplingSettings:
     max_rows: Annotated[int, Range(1, 10**6)] = 1024
     """Maximum number of sequences decoded at once on each device."""
     sampler: Literal["auto", "fast", "hf", "vllm"] = "auto"
-    """Sampler implementation. fast: the built-in decoder (families: docs/models.md). hf: the model's forward of transformers. auto: fast if a check shows that both agree. vllm: the vLLM servers of sampler_url (docs/vllm.md)."""
+    """Sampler implementation. fast: the built-in decoder (families: docs/models.md). hf: the model's forward of transformers. auto: fast if a check shows that both agree. vllm: a vLLM server that the run starts, or the servers of sampler_url (docs/vllm.md)."""
     sampler_url: tuple[str, ...] = ()
-    """Addresses of the vLLM servers that sample, such as http://localhost:8000; a sample goes to the server with the fewest unfinished samples. Only with sampler vllm."""
+    """Addresses of the vLLM servers that sample, such as http://localhost:8000; a sample goes to the server with the fewest unfinished samples. Only with sampler vllm. Default: the run starts a server."""
+    sampler_command: str | None = None
+    """Command that starts a vLLM server, with options for it, such as "/opt/vllm/bin/vllm serve --tensor-parallel-size 2". Default: the program vllm."""
+    sampler_memory: Annotated[float, Range(0, 1, above=True, below=True)] = 0.3
+    """Share of each GPU's memory (on a CPU: of the machine's) for the vLLM server that the run starts, weights and KV cache."""
     sampler_folder: str | None = None
     """Folder in which the weights for the vLLM servers are written, which all servers see under the same path. Default: a temporary folder of this machine."""
     sampler_timeout: Seconds = 600.0
@@ -241,16 +245,21 @@ class SamplingSettings:
             raise ValueError(
                 "sampler_tp and sampler_cache are settings of the sampler in this process, and sampler is vllm: leave them out, and start the server with --tensor-parallel-size"
             )
-        if self.sampler == "vllm" and not self.sampler_url:
-            raise ValueError(
-                "sampler vllm needs the address of a server: set sampler_url, such as http://localhost:8000"
-            )
         require(
             self,
             ("sampler_url", "sampler_folder", "sampler_timeout"),
             self.sampler == "vllm",
             f"sampler is {self.sampler}",
             "set sampler to vllm",
+        )
+        require(
+            self,
+            ("sampler_command", "sampler_memory"),
+            self.sampler == "vllm" and not self.sampler_url,
+            "they are of a vLLM server that the run starts"
+            if self.sampler == "vllm"
+            else f"sampler is {self.sampler}",
+            "leave sampler_url out" if self.sampler == "vllm" else "set sampler to vllm",
         )
         for url in self.sampler_url:
             if not url.startswith(("http://", "https://")):

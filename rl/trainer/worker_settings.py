@@ -39,6 +39,8 @@ def collect_worker_settings(stages: Sequence[StageConfig]) -> WorkerSettings:
             sampling.sampler_url,
             sampling.sampler_folder,
             sampling.sampler_timeout,
+            sampling.sampler_command,
+            sampling.sampler_memory,
         )
         per_stage.append(WorkerSettings(dtype=model.precision, learner=learner, sampler=sampler))
     flows = [
@@ -59,7 +61,8 @@ def collect_worker_settings(stages: Sequence[StageConfig]) -> WorkerSettings:
             "precision, token_budget, layout, context_parallel_size, fused_logprobs, "
             "kept_logits_gib, gradient_checkpointing, offload_activations, optimizer, "
             "router_replay, router_aux_loss_coef, kv_cache_tokens, max_rows, sampler, "
-            "sampler_url, sampler_folder, sampler_timeout, sampler_cache and sampler_tp apply to "
-            "the whole run: set them at the recipe's top level or on the command line"
+            "sampler_url, sampler_folder, sampler_timeout, sampler_command, sampler_memory, "
+            "sampler_cache and sampler_tp apply to the whole run: set them at the recipe's top "
+            "level or on the command line"
         )
     return replace(per_stage[0], sampler_ranks=max(ranks, default=0))

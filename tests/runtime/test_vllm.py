@@ -656,7 +656,6 @@ def test_runs_learn_from_servers(servers, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--sampler vllm", "needs the address of a server: set --sampler-url"),
         ("--sampler-url http://a:1", "sampler is auto"),
         ("--sampler vllm --sampler-url host:8000", "expected such as http://localhost:8000"),
         ("{vllm} --sampler-tp 2", "--tensor-parallel-size"),
