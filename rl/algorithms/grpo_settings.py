@@ -108,7 +108,7 @@ class PolicyGradientSettings:
     group_size: Annotated[int, Range(1, 10**6)] = 8
     """Answers sampled for each problem."""
     advantage: Advantage = "mean"
-    """Reward minus: the group's mean (Dr. GRPO); that, divided by the group's std (GRPO); the mean of the others (RLOO); the group's mean, divided by the batch's std (REINFORCE++-baseline); the batch's mean, divided by its std (REINFORCE++); a running mean over batches (REINFORCE); the problem's running mean; nothing."""
+    """What is subtracted from a reward. mean: the group's mean (Dr. GRPO). mean_std: the same, divided by the group's std (GRPO). leave_one_out: the mean of the others (RLOO). mean_batch_std: the group's mean, divided by the batch's std (REINFORCE++-baseline). batch: the batch's mean, divided by its std (REINFORCE++). running_mean: a running mean over batches (REINFORCE). per_problem: the problem's running mean. none: nothing."""
     step_rewards: Literal["sum", "to_go", "process_supervision"] = "sum"
     """For episodes with several turns. sum: every turn gets the episode's total reward. to_go: each turn gets the rewards from that turn on, compared with those of the group at the same turn. process_supervision: compare every reward with all rewards of the group, then sum from each turn on (arXiv 2402.03300, section 4.1.3); if numbers of turns differ, episodes with equal totals then get different advantages."""
     reward_discount: Share = 1.0
