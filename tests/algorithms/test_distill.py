@@ -15,22 +15,22 @@ from helpers import make_worker
 from whole_runs import train
 
 from rl import ServiceClient
-from rl.algorithms.distillation import Distillation, find_teacher, make_soft_targets
+from rl.algorithms import Distillation, Models, Progress
+from rl.algorithms.distillation import find_teacher, make_soft_targets
 from rl.algorithms.distillation_settings import (
     DistillationSettings,
     DistillSettings,
     parse_teachers,
 )
-from rl.algorithms.method_interface import Models, Progress
-from rl.config.sections import ModelSettings, OptimSettings
-from rl.data.synthetic.addition_dataset import addition
+from rl.config import ModelSettings, OptimSettings
+from rl.data import addition
 from rl.errors import UserError
 from rl.judges.token_scorers import describe_vocabulary_difference
-from rl.losses.losses import get_loss
-from rl.models.model_loading import load_model, load_tokenizer
+from rl.losses import get_loss
+from rl.models import load_model, load_tokenizer
 from rl.renderers import get_renderer
 from rl.reporting import Console
-from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
+from rl.rollout import Trajectory, TrajectoryGroup, Transition
 from rl.trainer.stage_models import StageModelFactory
 from rl.types import AdamParams, Datum, LoraConfig, ModelInput, SampledSequence
 
@@ -176,7 +176,7 @@ SEQUENCES = [([3, 12, 4, 13], [5, 6, 1]), ([7, 13], [2, 1]), ([9, 9, 12, 3, 13],
 
 
 def supervised(prompt, answer) -> Datum:
-    from rl.rollout.datum_builder import supervised_datum
+    from rl.rollout import supervised_datum
 
     return supervised_datum([*prompt, *answer], [0.0] * len(prompt) + [1.0] * len(answer))
 

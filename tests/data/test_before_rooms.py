@@ -57,7 +57,7 @@ def test_a_setting_of_the_stage_at_hand_may_not_change(tmp_path, monkeypatch):
 
 
 def test_rollouts_of_then_are_stored_answers():
-    from rl.data.rollout_file import load_rollouts
+    from rl.data import load_rollouts
 
     lines = [
         json.loads(line)

@@ -19,7 +19,7 @@ from rl.algorithms.grpo_settings import (
     find_loss_coefficients,
 )
 from rl.algorithms.update import add_loss_inputs, has_gradient
-from rl.losses.losses import LOSSES, LossSpec, get_loss
+from rl.losses import LOSSES, LossSpec, get_loss
 
 CU = torch.tensor([0, 3, 6])
 RL_LOSSES = ["importance_sampling", "ppo", "cispo"]

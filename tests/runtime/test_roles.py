@@ -29,8 +29,7 @@ from rl.memory_plan import (
     StepWork,
     plan_sampler_memory,
 )
-from rl.runtime import weight_sync
-from rl.runtime.rank_settings import WorkerSettings
+from rl.runtime import WorkerSettings, weight_sync
 from rl.runtime.router import VerbRouter
 from rl.runtime.verb_table import VerbCall
 from rl.runtime.weight_sync import WeightChunk, WeightSnapshot, WeightTransfer, view_bytes
