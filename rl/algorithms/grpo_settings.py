@@ -91,7 +91,9 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "gspo": PolicyLoss(_CLIPPED),
 }
 if TYPE_CHECKING:
-    Advantage = Loss = Variant = str
+    Advantage = str
+    Loss = str
+    Variant = str
 else:
     # the names of the tables, read by the command line
     Advantage = Literal[tuple(ADVANTAGES)]
