@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rl.learner import LearnerSettings
-from rl.sampler import check_features
+from rl.sampler import DEFAULT_CACHE_TOKENS, check_features
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class SamplerSettings:
     written; request_seconds: time limit of a sample there.
     """
 
-    kv_cache_tokens: int = 262_144
+    kv_cache_tokens: int = DEFAULT_CACHE_TOKENS
     max_rows: int = 1024
     kind: str = "auto"
     router_replay: bool = False
