@@ -61,19 +61,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "reinforce_plus_plus": {"advantage": "batch", "group_size": 1, "normalise": "tokens"},
     "reinforce_plus_plus_baseline": {"advantage": "mean_batch_std", "normalise": "tokens"},
 }
-if TYPE_CHECKING:
-    Advantage = str
-else:
-    # all estimators of the registry, read by the command line
-    Advantage = Literal[tuple(ADVANTAGES)]
-
-
-# settings of a loss, mapped to the keys of its config
-_CONFIG_KEYS = {
+# settings that a loss may read, mapped to the keys of its config
+COEFFICIENT_KEYS = {
     "clip_low": "clip_low_threshold",
     "clip_high": "clip_high_threshold",
     "entropy_coef": "entropy_coef",
 }
+_CLIPPED = ("clip_low", "clip_high", "entropy_coef")
 
 
 @dataclass(frozen=True)
@@ -89,41 +83,39 @@ class PolicyLoss:
     interpolates_proximal: bool = False
 
 
+# the values of the setting `loss`; each is an entry of rl.losses.LOSSES
 POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "ppo": PolicyLoss(tuple(_CONFIG_KEYS), interpolates_proximal=True),
+    "ppo": PolicyLoss(_CLIPPED, interpolates_proximal=True),
     "importance_sampling": PolicyLoss(),
-    "cispo": PolicyLoss(tuple(_CONFIG_KEYS)),
-    "gspo": PolicyLoss(tuple(_CONFIG_KEYS)),
+    "cispo": PolicyLoss(_CLIPPED),
+    "gspo": PolicyLoss(_CLIPPED),
 }
+if TYPE_CHECKING:
+    Advantage = str
+    Loss = str
+    Variant = str
+else:
+    # the names of the tables, read by the command line
+    Advantage = Literal[tuple(ADVANTAGES)]
+    Loss = Literal[tuple(POLICY_LOSSES)]
+    Variant = Literal[tuple(VARIANTS)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradientSettings:
     """Configure the way rewards become gradients."""
 
-    variant: (
-        Literal[
-            "grpo",
-            "dr_grpo",
-            "dapo",
-            "gspo",
-            "cispo",
-            "rloo",
-            "reinforce_plus_plus",
-            "reinforce_plus_plus_baseline",
-        ]
-        | None
-    ) = None
+    variant: Variant | None = None
     """A published set of settings; explicit settings override it. grpo: arXiv 2402.03300, token means within each answer. dr_grpo: 2503.20783, no std, constant length. dapo: 2503.14476, higher upper clip, token mean, overlong penalty, dynamic sampling. gspo: 2507.18071, one ratio per sequence. cispo: 2506.13585, clipped weights (bounds of 2510.13786). rloo: 2402.14740, leave-one-out baseline. reinforce_plus_plus: 2501.03262, one answer, normalized over the batch; _baseline: the group's mean first."""
     group_size: Annotated[int, Range(1, 10**6)] = 8
     """Answers sampled for each problem."""
     advantage: Advantage = "mean"
-    """Reward minus: the group's mean (Dr. GRPO); that, divided by the group's std (GRPO); the mean of the others (RLOO); the group's mean, divided by the batch's std (REINFORCE++-baseline); the batch's mean, divided by its std (REINFORCE++); a running mean over batches (REINFORCE); the problem's running mean; nothing."""
+    """What is subtracted from a reward. mean: the group's mean (Dr. GRPO). mean_std: the same, divided by the group's std (GRPO). leave_one_out: the mean of the others (RLOO). mean_batch_std: the group's mean, divided by the batch's std (REINFORCE++-baseline). batch: the batch's mean, divided by its std (REINFORCE++). running_mean: a running mean over batches (REINFORCE). per_problem: the problem's running mean. none: nothing."""
     step_rewards: Literal["sum", "to_go", "process_supervision"] = "sum"
     """For episodes with several turns. sum: every turn gets the episode's total reward. to_go: each turn gets the rewards from that turn on, compared with those of the group at the same turn. process_supervision: compare every reward with all rewards of the group, then sum from each turn on (arXiv 2402.03300, section 4.1.3); if numbers of turns differ, episodes with equal totals then get different advantages."""
     reward_discount: Share = 1.0
     """to_go, process_supervision: rewards k turns later are multiplied by this to the power of k."""
-    loss: Literal["ppo", "importance_sampling", "cispo", "gspo"] = "ppo"
+    loss: Loss = "ppo"
     """Loss on the tokens of an answer."""
     clip_low: Annotated[float, Range(0, 1, why="a ratio, not an epsilon: such as 0.8")] = 0.8
     """Ratios below this have no gradient if the advantage is negative (ppo, gspo; cispo: weights are clipped to it). A ratio, not an epsilon."""
@@ -169,14 +161,16 @@ class PolicyGradientSettings:
                 f"a group of 1 answer has no other answers to compare with: advantage {self.advantage!r} is always 0. "
                 "Set group_size to 2 or more, or advantage to running_mean"
             )
-        for name in ("clip_low", "clip_high", "entropy_coef"):
-            effect = "does not clip" if name != "entropy_coef" else "adds no entropy bonus"
+        for name in COEFFICIENT_KEYS:
+            *others, last = [
+                key for key, loss in POLICY_LOSSES.items() if name in loss.coefficients
+            ]
             require(
                 self,
                 (name,),
                 name in find_loss_coefficients(self.loss),
-                f"loss {self.loss} {effect}",
-                "set loss to ppo, cispo or gspo",
+                f"loss {self.loss} does not read it",
+                f"set loss to {', '.join(others)}{' or ' if others else ''}{last}",
             )
         require(
             self,
@@ -194,11 +188,11 @@ def find_loss_coefficients(loss: str) -> dict[str, str]:
     of `rl.losses.LOSSES`. Raises BadRequestError for a loss without an entry.
     """
     if loss in POLICY_LOSSES:
-        return {name: _CONFIG_KEYS[name] for name in POLICY_LOSSES[loss].coefficients}
+        return {name: COEFFICIENT_KEYS[name] for name in POLICY_LOSSES[loss].coefficients}
     from rl.losses import get_loss  # registering the loss has already imported torch
 
     known = get_loss(loss).known_config
-    return {name: key for name, key in _CONFIG_KEYS.items() if key in known}
+    return {name: key for name, key in COEFFICIENT_KEYS.items() if key in known}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -273,26 +273,28 @@ def fused_policy_loss(
 @dataclass(frozen=True)
 class LossSpec:
     """Describe a loss: the datum fields it needs and may have, the keys of its config, and its
-    properties.
+    properties. A loss of the setting `loss` is also an entry of
+    rl.algorithms.grpo_settings.POLICY_LOSSES.
 
+    soft_targets      accepts several targets a position, each with a weight
     fused_kind        name of the loss in kernels.policy_loss, its implementation on a GPU; None: no
                       kernel exists and a GPU uses the plain formula
     needs_advantages  the gradient is proportional to the advantages: if all are 0, only an added
                       term has a gradient
     needs_weights     the gradient is proportional to the weights of the tokens, which are 1 where a
                       datum has none
-    as_sampled        evaluated at the temperature of the last sampling, unless the config sets a
-                      temperature
     terms             accepts the terms of rl.losses.loss_terms: their fields and config keys are
-    also
-                      valid
-    masked            needs to know which tokens are actions
+                      also valid
+    needs_mask        needs to know which tokens are actions
     values            reads the learner's values, so it needs a value head
     logprobs          False: the loss reads no logprobs, so they are not computed
     group             number of consecutive datums that belong together (2: pairs) and are never
                       split
     unit              what the loss is a sum over: "token", "group" (of answers: single answers or
                       pairs), or "own" for a custom loss, for which it is unknown
+
+    at_sampling_temperature  evaluated at the temperature of the last sampling, unless the config
+                             sets a temperature
     """
 
     fn: LossFn

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -279,16 +280,13 @@ class SamplingBody(OpenAIBody):
             raise HttpError(400, f"{prefix}{error}", prefix + name[0] if name else None) from error
 
 
-# parameters that have the same name and form in `SamplingParams`
-_SHARED_PARAMETERS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "ignore_eos",
+# parameters that have the same name and form in `SamplingParams`: all but those that `make_params`
+# converts
+_SHARED_PARAMETERS = tuple(
+    parameter.name
+    for parameter in fields(SamplingParams)
+    if parameter.name in SamplingBody.model_fields
+    and parameter.name not in ("max_tokens", "seed", "stop", "top_k", "logit_bias")
 )
 
 

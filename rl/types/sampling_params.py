@@ -1,8 +1,9 @@
 """Define the sampling parameters. Names and fields follow Tinker's client.
 
 A parameter is added with its field and bounds here, its use in `rl.sampler.token_sampling`, and its
-name for HTTP in `rl.serve.openai_schemas`. The checks, the columns of the running rows and the
-server's reading of numbers follow from the field.
+name for HTTP in `rl.serve.openai_schemas.SamplingBody`. The checks, the columns of the running
+rows, the server's reading of numbers and the requests to vLLM follow from the field. A number that
+vLLM does not have is refused in `rl.vllm.vllm_engine`.
 """
 
 from __future__ import annotations

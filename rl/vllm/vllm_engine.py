@@ -21,7 +21,7 @@ from rl.sampler import (
     build_stop_condition,
     check_params,
 )
-from rl.types import PlacedImage, SampledSequence, SampleResponse
+from rl.types import PARAMETER_BOUNDS, PlacedImage, SampledSequence, SampleResponse
 from rl.vllm.sample_reply import ReplyRules, read_sample
 from rl.vllm.server_pool import ServerPool
 from rl.vllm.vllm_decoder import VllmDecoder
@@ -270,20 +270,15 @@ def _check_supported(request: SamplingRequest) -> None:
 
 
 def _make_params(state: _RequestState, sample: int) -> dict[str, Any]:
-    """Return vLLM's sampling parameters of a sample. All defaults of the server are replaced."""
+    """Return vLLM's sampling parameters of a sample. All defaults of the server are replaced: a
+    number of `SamplingParams` has vLLM's name.
+    """
     params, request = state.request.params, state.request
     fields: dict[str, Any] = {
+        **{name: getattr(params, name) for name in PARAMETER_BOUNDS},
         "n": 1,
         "max_tokens": state.max_tokens,
-        "min_tokens": params.min_tokens,
         "seed": _derive_stream(request, sample),
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "min_p": params.min_p,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "repetition_penalty": params.repetition_penalty,
         "logprobs": 0,
         "stop_token_ids": sorted(state.stop_ids),
         "ignore_eos": True,  # stop_token_ids holds them

@@ -244,7 +244,7 @@ def test_every_number_has_a_range() -> None:
         field = get_fields(RunSettings if method == "run" else METHODS[method].Settings)[name]
         if not isinstance(field.range, Range):
             missing.append(f"{method}: {name}")
-    assert not missing
+    assert not missing, "annotate them: Annotated[float, Range(...)], rl/config/number_range.py"
     for method, spec in METHODS.items():  # and what has one is a number
         assert {n for n, f in get_fields(spec.Settings).items() if f.range} == {
             n for m, n, _, _ in NUMBERS if m == method
@@ -288,7 +288,7 @@ def test_every_number_refuses_it_on_the_line_and_names_the_flag(
         for name, method in accepted.items()
         if name not in ALLOWED.get(value, {})
     }
-    assert not extra, f"{value} is accepted, and the list does not say why"
+    assert not extra, f"{value} is accepted: narrow the range, or say why in ALLOWED"
 
 
 def test_the_list_names_nothing_that_is_refused() -> None:

@@ -29,7 +29,7 @@ from rl.runtime import SamplerSettings, WorkerSettings
 from rl.sampler import SamplingRequest
 from rl.trainer.memory_requirements import compute_stage_needs, measure_nothing
 from rl.trainer.self_test import self_test
-from rl.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
+from rl.types import PARAMETER_BOUNDS, AdamParams, Datum, ModelInput, SamplingParams, TensorData
 from rl.vllm import ServerPool, VllmDecoder, VllmEngine, VllmServerError
 from rl.vllm.transfer_validation import FolderManifest, find_transfer_error
 
@@ -289,6 +289,17 @@ def test_a_model_of_another_shape_is_scored_in_this_process(servers, connect):
     expected = learner_logprobs(policy, [3, 4], sequence, 0.7)
     np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
     assert len(stub.folders) == 2 and len(set(stub.folders)) == 2
+
+
+def test_every_number_reaches_the_server(servers, connect):
+    (stub,), urls = servers()
+    sampler = make_policy(connect(urls)).save_weights_and_get_sampling_client()
+    numbers = {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "min_tokens": 2}
+    numbers |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 2.0}
+    assert {*numbers, "max_tokens", "seed"} == set(PARAMETER_BOUNDS), "add the new number here"
+    sample(sampler, 1, 1, SamplingParams(max_tokens=6, **numbers))
+    sent = stub.bodies[-1]["sampling_params"]
+    assert {name: sent[name] for name in numbers} == numbers and sent["max_tokens"] == 6
 
 
 def test_greedy_and_stops(servers, connect):

@@ -25,6 +25,7 @@ from rl.sampler.decode_state import compact_slots
 from rl.sampler.decoder import batch_prompts
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.decoder_hf import HFDecoder
+from rl.sampler.layer_specs import LAYER_SPECS
 
 FAMILY = {
     "qwen3": ("qwen3", {}),
@@ -138,6 +139,11 @@ def check_against_model(decoder: Decoder, model, tolerance: float = 1e-5) -> Non
 def torch_path(monkeypatch):
     """The fast decoder as it is on a GPU, or on a CPU without a compiler."""
     monkeypatch.setattr(cpu_kernels, "load_cpu_kernels", lambda: None)
+
+
+def test_every_family_has_a_case():
+    cases = {type(tiny_model(kind, **changes)).__name__ for kind, changes in FAMILY.values()}
+    assert not set(LAYER_SPECS) - cases, "add them to tests/sampler_models.py and to FAMILY"
 
 
 @pytest.mark.parametrize("name", FAMILY)

@@ -7,6 +7,9 @@ import pytest
 from serving import Wire, server
 from test_serve import KEYS
 
+from rl.serve.openai_schemas import SamplingBody
+from rl.types import PARAMETER_BOUNDS
+
 PREFIX = "#/components/schemas/"
 # what pydantic's schema calls a type -> (a value of another type, the name in the error)
 OTHERS = {"string": (7, "str"), "integer": ("x", "int"), "boolean": ("x", "bool"),
@@ -163,3 +166,11 @@ def test_responses_and_events_are_as_described(wire, path, body):
         assert len(events) > 2 and lines[-2:] == ["data: [DONE]", ""] and "usage" in events[-1]
         for event in events:
             check(event, "text/event-stream")
+
+
+def test_every_number_of_the_sampler_has_a_name_for_http():
+    numbers = {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "min_tokens": 2}
+    numbers |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 2.0}
+    assert {*numbers, "max_tokens", "seed"} == set(PARAMETER_BOUNDS), "add the new number here"
+    params = SamplingBody(**numbers, ignore_eos=True).make_params(6)
+    assert {name: getattr(params, name) for name in numbers} == numbers and params.ignore_eos

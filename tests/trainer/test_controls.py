@@ -388,8 +388,8 @@ def test_settings_that_mean_nothing_are_refused():
 
 
 WITHOUT_EFFECT = [
-    ("reinforce --clip-low 0.5", "loss importance_sampling does not clip", "--loss ppo"),
-    ("reinforce --clip-high 3", "loss importance_sampling does not clip", "--loss cispo"),
+    ("reinforce --clip-low 0.5", "loss importance_sampling does not read it", "--loss ppo"),
+    ("reinforce --clip-high 3", "loss importance_sampling does not read it", "--loss cispo"),
     ("grpo --kl-kind k1", "--kl-placement is reward", "--kl-placement loss"),
     (
         "grpo --kl-placement loss --kl-discount 0.5",
