@@ -147,4 +147,4 @@ class BestOfN(OnlineMethod):
             behavior_datums=self._behavior_datums,
         )
         self._behavior_datums = []
-        return {**metrics, **self.shaper.metrics, **self._metrics}
+        return {**metrics, **self._metrics}

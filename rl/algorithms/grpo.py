@@ -159,7 +159,7 @@ class GRPO(ReferenceMethod):
             normalise=pg.normalise,
         )
         self.adapt_kl()
-        return {**metrics, **before, **self.shaper.metrics, **self._kl_metrics}
+        return {**metrics, **before, **self._kl_metrics}
 
     @property
     def loss(self) -> str:

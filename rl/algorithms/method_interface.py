@@ -289,6 +289,11 @@ class Method:
         """
         return groups
 
+    @property
+    def shaping_metrics(self) -> dict[str, float]:
+        """Return the metrics of the last call of `shape_rewards`."""
+        return {}
+
     def compute_advantages(self, groups: Sequence[TrajectoryGroup], models: Models) -> list[Datum]:
         """Return the datums of a batch of groups, whose rewards are final."""
         raise NotImplementedError(f"{type(self).__name__} does not sample")

@@ -154,7 +154,6 @@ class OnlineDPO(OnlineMethod, dpo.DPO):
             **metrics,
             **counts,
             **({} if self._has_pairs else {"optim/skipped_no_signal": 1.0}),
-            **self.shaper.metrics,
         }
 
     def _optimizer_params(self, progress: Progress) -> AdamParams:

@@ -35,6 +35,10 @@ class OnlineMethod(Method):
         """Return the groups with rewards shaped by the section `shaping`."""
         return self.shaper.shape_groups(groups, by_step=self.learns_by_step)
 
+    @property
+    def shaping_metrics(self) -> dict[str, float]:
+        return self.shaper.metrics
+
     def state(self) -> dict[str, Any]:
         return {"reward_statistics": self.shaper.state()}
 

@@ -167,7 +167,6 @@ class PPO(ReferenceMethod):
             **drift,
             **self._kl_metrics,
             **self._value_metrics,
-            **self.shaper.metrics,
         }
 
     def _make_calls(self, models: Models, part: Sequence[Datum]) -> list[LossCall]:

@@ -143,7 +143,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, bounds in PARAMETER_BOUNDS.items():
-            if (value := getattr(self, name)) is not None or name not in _OPTIONAL:
+            if (value := getattr(self, name)) is not _DEFAULTS[name]:
                 bounds.validate(name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
@@ -174,7 +174,7 @@ _DISTRIBUTION = [
     if parameter.name not in _KEEPS_DISTRIBUTION
 ]
 DISTRIBUTION_PARAMETERS = tuple(name for name, _ in _DISTRIBUTION)
-_OPTIONAL = ("max_tokens", "seed")
+_DEFAULTS = {parameter.name: parameter.default for parameter in fields(SamplingParams)}
 
 
 def _check_stop(stop: Any) -> None:

@@ -55,6 +55,14 @@ class Whole:
     def load_state(self, state):
         pass
 '''
+FILE += """
+from rl.algorithms import OnlineMethod
+
+class Shaped(OnlineMethod):
+    Settings = GrpoSettings
+    __init__ = lambda self, s: (super(Shaped, self).__init__(s), setattr(self, "group_size", 2))[1]
+    compute_advantages, update = Whole.compute_advantages, Whole.update
+"""
 FILE += "".join(
     f'\nclass From_{name}(METHODS["{name}"]):\n    Settings = METHODS["{name}"].Settings\n'
     for name in METHODS
@@ -113,6 +121,15 @@ def test_a_judge_rewards_the_samples_of_a_users_method(here, method):
     assert row["env/all/reward/learned"] == pytest.approx(0.5)
     assert row["reward/total"] == pytest.approx(row["env/all/reward/learned"])
     assert ("optim/kl_ref_k3" in row) == (method == "mine.py:Derived")
+
+
+def test_the_shaping_of_rewards_is_logged_for_any_method(here):
+    """Answers of 1 to 4 tokens: the penalty grows from 0 to 0.5 over the last three."""
+    settings = {**SMALL, "overlong_share": 0.75, "overlong_penalty": 0.5}
+    for method in ("grpo", "mine.py:Shaped"):
+        row = rl.train(method, output_dir=here / method[-6:], **settings).metrics[-1]
+        expected = 0.5 * (row["env/all/ac_tokens_per_turn"] - 1) / 3
+        assert row["reward/overlong_penalty"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
