@@ -42,7 +42,8 @@ def check_on_all_ranks(
     if float(faults):
         raise UserError(
             f"context_parallel_size {parallel.group.size} is not exact for {name}: "
-            f"{fault or 'another rank reported this fault'}. Set it to 1"
+            f"{fault or 'another rank reported this fault'}. Its attention has to use the "
+            "AttentionInterface of transformers. Set it to 1"
         )
 
 
@@ -72,10 +73,7 @@ def _find_fault(model: Any, parallel: ContextParallel, layouts: Collection[str])
             errors = (states - expected).norm(dim=-1) / expected.norm(dim=-1)
             size = float(errors.max() if sharp else errors.median())
             if not size <= tolerance:
-                fault = (
-                    f"layout {layout} gives hidden states that differ by {size:.1g}. Does its "
-                    "attention use transformers' AttentionInterface?"
-                )
+                fault = f"layout {layout} gives hidden states that differ by {size:.1g}"
     return fault
 
 
