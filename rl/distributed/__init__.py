@@ -10,6 +10,7 @@ from rl.distributed.context_parallel_launch import (
     check_context_parallel,
     check_context_parallel_size,
 )
+from rl.distributed.gloo_interface import spans_machines
 from rl.distributed.launch_agreement import check_same_launch
 from rl.distributed.profiler_trace import REGION_PREFIX, trace_region
 from rl.distributed.rank_roles import assign_role, check_roles, rank_name
@@ -41,6 +42,7 @@ __all__ = [
     "RunStopped",
     "checkpoint_path",
     "rank_name",
+    "spans_machines",
     "check_tensor_parallel_without_roles",
     "check_tensor_parallel_size",
     "check_roles",

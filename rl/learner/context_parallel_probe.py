@@ -59,10 +59,10 @@ def _find_fault(model: Any, parallel: ContextParallel, layouts: Collection[str])
         model.eval()
         for layout in sorted(layouts):
             units = make_units(sequences, layout, 10**6)
-            alone, shared = (
+            plain, shared = (
                 collate(sequences, units, layout, device, group) for group in (None, parallel.group)
             )
-            expected = _run_alone(model, alone)
+            expected = _run_single(model, plain)
             # Every rank of the group finishes all layouts: otherwise the others would wait.
             try:
                 states = _run_shared(model, parallel, shared)
@@ -77,7 +77,7 @@ def _find_fault(model: Any, parallel: ContextParallel, layouts: Collection[str])
     return fault
 
 
-def _run_alone(model: Any, batch: PackedBatch) -> Tensor:
+def _run_single(model: Any, batch: PackedBatch) -> Tensor:
     """Return the hidden states [T, D] of a batch."""
     inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
     states = _read_states(model, batch, inputs, searches=batch.is_packed)

@@ -3,7 +3,9 @@
 from rl.memory_plan.byte_counts import (
     GIB,
     USABLE_FRACTION,
+    MemoryItem,
     MemoryPlan,
+    constant_item,
     offloaded_activation_bytes,
     plan_memory,
     saved_logits_bytes,
@@ -31,6 +33,7 @@ __all__ = [
     "LaunchShape",
     "MicroBatch",
     "ModelShape",
+    "MemoryItem",
     "MemoryPlan",
     "USABLE_FRACTION",
     "ModelSkeleton",
@@ -45,6 +48,7 @@ __all__ = [
     "plan_sampler_memory",
     "count_pool_pages",
     "compute_concurrent_rows",
+    "constant_item",
     "staged_weight_bytes",
     "trace_micro_batch",
 ]

@@ -184,7 +184,7 @@ class _TrialKey:
             a.head_width,
             a.vocab_size,
             decoder.norm_E.shape,
-            repr(a.layers[0]),
+            repr(a.layers[:_TRIAL_LAYERS]),
             (a.activation, a.query_scale, a.embedding_scale, a.residual_scale, a.logit_scale),
         )
         self.key = (*sizes, decoder.dtype, decoder.device)

@@ -49,6 +49,8 @@ CHANGEABLE_SETTINGS = (
     "sampler_url",
     "sampler_folder",
     "sampler_timeout",
+    "sampler_command",
+    "sampler_memory",
     "sampler_ranks",
     "eval_every",
     "save_every",

@@ -26,6 +26,7 @@ from rl.memory_plan import (
     GIB,
     ComputeConfig,
     LaunchShape,
+    MemoryItem,
     MemoryPlan,
     MicroBatch,
     MicroBatchMemory,
@@ -34,6 +35,7 @@ from rl.memory_plan import (
     check_context_parallel_model,
     check_tensor_parallel,
     compute_concurrent_rows,
+    constant_item,
     count_pool_pages,
     largest_micro_batch,
     load_shape,
@@ -49,6 +51,7 @@ from rl.models import (
     resolve_adapter_chain,
     supports_lazy_loading,
 )
+from rl.sampler import DEFAULT_CACHE_TOKENS
 from rl.trainer.initial_weights import continues_adapter, find_base_model, find_previous_stage
 from rl.trainer.memory_table import DeviceMemory, StageNeeds
 from rl.trainer.saved_weights import is_run_folder
@@ -187,7 +190,8 @@ def _compute_needs(
         if settings.sampling.sampler == "vllm":  # servers sample
             work, planned = replace(work, samples=False), StepWork(batch=batch, samples=False)
         plan = plan_memory(shape, held, launch, planned, others, critics, kept_bytes)
-        plan = MemoryPlan(plan.items, (*plan.host, *offloaded))
+        server = _list_server_memory(settings.sampling, launch)
+        plan = MemoryPlan((*plan.items, *server), (*plan.host, *offloaded))
         return [StageNeeds(stage.name, model.base_model, plan, work, launch)]
     learner_plan = plan_memory(
         shape, held, launch, StepWork(batch=batch, samples=False), (), critics, kept_bytes
@@ -211,6 +215,13 @@ def _compute_needs(
             f"{stage.name}, ranks that sample", model.base_model, sampler_plan, work, samplers
         ),
     ]
+
+
+def _list_server_memory(sampling: Any, launch: LaunchShape) -> list[MemoryItem]:
+    """Return the memory of a vLLM server that the run starts."""
+    if sampling.sampler != "vllm" or sampling.sampler_url:
+        return []
+    return [constant_item("vLLM server (sampler_memory)", sampling.sampler_memory * launch.memory)]
 
 
 def _compute_step_work(
@@ -245,7 +256,7 @@ def _compute_step_work(
     limits = {
         "prompt": prompt,
         "answer": sampling.max_tokens,
-        "kv_cache_tokens": sampling.kv_cache_tokens,
+        "kv_cache_tokens": sampling.kv_cache_tokens or DEFAULT_CACHE_TOKENS,
         "max_rows": sampling.max_rows,
         "world": sampler_world,
     }
