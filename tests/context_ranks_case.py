@@ -74,6 +74,7 @@ CASES = {
     "padded, ppo, windows": Case("window", "ppo", {"layout": "padded", "token_budget": 60}),
     "packed, ppo, eager attention": Case("eager", "ppo", PACKED),
     "packed, ppo, experts": Case("experts", "ppo", PACKED),
+    "packed, values": Case("qwen3", "value", PACKED),
 }
 
 
@@ -119,7 +120,7 @@ def results(service: ServiceClient, starts: Path, case: Case, size: int) -> dict
     made = (
         service.create_lora_training_client(start, seed=5, rank=3)
         if case.lora
-        else service.create_full_training_client(start)
+        else service.create_full_training_client(start, value_head=case.loss == "value")
     )
     made.forward_backward(with_fields("ppo"), "ppo", divisor=3.0).result()
     made.optim_step(update_params(1)).result()
