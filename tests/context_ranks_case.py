@@ -19,6 +19,7 @@ import torch  # noqa: E402
 from distributed_cases import CaseWorker, for_loss, over_sequences, update_params  # noqa: E402
 
 from rl import ServiceClient  # noqa: E402
+from rl.errors import UserError  # noqa: E402
 from rl.runtime import WorkerSettings, worker_group  # noqa: E402
 from rl.types import Datum, ModelInput  # noqa: E402
 
@@ -32,7 +33,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "three": ("qwen2", {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}),
     "window": ("gemma3_text", {"sliding_window": 6}),
     "eager": ("gemma2", {"sliding_window": 6}),
+    "experts": ("qwen3_moe", {}),
+    "gptj": ("gptj", {}),
 }
+REFUSED = "gptj"
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,8 @@ CASES = {
     ),
     "padded, ppo, windows": Case("window", "ppo", {"layout": "padded", "token_budget": 60}),
     "packed, ppo, eager attention": Case("eager", "ppo", PACKED),
+    "packed, ppo, experts": Case("experts", "ppo", PACKED),
+    "packed, values": Case("qwen3", "value", PACKED),
 }
 
 
@@ -114,7 +120,7 @@ def results(service: ServiceClient, starts: Path, case: Case, size: int) -> dict
     made = (
         service.create_lora_training_client(start, seed=5, rank=3)
         if case.lora
-        else service.create_full_training_client(start)
+        else service.create_full_training_client(start, value_head=case.loss == "value")
     )
     made.forward_backward(with_fields("ppo"), "ppo", divisor=3.0).result()
     made.optim_step(update_params(1)).result()
@@ -133,6 +139,15 @@ def results(service: ServiceClient, starts: Path, case: Case, size: int) -> dict
     }
 
 
+def refusal(service: ServiceClient, starts: Path) -> str:
+    """What a model whose attention is not looked up by name is refused with."""
+    try:
+        service.create_full_training_client(str(starts / REFUSED)).get_info()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def main(starts: Path, out: Path, size: int) -> None:
     torch.set_num_threads(1)
     worker_group.TrainingWorker = CaseWorker
@@ -144,6 +159,7 @@ def main(starts: Path, out: Path, size: int) -> None:
         if size < 4 or case.model != "three":  # of three heads
             found[name] = results(service, starts, case, size)
         print(name, flush=True)  # where a launch that hangs was
+    found[REFUSED] = refusal(service, starts)
     torch.save(found, out / "found.pt")
     service.close()
 

@@ -172,6 +172,7 @@ _DOTTED_NAMES: dict[str, tuple[str, str]] = {
         "num_substeps",
         "number of optimizer steps into which a batch is split",
     ),
+    "actor.ulysses_sequence_parallel_size": ("context_parallel_size", ""),
     "actor.ppo_micro_batch_size_per_gpu": ("token_budget", "token positions in a micro-batch"),
     "actor.kl_loss_coef": ("kl_coef", "with kl_placement loss"),
     "actor.clip_ratio_low": ("clip_low", "a ratio: 1 - clip_ratio_low"),

@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rl.distributed import collectives
@@ -230,14 +229,21 @@ def _spread_heads(
     key_heads = key.shape[1]
     query = query.unflatten(1, (key_heads, -1))
     if key_heads >= size:
-        missing = -key_heads % size
-        query = F.pad(query, (0, 0) * 3 + (0, missing))
-        key, value = (F.pad(x, (0, 0) * 2 + (0, missing)) for x in (key, value))
+        query, key, value = (_append_heads(x, 1, -key_heads % size) for x in (query, key, value))
     else:
         copies = size // math.gcd(key_heads, size)
-        query = F.pad(query, (0, 0) * 2 + (0, -query.shape[2] % copies))
+        query = _append_heads(query, 2, -query.shape[2] % copies)
         key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
     return query.flatten(1, 2), key, value
+
+
+def _append_heads(x: Tensor, dim: int, count: int) -> Tensor:
+    """Return `x` with `count` heads of zeros at the end of dimension `dim`."""
+    if count == 0:
+        return x
+    shape = list(x.shape)
+    shape[dim] = count
+    return torch.cat([x, x.new_zeros(shape)], dim)
 
 
 @contextlib.contextmanager

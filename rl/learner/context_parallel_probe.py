@@ -42,7 +42,8 @@ def check_on_all_ranks(
     if float(faults):
         raise UserError(
             f"context_parallel_size {parallel.group.size} is not exact for {name}: "
-            f"{fault or 'another rank reported this fault'}. Set it to 1"
+            f"{fault or 'another rank reported this fault'}. Its attention has to use the "
+            "AttentionInterface of transformers. Set it to 1"
         )
 
 
@@ -58,10 +59,10 @@ def _find_fault(model: Any, parallel: ContextParallel, layouts: Collection[str])
         model.eval()
         for layout in sorted(layouts):
             units = make_units(sequences, layout, 10**6)
-            alone, shared = (
+            plain, shared = (
                 collate(sequences, units, layout, device, group) for group in (None, parallel.group)
             )
-            expected = _run_alone(model, alone)
+            expected = _run_single(model, plain)
             # Every rank of the group finishes all layouts: otherwise the others would wait.
             try:
                 states = _run_shared(model, parallel, shared)
@@ -72,14 +73,11 @@ def _find_fault(model: Any, parallel: ContextParallel, layouts: Collection[str])
             errors = (states - expected).norm(dim=-1) / expected.norm(dim=-1)
             size = float(errors.max() if sharp else errors.median())
             if not size <= tolerance:
-                fault = (
-                    f"layout {layout} gives hidden states that differ by {size:.1g}. Does its "
-                    "attention use transformers' AttentionInterface?"
-                )
+                fault = f"layout {layout} gives hidden states that differ by {size:.1g}"
     return fault
 
 
-def _run_alone(model: Any, batch: PackedBatch) -> Tensor:
+def _run_single(model: Any, batch: PackedBatch) -> Tensor:
     """Return the hidden states [T, D] of a batch."""
     inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
     states = _read_states(model, batch, inputs, searches=batch.is_packed)

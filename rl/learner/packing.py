@@ -269,22 +269,12 @@ def collate(
 
     shard = None
     if group is not None:
-        width, size = input_ids.shape[1], group.size
-        token_index = np.arange(input_ids.size) if token_index is None else token_index
-        input_ids = pad_columns(input_ids, size, 0)
-        token_index = token_index // width * input_ids.shape[1] + token_index % width
-        position_ids = None if position_ids is None else pad_columns(position_ids, size, 0)
-        segments = None if segments is None else pad_columns(segments, size, -1)
+        arrays = _pad_for_ranks((input_ids, position_ids, segments, token_index), group.size)
+        input_ids, position_ids, segments, token_index = arrays
         packed = lengths if layout == "packed" else None
         shard = make_shard(input_ids, position_ids, token_index, packed, group, put)
 
-    experts = None
-    if selected[0].experts is not None:
-        experts = np.full((input_ids.size, selected[0].experts.shape[1]), -1, np.int64)
-        recorded = np.concatenate(
-            [datum.experts for datum in selected if datum.experts is not None]
-        )
-        experts[np.arange(len(recorded)) if token_index is None else token_index] = recorded
+    experts = _lay_out_experts(selected, input_ids.size, token_index)
     return PackedBatch(
         copy_to_device(input_ids, device),
         put(position_ids),
@@ -310,6 +300,34 @@ def copy_to_device(array: np.ndarray, device: torch.device | str) -> Tensor:
 
 
 _Layout = tuple[np.ndarray, np.ndarray | None, np.ndarray | None, np.ndarray | None]
+
+
+def _lay_out_experts(
+    datums: Sequence[Datum], positions: int, token_index: np.ndarray | None
+) -> np.ndarray | None:
+    """Return the recorded experts of each of `positions` positions; None without a record."""
+    if datums[0].experts is None:
+        return None
+    experts = np.full((positions, datums[0].experts.shape[1]), -1, np.int64)
+    recorded = np.concatenate([datum.experts for datum in datums if datum.experts is not None])
+    experts[np.arange(len(recorded)) if token_index is None else token_index] = recorded
+    return experts
+
+
+def _pad_for_ranks(layout: _Layout, size: int) -> tuple[np.ndarray, Any, Any, np.ndarray]:
+    """Return a layout with columns added so that `size` divides their number; its index of tokens
+    is never None.
+    """
+    input_ids, position_ids, segments, token_index = layout
+    width = input_ids.shape[1]
+    if token_index is None:
+        token_index = np.arange(input_ids.size)
+    return (
+        padded := pad_columns(input_ids, size, 0),
+        None if position_ids is None else pad_columns(position_ids, size, 0),
+        None if segments is None else pad_columns(segments, size, -1),
+        token_index // width * padded.shape[1] + token_index % width,
+    )
 
 
 def _packed(

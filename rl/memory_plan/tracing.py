@@ -52,6 +52,7 @@ from rl.models import (
     is_vision_parameter,
     load_skeleton,
     make_attention_mask,
+    skip_packing_search,
     unwrap_model,
 )
 from rl.sampler import (
@@ -212,7 +213,9 @@ class ModelSkeleton:
                     inputs["attention_mask"] = make_attention_mask(model, sees)
                 at = torch.zeros(batch.tokens, dtype=torch.int64)
                 autocast = torch.autocast("cpu", torch.bfloat16, enabled=config.autocast)
-                with _split_attention(modules, batch, ids), storages, autocast:
+                # A search in tensors without values would count as found, and build a mask.
+                search = skip_packing_search()
+                with search, _split_attention(modules, batch, ids), storages, autocast:
                     logp, *_ = head(model, HeadRequest(at, at, 0.8, False), **inputs)
                     storages.end_forward()
                     logp.sum().backward()
@@ -245,16 +248,17 @@ class _AbsentRanks:
         return torch.empty_like(x)
 
 
-def _split_attention(
-    model: Any, batch: MicroBatch, ids: Tensor
-) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which the ranks of the batch share attention."""
+@contextlib.contextmanager
+def _split_attention(model: Any, batch: MicroBatch, ids: Tensor) -> Iterator[None]:
+    """Let the ranks of the batch share attention."""
     if batch.ranks == 1:
-        return contextlib.nullcontext()
+        yield
+        return
     group: Any = _AbsentRanks(batch.ranks)
     positions = ids.repeat(1, batch.ranks)
     shard = SequenceShard(ids, ids, positions, None, ids, ids, ids)
-    return ContextParallel(group, ids.device).split_attention(model, shard)
+    with ContextParallel(group, ids.device).split_attention(model, shard):
+        yield
 
 
 @cache

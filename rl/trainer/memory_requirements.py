@@ -153,25 +153,21 @@ def _compute_needs(
     """
     samplers, launch = _split_launch(settings, launch)
     shape = load_shape(model.base_model, model.tokenizer, model.make_lora())
-    optim = settings.optim
     team = _tensor_parallel_size(
         settings.sampling.sampler_tp, 0 if samplers is None else samplers.world, shape, launch
     )
-    if (parts := optim.context_parallel_size) > 1:
-        check_context_parallel_size(parts, launch.world)
-        check_context_parallel_model(model.base_model, model.tokenizer, model.make_lora(), parts)
+    _check_context_parallel(settings, model, launch)
     sampler_world = (samplers or launch).world // team
     in_pages = _uses_paged_cache(settings.sampling, model, shape, launch, team)
     work = _compute_step_work(
         stage.method, settings, shape, prompt, launch.world, sampler_world, in_pages
     )
     batch = work.batch
-    unread = supports_lazy_loading(model.base_model)
     launch = replace(
         launch,
         base_dtype=_base_dtype(model, launch),
-        optimizer=optim.optimizer,
-        loads_in_shards=unread,
+        optimizer=settings.optim.optimizer,
+        loads_in_shards=supports_lazy_loading(model.base_model),
         sampler_tp=team,
     )
     others, critics = _list_other_shapes(stage.method, settings, model, shape, fresh_adapter)
@@ -183,8 +179,12 @@ def _compute_needs(
     )
     offloaded = []
     if launch.cuda and model.offload_activations:
-        size = offloaded_activation_bytes(shape, batch) * launch.per_node
-        offloaded = [("inputs of layers, offloaded, at most", size)]
+        offloaded = [
+            (
+                "inputs of layers, offloaded, at most",
+                offloaded_activation_bytes(shape, batch) * launch.per_node,
+            )
+        ]
     if samplers is None:
         planned = work
         if settings.sampling.sampler == "vllm":  # servers sample
@@ -335,6 +335,13 @@ def _split_launch(settings: Any, launch: LaunchShape) -> tuple[LaunchShape | Non
     return sampler_launch, replace(
         launch, world=launch.world - ranks, per_node=min(launch.world - ranks, launch.per_node)
     )
+
+
+def _check_context_parallel(settings: Any, model: ModelSettings, launch: LaunchShape) -> None:
+    """Raise UserError if the ranks that learn cannot share the sequences of this model."""
+    if (size := settings.optim.context_parallel_size) > 1:
+        check_context_parallel_size(size, launch.world)
+        check_context_parallel_model(model.base_model, model.tokenizer, model.make_lora(), size)
 
 
 class UnsupportedTensorParallel(UserError):

@@ -2,10 +2,14 @@
 of one process.
 """
 
+import json
+import shutil
+import sys
+
 import numpy as np
 import pytest
-from context_ranks_case import CASES, MODELS
-from test_distributed import case_on_ranks
+from context_ranks_case import CASES, MODELS, REFUSED
+from test_distributed import REPO, case_on_ranks, run, sharded
 from tiny_models import tiny_model
 
 pytestmark = pytest.mark.slow
@@ -50,6 +54,7 @@ def test_a_group_computes_what_one_process_computes(
 ):
     found = case_on_ranks(SCRIPT, starts, tmp_path, config, 500, processes, [str(size)])
     assert len(found) >= len(CASES) - 1
+    assert "is not exact for" in found.pop(REFUSED)
     for name, got in found.items():
         expected = alone[name]
         (gradients, norm), (shared, shared_norm) = expected["gradient"], got["gradient"]
@@ -60,3 +65,43 @@ def test_a_group_computes_what_one_process_computes(
         assert got["loss"] == pytest.approx(expected["loss"], rel=BOUND), name
         for ours, theirs in zip(got["logprobs"], expected["logprobs"], strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=BOUND, atol=BOUND, err_msg=name)
+
+
+# ---------------------------------------------------------------------------------------- whole runs
+
+REWARD = "def score(prompt, response, meta):\n    return float(sum(map(ord, response)) % 5)\n"
+NEW_RUN = (
+    "grpo --base-model tiny:addition --dataset addition --reward own.py:score --batch-size 4 "
+    "--group-size 4 --max-tokens 6 --eval-every 0 --save-every 3 --token-budget 60 "
+    "--learning-rate 1e-3 --no-eval-greedy"
+)
+
+
+def train(folder, words):
+    """What `train.py WORDS` does on two processes under ZeRO-3."""
+    launch = ["-m", "accelerate.commands.launch", "--num_processes", "2"]
+    launch += ["--main_process_port", "0", "--config_file", f"{REPO}/accelerate_configs/zero3.yaml"]
+    launch += ["--deepspeed_config_file", str(sharded("zero3", folder.parent))]
+    command = [sys.executable, *launch, f"{REPO}/train.py", *words.split(), "--quiet"]
+    run([*command, "--output-dir", str(folder)], folder.parent, 200)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same_metrics(ours, theirs):
+    """All but times, within the rounding of fp32 (differences of logprobs are nothing else)."""
+    assert len(ours) == len(theirs) == 6
+    for one, other in zip(ours, theirs, strict=True):
+        for name, value in other.items():
+            if not name.startswith(("time/", "progress/")) and isinstance(value, (int, float)):
+                assert one[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
+def test_a_run_has_the_metrics_of_one_without_and_resumes_with_and_without(tmp_path):
+    (tmp_path / "own.py").write_text(REWARD)
+    expected = train(tmp_path / "plain", f"{NEW_RUN} --steps 6")
+    assert len({row["optim/grad_norm"] for row in expected}) == 6  # it learns at each step
+    train(tmp_path / "shared", f"{NEW_RUN} --steps 3 --context-parallel-size 2")
+    shutil.copytree(tmp_path / "shared", tmp_path / "without")
+    assert_same_metrics(train(tmp_path / "shared", "--resume --steps 6"), expected)
+    without = train(tmp_path / "without", "--resume --steps 6 --context-parallel-size 1")
+    assert_same_metrics(without, expected)

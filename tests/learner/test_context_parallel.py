@@ -1,0 +1,134 @@
+"""What a group of ranks that share a micro-batch holds, and what it refuses. Gradients of groups:
+tests/distributed/test_context_ranks.py.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from helpers import random_datums
+from tiny_models import tiny_model
+from transformers import Qwen2Config
+from whole_runs import RECIPE
+
+from rl.algorithms import METHODS
+from rl.config.cli import parse_run
+from rl.config.sections import RunSettings
+from rl.distributed import ZeroSharding
+from rl.distributed.context_parallel_launch import check_context_parallel
+from rl.errors import UserError
+from rl.layers import describe_layers
+from rl.learner import LearnerSettings
+from rl.learner.context_parallel import _spread_heads, check_divisible
+from rl.learner.packing import collate, make_units
+from rl.memory_plan import LaunchShape
+from rl.trainer.memory_requirements import compute_stage_needs
+from rl.trainer.memory_savings import find_savings
+
+
+@dataclass
+class Ranks:
+    rank: int
+    size: int
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_columns_of_all_ranks_are_the_micro_batch(layout, size):
+    datums = random_datums(5)
+    units = make_units(datums, layout, 1000)
+    whole = collate(datums, units, layout)
+    tokens = torch.cat([torch.tensor(d.model_input.flat()) for d in datums])
+    shards = [collate(datums, units, layout, group=Ranks(r, size)).shard for r in range(size)]
+    columns = torch.cat([s.input_ids for s in shards], 1)
+    assert columns.shape[1] % size == 0 and columns.shape[1] - whole.input_ids.shape[1] < size
+    assert torch.equal(columns[:, : whole.input_ids.shape[1]], whole.input_ids)
+    assert torch.equal(torch.cat([s.position_ids for s in shards], 1), shards[0].all_positions)
+    held = torch.cat([s.input_ids.flatten()[s.token_index] for s in shards])
+    assert torch.equal(held[shards[0].order], tokens)
+    of_targets = torch.cat([tokens[s.tokens] for s in shards])
+    assert torch.equal(of_targets[shards[0].order], tokens)
+    assert len({len(s.tokens) for s in shards}) == 1  # as one message holds them
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(14, 2), (28, 4), (3, 3), (6, 3), (8, 1), (5, 5)])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_each_rank_has_every_key_head_of_its_query_heads(heads, key_heads, size):
+    """A query head is its key head's number, so that attention over one position shows the pair."""
+    per_key = heads // key_heads
+    query = (torch.arange(heads) // per_key + 1.0).reshape(1, heads, 1, 1)
+    key = torch.arange(1.0, key_heads + 1).reshape(1, key_heads, 1, 1)
+    query, key, value = _spread_heads(query, key, key, size)
+    assert query.shape[1] % size == key.shape[1] % size == 0 and torch.equal(key, value)
+    pairs = []
+    for q, k in zip(query.flatten().chunk(size), key.flatten().chunk(size), strict=True):
+        pairs += zip(q.tolist(), k.repeat_interleave(len(q) // len(k)).tolist(), strict=True)
+    real = [pair for pair in pairs if pair[0]]
+    assert len(real) == heads and all(q == k for q, k in real)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("qwen3_next", "carry a state"),
+        ("mamba2", "carry a state"),
+        ("bloom", "takes no position_ids"),
+        ("qwen3", "has 4 attention heads, fewer than the ranks"),
+    ],
+)
+def test_models_that_cannot_be_divided_are_refused(name, why):
+    model = tiny_model(name)
+    with pytest.raises(UserError, match=f"context_parallel_size 8 .*{why}.*: set it to 1"):
+        check_divisible(model, describe_layers(model), 8, name)
+
+
+def test_settings_and_launches_that_do_not_fit_are_refused():
+    with pytest.raises(UserError, match="turn router_replay off"):
+        LearnerSettings(context_parallel_size=2, router_replay=True)
+    with pytest.raises(UserError, match="router_aux_loss_coef to 0"):
+        LearnerSettings(context_parallel_size=2, router_aux_loss_coef=0.1)
+    with pytest.raises(UserError, match="2 processes, but 1 learns: use 1, or start a multiple"):
+        check_context_parallel(2)
+
+
+def plan(folder, words, world=8):
+    run = parse_run(
+        [
+            *f"grpo --base-model {folder} --dataset addition --layout padded".split(),
+            *"--gradient-checkpointing --max-tokens 65536 --token-budget 66048".split(),
+            *f"--batch-size 16 --output-dir /nowhere {words}".split(),
+        ],
+        METHODS,
+        RECIPE,
+        options=RunSettings,
+    )
+    launch = LaunchShape(
+        cuda=True, bf16=True, world=world, per_node=8, memory=80e9, sharding=ZeroSharding(stage=3)
+    )
+    return run, launch
+
+
+def test_a_plan_divides_activations_and_names_the_setting(tmp_path):
+    Qwen2Config(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=24,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        head_dim=128,
+        max_position_embeddings=70000,
+        architectures=["Qwen2ForCausalLM"],
+    ).save_pretrained(tmp_path)
+
+    def activations(words):
+        (needs,) = compute_stage_needs(*plan(tmp_path, words), 512)
+        return next(i.train for i in needs.plan.items if i.name == "activations")
+
+    whole, eighth = activations(""), activations("--context-parallel-size 8")
+    assert whole / 8 < eighth < 1.1 * whole / 8
+    run, launch = plan(tmp_path, "")
+    changes = [c for c in find_savings(run, launch, 512) if c.kind == "context_parallel_size"]
+    assert {c.command for c in changes} == {f"--context-parallel-size {n}" for n in (2, 4, 8)}
+    with pytest.raises(UserError, match="context_parallel_size 8 .*but 4 learn: use 1, 2, 4"):
+        compute_stage_needs(*plan(tmp_path, "--context-parallel-size 8", world=4), 512)
