@@ -24,7 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rl.sampler.paged_engine import PagedEngine
+from rl.sampler import PagedEngine
 from rl.sampler.running_rows import make_param_columns
 from rl.sampler.token_sampling import RowSamplingSettings, make_row_settings
 from rl.types import SamplingParams

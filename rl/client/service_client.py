@@ -109,6 +109,10 @@ class ServiceClient(AsyncServiceMethods):
     def user_metadata(self, words: Mapping[str, str]) -> None:
         self._context.user_metadata = words
 
+    def set_cache_size(self, tokens: int) -> None:
+        """Set the size of each device's KV cache, in tokens, for samples requested from now on."""
+        self._driver.submit("set_cache_size", tokens).result()
+
     # ------------------------------------------------------------------------------------- training
 
     def create_lora_training_client(

@@ -20,6 +20,7 @@ from rl.config.number_range import (
     MANY,
     POSITIVE,
     RATE,
+    SIZE,
     WEIGHT,
     BelowOne,
     Count,
@@ -200,8 +201,8 @@ class SamplingSettings:
     """Texts that end an answer, besides the model's end-of-turn tokens; the reward sees the text before them."""
     eval_greedy: bool = True
     """Also decode the held-out problems greedily before the first and after the last step: a gain in samples without a gain in greedy answers is sharpening, not new knowledge."""
-    kv_cache_tokens: Size = 262_144
-    """Size of the KV cache of each device, in tokens; sequences that do not fit wait."""
+    kv_cache_tokens: Annotated[int | None, SIZE] = None
+    """Size of the KV cache of each device, in tokens; sequences that do not fit wait. Default: 262,144; on a GPU more or less, as its memory allows (docs/memory.md)."""
     max_rows: Annotated[int, Range(1, 10**6)] = 1024
     """Maximum number of sequences decoded at once on each device."""
     sampler: Literal["auto", "fast", "hf", "vllm"] = "auto"
@@ -265,7 +266,7 @@ class SamplingSettings:
                 raise ValueError(
                     f"sampler_url {url} is no address: expected such as http://localhost:8000"
                 )
-        if self.max_tokens > self.kv_cache_tokens:
+        if self.kv_cache_tokens is not None and self.max_tokens > self.kv_cache_tokens:
             raise ValueError(
                 f"an answer of max_tokens {self.max_tokens} does not fit into kv_cache_tokens {self.kv_cache_tokens}: lower max_tokens or raise kv_cache_tokens"
             )

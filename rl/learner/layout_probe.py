@@ -188,14 +188,12 @@ class _LayoutProbe:
         if self.layers.unknown_kinds:
             return (
                 f"its layers of the kind {self.layers.unknown_kinds} may attend farther than this "
-                "probe "
-                "can check"
+                "probe can check"
             )
         if self.tolerances is not FP32_TOLERANCES and self.layers.receptive_fields:
             return (
-                f"its layers ({', '.join(self.layers.receptive_fields)}) do not see all "
-                "positions, and in "
-                "this precision a fault may not show"
+                f"its layers ({', '.join(self.layers.receptive_fields)}) do not see all positions, "
+                "and in this precision a fault may not show"
             )
         try:
             plain = self._forward(self._batch(sequences, "padded", [sequences.probed]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rl.learner import LearnerSettings
-from rl.sampler import check_features
+from rl.sampler import DEFAULT_CACHE_TOKENS, check_features
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class SamplerSettings:
     command: that starts it; memory: its share of the device's memory.
     """
 
-    kv_cache_tokens: int = 262_144
+    kv_cache_tokens: int = DEFAULT_CACHE_TOKENS
     max_rows: int = 1024
     kind: str = "auto"
     router_replay: bool = False

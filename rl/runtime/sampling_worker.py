@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +278,12 @@ class SamplingWorker:
             "version": version,
             "mixes": self._find_mix_group(decoder),
         }
+
+    @verb(SAMPLER)
+    def set_cache_size(self, tokens: int) -> None:
+        """Set the size of the KV cache, in tokens, of engines that are made from now on."""
+        sampler = replace(self.settings.sampler, kv_cache_tokens=tokens)
+        self.settings = replace(self.settings, sampler=sampler)
 
     @verb(SAMPLER, version_arg=0, frees=True)
     def free_version(self, version_id: int) -> None:

@@ -52,8 +52,7 @@ def check_share(
     if has_others and tenant_used + amount > share:
         text = (
             f"{tenant_used} of the {resource} are yours, and your share is {share} while other "
-            "tenants "
-            "exist: try again later"
+            "tenants exist: try again later"
         )
         raise HttpError(429, text, retry_after=retry_after)
 

@@ -49,6 +49,7 @@ from rl.models import (
     resolve_adapter_chain,
     supports_lazy_loading,
 )
+from rl.sampler import DEFAULT_CACHE_TOKENS
 from rl.trainer.initial_weights import continues_adapter, find_base_model, find_previous_stage
 from rl.trainer.memory_table import DeviceMemory, StageNeeds
 from rl.trainer.saved_weights import is_run_folder
@@ -250,7 +251,7 @@ def _compute_step_work(
     limits = {
         "prompt": prompt,
         "answer": sampling.max_tokens,
-        "kv_cache_tokens": sampling.kv_cache_tokens,
+        "kv_cache_tokens": sampling.kv_cache_tokens or DEFAULT_CACHE_TOKENS,
         "max_rows": sampling.max_rows,
         "world": sampler_world,
     }

@@ -9,6 +9,7 @@ from typing import Any
 from rl.config import RunConfig
 from rl.distributed import ZeroSharding
 from rl.memory_plan import LaunchShape
+from rl.sampler import DEFAULT_CACHE_TOKENS
 from rl.trainer.memory_requirements import MeasureMicroBatch, compute_stage_needs, measure_nothing
 
 # settings, and kinds of change, of which only the smallest sufficient change is listed
@@ -134,7 +135,7 @@ def _halved_cache_sizes(run: RunConfig) -> list[int]:
     """Return halvings of the KV cache, down to the size of the longest prompt and answer of any
     stage.
     """
-    now = run.stages[-1].settings.sampling.kv_cache_tokens
+    now = run.stages[-1].settings.sampling.kv_cache_tokens or DEFAULT_CACHE_TOKENS
     least = (
         max(stage.settings.sampling.max_tokens for stage in run.stages)
         + run.options.plan_prompt_tokens

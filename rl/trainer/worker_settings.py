@@ -9,7 +9,7 @@ from rl.config import AsyncRolloutSettings, StageConfig
 from rl.errors import UserError
 from rl.learner import LearnerSettings, kept_bytes_from_gib
 from rl.runtime import SamplerSettings, WorkerSettings
-from rl.sampler import check_features
+from rl.sampler import DEFAULT_CACHE_TOKENS, check_features
 
 
 def collect_worker_settings(stages: Sequence[StageConfig]) -> WorkerSettings:
@@ -28,7 +28,7 @@ def collect_worker_settings(stages: Sequence[StageConfig]) -> WorkerSettings:
             router_replay=model.router_replay,
             router_aux_loss_coef=model.router_aux_loss_coef,
         )
-        limits = (sampling.kv_cache_tokens, sampling.max_rows)
+        limits = (sampling.kv_cache_tokens or DEFAULT_CACHE_TOKENS, sampling.max_rows)
         sampler = SamplerSettings(
             *limits,
             sampling.sampler,

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 
 from rl.distributed import ZeroSharding, get_launch_sharding, make_accelerator
 from rl.errors import UserError
-from rl.models.model_loading import load_model
+from rl.models import load_model
 from rl.types import Datum, LoraConfig
 
 pytestmark = pytest.mark.slow

@@ -21,12 +21,11 @@ from whole_runs import RECIPE, train
 from rl import ServiceClient
 from rl.algorithms import METHODS
 from rl.client import SampleStream
-from rl.config import RunSettings
-from rl.config.cli import parse_run
+from rl.config import RunSettings, parse_run
 from rl.errors import UserError
 from rl.memory_plan import LaunchShape
 from rl.renderers import get_renderer
-from rl.runtime.rank_settings import SamplerSettings, WorkerSettings
+from rl.runtime import SamplerSettings, WorkerSettings
 from rl.sampler import SamplingRequest
 from rl.trainer.memory_requirements import compute_stage_needs, measure_nothing
 from rl.trainer.self_test import self_test

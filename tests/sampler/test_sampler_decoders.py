@@ -14,6 +14,7 @@ from sampler_models import VOCAB, add_lora, one_thread, random_prompts, tiny_mod
 
 from rl.models import add_value_head, load_model
 from rl.sampler import (
+    Decoder,
     contiguous_state,
     cpu_kernels,
     make_decoder,
@@ -21,7 +22,7 @@ from rl.sampler import (
     score_sequences,
 )
 from rl.sampler.decode_state import compact_slots
-from rl.sampler.decoder import Decoder, batch_prompts
+from rl.sampler.decoder import batch_prompts
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.decoder_hf import HFDecoder
 
