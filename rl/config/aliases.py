@@ -135,6 +135,10 @@ _FOREIGN_NAMES: dict[str, tuple[str, str]] = {
     "vllm_gpu_memory_utilization": ("sampler_memory", "with sampler vllm"),
     "tensor_parallel_size": ("sampler_tp", "for the sampler; the launch shards the learner"),
     "vllm_tensor_parallel_size": ("sampler_tp", ""),
+    "cp_size": ("context_parallel_size", ""),
+    "sp_size": ("context_parallel_size", ""),
+    "sequence_parallel_size": ("context_parallel_size", ""),
+    "ulysses_sequence_parallel_size": ("context_parallel_size", ""),
     "enforce_eager": ("sampler_cache", "plain uses no CUDA graphs"),
     "num_train_epochs": (
         "steps",

@@ -377,6 +377,8 @@ class OptimSettings:
     """Number of token positions in a micro-batch, which sets the activation memory. The gradient does not depend on it."""
     layout: Literal["auto", "padded", "packed", "shared"] = "auto"
     """Layout of a micro-batch. padded: rows of similar length. packed: sequences end to end in a single row. shared: the prompt of a group is computed once. auto: packed if flash attention runs the model, else padded or shared, whichever needs less work; only layouts that are exact for the model. The gradient does not depend on it."""
+    context_parallel_size: Annotated[int, Range(1, 1024, why="1 divides no sequence")] = 1
+    """Number of processes that share each micro-batch of the learner, for long sequences: each holds this part of its token positions and activations, and attention exchanges them for heads (DeepSpeed-Ulysses, arXiv 2309.14509). It divides the number of processes that learn; consecutive ranks form a group. The gradient does not depend on it. Only for models with attention in every layer."""
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -18,7 +18,13 @@ from rl.memory_plan.step_shapes import (
     largest_micro_batch,
 )
 from rl.memory_plan.tensor_parallel_check import check_tensor_parallel
-from rl.memory_plan.tracing import ComputeConfig, ModelSkeleton, load_shape, trace_micro_batch
+from rl.memory_plan.tracing import (
+    ComputeConfig,
+    ModelSkeleton,
+    check_context_parallel_model,
+    load_shape,
+    trace_micro_batch,
+)
 
 __all__ = [
     "ComputeConfig",
@@ -32,6 +38,7 @@ __all__ = [
     "USABLE_FRACTION",
     "ModelSkeleton",
     "StepWork",
+    "check_context_parallel_model",
     "check_tensor_parallel",
     "saved_logits_bytes",
     "largest_micro_batch",

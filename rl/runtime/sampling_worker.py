@@ -77,9 +77,7 @@ class SamplingWorker:
         self.objects = objects or collectives.ObjectGroup(settings.timeout_seconds)
         self.settings = settings
         self.base_models = BaseModelCache(settings.share_bases, self.accelerator)
-        self.tp_group = collectives.get_tensor_parallel_group(
-            settings.sampler.tp, settings.timeout_seconds
-        )
+        self.tp_group = collectives.get_rank_group(settings.sampler.tp, settings.timeout_seconds)
         # the first rank of a tensor-parallel group reports its samples
         self.reports_results = self.tp_group is None or self.tp_group.rank == 0
         self.sampler_dtype = torch.bfloat16 if bf16 else torch.float32

@@ -37,6 +37,7 @@ CHANGEABLE_OPTIONS = ("resume", "auto_resume", "overwrite", "output_dir", "quiet
 CHANGEABLE_SETTINGS = (
     "token_budget",
     "layout",
+    "context_parallel_size",
     "gradient_checkpointing",
     "offload_activations",
     "fused_logprobs",
@@ -66,6 +67,7 @@ CHANGEABLE_SETTINGS = (
 ROUNDING_SETTINGS = (
     "token_budget",
     "layout",
+    "context_parallel_size",
     "gradient_checkpointing",
     "fused_logprobs",
     "kept_logits_gib",

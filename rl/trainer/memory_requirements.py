@@ -15,6 +15,7 @@ from rl.config import ModelSettings, RunConfig, StageConfig
 from rl.distributed import (
     Sharding,
     ZeroSharding,
+    check_context_parallel_size,
     check_tensor_parallel_size,
     check_tensor_parallel_without_roles,
     get_launch_sharding,
@@ -31,6 +32,7 @@ from rl.memory_plan import (
     MicroBatchMemory,
     ModelShape,
     StepWork,
+    check_context_parallel_model,
     check_tensor_parallel,
     compute_concurrent_rows,
     constant_item,
@@ -155,6 +157,9 @@ def _compute_needs(
     team = _tensor_parallel_size(
         settings.sampling.sampler_tp, 0 if samplers is None else samplers.world, shape, launch
     )
+    if (parts := optim.context_parallel_size) > 1:
+        check_context_parallel_size(parts, launch.world)
+        check_context_parallel_model(model.base_model, model.tokenizer, model.make_lora(), parts)
     sampler_world = (samplers or launch).world // team
     in_pages = _uses_paged_cache(settings.sampling, model, shape, launch, team)
     work = _compute_step_work(
@@ -245,9 +250,9 @@ def _compute_step_work(
         answer=sampling.max_tokens,
         budget=optim.token_budget,
         layout="padded" if shape.windowed and optim.layout == "auto" else optim.layout,
-        world=world,
+        world=world // optim.context_parallel_size,
         hidden=shape.hidden,
-    )
+    ).divide(optim.context_parallel_size)
     limits = {
         "prompt": prompt,
         "answer": sampling.max_tokens,

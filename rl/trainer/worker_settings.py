@@ -27,6 +27,7 @@ def collect_worker_settings(stages: Sequence[StageConfig]) -> WorkerSettings:
             optimizer=optim.optimizer,
             router_replay=model.router_replay,
             router_aux_loss_coef=model.router_aux_loss_coef,
+            context_parallel_size=optim.context_parallel_size,
         )
         limits = (sampling.kv_cache_tokens or DEFAULT_CACHE_TOKENS, sampling.max_rows)
         sampler = SamplerSettings(
@@ -57,11 +58,11 @@ def collect_worker_settings(stages: Sequence[StageConfig]) -> WorkerSettings:
         )
     if any(settings != per_stage[0] for settings in per_stage):
         raise UserError(
-            "precision, token_budget, layout, fused_logprobs, kept_logits_gib, "
-            "gradient_checkpointing, offload_activations, optimizer, router_replay, "
-            "router_aux_loss_coef, kv_cache_tokens, max_rows, sampler, sampler_url, "
-            "sampler_folder, sampler_timeout, sampler_command, sampler_memory, sampler_cache and "
-            "sampler_tp apply to the whole run: set them at the recipe's top level or on the "
-            "command line"
+            "precision, token_budget, layout, context_parallel_size, fused_logprobs, "
+            "kept_logits_gib, gradient_checkpointing, offload_activations, optimizer, "
+            "router_replay, router_aux_loss_coef, kv_cache_tokens, max_rows, sampler, "
+            "sampler_url, sampler_folder, sampler_timeout, sampler_command, sampler_memory, "
+            "sampler_cache and sampler_tp apply to the whole run: set them at the recipe's top "
+            "level or on the command line"
         )
     return replace(per_stage[0], sampler_ranks=max(ranks, default=0))

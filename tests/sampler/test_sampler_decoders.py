@@ -68,6 +68,13 @@ FAMILY = {
     "granite": ("granite", {"tie_word_embeddings": True}),
     "gemma": ("gemma", {"head_dim": 16}),
     "seed_oss": ("seed_oss", {"head_dim": 16, "attention_out_bias": True}),
+    "hyperclovax": ("hyperclovax", {}),
+    "hyperclovax without norms of outputs": ("hyperclovax", {"use_post_norm": False}),
+    "olmo2": ("olmo2", {}),
+    "olmo2, one key head, biases": ("olmo2", {"num_key_value_heads": 1, "attention_bias": True}),
+    "phi3": ("phi3", {}),
+    "smollm3": ("smollm3", {}),
+    "smollm3, no rotation at all": ("smollm3", {"no_rope_layers": [0, 0]}),
 }
 
 
