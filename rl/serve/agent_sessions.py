@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from rl.renderers import Renderer, format_with_calls
 from rl.rollout import Trajectory, Transition
 from rl.serve.http_errors import HttpError
+from rl.serve.tenant_limit import choose_evictions
 from rl.types import Message, ModelInput, SampledSequence, SampleResponse, SamplingParams
 
 _GREEDY_TOKEN_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, stop=None)
@@ -342,10 +343,10 @@ class AgentSessions:
         check_session_name(name)
         session = self._by_name.setdefault((owner, name), AgentSession(owner))
         self._by_name.move_to_end((owner, name))
-        while len(self._by_name) > self.max_sessions:
-            counts = Counter(owner_of_key for owner_of_key, _ in self._by_name)
-            most = max(counts.values())
-            del self._by_name[next(key for key in self._by_name if counts[key[0]] == most)]
+        if len(self._by_name) > self.max_sessions:
+            owners = {key: key[0] for key in self._by_name}
+            for key in choose_evictions(owners, len(owners) - self.max_sessions):
+                del self._by_name[key]
         if len(session.turns) >= self.max_turns:
             raise HttpError(
                 400,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import html
 import inspect
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi.openapi.utils import get_openapi
@@ -19,13 +21,14 @@ from rl.serve.schemas import JsonBody, read_body, read_fields
 
 _TITLE = "Whetstone: Tinker's protocol and an OpenAI-style endpoint"
 _SCHEMA_PREFIX = "#/components/schemas/"
-RouteHandler = Callable[..., Coroutine[Any, Any, Any]]
+RouteHandler = Callable[..., Any]
 
 
 class TypedRoute(Route):
     """Route requests to a handler: its result becomes a JSON response, any error an error response.
 
-    A handler with a second parameter receives the body, as `body_type`.
+    A handler with a second parameter receives the body, as `body_type`. A handler that is not a
+    coroutine function runs in a thread, because it reads or writes files.
 
     FastAPI describes the route, and does not run it: the handler limits the body's size before it
     parses the body, and checks some fields only when the request runs. FastAPI's own handling would
@@ -48,13 +51,16 @@ class TypedRoute(Route):
         response_types    types of the JSON response and of an event of a stream
         """
         takes_body = len(inspect.signature(handler).parameters) > 1
+        run = handler
+        if not inspect.iscoroutinefunction(handler):
+            run = functools.partial(asyncio.to_thread, handler)
 
         async def endpoint(request: Request) -> Response:
             try:
                 arguments: list[Any] = []
                 if takes_body and isinstance(body_type, type):
                     arguments = [read_body(body_type, await read_fields(request))]
-                result = await handler(request, *arguments)
+                result = await run(request, *arguments)
                 return result if isinstance(result, Response) else SafeJSONResponse(result)
             except Exception as error:  # boundary: every failure is a response, not a traceback
                 return make_error_response(report_error(error), is_openai)

@@ -116,7 +116,6 @@ class PendingRequest:
     digest: bytes = b""
     # of the work; the result is dropped after it has been encoded
     work_future: Future = field(default_factory=Future)
-    session_id: str = ""
     sequence_ids: list[str] | None = None
     tenant: str = ""
     size: int = 0  # bytes that it holds in memory
@@ -221,8 +220,13 @@ class RequestStore:
             return refusal
         return None
 
-    def add(self, request: PendingRequest) -> PendingRequest:
-        """Store a request, and encode its result as soon as its work is done."""
+    def add(self, request: PendingRequest, result: Any = None) -> PendingRequest:
+        """Store a request, and encode its result as soon as its work is done.
+
+        `result`: the result of a request whose work has been done before.
+        """
+        if result is not None:
+            request.work_future.set_result(result)
         self._requests[request.request_id] = request
         with self._lock:
             self._tenant_bytes[request.tenant] += request.size
@@ -304,14 +308,3 @@ class RequestStore:
 def compute_digest(*parts: bytes) -> bytes:
     """Return the 16-byte BLAKE2b digest of the parts, joined by zero bytes."""
     return hashlib.blake2b(b"\0".join(parts), digest_size=16).digest()
-
-
-def resolve_request(
-    request: PendingRequest, result: Any = None, error: BaseException | None = None
-) -> PendingRequest:
-    """Resolve a request whose result or error is already known, and return the request."""
-    if error is None:
-        request.work_future.set_result(result)
-    else:
-        request.work_future.set_exception(error)
-    return request

@@ -27,10 +27,10 @@ from rl.serve.app import JsonLineFormatter, make_app
 from rl.serve.chat_page_route import make_chat_page_route
 from rl.serve.http_socket import allow_port_reuse, bind_sockets, check_certificate
 from rl.serve.openai_routes import make_openai_routes as openai_routes
-from rl.serve.request_store import PendingRequest, RequestStore, resolve_request
+from rl.serve.request_store import PendingRequest, RequestStore
 from rl.serve.request_timeouts import make_timeout_protocol
 from rl.serve.serve_settings import ServedBaseModel, ServeLimits, ServeSettings
-from rl.serve.served_models import ModelManager, ServerParts, end_session
+from rl.serve.served_models import ModelManager, ServerParts
 from rl.serve.serving_engine import ServingEngine
 from rl.serve.session_store import SessionStore
 from rl.serve.tinker_rest import TinkerRestRoutes, UrlSigner
@@ -122,13 +122,9 @@ class ModelServer(ServerParts):
             session_store.load_sessions({base.name: base for base in settings.bases})
             for model in session_store.models.values():
                 if model.last_update is not None:
-                    last_request = PendingRequest(
-                        f"{model.model_id}:{model.last_update['seq']}",
-                        model.owner,
-                        "optim_step",
-                        session_id=model.session,
-                    )
-                    request_store.add(resolve_request(last_request, model.last_update["result"]))
+                    request_id = f"{model.model_id}:{model.last_update['seq']}"
+                    last_request = PendingRequest(request_id, model.owner, "optim_step")
+                    request_store.add(last_request, model.last_update["result"])
         parts, links = (engine, session_store, model_manager, request_store), UrlSigner()
         routes = [
             *TinkerTrainingRoutes(*parts).routes(),
@@ -157,12 +153,9 @@ class ModelServer(ServerParts):
         self.model_manager.skip_lost_numbers()
         self.request_store.remove_expired()
         silent_since = time.monotonic() - self.engine.settings.limits.session_seconds
-        for session in [
-            candidate
-            for candidate in self.session_store.list_live_sessions()
-            if candidate.beat < silent_since
-        ]:
-            end_session(self.engine, self.model_manager, session, "silent")
+        for session in self.session_store.list_live_sessions():
+            if session.last_used < silent_since:
+                self.model_manager.end_session(session, "silent")
 
     def shut_down(self, seconds: float = 90.0) -> None:
         """Shut the server down within `seconds`.

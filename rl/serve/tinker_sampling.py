@@ -15,7 +15,7 @@ from rl.errors import BadRequestError
 from rl.serve import conversion
 from rl.serve.api_routes import TypedRoute
 from rl.serve.http_errors import HttpError
-from rl.serve.request_store import PendingRequest, compute_digest, resolve_request
+from rl.serve.request_store import PendingRequest, compute_digest
 from rl.serve.schemas import (
     AcceptedSampleBody,
     CreateSamplingSessionBody,
@@ -25,7 +25,7 @@ from rl.serve.schemas import (
     read_fields,
 )
 from rl.serve.served_models import ServerParts
-from rl.serve.session_store import SamplerRecord, get_tenant
+from rl.serve.session_store import SamplerRecord
 from rl.types import ModelInput, SamplingParams
 
 # largest body whose fields are parsed on the event loop; larger bodies are parsed in a thread
@@ -112,21 +112,14 @@ class TinkerSamplingRoutes(ServerParts):
         pending = self.request_store.find_duplicate(request_id, digest)
         if pending is None:
             ids = [f"{request_id}:{i}" for i in range(count)]
-            tenant, size = get_tenant(sampler), len(raw)
+            tenant, size = sampler.tenant, len(raw)
             self.request_store.check_capacity(tenant, size)
             pending = PendingRequest(
-                request_id,
-                owner,
-                "sample",
-                digest,
-                session_id=sampler.session,
-                sequence_ids=ids,
-                tenant=tenant,
-                size=size,
+                request_id, owner, "sample", digest, sequence_ids=ids, tenant=tenant, size=size
             )
             parsed = parsed or self._try_parse(fields)
             if isinstance(parsed, Exception):
-                resolve_request(pending, error=parsed)
+                pending.work_future.set_exception(parsed)
             else:
                 prompt, params, options = parsed
                 client = functools.partial(self.model_manager.sampling_client, sampler)
