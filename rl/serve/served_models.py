@@ -57,8 +57,7 @@ class ModelManager:
         self.engine = engine
         self.session_store = session_store
         self._snapshots: OrderedDict[Path, SamplingClient] = OrderedDict()
-        engine.resolvers.append(self.resolve_name)
-        engine.name_listers.append(self.list_names)
+        engine.resolve_name, engine.list_names = self.resolve_name, self.list_names
         engine.queue.has_others = session_store.has_other_tenants = self.has_other_tenants
         for state, loaded in (("in_memory", True), ("written_out", False)):
             count = functools.partial(self._count_models, loaded)

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,42 +46,27 @@ def read_serve_settings(args: argparse.Namespace) -> ServeSettings:
 
     Raises UserError if the keys file cannot be read, or if a setting has a wrong value.
     """
-    keys = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",")]
+    keys = os.environ.get(KEYS_VARIABLE, "").split(",")
     if args.keys_file:
         try:
-            keys += [
-                line.strip()
-                for line in Path(args.keys_file).read_text().splitlines()
-                if not line.startswith("#")
-            ]
+            lines = Path(args.keys_file).read_text().splitlines()
+            keys += [line for line in lines if not line.startswith("#")]
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"--keys-file {args.keys_file} cannot be read: "
                 f"{getattr(error, 'strerror', None) or error}"
             ) from error
-    limits = {
-        name: value
-        for name in vars(ServeLimits())
-        if (value := getattr(args, name, None)) is not None
+    options = {name: value for name, value in vars(args).items() if value is not None}
+    limits = {name: options[name] for name in vars(ServeLimits()) if name in options}
+    names = {field.name for field in fields(ServeSettings)} - {"limits", "worker", "keys"}
+    folder = f"runs/served-{time.strftime('%Y%m%d-%H%M%S')}"
+    values = {name: options[name] for name in names if name in options} | {
+        "bases": tuple(map(ServedBaseModel.parse, args.base_model)),
+        "output_dir": Path(args.output_dir or folder),
+        "keys": tuple(dict.fromkeys(stripped for key in keys if (stripped := key.strip()))),
     }
-    return ServeSettings(
-        bases=tuple(ServedBaseModel.parse(text) for text in args.base_model),
-        output_dir=Path(
-            args.output_dir or Path("runs") / f"served-{time.strftime('%Y%m%d-%H%M%S')}"
-        ),
-        host=args.host,
-        port=args.port,
-        keys=tuple(dict.fromkeys(key for key in keys if key)),
-        tls_cert=args.tls_cert,
-        tls_key=args.tls_key,
-        seed=args.seed,
-        resume=args.resume,
-        durable=args.durable,
-        renderer=args.renderer,
-        stop_grace=args.stop_grace,
-        limits=ServeLimits(**limits),
-        worker=WorkerSettings(sampler=SamplerSettings(tp=args.sampler_tp)),
-    )
+    worker = WorkerSettings(sampler=SamplerSettings(tp=args.sampler_tp))
+    return ServeSettings(**values, limits=ServeLimits(**limits), worker=worker)
 
 
 @dataclass
@@ -112,10 +97,8 @@ class ModelServer(ServerParts):
             settings,
         )
         limits = settings.limits
-        model_manager, request_store = (
-            ModelManager(engine, session_store),
-            RequestStore(limits.result_seconds, limits.told_seconds, limits.held_bytes),
-        )
+        model_manager = ModelManager(engine, session_store)
+        request_store = RequestStore(limits.result_seconds, limits.told_seconds, limits.held_bytes)
         request_store.has_others = model_manager.has_other_tenants
         engine.metrics.set_gauge("held_bytes", lambda: request_store.total_bytes)
         if settings.resume and session_store.has_saved_sessions():
@@ -251,10 +234,8 @@ async def _run_server(
         address = _server_address(server, settings)
         log.info("listening", extra={"address": address})
         print(f"serving {', '.join(base.name for base in settings.bases)} at {address}", flush=True)
-    stop_task, upkeep_task = (
-        asyncio.create_task(stop_requested.wait()),
-        asyncio.create_task(server_parts.run_upkeep()),
-    )
+    stop_task = asyncio.create_task(stop_requested.wait())
+    upkeep_task = asyncio.create_task(server_parts.run_upkeep())
     await asyncio.wait({serve_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
     upkeep_task.cancel()
     exit_after(settings.stop_grace)
@@ -266,10 +247,8 @@ async def _run_server(
 def _server_address(server: Any, settings: ServeSettings) -> str:
     """Return the URL at which the server listens."""
     host, port = server.servers[0].sockets[0].getsockname()[:2]
-    return (
-        f"{'https' if settings.tls_cert else 'http'}://"
-        f"{f'[{host}]' if ':' in host else host}:{port}"
-    )
+    protocol = "https" if settings.tls_cert else "http"
+    return f"{protocol}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _configure_logging() -> None:

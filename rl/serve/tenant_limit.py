@@ -17,6 +17,16 @@ from rl.serve.http_errors import HttpError
 T = TypeVar("T")
 
 
+class TenantCounter(Counter[str | None]):
+    """Count by tenant. It has no zeros: its keys are the tenants that hold something."""
+
+    def change(self, tenant: str | None, amount: int) -> None:
+        """Add `amount`, possibly negative."""
+        self[tenant] += amount
+        if not self[tenant]:
+            del self[tenant]
+
+
 def compute_share(limit: int, total_used: int, tenant_used: int) -> int:
     """Return the amount of `limit` that a tenant may hold, at least 1.
 
@@ -53,8 +63,7 @@ def check_share(
     if has_others and tenant_used + amount > share:
         text = (
             f"{tenant_used} of the {resource} are yours, and your share is {share} while other "
-            "tenants "
-            "exist: try again later"
+            "tenants exist: try again later"
         )
         raise HttpError(429, text, retry_after=retry_after)
 
@@ -64,7 +73,8 @@ def choose_evictions(tenant_by_item: Mapping[T, str], count: int) -> list[T]:
 
     tenant_by_item    the tenant of each item, the oldest item first
     """
-    remaining, chosen = dict(tenant_by_item), []
+    remaining = dict(tenant_by_item)
+    chosen: list[T] = []
     while len(chosen) < count and remaining:
         counts = Counter(remaining.values())
         most = max(counts.values())

@@ -25,7 +25,7 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 
 from rl.client import RestClient
 from rl.distributed import checkpoint_folder
-from rl.serve.api_routes import TypedRoute, make_unsupported
+from rl.serve.api_routes import RouteHandler, TypedRoute, make_unsupported
 from rl.serve.http_errors import HttpError
 from rl.serve.schemas import TtlBody, WeightsInfoBody
 from rl.serve.served_models import ServerParts
@@ -58,18 +58,18 @@ class UrlSigner:
 
         expires: Unix time in seconds. file_path: <model id>/<kind>/<checkpoint>/<file>.
         """
-        return f"{LINK_PREFIX}{expires}/{self._sign(owner, expires, file_path)}/{file_path}"
+        text = f"{owner} {expires} {file_path}"
+        sign = hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
+        return f"{LINK_PREFIX}{expires}/{sign}/{file_path}"
 
     def is_valid(self, owner: str, path: str) -> bool:
         """Return whether `path` is a link that `owner` created and that has not expired."""
         expires, _, rest = path.removeprefix(LINK_PREFIX).partition("/")
-        sign, _, place = rest.partition("/")
         if not (expires.isascii() and expires.isdigit() and len(expires) < 12):
             return False
-        expected = self._sign(owner, int(expires), place)
-        return hmac.compare_digest(expected.encode(), sign.encode()) and (
-            int(expires) >= time.time()
-        )
+        expected = self.make_path(owner, int(expires), rest.partition("/")[2])
+        is_equal = hmac.compare_digest(expected.encode(), path.encode())
+        return is_equal and int(expires) >= time.time()
 
     def find_owner(self, path: str, owners: Iterable[str]) -> str | None:
         """Return the member of `owners` that created the link, or None.
@@ -77,11 +77,6 @@ class UrlSigner:
         The result is None if none of them created it, or if the link has expired.
         """
         return next((owner for owner in owners if self.is_valid(owner, path)), None)
-
-    def _sign(self, owner: str, expires: int, file_path: str) -> str:
-        """Return the signature of a link, an HMAC-SHA256 in hexadecimal."""
-        text = f"{owner} {expires} {file_path}"
-        return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
 
 
 @dataclass
@@ -94,28 +89,25 @@ class TinkerRestRoutes(ServerParts):
         """Return the routes of the REST part."""
         checkpoint_path = "training_runs/{model_id}/checkpoints/{kind}/{name}"
         refuse_publish = make_unsupported("publishing: a checkpoint belongs to its key")
-        table: list[tuple[Any, ...]] = [  # method, path, handler, class of the body
+        table: list[tuple[str, str, RouteHandler]] = [
             ("GET", "get_server_capabilities", self.get_capabilities),
             ("GET", "training_runs", self.list_runs),
             ("GET", "training_runs/{model_id}", self.get_run),
             ("GET", "training_runs/{model_id}/checkpoints", self.list_checkpoints),
             ("GET", "checkpoints", self.list_all_checkpoints),
             ("DELETE", checkpoint_path, self.delete_checkpoint),
-            ("PUT", checkpoint_path + "/ttl", self.set_ttl, TtlBody),
+            ("PUT", checkpoint_path + "/ttl", self.set_ttl),
             ("GET", checkpoint_path + "/archive", self.redirect_to_archive),
             ("GET", checkpoint_path + "/external_weights_urls", self.list_file_urls),
             ("GET", "files/{expires}/{sign}/{model_id}/{kind}/{name}/{file:path}", self.get_file),
             ("POST", checkpoint_path + "/publish", refuse_publish),
             ("DELETE", checkpoint_path + "/publish", refuse_publish),
-            ("POST", "weights_info", self.get_weights_info, WeightsInfoBody),
+            ("POST", "weights_info", self.get_weights_info),
             ("GET", "samplers/{sampler_id}", self.get_sampler),
             ("GET", "sessions", self.list_sessions),
             ("GET", "sessions/{session_id}", self.get_session),
         ]
-        return [
-            TypedRoute(f"/api/v1/{path}", handler, method, *body_type)
-            for method, path, handler, *body_type in table
-        ]
+        return [TypedRoute(f"/api/v1/{path}", handler, method) for method, path, handler in table]
 
     async def get_capabilities(self, request: Request) -> Any:
         """Return the base models and their context lengths."""

@@ -38,22 +38,35 @@ class TinkerTrainingRoutes(ServerParts):
 
     def routes(self) -> list[TypedRoute]:
         """Return the routes for training, including the unsupported ones."""
-        finish = "sessions/{session_id}/finish"
-        table: list[tuple[str, RouteHandler, type[schemas.JsonBody] | str | None]] = [
-            ("client/config", self.get_client_config, None),
-            ("client/dynamic_config", self.get_dynamic_config, None),
-            ("telemetry", self.accept_telemetry, None),
-            ("create_session", self.create_session, schemas.CreateSessionBody),
-            ("session_heartbeat", self.record_heartbeat, schemas.SessionBody),
-            (finish, self.finish_session, schemas.FinishSessionBody),
-            ("create_model", self.create_model, schemas.CreateModelBody),
-            ("unload_model", self.unload_model, schemas.ModelBody),
-            ("get_info", self.get_info, schemas.ModelBody),
-            ("forward_backward", self.forward_backward, PROTOBUF_TYPE),
-            ("load_weights", self.load_weights, schemas.LoadWeightsBody),
-            ("retrieve_future", self.retrieve_future, schemas.FutureBody),
-            ("cancel_future", self.cancel_future, schemas.FutureBody),
-        ]
+        handlers: dict[str, RouteHandler] = {
+            "client/config": self.get_client_config,
+            "client/dynamic_config": self.get_dynamic_config,
+            "telemetry": self.accept_telemetry,
+            "session_heartbeat": self.record_heartbeat,
+            "sessions/{session_id}/finish": self.finish_session,
+        }
+        handlers |= {
+            handler.__name__: handler
+            for handler in (
+                self.create_session,
+                self.create_model,
+                self.unload_model,
+                self.get_info,
+                self.forward_backward,
+                self.load_weights,
+                self.retrieve_future,
+                self.cancel_future,
+            )
+        }
+        numbered_verbs: dict[str, type[schemas.JsonBody]] = {
+            "optim_step": schemas.OptimStepBody,
+            "save_weights": schemas.SaveWeightsBody,
+            "save_weights_for_sampler": schemas.SaveWeightsForSamplerBody,
+            "save_weights_external": schemas.SaveWeightsExternalBody,
+        }
+        handlers |= {
+            verb: self._make_numbered_handler(verb, kind) for verb, kind in numbered_verbs.items()
+        }
         unsupported = {
             "create_custom_loss": "custom losses on the server: forward_backward_custom runs them "
             "in your script",
@@ -62,20 +75,11 @@ class TinkerTrainingRoutes(ServerParts):
             "retrieve_futures": "retrieving many results at once: use retrieve_future",
             "auth/token": "exchanging a key for a token: send the key itself",
         }
-        numbered_verbs: dict[str, type[schemas.JsonBody]] = {
-            "optim_step": schemas.OptimStepBody,
-            "save_weights": schemas.SaveWeightsBody,
-            "save_weights_for_sampler": schemas.SaveWeightsForSamplerBody,
-            "save_weights_external": schemas.SaveWeightsExternalBody,
-        }
-        table += [
-            (verb, self._make_numbered_handler(verb, body_type), body_type)
-            for verb, body_type in numbered_verbs.items()
-        ]
-        table += [(path, make_unsupported(text), None) for path, text in unsupported.items()]
+        handlers |= {path: make_unsupported(text) for path, text in unsupported.items()}
+        body_types: dict[str, Any] = {"forward_backward": PROTOBUF_TYPE, **numbered_verbs}
         return [
-            TypedRoute(f"/api/v1/{path}", handler, body_type=body_type)
-            for path, handler, body_type in table
+            TypedRoute(f"/api/v1/{path}", handler, body_type=body_types.get(path))
+            for path, handler in handlers.items()
         ]
 
     # ------------------------------------------------------------------------------------- sessions

@@ -89,7 +89,7 @@ def test_an_error_in_the_server_keeps_nothing_of_its_frames(caplog):
             try:
                 fails(np.zeros(1 << 20, np.uint8))
             except RuntimeError as error:
-                _resolve(promise.work_future, None, error, "work")
+                _resolve(promise.work_future, error, "work")
             words.append(promise.encoded_result.body)
         kept, _ = tracemalloc.get_traced_memory()
     finally:
