@@ -56,11 +56,11 @@ import torch  # noqa: E402
 from tiny_models import VOCAB, model_types, tiny_model  # noqa: E402
 
 from bench.architectures_saved import adapter_column, saved_columns  # noqa: E402
-from rl.distributed.accelerate_launch import make_accelerator  # noqa: E402
+from rl.distributed import make_accelerator  # noqa: E402
 from rl.errors import UserError  # noqa: E402
 from rl.layers import describe_layers  # noqa: E402
-from rl.learner.learner import Learner, LearnerSettings  # noqa: E402
-from rl.losses.losses import get_loss  # noqa: E402
+from rl.learner import Learner, LearnerSettings  # noqa: E402
+from rl.losses import get_loss  # noqa: E402
 from rl.models import add_lora  # noqa: E402
 from rl.models import model_loading as models  # noqa: E402
 from rl.sampler import Engine, SamplingRequest, make_decoder  # noqa: E402

@@ -24,9 +24,8 @@ from typing import Any
 import torch
 from tiny_models import VOCAB
 
-from rl.learner import ModelSpec, learner_checkpoint
-from rl.learner.learner import Learner, LearnerSettings
-from rl.losses.losses import get_loss
+from rl.learner import Learner, LearnerSettings, ModelSpec, learner_checkpoint
+from rl.losses import get_loss
 from rl.models import add_lora, load_model
 from rl.models import model_loading as models
 from rl.types import AdamParams, Datum, LoraConfig

@@ -34,10 +34,10 @@ from seeing import FAMILIES, alone, tiny  # noqa: E402
 from test_images import datum, learnt, of_logits, rows  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES  # noqa: E402
 
-from rl.distributed.accelerate_launch import make_accelerator  # noqa: E402
+from rl.distributed import make_accelerator  # noqa: E402
 from rl.errors import UserError  # noqa: E402
 from rl.images import get_image_reader  # noqa: E402
-from rl.learner.learner import Learner, LearnerSettings  # noqa: E402
+from rl.learner import Learner, LearnerSettings  # noqa: E402
 from rl.models.vision_models import select_auto_class  # noqa: E402
 from rl.renderers import get_renderer  # noqa: E402
 from rl.sampler import Engine, SamplingRequest, make_decoder  # noqa: E402

@@ -35,9 +35,13 @@ def dpo_plan(args: argparse.Namespace, loss: str, model: Path) -> Any:
     their order from this plan.
     """
     from rl.algorithms.dpo import DpoSettings, PreferenceSettings
-    from rl.config.data_config import PreferenceDataSettings
-    from rl.config.run_config import StageConfig
-    from rl.config.sections import LoopSettings, ModelSettings, OptimSettings
+    from rl.config import (
+        LoopSettings,
+        ModelSettings,
+        OptimSettings,
+        PreferenceDataSettings,
+        StageConfig,
+    )
 
     settings = DpoSettings(
         model=ModelSettings(base_model=str(model)),
@@ -55,13 +59,13 @@ def run_whetstone(
     """Run the training loop on a real Trainer that keeps its metrics instead of logging them, and
     return the metrics of each step.
     """
-    from rl.algorithms import METHODS
-    from rl.algorithms.method_interface import Models
-    from rl.client.service_client import ServiceClient
-    from rl.distributed.stop_signals import StopRequest
+    from rl.algorithms import METHODS, Models
+    from rl.client import ServiceClient
+    from rl.distributed import StopRequest
+    from rl.trainer import make_renderer
     from rl.trainer.stage_context import StageContext
     from rl.trainer.stage_data import prepare_stage
-    from rl.trainer.stage_models import StageModelFactory, make_policy, make_renderer
+    from rl.trainer.stage_models import StageModelFactory, make_policy
     from rl.trainer.trainer import Trainer, TrainingBatch
     from rl.trainer.training_loop import train
     from rl.trainer.worker_settings import collect_worker_settings
@@ -197,7 +201,7 @@ def main() -> int:
     import torch
     import trl
 
-    from rl.models.model_loading import load_model
+    from rl.models import load_model
 
     quiet_libraries(threads=1)
     table: list[dict[str, Any]] = []

@@ -267,7 +267,9 @@ def unpack_parts(output: Path, working: Path) -> Path:
     for name in ("parts.tar.gz", "traces.tar"):
         if (output / name).exists():
             with tarfile.open(output / name) as archive:
-                archive.extractall(working, filter="data")
+                # `filter=` is missing from the first releases of Python 3.11
+                archive.extraction_filter = getattr(tarfile, "data_filter", None)
+                archive.extractall(working)
     (working / "parts").mkdir(exist_ok=True)
     return working / "parts"
 

@@ -79,7 +79,7 @@ def learned(
     """
     from rl import AdamParams, Datum, ModelInput, ServiceClient
     from rl.learner import LearnerSettings
-    from rl.runtime.rank_settings import WorkerSettings
+    from rl.runtime import WorkerSettings
 
     device, rng, datums = device_of(dry), np.random.default_rng(0), []
     vocab = SIZES["tiny" if dry else "0.6B"][1]["vocab_size"]
@@ -125,8 +125,7 @@ def plan_of(model: Path, count: int, length: int, kept: int | None = 0) -> Any:
     RuntimeError if the plan is for a different step.
     """
     from rl.algorithms import METHODS
-    from rl.config.cli import read_run
-    from rl.config.sections import RunSettings
+    from rl.config import RunSettings, read_run
     from rl.trainer.memory_requirements import compute_stage_needs, resolve_launch
 
     words = [

@@ -172,12 +172,10 @@ def run_whetstone(
     drawn: list[Completion],
 ) -> Steps:
     """Run the hooks of `grpo` on a real client and record what its worker computes."""
-    from rl.algorithms.grpo import GRPO
-    from rl.algorithms.grpo_settings import GrpoSettings, PolicyGradientSettings
-    from rl.algorithms.method_interface import Models, Progress
-    from rl.client.service_client import ServiceClient
-    from rl.config.sections import KlSettings, OptimSettings, SamplingSettings
-    from rl.judges.token_scorers import FrozenScorer
+    from rl.algorithms import GRPO, GrpoSettings, Models, PolicyGradientSettings, Progress
+    from rl.client import ServiceClient
+    from rl.config import KlSettings, OptimSettings, SamplingSettings
+    from rl.judges import FrozenScorer
     from rl.runtime import worker_group
 
     steps, execute = Steps(), worker_group._execute
@@ -230,8 +228,7 @@ def _groups(policy: Any, drawn: list[Completion]) -> list[Any]:
     """Build trajectory groups from the completions, scored and rewarded by Whetstone. Raises
     ValueError if a group is incomplete or has no signal.
     """
-    from rl.rollout import is_mixed
-    from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
+    from rl.rollout import Trajectory, TrajectoryGroup, Transition, is_mixed
     from rl.types import ModelInput, SampledSequence
 
     tokenizer, sampler = policy.get_tokenizer(), policy.save_weights_and_get_sampling_client()
@@ -307,7 +304,7 @@ def main() -> int:
     import torch
     import trl
 
-    from rl.models.model_loading import load_model
+    from rl.models import load_model
 
     quiet_libraries(threads=1)
     table: list[dict[str, Any]] = []

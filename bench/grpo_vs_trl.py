@@ -105,10 +105,15 @@ def grpo_plan(args: argparse.Namespace) -> Any:
     """Build the stage as Whetstone's command line does; the TRL side takes its problems, order and
     reward from this plan.
     """
-    from rl.algorithms.grpo_settings import GrpoSettings, PolicyGradientSettings
-    from rl.config.data_config import DataSettings
-    from rl.config.run_config import StageConfig
-    from rl.config.sections import LoopSettings, ModelSettings, OptimSettings, SamplingSettings
+    from rl.algorithms import GrpoSettings, PolicyGradientSettings
+    from rl.config import (
+        DataSettings,
+        LoopSettings,
+        ModelSettings,
+        OptimSettings,
+        SamplingSettings,
+        StageConfig,
+    )
 
     settings = GrpoSettings(
         model=ModelSettings(base_model=str(args.model)),
@@ -125,13 +130,13 @@ def run_whetstone(args: argparse.Namespace, turns: Turns) -> None:
     """Run the training loop on a real Trainer with logging, evaluation and checkpoints replaced by
     `Turns`.
     """
-    from rl.algorithms import METHODS
-    from rl.algorithms.method_interface import Models
-    from rl.client.service_client import ServiceClient
-    from rl.distributed.stop_signals import StopRequest
+    from rl.algorithms import METHODS, Models
+    from rl.client import ServiceClient
+    from rl.distributed import StopRequest
+    from rl.trainer import make_renderer
     from rl.trainer.stage_context import StageContext
     from rl.trainer.stage_data import prepare_stage
-    from rl.trainer.stage_models import make_policy, make_renderer
+    from rl.trainer.stage_models import make_policy
     from rl.trainer.trainer import Trainer
     from rl.trainer.training_loop import train
     from rl.trainer.worker_settings import collect_worker_settings
@@ -319,12 +324,11 @@ def accuracies(
     """Return the held-out sampled accuracy of every weights folder: the same evaluator and the same
     random streams for all.
     """
-    from rl.client.service_client import ServiceClient
+    from rl.client import ServiceClient
     from rl.envs import ProblemGroupBuilder
-    from rl.rollout import rollout
-    from rl.rollout.rollout_metrics import compute_group_metrics
+    from rl.rollout import compute_group_metrics, rollout
+    from rl.trainer import make_renderer
     from rl.trainer.stage_data import prepare_stage
-    from rl.trainer.stage_models import make_renderer
     from rl.trainer.worker_settings import collect_worker_settings
     from rl.types import SamplingParams
 

@@ -42,9 +42,17 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 import scaling_models  # noqa: E402
 from scaling_models import NAMES, skeletons  # noqa: E402
 
-from rl.distributed.sharding import REUSE_DISTANCE, Sharding, ZeroSharding  # noqa: E402
-from rl.memory_plan.byte_counts import GIB, USABLE_FRACTION, plan_memory  # noqa: E402
-from rl.memory_plan.shapes import LaunchShape, MicroBatchMemory, ModelShape, StepWork  # noqa: E402
+from rl.distributed import Sharding, ZeroSharding  # noqa: E402
+from rl.distributed.sharding import REUSE_DISTANCE  # noqa: E402
+from rl.memory_plan import (  # noqa: E402  # noqa: E402
+    GIB,
+    USABLE_FRACTION,
+    LaunchShape,
+    MicroBatchMemory,
+    ModelShape,
+    StepWork,
+    plan_memory,
+)
 from rl.memory_plan.step_shapes import (  # noqa: E402
     compute_concurrent_rows,
     count_pool_pages,
@@ -324,7 +332,7 @@ def table(
     """
     import torch
 
-    from rl.memory_plan.tracing import ComputeConfig
+    from rl.memory_plan import ComputeConfig
 
     rows = []
     for name, skeleton in skeletons(names).items():
@@ -389,7 +397,7 @@ def compare(
     """Compare measured with modelled bytes: a row for each launch and collective."""
     from scaling_measure import write_model
 
-    from rl.memory_plan.tracing import ModelSkeleton
+    from rl.memory_plan import ModelSkeleton
 
     shape = ModelSkeleton(write_model(folder / "model"), None, None).shape
     rows = []

@@ -27,8 +27,9 @@ from torch.utils._pytree import tree_iter
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rl.distributed import collectives  # noqa: E402
-from rl.learner.learner import LearnerSettings  # noqa: E402
-from rl.runtime.training_worker import ModelSpec, TrainingWorker, WorkerSettings  # noqa: E402
+from rl.learner import LearnerSettings  # noqa: E402
+from rl.runtime import WorkerSettings  # noqa: E402
+from rl.runtime.training_worker import ModelSpec, TrainingWorker  # noqa: E402
 from rl.types import (
     AdamParams,
     Datum,  # noqa: E402

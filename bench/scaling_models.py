@@ -15,11 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl.distributed.sharding import FP32
+from rl.distributed import FP32
 from rl.errors import UserError
-from rl.memory_plan import check_tensor_parallel
+from rl.memory_plan import LaunchShape, ModelShape, check_tensor_parallel
 from rl.memory_plan.byte_counts import PREFILL_TOKENS
-from rl.memory_plan.shapes import LaunchShape, ModelShape
 
 # The dense Qwen2.5 models: hidden size, layers, heads, key heads, MLP size, vocabulary, tied head.
 SIZES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
@@ -105,7 +104,7 @@ def config_of(name: str) -> Any:
 
 def skeletons(names: Sequence[str]) -> dict[str, Any]:
     """Return the models by name, without weights."""
-    from rl.memory_plan.tracing import ModelSkeleton
+    from rl.memory_plan import ModelSkeleton
 
     found = {}
     with tempfile.TemporaryDirectory() as folder:

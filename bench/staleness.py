@@ -60,10 +60,9 @@ SFT = (
     "--beta2 0.99 --steps 750 --batch-size 256 --eval-every 0 --save-every 0 --max-tokens 4"
 )
 GRPO = (
-    f"grpo --dataset addition --reward exact_match --learning-rate 1e-3 --schedule linear "
-    f"--warmup-steps 10 --steps {STEPS} "
-    "--batch-size 64 --group-size 8 --advantage mean_std --eval-every 25 --save-every 0 "
-    "--max-tokens 4 --temperature 1.0 --eval-limit 512 "
+    "grpo --dataset addition --reward exact_match --learning-rate 1e-3 --schedule linear "
+    f"--warmup-steps 10 --steps {STEPS} --batch-size 64 --group-size 8 --advantage mean_std "
+    "--eval-every 25 --save-every 0 --max-tokens 4 --temperature 1.0 --eval-limit 512 "
     "--rollouts-every 0"
 )
 

@@ -138,8 +138,7 @@ def check_matmul(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None)
     if hidden.dtype not in FLOAT_DTYPES or weight.dtype != hidden.dtype:
         raise TypeError(
             f"{name}: hidden is {hidden.dtype}, weight {weight.dtype}; expected float32, bfloat16 "
-            "or float16, the same for both: cast "
-            "hidden or weight, or run under torch.autocast"
+            "or float16, the same for both: cast hidden or weight, or run under torch.autocast"
         )
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype not in FLOAT_DTYPES):
         raise ValueError(
@@ -273,8 +272,7 @@ def check_sequences(name: str, cu_seqlens: Tensor, tokens: int) -> None:
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 1 or cu_seqlens.dtype not in INTEGER_DTYPES:
         raise ValueError(
             f"{name}: cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}; expected "
-            "integers [S + 1], "
-            "for lengths 3 and 2: torch.tensor([0, 3, 5])"
+            "integers [S + 1], for lengths 3 and 2: torch.tensor([0, 3, 5])"
         )
     if cu_seqlens.is_cuda or type(cu_seqlens) is not Tensor:
         return

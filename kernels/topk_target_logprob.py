@@ -70,9 +70,8 @@ def _check_targets(target_TK: Tensor, vocab: int) -> None:
         t, k = ((target_TK < 0) | (target_TK >= vocab)).nonzero()[0].tolist()
         raise ValueError(
             f"{NAME}: target[{t}, {k}] is {int(target_TK[t, k])}, outside [0, {vocab}), and this "
-            "function ignores no position: check that targets come "
-            "from this model's tokenizer; give an unused target any id in the range and a weight "
-            "of 0"
+            "function ignores no position: check that targets come from this model's tokenizer; "
+            "give an unused target any id in the range and a weight of 0"
         )
 
 

@@ -24,11 +24,11 @@ from helpers import random_datums  # noqa: E402
 from torch.distributed.distributed_c10d import _world  # noqa: E402
 
 from rl import ServiceClient, types  # noqa: E402
-from rl.client.training_client import TrainingClient  # noqa: E402
-from rl.distributed.accelerate_launch import make_accelerator  # noqa: E402
-from rl.learner.learner import LearnerSettings  # noqa: E402
-from rl.runtime import worker_group  # noqa: E402
-from rl.runtime.training_worker import TrainingWorker, WorkerSettings  # noqa: E402
+from rl.client import TrainingClient  # noqa: E402
+from rl.distributed import make_accelerator  # noqa: E402
+from rl.learner import LearnerSettings  # noqa: E402
+from rl.runtime import WorkerSettings, worker_group  # noqa: E402
+from rl.runtime.training_worker import TrainingWorker  # noqa: E402
 from rl.runtime.verb_table import verb  # noqa: E402
 from rl.types import AdamParams, Datum, ModelInput  # noqa: E402
 

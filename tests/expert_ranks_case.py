@@ -17,9 +17,8 @@ from distributed_cases import CaseWorker  # noqa: E402
 from helpers import random_datums  # noqa: E402
 
 from rl import ServiceClient  # noqa: E402
-from rl.learner.learner import LearnerSettings  # noqa: E402
-from rl.runtime import worker_group  # noqa: E402
-from rl.runtime.training_worker import WorkerSettings  # noqa: E402
+from rl.learner import LearnerSettings  # noqa: E402
+from rl.runtime import WorkerSettings, worker_group  # noqa: E402
 
 COLUMNS = {"qwen3_moe": 8, "dbrx": 8, "deepseek_v3": 6}  # experts a token over all layers
 CASES = ("qwen3_moe", "deepseek_v3", "qwen3_moe lora", "dbrx")

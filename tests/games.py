@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl.envs import EnvironmentGroup, EpisodeLimits, resolve_environment
-from rl.models.model_loading import load_tokenizer
+from rl.models import load_tokenizer
 from rl.renderers import get_renderer
 from rl.rewards import load_file
 from rl.rollout import rollout

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import torch
 
-from rl.learner.learner import LearnerSettings
+from rl.learner import LearnerSettings
 from rl.models.tiny_models import get_model_preset
-from rl.runtime.rank_settings import SamplerSettings, WorkerSettings
+from rl.runtime import SamplerSettings, WorkerSettings
 from rl.runtime.training_worker import ModelSpec, TrainingWorker
 from rl.runtime.verb_table import VERBS
 from rl.types import AdamParams, Datum, ModelInput

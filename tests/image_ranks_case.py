@@ -19,9 +19,8 @@ from seeing import chunk, spelt  # noqa: E402
 
 from rl import ServiceClient  # noqa: E402
 from rl.images import get_image_reader  # noqa: E402
-from rl.learner.learner import LearnerSettings  # noqa: E402
-from rl.runtime import worker_group  # noqa: E402
-from rl.runtime.training_worker import WorkerSettings  # noqa: E402
+from rl.learner import LearnerSettings  # noqa: E402
+from rl.runtime import WorkerSettings, worker_group  # noqa: E402
 from rl.types import Datum, SamplingParams  # noqa: E402
 
 # (images of each row, loss, what is trained)

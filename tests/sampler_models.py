@@ -24,7 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rl.sampler.paged_engine import PagedEngine
+from rl.sampler import PagedEngine
 from rl.sampler.running_rows import make_param_columns
 from rl.sampler.token_sampling import RowSamplingSettings, make_row_settings
 from rl.types import SamplingParams
@@ -43,6 +43,24 @@ SMALL: dict[str, Any] = dict(
     pad_token_id=None,
 )
 
+_MULTIPLIERS = {
+    "head_dim": 8,
+    "attention_multiplier": 0.4,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 1.5,
+}
+# families by transformers' model_type, with the settings that make their differences show
+FAMILIES: dict[str, dict[str, Any]] = {
+    "granite": _MULTIPLIERS,
+    "gemma": {"head_dim": 8},
+    "seed_oss": {"head_dim": 8},
+    "hyperclovax": {**_MULTIPLIERS, "use_post_norm": True},
+    "olmo2": {},
+    "phi3": {},
+    "smollm3": {"no_rope_layers": [1, 0]},
+}
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
@@ -60,8 +78,8 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tiny_model(kind: str, **changes: Any) -> torch.nn.Module:
-    """A random model in eval mode: "qwen3", "qwen2", "llama", "mistral", "granite", "gemma",
-    "seed_oss" or "gpt2"; `changes` go to its config.
+    """A random model in eval mode: "qwen3", "qwen2", "llama", "mistral", "gpt2" or one of
+    `FAMILIES`; `changes` go to its config.
     """
     torch.manual_seed(3)
     settings = {**SMALL, **changes}
@@ -86,16 +104,8 @@ def tiny_model(kind: str, **changes: Any) -> torch.nn.Module:
         model = LlamaForCausalLM(LlamaConfig(**settings))
     elif kind == "mistral":
         model = MistralForCausalLM(MistralConfig(**{"sliding_window": None, **settings}))
-    elif kind in ("granite", "gemma", "seed_oss"):
-        multipliers = {
-            "attention_multiplier": 0.4,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.3,
-            "logits_scaling": 1.5,
-        }
-        config = AutoConfig.for_model(
-            kind, **{"head_dim": 8, **(multipliers if kind == "granite" else {}), **settings}
-        )
+    elif kind in FAMILIES:
+        config = AutoConfig.for_model(kind, **{**FAMILIES[kind], **settings})
         model = AutoModelForCausalLM.from_config(config)
     else:
         raise ValueError(kind)

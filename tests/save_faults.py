@@ -20,10 +20,10 @@ import torch  # noqa: E402
 from helpers import ADAM, make_worker, random_datums  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from rl.client.api_future import APIFuture  # noqa: E402
+from rl.client import APIFuture  # noqa: E402
 from rl.distributed import checkpoint_folder  # noqa: E402
 from rl.jsonl import read_jsonl  # noqa: E402
-from rl.reporting.logbook import CHECKPOINTS, Logbook  # noqa: E402
+from rl.reporting import CHECKPOINTS, Logbook  # noqa: E402
 from rl.trainer.checkpoint_manager import (  # noqa: E402
     CheckpointManager,  # noqa: E402
     StageSteps,

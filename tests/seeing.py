@@ -7,7 +7,8 @@ import torch
 from PIL import Image
 
 from rl.images import ImageReader, attach_image_reader, get_image_reader, make_image_chunk
-from rl.models.model_loading import LoadedModel, _disable_randomness
+from rl.models import LoadedModel
+from rl.models.model_loading import _disable_randomness
 from rl.models.tokenizer_loading import build_character_tokenizer
 from rl.types import EncodedTextChunk, ModelInput
 

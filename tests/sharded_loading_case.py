@@ -20,8 +20,8 @@ import torch  # noqa: E402
 from helpers import random_datums  # noqa: E402
 
 from rl import ServiceClient  # noqa: E402
-from rl.runtime import worker_group  # noqa: E402
-from rl.runtime.training_worker import TrainingWorker, WorkerSettings  # noqa: E402
+from rl.runtime import WorkerSettings, worker_group  # noqa: E402
+from rl.runtime.training_worker import TrainingWorker  # noqa: E402
 from rl.types import AdamParams  # noqa: E402
 
 UPDATE = AdamParams(1e-3, eps=1e-3)

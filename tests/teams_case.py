@@ -30,7 +30,7 @@ from rl.sampler import SamplingRequest
 from rl.types import AdamParams, ModelInput, SamplingParams
 
 # rank of the adapter; 0: all weights are trained
-CASES = {"qwen3": 0, "qwen2": 4, "llama": 4, "granite": 4, "gemma": 0}
+CASES = {"qwen3": 0, "qwen2": 4, "llama": 4, "granite": 4, "gemma": 0, "olmo2": 4}
 
 
 class CaseWorker(TrainingWorker):
@@ -49,12 +49,12 @@ class CaseWorker(TrainingWorker):
         """From now on so many ranks hold a sampler together, as if launched with that."""
         sampler = SamplerSettings(tp=tp, cache=cache, kv_cache_tokens=4096)
         self.settings = replace(self.settings, sampler=sampler)
-        self.tp_group = collectives.get_tensor_parallel_group(tp, 60)
+        self.tp_group = collectives.get_rank_group(tp, 60)
         self.reports_results = self.tp_group is None or self.tp_group.rank == 0
 
     @verb()
     def leave_sums_out(self) -> None:
-        collectives.ProcessTensorParallelGroup.all_reduce_ = lambda self, x: x  # type: ignore[method-assign]
+        collectives.RankGroup.all_reduce_ = lambda self, x: x  # type: ignore[method-assign]
 
 
 def streamed(client) -> list:

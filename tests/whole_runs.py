@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from rl.algorithms import METHODS
-from rl.config.cli import parse_run
-from rl.config.sections import RunSettings
+from rl.config import RunSettings, parse_run
 from rl.rollout import RolloutEngine
 from rl.trainer.batch_log import BatchLog
 from rl.trainer.execute import execute

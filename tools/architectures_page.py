@@ -58,8 +58,7 @@ def page(rows: Sequence[Row], seeing: Sequence[Row] = ()) -> str:
     sampled = [row for row in built if row["sampler"].startswith("exact")]
     counts = (
         f"{len(rows)} architectures; {len(built)} built; {len(trained)} train exactly in a layout "
-        f"at least; "
-        f"samples of {len(sampled)} are exact; "
+        f"at least; samples of {len(sampled)} are exact; "
         f"{sum(len(_back(row)) == len(BACK) for row in trained)} come back in all three ways."
     )
     columns = (

@@ -297,9 +297,8 @@ def methods_page() -> str:
         ]
     return page(
         "Methods",
-        "`train.py METHOD` and `rl.train(METHOD)` take these names. "
-        "[../methods.md](../methods.md) says which method fits which data, and how to write "
-        "your own.",
+        "`train.py METHOD` and `rl.train(METHOD)` take these names. [../methods.md](../methods.md) "
+        "says which method fits which data, and how to write your own.",
         *parts,
     )
 

@@ -71,8 +71,7 @@ def _load_method(address: str) -> type[Method]:
         raise SettingsError(
             [
                 f"method {address} has no {' and no '.join(missing)}: see "
-                "rl/algorithms/method_interface.py for "
-                "the hooks of a method"
+                "rl/algorithms/method_interface.py for the hooks of a method"
             ]
         )
     if former := [name for name in _FORMER_DECLARATIONS if hasattr(target, name)]:

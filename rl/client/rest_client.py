@@ -59,8 +59,7 @@ class RestClient:
         if folder.is_symlink() or not (folder / checkpoint_folder.MANIFEST).is_file():
             raise UserError(
                 f"{folder} is not a checkpoint (it has no {checkpoint_folder.MANIFEST}): nothing "
-                "was "
-                "removed"
+                "was removed"
             )
         checkpoint_folder.remove_checkpoint(folder)
         return _completed_future(None)

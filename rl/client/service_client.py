@@ -23,7 +23,13 @@ from rl.client.sampling_client import SamplingClient
 from rl.client.service_context import ServiceContext, check_user_metadata
 from rl.client.training_client import TrainingClient
 from rl.client.training_config import TrainingConfig
-from rl.distributed import check_roles, check_tensor_parallel, end_process_at_exit, rank_name
+from rl.distributed import (
+    check_context_parallel,
+    check_roles,
+    check_tensor_parallel,
+    end_process_at_exit,
+    rank_name,
+)
 from rl.errors import RankLost, UserError
 from rl.learner import ModelSpec, learner_checkpoint
 from rl.runtime import Driver, WorkerSettings, is_driver, serve_verbs
@@ -70,6 +76,7 @@ class ServiceClient(AsyncServiceMethods):
         settings = settings or WorkerSettings()
         check_roles(settings.sampler_ranks)
         check_tensor_parallel(settings.sampler.tp, settings.sampler_ranks)
+        check_context_parallel(settings.learner.context_parallel_size, settings.sampler_ranks)
         if not is_driver():
             try:
                 serve_verbs(settings)
@@ -108,6 +115,10 @@ class ServiceClient(AsyncServiceMethods):
     @user_metadata.setter
     def user_metadata(self, words: Mapping[str, str]) -> None:
         self._context.user_metadata = words
+
+    def set_cache_size(self, tokens: int) -> None:
+        """Set the size of each device's KV cache, in tokens, for samples requested from now on."""
+        self._driver.submit("set_cache_size", tokens).result()
 
     # ------------------------------------------------------------------------------------- training
 

@@ -41,8 +41,7 @@ def reject_sampling_settings(settings: Any, reason: str) -> None:
         raise UnusedSettingError(
             "curriculum",
             f"curriculum success depends on the success rate of training answers, and {reason}: "
-            "set "
-            "curriculum to steps, with curriculum_steps",
+            "set curriculum to steps, with curriculum_steps",
         )
 
 

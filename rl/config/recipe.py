@@ -21,8 +21,7 @@ _MAX_BYTES, _MAX_NODES, _MAX_DEPTH = 1 << 18, 20_000, 16
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _TOO_DEEP = (
     f"nested more than {_MAX_DEPTH} deep, or a value that contains itself; a recipe is a mapping "
-    "of "
-    "settings"
+    "of settings"
 )
 # Checkpoints are named <name>-000020, so a stage's name must be valid there
 # (rl.distributed.checkpoint_folder is not imported here, because it imports torch).

@@ -20,6 +20,7 @@ from rl.config.number_range import (
     MANY,
     POSITIVE,
     RATE,
+    SIZE,
     WEIGHT,
     BelowOne,
     Count,
@@ -200,14 +201,18 @@ class SamplingSettings:
     """Texts that end an answer, besides the model's end-of-turn tokens; the reward sees the text before them."""
     eval_greedy: bool = True
     """Also decode the held-out problems greedily before the first and after the last step: a gain in samples without a gain in greedy answers is sharpening, not new knowledge."""
-    kv_cache_tokens: Size = 262_144
-    """Size of the KV cache of each device, in tokens; sequences that do not fit wait."""
+    kv_cache_tokens: Annotated[int | None, SIZE] = None
+    """Size of the KV cache of each device, in tokens; sequences that do not fit wait. Default: 262,144; on a GPU more or less, as its memory allows (docs/memory.md)."""
     max_rows: Annotated[int, Range(1, 10**6)] = 1024
     """Maximum number of sequences decoded at once on each device."""
     sampler: Literal["auto", "fast", "hf", "vllm"] = "auto"
-    """Sampler implementation. fast: the built-in decoder (families: docs/models.md). hf: the model's forward of transformers. auto: fast if a check shows that both agree. vllm: the vLLM servers of sampler_url (docs/vllm.md)."""
+    """Sampler implementation. fast: the built-in decoder (families: docs/models.md). hf: the model's forward of transformers. auto: fast if a check shows that both agree. vllm: a vLLM server that the run starts, or the servers of sampler_url (docs/vllm.md)."""
     sampler_url: tuple[str, ...] = ()
-    """Addresses of the vLLM servers that sample, such as http://localhost:8000; a sample goes to the server with the fewest unfinished samples. Only with sampler vllm."""
+    """Addresses of the vLLM servers that sample, such as http://localhost:8000; a sample goes to the server with the fewest unfinished samples. Only with sampler vllm. Default: the run starts a server."""
+    sampler_command: str | None = None
+    """Command that starts a vLLM server, with options for it, such as "/opt/vllm/bin/vllm serve --tensor-parallel-size 2". Default: the program vllm."""
+    sampler_memory: Annotated[float, Range(0, 1, above=True, below=True)] = 0.3
+    """Share of each GPU's memory (on a CPU: of the machine's) for the vLLM server that the run starts, weights and KV cache."""
     sampler_folder: str | None = None
     """Folder in which the weights for the vLLM servers are written, which all servers see under the same path. Default: a temporary folder of this machine."""
     sampler_timeout: Seconds = 600.0
@@ -240,10 +245,6 @@ class SamplingSettings:
             raise ValueError(
                 "sampler_tp and sampler_cache are settings of the sampler in this process, and sampler is vllm: leave them out, and start the server with --tensor-parallel-size"
             )
-        if self.sampler == "vllm" and not self.sampler_url:
-            raise ValueError(
-                "sampler vllm needs the address of a server: set sampler_url, such as http://localhost:8000"
-            )
         require(
             self,
             ("sampler_url", "sampler_folder", "sampler_timeout"),
@@ -251,12 +252,21 @@ class SamplingSettings:
             f"sampler is {self.sampler}",
             "set sampler to vllm",
         )
+        require(
+            self,
+            ("sampler_command", "sampler_memory"),
+            self.sampler == "vllm" and not self.sampler_url,
+            "they are of a vLLM server that the run starts"
+            if self.sampler == "vllm"
+            else f"sampler is {self.sampler}",
+            "leave sampler_url out" if self.sampler == "vllm" else "set sampler to vllm",
+        )
         for url in self.sampler_url:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(
                     f"sampler_url {url} is no address: expected such as http://localhost:8000"
                 )
-        if self.max_tokens > self.kv_cache_tokens:
+        if self.kv_cache_tokens is not None and self.max_tokens > self.kv_cache_tokens:
             raise ValueError(
                 f"an answer of max_tokens {self.max_tokens} does not fit into kv_cache_tokens {self.kv_cache_tokens}: lower max_tokens or raise kv_cache_tokens"
             )
@@ -367,6 +377,8 @@ class OptimSettings:
     """Number of token positions in a micro-batch, which sets the activation memory. The gradient does not depend on it."""
     layout: Literal["auto", "padded", "packed", "shared"] = "auto"
     """Layout of a micro-batch. padded: rows of similar length. packed: sequences end to end in a single row. shared: the prompt of a group is computed once. auto: packed if flash attention runs the model, else padded or shared, whichever needs less work; only layouts that are exact for the model. The gradient does not depend on it."""
+    context_parallel_size: Annotated[int, Range(1, 1024, why="1 divides no sequence")] = 1
+    """Number of processes that share each micro-batch of the learner, for long sequences: each holds this part of its token positions and activations, and attention exchanges them for heads (DeepSpeed-Ulysses, arXiv 2309.14509). It divides the number of processes that learn; consecutive ranks form a group. The gradient does not depend on it. Only for models with attention in every layer."""
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -138,8 +138,7 @@ class APPS(RowFormat):
             ):
                 raise BadRow(
                     f"'input_output' calls {str(function)[:40]!r} with inputs that are not lists "
-                    f"of "
-                    "arguments"
+                    "of arguments"
                 )
             # Some problems wrap each result in a list: [12] for 12, and [[1, 2]] for [1, 2].
             wrapped = all(isinstance(output, list) and len(output) == 1 for output in outputs)

@@ -37,9 +37,8 @@ class Curriculum:
         if settings.curriculum == "steps" and len(settings.curriculum_steps) != len(self.names) - 1:
             raise UserError(
                 f"{self.name} has {len(self.names)} levels of {settings.curriculum_column!r} "
-                f"({self._listing()}), so curriculum_steps "
-                f"takes {len(self.names) - 1} steps, one for each level after the first; got "
-                f"{len(settings.curriculum_steps)}"
+                f"({self._listing()}), so curriculum_steps takes {len(self.names) - 1} steps, one "
+                f"for each level after the first; got {len(settings.curriculum_steps)}"
             )
 
     def _levels(self, problems: ProblemSet) -> dict[Any, list[int]]:

@@ -6,6 +6,11 @@ from rl.distributed.accelerate_launch import (
     make_accelerator,
 )
 from rl.distributed.checkpoint_folder import checkpoint_path
+from rl.distributed.context_parallel_launch import (
+    check_context_parallel,
+    check_context_parallel_size,
+)
+from rl.distributed.gloo_interface import spans_machines
 from rl.distributed.launch_agreement import check_same_launch
 from rl.distributed.profiler_trace import REGION_PREFIX, trace_region
 from rl.distributed.rank_roles import assign_role, check_roles, rank_name
@@ -37,9 +42,12 @@ __all__ = [
     "RunStopped",
     "checkpoint_path",
     "rank_name",
+    "spans_machines",
     "check_tensor_parallel_without_roles",
     "check_tensor_parallel_size",
     "check_roles",
+    "check_context_parallel",
+    "check_context_parallel_size",
     "check_tensor_parallel",
     "checkpoint_folder",
     "collectives",

@@ -127,11 +127,13 @@ def _check_parallel_sizes() -> None:
     processes, or for another kind of parallelism than data parallelism.
     """
     replicas, shards = _parallel_size("DP_REPLICATE"), _parallel_size("DP_SHARD")
+    remedy = {"TP": "leave it out"}
     for name in ("TP", "CP", "SP"):
         if _parallel_size(name) > 1:
             raise UserError(
                 f"parallelism_config_{name.lower()}_size is {_parallel_size(name)}: the learner "
-                "shards over data-parallel ranks alone, leave it out"
+                "shards over data-parallel ranks alone, "
+                f"{remedy.get(name, 'leave it out, and set context_parallel_size of the run')}"
             )
     if replicas * shards not in (1, _num_launched_processes()):
         raise UserError(

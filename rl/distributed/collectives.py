@@ -479,7 +479,7 @@ def shard_model(model: torch.nn.Module, layers: list[torch.nn.Module], *, bf16: 
 
 
 @dataclass(frozen=True)
-class ProcessTensorParallelGroup:
+class RankGroup:
     """Hold some ranks of this world that compute together; see
     `rl.sampler.tensor_parallel.TensorParallelGroup`.
     """
@@ -501,36 +501,40 @@ class ProcessTensorParallelGroup:
         dist.all_gather(gathered, x.contiguous(), group=self.group)
         return gathered
 
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """Send x[i] of a contiguous [size, ...] to rank i; return what each rank sent, in rank
+        order.
+        """
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, x.contiguous(), group=self.group)
+        return received
+
     def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
         """Replace `x` by that of the group's first rank, in place."""
         dist.broadcast(x, group=self.group, group_src=0)
         return x
 
 
-_tensor_parallel_groups: dict[int, ProcessTensorParallelGroup] = {}
+_rank_groups: dict[int, RankGroup] = {}
 
 
-def get_tensor_parallel_group(
-    size: int, timeout_seconds: float
-) -> ProcessTensorParallelGroup | None:
-    """Return this rank's team of `size` consecutive ranks, or None for size 1.
+def get_rank_group(size: int, timeout_seconds: float) -> RankGroup | None:
+    """Return this rank's group of `size` consecutive ranks, or None for size 1.
 
-    Each call returns the same team. All ranks call it together.
+    Each call returns the same group. All ranks call it together.
     """
-    for first in (
-        range(0, world(), size) if size > 1 and size not in _tensor_parallel_groups else ()
-    ):
+    for first in range(0, world(), size) if size > 1 and size not in _rank_groups else ():
         ranks = range(first, first + size)
         group = dist.new_group(list(ranks), timeout=datetime.timedelta(seconds=timeout_seconds))
         if rank() in ranks:
-            _tensor_parallel_groups[size] = ProcessTensorParallelGroup(rank() - first, size, group)
-    return _tensor_parallel_groups[size] if size > 1 else None
+            _rank_groups[size] = RankGroup(rank() - first, size, group)
+    return _rank_groups[size] if size > 1 else None
 
 
 def shutdown() -> None:
     """Destroy all process groups."""
     global _shard_mesh
     _shard_mesh = None
-    _tensor_parallel_groups.clear()
+    _rank_groups.clear()
     if dist.is_initialized():
         dist.destroy_process_group()

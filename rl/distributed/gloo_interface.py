@@ -23,7 +23,7 @@ def select_gloo_interface() -> None:
     found. The machine of MASTER_ADDR itself takes the interface of that address; if its host name
     is mapped to loopback, the interface of the default route.
     """
-    if os.environ.get("GLOO_SOCKET_IFNAME") or not _spans_machines():
+    if os.environ.get("GLOO_SOCKET_IFNAME") or not spans_machines():
         return
     for host in (os.environ.get("MASTER_ADDR", ""), _OUTSIDE):
         address = _find_local_address(host)
@@ -34,7 +34,7 @@ def select_gloo_interface() -> None:
                 return
 
 
-def _spans_machines() -> bool:
+def spans_machines() -> bool:
     """Return whether the launch has processes on other machines."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     return world > int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))

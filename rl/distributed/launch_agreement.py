@@ -52,8 +52,7 @@ def check_same_launch(objects: ObjectGroup, settings: Any) -> None:
     more = f" and {len(differ) - _MAX_LISTED} more" if len(differ) > _MAX_LISTED else ""
     raise UserError(
         f"the ranks do not agree: {'; '.join(differ[:_MAX_LISTED])}{more}. Start all ranks with "
-        "the "
-        "same command, from the same installation"
+        "the same command, from the same installation"
     )
 
 

@@ -267,8 +267,7 @@ class MessageEnv(StepValidator, Env):
         if not all(player is None or isinstance(player, str) for player in self.players):
             raise self.make_error(
                 f"has the seats {sanitize_text(safe_repr(self.players), 100)}; each seat is None "
-                "(the"
-                " policy) or a player's name"
+                "(the policy) or a player's name"
             )
         self._send_messages(
             self._validate_step_result(start.first_turn)
@@ -349,8 +348,7 @@ class MessageEnv(StepValidator, Env):
         if not isinstance(turn.seat, int) or not 0 <= turn.seat < len(self.players):
             raise self.make_error(
                 f"names the seat {sanitize_text(safe_repr(turn.seat), 100)}; seats are numbered "
-                "from 0"
-                f" and their count is {len(self.players)}"
+                f"from 0 and their count is {len(self.players)}"
             )
         self.seat = turn.seat
         messages = self._check_messages(turn.messages)
@@ -376,8 +374,7 @@ class MessageEnv(StepValidator, Env):
         ):
             raise self.make_error(
                 f"gave {sanitize_text(safe_repr(messages), 200)}, which is neither a text nor a "
-                "list of"
-                " messages"
+                "list of messages"
             )
         size = count_characters(messages)
         if size > MAX_CHARACTERS:

@@ -75,9 +75,8 @@ def isolate_environment(spec: EnvironmentSpec) -> EnvironmentSpec:
             pickle.dumps(value)
         except Exception as error:  # boundary: pickling of any object
             raise UserError(
-                f"the environment {spec.name}: its setting {name!r} cannot be sent to another"
-                f" process, where its episodes run ({describe_error(error, 200)}). Give a value "
-                "that can be"
-                " pickled, or environment_isolation='thread'"
+                f"the environment {spec.name}: its setting {name!r} cannot be sent to another "
+                f"process, where its episodes run ({describe_error(error, 200)}). Give a value "
+                "that can be pickled, or environment_isolation='thread'"
             ) from error
     return replace(spec, root=ForkServer(spec))

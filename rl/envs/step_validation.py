@@ -88,9 +88,8 @@ class StepValidator:
         """Return a dict of finite floats by name. Raises EpisodeFailed for any other value."""
         if not isinstance(value, Mapping):
             raise self.make_error(
-                f"gave the {field_name} {sanitize_text(safe_repr(value), 100)}; a mapping of "
-                "names to numbers"
-                " is expected"
+                f"gave the {field_name} {sanitize_text(safe_repr(value), 100)}; a mapping of names "
+                "to numbers is expected"
             )
         return {
             self._check_name(key, field_name): self._check_number(
@@ -125,8 +124,7 @@ class StepValidator:
         if not isinstance(value, int) or not 0 <= value < len(self.players):
             raise self.make_error(
                 f"gives results for the seat {sanitize_text(safe_repr(value), 100)}; seats are "
-                "numbered"
-                f" from 0 and their count is {len(self.players)}"
+                f"numbered from 0 and their count is {len(self.players)}"
             )
         return value
 

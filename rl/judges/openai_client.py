@@ -73,8 +73,7 @@ class OpenAIClient:
         except (APIRequestError, KeyError, TypeError) as error:
             raise UserError(
                 f"{self.url}/models lists no models ({_describe(error)}): start the server, or "
-                "correct the address, such as http://localhost:8000/v1 or "
-                "https://host/v1#MODEL"
+                "correct the address, such as http://localhost:8000/v1 or https://host/v1#MODEL"
             ) from error
         if len(names) != 1:
             raise UserError(

@@ -3,6 +3,7 @@
 from rl.learner import learner_checkpoint
 from rl.learner.activation_memory import offload_layer_inputs
 from rl.learner.adamw import check_optimizer
+from rl.learner.context_parallel import ContextParallel, SequenceShard, check_divisible
 from rl.learner.frozen_base import choose_base_dtype
 from rl.learner.head_memory import (
     default_kept_bytes,
@@ -14,6 +15,9 @@ from rl.learner.logprob_head import HeadRequest, LogprobHead
 from rl.learner.model_spec import ModelSpec
 
 __all__ = [
+    "ContextParallel",
+    "SequenceShard",
+    "check_divisible",
     "HeadRequest",
     "Learner",
     "LearnerSettings",

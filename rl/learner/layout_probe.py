@@ -58,7 +58,7 @@ def find_layout_faults(
     device = next(model.parameters()).device
     under_autocast = torch.is_autocast_enabled(device.type)
     faults: dict[str, str] = {}
-    with _preserve_state(model), use_cpu_attention(model), truncated_layers(model):
+    with preserve_state(model), use_cpu_attention(model), truncated_layers(model):
         sharply = next(model.parameters()).dtype == torch.float32 and not uses_flash_attention(
             model
         )
@@ -109,7 +109,7 @@ def use_cpu_attention(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _preserve_state(model: nn.Module) -> Iterator[None]:
+def preserve_state(model: nn.Module) -> Iterator[None]:
     """Restore generators, the mode of every module, and buffers after the block."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
@@ -188,14 +188,12 @@ class _LayoutProbe:
         if self.layers.unknown_kinds:
             return (
                 f"its layers of the kind {self.layers.unknown_kinds} may attend farther than this "
-                "probe "
-                "can check"
+                "probe can check"
             )
         if self.tolerances is not FP32_TOLERANCES and self.layers.receptive_fields:
             return (
-                f"its layers ({', '.join(self.layers.receptive_fields)}) do not see all "
-                "positions, and in "
-                "this precision a fault may not show"
+                f"its layers ({', '.join(self.layers.receptive_fields)}) do not see all positions, "
+                "and in this precision a fault may not show"
             )
         try:
             plain = self._forward(self._batch(sequences, "padded", [sequences.probed]))

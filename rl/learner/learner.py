@@ -25,6 +25,8 @@ from rl.layers import ExpertReplay, describe_layers, get_hidden_size, replay_exp
 from rl.learner.activation_memory import offload_layer_inputs
 from rl.learner.backend import Backend, make_backend, move_to_device
 from rl.learner.backend_common import load_first_layers, make_skeleton
+from rl.learner.context_parallel import ContextParallel, check_divisible
+from rl.learner.context_parallel_probe import check_on_all_ranks
 from rl.learner.frozen_base import convert_frozen_
 from rl.learner.head_memory import choose_kept_bytes
 from rl.learner.layout_probe import find_layout_faults_on_all_ranks, use_cpu_attention
@@ -50,7 +52,7 @@ from rl.models import (
     unwrap_model,
     uses_flash_attention,
 )
-from rl.sampler import find_rope_switch
+from rl.sampler import check_features, find_rope_switch
 from rl.types import AdamParams, Datum
 from rl.types.number_checks import validate_target_ids
 
@@ -63,7 +65,8 @@ class LearnerSettings:
     offload_activations: see rl.learner.activation_memory; only with gradient_checkpointing.
     kept_bytes: see linear_logprob; None: see rl.learner.head_memory. optimizer: see
     rl.learner.adamw. router_replay: tokens with recorded experts in their datum are routed to those
-    experts. router_aux_loss_coef: see rl.learner.router_aux_loss.
+    experts. router_aux_loss_coef: see rl.learner.router_aux_loss. context_parallel_size: number of
+    ranks that share a micro-batch (rl.learner.context_parallel).
     """
 
     token_budget: int = 16384
@@ -75,10 +78,15 @@ class LearnerSettings:
     router_replay: bool = False
     router_aux_loss_coef: float = 0.0
     kept_bytes: int | None = None
+    context_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         if self.offload_activations and not self.gradient_checkpointing:
             raise ValueError("offload_activations needs gradient_checkpointing: set it too")
+        if self.context_parallel_size > 1:
+            features = {"router replay": self.router_replay}
+            features["router aux loss"] = bool(self.router_aux_loss_coef)
+            check_features(("context parallelism", *(name for name in features if features[name])))
 
 
 def _enable_gradient_checkpointing(loaded: LoadedModel) -> None:
@@ -110,9 +118,10 @@ class Learner:
         accelerator: Any,
         settings: LearnerSettings,
         base_dtype: str = "fp32",
+        group: collectives.RankGroup | None = None,
     ):
         """Set up the backend and the output head. `base_dtype`: storage type of frozen matrices
-        (rl.learner.frozen_base).
+        (rl.learner.frozen_base). `group`: the ranks that share micro-batches with this rank.
         """
         self.loaded = loaded
         self.accelerator = accelerator
@@ -135,6 +144,7 @@ class Learner:
         self.reader = get_image_reader(unwrap_model(self.model))
         self.vocabulary = loaded.vocab_size
         self.length_switch = find_rope_switch(self.model)
+        self.context_parallel = self._make_context_parallel(group)
         if loaded.lazy_weights is not None:
             self.backend = self._make_sharded_backend(base_dtype)
         else:
@@ -153,6 +163,16 @@ class Learner:
         self.num_micro_batches = 0  # number of micro-batches of a rank in the last call
         self.sampling_record = SamplingRecord()
 
+    def _make_context_parallel(self, group: collectives.RankGroup | None) -> ContextParallel | None:
+        """Return the context parallelism of this rank's group, if it has one.
+
+        Raises UserError if the model cannot be divided by positions.
+        """
+        if group is None:
+            return None
+        check_divisible(self.model, self.layers, group.size, self.loaded.name)
+        return ContextParallel(group, self.accelerator.device)
+
     def _make_full_backend(self, base_dtype: str) -> Backend:
         """Return the backend of a loaded model, after probing it.
 
@@ -164,6 +184,8 @@ class Learner:
         # Autocast as in training: flash attention does not accept fp32.
         with accelerator.autocast(), use_cpu_attention(model):
             self.layouts = self._find_exact_layouts(model)
+            if self.context_parallel is not None:
+                check_on_all_ranks(model, self.context_parallel, self.layouts, self.loaded.name)
             # The head also runs a check on the model.
             self.head = LogprobHead(
                 model, fused=self.settings.fused, kept_bytes=self.settings.kept_bytes
@@ -179,19 +201,22 @@ class Learner:
     def _make_sharded_backend(self, base_dtype: str) -> Backend:
         """Return the backend of a model with weights still in files: each rank reads its shard.
 
-        Rank 0 first probes the first layers.
+        Rank 0, with the ranks that share its micro-batches, first probes the first layers.
         """
         model, accelerator, settings = self.model, self.accelerator, self.settings
         assert self.loaded.lazy_weights is not None
         unread, self.loaded.lazy_weights = self.loaded.lazy_weights.for_wrapped_model(model), None
         with collectives.all_or_none(accelerator.device):
-            trial = load_first_layers(model, unread) if collectives.rank() == 0 else None
+            probes = collectives.rank() < settings.context_parallel_size
+            trial = load_first_layers(model, unread) if probes else None
         fused = torch.zeros(1, device=accelerator.device)
         with (
             accelerator.autocast(),
             contextlib.nullcontext() if trial is None else use_cpu_attention(trial),
         ):
             self.layouts = self._find_exact_layouts(trial)
+            if self.context_parallel is not None:
+                check_on_all_ranks(trial, self.context_parallel, self.layouts, self.loaded.name)
             if trial is not None:
                 fused += LogprobHead(trial, fused=settings.fused).fused
         del trial
@@ -287,6 +312,7 @@ class Learner:
                 self._adapters_enabled(use_adapters),
                 self.backend.micro_batch(),
                 replaying as replay,
+                self._split_attention(batch),
             ):
                 with trace_region("forward"):
                     value, token_outputs, metrics = self._forward(
@@ -295,7 +321,7 @@ class Learner:
                 if backward:
                     with trace_region("backward"):
                         self.backend.backward(value * (batch.scale / divisor))
-            if batch.scale == 0.0:
+            if batch.scale == 0.0 or not self.reports_results:
                 continue
             if replay is not None:
                 rerouted, routed = replay.counts()
@@ -344,18 +370,21 @@ class Learner:
         parts, balances = [], []
         for side in batch.sub_batches or (batch,):
             needs_entropy = loss.needs_entropy(config)
+            targets, shard = side.inputs["target_tokens"], side.shard
             request = HeadRequest(
-                side.inputs["target_tokens"],
-                side.token_index,
+                targets if shard is None else targets[shard.tokens],
+                side.token_index if shard is None else shard.token_index,
                 temperature,
                 entropy or needs_entropy,
                 loss.logprobs,
                 argmax_match,
                 entropy_gradient=needs_entropy,
             )
-            search = contextlib.nullcontext() if side.is_packed else skip_packing_search()
+            searches = side.is_packed and shard is None
+            search = contextlib.nullcontext() if searches else skip_packing_search()
             with search, self.router_aux_loss.record() as balance:
-                parts.append(self.head(self.backend.wrapped, request, **self._model_inputs(side)))
+                part = self.head(self.backend.wrapped, request, **self._model_inputs(side))
+            parts.append(self._gather_tokens(part, side))
             balances += [] if balance is None else [balance(side, loss)]
         logp, entropy_T, values_T = merge_sub_batches(parts, batch.sub_batch_order)
         fields = batch.inputs if values_T is None else {**batch.inputs, "values": values_T}
@@ -409,6 +438,27 @@ class Learner:
             self.model, experts, batch.experts.unflatten(1, (-1, experts.per_token))
         )
 
+    @property
+    def reports_results(self) -> bool:
+        """Return whether this rank reports the results of its micro-batches: of the ranks that
+        share them, only the first does.
+        """
+        return self.context_parallel is None or self.context_parallel.group.rank == 0
+
+    def _split_attention(self, batch: PackedBatch) -> AbstractContextManager[None]:
+        """Return a context in which the ranks that share the batch compute attention together."""
+        if self.context_parallel is None or batch.shard is None:
+            return contextlib.nullcontext()
+        return self.context_parallel.split_attention(unwrap_model(self.model), batch.shard)
+
+    def _gather_tokens(
+        self, part: tuple[Tensor | None, ...], batch: PackedBatch
+    ) -> tuple[Any, ...]:
+        """Return the output head's results of all tokens of the batch."""
+        if self.context_parallel is None or batch.shard is None:
+            return part
+        return tuple(self.context_parallel.gather_tokens(x, batch.shard) for x in part)
+
     def _model_inputs(self, batch: PackedBatch) -> dict[str, Any]:
         """Return the forward's inputs: the tokens and images of a micro-batch."""
         inputs: dict[str, Any] = {"input_ids": batch.input_ids}
@@ -419,6 +469,9 @@ class Learner:
             )
         if batch.position_ids is not None:
             inputs["position_ids"] = batch.position_ids
+        if batch.shard is not None:
+            inputs["input_ids"] = batch.shard.input_ids
+            inputs["position_ids"] = batch.shard.position_ids
         if batch.attention_mask is not None:
             inputs["attention_mask"] = make_attention_mask(self.model, batch.attention_mask)
         return inputs
@@ -442,6 +495,7 @@ class Learner:
         drawn_at = (
             [temperature] * len(datums) if isinstance(temperature, (int, float)) else temperature
         )
+        sharing = None if self.context_parallel is None else self.context_parallel.group
         dealing = MicroBatchPlanner(
             self.settings.token_budget,
             self.settings.layout,
@@ -449,13 +503,13 @@ class Learner:
             get_hidden_size(self.model),
             self.length_switch,
             self.reader is not None,
+            1 if sharing is None else sharing.size,
         )
         rounds = dealing.plan_rounds(datums, group, drawn_at)
         self.num_micro_batches = len(rounds)
         selected = rounds if micro_batch is None else rounds[micro_batch : micro_batch + 1]
-        return make_micro_batches(
-            datums, selected, group, drawn_at, self.accelerator.device, self.length_switch
-        )
+        device, switch = self.accelerator.device, self.length_switch
+        return make_micro_batches(datums, selected, group, drawn_at, device, switch, sharing)
 
     # ----------------------------------------------------------------------------------------- step
 

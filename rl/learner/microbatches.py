@@ -32,7 +32,7 @@ class MicroBatchPlanner:
     `token_budget`: positions in a micro-batch. `requested_layout`: the requested layout.
     `exact_layouts`: the exact layouts. `hidden_size`: the model's hidden size. `rope_switch`: set
     if the model's rotary frequencies change with a row's length. `reads_images`: whether the model
-    reads images.
+    reads images. `group_size`: number of consecutive ranks that share each micro-batch.
     """
 
     token_budget: int
@@ -41,16 +41,18 @@ class MicroBatchPlanner:
     hidden_size: int
     rope_switch: Any = None
     reads_images: bool = False
+    group_size: int = 1
 
     def plan_rounds(
         self, datums: Sequence[Datum], group: int, temperatures: Sequence[float]
     ) -> list[list[MicroBatchUnits]]:
-        """Return micro-batches, longest first, in rounds with a micro-batch for each rank.
+        """Return micro-batches, longest first, in rounds with a micro-batch for each group of
+        ranks.
 
         The last round of a kind may have fewer. `group` consecutive datums belong together and stay
         in a micro-batch. All datums of a micro-batch have the same temperature.
         """
-        world = collectives.world()
+        world = collectives.world() // self.group_size
         # Each kind is distributed separately, texts first. Every rank runs the same number of
         # micro-batches with images (ranks that share a vision tower's weights must enter it
         # together) and without, and the same number with two forwards and with a single forward.
@@ -128,6 +130,7 @@ def make_micro_batches(
     temperatures: Sequence[float],
     device: torch.device,
     rope_switch: Any = None,
+    sharing: collectives.RankGroup | None = None,
 ) -> Iterator[PackedBatch]:
     """Yield this rank's micro-batch of each round. The next is laid out while a GPU still computes
     the current one.
@@ -135,18 +138,19 @@ def make_micro_batches(
     A round without a micro-batch for this rank gets a micro-batch of the same kind with weight 0.
 
     `rope_switch`: set if rotary frequencies change with a row's length. A batch with rows of both
-    kinds is split into its `sub_batches`.
+    kinds is split into its `sub_batches`. `sharing`: the ranks that share this rank's
+    micro-batches.
     """
-    rank = collectives.rank()
+    rank = collectives.rank() // (1 if sharing is None else sharing.size)
     for round_chunks in rounds:
         with trace_region("collate"):
             if rank < len(round_chunks):
                 layout, mine = round_chunks[rank]
-                batch = collate(datums, mine, layout, device)
+                batch = collate(datums, mine, layout, device, sharing)
             else:
                 first = round_chunks[0][1][0][0] // group * group
                 unit = [[i] for i in range(first, first + group)]
-                batch = collate(datums, unit, "padded", device)
+                batch = collate(datums, unit, "padded", device, sharing)
                 batch.scale = 0.0
             batch.temperature = temperatures[batch.datum_index[0]]
             if rope_switch is not None:

@@ -18,11 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rl.distributed import collectives
+from rl.learner.context_parallel import SequenceShard, make_shard, pad_columns
 from rl.types import Datum, PlacedImage
 
 LAYOUTS = ("padded", "packed", "shared")  # and "auto": see choose_layout
@@ -54,6 +57,7 @@ class PackedBatch:
                     else empty
     sub_batch_order int64 [T] position of each token of this batch in the concatenated tokens of
                     `sub_batches`; None without them
+    shard           this rank's columns, with context parallelism; else None
     """
 
     input_ids: Tensor
@@ -71,6 +75,7 @@ class PackedBatch:
     images: list[tuple[tuple[PlacedImage, ...], int]] | None = None
     sub_batches: Sequence[PackedBatch] = ()
     sub_batch_order: Tensor | None = None
+    shard: SequenceShard | None = None
 
     @property
     def tokens(self) -> int:
@@ -228,8 +233,10 @@ def collate(
     chunk: Sequence[Sequence[int]],
     layout: str,
     device: torch.device | str = "cpu",
+    group: collectives.RankGroup | None = None,
 ) -> PackedBatch:
     """Lay the units of `chunk` (lists of indices into `datums`) out as a micro-batch on `device`.
+    `group`: ranks that share it by its positions.
 
     All datums of a chunk have the same fields. Raises ValueError for an unknown layout, and for
     images in a layout other than padded.
@@ -257,8 +264,19 @@ def collate(
         for name in selected[0].loss_fn_inputs
     }
 
-    def put(array: np.ndarray | None) -> Tensor | None:
+    def put(array: np.ndarray | None) -> Any:
         return None if array is None else copy_to_device(array, device)
+
+    shard = None
+    if group is not None:
+        width, size = input_ids.shape[1], group.size
+        token_index = np.arange(input_ids.size) if token_index is None else token_index
+        input_ids = pad_columns(input_ids, size, 0)
+        token_index = token_index // width * input_ids.shape[1] + token_index % width
+        position_ids = None if position_ids is None else pad_columns(position_ids, size, 0)
+        segments = None if segments is None else pad_columns(segments, size, -1)
+        packed = lengths if layout == "packed" else None
+        shard = make_shard(input_ids, position_ids, token_index, packed, group, put)
 
     experts = None
     if selected[0].experts is not None:
@@ -279,6 +297,7 @@ def collate(
         experts=put(experts),
         max_expert=-1 if experts is None else int(experts.max(initial=-1)),
         images=images if has_images else None,
+        shard=shard,
     )
 
 

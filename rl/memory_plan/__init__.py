@@ -3,7 +3,9 @@
 from rl.memory_plan.byte_counts import (
     GIB,
     USABLE_FRACTION,
+    MemoryItem,
     MemoryPlan,
+    constant_item,
     offloaded_activation_bytes,
     plan_memory,
     saved_logits_bytes,
@@ -16,7 +18,13 @@ from rl.memory_plan.step_shapes import (
     largest_micro_batch,
 )
 from rl.memory_plan.tensor_parallel_check import check_tensor_parallel
-from rl.memory_plan.tracing import ComputeConfig, ModelSkeleton, load_shape, trace_micro_batch
+from rl.memory_plan.tracing import (
+    ComputeConfig,
+    ModelSkeleton,
+    check_context_parallel_model,
+    load_shape,
+    trace_micro_batch,
+)
 
 __all__ = [
     "ComputeConfig",
@@ -25,10 +33,12 @@ __all__ = [
     "LaunchShape",
     "MicroBatch",
     "ModelShape",
+    "MemoryItem",
     "MemoryPlan",
     "USABLE_FRACTION",
     "ModelSkeleton",
     "StepWork",
+    "check_context_parallel_model",
     "check_tensor_parallel",
     "saved_logits_bytes",
     "largest_micro_batch",
@@ -38,6 +48,7 @@ __all__ = [
     "plan_sampler_memory",
     "count_pool_pages",
     "compute_concurrent_rows",
+    "constant_item",
     "staged_weight_bytes",
     "trace_micro_batch",
 ]

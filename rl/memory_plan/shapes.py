@@ -4,7 +4,7 @@ launch, the work of a step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rl.distributed import Launch, ParameterCounts
 
@@ -56,13 +56,20 @@ class MicroBatch:
     """Describe the largest micro-batch of a rank: `rows` of `length` positions, of which `tokens`
     are not padding.
 
-    `masked`: an explicit attention mask, see packing.
+    `masked`: an explicit attention mask, see packing. `ranks`: number of ranks that share the
+    sequences, of which this rank holds `length` positions each (rl.learner.context_parallel).
     """
 
     rows: int
     length: int
     tokens: int
     masked: bool = False
+    ranks: int = 1
+
+    def divide(self, ranks: int) -> MicroBatch:
+        """Return the part of a rank, if `ranks` ranks share the sequences."""
+        length, tokens = -(-self.length // ranks), -(-self.tokens // ranks)
+        return replace(self, length=length, tokens=tokens, ranks=ranks)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,14 @@ from rl.layers import (
     keep_first_layers_,
     layers_share_tensors,
 )
-from rl.learner import HeadRequest, LogprobHead, offload_layer_inputs
+from rl.learner import (
+    ContextParallel,
+    HeadRequest,
+    LogprobHead,
+    SequenceShard,
+    check_divisible,
+    offload_layer_inputs,
+)
 from rl.memory_plan.activations import AllocationRecord, StorageTracker
 from rl.memory_plan.shapes import MicroBatch, MicroBatchMemory, ModelShape
 from rl.models import (
@@ -143,6 +150,11 @@ class ModelSkeleton:
                 for name, number in numbers.items()
             }
         self.shape = _make_shape(self._loaded, numbers, described, fast)
+        self._described = described
+
+    def check_divisible(self, size: int) -> None:
+        """Raise UserError if the model's sequences cannot be divided among `size` ranks."""
+        check_divisible(self._loaded.model, self._described, size, self.shape.name)
 
     def measure_micro_batch(self, batch: MicroBatch, config: ComputeConfig) -> MicroBatchMemory:
         """Return what a micro-batch holds at the peak of its forward and backward. Raises UserError
@@ -192,12 +204,15 @@ class ModelSkeleton:
             with _gradients_as_in_training(model, storages, config.keeps_gradients):
                 ids = torch.zeros(batch.rows, batch.length, dtype=torch.int64)
                 inputs: dict[str, Any] = {"input_ids": ids}
-                if batch.masked:
+                if batch.masked or batch.ranks > 1:
                     inputs["position_ids"] = torch.zeros_like(ids)
-                    sees = torch.ones(batch.rows, 1, batch.length, batch.length, dtype=torch.bool)
+                if batch.masked:
+                    length = batch.length * batch.ranks
+                    sees = torch.ones(batch.rows, 1, length, length, dtype=torch.bool)
                     inputs["attention_mask"] = make_attention_mask(model, sees)
                 at = torch.zeros(batch.tokens, dtype=torch.int64)
-                with storages, torch.autocast("cpu", torch.bfloat16, enabled=config.autocast):
+                autocast = torch.autocast("cpu", torch.bfloat16, enabled=config.autocast)
+                with _split_attention(modules, batch, ids), storages, autocast:
                     logp, *_ = head(model, HeadRequest(at, at, 0.8, False), **inputs)
                     storages.end_forward()
                     logp.sum().backward()
@@ -219,12 +234,42 @@ class ModelSkeleton:
         )
 
 
+class _AbsentRanks:
+    """Stand in for a group of ranks: messages have the right sizes."""
+
+    def __init__(self, size: int):
+        self.size, self.rank = size, 0
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Return a tensor of the size of what the ranks would send."""
+        return torch.empty_like(x)
+
+
+def _split_attention(
+    model: Any, batch: MicroBatch, ids: Tensor
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which the ranks of the batch share attention."""
+    if batch.ranks == 1:
+        return contextlib.nullcontext()
+    group: Any = _AbsentRanks(batch.ranks)
+    positions = ids.repeat(1, batch.ranks)
+    shard = SequenceShard(ids, ids, positions, None, ids, ids, ids)
+    return ContextParallel(group, ids.device).split_attention(model, shard)
+
+
 @cache
 def _load_skeleton(
     base_model: str, tokenizer: str | None, lora: LoraConfig | None
 ) -> ModelSkeleton:
     """Return the model's skeleton, which is built once."""
     return ModelSkeleton(base_model, tokenizer, lora)
+
+
+def check_context_parallel_model(
+    base_model: str, tokenizer: str | None, lora: LoraConfig | None, size: int
+) -> None:
+    """Raise UserError if a model's sequences cannot be divided among `size` ranks."""
+    _load_skeleton(base_model, tokenizer, lora).check_divisible(size)
 
 
 def load_shape(base_model: str, tokenizer: str | None, lora: LoraConfig | None) -> ModelShape:

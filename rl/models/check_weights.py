@@ -138,10 +138,9 @@ def check_tensor_names(
     if extra:
         problems.append(f"it has {_format_names(extra)}, which would be ignored")
     raise UserError(
-        f"{name} does not hold the weights of its {label}: {'; '.join(problems)}. Pass a "
-        "complete folder, saved by the model class "
-        "that is trained here (a causal language model with its output head), or correct its "
-        "config.json"
+        f"{name} does not hold the weights of its {label}: {'; '.join(problems)}. Pass a complete "
+        "folder, saved by the model class that is trained here (a causal language model with its "
+        "output head), or correct its config.json"
     )
 
 

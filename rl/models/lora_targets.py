@@ -56,9 +56,8 @@ def find_lora_targets(model: Any, lora: LoraConfig) -> list[str]:
     if missed:
         raise UserError(
             "LoRA on linear layers has no adapter for experts stored as a single tensor "
-            f"({next(iter(missed))}, ...), and nothing else "
-            "is selected: turn train_experts, train_attn or train_unembed on, or train all "
-            "weights (--lora-rank 0)"
+            f"({next(iter(missed))}, ...), and nothing else is selected: turn train_experts, "
+            "train_attn or train_unembed on, or train all weights (--lora-rank 0)"
         )
     raise UserError(
         "LoRA with train_mlp, train_attn and train_unembed all off trains nothing: turn at "
@@ -88,8 +87,7 @@ def find_expert_targets(model: Any, lora: LoraConfig) -> list[str]:
         )
     raise UserError(
         f"PEFT has no adapter for these experts ({experts.blocks[0]}.experts holds them in no "
-        "tensor [experts, .., ..]): turn "
-        "train_experts off, or train all weights (--lora-rank 0)"
+        "tensor [experts, .., ..]): turn train_experts off, or train all weights (--lora-rank 0)"
     )
 
 

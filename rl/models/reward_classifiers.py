@@ -75,10 +75,9 @@ def load_classifier_tokenizer(name: str) -> Any:
     tokenizer = load_tokenizer(_resolve_source(name))
     if tokenizer is None or tokenizer.chat_template is None:
         raise UserError(
-            f"the tokenizer of the reward model {name} has no chat template, so the format of "
-            "its conversations is unknown: save the "
-            "template that it was trained with as chat_template.jinja next to its tokenizer, "
-            "and pass that folder"
+            f"the tokenizer of the reward model {name} has no chat template, so the format of its "
+            "conversations is unknown: save the template that it was trained with as "
+            "chat_template.jinja next to its tokenizer, and pass that folder"
         )
     return tokenizer
 

@@ -19,13 +19,11 @@ IMAGE_BEGIN, IMAGE, IMAGE_END, VIDEO = (
 )
 VISION_TOKENS = (USER, ASSISTANT, SYSTEM, END, IMAGE_BEGIN, IMAGE, IMAGE_END, VIDEO)
 TINY_CHAT_TEMPLATE = (
-    "{%- for message in messages -%}<|{{ message.role }}|>"
-    "{%- if message.content is string -%}{{ message.content }}"
-    "{%- else -%}{%- for part in message.content -%}"
-    "{%- if part.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>{%- else -%}{{ "
-    "part.text }}{%- endif -%}"
-    "{%- endfor -%}{%- endif -%}<|end|>{%- endfor -%}"
-    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+    "{%- for message in messages -%}<|{{ message.role }}|>{%- if message.content is string -%}{{ "
+    "message.content }}{%- else -%}{%- for part in message.content -%}{%- if part.type == 'image' "
+    "-%}<|vision_start|><|image_pad|><|vision_end|>{%- else -%}{{ part.text }}{%- endif -%}{%- "
+    "endfor -%}{%- endif -%}<|end|>{%- endfor -%}{%- if add_generation_prompt -%}<|assistant|>{%- "
+    "endif -%}"
 )
 
 

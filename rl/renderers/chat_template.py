@@ -75,8 +75,7 @@ class ChatTemplateRenderer(Renderer):
         if tokenizer.chat_template is None:
             raise UserError(
                 f"the tokenizer {tokenizer.name_or_path!r} has no chat template: use the renderer "
-                "'role_colon' or 'plain' for "
-                "a base model, or set tokenizer.chat_template"
+                "'role_colon' or 'plain' for a base model, or set tokenizer.chat_template"
             )
         self.template_settings = template_settings
         outside = ("tools", "documents")  # settings with text from outside
@@ -486,10 +485,9 @@ class ChatTemplateRenderer(Renderer):
             prompt = self._render_text(messages[:-1], generation=True)
             raise UserError(
                 "the chat template renders this conversation differently from the prompt of its "
-                "last message, so the model would "
-                f"learn from a prompt that it never sees: the prompt ends in {prompt[-80:]!r}, "
-                f"the conversation in {text[-160:]!r}. Leave out thoughts, or pass the template "
-                "setting that keeps them"
+                "last message, so the model would learn from a prompt that it never sees: the "
+                f"prompt ends in {prompt[-80:]!r}, the conversation in {text[-160:]!r}. Leave out "
+                "thoughts, or pass the template setting that keeps them"
             )
         probed = [*messages[:index], {**messages[index], "content": _PROBE}, *messages[index + 1 :]]
         before, _, after = self._render_text(probed, generation=False).partition(_PROBE)

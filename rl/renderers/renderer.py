@@ -206,8 +206,7 @@ class Renderer(ABC):
                 raise
             raise UserError(
                 f"the model's tokenizer has no tokens for some of the text {text[:60]!r}: use a "
-                "model (base_model) or a tokenizer "
-                "with a vocabulary that covers the data"
+                "model (base_model) or a tokenizer with a vocabulary that covers the data"
             ) from error
 
     def _decode(self, tokens: Sequence[int]) -> str:
@@ -297,9 +296,8 @@ def get_content_text(content: Any, where: str) -> str:
         if is_image_part(part):
             raise UserError(
                 f"{where} has an image, but this renderer writes only text: use a vision-language "
-                "model with its chat template "
-                "(the renderer chat_template; the model folder contains the image processor), or "
-                "leave the image out"
+                "model with its chat template (the renderer chat_template; the model folder "
+                "contains the image processor), or leave the image out"
             )
         if (
             not isinstance(part, dict)

@@ -180,8 +180,7 @@ def check_reward_rise(history: MetricHistory) -> str | None:
     row = history.newest
     spread = (
         f"min {read_metric(row, LOW):.3g}, max {read_metric(row, HIGH):.3g}, std "
-        f"{read_metric(row, STD):.3g} in "
-        f"this batch"
+        f"{read_metric(row, STD):.3g} in this batch"
     )
     return (
         f"reward has not risen: mean {fmean(windows[0]):.3g} of the first {TREND_BATCHES} batches, "
@@ -327,10 +326,9 @@ class AlarmSpec:
 
 _MISMATCH_REMEDY = (
     "Samples and learner should agree: check precision (fp32 on both sides, or bf16 on both), and "
-    "whether the policy was changed "
-    "between sampling and learning; truncated_is (grpo) bounds the effect. If tokens are several "
-    "updates old, lower max_steps_off_policy "
-    "(grpo) or learning_rate, or set a correction."
+    "whether the policy was changed between sampling and learning; truncated_is (grpo) bounds the "
+    "effect. If tokens are several updates old, lower max_steps_off_policy (grpo) or "
+    "learning_rate, or set a correction."
 )
 ALARMS = (
     AlarmSpec("kl_0.01", KL, make_kl_check(0.01), _MISMATCH_REMEDY),
@@ -374,8 +372,7 @@ ALARMS = (
         (ENTROPY, REWARD, LOW, HIGH),
         check_entropy,
         "Lower learning_rate, raise temperature, add an entropy bonus (entropy_coef) or a KL term "
-        "(kl_coef), or raise clip_high (grpo) "
-        "to 1.28.",
+        "(kl_coef), or raise clip_high (grpo) to 1.28.",
     ),
     AlarmSpec(
         "low_temperature",
@@ -388,8 +385,7 @@ ALARMS = (
         (BEGINNINGS, GROUPS, EPISODES),
         check_modes,
         "Check in rollouts/ which text the answers share, and whether the reward pays for it; "
-        "return to a checkpoint with a lower "
-        "learning_rate, a KL term or an entropy bonus.",
+        "return to a checkpoint with a lower learning_rate, a KL term or an entropy bonus.",
     ),
     AlarmSpec(
         "length",

@@ -418,9 +418,8 @@ def _load_address(spec: str, settings: Mapping[str, Any]) -> RewardFunction:
         module = importlib.import_module(location)
     except ImportError as error:
         raise UserError(
-            f"reward {spec!r}: importing {location!r} failed ({type(error).__name__}: "
-            f"{error}); it must be importable from "
-            "the current environment (PYTHONPATH), or be passed as "
+            f"reward {spec!r}: importing {location!r} failed ({type(error).__name__}: {error}); it "
+            "must be importable from the current environment (PYTHONPATH), or be passed as "
             f"'path/to/file.py:{attribute}'"
         ) from error
     return _bind_settings(spec, _get_callable(module, attribute, spec), settings)

@@ -70,11 +70,9 @@ def adapt_reward(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             inspect.signature(function).bind(*example_arguments[: kind.leading_parameters])
         except TypeError as error:
             raise UserError(
-                f"reward {name!r} takes ({', '.join(parameters)}), but a reward is called "
-                "with "
-                f"{'(episode, meta)' if kind.episode else '(prompt, response, meta)'}, or in "
-                "TRL's form with (completions, ...columns) as "
-                f"lists: {error}"
+                f"reward {name!r} takes ({', '.join(parameters)}), but a reward is called with "
+                f"{'(episode, meta)' if kind.episode else '(prompt, response, meta)'}, or in TRL's "
+                f"form with (completions, ...columns) as lists: {error}"
             ) from error
     return function
 

@@ -131,9 +131,8 @@ class Algorithm(ABC, Generic[Config]):
             raise UserError(
                 f"kl_penalty_coef {self.config.kl_penalty_coef} needs a reference model, and a "
                 "client that trains all weights keeps no copy of its base model: pass "
-                f"{self.name}(config, "
-                "reference=service.create_sampling_client(base_model=...)), or train a LoRA "
-                "adapter"
+                f"{self.name}(config, reference=service.create_sampling_client(base_model=...)), "
+                "or train a LoRA adapter"
             )
         return Models(client, {"reference": BaseModelScorer(client)})
 

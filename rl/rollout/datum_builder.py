@@ -390,8 +390,7 @@ def _misalignment_message(label: str, name: str, received: int, n: int) -> str:
     """Return the error message for a field of another length than the input."""
     text = (
         f"{label}: {name!r} has {received} values, the model_input has {n} tokens; every field "
-        "needs a "
-        f"value for each input token."
+        "needs a value for each input token."
     )
     if received < n:
         pad = n - received

@@ -72,10 +72,9 @@ def check_player(
     available = ", ".join(sorted(player for player in players if player is not None)) or "none"
     episode.error = (
         f"the environment {builder.tag}, episode {episode.index} of row {builder.problem_index}, "
-        f"assigned seat {episode.env.seat} to "
-        f"{episode.player!r:.100}, which is no available player (available: {available}): list the "
-        f"players of a new environment object in "
-        f"its `models`"
+        f"assigned seat {episode.env.seat} to {episode.player!r:.100}, which is no available "
+        f"player (available: {available}): list the players of a new environment object in its "
+        "`models`"
     )
     return False
 

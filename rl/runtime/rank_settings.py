@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rl.learner import LearnerSettings
-from rl.sampler import check_features
+from rl.sampler import DEFAULT_CACHE_TOKENS, check_features
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,11 @@ class SamplerSettings:
     cache and rows are then those of the whole group.
 
     urls: of the vLLM servers that sample if the kind is "vllm"; folder: in which their weights are
-    written; request_seconds: time limit of a sample there.
+    written; request_seconds: time limit of a sample there. Without urls the run starts a server:
+    command: that starts it; memory: its share of the device's memory.
     """
 
-    kv_cache_tokens: int = 262_144
+    kv_cache_tokens: int = DEFAULT_CACHE_TOKENS
     max_rows: int = 1024
     kind: str = "auto"
     router_replay: bool = False
@@ -33,6 +34,8 @@ class SamplerSettings:
     urls: tuple[str, ...] = ()
     folder: str | None = None
     request_seconds: float = 600.0
+    command: str | None = None
+    memory: float = 0.3
 
     @property
     def local_kind(self) -> str:

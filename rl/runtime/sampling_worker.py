@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rl.distributed import collectives, make_accelerator
+from rl.distributed import collectives, make_accelerator, spans_machines
 from rl.errors import UserError
 from rl.layers import get_hidden_size
 from rl.learner import Learner, ModelSpec, learner_checkpoint
@@ -41,7 +41,16 @@ from rl.sampler import (
     score_sequences,
 )
 from rl.types import PlacedImage, SampleResponse
-from rl.vllm import ServerPool, VllmDecoder, VllmEngine, score_on_servers
+from rl.vllm import (
+    ServerLaunch,
+    ServerPool,
+    StartedServer,
+    VllmDecoder,
+    VllmEngine,
+    find_command,
+    find_free_port,
+    score_on_servers,
+)
 
 
 def load_base(decoder: Decoder, shapes: Mapping[str, Any]) -> Decoder:
@@ -68,15 +77,13 @@ class SamplingWorker:
         self.objects = objects or collectives.ObjectGroup(settings.timeout_seconds)
         self.settings = settings
         self.base_models = BaseModelCache(settings.share_bases, self.accelerator)
-        self.tp_group = collectives.get_tensor_parallel_group(
-            settings.sampler.tp, settings.timeout_seconds
-        )
+        self.tp_group = collectives.get_rank_group(settings.sampler.tp, settings.timeout_seconds)
         # the first rank of a tensor-parallel group reports its samples
         self.reports_results = self.tp_group is None or self.tp_group.rank == 0
+        self.sampler_dtype = torch.bfloat16 if bf16 else torch.float32
         self.server_pool = (
             self._connect_servers() if settings.sampler.kind == "vllm" else None
         )  # vLLM servers, which then sample
-        self.sampler_dtype = torch.bfloat16 if bf16 else torch.float32
         self.learners: dict[int, Learner] = {}
         self.versions: dict[int, SamplerVersion] = {}
         # learner that wrote each folder, so that samples from it count as that learner's
@@ -87,18 +94,42 @@ class SamplingWorker:
         )  # KV cache memory that an engine leaves to the next engine
 
     def _connect_servers(self) -> ServerPool:
-        """Return the vLLM servers of the settings. Raises UserError if one cannot be used."""
-        sampler = self.settings.sampler
+        """Return the vLLM servers of the settings, or one that the run starts with the first
+        weights. Raises UserError if one cannot be used.
+        """
+        sampler, device = self.settings.sampler, self.accelerator.device
         nonce = torch.randint(2**31, (1,), generator=torch.Generator().manual_seed(time.time_ns()))
-        nonce = nonce.to(self.accelerator.device)
-        collectives.copy_from_rank_0_([nonce])
+        numbers = torch.tensor([int(nonce), 0 if sampler.urls else find_free_port()], device=device)
+        collectives.copy_from_rank_0_([numbers])
+        server = None
+        if not sampler.urls:
+            with collectives.all_or_none(device):
+                launch = self._make_server_launch()
+            server = StartedServer(int(numbers[1]), sampler.request_seconds, launch)
         return ServerPool(
             sampler.urls,
-            f"{int(nonce):08x}",
+            f"{int(numbers[0]):08x}",
             folder=sampler.folder,
             request_seconds=sampler.request_seconds,
             max_rows=sampler.max_rows,
+            started_server=server,
         )
+
+    def _make_server_launch(self) -> ServerLaunch | None:
+        """Return how rank 0 starts a vLLM server, None on other ranks. Raises UserError if it
+        cannot.
+        """
+        sampler, cuda = self.settings.sampler, self.accelerator.device.type == "cuda"
+        if spans_machines():
+            raise UserError(
+                "sampler vllm starts a server on one machine, and this launch has processes on "
+                "several: start servers and set sampler_url (docs/vllm.md)"
+            )
+        if collectives.rank() != 0:
+            return None
+        dtype = "bfloat16" if self.sampler_dtype == torch.bfloat16 else "float32"
+        command = find_command(sampler.command)
+        return ServerLaunch(command, dtype, sampler.max_rows, sampler.memory, cuda)
 
     def _make_server_decoder(self, loaded: LoadedModel, learner_id: int) -> VllmDecoder:
         """Return a decoder for the vLLM servers, without weights."""
@@ -123,17 +154,22 @@ class SamplingWorker:
         pool, weights_id = decoder.pool, decoder.weights_id
         if pool.loaded_weights_id == weights_id:
             return
-        has_weights = torch.zeros(len(pool.servers), device=self.accelerator.device)
+        # of each server: whether it has the weights, and its longest sequence
+        servers = torch.zeros(2, len(pool.servers), dtype=torch.int64)
+        servers = servers.to(self.accelerator.device)
         with collectives.all_or_none(self.accelerator.device):
             if collectives.rank() == 0:
                 assert decoder.folder is not None
                 loads = pool.load_weights(decoder.folder, weights_id)
-                has_weights.copy_(torch.tensor(loads))
-        collectives.copy_from_rank_0_([has_weights])
-        pool.set_weights(weights_id, has_weights.bool().tolist())
+                contexts = [server.max_context for server in pool.servers]
+                servers.copy_(torch.tensor([loads, contexts]))
+        collectives.copy_from_rank_0_([servers])
+        pool.set_weights(weights_id, servers[0].bool().tolist(), servers[1].tolist())
 
     def free_all(self) -> None:
-        """Free the memory of all models, and send no further requests to vLLM servers."""
+        """Free the memory of all models, send no further requests to vLLM servers, and end the
+        server that the run started.
+        """
         self.kv_cache_pool.release()
         if self.server_pool is not None:
             self.server_pool.close()
@@ -240,6 +276,12 @@ class SamplingWorker:
             "version": version,
             "mixes": self._find_mix_group(decoder),
         }
+
+    @verb(SAMPLER)
+    def set_cache_size(self, tokens: int) -> None:
+        """Set the size of the KV cache, in tokens, of engines that are made from now on."""
+        sampler = replace(self.settings.sampler, kv_cache_tokens=tokens)
+        self.settings = replace(self.settings, sampler=sampler)
 
     @verb(SAMPLER, version_arg=0, frees=True)
     def free_version(self, version_id: int) -> None:

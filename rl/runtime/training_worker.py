@@ -120,6 +120,9 @@ class TrainingWorker(SamplingWorker):
             "fp32"
             if get_launch_sharding().owns_weights
             else held_in,  # the backend casts all weights
+            collectives.get_rank_group(
+                self.settings.learner.context_parallel_size, self.settings.timeout_seconds
+            ),
         )
         self.learners[model_id], self.specs[model_id] = learner, spec
         if state is not None:

@@ -267,9 +267,8 @@ class WorkerGroup:
         if self.thread.is_alive():
             print(
                 "the script has ended, and submitted verbs were still running "
-                f"{self.exit_timeout:g} "
-                "s later: they are abandoned. Wait for the last result, or close the service, "
-                "before the script ends",
+                f"{self.exit_timeout:g} s later: they are abandoned. Wait for the last result, or "
+                "close the service, before the script ends",
                 file=sys.stderr,
             )
             sys.stdout.flush()

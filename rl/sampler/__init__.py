@@ -27,7 +27,7 @@ from rl.sampler.precision import cast_frozen_, iter_frozen_matrices
 from rl.sampler.prefix_attention import disable_cudnn_attention
 from rl.sampler.prompt_logprobs import score_sequences
 from rl.sampler.rope_switch import find_rope_switch
-from rl.sampler.sampling_engine import Engine
+from rl.sampler.sampling_engine import DEFAULT_CACHE_TOKENS, Engine
 from rl.sampler.sampling_requests import (
     EngineCounters,
     FinishedRequest,
@@ -38,6 +38,7 @@ from rl.sampler.stop_conditions import StopStringMatcher, build_stop_condition
 from rl.sampler.tensor_parallel import check_shard_counts
 
 __all__ = [
+    "DEFAULT_CACHE_TOKENS",
     "Decoder",
     "Engine",
     "IdleKVCachePool",

@@ -228,7 +228,7 @@ class ContiguousState(DecodeState):
             self.decoder.architecture.eps,
         )
         positions = self.prompt_lengths[self.prompt_of_row] + self.response_lengths
-        rope = decoder.rope_table(int(positions.max()) + 1)
+        ropes = decoder.rope_tables(int(positions.max()) + 1)
         position_N, written_N = torch.from_numpy(positions), torch.from_numpy(self.response_lengths)
         prompt_of_row_N, prompt_length_P = (
             torch.from_numpy(self.prompt_of_row),
@@ -240,7 +240,7 @@ class ContiguousState(DecodeState):
                 qkv,
                 norm_qk,
                 eps,
-                rope,
+                ropes[decoder.layers[layer].rope],
                 position_N,
                 self.prompt_kv[layer],
                 prompt_of_row_N,

@@ -52,7 +52,7 @@ class CUDAGraphRunner:
         self._model, self.kv, self.buffers = ref(model), kv, buffers
         self.buckets = row_buckets(max_rows)
         self.max_blocks = buffers.table.shape[1]
-        self.rope = model.rope_table(self.max_blocks * kv[0].shape[2])
+        self.ropes = model.rope_tables(self.max_blocks * kv[0].shape[2])
         self._graphs: dict[tuple[int, bool], CapturedGraph] = {}
         self._pool: Any = None
 
@@ -89,7 +89,7 @@ class CUDAGraphRunner:
         self.buffers.at.zero_()
         for _ in range(count):
             if graph is None:
-                decode_step(self.model, self.kv, self.rope, self.buffers, rows, width, shared)
+                decode_step(self.model, self.kv, self.ropes, self.buffers, rows, width, shared)
             else:
                 graph.replay()
 
@@ -114,7 +114,7 @@ class CUDAGraphRunner:
         """Capture a graph of a single step; this writes to the buffers and to the unused page."""
         b, step_args = (
             self.buffers,
-            (self.model, self.kv, self.rope, self.buffers, rows, self.max_blocks, shared),
+            (self.model, self.kv, self.ropes, self.buffers, rows, self.max_blocks, shared),
         )
         with torch.cuda.device(b.token.device):
             stream = torch.cuda.Stream()

@@ -98,7 +98,7 @@ class DecodeInputs:
 def decode_step(
     model: FastForward,
     kv: list[Tensor],
-    rope: Tensor,
+    ropes: Tensor,
     buffers: DecodeInputs,
     rows: int,
     width: int,
@@ -107,8 +107,8 @@ def decode_step(
     """Sample a token for each of the first `rows` rows that has not finished.
 
     `width`: the largest number of pages of a table to read. `kv` [2, pages + 1, S, K, D] of each
-    layer; the last page belongs to no sequence. `rope` [2, positions, D]
-    (`FastForward.rope_table`). `shared`: whether some rows are in groups with shared pages, which
+    layer; the last page belongs to no sequence. `ropes` [ropes, 2, positions, D]
+    (`FastForward.rope_tables`). `shared`: whether some rows are in groups with shared pages, which
     are read once for all rows of a group.
     """
     a, b = model.architecture, buffers.first_rows(rows)
@@ -123,29 +123,38 @@ def decode_step(
     )
     residual, x = model.embed_tokens(b.token), None
     for i, layer in enumerate(model.layers):
-        normed = decode_ops.fused_add_rms_norm(x, residual, layer.norm_in, a.eps)
+        normed = _add_and_norm(x, residual, layer.norm_in, a.eps)
         qkv = model.project_qkv(layer, normed).unflatten(
             -1, (a.heads + 2 * a.key_heads, a.head_width)
         )
         norm_qk = None if layer.norm_qk is None else layer.norm_qk.view(2, -1)
         q = decode_ops.rope_to_cache(
-            qkv, norm_qk, a.eps, rope, position, kv[i], page, place, a.heads
+            qkv, norm_qk, a.eps, ropes[layer.rope], position, kv[i], page, place, a.heads
         )
         attended = compute_paged_attention(q, kv[i], table, length, groups).flatten(1)
-        x = model.scale_residual(layer.out(attended))
-        normed = decode_ops.fused_add_rms_norm(x, residual, layer.norm_mlp, a.eps)
+        x = model.scale_residual(model.rms(layer.out(attended), layer.norm_attention_out))
+        normed = _add_and_norm(x, residual, layer.norm_mlp, a.eps)
         gate_up = layer.gate_up(normed)
         hidden = (
             decode_ops.silu_mul(gate_up)
             if a.activation == "silu"
             else activate_gate(gate_up, a.activation)
         )
-        x = model.scale_residual(layer.down(hidden))
+        x = model.scale_residual(model.rms(layer.down(hidden), layer.norm_mlp_out))
     hidden = model.scale_hidden(decode_ops.fused_add_rms_norm(x, residual, model.norm_E, a.eps))
     token, logprob = _sample(
         model, hidden, b.uniform.index_select(0, b.at).squeeze(0), b.temperature, b.greedy
     )
     _record_tokens(b, token, logprob)
+
+
+def _add_and_norm(x: Tensor | None, residual: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Add x to the residual in place (None: nothing); return the norm of the sum, or the sum itself
+    without a norm.
+    """
+    if weight is not None:
+        return decode_ops.fused_add_rms_norm(x, residual, weight, eps)
+    return residual if x is None else residual.add_(x)
 
 
 def _locate_cache_entries(

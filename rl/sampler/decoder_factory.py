@@ -18,8 +18,7 @@ from rl.sampler.verify_decoder import matches_model, select_batching
 
 _NO_TENSOR_PARALLEL = (
     "sampler_tp {} requires the fast decoder (docs/models.md lists its families), but {}: leave "
-    "sampler_tp "
-    "at 1"
+    "sampler_tp at 1"
 )
 
 

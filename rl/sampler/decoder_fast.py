@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from rl.layers import describe_layers
 from rl.models import is_value_head_parameter
@@ -19,7 +20,12 @@ from rl.sampler.contiguous_state import ContiguousState
 from rl.sampler.decode_state import LogitsReader
 from rl.sampler.decoder import Decoder, NamedTensors
 from rl.sampler.decoder_weights import UnsupportedModel, WeightsBuilder, unwrap_lora_layer
-from rl.sampler.forward_fast import DecoderArchitecture, FastForward, LayerKeys
+from rl.sampler.forward_fast import (
+    DecoderArchitecture,
+    FastForward,
+    LayerKeys,
+    RotarySpec,
+)
 from rl.sampler.layer_specs import LAYER_SPECS, LayerSpec
 from rl.sampler.linear_layers import Projection, TokenEmbedding
 from rl.sampler.tensor_parallel import TensorParallelGroup, check_model_shards
@@ -53,6 +59,8 @@ class FastDecoder(FastForward, Decoder):
         plain = model.get_base_model() if type(model).__module__.startswith("peft.") else model
         check_supported(plain)
         if tp_group is not None:
+            if len(LAYER_SPECS[type(plain).__name__].qkv) == 1:
+                raise UnsupportedModel("fused projections that several ranks split")
             check_model_shards(plain.config, tp_group)
         embedding = unwrap_lora_layer(plain.model.embed_tokens).base.weight
         base_weights = None if base is None else base.weights
@@ -133,14 +141,16 @@ def check_supported(base: Any) -> None:
         raise UnsupportedModel(others)
     if config.hidden_act != LAYER_SPECS[name].activation:
         raise UnsupportedModel(f"the activation {config.hidden_act}")
-    rope = base.model.rotary_emb
-    if rope.rope_type not in _STATIC_ROPE:
+    rotary = base.model.rotary_emb
+    kinds = rotary.rope_type.values() if isinstance(rotary.rope_type, dict) else [rotary.rope_type]
+    if changing := [kind for kind in kinds if kind not in _STATIC_ROPE]:
         raise UnsupportedModel(
-            f"rope of type {rope.rope_type}, its frequencies change with the length"
+            f"rope of type {changing[0]}, its frequencies change with the length"
         )
     head_width = base.model.layers[0].self_attn.head_dim
-    if len(rope.inv_freq) * 2 != head_width:
-        raise UnsupportedModel(f"rope over {len(rope.inv_freq) * 2} of {head_width} channels")
+    for width in {2 * len(_find_inv_freq(rotary, name)) for name in _name_ropes(base)[0]}:
+        if width != head_width:
+            raise UnsupportedModel(f"rope over {width} of {head_width} channels")
 
 
 def count_unsharded_parameters(model: Any) -> tuple[int, int]:
@@ -189,8 +199,7 @@ def _read_architecture(base: Any, builder: WeightsBuilder) -> DecoderArchitectur
         key_heads=config.num_key_value_heads // ranks,
         head_width=head_width,
         eps=config.rms_norm_eps,
-        inv_freq=base.model.rotary_emb.inv_freq.detach().float().cpu(),
-        rope_scale=float(base.model.rotary_emb.attention_scaling),
+        ropes=tuple(_read_rope(base.model.rotary_emb, name) for name in _name_ropes(base)[0]),
         vocab_size=unwrap_lora_layer(base.model.embed_tokens).base.weight.shape[0],
         max_positions=config.max_position_embeddings,
         activation=spec.activation,
@@ -201,6 +210,41 @@ def _read_architecture(base: Any, builder: WeightsBuilder) -> DecoderArchitectur
         residual_scale=spec.residual_scale(config),
         logit_scale=spec.logit_scale(config),
     )
+
+
+def _name_ropes(base: Any) -> tuple[list[str | None], list[int]]:
+    """Return the names of the model's different rotary tables, and the index of each layer's name.
+
+    Models with rotary tables for each type of layer name them by the type; other models have the
+    name "". The name of layers without rotation is None.
+    """
+    spec, kinds = LAYER_SPECS[type(base).__name__], base.model.rotary_emb.rope_type
+    names = [
+        None
+        if not spec.rotates(layer.self_attn)
+        else f"{base.config.layer_types[i]}_"
+        if isinstance(kinds, dict)
+        else ""
+        for i, layer in enumerate(base.model.layers)
+    ]
+    distinct = list(dict.fromkeys(names))
+    return distinct, [distinct.index(name) for name in names]
+
+
+def _find_inv_freq(rotary: Any, name: str | None) -> torch.Tensor:
+    """Return the frequencies of that name (see `_name_ropes`); any of the module's without name."""
+    if name is None:
+        return next(buffer for key, buffer in rotary.named_buffers() if "inv_freq" in key)
+    return getattr(rotary, f"{name}inv_freq")
+
+
+def _read_rope(rotary: Any, name: str | None) -> RotarySpec:
+    """Return the frequencies of the rotary table of that name, zeros without name."""
+    inv_freq = _find_inv_freq(rotary, name)
+    if name is None:
+        return RotarySpec(torch.zeros(inv_freq.shape))
+    scale = float(getattr(rotary, f"{name}attention_scaling"))
+    return RotarySpec(inv_freq.detach().float().cpu(), scale)
 
 
 def _read_weights(base: Any, builder: WeightsBuilder) -> dict[str, Any]:
@@ -218,8 +262,10 @@ def _read_weights(base: Any, builder: WeightsBuilder) -> dict[str, Any]:
     tied = unwrap_lora_layer(base.lm_head).base.weight is embedding.base.weight
     return {
         "layers": tuple(
-            _read_layer(f"layers.{i}", layer, builder, spec)
-            for i, layer in enumerate(base.model.layers)
+            _read_layer(f"layers.{i}", layer, builder, spec, rope)
+            for i, (layer, rope) in enumerate(
+                zip(base.model.layers, _name_ropes(base)[1], strict=True)
+            )
         ),
         "embed": embed,
         "embed_adapter": adapter,
@@ -228,24 +274,36 @@ def _read_weights(base: Any, builder: WeightsBuilder) -> dict[str, Any]:
     }
 
 
-def _read_layer(key: str, layer: Any, builder: WeightsBuilder, spec: LayerSpec) -> LayerKeys:
-    """Copy the weights of a layer and return their buffer keys."""
-    attention, mlp = layer.self_attn, layer.mlp
-    offset = spec.norm_offset
+def _read_layer(
+    key: str, layer: Any, builder: WeightsBuilder, spec: LayerSpec, rope: int
+) -> LayerKeys:
+    """Copy the weights of a layer and return their buffer keys. `rope`: index of its table."""
+    attention, mlp, offset = layer.self_attn, layer.mlp, spec.norm_offset
+
+    def add_norm(name: str, module: str | None) -> str | None:
+        norm = None if module is None else getattr(layer, module)
+        if norm is None or isinstance(norm, nn.Identity):
+            return None
+        return builder.add_norm(f"{key}.{name}", [norm.weight], offset)
+
+    def add_qk_norm(name: str, kind: str, dim: int | None) -> str | None:
+        if spec.qk_norm != kind:
+            return None
+        weights = [attention.q_norm.weight, attention.k_norm.weight]
+        return builder.add_norm(f"{key}.{name}", weights, offset, dim)
+
     return LayerKeys(
-        qkv=builder.add_projection(
-            f"{key}.qkv", [attention.q_proj, attention.k_proj, attention.v_proj]
-        ),
+        qkv=builder.add_projection(f"{key}.qkv", [getattr(attention, name) for name in spec.qkv]),
         out=builder.add_projection(f"{key}.out", [attention.o_proj], shard_inputs=True),
-        gate_up=builder.add_projection(f"{key}.gate_up", [mlp.gate_proj, mlp.up_proj]),
-        down=builder.add_projection(f"{key}.down", [mlp.down_proj], shard_inputs=True),
-        norm_in=builder.add_norm(f"{key}.norm_in", [layer.input_layernorm.weight], offset),
-        norm_mlp=builder.add_norm(
-            f"{key}.norm_mlp", [layer.post_attention_layernorm.weight], offset
+        gate_up=builder.add_projection(
+            f"{key}.gate_up", [getattr(mlp, name) for name in spec.gate_up]
         ),
-        norm_qk=builder.add_norm(
-            f"{key}.norm_qk", [attention.q_norm.weight, attention.k_norm.weight], offset
-        )
-        if spec.qk_norm
-        else None,
+        down=builder.add_projection(f"{key}.down", [mlp.down_proj], shard_inputs=True),
+        norm_in=add_norm("norm_in", spec.norms[0]),
+        norm_attention_out=add_norm("norm_attention_out", spec.norms[1]),
+        norm_mlp=add_norm("norm_mlp", spec.norms[2]),
+        norm_mlp_out=add_norm("norm_mlp_out", spec.norms[3]),
+        norm_qk=add_qk_norm("norm_qk", "head", None),
+        norm_qk_all=add_qk_norm("norm_qk_all", "projection", 0),
+        rope=rope,
     )

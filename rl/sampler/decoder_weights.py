@@ -279,14 +279,20 @@ class WeightsBuilder:
         )
         return key
 
-    def add_norm(self, key: str, parameters: Sequence[Tensor], offset: float = 0.0) -> str:
+    def add_norm(
+        self,
+        key: str,
+        parameters: Sequence[Tensor],
+        offset: float = 0.0,
+        dim: int | None = None,
+    ) -> str:
         """Add the weights of norms, stacked, and return their key.
 
         The buffer holds the weights plus `offset`, then in float32, because half precision would
-        round the sums.
+        round the sums. `dim`: see `add_tensor`.
         """
         dtype = torch.float32 if offset else self.dtype
-        named = self._named_parameters(parameters)
+        named = self._named_parameters(parameters, dim)
         self.weights.add(key, named, dtype, self.device, self.base, offset)
         return key
 

@@ -32,7 +32,7 @@ _TRIAL_LAYERS, _TRIAL_VOCAB, _TRIAL_ROWS = 2, 4096, 4  # sizes of a trial
 # decoder", "tensor parallelism". Features of an engine: "paged cache", "adapters per row", "router
 # replay", and "device steps": several steps without the host between them (`MultiStepEngine`).
 # "vllm": servers decode (rl.vllm); of a run, "sampler ranks" (processes that only sample),
-# "cache recomputation" and "replay".
+# "cache recomputation" and "replay"; of a learner, "context parallelism" and "router aux loss".
 # Every other pair combines, also with images, conversations, prompt logprobs, all of
 # `SamplingParams`, new weights, cancelled and resumed requests.
 EXCLUDED_PAIRS: Mapping[frozenset[str], str] = {
@@ -95,6 +95,15 @@ EXCLUDED_PAIRS: Mapping[frozenset[str], str] = {
     frozenset(("vllm", "replay")): (
         "a replay repeats a run bit for bit, and with sampler vllm the samples depend on rounding "
         "and on the order of requests in its servers: leave replay out, or the sampler at auto"
+    ),
+    frozenset(("context parallelism", "router replay")): (
+        "context_parallel_size divides a micro-batch among ranks, and router_replay counts the "
+        "experts of a whole micro-batch: set context_parallel_size to 1, or turn router_replay off"
+    ),
+    frozenset(("context parallelism", "router aux loss")): (
+        "context_parallel_size divides a micro-batch among ranks, and router_aux_loss_coef "
+        "balances the experts of a whole micro-batch: set context_parallel_size to 1, or "
+        "router_aux_loss_coef to 0"
     ),
     frozenset(("vllm", "adapters per row")): (
         "the sampler vllm has the same weights for all rows: sample each model in a separate batch"
@@ -175,7 +184,7 @@ class _TrialKey:
             a.head_width,
             a.vocab_size,
             decoder.norm_E.shape,
-            repr(a.layers[0]),
+            repr(a.layers[:_TRIAL_LAYERS]),
             (a.activation, a.query_scale, a.embedding_scale, a.residual_scale, a.logit_scale),
         )
         self.key = (*sizes, decoder.dtype, decoder.device)

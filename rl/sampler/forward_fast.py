@@ -40,6 +40,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 # weights); stores and returns the same.
 AttendStep = Callable[[int, Tensor, Tensor | None], Tensor]
 StoreKeyValues = Callable[[int, list[int], Tensor, Tensor], None]
+# Cosines and signed sines of each of `DecoderArchitecture.ropes`.
+RotaryTables = Sequence[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +52,21 @@ class LayerKeys:
     out: ProjectionSpec
     gate_up: ProjectionSpec
     down: ProjectionSpec
-    norm_in: str
-    norm_mlp: str
-    norm_qk: str | None  # weights of the query norm and the key norm, stacked
+    norm_in: str | None  # before the attention
+    norm_attention_out: str | None
+    norm_mlp: str | None  # before the MLP
+    norm_mlp_out: str | None
+    norm_qk: str | None  # weights of the query norm and the key norm of each head, stacked
+    norm_qk_all: str | None  # weights of the norms over all query heads and all key heads, stacked
+    rope: int  # index in `DecoderArchitecture.ropes`
+
+
+@dataclass(frozen=True, slots=True)
+class RotarySpec:
+    """Hold the frequencies of a rotary table, [D / 2] (zeros: no rotation), and its scale."""
+
+    inv_freq: Tensor
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +85,7 @@ class DecoderArchitecture:
     key_heads: int
     head_width: int
     eps: float
-    inv_freq: Tensor  # [D / 2] float32
-    rope_scale: float
+    ropes: tuple[RotarySpec, ...]
     vocab_size: int
     max_positions: int | None
     activation: str = "silu"
@@ -85,13 +98,21 @@ class DecoderArchitecture:
 class LayerWeights:
     """Hold the tensors of a layer, looked up once."""
 
-    __slots__ = ("down", "gate_up", "norm_in", "norm_mlp", "norm_qk", "out", "qkv")
+    __slots__ = (
+        "down", "gate_up", "norm_attention_out", "norm_in", "norm_mlp", "norm_mlp_out", "norm_qk",
+        "norm_qk_all", "out", "qkv", "rope",
+    )  # fmt: skip
 
     def __init__(self, keys: LayerKeys, buffers: dict[str, Tensor]):
         self.qkv, self.out = Projection(keys.qkv, buffers), Projection(keys.out, buffers)
         self.gate_up, self.down = Projection(keys.gate_up, buffers), Projection(keys.down, buffers)
-        self.norm_in, self.norm_mlp = buffers[keys.norm_in], buffers[keys.norm_mlp]
+        self.norm_in, self.norm_mlp, self.norm_attention_out, self.norm_mlp_out = (
+            buffers[key] if key else None
+            for key in (keys.norm_in, keys.norm_mlp, keys.norm_attention_out, keys.norm_mlp_out)
+        )
         self.norm_qk = buffers[keys.norm_qk] if keys.norm_qk else None
+        self.norm_qk_all = buffers[keys.norm_qk_all] if keys.norm_qk_all else None
+        self.rope = keys.rope
 
 
 class FastForward:
@@ -120,7 +141,7 @@ class FastForward:
         )
         kinds = [0] * architecture.heads + [1] * architecture.key_heads
         self._head_kind = torch.tensor(kinds, device=self.device)
-        self._rope = torch.empty(2, 0, architecture.head_width)
+        self._ropes = torch.empty(len(architecture.ropes), 2, 0, architecture.head_width)
         on_cpu = self.device.type == "cpu" and self.dtype == torch.float32
         self.cpu_kernels = cpu_kernels.load_cpu_kernels() if on_cpu else None
         products = [
@@ -135,25 +156,28 @@ class FastForward:
             for projection in products:
                 projection.may_pack = True
 
-    def rope(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and signed sines [.., 1, D] at `positions`, which are below `length`; see
-        `rotate`.
+    def rope(self, positions: Tensor, length: int) -> RotaryTables:
+        """Return cosines and signed sines [.., 1, D] at `positions`, which are below `length`, of
+        each of `architecture.ropes`; see `rotate`.
         """
-        cos, signed_sin = self.rope_table(length)
-        return cos[positions].unsqueeze(-2), signed_sin[positions].unsqueeze(-2)
+        return [
+            (cos[positions].unsqueeze(-2), signed_sin[positions].unsqueeze(-2))
+            for cos, signed_sin in self.rope_tables(length)
+        ]
 
-    def rope_table(self, length: int) -> Tensor:
-        """Return cosines and signed sines of at least `length` positions, [2, positions, D]."""
-        if length > self._rope.shape[1]:
-            a = self.architecture
-            angles = torch.outer(
-                torch.arange(max(length, 2 * self._rope.shape[1], 256)).float(), a.inv_freq
-            )
-            cos, sin = angles.cos() * a.rope_scale, angles.sin() * a.rope_scale
-            self._rope = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)]).to(
-                self.device, self.dtype
-            )
-        return self._rope
+    def rope_tables(self, length: int) -> Tensor:
+        """Return cosines and signed sines of at least `length` positions, for each of
+        `architecture.ropes`: [ropes, 2, positions, D].
+        """
+        if length > self._ropes.shape[2]:
+            positions = torch.arange(max(length, 2 * self._ropes.shape[2], 256)).float()
+            tables = []
+            for rope in self.architecture.ropes:
+                angles = torch.outer(positions, rope.inv_freq)
+                cos, sin = angles.cos() * rope.scale, angles.sin() * rope.scale
+                tables.append(torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)]))
+            self._ropes = torch.stack(tables).to(self.device, self.dtype)
+        return self._ropes
 
     def group_by_adapter(self, adapter_ids: Sequence[int]) -> RowAdapters | None:
         """Group rows by adapter, for the methods below. `adapter_ids`: the adapter number of each
@@ -167,7 +191,7 @@ class FastForward:
     def forward(
         self,
         ids: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: RotaryTables,
         attend: Attend,
         row_adapters: RowAdapters | None = None,
         last_B: Tensor | None = None,
@@ -190,14 +214,16 @@ class FastForward:
                     F.rms_norm(qk, (a.head_width,), None, a.eps)
                     * layer.norm_qk.view(2, -1)[self._head_kind]
                 )
-            q, k = rotate(qk, rope).split([a.heads, a.key_heads], dim=-2)
+            q, k = rotate(qk, rope[layer.rope]).split([a.heads, a.key_heads], dim=-2)
             attended = attend(i, q, k, v)
             if last_B is not None and layer is self.layers[-1]:
                 rows = torch.arange(len(ids), device=ids.device)
                 attended, x = attended[rows, last_B], x[rows, last_B]
-            x = self._add_residual(x, layer.out(attended, row_adapters))
+            x = self._add_residual(x, layer.out(attended, row_adapters), layer.norm_attention_out)
             gate_up = layer.gate_up(self.rms(x, layer.norm_mlp), row_adapters)
-            x = self._add_residual(x, layer.down(self._activate(gate_up), row_adapters))
+            x = self._add_residual(
+                x, layer.down(self._activate(gate_up), row_adapters), layer.norm_mlp_out
+            )
         return self.scale_hidden(self.rms(x, self.norm_E))
 
     def forward_step(
@@ -212,14 +238,20 @@ class FastForward:
         `kernels` compute the operations between the matrix products.
         """
         eps = self.architecture.eps
+
+        def norm(x: Tensor, weight: Tensor | None) -> Tensor:
+            return x if weight is None else kernels.rms_norm(x, weight, eps)
+
         x = self.embed_tokens(ids_N, row_adapters)
         for i, layer in enumerate(self.layers):
-            qkv = self.project_qkv(layer, kernels.rms_norm(x, layer.norm_in, eps), row_adapters)
+            qkv = self.project_qkv(layer, norm(x, layer.norm_in), row_adapters)
             attended = attend(i, qkv, layer.norm_qk)
-            x = self._add_residual(x, layer.out(attended, row_adapters))
-            gate_up = layer.gate_up(kernels.rms_norm(x, layer.norm_mlp, eps), row_adapters)
-            x = self._add_residual(x, layer.down(self._activate(gate_up), row_adapters))
-        return self.scale_hidden(kernels.rms_norm(x, self.norm_E, eps))
+            x = self._add_residual(x, layer.out(attended, row_adapters), layer.norm_attention_out)
+            gate_up = layer.gate_up(norm(x, layer.norm_mlp), row_adapters)
+            x = self._add_residual(
+                x, layer.down(self._activate(gate_up), row_adapters), layer.norm_mlp_out
+            )
+        return self.scale_hidden(norm(x, self.norm_E))
 
     def embed_tokens(self, ids: Tensor, row_adapters: RowAdapters | None = None) -> Tensor:
         """Return the vectors of tokens [.., E] that enter the first layer, in new memory."""
@@ -230,8 +262,15 @@ class FastForward:
     def project_qkv(
         self, layer: LayerWeights, x: Tensor, row_adapters: RowAdapters | None = None
     ) -> Tensor:
-        """Return queries, keys and values [.., (H + 2 K) D], before norms and rotation."""
+        """Return queries, keys and values [.., (H + 2 K) D], before the norms of heads and the
+        rotation.
+        """
         qkv, a = layer.qkv(x, row_adapters), self.architecture
+        if layer.norm_qk_all is not None:
+            widths = [heads * a.head_width for heads in (a.heads, a.key_heads)]
+            parts = qkv.split([*widths, widths[1]], dim=-1)
+            for part, weight in zip(parts, layer.norm_qk_all.split(widths), strict=False):
+                part.copy_(self._rms_of_team(part, weight))
         if a.query_scale != 1.0:
             qkv.narrow(-1, 0, a.heads * a.head_width).mul_(a.query_scale)
         return qkv
@@ -246,9 +285,11 @@ class FastForward:
         scale = self.architecture.logit_scale
         return x if scale == 1.0 else x.mul_(scale)
 
-    def _add_residual(self, x: Tensor, part: Tensor) -> Tensor:
-        """Return x plus the sum of all ranks' parts, scaled, in the memory of `part`."""
-        return self.scale_residual(self._all_reduce(part)).add_(x)
+    def _add_residual(self, x: Tensor, part: Tensor, norm: Tensor | None) -> Tensor:
+        """Return x plus the sum of all ranks' parts, normalized and scaled; this may use the memory
+        of `part`.
+        """
+        return self.scale_residual(self.rms(self._all_reduce(part), norm)).add_(x)
 
     def _activate(self, gate_up: Tensor) -> Tensor:
         """Compute act(gate) * up, from [.., 2 I] to [.., I]."""
@@ -268,8 +309,18 @@ class FastForward:
         """Implement `Decoder.broadcast_tokens`."""
         return sampled if self.tp_group is None else self.tp_group.broadcast_(sampled)
 
-    def rms(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Compute the RMS norm of `x`."""
+    def _rms_of_team(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Compute the RMS norm of vectors of which each rank holds an equal part `x`."""
+        if self.tp_group is None:
+            return self.rms(x, weight)
+        squares = self._all_reduce(x.float().square().mean(-1, keepdim=True))
+        scale = torch.rsqrt(squares / self.tp_group.size + self.architecture.eps)
+        return (x.float() * scale * weight).to(x.dtype)
+
+    def rms(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Compute the RMS norm of `x`; without weight, return `x`."""
+        if weight is None:
+            return x
         if weight.dtype != x.dtype:
             return F.rms_norm(x.float(), weight.shape, weight, self.architecture.eps).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, self.architecture.eps)

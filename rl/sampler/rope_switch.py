@@ -37,11 +37,10 @@ class RopeLengthSwitch:
         """
         if length > self.threshold and not self.has_long_frequencies:
             raise ValueError(
-                f"a sequence of {length} tokens is longer than this model's original context "
-                f"of {self.threshold}, beyond which the frequencies of its rotary embedding "
-                f"({self.kind}) "
-                "depend on earlier forwards: shorten the sequences, or set another rope_type "
-                "(yarn, say) in the model's config.json"
+                f"a sequence of {length} tokens is longer than this model's original context of "
+                f"{self.threshold}, beyond which the frequencies of its rotary embedding "
+                f"({self.kind}) depend on earlier forwards: shorten the sequences, or set another "
+                "rope_type (yarn, say) in the model's config.json"
             )
         return length > self.threshold
 
@@ -68,16 +67,13 @@ class RopeLengthSwitch:
         if not self.has_long_frequencies:
             return (
                 f"{message}, and change again with every token; {total_length} tokens are too "
-                "many: "
-                "stay within "
-                f"{self.threshold} (a shorter prompt, a lower max_tokens)"
+                f"many: stay within {self.threshold} (a shorter prompt, a lower max_tokens)"
             )
         other = f"lower max_tokens to {self.threshold + 1 - prompt_length} or less"
         return (
             f"{message}. A prompt of {prompt_length} tokens that reaches {total_length} crosses "
-            "it, and "
-            "its logprobs would differ from those of the finished sequence: "
-            f"{other}, or pass a prompt of more than {self.threshold} tokens"
+            f"it, and its logprobs would differ from those of the finished sequence: {other}, or "
+            f"pass a prompt of more than {self.threshold} tokens"
         )
 
 

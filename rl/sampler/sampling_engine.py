@@ -40,6 +40,8 @@ from rl.sampler.token_sampling import (
 )
 from rl.types import SampledSequence, SampleResponse
 
+DEFAULT_CACHE_TOKENS = 262_144
+
 
 @dataclass(slots=True)
 class _Admission:
@@ -72,7 +74,7 @@ class Engine(ConversationCache):
         eos_token_ids: Sequence[int] = (),
         tokenizer: Any = None,
         max_context: int | None = None,
-        kv_cache_tokens: int = 262_144,
+        kv_cache_tokens: int = DEFAULT_CACHE_TOKENS,
         max_rows: int = 1024,
         version: int = 0,
     ):

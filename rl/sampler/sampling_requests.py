@@ -231,9 +231,8 @@ def resolve_max_tokens(
     if cost > limits.kv_cache_tokens:
         raise ValueError(
             f"one sample of a {prompt_length}-token prompt with max_tokens={max_tokens} takes "
-            f"{cost} "
-            f"tokens of KV cache, kv_cache_tokens is {limits.kv_cache_tokens}: "
-            "raise kv_cache_tokens or lower max_tokens"
+            f"{cost} tokens of KV cache, kv_cache_tokens is {limits.kv_cache_tokens}: raise "
+            "kv_cache_tokens or lower max_tokens"
         )
     return max_tokens
 

@@ -117,9 +117,8 @@ def check_shard_counts(size: int, heads: int, key_heads: int, columns: int) -> N
     if odd:
         fitting = [k for k in range(1, size) if not any(count % k for count in counts.values())]
         raise UserError(
-            f"sampler_tp {size} does not divide this model's {', '.join(odd)}: every rank "
-            "must hold the same number. "
-            f"Smaller sizes that do: {', '.join(map(str, fitting))}"
+            f"sampler_tp {size} does not divide this model's {', '.join(odd)}: every rank must "
+            f"hold the same number. Smaller sizes that do: {', '.join(map(str, fitting))}"
         )
 
 

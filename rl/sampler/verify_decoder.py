@@ -60,17 +60,15 @@ def select_batching(decoder: HFDecoder, model: Any | None) -> None:
     if decoder.layers.selected_positions:
         warn_on_rank_zero(
             f"{decoder.name}: its layers select the {decoder.layers.selected_positions} positions "
-            "that "
-            "they read by scores, and rounding can change the order of the scores: "
-            "beyond that many tokens a sample's logprob may differ from the learner's "
+            "that they read by scores, and rounding can change the order of the scores: beyond "
+            "that many tokens a sample's logprob may differ from the learner's "
             "(optim/max_logprob_difference)"
         )
     if decoder.plan.rows == "recompute":
         warn_on_rank_zero(
-            f"{decoder.name}: decoding with a cache does not reproduce this model's own "
-            "logits (tried: rows of any lengths, "
-            "rows of equal length), so sampling recomputes the whole sequence for every token: "
-            "exact, but slow with long responses"
+            f"{decoder.name}: decoding with a cache does not reproduce this model's own logits "
+            "(tried: rows of any lengths, rows of equal length), so sampling recomputes the whole "
+            "sequence for every token: exact, but slow with long responses"
         )
 
 
@@ -284,11 +282,10 @@ def _check_causal(
     worst = _largest_difference(predictions, [logits[:1] for logits in reference])
     if worst > bound:
         raise UserError(
-            f"{decoder.name} cannot be sampled from: its logits change by {worst:.3g} with "
-            "the tokens after them (or from call to "
-            "call), so a token's probability is not known when it is sampled. Use a causal "
-            "language model; an encoder needs "
-            "is_decoder=true in its config.json"
+            f"{decoder.name} cannot be sampled from: its logits change by {worst:.3g} with the "
+            "tokens after them (or from call to call), so a token's probability is not known when "
+            "it is sampled. Use a causal language model; an encoder needs is_decoder=true in its "
+            "config.json"
         )
 
 

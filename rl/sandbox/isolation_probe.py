@@ -188,9 +188,7 @@ def suggest_remedy(error_output: str) -> str:
     ):
         return (
             "Namespaces are refused: sysctl kernel.unprivileged_userns_clone=1 "
-            "user.max_user_namespaces=10000 "
-            "kernel.apparmor_restrict_unprivileged_userns=0; in a container "
-            "--security-opt seccomp=unconfined "
-            "--security-opt apparmor=unconfined"
+            "user.max_user_namespaces=10000 kernel.apparmor_restrict_unprivileged_userns=0; in a "
+            "container --security-opt seccomp=unconfined --security-opt apparmor=unconfined"
         )
     return f"It ran as user {os.getuid()}"

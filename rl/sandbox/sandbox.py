@@ -74,9 +74,8 @@ class Sandbox:
         if self._service is not None:
             if packages is not None and self.packages != default_packages():
                 raise UserError(
-                    f"a service provides its packages itself: leave out "
-                    f"packages={self.packages!r}, "
-                    "or install them on the service"
+                    "a service provides its packages itself: leave out "
+                    f"packages={self.packages!r}, or install them on the service"
                 )
             self._service.probe()
             self.kind, self._worker_pool = self._service.kind, WorkerPool(_refuse_zygote, 0)

@@ -73,9 +73,8 @@ def _parse_chunk(chunk: Any) -> EncodedTextChunk | ImageChunk:
         return make_image(image.data, image.format, expected, image.HasField("override_dimensions"))
     if kind != "encoded_text":
         raise BadRequestError(
-            f"a chunk of the model input is {_UNSUPPORTED_CHUNKS.get(kind, kind or 'empty')}: "
-            "this server "
-            "accepts text and images"
+            f"a chunk of the model input is {_UNSUPPORTED_CHUNKS.get(kind, kind or 'empty')}: this "
+            "server accepts text and images"
         )
     return EncodedTextChunk(
         _parse_array(chunk.encoded_text.tokens, np.dtype("<i4"), "tokens").tolist()

@@ -97,8 +97,7 @@ class ServeSettings:
         if self.host not in LOOPBACK_HOSTS and not self.keys:
             raise UserError(
                 f"--host {self.host} can be reached from other machines, which could train and "
-                "sample here: set keys "
-                "(--keys-file, or WHETSTONE_SERVE_KEYS)"
+                "sample here: set keys (--keys-file, or WHETSTONE_SERVE_KEYS)"
             )
         if not self.stop_grace >= 1:
             raise UserError(f"--stop-grace must be at least 1 second, got {self.stop_grace}")

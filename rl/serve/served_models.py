@@ -208,10 +208,9 @@ class ModelManager:
         if model.client is None:
             if not model.is_written_out:
                 raise UserError(
-                    f"{model.model_id} was only in memory when the server ended: create a "
-                    "training client from one of its checkpoints "
-                    "(rest_client.list_checkpoints), and start the server with --durable to keep "
-                    "models across restarts"
+                    f"{model.model_id} was only in memory when the server ended: create a training "
+                    "client from one of its checkpoints (rest_client.list_checkpoints), and start "
+                    "the server with --durable to keep models across restarts"
                 )
             self._evict_models()
             model.client = self.engine.service.create_training_client_from_state_with_optimizer(
@@ -314,8 +313,7 @@ class ModelManager:
             model.has_gradient, model.is_written_out = False, False
             model.batch_error = (
                 f"the accumulated gradients are lost, because {reason}: repeat the "
-                "forward_backward "
-                "of this step"
+                "forward_backward of this step"
             )
 
     def write_all_models(self) -> None:

@@ -37,6 +37,7 @@ CHANGEABLE_OPTIONS = ("resume", "auto_resume", "overwrite", "output_dir", "quiet
 CHANGEABLE_SETTINGS = (
     "token_budget",
     "layout",
+    "context_parallel_size",
     "gradient_checkpointing",
     "offload_activations",
     "fused_logprobs",
@@ -48,6 +49,8 @@ CHANGEABLE_SETTINGS = (
     "sampler_url",
     "sampler_folder",
     "sampler_timeout",
+    "sampler_command",
+    "sampler_memory",
     "sampler_ranks",
     "eval_every",
     "save_every",
@@ -64,6 +67,7 @@ CHANGEABLE_SETTINGS = (
 ROUNDING_SETTINGS = (
     "token_budget",
     "layout",
+    "context_parallel_size",
     "gradient_checkpointing",
     "fused_logprobs",
     "kept_logits_gib",

@@ -30,6 +30,7 @@ from rl.reporting import (
     load_saved_config,
     write_config,
 )
+from rl.trainer.cache_size import choose_cache_size
 from rl.trainer.checkpoint_manager import CheckpointManager
 from rl.trainer.config_diff import CHANGES_KEY, includes_data_change
 from rl.trainer.data_source import load_stored_answers
@@ -45,6 +46,7 @@ from rl.trainer.initial_weights import (
     resolve_initial_weights,
 )
 from rl.trainer.memory_report import check_memory as check_memory
+from rl.trainer.memory_table import StageNeeds
 from rl.trainer.opponent_models import OpponentModels
 from rl.trainer.pipeline import check_api_models, convert_epochs_to_steps, dry_run, prepare_stages
 from rl.trainer.replay_log import (
@@ -123,7 +125,7 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
         check_sandboxes(run.stages)
         stages = _prepare_stages(run, console, stack)
         check_initial_weights(run.stages)
-        plans = check_memory(run, console.warn)
+        plans = _plan_memory(run, service, console)
         run_state = RunState(run, folder, stages, position)
         run_state.check_stages()
         policy = run_state.create_policy(service)
@@ -144,6 +146,13 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
             _check_rewards(stages, folder, console)
         stop_request.has_started = True
         _run_stages(run_state, service, policy, others, logbook, console, stop_request, report)
+
+
+def _plan_memory(run: RunConfig, service: ServiceClient, console: Console) -> list[StageNeeds]:
+    """Set the size of the samplers' KV cache. Check the memory plan, and return it on a GPU."""
+    sized = choose_cache_size(run)
+    service.set_cache_size(sized.stages[0].settings.sampling.kv_cache_tokens)
+    return check_memory(sized, console.warn)
 
 
 def _check_rewards(stages: Sequence[PreparedStage], folder: Path, console: Console) -> None:

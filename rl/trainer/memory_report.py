@@ -13,6 +13,7 @@ from rl.algorithms import METHODS
 from rl.config import RunConfig
 from rl.errors import UserError
 from rl.memory_plan import USABLE_FRACTION, LaunchShape
+from rl.trainer.cache_size import fit_cache_size
 from rl.trainer.initial_weights import describe_tied_heads, resolve_initial_weights
 from rl.trainer.memory_requirements import (
     UnsupportedTensorParallel,
@@ -33,6 +34,7 @@ def report_memory(run: RunConfig) -> None:
     options = run.options
     _check_batches(run)
     launch, device = resolve_launch(options, run.stages[0].settings.model.precision)
+    run = fit_cache_size(run, launch, device)
     stages = compute_stage_needs(run, launch, options.plan_prompt_tokens)
     largest = max(stages, key=lambda needs: needs.plan.peak)
     prints = os.environ.get("RANK", "0") == "0"
@@ -96,10 +98,9 @@ def _check_batches(run: RunConfig) -> None:
         if batch * group * ANSWER_BYTES > machine:
             product = f"batch_size {batch}" + (f" x group_size {group}" if group > 1 else "")
             raise UserError(
-                f"stage {stage.name}: {product} are {batch * group} answers a batch, at the "
-                f"very least {format_gib(batch * group * ANSWER_BYTES)} of the "
-                f"{format_gib(machine)} that "
-                f"this machine has: lower batch_size{' or group_size' if group > 1 else ''}"
+                f"stage {stage.name}: {product} are {batch * group} answers a batch, at the very "
+                f"least {format_gib(batch * group * ANSWER_BYTES)} of the {format_gib(machine)} "
+                f"that this machine has: lower batch_size{' or group_size' if group > 1 else ''}"
             )
 
 

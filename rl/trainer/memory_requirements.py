@@ -15,6 +15,7 @@ from rl.config import ModelSettings, RunConfig, StageConfig
 from rl.distributed import (
     Sharding,
     ZeroSharding,
+    check_context_parallel_size,
     check_tensor_parallel_size,
     check_tensor_parallel_without_roles,
     get_launch_sharding,
@@ -25,13 +26,16 @@ from rl.memory_plan import (
     GIB,
     ComputeConfig,
     LaunchShape,
+    MemoryItem,
     MemoryPlan,
     MicroBatch,
     MicroBatchMemory,
     ModelShape,
     StepWork,
+    check_context_parallel_model,
     check_tensor_parallel,
     compute_concurrent_rows,
+    constant_item,
     count_pool_pages,
     largest_micro_batch,
     load_shape,
@@ -47,6 +51,7 @@ from rl.models import (
     resolve_adapter_chain,
     supports_lazy_loading,
 )
+from rl.sampler import DEFAULT_CACHE_TOKENS
 from rl.trainer.initial_weights import continues_adapter, find_base_model, find_previous_stage
 from rl.trainer.memory_table import DeviceMemory, StageNeeds
 from rl.trainer.saved_weights import is_run_folder
@@ -152,6 +157,9 @@ def _compute_needs(
     team = _tensor_parallel_size(
         settings.sampling.sampler_tp, 0 if samplers is None else samplers.world, shape, launch
     )
+    if (parts := optim.context_parallel_size) > 1:
+        check_context_parallel_size(parts, launch.world)
+        check_context_parallel_model(model.base_model, model.tokenizer, model.make_lora(), parts)
     sampler_world = (samplers or launch).world // team
     in_pages = _uses_paged_cache(settings.sampling, model, shape, launch, team)
     work = _compute_step_work(
@@ -182,7 +190,8 @@ def _compute_needs(
         if settings.sampling.sampler == "vllm":  # servers sample
             work, planned = replace(work, samples=False), StepWork(batch=batch, samples=False)
         plan = plan_memory(shape, held, launch, planned, others, critics, kept_bytes)
-        plan = MemoryPlan(plan.items, (*plan.host, *offloaded))
+        server = _list_server_memory(settings.sampling, launch)
+        plan = MemoryPlan((*plan.items, *server), (*plan.host, *offloaded))
         return [StageNeeds(stage.name, model.base_model, plan, work, launch)]
     learner_plan = plan_memory(
         shape, held, launch, StepWork(batch=batch, samples=False), (), critics, kept_bytes
@@ -206,6 +215,13 @@ def _compute_needs(
             f"{stage.name}, ranks that sample", model.base_model, sampler_plan, work, samplers
         ),
     ]
+
+
+def _list_server_memory(sampling: Any, launch: LaunchShape) -> list[MemoryItem]:
+    """Return the memory of a vLLM server that the run starts."""
+    if sampling.sampler != "vllm" or sampling.sampler_url:
+        return []
+    return [constant_item("vLLM server (sampler_memory)", sampling.sampler_memory * launch.memory)]
 
 
 def _compute_step_work(
@@ -234,13 +250,13 @@ def _compute_step_work(
         answer=sampling.max_tokens,
         budget=optim.token_budget,
         layout="padded" if shape.windowed and optim.layout == "auto" else optim.layout,
-        world=world,
+        world=world // optim.context_parallel_size,
         hidden=shape.hidden,
-    )
+    ).divide(optim.context_parallel_size)
     limits = {
         "prompt": prompt,
         "answer": sampling.max_tokens,
-        "kv_cache_tokens": sampling.kv_cache_tokens,
+        "kv_cache_tokens": sampling.kv_cache_tokens or DEFAULT_CACHE_TOKENS,
         "max_rows": sampling.max_rows,
         "world": sampler_world,
     }

@@ -9,10 +9,11 @@ from typing import Any
 from rl.config import RunConfig
 from rl.distributed import ZeroSharding
 from rl.memory_plan import LaunchShape
+from rl.sampler import DEFAULT_CACHE_TOKENS
 from rl.trainer.memory_requirements import MeasureMicroBatch, compute_stage_needs, measure_nothing
 
 # settings, and kinds of change, of which only the smallest sufficient change is listed
-CACHE, TENSOR_PARALLEL = "kv_cache_tokens", "sampler_tp"
+CACHE, TENSOR_PARALLEL, CONTEXT_PARALLEL = "kv_cache_tokens", "sampler_tp", "context_parallel_size"
 MIN_EFFECT = 0.98  # fraction of a peak: a change that leaves more than that fraction does not count
 
 
@@ -90,17 +91,20 @@ def _list_candidates(run: RunConfig, launch: LaunchShape) -> list[MemorySaving]:
         # a tensor-parallel group consists of processes of a single machine
         if min(gpus, 8) % max(stage.settings.sampling.sampler_tp for stage in run.stages) == 0:
             changes += shardings
-        changes += _tensor_parallel_changes(run, launch, gpus)
+        for section, name in (("sampling", TENSOR_PARALLEL), ("optim", CONTEXT_PARALLEL)):
+            changes += _parallel_changes(run, launch, gpus, section, name)
     return changes
 
 
-def _tensor_parallel_changes(run: RunConfig, launch: LaunchShape, gpus: int) -> list[MemorySaving]:
-    """Return samplers shared by 2, 4 or 8 processes of a machine, where the policy's heads and
-    columns can be divided among them.
+def _parallel_changes(
+    run: RunConfig, launch: LaunchShape, gpus: int, section: str, name: str
+) -> list[MemorySaving]:
+    """Return samplers (sequences of the learner) shared by 2, 4 or 8 processes of a machine, where
+    the policy can be divided among them. `section`, `name`: of the setting.
     """
     settings, changes = [stage.settings for stage in run.stages], []
     for size in (2, 4, 8):
-        change = _setting_change("sampling", TENSOR_PARALLEL, size)
+        change = _setting_change(section, name, size)
         if launch.per_node % size:  # more processes have to be launched
             change = replace(
                 change,
@@ -118,7 +122,7 @@ def _tensor_parallel_changes(run: RunConfig, launch: LaunchShape, gpus: int) -> 
         except ValueError:  # these settings, this model or so many processes do not fit together
             continue
         changes += [change] * (
-            size > max(stage_settings.sampling.sampler_tp for stage_settings in settings)
+            size > max(getattr(getattr(stage, section), name) for stage in settings)
         )
     return changes
 
@@ -134,7 +138,7 @@ def _halved_cache_sizes(run: RunConfig) -> list[int]:
     """Return halvings of the KV cache, down to the size of the longest prompt and answer of any
     stage.
     """
-    now = run.stages[-1].settings.sampling.kv_cache_tokens
+    now = run.stages[-1].settings.sampling.kv_cache_tokens or DEFAULT_CACHE_TOKENS
     least = (
         max(stage.settings.sampling.max_tokens for stage in run.stages)
         + run.options.plan_prompt_tokens
@@ -172,10 +176,10 @@ def _compute_peak(
 
 
 def select_listed(changes: Sequence[MemorySaving], limit: float) -> list[MemorySaving]:
-    """Return the changes to list. Of several cache sizes or tensor-parallel sizes, list only the
-    smallest change that fits, or the most effective if none fits.
+    """Return the changes to list. Of several cache sizes or parallel sizes, list only the smallest
+    change that fits, or the most effective if none fits.
     """
-    several = (CACHE, TENSOR_PARALLEL)
+    several = (CACHE, TENSOR_PARALLEL, CONTEXT_PARALLEL)
     selected = []
     for kind in several:
         least_first = sorted((c for c in changes if c.kind == kind), key=lambda c: -c.peak)

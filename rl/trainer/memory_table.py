@@ -81,6 +81,8 @@ def _list_assumptions(needs: StageNeeds) -> list[str]:
     layout = f"{batch.rows} rows of {batch.length} positions" + (
         " with an explicit mask" if batch.masked else ""
     )
+    if batch.ranks > 1:
+        layout += f" on each of the {batch.ranks} processes that share it"
     lines = [
         f"assumed: prompts of {work.prompt} tokens (--plan-prompt-tokens), answers of "
         f"{work.answer}; a micro-batch is {layout}"

@@ -390,12 +390,9 @@ def check_same_run(
     if changed:
         raise RunFolderError(
             f"the checkpoint {checkpoint_path} belongs to another run: {'; '.join(changed)}. Move "
-            "it out of "
-            f"{checkpoint_path.parent}, so that --resume continues from the newest checkpoint of "
-            "this run, "
-            f"or begin a new run from its weights with --base-model {checkpoint_path / 'model'} "
-            "and another "
-            "--output-dir"
+            f"it out of {checkpoint_path.parent}, so that --resume continues from the newest "
+            "checkpoint of this run, or begin a new run from its weights with --base-model "
+            f"{checkpoint_path / 'model'} and another --output-dir"
         )
 
 
@@ -438,12 +435,10 @@ def check_same_data(recorded: Any, problems: ProblemSet, stage: str, checkpoint_
         return
     if recorded["data"] != (current := compute_data_fingerprint(problems)):
         raise UserError(
-            f"the data of stage {stage}, {problems.name}, are not those that {checkpoint_path} "
-            "was trained "
-            f"on (their fingerprint is {current}, was {recorded['data']}): restore the file, or "
-            "begin "
-            f"a new run from those weights with --base-model {checkpoint_path}/model and another "
-            "--output-dir"
+            f"the data of stage {stage}, {problems.name}, are not those that {checkpoint_path} was "
+            f"trained on (their fingerprint is {current}, was {recorded['data']}): restore the "
+            "file, or begin a new run from those weights with --base-model "
+            f"{checkpoint_path}/model and another --output-dir"
         )
 
 

@@ -155,8 +155,7 @@ class RunLock:
         if self._lost_to is not None:
             raise RunFolderError(
                 f"{self.folder} was taken over by {_describe_owner(self._lost_to)} while this "
-                "process "
-                "did not respond: this process stops writing to the folder"
+                "process did not respond: this process stops writing to the folder"
             )
 
     def release(self) -> None:
@@ -327,9 +326,8 @@ class RunLock:
         )
         return (
             f"{self.folder} is in use by {_describe_owner(owner)}{running}, last heartbeat "
-            f"{age:.0f} s "
-            "ago: wait for it or end it, or give another --output-dir. (A process that was "
-            f"killed on another machine counts as ended {self._stale:g} s after its last "
+            f"{age:.0f} s ago: wait for it or end it, or give another --output-dir. (A process "
+            f"that was killed on another machine counts as ended {self._stale:g} s after its last "
             f"heartbeat; if nothing runs on that machine, remove {self.path})"
         )
 
@@ -358,8 +356,7 @@ def _takeover_message(folder: Path, owner: Mapping[str, Any], reason: str) -> st
     """
     return (
         f"{_describe_owner(owner)} had {folder} and did not release it; {reason}. Its lock is "
-        "taken "
-        "over; no action is needed"
+        "taken over; no action is needed"
     )
 
 

@@ -9,7 +9,7 @@ from rl.config import AsyncRolloutSettings, StageConfig
 from rl.errors import UserError
 from rl.learner import LearnerSettings, kept_bytes_from_gib
 from rl.runtime import SamplerSettings, WorkerSettings
-from rl.sampler import check_features
+from rl.sampler import DEFAULT_CACHE_TOKENS, check_features
 
 
 def collect_worker_settings(stages: Sequence[StageConfig]) -> WorkerSettings:
@@ -27,8 +27,9 @@ def collect_worker_settings(stages: Sequence[StageConfig]) -> WorkerSettings:
             optimizer=optim.optimizer,
             router_replay=model.router_replay,
             router_aux_loss_coef=model.router_aux_loss_coef,
+            context_parallel_size=optim.context_parallel_size,
         )
-        limits = (sampling.kv_cache_tokens, sampling.max_rows)
+        limits = (sampling.kv_cache_tokens or DEFAULT_CACHE_TOKENS, sampling.max_rows)
         sampler = SamplerSettings(
             *limits,
             sampling.sampler,
@@ -38,6 +39,8 @@ def collect_worker_settings(stages: Sequence[StageConfig]) -> WorkerSettings:
             sampling.sampler_url,
             sampling.sampler_folder,
             sampling.sampler_timeout,
+            sampling.sampler_command,
+            sampling.sampler_memory,
         )
         per_stage.append(WorkerSettings(dtype=model.precision, learner=learner, sampler=sampler))
     flows = [
@@ -55,10 +58,11 @@ def collect_worker_settings(stages: Sequence[StageConfig]) -> WorkerSettings:
         )
     if any(settings != per_stage[0] for settings in per_stage):
         raise UserError(
-            "precision, token_budget, layout, fused_logprobs, kept_logits_gib, "
-            "gradient_checkpointing, offload_activations, optimizer, router_replay, "
-            "router_aux_loss_coef, kv_cache_tokens, max_rows, sampler, sampler_url, "
-            "sampler_folder, sampler_timeout, sampler_cache and sampler_tp apply to the whole run: "
-            "set them at the recipe's top level or on the command line"
+            "precision, token_budget, layout, context_parallel_size, fused_logprobs, "
+            "kept_logits_gib, gradient_checkpointing, offload_activations, optimizer, "
+            "router_replay, router_aux_loss_coef, kv_cache_tokens, max_rows, sampler, "
+            "sampler_url, sampler_folder, sampler_timeout, sampler_command, sampler_memory, "
+            "sampler_cache and sampler_tp apply to the whole run: set them at the recipe's top "
+            "level or on the command line"
         )
     return replace(per_stage[0], sampler_ranks=max(ranks, default=0))

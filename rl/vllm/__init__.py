@@ -1,16 +1,21 @@
 """Sample with vLLM servers: requests, weight transfers, and checks of what the servers return."""
 
 from rl.vllm.server_pool import ServerPool
+from rl.vllm.started_server import ServerLaunch, StartedServer, find_command, find_free_port
 from rl.vllm.vllm_decoder import VllmDecoder
 from rl.vllm.vllm_engine import VllmEngine, score_on_servers
 from rl.vllm.vllm_server import SUPPORTED_VERSIONS, VllmServer, VllmServerError
 
 __all__ = [
     "SUPPORTED_VERSIONS",
+    "ServerLaunch",
     "ServerPool",
+    "StartedServer",
     "VllmDecoder",
     "VllmEngine",
     "VllmServer",
     "VllmServerError",
+    "find_command",
+    "find_free_port",
     "score_on_servers",
 ]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl.errors import UserError, warn_on_rank_zero
+from rl.vllm.started_server import StartedServer
 from rl.vllm.transfer_validation import FolderManifest
 from rl.vllm.vllm_server import VllmServer, VllmServerError
 
@@ -28,8 +29,9 @@ class ServerPool:
     """Hold the servers, and the weights that they have.
 
     `nonce`: equal on all ranks and different in other runs: weights of other runs on the same
-    server are detected. `root`: folder of the weights that servers load. Raises UserError if a
-    server does not answer, or was started with settings that cannot work.
+    server are detected. `root`: folder of the weights that servers load. `started_server`: one that
+    this run starts, in place of `urls`. Raises UserError if a server of `urls` does not answer, or
+    was started with settings that cannot work.
     """
 
     def __init__(
@@ -40,16 +42,13 @@ class ServerPool:
         folder: str | None = None,
         request_seconds: float = 600.0,
         max_rows: int = _MAX_THREADS,
+        started_server: StartedServer | None = None,
     ):
-        if not urls:
-            raise UserError(
-                "sampler vllm needs the address of a server: set sampler_url, such as "
-                "http://localhost:8000"
-            )
         self.servers = [VllmServer(url, request_seconds) for url in dict.fromkeys(urls)]
         for server in self.servers:
             server.check()
-        self.max_context = min(server.max_context for server in self.servers)
+        if started_server is not None:
+            self.servers = [started_server]
         self.unties_head = any(not server.tied_head for server in self.servers)
         self.nonce, self._folder = nonce, folder
         self.loaded_weights_id = ""  # of the weights that the servers hold
@@ -62,6 +61,14 @@ class ServerPool:
         self._labels: dict[str, tuple[int, int]] = {}  # learner and version by weights id
         self._loads: list[str] = []  # ids of the weights in order of their loads
         self._root: Path | None = None
+        # of rank 0: folders that a server may load again, and folders that no decoder needs
+        self._loaded_folders: set[Path] = set()
+        self._released_folders: set[Path] = set()
+
+    @property
+    def max_context(self) -> int:
+        """Return the number of tokens of the longest sequence."""
+        return min(server.max_context for server in self.servers)
 
     @property
     def root(self) -> Path:
@@ -79,6 +86,16 @@ class ServerPool:
         weights_id = f"{self.nonce}-{len(self._labels) + 1}"
         self._labels[weights_id] = (learner_id, version)
         return weights_id
+
+    def release_folder(self, folder: Path) -> None:
+        """Remove a folder of weights, later if a server may have to load it again."""
+        self._released_folders.add(folder)
+        self._remove_folders()
+
+    def _remove_folders(self) -> None:
+        for folder in self._released_folders - self._loaded_folders:
+            shutil.rmtree(folder, ignore_errors=True)
+            self._released_folders.discard(folder)
 
     def find_versions(self, weights_id: str, first_id: str) -> dict[str, int]:
         """Return by weights id the versions that a sample may have tokens of: of the learner of
@@ -104,6 +121,7 @@ class ServerPool:
 
         Raises UserError if no server has the weights, or a server kept other weights.
         """
+        self._loaded_folders.add(folder)
         dtypes = {server.dtype for server in self.servers}
         manifests = {dtype: FolderManifest(folder, dtype) for dtype in dtypes}
 
@@ -116,6 +134,8 @@ class ServerPool:
 
         with ThreadPoolExecutor(len(self.servers)) as executor:
             errors = list(executor.map(load, self.servers))
+        self._loaded_folders = {folder}
+        self._remove_folders()
         failures = [error for error in errors if error is not None]
         messages = [str(error) for error in failures]
         for failure in failures:
@@ -124,17 +144,20 @@ class ServerPool:
         if len(messages) == len(self.servers):
             raise UserError(
                 f"no vLLM server has the new weights: {messages[0]}. Every server must see "
-                f"{folder} under this path (sampler_folder); start the servers again and continue "
-                "with --resume"
+                f"{folder} under this path (sampler_folder); {self.servers[0].remedy}"
             )
         for message in messages:
             warn_on_rank_zero(f"{message}: no samples are sent to it until the next weights")
         return [error is None for error in errors]
 
-    def set_weights(self, weights_id: str, has_weights: Sequence[bool]) -> None:
-        """Record which servers have loaded weights. The others get no samples until the next
-        weights.
+    def set_weights(
+        self, weights_id: str, has_weights: Sequence[bool], max_contexts: Sequence[int] = ()
+    ) -> None:
+        """Record which servers have loaded weights, and their longest sequences, which only rank 0
+        knows of a server that it started. The others get no samples until the next weights.
         """
+        for server, max_context in zip(self.servers, max_contexts, strict=False):
+            server.max_context = max_context
         with self._lock:
             self.loaded_weights_id = weights_id
             self._loads.append(weights_id)
@@ -143,8 +166,12 @@ class ServerPool:
                 server.loaded_weights_id = weights_id if has else ""
 
     def close(self) -> None:
-        """Drop the requests that have not been sent, and send no request again."""
+        """Drop the requests that have not been sent, send no request again, and end the server that
+        this run started.
+        """
         self._is_closed = True
+        for server in self.servers:
+            server.close()
         for executor in (self.executor, self._score_executor):
             executor.shutdown(wait=False, cancel_futures=True)
 
@@ -156,20 +183,26 @@ class ServerPool:
         A server that fails gets no more samples until it has loaded weights, and its work is sent
         to another server, or to the same if no other has the weights. `is_needed`: whether a
         failed request is sent again; otherwise its VllmServerError is raised. Raises
-        UserError, naming the server, after `ATTEMPTS` attempts.
+        UserError, naming the server, after `ATTEMPTS` attempts. An attempt during which a server
+        of this run failed does not count.
         """
-        for attempt in range(ATTEMPTS):
+        attempt = 0
+        while True:
             with self._lock:
                 usable = [server for server in self.servers if not server.is_lost]
                 current = [s for s in self.servers if s.loaded_weights_id == self.loaded_weights_id]
                 server = min(usable or current, key=lambda server: server.num_running)
                 server.num_running += 1
-                weights_id = server.loaded_weights_id
+                weights_id, num_failures = server.loaded_weights_id, server.num_failures
             try:
                 return work(server)
             except VllmServerError as error:
                 if self._is_closed or not is_needed():
                     raise
+                server.wait_for_recovery(error, self._labels)
+                if server.num_failures > num_failures:
+                    continue
+                attempt += 1
                 with self._lock:  # unless it failed before, or has loaded weights since
                     is_new = not server.is_lost and server.loaded_weights_id == weights_id
                     server.is_lost |= is_new and not error.rejected
@@ -179,17 +212,15 @@ class ServerPool:
                         "the next weights unless no server is left",
                         stacklevel=2,
                     )
-                if error.rejected or attempt == ATTEMPTS - 1:
+                if error.rejected or attempt == ATTEMPTS:
                     raise UserError(
-                        f"{error} ({attempt + 1} attempts). No sample of it was used; look at the "
-                        "server's log, start it again and continue with --resume"
+                        f"{error} ({attempt} attempts). No sample of it was used; {server.remedy}"
                     ) from error
             finally:
                 with self._lock:
                     server.num_running -= 1
             if all(server.is_lost for server in self.servers):
-                time.sleep(_RETRY_SECONDS * (attempt + 1))
-        raise AssertionError("the last attempt returns or raises")
+                time.sleep(_RETRY_SECONDS * attempt)
 
     def score(
         self, sequences: Sequence[Sequence[int]], weights_id: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,8 +34,7 @@ class VllmDecoder(Decoder):
         max_positions: int | None,
         learner_id: int,
     ):
-        limits = [pool.max_context, *([] if max_positions is None else [max_positions])]
-        self.pool, self.vocab_size, self.max_positions = pool, vocab_size, min(limits)
+        self.pool, self.vocab_size, self.max_positions = pool, vocab_size, max_positions
         self.device, self.dtype = torch.device("cpu"), torch.float32
         self.weights_id, self.folder, self.learner_id = "", None, learner_id
         self._finalizer: weakref.finalize | None = None
@@ -54,7 +52,7 @@ class VllmDecoder(Decoder):
         if write is None:
             return
         self.folder = self.pool.root / self.weights_id
-        self._finalizer = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self._finalizer = weakref.finalize(self, self.pool.release_folder, self.folder)
         write(self.folder)
         if self.pool.unties_head:
             add_head(self.folder)

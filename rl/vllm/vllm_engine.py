@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import queue
+import sys
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -61,8 +62,7 @@ class VllmEngine:
     ):
         self.decoder, self.version = decoder, version
         self.eos_token_ids = tuple(sorted({int(token) for token in eos_token_ids}))
-        limits = [decoder.pool.max_context, *([] if max_context is None else [max_context])]
-        self.max_context = min(limits)
+        self._model_context = max_context
         self.counters = EngineCounters()
         self._stop_strings = StopStringMatcher(tokenizer) if tokenizer is not None else None
         self._states: dict[int, _RequestState] = {}
@@ -76,6 +76,11 @@ class VllmEngine:
     def pool(self) -> ServerPool:
         """Return the servers."""
         return self.decoder.pool
+
+    @property
+    def max_context(self) -> int:
+        """Return the number of tokens of the longest sequence, once the servers have weights."""
+        return min(self.pool.max_context, self._model_context or sys.maxsize)
 
     @property
     def busy(self) -> bool:

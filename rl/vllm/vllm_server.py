@@ -7,6 +7,7 @@ import json
 import os
 import urllib.error
 import urllib.request
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,22 @@ class VllmServerError(Exception):
     """Raised if a server does not answer, or answers with an error or with wrong data.
 
     `rejected`: the server refuses this request, so that another attempt is useless.
-    `has_wrong_weights`: it holds other weights than it was told to load.
+    `has_wrong_weights`: it holds other weights than it was told to load. `timed_out`: it did not
+    answer within the time limit.
     """
 
     def __init__(
-        self, url: str, text: str, *, rejected: bool = False, has_wrong_weights: bool = False
+        self,
+        url: str,
+        text: str,
+        *,
+        rejected: bool = False,
+        has_wrong_weights: bool = False,
+        timed_out: bool = False,
     ):
         super().__init__(f"the vLLM server {url} {text}")
         self.rejected, self.has_wrong_weights = rejected, has_wrong_weights
+        self.timed_out = timed_out
 
 
 class VllmServer:
@@ -42,13 +51,16 @@ class VllmServer:
 
     `request_seconds`: time limit of a sample. `num_running`: samples that the server is working on.
     `loaded_weights_id`: of the weights that it loaded last, "" if the last load failed. `is_lost`:
-    the server failed, and gets no samples until it has loaded weights again.
+    the server failed, and gets no samples until it has loaded weights again. `num_failures`: times
+    that it was seen to be down, or with other weights. `remedy`: what to do after an error.
     """
+
+    remedy = "look at the server's log, start it again and continue with --resume"
 
     def __init__(self, url: str, request_seconds: float):
         self.url, self.request_seconds = url.rstrip("/").removesuffix("/v1"), request_seconds
         self.num_running, self.loaded_weights_id, self.is_lost = 0, "", False
-        self.max_context = 0
+        self.max_context, self.num_failures = 0, 0
         self.dtype, self.tied_head, self.tensor_parallel = "torch.float32", True, 1
         # of the weights loaded last: the manifest of the folder, and the digests in the server
         self._last_transfer: tuple[FolderManifest, dict[str, str]] | None = None
@@ -71,7 +83,7 @@ class VllmServer:
             self.tensor_parallel = int(parallel["tensor_parallel_size"])
         except VllmServerError as error:
             raise UserError(
-                f"{error}. Start the server so that it answers before the run starts: "
+                f"{error}. Start a server that answers before the run starts: "
                 f"{START_COMMAND} (docs/vllm.md)"
             ) from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -186,6 +198,12 @@ class VllmServer:
             raise VllmServerError(self.url, error, has_wrong_weights=True)
         self._last_transfer = manifest, held
 
+    def wait_for_recovery(self, failure: VllmServerError, weights_ids: Collection[str]) -> None:
+        """Wait for a restart after a failure. Does nothing for a server that the user started."""
+
+    def close(self) -> None:
+        """End the server. Does nothing for a server that the user started."""
+
     def call(
         self, path: str, body: dict[str, Any] | None = None, seconds: float = _CHECK_SECONDS
     ) -> Any:
@@ -207,14 +225,17 @@ class VllmServer:
             ) from error
         except TimeoutError as error:
             raise VllmServerError(
-                self.url, f"did not answer {path} within {seconds:g} s"
+                self.url, f"did not answer {path} within {seconds:g} s", timed_out=True
             ) from error
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
-            if isinstance(reason, TimeoutError):
+            timed_out = isinstance(reason, TimeoutError)
+            if timed_out:
                 reason = f"no answer within {seconds:g} s"
             raise VllmServerError(
-                self.url, f"is not reachable at {path}: {reason or type(error).__name__}"
+                self.url,
+                f"is not reachable at {path}: {reason or type(error).__name__}",
+                timed_out=timed_out,
             ) from error
         except ValueError as error:
             raise VllmServerError(self.url, f"answered {path} without JSON: {error}") from error

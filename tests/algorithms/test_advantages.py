@@ -3,14 +3,8 @@
 import numpy as np
 import pytest
 
-from rl.algorithms.advantages import (
-    RunningMeanBaseline,
-    has_signal,
-    leave_one_out,
-    normalize_by_std,
-    subtract_mean,
-    use_raw_rewards,
-)
+from rl.algorithms import RunningMeanBaseline, has_signal
+from rl.algorithms.advantages import leave_one_out, normalize_by_std, subtract_mean, use_raw_rewards
 
 
 def test_centred_by_hand():

@@ -17,9 +17,8 @@ from whole_runs import RECIPE, train
 from rl.algorithms import METHODS, ImportanceCorrection, apply_correction, index_episodes
 from rl.algorithms.importance_correction import CORRECTION_KINDS, CORRECTION_LEVELS, compute_ratios
 from rl.algorithms.update import add_proximal_weight, correct_datums
-from rl.config import RunSettings, SettingsError
-from rl.config.cli import read_run
-from rl.losses.losses import get_loss
+from rl.config import RunSettings, SettingsError, read_run
+from rl.losses import get_loss
 from rl.types import Datum, ForwardBackwardOutput, ModelInput
 
 VALID = [
@@ -416,8 +415,7 @@ def test_a_correction_that_is_none(values):
 
 WORDS = (
     "--base-model tiny:addition-small --dataset addition --steps 2 --batch-size 4 --group-size 4 "
-    "--eval-every 0 --max-tokens 4 "
-    "--learning-rate 1e-3"
+    "--eval-every 0 --max-tokens 4 --learning-rate 1e-3"
 )
 
 

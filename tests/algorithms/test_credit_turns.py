@@ -8,15 +8,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rl.algorithms import has_signal
-from rl.algorithms.grpo import GRPO
-from rl.algorithms.grpo_settings import GrpoSettings, PolicyGradientSettings
-from rl.algorithms.method_interface import Models
-from rl.algorithms.ppo import PPO
-from rl.algorithms.ppo_settings import PpoOptions, PpoSettings
+from rl.algorithms import (
+    GRPO,
+    PPO,
+    GrpoSettings,
+    Models,
+    PolicyGradientSettings,
+    PpoOptions,
+    PpoSettings,
+    has_signal,
+)
 from rl.config import KlSettings
-from rl.rollout import Trajectory, TrajectoryGroup
-from rl.rollout.rollout_types import Transition
+from rl.rollout import Trajectory, TrajectoryGroup, Transition
 from rl.types import ModelInput, SampledSequence
 
 

@@ -15,22 +15,22 @@ from helpers import make_worker
 from whole_runs import train
 
 from rl import ServiceClient
-from rl.algorithms.distillation import Distillation, find_teacher, make_soft_targets
+from rl.algorithms import Distillation, Models, Progress
+from rl.algorithms.distillation import find_teacher, make_soft_targets
 from rl.algorithms.distillation_settings import (
     DistillationSettings,
     DistillSettings,
     parse_teachers,
 )
-from rl.algorithms.method_interface import Models, Progress
-from rl.config.sections import ModelSettings, OptimSettings
-from rl.data.synthetic.addition_dataset import addition
+from rl.config import ModelSettings, OptimSettings
+from rl.data import addition
 from rl.errors import UserError
 from rl.judges.token_scorers import describe_vocabulary_difference
-from rl.losses.losses import get_loss
-from rl.models.model_loading import load_model, load_tokenizer
+from rl.losses import get_loss
+from rl.models import load_model, load_tokenizer
 from rl.renderers import get_renderer
 from rl.reporting import Console
-from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
+from rl.rollout import Trajectory, TrajectoryGroup, Transition
 from rl.trainer.stage_models import StageModelFactory
 from rl.types import AdamParams, Datum, LoraConfig, ModelInput, SampledSequence
 
@@ -176,7 +176,7 @@ SEQUENCES = [([3, 12, 4, 13], [5, 6, 1]), ([7, 13], [2, 1]), ([9, 9, 12, 3, 13],
 
 
 def supervised(prompt, answer) -> Datum:
-    from rl.rollout.datum_builder import supervised_datum
+    from rl.rollout import supervised_datum
 
     return supervised_datum([*prompt, *answer], [0.0] * len(prompt) + [1.0] * len(answer))
 
@@ -367,9 +367,8 @@ def teacher(tmp_path_factory) -> Path:
     )
     train(
         f"sft --dataset {folder / 'digits.jsonl'} --response-column response --reward exact_match "
-        f"--steps 60 --batch-size 64 "
-        "--learning-rate 2e-3 --max-tokens 2 --eval-every 60 --save-every 0 --schedule linear "
-        "--warmup-steps 10",
+        "--steps 60 --batch-size 64 --learning-rate 2e-3 --max-tokens 2 --eval-every 60 "
+        "--save-every 0 --schedule linear --warmup-steps 10",
         folder / "run",
     )
     return folder
@@ -391,8 +390,7 @@ def test_a_small_student_comes_to_its_teachers_accuracy(teacher, learn_from, tmp
     }[learn_from]
     rows = train(
         f"{STUDENT} --dataset {teacher / 'digits.jsonl'} --teacher {teacher / 'run'} --learn-from "
-        f"{learn_from} {how} --eval-every 40 "
-        "--schedule linear --warmup-steps 10",
+        f"{learn_from} {how} --eval-every 40 --schedule linear --warmup-steps 10",
         tmp_path,
     )
     name = "test/env/all/correct"

@@ -10,14 +10,13 @@ import pytest
 import torch
 from test_distill import Ready, TableScorer, trajectory
 
-from rl.algorithms.distillation import Distillation
+from rl.algorithms import Distillation, Models, Progress
 from rl.algorithms.distillation_settings import DistillationSettings, DistillSettings
-from rl.algorithms.method_interface import Models, Progress
-from rl.config.sections import SamplingSettings
-from rl.data.synthetic.addition_dataset import addition
-from rl.models.model_loading import load_tokenizer
+from rl.config import SamplingSettings
+from rl.data import addition
+from rl.models import load_tokenizer
 from rl.renderers import get_renderer
-from rl.rollout.rollout_types import TrajectoryGroup
+from rl.rollout import TrajectoryGroup
 from rl.types import ForwardBackwardOutput, OptimStepResponse, SampledSequence, SampleResponse
 
 

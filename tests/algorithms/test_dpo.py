@@ -15,12 +15,13 @@ from whole_runs import train
 
 from rl import ServiceClient
 from rl.algorithms.dpo import DpoSettings, make_pair_datums
-from rl.config.sections import ModelSettings
+from rl.config import ModelSettings
 from rl.data import addition
 from rl.distributed import collectives
 from rl.learner.packing import LAYOUTS, block_cost, make_blocks, plan_micro_batches
-from rl.losses.losses import get_loss
-from rl.trainer.stage_models import StageModelFactory, make_policy, make_renderer
+from rl.losses import get_loss
+from rl.trainer import make_renderer
+from rl.trainer.stage_models import StageModelFactory, make_policy
 from rl.types import AdamParams, Datum, ModelInput
 
 # --------------------------------------------------------------------------------------- the losses

@@ -14,35 +14,39 @@ import pytest
 import torch
 from helpers import call, make_worker, random_datums
 
-from rl.algorithms import METHODS
-from rl.algorithms.advantages import (
+from rl.algorithms import (
     ADVANTAGES,
+    GRPO,
+    METHODS,
     AdvantageEstimator,
+    GrpoSettings,
     PerProblemBaseline,
+    PolicyGradientSettings,
     compute_returns_to_go,
-    leave_one_out,
     normalize_by_batch,
+)
+from rl.algorithms.advantages import (
+    leave_one_out,
     normalize_by_std,
     subtract_mean,
     subtract_mean_divide_by_batch_std,
 )
-from rl.algorithms.grpo import GRPO
-from rl.algorithms.grpo_settings import (
-    VARIANTS,
-    GrpoSettings,
-    PolicyGradientSettings,
-    variant_settings,
-)
+from rl.algorithms.grpo_settings import VARIANTS, variant_settings
 from rl.algorithms.update import apply_truncated_is, compute_divisor, weight_by_sequence
-from rl.config.cli import read_run
-from rl.config.rollout_config import AsyncRolloutSettings
-from rl.config.run_config import resolve_config
-from rl.config.saved_config import load_resolved_config
-from rl.config.sections import KlSettings, LoopSettings, RunSettings, SamplingSettings
+from rl.config import (
+    AsyncRolloutSettings,
+    KlSettings,
+    LoopSettings,
+    RunSettings,
+    SamplingSettings,
+    load_resolved_config,
+    read_run,
+    resolve_config,
+)
 from rl.errors import UnusedSettingError, UserError
-from rl.losses.losses import LOSSES, LossSpec, get_loss, importance_sampling, ppo
-from rl.rollout import RolloutBatch
-from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
+from rl.losses import LOSSES, LossSpec, get_loss
+from rl.losses.losses import importance_sampling, ppo
+from rl.rollout import RolloutBatch, Trajectory, TrajectoryGroup, Transition
 from rl.trainer import stage_sampling as samples_module
 from rl.trainer.stage_context import StageContext
 from rl.trainer.stage_sampling import AllRewardsFailed, StageSampler, WarnOnce

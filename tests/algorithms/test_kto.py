@@ -11,8 +11,8 @@ import pytest
 from helpers import ADAM
 
 from rl import ServiceClient
-from rl.algorithms import Models, Progress
-from rl.algorithms.kto import KTO, KtoSettings
+from rl.algorithms import KTO, Models, Progress
+from rl.algorithms.kto import KtoSettings
 from rl.algorithms.update import add_loss_inputs
 from rl.config import LoopSettings, OptimSettings
 from rl.renderers import get_renderer

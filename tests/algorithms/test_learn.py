@@ -8,13 +8,12 @@ import torch
 from helpers import call, make_worker
 from test_datums import turn
 
-from rl.algorithms.grpo import GRPO
-from rl.algorithms.grpo_settings import GrpoSettings, PolicyGradientSettings, variant_settings
-from rl.algorithms.method_interface import Models, Progress
+from rl.algorithms import GRPO, GrpoSettings, Models, PolicyGradientSettings, Progress
+from rl.algorithms.grpo_settings import variant_settings
 from rl.algorithms.update import compute_divisor, split_into_substeps, weight_by_sequence
-from rl.config.sections import OptimSettings
-from rl.losses.losses import get_loss
-from rl.rollout.rollout_types import Trajectory, TrajectoryGroup
+from rl.config import OptimSettings
+from rl.losses import get_loss
+from rl.rollout import Trajectory, TrajectoryGroup
 from rl.types import Datum, ForwardBackwardOutput, ModelInput, OptimStepResponse, TensorData
 
 

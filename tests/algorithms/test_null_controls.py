@@ -13,19 +13,15 @@ import numpy as np
 import pytest
 from test_default_recipe import RECIPE, taught_model
 
-from rl.algorithms import METHODS
-from rl.algorithms.grpo import GRPO
-from rl.client.service_client import ServiceClient
-from rl.config.cli import parse_run
-from rl.config.sections import RunSettings
-from rl.data.synthetic.addition_dataset import addition
+from rl.algorithms import GRPO, METHODS
+from rl.client import ServiceClient
+from rl.config import RunSettings, parse_run
+from rl.data import addition
 from rl.envs import ProblemGroupBuilder
 from rl.rewards import Scorer
-from rl.rollout import rollout
-from rl.rollout.rollout_metrics import compute_group_metrics
-from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
+from rl.rollout import Trajectory, TrajectoryGroup, Transition, compute_group_metrics, rollout
+from rl.trainer import make_renderer
 from rl.trainer.execute import execute
-from rl.trainer.stage_models import make_renderer
 from rl.types import ModelInput, SampledSequence, SamplingParams
 
 STEPS = 40

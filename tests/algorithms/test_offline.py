@@ -14,20 +14,16 @@ import torch
 from whole_runs import RECIPE, train
 
 from rl import ServiceClient
-from rl.algorithms import METHODS
-from rl.algorithms.method_interface import Models
-from rl.algorithms.offline import Offline, check_stored_answer
+from rl.algorithms import METHODS, Models, Offline, check_stored_answer
 from rl.algorithms.offline_settings import OfflineOptions, OfflineSettings
-from rl.config.cli import parse_run
-from rl.config.sections import LoopSettings, RunSettings
-from rl.data.problem_set import ProblemSet
-from rl.data.rollout_file import filter_answers, load_rollouts
+from rl.config import LoopSettings, RunSettings, parse_run
+from rl.data import ProblemSet, filter_answers, load_rollouts
 from rl.errors import UserError
-from rl.losses.losses import get_loss
+from rl.losses import get_loss
 from rl.renderers import get_renderer
 from rl.trainer import execute as run
+from rl.trainer import make_renderer
 from rl.trainer.batch_log import BatchLog
-from rl.trainer.stage_models import make_renderer
 from rl.types import Problem, StoredAnswer
 
 # --------------------------------------------------------------------------------------------- rows

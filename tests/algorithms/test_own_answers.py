@@ -11,17 +11,12 @@ from learning import clears
 from test_learn import Policy
 from whole_runs import train
 
-from rl.algorithms.best_of_n import BestOfN, BestOfNSettings, SelectionSettings, select_best
-from rl.algorithms.method_interface import Models, Progress
-from rl.algorithms.online_dpo import (
-    OnlineDPO,
-    OnlineDpoSettings,
-    OnlinePreferenceSettings,
-    make_pairs,
-)
-from rl.config.sections import OptimSettings, SamplingSettings
+from rl.algorithms import BestOfN, Models, OnlineDPO, Progress
+from rl.algorithms.best_of_n import BestOfNSettings, SelectionSettings, select_best
+from rl.algorithms.online_dpo import OnlineDpoSettings, OnlinePreferenceSettings, make_pairs
+from rl.config import OptimSettings, SamplingSettings
 from rl.errors import UserError
-from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
+from rl.rollout import Trajectory, TrajectoryGroup, Transition
 from rl.types import ModelInput, SampledSequence
 
 TEMPERATURE = 0.7

@@ -14,18 +14,21 @@ import torch
 from helpers import random_datums
 
 from rl import ServiceClient
-from rl.algorithms.advantages import compute_gae
-from rl.algorithms.kl_penalty import (
+from rl.algorithms import (
+    PPO,
     AdaptiveKL,
+    Models,
+    PpoOptions,
+    PpoSettings,
+    Progress,
     apply_kl_penalty,
+    compute_gae,
     compute_kl_metrics,
     compute_logprob_gaps,
 )
-from rl.algorithms.method_interface import Models, Progress
-from rl.algorithms.ppo import PPO, summarize_epochs
-from rl.algorithms.ppo_settings import PpoOptions, PpoSettings
+from rl.algorithms.ppo import summarize_epochs
 from rl.algorithms.update import UpdateSums
-from rl.config.sections import (
+from rl.config import (
     KlSettings,
     LoopSettings,
     ModelSettings,
@@ -33,7 +36,7 @@ from rl.config.sections import (
     SamplingSettings,
     ShapingSettings,
 )
-from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
+from rl.rollout import Trajectory, TrajectoryGroup, Transition
 from rl.seed import derive_seed
 from rl.trainer.stage_context import StageContext
 from rl.trainer.stage_models import StageModelFactory, make_policy

@@ -11,7 +11,7 @@ from test_dpo import pairs
 from whole_runs import train
 
 from rl.algorithms.kto import list_labeled_answers
-from rl.losses.losses import get_loss
+from rl.losses import get_loss
 from rl.types import Problem, TensorData
 
 

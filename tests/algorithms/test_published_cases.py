@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from kernels.token_logprob import token_logprob
-from rl.algorithms.advantages import ADVANTAGES, compute_gae, compute_returns_to_go
+from rl.algorithms import ADVANTAGES, compute_gae, compute_returns_to_go
 from rl.algorithms.update import apply_truncated_is, compute_divisor, weight_by_sequence
-from rl.losses.losses import LOSSES
+from rl.losses import LOSSES
 from rl.types import Datum, ForwardBackwardOutput, ModelInput
 
 F64 = torch.float64

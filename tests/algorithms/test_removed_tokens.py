@@ -8,18 +8,22 @@ import numpy as np
 import pytest
 from helpers import random_datums
 
-from rl.algorithms.grpo import GRPO
-from rl.algorithms.grpo_settings import GrpoSettings, PolicyGradientSettings
-from rl.algorithms.method_interface import Models, Progress
-from rl.algorithms.ppo import PPO
-from rl.algorithms.ppo_settings import PpoOptions, PpoSettings
+from rl.algorithms import (
+    GRPO,
+    PPO,
+    GrpoSettings,
+    Models,
+    PolicyGradientSettings,
+    PpoOptions,
+    PpoSettings,
+    Progress,
+    StreamedStep,
+)
 from rl.algorithms.rlhf import RlhfSettings
-from rl.algorithms.streamed_step import StreamedStep
 from rl.algorithms.update import compute_divisor, count_sequences, weight_by_sequence
 from rl.client import ServiceClient
 from rl.config import CorrectionSettings, KlSettings, LoopSettings, OptimSettings
-from rl.rollout import Trajectory, TrajectoryGroup
-from rl.rollout.rollout_types import Transition
+from rl.rollout import Trajectory, TrajectoryGroup, Transition
 from rl.types import ModelInput, SampledSequence
 
 RATE = 1e-3

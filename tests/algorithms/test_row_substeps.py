@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from rl import ServiceClient
-from rl.algorithms.kto import KTO, KtoSettings
-from rl.algorithms.method_interface import Models, Progress
-from rl.algorithms.offline import Offline
+from rl.algorithms import KTO, Models, Offline, Progress, RewardModelTraining
+from rl.algorithms.kto import KtoSettings
 from rl.algorithms.offline_settings import OfflineOptions, OfflineSettings
-from rl.algorithms.reward_model import RewardModelOptions, RewardModelSettings, RewardModelTraining
+from rl.algorithms.reward_model import RewardModelOptions, RewardModelSettings
 from rl.config import LoopSettings, ModelSettings, OptimSettings, RowLoopSettings
-from rl.judges.token_scorers import restore_full_tokens
-from rl.trainer.stage_models import StageModelFactory, make_renderer
+from rl.judges import restore_full_tokens
+from rl.trainer import make_renderer
+from rl.trainer.stage_models import StageModelFactory
 from rl.types import Problem, StoredAnswer
 
 ROWS = 8

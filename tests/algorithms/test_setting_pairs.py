@@ -19,10 +19,7 @@ from test_streaming import off_the_policy
 from transformers import AutoModelForCausalLM
 
 from rl import ServiceClient
-from rl.algorithms import Models, Progress
-from rl.algorithms.grpo import GRPO
-from rl.algorithms.grpo_settings import GrpoSettings
-from rl.algorithms.streamed_step import StreamedStep
+from rl.algorithms import GRPO, GrpoSettings, Models, Progress, StreamedStep
 from rl.config import unflatten_settings
 from rl.rollout import Trajectory, TrajectoryGroup, Transition
 from rl.types import ModelInput, SampledSequence

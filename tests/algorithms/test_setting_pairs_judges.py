@@ -24,7 +24,7 @@ from rl.judges import (
     RubricJudge,
     apply_learned_rewards,
 )
-from rl.models.tokenizer_loading import load_tokenizer
+from rl.models import load_tokenizer
 from rl.renderers import get_renderer
 from rl.rollout import RolloutBatch, rollout
 from rl.types import ModelInput, Problem, SamplingParams

@@ -16,7 +16,7 @@ from helpers import random_datums, relative_difference
 
 from rl import ServiceClient, TensorData, renderers, types
 from rl.distributed.checkpoint_folder import DamagedCheckpoint
-from rl.losses.losses import get_loss
+from rl.losses import get_loss
 from rl.models import info as model_info
 from rl.types import AdamParams, Datum, ModelInput, SamplingParams
 
@@ -526,7 +526,7 @@ def test_what_is_saved_for_the_sampler_loads_in_transformers_and_peft(client):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from rl.models.model_loading import load_model
+    from rl.models import load_model
 
     train(client)
     expected = logits_of(_workers[None].learners[0].model)
@@ -629,7 +629,7 @@ def test_wrong_addresses_are_told_what_is_right(service, tmp_path):
 
 
 def test_a_folder_without_tokenizer_works_with_ids(service, tmp_path):
-    from rl.models.model_loading import load_model
+    from rl.models import load_model
 
     load_model("tiny:addition").model.save_pretrained(tmp_path / "bare")
     client = service.create_full_training_client(str(tmp_path / "bare"))

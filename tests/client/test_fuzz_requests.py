@@ -19,7 +19,7 @@ from fuzzing import ACCEPTED, REFUSED
 from helpers import random_datums
 
 from rl import ServiceClient
-from rl.losses.losses import LOSSES
+from rl.losses import LOSSES
 from rl.types import (
     AdamParams,
     Datum,

@@ -133,7 +133,8 @@ def test_submodules_hold_the_same_classes():
     for name in SUBMODULES:
         importlib.import_module(f"rl.{name}")
     from rl.lib.public_interfaces.rest_client import RestClient
-    from rl.types.tensor_data import TensorData
+
+    from rl.types import TensorData
 
     assert TensorData is types.TensorData and RestClient is rl.RestClient
 

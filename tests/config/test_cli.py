@@ -20,14 +20,16 @@ import pytest
 import tyro
 
 from rl import algorithms
-from rl.config import cli, run_config, saved_config, sections
-from rl.config.fields import (
+from rl.config import (
     RawValue,
     SettingsError,
-    convert_value,
+    cli,
     format_as_flags,
-    get_fields,
+    run_config,
+    saved_config,
+    sections,
 )
+from rl.config.fields import convert_value, get_fields
 from rl.config.format_help import exit_with_problems
 
 
@@ -465,7 +467,7 @@ def test_the_box_says_whether_anything_began(
     recipe was named.
     """
     from rl.algorithms import METHODS as real
-    from rl.config.sections import RunSettings as RealSettings
+    from rl.config import RunSettings as RealSettings
     from rl.errors import UserError
     from rl.trainer import entry_point
 

@@ -22,11 +22,8 @@ import pytest
 from fuzzing import ACCEPTED, ODD_NUMBERS, REFUSED, damaged, run_family
 
 from rl.algorithms import METHODS
-from rl.config.cli import read_run
-from rl.config.fields import SettingField, SettingsError, get_fields
-from rl.config.run_config import resolve_config
-from rl.config.saved_config import load_resolved_config
-from rl.config.sections import RunSettings
+from rl.config import RunSettings, SettingsError, load_resolved_config, read_run, resolve_config
+from rl.config.fields import SettingField, get_fields
 from rl.sanitize import sanitize_message
 
 REPO = Path(__file__).resolve().parents[2]

@@ -7,9 +7,14 @@ from pathlib import Path
 import pytest
 
 from rl.algorithms import METHODS
-from rl.config import DataSettings, RunSettings, SettingsError, parse_run
-from rl.config.cli import override_settings
-from rl.config.run_config import diff_configs
+from rl.config import (
+    DataSettings,
+    RunSettings,
+    SettingsError,
+    diff_configs,
+    override_settings,
+    parse_run,
+)
 from rl.envs import resolve_environment
 from rl.errors import UserError
 from rl.rewards import resolve_reward

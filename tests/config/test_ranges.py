@@ -18,13 +18,20 @@ import pytest
 
 from rl.algorithms import METHODS
 from rl.client.service_client import MAX_RANK
-from rl.config import cli
-from rl.config.cli import read_run
-from rl.config.fields import SettingsError, check_ranges, get_fields, unflatten_settings
-from rl.config.number_range import Range
-from rl.config.sections import ModelSettings, OptimSettings, RunSettings
+from rl.config import (
+    ModelSettings,
+    OptimSettings,
+    Range,
+    RunSettings,
+    SettingsError,
+    check_ranges,
+    cli,
+    read_run,
+    unflatten_settings,
+)
+from rl.config.fields import get_fields
 from rl.rlvr import PPOConfig, REINFORCEConfig
-from rl.trainer.entry_point import main
+from rl.trainer import main
 from rl.types import AdamParams
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "addition.yaml"

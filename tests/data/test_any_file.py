@@ -7,8 +7,7 @@ from collections import Counter
 
 import pytest
 
-from rl.data import MissingSplit, Mixture, load_problems
-from rl.data.problem_set import concatenate_sets
+from rl.data import MissingSplit, Mixture, concatenate_sets, load_problems
 from rl.errors import UserError
 
 

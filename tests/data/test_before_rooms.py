@@ -16,9 +16,8 @@ from rl.errors import RunFolderError
 BEFORE = Path(__file__).resolve().parents[1] / "before_rooms"
 WORDS = (
     "grpo --base-model tiny:addition-small --lora-rank 1 --lora-alpha 4 --steps 4 --save-every 2 "
-    "--keep-last 9 --batch-size 4 "
-    "--group-size 4 --max-tokens 4 --rollouts-every 1 --eval-every 0 --learning-rate 1e-2 "
-    "--kl-coef 0.1 --kl-in reward --kl-target 0.01"
+    "--keep-last 9 --batch-size 4 --group-size 4 --max-tokens 4 --rollouts-every 1 --eval-every 0 "
+    "--learning-rate 1e-2 --kl-coef 0.1 --kl-in reward --kl-target 0.01"
 )
 
 
@@ -58,7 +57,7 @@ def test_a_setting_of_the_stage_at_hand_may_not_change(tmp_path, monkeypatch):
 
 
 def test_rollouts_of_then_are_stored_answers():
-    from rl.data.rollout_file import load_rollouts
+    from rl.data import load_rollouts
 
     lines = [
         json.loads(line)

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.data import ProblemSet, load_problems
-from rl.data.rollout_file import load_rollouts
+from rl.data import ProblemSet, load_problems, load_rollouts
 from rl.rewards import resolve_reward
 from rl.types import Problem
 

@@ -19,8 +19,7 @@ from pathlib import Path
 import pytest
 from fuzzing import ACCEPTED, REFUSED
 
-from rl.data import load_problems
-from rl.data.rollout_file import load_rollouts
+from rl.data import load_problems, load_rollouts
 from rl.errors import UserError
 from rl.jsonl import format_json_line
 from rl.renderers import get_renderer

@@ -21,8 +21,7 @@ from rl.images import get_image_reader, make_image_chunk, open_image
 from rl.models import load_tokenizer
 from rl.renderers import get_renderer
 from rl.reporting.rollout_html import render_page
-from rl.rollout.datum_builder import trajectory_to_datums
-from rl.rollout.rollout_types import Trajectory, Transition
+from rl.rollout import Trajectory, Transition, trajectory_to_datums
 from rl.types import (
     Datum,
     EncodedTextChunk,

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.data import addition, load_problems
-from rl.data.problem_set import concatenate_sets
+from rl.data import addition, concatenate_sets, load_problems
 from rl.errors import UserError
 
 USER = {"role": "user", "content": "Hi?"}

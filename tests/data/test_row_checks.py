@@ -11,13 +11,18 @@ from test_fuzz_rows import byte_renderer
 from test_renderer_specials import llama_like
 from whole_runs import train
 
-from rl.algorithms.offline import check_stored_answer
+from rl.algorithms import RewardModelTraining, check_stored_answer
 from rl.algorithms.offline_settings import OfflineSettings
-from rl.algorithms.reward_model import RewardModelOptions, RewardModelSettings, RewardModelTraining
-from rl.data import addition, load_problems
-from rl.data.problem_set import concatenate_sets
-from rl.data.rollout_file import load_rollouts
-from rl.data.row_checks import RowCheck, make_answers_check, select_good_rows
+from rl.algorithms.reward_model import RewardModelOptions, RewardModelSettings
+from rl.data import (
+    RowCheck,
+    addition,
+    concatenate_sets,
+    load_problems,
+    load_rollouts,
+    make_answers_check,
+    select_good_rows,
+)
 from rl.errors import UserError
 from rl.jsonl import format_json_line, read_jsonl
 from rl.renderers import get_renderer

@@ -14,22 +14,22 @@ from helpers import call, make_worker
 from test_any_file import contents, sums, write
 from whole_runs import train
 
-from rl.algorithms import METHODS
-from rl.algorithms.sft import SFT, SftOptions, SftSettings, make_response_datum
+from rl.algorithms import METHODS, SFT, SftSettings
+from rl.algorithms.sft import SftOptions, make_response_datum
 from rl.config import (
     AnswerDataSettings,
     DataSettings,
     RunSettings,
     SettingsError,
     override_settings,
+    read_run,
 )
-from rl.config.cli import read_run
 from rl.data import LengthLimits, RowCheck, load_problems, select_good_rows
 from rl.errors import UserError
-from rl.models.model_loading import load_skeleton
+from rl.models import load_skeleton
 from rl.renderers import StopTextRenderer, get_renderer
 from rl.rollout import supervised_datum
-from rl.trainer.data_source import load_held_out_problems, load_training_problems
+from rl.trainer import load_held_out_problems, load_training_problems
 from rl.types import Problem
 
 

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 
 from rl.distributed import ZeroSharding, get_launch_sharding, make_accelerator
 from rl.errors import UserError
-from rl.models.model_loading import load_model
+from rl.models import load_model
 from rl.types import Datum, LoraConfig
 
 pytestmark = pytest.mark.slow
@@ -94,9 +94,9 @@ def sharded(config: str, folder: Path, **settings: int) -> Path:
     return path
 
 
-def case_on_ranks(script, start, out, config, seconds):
-    """What `script` leaves in out/found.pt, on two processes of a launch config; `config` None: on
-    one.
+def case_on_ranks(script, start, out, config, seconds, processes=2, words=()):
+    """What `script` leaves in out/found.pt, on two or more processes of a launch config; `config`
+    None: on one. `words`: further arguments of the script.
     """
     launch = []
     if config is not None:
@@ -106,11 +106,12 @@ def case_on_ranks(script, start, out, config, seconds):
             "--config_file",
             str(REPO / f"accelerate_configs/{config}.yaml"),
         ]
-        launch += ["--num_processes", "2", "--main_process_port", "0"]
+        launch += ["--num_processes", str(processes), "--main_process_port", "0"]
         launch += (
             ["--deepspeed_config_file", str(sharded("zero3", out))] if config == "zero3" else []
         )
-    run([sys.executable, *launch, str(REPO / "tests" / script), str(start), str(out)], out, seconds)
+    command = [sys.executable, *launch, str(REPO / "tests" / script), str(start), str(out)]
+    run([*command, *words], out, seconds)
     return torch.load(out / "found.pt", weights_only=False)
 
 

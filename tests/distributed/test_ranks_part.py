@@ -18,11 +18,11 @@ import pytest
 from rank_server import TAG, Ranks
 from test_run import write
 
-from rl.config.run_config import diff_configs
+from rl.config import diff_configs
 from rl.distributed import ZeroSharding, get_launch_sharding, heartbeat, launch_agreement
 from rl.distributed.heartbeat import HeartbeatMonitor, HeartbeatSender
 from rl.distributed.launch_agreement import collect_launch_info, find_differences
-from rl.runtime.rank_settings import SamplerSettings, WorkerSettings
+from rl.runtime import SamplerSettings, WorkerSettings
 from rl.trainer.config_diff import CHANGEABLE_OPTIONS as FREE
 
 REPO = Path(__file__).resolve().parents[2]

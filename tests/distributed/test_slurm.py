@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 import slurm_cluster
 
-from rl.config.sections import RunSettings
+from rl.config import RunSettings
 from rl.errors import RunFolderError
-from rl.reporting.logbook import check_claim_folder, claim_folder
+from rl.reporting import check_claim_folder, claim_folder
 
 REPO = Path(__file__).resolve().parents[2]
 BATCH = ["one_node.sbatch", "many_nodes.sbatch"]

@@ -14,8 +14,7 @@ from doc_blocks import blocks_of
 from whole_runs import RECIPE, train, two_and_two
 
 from rl.algorithms import METHODS
-from rl.config import RunSettings, SettingsError, parse_run
-from rl.config.cli import read_run
+from rl.config import RunSettings, SettingsError, parse_run, read_run
 from rl.envs.python_env import Python
 from rl.errors import UserError
 from rl.sandbox import Sandbox

@@ -8,7 +8,8 @@ from collections import Counter
 
 import pytest
 
-from rl.envs.opponent_pool import OpponentPool, compute_expected_score
+from rl.envs import OpponentPool
+from rl.envs.opponent_pool import compute_expected_score
 
 
 def filled(by, size=4, steps=range(0, 60, 10)):

@@ -12,7 +12,8 @@ from games import MadeUp, tokenizer
 
 from rl import ServiceClient
 from rl.client import SampleStream
-from rl.integrations.tinker_cookbook_env import Tinker, TinkerGroup
+from rl.integrations import TinkerGroup
+from rl.integrations.tinker_cookbook_env import Tinker
 from rl.renderers import get_renderer
 from rl.rollout import EventLog, ReplayedEventLog, RolloutSchedule, rollout
 from rl.types import Problem, SampledSequence, SamplingParams

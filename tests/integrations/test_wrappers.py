@@ -18,11 +18,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from rl.config import SettingsError
-from rl.envs import EnvironmentGroup, EpisodeLimits, resolve_environment
-from rl.envs.environment_registry import parse_environment
+from rl.envs import EnvironmentGroup, EpisodeLimits, parse_environment, resolve_environment
 from rl.errors import UserError
+from rl.integrations import TinkerGroup
 from rl.integrations.client_session import ClientSession
-from rl.integrations.tinker_cookbook_env import TinkerGroup
 from rl.models import load_model
 from rl.renderers import get_renderer
 from rl.rollout import EpisodeFailed, rollout

@@ -229,7 +229,7 @@ def tinker_groups() -> Found:
     import tinker
     from tinker_cookbook.rl import types
 
-    from rl.integrations.tinker_cookbook_env import TinkerGroup
+    from rl.integrations import TinkerGroup
 
     render = renderer()
     seen: list[Any] = []

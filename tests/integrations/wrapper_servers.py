@@ -127,7 +127,7 @@ def openenv_episodes() -> Found:
 def mcp_episodes() -> Found:
     command = f"{sys.executable} {_script(MCP_SERVER)}"
     from rl.envs.tools import run_calls
-    from rl.integrations.mcp_tools import McpServer
+    from rl.integrations import McpServer
 
     server = McpServer(command, seconds=60.0)
     try:

@@ -10,7 +10,7 @@ from api_stub import api_server
 from test_reward_model import group
 from whole_runs import train
 
-from rl.config.reward_model_config import LearnedRewardSettings
+from rl.config import LearnedRewardSettings
 from rl.errors import UserError
 from rl.judges import APIRubricJudge, OpenAIClient, Rubric, openai_client
 

@@ -15,7 +15,7 @@ from rl import ServiceClient
 from rl.errors import UserError
 from rl.judges import PublishedRewardModel, WeightedRewardModels
 from rl.models import count_classifier_parameters
-from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
+from rl.rollout import Trajectory, TrajectoryGroup, Transition
 from rl.types import ModelInput, SampledSequence
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:!?+=<>|_/\n"

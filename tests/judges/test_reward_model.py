@@ -24,28 +24,27 @@ from rl.algorithms.reward_model import (
     make_comparison_pair,
     make_scored_pair,
 )
-from rl.config import cli
-from rl.config.sections import RunSettings
-from rl.data.synthetic.addition_dataset import addition
+from rl.config import RunSettings, cli
+from rl.data import addition
 from rl.distributed import checkpoint_folder
 from rl.envs import ProblemGroupBuilder
 from rl.errors import UserError
-from rl.judges.comparison_judge import (
-    VERDICT_LABELS,
+from rl.judges import (
     AnswerComparison,
     ComparisonModel,
-    ComparisonVerdict,
+    LearnedRewards,
+    PairwiseJudge,
+    RewardModel,
     make_comparison_prompt,
     swap_answers,
 )
-from rl.judges.learned_rewards import LearnedRewards, PairwiseJudge, RewardModel
+from rl.judges.comparison_judge import VERDICT_LABELS, ComparisonVerdict
 from rl.learner.packing import LAYOUTS
-from rl.losses.losses import get_loss
-from rl.rollout.rollout_metrics import compute_calibration_error
-from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
+from rl.losses import get_loss
+from rl.rollout import Trajectory, TrajectoryGroup, Transition, compute_calibration_error
 from rl.runtime.training_worker import ModelSpec
+from rl.trainer import make_renderer
 from rl.trainer.initial_weights import check_initial_weights, find_previous_stage
-from rl.trainer.stage_models import make_renderer
 from rl.types import Datum, ModelInput, Problem, SampledSequence
 
 # ----------------------------------------------------------------------------------------- the loss

@@ -12,13 +12,8 @@ from helpers import ADAM
 from test_renderer_specials import pairs, renderers, tokenizers  # noqa: F401  (fixtures)
 
 from rl import ServiceClient
-from rl.algorithms.method_interface import Models
-from rl.algorithms.reward_model import (
-    RewardModelSettings,
-    RewardModelTraining,
-    make_comparison_pair,
-    make_scored_pair,
-)
+from rl.algorithms import Models, RewardModelTraining
+from rl.algorithms.reward_model import RewardModelSettings, make_comparison_pair, make_scored_pair
 from rl.envs import (
     Environment,
     EnvironmentGroup,
@@ -26,10 +21,9 @@ from rl.envs import (
     TurnResult,
     resolve_environment,
 )
-from rl.judges.comparison_judge import AnswerComparison, make_comparison_prompt
-from rl.judges.learned_rewards import PairwiseJudge, RewardModel
+from rl.judges import AnswerComparison, PairwiseJudge, RewardModel, make_comparison_prompt
 from rl.renderers import get_renderer
-from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
+from rl.rollout import Trajectory, TrajectoryGroup, Transition
 from rl.trainer.stage_models import StageModelFactory
 from rl.types import Problem, SampledSequence
 

@@ -13,15 +13,13 @@ from whole_runs import RECIPE, train
 
 from rl import ServiceClient
 from rl.algorithms import METHODS
-from rl.config.cli import parse_run
-from rl.config.reward_model_config import LearnedRewardSettings
-from rl.config.sections import RunSettings
+from rl.config import LearnedRewardSettings, RunSettings, parse_run
 from rl.errors import UserError
 from rl.judges import LearnedRewards, Rubric, RubricJudge, RubricQuestion, apply_learned_rewards
 from rl.judges.rubric_judge import make_rubric_prompt, parse_score
 from rl.rewards import Score
 from rl.rollout import RolloutBatch
-from rl.trainer.stage_models import make_renderer
+from rl.trainer import make_renderer
 
 POLITE_RIGHT = (("Is the answer polite?", 1.0), ("Is it right?", 3.0))
 

@@ -522,7 +522,7 @@ def test_a_datums_mask_decides_in_every_fused_loss(monkeypatch, mask_name):
     import test_loss_mask as by_hand
 
     import kernels.policy_loss  # noqa: F401
-    from rl.losses.losses import get_loss
+    from rl.losses import get_loss
 
     calls = []
     monkeypatch.setattr(

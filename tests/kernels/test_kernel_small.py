@@ -35,7 +35,7 @@ def test_attention_never_goes_through_cudnn():
     """
     from helpers import make_worker
 
-    from rl.models.model_loading import load_model
+    from rl.models import load_model
     from rl.sampler import make_decoder
 
     for start in (make_worker, lambda: make_decoder(load_model("tiny:addition", seed=0).model)):

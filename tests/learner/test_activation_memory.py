@@ -10,10 +10,9 @@ import torch
 from test_architectures import datums, learnt, make_learner, model_of
 from test_memory_plan import MODEL, folder_of
 
-from rl.config.sections import ModelSettings
+from rl.config import ModelSettings
 from rl.learner import activation_memory, offload_layer_inputs
-from rl.memory_plan import MicroBatch
-from rl.memory_plan.tracing import ComputeConfig, ModelSkeleton
+from rl.memory_plan import ComputeConfig, MicroBatch, ModelSkeleton
 
 NAMES = ("gpt2", "llama", "qwen2", "mixtral", "gemma2", "bloom", "falcon_h1", "opt")
 

@@ -12,9 +12,10 @@ from sampler_population import VOCAB, build
 
 from rl.distributed import Sharding, ZeroSharding
 from rl.errors import UserError
-from rl.learner.frozen_base import choose_base_dtype
+from rl.learner import choose_base_dtype
 from rl.models import unwrap_model
-from rl.runtime.training_worker import ModelSpec, TrainingWorker, WorkerSettings
+from rl.runtime import WorkerSettings
+from rl.runtime.training_worker import ModelSpec, TrainingWorker
 from rl.types import LoraConfig
 
 TIED = dict(tie_word_embeddings=True)

@@ -15,7 +15,7 @@ from whole_runs import two_and_two
 
 from rl.learner import learner_checkpoint
 from rl.models import load_model
-from rl.trainer.export import export_weights
+from rl.trainer import export_weights
 
 LOW = ["bf16", "4bit"]
 PAIRS = (

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from rl.distributed import Sharding, ZeroSharding
 from rl.errors import UserError
-from rl.learner import adamw
-from rl.learner.adamw import check_optimizer, make_adamw, set_adam_params
-from rl.learner.learner import LearnerSettings
-from rl.runtime.training_worker import ModelSpec, TrainingWorker, WorkerSettings
+from rl.learner import LearnerSettings, adamw, check_optimizer
+from rl.learner.adamw import make_adamw, set_adam_params
+from rl.runtime import WorkerSettings
+from rl.runtime.training_worker import ModelSpec, TrainingWorker
 from rl.types import AdamParams
 
 __all__ = ["any_precision"]  # a fixture

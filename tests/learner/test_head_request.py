@@ -10,8 +10,8 @@ from test_kernel_tripwire import Tripwire
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rl.learner.logprob_head import HeadRequest, LogprobHead
-from rl.losses.losses import LOSSES
+from rl.learner import HeadRequest, LogprobHead
+from rl.losses import LOSSES
 from rl.types import Datum, ModelInput
 
 V, T, K = 40_000, 64, 3

@@ -11,12 +11,11 @@ from test_memory_plan import REPO, SHAPE
 
 from kernels import estimate_saved_bytes
 from rl.algorithms import METHODS
-from rl.config.cli import read_run
-from rl.config.sections import RunSettings
+from rl.config import RunSettings, read_run
 from rl.distributed import FSDPSharding, Launch, ZeroSharding, collectives
 from rl.learner import default_kept_bytes, head_memory
 from rl.memory_plan import LaunchShape, MicroBatch, MicroBatchMemory, saved_logits_bytes
-from rl.models.model_loading import load_model
+from rl.models import load_model
 from rl.trainer.memory_requirements import compute_stage_needs, resolve_launch
 from rl.trainer.memory_savings import find_savings
 from rl.types import LoraConfig

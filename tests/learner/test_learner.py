@@ -17,8 +17,8 @@ from helpers import (
 
 from rl.learner.logprob_head import compute_logprobs
 from rl.learner.packing import choose_layout, collate, make_units, plan_micro_batches, unit_cost
-from rl.losses.losses import get_loss
-from rl.models.model_loading import load_model
+from rl.losses import get_loss
+from rl.models import load_model
 from rl.sampler.prompt_logprobs import PromptLogprobs
 from rl.types import AdamParams, Datum, LoraConfig, ModelInput
 

@@ -15,7 +15,7 @@ import torch
 from helpers import make_worker, random_datums
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl.losses.losses import get_loss
+from rl.losses import get_loss
 
 # operators with a result that the host reads, and methods of a tensor that copy it to the host
 WAITS = {

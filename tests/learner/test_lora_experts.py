@@ -13,8 +13,7 @@ from tiny_models import VOCAB, tiny_model
 from torch.func import functional_call
 
 from rl.errors import UserError
-from rl.learner import Learner, LearnerSettings, learner_checkpoint
-from rl.learner.model_spec import ModelSpec
+from rl.learner import Learner, LearnerSettings, ModelSpec, learner_checkpoint
 from rl.losses import get_loss
 from rl.models import add_lora, load_model, merge_adapter, model_loading
 from rl.sampler import Engine, SamplingRequest, make_decoder

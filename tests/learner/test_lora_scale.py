@@ -12,7 +12,7 @@ from helpers import random_datums
 from safetensors.torch import load_file
 
 from rl import AdamParams, ServiceClient
-from rl.models.model_loading import load_model
+from rl.models import load_model
 from rl.types import ModelInput, SamplingParams
 
 BASE, STEP = "tiny:addition", AdamParams(5e-3)

@@ -16,11 +16,17 @@ from sampler_population import build
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rl.errors import UserError
+from rl.learner import LogprobHead
 from rl.learner.backend_common import load_first_layers
 from rl.learner.layout_probe import find_layout_faults
-from rl.learner.logprob_head import LogprobHead
-from rl.models import add_lora, load_model, load_model_lazily
-from rl.models.lazy_safetensors import LazyTensors, get_tensor_shape, open_lazy_tensors
+from rl.models import (
+    LazyTensors,
+    add_lora,
+    get_tensor_shape,
+    load_model,
+    load_model_lazily,
+    open_lazy_tensors,
+)
 from rl.types import LoraConfig
 
 REPO = Path(__file__).resolve().parents[2]

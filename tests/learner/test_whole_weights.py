@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from rl.client import ServiceClient
 from rl.distributed import checkpoint_folder
 from rl.errors import UserError
-from rl.models.model_loading import load_model
+from rl.models import load_model
 from rl.runtime.training_worker import ModelSpec
 from rl.types import LoraConfig, ModelInput
 

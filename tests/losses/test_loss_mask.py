@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import gradient, make_worker, random_datums, relative_difference
 
-from rl.losses.losses import LOSSES, get_loss
+from rl.losses import LOSSES, get_loss
 from rl.types import Datum
 
 POLICY = [name for name, spec in LOSSES.items() if spec.fused_function is not None]

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from rl.losses.loss_terms import KL_KINDS, estimate_kl, value_loss
-from rl.losses.losses import LOSSES, get_loss
+from rl.losses import KL_KINDS, LOSSES, get_loss
+from rl.losses.loss_terms import estimate_kl, value_loss
 
 CU = torch.tensor([0, 3, 3, 8])  # one datum is empty
 MASK = torch.tensor([0.0, 1, 1, 1, 0, 0, 1, 1], dtype=torch.float64)

@@ -14,13 +14,10 @@ import torch
 from helpers import call, make_worker, random_datums
 
 from kernels.policy_loss_kinds import KINDS
-from rl.algorithms.grpo_settings import (
-    POLICY_LOSSES,
-    PolicyGradientSettings,
-    find_loss_coefficients,
-)
+from rl.algorithms import PolicyGradientSettings
+from rl.algorithms.grpo_settings import POLICY_LOSSES, find_loss_coefficients
 from rl.algorithms.update import add_loss_inputs, has_gradient
-from rl.losses.losses import LOSSES, LossSpec, get_loss
+from rl.losses import LOSSES, LossSpec, get_loss
 
 CU = torch.tensor([0, 3, 6])
 RL_LOSSES = ["importance_sampling", "ppo", "cispo"]

@@ -15,9 +15,9 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from rl import ServiceClient, types  # noqa: E402
-from rl.learner.learner import LearnerSettings  # noqa: E402
+from rl.learner import LearnerSettings  # noqa: E402
 from rl.models import add_lora, load_model  # noqa: E402
-from rl.runtime.rank_settings import SamplerSettings, WorkerSettings  # noqa: E402
+from rl.runtime import SamplerSettings, WorkerSettings  # noqa: E402
 from rl.sampler import make_decoder  # noqa: E402
 from rl.types import Datum, LoraConfig, ModelInput  # noqa: E402
 

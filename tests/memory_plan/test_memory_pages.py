@@ -10,10 +10,15 @@ import pytest
 from sampler_models import one_thread, random_prompts, tiny_model  # noqa: F401
 
 from rl.algorithms import METHODS
-from rl.config import read_run
-from rl.config.sections import RunSettings
-from rl.memory_plan import LaunchShape, count_pool_pages, shapes, step_shapes
-from rl.memory_plan.step_shapes import compute_concurrent_rows, count_admitted_rows
+from rl.config import RunSettings, read_run
+from rl.memory_plan import (
+    LaunchShape,
+    compute_concurrent_rows,
+    count_pool_pages,
+    shapes,
+    step_shapes,
+)
+from rl.memory_plan.step_shapes import count_admitted_rows
 from rl.models import load_model
 from rl.sampler import (
     BLOCK_SIZE,

@@ -13,21 +13,25 @@ import torch
 from transformers import AutoConfig
 
 from rl.algorithms import METHODS
-from rl.config.cli import read_run
-from rl.config.run_config import RunConfig
-from rl.config.sections import RunSettings
+from rl.config import RunConfig, RunSettings, read_run
 from rl.distributed import FSDPSharding, Sharding, ZeroSharding
 from rl.errors import UserError
-from rl.memory_plan.activations import StorageTracker
-from rl.memory_plan.byte_counts import MemoryPlan, plan_memory
-from rl.memory_plan.shapes import LaunchShape, MicroBatch, MicroBatchMemory, ModelShape, StepWork
-from rl.memory_plan.step_shapes import compute_concurrent_rows, largest_micro_batch
-from rl.memory_plan.tracing import (
-    HEAD_BLOCKS,
+from rl.memory_plan import (
     ComputeConfig,
+    LaunchShape,
+    MemoryPlan,
+    MicroBatch,
+    MicroBatchMemory,
+    ModelShape,
     ModelSkeleton,
+    StepWork,
+    compute_concurrent_rows,
+    largest_micro_batch,
+    plan_memory,
     trace_micro_batch,
 )
+from rl.memory_plan.activations import StorageTracker
+from rl.memory_plan.tracing import HEAD_BLOCKS
 from rl.trainer.memory_requirements import compute_stage_needs, resolve_launch
 from rl.trainer.memory_savings import find_savings, select_listed
 from rl.trainer.memory_table import _describe_launch

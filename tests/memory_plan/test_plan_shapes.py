@@ -12,9 +12,7 @@ import torch
 from tiny_models import tiny_config
 
 from rl.errors import UserError
-from rl.memory_plan import activations, tracing
-from rl.memory_plan.shapes import MicroBatch
-from rl.memory_plan.tracing import ComputeConfig, ModelSkeleton
+from rl.memory_plan import ComputeConfig, MicroBatch, ModelSkeleton, activations, tracing
 from rl.types import LoraConfig
 
 REPO = Path(__file__).resolve().parents[2]

@@ -13,8 +13,7 @@ from tiny_models import VOCAB, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from rl.distributed import Sharding, ZeroSharding
-from rl.memory_plan.shapes import LaunchShape
-from rl.memory_plan.tracing import ModelSkeleton
+from rl.memory_plan import LaunchShape, ModelSkeleton
 from rl.types import LoraConfig
 
 REPO = Path(__file__).resolve().parents[2]
@@ -208,7 +207,7 @@ def test_seconds_of_a_team_by_hand(scaling):
 
 
 def test_a_32b_policy_is_sampled_by_as_few_gpus_together_as_fit(scaling):
-    from rl.memory_plan.shapes import MicroBatchMemory
+    from rl.memory_plan import MicroBatchMemory
 
     shape = scaling.skeletons(["32B"])["32B"].shape
     load, hardware, driver = scaling.Load(), scaling.Hardware(), scaling.Driver()

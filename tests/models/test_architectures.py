@@ -18,8 +18,7 @@ from rl.layers import get_config_number, get_hidden_size
 from rl.learner import Learner, LearnerSettings
 from rl.losses import CUSTOM_VALUE_LOSS, get_loss
 from rl.models import add_lora, model_loading
-from rl.rollout import trajectory_to_datums
-from rl.rollout.rollout_types import Trajectory, Transition
+from rl.rollout import Trajectory, Transition, trajectory_to_datums
 from rl.types import Datum, LoraConfig, ModelInput, SamplingParams
 
 LAYOUTS = ("auto", "padded", "packed", "shared")

@@ -11,9 +11,8 @@ from tiny_models import tiny_model
 
 from bench import architectures as table
 from bench import architectures_saved as saved
-from rl.distributed.accelerate_launch import make_accelerator
-from rl.learner import learner_checkpoint, packing
-from rl.learner.learner import Learner
+from rl.distributed import make_accelerator
+from rl.learner import Learner, learner_checkpoint, packing
 from rl.models import lora_targets, model_loading
 from rl.sampler.recurrent_state import RecurrentState
 from rl.types import LoraConfig

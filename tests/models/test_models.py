@@ -17,8 +17,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from rl.algorithms import METHODS
 from rl.config import RunSettings, parse_run
 from rl.errors import UserError
-from rl.models.model_loading import load_model, load_skeleton
-from rl.models.tiny_models import MODEL_PRESETS
+from rl.models import MODEL_PRESETS, load_model, load_skeleton
 from rl.trainer.initial_weights import describe_random_weights
 from rl.types import LoraConfig
 

@@ -16,8 +16,7 @@ from doc_shell import DocShell, link_checkout, make_shell
 from rank_server import Ranks
 
 from rl.algorithms import METHODS
-from rl.config import RunSettings, SettingsError
-from rl.config.cli import read_run
+from rl.config import RunSettings, SettingsError, read_run
 from rl.data import load_problems
 from rl.rewards.code import parse_tests
 

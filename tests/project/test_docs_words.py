@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from rl.algorithms import METHODS
-from rl.config import RunSettings, SettingsError
-from rl.config.cli import read_run
+from rl.config import RunSettings, SettingsError, read_run
 from rl.config.fields import get_fields
 
 ROOT = Path(__file__).resolve().parents[2]

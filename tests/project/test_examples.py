@@ -13,8 +13,7 @@ import pytest
 from test_docs_words import broken_links
 
 from rl.algorithms import METHODS
-from rl.config import RunSettings
-from rl.config.cli import read_run
+from rl.config import RunSettings, read_run
 from rl.trainer.entry_point import resolve_run
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,8 +18,8 @@ from test_renderer_specials import (  # noqa: F401
 )
 
 from rl import ServiceClient, get_tokenizer
-from rl.renderers import get_renderer
-from rl.renderers.stop_tokens import get_end_tokens, set_end_tokens
+from rl.renderers import get_renderer, set_end_tokens
+from rl.renderers.stop_tokens import get_end_tokens
 
 
 @pytest.mark.parametrize(("name", "model"), pairs())

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pvariance
 from typing import Any
 
-from rl.rollout.rollout_metrics import max_or_nan
+from rl.rollout import max_or_nan
 
 Row = Mapping[str, Any]
 Check = Callable[[Sequence[Row]], str | None]

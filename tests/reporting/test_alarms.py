@@ -12,17 +12,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl.algorithms import METHODS
+from rl.algorithms import GRPO, METHODS, Models, PpoOptions, Progress
 from rl.algorithms.distillation_settings import DistillationSettings
-from rl.algorithms.grpo import GRPO
-from rl.algorithms.method_interface import Models, Progress
-from rl.algorithms.ppo_settings import PpoOptions
-from rl.config.cli import parse_run
+from rl.config import LoopSettings, OptimSettings, RunSettings, parse_run
 from rl.config.fields import get_fields
-from rl.config.sections import LoopSettings, OptimSettings, RunSettings
-from rl.reporting.alarm_monitor import ALARMS, AlarmMonitor
-from rl.rollout.rollout_metrics import compute_credited_share, compute_sample_metrics, max_or_nan
-from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
+from rl.reporting import AlarmMonitor
+from rl.reporting.alarm_monitor import ALARMS
+from rl.rollout import (
+    Trajectory,
+    TrajectoryGroup,
+    Transition,
+    compute_credited_share,
+    compute_sample_metrics,
+    max_or_nan,
+)
 from rl.trainer.execute import execute
 from rl.types import Datum, ForwardBackwardOutput, ModelInput, SampledSequence, TensorData
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from alarms_brute_force import CHECKS, brute_force
 
-from rl.reporting.alarm_monitor import ALARMS, AlarmMonitor
+from rl.reporting import AlarmMonitor
+from rl.reporting.alarm_monitor import ALARMS
 
 NEEDS = {alarm.name: alarm.required_metrics for alarm in ALARMS}
 REMEDIES = {alarm.name: alarm.remedy for alarm in ALARMS}

@@ -15,13 +15,9 @@ from typing import Any
 import pytest
 
 from rl.algorithms import METHODS
-from rl.config.cli import read_run
-from rl.config.fields import SettingsError
+from rl.config import RunSettings, SettingsError, read_run
 from rl.config.format_help import exit_with_problems
-from rl.config.sections import RunSettings
-from rl.reporting import metric_plots, rollout_html
-from rl.reporting.console import Console
-from rl.reporting.logbook import Logbook
+from rl.reporting import Console, Logbook, metric_plots, rollout_html
 from rl.sanitize import sanitize_message
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "addition.yaml"

@@ -7,8 +7,7 @@ import pytest
 from test_logbook import Page
 
 from rl.data.rollout_file import _find_rollout_files as stored_files
-from rl.reporting import rollout_html
-from rl.reporting.logbook import Logbook
+from rl.reporting import Logbook, rollout_html
 
 EVIL = "</pre></details><script>alert('x')</script>\"'&amp;<img src=x onerror=y>"
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from rl.reporting import metric_plots
-from rl.reporting.console import format_headline, format_held_out
+from rl.reporting import format_held_out, metric_plots
+from rl.reporting.console import format_headline
 
 LOGGED = {
     "grpo": (

@@ -17,8 +17,7 @@ import pytest
 
 from rl.errors import RunFolderError, UserError
 from rl.jsonl import read_jsonl, write_atomically
-from rl.reporting import console, rollout_html
-from rl.reporting.logbook import Logbook, claim_folder, has_no_steps
+from rl.reporting import Logbook, claim_folder, console, has_no_steps, rollout_html
 
 
 def contents(folder: Path) -> dict[str, bytes]:

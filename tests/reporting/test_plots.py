@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from rl.reporting import metric_plots
-from rl.reporting.logbook import Logbook
+from rl.reporting import Logbook, metric_plots
 
 pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
 REPO = Path(__file__).resolve().parents[2]

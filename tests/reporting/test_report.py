@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from rl.algorithms import METHODS
-from rl.config import RunSettings, resolve_config
-from rl.config.cli import read_run
+from rl.config import RunSettings, read_run, resolve_config
 from rl.errors import UserError
 from rl.reporting.update_files import write_update_file
 from rl.trainer import write_report

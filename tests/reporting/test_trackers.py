@@ -357,7 +357,7 @@ def test_a_missing_package_is_reported_before_any_work(
     with pytest.raises(RunFolderError, match=r'trackio.*pip install -e "\.\[trackio\]"'):
         Logbook(tmp_path / "run", trackers=["trackio"])
     from rl.algorithms import METHODS
-    from rl.config.cli import read_run
+    from rl.config import read_run
     from rl.trainer.execute import execute
 
     words = f"sft --tracker trackio --output-dir {tmp_path / 'second'} --base-model tiny:ascii"

@@ -18,7 +18,7 @@ from rl.data import load_problems
 from rl.errors import UserError
 from rl.rewards import RewardResult, Scorer, code, resolve_reward
 from rl.sandbox import Asserts, Calls, Pytest, Sandbox, StdinStdoutTests
-from rl.trainer.stage_data import find_sandbox_kind, resolve_stage_reward
+from rl.trainer import find_sandbox_kind, resolve_stage_reward
 
 REPO = Path(__file__).resolve().parents[2]
 

@@ -18,8 +18,7 @@ from rl.judges import add_episode_rewards, make_episode
 from rl.models import load_model
 from rl.renderers import get_renderer
 from rl.rewards import Episode, EpisodeTurn, RewardResult, Scorer, register_reward, resolve_reward
-from rl.rollout import RolloutBatch, Trajectory, TrajectoryGroup
-from rl.rollout.rollout_types import Transition
+from rl.rollout import RolloutBatch, Trajectory, TrajectoryGroup, Transition
 from rl.types import ModelInput, Problem, SampledSequence
 
 RIGHT = [("p", "x" * n, {"n": n}) for n in range(12)]

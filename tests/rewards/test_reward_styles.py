@@ -8,11 +8,10 @@ import textwrap
 import pytest
 
 from rl.algorithms import METHODS
-from rl.config import RunSettings
-from rl.config.cli import read_run
+from rl.config import RunSettings, read_run
 from rl.envs import ProblemGroupBuilder
 from rl.errors import UserError
-from rl.reporting.alarm_monitor import AlarmMonitor
+from rl.reporting import AlarmMonitor
 from rl.rewards import CONVERSATION, RewardResult, Scorer, resolve_reward
 from rl.trainer.reward_probe import check_reward
 from rl.trainer.stage_data import prepare_stage

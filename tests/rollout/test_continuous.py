@@ -25,7 +25,7 @@ from rl.envs import (
     parse_environment,
     resolve_environment,
 )
-from rl.integrations.tinker_cookbook_env import TinkerGroup
+from rl.integrations import TinkerGroup
 from rl.renderers import get_renderer
 from rl.rewards import PendingScore, Score, Scorer
 from rl.rollout import (

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 
-from rl.rollout.datum_builder import (
+from rl.rollout import (
+    Trajectory,
+    Transition,
     check_datum,
     count_action_tokens,
     supervised_datum,
     trajectory_to_datums,
 )
-from rl.rollout.rollout_types import Trajectory, Transition
 from rl.types import Datum, EncodedTextChunk, ModelInput, SampledSequence, TensorData
 
 

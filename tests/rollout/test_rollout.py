@@ -6,10 +6,15 @@ import numpy as np
 import pytest
 
 from rl import ServiceClient
-from rl.rollout import rollout
-from rl.rollout.datum_builder import trajectory_to_datums
-from rl.rollout.rollout_metrics import compute_group_metrics
-from rl.rollout.rollout_types import Env, EnvGroupBuilder, EpisodeFailed, StepResult
+from rl.rollout import (
+    Env,
+    EnvGroupBuilder,
+    EpisodeFailed,
+    StepResult,
+    compute_group_metrics,
+    rollout,
+    trajectory_to_datums,
+)
 from rl.types import ModelInput, SampledSequence, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=3, temperature=1.0, stop=[])

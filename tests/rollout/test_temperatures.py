@@ -10,12 +10,9 @@ import pytest
 from helpers import random_datums
 
 from rl import ServiceClient
-from rl.losses.losses import LOSSES
-from rl.rollout import Trajectory
-from rl.rollout.datum_builder import trajectory_to_datums
-from rl.rollout.rollout_types import Transition
-from rl.runtime import sample_temperatures
-from rl.runtime.sample_temperatures import SampleTemperatures
+from rl.losses import LOSSES
+from rl.rollout import Trajectory, Transition, trajectory_to_datums
+from rl.runtime import SampleTemperatures, sample_temperatures
 from rl.types import (
     AdamParams,
     Datum,

@@ -10,7 +10,7 @@ from games import MadeUp, play, tokenizer
 from helpers import GRADIENT_BOUND, call, gradient, make_worker, relative_difference
 from test_games import anything
 
-from rl.models.model_loading import load_model
+from rl.models import load_model
 from rl.rollout import rollout, trajectory_to_datums
 
 TOKENIZER = tokenizer()

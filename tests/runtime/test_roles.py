@@ -29,8 +29,7 @@ from rl.memory_plan import (
     StepWork,
     plan_sampler_memory,
 )
-from rl.runtime import weight_sync
-from rl.runtime.rank_settings import WorkerSettings
+from rl.runtime import WorkerSettings, weight_sync
 from rl.runtime.router import VerbRouter
 from rl.runtime.verb_table import VerbCall
 from rl.runtime.weight_sync import WeightChunk, WeightSnapshot, WeightTransfer, view_bytes
@@ -43,9 +42,8 @@ from rl.types import SamplingParams
 CASE = str(REPO / "tests" / "roles_case.py")
 LINE = (
     "grpo --base-model tiny:addition --lora-rank 0 --steps 4 --batch-size 4 --group-size 2 "
-    "--max-tokens 5 --eval-every 0 --save-every 2 "
-    "--keep-last 9 --rollouts-every 1 --quiet --environment-isolation thread --renderer plain "
-    "--learning-rate 1e-3"
+    "--max-tokens 5 --eval-every 0 --save-every 2 --keep-last 9 --rollouts-every 1 --quiet "
+    "--environment-isolation thread --renderer plain --learning-rate 1e-3"
 )
 LATE = "--max-steps-off-policy 2 --slice-steps 2"
 

@@ -13,8 +13,7 @@ import two_services
 
 from rl import ServiceClient
 from rl.errors import UserError
-from rl.runtime.driver import Driver
-from rl.runtime.training_worker import WorkerSettings
+from rl.runtime import Driver, WorkerSettings
 from rl.runtime.worker_group import WorkerGroup
 
 REPO = Path(__file__).resolve().parents[2]

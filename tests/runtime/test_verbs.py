@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl import ServiceClient
-from rl.runtime import worker_group
-from rl.runtime.rank_settings import WorkerSettings
+from rl.runtime import WorkerSettings, worker_group
 from rl.runtime.router import VerbRouter
 from rl.runtime.training_worker import TrainingWorker
 from rl.runtime.verb_table import LEARNER, SAMPLER, SERVICE, VERBS, VerbCall, verb

@@ -21,12 +21,11 @@ from whole_runs import RECIPE, train
 from rl import ServiceClient
 from rl.algorithms import METHODS
 from rl.client import SampleStream
-from rl.config import RunSettings
-from rl.config.cli import parse_run
+from rl.config import RunSettings, parse_run
 from rl.errors import UserError
 from rl.memory_plan import LaunchShape
 from rl.renderers import get_renderer
-from rl.runtime.rank_settings import SamplerSettings, WorkerSettings
+from rl.runtime import SamplerSettings, WorkerSettings
 from rl.sampler import SamplingRequest
 from rl.trainer.memory_requirements import compute_stage_needs, measure_nothing
 from rl.trainer.self_test import self_test
@@ -657,7 +656,6 @@ def test_runs_learn_from_servers(servers, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--sampler vllm", "needs the address of a server: set --sampler-url"),
         ("--sampler-url http://a:1", "sampler is auto"),
         ("--sampler vllm --sampler-url host:8000", "expected such as http://localhost:8000"),
         ("{vllm} --sampler-tp 2", "--tensor-parallel-size"),

@@ -43,6 +43,8 @@ class StubServer:
     def get(self, path):
         if path == "/version":
             return {"version": self.release}
+        if path == "/health":
+            return {}
         if path == "/weight_info":
             return {"weight_version": self.version}
         assert path == "/server_info"
@@ -66,14 +68,15 @@ class StubServer:
                 pass
         elif path == "/resume":
             self.running.set()
+        elif path == "/start":  # of vllm_stub_program.py
+            self.load(body["model"])
+            self.version = "default"
+            self.running.set()
         elif path == "/collective_rpc":
             assert body["method"] == "reload_weights" and not self.running.is_set()
             self.folders.append(body["kwargs"]["weights_path"])
             if self.fault != "old weights":
-                with LOADING:
-                    self.model = AutoModelForCausalLM.from_pretrained(
-                        self.folders[-1], dtype=torch.float32
-                    ).eval()
+                self.load(self.folders[-1])
         elif path == "/reset_prefix_cache":
             return {"success": True}
         elif path == "/weight_checker":
@@ -88,6 +91,10 @@ class StubServer:
         else:
             raise AssertionError(path)
         return {}
+
+    def load(self, folder):
+        with LOADING:
+            self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def checksums(self):
         """As vLLM's: fused matrices, and a vocabulary padded to a multiple of 64."""
@@ -192,6 +199,7 @@ def vllm_server(stub, spoil):
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
+    server.socket.listen(128)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:

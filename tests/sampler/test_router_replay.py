@@ -15,12 +15,11 @@ from test_asynchronous import ENVIRONMENT, same
 from tiny_models import VOCAB, tiny_model
 from whole_runs import train, two_and_two, updates_end_while_answers_are_drawn
 
-from rl.data.rollout_file import load_rollouts
+from rl.data import load_rollouts
 from rl.errors import UserError
 from rl.layers import describe_layers, record_experts, replay_experts
 from rl.models import model_loading
-from rl.rollout import trajectory_to_datums
-from rl.rollout.rollout_types import Trajectory, Transition
+from rl.rollout import Trajectory, Transition, trajectory_to_datums
 from rl.sampler import ExpertRecordingEngine, SamplingRequest, enable_expert_recording, make_decoder
 from rl.types import (
     Datum,

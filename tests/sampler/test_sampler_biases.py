@@ -19,8 +19,7 @@ from sampler_models import (  # noqa: F401
 )
 
 from rl import ServiceClient
-from rl.sampler import Engine, SamplingRequest, make_decoder
-from rl.sampler.multistep_engine import MultiStepEngine
+from rl.sampler import Engine, MultiStepEngine, SamplingRequest, make_decoder
 from rl.sampler.token_sampling import sample_tokens
 from rl.types import Datum, ModelInput, SamplingParams
 

@@ -24,12 +24,13 @@ from rl.sampler import (
     PagedEngine,
     PagedMultiAdapterEngine,
     SamplingRequest,
+    check_features,
     decode_inputs,
     engine_selection,
     make_decoder,
     make_engine,
 )
-from rl.sampler.engine_selection import check_features, find_conflict
+from rl.sampler.engine_selection import find_conflict
 from rl.types import SamplingParams
 
 
@@ -128,7 +129,7 @@ def test_where_the_trial_fails_it_is_said_once_and_sampling_is_plain(monkeypatch
 
 
 def test_what_cannot_go_together_is_said_before_a_model_is_loaded():
-    from rl.config.sections import SamplingSettings
+    from rl.config import SamplingSettings
 
     assert SamplingSettings(sampler_cache="paged").sampler_cache == "paged"
     with pytest.raises(ValueError, match="leave sampler_cache at auto, or sampler at auto or fast"):
@@ -211,8 +212,7 @@ def test_features_combine_unless_the_table_says_why_not(features):
 
 
 def test_a_decoder_without_experts_records_none_and_pages_hold_none():
-    from rl.runtime import sampler_versions
-    from rl.runtime.rank_settings import SamplerSettings
+    from rl.runtime import SamplerSettings, sampler_versions
 
     loaded = SimpleNamespace(eos_token_ids=(3,), tokenizer=None, model=tiny_model("qwen3"))
     source = sampler_versions.SamplerVersion(

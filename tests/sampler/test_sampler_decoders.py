@@ -14,6 +14,7 @@ from sampler_models import VOCAB, add_lora, one_thread, random_prompts, tiny_mod
 
 from rl.models import add_value_head, load_model
 from rl.sampler import (
+    Decoder,
     contiguous_state,
     cpu_kernels,
     make_decoder,
@@ -21,7 +22,7 @@ from rl.sampler import (
     score_sequences,
 )
 from rl.sampler.decode_state import compact_slots
-from rl.sampler.decoder import Decoder, batch_prompts
+from rl.sampler.decoder import batch_prompts
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.decoder_hf import HFDecoder
 
@@ -67,6 +68,13 @@ FAMILY = {
     "granite": ("granite", {"tie_word_embeddings": True}),
     "gemma": ("gemma", {"head_dim": 16}),
     "seed_oss": ("seed_oss", {"head_dim": 16, "attention_out_bias": True}),
+    "hyperclovax": ("hyperclovax", {}),
+    "hyperclovax without norms of outputs": ("hyperclovax", {"use_post_norm": False}),
+    "olmo2": ("olmo2", {}),
+    "olmo2, one key head, biases": ("olmo2", {"num_key_value_heads": 1, "attention_bias": True}),
+    "phi3": ("phi3", {}),
+    "smollm3": ("smollm3", {}),
+    "smollm3, no rotation at all": ("smollm3", {"no_rope_layers": [0, 0]}),
 }
 
 

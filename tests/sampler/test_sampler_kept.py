@@ -20,8 +20,7 @@ from helpers import ADAM, random_datums
 from sampler_models import add_lora, one_thread, random_prompts, tiny_model  # noqa: F401
 
 from rl.learner import ModelSpec
-from rl.runtime.rank_settings import SamplerSettings, WorkerSettings
-from rl.runtime.stream_worker import StepRequest
+from rl.runtime import SamplerSettings, StepRequest, WorkerSettings
 from rl.runtime.training_worker import TrainingWorker
 from rl.sampler import (
     Engine,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from sampler_models import crowded, one_thread  # noqa: F401
 
-from rl.models.model_loading import load_model
+from rl.models import load_model
 from rl.sampler import Engine, PagedEngine, SamplingRequest, make_decoder
 from rl.sampler.block_manager import BlockManager, BlockPool, OutOfBlocks
 from rl.types import SamplingParams

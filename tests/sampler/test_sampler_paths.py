@@ -8,13 +8,13 @@ import pytest
 from sampler_models import one_thread, random_prompts  # noqa: F401
 
 from rl import ServiceClient
-from rl.algorithms.distillation import Distillation
+from rl.algorithms import Distillation
 from rl.algorithms.distillation_settings import DistillationSettings, DistillSettings
 from rl.distributed import collectives
-from rl.models.model_loading import load_model
-from rl.rollout import rollout
-from rl.rollout.rollout_types import Env, EnvGroupBuilder, StepResult
-from rl.runtime.training_worker import TrainingWorker, WorkerSettings
+from rl.models import load_model
+from rl.rollout import Env, EnvGroupBuilder, StepResult, rollout
+from rl.runtime import WorkerSettings
+from rl.runtime.training_worker import TrainingWorker
 from rl.runtime.verb_table import VERBS
 from rl.sampler import SamplingRequest
 from rl.seed import derive_seed

@@ -24,7 +24,10 @@ from rl.sampler.cuda_graphs import row_buckets
 from rl.sampler.paged_state import PagedState
 from rl.types import SamplingParams
 
-LORA = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LORA = [
+    *("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("qkv_proj", "gate_up_proj"),
+]
 
 
 def answers(engine, requests):
@@ -118,7 +121,13 @@ KINDS = [
     "mistral",
     "granite",
     "gemma",
+    "hyperclovax",
+    "olmo2",
+    "phi3",
+    "smollm3",
     "granite with adapters",
+    "olmo2 with adapters",
+    "phi3 with adapters",
     "qwen3 with adapters",
     "qwen3 with an adapter on the head",
     "qwen3, 1500 words",

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl.sampler.stop_conditions import StopStringMatcher, StopTable, build_stop_condition
+from rl.sampler import StopStringMatcher, build_stop_condition
+from rl.sampler.stop_conditions import StopTable
 
 TOKENIZERS = ["qwen2.5", "gpt2", "minimind_6400"]
 

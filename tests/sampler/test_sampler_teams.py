@@ -20,7 +20,7 @@ from test_distributed import REPO, run, sharded
 from rl.client import ServiceClient
 from rl.distributed import check_tensor_parallel
 from rl.errors import BadRequestError, UserError
-from rl.models.model_loading import load_model
+from rl.models import load_model
 from rl.runtime import SamplerSettings, WorkerSettings
 
 SAME = (

@@ -25,21 +25,22 @@ from rl.algorithms import METHODS
 from rl.config import RunSettings, parse_run
 from rl.distributed import ZeroSharding
 from rl.errors import UserError
-from rl.memory_plan.byte_counts import (
+from rl.memory_plan import (
     GIB,
-    kv_cache_bytes,
+    LaunchShape,
+    MicroBatch,
+    MicroBatchMemory,
+    ModelShape,
+    ModelSkeleton,
+    StepWork,
     plan_memory,
-    sampler_copy_bytes,
-    sampler_working_bytes,
 )
-from rl.memory_plan.shapes import LaunchShape, MicroBatch, MicroBatchMemory, ModelShape, StepWork
-from rl.memory_plan.tracing import ModelSkeleton
+from rl.memory_plan.byte_counts import kv_cache_bytes, sampler_copy_bytes, sampler_working_bytes
 from rl.runtime import SamplerSettings
-from rl.trainer import memory_savings
+from rl.trainer import memory_savings, open_weights
 from rl.trainer.memory_report import check_memory, report_memory
 from rl.trainer.memory_requirements import compute_stage_needs
 from rl.trainer.memory_savings import find_savings, select_listed
-from rl.trainer.saved_weights import open_weights
 from rl.trainer.worker_settings import collect_worker_settings
 from rl.types import LoraConfig
 

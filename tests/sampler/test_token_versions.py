@@ -26,8 +26,7 @@ from sampler_models import (  # noqa: F401
     tiny_model,
 )
 
-from rl.runtime.rank_settings import SamplerSettings, WorkerSettings
-from rl.runtime.stream_worker import StepRequest
+from rl.runtime import SamplerSettings, StepRequest, WorkerSettings
 from rl.runtime.weight_sync import SamplerWorker
 from rl.sampler import Engine, PagedEngine, SamplingRequest, make_decoder, score_sequences
 from rl.types import SampledSequence, SamplingParams

@@ -184,7 +184,7 @@ def test_packages_that_are_not_there_are_named():
 
 def test_a_reward_offers_the_packages_of_its_settings():
     from rl.config import DataSettings
-    from rl.trainer.stage_data import resolve_stage_reward
+    from rl.trainer import resolve_stage_reward
 
     program = "```python\nimport numpy as np\ndef f(n): return np.int64(n + 1)\n```"
     meta = {"tests": ["assert f(1) == 2"]}

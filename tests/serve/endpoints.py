@@ -11,10 +11,7 @@ from rl.client import SampleStream
 from rl.models import load_tokenizer
 from rl.programs.loop_server import LoopServer
 from rl.renderers import get_renderer
-from rl.serve.agent_sessions import AgentSessions
-from rl.serve.http_errors import HttpError
-from rl.serve.openai_routes import make_openai_routes
-from rl.serve.serving_engine import ServedModel
+from rl.serve import AgentSessions, HttpError, ServedModel, make_openai_routes
 from rl.types import ModelInput, SampledSequence, SampleResponse
 
 

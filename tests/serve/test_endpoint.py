@@ -654,7 +654,8 @@ def test_no_body_makes_the_server_stumble(tiny):
 
 
 def test_a_server_that_ends_or_is_full_says_try_again():
-    from rl.serve.http_errors import HttpError, ShutdownError, make_error_response, report_error
+    from rl.serve import HttpError
+    from rl.serve.http_errors import ShutdownError, make_error_response, report_error
 
     for error, status in (
         (ShutdownError(), 503),
@@ -855,8 +856,7 @@ def test_a_request_that_comes_again_after_a_lost_answer_is_drawn_once(tiny):
 
 
 def test_nobody_sees_anothers_session():
-    from rl.serve.agent_sessions import AgentSessions
-    from rl.serve.http_errors import HttpError
+    from rl.serve import AgentSessions, HttpError
 
     sessions = AgentSessions(max_sessions=3)
     mine = sessions.get_or_create("me", "s")

@@ -16,7 +16,8 @@ from rl.client import ServiceClient
 from rl.learner import LearnerSettings
 from rl.programs.loop_server import LoopServer
 from rl.runtime import WorkerSettings
-from rl.serve.http_errors import HttpError, make_error_response
+from rl.serve import HttpError
+from rl.serve.http_errors import make_error_response
 from rl.types import AdamParams, ModelInput, SamplingParams
 
 pytestmark = [pytest.mark.sdk, pytest.mark.slow]

@@ -14,8 +14,7 @@ from serving import BASE, PROTOBUF, Wire, held, server
 
 from rl.client import SampleStream, ServiceClient
 from rl.errors import UserError
-from rl.runtime import WorkerSettings
-from rl.runtime.rank_settings import SamplerSettings
+from rl.runtime import SamplerSettings, WorkerSettings
 from rl.sampler import MultiAdapterEngine, SamplingRequest
 from rl.types import AdamParams, SamplingParams
 

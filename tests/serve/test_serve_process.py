@@ -25,9 +25,13 @@ from serving import BASE, Wire, server  # noqa: E402
 from test_serve import texts  # noqa: E402
 
 from rl.errors import UserError  # noqa: E402
+from rl.serve import (  # noqa: E402
+    ModelServer,  # noqa: E402
+    ServedBaseModel,
+    ServeSettings,
+)
 from rl.serve.http_socket import allow_port_reuse, bind_sockets, check_certificate, close_sockets  # noqa: E402
-from rl.serve.serve_settings import ServedBaseModel, ServeSettings  # noqa: E402
-from rl.serve.server import ModelServer, read_serve_settings  # noqa: E402
+from rl.serve.server import read_serve_settings  # noqa: E402
 
 REPO = Path(__file__).resolve().parents[2]
 KEYS = ("tml-of-the-first-tenant", "tml-of-the-second-one")

@@ -7,8 +7,7 @@ import pytest
 from serving import BASE, Wire, server
 from test_serve import KEYS
 
-from rl.serve.agent_sessions import AgentSessions
-from rl.serve.http_errors import HttpError
+from rl.serve import AgentSessions, HttpError
 from rl.serve.session_store import SamplerRecord
 from rl.serve.tenant_limit import check_share, choose_evictions
 

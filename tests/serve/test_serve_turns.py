@@ -14,7 +14,7 @@ from test_serve import KEYS, rewarded, texts
 
 from rl.client import SampleStream
 from rl.errors import UserError
-from rl.serve.http_errors import HttpError
+from rl.serve import HttpError
 from rl.serve.scheduler import EngineJob, FairQueue, SamplingJob
 from rl.serve.schemas import parse_json
 from rl.serve.served_models import ModelManager

@@ -152,9 +152,8 @@ def test_episodes_that_go_on_by_themselves_train_every_method_alike(method, tmp_
     played = f"--environment {tmp_path}/uneven.py:Uneven --environment-isolation thread"
     common = (
         f"{METHODS_THAT_SAMPLE[method]} --base-model tiny:addition --lora-rank 0 --steps 2 "
-        f"--batch-size 4 --max-tokens 5 --eval-every 0 "
-        f"--save-every 2 --rollouts-every 1 --quiet --renderer plain --learning-rate 1e-3 "
-        f"--adam-eps 1e-3 --no-self-test --temperature 1 "
+        "--batch-size 4 --max-tokens 5 --eval-every 0 --save-every 2 --rollouts-every 1 --quiet "
+        "--renderer plain --learning-rate 1e-3 --adam-eps 1e-3 --no-self-test --temperature 1 "
         f"{'--dataset addition' if method == 'distill' else played}"
     )
 

@@ -8,20 +8,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl.algorithms import METHODS, ModelRequests
-from rl.algorithms.reward_shaping import RewardShaper, RunningStatistics, overlong_penalty
-from rl.config.cli import read_run
-from rl.config.data_config import DataSettings
-from rl.config.fields import SettingsError, flatten_settings, unflatten_settings
-from rl.config.sections import RunSettings, ShapingSettings
-from rl.data.curriculum import Curriculum
-from rl.data.problem_set import ProblemSet
-from rl.data.synthetic.addition_dataset import addition
+from rl.algorithms import METHODS, ModelRequests, RewardShaper
+from rl.algorithms.reward_shaping import RunningStatistics, overlong_penalty
+from rl.config import (
+    DataSettings,
+    RunSettings,
+    SettingsError,
+    ShapingSettings,
+    flatten_settings,
+    read_run,
+    unflatten_settings,
+)
+from rl.data import Curriculum, ProblemSet, addition
 from rl.errors import UserError
 from rl.lr_schedule import lora_learning_rate, scale_lr_by_batch
-from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
+from rl.rollout import Trajectory, TrajectoryGroup, Transition
+from rl.trainer import resolve_stage_reward
 from rl.trainer.checkpoint_manager import CheckpointManager
-from rl.trainer.stage_data import resolve_stage_reward
 from rl.types import ModelInput, Problem, SampledSequence
 
 REPO = Path(__file__).resolve().parents[2]

@@ -25,12 +25,12 @@ from whole_runs import train
 
 from rl.distributed import checkpoint_folder
 from rl.errors import UserError
-from rl.learner.learner_checkpoint import read_learner_state, read_spec
+from rl.learner import read_learner_state
+from rl.learner.learner_checkpoint import read_spec
 from rl.models import check_model_folder
-from rl.reporting.logbook import check_claim_folder
-from rl.reporting.metric_plots import read_curve
+from rl.reporting import check_claim_folder, read_curve
+from rl.trainer import open_weights
 from rl.trainer.resume import find_resume_point, remove_damaged_checkpoints
-from rl.trainer.saved_weights import open_weights
 
 ODD = [
     None,

@@ -21,8 +21,7 @@ import numpy as np
 import pytest
 
 from rl.algorithms import METHODS
-from rl.config import cli
-from rl.config.sections import RunSettings
+from rl.config import RunSettings, cli
 from rl.trainer.initial_weights import begins_from_base_model
 
 REPO = Path(__file__).resolve().parents[2]

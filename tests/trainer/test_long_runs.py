@@ -15,13 +15,10 @@ from typing import Any
 
 import pytest
 
-from rl.algorithms import METHODS
-from rl.algorithms.method_interface import Models
+from rl.algorithms import METHODS, Models
 from rl.config import DataSettings, LoopSettings
-from rl.data.curriculum import Curriculum
-from rl.data.problem_set import ProblemSet
-from rl.reporting.console import Console
-from rl.reporting.logbook import Logbook
+from rl.data import Curriculum, ProblemSet
+from rl.reporting import Console, Logbook
 from rl.trainer.checkpoint_manager import CheckpointManager
 from rl.trainer.stage_context import StageContext
 from rl.trainer.trainer import Trainer, TrainingBatch

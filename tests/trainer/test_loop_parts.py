@@ -9,11 +9,10 @@ from unittest.mock import Mock
 import pytest
 from test_controls import levelled
 
-from rl.algorithms.grpo_settings import GrpoSettings
+from rl.algorithms import GrpoSettings
 from rl.algorithms.update import make_adam_params
-from rl.config.sections import LoopSettings, OptimSettings, SamplingSettings
-from rl.rollout import RolloutBatch
-from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, Transition
+from rl.config import LoopSettings, OptimSettings, SamplingSettings
+from rl.rollout import RolloutBatch, Trajectory, TrajectoryGroup, Transition
 from rl.trainer import evaluator, stage_sampling
 from rl.trainer.evaluator import HeldOutMetrics
 from rl.trainer.stage_context import StageContext

@@ -8,8 +8,7 @@ import pytest
 from doc_shell import link_checkout, make_shell
 
 from rl.algorithms import METHODS
-from rl.config.cli import parse_run
-from rl.config.sections import RunSettings
+from rl.config import RunSettings, parse_run
 from rl.trainer.execute import execute
 
 REPO = Path(__file__).resolve().parents[2]

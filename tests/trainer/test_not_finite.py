@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from rl.algorithms import METHODS
-from rl.config.cli import parse_run
-from rl.config.sections import RunSettings
-from rl.learner.learner import Learner
-from rl.trainer.entry_point import main
+from rl.config import RunSettings, parse_run
+from rl.learner import Learner
+from rl.trainer import main
 
 REPO = Path(__file__).resolve().parents[2]
 COMMON = """--base-model tiny:addition --dataset addition --max-tokens 4 --batch-size 4 --eval-every 0 --rollouts-every 0 --save-every 2

@@ -109,8 +109,7 @@ CASES: dict[str, dict[str, Case]] = {
         ),
         "critic, lora, kl in the loss": Case(
             "--critic-model policy --critic-learning-rate 1e-3 --lora-rank 2 --kl-target 0.001 "
-            "--kl-placement loss "
-            "--reward FOLDER/rewards.py:digits",
+            "--kl-placement loss --reward FOLDER/rewards.py:digits",
             ("optim/kl_coef",),
         ),
     },

@@ -12,8 +12,7 @@ import torch
 from whole_runs import RECIPE, final_weights, train
 
 from rl.algorithms import METHODS
-from rl.config import RunSettings, SettingsError, list_changed_settings
-from rl.config.cli import read_run
+from rl.config import RunSettings, SettingsError, list_changed_settings, read_run
 from rl.errors import RunFolderError
 from rl.lr_schedule import compute_lr_factor
 from rl.reporting import Console

@@ -51,12 +51,11 @@ def test_killed_between_two_turns_and_resumed_is_the_run_that_was_not(
     (tmp_path / "duel.py").write_text(DUEL)
     words = (
         f"grpo --environment {tmp_path}/duel.py:Duel --environment-isolation {isolation} "
-        f"--base-model tiny:ascii-small --batch-size 3 "
-        "--group-size 3 --max-tokens 3 --learning-rate 1e-2 --environment-rows 12 --opponents 2 "
-        "--opponents-every 1 "
+        "--base-model tiny:ascii-small --batch-size 3 --group-size 3 --max-tokens 3 "
+        "--learning-rate 1e-2 --environment-rows 12 --opponents 2 --opponents-every 1 "
         "--step-rewards process_supervision --curriculum success --curriculum-up 0.01 "
-        "--curriculum-down 0 --curriculum-window 2 "
-        "--rollouts-every 1 --eval-every 0 --steps 5 --save-every 2"
+        "--curriculum-down 0 --curriculum-window 2 --rollouts-every 1 --eval-every 0 --steps 5 "
+        "--save-every 2"
     )
     whole = train(words, tmp_path / "whole")
     asked = {"batches": 0}

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from whole_runs import final_weights, train
 
-from rl.config.saved_config import load_resolved_config
+from rl.config import load_resolved_config
 from rl.distributed import checkpoint_folder
 from rl.errors import RunFolderError, UserError
-from rl.reporting.console import Console
-from rl.reporting.logbook import CHECKPOINTS
+from rl.reporting import CHECKPOINTS, Console
 from rl.trainer import execute as run
 from rl.trainer.batch_log import BatchLog
 from rl.trainer.checkpoint_manager import complete_checkpoint_list, read_stage_steps
@@ -90,7 +89,7 @@ class Heard(Console):
 
 def asked(folder: Path):
     from rl.algorithms import METHODS
-    from rl.config.sections import RunSettings
+    from rl.config import RunSettings
 
     return load_resolved_config(
         json.loads((folder / "config.json").read_text()), METHODS, options=RunSettings

@@ -18,12 +18,10 @@ import numpy as np
 import pytest
 
 from rl.algorithms import METHODS
-from rl.config import cli
-from rl.config.run_config import resolve_config
-from rl.config.sections import RunSettings
+from rl.config import RunSettings, cli, resolve_config
 from rl.errors import UserError
+from rl.trainer import check_trusted, open_weights
 from rl.trainer.evaluator import compute_pass_at_k, pass_at_k
-from rl.trainer.saved_weights import check_trusted, open_weights
 
 REPO = Path(__file__).resolve().parents[2]
 RECIPE = """

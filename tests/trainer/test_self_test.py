@@ -253,8 +253,7 @@ def test_moved_tensors_are_all_of_them_or_as_many_as_memory_holds(monkeypatch):
 
 WORDS = (
     "--base-model tiny:addition-small --dataset addition --steps 2 --batch-size 4 --group-size 2 "
-    "--max-tokens 4 --learning-rate 1e-3 "
-    "--entropy-coef 0.05"
+    "--max-tokens 4 --learning-rate 1e-3 --entropy-coef 0.05"
 )
 
 

@@ -10,8 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from rl.algorithms import METHODS
-from rl.config.cli import parse_run
-from rl.config.sections import RunSettings
+from rl.config import RunSettings, parse_run
 from rl.trainer.execute import execute
 from rl.trainer.step_profile import format_parts
 

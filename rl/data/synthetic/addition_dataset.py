@@ -62,8 +62,7 @@ def _noise(options: Mapping[str, str]) -> tuple[float, int]:
         got = ",".join(f"{key}={value}" for key, value in options.items())
         raise UserError(
             "addition takes the options noise=P with P from 0 to 1, and from=EPOCH, e.g. "
-            "'addition:noise=0.7' or "
-            f"'addition:noise=0.7,from=11'; got {got!r}"
+            f"'addition:noise=0.7' or 'addition:noise=0.7,from=11'; got {got!r}"
         )
     return noise
 

@@ -1,0 +1,114 @@
+"""Check on a few tokens that a group of ranks computes what a single rank computes.
+
+The architecture's name plays no role: attention that is not looked up by name, or a layer that
+mixes positions in another way, shows as a difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl.distributed import collectives
+from rl.errors import UserError
+from rl.layers import truncated_layers
+from rl.learner.context_parallel import ContextParallel
+from rl.learner.layout_probe import BF16_TOLERANCES, FP32_TOLERANCES, preserve_state
+from rl.learner.packing import PackedBatch, collate, make_units
+from rl.learner.probe_inputs import ProbeSequences
+from rl.models import (
+    get_vocab_size,
+    make_attention_mask,
+    skip_packing_search,
+    unwrap_model,
+    uses_flash_attention,
+)
+
+
+def check_on_all_ranks(
+    model: Any | None, parallel: ContextParallel, layouts: Collection[str], name: str
+) -> None:
+    """Raise UserError on every rank if a group computes other hidden states than a single rank.
+
+    `model`: None on the ranks of a group that does not check.
+    """
+    fault = None if model is None else _find_fault(model, parallel, layouts)
+    faults = torch.tensor([0.0 if fault is None else 1.0], device=parallel.device)
+    collectives.all_sum_([faults])
+    if float(faults):
+        raise UserError(
+            f"context_parallel_size {parallel.group.size} is not exact for {name}: "
+            f"{fault or 'another rank reported this fault'}. Set it to 1"
+        )
+
+
+def _find_fault(model: Any, parallel: ContextParallel, layouts: Collection[str]) -> str | None:
+    """Return the difference between a group and a single rank, None if they agree."""
+    sequences = ProbeSequences.make(get_vocab_size(unwrap_model(model)), 0).datums
+    device = next(model.parameters()).device
+    sharp = next(model.parameters()).dtype == torch.float32 and not uses_flash_attention(model)
+    tolerance = (FP32_TOLERANCES if sharp else BF16_TOLERANCES)[0]
+    plainly = torch.autocast(device.type, enabled=False) if sharp else contextlib.nullcontext()
+    fault = None
+    with torch.no_grad(), preserve_state(model), truncated_layers(model), plainly:
+        model.eval()
+        for layout in sorted(layouts):
+            units = make_units(sequences, layout, 10**6)
+            alone, shared = (
+                collate(sequences, units, layout, device, group) for group in (None, parallel.group)
+            )
+            expected = _run_alone(model, alone)
+            # Every rank of the group finishes all layouts: otherwise the others would wait.
+            try:
+                states = _run_shared(model, parallel, shared)
+            except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+                if collectives.is_communication_error(error):
+                    raise
+                return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+            errors = (states - expected).norm(dim=-1) / expected.norm(dim=-1)
+            size = float(errors.max() if sharp else errors.median())
+            if not size <= tolerance:
+                fault = (
+                    f"layout {layout} gives hidden states that differ by {size:.1g}. Does its "
+                    "attention use transformers' AttentionInterface?"
+                )
+    return fault
+
+
+def _run_alone(model: Any, batch: PackedBatch) -> Tensor:
+    """Return the hidden states [T, D] of a batch."""
+    inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+    states = _read_states(model, batch, inputs, searches=batch.is_packed)
+    return states if batch.token_index is None else states[batch.token_index]
+
+
+def _run_shared(model: Any, parallel: ContextParallel, batch: PackedBatch) -> Tensor:
+    """Return the hidden states [T, D] of a batch that the group shares."""
+    shard = batch.shard
+    assert shard is not None
+    inputs = {"input_ids": shard.input_ids, "position_ids": shard.position_ids}
+    with parallel.split_attention(unwrap_model(model), shard):
+        states = _read_states(model, batch, inputs, searches=False)
+    return parallel.gather_tokens(states[shard.token_index], shard)
+
+
+def _read_states(
+    model: Any, batch: PackedBatch, inputs: dict[str, Any], *, searches: bool
+) -> Tensor:
+    """Return the inputs [positions, D] of the output head in a forward."""
+    states: list[Tensor] = []
+    head = unwrap_model(model).get_output_embeddings()
+    hook = head.register_forward_pre_hook(lambda module, args: states.append(args[0]))
+    if batch.attention_mask is not None:
+        inputs["attention_mask"] = make_attention_mask(model, batch.attention_mask)
+    inputs = {key: value for key, value in inputs.items() if value is not None}
+    try:
+        with contextlib.nullcontext() if searches else skip_packing_search():
+            model(**inputs, use_cache=False)
+    finally:
+        hook.remove()
+    return states[0].flatten(0, -2)

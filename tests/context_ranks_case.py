@@ -1,0 +1,152 @@
+"""Gradients, logprobs and an update of groups of ranks that share each micro-batch by positions.
+Not a test by itself.
+
+    accelerate launch --config_file accelerate_configs/X.yaml tests/context_ranks_case.py STARTS OUT SIZE
+
+STARTS: saved models. OUT: found.pt. SIZE: ranks of a group.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from distributed_cases import CaseWorker, for_loss, over_sequences, update_params  # noqa: E402
+
+from rl import ServiceClient  # noqa: E402
+from rl.runtime import WorkerSettings, worker_group  # noqa: E402
+from rl.types import Datum, ModelInput  # noqa: E402
+
+# Two key heads under two and under three query heads each; three heads; windows.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {}),
+    "uneven": (
+        "qwen3",
+        {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 48},
+    ),
+    "three": ("qwen2", {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}),
+    "window": ("gemma3_text", {"sliding_window": 6}),
+    "eager": ("gemma2", {"sliding_window": 6}),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One gradient. `settings`: the learner's."""
+
+    model: str
+    loss: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    lora: bool = False
+
+
+PACKED = {"layout": "packed", "token_budget": 60}
+CASES = {
+    "packed, ppo": Case("qwen3", "ppo", PACKED),
+    "packed, gspo, lora": Case("qwen3", "gspo", PACKED, lora=True),
+    "packed, cross_entropy, checkpointing": Case(
+        "uneven", "cross_entropy", {**PACKED, "gradient_checkpointing": True}
+    ),
+    "padded, custom over sequences, lora, inputs of layers offloaded": Case(
+        "qwen3",
+        "custom",
+        {
+            "layout": "padded",
+            "token_budget": 60,
+            "gradient_checkpointing": True,
+            "offload_activations": True,
+        },
+        lora=True,
+    ),
+    "shared, dpo": Case("qwen3", "dpo", {"layout": "shared", "token_budget": 90}),
+    "padded, ppo, plain head": Case(
+        "three", "ppo", {"layout": "padded", "token_budget": 1, "fused": False}
+    ),
+    "padded, ppo, windows": Case("window", "ppo", {"layout": "padded", "token_budget": 60}),
+    "packed, ppo, eager attention": Case("eager", "ppo", PACKED),
+}
+
+
+def datums() -> list[Datum]:
+    """Four pairs of answers to a prompt, of unequal lengths; the first pair is of few tokens."""
+    rng, made = np.random.default_rng(3), []
+    for prompt, *answers in ((2, 1, 1), (9, 14, 5), (5, 21, 8), (12, 3, 17)):
+        asked = rng.integers(3, 40, prompt).tolist()
+        for answer in answers:
+            tokens = asked + rng.integers(3, 40, answer).tolist()
+            mask = np.array([0.0] * (prompt - 1) + [1.0] * answer, np.float32)
+            fields = {
+                "target_tokens": tokens[1:],
+                "mask": mask,
+                "logprobs": mask * (-3.5 + 0.3 * rng.standard_normal(len(mask))),
+                "advantages": mask * rng.standard_normal(len(mask)),
+                "ref_logprobs": -3.5 * mask,
+            }
+            made.append(Datum(ModelInput.from_ints(tokens[:-1]), fields))
+    return made
+
+
+def with_fields(loss: str) -> list[Datum]:
+    """The datums with the fields that the loss takes."""
+    if loss in ("cross_entropy", "value"):
+        return for_loss(datums(), loss)
+    names = {"target_tokens", "mask"}
+    names |= {"ref_logprobs"} if loss == "dpo" else {"logprobs", "advantages"}
+    return [
+        Datum(d.model_input, {k: v for k, v in d.loss_fn_inputs.items() if k in names})
+        for d in datums()
+    ]
+
+
+def results(service: ServiceClient, starts: Path, case: Case, size: int) -> dict[str, Any]:
+    """The gradient with its norm, all outputs, the loss, and the norm after an update."""
+
+    def verb(name: str, *arguments: Any) -> Any:
+        return service._driver.submit(name, *arguments).result()
+
+    verb("configure", {**case.settings, "context_parallel_size": size})
+    start = str(starts / case.model)
+    made = (
+        service.create_lora_training_client(start, seed=5, rank=3)
+        if case.lora
+        else service.create_full_training_client(start)
+    )
+    made.forward_backward(with_fields("ppo"), "ppo", divisor=3.0).result()
+    made.optim_step(update_params(1)).result()
+    data = with_fields(case.loss)
+    if case.loss == "custom":
+        got = made.forward_backward_custom(data, over_sequences).result()
+    else:
+        got = made.forward_backward(data, case.loss, divisor=3.0).result()
+    gradient = verb("gradient", made.model_id)
+    scored = made.forward(with_fields("ppo"), "ppo").result()
+    made.release()
+    return {
+        "gradient": gradient,
+        "loss": got.metrics["loss:sum"],
+        "logprobs": [out["logprobs"].to_numpy() for out in scored.loss_fn_outputs],
+    }
+
+
+def main(starts: Path, out: Path, size: int) -> None:
+    torch.set_num_threads(1)
+    worker_group.TrainingWorker = CaseWorker
+    service = ServiceClient(
+        output_dir=out, settings=WorkerSettings(timeout_seconds=90, dtype="fp32")
+    )
+    found: dict[str, Any] = {}
+    for name, case in CASES.items():
+        if size < 4 or case.model != "three":  # of three heads
+            found[name] = results(service, starts, case, size)
+        print(name, flush=True)  # where a launch that hangs was
+    torch.save(found, out / "found.pt")
+    service.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

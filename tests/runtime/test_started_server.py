@@ -1,0 +1,346 @@
+"""vLLM servers that a run starts: restarts, and what remains after the run."""
+
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_vllm import BASE, learner_logprobs, make_policy, sample, update
+from vllm_stub import StubServer, vllm_server
+from whole_runs import RECIPE, train
+
+from rl import ServiceClient
+from rl.algorithms import METHODS
+from rl.config import RunSettings
+from rl.config.cli import parse_run
+from rl.errors import UserError
+from rl.memory_plan import GIB, LaunchShape
+from rl.runtime import sampling_worker
+from rl.runtime.rank_settings import SamplerSettings, WorkerSettings
+from rl.trainer.memory_requirements import compute_stage_needs, measure_nothing
+from rl.vllm import ServerPool, started_server
+
+REPO = Path(__file__).resolve().parents[2]
+PROGRAM = Path(__file__).with_name("vllm_stub_program.py")
+VLLM = "WHETSTONE_VLLM"  # variable with the command of a real vLLM
+WORDS = (
+    f"grpo --base-model {BASE} --dataset addition --reward exact_match --batch-size 4 --group-size "
+    "2 --max-tokens 5 --eval-every 0 --sampler vllm"
+)
+
+
+def make_command(state, url, fault="none", first=1, last=99):
+    words = [sys.executable, str(PROGRAM), state, fault, first, last, url]
+    return shlex.join(map(str, words))
+
+
+def list_processes(text):
+    """Return the pids of living processes whose command line holds a text."""
+    pids = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if text.encode() in (folder / "cmdline").read_bytes() and folder.name != str(
+                os.getpid()
+            ):
+                pids.append(int(folder.name))
+        except OSError:
+            pass
+    return pids
+
+
+def wait_until(condition, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def state(tmp_path, monkeypatch):
+    """Yield the file of the stub's starts. No process of the stub is left afterwards."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    yield tmp_path / "starts"
+    assert not list_processes(str(tmp_path / "starts"))
+
+
+@pytest.fixture(scope="module")
+def url():
+    """Yield the address of the stub that answers in place of every started server."""
+    with vllm_server(StubServer(), lambda fault, reply: (200, reply)) as address:
+        yield address
+
+
+@pytest.fixture
+def connect(tmp_path, state, url):
+    """Yield a function that makes a service whose server has a fault."""
+    with ExitStack() as stack:
+
+        def make(*fault, seconds=60.0):
+            command = make_command(state, url, *fault)
+            sampler = SamplerSettings(kind="vllm", command=command, request_seconds=seconds)
+            settings = WorkerSettings(dtype="fp32", sampler=sampler)
+            return stack.enter_context(
+                ServiceClient(output_dir=tmp_path / "out", seed=3, settings=settings)
+            )
+
+        yield make
+
+
+def check_samples(policy, num_prompts=6, num_samples=4):
+    """Every requested sample is there, and has the logprobs of the learner's weights."""
+    samples = sample(policy.save_weights_and_get_sampling_client(), num_prompts, num_samples)
+    assert len(samples) == num_prompts * num_samples
+    for prompt, sequence in samples:
+        expected = learner_logprobs(policy, prompt, sequence, 0.7)
+        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+
+
+def test_a_server_starts_with_the_weights_and_ends_with_the_service(connect, state, tmp_path):
+    service = connect()
+    policy = make_policy(service, "lora")
+    assert not state.is_file()  # nothing to sample yet
+    for _ in range(2):
+        check_samples(policy)
+        update(policy)
+    (server,) = tmp_path.glob("whetstone-server-*")
+    processes = list_processes(str(state))
+    assert processes and (server / "server.log").is_file()
+    service.close()
+    assert state.read_text() == "1" and not server.exists()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in processes)
+
+
+def test_a_server_that_dies_costs_its_own_samples(connect, state):
+    """It dies at its eighth sample, and again after the first restart."""
+    policy = make_policy(connect("dies", 1, 2))
+    with pytest.warns(UserWarning, match="killed by SIGKILL.*is restarted") as warned:
+        check_samples(policy)
+    texts = [str(item.message) for item in warned]
+    assert [re.findall(r"\((\d) of at most 3", text) for text in texts] == [["1"], ["2"]]
+    update(policy)
+    check_samples(policy)
+    assert state.read_text() == "3"
+
+
+@pytest.mark.parametrize("by", ["health", "sample"])
+def test_a_server_that_hangs_is_restarted(by, connect, state, monkeypatch):
+    """A request for its state shows it, or a sample that takes too long."""
+    monkeypatch.setattr(started_server, "_HEALTH_LIMIT", 0.5 if by == "health" else 60.0)
+    monkeypatch.setattr(started_server, "_HEALTH_SECONDS", 0.5 if by == "health" else 60.0)
+    policy = make_policy(connect("hangs", 1, 1, seconds=60.0 if by == "health" else 5.0))
+    with pytest.warns(UserWarning, match="is restarted"):
+        check_samples(policy)
+    assert state.read_text() == "2"
+
+
+def test_a_server_that_dies_while_nobody_samples_is_restarted(connect, state):
+    """With the weights that it had, although no client needs them any more."""
+    policy = make_policy(connect())
+    check_samples(policy)
+    update(policy)
+    client = policy.save_weights_and_get_sampling_client()
+    with pytest.warns(UserWarning, match="has ended.*is restarted"):
+        for pid in list_processes(str(state)):
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: state.read_text() == "2")
+        samples = sample(client)
+    for prompt, sequence in samples:
+        expected = learner_logprobs(policy, prompt, sequence, 0.7)
+        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+
+
+def test_a_server_that_cannot_start_ends_the_run_at_once(connect, state, tmp_path):
+    policy = make_policy(connect("ends"))
+    with pytest.raises(UserError, match="exit code 3.*CUDA error: no such device") as caught:
+        sample(policy.save_weights_and_get_sampling_client())
+    (log,) = tmp_path.glob("whetstone-server-*/server.log")
+    assert str(log) in str(caught.value) and state.read_text() == "1"
+    assert "Loading the model" in log.read_text()
+
+
+def test_a_server_that_never_answers_ends_the_run_after_the_time_limit(connect):
+    policy = make_policy(connect("silent", seconds=2.0))
+    with pytest.raises(UserError, match=r"did not start within 2 s \(sampler_timeout\)"):
+        sample(policy.save_weights_and_get_sampling_client())
+
+
+def test_the_number_of_restarts_is_bounded(connect, state):
+    """After the first start it dies, and then it does not start again."""
+    service = connect("ends", 2, 99)
+    policy = make_policy(service)
+    check_samples(policy)
+    with pytest.warns(UserWarning, match="is restarted"):
+        for pid in list_processes(str(state)):
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(UserError, match="failed again after 3 restarts.*exit code 3"):
+            check_samples(policy)
+            check_samples(policy)
+    assert int(state.read_text()) >= 4
+
+
+def test_options_of_the_user_replace_those_of_the_run(tmp_path):
+    command = ("vllm", "serve", "--max-model-len", "512", "--dtype=float16")
+    launch = started_server.ServerLaunch(command, "float32", 8, 0.3, cuda=True)
+    line = launch.build_command(tmp_path, 81)
+    assert line[:6] == [*command, str(tmp_path)]
+    assert line.count("--max-model-len") == 1 and "--dtype" not in line
+    assert line[line.index("--max-num-seqs") + 1] == "8" and "--enforce-eager" not in line
+
+
+def test_weights_that_a_restart_needs_are_removed_with_the_next(tmp_path):
+    pool = ServerPool((), "nonce", folder=str(tmp_path), started_server=FakeServer())
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    pool.load_weights(folders[0], "nonce-1")
+    pool.release_folder(folders[0])
+    assert folders[0].is_dir()
+    pool.load_weights(folders[1], "nonce-2")
+    assert not folders[0].is_dir() and folders[1].is_dir()
+
+
+class FakeServer(started_server.StartedServer):
+    def __init__(self):
+        super().__init__(9, 1.0, None)
+
+    def load_weights(self, folder, weights_id, manifest):
+        assert folder.is_dir()
+
+
+# ----------------------------------------------------------------------------------- whole runs
+
+
+def start_run(words, folder, environment=None, launch=()):
+    return subprocess.Popen(
+        [sys.executable, *launch, "train.py", *words, "--output-dir", str(folder)],
+        cwd=REPO,
+        env={**os.environ, **(environment or {})},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def count_rows(folder):
+    file = folder / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.is_file() else 0
+
+
+@pytest.mark.slow
+def test_a_killed_run_leaves_no_server_and_resumes_with_another(tmp_path, state, url):
+    words = [*WORDS.split(), "--save-every", "1", "--sampler-command", make_command(state, url)]
+    run = start_run([*words, "--steps", "500"], tmp_path / "run")
+    try:
+        wait_until(lambda: count_rows(tmp_path / "run") > 3, 120)
+        servers = list_processes(str(state))
+        assert servers
+    finally:
+        run.kill()
+        run.wait()
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in servers), 20)
+    steps = count_rows(tmp_path / "run") + 3
+    run = start_run([*words, "--steps", str(steps), "--resume"], tmp_path / "run")
+    assert run.wait(120) == 0 and state.read_text() == "2"
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert len(rows) == steps
+    assert all(abs(row["optim/kl_sample_train_v2"]) < 1e-8 for row in rows)
+
+
+@pytest.mark.slow
+def test_both_processes_of_a_launch_sample_again_after_a_restart(tmp_path, state, url):
+    words = [
+        *WORDS.split(),
+        "--steps",
+        "4",
+        "--sampler-command",
+        make_command(state, url, "dies", 1, 2),
+    ]
+    launch = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/ddp.yaml"]
+    launch += ["--num_processes", "2", "--main_process_port", "0"]
+    run = start_run(words, tmp_path / "run", {"OMP_NUM_THREADS": "1"}, launch)
+    try:
+        assert run.wait(240) == 0
+    finally:
+        run.terminate()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert [row["sampler/finished_samples"] for row in rows] == [8] * 4
+    assert all(abs(row["optim/kl_sample_train_v2"]) < 1e-8 for row in rows)
+    assert state.read_text() == "3"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--sampler-command x --sampler vllm --sampler-url http://a:1", "that the run starts"),
+        ("--sampler-memory 0.5", "sampler is auto"),
+        ("--sampler vllm --sampler-memory 1", "between 0 and 1"),
+        ("--sampler vllm --sampler-command no-such-program", "there is no program no-such-program"),
+        ("--sampler vllm", "there is no program vllm: set sampler_command"),
+    ],
+)
+def test_settings_are_checked_before_the_start(words, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "/bin")
+    with pytest.raises((UserError, SystemExit)) as caught:
+        train(f"grpo --base-model {BASE} --dataset addition {words}", tmp_path / "run")
+    shown = re.sub(r"[\s│]+", " ", f"{caught.value} {capsys.readouterr().err}")
+    assert message in shown and not (tmp_path / "run").exists()
+
+
+def test_a_launch_on_several_machines_is_refused(connect, monkeypatch):
+    monkeypatch.setattr(sampling_worker, "spans_machines", lambda: True)
+    with pytest.raises(UserError, match="processes on several: start servers and set sampler_url"):
+        connect()
+
+
+def test_a_plan_counts_the_servers_share_of_the_memory():
+    launch, peaks = LaunchShape(cuda=True, bf16=True, memory=80 * GIB), []
+    for words in ("--sampler-url http://127.0.0.1:9", "", "--sampler-memory 0.5"):
+        line = [*WORDS.split(), *words.split()]
+        run = parse_run(line, METHODS, RECIPE, options=RunSettings)
+        (needs,) = compute_stage_needs(run, launch, 16, measure=measure_nothing)
+        peaks.append(needs.plan.peak / GIB)
+    assert np.allclose(np.diff(peaks), [24, 16])
+
+
+@pytest.mark.campaign
+@pytest.mark.skipif(VLLM not in os.environ, reason=f"{VLLM} names no command of a real vLLM")
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_kills_of_a_real_engine_cost_its_own_samples(kind, tmp_path):
+    """SFT, then GRPO, while a process of the server is killed five times, at random times."""
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    words = ["recipes/addition.yaml", "--sft.steps", "60", "--grpo.steps", "60", "--eval-limit"]
+    words += ["64", "--grpo.eval-every", "20", "--grpo.save-every", "10", "--sampler", "vllm"]
+    words += ["--sampler-command", os.environ[VLLM], "--sampler-folder", str(tmp_path)]
+    words += ["--grpo.lora-rank", "8"] if kind == "lora" else []
+    run = start_run(words, tmp_path / "run", environment)
+    weights, generator = str(next_folder(tmp_path)), random.Random(kind)
+    try:
+        for _ in range(5):
+            wait_until(lambda: list_processes(weights) or run.poll() is not None, 300)
+            time.sleep(generator.uniform(10, 60))
+            if pids := list_processes(weights):
+                os.kill(generator.choice(pids), signal.SIGKILL)
+        assert run.wait(900) == 0
+    finally:
+        run.kill()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    steps = [row for row in rows if row["stage"] == "grpo" and "optim/kl_sample_train_v2" in row]
+    assert len(steps) == 60
+    assert all(row["optim/kl_sample_train_v2"] < 1e-10 for row in steps)
+    assert {row["sampler/finished_samples"] for row in steps} == {512}
+    assert not list_processes(weights)
+
+
+def next_folder(folder):
+    """Wait for the folder in which a run writes its weights."""
+    wait_until(lambda: list(folder.glob("whetstone-vllm-*")), 300)
+    return next(folder.glob("whetstone-vllm-*"))
