@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from rl.renderers import Renderer, format_with_calls
 from rl.rollout import Trajectory, Transition
 from rl.serve.http_errors import HttpError
+from rl.serve.tenant_limit import choose_evictions
 from rl.types import Message, ModelInput, SampledSequence, SampleResponse, SamplingParams
 
 _GREEDY_TOKEN_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, stop=None)
@@ -130,17 +131,14 @@ class AgentSession:
         )
         assert response.prompt_logprobs is not None and response.topk_prompt_logprobs is not None
         temperature = sequence.temperature or 1.0  # greedy samples have logprobs at temperature 1
-        rows_by_token = []
+        result = []
         for i, logprob in enumerate(sequence.logprobs, len(prompt)):
-            base_logprob, rows = response.prompt_logprobs[i], response.topk_prompt_logprobs[i]
-            assert base_logprob is not None and rows is not None
-            rows_by_token.append(
-                [
-                    (token, min(0.0, logprob + (value - base_logprob) / temperature))
-                    for token, value in rows
-                ]
+            base, row = response.prompt_logprobs[i], response.topk_prompt_logprobs[i]
+            assert base is not None and row is not None
+            result.append(
+                [(token, min(0.0, logprob + (value - base) / temperature)) for token, value in row]
             )
-        return rows_by_token
+        return result
 
     # -------------------------------------------------------------------------------------- prompts
 
@@ -183,18 +181,11 @@ class AgentSession:
         self.last_used = time.monotonic()
         if turn.messages is None:
             return
-        answer_message = {
-            key: value for key, value in turn.answer.items() if key != "unparsed_tool_calls"
-        }
-        turn.answer = answer_message
-        turn.new_messages = list(turn.messages)[
-            self._find_continued_turn(turn.messages, turn.tools)[1] :
-        ]
-        for answer in (answer_message, *([] if returned_message is None else [returned_message])):
-            for variant in (
-                answer,
-                {key: value for key, value in answer.items() if key != "reasoning_content"},
-            ):
+        turn.answer = _omit(turn.answer, "unparsed_tool_calls")
+        _, count, _ = self._find_continued_turn(turn.messages, turn.tools)
+        turn.new_messages = list(turn.messages)[count:]
+        for answer in filter(None, (turn.answer, returned_message)):
+            for variant in (answer, _omit(answer, "reasoning_content")):
                 *_, chain = _digest_prefixes([*turn.messages, variant], turn.tools)
                 self._turns_by_digest[chain] = turn
 
@@ -240,32 +231,26 @@ class AgentSession:
             for turn in self.turns
         ]
         if transitions:
-            transitions[-1].reward, transitions[-1].episode_done = (
-                self.reward or 0.0,
-                self.reward is not None,
-            )
-            transitions[-1].metrics |= self.metrics
+            last = transitions[-1]
+            last.reward, last.episode_done = self.reward or 0.0, self.reward is not None
+            last.metrics |= self.metrics
         return Trajectory(transitions)
 
     def to_json(self) -> dict[str, Any]:
         """Return the session as JSON, with all that another trainer needs."""
-        turns = []
-        for turn in self.turns:
-            sequence = turn.sequence
-            sample_fields: dict[str, Any] = {
-                "token_ids": sequence.tokens,
-                "logprobs": sequence.logprobs,
-                "temperature": sequence.temperature,
+        turns = [
+            {
+                "prompt_token_ids": turn.prompt,
+                "token_ids": turn.sequence.tokens,
+                "logprobs": turn.sequence.logprobs,
+                "temperature": turn.sequence.temperature,
+                "stop_reason": turn.sequence.stop_reason,
+                "version": turn.sequence.version,
+                "parent": self._find_parent(turn),
+                **make_turn_logs(turn),
             }
-            sample_fields |= {"stop_reason": sequence.stop_reason, "version": sequence.version}
-            turns.append(
-                {
-                    "prompt_token_ids": turn.prompt,
-                    **sample_fields,
-                    "parent": self._find_parent(turn),
-                    **make_turn_logs(turn),
-                }
-            )
+            for turn in self.turns
+        ]
         return {
             "turns": turns,
             "reward": self.reward,
@@ -294,11 +279,14 @@ def make_turn_logs(turn: SampledTurn) -> dict[str, Any]:
         "response": format_with_calls(turn.answer),
         "told": list(turn.new_messages),
     }
-    return logs | (
-        {"tool_calls": [call["function"] for call in turn.answer["tool_calls"]]}
-        if turn.answer.get("tool_calls")
-        else {}
-    )
+    if calls := turn.answer.get("tool_calls"):
+        logs["tool_calls"] = [call["function"] for call in calls]
+    return logs
+
+
+def _omit(message: Message, name: str) -> Message:
+    """Return a message without a field."""
+    return {key: value for key, value in message.items() if key != name}
 
 
 def _digest_prefixes(
@@ -342,10 +330,10 @@ class AgentSessions:
         check_session_name(name)
         session = self._by_name.setdefault((owner, name), AgentSession(owner))
         self._by_name.move_to_end((owner, name))
-        while len(self._by_name) > self.max_sessions:
-            counts = Counter(owner_of_key for owner_of_key, _ in self._by_name)
-            most = max(counts.values())
-            del self._by_name[next(key for key in self._by_name if counts[key[0]] == most)]
+        if len(self._by_name) > self.max_sessions:
+            owners = {key: key[0] for key in self._by_name}
+            for key in choose_evictions(owners, len(owners) - self.max_sessions):
+                del self._by_name[key]
         if len(session.turns) >= self.max_turns:
             raise HttpError(
                 400,

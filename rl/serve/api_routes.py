@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import html
 import inspect
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi.openapi.utils import get_openapi
@@ -19,13 +21,14 @@ from rl.serve.schemas import JsonBody, read_body, read_fields
 
 _TITLE = "Whetstone: Tinker's protocol and an OpenAI-style endpoint"
 _SCHEMA_PREFIX = "#/components/schemas/"
-RouteHandler = Callable[..., Coroutine[Any, Any, Any]]
+RouteHandler = Callable[..., Any]
 
 
 class TypedRoute(Route):
     """Route requests to a handler: its result becomes a JSON response, any error an error response.
 
-    A handler with a second parameter receives the body, as `body_type`.
+    A handler with a second parameter receives the body, as the class of the parameter. A handler
+    that is not a coroutine function runs in a thread, because it reads or writes files.
 
     FastAPI describes the route, and does not run it: the handler limits the body's size before it
     parses the body, and checks some fields only when the request runs. FastAPI's own handling would
@@ -43,25 +46,28 @@ class TypedRoute(Route):
     ):
         """Create a route.
 
-        body_type         class of a JSON body, or a media type
+        body_type         class of a JSON body, or a media type, if the handler reads the body
         is_openai         whether errors have OpenAI's form
         response_types    types of the JSON response and of an event of a stream
         """
-        takes_body = len(inspect.signature(handler).parameters) > 1
+        _, *parameters = inspect.signature(handler, eval_str=True).parameters.values()
+        body_types = [parameter.annotation for parameter in parameters]
+        run = handler
+        if not inspect.iscoroutinefunction(handler):
+            run = functools.partial(asyncio.to_thread, handler)
 
         async def endpoint(request: Request) -> Response:
             try:
-                arguments: list[Any] = []
-                if takes_body and isinstance(body_type, type):
-                    arguments = [read_body(body_type, await read_fields(request))]
-                result = await handler(request, *arguments)
+                bodies = [read_body(kind, await read_fields(request)) for kind in body_types]
+                result = await run(request, *bodies)
                 return result if isinstance(result, Response) else SafeJSONResponse(result)
             except Exception as error:  # boundary: every failure is a response, not a traceback
                 return make_error_response(report_error(error), is_openai)
 
         endpoint.__name__, endpoint.__doc__ = handler.__name__, handler.__doc__
         super().__init__(path, endpoint, methods=[method])
-        self.method, self.body_type, self.response_types = method, body_type, response_types
+        self.body_type = body_types[0] if body_types else body_type
+        self.method, self.response_types = method, response_types
 
     def to_api_route(self) -> APIRoute:
         """Return the route in FastAPI's form, with its parameters and the reference to its body."""
@@ -75,14 +81,8 @@ class TypedRoute(Route):
             content = {self.body_type: {"schema": {"type": "string", "format": "binary"}}}
             extra["requestBody"] = {"content": content}
         elif self.body_type is not None:
-            schema = {"$ref": _SCHEMA_PREFIX + self.body_type.__name__}
-            extra["requestBody"] = {"content": {"application/json": {"schema": schema}}}
-        media_types = ("application/json", "text/event-stream")
-        content = {
-            media_type: {"schema": {"$ref": _SCHEMA_PREFIX + kind.__name__}}
-            for media_type, kind in zip(media_types, self.response_types, strict=False)
-        }
-        if content:
+            extra["requestBody"] = {"content": _refer_types([self.body_type])}
+        if content := _refer_types(self.response_types):
             extra["responses"] = {"200": {"content": content}}
         return APIRoute(
             self.path,
@@ -91,6 +91,14 @@ class TypedRoute(Route):
             response_model=None,
             openapi_extra=extra,
         )
+
+
+def _refer_types(types: Sequence[type]) -> dict[str, Any]:
+    """Return the references to the types of a JSON body and of an event of a stream."""
+    return {
+        media_type: {"schema": {"$ref": _SCHEMA_PREFIX + kind.__name__}}
+        for media_type, kind in zip(("application/json", "text/event-stream"), types, strict=False)
+    }
 
 
 def make_unsupported(feature: str) -> RouteHandler:

@@ -9,8 +9,9 @@ import contextlib
 import hmac
 import json
 import logging
+import os
 import time
-from collections import Counter
+import traceback
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from rl.serve.http_errors import HttpError, SafeJSONResponse, make_error_respons
 from rl.serve.request_timeouts import ReceiveFn, limit_body
 from rl.serve.serve_settings import LOCAL_OWNER, compute_owner_id
 from rl.serve.serving_engine import ServingEngine
-from rl.serve.tenant_limit import check_share
+from rl.serve.tenant_limit import TenantCounter, check_share
 from rl.serve.tinker_rest import LINK_PREFIX, UrlSigner
 
 log = logging.getLogger("whetstone.serve")
@@ -41,10 +42,9 @@ def make_app(engine: ServingEngine, routes: Sequence[BaseRoute], links: UrlSigne
     """Return an ASGI application with `routes`, /healthz, /metrics, /openapi.json and /docs."""
 
     async def health(request: Request) -> Response:
-        status = "ending" if engine.is_shutting_down else "ok"
-        return SafeJSONResponse(
-            {"status": status}, status_code=503 if engine.is_shutting_down else 200
-        )
+        if engine.is_shutting_down:
+            return SafeJSONResponse({"status": "ending"}, 503)
+        return SafeJSONResponse({"status": "ok"})
 
     async def metrics(request: Request) -> Response:
         return Response(engine.metrics.render(), media_type="text/plain; version=0.0.4")
@@ -76,7 +76,7 @@ class RequestGuard:
         self.links = links
         self.open_count = 0
         # open requests by owner; None: requests without a valid key, which get 401 at once
-        self._open_by_owner: Counter[str | None] = Counter()
+        self._open_by_owner = TenantCounter()
         self._keys = [(key.encode(), compute_owner_id(key)) for key in engine.settings.keys]
         engine.metrics.set_gauge("open_requests", lambda: self.open_count)
 
@@ -93,14 +93,12 @@ class RequestGuard:
 
         owner = self._get_owner(scope)
         self.open_count += 1
-        self._open_by_owner[owner] += 1
+        self._open_by_owner.change(owner, 1)
         try:
             await self._handle(scope, receive, record_status, owner)
         finally:
             self.open_count -= 1
-            self._open_by_owner[owner] -= 1
-            if not self._open_by_owner[owner]:
-                del self._open_by_owner[owner]
+            self._open_by_owner.change(owner, -1)
             self._record_request(scope, response["status"], time.perf_counter() - begin)
 
     def _get_owner(self, scope: Scope) -> str | None:
@@ -111,7 +109,7 @@ class RequestGuard:
         if not self._keys or scope["path"] in KEYLESS_PATHS or is_page_request(scope):
             return LOCAL_OWNER
         if scope["path"].startswith(LINK_PREFIX):
-            owners = (owner for _, owner in self._keys)
+            owners = [owner for _, owner in self._keys]
             return self.links.find_owner(scope["path"], owners) or LOCAL_OWNER
         return self._find_key_owner(dict(scope["headers"]))
 
@@ -172,18 +170,16 @@ class RequestGuard:
 
     def _record_request(self, scope: Scope, status: int, seconds: float) -> None:
         """Add the request to the metrics and to the log."""
-        endpoint = scope.get("route")
-        route = getattr(endpoint, "path", "(none)")
+        route = getattr(scope.get("route"), "path", "(none)")
         self.engine.metrics.increment("requests_total", route=route, status=str(status))
         self.engine.metrics.increment("request_seconds_total", seconds, route=route)
-        owner = scope.get("state", {}).get("owner", "")
         fields = {
             "method": scope["method"],
             "path": redact_path(scope["path"]),
             "status": status,
-            "owner": owner,
+            "owner": scope.get("state", {}).get("owner", ""),
+            "ms": round(seconds * 1e3, 1),
         }
-        fields["ms"] = round(seconds * 1e3, 1)
         log.info("request", extra=fields)
 
 
@@ -196,7 +192,8 @@ def redact_path(path: str) -> str:
 
 
 class JsonLineFormatter(logging.Formatter):
-    """Format each log record as a line of JSON: time, level, event and the record's FIELDS.
+    """Format each log record as a line of JSON: time, level, event, the record's FIELDS, and the
+    last 12 frames of an exception.
 
     Prompts and keys are never logged.
     """
@@ -220,22 +217,13 @@ class JsonLineFormatter(logging.Formatter):
         line: dict[str, Any] = {
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
             "level": record.levelname.lower(),
+            "event": record.getMessage(),
         }
-        line["event"] = record.getMessage()
         line |= {name: getattr(record, name) for name in self.FIELDS if hasattr(record, name)}
         if record.exc_info and record.exc_info[2] is not None:
-            line["where"] = _list_frames(record.exc_info[2])
+            # without the exception's message, which may contain a user's tokens
+            line["where"] = [
+                f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}"
+                for frame in traceback.extract_tb(record.exc_info[2], limit=-12)
+            ]
         return json.dumps(line)
-
-
-def _list_frames(traceback: Any) -> list[str]:
-    """Return the last 12 frames of a traceback as "file:line function".
-
-    The message of the exception is omitted: it may contain a user's tokens.
-    """
-    places = []
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        places.append(f"{code.co_filename.rsplit('/', 1)[-1]}:{traceback.tb_lineno} {code.co_name}")
-        traceback = traceback.tb_next
-    return places[-12:]

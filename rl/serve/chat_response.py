@@ -5,13 +5,20 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from rl.renderers import Renderer, StopTextRenderer
+from rl.renderers import (
+    Renderer,
+    StopTextRenderer,
+    parse_partial_answer,
+    prompt_opens_thoughts,
+)
 from rl.serve.openai_schemas import ChatBody
-from rl.types import Message, SampledSequence
+from rl.types import Message, SampledSequence, SamplingParams
 
 # for each sampled token: (id, logprob), most likely first
 TopLogprobs = Sequence[Sequence[tuple[int, float]]]
@@ -153,18 +160,21 @@ def make_id(kind: str) -> str:
     return f"{kind}-{secrets.token_hex(12)}"
 
 
+def decode_exactly(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Return the exact text of tokens, including special tokens."""
+    return str(
+        tokenizer.decode(
+            list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+    )
+
+
 def format_token(tokenizer: Any, token: int, as_ids: bool) -> str:
     """Return a token as text; as token_id:<id> if `as_ids`, or if the token is only part of a
     character.
     """
-    text = (
-        ""
-        if as_ids
-        else str(
-            tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
-    )
-    return f"token_id:{token}" if as_ids or "\ufffd" in text else text
+    text = "\ufffd" if as_ids else decode_exactly(tokenizer, [token])
+    return f"token_id:{token}" if "\ufffd" in text else text
 
 
 def clamp_logprob(logprob: float) -> float:
@@ -193,51 +203,99 @@ def make_content_logprobs(
     return {"content": entries}
 
 
-def parse_sample(
-    renderer: Renderer, stops: Sequence[str], sequence: SampledSequence
-) -> tuple[Message, bool]:
-    """Return the sampled message without the stop text, and whether it ended by itself."""
-    return (StopTextRenderer(renderer, stops) if stops else renderer).parse_response(
-        sequence.tokens
-    )
+@dataclass(frozen=True)
+class ChatContext:
+    """Hold a chat request, its prompt and its renderer, and build the parts of its response."""
+
+    request: ChatBody
+    renderer: Renderer  # with the tools of the request
+    prompt: list[int]
+
+    @cached_property
+    def params(self) -> SamplingParams:
+        """Return the sampling parameters. Raises HttpError."""
+        stops = self.renderer.get_stop_sequences()
+        return self.request.make_params(self.request.max_new_tokens, stops)
+
+    @cached_property
+    def reader(self) -> Renderer:
+        """Return the renderer that parses samples, without the stop texts of the request."""
+        stops = get_request_stop_texts(self.params, self.renderer.get_stop_sequences())
+        return StopTextRenderer(self.renderer, stops) if stops else self.renderer
+
+    @cached_property
+    def head(self) -> ResponseHead:
+        """Return the fields that the response and each of its events begin with."""
+        return make_response_head("chatcmpl", self.request.model)
+
+    @cached_property
+    def _opens_thoughts(self) -> bool:
+        return prompt_opens_thoughts(self.renderer, self.prompt)
+
+    def parse(self, tokens: Sequence[int], ended: bool) -> Message:
+        """Return the message of a sample, or the certain part of it unless `ended`."""
+        return parse_partial_answer(self.reader, tokens, self._opens_thoughts, ended=ended)
+
+    def make_logprobs(
+        self, sequence: SampledSequence, top: TopLogprobs | None = None
+    ) -> ContentLogprobs:
+        """Return the logprobs of a choice."""
+        as_ids = self.request.tokens_as_ids
+        logprobs = make_content_logprobs(self.renderer.tokenizer, sequence, as_ids, top)
+        return {**logprobs, "refusal": None}
+
+    def make_choice(
+        self, index: int, sequence: SampledSequence, top: TopLogprobs | None
+    ) -> ChatChoice:
+        """Return a choice of the response. Each tool call gets an id."""
+        message = self.parse(sequence.tokens, ended=True)
+        calls = message.get("tool_calls") or ()
+        reply: AssistantMessage = {
+            "role": "assistant",
+            "content": message["content"] or (None if calls else ""),
+            "refusal": None,
+        }
+        if "reasoning_content" in message:
+            reply["reasoning_content"] = message["reasoning_content"]
+        if calls:
+            reply["tool_calls"] = [
+                {"id": make_id("call"), "type": "function", "function": call["function"]}
+                for call in calls
+            ]
+        is_cut = sequence.stop_reason == "length"
+        choice: ChatChoice = {
+            "index": index,
+            "message": reply,
+            "finish_reason": "length" if is_cut else "tool_calls" if calls else "stop",
+            "logprobs": self.make_logprobs(sequence, top) if self.request.logprobs else None,
+        }
+        if self.request.return_token_ids:
+            choice["token_ids"] = list(sequence.tokens)
+        return choice
+
+    def make_response(
+        self, choices: list[ChatChoice], sequences: Sequence[SampledSequence]
+    ) -> ChatResponse:
+        """Return the full response."""
+        versions = sorted({str(sequence.version) for sequence in sequences})
+        response: ChatResponse = {
+            **self.head,
+            "object": "chat.completion",
+            "choices": choices,
+            "usage": count_usage(len(self.prompt), sequences),
+            "system_fingerprint": f"weights-{'-'.join(versions)}",
+        }
+        if self.request.return_token_ids:
+            response["prompt_token_ids"] = list(self.prompt)
+        return response
 
 
-def make_choice(
-    request: ChatBody,
-    renderer: Renderer,
-    index: int,
-    sequence: SampledSequence,
-    message: Message,
-    top: TopLogprobs | None,
-) -> ChatChoice:
-    """Return a choice of the response. Each tool call gets an id.
-
-    `message`: the result of `rl.renderers.parse_partial_answer`.
-    """
-    calls = message.get("tool_calls") or ()
-    reply: AssistantMessage = {"role": "assistant", "content": message["content"], "refusal": None}
-    if "reasoning_content" in message:
-        reply["reasoning_content"] = message["reasoning_content"]
-    if calls:
-        reply["content"] = message["content"] or None
-        reply["tool_calls"] = [
-            {"id": make_id("call"), "type": "function", "function": call["function"]}
-            for call in calls
-        ]
-    reason = "length" if sequence.stop_reason == "length" else "tool_calls" if calls else "stop"
-    choice: ChatChoice = {
-        "index": index,
-        "message": reply,
-        "finish_reason": reason,
-        "logprobs": None,
-    }
-    if request.logprobs:
-        as_ids = request.tokens_as_ids
-        logprobs = make_content_logprobs(renderer.tokenizer, sequence, as_ids, top)
-        choice["logprobs"] = {**logprobs, "refusal": None}
-    if request.return_token_ids:
-        choice["token_ids"] = list(sequence.tokens)
-    return choice
+def get_request_stop_texts(
+    params: SamplingParams, renderer_stops: Sequence[str | int] = ()
+) -> list[str]:
+    """Return the stop texts of the request itself, which are cut off a response's text."""
+    excluded = set(renderer_stops)
+    return [item for item in params.stop or () if isinstance(item, str) and item not in excluded]
 
 
 def count_usage(prompt_tokens: int, sequences: Sequence[SampledSequence]) -> TokenCounts:
@@ -253,24 +311,3 @@ def count_usage(prompt_tokens: int, sequences: Sequence[SampledSequence]) -> Tok
 def make_response_head(kind: str, model: str | None) -> ResponseHead:
     """Return the fields that a response and each of its events begin with."""
     return {"id": make_id(kind), "created": int(time.time()), "model": model or "default"}
-
-
-def make_response(
-    request: ChatBody,
-    head: ResponseHead,
-    prompt: Sequence[int],
-    choices: Sequence[ChatChoice],
-    sequences: Sequence[SampledSequence],
-) -> ChatResponse:
-    """Return the full response of a chat completion."""
-    versions = sorted({str(sequence.version) for sequence in sequences})
-    response: ChatResponse = {
-        **head,
-        "object": "chat.completion",
-        "choices": list(choices),
-        "usage": count_usage(len(prompt), sequences),
-        "system_fingerprint": f"weights-{'-'.join(versions)}",
-    }
-    if request.return_token_ids:
-        response["prompt_token_ids"] = list(prompt)
-    return response

@@ -6,28 +6,26 @@ The certain part of a text is sent at once, the rest when the response is comple
 from __future__ import annotations
 
 import asyncio
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rl.renderers import Renderer, StopTextRenderer, parse_partial_answer, prompt_opens_thoughts
 from rl.serve.chat_response import (
     AssistantMessage,
+    ChatContext,
     ChatEvent,
     ChatEventChoice,
     ChatResponse,
     ResponseHead,
     TextChoice,
     TextResponse,
-    make_content_logprobs,
     make_id,
 )
-from rl.serve.openai_schemas import ChatBody
 from rl.types import SampledSequence
 
 Event = ChatEvent | TextResponse
-PartialSamples = Mapping[
-    int, SampledSequence
-]  # the tokens sampled so far, by the index of the choice
+PartialSamples = Mapping[int, SampledSequence]  # the samples so far, by the index of the choice
 
 
 class EventWriter(Protocol):
@@ -86,51 +84,33 @@ class ChatEventWriter:
     certain.
     """
 
-    def __init__(
-        self,
-        request: ChatBody,
-        head: ResponseHead,
-        renderer: Renderer,
-        stops: Sequence[str],
-        prompt: Sequence[int],
-    ):
-        self.request, self.renderer = request, renderer
-        self.reader = StopTextRenderer(renderer, stops) if stops else renderer
-        self.head = head
-        self.prompt_ids = list(prompt) if request.return_token_ids else None
-        self.within_thoughts = prompt_opens_thoughts(renderer, prompt)
+    def __init__(self, context: ChatContext):
+        self.context, self.request = context, context.request
         self.sent_texts: dict[int, dict[str, str]] = {}  # sent texts by field, by choice
         # the sent part of the arguments of each tool call, by choice
-        self.sent_calls: dict[int, list[str]] = {}
-        self.sent_tokens: dict[int, int] = {}  # number of sent tokens, by choice
+        self.sent_calls: dict[int, list[str]] = defaultdict(list)
+        self.sent_tokens: Counter[int] = Counter()  # number of sent tokens, by choice
 
     def write_partial(self, samples: PartialSamples) -> Iterator[Event]:
         for index, sequence in sorted(samples.items()):
             yield from self._start_choice(index)
-            message = parse_partial_answer(
-                self.reader, sequence.tokens, self.within_thoughts, ended=False
-            )
-            deltas = self._make_deltas(index, message)
+            deltas = self._make_deltas(index, self.context.parse(sequence.tokens, ended=False))
             fields = {} if self.request.top_logprobs else self._make_token_fields(index, sequence)
             if deltas or fields:
-                yield self._make_event(index, deltas[0] if deltas else {"content": ""}, **fields)
-            for delta in deltas[1:]:
-                yield self._make_event(index, delta)
+                yield from self._make_events(index, deltas, fields)
 
     def write_rest(self, response: ChatResponse) -> Iterator[Event]:
         for choice in response["choices"]:
             index, message = choice["index"], choice["message"]
             yield from self._start_choice(index)
-            deltas, begin = self._make_deltas(index, message), self.sent_tokens.get(index, 0)
+            deltas, begin = self._make_deltas(index, message), self.sent_tokens[index]
             fields: dict[str, Any] = {}
             if "token_ids" in choice:
                 fields["token_ids"] = choice["token_ids"][begin:]
             if choice["logprobs"] is not None:
                 content = choice["logprobs"]["content"][begin:]
                 fields["logprobs"] = {**choice["logprobs"], "content": content}
-            yield self._make_event(index, deltas[0] if deltas else {"content": ""}, **fields)
-            for delta in deltas[1:]:
-                yield self._make_event(index, delta)
+            yield from self._make_events(index, deltas, fields)
             yield self._make_event(index, {}, finish_reason=choice["finish_reason"])
         if self.request.stream_options.include_usage:
             event = self._make_event(None)
@@ -140,10 +120,10 @@ class ChatEventWriter:
     def _start_choice(self, index: int) -> Iterator[Event]:
         """Yield the first event of a choice, unless it was sent. The very first has the prompt."""
         if index not in self.sent_texts:
-            self.sent_texts[index] = {}
             event = self._make_event(index, {"role": "assistant", "content": ""})
-            if self.prompt_ids is not None:
-                event["prompt_token_ids"], self.prompt_ids = self.prompt_ids, None
+            if self.request.return_token_ids and not self.sent_texts:
+                event["prompt_token_ids"] = list(self.context.prompt)
+            self.sent_texts[index] = {}
             yield event
 
     def _make_deltas(self, index: int, message: Mapping[str, Any]) -> list[AssistantMessage]:
@@ -159,7 +139,7 @@ class ChatEventWriter:
             if not already_sent.startswith(text):
                 deltas.append({name: text.removeprefix(already_sent)})
                 sent[name] = text
-        sent_arguments = self.sent_calls.setdefault(index, [])
+        sent_arguments = self.sent_calls[index]
         for i, call in enumerate(message.get("tool_calls") or ()):
             arguments = call["function"]["arguments"]
             if i == len(sent_arguments):  # the first delta has the name and an id, like OpenAI's
@@ -178,18 +158,24 @@ class ChatEventWriter:
 
     def _make_token_fields(self, index: int, sequence: SampledSequence) -> dict[str, Any]:
         """Return the requested logprobs and ids of the tokens since the last call."""
-        begin, self.sent_tokens[index] = self.sent_tokens.get(index, 0), len(sequence.tokens)
+        begin, self.sent_tokens[index] = self.sent_tokens[index], len(sequence.tokens)
         if begin == len(sequence.tokens):
             return {}
         assert sequence.logprobs is not None
         new = SampledSequence(sequence.tokens[begin:], sequence.logprobs[begin:])
         fields: dict[str, Any] = {"token_ids": new.tokens} if self.request.return_token_ids else {}
         if self.request.logprobs:
-            logprobs = make_content_logprobs(
-                self.renderer.tokenizer, new, self.request.tokens_as_ids
-            )
-            fields["logprobs"] = {**logprobs, "refusal": None}
+            fields["logprobs"] = self.context.make_logprobs(new)
         return fields
+
+    def _make_events(
+        self, index: int, deltas: Sequence[AssistantMessage], fields: Mapping[str, Any]
+    ) -> Iterator[ChatEvent]:
+        """Yield an event for each delta, or one without text. The first has the fields too."""
+        first, *others = deltas or [{"content": ""}]
+        yield self._make_event(index, first, **fields)
+        for delta in others:
+            yield self._make_event(index, delta)
 
     def _make_event(
         self, index: int | None, delta: AssistantMessage | None = None, **more: Any
@@ -201,23 +187,20 @@ class ChatEventWriter:
         if index is not None:
             choice: Any = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
             choices = [choice | more]
-        return {**self.head, "object": "chat.completion.chunk", "choices": choices}
+        return {**self.context.head, "object": "chat.completion.chunk", "choices": choices}
 
 
+@dataclass
 class TextEventWriter:
     """Write the events of a completion; logprobs come with the end of a choice.
 
     `decode_certain(index of the choice, tokens)` returns the certain part of the text.
     """
 
-    def __init__(
-        self,
-        head: ResponseHead,
-        decode_certain: Callable[[int, Sequence[int]], str],
-        include_usage: bool,
-    ):
-        self.head, self.decode_certain, self.include_usage = head, decode_certain, include_usage
-        self.sent_texts: dict[int, str] = {}
+    head: ResponseHead
+    decode_certain: Callable[[int, Sequence[int]], str]
+    include_usage: bool
+    sent_texts: dict[int, str] = field(default_factory=lambda: defaultdict(str))
 
     def write_partial(self, samples: PartialSamples) -> Iterator[Event]:
         for index, sequence in sorted(samples.items()):
@@ -234,7 +217,7 @@ class TextEventWriter:
 
     def _write_new_text(self, index: int, text: str) -> Iterator[Event]:
         """Yield an event with the unsent part of `text`, if any."""
-        new_text, self.sent_texts[index] = text.removeprefix(self.sent_texts.get(index, "")), text
+        new_text, self.sent_texts[index] = text.removeprefix(self.sent_texts[index]), text
         if new_text:
             yield self._make_event(
                 {"index": index, "text": new_text, "logprobs": None, "finish_reason": None}

@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from rl.renderers import trim_uncertain_end
@@ -17,18 +19,15 @@ from rl.serve.chat_response import (
     TextResponse,
     clamp_logprob,
     count_usage,
+    decode_exactly,
     format_token,
+    get_request_stop_texts,
     make_response_head,
 )
 from rl.serve.chat_stream import LiveSamples, TextEventWriter
 from rl.serve.http_errors import HttpError
 from rl.serve.openai_schemas import CompletionBody
-from rl.serve.openai_serving import (
-    HandlerResult,
-    OpenAIServing,
-    get_request_stop_texts,
-    refuse_unknown_words,
-)
+from rl.serve.openai_serving import HandlerResult, OpenAIServing, refuse_unknown_words
 from rl.serve.schemas import read_body
 from rl.types import SampledSequence, SampleResponse, SamplingParams
 
@@ -61,17 +60,23 @@ class _Completion:
             prompts.append([int(token) for token in ids])
         return cls(request, tokenizer, prompts, params)
 
+    @property
+    def samples_tokens(self) -> bool:
+        """Return whether tokens are sampled, and not only the prompts are scored."""
+        return self.body.max_tokens != 0
+
+    @property
+    def is_scored(self) -> bool:
+        """Return whether the prompts are scored."""
+        return self.body.echo and self.body.logprobs is not None
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the exact text of tokens, including special tokens."""
-        return str(
-            self.tokenizer.decode(
-                list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        return decode_exactly(self.tokenizer, tokens)
 
     def decode_certain(self, index: int, tokens: Sequence[int]) -> str:
         """Return the certain part of the text of a choice, from its tokens so far."""
-        stops = get_request_stop_texts(self.params, ())
+        stops = get_request_stop_texts(self.params)
         return self.make_echo(index // self.body.n) + trim_uncertain_end(self.decode(tokens), stops)
 
     def make_echo(self, p: int) -> str:
@@ -83,29 +88,11 @@ class _Completion:
 
     def decode_sample(self, sequence: SampledSequence) -> str:
         """Return the sampled text, without the end token or stop text."""
-        tokens = list(sequence.tokens)
-        stops = get_request_stop_texts(self.params, ())
-        text = self.decode(tokens)
-        cut = min((place for stop in stops if (place := text.find(stop)) >= 0), default=None)
-        if cut is not None:
-            return text[:cut]
-        is_marked = sequence.stop_reason == "stop" and tokens
-        return self.decode(tokens[:-1]) if is_marked else text
-
-    def make_choice(
-        self, p: int, index: int, text: str, sequence: SampledSequence | None
-    ) -> TextChoice:
-        """Return a choice of prompt p without logprobs. `sequence`: None if none was sampled."""
-        result: TextChoice = {
-            "index": index,
-            "text": self.make_echo(p) + text,
-            "logprobs": None,
-            "finish_reason": "length" if sequence is None else sequence.stop_reason,
-        }
-        if self.body.return_token_ids:
-            result["token_ids"] = [] if sequence is None else list(sequence.tokens)
-            result["prompt_token_ids"] = self.prompts[p]
-        return result
+        text, stops = self.decode(sequence.tokens), get_request_stop_texts(self.params)
+        cuts = [place for stop in stops if (place := text.find(stop)) >= 0]
+        if cuts:
+            return text[: min(cuts)]
+        return self.decode(sequence.tokens[:-1]) if sequence.stop_reason == "stop" else text
 
     def make_logprobs(
         self, tokens: Sequence[int], logprobs: Sequence[float | None], rows: Sequence[TopRow]
@@ -119,25 +106,20 @@ class _Completion:
             return format_token(self.tokenizer, token, self.body.tokens_as_ids)
 
         texts = [format_id(token) for token in tokens]
-        offsets, offset = [], 0
-        tops: list[dict[str, float] | None] = []
-        for text, logprob, row in zip(texts, logprobs, rows, strict=True):
-            offsets.append(offset)
-            offset += len(text)
-            if logprob is None:
-                tops.append(None)
-                continue
-            top: dict[str, float] = {}
-            for token, value in row or ():
-                top.setdefault(format_id(token), clamp_logprob(value))
-            top.setdefault(text, clamp_logprob(logprob))
-            tops.append(top)
         values = [None if logprob is None else clamp_logprob(logprob) for logprob in logprobs]
+        tops: list[dict[str, float] | None] = []
+        for text, value, row in zip(texts, values, rows, strict=True):
+            top: dict[str, float] = {}
+            for token, logprob in row or ():
+                top.setdefault(format_id(token), clamp_logprob(logprob))
+            if value is not None:
+                top.setdefault(text, value)
+            tops.append(None if value is None else top)
         return {
             "tokens": texts,
             "token_logprobs": values,
             "top_logprobs": tops if self.body.logprobs else None,
-            "text_offset": offsets,
+            "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)) if texts else [],
         }
 
 
@@ -153,7 +135,7 @@ async def handle_completions(
     tokenizer = await session.tokenizer(backend, model)
     # tokenizing a megabyte takes more than a second
     request = await asyncio.to_thread(_Completion.read, body, tokenizer)
-    k, n, samples_tokens = request.body.logprobs, request.body.n, request.body.max_tokens != 0
+    k, n = request.body.logprobs, request.body.n
     if k and not session.allows_rescoring:
         raise HttpError(
             400,
@@ -161,18 +143,19 @@ async def handle_completions(
             "sampled tokens",
             "logprobs",
         )
-    is_scored = request.body.echo and k is not None
-    options = {"include_prompt_logprobs": True, "topk_prompt_logprobs": k} if is_scored else {}
-    head = make_response_head("cmpl", model)
-
-    def make_writer() -> TextEventWriter:
-        include_usage = request.body.stream_options.include_usage
-        return TextEventWriter(head, request.decode_certain, include_usage)
-
+    options: dict[str, Any] = {}
+    if request.is_scored:
+        options = {"include_prompt_logprobs": True, "topk_prompt_logprobs": k}
+    head, include_usage = (
+        make_response_head("cmpl", model),
+        request.body.stream_options.include_usage,
+    )
+    make_writer = partial(TextEventWriter, head, request.decode_certain, include_usage)
     pending = []
     for p, prompt in enumerate(request.prompts):
-        show = {"show": live.make_callback(p * n)} if live and samples_tokens else {}
-        pending.append(session.sample(backend, model, prompt, n, request.params, **options, **show))
+        if live is not None and request.samples_tokens:
+            options["show"] = live.make_callback(p * n)
+        pending.append(session.sample(backend, model, prompt, n, request.params, **options))
     if live is not None:
         live.writer = make_writer()
     responses = await _gather_or_cancel(pending)
@@ -184,7 +167,7 @@ async def handle_completions(
         "choices": choices,
         "usage": usage,
     }
-    return result, make_writer if live is not None else None
+    return result, make_writer
 
 
 async def _make_choices(
@@ -194,35 +177,45 @@ async def _make_choices(
     responses: Sequence[SampleResponse],
 ) -> tuple[list[TextChoice], list[SampledSequence]]:
     """Return the choices of a response and the sampled sequences, which become turns."""
-    k, samples_tokens = request.body.logprobs, request.body.max_tokens != 0
-    is_scored = request.body.echo and k is not None
+    body, k = request.body, request.body.logprobs
     choices: list[TextChoice] = []
     sequences: list[SampledSequence] = []
     for p, response in enumerate(responses):
         prompt = request.prompts[p]
         for sequence in response.sequences:
-            text, tokens, logprobs, rows = "", [], [], []  # type: ignore[var-annotated]
-            if is_scored:
+            tokens: list[int] = []
+            logprobs: list[float | None] = []
+            rows: list[TopRow] = []
+            if request.is_scored:
                 tokens, logprobs = [*prompt], [*(response.prompt_logprobs or ())]
                 rows = [*(response.topk_prompt_logprobs or [None] * len(prompt))]
-            if samples_tokens:
+            choice: TextChoice = {
+                "index": len(choices),
+                "text": request.make_echo(p),
+                "logprobs": None,
+                "finish_reason": sequence.stop_reason if request.samples_tokens else "length",
+            }
+            if request.samples_tokens:
                 sequences.append(sequence)
                 text = request.decode_sample(sequence)
+                choice["text"] += text
                 answer = {"role": "assistant", "content": text}
                 is_complete = sequence.stop_reason == "stop"
                 session.record_turn(SampledTurn(prompt, sequence, answer, is_complete))
-                tokens, logprobs = tokens + sequence.tokens, logprobs + (sequence.logprobs or [])
+                tokens += sequence.tokens
+                logprobs += sequence.logprobs or []
                 rows += (
                     await session.compute_top_logprobs(
-                        serving.backend, request.body.model, prompt, sequence, k
+                        serving.backend, body.model, prompt, sequence, k
                     )
                     if k
                     else [None] * len(sequence.tokens)
                 )
-            sampled = sequence if samples_tokens else None
-            choice = request.make_choice(p, len(choices), text, sampled)
             if k is not None:
                 choice["logprobs"] = request.make_logprobs(tokens, logprobs, rows)
+            if body.return_token_ids:
+                choice["token_ids"] = list(sequence.tokens) if request.samples_tokens else []
+                choice["prompt_token_ids"] = prompt
             choices.append(choice)
     return choices, sequences
 

@@ -5,6 +5,7 @@ A message that cannot be read raises BadRequestError or another ValueError, whic
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,6 +33,8 @@ _NUMPY: dict[int, np.dtype[Any]] = {
     tinker_pb2.DTYPE_INT64: np.dtype("<i8"),
     tinker_pb2.DTYPE_INT32: np.dtype("<i4"),
 }
+_PROTO_DTYPES = {"float32": tinker_pb2.DTYPE_FLOAT32, "int64": tinker_pb2.DTYPE_INT64}
+_STOP_REASONS = {tinker_pb2.STOP_REASON_LENGTH: "length", tinker_pb2.STOP_REASON_STOP: "stop"}
 # limit of cells of all sparse tensors in a request, which are made dense: a constant, and a number
 # of cells for each value sent
 _MAX_CELLS, _CELLS_PER_VALUE = 2**22, 256
@@ -187,51 +190,30 @@ def encode_output(output: ForwardBackwardOutput) -> bytes:
     """
     message = tinker_pb2.ForwardBackwardOutput()
     message.loss_fn_output_type = "ArrayRecord"
-    for run in _group_by_fields(output.loss_fn_outputs):
-        record = message.loss_fn_outputs.add(num_datums=len(run))
-        for name, first in run[0].items():
-            field, arrays = (
-                record.fields[name],
-                [np.ascontiguousarray(output_row[name].array) for output_row in run],
-            )
-            field.dtype = (
-                tinker_pb2.DTYPE_FLOAT32 if first.dtype == "float32" else tinker_pb2.DTYPE_INT64
-            )
-            field.data = b"".join(array.tobytes() for array in arrays)
-            field.offsets = np.cumsum(
-                [0, *(array.nbytes for array in arrays)], dtype="<i8"
-            ).tobytes()
-            field.trailing_shape.extend(first.array.shape[1:])
+    for layout, group in itertools.groupby(output.loss_fn_outputs, _get_layout):
+        rows = list(group)
+        record = message.loss_fn_outputs.add(num_datums=len(rows))
+        for name, (dtype, trailing_shape) in layout.items():
+            field, parts = record.fields[name], [row[name].array.tobytes() for row in rows]
+            field.dtype, field.data = _PROTO_DTYPES[dtype], b"".join(parts)
+            field.offsets = np.cumsum([0, *map(len, parts)], dtype="<i8").tobytes()
+            field.trailing_shape.extend(trailing_shape)
     for key, value in output.metrics.items():
         message.metrics[key if ":" in key else f"{key}:mean"] = float(value)
     return message.SerializeToString()
 
 
-def _group_by_fields(
-    outputs: Sequence[Mapping[str, TensorData]],
-) -> list[list[Mapping[str, TensorData]]]:
-    """Group consecutive datums with the same fields, of the same dtype and trailing shape."""
-    runs: list[list[Mapping[str, TensorData]]] = []
-    last = None
-    for output in outputs:
-        kind = {name: (data.dtype, data.array.shape[1:]) for name, data in output.items()}
-        if kind != last:
-            runs.append([])
-        runs[-1].append(output)
-        last = kind
-    return runs
+def _get_layout(output: Mapping[str, TensorData]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the dtype and the trailing shape of each field of a datum's output."""
+    return {name: (data.dtype, data.array.shape[1:]) for name, data in output.items()}
 
 
 def encode_samples(response: SampleResponse) -> bytes:
     """Return the protobuf bytes of a sample response."""
     message = tinker_pb2.SampleResponse()
     for sequence in response.sequences:
-        item = message.sequences.add(
-            stop_reason=tinker_pb2.STOP_REASON_LENGTH
-            if sequence.stop_reason == "length"
-            else tinker_pb2.STOP_REASON_STOP
-        )
-        item.tokens = sequence.tokens_np.astype("<i4").tobytes()
+        item = message.sequences.add(tokens=sequence.tokens_np.astype("<i4").tobytes())
+        item.stop_reason = f"STOP_REASON_{sequence.stop_reason.upper()}"
         if sequence.logprobs_np is not None:
             item.logprobs = sequence.logprobs_np.astype("<f4").tobytes()
     if response.prompt_logprobs_np is not None:
@@ -249,34 +231,23 @@ def encode_samples(response: SampleResponse) -> bytes:
 def _write_topk(message: Any, rows: Sequence[Sequence[tuple[int, float]] | None]) -> None:
     """Write top-k logprobs as arrays [positions, k], padded with `_NO_LOGPROB`."""
     width = max((len(row) for row in rows if row), default=0)
-    ids, logprobs = (
-        np.zeros((len(rows), width), "<i4"),
-        np.full((len(rows), width), _NO_LOGPROB, "<f4"),
-    )
-    for i, row in enumerate(rows):
-        for j, (token, logprob) in enumerate(row or ()):
-            ids[i, j], logprobs[i, j] = token, logprob
-    message.k, message.length, message.token_ids, message.logprobs = (
-        width,
-        len(rows),
-        ids.tobytes(),
-        logprobs.tobytes(),
-    )
+    padded = [[*(row or ()), *[(0, _NO_LOGPROB)] * width][:width] for row in rows]
+    cells = np.array(padded, [("ids", "<i4"), ("logprobs", "<f4")])
+    message.k, message.length = width, len(rows)
+    message.token_ids, message.logprobs = cells["ids"].tobytes(), cells["logprobs"].tobytes()
 
 
 def samples_to_json(body: bytes) -> dict[str, Any]:
     """Return `encode_samples(...)` as JSON, for a client that does not accept protobuf."""
-    message, sequences = parse_message(tinker_pb2.SampleResponse, body), []
-    for item in message.sequences:
-        is_cut = item.stop_reason == tinker_pb2.STOP_REASON_LENGTH
-        logprobs = np.frombuffer(item.logprobs, "<f4").tolist()
-        sequences.append(
-            {
-                "tokens": np.frombuffer(item.tokens, "<i4").tolist(),
-                "logprobs": logprobs if item.HasField("logprobs") else None,
-                "stop_reason": "length" if is_cut else "stop",
-            }
-        )
+    message = parse_message(tinker_pb2.SampleResponse, body)
+    sequences = [
+        {
+            "tokens": np.frombuffer(item.tokens, "<i4").tolist(),
+            "logprobs": _read_floats(item.logprobs) if item.HasField("logprobs") else None,
+            "stop_reason": _STOP_REASONS[item.stop_reason],
+        }
+        for item in message.sequences
+    ]
     result: dict[str, Any] = {
         "type": "sample",
         "sequences": sequences,
@@ -285,14 +256,14 @@ def samples_to_json(body: bytes) -> dict[str, Any]:
         "topk_prompt_logprobs": None,
     }
     if message.HasField("prompt_logprobs"):
-        logprobs = np.frombuffer(message.prompt_logprobs, "<f4").tolist()
+        logprobs = _read_floats(message.prompt_logprobs)
         result["prompt_logprobs"] = [None if math.isnan(value) else value for value in logprobs]
     if message.HasField("topk_prompt_logprobs"):
         result["topk_prompt_logprobs"] = _read_topk(message.topk_prompt_logprobs)
     if message.HasField("target_prompt_logprobs"):
         tensor = message.target_prompt_logprobs
         array = np.frombuffer(tensor.dense, "<f4").reshape(tuple(tensor.shape))
-        result["target_prompt_logprobs"] = _tensor_to_json(TensorData.from_numpy(array))
+        result["target_prompt_logprobs"] = _tensor_to_json(array)
     return result
 
 
@@ -301,14 +272,13 @@ def output_to_json(body: bytes) -> dict[str, Any]:
     message = parse_message(tinker_pb2.ForwardBackwardOutput, body)
     rows: list[dict[str, Any]] = []
     for record in message.loss_fn_outputs:
-        run: list[dict[str, Any]] = [{} for _ in range(record.num_datums)]
+        first = len(rows)
+        rows += [{} for _ in range(record.num_datums)]
         for name, tensors in record.fields.items():
             offsets = np.frombuffer(tensors.offsets, "<i8").tolist()
-            for row, begin, end in zip(run, offsets[:-1], offsets[1:], strict=True):
+            for row, (begin, end) in zip(rows[first:], itertools.pairwise(offsets), strict=True):
                 array = np.frombuffer(tensors.data[begin:end], _NUMPY[tensors.dtype])
-                shaped = array.reshape(-1, *tensors.trailing_shape)
-                row[name] = _tensor_to_json(TensorData.from_numpy(shaped))
-        rows += run
+                row[name] = _tensor_to_json(array.reshape(-1, *tensors.trailing_shape))
     return {
         "loss_fn_output_type": message.loss_fn_output_type,
         "loss_fn_outputs": rows,
@@ -316,25 +286,21 @@ def output_to_json(body: bytes) -> dict[str, Any]:
     }
 
 
+def _read_floats(raw: bytes) -> list[float]:
+    return list(np.frombuffer(raw, "<f4").tolist())
+
+
 def _read_topk(message: Any) -> list[list[tuple[int, float]] | None]:
     """Return the (id, logprob) pairs of each position; None for a position without any."""
-    ids = np.frombuffer(message.token_ids, "<i4").reshape(message.length, message.k).tolist()
-    logprobs = np.frombuffer(message.logprobs, "<f4").reshape(message.length, message.k).tolist()
-    rows: list[list[tuple[int, float]] | None] = []
-    for tokens, values in zip(ids, logprobs, strict=True):
-        rows.append(
-            [
-                (token, value)
-                for token, value in zip(tokens, values, strict=True)
-                if value != _NO_LOGPROB
-            ]
-            or None
-        )
-    return rows
+    ids, logprobs = np.frombuffer(message.token_ids, "<i4").tolist(), _read_floats(message.logprobs)
+    pairs, k = list(zip(ids, logprobs, strict=True)), message.k
+    rows = [pairs[i * k : (i + 1) * k] for i in range(message.length)]
+    return [[pair for pair in row if pair[1] != _NO_LOGPROB] or None for row in rows]
 
 
-def _tensor_to_json(data: TensorData) -> dict[str, Any]:
+def _tensor_to_json(array: np.ndarray) -> dict[str, Any]:
     """Return a tensor as JSON."""
+    data = TensorData.from_numpy(array)
     return {"data": data.data, "dtype": data.dtype, "shape": data.shape}
 
 

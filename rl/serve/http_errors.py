@@ -5,6 +5,7 @@ A traceback is never sent.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from typing import Any, Literal
@@ -33,12 +34,16 @@ class SafeJSONResponse(JSONResponse):
 
     def render(self, content: Any) -> bytes:
         """Return `content` as compact ASCII JSON."""
+        return self.encode(content)
+
+    @staticmethod
+    def encode(content: Any) -> bytes:
+        """Return `content` as compact ASCII JSON."""
+        encode = functools.partial(json.dumps, separators=(",", ":"), allow_nan=False)
         try:
-            return json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")
+            return encode(content).encode("ascii")
         except ValueError:
-            return json.dumps(
-                replace_nonfinite(content), separators=(",", ":"), allow_nan=False
-            ).encode("ascii")
+            return encode(replace_nonfinite(content)).encode("ascii")
 
 
 class HttpError(Exception):

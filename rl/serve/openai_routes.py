@@ -4,14 +4,12 @@ sessions.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from starlette.requests import Request
 
-from rl.jsonl import replace_nonfinite
 from rl.serve.agent_sessions import AgentSession, AgentSessions, SampledTurn, SamplingBackend
-from rl.serve.api_routes import TypedRoute
+from rl.serve.api_routes import RouteHandler, TypedRoute
 from rl.serve.chat_response import (
     ChatEvent,
     ChatResponse,
@@ -46,21 +44,18 @@ def make_openai_routes(
     serving = OpenAIServing(backend, sessions or AgentSessions())
     sessions = serving.sessions
 
-    async def list_models(request: Request) -> Any:
+    def list_models(request: Request) -> Any:
         """List the models."""
-        models = await asyncio.to_thread(backend.models, get_request_owner(request))
-        return {"object": "list", "data": [_make_model_entry(model) for model in models]}
+        models = backend.models(get_request_owner(request))
+        return {"object": "list", "data": list(map(_make_model_entry, models))}
 
-    async def get_model(request: Request) -> Any:
+    def get_model(request: Request) -> Any:
         """Return a model."""
         name = request.path_params["model"]
-        for model in await asyncio.to_thread(backend.models, get_request_owner(request)):
+        for model in backend.models(get_request_owner(request)):
             if model.name == name:
                 return _make_model_entry(model)
         raise HttpError(404, f"unknown model {name!r:.200}", "model", code="model_not_found")
-
-    def find_session(request: Request) -> AgentSession:
-        return sessions.find(get_request_owner(request), request.path_params["session"])
 
     async def list_sessions(request: Request) -> Any:
         """List the names of sessions."""
@@ -68,7 +63,7 @@ def make_openai_routes(
 
     async def get_session(request: Request) -> Any:
         """Return the turns of a session."""
-        return replace_nonfinite(find_session(request).to_json())
+        return serving.find_session(request).to_json()
 
     async def delete_session(request: Request) -> Any:
         """Delete a session."""
@@ -77,23 +72,20 @@ def make_openai_routes(
 
     async def post_reward(request: Request) -> Any:
         """Score a session."""
-        session = find_session(request)
+        session = serving.find_session(request)
         body = read_body(RewardBody, parse_json_body(await request.body()))
         session.reward = body.reward
         session.metrics |= {name[:_MAX_NAME_LENGTH]: body.metrics[name] for name in body.metrics}
         return {"reward": session.reward, "turns": len(session.turns)}
 
-    session_path = "/session/{session}"
-    table = [
+    path = "/session/{session}"
+    table: list[tuple[str, str, RouteHandler]] = [
         ("GET", "/sessions", list_sessions),
-        ("GET", session_path, get_session),
-        ("DELETE", session_path, delete_session),
+        ("GET", path, get_session),
+        ("DELETE", path, delete_session),
+        *(("GET", prefix + "/v1/models", list_models) for prefix in ("", path)),
+        *(("GET", prefix + "/v1/models/{model:path}", get_model) for prefix in ("", path)),
     ]
-    for prefix in ("", session_path):
-        table += [
-            ("GET", prefix + "/v1/models", list_models),
-            ("GET", prefix + "/v1/models/{model:path}", get_model),
-        ]
     return [
         *serving.make_routes(
             "/v1/chat/completions", handle_chat, ChatBody, ChatResponse, ChatEvent
@@ -104,10 +96,10 @@ def make_openai_routes(
         *serving.make_routes("/inference/v1/generate", generate, GenerateBody, TokenResponse),
         *(
             # next to the routes below OPENAI_BASE_URL (/v1), and among them
-            TypedRoute(session_path + path, post_reward, "POST", RewardBody, is_openai=True)
-            for path in ("/reward", "/v1/reward")
+            TypedRoute(path + place, post_reward, body_type=RewardBody, is_openai=True)
+            for place in ("/reward", "/v1/reward")
         ),
-        *(TypedRoute(path, handler, method, is_openai=True) for method, path, handler in table),
+        *(TypedRoute(place, handler, method, is_openai=True) for method, place, handler in table),
     ]
 
 

@@ -26,7 +26,7 @@ from pydantic import (
 from rl.config import nearest_name
 from rl.renderers import format_broken_call
 from rl.serve.http_errors import HttpError
-from rl.serve.schemas import JsonBody, find_body_type, make_parameter, make_refusal, shorten
+from rl.serve.schemas import JsonBody, make_parameter, make_refusal, shorten
 from rl.types import Message, SamplingParams
 
 MAX_TOKENS = 2**31 - 1
@@ -119,39 +119,7 @@ class OpenAIBody(JsonBody):
         return _has_no_effect(name, value)
 
     @classmethod
-    def make_error(cls, error: Mapping[str, Any]) -> HttpError:
-        """Return the error of the innermost field that has a description, or of an item of a list
-        of objects, whose class has a title.
-        """
-        path, kind, value = list(error["loc"]), error["type"], error["input"]
-        model: Any = cls  # the class of the objects at `place`
-        place, expected = "", ""
-        while path and model is not None:
-            if isinstance(path[0], int):
-                place += f"[{path.pop(0)}]"
-                expected = model.model_config["title"] or ""
-                continue
-            name = f"{place}.{path[0]}".lstrip(".")
-            field = model.model_fields.get(path[0])
-            if field is None:
-                return model.describe_unknown(name, path[0], value)
-            if field.description is None:
-                break
-            place, expected = name, field.description.partition(";")[0]
-            model = find_body_type(field.annotation)
-            del path[0]
-        if kind == "refusal":
-            place += error["ctx"]["at"]
-            return HttpError(400, f"{place} {error['ctx']['text']}", place)
-        if kind == "missing" and not path:
-            return HttpError(400, f"the body lacks {place!r}: {expected}", place)
-        is_named = path and kind != "missing" and path[-1] != "[key]"
-        at = f" at {'.'.join(map(str, path))}" if is_named else ""
-        return HttpError(400, f"{place} must be {expected}, got {shorten(value)}{at}", place)
-
-    @classmethod
     def describe_unknown(cls, place: str, name: str, value: Any) -> HttpError:
-        """Return the error of an unknown field. `place`: its name with the names around it."""
         if name in NEUTRAL_VALUES:
             allowed = " or ".join(map(repr, NEUTRAL_VALUES[name])) or "null"
             reason = (

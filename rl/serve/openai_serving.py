@@ -6,31 +6,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
+import functools
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from rl.renderers import StopTextRenderer, parse_partial_answer, prompt_opens_thoughts
 from rl.serve.agent_sessions import AgentSession, AgentSessions, SampledTurn, SamplingBackend
 from rl.serve.api_routes import TypedRoute
-from rl.serve.chat_response import (
-    ChatResponse,
-    TextResponse,
-    TokenResponse,
-    make_choice,
-    make_response,
-    make_response_head,
-    parse_sample,
-)
+from rl.serve.chat_response import ChatContext, ChatResponse, TextResponse, TokenResponse
 from rl.serve.chat_stream import ChatEventWriter, EventWriter, LiveSamples
 from rl.serve.http_errors import HttpError, report_error
 from rl.serve.openai_schemas import ChatBody, ChatMessage, to_messages
+from rl.serve.request_store import compute_digest
 from rl.serve.schemas import JsonBody, parse_json_body, read_body
-from rl.types import SamplingParams
 
 SESSION_HEADER = "x-session-id"
 KEEP_ALIVE_SECONDS = 10.0  # without an event, after which a stream sends a keep-alive comment
@@ -55,6 +46,10 @@ class OpenAIServing:
         return (
             None if name is None else self.sessions.get_or_create(get_request_owner(request), name)
         )
+
+    def find_session(self, request: Request) -> AgentSession:
+        """Return the session of the request's path. Raises HttpError (404) if there is none."""
+        return self.sessions.find(get_request_owner(request), request.path_params["session"])
 
     def make_routes(
         self, path: str, handler: Handler, body_type: type[JsonBody], *response_types: type
@@ -86,16 +81,14 @@ class OpenAIServing:
         body = parse_json_body(raw)
         session = self.get_session(request)
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-        key = hashlib.blake2b(join_path_and_body(raw, request), digest_size=16).digest()
+        key = compute_digest(request.url.path.encode("utf-8", "backslashreplace"), raw)
         live = LiveSamples() if isinstance(body, dict) and body.get("stream") is True else None
-        if session is None:
-            work = asyncio.ensure_future(
-                handler(self, body, AgentSession(get_request_owner(request)), live)
-            )
-        else:
-            work = asyncio.ensure_future(
-                session.run_once(key, is_retry, lambda: handler(self, body, session, live))
-            )
+        run = functools.partial(
+            handler, self, body, session or AgentSession(get_request_owner(request)), live
+        )
+        work = asyncio.ensure_future(
+            run() if session is None else session.run_once(key, is_retry, run)
+        )
         if live is not None:
             return await _stream_response(work, live, has_no_session=session is None)
         while not (await asyncio.wait({work}, timeout=1.0))[0]:
@@ -111,11 +104,6 @@ class OpenAIServing:
 def get_request_owner(request: Request) -> str:
     """Return the owner of a request, as set by the surrounding application; "" without keys."""
     return str(getattr(request.state, "owner", "") or "")
-
-
-def join_path_and_body(raw: bytes, request: Request) -> bytes:
-    """Return the path and the body of a request, which identify a retry."""
-    return request.url.path.encode("utf-8", "backslashreplace") + b"\0" + raw
 
 
 async def _stream_response(
@@ -136,10 +124,9 @@ async def _stream_response(
             while not work.done():
                 if not await _wait_for_progress(work, live, KEEP_ALIVE_SECONDS):
                     yield b": the answer is being drawn\n\n"
-                for event in (
-                    live.writer.write_partial(live.take_new()) if live.writer is not None else ()
-                ):
-                    yield _format_event(event)
+                if live.writer is not None:
+                    for event in live.writer.write_partial(live.take_new()):
+                        yield _format_event(event)
         finally:
             if has_no_session and not work.done():
                 work.cancel()  # the client has disconnected
@@ -176,11 +163,8 @@ async def _wait_for_progress(
 
 def _format_event(value: Any) -> bytes:
     """Return a server-sent event with `value` as JSON."""
-    return (
-        b"data: "
-        + json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace")
-        + b"\n\n"
-    )
+    text = json.dumps(value, ensure_ascii=False)
+    return f"data: {text}\n\n".encode("utf-8", "backslashreplace")
 
 
 @contextlib.contextmanager
@@ -201,12 +185,13 @@ def refuse_unknown_words(param: str) -> Iterator[None]:
         ) from error
 
 
-def get_request_stop_texts(
-    params: SamplingParams, renderer_stops: Sequence[str | int]
-) -> list[str]:
-    """Return the stop texts of the request itself, which are cut off a response's text."""
-    excluded = set(renderer_stops)
-    return [item for item in params.stop or () if isinstance(item, str) and item not in excluded]
+@contextlib.contextmanager
+def _blame(param: str, prefix: str = "") -> Iterator[None]:
+    """Raise HttpError for a ValueError of a field."""
+    try:
+        yield
+    except ValueError as error:
+        raise HttpError(400, f"{prefix}{error}", param) from error
 
 
 async def handle_chat(
@@ -224,56 +209,29 @@ async def handle_chat(
         )
     backend = serving.backend
     renderer = await session.renderer(backend, request.model)
-    try:
+    with _blame("chat_template_kwargs", "chat_template_kwargs: "):
         renderer = renderer.with_settings(request.chat_template_kwargs)
-    except ValueError as error:
-        raise HttpError(400, f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
-    try:
+    with _blame("tools"):
         with_tools = renderer.with_tools(tools)
-    except ValueError as error:
-        raise HttpError(400, str(error), "tools") from error
-
-    def tokenize() -> list[int]:
-        with refuse_unknown_words("messages"):
-            return session.build_prompt(with_tools, messages, tools)
-
-    try:
-        prompt = await asyncio.to_thread(tokenize)  # a megabyte takes more than a second
-    except ValueError as error:
-        raise HttpError(400, str(error), "messages") from error
-    params = request.make_params(request.max_new_tokens, with_tools.get_stop_sequences())
-    head = make_response_head("chatcmpl", request.model)
-    stops = get_request_stop_texts(params, with_tools.get_stop_sequences())
-
-    def make_writer() -> ChatEventWriter:
-        return ChatEventWriter(request, head, with_tools, stops, prompt)
-
-    options = {}
+    with _blame("messages"), refuse_unknown_words("messages"):
+        # a megabyte takes more than a second
+        prompt = await asyncio.to_thread(session.build_prompt, with_tools, messages, tools)
+    context = ChatContext(request, with_tools, prompt)
+    make_writer, options = functools.partial(ChatEventWriter, context), {}
     if live is not None:
         live.writer, options = make_writer(), {"show": live.make_callback()}
-    response = await session.sample(backend, request.model, prompt, request.n, params, **options)
-    choices, in_thoughts = [], prompt_opens_thoughts(with_tools, prompt)
+    response = await session.sample(
+        backend, request.model, prompt, request.n, context.params, **options
+    )
+    choices, top = [], None
     for index, sequence in enumerate(response.sequences):
-        message, is_complete = parse_sample(with_tools, stops, sequence)
-        top_tokens = (
-            await session.compute_top_logprobs(
+        if request.top_logprobs:
+            top = await session.compute_top_logprobs(
                 backend, request.model, prompt, sequence, request.top_logprobs
             )
-            if request.top_logprobs
-            else None
-        )
-        visible = parse_partial_answer(
-            StopTextRenderer(with_tools, stops) if stops else with_tools,
-            sequence.tokens,
-            in_thoughts,
-            ended=True,
-        )
-        choices.append(make_choice(request, with_tools, index, sequence, visible, top_tokens))
-        (returned_message,) = to_messages([read_body(ChatMessage, choices[-1]["message"])])
-        session.record_turn(
-            SampledTurn(prompt, sequence, message, is_complete, messages, tools),
-            returned_message,
-        )
-    return make_response(
-        request, head, prompt, choices, response.sequences
-    ), make_writer if live is not None else None
+        choices.append(context.make_choice(index, sequence, top))
+        message, is_complete = context.reader.parse_response(sequence.tokens)
+        turn = SampledTurn(prompt, sequence, message, is_complete, messages, tools)
+        returned_message = read_body(ChatMessage, choices[-1]["message"])
+        session.record_turn(turn, *to_messages([returned_message]))
+    return context.make_response(choices, response.sequences), make_writer

@@ -10,11 +10,11 @@ bytes of its body until it has run, and with the bytes of its result afterwards.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 from starlette.responses import Response
 
-from rl.jsonl import replace_nonfinite
 from rl.serve import conversion
 from rl.serve.http_errors import (
     ErrorCategory,
@@ -31,11 +30,13 @@ from rl.serve.http_errors import (
     ShutdownError,
     to_http_error,
 )
-from rl.serve.tenant_limit import check_share
+from rl.serve.tenant_limit import TenantCounter, check_share
 from rl.types import ForwardBackwardOutput, SampleResponse
 
 PROTOBUF_TYPE = "application/x-protobuf"
 ResultKind = Literal["outputs", "samples", "json", "error", "interrupted"]
+# of the results that are stored in protobuf
+_JSON_CONVERTERS = {"outputs": conversion.output_to_json, "samples": conversion.samples_to_json}
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,12 @@ class EncodedResult:
                 "the server is shutting down and has not started this request: try again",
                 retry_after=5.0,
             )
-        if self.kind in ("json", "error"):
+        to_json = _JSON_CONVERTERS.get(self.kind)
+        if to_json is None:
             return Response(self.body, media_type="application/json")
         if protobuf:
             return Response(self.body, media_type=PROTOBUF_TYPE)
-        if self.kind == "outputs":
-            return SafeJSONResponse(conversion.output_to_json(self.body))
-        return SafeJSONResponse(conversion.samples_to_json(self.body))
+        return SafeJSONResponse(to_json(self.body))
 
 
 def encode_future(future: Future, verb: str) -> EncodedResult:
@@ -87,19 +87,13 @@ def _encode_result(result: Any) -> EncodedResult:
         return EncodedResult("outputs", conversion.encode_output(result))
     if isinstance(result, SampleResponse):
         return EncodedResult("samples", conversion.encode_samples(result))
-    return EncodedResult(
-        "json",
-        json.dumps(replace_nonfinite(result), separators=(",", ":"), allow_nan=False).encode(
-            "ascii"
-        ),
-    )
+    return EncodedResult("json", SafeJSONResponse.encode(result))
 
 
 def _encode_error(message: str, category: ErrorCategory) -> EncodedResult:
     """Encode an error. The message is cut to 10,000 characters."""
-    return EncodedResult(
-        "error", json.dumps({"error": message[:10_000], "category": category}).encode("ascii")
-    )
+    fields = {"error": message[:10_000], "category": category}
+    return EncodedResult("error", json.dumps(fields).encode("ascii"))
 
 
 @dataclass
@@ -116,7 +110,6 @@ class PendingRequest:
     digest: bytes = b""
     # of the work; the result is dropped after it has been encoded
     work_future: Future = field(default_factory=Future)
-    session_id: str = ""
     sequence_ids: list[str] | None = None
     tenant: str = ""
     size: int = 0  # bytes that it holds in memory
@@ -153,7 +146,7 @@ class RequestStore:
         self.held_bytes = held_bytes
         self.has_others: Callable[[str], bool] = lambda tenant: False
         self._lock = threading.Lock()
-        self._tenant_bytes: Counter[str] = Counter()  # bytes by tenant
+        self._tenant_bytes = TenantCounter()
         self._requests: dict[str, PendingRequest] = {}
         self._swept_at = time.monotonic()
 
@@ -186,30 +179,24 @@ class RequestStore:
 
         Results of the tenant that were not fetched in time are removed first.
         """
-        # oldest last; computed only if needed, because it scans all requests
-        stale: list[PendingRequest] | None = None
-        while (refusal := self._capacity_error(tenant, size)) is not None:
-            stale = (
-                [request for request in self._unfetched_requests() if request.tenant == tenant][
-                    ::-1
-                ]
-                if stale is None
-                else stale
-            )
-            if not stale:
-                raise refusal
-            self._remove(stale.pop())
+        try:
+            self._check_share(tenant, size)
+        except HttpError:
+            for request in self._unfetched_requests():
+                if request.tenant == tenant:
+                    self._remove(request)
+                    with contextlib.suppress(HttpError):
+                        return self._check_share(tenant, size)
+            raise
 
-    def _capacity_error(self, tenant: str, size: int) -> HttpError | None:
-        """Return the error for `size` more bytes of a tenant, or None if they fit."""
+    def _check_share(self, tenant: str, size: int) -> None:
+        """Raise HttpError (429) if `size` more bytes of a tenant do not fit now."""
         with self._lock:
             total, tenant_bytes = self._tenant_bytes.total(), self._tenant_bytes[tenant]
-        if not tenant_bytes and total + size <= self.held_bytes:
-            return None  # a tenant without requests may have a single large request
-        try:
-            what = "bytes of requests and of results that were not fetched (--held-bytes)"
+        # a tenant without requests may have a single large request
+        if tenant_bytes or total + size > self.held_bytes:
             check_share(
-                what,
+                "bytes of requests and of results that were not fetched (--held-bytes)",
                 self.held_bytes,
                 total,
                 tenant_bytes,
@@ -217,15 +204,17 @@ class RequestStore:
                 amount=size,
                 retry_after=1.0,
             )
-        except HttpError as refusal:
-            return refusal
-        return None
 
-    def add(self, request: PendingRequest) -> PendingRequest:
-        """Store a request, and encode its result as soon as its work is done."""
+    def add(self, request: PendingRequest, result: Any = None) -> PendingRequest:
+        """Store a request, and encode its result as soon as its work is done.
+
+        `result`: the result of a request whose work has been done before.
+        """
+        if result is not None:
+            request.work_future.set_result(result)
         self._requests[request.request_id] = request
         with self._lock:
-            self._tenant_bytes[request.tenant] += request.size
+            self._tenant_bytes.change(request.tenant, request.size)
         request.work_future.add_done_callback(lambda done: self._store_result(request, done))
         self.remove_expired()
         return request
@@ -235,7 +224,7 @@ class RequestStore:
         answer = encode_future(work_future, request.verb)
         with self._lock:
             if request.request_id in self._requests:
-                self._tenant_bytes[request.tenant] += len(answer.body) - request.size
+                self._tenant_bytes.change(request.tenant, len(answer.body) - request.size)
                 request.size = len(answer.body)
         request.finished_at = time.monotonic()
         request.result_future.set_result(answer)
@@ -246,14 +235,11 @@ class RequestStore:
         """Return a request. Raises HttpError (410) if the id is unknown or has another owner."""
         request = self._requests.get(request_id)
         if request is None or request.owner != owner:
-            retention = (
-                f"results are kept for {self.resend_seconds:.0f} s after they were sent, unsent "
-                f"results for {self.keep_seconds:.0f} s"
-            )
             raise HttpError(
                 410,
-                f"unknown request id: it has expired ({retention}), or belongs to an earlier "
-                "server",
+                "unknown request id: it has expired (results are kept for "
+                f"{self.resend_seconds:.0f} s after they were sent, unsent results for "
+                f"{self.keep_seconds:.0f} s), or belongs to an earlier server",
             )
         return request
 
@@ -267,14 +253,10 @@ class RequestStore:
             return
         self._swept_at = now
         for request in list(self._requests.values()):
-            if request.sent_at is not None:
-                expired = now - request.sent_at >= self.resend_seconds
-            else:
-                expired = (
-                    request.finished_at is not None
-                    and now - request.finished_at >= self.keep_seconds
-                )
-            if expired:
+            begin, seconds = request.sent_at, self.resend_seconds
+            if begin is None:
+                begin, seconds = request.finished_at, self.keep_seconds
+            if begin is not None and now - begin >= seconds:
                 self._remove(request)
         for request in self._unfetched_requests() if self.total_bytes > self.held_bytes else ():
             if self.total_bytes > self.held_bytes:
@@ -296,22 +278,9 @@ class RequestStore:
         with self._lock:
             if self._requests.pop(request.request_id, None) is None:
                 return
-            self._tenant_bytes[request.tenant] -= request.size
-            if not self._tenant_bytes[request.tenant]:
-                del self._tenant_bytes[request.tenant]
+            self._tenant_bytes.change(request.tenant, -request.size)
 
 
 def compute_digest(*parts: bytes) -> bytes:
     """Return the 16-byte BLAKE2b digest of the parts, joined by zero bytes."""
     return hashlib.blake2b(b"\0".join(parts), digest_size=16).digest()
-
-
-def resolve_request(
-    request: PendingRequest, result: Any = None, error: BaseException | None = None
-) -> PendingRequest:
-    """Resolve a request whose result or error is already known, and return the request."""
-    if error is None:
-        request.work_future.set_result(result)
-    else:
-        request.work_future.set_exception(error)
-    return request

@@ -10,18 +10,18 @@ waiting samples are taken together.
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Generator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl.serve.tenant_limit import check_share
+from rl.serve.tenant_limit import TenantCounter, check_share
 
 WorkFn = Callable[[], Generator[None, None, Any]]
 
 
-@dataclass
+@dataclass(eq=False)
 class EngineJob:
     """Hold a unit of work of `owner`. `done` resolves to the generator's return value or error."""
 
@@ -34,7 +34,7 @@ class EngineJob:
     tenant: str = ""  # whose turn and share of the queue the job takes; the owner if empty
 
 
-@dataclass
+@dataclass(eq=False)
 class SamplingJob:
     """Hold a sample request that waits to be batched with others.
 
@@ -43,13 +43,14 @@ class SamplingJob:
 
     owner: str
     get_client: Callable[[], Any]
-    arguments: dict[str, Any]
+    arguments: dict[str, Any]  # of `SamplingClient.make_request`
     done: Future = field(default_factory=Future)
     prompt_tokens: int = 0  # set when the prompt has been read
     sampling_client: Any = None  # the result of `get_client()`, set when it has been called
     # receives the tokens sampled so far; called on the sampling thread
     on_progress: Callable[[dict[int, Any]], None] | None = None
     tenant: str = ""  # as in `EngineJob`
+    sequence_ids: Sequence[str] = ()  # promised before sampling
 
 
 class FairQueue:
@@ -61,16 +62,21 @@ class FairQueue:
     def __init__(self, limit: int):
         self.limit = limit
         self.has_others: Callable[[str], bool] = lambda tenant: False
-        self._tenant_counts: Counter[str] = Counter()  # waiting jobs and samples by tenant
+        self._tenant_counts = TenantCounter()  # waiting jobs and samples by tenant
         # requests by tenant that wait for an earlier number, outside the queue
-        self._early_counts: Counter[str] = Counter()
+        self._early_counts = TenantCounter()
         self.changed = threading.Condition()
         self._lanes_by_tenant: OrderedDict[str, OrderedDict[str, deque[EngineJob]]] = OrderedDict()
         self._samples: deque[SamplingJob] = deque()
-        self._waiting_jobs = 0
+        self._length = 0
 
     def __len__(self) -> int:
-        return self._waiting_jobs + len(self._samples)
+        return self._length
+
+    def _count(self, job: EngineJob | SamplingJob, amount: int) -> None:
+        """Add `amount` to the counts of a job. The caller holds `changed`."""
+        self._length += amount
+        self._tenant_counts.change(job.tenant, amount)
 
     def check_capacity(self, tenant: str, amount: int = 1, *, in_order: bool = False) -> None:
         """Raise HttpError (429) if the queue is full, or if the tenant's share of it is.
@@ -81,20 +87,15 @@ class FairQueue:
         with self.changed:
             if len(self) + amount > self.limit // 2:
                 self._drop_cancelled()
-            total, tenant_total, others_queued = (
-                len(self),
-                self._tenant_counts[tenant],
-                any(other != tenant for other in self._tenant_counts),
-            )
+            total, tenant_total = len(self), self._tenant_counts[tenant]
+            others = any(other != tenant for other in self._tenant_counts)
             early = 0 if in_order else self._early_counts[tenant]
-        resource = "waiting requests (--queued)"
-        others = others_queued or self.has_others(tenant)
         check_share(
-            resource,
+            "waiting requests (--queued)",
             self.limit,
             total + early,
             tenant_total + early,
-            others,
+            others or self.has_others(tenant),
             amount=amount,
             retry_after=1.0,
         )
@@ -103,11 +104,9 @@ class FairQueue:
         """Append a job to its lane."""
         with self.changed:
             job.tenant = job.tenant or job.owner
-            self._lanes_by_tenant.setdefault(job.tenant, OrderedDict()).setdefault(
-                job.lane, deque()
-            ).append(job)
-            self._waiting_jobs += 1
-            self._tenant_counts[job.tenant] += 1
+            lanes = self._lanes_by_tenant.setdefault(job.tenant, OrderedDict())
+            lanes.setdefault(job.lane, deque()).append(job)
+            self._count(job, 1)
             self.changed.notify()
 
     def add_sample(self, job: SamplingJob) -> None:
@@ -116,38 +115,30 @@ class FairQueue:
         self.check_capacity(job.tenant)
         with self.changed:
             self._samples.append(job)
-            self._tenant_counts[job.tenant] += 1
+            self._count(job, 1)
             self.changed.notify()
 
     def add_early(self, tenant: str, amount: int) -> None:
         """Add `amount`, possibly negative, to the tenant's requests that wait for a number."""
         with self.changed:
-            self._early_counts[tenant] += amount
-            if not self._early_counts[tenant]:
-                del self._early_counts[tenant]
-
-    def _decrement_tenant(self, job: EngineJob | SamplingJob) -> None:
-        """Subtract a job from its tenant's count. The caller holds `changed`."""
-        self._tenant_counts[job.tenant] -= 1
-        if not self._tenant_counts[job.tenant]:
-            del self._tenant_counts[job.tenant]
+            self._early_counts.change(tenant, amount)
 
     def _drop_cancelled(self) -> None:
         """Remove cancelled samples. The caller holds `changed`."""
-        cancelled = [job for job in self._samples if job.done.cancelled()]
-        if cancelled:
-            self._samples = deque(job for job in self._samples if not job.done.cancelled())
-            for job in cancelled:
-                self._decrement_tenant(job)
+        samples, self._samples = self._samples, deque()
+        for job in samples:
+            if job.done.cancelled():
+                self._count(job, -1)
+            else:
+                self._samples.append(job)
 
     def take_samples(self) -> list[SamplingJob]:
         """Remove all waiting samples from the queue, and return them."""
         with self.changed:
             self._drop_cancelled()
-            samples = list(self._samples)
-            self._samples.clear()
+            samples, self._samples = list(self._samples), deque()
             for job in samples:
-                self._decrement_tenant(job)
+                self._count(job, -1)
             return samples
 
     def has_only_samples(self) -> bool:
@@ -170,34 +161,25 @@ class FairQueue:
             return jobs[0]
 
     def finish_job(self, job: EngineJob) -> None:
-        """Remove a finished job from the head of its lane."""
+        """Remove a finished job."""
         with self.changed:
-            lanes = self._lanes_by_tenant[job.tenant]
-            lanes[job.lane].popleft()
-            self._waiting_jobs -= 1
-            self._decrement_tenant(job)
-            if not lanes[job.lane]:
-                del lanes[job.lane]
-            if not lanes:
-                del self._lanes_by_tenant[job.tenant]
+            self._remove(job)
 
-    def drain(self) -> tuple[list[EngineJob], list[SamplingJob]]:
+    def _remove(self, job: EngineJob) -> None:
+        """Remove a job from its lane. The caller holds `changed`."""
+        lanes = self._lanes_by_tenant[job.tenant]
+        lanes[job.lane].remove(job)
+        self._count(job, -1)
+        if not lanes[job.lane]:
+            del lanes[job.lane]
+        if not lanes:
+            del self._lanes_by_tenant[job.tenant]
+
+    def drain(self) -> list[EngineJob | SamplingJob]:
         """Remove and return all work that has not started, because the server ends."""
         with self.changed:
-            lanes_of_all, self._lanes_by_tenant = self._lanes_by_tenant, OrderedDict()
-            samples, self._samples = list(self._samples), deque()
-            self._waiting_jobs = 0
-            jobs_removed: list[EngineJob] = []
-            for tenant, lanes in lanes_of_all.items():
-                for lane, jobs in lanes.items():
-                    if jobs[0].generator is not None:
-                        self._lanes_by_tenant.setdefault(tenant, OrderedDict())[lane] = deque(
-                            [jobs.popleft()]
-                        )
-                        self._waiting_jobs += 1
-                    jobs_removed += jobs
-            for job in jobs_removed:
-                self._decrement_tenant(job)
-            for sample in samples:
-                self._decrement_tenant(sample)
-            return jobs_removed, samples
+            lanes = [lane for lanes in self._lanes_by_tenant.values() for lane in lanes.values()]
+            jobs = [job for lane in lanes for job in lane if job.generator is None]
+            for job in jobs:
+                self._remove(job)
+            return [*jobs, *self.take_samples()]

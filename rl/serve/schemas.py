@@ -16,9 +16,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
-    Tag,
     ValidationError,
     model_validator,
 )
@@ -101,31 +99,52 @@ class JsonBody(BaseModel):
 
     @classmethod
     def make_error(cls, error: Mapping[str, Any]) -> HttpError:
-        """Return the error for a field of another type or range. `error`: pydantic's error."""
-        name, value, kind = ".".join(map(str, error["loc"])), error["input"], error["type"]
-        model: type[JsonBody] | None = cls
-        expected = None
-        for part in error["loc"]:
-            if model is not None and part in model.model_fields:
-                field = model.model_fields[part]
-                expected, model = field.description, find_body_type(field.annotation)
-        if kind == "extra_forbidden":
-            accepted = f": it accepts {', '.join(model.model_fields)}" if model else ""
-            return HttpError(400, f"{name} is not supported{accepted}")
-        if value is None or kind == "missing":
-            return HttpError(
-                400, f"the body lacks {name!r}" + (f": {expected}" if expected else "")
-            )
-        if expected is not None:
-            return HttpError(400, f"{name} must be {expected}, got {shorten(value)}")
-        if kind in _TYPE_ERRORS:
-            text = f"{name} must be of type {_TYPE_ERRORS[kind]}, got {type(value).__name__}"
-            return HttpError(400, text)
-        context = error.get("ctx", {})
-        if kind in ("greater_than_equal", "less_than_equal"):
-            bound = f"at least {context['ge']}" if "ge" in context else f"at most {context['le']}"
-            return HttpError(400, f"{name} must be an integer of {bound}, got {value}")
-        return HttpError(400, f"{name}: {error['msg']}, got {value!r:.80}")
+        """Return the error of a field of another type or range: of the innermost field that has a
+        description, or of an item of a list of objects, whose class has a title.
+
+        `error`: pydantic's error.
+        """
+        path, kind, value = list(error["loc"]), error["type"], error["input"]
+        model: Any = cls  # the class of the objects at `place`
+        place, expected = "", ""
+        while path and model is not None:
+            if isinstance(path[0], int):
+                place += f"[{path.pop(0)}]"
+                expected = model.model_config.get("title") or ""
+                continue
+            name = f"{place}.{path[0]}".lstrip(".")
+            field = model.model_fields.get(path[0])
+            if field is None:
+                return model.describe_unknown(name, path[0], value)
+            if field.description is None and expected:
+                break
+            place, expected = name, (field.description or "").partition(";")[0]
+            model = find_body_type(field.annotation)
+            del path[0]
+        if kind == "refusal":
+            place += error["ctx"]["at"]
+            return HttpError(400, f"{place} {error['ctx']['text']}", place)
+        is_absent = kind == "missing" or value is None and not place.endswith("]")
+        if is_absent and not path:
+            hint = f": {expected}" if expected else ""
+            return HttpError(400, f"the body lacks {place!r}{hint}", place)
+        got = shorten(value)
+        if not expected and kind in _TYPE_ERRORS:
+            expected, got = f"of type {_TYPE_ERRORS[kind]}", type(value).__name__
+        bounds = error.get("ctx", {})
+        if not expected and "ge" in bounds:
+            expected = f"an integer of at least {bounds['ge']}"
+        elif not expected and "le" in bounds:
+            expected = f"an integer of at most {bounds['le']}"
+        is_named = path and kind != "missing" and path[-1] != "[key]"
+        at = f" at {'.'.join(map(str, path))}" if is_named else ""
+        return HttpError(400, f"{place} must be {expected or error['msg']}, got {got}{at}", place)
+
+    @classmethod
+    def describe_unknown(cls, place: str, name: str, value: Any) -> HttpError:
+        """Return the error of an unknown field. `place`: its name with the names around it."""
+        accepted = ", ".join(cls.model_fields)
+        return HttpError(400, f"{place} is not supported: it accepts {accepted}", place)
 
 
 def find_body_type(annotation: Any) -> type[JsonBody] | None:
@@ -314,28 +333,29 @@ class AcceptedSampleBody(JsonBody):
     prompt_alt_tokens_k: Any = None
 
 
-class TextChunkBody(JsonBody):
-    """Hold the tokens of a prompt's chunk."""
+class ChunkBody(JsonBody):
+    """Hold a part of a prompt: the token ids of a text, or an image."""
 
-    type: Literal["encoded_text"] = "encoded_text"
-    tokens: list[int] = Field(fail_fast=True, description="a list of token ids")
+    model_config = ConfigDict(title="a text ('encoded_text') or the bytes of an image ('image')")
 
-    def to_chunk(self) -> EncodedTextChunk:
-        """Return the chunk."""
-        return EncodedTextChunk(self.tokens)
-
-
-class ImageChunkBody(JsonBody):
-    """Hold an image of a prompt: its bytes in base64, and its format, png or jpeg."""
-
-    type: Literal["image"]
-    data: str = ""
-    format: Any = None
+    type: Literal["encoded_text", "image"] = Field(
+        default="encoded_text",
+        description="'encoded_text' or 'image': this server accepts text and the bytes of images",
+    )
+    tokens: list[int] | None = Field(
+        default=None, fail_fast=True, description="a list of token ids; of a text"
+    )
+    data: str = Field(default="", description="bytes in base64; of an image")
+    format: Any = Field(default=None, description="png or jpeg; of an image")
     expected_tokens: Any = None
     override_dimensions: Any = None
 
-    def to_chunk(self) -> ImageChunk:
-        """Return the image. Raises BadRequestError for an invalid field."""
+    def to_chunk(self) -> EncodedTextChunk | ImageChunk:
+        """Return the chunk. Raises BadRequestError for an invalid field."""
+        if self.type == "encoded_text":
+            if self.tokens is None:
+                raise BadRequestError("a chunk of the prompt lacks 'tokens': a list of token ids")
+            return EncodedTextChunk(self.tokens)
         try:
             data = base64.b64decode(self.data, validate=True)
         except ValueError:
@@ -347,19 +367,7 @@ class ImageChunkBody(JsonBody):
 class PromptBody(JsonBody):
     """Hold a prompt, in the form of types.ModelInput."""
 
-    chunks: list[
-        Annotated[
-            Annotated[TextChunkBody, Tag("encoded_text")] | Annotated[ImageChunkBody, Tag("image")],
-            Discriminator(
-                lambda chunk: (
-                    chunk.get("type", "encoded_text") if isinstance(chunk, dict) else None
-                ),
-                custom_error_type="chunk",
-                custom_error_message="this server accepts text ('encoded_text') and the bytes of "
-                "images ('image')",
-            ),
-        ]
-    ] = Field(fail_fast=True)
+    chunks: list[ChunkBody] = Field(fail_fast=True, description="a list of chunks")
 
 
 class SamplingParamsBody(JsonBody):

@@ -8,17 +8,24 @@ from __future__ import annotations
 import functools
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rl.client import SamplingClient, TrainingClient, drop_gradients, forward_backward_microbatches
 from rl.distributed import checkpoint_folder
-from rl.errors import UserError
+from rl.errors import BadRequestError, UserError
 from rl.serve.http_errors import HttpError, ShutdownError
 from rl.serve.request_store import PendingRequest, RequestStore
 from rl.serve.scheduler import EngineJob
+from rl.serve.schemas import (
+    LoadWeightsBody,
+    OptimStepBody,
+    SaveWeightsBody,
+    SaveWeightsExternalBody,
+    SaveWeightsForSamplerBody,
+)
 from rl.serve.serve_settings import ServedBaseModel
 from rl.serve.serving_engine import ServingEngine, log_write_failure
 from rl.serve.session_store import (
@@ -27,9 +34,9 @@ from rl.serve.session_store import (
     SamplerRecord,
     SessionRecord,
     SessionStore,
-    get_tenant,
+    choose_oldest,
+    format_path,
 )
-from rl.serve.tenant_limit import choose_evictions
 from rl.types import AdamParams, Datum
 
 VerbSteps = Generator[None, None, Any]
@@ -50,8 +57,7 @@ class ModelManager:
         self.engine = engine
         self.session_store = session_store
         self._snapshots: OrderedDict[Path, SamplingClient] = OrderedDict()
-        engine.resolvers.append(self.resolve_name)
-        engine.name_listers.append(self.list_names)
+        engine.resolve_name, engine.list_names = self.resolve_name, self.list_names
         engine.queue.has_others = session_store.has_other_tenants = self.has_other_tenants
         for state, loaded in (("in_memory", True), ("written_out", False)):
             count = functools.partial(self._count_models, loaded)
@@ -88,7 +94,7 @@ class ModelManager:
             )
             request.work_future.set_exception(HttpError(400, message))
             return
-        tenant = get_tenant(model)
+        tenant = model.tenant
         self.engine.queue.check_capacity(
             tenant, in_order=seq == model.next_seq and bool(model.queued_jobs)
         )
@@ -133,16 +139,31 @@ class ModelManager:
     def interrupt_waiting(self) -> None:
         """Answer the requests that wait for an earlier number with "try again": the server ends."""
         for model in self.session_store.list_models():
-            for job in self.remove_waiting(model):
-                if job.done.set_running_or_notify_cancel():
-                    job.done.set_exception(ShutdownError())
+            self._fail_waiting(model, ShutdownError())
 
-    def remove_waiting(self, model: ModelRecord) -> list[EngineJob]:
-        """Remove the requests that wait for an earlier number, and return them."""
-        waiting, model.queued_jobs = list(model.queued_jobs.values()), {}
-        for job in waiting:
+    def _fail_waiting(self, model: ModelRecord, error: Exception) -> None:
+        """Remove the requests that wait for an earlier number; `error` becomes their result."""
+        waiting, model.queued_jobs = model.queued_jobs, {}
+        for job in waiting.values():
             self.engine.queue.add_early(job.tenant, -1)
-        return waiting
+            if job.done.set_running_or_notify_cancel():
+                job.done.set_exception(error)
+
+    def end_session(self, session: SessionRecord, reason: str) -> None:
+        """End a session: fail its waiting requests and free its memory.
+
+        Do nothing if the session has ended before; its first reason stays.
+        """
+        if session.finished is not None:
+            return
+        session.finished = reason
+        self.session_store.save_session(session)
+        error = HttpError(410, f"the session of this request has ended ({reason})")
+        for model in self.session_store.list_models(session_id=session.session_id):
+            self._fail_waiting(model, error)
+        lane = f"{session.session_id}:end"
+        work = functools.partial(self._free_session, session.session_id)
+        self.engine.submit(session.owner, lane, "end_session", work)
 
     @staticmethod
     def _run_work(model: ModelRecord, seq: int, work: Callable[[], VerbSteps]) -> VerbSteps:
@@ -173,11 +194,9 @@ class ModelManager:
         except BaseException as error:
             self.free_model(model)
             self.session_store.remove_model(model, fresh)
-            for job in self.remove_waiting(model):  # the model is no longer known
-                if job.done.set_running_or_notify_cancel():
-                    job.done.set_exception(
-                        UserError(f"{model.model_id} could not be made: {error}")
-                    )
+            # the model is no longer known
+            text = f"{model.model_id} could not be made: {error}"
+            self._fail_waiting(model, UserError(text))
             raise
         return model.create_result
 
@@ -207,16 +226,9 @@ class ModelManager:
         with a gradient or with running work stays in memory.
         """
         loaded = [model for model in self.session_store.list_models() if model.client is not None]
-        idle = sorted(
-            (model for model in loaded if not model.has_gradient and not model.is_running),
-            key=lambda model: model.last_used,
-        )
-        tenants = {model.model_id: get_tenant(model) for model in idle}
+        idle = [model for model in loaded if not model.has_gradient and not model.is_running]
         count = len(loaded) + 1 - self.engine.settings.limits.models_in_memory
-        for model in [
-            self.session_store.models[name]
-            for name in choose_evictions(tenants, list(tenants), count)
-        ]:
+        for model in choose_oldest(idle, count):
             self.write_model(model)
             self.free_model(model)
             self.engine.metrics.increment("written_out_total", which="written_out")
@@ -282,7 +294,7 @@ class ModelManager:
             model.client.release()
             model.client = None
 
-    def free_session(self, session_id: str) -> VerbSteps:
+    def _free_session(self, session_id: str) -> VerbSteps:
         """Free the memory of a session: drop gradients, write models to disk, remove samplers."""
         yield
         for model in self.session_store.list_models(session_id=session_id):
@@ -350,9 +362,14 @@ class ModelManager:
         )
         return output
 
-    def optim_step(self, model: ModelRecord, params: AdamParams) -> VerbSteps:
-        """Update the weights. Raises UserError if a forward_backward of the step failed."""
+    def optim_step(self, model: ModelRecord, body: OptimStepBody) -> VerbSteps:
+        """Queue an update of the weights."""
         yield
+        if body.optimizer_params is not None:
+            raise BadRequestError("only AdamW is supported here: optim_step takes types.AdamParams")
+        if body.adam_params is None:
+            raise BadRequestError("the body lacks 'adam_params'")
+        params = AdamParams(**body.adam_params.model_dump(exclude_unset=True))
         failed, model.batch_error = model.batch_error, None
         client = self.load_client(model)
         if failed is not None:
@@ -369,81 +386,104 @@ class ModelManager:
         self.commit_change(model, "optim_step", uses_gradient=True)
         return result
 
-    def save_state(
-        self,
-        model: ModelRecord,
-        name: str,
-        ttl: int | None,
-        overwrite: bool,
-        metadata: dict[str, str],
+    def save_weights(self, model: ModelRecord, body: SaveWeightsBody) -> VerbSteps:
+        """Queue saving weights and optimizer state."""
+        return self._save(
+            model, body, TrainingClient.save_state, "weights", overwrite=body.overwrite
+        )
+
+    def save_weights_external(self, model: ModelRecord, body: SaveWeightsExternalBody) -> VerbSteps:
+        """Queue saving the merged weights as a Hugging Face folder."""
+        if body.age_encryption_recipients:
+            raise BadRequestError(
+                "encryption of weights is not supported here: omit age_encryption_recipients"
+            )
+        save, merged = TrainingClient.save_weights_for_sampler, model.lora_rank is not None
+        return self._save(model, body, save, "external_weights", merged=merged)
+
+    def save_weights_for_sampler(
+        self, model: ModelRecord, body: SaveWeightsForSamplerBody
     ) -> VerbSteps:
-        """Save weights and optimizer state. `ttl`: time to live in seconds."""
-        yield
-        client = self.load_client(model)
-        client.save_state(
-            name,
-            ttl,
-            overwrite,
-            {**model.user_metadata, **metadata},
-            folder=model.folder / "weights",
-        ).result()
-        return {
-            "path": self.session_store.format_path(model, "weights", name),
-            "type": "save_weights",
-        }
+        """Queue saving weights for sampling, or a new sampling session of the current weights.
 
-    def save_for_sampler(
-        self, model: ModelRecord, name: str, ttl: int | None, metadata: dict[str, str]
-    ) -> VerbSteps:
-        """Save weights for sampling, and keep a snapshot in memory. `ttl`: seconds."""
+        Saved weights stay in memory as a snapshot. Without a `path`, the weights become a sampling
+        session and are not saved.
+        """
+        if body.kind != "snapshot":
+            raise BadRequestError(
+                "kind is 'snapshot' here: create a new sampling client after each update"
+            )
+        if body.path is not None:
+            save = TrainingClient.save_weights_for_sampler
+            result = yield from self._save(model, body, save, SAMPLER_KIND)
+            folder = model.folder / SAMPLER_KIND / body.path
+            self._snapshots[folder] = self._take_snapshot(model)
+            while len(self._snapshots) > _MAX_SNAPSHOTS:
+                self._snapshots.popitem(last=False)
+            return result
+        if body.sampling_session_seq_id is None:
+            raise BadRequestError("the body lacks 'sampling_session_seq_id'")
+        sampler_id = f"{model.session}:sample:{body.sampling_session_seq_id}"
+        if sampler_id in self.session_store.samplers:
+            raise BadRequestError(f"the sampling session {sampler_id} already exists")
+        sampler = SamplerRecord(
+            sampler_id, model.owner, model.session, model.base, is_in_memory=True
+        )
         yield
-        client, folder = self.load_client(model), model.folder / "sampler_weights"
-        client.save_weights_for_sampler(
-            name, ttl, {**model.user_metadata, **metadata}, folder=folder
-        ).result()
-        self._snapshots[folder / name] = client.save_weights_and_get_sampling_client().result()
-        while len(self._snapshots) > _MAX_SNAPSHOTS:
-            self._snapshots.popitem(last=False)
-        return {
-            "path": self.session_store.format_path(model, "sampler_weights", name),
-            "type": "save_weights_for_sampler",
-        }
-
-    def save_external(self, model: ModelRecord, name: str, ttl: int | None) -> VerbSteps:
-        """Save the full weights as a Hugging Face folder, with the adapter merged into its base."""
-        yield
-        client = self.load_client(model)
-        folder = model.folder / "external_weights"
-        client.save_weights_for_sampler(
-            name, ttl, model.user_metadata, merged=model.lora_rank is not None, folder=folder
-        ).result()
-        return {
-            "path": self.session_store.format_path(model, "external_weights", name),
-            "type": "save_weights_external",
-        }
-
-    def snapshot_weights(self, model: ModelRecord, sampler: SamplerRecord) -> VerbSteps:
-        """Give a sampling session the current weights. Nothing is written to disk."""
-        yield
-        sampler.client = self.load_client(model).save_weights_and_get_sampling_client().result()
+        sampler.client = self._take_snapshot(model)
         self.session_store.add_sampler(sampler)
         self._evict_samplers()
-        return {"sampling_session_id": sampler.sampler_id, "type": "save_weights_for_sampler"}
+        return {"sampling_session_id": sampler_id}
 
-    def load_weights(
-        self, model: ModelRecord, folder: Path, with_optimizer: bool, path: str
+    def _take_snapshot(self, model: ModelRecord) -> SamplingClient:
+        """Return a sampling client of the current weights."""
+        return self.load_client(model).save_weights_and_get_sampling_client().result()
+
+    def _save(
+        self,
+        model: ModelRecord,
+        body: SaveWeightsBody,
+        save: Callable[..., Any],
+        kind: str,
+        **options: Any,
     ) -> VerbSteps:
-        """Load saved weights into a model, and drop its gradient and its errors."""
+        """Save the weights with a method of TrainingClient, by default as `step-<seq>`.
+
+        kind       folder of the model for checkpoints of this kind
+        options    further arguments of `save`
+
+        Raises BadRequestError if the name has other characters than letters, digits, '.', '_' and
+        '-'.
+        """
+        name = f"step-{body.seq_id:06d}" if body.path is None else body.path
+        if not checkpoint_folder.is_checkpoint_name(name):
+            raise BadRequestError(
+                "a checkpoint's name consists of letters, digits, '.', '_' and '-', got "
+                f"{name[:80]!r}"
+            )
+        yield
+        folder, metadata = model.folder / kind, {**model.user_metadata, **body.user_metadata}
+        options |= {"user_metadata": metadata, "folder": folder}
+        save(self.load_client(model), name, body.ttl_seconds, **options).result()
+        return {"path": format_path(folder / name)}
+
+    def find_weights(self, body: LoadWeightsBody, owner: str) -> tuple[ModelRecord, Path]:
+        """Return the model and the folder of the weights to load."""
+        kinds = ("weights",) if body.optimizer else ("weights", SAMPLER_KIND)
+        return self.session_store.find_folder(body.path, owner, kinds=kinds)
+
+    def load_weights(self, model: ModelRecord, body: LoadWeightsBody) -> VerbSteps:
+        """Queue loading saved weights into a model, and drop its gradient and its errors."""
+        _, folder = self.find_weights(body, model.owner)
         yield
         client = self.load_client(model)
         model.is_written_out = False
-        (client.load_state_with_optimizer if with_optimizer else client.load_state)(
-            str(folder)
-        ).result()
+        load = client.load_state_with_optimizer if body.optimizer else client.load_state
+        load(str(folder)).result()
         gradient = model.has_gradient or bool(model.batch_error or model.gradient_error)
         model.has_gradient, model.batch_error, model.gradient_error = False, None, None
         self.commit_change(model, "load_weights", gradient)
-        return {"path": path, "model_id": model.model_id, "type": "load_weights"}
+        return {"path": body.path, "model_id": model.model_id}
 
     # ------------------------------------------------------------------------------------- samplers
 
@@ -475,22 +515,11 @@ class ModelManager:
 
     def _evict_samplers(self) -> None:
         """Free samplers beyond `samplers_in_memory`, by tenant and least recent use."""
-        loaded = sorted(
-            (
-                sampler
-                for sampler in self.session_store.list_samplers()
-                if sampler.client is not None
-            ),
-            key=lambda sampler: sampler.last_used,
-        )
-        by_id, tenants = (
-            {sampler.sampler_id: sampler for sampler in loaded},
-            {sampler.sampler_id: get_tenant(sampler) for sampler in loaded},
-        )
-        for name in choose_evictions(
-            tenants, list(tenants), len(loaded) - self.engine.settings.limits.samplers_in_memory
-        ):
-            by_id[name].client = None
+        samplers = self.session_store.list_samplers()
+        loaded = [sampler for sampler in samplers if sampler.client is not None]
+        count = len(loaded) - self.engine.settings.limits.samplers_in_memory
+        for sampler in choose_oldest(loaded, count):
+            sampler.client = None
 
     def resolve_name(self, model: str, owner: str) -> Callable[[], SamplingClient] | None:
         """Resolve a model name of a request: a sampling session's id, or a tinker:// path.
@@ -500,36 +529,27 @@ class ModelManager:
         """
         if model in self.session_store.samplers:
             sampler = self.session_store.get_sampler(model, owner)
-            return lambda: self.sampling_client(sampler)
+            return functools.partial(self.sampling_client, sampler)
         if not model.startswith("tinker://"):
             return None
         source, folder = self.session_store.find_folder(model, owner)
-        ids: Sequence[str] = [
-            candidate.sampler_id
-            for candidate in self.session_store.list_samplers()
-            if candidate.path == folder and candidate.owner == owner
-        ]
-        sampler_id = ids[0] if ids else f"{source.model_id}:{folder.parent.name}:{folder.name}"
-        existing = self.session_store.samplers.get(sampler_id)
-        path_sampler = existing or self.session_store.add_sampler(
-            SamplerRecord(sampler_id, owner, source.session, source.base, folder)
-        )
-        return lambda: self.sampling_client(path_sampler)
+        for candidate in self.session_store.list_samplers():
+            if candidate.path == folder and candidate.owner == owner:
+                return functools.partial(self.sampling_client, candidate)
+        sampler_id = f"{source.model_id}:{folder.parent.name}:{folder.name}"
+        sampler = SamplerRecord(sampler_id, owner, source.session, source.base, folder)
+        return functools.partial(self.sampling_client, self.session_store.add_sampler(sampler))
 
     def list_names(self, owner: str) -> list[tuple[str, ServedBaseModel]]:
         """Return the names that `resolve_name` resolves for this owner: weights saved for samplers.
 
         Each entry is the tinker:// path and the base model.
         """
-        saved = [
-            (model, folder)
+        return [
+            (format_path(folder), model.base)
             for model in self.session_store.list_models(owner)
             for kind, folder in self.session_store.iter_checkpoints(model)
             if kind == SAMPLER_KIND
-        ]
-        return [
-            (self.session_store.format_path(model, SAMPLER_KIND, folder.name), model.base)
-            for model, folder in saved
         ]
 
 
@@ -541,27 +561,3 @@ class ServerParts:
     session_store: SessionStore
     model_manager: ModelManager
     request_store: RequestStore
-
-
-def end_session(
-    engine: ServingEngine, model_manager: ModelManager, session: SessionRecord, reason: str
-) -> None:
-    """End a session: fail its waiting requests and free its memory.
-
-    Do nothing if the session has ended before; its first reason stays.
-    """
-    if session.finished is not None:
-        return
-    session.finished = reason
-    model_manager.session_store.save_session(session)
-    for model in model_manager.session_store.list_models(session_id=session.session_id):
-        for job in model_manager.remove_waiting(model):
-            job.done.set_exception(
-                HttpError(410, f"the session of this request has ended ({reason})")
-            )
-    engine.submit(
-        session.owner,
-        f"{session.session_id}:end",
-        "end_session",
-        lambda: model_manager.free_session(session.session_id),
-    )

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,10 @@ from rl.serve.app import JsonLineFormatter, make_app
 from rl.serve.chat_page_route import make_chat_page_route
 from rl.serve.http_socket import allow_port_reuse, bind_sockets, check_certificate
 from rl.serve.openai_routes import make_openai_routes as openai_routes
-from rl.serve.request_store import PendingRequest, RequestStore, resolve_request
+from rl.serve.request_store import PendingRequest, RequestStore
 from rl.serve.request_timeouts import make_timeout_protocol
 from rl.serve.serve_settings import ServedBaseModel, ServeLimits, ServeSettings
-from rl.serve.served_models import ModelManager, ServerParts, end_session
+from rl.serve.served_models import ModelManager, ServerParts
 from rl.serve.serving_engine import ServingEngine
 from rl.serve.session_store import SessionStore
 from rl.serve.tinker_rest import TinkerRestRoutes, UrlSigner
@@ -46,42 +46,27 @@ def read_serve_settings(args: argparse.Namespace) -> ServeSettings:
 
     Raises UserError if the keys file cannot be read, or if a setting has a wrong value.
     """
-    keys = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",")]
+    keys = os.environ.get(KEYS_VARIABLE, "").split(",")
     if args.keys_file:
         try:
-            keys += [
-                line.strip()
-                for line in Path(args.keys_file).read_text().splitlines()
-                if not line.startswith("#")
-            ]
+            lines = Path(args.keys_file).read_text().splitlines()
+            keys += [line for line in lines if not line.startswith("#")]
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"--keys-file {args.keys_file} cannot be read: "
                 f"{getattr(error, 'strerror', None) or error}"
             ) from error
-    limits = {
-        name: value
-        for name in vars(ServeLimits())
-        if (value := getattr(args, name, None)) is not None
+    options = {name: value for name, value in vars(args).items() if value is not None}
+    limits = {name: options[name] for name in vars(ServeLimits()) if name in options}
+    names = {field.name for field in fields(ServeSettings)} - {"limits", "worker", "keys"}
+    folder = f"runs/served-{time.strftime('%Y%m%d-%H%M%S')}"
+    values = {name: options[name] for name in names if name in options} | {
+        "bases": tuple(map(ServedBaseModel.parse, args.base_model)),
+        "output_dir": Path(args.output_dir or folder),
+        "keys": tuple(dict.fromkeys(stripped for key in keys if (stripped := key.strip()))),
     }
-    return ServeSettings(
-        bases=tuple(ServedBaseModel.parse(text) for text in args.base_model),
-        output_dir=Path(
-            args.output_dir or Path("runs") / f"served-{time.strftime('%Y%m%d-%H%M%S')}"
-        ),
-        host=args.host,
-        port=args.port,
-        keys=tuple(dict.fromkeys(key for key in keys if key)),
-        tls_cert=args.tls_cert,
-        tls_key=args.tls_key,
-        seed=args.seed,
-        resume=args.resume,
-        durable=args.durable,
-        renderer=args.renderer,
-        stop_grace=args.stop_grace,
-        limits=ServeLimits(**limits),
-        worker=WorkerSettings(sampler=SamplerSettings(tp=args.sampler_tp)),
-    )
+    worker = WorkerSettings(sampler=SamplerSettings(tp=args.sampler_tp))
+    return ServeSettings(**values, limits=ServeLimits(**limits), worker=worker)
 
 
 @dataclass
@@ -112,23 +97,17 @@ class ModelServer(ServerParts):
             settings,
         )
         limits = settings.limits
-        model_manager, request_store = (
-            ModelManager(engine, session_store),
-            RequestStore(limits.result_seconds, limits.told_seconds, limits.held_bytes),
-        )
+        model_manager = ModelManager(engine, session_store)
+        request_store = RequestStore(limits.result_seconds, limits.told_seconds, limits.held_bytes)
         request_store.has_others = model_manager.has_other_tenants
         engine.metrics.set_gauge("held_bytes", lambda: request_store.total_bytes)
         if settings.resume and session_store.has_saved_sessions():
             session_store.load_sessions({base.name: base for base in settings.bases})
             for model in session_store.models.values():
                 if model.last_update is not None:
-                    last_request = PendingRequest(
-                        f"{model.model_id}:{model.last_update['seq']}",
-                        model.owner,
-                        "optim_step",
-                        session_id=model.session,
-                    )
-                    request_store.add(resolve_request(last_request, model.last_update["result"]))
+                    request_id = f"{model.model_id}:{model.last_update['seq']}"
+                    last_request = PendingRequest(request_id, model.owner, "optim_step")
+                    request_store.add(last_request, model.last_update["result"])
         parts, links = (engine, session_store, model_manager, request_store), UrlSigner()
         routes = [
             *TinkerTrainingRoutes(*parts).routes(),
@@ -157,12 +136,9 @@ class ModelServer(ServerParts):
         self.model_manager.skip_lost_numbers()
         self.request_store.remove_expired()
         silent_since = time.monotonic() - self.engine.settings.limits.session_seconds
-        for session in [
-            candidate
-            for candidate in self.session_store.list_live_sessions()
-            if candidate.beat < silent_since
-        ]:
-            end_session(self.engine, self.model_manager, session, "silent")
+        for session in self.session_store.list_live_sessions():
+            if session.last_used < silent_since:
+                self.model_manager.end_session(session, "silent")
 
     def shut_down(self, seconds: float = 90.0) -> None:
         """Shut the server down within `seconds`.
@@ -258,10 +234,8 @@ async def _run_server(
         address = _server_address(server, settings)
         log.info("listening", extra={"address": address})
         print(f"serving {', '.join(base.name for base in settings.bases)} at {address}", flush=True)
-    stop_task, upkeep_task = (
-        asyncio.create_task(stop_requested.wait()),
-        asyncio.create_task(server_parts.run_upkeep()),
-    )
+    stop_task = asyncio.create_task(stop_requested.wait())
+    upkeep_task = asyncio.create_task(server_parts.run_upkeep())
     await asyncio.wait({serve_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
     upkeep_task.cancel()
     exit_after(settings.stop_grace)
@@ -273,10 +247,8 @@ async def _run_server(
 def _server_address(server: Any, settings: ServeSettings) -> str:
     """Return the URL at which the server listens."""
     host, port = server.servers[0].sockets[0].getsockname()[:2]
-    return (
-        f"{'https' if settings.tls_cert else 'http'}://"
-        f"{f'[{host}]' if ':' in host else host}:{port}"
-    )
+    protocol = "https" if settings.tls_cert else "http"
+    return f"{protocol}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _configure_logging() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -66,9 +67,9 @@ class ServingEngine:
         self.is_shutting_down = False
         self._deadline = 0.0
         # (model, owner) -> a function that returns the client, or None for an unknown name
-        self.resolvers: list[Callable[[str, str], Callable[[], SamplingClient] | None]] = []
-        # owner -> names that the resolvers know, each with its base model
-        self.name_listers: list[Callable[[str], list[tuple[str, ServedBaseModel]]]] = []
+        self.resolve_name: Callable[[str, str], Callable[[], SamplingClient] | None]
+        # owner -> names that `resolve_name` knows, each with its base model
+        self.list_names: Callable[[str], list[tuple[str, ServedBaseModel]]]
         self._base_clients: dict[str, SamplingClient] = {}
         self._loading_lock = threading.Lock()
         self._renderers: dict[str, Renderer] = {}
@@ -127,27 +128,24 @@ class ServingEngine:
         params: SamplingParams,
         show: ProgressCallback | None = None,
         tenant: str = "",
+        sequence_ids: Sequence[str] = (),
         **options: Any,
     ) -> Future:
         """Queue a sampling request and return its future.
 
-        `options`: include_prompt_logprobs, topk_prompt_logprobs, prompt_logprobs_last_n,
-        sequence_ids. `show`: called on the engine's thread every few tokens with the samples so
-        far, by index. Raises HttpError: 503 if the server is shutting down, 429 if the queue is
-        full.
+        `options`: include_prompt_logprobs, topk_prompt_logprobs, prompt_logprobs_last_n.
+        `sequence_ids`: ids of the samples, which were promised before sampling. `show`: called on
+        the engine's thread every few tokens with the samples so far, by index. Raises HttpError:
+        503 if the server is shutting down, 429 if the queue is full.
         """
         if self.is_shutting_down:
             raise HttpError(503, "the server is shutting down: try again", retry_after=5.0)
-        model_input = (
-            prompt if isinstance(prompt, ModelInput) else ModelInput.from_ints(list(prompt))
+        if not isinstance(prompt, ModelInput):
+            prompt = ModelInput.from_ints(list(prompt))
+        options |= {"prompt": prompt, "num_samples": num_samples, "sampling_params": params}
+        job = SamplingJob(
+            owner, client, options, on_progress=show, tenant=tenant, sequence_ids=sequence_ids
         )
-        arguments = {
-            "prompt": model_input,
-            "num_samples": num_samples,
-            "sampling_params": params,
-            **options,
-        }
-        job = SamplingJob(owner, client, arguments, on_progress=show, tenant=tenant)
         self.queue.add_sample(job)
         return job.done
 
@@ -165,14 +163,9 @@ class ServingEngine:
         """Return `num_samples` samples of a model by its name: a base model, a tinker:// path or a
         sampling session. Raises HttpError (404) for an unknown name.
         """
+        client = self.find_client(model, owner)
         done = self.submit_sample(
-            self.find_client(model, owner),
-            owner,
-            prompt_ids,
-            num_samples,
-            sampling_params,
-            show,
-            **options,
+            client, owner, prompt_ids, num_samples, sampling_params, show, **options
         )
         return await asyncio.wrap_future(done)
 
@@ -191,11 +184,9 @@ class ServingEngine:
 
         Clients check this list before they send a request.
         """
-        bases = self.list_bases()
-        max_contexts = {base.name: base.max_context for base in bases}
-        named_models = [entry for names in self.name_listers for entry in names(owner)]
-        return bases + [
-            ServedModel(name, max_contexts[base.name], self._created) for name, base in named_models
+        return self.list_bases() + [
+            ServedModel(name, self.max_contexts[base.name], self._created)
+            for name, base in self.list_names(owner)
         ]
 
     def tokenizer(self, model: str | None = None, owner: str = LOCAL_OWNER) -> Any:
@@ -219,10 +210,8 @@ class ServingEngine:
         name = model or self.settings.bases[0].name
         if name not in self._renderers:
             tokenizer = self.tokenizer(model, owner)
-            kind = self.settings.renderer or (
-                "chat_template" if getattr(tokenizer, "chat_template", None) else "role_colon"
-            )
-            self._renderers[name] = get_renderer(kind, tokenizer)
+            default = "chat_template" if getattr(tokenizer, "chat_template", None) else "role_colon"
+            self._renderers[name] = get_renderer(self.settings.renderer or default, tokenizer)
         return self._renderers[name]
 
     def find_client(self, model: str | None, owner: str) -> Callable[[], SamplingClient]:
@@ -230,15 +219,13 @@ class ServingEngine:
 
         Raises HttpError (404) if the owner has no model of that name.
         """
-        for resolve in self.resolvers:
-            get_client = resolve(model, owner) if model is not None else None
-            if get_client is not None:
-                return get_client
+        get_client = self.resolve_name(model, owner) if model is not None else None
+        if get_client is not None:
+            return get_client
         try:
-            base = self.settings.find_base(model)
+            return functools.partial(self.get_base_client, self.settings.find_base(model))
         except UserError as error:
             raise HttpError(404, str(error)) from None
-        return lambda: self.get_base_client(base)
 
     def get_base_client(self, base: ServedBaseModel) -> SamplingClient:
         """Return the sampling client of a base model, which all threads share.
@@ -282,7 +269,7 @@ class ServingEngine:
         if job.generator is not None:
             job.generator.close()
         self.queue.finish_job(job)
-        _resolve(job.done, None, ShutdownError(), job.verb)
+        _resolve(job.done, ShutdownError(), job.verb)
 
     def _wait_for_samples(self) -> None:
         """Wait briefly for more samples, so that a burst of requests starts as a common batch."""
@@ -305,12 +292,9 @@ class ServingEngine:
         finally:
             self.metrics.increment("work_seconds_total", time.perf_counter() - begin, verb=job.verb)
         self.queue.finish_job(job)
-        self.metrics.increment(
-            "work_total",
-            verb=job.verb,
-            outcome="done" if error is None else to_http_error(error, job.verb).category,
-        )
-        _resolve(job.done, result, error, job.verb)
+        outcome = "done" if error is None else to_http_error(error, job.verb).category
+        self.metrics.increment("work_total", verb=job.verb, outcome=outcome)
+        _resolve(job.done, result if error is None else error, job.verb)
 
     def _admit_samples(self, samples: Sequence[SamplingJob]) -> None:
         """Add samples to the batches of their weights or base model.
@@ -318,34 +302,25 @@ class ServingEngine:
         A sample that cannot run fails without effect on the others.
         """
         for job in samples:
-            options = {
-                name: value
-                for name, value in job.arguments.items()
-                if name not in ("prompt", "sequence_ids")
-            }
             try:
                 client = job.sampling_client = job.get_client()
-                request = client.make_request(job.arguments["prompt"], **options)
+                request = client.make_request(**job.arguments)
                 job.prompt_tokens = len(request.prompt)
                 self._check_tokens(request, client.info["max_context"])
-                drawing: BatchKey = client if client.mix_group is None else client.mix_group
-                stream, tickets = self._streams.get(drawing) or (
-                    SampleStream(client, mixed=client.mix_group is not None),
-                    {},
-                )
+                is_mixed = client.mix_group is not None
+                key: BatchKey = client.mix_group if is_mixed else client
+                stream, tickets = self._streams.get(key) or (SampleStream(client, is_mixed), {})
                 ticket = stream.add(request, client)
-                self._streams[drawing] = (stream, tickets)
+                self._streams[key] = (stream, tickets)
                 tickets[ticket] = job
             except BaseException as error:
-                _resolve(job.done, None, error, "sample")
+                _resolve(job.done, error)
 
     def _check_tokens(self, request: SamplingRequest, max_context: int | None) -> None:
         """Raise HttpError (400) if a request may sample more tokens than the limit per request."""
-        max_answer = request.params.max_tokens or (max_context or 0) + 1 - len(request.prompt)
-        max_total, limit = (
-            len(request.prompt) + request.num_samples * max_answer,
-            self.settings.limits.tokens,
-        )
+        limit, prompt_tokens = self.settings.limits.tokens, len(request.prompt)
+        max_answer = request.params.max_tokens or (max_context or 0) + 1 - prompt_tokens
+        max_total = prompt_tokens + request.num_samples * max_answer
         if max_total > limit:
             raise HttpError(
                 400,
@@ -356,6 +331,7 @@ class ServingEngine:
     def _run_batch_slice(self, key: BatchKey) -> None:
         """Run a slice of a batch, remove cancelled samples and answer finished ones."""
         begin, (stream, tickets) = time.perf_counter(), self._streams[key]
+        finished: dict[int, SampleResponse | BaseException]
         for ticket in [ticket for ticket, job in tickets.items() if job.done.cancelled()]:
             stream.drop(ticket)
             del tickets[ticket]
@@ -370,16 +346,13 @@ class ServingEngine:
                 if callbacks
                 else stream.run_steps()
             )
-            finished = part.finished
+            finished = dict(part.finished)
             for ticket, samples in part.partial_output.items():
                 # a client that streams may have disconnected; the other samples continue
                 with contextlib.suppress(Exception):
                     callbacks[ticket](samples)
         except BaseException as error:
-            for job in tickets.values():
-                _resolve(job.done, None, error, "sample")
-            tickets.clear()
-            finished = {}
+            finished = dict.fromkeys(tickets, error)
         for ticket, response in finished.items():
             self._finish_sample(tickets.pop(ticket), response)
         if not tickets:
@@ -391,24 +364,20 @@ class ServingEngine:
         """Interrupt the samples that did not finish before the deadline."""
         for stream, tickets in self._streams.values():
             for job in tickets.values():
-                _resolve(job.done, None, ShutdownError(), "sample")
+                _resolve(job.done, ShutdownError())
             stream.close()
         self._streams.clear()
 
-    def _finish_sample(self, job: SamplingJob, response: SampleResponse | Exception) -> None:
+    def _finish_sample(self, job: SamplingJob, response: SampleResponse | BaseException) -> None:
         """Set the result of a sampling request, and count its tokens in the metrics."""
-        if isinstance(response, Exception):
-            _resolve(job.done, None, response, "sample")
-            return
-        ids = job.arguments.get("sequence_ids") or [
-            sequence.sequence_id for sequence in response.sequences
-        ]
-        job.sampling_client.name_samples(response, ids, job.arguments.get("prompt_logprobs_last_n"))
-        self.metrics.increment(
-            "sampled_tokens_total", sum(len(sequence.tokens) for sequence in response.sequences)
-        )
-        self.metrics.increment("prompt_tokens_total", job.prompt_tokens)
-        _resolve(job.done, response, None, "sample")
+        if not isinstance(response, BaseException):
+            sequences, last_n = response.sequences, job.arguments.get("prompt_logprobs_last_n")
+            ids = job.sequence_ids or [sequence.sequence_id for sequence in sequences]
+            job.sampling_client.name_samples(response, ids, last_n)
+            sampled_tokens = sum(len(sequence.tokens) for sequence in sequences)
+            self.metrics.increment("sampled_tokens_total", sampled_tokens)
+            self.metrics.increment("prompt_tokens_total", job.prompt_tokens)
+        _resolve(job.done, response)
 
     # ------------------------------------------------------------------------------------- shutdown
 
@@ -418,9 +387,8 @@ class ServingEngine:
         """
         self._deadline = time.monotonic() + seconds
         self.is_shutting_down = True
-        jobs, samples = self.queue.drain()
-        for done in [*(job.done for job in jobs), *(job.done for job in samples)]:
-            _resolve(done, None, ShutdownError(), "")
+        for job in self.queue.drain():
+            _resolve(job.done, ShutdownError())
         with self.queue.changed:
             self.queue.changed.notify()
 
@@ -430,19 +398,21 @@ class ServingEngine:
         return not self._thread.is_alive()
 
 
-def _resolve(done: Future, result: Any, error: BaseException | None, label: str) -> None:
-    """Set the result or error of a future, unless it was cancelled. Log errors of the server."""
+def _resolve(done: Future, result: Any, label: str = "sample") -> None:
+    """Set the result of a future, which may be an error, unless it was cancelled.
+
+    Log errors of the server. `label`: the verb that failed.
+    """
     if not done.set_running_or_notify_cancel():
         return
-    if error is None:
+    if not isinstance(result, BaseException):
         done.set_result(result)
         return
-    if not isinstance(error, HttpError) and to_http_error(error, label).category == "server":
-        log.error(
-            "work failed", extra={"what": label, "error": type(error).__name__}, exc_info=error
-        )
-    clear_tracebacks(error)
-    done.set_exception(error)
+    if not isinstance(result, HttpError) and to_http_error(result, label).category == "server":
+        fields = {"what": label, "error": type(result).__name__}
+        log.error("work failed", extra=fields, exc_info=result)
+    clear_tracebacks(result)
+    done.set_exception(result)
 
 
 def log_write_failure(model_id: str, error: Exception) -> None:

@@ -12,19 +12,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rl.client import SamplingClient, TrainingClient
 from rl.distributed import checkpoint_folder
+from rl.jsonl import write_atomically
 from rl.serve.http_errors import HttpError
 from rl.serve.scheduler import EngineJob
 from rl.serve.serve_settings import LOCAL_OWNER, ServedBaseModel, ServeLimits
@@ -32,17 +32,36 @@ from rl.serve.tenant_limit import check_share, choose_evictions
 
 CHECKPOINT_KINDS = ("weights", "sampler_weights", "external_weights")
 LIVE_FOLDER = "live"
-_SESSION_PATTERN, _MODEL_PATTERN = (
-    re.compile(r"[0-9a-f]{32}"),
-    re.compile(r"([0-9a-f]{32}):train:(0|[1-9][0-9]{0,8})"),
+_SESSION_PATTERN = re.compile(r"[0-9a-f]{32}")
+_FOLDER_PATTERN = re.compile(r"train-(0|[1-9][0-9]{0,8})")
+_CHECKPOINT_PATTERN = re.compile(
+    rf"tinker://([0-9a-f]{{32}}:train:(?:0|[1-9][0-9]{{0,8}}))/({'|'.join(CHECKPOINT_KINDS)})/([^/]*)"
 )
 
 
-@dataclass
-class SessionRecord:
+class TenantRecord:
+    """Base class of what a tenant holds: the tenant is its owner, or its session if the server has
+    no keys.
+    """
+
+    owner: str
+    session: str
+    last_used: float
+
+    @property
+    def tenant(self) -> str:
+        """Return the tenant for which the record counts."""
+        return self.session if self.owner == LOCAL_OWNER else self.owner
+
+
+RecordT = TypeVar("RecordT", bound=TenantRecord)
+
+
+@dataclass(eq=False)
+class SessionRecord(TenantRecord):
     """Hold the record of a session: a ServiceClient of a user.
 
-    `session.json` holds every field but `beat`, the monotonic time of the last heartbeat.
+    `session.json` holds every field but `last_used`, the monotonic time of the last heartbeat.
     """
 
     session_id: str
@@ -51,15 +70,15 @@ class SessionRecord:
     display_name: str | None = None
     created: float = field(default_factory=time.time)
     finished: str | None = None
-    beat: float = field(default_factory=time.monotonic)
+    last_used: float = field(default_factory=time.monotonic)
 
-    def note(self) -> dict[str, Any]:
-        """Return the fields of `session.json`."""
-        return {name: value for name, value in asdict(self).items() if name != "beat"}
+    @property
+    def session(self) -> str:  # type: ignore[override]
+        return self.session_id
 
 
-@dataclass
-class ModelRecord:
+@dataclass(eq=False)
+class ModelRecord(TenantRecord):
     """Hold the record of a training client of a user.
 
     `client`: the training client; None while the model is written out to disk.
@@ -99,8 +118,8 @@ class ModelRecord:
         return self.folder / LIVE_FOLDER
 
 
-@dataclass
-class SamplerRecord:
+@dataclass(eq=False)
+class SamplerRecord(TenantRecord):
     """Hold the record of a sampling session of a user.
 
     `path`: the folder from which its weights can be loaded again.
@@ -117,13 +136,29 @@ class SamplerRecord:
     last_used: float = field(default_factory=time.monotonic)
 
 
-def get_tenant(record: SessionRecord | ModelRecord | SamplerRecord) -> str:
-    """Return the tenant for which a record counts: its owner, or its session if the server has no
-    keys.
-    """
-    if record.owner != LOCAL_OWNER:
-        return record.owner
-    return record.session_id if isinstance(record, SessionRecord) else record.session
+def format_path(folder: Path) -> str:
+    """Return the tinker:// path of a checkpoint's folder."""
+    session, model, kind, name = folder.parts[-4:]
+    return f"tinker://{session}:{model.replace('-', ':')}/{kind}/{name}"
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Return whether a folder holds a complete checkpoint."""
+    return not folder.is_symlink() and (folder / checkpoint_folder.MANIFEST).is_file()
+
+
+def find_record(records: Mapping[str, RecordT], record_id: str, owner: str, label: str) -> RecordT:
+    """Return the record of an id. Raises HttpError (404) if the owner has no such `label`."""
+    record = records.get(record_id)
+    if record is None or record.owner != owner:
+        raise HttpError(404, f"unknown {label} {record_id[:80]!r}")
+    return record
+
+
+def choose_oldest(records: Sequence[RecordT], count: int) -> list[RecordT]:
+    """Return `count` records to evict, by tenant and least recent use."""
+    oldest_first = sorted(records, key=lambda record: record.last_used)
+    return choose_evictions({record: record.tenant for record in oldest_first}, count)
 
 
 class SessionStore:
@@ -170,21 +205,20 @@ class SessionStore:
 
     def save_session(self, session: SessionRecord) -> None:
         """Write `session.json` atomically."""
-        write_json_atomically(self.root / session.session_id / "session.json", session.note())
+        fields = {name: value for name, value in asdict(session).items() if name != "last_used"}
+        _write_json(self.root / session.session_id / "session.json", fields)
 
     def get_session(self, session_id: str, owner: str, *, alive: bool = True) -> SessionRecord:
         """Return the session and renew its heartbeat. Raises HttpError: 404 for an unknown id, 410
         for an ended session if `alive`.
         """
-        session = self.sessions.get(session_id)
-        if session is None or session.owner != owner:
-            raise HttpError(404, f"unknown session {session_id[:64]!r}")
+        session = find_record(self.sessions, session_id, owner, "session")
         if alive and session.finished is not None:
             raise HttpError(
                 410,
                 f"session {session_id} has ended ({session.finished}): create a new ServiceClient",
             )
-        session.beat = time.monotonic()
+        session.last_used = time.monotonic()
         return session
 
     # -------------------------------------------------------------------------- models and samplers
@@ -193,42 +227,46 @@ class SessionStore:
         self, session: SessionRecord, seq: int, base: ServedBaseModel, user_metadata: dict[str, str]
     ) -> ModelRecord:
         """Add the record of a new model. Raises HttpError (429) above the tenant's share."""
-        models = [
-            model for model in self.list_models() if self.sessions[model.session].finished is None
+        tenants = [
+            model.tenant
+            for model in self.list_models()
+            if self.sessions[model.session].finished is None
         ]
-        tenant_count = sum(get_tenant(model) == get_tenant(session) for model in models)
-        resource = "training clients in sessions that are alive (--models)"
         check_share(
-            resource,
+            "training clients in sessions that are alive (--models)",
             self.limits.models,
-            len(models),
-            tenant_count,
-            self.has_other_tenants(get_tenant(session)),
+            len(tenants),
+            tenants.count(session.tenant),
+            self.has_other_tenants(session.tenant),
         )
-        model_id = f"{session.session_id}:train:{seq}"
-        folder = self.root / session.session_id / f"train-{seq}"
-        metadata = {**session.user_metadata, **user_metadata}
-        model = self.models[model_id] = ModelRecord(
-            model_id, session.owner, session.session_id, folder, base, metadata
-        )
+        model = self._make_model(session, seq, base, {**session.user_metadata, **user_metadata})
+        self.models[model.model_id] = model
         return model
+
+    def _make_model(
+        self,
+        session: SessionRecord,
+        seq: int | str,
+        base: ServedBaseModel,
+        user_metadata: dict[str, str],
+    ) -> ModelRecord:
+        """Return the record of a model of a session."""
+        session_id = session.session_id
+        folder, model_id = self.root / session_id / f"train-{seq}", f"{session_id}:train:{seq}"
+        return ModelRecord(model_id, session.owner, session_id, folder, base, user_metadata)
 
     def get_model(self, model_id: str, owner: str, *, alive: bool = True) -> ModelRecord:
         """Return the model and note its use. Raises HttpError: 404 for an unknown id, 410 if its
         session has ended and `alive`.
         """
-        model = self.models.get(model_id)
-        if model is None or model.owner != owner:
-            raise HttpError(404, f"unknown model {model_id[:80]!r}")
+        model = find_record(self.models, model_id, owner, "model")
         self.get_session(model.session, owner, alive=alive)
         model.last_used, model.last_request = time.monotonic(), time.time()
         return model
 
     def get_sampler(self, sampler_id: str, owner: str) -> SamplerRecord:
         """Return the sampling session and note its use, or raise HttpError (404)."""
-        sampler = self.samplers.get(sampler_id)
-        if sampler is None or sampler.owner != owner:
-            raise HttpError(404, f"unknown sampling session {sampler_id[:80]!r}")
+        sampler = find_record(self.samplers, sampler_id, owner, "sampling session")
         sampler.last_used = time.monotonic()
         return sampler
 
@@ -239,17 +277,10 @@ class SessionStore:
         the most.
         """
         self.samplers[sampler.sampler_id] = sampler
-        count = len(self.samplers) - self.limits.samplers
-        if count > 0:
-            by_last_use = sorted(self.list_samplers(), key=lambda record: record.last_used)
-            holders = {record.sampler_id: get_tenant(record) for record in by_last_use}
-            for sampler_id in choose_evictions(holders, list(holders), count):
-                evicted = (
-                    self.samplers.pop(sampler_id, None)
-                    if sampler_id != sampler.sampler_id
-                    else None
-                )
-                if evicted is not None:  # None: another thread removed it
+        if (count := len(self.samplers) - self.limits.samplers) > 0:
+            for evicted in choose_oldest(self.list_samplers(), count):
+                if evicted is not sampler:
+                    self.samplers.pop(evicted.sampler_id, None)  # unless another thread did
                     evicted.client = None
         return sampler
 
@@ -284,34 +315,24 @@ class SessionStore:
         Raises HttpError: 404 if the path is malformed, unknown or of another owner, 400 if its kind
         is not in `kinds`. The folder is always below the model's folder.
         """
-        parts = tinker_path.removeprefix("tinker://").split("/")
-        is_valid = (
-            tinker_path.startswith("tinker://")
-            and len(parts) == 3
-            and parts[1] in CHECKPOINT_KINDS
-            and checkpoint_folder.is_checkpoint_name(parts[2])
-        )
-        if not is_valid or not _MODEL_PATTERN.fullmatch(parts[0]):
+        match = _CHECKPOINT_PATTERN.fullmatch(tinker_path)
+        if match is None or not checkpoint_folder.is_checkpoint_name(match[3]):
             raise HttpError(
                 404,
                 f"{tinker_path[:120]!r} is not a path of this server: expected "
                 "tinker://<model>/weights/<name>, as returned when saving",
             )
-        if parts[1] not in kinds:
-            raise HttpError(400, f"{tinker_path} holds {parts[1]}, expected {' or '.join(kinds)}")
-        model = self.models.get(parts[0])
+        model_id, kind, name = match.groups()
+        if kind not in kinds:
+            raise HttpError(400, f"{tinker_path} holds {kind}, expected {' or '.join(kinds)}")
+        model = self.models.get(model_id)
         if model is None or model.owner != owner:
             raise HttpError(404, f"there is nothing at {tinker_path}")
-        folder = checkpoint_folder.checkpoint_path(model.folder / parts[1], parts[2])
+        folder = checkpoint_folder.checkpoint_path(model.folder / kind, name)
         checkpoint_folder.remove_expired(folder.parent)
-        if folder.is_symlink() or not (folder / checkpoint_folder.MANIFEST).is_file():
+        if not _is_checkpoint(folder):
             raise HttpError(404, f"there is nothing at {tinker_path}")
         return model, folder
-
-    @staticmethod
-    def format_path(model: ModelRecord, kind: str, name: str) -> str:
-        """Return the tinker:// path of a checkpoint."""
-        return f"tinker://{model.model_id}/{kind}/{name}"
 
     def iter_checkpoints(self, model: ModelRecord) -> Iterator[tuple[str, Path]]:
         """Yield (kind, folder) of each checkpoint of a model that has not expired."""
@@ -319,11 +340,7 @@ class SessionStore:
             parent = model.folder / kind
             checkpoint_folder.remove_expired(parent)
             for folder in sorted(parent.iterdir()) if parent.is_dir() else ():
-                if (
-                    (folder / checkpoint_folder.MANIFEST).is_file()
-                    and not folder.is_symlink()
-                    and checkpoint_folder.is_checkpoint_name(folder.name)
-                ):
+                if _is_checkpoint(folder) and checkpoint_folder.is_checkpoint_name(folder.name):
                     yield kind, folder
 
     # --------------------------------------------------------------------------------------- resume
@@ -345,17 +362,15 @@ class SessionStore:
                 continue
             # an earlier server was killed while it created this session, before it responded
             if not file.is_file():
-                (path / "session.json.partial").unlink(missing_ok=True)
+                for partial in path.glob("session.json.*"):
+                    partial.unlink(missing_ok=True)
                 with contextlib.suppress(OSError):
                     path.rmdir()
                 continue
             fields = json.loads(file.read_text())
             session = self.sessions[path.name] = SessionRecord(**fields)
             for folder in sorted(path.glob("train-*")):
-                if (
-                    re.fullmatch(r"train-(0|[1-9][0-9]{0,8})", folder.name)
-                    and (folder / "model.json").is_file()
-                ):
+                if _FOLDER_PATTERN.fullmatch(folder.name) and (folder / "model.json").is_file():
                     self._load_model(session, folder, bases)
 
     def _load_model(
@@ -366,30 +381,20 @@ class SessionStore:
         base = bases.get(record["base"])
         if base is None:
             return  # its base is not served now; the paths work again once it is
-        model_id = f"{session.session_id}:train:{folder.name.removeprefix('train-')}"
-        model = ModelRecord(
-            model_id,
-            session.owner,
-            session.session_id,
-            folder,
-            base,
-            record["user_metadata"],
-            lora_rank=record["lora_rank"],
-        )
-        model.resumed, model.request_digest = True, record.get("digest", "")
-        model.create_result = record.get("answer", {"model_id": model_id, "type": "create_model"})
+        seq = folder.name.removeprefix("train-")
+        model = self._make_model(session, seq, base, record["user_metadata"])
+        model.lora_rank, model.resumed = record["lora_rank"], True
+        model.request_digest = record.get("digest", "")
+        default_result = {"model_id": model.model_id, "type": "create_model"}
+        model.create_result = record.get("answer", default_result)
         checkpoint_folder.restore_replaced(model.live_folder)
         checkpoint_folder.remove_leftovers(folder)
-        if (model.live_folder / checkpoint_folder.MANIFEST).is_file():
+        if _is_checkpoint(model.live_folder):
             state = checkpoint_folder.read_verified_state(model.live_folder)["metadata"]
-            model.next_seq, model.batch_error, model.is_written_out, model.last_update = (
-                state["next_seq"],
-                state["failed"],
-                True,
-                state["last"],
-            )
+            model.is_written_out, model.next_seq = True, state["next_seq"]
+            model.batch_error, model.last_update = state["failed"], state["last"]
             model.last_started_seq = model.next_seq - 1
-        self.models[model_id] = model
+        self.models[model.model_id] = model
 
     @staticmethod
     def save_model_record(model: ModelRecord) -> None:
@@ -398,11 +403,10 @@ class SessionStore:
             "base": model.base.name,
             "user_metadata": model.user_metadata,
             "lora_rank": model.lora_rank,
+            "digest": model.request_digest,
+            "answer": model.create_result,
         }
-        write_json_atomically(
-            model.folder / "model.json",
-            {**record, "digest": model.request_digest, "answer": model.create_result},
-        )
+        _write_json(model.folder / "model.json", record)
 
     def remove_model(self, model: ModelRecord, with_files: bool) -> None:
         """Remove a model that could not be created. `with_files`: remove its folder as well."""
@@ -416,21 +420,12 @@ class SessionStore:
         was.
         """
         checkpoint_folder.restore_replaced(model.live_folder)
-        if not (model.live_folder / checkpoint_folder.MANIFEST).is_file():
+        if not _is_checkpoint(model.live_folder):
             return None
         return dict(checkpoint_folder.read_unverified_state(model.live_folder)["metadata"])
 
 
-def write_json_atomically(file: Path, fields: dict[str, Any]) -> None:
-    """Write JSON to `file` atomically, and create its folder. A failure leaves no partial file."""
+def _write_json(file: Path, fields: dict[str, Any]) -> None:
+    """Write JSON to `file` atomically, and create its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f"{file.name}.partial")
-    try:
-        with partial.open("w") as handle:
-            handle.write(json.dumps(fields, indent=1))
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(partial, file)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    write_atomically(file, json.dumps(fields, indent=1))

@@ -8,12 +8,23 @@ their factor at 1.) A tenant is a key, or a session if the server has no keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from typing import TypeVar
 
 from rl.serve.http_errors import HttpError
 
 T = TypeVar("T")
+
+
+class TenantCounter(Counter[str | None]):
+    """Count by tenant. It has no zeros: its keys are the tenants that hold something."""
+
+    def change(self, tenant: str | None, amount: int) -> None:
+        """Add `amount`, possibly negative."""
+        self[tenant] += amount
+        if not self[tenant]:
+            del self[tenant]
 
 
 def compute_share(limit: int, total_used: int, tenant_used: int) -> int:
@@ -57,26 +68,16 @@ def check_share(
         raise HttpError(429, text, retry_after=retry_after)
 
 
-def choose_evictions(
-    tenant_by_item: Mapping[T, str], oldest_first: Iterable[T], count: int
-) -> list[T]:
+def choose_evictions(tenant_by_item: Mapping[T, str], count: int) -> list[T]:
     """Return `count` items to evict: repeatedly the oldest item of the tenant that holds most.
 
-    tenant_by_item    the tenant of each item
-    oldest_first      the items that may be evicted
+    tenant_by_item    the tenant of each item, the oldest item first
     """
-    counts: dict[str, int] = {}
-    for tenant in tenant_by_item.values():
-        counts[tenant] = counts.get(tenant, 0) + 1
-    queues: dict[str, list[T]] = {}
-    for item in oldest_first:
-        queues.setdefault(tenant_by_item[item], []).append(item)
+    remaining = dict(tenant_by_item)
     chosen: list[T] = []
-    while len(chosen) < count and queues:
-        age = {item: i for i, item in enumerate(queue[0] for queue in queues.values())}
-        tenant = max(queues, key=lambda name: (counts[name], -age[queues[name][0]]))
-        chosen.append(queues[tenant].pop(0))
-        counts[tenant] -= 1
-        if not queues[tenant]:
-            del queues[tenant]
+    while len(chosen) < count and remaining:
+        counts = Counter(remaining.values())
+        most = max(counts.values())
+        chosen.append(next(item for item, tenant in remaining.items() if counts[tenant] == most))
+        del remaining[chosen[-1]]
     return chosen

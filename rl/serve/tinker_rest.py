@@ -6,7 +6,6 @@ download them.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import hmac
@@ -15,7 +14,7 @@ import secrets
 import tarfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from email.utils import formatdate
 from pathlib import Path
@@ -28,9 +27,10 @@ from rl.client import RestClient
 from rl.distributed import checkpoint_folder
 from rl.serve.api_routes import RouteHandler, TypedRoute, make_unsupported
 from rl.serve.http_errors import HttpError
-from rl.serve.schemas import JsonBody, TtlBody, WeightsInfoBody
+from rl.serve.schemas import TtlBody, WeightsInfoBody
 from rl.serve.served_models import ServerParts
-from rl.serve.session_store import CHECKPOINT_KINDS, ModelRecord
+from rl.serve.session_store import ModelRecord, find_record, format_path
+from rl.types import GetServerCapabilitiesResponse, SupportedModel
 
 # a link's path: LINK_PREFIX, expiry, signature, and the path of the file
 LINK_PREFIX = "/api/v1/files/"
@@ -58,31 +58,25 @@ class UrlSigner:
 
         expires: Unix time in seconds. file_path: <model id>/<kind>/<checkpoint>/<file>.
         """
-        return f"{LINK_PREFIX}{expires}/{self._sign(owner, expires, file_path)}/{file_path}"
+        text = f"{owner} {expires} {file_path}"
+        sign = hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
+        return f"{LINK_PREFIX}{expires}/{sign}/{file_path}"
 
     def is_valid(self, owner: str, path: str) -> bool:
         """Return whether `path` is a link that `owner` created and that has not expired."""
         expires, _, rest = path.removeprefix(LINK_PREFIX).partition("/")
-        sign, _, place = rest.partition("/")
         if not (expires.isascii() and expires.isdigit() and len(expires) < 12):
             return False
-        expected = self._sign(owner, int(expires), place)
-        return hmac.compare_digest(expected.encode(), sign.encode()) and (
-            int(expires) >= time.time()
-        )
+        expected = self.make_path(owner, int(expires), rest.partition("/")[2])
+        is_equal = hmac.compare_digest(expected.encode(), path.encode())
+        return is_equal and int(expires) >= time.time()
 
     def find_owner(self, path: str, owners: Iterable[str]) -> str | None:
         """Return the member of `owners` that created the link, or None.
 
         The result is None if none of them created it, or if the link has expired.
         """
-        matches = [owner for owner in owners if self.is_valid(owner, path)]
-        return matches[0] if matches else None
-
-    def _sign(self, owner: str, expires: int, file_path: str) -> str:
-        """Return the signature of a link, an HMAC-SHA256 in hexadecimal."""
-        text = f"{owner} {expires} {file_path}"
-        return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
+        return next((owner for owner in owners if self.is_valid(owner, path)), None)
 
 
 @dataclass
@@ -113,48 +107,22 @@ class TinkerRestRoutes(ServerParts):
             ("GET", "sessions", self.list_sessions),
             ("GET", "sessions/{session_id}", self.get_session),
         ]
-        body_types: dict[str, type[JsonBody]] = {
-            "weights_info": WeightsInfoBody,
-            checkpoint_path + "/ttl": TtlBody,
-        }
-        return [
-            TypedRoute(f"/api/v1/{path}", handler, method, body_types.get(path))
-            for method, path, handler in table
-        ]
+        return [TypedRoute(f"/api/v1/{path}", handler, method) for method, path, handler in table]
 
     async def get_capabilities(self, request: Request) -> Any:
         """Return the base models and their context lengths."""
-        bases = await self.engine.run_function(
-            request.state.owner, "capabilities", self.engine.list_bases
-        )
-        models = [
-            {
-                "model_name": base.name,
-                "max_context_length": base.max_context,
-                "trainable": True,
-                "sampleable": True,
-            }
-            for base in bases
-        ]
-        return {"supported_models": models}
+        owner, list_bases = request.state.owner, self.engine.list_bases
+        bases = await self.engine.run_function(owner, "capabilities", list_bases)
+        models = [SupportedModel(base.name, base.max_context) for base in bases]
+        return asdict(GetServerCapabilitiesResponse(models))
 
     # ---------------------------------------------------------------------------- runs, checkpoints
 
-    def _run_record(self, model: ModelRecord) -> dict[str, Any]:
+    def _describe_run(self, model: ModelRecord) -> dict[str, Any]:
         """Return a training run as Tinker's JSON describes it."""
-        checkpoints = sorted(
-            (
-                self._checkpoint_record(model, *entry)
-                for entry in self.session_store.iter_checkpoints(model)
-            ),
-            key=lambda entry: entry["time"],
-        )
-        last = {
-            kind: next(
-                (entry for entry in reversed(checkpoints) if entry["checkpoint_type"] == kind), None
-            )
-            for kind in ("training", "sampler")
-        }
+        last = {}
+        for entry in sorted(self._describe_checkpoints([model]), key=_get_time):
+            last[entry["checkpoint_type"]] = entry
         return {
             "training_run_id": model.model_id,
             "base_model": model.base.name,
@@ -163,118 +131,86 @@ class TinkerRestRoutes(ServerParts):
             "lora_rank": model.lora_rank,
             "corrupted": False,
             "last_request_time": _iso_time(model.last_request),
-            "last_checkpoint": last["training"],
-            "last_sampler_checkpoint": last["sampler"],
+            "last_checkpoint": last.get("training"),
+            "last_sampler_checkpoint": last.get("sampler"),
             "user_metadata": model.user_metadata,
         }
 
-    def _checkpoint_record(self, model: ModelRecord, kind: str, folder: Path) -> dict[str, Any]:
-        """Return a checkpoint as Tinker's JSON describes it."""
-        saved = RestClient().get_training_run_by_tinker_path(str(folder)).result().last_checkpoint
-        assert saved is not None  # the folder has just been identified as a checkpoint
-        return {
-            "checkpoint_id": f"{kind}/{folder.name}",
-            "checkpoint_type": _CHECKPOINT_TYPES[kind],
-            "time": saved.time.isoformat(),
-            "tinker_path": self.session_store.format_path(model, kind, folder.name),
-            "size_bytes": saved.size_bytes,
-            "public": False,
-            "user_metadata": saved.user_metadata,
-            "expires_at": saved.expires_at.isoformat() if saved.expires_at else None,
-        }
+    def _describe_checkpoints(self, models: Iterable[ModelRecord]) -> list[dict[str, Any]]:
+        """Return the checkpoints of models as Tinker's JSON describes them."""
+        entries = []
+        for model in models:
+            for kind, folder in self.session_store.iter_checkpoints(model):
+                run = RestClient().get_training_run_by_tinker_path(str(folder)).result()
+                assert run.last_checkpoint is not None  # the folder is a checkpoint
+                entry = asdict(run.last_checkpoint)
+                entry |= {
+                    "checkpoint_id": f"{kind}/{folder.name}",
+                    "checkpoint_type": _CHECKPOINT_TYPES[kind],
+                    "time": entry["time"].isoformat(),
+                    "tinker_path": format_path(folder),
+                    "expires_at": entry["expires_at"] and entry["expires_at"].isoformat(),
+                }
+                entries.append(entry)
+        return entries
 
-    async def list_runs(self, request: Request) -> Any:
+    def list_runs(self, request: Request) -> Any:
         """Return a page of the owner's training runs, the most recently used first."""
-        models = sorted(
-            self.session_store.list_models(request.state.owner),
-            key=lambda model: model.last_request,
-            reverse=True,
-        )
+        models = self.session_store.list_models(request.state.owner)
+        models.sort(key=lambda model: model.last_request, reverse=True)
         page, cursor = _paginate(request, models)
-        records = await asyncio.to_thread(lambda: [self._run_record(model) for model in page])
-        return {"training_runs": records, "cursor": cursor}
+        return {"training_runs": list(map(self._describe_run, page)), "cursor": cursor}
 
-    async def get_run(self, request: Request) -> Any:
+    def get_run(self, request: Request) -> Any:
         """Return a training run."""
-        return await asyncio.to_thread(self._run_record, self._find_model(request))
+        return self._describe_run(self._find_model(request))
 
     def _find_model(self, request: Request) -> ModelRecord:
         """Return the model of the path. Raises HttpError (404) if the owner has no such model."""
-        model = self.session_store.models.get(request.path_params["model_id"])
-        if model is None or model.owner != request.state.owner:
-            raise HttpError(404, f"unknown training run {request.path_params['model_id'][:80]!r}")
-        return model
+        model_id, owner = request.path_params["model_id"], request.state.owner
+        return find_record(self.session_store.models, model_id, owner, "training run")
 
-    async def list_checkpoints(self, request: Request) -> Any:
+    def list_checkpoints(self, request: Request) -> Any:
         """Return the checkpoints of a training run."""
-        model = self._find_model(request)
-        checkpoints = await asyncio.to_thread(
-            lambda: [
-                self._checkpoint_record(model, *location)
-                for location in self.session_store.iter_checkpoints(model)
-            ]
-        )
-        return {"checkpoints": checkpoints}
+        return {"checkpoints": self._describe_checkpoints([self._find_model(request)])}
 
-    async def list_all_checkpoints(self, request: Request) -> Any:
+    def list_all_checkpoints(self, request: Request) -> Any:
         """Return a page of the checkpoints of all runs of the owner, the newest first."""
         models = self.session_store.list_models(request.state.owner)
-        checkpoints = await asyncio.to_thread(
-            lambda: [
-                self._checkpoint_record(model, *entry)
-                for model in models
-                for entry in self.session_store.iter_checkpoints(model)
-            ]
-        )
-        page, cursor = _paginate(
-            request, sorted(checkpoints, key=lambda entry: entry["time"], reverse=True)
-        )
+        checkpoints = sorted(self._describe_checkpoints(models), key=_get_time, reverse=True)
+        page, cursor = _paginate(request, checkpoints)
         return {"checkpoints": page, "cursor": cursor}
 
     def _find_folder(self, request: Request) -> Path:
         """Return the folder of the checkpoint of the path."""
-        params = request.path_params
-        return self.session_store.find_folder(
-            f"tinker://{params['model_id']}/{params['kind']}/{params['name']}", request.state.owner
-        )[1]
+        path = "tinker://{model_id}/{kind}/{name}".format_map(request.path_params)
+        return self.session_store.find_folder(path, request.state.owner)[1]
 
-    async def delete_checkpoint(self, request: Request) -> Response:
+    def delete_checkpoint(self, request: Request) -> Response:
         """Delete a checkpoint."""
-        await asyncio.to_thread(
-            lambda: checkpoint_folder.remove_checkpoint(self._find_folder(request))
-        )
+        checkpoint_folder.remove_checkpoint(self._find_folder(request))
         return Response(status_code=204)
 
-    async def set_ttl(self, request: Request, body: TtlBody) -> Response:
+    def set_ttl(self, request: Request, body: TtlBody) -> Response:
         """Set or remove the time to live of a checkpoint, in seconds."""
-        await asyncio.to_thread(
-            lambda: checkpoint_folder.set_expiry(self._find_folder(request), body.ttl_seconds)
-        )
+        checkpoint_folder.set_expiry(self._find_folder(request), body.ttl_seconds)
         return Response(status_code=204)
 
-    async def get_weights_info(self, request: Request, body: WeightsInfoBody) -> Any:
+    def get_weights_info(self, request: Request, body: WeightsInfoBody) -> Any:
         """Return the base model and the LoRA settings of saved weights."""
-        model, folder = await asyncio.to_thread(
-            self.session_store.find_folder, body.tinker_path, request.state.owner
-        )
-        info = await asyncio.to_thread(
-            lambda: RestClient().get_weights_info_by_tinker_path(str(folder)).result()
-        )
-        flags = {
-            name: getattr(info, name)
-            for name in ("is_lora", "lora_rank", "train_unembed", "train_mlp", "train_attn")
-        }
-        return {"base_model": model.base.name, **flags}
+        owner = request.state.owner
+        model, folder = self.session_store.find_folder(body.tinker_path, owner)
+        info = RestClient().get_weights_info_by_tinker_path(str(folder)).result()
+        return {**asdict(info), "base_model": model.base.name}
 
     # ------------------------------------------------------------------------------------ downloads
 
-    async def redirect_to_archive(self, request: Request) -> Response:
+    def redirect_to_archive(self, request: Request) -> Response:
         """Return a redirect to a link to the folder as a tar file.
 
         The link needs no key and expires after an hour.
         """
-        folder = await asyncio.to_thread(self._find_folder, request)
-        await asyncio.to_thread(checkpoint_folder.verify_checkpoint, folder)
+        checkpoint_folder.verify_checkpoint(self._find_folder(request))
         expires = int(time.time()) + _LINK_SECONDS
         headers = {
             "location": self._make_link(request, expires, ARCHIVE_NAME),
@@ -282,49 +218,39 @@ class TinkerRestRoutes(ServerParts):
         }
         return Response(status_code=302, headers=headers)
 
-    async def list_file_urls(self, request: Request) -> Any:
+    def list_file_urls(self, request: Request) -> Any:
         """Return a link for each file. A link needs no key and expires after an hour."""
-        folder = await asyncio.to_thread(self._find_folder, request)
-        expires, hidden = (
-            int(time.time()) + _LINK_SECONDS,
-            (checkpoint_folder.MANIFEST, "state.json"),
-        )
-        names = [
-            file.relative_to(folder).as_posix()
+        folder, expires = self._find_folder(request), int(time.time()) + _LINK_SECONDS
+        urls = {
+            name: self._make_link(request, expires, name)
             for file in list_files(folder)
-            if file.name not in hidden
-        ]
-        return {
-            "urls": {name: self._make_link(request, expires, name) for name in names},
-            "expires": _iso_time(expires),
+            if file.name not in (checkpoint_folder.MANIFEST, "state.json")
+            for name in [file.relative_to(folder).as_posix()]
         }
+        return {"urls": urls, "expires": _iso_time(expires)}
 
     def _make_link(self, request: Request, expires: int, name: str) -> str:
         """Return a signed URL of a file of the path's checkpoint. `expires`: Unix seconds."""
-        params = request.path_params
-        place = f"{params['model_id']}/{params['kind']}/{params['name']}/{name}"
-        path = self.links.make_path(request.state.owner, expires, place)
+        place = "{model_id}/{kind}/{name}".format_map(request.path_params)
+        path = self.links.make_path(request.state.owner, expires, f"{place}/{name}")
         return f"{str(request.base_url).rstrip('/')}{path}"
 
-    async def get_file(self, request: Request) -> Response:
+    def get_file(self, request: Request) -> Response:
         """Return the file of a signed link, or the folder as a tar file.
 
         Raises HttpError (404) if the link is invalid or expired, or if the file does not exist.
         """
         params = request.path_params
         model = self.session_store.models.get(params["model_id"])
-        valid = model is not None and self.links.is_valid(model.owner, request.scope["path"])
-        if model is None or not valid or params["kind"] not in CHECKPOINT_KINDS:
+        if model is None or not self.links.is_valid(model.owner, request.scope["path"]):
             raise HttpError(404, "the link was not created by this server, or it has expired")
-        tinker_path = f"tinker://{model.model_id}/{params['kind']}/{params['name']}"
-        _, folder = await asyncio.to_thread(
-            self.session_store.find_folder, tinker_path, model.owner
-        )
+        tinker_path = "tinker://{model_id}/{kind}/{name}".format_map(params)
+        _, folder = self.session_store.find_folder(tinker_path, model.owner)
         if params["file"] == ARCHIVE_NAME:
             headers = {"content-disposition": f'attachment; filename="{folder.name}.tar"'}
             chunks = stream_tar(folder)
             try:
-                await asyncio.to_thread(next, chunks)
+                next(chunks)
             except OSError as error:  # removed in the meantime
                 raise HttpError(404, f"no checkpoint at {tinker_path}") from error
             return StreamingResponse(chunks, media_type="application/x-tar", headers=headers)
@@ -340,17 +266,10 @@ class TinkerRestRoutes(ServerParts):
         sampler = self.session_store.get_sampler(
             request.path_params["sampler_id"], request.state.owner
         )
-        path = None
-        if sampler.path is not None:
-            model_id = (
-                f"{sampler.path.parent.parent.parent.name}:train:"
-                f"{sampler.path.parent.parent.name.removeprefix('train-')}"
-            )
-            path = f"tinker://{model_id}/{sampler.path.parent.name}/{sampler.path.name}"
         return {
             "sampler_id": sampler.sampler_id,
             "base_model": sampler.base.name,
-            "model_path": path,
+            "model_path": sampler.path and format_path(sampler.path),
         }
 
     async def list_sessions(self, request: Request) -> Any:
@@ -368,13 +287,11 @@ class TinkerRestRoutes(ServerParts):
         session = self.session_store.get_session(
             request.path_params["session_id"], request.state.owner, alive=False
         )
-        session_id = session.session_id
-        models = self.session_store.list_models(session_id=session_id)
+        models = self.session_store.list_models(session_id=session.session_id)
+        samplers = self.session_store.list_samplers(session.session_id)
         return {
             "training_run_ids": [model.model_id for model in models],
-            "sampler_ids": [
-                item.sampler_id for item in self.session_store.list_samplers(session_id)
-            ],
+            "sampler_ids": [sampler.sampler_id for sampler in samplers],
             "user_metadata": session.user_metadata,
             "display_name": session.display_name,
         }
@@ -433,6 +350,10 @@ def _paginate(request: Request, items: list[Any]) -> tuple[list[Any], dict[str, 
         "limit": limit,
         "total_count": len(items),
     }
+
+
+def _get_time(entry: dict[str, Any]) -> str:
+    return str(entry["time"])
 
 
 def _iso_time(seconds: float) -> str:

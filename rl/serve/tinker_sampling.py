@@ -15,7 +15,7 @@ from rl.errors import BadRequestError
 from rl.serve import conversion
 from rl.serve.api_routes import TypedRoute
 from rl.serve.http_errors import HttpError
-from rl.serve.request_store import PendingRequest, compute_digest, resolve_request
+from rl.serve.request_store import PendingRequest, compute_digest
 from rl.serve.schemas import (
     AcceptedSampleBody,
     CreateSamplingSessionBody,
@@ -25,7 +25,7 @@ from rl.serve.schemas import (
     read_fields,
 )
 from rl.serve.served_models import ServerParts
-from rl.serve.session_store import SamplerRecord, get_tenant
+from rl.serve.session_store import SamplerRecord
 from rl.types import ModelInput, SamplingParams
 
 # largest body whose fields are parsed on the event loop; larger bodies are parsed in a thread
@@ -38,16 +38,9 @@ class TinkerSamplingRoutes(ServerParts):
     def routes(self) -> list[TypedRoute]:
         """Return the routes for sampling."""
         return [
-            TypedRoute(f"/api/v1/{path}", handler, body_type=body_type)
-            for path, handler, body_type in (
-                (
-                    "create_sampling_session",
-                    self.create_sampling_session,
-                    CreateSamplingSessionBody,
-                ),
-                ("join_sampling_session", self.join_sampling_session, JoinSamplingSessionBody),
-                ("asample", self.asample, SampleBody),
-            )
+            TypedRoute("/api/v1/create_sampling_session", self.create_sampling_session),
+            TypedRoute("/api/v1/join_sampling_session", self.join_sampling_session),
+            TypedRoute("/api/v1/asample", self.asample, body_type=SampleBody),
         ]
 
     async def create_sampling_session(
@@ -72,14 +65,13 @@ class TinkerSamplingRoutes(ServerParts):
             )
             base = model.base
         existing = self.session_store.samplers.get(sampler_id)
-        if existing is not None and (existing.base, existing.path) != (base, folder):
-            raise HttpError(
-                400, f"the sampling session {sampler_id} already exists, with other weights"
-            )
         if existing is None:
             self.session_store.add_sampler(
                 SamplerRecord(sampler_id, session.owner, session.session_id, base, folder)
             )
+        elif (existing.base, existing.path) != (base, folder):
+            text = f"the sampling session {sampler_id} already exists, with other weights"
+            raise HttpError(400, text)
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
     async def join_sampling_session(self, request: Request, body: JoinSamplingSessionBody) -> Any:
@@ -112,21 +104,14 @@ class TinkerSamplingRoutes(ServerParts):
         pending = self.request_store.find_duplicate(request_id, digest)
         if pending is None:
             ids = [f"{request_id}:{i}" for i in range(count)]
-            tenant, size = get_tenant(sampler), len(raw)
+            tenant, size = sampler.tenant, len(raw)
             self.request_store.check_capacity(tenant, size)
             pending = PendingRequest(
-                request_id,
-                owner,
-                "sample",
-                digest,
-                session_id=sampler.session,
-                sequence_ids=ids,
-                tenant=tenant,
-                size=size,
+                request_id, owner, "sample", digest, sequence_ids=ids, tenant=tenant, size=size
             )
             parsed = parsed or self._try_parse(fields)
             if isinstance(parsed, Exception):
-                resolve_request(pending, error=parsed)
+                pending.work_future.set_exception(parsed)
             else:
                 prompt, params, options = parsed
                 client = functools.partial(self.model_manager.sampling_client, sampler)
@@ -160,12 +145,12 @@ class TinkerSamplingRoutes(ServerParts):
         prompt = ModelInput([chunk.to_chunk() for chunk in body.prompt.chunks])
         params = SamplingParams(**body.sampling_params.model_dump(exclude_unset=True))
         limit, count = self.engine.settings.limits.tokens, body.num_samples or 1
-        if conversion.count_tokens(prompt) + count * (params.max_tokens or 1) > limit:
-            text = (
-                f"{conversion.count_tokens(prompt)} prompt tokens and {count} samples of "
-                f"{params.max_tokens}"
+        prompt_tokens = conversion.count_tokens(prompt)
+        if prompt_tokens + count * (params.max_tokens or 1) > limit:
+            raise BadRequestError(
+                f"{prompt_tokens} prompt tokens and {count} samples of {params.max_tokens} exceed "
+                f"{limit}, the limit of a request (--tokens)"
             )
-            raise BadRequestError(f"{text} exceed {limit}, the limit of a request (--tokens)")
         options: dict[str, Any] = {
             "include_prompt_logprobs": body.prompt_logprobs,
             "topk_prompt_logprobs": body.topk_prompt_logprobs or 0,

@@ -6,33 +6,28 @@ It has sessions, models, numbered requests, and results for which clients poll.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import time
-from collections.abc import Callable, Generator
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from rl.client import TrainingClient
-from rl.distributed import checkpoint_folder
 from rl.errors import BadRequestError
 from rl.serve import conversion, schemas, tinker_pb2
 from rl.serve.api_routes import RouteHandler, TypedRoute, make_unsupported
 from rl.serve.http_errors import HttpError, SafeJSONResponse
-from rl.serve.request_store import (
-    PROTOBUF_TYPE,
-    PendingRequest,
-    compute_digest,
-    resolve_request,
-)
+from rl.serve.request_store import PROTOBUF_TYPE, PendingRequest, compute_digest
 from rl.serve.schemas import decompress, is_zstd_available, read_body, read_fields
 from rl.serve.serve_settings import LOOPBACK_HOSTS
-from rl.serve.served_models import ServerParts, end_session
+from rl.serve.served_models import ServerParts, VerbSteps
 from rl.serve.serving_engine import locate_tokenizer
-from rl.serve.session_store import ModelRecord, SamplerRecord, SessionRecord, get_tenant
-from rl.types import AdamParams
+from rl.serve.session_store import ModelRecord, SessionRecord
+from rl.types import GetInfoResponse, ModelData
 
 # largest result that is converted to JSON on the event loop; larger results use a thread
 _MAX_INLINE_RESULT_BYTES = 16384
@@ -43,22 +38,35 @@ class TinkerTrainingRoutes(ServerParts):
 
     def routes(self) -> list[TypedRoute]:
         """Return the routes for training, including the unsupported ones."""
-        finish = "sessions/{session_id}/finish"
-        table: list[tuple[str, RouteHandler, type[schemas.JsonBody] | str | None]] = [
-            ("client/config", self.get_client_config, None),
-            ("client/dynamic_config", self.get_dynamic_config, None),
-            ("telemetry", self.accept_telemetry, None),
-            ("create_session", self.create_session, schemas.CreateSessionBody),
-            ("session_heartbeat", self.record_heartbeat, schemas.SessionBody),
-            (finish, self.finish_session, schemas.FinishSessionBody),
-            ("create_model", self.create_model, schemas.CreateModelBody),
-            ("unload_model", self.unload_model, schemas.ModelBody),
-            ("get_info", self.get_info, schemas.ModelBody),
-            ("forward_backward", self.forward_backward, PROTOBUF_TYPE),
-            ("load_weights", self.load_weights, schemas.LoadWeightsBody),
-            ("retrieve_future", self.retrieve_future, schemas.FutureBody),
-            ("cancel_future", self.cancel_future, schemas.FutureBody),
-        ]
+        handlers: dict[str, RouteHandler] = {
+            "client/config": self.get_client_config,
+            "client/dynamic_config": self.get_dynamic_config,
+            "telemetry": self.accept_telemetry,
+            "session_heartbeat": self.record_heartbeat,
+            "sessions/{session_id}/finish": self.finish_session,
+        }
+        handlers |= {
+            handler.__name__: handler
+            for handler in (
+                self.create_session,
+                self.create_model,
+                self.unload_model,
+                self.get_info,
+                self.forward_backward,
+                self.load_weights,
+                self.retrieve_future,
+                self.cancel_future,
+            )
+        }
+        numbered_verbs: dict[str, type[schemas.JsonBody]] = {
+            "optim_step": schemas.OptimStepBody,
+            "save_weights": schemas.SaveWeightsBody,
+            "save_weights_for_sampler": schemas.SaveWeightsForSamplerBody,
+            "save_weights_external": schemas.SaveWeightsExternalBody,
+        }
+        handlers |= {
+            verb: self._make_numbered_handler(verb, kind) for verb, kind in numbered_verbs.items()
+        }
         unsupported = {
             "create_custom_loss": "custom losses on the server: forward_backward_custom runs them "
             "in your script",
@@ -67,26 +75,11 @@ class TinkerTrainingRoutes(ServerParts):
             "retrieve_futures": "retrieving many results at once: use retrieve_future",
             "auth/token": "exchanging a key for a token: send the key itself",
         }
-        numbered_verbs: dict[str, tuple[type[schemas.JsonBody], Callable[..., Any]]] = {
-            "optim_step": (schemas.OptimStepBody, self._optim_step),
-            "save_weights": (schemas.SaveWeightsBody, self._save_weights),
-            "save_weights_for_sampler": (
-                schemas.SaveWeightsForSamplerBody,
-                self._save_weights_for_sampler,
-            ),
-            "save_weights_external": (
-                schemas.SaveWeightsExternalBody,
-                self._save_weights_external,
-            ),
-        }
-        table += [
-            (verb, self._make_numbered_handler(verb, body_type, run), body_type)
-            for verb, (body_type, run) in numbered_verbs.items()
-        ]
-        table += [(path, make_unsupported(text), None) for path, text in unsupported.items()]
+        handlers |= {path: make_unsupported(text) for path, text in unsupported.items()}
+        body_types: dict[str, Any] = {"forward_backward": PROTOBUF_TYPE, **numbered_verbs}
         return [
-            TypedRoute(f"/api/v1/{path}", handler, body_type=body_type)
-            for path, handler, body_type in table
+            TypedRoute(f"/api/v1/{path}", handler, body_type=body_types.get(path))
+            for path, handler in handlers.items()
         ]
 
     # ------------------------------------------------------------------------------------- sessions
@@ -135,7 +128,7 @@ class TinkerTrainingRoutes(ServerParts):
             request.path_params["session_id"], request.state.owner, alive=False
         )
         reason = (body.reason or {}).get("type", "success")
-        end_session(self.engine, self.model_manager, session, str(reason)[:40])
+        self.model_manager.end_session(session, str(reason)[:40])
         return Response(status_code=204)
 
     # --------------------------------------------------------------------------------------- models
@@ -147,19 +140,14 @@ class TinkerTrainingRoutes(ServerParts):
         """
         session = self.session_store.get_session(body.session_id, request.state.owner)
         base = self.engine.settings.find_base(body.base_model)
-        _check_optimizer(body)
-        lora = body.lora_config.model_dump()
-        rank, seed = lora.pop("rank"), lora.pop("seed")
-
-        def make() -> TrainingClient:
-            service = self.engine.service
-            return service.create_lora_training_client(
-                base.source, rank, seed, **lora, tokenizer=base.tokenizer
-            )
-
-        return self._create_once(
-            session, body, base, make, await request.body(), {"type": "create_model"}
+        make = functools.partial(
+            self.engine.service.create_lora_training_client,
+            base.source,
+            **body.lora_config.model_dump(),
+            tokenizer=base.tokenizer,
         )
+        result = {"type": "create_model"}
+        return self._create_once(session, body, base, make, await request.body(), result)
 
     def _create_once(
         self,
@@ -175,13 +163,16 @@ class TinkerTrainingRoutes(ServerParts):
         Raises HttpError (400) if the number was used for another request, and HttpError (429) if
         the queue is full.
         """
+        optimizer = (body.optimizer_config or {}).get("type", "adamw")
+        if optimizer != "adamw":
+            text = f"only AdamW is supported here, got the optimizer {str(optimizer)[:40]!r}"
+            raise HttpError(400, text)
         model_id = f"{session.session_id}:train:{body.model_seq_id}"
         request_id, digest = f"{model_id}:0", compute_digest(raw)
         response = {"request_id": request_id, "model_id": model_id}
         if self.request_store.find_duplicate(request_id, digest) is not None:
             return response
-        tenant = get_tenant(session)
-        self.engine.queue.check_capacity(tenant)
+        self.engine.queue.check_capacity(session.tenant)
         existing = self.session_store.models.get(model_id)
         if existing is not None and existing.request_digest not in ("", digest.hex()):
             raise HttpError(
@@ -190,20 +181,14 @@ class TinkerTrainingRoutes(ServerParts):
                 "of a session",
             )
         pending = PendingRequest(
-            request_id,
-            session.owner,
-            "create_model",
-            digest,
-            session_id=session.session_id,
-            tenant=tenant,
+            request_id, session.owner, "create_model", digest, tenant=session.tenant
         )
         # a model that was only in memory when an earlier server ended no longer exists: it is
         # created again
         if existing is not None and (existing.is_written_out or not existing.resumed):
-            self.request_store.add(resolve_request(pending, existing.create_result))
+            self.request_store.add(pending, existing.create_result)
             return response
-        seq, metadata = body.model_seq_id, body.user_metadata
-        model = self.session_store.add_model(session, seq, base, metadata)
+        model = self.session_store.add_model(session, body.model_seq_id, base, body.user_metadata)
         model.request_digest = digest.hex()
         model.create_result = {"model_id": model_id, **result}
         self.request_store.add(pending)
@@ -213,7 +198,7 @@ class TinkerTrainingRoutes(ServerParts):
             "create_model",
             lambda: self.model_manager.create_model(model, make),
             pending.work_future,
-            tenant,
+            session.tenant,
         )
         return response
 
@@ -225,33 +210,27 @@ class TinkerTrainingRoutes(ServerParts):
             self.model_manager.write_model(model)
             self.model_manager.free_model(model)
 
-        await self.engine.run_function(model.owner, "unload_model", unload, get_tenant(model))
-        pending = PendingRequest(
-            f"{model.model_id}:unload:{time.monotonic_ns()}", model.owner, "unload_model"
-        )
-        self.request_store.add(
-            resolve_request(pending, {"model_id": model.model_id, "type": "unload_model"})
-        )
-        return {"request_id": pending.request_id, "model_id": model.model_id}
+        await self.engine.run_function(model.owner, "unload_model", unload, model.tenant)
+        request_id = f"{model.model_id}:unload:{time.monotonic_ns()}"
+        result = {"model_id": model.model_id, "type": "unload_model"}
+        self.request_store.add(PendingRequest(request_id, model.owner, "unload_model"), result)
+        return {"request_id": request_id, "model_id": model.model_id}
 
     async def get_info(self, request: Request, body: schemas.ModelBody) -> Any:
         """Return architecture, tokenizer and LoRA rank of a model."""
         model = self.session_store.get_model(body.model_id, request.state.owner)
-        tenant = get_tenant(model)
         info = await self.engine.run_function(
-            model.owner, "get_info", lambda: self.model_manager.load_client(model).info, tenant
+            model.owner,
+            "get_info",
+            lambda: self.model_manager.load_client(model).info,
+            model.tenant,
         )
         place = await asyncio.to_thread(
             locate_tokenizer, model.base, info["tokenizer"], self.session_store.root
         )
-        data = {"arch": info["arch"], "model_name": model.base.name, "tokenizer_id": place}
-        fields = {
-            "type": "get_info",
-            "model_id": model.model_id,
-            "model_data": data,
-            "model_name": model.base.name,
-        }
-        return {**fields, "is_lora": info["lora_rank"] is not None, "lora_rank": info["lora_rank"]}
+        name, rank = model.base.name, info["lora_rank"]
+        data = ModelData(info["arch"], name, place)
+        return asdict(GetInfoResponse(data, model.model_id, rank is not None, rank, name))
 
     # --------------------------------------------------------------------------- numbered requests
 
@@ -261,7 +240,7 @@ class TinkerTrainingRoutes(ServerParts):
         seq: int,
         verb: str,
         raw: bytes,
-        work: Callable[[], Generator[None, None, Any]],
+        work: Callable[[], VerbSteps],
         size: int | None = None,
     ) -> dict[str, Any]:
         """Queue a model's request once, even if it is repeated. Return its id.
@@ -279,16 +258,9 @@ class TinkerTrainingRoutes(ServerParts):
         if self.engine.is_shutting_down:
             raise HttpError(503, "the server is shutting down: try again", retry_after=5.0)
         if self.request_store.find_duplicate(request_id, digest) is None:
-            tenant = get_tenant(model)
-            self.request_store.check_capacity(tenant, size)
+            self.request_store.check_capacity(model.tenant, size)
             pending = PendingRequest(
-                request_id,
-                model.owner,
-                verb,
-                digest,
-                session_id=model.session,
-                tenant=tenant,
-                size=size,
+                request_id, model.owner, verb, digest, tenant=model.tenant, size=size
             )
             self.model_manager.enqueue_request(model, seq, pending, work)
             self.request_store.add(pending)
@@ -306,18 +278,12 @@ class TinkerTrainingRoutes(ServerParts):
                 f"forward_backward takes {PROTOBUF_TYPE}, which the SDK sends since 0.30: upgrade "
                 "tinker",
             )
-        encoding, max_bytes = (
-            request.headers.get("content-encoding", ""),
-            self.engine.settings.limits.body_bytes,
-        )
+        limits, encoding = self.engine.settings.limits, request.headers.get("content-encoding", "")
 
         def parse() -> tuple[Any, bytes, int]:
-            body = decompress(raw, encoding, max_bytes)
-            return (
-                conversion.parse_message(tinker_pb2.ForwardBackwardRequest, body),
-                compute_digest(raw),
-                len(body),
-            )
+            body = decompress(raw, encoding, limits.body_bytes)
+            message = conversion.parse_message(tinker_pb2.ForwardBackwardRequest, body)
+            return message, compute_digest(raw), len(body)
 
         message, digest, size = await asyncio.to_thread(parse)
         model = self.session_store.get_model(message.model_id, request.state.owner)
@@ -331,48 +297,36 @@ class TinkerTrainingRoutes(ServerParts):
                 for datum in message.data
                 for chunk in datum.model_input
             )
-            if tokens > self.engine.settings.limits.tokens:
+            if tokens > limits.tokens:
                 raise BadRequestError(
-                    f"the request has {tokens} tokens, and this server takes "
-                    f"{self.engine.settings.limits.tokens}: send less"
+                    f"the request has {tokens} tokens, and this server takes {limits.tokens}: send "
+                    "less"
                 )
             conversion.check_cells(message.data)
-            return (
-                [conversion.parse_datum(datum) for datum in message.data],
-                message.loss_fn,
-                conversion.parse_loss_config(message),
-            )
+            data = [conversion.parse_datum(datum) for datum in message.data]
+            return data, message.loss_fn, conversion.parse_loss_config(message)
 
         verb = "forward_backward" if backward else "forward"
-        return self._enqueue_once(
-            model,
-            message.seq_id,
-            verb,
-            digest,
-            lambda: self.model_manager.forward_backward(model, read, backward),
-            size,
-        )
+        work = functools.partial(self.model_manager.forward_backward, model, read, backward)
+        return self._enqueue_once(model, message.seq_id, verb, digest, work, size)
 
-    def _make_numbered_handler(
-        self,
-        verb: str,
-        body_type: type[schemas.JsonBody],
-        run: Callable[[ModelRecord, Any], Generator[None, None, Any]],
-    ) -> RouteHandler:
+    def _make_numbered_handler(self, verb: str, body_type: type[schemas.JsonBody]) -> RouteHandler:
         """Return the handler of a verb whose requests run in the order of their numbers.
 
-        `run(model, body)` returns the verb's work. Model and number are read at once, the other
-        fields when the request runs: a wrong value then becomes its result, and leaves no gap in
-        the numbers.
+        `ModelManager` has a method for each verb, which returns its work. Model and number are read
+        at once, the other fields when the request runs: a wrong value then becomes its result, and
+        leaves no gap in the numbers.
         """
+        run: Callable[[ModelRecord, Any], VerbSteps] = getattr(self.model_manager, verb)
 
         async def handle(request: Request) -> Any:
             fields = await read_fields(request)
             numbered = read_body(schemas.NumberedBody, fields)
             model = self.session_store.get_model(numbered.model_id, request.state.owner)
 
-            def work() -> Generator[None, None, Any]:
-                return (yield from run(model, read_body(body_type, fields)))
+            def work() -> VerbSteps:
+                result = yield from run(model, read_body(body_type, fields))
+                return {**result, "type": verb}
 
             # the SDK increments the number of its sampling session for each try: if a response was
             # lost, the repeated request has another number
@@ -385,110 +339,25 @@ class TinkerTrainingRoutes(ServerParts):
         handle.__name__, handle.__doc__ = verb, run.__doc__
         return handle
 
-    def _optim_step(
-        self, model: ModelRecord, body: schemas.OptimStepBody
-    ) -> Generator[None, None, Any]:
-        """Queue an update of the weights."""
-        if body.optimizer_params is not None:
-            raise BadRequestError("only AdamW is supported here: optim_step takes types.AdamParams")
-        if body.adam_params is None:
-            raise BadRequestError("the body lacks 'adam_params'")
-        params = AdamParams(**body.adam_params.model_dump(exclude_unset=True))
-        return self.model_manager.optim_step(model, params)
-
-    def _save_weights(
-        self, model: ModelRecord, body: schemas.SaveWeightsBody
-    ) -> Generator[None, None, Any]:
-        """Queue saving weights and optimizer state."""
-        return self.model_manager.save_state(
-            model,
-            _get_checkpoint_name(body),
-            body.ttl_seconds,
-            body.overwrite,
-            body.user_metadata,
-        )
-
-    def _save_weights_for_sampler(
-        self, model: ModelRecord, body: schemas.SaveWeightsForSamplerBody
-    ) -> Generator[None, None, Any]:
-        """Queue saving weights for sampling, or a new sampling session of the current weights.
-
-        Without a `path`, the weights become a sampling session and are not saved.
-        """
-        if body.kind != "snapshot":
-            raise BadRequestError(
-                "kind is 'snapshot' here: create a new sampling client after each update"
-            )
-        if body.path is not None:
-            return self.model_manager.save_for_sampler(
-                model, _get_checkpoint_name(body), body.ttl_seconds, body.user_metadata
-            )
-        if body.sampling_session_seq_id is None:
-            raise BadRequestError("the body lacks 'sampling_session_seq_id'")
-        sampler_id = f"{model.session}:sample:{body.sampling_session_seq_id}"
-        if sampler_id in self.session_store.samplers:
-            raise BadRequestError(f"the sampling session {sampler_id} already exists")
-        sampler = SamplerRecord(
-            sampler_id, model.owner, model.session, model.base, is_in_memory=True
-        )
-        return self.model_manager.snapshot_weights(model, sampler)
-
-    def _save_weights_external(
-        self, model: ModelRecord, body: schemas.SaveWeightsExternalBody
-    ) -> Generator[None, None, Any]:
-        """Queue saving the merged weights as a Hugging Face folder."""
-        if body.age_encryption_recipients:
-            raise BadRequestError(
-                "encryption of weights is not supported here: omit age_encryption_recipients"
-            )
-        return self.model_manager.save_external(model, _get_checkpoint_name(body), body.ttl_seconds)
-
-    def _load_weights(
-        self, model: ModelRecord, body: schemas.LoadWeightsBody
-    ) -> Generator[None, None, Any]:
-        """Queue loading saved weights into a model."""
-        folder = self._find_weights(body, model.owner)[1]
-        return self.model_manager.load_weights(model, folder, body.optimizer, body.path)
-
-    def _find_weights(self, body: schemas.LoadWeightsBody, owner: str) -> tuple[ModelRecord, Path]:
-        """Return the model and the folder of the weights to load."""
-        kinds = ("weights",) if body.optimizer else ("weights", "sampler_weights")
-        return self.session_store.find_folder(body.path, owner, kinds=kinds)
-
     async def load_weights(self, request: Request, source: schemas.LoadWeightsBody) -> Any:
         """Queue loading saved weights into a model, or into a new model if none is named."""
         if source.model_id is not None:
-            handle = self._make_numbered_handler(
-                "load_weights", schemas.LoadWeightsBody, self._load_weights
-            )
-            return await handle(request)
+            return await self._make_numbered_handler("load_weights", type(source))(request)
         owner = request.state.owner
         body = read_body(schemas.LoadNewModelBody, await read_fields(request))
         session = self.session_store.get_session(body.session_id, owner)
-        saved, folder = await asyncio.to_thread(self._find_weights, source, owner)
-        base = (
-            saved.base
-            if body.base_model is None
-            else self.engine.settings.find_base(body.base_model)
+        saved, folder = await asyncio.to_thread(self.model_manager.find_weights, source, owner)
+        base, service = saved.base, self.engine.service
+        if body.base_model is not None:
+            base = self.engine.settings.find_base(body.base_model)
+        load = (
+            service.create_training_client_from_state_with_optimizer
+            if source.optimizer
+            else service.create_training_client_from_state
         )
-        _check_optimizer(body)
-
-        def make() -> TrainingClient:
-            service = self.engine.service
-            if source.optimizer:
-                return service.create_training_client_from_state_with_optimizer(
-                    str(folder), base.source
-                )
-            return service.create_training_client_from_state(str(folder), base.source)
-
-        return self._create_once(
-            session,
-            body,
-            base,
-            make,
-            await request.body(),
-            {"path": source.path, "type": "load_weights"},
-        )
+        make = functools.partial(load, str(folder), base.source)
+        result = {"path": source.path, "type": "load_weights"}
+        return self._create_once(session, body, base, make, await request.body(), result)
 
     # -------------------------------------------------------------------------------------- results
 
@@ -499,10 +368,8 @@ class TinkerTrainingRoutes(ServerParts):
             state = {"type": "try_again", "request_id": pending.request_id, "queue_state": "active"}
             return SafeJSONResponse(state, status_code=408)
         pending.sent_at = time.monotonic()
-        answer, protobuf = (
-            pending.encoded_result,
-            PROTOBUF_TYPE in request.headers.get("accept", ""),
-        )
+        answer = pending.encoded_result
+        protobuf = PROTOBUF_TYPE in request.headers.get("accept", "")
         if protobuf or len(answer.body) < _MAX_INLINE_RESULT_BYTES:
             return answer.to_response(protobuf)
         return await asyncio.to_thread(answer.to_response, protobuf)
@@ -513,27 +380,3 @@ class TinkerTrainingRoutes(ServerParts):
         if pending.verb == "sample":
             pending.work_future.cancel()
         return Response(status_code=204)
-
-
-def _check_optimizer(body: schemas.NewModelBody) -> None:
-    """Raise HttpError (400) for another optimizer than AdamW."""
-    optimizer = (body.optimizer_config or {}).get("type", "adamw")
-    if optimizer != "adamw":
-        raise HttpError(
-            400, f"only AdamW is supported here, got the optimizer {str(optimizer)[:40]!r}"
-        )
-
-
-def _get_checkpoint_name(body: schemas.SaveWeightsBody) -> str:
-    """Return the name of a checkpoint, `step-<seq>` by default.
-
-    Raises BadRequestError if the name has other characters than letters, digits, '.', '_' and '-'.
-    """
-    name = body.path
-    if name is None:
-        return f"step-{body.seq_id:06d}"
-    if not checkpoint_folder.is_checkpoint_name(name):
-        raise BadRequestError(
-            f"a checkpoint's name consists of letters, digits, '.', '_' and '-', got {name[:80]!r}"
-        )
-    return name

@@ -20,7 +20,6 @@ from rl.losses import LOSSES
 from rl.runtime import WorkerSettings
 from rl.serve import tinker_pb2
 from rl.serve.request_store import PendingRequest, RequestStore
-from rl.serve.served_models import end_session
 from rl.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
 
 KEYS = ("tml-first-tenants-key", "tml-second-tenants-key")
@@ -714,7 +713,7 @@ def test_a_client_that_dies_between_two_chunks_leaves_nothing_behind(tmp_path):
             "another's requests wait for nothing"
         )
         session = one.session_store.sessions[dying.session]
-        end_session(one.engine, one.model_manager, session, "silent")
+        one.model_manager.end_session(session, "silent")
         for waited in (rest, step):
             assert "ended (silent)" in dying.wait(waited)["error"]
         dying.post("optim_step", 410, model_id=model, seq_id=2, adam_params={"learning_rate": 1.0})

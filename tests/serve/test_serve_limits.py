@@ -11,7 +11,6 @@ from serving import BASE, Wire, held, server
 from test_serve import KEYS, texts
 
 from rl.serve import serving_engine
-from rl.serve.served_models import end_session
 
 httpx = pytest.importorskip("httpx", reason="needs the extra dev")
 
@@ -110,9 +109,7 @@ def test_sessions_models_tokens_and_open_requests_are_bounded(tmp_path):
         assert wires.http.get("/healthz").status_code == 200
         one.app.open_count = 0
         assert wires.http.get("/api/v1/sessions").status_code == 200
-        end_session(
-            one.engine, one.model_manager, one.session_store.sessions[wires.session], "done"
-        )
+        one.model_manager.end_session(one.session_store.sessions[wires.session], "done")
         other.open()  # there is room again
 
 
@@ -188,7 +185,7 @@ def test_sessions_that_fall_silent_are_ended_though_a_look_failed(tmp_path, monk
         second = Wire(one).open()
         monkeypatch.setattr(one.session_store, "save_session", fails_once)
         for name in (session, second):
-            one.session_store.sessions[name].beat -= 60
+            one.session_store.sessions[name].last_used -= 60
 
         async def looked_after():
             task = asyncio.create_task(one.run_upkeep())

@@ -14,7 +14,7 @@ from serving import BASE, Wire, held, server
 from test_serve import KEYS, texts
 from test_serve_gone import until
 
-from rl.serve import served_models, session_store, tenant_limit, tinker_pb2
+from rl.serve import session_store, tenant_limit, tinker_pb2
 from rl.serve.request_store import PendingRequest, RequestStore
 from rl.serve.session_store import SamplerRecord
 from rl.types import Datum, ModelInput, SampledSequence, SampleResponse
@@ -89,7 +89,7 @@ def test_an_error_in_the_server_keeps_nothing_of_its_frames(caplog):
             try:
                 fails(np.zeros(1 << 20, np.uint8))
             except RuntimeError as error:
-                _resolve(promise.work_future, None, error, "work")
+                _resolve(promise.work_future, error, "work")
             words.append(promise.encoded_result.body)
         kept, _ = tracemalloc.get_traced_memory()
     finally:
@@ -276,19 +276,18 @@ def test_samplers_that_two_threads_forget_at_once_are_no_error(tmp_path, monkeyp
     with server(tmp_path, samplers=1, samplers_in_memory=1) as one:
         base, chosen = one.engine.settings.bases[0], []
 
-        def surplus(holders, oldest_first, count):
-            names = tenant_limit.choose_evictions(holders, oldest_first, count)
-            chosen.extend(names)
-            for name in names:
-                one.session_store.samplers.pop(name, None)
-            return names
+        def surplus(holders, count):
+            samplers = tenant_limit.choose_evictions(holders, count)
+            chosen.extend(sampler.sampler_id for sampler in samplers)
+            for sampler in samplers:
+                one.session_store.samplers.pop(sampler.sampler_id, None)
+            return samplers
 
-        for module in (session_store, served_models):
-            monkeypatch.setattr(module, "choose_evictions", surplus)
+        monkeypatch.setattr(session_store, "choose_evictions", surplus)
         first, second = (SamplerRecord(name, "local", "s", base, client=object()) for name in "ab")
         one.session_store.add_sampler(first)
         one.session_store.add_sampler(second)
         assert chosen == ["a"] and list(one.session_store.samplers) == ["b"]
-        one.session_store.samplers["a"] = first
+        one.session_store.samplers["a"], first.client = first, object()
         one.model_manager._evict_samplers()
         assert len(chosen) == 2 and sum(sampler.client is None for sampler in (first, second)) == 1
