@@ -153,10 +153,11 @@ def _compute_needs(
     """
     samplers, launch = _split_launch(settings, launch)
     shape = load_shape(model.base_model, model.tokenizer, model.make_lora())
+    optim = settings.optim
     team = _tensor_parallel_size(
         settings.sampling.sampler_tp, 0 if samplers is None else samplers.world, shape, launch
     )
-    _check_context_parallel(settings, model, launch)
+    _check_context_parallel(model, optim.context_parallel_size, launch)
     sampler_world = (samplers or launch).world // team
     in_pages = _uses_paged_cache(settings.sampling, model, shape, launch, team)
     work = _compute_step_work(
@@ -166,7 +167,7 @@ def _compute_needs(
     launch = replace(
         launch,
         base_dtype=_base_dtype(model, launch),
-        optimizer=settings.optim.optimizer,
+        optimizer=optim.optimizer,
         loads_in_shards=supports_lazy_loading(model.base_model),
         sampler_tp=team,
     )
@@ -177,21 +178,14 @@ def _compute_needs(
         if model.fused_logprobs
         else 0.0
     )
-    offloaded = []
-    if launch.cuda and model.offload_activations:
-        offloaded = [
-            (
-                "inputs of layers, offloaded, at most",
-                offloaded_activation_bytes(shape, batch) * launch.per_node,
-            )
-        ]
+    offloaded = _list_offloaded(model, shape, batch, launch)
     if samplers is None:
         planned = work
         if settings.sampling.sampler == "vllm":  # servers sample
             work, planned = replace(work, samples=False), StepWork(batch=batch, samples=False)
         plan = plan_memory(shape, held, launch, planned, others, critics, kept_bytes)
-        server = _list_server_memory(settings.sampling, launch)
-        plan = MemoryPlan((*plan.items, *server), (*plan.host, *offloaded))
+        items = (*plan.items, *_list_server_memory(settings.sampling, launch))
+        plan = MemoryPlan(items, (*plan.host, *offloaded))
         return [StageNeeds(stage.name, model.base_model, plan, work, launch)]
     learner_plan = plan_memory(
         shape, held, launch, StepWork(batch=batch, samples=False), (), critics, kept_bytes
@@ -215,6 +209,23 @@ def _compute_needs(
             f"{stage.name}, ranks that sample", model.base_model, sampler_plan, work, samplers
         ),
     ]
+
+
+def _check_context_parallel(model: ModelSettings, parts: int, launch: LaunchShape) -> None:
+    """Raise UserError if the model or the launch cannot be divided into `parts`."""
+    if parts > 1:
+        check_context_parallel_size(parts, launch.world)
+        check_context_parallel_model(model.base_model, model.tokenizer, model.make_lora(), parts)
+
+
+def _list_offloaded(
+    model: ModelSettings, shape: ModelShape, batch: MicroBatch, launch: LaunchShape
+) -> list[tuple[str, float]]:
+    """Return the CPU memory of a machine for offloaded activations."""
+    if not (launch.cuda and model.offload_activations):
+        return []
+    size = offloaded_activation_bytes(shape, batch) * launch.per_node
+    return [("inputs of layers, offloaded, at most", size)]
 
 
 def _list_server_memory(sampling: Any, launch: LaunchShape) -> list[MemoryItem]:
@@ -335,13 +346,6 @@ def _split_launch(settings: Any, launch: LaunchShape) -> tuple[LaunchShape | Non
     return sampler_launch, replace(
         launch, world=launch.world - ranks, per_node=min(launch.world - ranks, launch.per_node)
     )
-
-
-def _check_context_parallel(settings: Any, model: ModelSettings, launch: LaunchShape) -> None:
-    """Raise UserError if the ranks that learn cannot share the sequences of this model."""
-    if (size := settings.optim.context_parallel_size) > 1:
-        check_context_parallel_size(size, launch.world)
-        check_context_parallel_model(model.base_model, model.tokenizer, model.make_lora(), size)
 
 
 class UnsupportedTensorParallel(UserError):
