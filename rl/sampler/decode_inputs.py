@@ -129,7 +129,7 @@ def decode_step(
         )
         norm_qk = None if layer.norm_qk is None else layer.norm_qk.view(2, -1)
         q = decode_ops.rope_to_cache(
-            qkv, norm_qk, a.eps, ropes[layer.rope], position, kv[i], page, place, a.heads
+            qkv, norm_qk, a.eps, ropes.select(0, layer.rope), position, kv[i], page, place, a.heads
         )
         attended = compute_paged_attention(q, kv[i], table, length, groups).flatten(1)
         x = model.scale_residual(model.rms(layer.out(attended), layer.norm_attention_out))
