@@ -46,14 +46,12 @@ class BatchSource(abc.ABC):
         """
 
     def update(self, batch: TrainingBatch) -> dict[str, float]:
-        """Train on a batch. Return the metrics of the update and of the shaping of rewards."""
-        method, models, shaping = self.trainer.method, self.trainer.models, {}
+        """Train on a batch. Return the `optim/...` metrics."""
+        method, models = self.trainer.method, self.trainer.models
         if batch.rollouts is not None:
             groups = method.shape_rewards(batch.rollouts.groups)
-            shaping = method.shaping_metrics
             batch.datums = method.compute_advantages(groups, models)
-        metrics = method.update(models, batch.datums, self.trainer.progress(batch.number))
-        return {**metrics, **shaping}
+        return method.update(models, batch.datums, self.trainer.progress(batch.number))
 
     @abc.abstractmethod
     def sync_weights(self, number: int) -> SamplingClient | None:

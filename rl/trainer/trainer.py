@@ -176,6 +176,7 @@ class Trainer:
     ) -> None:
         """Log the batch, evaluate and save when due, and stop the run if a stop was requested."""
         number, rollouts, done = batch.number, batch.rollouts, batch.number + 1
+        metrics = {**self.method.shaping_metrics, **metrics}
         row = self.log.build_row(
             number, self._batch_start, metrics, sampler, rollouts, batch.datums
         )

@@ -617,7 +617,7 @@ def test_a_batch_that_a_model_scored_has_a_reward_though_no_function_gave_one(ju
     context = StageContext(
         name="grpo",
         index=0,
-        method=SimpleNamespace(settings=settings),
+        method=SimpleNamespace(settings=settings, shaping_metrics={}),
         models=SimpleNamespace(rewards=judge, opponents=None),
         problems=SimpleNamespace(epoch=lambda step, size: 0.0),
         test_problems=None,

@@ -153,7 +153,8 @@ def compare(clients, loss: str, correction: str, seed: int, silent: set[int]) ->
     off_the_policy(at_once, groups, np.random.default_rng(seed + 1))
     whole, method = Models(at_once), method_of(loss, correction)
     shaped = method.shape_rewards(groups)
-    expected = method.update(whole, method.compute_advantages(shaped, whole), progress)
+    update = method.update(whole, method.compute_advantages(shaped, whole), progress)
+    expected = {**update, **method.shaping_metrics}
     step = StreamedStep(method_of(loss, correction), Models(in_parts), progress)
     for low, high in zip((0, *PARTS[:-1]), PARTS, strict=True):
         step.add(groups[low:high])

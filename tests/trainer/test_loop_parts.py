@@ -254,7 +254,7 @@ def test_held_out_answers_have_the_temperature_asked_for():
         context = StageContext(
             name="grpo",
             index=0,
-            method=SimpleNamespace(settings=settings),
+            method=SimpleNamespace(settings=settings, shaping_metrics={}),
             models=None,
             problems=None,
             test_problems=None,
