@@ -208,7 +208,7 @@ def test_graphs_draw_what_the_same_step_draws_without_one(monkeypatch):
         self.buffers.at.zero_()
         for _ in range(count):
             decode_step(
-                self.model, self.kv, self.rope, self.buffers, rows, self.pages, shared and rows > 1
+                self.model, self.kv, self.ropes, self.buffers, rows, self.pages, shared and rows > 1
             )
 
     decoder, found = small_decoder(), []

@@ -45,7 +45,7 @@ class Played:
         self.given = (
             steps.model,
             steps.kv,
-            steps.rope,
+            steps.ropes,
             steps.buffers,
             rows,
             steps.max_blocks,
