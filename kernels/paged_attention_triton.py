@@ -18,11 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.attention_bounds import UNBOUNDED, AttentionBounds
 from kernels.common import LOG2E
 from kernels.matmul_operands import is_interpreting
 from kernels.shared_pages import SharedPages
 
 FLOOR = tl.constexpr(-1e30)
+TWO_LOG2E = tl.constexpr(2 * LOG2E)
 # The least number of programs of a launch, eight for each of an H100's 132 SMs, and the most
 # splits. More than 32 splits cost more in merging than they save.
 MIN_PROGRAMS, MAX_SPLITS = 1056, 32
@@ -51,6 +53,7 @@ def _over_pages(
     total,
     acc,
     seen,
+    first,
     k_ptr,
     v_ptr,
     table_ptr,
@@ -63,11 +66,13 @@ def _over_pages(
     D: tl.constexpr,
     BN: tl.constexpr,
     BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Update maximum, sum and weighted values of queries q [BM, BLOCK] with positions [begin, end),
-    for the rows marked in `seen` [BM].
+    for the rows marked in `seen` [BM]. With a WINDOW, a query sees no position before `first` [BM].
     """
     cols = tl.arange(0, BLOCK)
     for start in tl.range(begin, end, BN):
@@ -91,7 +96,11 @@ def _over_pages(
             k = k.to(tl.float32)
             v = v.to(tl.float32)
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if SOFTCAP > 0.0:  # tanh(x) = 1 - 2 / (e^2x + 1)
+            score = SOFTCAP - 2 * SOFTCAP / (tl.exp2(score * (TWO_LOG2E / SOFTCAP)) + 1.0)
         here = seen[:, None] & inside[None, :]
+        if WINDOW:
+            here = here & (n[None, :] >= first[:, None])
         new_m = tl.maximum(m, tl.max(tl.where(here, score, FLOOR), 1))
         p = tl.where(here, tl.exp2(score - new_m[:, None]), 0.0)
         decay = tl.exp2(m - new_m)
@@ -153,6 +162,8 @@ def _private_pages_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     PARTIAL: tl.constexpr,
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -162,7 +173,16 @@ def _private_pages_kernel(
     PARTIAL: store to out[row, head, split] and lse; otherwise store the final output.
     """
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    begin, end = _share(tl.load(length_ptr + row), split, splits, BN)
+    length = tl.load(length_ptr + row)
+    first = tl.zeros((BM,), tl.int32)
+    if WINDOW:  # the splits share the positions from the block in which the window starts
+        first += length - WINDOW
+        skipped = tl.maximum(length - WINDOW, 0) // BN * BN
+        begin, end = _share(length - skipped, split, splits, BN)
+        begin += skipped
+        end += skipped
+    else:
+        begin, end = _share(length, split, splits, BN)
     j, cols = tl.arange(0, BM), tl.arange(0, BLOCK)
     inside = j < REPEAT
     mask = inside[:, None] & (cols < D)[None, :]
@@ -182,6 +202,7 @@ def _private_pages_kernel(
         total,
         acc,
         inside,
+        first,
         k_ptr,
         k_ptr + plane,
         table_ptr + row * stride_table,
@@ -194,6 +215,8 @@ def _private_pages_kernel(
         D,
         BN,
         BLOCK,
+        WINDOW,
+        SOFTCAP,
         UPCAST,
         PRECISION,
     )
@@ -213,6 +236,7 @@ def _shared_pages_kernel(
     shares_ptr,
     table_ptr,
     length_ptr,
+    private_length_ptr,
     out_ptr,
     lse_ptr,
     R,
@@ -234,6 +258,8 @@ def _shared_pages_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -259,13 +285,22 @@ def _shared_pages_kernel(
     k_ptr = kv_ptr + head * D
     last = tl.max(group, 0)
     for number in range(tl.min(tl.where(group < 0, last + 1, group), 0), last + 1):
-        begin, end = _share(tl.load(length_ptr + number), split, splits, BN)
+        length = tl.load(length_ptr + number)
+        begin, end = _share(length, split, splits, BN)
+        member = inside & (group == number)
+        first = tl.zeros((BM,), tl.int32)
+        if WINDOW:
+            first += length + tl.load(private_length_ptr + row, mask=member, other=0) - WINDOW
+            # a block that no query sees changes no sum
+            lowest = tl.min(tl.where(member, first, length), 0)
+            begin = tl.maximum(begin, tl.maximum(lowest, 0) // BN * BN)
         m, total, acc = _over_pages(
             q,
             m,
             total,
             acc,
-            inside & (group == number),
+            member,
+            first,
             k_ptr,
             k_ptr + plane,
             table_ptr + number * stride_table,
@@ -278,6 +313,8 @@ def _shared_pages_kernel(
             D,
             BN,
             BLOCK,
+            WINDOW,
+            SOFTCAP,
             UPCAST,
             PRECISION,
         )
@@ -353,7 +390,12 @@ def choose_launch_sizes(width: int, itemsize: int, repeat: int) -> tuple[dict[st
 
 
 def compute_paged_attention(
-    q: Tensor, kv: Tensor, table: Tensor, length: Tensor, shared: SharedPages | None
+    q: Tensor,
+    kv: Tensor,
+    table: Tensor,
+    length: Tensor,
+    shared: SharedPages | None,
+    bounds: AttentionBounds = UNBOUNDED,
 ) -> Tensor:
     """Launch the kernels; arguments and result as in paged_attention.py."""
     (R, H, D), (_, _, S, K, _) = q.shape, kv.shape
@@ -372,6 +414,8 @@ def compute_paged_attention(
         "K": K,
         "REPEAT": repeat,
         "S": S,
+        "WINDOW": bounds.window,
+        "SOFTCAP": bounds.softcap * LOG2E,  # as the scores, in units of log 2
         "UPCAST": is_interpreting(),
         **tile,
     }
@@ -386,6 +430,7 @@ def compute_paged_attention(
             shared.shares,
             shared.table,
             shared.length,
+            length,
             part,
             lse,
             R,

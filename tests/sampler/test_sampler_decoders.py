@@ -74,6 +74,28 @@ FAMILY = {
     "phi3": ("phi3", {}),
     "smollm3": ("smollm3", {}),
     "smollm3, no rotation at all": ("smollm3", {"no_rope_layers": [0, 0]}),
+    "mistral, window": ("mistral", {"sliding_window": 8}),
+    "qwen2, window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "phi3, window": ("phi3", {"sliding_window": 5}),
+    "gemma2": ("gemma2", {}),
+    "gemma2, other scale, no caps": (
+        "gemma2",
+        {
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+    ),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3, window of one position": ("gemma3_text", {"sliding_window": 1}),
+    "vaultgemma": ("vaultgemma", {}),
+    "olmo3": ("olmo3", {}),
+    "exaone4": ("exaone4", {}),
+    "cwm": ("cwm", {}),
+    "ministral": ("ministral", {}),
 }
 
 
@@ -236,12 +258,10 @@ def test_bands_hold_every_row_once_in_grids_that_are_not_much_too_large():
     ("kind", "changes", "reason"),
     [
         ("gpt2", {}, "GPT2LMHeadModel"),
-        ("mistral", {"sliding_window": 8}, "sliding-window"),
-        (
-            "qwen2",
-            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
-            "sliding-window",
-        ),
+        ("llama", {"sliding_window": 8}, "sliding-window"),
+        ("llama", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
+        ("qwen3", {"logits_scaling": 2.0}, "logits_scaling"),
+        ("gemma3_text", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
         ("llama", {"hidden_act": "gelu"}, "gelu"),
         (
             "llama",
