@@ -115,9 +115,9 @@ def attend_gathered(
     """Return the outputs [R, H, D] and log-sum-exps [R, H] (float32) of queries over their
     sequences' pages. `first` [R]: the first position in each query's window.
 
-    The numbers are undefined where a query sees no position. `group`: the sequence of each query (None: the
-    query's index). `starts`, the start of each sequence's queries, and `max_queries`, the most
-    queries of a sequence, hold the same information for other backends.
+    The numbers are undefined where a query sees no position. `group`: the sequence of each
+    query (None: the query's index). `starts`, the start of each sequence's queries, and
+    `max_queries`, the most queries of a sequence, hold the same information for other backends.
     """
     table, length = (table, length) if group is None else (table[group], length[group])
     k, v = kv[:, table.long()].flatten(2, 3).float().unbind(0)  # [R, B S, K, D]

@@ -53,7 +53,7 @@ def _over_pages(
     total,
     acc,
     seen,
-    first,
+    window_start,
     k_ptr,
     v_ptr,
     table_ptr,
@@ -72,7 +72,9 @@ def _over_pages(
     PRECISION: tl.constexpr,
 ):
     """Update maximum, sum and weighted values of queries q [BM, BLOCK] with positions [begin, end),
-    for the rows marked in `seen` [BM]. With a WINDOW, a query sees no position before `first` [BM].
+    for the rows marked in `seen` [BM].
+
+    With a WINDOW, a query sees no position before `window_start` [BM].
     """
     cols = tl.arange(0, BLOCK)
     for start in tl.range(begin, end, BN):
@@ -100,7 +102,7 @@ def _over_pages(
             score = SOFTCAP - 2 * SOFTCAP / (tl.exp2(score * (TWO_LOG2E / SOFTCAP)) + 1.0)
         here = seen[:, None] & inside[None, :]
         if WINDOW:
-            here = here & (n[None, :] >= first[:, None])
+            here = here & (n[None, :] >= window_start[:, None])
         new_m = tl.maximum(m, tl.max(tl.where(here, score, FLOOR), 1))
         p = tl.where(here, tl.exp2(score - new_m[:, None]), 0.0)
         decay = tl.exp2(m - new_m)
@@ -174,9 +176,9 @@ def _private_pages_kernel(
     """
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(length_ptr + row)
-    first = tl.zeros((BM,), tl.int32)
+    window_start = tl.zeros((BM,), tl.int32)
     if WINDOW:  # the splits share the positions from the block in which the window starts
-        first += length - WINDOW
+        window_start += length - WINDOW
         skipped = tl.maximum(length - WINDOW, 0) // BN * BN
         begin, end = _share(length - skipped, split, splits, BN)
         begin += skipped
@@ -202,7 +204,7 @@ def _private_pages_kernel(
         total,
         acc,
         inside,
-        first,
+        window_start,
         k_ptr,
         k_ptr + plane,
         table_ptr + row * stride_table,
@@ -288,11 +290,13 @@ def _shared_pages_kernel(
         length = tl.load(length_ptr + number)
         begin, end = _share(length, split, splits, BN)
         member = inside & (group == number)
-        first = tl.zeros((BM,), tl.int32)
+        window_start = tl.zeros((BM,), tl.int32)
         if WINDOW:
-            first += length + tl.load(private_length_ptr + row, mask=member, other=0) - WINDOW
+            window_start += (
+                length + tl.load(private_length_ptr + row, mask=member, other=0) - WINDOW
+            )
             # a block that no query sees changes no sum
-            lowest = tl.min(tl.where(member, first, length), 0)
+            lowest = tl.min(tl.where(member, window_start, length), 0)
             begin = tl.maximum(begin, tl.maximum(lowest, 0) // BN * BN)
         m, total, acc = _over_pages(
             q,
@@ -300,7 +304,7 @@ def _shared_pages_kernel(
             total,
             acc,
             member,
-            first,
+            window_start,
             k_ptr,
             k_ptr + plane,
             table_ptr + number * stride_table,

@@ -25,7 +25,7 @@ from rl.sampler.forward_fast import (
     DecoderArchitecture,
     FastForward,
     LayerKeys,
-    RotaryFrequencies,
+    RotarySpec,
 )
 from rl.sampler.layer_specs import LAYER_SPECS, LayerSpec
 from rl.sampler.linear_layers import Projection, TokenEmbedding
@@ -282,13 +282,13 @@ def _find_inv_freq(rotary: Any, name: str | None) -> torch.Tensor:
     return getattr(rotary, f"{name}inv_freq")
 
 
-def _read_rope(rotary: Any, name: str | None) -> RotaryFrequencies:
+def _read_rope(rotary: Any, name: str | None) -> RotarySpec:
     """Return the frequencies of the rotary table of that name, zeros without name."""
     inv_freq = _find_inv_freq(rotary, name)
     if name is None:
-        return RotaryFrequencies(torch.zeros(inv_freq.shape))
+        return RotarySpec(torch.zeros(inv_freq.shape))
     scale = float(getattr(rotary, f"{name}attention_scaling"))
-    return RotaryFrequencies(inv_freq.detach().float().cpu(), scale)
+    return RotarySpec(inv_freq.detach().float().cpu(), scale)
 
 
 def _read_weights(base: Any, builder: WeightsBuilder) -> dict[str, Any]:

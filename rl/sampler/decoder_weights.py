@@ -46,7 +46,7 @@ class WeightSlice:
 
 @dataclass(frozen=True, slots=True)
 class NamedParameter:
-    """Describe a parameter with all its names, and its shard that enters a buffer, times `scale`."""
+    """Describe a parameter with all its names. Its shard enters a buffer, times `scale`."""
 
     names: Sequence[str]
     parameter: Tensor

@@ -66,8 +66,8 @@ class LayerKeys:
 
 
 @dataclass(frozen=True, slots=True)
-class RotaryFrequencies:
-    """Hold the frequencies of a rotary table [D / 2] (float32; zeros: no rotation) and its scale."""
+class RotarySpec:
+    """Hold the frequencies of a rotary table, [D / 2] (zeros: no rotation), and its scale."""
 
     inv_freq: Tensor
     scale: float = 1.0
@@ -89,7 +89,7 @@ class DecoderArchitecture:
     key_heads: int
     head_width: int
     eps: float
-    ropes: tuple[RotaryFrequencies, ...]
+    ropes: tuple[RotarySpec, ...]
     vocab_size: int
     max_positions: int | None
     activation: str = "silu"
@@ -104,8 +104,8 @@ class LayerWeights:
     """Hold the tensors of a layer, looked up once."""
 
     __slots__ = (
-        "bounds", "down", "gate_up", "norm_attention_out", "norm_in", "norm_mlp", "norm_mlp_out", "norm_qk",
-        "norm_qk_all", "out", "qkv", "rope",
+        "bounds", "down", "gate_up", "norm_attention_out", "norm_in", "norm_mlp", "norm_mlp_out",
+        "norm_qk", "norm_qk_all", "out", "qkv", "rope",
     )  # fmt: skip
 
     def __init__(self, keys: LayerKeys, buffers: dict[str, Tensor]):

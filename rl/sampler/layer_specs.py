@@ -34,13 +34,14 @@ def _always(attention: Any) -> bool:
 class LayerSpec:
     """Describe the layers of a family; the defaults are Llama's. Functions read the model's config.
 
-    `qkv` and `gate_up`: names of the projections, in this order; a single name is a fused matrix.
-    `norms`: see `NormNames`. `qk_norm`: an RMS norm of queries and keys before the rotation, of
-    each "head" or over the whole "projection". `rotates`: whether an attention module rotates
-    queries and keys. `norm_offset`: the norms multiply by the sum of this number and their weight. `activation`: of the MLP's gate, as in
-    `hidden_act`. `attention_scale`: factor of the attention scores (None: D^-0.5 for a head width
-    D). `attention_softcap`, `logit_softcap`: limits of scores and logits (0: none), see
-    `kernels.AttentionBounds`. `windows`: sliding windows are read. `embedding_scale`: factor of the token embeddings.
+    `qkv` and `gate_up`: names of the projections, in this order; a single name is a fused
+    matrix. `norms`: see `NormNames`. `qk_norm`: an RMS norm of queries and keys before the
+    rotation, of each "head" or over the whole "projection". `rotates`: whether an attention
+    module rotates queries and keys. `norm_offset`: the norms multiply by the sum of this number
+    and their weight. `activation`: of the MLP's gate, as in `hidden_act`. `attention_scale`:
+    factor of the attention scores (None: D^-0.5 for a head width D). `attention_softcap`,
+    `logit_softcap`: limits of scores and logits (0: none), see `kernels.AttentionBounds`.
+    `windows`: sliding windows are read. `embedding_scale`: factor of the token embeddings.
     `residual_scale`: factor of the outputs of attention and MLP before the residual sum.
     `logit_scale`: factor of the logits.
     """

@@ -173,7 +173,7 @@ def compute_scores_fp32(q: Tensor, k: Tensor) -> Tensor:
 
 
 def cap_scores(score: Tensor, softcap: float) -> Tensor:
-    """Return softcap * tanh(score / softcap), in the memory of `score`; 0: the scores as they are."""
+    """Return softcap * tanh(score / softcap), in the memory of `score`; the scores for 0."""
     return score.div_(softcap).tanh_().mul_(softcap) if softcap else score
 
 
@@ -193,7 +193,7 @@ def masked_attention(
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, bounds: AttentionBounds) -> Tensor:
-    """Attend with each position of [B, H, T, D] to the positions up to itself, within the bounds."""
+    """Attend with each position of [B, H, T, D] to those up to itself, within the bounds."""
     length, window = q.shape[2], bounds.window
     if not bounds.softcap and not 0 < window < length:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
