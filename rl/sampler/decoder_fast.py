@@ -248,11 +248,11 @@ def _query_scale(base: Any) -> float:
 
 
 def _read_bounds(base: Any) -> list[AttentionBounds]:
-    """Return the attention bounds of each layer."""
+    """Return the attention bounds of each layer, of which the model may hold the first only."""
     softcap = LAYER_SPECS[type(base).__name__].attention_softcap(base.config)
     return [
         AttentionBounds(base.config.sliding_window if kind == "sliding" else 0, softcap)
-        for kind in describe_layers(base).kinds
+        for kind in describe_layers(base).kinds[: len(base.model.layers)]
     ]
 
 

@@ -10,10 +10,19 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from sampler_models import VOCAB, add_lora, one_thread, random_prompts, tiny_model  # noqa: F401
+from sampler_models import (  # noqa: F401
+    VOCAB,
+    add_lora,
+    one_thread,
+    random_prompts,
+    reference_logprobs,
+    tiny_model,
+)
 
 from rl.models import add_value_head, load_model
 from rl.sampler import (
+    Engine,
+    SamplingRequest,
     contiguous_state,
     cpu_kernels,
     make_decoder,
@@ -24,6 +33,8 @@ from rl.sampler.decode_state import compact_slots
 from rl.sampler.decoder import Decoder, batch_prompts
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.decoder_hf import HFDecoder
+from rl.sampler.paged_engine import PagedEngine
+from rl.types import SamplingParams
 
 FAMILY = {
     "qwen3": ("qwen3", {}),
@@ -511,3 +522,37 @@ def test_room_for_keys_and_values_is_zero_and_aligned():
             and (not room.numel() or room.data_ptr() % 64 == 0)
         )
         room.fill_(1)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral, window", "gemma2", "gemma3", "olmo3"])
+@pytest.mark.parametrize("pages", [False, True])
+def test_a_conversation_that_goes_on_equals_the_model(name, pages, monkeypatch):
+    """Turns of several lengths are read after cached positions, with windows that begin in the
+    cached turns, in the new one, or in neither.
+    """
+    attended, attend = [], prefix_attention.SuffixBatch.attend
+    monkeypatch.setattr(
+        prefix_attention.SuffixBatch,
+        "attend",
+        lambda *args: attended.append(args) or attend(*args),
+    )
+    kind, changes = FAMILY[name]
+    model = tiny_model(kind, **changes)
+    decoder = make_decoder(model, kind="fast")
+    engine = PagedEngine(decoder, page=4) if pages else Engine(decoder)
+    params = SamplingParams(max_tokens=6, temperature=1.0)
+    texts = {f"{i}": prompt for i, prompt in enumerate(random_prompts([3, 20, 9]))}
+    for turn in range(3):
+        for i, (conversation, text) in enumerate(texts.items()):
+            request = SamplingRequest(
+                prompt=text, params=params, problem=i, seed=turn, conversation=conversation
+            )
+            engine.add(request)
+        for (conversation, text), response in zip(texts.items(), engine.run(), strict=True):
+            (sequence,) = response.sequences
+            expected = reference_logprobs(model, text, sequence.tokens)
+            np.testing.assert_allclose(sequence.logprobs, expected, atol=2e-5)
+            texts[conversation] = [
+                *text, *sequence.tokens, *random_prompts([1 + 4 * turn], seed=turn)[0]
+            ]  # fmt: skip
+    assert len(attended) == 2 * len(decoder.layers)  # all turns but the first
