@@ -58,12 +58,12 @@ def _share_window(length, split, splits, BN: tl.constexpr, SLIDING_WINDOW: tl.co
 
 @triton.jit
 def _start_windows(
-    length, private_ptr, row, member, begin, BN: tl.constexpr, SLIDING_WINDOW: tl.constexpr
+    length, private_length_ptr, row, member, begin, BN: tl.constexpr, SLIDING_WINDOW: tl.constexpr
 ):
     """Return the first position in the window of each query [BM] that stands after `length` shared
     positions, and `begin`, moved to the first block that a query sees.
     """
-    start = length + tl.load(private_ptr + row, mask=member, other=0) - SLIDING_WINDOW
+    start = length + tl.load(private_length_ptr + row, mask=member, other=0) - SLIDING_WINDOW
     lowest = tl.maximum(tl.min(tl.where(member, start, length), 0), 0)
     return start, tl.maximum(begin, lowest // BN * BN)
 
@@ -270,7 +270,7 @@ def _shared_pages_kernel(
     shares_ptr,
     table_ptr,
     length_ptr,
-    private_ptr,
+    private_length_ptr,
     out_ptr,
     lse_ptr,
     R,
@@ -319,7 +319,7 @@ def _shared_pages_kernel(
         window_start = tl.zeros((BM,), tl.int32)
         if SLIDING_WINDOW:
             window_start, begin = _start_windows(
-                length, private_ptr, row, member, begin, BN, SLIDING_WINDOW
+                length, private_length_ptr, row, member, begin, BN, SLIDING_WINDOW
             )
         m, total, acc = _over_pages(
             q,
