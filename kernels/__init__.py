@@ -4,6 +4,7 @@ Each operation has Triton kernels on CUDA and a plain torch path elsewhere. The 
 gradient are torch custom ops.
 """
 
+from kernels.attention_bounds import UNBOUNDED, AttentionBounds
 from kernels.linear_logprob import linear_logprob, linear_logprob_reference
 from kernels.paged_attention import compute_paged_attention
 from kernels.policy_loss import policy_loss, policy_loss_reference
@@ -14,6 +15,8 @@ from kernels.topk_target_logprob import topk_target_logprob
 from kernels.vocab_chunks import estimate_saved_bytes, estimate_workspace_bytes
 
 __all__ = [
+    "UNBOUNDED",
+    "AttentionBounds",
     "SharedPages",
     "compute_paged_attention",
     "sample_tokens",

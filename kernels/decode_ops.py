@@ -69,7 +69,7 @@ def rope_to_cache(
     qk, v = qkv.split([heads + key_heads, key_heads], dim=1)
     if norm_qk is not None:
         kinds = torch.tensor([0] * heads + [1] * key_heads, device=qkv.device)
-        qk = F.rms_norm(qk, qk.shape[-1:], None, eps) * norm_qk.view(2, -1)[kinds]
+        qk = (F.rms_norm(qk, qk.shape[-1:], None, eps) * norm_qk.view(2, -1)[kinds]).to(v.dtype)
     cos, sin = rope[:, position_N].unsqueeze(2).unbind(0)
     q, k = torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, dims=-1), sin).split(
         [heads, key_heads], dim=1

@@ -19,11 +19,13 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
+from kernels.attention_bounds import UNBOUNDED, AttentionBounds
 from kernels.common import can_run_triton, device_context
 from kernels.shared_pages import SharedPages
 
@@ -31,7 +33,12 @@ BACKENDS = ("triton", "varlen", "gathered")
 
 
 def compute_paged_attention(
-    q: Tensor, kv: Tensor, table: Tensor, length: Tensor, shared: SharedPages | None = None
+    q: Tensor,
+    kv: Tensor,
+    table: Tensor,
+    length: Tensor,
+    shared: SharedPages | None = None,
+    bounds: AttentionBounds = UNBOUNDED,
 ) -> Tensor:
     """Return the attention output [R, H, D], with scores scaled by D ** -0.5; no row sees another
     row.
@@ -40,10 +47,11 @@ def compute_paged_attention(
 
     Args: q [R, H, D]; kv [2, pages, S, K, D], keys and values, the last two dimensions contiguous;
     table int32 [R, B], the block table of each row's private pages; length int32 [R], the number of
-    positions in these pages, at least 1; `shared`: the pages before them.
+    positions in these pages, at least 1; `shared`: the pages before them. A query stands at the
+    last position of its row.
     """
-    backend = "gathered" if not q.is_cuda else _select_backend(q, kv)
-    return _run_backend(backend, q, kv, table, length, shared)
+    backend = "gathered" if not q.is_cuda else _select_backend(q, kv, bounds)
+    return _run_backend(backend, q, kv, table, length, shared, bounds)
 
 
 # ------------------------------------------------------------------------------------- torch's ways
@@ -56,15 +64,25 @@ def attend_and_merge(
     table: Tensor,
     length: Tensor,
     shared: SharedPages | None,
+    bounds: AttentionBounds = UNBOUNDED,
 ) -> Tensor:
     """Attend to the private pages and to the group's pages separately, then merge both by their
-    log-sum-exp.
+    log-sum-exp. `attend` must take bounds if there are any (`attend_gathered` does).
     """
     rows = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+    attend_shared = attend
+    if bounds != UNBOUNDED:
+        attend = partial(attend, first=length - bounds.window, bounds=bounds)
     out, lse = attend(q, kv, rows, None, table, length, 1)
     if shared is None:
         return out
-    shared_out, shared_lse = attend(
+    shares = shared.shares
+    if bounds != UNBOUNDED:
+        shared_length = shared.length[shared.group[shared.place]]
+        first = shared_length + length - bounds.window
+        attend_shared = partial(attend_shared, first=first[shared.order], bounds=bounds)
+        shares = shares & (first < shared_length) if bounds.window else shares
+    shared_out, shared_lse = attend_shared(
         q.index_select(0, shared.order),
         kv,
         shared.starts,
@@ -79,8 +97,8 @@ def attend_and_merge(
     )
     weight = torch.sigmoid(shared_lse - lse).unsqueeze(-1)  # e^a / (e^a + e^b)
     combined = torch.lerp(out.float(), shared_out.float(), weight).to(out.dtype)
-    # the shared output of rows without a group is meaningless
-    return torch.where(shared.shares.view(-1, 1, 1), combined, out)
+    # the shared output of rows that see no shared position is meaningless
+    return torch.where(shares.view(-1, 1, 1), combined, out)
 
 
 def attend_gathered(
@@ -91,13 +109,15 @@ def attend_gathered(
     table: Tensor,
     length: Tensor,
     max_queries: int,
+    first: Tensor | None = None,
+    bounds: AttentionBounds = UNBOUNDED,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs [R, H, D] and log-sum-exps [R, H] (float32) of queries over their
-    sequences' pages.
+    sequences' pages. `first` [R]: the first position in each query's window.
 
-    The numbers are undefined where a length is 0. `group`: the sequence of each query (None: the
-    query's index). `starts`, the start of each sequence's queries, and `max_queries`, the most
-    queries of a sequence, hold the same information for other backends.
+    The numbers are undefined where a query sees no position. `group`: the sequence of each
+    query (None: the query's index). `starts`, the start of each sequence's queries, and
+    `max_queries`, the most queries of a sequence, hold the same information for other backends.
     """
     table, length = (table, length) if group is None else (table[group], length[group])
     k, v = kv[:, table.long()].flatten(2, 3).float().unbind(0)  # [R, B S, K, D]
@@ -105,7 +125,12 @@ def attend_gathered(
         torch.einsum("rkhd,rlkd->rkhl", q.float().unflatten(1, (k.shape[2], -1)), k)
         * q.shape[-1] ** -0.5
     )
-    hidden = torch.arange(k.shape[1], device=q.device) >= length[:, None]
+    if bounds.softcap:
+        score = bounds.softcap * torch.tanh(score / bounds.softcap)
+    place = torch.arange(k.shape[1], device=q.device)
+    hidden = place >= length[:, None]
+    if first is not None and bounds.window:
+        hidden = hidden | (place < first[:, None])
     score = score.masked_fill(hidden[:, None, None], -torch.inf)
     lse = score.logsumexp(-1)
     # the memory may hold NaN, which a weight of 0 would not remove
@@ -162,32 +187,40 @@ def varlen_supports_pages() -> bool:
 # ------------------------------------------------------------------------------------ which of them
 
 
-def _select_backend(q: Tensor, kv: Tensor) -> str:
+def _select_backend(q: Tensor, kv: Tensor, bounds: AttentionBounds) -> str:
     """Return the backend for tensors on CUDA."""
     # without a device (fake tensors) choose the kernels
     if not can_run_triton(q) or not torch.cuda.is_available():
         return "triton"
     return _first_correct_backend(
-        q.device.index or 0, q.dtype, q.shape[1], kv.shape[3], q.shape[2], kv.shape[2]
+        q.device.index or 0, q.dtype, q.shape[1], kv.shape[3], q.shape[2], kv.shape[2], bounds
     )
 
 
 @cache
 def _first_correct_backend(
-    index: int, dtype: torch.dtype, heads: int, key_heads: int, width: int, size: int
+    index: int,
+    dtype: torch.dtype,
+    heads: int,
+    key_heads: int,
+    width: int,
+    size: int,
+    bounds: AttentionBounds = UNBOUNDED,
 ) -> str:
     """Return the first backend that gives the gathered numbers on this GPU, tried at the sizes of
-    the call.
+    the call. Only some take bounds; a window is shortened, so that the trial's rows cross it.
 
     Warns once for each backend that fails.
     """
     q, kv, table, length, shared = make_trial_inputs(
         torch.device("cuda", index), dtype, heads, key_heads, width, size
     )
-    exact = attend_and_merge(attend_gathered, q.float(), kv.float(), table, length, shared)
-    for backend in BACKENDS[:-1] if varlen_supports_pages() else BACKENDS[:1]:
+    bounds = replace(bounds, window=min(bounds.window, size + 3))
+    exact = attend_and_merge(attend_gathered, q.float(), kv.float(), table, length, shared, bounds)
+    has_varlen = bounds == UNBOUNDED and varlen_supports_pages()
+    for backend in BACKENDS[:-1] if has_varlen else BACKENDS[:1]:
         try:
-            output = _run_backend(backend, q, kv, table, length, shared)
+            output = _run_backend(backend, q, kv, table, length, shared, bounds)
             difference = float((output.float() - exact).abs().max())
             problem = (
                 f"outputs are {difference:.2g} apart"
@@ -209,17 +242,22 @@ def _first_correct_backend(
 
 
 def _run_backend(
-    backend: str, q: Tensor, kv: Tensor, table: Tensor, length: Tensor, shared: SharedPages | None
+    backend: str,
+    q: Tensor,
+    kv: Tensor,
+    table: Tensor,
+    length: Tensor,
+    shared: SharedPages | None,
+    bounds: AttentionBounds = UNBOUNDED,
 ) -> Tensor:
     """Compute the attention with the backend of that name."""
     if backend == "triton":
         from kernels.paged_attention_triton import compute_paged_attention as attend
 
         with device_context(q):
-            return attend(q, kv, table, length, shared)
-    return attend_and_merge(
-        attend_varlen if backend == "varlen" else attend_gathered, q, kv, table, length, shared
-    )
+            return attend(q, kv, table, length, shared, bounds)
+    backend_attend = attend_varlen if backend == "varlen" else attend_gathered
+    return attend_and_merge(backend_attend, q, kv, table, length, shared, bounds)
 
 
 def make_trial_inputs(

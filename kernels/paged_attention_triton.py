@@ -18,11 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.attention_bounds import UNBOUNDED, AttentionBounds
 from kernels.common import LOG2E
 from kernels.matmul_operands import is_interpreting
 from kernels.shared_pages import SharedPages
 
 FLOOR = tl.constexpr(-1e30)
+TWO_LOG2E = tl.constexpr(2 * LOG2E)
 # The least number of programs of a launch, eight for each of an H100's 132 SMs, and the most
 # splits. More than 32 splits cost more in merging than they save.
 MIN_PROGRAMS, MAX_SPLITS = 1056, 32
@@ -45,12 +47,52 @@ def _share(length, split, splits, BN: tl.constexpr):
 
 
 @triton.jit
+def _share_window(length, split, splits, BN: tl.constexpr, SLIDING_WINDOW: tl.constexpr):
+    """Return `_share` of the positions from the block in which the last one's window starts."""
+    skipped = 0
+    if SLIDING_WINDOW:
+        skipped = tl.maximum(length - SLIDING_WINDOW, 0) // BN * BN
+    begin, end = _share(length - skipped, split, splits, BN)
+    return begin + skipped, end + skipped
+
+
+@triton.jit
+def _start_windows(
+    length, private_length_ptr, row, member, begin, BN: tl.constexpr, SLIDING_WINDOW: tl.constexpr
+):
+    """Return the first position in the window of each query [BM] that stands after `length` shared
+    positions, and `begin`, moved to the first block that a query sees.
+    """
+    start = length + tl.load(private_length_ptr + row, mask=member, other=0) - SLIDING_WINDOW
+    lowest = tl.maximum(tl.min(tl.where(member, start, length), 0), 0)
+    return start, tl.maximum(begin, lowest // BN * BN)
+
+
+@triton.jit
+def _cap_scores(score, SOFTCAP: tl.constexpr):
+    """Return SOFTCAP * tanh(score / SOFTCAP), or the scores if SOFTCAP is 0."""
+    if SOFTCAP > 0.0:  # tanh(x) = 1 - 2 / (e^2x + 1)
+        score = SOFTCAP - 2 * SOFTCAP / (tl.exp2(score * (TWO_LOG2E / SOFTCAP)) + 1.0)
+    return score
+
+
+@triton.jit
+def _load_queries(q_ptr, cols, mask, UPCAST: tl.constexpr):
+    """Return queries [BM, BLOCK], each from its pointer in `q_ptr` [BM]."""
+    q = tl.load(q_ptr[:, None] + cols[None, :], mask=mask, other=0.0)
+    if UPCAST:  # the interpreter multiplies bfloat16 wrongly
+        q = q.to(tl.float32)
+    return q
+
+
+@triton.jit
 def _over_pages(
     q,
     m,
     total,
     acc,
     seen,
+    window_start,
     k_ptr,
     v_ptr,
     table_ptr,
@@ -63,11 +105,15 @@ def _over_pages(
     D: tl.constexpr,
     BN: tl.constexpr,
     BLOCK: tl.constexpr,
+    SLIDING_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Update maximum, sum and weighted values of queries q [BM, BLOCK] with positions [begin, end),
     for the rows marked in `seen` [BM].
+
+    With a SLIDING_WINDOW, a query sees no position before `window_start` [BM].
     """
     cols = tl.arange(0, BLOCK)
     for start in tl.range(begin, end, BN):
@@ -91,7 +137,10 @@ def _over_pages(
             k = k.to(tl.float32)
             v = v.to(tl.float32)
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        score = _cap_scores(score, SOFTCAP)
         here = seen[:, None] & inside[None, :]
+        if SLIDING_WINDOW:
+            here = here & (n[None, :] >= window_start[:, None])
         new_m = tl.maximum(m, tl.max(tl.where(here, score, FLOOR), 1))
         p = tl.where(here, tl.exp2(score - new_m[:, None]), 0.0)
         decay = tl.exp2(m - new_m)
@@ -129,6 +178,13 @@ def _window_rows(
     return row, group, i < R
 
 
+@triton.jit
+def _group_range(group):
+    """Return the range [first, end) of the groups of some queries; -1 is no group."""
+    end = tl.max(group, 0) + 1
+    return tl.min(tl.where(group < 0, end, group), 0), end
+
+
 @triton.jit(do_not_specialize=BATCH)
 def _private_pages_kernel(
     q_ptr,
@@ -153,6 +209,8 @@ def _private_pages_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BLOCK: tl.constexpr,
+    SLIDING_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     PARTIAL: tl.constexpr,
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -162,18 +220,14 @@ def _private_pages_kernel(
     PARTIAL: store to out[row, head, split] and lse; otherwise store the final output.
     """
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    begin, end = _share(tl.load(length_ptr + row), split, splits, BN)
+    length = tl.load(length_ptr + row)
+    window_start = tl.zeros((BM,), tl.int32) + (length - SLIDING_WINDOW)
+    begin, end = _share_window(length, split, splits, BN, SLIDING_WINDOW)
     j, cols = tl.arange(0, BM), tl.arange(0, BLOCK)
     inside = j < REPEAT
     mask = inside[:, None] & (cols < D)[None, :]
     heads = head * REPEAT + j
-    q = tl.load(
-        q_ptr + row * stride_row + heads[:, None] * stride_head + cols[None, :],
-        mask=mask,
-        other=0.0,
-    )
-    if UPCAST:
-        q = q.to(tl.float32)
+    q = _load_queries(q_ptr + row * stride_row + heads * stride_head, cols, mask, UPCAST)
     m, total, acc = _empty_sums(BM, BLOCK)
     k_ptr = kv_ptr + head * D
     m, total, acc = _over_pages(
@@ -182,6 +236,7 @@ def _private_pages_kernel(
         total,
         acc,
         inside,
+        window_start,
         k_ptr,
         k_ptr + plane,
         table_ptr + row * stride_table,
@@ -194,6 +249,8 @@ def _private_pages_kernel(
         D,
         BN,
         BLOCK,
+        SLIDING_WINDOW,
+        SOFTCAP,
         UPCAST,
         PRECISION,
     )
@@ -213,6 +270,7 @@ def _shared_pages_kernel(
     shares_ptr,
     table_ptr,
     length_ptr,
+    private_length_ptr,
     out_ptr,
     lse_ptr,
     R,
@@ -234,6 +292,8 @@ def _shared_pages_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BLOCK: tl.constexpr,
+    SLIDING_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -248,24 +308,26 @@ def _shared_pages_kernel(
     inside = inside & (j < REPEAT)
     heads = head * REPEAT + j
     mask = inside[:, None] & (cols < D)[None, :]
-    q = tl.load(
-        q_ptr + (row * stride_row + heads * stride_head)[:, None] + cols[None, :],
-        mask=mask,
-        other=0.0,
-    )
-    if UPCAST:
-        q = q.to(tl.float32)
+    q = _load_queries(q_ptr + row * stride_row + heads * stride_head, cols, mask, UPCAST)
     m, total, acc = _empty_sums(BM, BLOCK)
     k_ptr = kv_ptr + head * D
-    last = tl.max(group, 0)
-    for number in range(tl.min(tl.where(group < 0, last + 1, group), 0), last + 1):
-        begin, end = _share(tl.load(length_ptr + number), split, splits, BN)
+    first_group, end_group = _group_range(group)
+    for number in range(first_group, end_group):
+        length = tl.load(length_ptr + number)
+        begin, end = _share(length, split, splits, BN)
+        member = inside & (group == number)
+        window_start = tl.zeros((BM,), tl.int32)
+        if SLIDING_WINDOW:
+            window_start, begin = _start_windows(
+                length, private_length_ptr, row, member, begin, BN, SLIDING_WINDOW
+            )
         m, total, acc = _over_pages(
             q,
             m,
             total,
             acc,
-            inside & (group == number),
+            member,
+            window_start,
             k_ptr,
             k_ptr + plane,
             table_ptr + number * stride_table,
@@ -278,6 +340,8 @@ def _shared_pages_kernel(
             D,
             BN,
             BLOCK,
+            SLIDING_WINDOW,
+            SOFTCAP,
             UPCAST,
             PRECISION,
         )
@@ -353,7 +417,12 @@ def choose_launch_sizes(width: int, itemsize: int, repeat: int) -> tuple[dict[st
 
 
 def compute_paged_attention(
-    q: Tensor, kv: Tensor, table: Tensor, length: Tensor, shared: SharedPages | None
+    q: Tensor,
+    kv: Tensor,
+    table: Tensor,
+    length: Tensor,
+    shared: SharedPages | None,
+    bounds: AttentionBounds = UNBOUNDED,
 ) -> Tensor:
     """Launch the kernels; arguments and result as in paged_attention.py."""
     (R, H, D), (_, _, S, K, _) = q.shape, kv.shape
@@ -365,17 +434,21 @@ def compute_paged_attention(
     shared_splits = 0 if shared is None else choose_splits(windows * K)
     parts = row_splits + shared_splits
     out = q.new_empty((R, H, D))
-    part = out if parts == 1 else q.new_empty((R, H, parts, D), dtype=torch.float32)
-    lse = part if parts == 1 else q.new_empty((R, H, parts), dtype=torch.float32)
-    strides = (q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), kv.stride(2))
+    part = lse = out
+    if parts > 1:
+        part = q.new_empty((R, H, parts, D), dtype=torch.float32)
+        lse = part.new_empty((R, H, parts))
+    strides = (*q.stride()[:2], *kv.stride()[:3])
     options: dict[str, Any] = {
         "K": K,
         "REPEAT": repeat,
         "S": S,
+        "SLIDING_WINDOW": bounds.window,
+        "SOFTCAP": bounds.softcap * LOG2E,  # as the scores, in units of log 2
         "UPCAST": is_interpreting(),
+        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "ieee",
         **tile,
     }
-    options["PRECISION"] = "tf32x3" if q.dtype == torch.float32 else "ieee"
     scale = D**-0.5 * LOG2E
     if shared is not None:
         _shared_pages_kernel[(windows, K, shared_splits)](
@@ -386,6 +459,7 @@ def compute_paged_attention(
             shared.shares,
             shared.table,
             shared.length,
+            length,
             part,
             lse,
             R,

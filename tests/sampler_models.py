@@ -50,6 +50,21 @@ _MULTIPLIERS = {
     "residual_multiplier": 0.3,
     "logits_scaling": 1.5,
 }
+# sequences of the tests cross the window
+_SLIDING = {
+    "head_dim": 8,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+_TWO_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+    "full_attention": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        "original_max_position_embeddings": 32,
+    },
+}
 # families by transformers' model_type, with the settings that make their differences show
 FAMILIES: dict[str, dict[str, Any]] = {
     "granite": _MULTIPLIERS,
@@ -59,6 +74,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "phi3": {},
     "smollm3": {"no_rope_layers": [1, 0]},
+    "gemma2": {**_SLIDING, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
+    "gemma3_text": {**_SLIDING, "query_pre_attn_scalar": 20, "final_logit_softcapping": 3.0},
+    "vaultgemma": {**_SLIDING, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
+    "olmo3": {**_SLIDING, "rope_parameters": _TWO_ROPES},
+    "exaone4": _SLIDING,
+    "cwm": {
+        **_SLIDING,
+        "bos_token_id": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "ministral": {"head_dim": 8, "sliding_window": 7},
 }
 
 
@@ -105,7 +131,7 @@ def tiny_model(kind: str, **changes: Any) -> torch.nn.Module:
     elif kind == "mistral":
         model = MistralForCausalLM(MistralConfig(**{"sliding_window": None, **settings}))
     elif kind in FAMILIES:
-        config = AutoConfig.for_model(kind, **{**FAMILIES[kind], **settings})
+        config = AutoConfig.for_model(kind, **{**SMALL, **FAMILIES[kind], **changes})
         model = AutoModelForCausalLM.from_config(config)
     else:
         raise ValueError(kind)

@@ -30,7 +30,7 @@ from rl.sampler import SamplingRequest
 from rl.types import AdamParams, ModelInput, SamplingParams
 
 # rank of the adapter; 0: all weights are trained
-CASES = {"qwen3": 0, "qwen2": 4, "llama": 4, "granite": 4, "gemma": 0, "olmo2": 4}
+CASES = {"qwen3": 0, "qwen2": 4, "llama": 4, "granite": 4, "gemma": 0, "olmo2": 4, "gemma3_text": 4}
 
 
 class CaseWorker(TrainingWorker):

@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kernels import UNBOUNDED
 from rl.sampler.cpu_kernels import CpuKernels
 from rl.sampler.decode_state import DecodeState, LogitsReader
 from rl.sampler.forward_fast import FastForward
@@ -174,7 +176,7 @@ class ContiguousState(DecodeState):
             for which, new in enumerate((k, v)):
                 block[which, slot_X, :, position_X] = batch.select(new)
             keys, values = (block[which, slot_B, :, : batch.max_positions] for which in (0, 1))
-            return batch.attend(q, keys, values)
+            return batch.attend(q, keys, values, decoder.layers[layer].bounds)
 
         row_adapters = (
             decoder.group_by_adapter([self.prompt_adapters[slot] for slot in slots])
@@ -248,6 +250,7 @@ class ContiguousState(DecodeState):
                 self.row_kv[layer],
                 written_N,
                 heads,
+                decoder.layers[layer].bounds,
             )
 
         row_adapters = self._get_row_adapters()
@@ -265,6 +268,8 @@ class ContiguousState(DecodeState):
         bands = self._bands
         columns = torch.arange(longest + 1, device=written_N.device)
         row_hidden_NL = None if even else columns > written_N[:, None]
+        if any(layer.bounds != UNBOUNDED for layer in self.decoder.layers):
+            return self._bounded_attention(bands, written_N, columns)
         one_to_one = np.array_equal(self.prompt_of_row, np.arange(len(self.prompt_lengths)))
         if self.joint_kv and one_to_one and len(bands) == 1:
             hidden_NL = self._joint_mask(bands[0], row_hidden_NL, rows, longest)
@@ -279,6 +284,38 @@ class ContiguousState(DecodeState):
             bands,
             row_hidden_NL,
         )
+
+    def _bounded_attention(
+        self, bands: list[PromptBand], written_N: Tensor, columns: Tensor
+    ) -> CacheAttention:
+        """Return the attention function of layers with windows or limited scores. `columns`: the
+        indices of the responses' positions.
+        """
+        lengths = torch.from_numpy(self.prompt_lengths[self.prompt_of_row])
+        prompt_length_N1 = lengths.to(written_N.device)[:, None]
+        prompt_columns = torch.arange(max(band.length for band in bands), device=written_N.device)
+        unwritten_NL = columns > written_N[:, None]
+
+        @cache
+        def hidden(window: int) -> tuple[Tensor | None, Tensor]:
+            """Return the hidden positions of responses and prompts, the same in all layers of a
+            window.
+            """
+            if not window:
+                return None, unwritten_NL
+            first_N1 = prompt_length_N1 + written_N[:, None] + 1 - window
+            return prompt_columns < first_N1, unwritten_NL | (prompt_length_N1 + columns < first_N1)
+
+        def attend(layer: int, q: Tensor) -> Tensor:
+            bounds = self.decoder.layers[layer].bounds
+            prompt_hidden_NL, row_hidden_NL = hidden(bounds.window)
+            row_kv = self.row_kv[layer][:, : len(q), :, : len(columns)]
+            return shared_attention(
+                q, self.prompt_kv[layer], row_kv, bands, row_hidden_NL, prompt_hidden_NL,
+                bounds.softcap,
+            )  # fmt: skip
+
+        return attend
 
     def _joint_mask(
         self, band: PromptBand, row_hidden_NL: Tensor | None, rows: int, longest: int

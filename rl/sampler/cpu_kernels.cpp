@@ -37,6 +37,13 @@ template <class F> void over_rows(int64_t rows, int64_t work_a_row, int threads,
     for (auto& thread : pool) thread.join();
 }
 
+// tanh(x): its Taylor series near zero, where 1 - e would lose digits.
+inline float tanh_fast(float x) {
+    const float e = exp_fast(-2.0f * std::fabs(x)), far = (1.0f - e) / (1.0f + e), y = x * x;
+    const float near = x * (1.0f + y * (-3.33333333e-1f + y * (1.33333333e-1f + y * (-5.39682540e-2f + y * 2.18694885e-2f))));
+    return std::fabs(x) < 0.25f ? near : std::copysign(far, x);
+}
+
 inline float largest_of(const float* x, int64_t n) {
     float lane[16], found = -INFINITY;  // lanes of their own: one chain of comparisons would wait for itself
     std::fill(lane, lane + 16, -INFINITY);
@@ -125,6 +132,8 @@ struct Step {
     Block row_k, row_v;
     const int64_t* written;  // [N] positions of the row's own response that are filled
     int64_t heads, key_heads, width;
+    int64_t window;  // positions that a query attends to, its own included; 0: all
+    float softcap;  // scores s become softcap tanh(s / softcap); 0: they stay
     float* out;  // [N, H D]
 };
 
@@ -194,13 +203,19 @@ template <int WIDTH> struct Head {
         }
     }
 
-    // Where a row's keys and values of one key head lie: `before` positions of its prompt, then `own` of its response.
+    // Where a row's keys and values of one key head lie: `before` positions of its prompt, then `own` of its response, both without
+    // those that its window leaves out.
     struct Seen {
         float *prompt_k, *prompt_v, *row_k, *row_v;
         int64_t before, own;
         Seen(const Step& s, int64_t n, int64_t h)
             : prompt_k(s.prompt_k.at(s.prompt_of_row[n], h)), prompt_v(s.prompt_v.at(s.prompt_of_row[n], h)), row_k(s.row_k.at(n, h)),
-              row_v(s.row_v.at(n, h)), before(s.prompt_length[s.prompt_of_row[n]]), own(s.written[n]) {}
+              row_v(s.row_v.at(n, h)), before(s.prompt_length[s.prompt_of_row[n]]), own(s.written[n]) {
+            if (!s.window || before + own < s.window) return;
+            const int64_t skipped = before + own + 1 - s.window, of_prompt = std::min(skipped, before), of_row = skipped - of_prompt;
+            prompt_k += of_prompt * width(s.width), prompt_v += of_prompt * width(s.width), before -= of_prompt;
+            row_k += of_row * width(s.width), row_v += of_row * width(s.width), own -= of_row;
+        }
     };
 
     // Query heads g to g + R of row n, whose last key is written already. `q` [R, D] and `p` [R, positions] are for what comes between.
@@ -217,6 +232,11 @@ template <int WIDTH> struct Head {
         }
         scores<R>(q, at.prompt_k, at.before, D, p, all, largest, next.prompt_k, next.before);
         scores<R>(q, at.row_k, at.own + 1, D, p + at.before, all, largest, next.row_k, next.own);
+        if (s.softcap > 0.0f)
+            for (int c = 0; c < R; c++) {
+                for (int64_t j = 0; j < all; j++) p[c * all + j] = s.softcap * tanh_fast(p[c * all + j] / s.softcap);
+                largest[c] = largest_of(p + c * all, all);
+            }
         float total[R];
         for (int c = 0; c < R; c++) {
             float *one = p + c * all, sum = 0.0f;
@@ -296,14 +316,17 @@ void draw(const float* logits, const float* temperature, const bool* greedy, con
 // `strides`: slot and head strides of the prompts' block, then of the rows', in numbers.
 void attend(const float* qkv, const float* norm_qk, float eps, const float* cos, const float* sin, const int64_t* position,
             float* prompt_k, float* prompt_v, const int64_t* prompt_of_row, const int64_t* prompt_length, float* row_k, float* row_v,
-            const int64_t* written, const int64_t* strides, int64_t rows, int64_t heads, int64_t key_heads, int64_t width, int threads,
-            float* out) {
+            const int64_t* written, const int64_t* strides, int64_t rows, int64_t heads, int64_t key_heads, int64_t width, int64_t window,
+            float softcap, int threads, float* out) {
     const float* norm_k = norm_qk ? norm_qk + width : nullptr;
     const Step s{qkv, norm_qk, norm_k, eps, cos, sin, position, {prompt_k, strides[0], strides[1]}, {prompt_v, strides[0], strides[1]},
                  prompt_of_row, prompt_length, {row_k, strides[2], strides[3]}, {row_v, strides[2], strides[3]}, written,
-                 heads, key_heads, width, out};
+                 heads, key_heads, width, window, softcap, out};
     int64_t seen = 0;
-    for (int64_t n = 0; n < rows; n++) seen += prompt_length[prompt_of_row[n]] + written[n] + 1;
+    for (int64_t n = 0; n < rows; n++) {
+        const int64_t all = prompt_length[prompt_of_row[n]] + written[n] + 1;
+        seen += window ? std::min(all, window) : all;
+    }
     over_rows(rows, rows ? 2 * seen / rows * heads * width : 0, threads, [&](int64_t first, int64_t last) {
         switch (width) {
             case 32: return Head<32>::rows(s, first, last);

@@ -23,6 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kernels import UNBOUNDED, AttentionBounds
+
 _SOURCE = Path(__file__).with_suffix(".cpp")
 # The sums of a dot product may be computed in any order, which permits vectorization. NaN and
 # infinity keep their meaning.
@@ -66,7 +68,8 @@ class CpuKernels:
             pointer,
             number,
             *[pointer] * 11,
-            *[integer] * 4,
+            *[integer] * 5,
+            number,
             ctypes.c_int,
             pointer,
         ]
@@ -131,6 +134,7 @@ class CpuKernels:
         row_kv: Tensor,
         written_N: Tensor,
         heads: int,
+        bounds: AttentionBounds = UNBOUNDED,
     ) -> Tensor:
         """Apply norms and rotary embeddings, store keys and values, and attend. Return [N, H * D].
 
@@ -163,6 +167,8 @@ class CpuKernels:
             heads,
             key_heads,
             width,
+            bounds.window,
+            bounds.softcap,
             torch.get_num_threads(),
             out.data_ptr(),
         )

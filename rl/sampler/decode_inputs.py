@@ -131,7 +131,7 @@ def decode_step(
         q = decode_ops.rope_to_cache(
             qkv, norm_qk, a.eps, ropes.select(0, layer.rope), position, kv[i], page, place, a.heads
         )
-        attended = compute_paged_attention(q, kv[i], table, length, groups).flatten(1)
+        attended = compute_paged_attention(q, kv[i], table, length, groups, layer.bounds).flatten(1)
         x = model.scale_residual(model.rms(layer.out(attended), layer.norm_attention_out))
         normed = _add_and_norm(x, residual, layer.norm_mlp, a.eps)
         gate_up = layer.gate_up(normed)
@@ -194,7 +194,8 @@ def _sample(
 ) -> tuple[Tensor, Tensor]:
     """Sample tokens and logprobs, without storing logits if the head is a plain matrix."""
     head = model.head
-    if head.adapter is None and head.bias is None and hidden.dtype == head.weight.dtype:
+    plain = head.adapter is None and head.bias is None and not head.softcap
+    if plain and hidden.dtype == head.weight.dtype:
         return sample_tokens(hidden, head.weight, temperature, uniform, greedy)
     return draw_from_logits(
         head(hidden), uniform, RowSamplingSettings(temperature_N=temperature, greedy_N=greedy)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kernels import AttentionBounds
 from rl.layers import describe_layers
 from rl.models import is_value_head_parameter
 from rl.sampler.contiguous_state import ContiguousState
@@ -33,6 +34,20 @@ from rl.types import PlacedImage
 
 # rope types whose frequencies do not depend on the length of the sequence
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+# settings of configs that change a forward, with the field of `LayerSpec` that reads each (None: no
+# forward of this decoder)
+_SETTINGS = {
+    "attention_multiplier": "attention_scale",
+    "query_pre_attn_scalar": "attention_scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+    "attn_logit_softcapping": "attention_softcap",
+    "final_logit_softcapping": "logit_softcap",
+    "attention_chunk_size": None,
+    "clip_qkv": None,
+    "use_bidirectional_attention": None,
+}
 
 
 class FastDecoder(FastForward, Decoder):
@@ -99,8 +114,11 @@ class FastDecoder(FastForward, Decoder):
             yield from (layer.qkv, layer.out, layer.gate_up, layer.down)
         yield self.head
 
-    def truncated_copy(self, layers: int, vocab_size: int) -> FastDecoder:
-        """Return a truncated copy for a trial: the first layers and the first outputs of the head.
+    def truncated_copy(
+        self, layers: int, vocab_size: int, max_window: int | None = None
+    ) -> FastDecoder:
+        """Return a truncated copy for a trial: the first layers and the first outputs of the head,
+        with attention windows of at most `max_window`.
 
         The copy shares the weights.
         """
@@ -113,6 +131,8 @@ class FastDecoder(FastForward, Decoder):
             self.head.truncate(vocab_size),
             vocab_size,
         )
+        if max_window is not None:
+            other.layers = [layer.with_max_window(max_window) for layer in other.layers]
         return other
 
     def new_state(self, kv_cache_tokens: int) -> ContiguousState:
@@ -137,10 +157,18 @@ def check_supported(base: Any) -> None:
     name, config = type(base).__name__, base.config
     if name not in LAYER_SPECS or not type(base).__module__.startswith("transformers."):
         raise UnsupportedModel(f"the architecture {name} (known: {', '.join(LAYER_SPECS)})")
-    if (others := describe_layers(base).special_kinds) is not None:
-        raise UnsupportedModel(others)
-    if config.hidden_act != LAYER_SPECS[name].activation:
-        raise UnsupportedModel(f"the activation {config.hidden_act}")
+    spec, layers = LAYER_SPECS[name], describe_layers(base)
+    if not set(layers.kinds) <= ({"full", "sliding"} if spec.windows else {"full"}):
+        raise UnsupportedModel(layers.special_kinds or "layers without attention")
+    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    if activation != spec.activation:
+        raise UnsupportedModel(f"the activation {activation}")
+    for setting, field in _SETTINGS.items():
+        value = getattr(config, setting, None)
+        if value not in (None, False, 1.0) and (
+            field is None or getattr(spec, field) == getattr(LayerSpec(), field)
+        ):
+            raise UnsupportedModel(f"the setting {setting} = {value}")
     rotary = base.model.rotary_emb
     kinds = rotary.rope_type.values() if isinstance(rotary.rope_type, dict) else [rotary.rope_type]
     if changing := [kind for kind in kinds if kind not in _STATIC_ROPE]:
@@ -203,13 +231,29 @@ def _read_architecture(base: Any, builder: WeightsBuilder) -> DecoderArchitectur
         vocab_size=unwrap_lora_layer(base.model.embed_tokens).base.weight.shape[0],
         max_positions=config.max_position_embeddings,
         activation=spec.activation,
-        query_scale=(
-            1.0 if spec.attention_scale is None else spec.attention_scale(config) * head_width**0.5
-        ),
+        query_scale=1.0 if spec.qk_norm == "head" else _query_scale(base),
         embedding_scale=spec.embedding_scale(config),
         residual_scale=spec.residual_scale(config),
         logit_scale=spec.logit_scale(config),
+        logit_softcap=spec.logit_softcap(config),
     )
+
+
+def _query_scale(base: Any) -> float:
+    """Return the factor of the queries that leaves D^-0.5 of the attention scale."""
+    scale = LAYER_SPECS[type(base).__name__].attention_scale
+    if scale is None:
+        return 1.0
+    return scale(base.config) * base.model.layers[0].self_attn.head_dim ** 0.5
+
+
+def _read_bounds(base: Any) -> list[AttentionBounds]:
+    """Return the attention bounds of each layer, of which the model may hold the first only."""
+    softcap = LAYER_SPECS[type(base).__name__].attention_softcap(base.config)
+    return [
+        AttentionBounds(base.config.sliding_window if kind == "sliding" else 0, softcap)
+        for kind in describe_layers(base).kinds[: len(base.model.layers)]
+    ]
 
 
 def _name_ropes(base: Any) -> tuple[list[str | None], list[int]]:
@@ -262,9 +306,9 @@ def _read_weights(base: Any, builder: WeightsBuilder) -> dict[str, Any]:
     tied = unwrap_lora_layer(base.lm_head).base.weight is embedding.base.weight
     return {
         "layers": tuple(
-            _read_layer(f"layers.{i}", layer, builder, spec, rope)
-            for i, (layer, rope) in enumerate(
-                zip(base.model.layers, _name_ropes(base)[1], strict=True)
+            _read_layer(f"layers.{i}", base, i, builder, rope, bounds)
+            for i, (rope, bounds) in enumerate(
+                zip(_name_ropes(base)[1], _read_bounds(base), strict=True)
             )
         ),
         "embed": embed,
@@ -275,9 +319,10 @@ def _read_weights(base: Any, builder: WeightsBuilder) -> dict[str, Any]:
 
 
 def _read_layer(
-    key: str, layer: Any, builder: WeightsBuilder, spec: LayerSpec, rope: int
+    key: str, base: Any, index: int, builder: WeightsBuilder, rope: int, bounds: AttentionBounds
 ) -> LayerKeys:
     """Copy the weights of a layer and return their buffer keys. `rope`: index of its table."""
+    layer, spec = base.model.layers[index], LAYER_SPECS[type(base).__name__]
     attention, mlp, offset = layer.self_attn, layer.mlp, spec.norm_offset
 
     def add_norm(name: str, module: str | None) -> str | None:
@@ -290,7 +335,8 @@ def _read_layer(
         if spec.qk_norm != kind:
             return None
         weights = [attention.q_norm.weight, attention.k_norm.weight]
-        return builder.add_norm(f"{key}.{name}", weights, offset, dim)
+        scale = _query_scale(base) if kind == "head" else 1.0
+        return builder.add_norm(f"{key}.{name}", weights, offset, dim, scale)
 
     return LayerKeys(
         qkv=builder.add_projection(f"{key}.qkv", [getattr(attention, name) for name in spec.qkv]),
@@ -306,4 +352,5 @@ def _read_layer(
         norm_qk=add_qk_norm("norm_qk", "head", None),
         norm_qk_all=add_qk_norm("norm_qk_all", "projection", 0),
         rope=rope,
+        bounds=bounds,
     )

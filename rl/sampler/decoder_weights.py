@@ -31,7 +31,7 @@ from rl.sampler.tensor_parallel import (
 class WeightSlice:
     """Locate a parameter's rows in a buffer: the shard `shard` of the `full_shape` shape.
 
-    The buffer holds the parameter plus `offset`.
+    The buffer holds `scale` times the sum of the parameter and `offset`.
     """
 
     buffer: str
@@ -41,15 +41,17 @@ class WeightSlice:
     full_shape: torch.Size
     shard: Shard = UNSHARDED
     offset: float = 0.0
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class NamedParameter:
-    """Describe a parameter with all its names, and its shard that enters a buffer."""
+    """Describe a parameter with all its names. Its shard enters a buffer, times `scale`."""
 
     names: Sequence[str]
     parameter: Tensor
     shard: Shard = UNSHARDED
+    scale: float = 1.0
 
 
 class DecoderWeights:
@@ -75,7 +77,7 @@ class DecoderWeights:
         offset: float = 0.0,
     ) -> None:
         """Stack the local shards of parameters along their first dimension into the buffer `key`,
-        plus `offset`.
+        plus `offset`, times the scales of the parts.
 
         If `base` has a buffer with the same values under this key, and none of the parameters is
         trained, that buffer is shared instead.
@@ -85,8 +87,9 @@ class DecoderWeights:
             whole, length = part.parameter, part.shard.num_rows(part.parameter)
             for name in part.names:
                 self.slices[name] = WeightSlice(
-                    key, start, length, whole.requires_grad, whole.shape, part.shard, offset
-                )
+                    key, start, length, whole.requires_grad, whole.shape, part.shard, offset,
+                    part.scale,
+                )  # fmt: skip
             start += length
         held = [self._stored_values(part.names[0], part.parameter) for part in parts]
         shared = None if base is None or trained else base.buffers.get(key)
@@ -109,7 +112,9 @@ class DecoderWeights:
         """Return what the buffer of the parameter `name` holds of its value `whole`."""
         piece = self.slices[name]
         part = piece.shard.apply(whole.detach())
-        return part.float() + piece.offset if piece.offset else part
+        if piece.offset or piece.scale != 1.0:
+            return (part.float() + piece.offset) * piece.scale
+        return part
 
     def _slice_of(self, buffer: Tensor, name: str) -> Tensor:
         """Return the slice of `buffer` that holds the parameter `name`."""
@@ -285,14 +290,16 @@ class WeightsBuilder:
         parameters: Sequence[Tensor],
         offset: float = 0.0,
         dim: int | None = None,
+        scale: float = 1.0,
     ) -> str:
         """Add the weights of norms, stacked, and return their key.
 
-        The buffer holds the weights plus `offset`, then in float32, because half precision would
-        round the sums. `dim`: see `add_tensor`.
+        The buffer holds the weights plus `offset`, those of the first norm times `scale`, then in
+        float32, because half precision would round them. `dim`: see `add_tensor`.
         """
-        dtype = torch.float32 if offset else self.dtype
+        dtype = torch.float32 if offset or scale != 1.0 else self.dtype
         named = self._named_parameters(parameters, dim)
+        named[0] = replace(named[0], scale=scale)
         self.weights.add(key, named, dtype, self.device, self.base, offset)
         return key
 

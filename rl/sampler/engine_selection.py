@@ -186,6 +186,7 @@ class _TrialKey:
             decoder.norm_E.shape,
             repr(a.layers[:_TRIAL_LAYERS]),
             (a.activation, a.query_scale, a.embedding_scale, a.residual_scale, a.logit_scale),
+            a.logit_softcap,
         )
         self.key = (*sizes, decoder.dtype, decoder.device)
 
@@ -223,7 +224,7 @@ def compare_engines(decoder: FastDecoder) -> str | None:
     which the prompt determines), ten may diverge.
     """
     small = decoder.truncated_copy(
-        min(_TRIAL_LAYERS, len(decoder.layers)), min(_TRIAL_VOCAB, decoder.vocab_size)
+        min(_TRIAL_LAYERS, len(decoder.layers)), min(_TRIAL_VOCAB, decoder.vocab_size), 255
     )
     most = min(small.max_positions or 640, 640) - 20
     lengths, vocab = (

@@ -7,8 +7,9 @@ of T positions), E hidden width, H heads, D head width, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from kernels import AttentionBounds
 from rl.sampler import cpu_kernels, mkldnn_layout
 from rl.sampler.cpu_kernels import CpuKernels
 from rl.sampler.decode_state import LogitsReader
@@ -29,6 +31,7 @@ from rl.sampler.linear_layers import (
     TokenEmbedding,
     group_rows_by_adapter,
 )
+from rl.sampler.prefix_attention import causal_attention
 
 _PREFILL_TOKENS = 8192  # padded prompt tokens per forward
 _MAX_LOGITS_PER_SLICE = 1 << 25  # numbers in a slice of prompt logits passed to a reader
@@ -59,6 +62,7 @@ class LayerKeys:
     norm_qk: str | None  # weights of the query norm and the key norm of each head, stacked
     norm_qk_all: str | None  # weights of the norms over all query heads and all key heads, stacked
     rope: int  # index in `DecoderArchitecture.ropes`
+    bounds: AttentionBounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +97,15 @@ class DecoderArchitecture:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0  # of the last hidden states
+    logit_softcap: float = 0.0
 
 
 class LayerWeights:
     """Hold the tensors of a layer, looked up once."""
 
     __slots__ = (
-        "down", "gate_up", "norm_attention_out", "norm_in", "norm_mlp", "norm_mlp_out", "norm_qk",
-        "norm_qk_all", "out", "qkv", "rope",
+        "bounds", "down", "gate_up", "norm_attention_out", "norm_in", "norm_mlp", "norm_mlp_out",
+        "norm_qk", "norm_qk_all", "out", "qkv", "rope",
     )  # fmt: skip
 
     def __init__(self, keys: LayerKeys, buffers: dict[str, Tensor]):
@@ -112,7 +117,13 @@ class LayerWeights:
         )
         self.norm_qk = buffers[keys.norm_qk] if keys.norm_qk else None
         self.norm_qk_all = buffers[keys.norm_qk_all] if keys.norm_qk_all else None
-        self.rope = keys.rope
+        self.rope, self.bounds = keys.rope, keys.bounds
+
+    def with_max_window(self, window: int) -> LayerWeights:
+        """Return the layer with a window of at most `window` positions, if it has a window."""
+        other = copy.copy(self)
+        other.bounds = replace(self.bounds, window=min(self.bounds.window, window))
+        return other
 
 
 class FastForward:
@@ -137,7 +148,11 @@ class FastForward:
         self.layers = [LayerWeights(keys, buffers) for keys in architecture.layers]
         self.norm_E = buffers[architecture.norm]
         self.head = HeadProjection(
-            architecture.head, buffers, architecture.vocab_size, self.tp_group
+            architecture.head,
+            buffers,
+            architecture.vocab_size,
+            self.tp_group,
+            architecture.logit_softcap,
         )
         kinds = [0] * architecture.heads + [1] * architecture.key_heads
         self._head_kind = torch.tensor(kinds, device=self.device)
@@ -210,10 +225,8 @@ class FastForward:
             qk, v = qkv.split([a.heads + a.key_heads, a.key_heads], dim=-2)
             # a joint norm over both kinds of heads, then the weight of each kind
             if layer.norm_qk is not None:
-                qk = (
-                    F.rms_norm(qk, (a.head_width,), None, a.eps)
-                    * layer.norm_qk.view(2, -1)[self._head_kind]
-                )
+                normed = F.rms_norm(qk, (a.head_width,), None, a.eps)
+                qk = (normed * layer.norm_qk.view(2, -1)[self._head_kind]).to(v.dtype)
             q, k = rotate(qk, rope[layer.rope]).split([a.heads, a.key_heads], dim=-2)
             attended = attend(i, q, k, v)
             if last_B is not None and layer is self.layers[-1]:
@@ -404,9 +417,7 @@ class FastForward:
                 store_kv(layer, batch, k, v)
             if repeat > 1:
                 k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-            return (
-                F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-            )
+            return causal_attention(q, k, v, self.layers[layer].bounds).transpose(1, 2).flatten(2)
 
         return attend
 

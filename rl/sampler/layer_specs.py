@@ -8,7 +8,7 @@ RMS norm) is one entry of `LAYER_SPECS`; the forward reads the entry and knows n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 ConfigNumber = Callable[[Any], float]
@@ -20,6 +20,10 @@ _POST_NORMS: NormNames = (None, "post_attention_layernorm", None, "post_feedforw
 
 def _read_one(config: Any) -> float:
     return 1.0
+
+
+def _read_zero(config: Any) -> float:
+    return 0.0
 
 
 def _always(attention: Any) -> bool:
@@ -35,10 +39,11 @@ class LayerSpec:
     rotation, of each "head" or over the whole "projection". `rotates`: whether an attention
     module rotates queries and keys. `norm_offset`: the norms multiply by the sum of this number
     and their weight. `activation`: of the MLP's gate, as in `hidden_act`. `attention_scale`:
-    factor of the attention scores (None: D^-0.5 for a head width D); it cannot be combined with
-    `qk_norm`. `embedding_scale`: factor of the token embeddings. `residual_scale`: factor of
-    the outputs of attention and MLP before the residual sum. `logit_scale`: factor of the
-    logits.
+    factor of the attention scores (None: D^-0.5 for a head width D). `attention_softcap`,
+    `logit_softcap`: limits of scores and logits (0: none), see `kernels.AttentionBounds`.
+    `windows`: sliding windows are read. `embedding_scale`: factor of the token embeddings.
+    `residual_scale`: factor of the outputs of attention and MLP before the residual sum.
+    `logit_scale`: factor of the logits.
     """
 
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -49,27 +54,54 @@ class LayerSpec:
     norm_offset: float = 0.0
     activation: str = "silu"
     attention_scale: ConfigNumber | None = None
+    attention_softcap: ConfigNumber = _read_zero
+    windows: bool = False
     embedding_scale: ConfigNumber = _read_one
     residual_scale: ConfigNumber = _read_one
     logit_scale: ConfigNumber = _read_one
+    logit_softcap: ConfigNumber = _read_zero
 
 
+_GEMMA = LayerSpec(
+    norm_offset=1.0,
+    activation="gelu_pytorch_tanh",
+    embedding_scale=lambda config: config.hidden_size**0.5,
+)
+_LATER_GEMMA = replace(
+    _GEMMA,
+    attention_scale=lambda config: config.query_pre_attn_scalar**-0.5,
+    logit_softcap=lambda config: config.final_logit_softcapping or 0.0,
+    windows=True,
+    norms=(
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+)
+_GEMMA2 = replace(
+    _LATER_GEMMA, attention_softcap=lambda config: config.attn_logit_softcapping or 0.0
+)
+_WINDOWS = LayerSpec(windows=True)
 # By the class of the model in transformers.
 LAYER_SPECS: Mapping[str, LayerSpec] = {
     "LlamaForCausalLM": LayerSpec(),
-    "MistralForCausalLM": LayerSpec(),
-    "Qwen2ForCausalLM": LayerSpec(),
-    "Qwen3ForCausalLM": LayerSpec(qk_norm="head"),
+    "CwmForCausalLM": _WINDOWS,
+    "MinistralForCausalLM": _WINDOWS,
+    "MistralForCausalLM": _WINDOWS,
+    "Qwen2ForCausalLM": _WINDOWS,
+    "Qwen3ForCausalLM": LayerSpec(qk_norm="head", windows=True),
     "GraniteForCausalLM": LayerSpec(
         attention_scale=lambda config: config.attention_multiplier,
         embedding_scale=lambda config: config.embedding_multiplier,
         residual_scale=lambda config: config.residual_multiplier,
         logit_scale=lambda config: 1 / config.logits_scaling,
     ),
-    "GemmaForCausalLM": LayerSpec(
-        norm_offset=1.0,
-        activation="gelu_pytorch_tanh",
-        embedding_scale=lambda config: config.hidden_size**0.5,
+    "GemmaForCausalLM": _GEMMA,
+    "Gemma2ForCausalLM": _GEMMA2,
+    "Gemma3ForCausalLM": replace(_LATER_GEMMA, qk_norm="head"),
+    "VaultGemmaForCausalLM": replace(
+        _GEMMA2, norms=("input_layernorm", None, "pre_feedforward_layernorm", None)
     ),
     "SeedOssForCausalLM": LayerSpec(),
     "HyperCLOVAXForCausalLM": LayerSpec(
@@ -79,7 +111,16 @@ LAYER_SPECS: Mapping[str, LayerSpec] = {
         residual_scale=lambda config: config.residual_multiplier,
         logit_scale=lambda config: config.logits_scaling,
     ),
+    "Exaone4ForCausalLM": LayerSpec(
+        norms=_POST_NORMS,
+        qk_norm="head",
+        windows=True,
+        rotates=lambda attention: attention.sliding_window is None or attention.is_sliding,
+    ),
     "Olmo2ForCausalLM": LayerSpec(norms=_POST_NORMS, qk_norm="projection"),
-    "Phi3ForCausalLM": LayerSpec(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
-    "SmolLM3ForCausalLM": LayerSpec(rotates=lambda attention: bool(attention.use_rope)),
+    "Olmo3ForCausalLM": LayerSpec(norms=_POST_NORMS, qk_norm="projection", windows=True),
+    "Phi3ForCausalLM": LayerSpec(qkv=("qkv_proj",), gate_up=("gate_up_proj",), windows=True),
+    "SmolLM3ForCausalLM": LayerSpec(
+        windows=True, rotates=lambda attention: bool(attention.use_rope)
+    ),
 }

@@ -127,12 +127,12 @@ class Projection:
 
 class HeadProjection(Projection):
     """Compute float32 logits even if weights and hidden states are half precision, as a learner
-    does.
+    does. `softcap`: logits x become softcap * tanh(x / softcap) (0: they stay).
 
     `tp_group`: each of its ranks holds some rows of the vocabulary, and all ranks get all logits.
     """
 
-    __slots__ = ("outputs", "tp_group", "vocab_size")
+    __slots__ = ("outputs", "softcap", "tp_group", "vocab_size")
 
     def __init__(
         self,
@@ -140,13 +140,17 @@ class HeadProjection(Projection):
         buffers: dict[str, Tensor],
         vocab_size: int = 0,
         tp_group: TensorParallelGroup | None = None,
+        softcap: float = 0.0,
     ):
         """Build the head; `vocab_size` is the size of the vocabulary if a team holds it."""
         super().__init__(spec, buffers)
+        self.softcap = softcap
         self.tp_group, self.vocab_size, self.outputs = tp_group, vocab_size, vocab_size
 
     def __call__(self, x: Tensor, row_adapters: RowAdapters | None = None) -> Tensor:
         y = super().__call__(x, row_adapters)
+        if self.softcap:
+            y = y.div_(self.softcap).tanh_().mul_(self.softcap)
         return (
             y
             if self.tp_group is None

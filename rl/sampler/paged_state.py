@@ -158,7 +158,7 @@ class PagedState(DecodeState):
             keys, values = (
                 x.flatten(1, 2)[:, : batch.max_positions].transpose(1, 2) for x in kv[:, table_BP]
             )
-            return batch.attend(q, keys, values)
+            return batch.attend(q, keys, values, decoder.layers[layer].bounds)
 
         row_adapters = (
             decoder.group_by_adapter([self.prompt_adapters[slot] for slot in slots])
@@ -214,7 +214,10 @@ class PagedState(DecodeState):
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.kv[layer][0, page_N, place_N] = k
             self.kv[layer][1, page_N, place_N] = v
-            return compute_paged_attention(q, self.kv[layer], table, length, shared).flatten(1)
+            bounds = decoder.layers[layer].bounds
+            return compute_paged_attention(
+                q, self.kv[layer], table, length, shared, bounds
+            ).flatten(1)
 
         positions = self.prompt_lengths[self.prompt_of_row] + self.response_lengths
         rope = decoder.rope(torch.from_numpy(positions).to(device), int(positions.max()) + 1)

@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels import UNBOUNDED, AttentionBounds
 from kernels.device_checks import check_mm_to_fp32
 
 # Number of (row, prompt position) pairs that a band may waste. This costs less than the fixed cost
 # of another band.
 _MAX_WASTED_PAIRS = 16_384
 _MAX_BANDS = 8
+_QUERY_BLOCK = 256  # queries of a prompt whose bounded attention is computed at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +44,13 @@ class PromptBand:
     cell_n: Tensor | None
     hidden_PL: Tensor | None
 
-    def compute_scores(self, q_NHrD: Tensor, prompt_k: Tensor) -> Tensor:
+    def compute_scores(self, q_NHrD: Tensor, prompt_k: Tensor, softcap: float = 0.0) -> Tensor:
         """Return the attention scores of the band's rows on their prompts, float32 [n, H, r, L].
 
         `prompt_k` has shape [all prompts, H, longest, D].
         """
         score = compute_scores_fp32(self._scatter(q_NHrD), self._select_prompts(prompt_k))
+        score = cap_scores(score, softcap)
         if self.hidden_PL is not None:
             score.view(self.prompts, -1, self.length).masked_fill_(
                 self.hidden_PL[:, None], -torch.inf
@@ -169,6 +172,43 @@ def compute_scores_fp32(q: Tensor, k: Tensor) -> Tensor:
     return torch.bmm(q.float(), k.float().transpose(1, 2))
 
 
+def cap_scores(score: Tensor, softcap: float) -> Tensor:
+    """Return softcap * tanh(score / softcap), in the memory of `score`; the scores for 0."""
+    return score.div_(softcap).tanh_().mul_(softcap) if softcap else score
+
+
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, softcap: float = 0.0
+) -> Tensor:
+    """Attend with queries [B, H, T, D] to keys and values [B, H, L, D] where `visible` (bool,
+    broadcast to [B, H, T, L]) is true.
+    """
+    if not softcap:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+    score = compute_scores_fp32((q * q.shape[-1] ** -0.5).flatten(0, 1), k.flatten(0, 1)).unflatten(
+        0, q.shape[:2]
+    )
+    score = cap_scores(score, softcap).masked_fill_(~visible, -torch.inf)
+    return score.softmax(-1).to(v.dtype) @ v
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, bounds: AttentionBounds) -> Tensor:
+    """Attend with each position of [B, H, T, D] to those up to itself, within the bounds."""
+    length, window = q.shape[2], bounds.window
+    if not bounds.softcap and not 0 < window < length:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    out, position = torch.empty_like(q), torch.arange(length, device=q.device)
+    for start in range(0, length, _QUERY_BLOCK):
+        end = min(start + _QUERY_BLOCK, length)
+        first = max(start + 1 - window, 0) if window else 0
+        distance = position[start:end, None] - position[first:end]
+        visible = (distance >= 0) & (distance < window) if window else distance >= 0
+        out[:, :, start:end] = masked_attention(
+            q[:, :, start:end], k[:, :, first:end], v[:, :, first:end], visible, bounds.softcap
+        )
+    return out
+
+
 def row_attention(q_NHrD: Tensor, kv: Tensor, hidden_NL: Tensor | None) -> Tensor:
     """Attend each row to the keys and values of its separate cache, [N, H, r, D].
 
@@ -186,27 +226,35 @@ def shared_attention(
     row_kv: Tensor,
     bands: list[PromptBand],
     row_hidden_NL: Tensor | None,
+    prompt_hidden_NL: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Attend each row to its prompt, which other rows share, and to its response, with a single
     softmax.
 
-    `prompt_kv` has shape [2, prompts, H, L, D], `row_kv` has shape [2, N, H, L, D]. Otherwise the
-    same as `row_attention`.
+    `prompt_kv` has shape [2, prompts, H, L, D], `row_kv` has shape [2, N, H, L, D].
+    `prompt_hidden_NL`: positions of the prompt that the row's window leaves out. Otherwise the same
+    as `row_attention`.
     """
     rows, heads, repeat, width = q_NHrD.shape
     q_NHrD = q_NHrD * width**-0.5
     row_k, row_v = row_kv[0].flatten(0, 1), row_kv[1].flatten(0, 1)
     to_response = compute_scores_fp32(q_NHrD.flatten(0, 1), row_k).view(rows, heads, repeat, -1)
+    to_response = cap_scores(to_response, softcap)
     if row_hidden_NL is not None:
         to_response.masked_fill_(row_hidden_NL[:, None, None], -torch.inf)
     if len(bands) == 1:
-        to_prompt = bands[0].compute_scores(q_NHrD, prompt_kv[0])
+        to_prompt = bands[0].compute_scores(q_NHrD, prompt_kv[0], softcap)
     else:
         to_prompt = to_response.new_full(
             (rows, heads, repeat, max(band.length for band in bands)), -torch.inf
         )
         for band in bands:
-            to_prompt[band.rows_n, :, :, : band.length] = band.compute_scores(q_NHrD, prompt_kv[0])
+            to_prompt[band.rows_n, :, :, : band.length] = band.compute_scores(
+                q_NHrD, prompt_kv[0], softcap
+            )
+    if prompt_hidden_NL is not None:
+        to_prompt.masked_fill_(prompt_hidden_NL[:, None, None], -torch.inf)
     probability = torch.cat([to_prompt, to_response], dim=-1).softmax(-1).to(q_NHrD.dtype)
     on_prompt, on_response = probability.split([to_prompt.shape[-1], to_response.shape[-1]], dim=-1)
     out = torch.bmm(on_response.flatten(0, 1), row_v).view(q_NHrD.shape)
@@ -263,13 +311,18 @@ class SuffixBatch:
         """Return the values of the new tokens [X, ...], without padding."""
         return values_BT[self.row_index_X, self.column_index_X]
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, bounds: AttentionBounds = UNBOUNDED
+    ) -> Tensor:
         """Return the attention [B, T, H * D] of queries [B, T, H, D] to the keys and values
         [B, K, positions, D] of their prompts, up to each query's own position.
         """
+        visible = self.attention_mask
+        if bounds.window:
+            first_BT = self.position_BT - bounds.window
+            position = torch.arange(self.max_positions, device=q.device)
+            visible = visible & (position > first_BT[:, None, :, None])
         repeat = q.shape[2] // keys.shape[1]
         keys, values = (x.repeat_interleave(repeat, dim=1) for x in (keys, values))
-        attention = F.scaled_dot_product_attention(
-            q.transpose(1, 2), keys, values, attn_mask=self.attention_mask
-        )
+        attention = masked_attention(q.transpose(1, 2), keys, values, visible, bounds.softcap)
         return attention.transpose(1, 2).flatten(2)

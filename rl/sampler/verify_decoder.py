@@ -128,7 +128,8 @@ def matches_model(decoder: FastDecoder, model: Any) -> bool:
     rounding.
     """
     trial, depth = truncated_copy(model)
-    decoder = decoder.truncated_copy(depth or len(decoder.layers), trial.vocab_size)
+    _shorten_windows(trial.model)
+    decoder = decoder.truncated_copy(depth or len(decoder.layers), trial.vocab_size, _PROBE_WINDOW)
     rows = _probe_rows(trial)
     with torch.inference_mode():
         reference = _reference_logits(trial, rows)

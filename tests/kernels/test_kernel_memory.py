@@ -31,6 +31,8 @@ if INTERPRETED:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from kernels import (
+        UNBOUNDED,
+        AttentionBounds,
         SharedPages,
         decode_ops_triton,
         lora_ops_triton,
@@ -321,9 +323,13 @@ def attention_results(g) -> list[torch.Tensor]:
             torch.device("cpu"), dtype, 2 * repeat, 2, width, size
         )
         assert isinstance(shared, SharedPages)
-        for group in (shared, None):
+        for group, bounds in (
+            (shared, UNBOUNDED),
+            (None, UNBOUNDED),
+            (shared, AttentionBounds(size + 1, 5.0)),
+        ):
             results.append(
-                paged_attention_triton.compute_paged_attention(q, kv, table, length, group)
+                paged_attention_triton.compute_paged_attention(q, kv, table, length, group, bounds)
             )
     return results
 

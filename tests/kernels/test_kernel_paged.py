@@ -7,7 +7,7 @@ import pytest
 import torch
 from interpreting import INTERPRETED, run_interpreted
 
-from kernels import SharedPages, compute_paged_attention
+from kernels import UNBOUNDED, AttentionBounds, SharedPages, compute_paged_attention
 from kernels.paged_attention import make_trial_inputs
 from rl.sampler.block_manager import make_block_tables
 
@@ -69,13 +69,18 @@ def batch(rng, size, most):
     return [tables[i] for i in order], np.array(lengths)[order], shared
 
 
-def exact(q, kv, tables, lengths):
-    """Each row's softmax over its sequence, float64."""
+def exact(q, kv, tables, lengths, bounds=UNBOUNDED):
+    """Each row's softmax over what it sees of its sequence, float64."""
     repeat, found = q.shape[1] // kv.shape[3], []
     for i, (table, length) in enumerate(zip(tables, lengths.tolist(), strict=True)):
-        k, v = (x[table].flatten(0, 1)[:length].double().repeat_interleave(repeat, 1) for x in kv)
-        p = (torch.einsum("hd,lhd->hl", q[i].double(), k) * q.shape[-1] ** -0.5).softmax(-1)
-        found.append(torch.einsum("hl,lhd->hd", p, v))
+        start = max(length - bounds.window, 0) if bounds.window else 0
+        k, v = (
+            x[table].flatten(0, 1)[start:length].double().repeat_interleave(repeat, 1) for x in kv
+        )
+        score = torch.einsum("hd,lhd->hl", q[i].double(), k) * q.shape[-1] ** -0.5
+        if bounds.softcap:
+            score = bounds.softcap * torch.tanh(score / bounds.softcap)
+        found.append(torch.einsum("hl,lhd->hd", score.softmax(-1), v))
     return torch.stack(found)
 
 
@@ -109,6 +114,49 @@ def test_against_whole_softmaxes(way):
         with_groups += bool(shared)
         most_splits = max(most_splits, int(lengths.max()))
     assert with_groups > 30 and most_splits > 256
+
+
+def test_windows_and_limited_scores_against_whole_softmaxes(way):
+    """60 batches: windows of one position, of part of a page, of more than a sequence; groups whose
+    pages only some rows see; limits near the size of the scores.
+    """
+    rng = np.random.default_rng(1)
+    hidden = 0
+    for i in range(60):
+        g = torch.Generator().manual_seed(i)
+        dtype = [torch.float32, torch.float16, torch.bfloat16][i % 3]
+        size, width = int(rng.choice([3, 16, 64])), int(rng.choice([16, 20, 64]))
+        key_heads, repeat = int(rng.integers(1, 3)), int(rng.choice([1, 2, 3, 7]))
+        tables, lengths, shared = batch(rng, size, int(rng.choice([2, 4, 7])))
+        bounds = AttentionBounds(
+            int(rng.choice([0, 1, 2, size, size + 1, 3 * size, 1000])),
+            float(rng.choice([0.0, 0.7])),
+        )
+        kv = torch.randn(2, 200, size, key_heads, width, generator=g).to(dtype)
+        q = 2 * torch.randn(len(tables), key_heads * repeat, width, generator=g).to(dtype)
+        result = way(int(rng.choice([1, 8, 40])))(
+            q, kv, *make_block_tables(tables, lengths, shared, size, kv.device), bounds
+        )
+        truth = exact(q, kv, tables, lengths, bounds)
+        assert float((result.double() - truth).abs().max()) <= ROUNDING[dtype] * (
+            1.0 + float(truth.abs().max())
+        )
+        for rows, begin in shared:
+            seen = lengths[rows] - bounds.window < len(begin) * size
+            hidden += bool(bounds.window) and not seen.all()
+    assert hidden > 5
+
+
+def test_a_rows_bits_in_a_window_do_not_hang_on_its_neighbours(way):
+    """Rows of its group that are shorter, and see more of the group's pages."""
+    q, kv, table, length, shared = make_trial_inputs(
+        torch.device("cpu"), torch.float32, 4, 2, 16, 64
+    )
+    bounds, row = AttentionBounds(window=100), 2  # of the first group
+    result = way()(q, kv, table, length, shared, bounds)
+    others = torch.ones(7, dtype=torch.int32)
+    others[row] = length[row]
+    assert torch.equal(way()(q, kv, table, others, shared, bounds)[row], result[row])
 
 
 def test_what_lies_behind_a_sequence_says_nothing(way):

@@ -14,7 +14,7 @@ MODELS = [(14, 2, 64), (32, 8, 128)]
 WIDTHS = [(16, 8, 256), (32, 32, 80), (24, 8, 96), (32, 1, 64)]
 
 
-def paged_kernels(heads, key_heads, width, dtype):
+def paged_kernels(heads, key_heads, width, dtype, bounds=(0, 0.0)):
     """Each kernel of a launch with its constants, as test_kernel_compile's `assembled` wants them;
     what it may spill.
     """
@@ -25,9 +25,10 @@ def paged_kernels(heads, key_heads, width, dtype):
     )
     warps, stages = tile.pop("num_warps"), tile.pop("num_stages")
     some = {"K": key_heads, "REPEAT": heads // key_heads, "S": 256, "UPCAST": False, **tile}
+    some |= {"SLIDING_WINDOW": bounds[0], "SOFTCAP": bounds[1]}
     some["PRECISION"] = "tf32x3" if dtype == "fp32" else "ieee"
     kinds = (
-        dict.fromkeys(("table_ptr", "length_ptr"), "*i32")
+        dict.fromkeys(("table_ptr", "length_ptr", "private_length_ptr"), "*i32")
         | dict.fromkeys(("order_ptr", "group_ptr"), "*i64")
         | {"shares_ptr": "*i1"}
     )
@@ -101,6 +102,23 @@ def test_attention_over_pages(target, dtype, heads, key_heads, width, tmp_path):
     """
     for kernel, constants, warps, stages, kinds, allowed in paged_kernels(
         heads, key_heads, width, dtype
+    ):
+        compiled, _, spilled = assembled(
+            kernel, constants, (), warps, stages, kinds, tmp_path, target
+        )
+        assert spilled <= allowed, (kernel.__name__, spilled)
+        if "_merge" not in kernel.__name__:
+            assert "cp.async.cg" in compiled.asm["ptx"] and "mma" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [90, pytest.param(80, marks=pytest.mark.slow), pytest.param(120, marks=pytest.mark.slow)],
+)
+def test_attention_over_pages_with_a_window_and_limited_scores(target, tmp_path):
+    """Gemma 2 9B's heads: the bounds of scores add no spills, and keys are still loaded ahead."""
+    for kernel, constants, warps, stages, kinds, allowed in paged_kernels(
+        16, 8, 256, "bf16", (4096, 50.0)
     ):
         compiled, _, spilled = assembled(
             kernel, constants, (), warps, stages, kinds, tmp_path, target

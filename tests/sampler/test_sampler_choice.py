@@ -84,7 +84,7 @@ def test_a_trial_sees_what_is_wrong(monkeypatch, fault):
     else:
         real = decode_inputs.compute_paged_attention
 
-        def attend(q, kv, table, length, shared):
+        def attend(q, kv, table, length, shared, bounds):
             if fault == "the shared pages" and shared is not None:
                 shared = replace(shared, length=shared.length // 2)
             return real(
@@ -93,6 +93,7 @@ def test_a_trial_sees_what_is_wrong(monkeypatch, fault):
                 table,
                 length - (length % 256 == 1).int() if fault == "a page's end" else length,
                 shared,
+                bounds,
             )
 
         monkeypatch.setattr(decode_inputs, "compute_paged_attention", attend)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from sampler_models import random_prompts, row_settings, tiny_model
 
+from kernels import UNBOUNDED, AttentionBounds
 from rl.sampler import Engine, SamplingRequest, cpu_kernels, make_decoder
 from rl.sampler.token_sampling import sample_tokens, sample_with_torch
 from rl.types import SamplingParams
@@ -81,12 +82,25 @@ def attention_inputs(rows=7, heads=6, key_heads=3, width=32):
     }
 
 
+@pytest.mark.parametrize("window", [1, 2, 6, 17, 100])
+@pytest.mark.parametrize("softcap", [0.0, 0.05, 1.0, 30.0])
+def test_attend_with_a_window_and_limited_scores(kernels, window, softcap):
+    for width, repeat in ((8, 3), (64, 4)):
+        _check_attend(kernels, repeat, width, True, AttentionBounds(window, softcap))
+    _check_attend(kernels, 2, 128, False, AttentionBounds(0, softcap))
+
+
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("width", [8, 32, 64, 80, 128, 256])
 @pytest.mark.parametrize("repeat", [1, 2, 3, 4, 7, 8])
 def test_attend_against_float64_row_by_row(kernels, repeat, width, normed):
+    _check_attend(kernels, repeat, width, normed, UNBOUNDED)
+
+
+def _check_attend(kernels, repeat, width, normed, bounds):
     rows, key_heads, heads = 7, 3, 3 * repeat
     inputs = attention_inputs(rows, heads, key_heads, width) | ({} if normed else {"norm_qk": None})
+    inputs["bounds"] = bounds
     before = inputs["row_kv"].clone()
     got = kernels.attend(**inputs).double()
     norm_q, norm_k = inputs["norm_qk"].double().split(width) if normed else (None, None)
@@ -121,7 +135,11 @@ def test_attend_against_float64_row_by_row(kernels, repeat, width, normed):
                 )
                 for i, own in ((0, k), (1, v))
             )
-            expected = torch.softmax(keys @ q[h] / width**0.5, 0) @ values
+            start = max(len(keys) - bounds.window, 0) if bounds.window else 0
+            score = (keys @ q[h] / width**0.5)[start:]
+            if bounds.softcap:
+                score = bounds.softcap * torch.tanh(score / bounds.softcap)
+            expected = torch.softmax(score, 0) @ values[start:]
             torch.testing.assert_close(
                 got[n, h * width : (h + 1) * width], expected, rtol=2e-5, atol=2e-6
             )

@@ -10,11 +10,20 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from sampler_models import VOCAB, add_lora, one_thread, random_prompts, tiny_model  # noqa: F401
+from sampler_models import (  # noqa: F401
+    VOCAB,
+    add_lora,
+    one_thread,
+    random_prompts,
+    reference_logprobs,
+    tiny_model,
+)
 
 from rl.models import add_value_head, load_model
 from rl.sampler import (
     Decoder,
+    Engine,
+    SamplingRequest,
     contiguous_state,
     cpu_kernels,
     make_decoder,
@@ -26,6 +35,8 @@ from rl.sampler.decoder import batch_prompts
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.decoder_hf import HFDecoder
 from rl.sampler.layer_specs import LAYER_SPECS
+from rl.sampler.paged_engine import PagedEngine
+from rl.types import SamplingParams
 
 FAMILY = {
     "qwen3": ("qwen3", {}),
@@ -76,6 +87,28 @@ FAMILY = {
     "phi3": ("phi3", {}),
     "smollm3": ("smollm3", {}),
     "smollm3, no rotation at all": ("smollm3", {"no_rope_layers": [0, 0]}),
+    "mistral, window": ("mistral", {"sliding_window": 8}),
+    "qwen2, window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "phi3, window": ("phi3", {"sliding_window": 5}),
+    "gemma2": ("gemma2", {}),
+    "gemma2, other scale, no caps": (
+        "gemma2",
+        {
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+    ),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3, window of one position": ("gemma3_text", {"sliding_window": 1}),
+    "vaultgemma": ("vaultgemma", {}),
+    "olmo3": ("olmo3", {}),
+    "exaone4": ("exaone4", {}),
+    "cwm": ("cwm", {}),
+    "ministral": ("ministral", {}),
 }
 
 
@@ -243,12 +276,10 @@ def test_bands_hold_every_row_once_in_grids_that_are_not_much_too_large():
     ("kind", "changes", "reason"),
     [
         ("gpt2", {}, "GPT2LMHeadModel"),
-        ("mistral", {"sliding_window": 8}, "sliding-window"),
-        (
-            "qwen2",
-            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
-            "sliding-window",
-        ),
+        ("llama", {"sliding_window": 8}, "sliding-window"),
+        ("llama", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
+        ("qwen3", {"logits_scaling": 2.0}, "logits_scaling"),
+        ("gemma3_text", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
         ("llama", {"hidden_act": "gelu"}, "gelu"),
         (
             "llama",
@@ -498,3 +529,37 @@ def test_room_for_keys_and_values_is_zero_and_aligned():
             and (not room.numel() or room.data_ptr() % 64 == 0)
         )
         room.fill_(1)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral, window", "gemma2", "gemma3", "olmo3"])
+@pytest.mark.parametrize("pages", [False, True])
+def test_a_conversation_that_goes_on_equals_the_model(name, pages, monkeypatch):
+    """Turns of several lengths are read after cached positions, with windows that begin in the
+    cached turns, in the new one, or in neither.
+    """
+    attended, attend = [], prefix_attention.SuffixBatch.attend
+    monkeypatch.setattr(
+        prefix_attention.SuffixBatch,
+        "attend",
+        lambda *args: attended.append(args) or attend(*args),
+    )
+    kind, changes = FAMILY[name]
+    model = tiny_model(kind, **changes)
+    decoder = make_decoder(model, kind="fast")
+    engine = PagedEngine(decoder, page=4) if pages else Engine(decoder)
+    params = SamplingParams(max_tokens=6, temperature=1.0)
+    texts = {f"{i}": prompt for i, prompt in enumerate(random_prompts([3, 20, 9]))}
+    for turn in range(3):
+        for i, (conversation, text) in enumerate(texts.items()):
+            request = SamplingRequest(
+                prompt=text, params=params, problem=i, seed=turn, conversation=conversation
+            )
+            engine.add(request)
+        for (conversation, text), response in zip(texts.items(), engine.run(), strict=True):
+            (sequence,) = response.sequences
+            expected = reference_logprobs(model, text, sequence.tokens)
+            np.testing.assert_allclose(sequence.logprobs, expected, atol=2e-5)
+            texts[conversation] = [
+                *text, *sequence.tokens, *random_prompts([1 + 4 * turn], seed=turn)[0]
+            ]  # fmt: skip
+    assert len(attended) == 2 * len(decoder.layers)  # all turns but the first

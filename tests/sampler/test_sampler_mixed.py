@@ -115,7 +115,9 @@ def test_weights_that_are_not_the_bases_are_not_shared():
 
 @pytest.mark.parametrize("pages", [False, True])
 @pytest.mark.parametrize("kernels", [True, False])
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "granite", "olmo2", "smollm3"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3", "qwen2", "llama", "granite", "olmo2", "smollm3", "gemma2", "olmo3"]
+)
 def test_each_model_draws_in_a_mixed_batch_what_it_draws_alone(kind, kernels, pages, monkeypatch):
     if not kernels:
         monkeypatch.setattr("rl.sampler.cpu_kernels.load_cpu_kernels", lambda: None)
