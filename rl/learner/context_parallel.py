@@ -197,23 +197,21 @@ class ContextParallel:
         key_heads, per_key = key.shape[1], query.shape[1] // key.shape[1]
         spread = _spread_heads(query, key, value, self.group.size)
         padded_heads = spread[0].shape[1]
-        query, key, value = (self._gather_positions(x) for x in spread)
+        query, key, value = (self._exchange_dims(x) for x in spread)
         if "position_ids" in kwargs:
             kwargs["position_ids"] = shard.all_positions
         with _set_query_groups(module, query.shape[1] // key.shape[1]):
             out, *_ = attend(module, query, key, value, attention_mask, **kwargs)
-        out = self._gather_heads(out)
+        out = self._exchange_dims(out)
         padded_keys = key_heads + (-key_heads % self.group.size) * (key_heads >= self.group.size)
         out = out.unflatten(2, (padded_keys, padded_heads // padded_keys))
         return out[:, :, :key_heads, :per_key].flatten(2, 3).contiguous(), None
 
-    def _gather_positions(self, x: Tensor) -> Tensor:
-        """Return [B, H / N, L, D] of [B, H, C, D]."""
-        parts = x.unflatten(1, (self.group.size, -1)).movedim(1, 0).contiguous()
-        return _Exchange.apply(parts, self).movedim(0, 2).flatten(2, 3)
-
-    def _gather_heads(self, x: Tensor) -> Tensor:
-        """Return [B, C, H, D] of [B, L, H / N, D]."""
+    def _exchange_dims(self, x: Tensor) -> Tensor:
+        """Divide the first of the two middle dimensions among the ranks, and gather the second:
+        heads for positions, [B, H, C, D] to [B, H / N, L, D], and positions for heads,
+        [B, L, H / N, D] to [B, C, H, D].
+        """
         parts = x.unflatten(1, (self.group.size, -1)).movedim(1, 0).contiguous()
         return _Exchange.apply(parts, self).movedim(0, 2).flatten(2, 3)
 
