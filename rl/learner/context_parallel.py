@@ -208,9 +208,9 @@ class ContextParallel:
         return out[:, :, :key_heads, :per_key].flatten(2, 3).contiguous(), None
 
     def _exchange_dims(self, x: Tensor) -> Tensor:
-        """Divide the first of the two middle dimensions among the ranks, and gather the second:
-        heads for positions, [B, H, C, D] to [B, H / N, L, D], and positions for heads,
-        [B, L, H / N, D] to [B, C, H, D].
+        """Return `x` with its second dimension divided among the ranks and its third gathered.
+
+        [B, H, C, D] becomes [B, H / N, L, D], and [B, L, H / N, D] becomes [B, C, H, D].
         """
         parts = x.unflatten(1, (self.group.size, -1)).movedim(1, 0).contiguous()
         return _Exchange.apply(parts, self).movedim(0, 2).flatten(2, 3)
