@@ -52,12 +52,17 @@ def set_parent_death_signal(number: int) -> None:
     _prctl(_SET_PARENT_DEATH_SIGNAL, number)
 
 
-def detach_from(parent: int) -> None:
-    """Begin a session in a forked child. The child is killed when its parent ends.
+def detach_from(parent: int, *, new_session: bool = True) -> None:
+    """Begin a session, or only a process group, in a forked child. The child is killed when its
+    parent ends.
 
     `parent`: process id of the parent, which may have ended already.
     """
-    os.setsid()  # a child that kills its process group kills only itself
+    # a child that kills its process group kills only itself
+    if new_session:
+        os.setsid()
+    else:
+        os.setpgid(0, 0)
     set_parent_death_signal(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -93,7 +98,7 @@ def main(parent: int, channel: int, path: str, command: list[str]) -> NoReturn:
     reaper = os.getpid()
     worker = os.fork()
     if worker == 0:
-        detach_from(reaper)
+        detach_from(reaper, new_session=False)  # the trainer knows the reaper's session
         _set_up_child(output_write, fds_to_close=(wakeup_read, wakeup_write, output_read))
         if not path:
             _exec_program(command)
@@ -312,13 +317,19 @@ def find_descendants(pid: int) -> list[int]:
     return result
 
 
-def find_marked_processes(mark: str) -> list[int]:
-    """Return the pids of processes with MARK=mark in their environment; [] without /proc."""
+def find_marked_processes(mark: str, session: int) -> list[int]:
+    """Return the pids of processes in a session or with MARK=mark in their environment; [] without
+    /proc.
+
+    A process that changes its title overwrites its environment in /proc.
+    """
     pids = []
     entry = f"{MARK_VARIABLE}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if entry in (folder / "environ").read_bytes().split(b"\0"):
+            fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
+            in_session = int(fields[3]) == session and fields[0] != b"Z"
+            if in_session or entry in (folder / "environ").read_bytes().split(b"\0"):
                 pids.append(int(folder.name))
         except OSError:
             continue

@@ -53,6 +53,7 @@ class SupervisedProcess:
     ):
         self._mark, self._output, self._output_tail = secrets.token_hex(16), output, b""
         self._is_closed = False  # whether the program closed a pipe or socket to this process
+        self._has_killed_remaining = False
         fds = [] if channel is None else [channel.fileno()]
         flags = ["-P"] if path else ["-P", "-S"]  # a program needs no site-packages in its reaper
         line = [sys.executable, *flags, str(Path(reaper.__file__)), str(os.getpid())]
@@ -149,16 +150,20 @@ class SupervisedProcess:
     def _kill_remaining(self) -> None:
         """Kill the processes that a reaper did not end.
 
-        They are identified by ancestry while the reaper exists (it adopts orphans), by mark
-        otherwise.
+        They are identified by ancestry while the reaper exists (it adopts orphans), by session and
+        mark otherwise. Later calls do nothing: another session may then have the reaper's number.
         """
+        if self._has_killed_remaining:
+            return
+        self._has_killed_remaining = True
         for _ in range(3):  # again for processes forked in the meantime
             guarded = (
                 []
                 if self._process.poll() is not None
                 else reaper.find_descendants(self._process.pid)
             )
-            for pid in {*guarded, *reaper.find_marked_processes(self._mark)} - {os.getpid()}:
+            marked = reaper.find_marked_processes(self._mark, self._process.pid)
+            for pid in {*guarded, *marked} - {os.getpid()}:
                 reaper.kill_process(pid)
         if self._process.poll() is None:
             self._process.kill()

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -207,6 +208,23 @@ def test_a_fork_of_a_killed_trainer_keeps_no_process_alive():
     finally:
         os.killpg(trainer.pid, 9)
         trainer.communicate()
+
+
+def test_a_process_without_its_environment_ends_though_its_reaper_was_killed():
+    """vLLM's processes overwrite their environment with their title."""
+    output = bytearray()
+    line = ["sh", "-c", "env -i sh -c 'echo $$; exec sleep 1000' & wait"]
+    process = SupervisedProcess(line, dict(os.environ), output=output.extend)
+    deadline = time.monotonic() + 20
+    while b"\n" not in output and time.monotonic() < deadline:
+        process.read_output()
+        time.sleep(0.01)
+    sleep = int(output)
+    os.kill(process.pid, signal.SIGKILL)
+    process.stop()
+    while sleep in find_running() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert sleep not in find_running()
 
 
 def test_a_forked_call_returns_its_result_or_nothing():
