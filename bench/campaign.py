@@ -81,11 +81,6 @@ PARTS = (
         "methods", "each method learns: its recipe with seeds 0, 1 and 2, past a bar", "methods.py"
     ),
     Part(
-        "learning_seeds",
-        "the tests that learn, with three seeds: every figure past its bar, and by how much",
-        "learning_seeds.py",
-    ),
-    Part(
         "campaign_tests",
         "tests too long for `make test-all`: kills, fuzz, random workloads, learning, layouts",
         "pytest -m campaign",
@@ -118,12 +113,6 @@ PARTS = (
     ),
     Part("sampler", "the sampler against model.generate: tokens per second", "sampler.py"),
     Part("grpo_vs_trl", "one GRPO step against TRL: time, learning curve", "grpo_vs_trl.py", True),
-    Part(
-        "dpo_vs_trl",
-        "ten DPO and IPO steps against TRL: loss and rewards equal to 1e-4",
-        "dpo_vs_trl.py",
-        True,
-    ),
     Part(
         "grpo_losses_vs_trl",
         "GRPO's loss types against TRL: losses and gradients equal to 1e-4",
