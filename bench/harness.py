@@ -4,6 +4,7 @@ runs of train.py.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import logging
@@ -48,6 +49,12 @@ TRL_SETTINGS: dict[str, Any] = {
     "report_to": "none",
     "disable_tqdm": True,
 }
+
+
+def make_parser(text: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help begins with a script's docstring, as it is laid out."""
+    layout = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=text, formatter_class=layout)
 
 
 def machine() -> str:
