@@ -149,18 +149,25 @@ class Run:
         return values
 
 
+def timed_run(command: Sequence[str]) -> tuple[float, float]:
+    """Run a command in the repository and return its wall-clock and CPU seconds. Raises RuntimeError
+    with the end of its output if it fails.
+    """
+    before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    if done.returncode:
+        end = (done.stderr or done.stdout)[-2000:]
+        raise RuntimeError(f"{shlex.join(command)} ended with {done.returncode}:\n{end}")
+    seconds, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 def train(words: Sequence[str], folder: Path) -> Run:
     """Run train.py into `folder`, overwriting a run there. Raises RuntimeError with the end of its
     output if it fails.
     """
     command = [sys.executable, "train.py", *words, "--output-dir", str(folder), "--overwrite"]
-    before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    done = subprocess.run([*command, "--quiet"], cwd=REPO, capture_output=True, text=True)
-    if done.returncode:
-        end = (done.stderr or done.stdout)[-2000:]
-        raise RuntimeError(f"{shlex.join(words)} ended with {done.returncode}:\n{end}")
-    seconds, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    seconds, cpu = timed_run([*command, "--quiet"])
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return Run([json.loads(line) for line in lines], seconds, cpu)
 
