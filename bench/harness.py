@@ -57,6 +57,14 @@ def make_parser(text: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=text, formatter_class=layout)
 
 
+def data_argument(text: str | None) -> Path:
+    """Parse a command line whose only word is the folder of the data sets."""
+    default = Path(os.environ.get("WHETSTONE_DATA", REPO.parent / "shared" / "data"))
+    parser = make_parser(text)
+    parser.add_argument("data", nargs="?", type=Path, default=default)
+    return parser.parse_args().data
+
+
 def machine() -> str:
     """Return a description of the machine: the CPU's model name, the cores this process may use,
     memory, versions of Python and torch.

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.harness import REPO, RESULTS, make_parser, write_table  # noqa: E402
 from rl.distributed import FP32, Sharding, ZeroSharding  # noqa: E402
 from rl.distributed.sharding import REUSE_DISTANCE  # noqa: E402
