@@ -26,6 +26,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent
 RESULTS = HERE / "results"
+DATA = Path(os.environ.get("WHETSTONE_DATA", REPO.parent / "shared" / "data"))
 SEEDS = (0, 1, 2)
 HELD_OUT, GREEDY = "test/env/all/correct", "test/greedy/all/correct"
 Row = Mapping[str, Any]
@@ -59,9 +60,8 @@ def make_parser(text: str | None) -> argparse.ArgumentParser:
 
 def data_argument(text: str | None) -> Path:
     """Parse a command line whose only word is the folder of the data sets."""
-    default = Path(os.environ.get("WHETSTONE_DATA", REPO.parent / "shared" / "data"))
     parser = make_parser(text)
-    parser.add_argument("data", nargs="?", type=Path, default=default)
+    parser.add_argument("data", nargs="?", type=Path, default=DATA)
     return parser.parse_args().data
 
 
