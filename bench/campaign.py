@@ -14,10 +14,8 @@ other parts; the exit code is then 1.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import resource
 import shlex
 import subprocess
 import sys
@@ -38,8 +36,10 @@ from bench.harness import (  # noqa: E402
     SEEDS,
     format_command,
     machine,
+    make_parser,
     read_table,
     show,
+    timed_run,
     write_table,
 )
 
@@ -66,86 +66,24 @@ class Part:
         return [python, *start, *flags]
 
 
+KILLS = "pytest tests/trainer/test_crash_safety.py -m 'slow or campaign' -k random_rank"
 PARTS = (
-    Part(
-        "default_recipe",
-        "the default recipe, seeds 0, 1 and 2: time, accuracy before and after",
-        "campaign.py --default-recipe",
-    ),
-    Part(
-        "addition",
-        "recipes/addition.yaml, seeds 0, 1 and 2: the same figures of a gain that is sharpening",
-        "campaign.py --addition-recipe",
-    ),
-    Part(
-        "methods", "each method learns: its recipe with seeds 0, 1 and 2, past a bar", "methods.py"
-    ),
-    Part(
-        "learning_seeds",
-        "the tests that learn, with three seeds: every figure past its bar, and by how much",
-        "learning_seeds.py",
-    ),
-    Part(
-        "campaign_tests",
-        "tests too long for `make test-all`: kills, fuzz, random workloads, learning, layouts",
-        "pytest -m campaign",
-    ),
-    Part(
-        "kill_campaign",
-        "kill -9 of a random rank of two, twenty seeds: resumed to the same bits",
-        "pytest tests/trainer/test_crash_safety.py -m 'slow or campaign' -k random_rank",
-    ),
-    Part(
-        "architectures",
-        "every causal LM of transformers, tiny: layouts and sampler exact or refused, none wrong",
-        "architectures.py",
-    ),
-    Part(
-        "architectures_seeing",
-        "every vision-language model: images exact, text alone, or refused",
-        "architectures_seeing.py",
-    ),
-    Part(
-        "images",
-        "recipes/shapes.yaml, three seeds: past its bar as it sees, below it where pixels are "
-        "permuted",
-        "images.py",
-    ),
-    Part(
-        "staleness",
-        "GRPO on tokens 0, 1, 4 and 8 updates old under each correction, three seeds: accuracy",
-        "staleness.py",
-    ),
+    Part("default_recipe", "the default recipe: time, accuracy", "campaign.py --default-recipe"),
+    Part("addition", "recipes/addition.yaml: the same figures", "campaign.py --addition-recipe"),
+    Part("methods", "each method's recipe passes a bar that the model misses", "methods.py"),
+    Part("campaign_tests", "tests too long for `make test-all`", "pytest -m campaign"),
+    Part("kill_campaign", "kill -9 of a random rank of two, resumed to the same bits", KILLS),
+    Part("architectures", "every causal LM of transformers, tiny", "architectures.py"),
+    Part("architectures_seeing", "every vision-language model, tiny", "architectures_seeing.py"),
+    Part("images", "recipes/shapes.yaml, seeing and with permuted pixels", "images.py"),
+    Part("staleness", "GRPO on tokens 0, 1, 4 and 8 updates old, each correction", "staleness.py"),
     Part("sampler", "the sampler against model.generate: tokens per second", "sampler.py"),
-    Part("grpo_vs_trl", "one GRPO step against TRL: time, learning curve", "grpo_vs_trl.py", True),
-    Part(
-        "dpo_vs_trl",
-        "ten DPO and IPO steps against TRL: loss and rewards equal to 1e-4",
-        "dpo_vs_trl.py",
-        True,
-    ),
-    Part(
-        "grpo_losses_vs_trl",
-        "GRPO's loss types against TRL: losses and gradients equal to 1e-4",
-        "grpo_losses_vs_trl.py",
-        True,
-    ),
-    Part(
-        "scaling",
-        "a step on 1 to 1,024 GPUs, modelled; its traffic against two processes",
-        "scaling.py --measure",
-    ),
-    Part("graders", "the math graders on real text: agreement with published grades", "graders.py"),
-    Part(
-        "code_sets",
-        "reference solutions and empty bodies of HumanEval and MBPP through code_tests",
-        "code_sets.py",
-    ),
-    Part(
-        "kernel_cpu",
-        "linear_logprob against plain torch: time, memory",
-        "kernel_cpu.py --variants plain fused",
-    ),
+    Part("grpo_vs_trl", "a GRPO step against TRL: time, accuracy", "grpo_vs_trl.py", True),
+    Part("grpo_losses_vs_trl", "losses and gradients against TRL", "grpo_losses_vs_trl.py", True),
+    Part("scaling", "a modelled step; its traffic against two processes", "scaling.py --measure"),
+    Part("graders", "the math graders against published grades", "graders.py"),
+    Part("code_sets", "solutions and empty bodies of HumanEval and MBPP", "code_sets.py"),
+    Part("kernel_cpu", "against plain torch", "kernel_cpu.py --variants plain fused"),
 )
 
 
@@ -154,32 +92,23 @@ PARTS = (
 
 # The metrics of the picture.
 PLOTTED_METRICS = (
-    "step",
-    "stage",
-    "optim/loss",
-    "optim/grad_norm",
-    "optim/entropy",
-    "optim/kl_sample_train_v1",
-    "reward/total",
-    HELD_OUT,
-    GREEDY,
-    "time/step",
-    "time/tokens_per_second",
-)
+    "step stage optim/loss optim/grad_norm optim/entropy optim/kl_sample_train_v1 reward/total "
+    f"{HELD_OUT} {GREEDY} time/step time/tokens_per_second"
+).split()
 
 
-def run_recipe(table: str, recipe: list[str], seeds: tuple[int, ...]) -> None:
+def run_recipe(table: str, recipe: list[str]) -> None:
     """Run `accelerate launch train.py RECIPE` once for each seed and write `table`.csv.
 
     The plotted metrics of the first seed are written to `table`.jsonl.
     """
     rows = []
     with tempfile.TemporaryDirectory(prefix=f"{table}-") as name:
-        for seed in seeds:
+        for seed in SEEDS:
             folder = Path(name) / f"seed-{seed}"
             rows.append(one_seed(recipe, seed, folder))
             write_table(RESULTS / f"{table}.csv", rows)
-            if seed == seeds[0]:
+            if seed == SEEDS[0]:
                 write_plotted_metrics(folder, RESULTS / f"{table}.jsonl")
             show(rows[-1])
 
@@ -208,12 +137,8 @@ def one_seed(recipe: list[str], seed: int, folder: Path) -> dict[str, Any]:
     """
     launcher = Path(sys.executable).parent / "accelerate"
     words = ["launch", "--quiet", "train.py", *recipe, "--seed", str(seed)]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    load, start = os.getloadavg()[0], time.perf_counter()
-    subprocess.run(
-        [str(launcher), *words, "--output-dir", str(folder), "--quiet"], cwd=REPO, check=True
-    )
-    seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    load, command = os.getloadavg()[0], [str(launcher), *words]
+    seconds, cpu = timed_run([*command, "--output-dir", str(folder), "--quiet"])
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     held_out = [row[HELD_OUT] for row in rows if HELD_OUT in row]
     greedy = [row[GREEDY] for row in rows if GREEDY in row]
@@ -225,9 +150,7 @@ def one_seed(recipe: list[str], seed: int, folder: Path) -> dict[str, Any]:
         "before": round(held_out[0], 4),
         "after": round(held_out[-1], 4),
         "seconds": round(seconds, 1),
-        "cpu_seconds": round(
-            after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1
-        ),
+        "cpu_seconds": round(cpu, 1),
         "warm_up_seconds": round(warm_up, 1),
         f"{stage}_step_mean_ms": round(1e3 * sum(steps) / len(steps), 1),
         f"{stage}_steps": len(steps),
@@ -246,17 +169,8 @@ def install_peers() -> None:
     """Create .venv-bench, a separate environment: the peers' pins must not touch the project's."""
     if not PEER_PYTHON.exists():
         subprocess.run([sys.executable, "-m", "venv", str(PEER_PYTHON.parent.parent)], check=True)
-    words = [
-        "-m",
-        "pip",
-        "install",
-        "--disable-pip-version-check",
-        "-c",
-        str(REPO / "constraints.txt"),
-        "-e",
-        f"{REPO}[bench]",
-    ]
-    subprocess.run([str(PEER_PYTHON), *words], check=True)
+    pins = ["-c", str(REPO / "constraints.txt"), "-e", f"{REPO}[bench]"]
+    subprocess.run([str(PEER_PYTHON), "-m", "pip", "install", *pins], check=True)
 
 
 def run(part: Part) -> dict[str, Any]:
@@ -284,35 +198,19 @@ def run(part: Part) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--only",
-        action="append",
-        choices=[part.name for part in PARTS],
-        help="run this part alone (repeatable)",
-    )
-    parser.add_argument("--list", action="store_true", help="say what there is, run nothing")
-    parser.add_argument(
-        "--install", action="store_true", help="install TRL into .venv-bench first (2.5 GB)"
-    )
-    parser.add_argument("--default-recipe", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--addition-recipe", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        nargs="+",
-        default=list(SEEDS),
-        help="of the recipe (with --default-recipe or --addition-recipe)",
-    )
+    parser, names = make_parser(__doc__), [part.name for part in PARTS]
+    parser.add_argument("--only", action="append", choices=names, help="this part (repeatable)")
+    parser.add_argument("--list", action="store_true", help="list the parts, run nothing")
+    parser.add_argument("--install", action="store_true", help="first install TRL (2.5 GB)")
+    parser.add_argument("--default-recipe", action="store_true", help="the recipe alone")
+    parser.add_argument("--addition-recipe", action="store_true", help="the recipe alone")
     args = parser.parse_args()
     if args.default_recipe:
-        run_recipe("default_recipe", [], tuple(args.seeds))
-        draw_picture("default_recipe", f"make train: digits to sort, seed {args.seeds[0]}")
+        run_recipe("default_recipe", [])
+        draw_picture("default_recipe", f"make train: digits to sort, seed {SEEDS[0]}")
         return 0
     if args.addition_recipe:
-        run_recipe("addition", ["recipes/addition.yaml"], tuple(args.seeds))
+        run_recipe("addition", ["recipes/addition.yaml"])
         return 0
     if args.list:
         for part in PARTS:

@@ -9,14 +9,12 @@ passes.
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 import time
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
-from bench.harness import REPO, RESULTS, show, write_table  # noqa: E402
+from bench.harness import RESULTS, data_argument, show, write_table  # noqa: E402
 from rl.data import load_problems  # noqa: E402
 from rl.rewards import Score, Scorer, resolve_reward  # noqa: E402
 from rl.types import Problem  # noqa: E402
@@ -32,10 +30,8 @@ def load_sets(data: Path) -> dict[str, list[Problem]]:
     mbpp, sanitized = data / "mbpp" / "mbpp.jsonl", data / "mbpp" / "sanitized-mbpp.json"
     return {
         "HumanEval": list(load_problems(data / "humaneval" / "HumanEval.jsonl.gz", split="test")),
-        "MBPP": [problem for split in MBPP for problem in load_problems(mbpp, split=split)],
-        "MBPP sanitized": [
-            problem for split in MBPP for problem in load_problems(sanitized, split=split)
-        ],
+        "MBPP": [p for split in MBPP for p in load_problems(mbpp, split=split)],
+        "MBPP sanitized": [p for split in MBPP for p in load_problems(sanitized, split=split)],
     }
 
 
@@ -65,29 +61,20 @@ def main(data: Path) -> int:
     with Scorer(resolve_reward("code_tests", seconds=40.0), timeout=60.0) as scorer:
         for name, problems in load_sets(data).items():
             graded, seconds = scores(scorer, [(p, str(p.response)) for p in problems])
-            pairs = list(zip(problems, graded, strict=True))
+            pairs = zip(problems, graded, strict=True)
             failing = [p.meta["task_id"] for p, score in pairs if score.reward != 1.0]
             earned = len(problems) - len(failing)
             good &= earned >= EXPECTED[name]
-            note = f"failing: {failing}"
-            add(name, "reference solutions", len(problems), earned, seconds, note)
+            counts = len(problems), earned
+            add(name, "reference solutions", *counts, seconds, f"failing: {failing}")
             graded, seconds = scores(scorer, [(p, empty(p)) for p in problems])
-            pairs = list(zip(problems, graded, strict=True))
+            pairs = zip(problems, graded, strict=True)
             passing = [p.meta["task_id"] for p, score in pairs if score.metrics.get("correct")]
             good &= not passing
-            note = f"passing: {passing}"
-            add(name, "empty bodies", len(problems), len(passing), seconds, note)
+            counts = len(problems), len(passing)
+            add(name, "empty bodies", *counts, seconds, f"passing: {passing}")
     return 0 if good else 1
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "data",
-        nargs="?",
-        type=Path,
-        default=Path(os.environ.get("WHETSTONE_DATA", REPO.parent / "shared" / "data")),
-    )
-    sys.exit(main(parser.parse_args().data))
+    sys.exit(main(data_argument(__doc__)))

@@ -9,14 +9,13 @@ endpoint`. The table holds held-out and sampled rewards, before and after.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
-from bench.harness import RESULTS, command_line, show, train, write_table  # noqa: E402
+from bench.harness import RESULTS, command_line, make_parser, show, train, write_table  # noqa: E402
 
 AGENT = """
 import http.client, json, os
@@ -45,11 +44,10 @@ SETTINGS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--output", type=Path, default=RESULTS / "endpoint_learns.csv")
     args = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +73,7 @@ def main() -> None:
                 }
             )
             show(rows[-1])
-            write_table(RESULTS / "endpoint_learns.csv", rows)
+            write_table(args.output, rows)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ whether GRPO passes the bar and the untrained model misses it. An existing row o
 seed is replaced.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
-from bench.harness import REPO, RESULTS, SEEDS, replace_rows, show, train  # noqa: E402
+from bench.harness import REPO, RESULTS, SEEDS, make_parser, replace_rows, show, train  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -57,39 +56,16 @@ GAMES = {
     # Three operators and two tries: exclusion is enough for the rule's 0.93; reading the failing
     # test is better.
     "debugging": Game(
-        {},
-        "careful",
-        "correct",
-        0.95,
-        18,
-        episodes=5000,
-        warm_up=1200,
-        warm_up_batch=32,
-        steps=60,
-        held_out=256,
-        model="tiny:ascii",
-        rate=5e-4,
-        file="examples/games/debugging.py:DebuggingEnv",
+        {}, "careful", "correct", 0.95, 18, episodes=5000, warm_up=1200, warm_up_batch=32, steps=60,
+        held_out=256, model="tiny:ascii", rate=5e-4, file="examples/games/debugging.py:DebuggingEnv",
     ),
     # The rule plays a move of ten imperfectly (it loses 0.03), so that GRPO can still improve on
     # it.
     "tic_tac_toe": Game(
-        {"opponent": "random", "instructions": "False"},
-        "careful",
-        "lost",
-        0.05,
-        3,
-        True,
-        40000,
-        warm_up=1400,
-        steps=120,
-        groups=16,
-        held_out=512,
-        rows=2000,
-        model="tiny:ascii",
-        rate=2e-4,
+        {"opponent": "random", "instructions": "False"}, "careful", "lost", 0.05, 3, True, 40000,
+        warm_up=1400, steps=120, groups=16, held_out=512, rows=2000, model="tiny:ascii", rate=2e-4,
     ),
-}
+}  # fmt: skip
 
 
 def recipe(name: str, game: Game, data: Path) -> str:
@@ -107,9 +83,7 @@ temperature: 1.0
 """
 
 
-def untrained(
-    name: str, settings: dict, metric: str, max_tokens: int, model: str, seed: int, turns: int = 100
-) -> float:
+def untrained(name: str, game: Game, seed: int) -> float:
     """Return the metric of the model as it is built, over 64 episodes."""
     from rl import ServiceClient
     from rl.envs import EnvironmentGroup, EpisodeLimits, resolve_environment
@@ -117,36 +91,30 @@ def untrained(
     from rl.rollout import compute_group_metrics, rollout
     from rl.types import Problem, SamplingParams
 
-    spec = resolve_environment(name, **settings)
+    words = {"True": True, "False": False}
+    settings = {key: words.get(value, value) for key, value in game.settings.items()}
+    spec, limits = resolve_environment(name, **settings), EpisodeLimits(turns=100)
     rows = spec.make().rows("test", 64)
     with ServiceClient(seed=seed) as service:
-        client = service.create_full_training_client(model, seed=seed)
+        client = service.create_full_training_client(game.model, seed=seed)
         renderer = get_renderer("plain", client.get_tokenizer())
         problems = [Problem((), {"seed": 10**6 + i, **row}, index=i) for i, row in enumerate(rows)]
-        builders = [
-            EnvironmentGroup(spec, problem, 1, renderer, limits=EpisodeLimits(turns=turns))
-            for problem in problems
-        ]
+        builders = [EnvironmentGroup(spec, p, 1, renderer, limits=limits) for p in problems]
         sampler = client.save_weights_and_get_sampling_client()
-        groups = rollout(builders, sampler, SamplingParams(max_tokens=max_tokens), seed=seed).groups
-    return compute_group_metrics(groups)[f"env/all/{metric}"]
+        params = SamplingParams(max_tokens=game.max_tokens)
+        groups = rollout(builders, sampler, params, seed=seed).groups
+    return compute_group_metrics(groups)[f"env/all/{game.metric}"]
 
 
 def learn(name: str, game: Game, seed: int, folder: Path) -> dict:
     """Run the warm-up and GRPO for a game and a seed, and return the row."""
-    plain = {
-        key: value == "True" if value in ("True", "False") else value
-        for key, value in game.settings.items()
-    }
-    before = untrained(game.file or name, plain, game.metric, game.max_tokens, game.model, seed)
+    before = untrained(game.file or name, game, seed)
     data = folder / f"{name}.jsonl"
     words = [game.file or name, game.player, "--episodes", str(game.episodes), "--seed", str(seed)]
     for key, value in game.settings.items():
         words += [f"--environment.{key}", str(value)]
     command = [sys.executable, "-m", "rl.envs.demo_generator", *words]
-    data.write_text(
-        subprocess.run(command, check=True, capture_output=True, text=True, cwd=REPO).stdout
-    )
+    data.write_text(subprocess.check_output(command, text=True, cwd=REPO))
     (folder / "recipe.yaml").write_text(recipe(name, game, data))
     run = train([str(folder / "recipe.yaml"), "--seed", str(seed)], folder / "run")
     measured = run.values(f"test/env/all/{game.metric}")
@@ -167,9 +135,7 @@ def learn(name: str, game: Game, seed: int, folder: Path) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=sorted(GAMES), default=list(GAMES))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--output", type=Path, default=RESULTS / "environments.csv")
@@ -179,12 +145,8 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 row = learn(name, GAMES[name], seed, Path(folder))
             show(row)
-            replace_rows(
-                args.output,
-                [row],
-                ("environment", "seed"),
-                lambda row: (row["environment"], int(row["seed"])),
-            )
+            order = lambda row: (row["environment"], int(row["seed"]))  # noqa: E731
+            replace_rows(args.output, [row], ("environment", "seed"), order)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import importlib
 import os
 import subprocess
@@ -39,6 +40,7 @@ HERE = Path(__file__).resolve().parent
 # Replace this folder on sys.path by the repository: bench/kernels.py would shadow the package
 # `kernels`.
 sys.path[0] = str(HERE.parent)
+from bench.harness import make_parser  # noqa: E402
 
 COLUMNS = ["part", "case", "provider", "metric", "value", "unit", "floor", "note"]
 LIMIT = 530  # seconds for all parts together
@@ -77,13 +79,7 @@ PARTS = {
     "sharded": (20, "ZeRO-3 and offload on one GPU"),
     "trace": (10, "profiles of a call of each engine and of a learner step"),
 }
-MODULES = (
-    "gpu_kernels",
-    "gpu_compile",
-    "gpu_decode",
-    "gpu_models",
-    "gpu_runs",
-)
+MODULES = ("gpu_kernels", "gpu_compile", "gpu_decode", "gpu_models", "gpu_runs")
 CANNOT = (NotImplementedError, ModuleNotFoundError)  # missing in the device or the installation
 
 
@@ -97,47 +93,31 @@ class Table:
                 csv.writer(file).writerow(COLUMNS)
 
     def row(
-        self,
-        case: str,
-        provider: str,
-        metric: str,
-        value: Any,
-        unit: str = "",
-        floor: Any = "",
+        self, case: str, provider: str, metric: str, value: Any, unit: str = "", floor: Any = "",
         note: str = "",
-    ) -> None:
-        shown = f"{value:.6g}" if isinstance(value, float) else value
-        cells = [
-            self.part,
-            case,
-            provider,
-            metric,
-            shown,
-            unit,
-            f"{floor:.6g}" if isinstance(floor, float) else floor,
-            note,
-        ]
+    ) -> None:  # fmt: skip
+        cells = [self.part, case, provider, metric, value, unit, floor, note]
+        cells = [f"{cell:.6g}" if isinstance(cell, float) else cell for cell in cells]
         with self.path.open("a", newline="") as file:
             csv.writer(file).writerow(cells)
         print("  " + " ".join(str(cell) for cell in cells[1:] if cell != ""), flush=True)
 
-    def attempt(self, case: str, provider: str, run: Callable[[], Any]) -> Any:
-        """Return the result of `run`. If it fails in any way, write a row and return None, so that
-        the remaining measurements still run.
+    def attempt(self, case: str, provider: str, run: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the result of `run(*arguments)`. If it fails in any way, write a row and return
+        None, so that the remaining measurements still run.
         """
         try:
-            return run()
+            return run(*arguments)
         except Exception as failure:  # noqa: BLE001
-            words = (str(failure).splitlines() or [""])[0][:200]
-            self.row(
-                case,
-                provider,
-                "left out" if isinstance(failure, CANNOT) else "failed",
-                type(failure).__name__,
-                note=words,
-            )
+            self.failure(case, provider, failure, isinstance(failure, CANNOT))
             print("".join(traceback.format_exception(failure)[-4:]), file=sys.stderr, flush=True)
             return None
+
+    def failure(self, case: str, provider: str, failure: Exception, absent: bool) -> None:
+        """Write the row of a failure. `absent`: the device or the installation lacks something."""
+        words = (str(failure).splitlines() or [""])[0][:200]
+        metric = "left out" if absent else "failed"
+        self.row(case, provider, metric, type(failure).__name__, note=words)
 
 
 def child(part: str, output: Path, dry: bool) -> None:
@@ -149,20 +129,19 @@ def child(part: str, output: Path, dry: bool) -> None:
 
 
 def function_of(part: str) -> Callable[[Table, bool], None]:
-    modules = (importlib.import_module(f"bench.{name}") for name in MODULES)
-    return next(
-        getattr(module, f"part_{part}") for module in modules if hasattr(module, f"part_{part}")
+    modules, name = (
+        (importlib.import_module(f"bench.{module}") for module in MODULES),
+        f"part_{part}",
     )
+    return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 
 def seconds_for(part: str, after: list[str], left: float) -> float:
     """Return the time limit of `part` in seconds: the remaining seconds minus those guaranteed to
     the later parts, at most twice the part's seconds.
     """
-    return min(
-        max(left - sum(PARTS[name][0] for name in after), min(left, PARTS[part][0])),
-        2.0 * PARTS[part][0],
-    )
+    mine, others = PARTS[part][0], sum(PARTS[name][0] for name in after)
+    return min(max(left - others, min(left, mine)), 2.0 * mine)
 
 
 def command_of(part: str, folder: Path, dry: bool) -> list[str]:
@@ -181,20 +160,15 @@ def run_part(
     path.unlink(missing_ok=True)
     table = Table(part, path)
     began = time.perf_counter()
+    env = os.environ | {
+        "WHETSTONE_GPU_FLOORS": str((folder / "floors.json").resolve()),
+        "WHETSTONE_GPU_END": str(time.time() + seconds),
+        "HF_HUB_OFFLINE": "1",  # third-party code would wait for a network
+    }
     with (folder / f"{part}.log").open("w") as log:
-        process = subprocess.Popen(
-            command_of(part, folder, dry),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            process_group=0,  # not a session: one would outlive a campaign that is killed
-            cwd=HERE.parent,
-            env=os.environ
-            | {
-                "WHETSTONE_GPU_FLOORS": str((folder / "floors.json").resolve()),
-                "WHETSTONE_GPU_END": str(time.time() + seconds),
-                "HF_HUB_OFFLINE": "1",  # third-party code would wait for a network
-            },
-        )
+        # A process group, not a session: one would outlive a campaign that is killed.
+        command, how = command_of(part, folder, dry), {"stdout": log, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, process_group=0, cwd=HERE.parent, env=env, **how)
         how = ""
         while not how:
             left = seconds - (time.perf_counter() - began)
@@ -284,11 +258,8 @@ def plot(rows: list[dict[str, str]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(14, 5))
-    ratios = [
-        r
-        for r in rows
-        if r["part"] == "kernels" and r["metric"] == "both" and float(r["floor"] or 0) > 0
-    ]
+    both = (r for r in rows if (r["part"], r["metric"]) == ("kernels", "both"))
+    ratios = [r for r in both if float(r["floor"] or 0) > 0]
     names = [f"{r['provider']}\n{r['case']}" for r in ratios]
     left.barh(names, [float(r["value"]) / float(r["floor"]) for r in ratios])
     left.axvline(1.0, color="black", linewidth=0.8)
@@ -307,31 +278,13 @@ def plot(rows: list[dict[str, str]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=HERE / "results" / "gpu",
-        help="folder for tables, logs, the plot, the trace",
-    )
-    parser.add_argument(
-        "--part",
-        nargs="+",
-        choices=list(PARTS),
-        default=list(PARTS),
-        metavar="PART",
-        help="some parts alone (see --list)",
-    )
+    parser, parts = make_parser(__doc__), list(PARTS)
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "gpu", help="folder")
+    parser.add_argument("--part", nargs="+", choices=parts, default=parts, metavar="PART")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for all parts together")
-    parser.add_argument(
-        "--dry",
-        action="store_true",
-        help="on a CPU at tiny sizes: shows that everything runs, measures nothing",
-    )
+    parser.add_argument("--dry", action="store_true", help="on a CPU at tiny sizes: no figures")
     parser.add_argument("--list", action="store_true", help="the parts and their seconds")
-    parser.add_argument("--child", choices=list(PARTS), help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=parts, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.list:
         for part, (seconds, says) in PARTS.items():
@@ -346,10 +299,7 @@ def main() -> None:
     from bench.gpu_verdict import format_verdict
 
     if not args.dry and not torch.cuda.is_available():
-        sys.exit(
-            "bench/gpu.py: no CUDA device is visible; --dry runs every part's code on a CPU, at "
-            "tiny sizes"
-        )
+        sys.exit("bench/gpu.py: no CUDA device is visible; --dry runs every part on a CPU, tiny")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU (dry run)"
     end = time.perf_counter() + args.limit
     # Not in the output folder: a killed run would leave more files there than a machine returns.
@@ -360,17 +310,13 @@ def main() -> None:
             print(f"{part}: {PARTS[part][1]}", flush=True)
             if left < 5 and not args.dry:
                 (folder / f"{part}.csv").unlink(missing_ok=True)
-                Table(part, folder / f"{part}.csv").row(
-                    "whole part", "", "status", "not begun", note=f"{args.limit:.0f} s were over"
-                )
+                note = f"{args.limit:.0f} s were over"
+                table = Table(part, folder / f"{part}.csv")
+                table.row("whole part", "", "status", "not begun", note=note)
             else:
-                run_part(
-                    part,
-                    folder,
-                    args.dry,
-                    600.0 if args.dry else seconds_for(part, args.part[i + 1 :], left),
-                    lambda: merge_rows(args.output, folder),
-                )
+                limit = 600.0 if args.dry else seconds_for(part, args.part[i + 1 :], left)
+                watch = functools.partial(merge_rows, args.output, folder)
+                run_part(part, folder, args.dry, limit, watch)
             rows = collect(args.output, folder)
             (args.output / "verdict.md").write_text(format_verdict(rows, device))
     try:

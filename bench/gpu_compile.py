@@ -23,8 +23,8 @@ def run_head(shape: Any, name: str, dry: bool) -> None:
     """Run linear_logprob and its backward as a provider of bench/kernels.py does."""
     import torch
 
-    from bench.kernel_providers import PROVIDERS as providers
-    from bench.kernel_providers import Problem
+    from bench.kernels import PROVIDERS as providers
+    from bench.kernels import Problem
 
     provider = next(provider for provider in providers if provider.name == name)
     tokens, dtype = (64, torch.float32) if dry else (1024, torch.bfloat16)

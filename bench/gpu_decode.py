@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 from bench.gpu_kernels import device_of
@@ -38,9 +39,8 @@ def speed(table: Any, case: str, name: str, decoder: Any, rows: int, dry: bool) 
     seconds that prefill and capture took. Raises RuntimeError if a step did not decode all rows.
     """
     device, looks = device_of(dry), 2 if dry else 6
-    engine = engine_of(
-        decoder, name, rows, prompts_for(rows, decoder.vocab_size, dry), 8 * (looks + 4)
-    )
+    prompts = prompts_for(rows, decoder.vocab_size, dry)
+    engine = engine_of(decoder, name, rows, prompts, 8 * (looks + 4))
     first, _ = seconds_of(lambda: (engine.step(), engine.step()), device)
     table.row(case, name, "first_two_calls", first, "s", note="prompts, compiling, capturing")
     # A call of the paged engine runs up to eight steps.
@@ -79,29 +79,20 @@ def peer_speed(
     """
     device, short, long = device_of(dry), 2 if dry else 4, 34 if dry else 52
     prompts = prompts_for(rows, vocab, dry)
-    each = [
-        prompt
-        for prompt, count in zip(prompts, shares(rows, len(prompts)), strict=True)
-        for _ in range(count)
-    ]
+    counts = shares(rows, len(prompts))
+    each = [prompt for prompt, n in zip(prompts, counts, strict=True) for _ in range(n)]
     peer(each, long)  # warm-up: setup at the first call of this size
     took = {}
     for new in (short, long):
         took[new], tokens = seconds_of(lambda new=new: peer(each, new), device)
         if tokens != rows * new:
             raise RuntimeError(f"{tokens} tokens, not {rows} x {new}")
-    table.row(
-        case,
-        name,
-        "tokens_per_s_with_prompts",
-        rows * long / took[long],
-        note=f"{took[long]:.3f} s for prompts and {long} tokens",
-    )
+    note = f"{took[long]:.3f} s for prompts and {long} tokens"
+    table.row(case, name, "tokens_per_s_with_prompts", rows * long / took[long], note=note)
     seconds = took[long] - took[short]
     if seconds <= 0:
-        raise RuntimeError(
-            f"{long} tokens took {took[long]:.3f} s and {short} took {took[short]:.3f} s"
-        )
+        times = f"{long} tokens took {took[long]:.3f} s and {short} took {took[short]:.3f} s"
+        raise RuntimeError(times)
     note = f"{seconds / (long - short) * 1e3:.2f} ms a step, from {short} tokens to {long}"
     table.row(case, name, "tokens_per_s", rows * (long - short) / seconds, note=note)
 
@@ -114,7 +105,7 @@ def make_decoders(table: Any, size: str, device: str) -> dict[str, Any]:
     from rl.sampler import make_decoder
     from rl.types import LoraConfig
 
-    model = table.attempt(size, "ours", lambda: make_model(size, device))
+    model = table.attempt(size, "ours", make_model, size, device)
     if model is None:
         return {}
     full = table.attempt(size, "ours", lambda: make_decoder(model, kind="fast"))
@@ -148,75 +139,52 @@ def measure_host_share(
     table.row(case, name, "host_share", max(1 - busy / step, 0.0), note=note)
 
 
+def measure_engines(
+    table: Any, size: str, counts: tuple[int, ...], measure: Callable[..., None], dry: bool
+) -> None:
+    """Measure both engines of each decoder of a model, with each number of rows."""
+    device = device_of(dry)
+    decoders = make_decoders(table, size, device)
+    for kind, decoder in decoders.items():
+        if measure is speed:
+            table.attempt(kind, "trial", record_trial, table, kind, decoder)
+        for rows, name in itertools.product(counts, ("paged", "plain")):
+            if rows == 1 and kind != size:
+                continue  # one row is measured with full weights alone
+            case = f"{kind}, {rows} rows"
+            table.attempt(case, name, measure, table, case, name, decoder, rows, dry)
+            give_back(device)
+
+
+def record_trial(table: Any, kind: str, decoder: Any) -> None:
+    """Record what the device's comparison of both engines says."""
+    from rl.sampler.engine_selection import compare_engines
+
+    table.row(kind, "trial", "says", compare_engines(decoder) or "the same samples")
+
+
 def part_host(table: Any, dry: bool) -> None:
     """Record the host's share of a decode step. The part has a process to itself: a profiler that
     fails or slows down what follows costs no speed of `decode`.
     """
-    counts = (4,) if dry else (64, 256, 1024)
     for size in ("tiny",) if dry else SIZES_TIMED:
-        decoders = make_decoders(table, size, device_of(dry))
-        for kind, decoder in decoders.items():
-            for rows, name in itertools.product(counts, ("paged", "plain")):
-                case = f"{kind}, {rows} rows"
-                table.attempt(
-                    case,
-                    name,
-                    lambda c=case, n=name, d=decoder, r=rows: measure_host_share(
-                        table, c, n, d, r, dry
-                    ),
-                )
-                give_back(device_of(dry))
-            del decoder
-        del decoders
+        measure_engines(table, size, (4,) if dry else (64, 256, 1024), measure_host_share, dry)
         give_back(device_of(dry))
 
 
 def part_decode(table: Any, dry: bool) -> None:
-    from rl.sampler.engine_selection import compare_engines
-
-    device, sizes, counts = (
-        device_of(dry),
-        ("tiny",) if dry else SIZES_TIMED,
-        (4,) if dry else (1, 64, 256, 1024),
-    )
+    device, sizes = device_of(dry), ("tiny",) if dry else SIZES_TIMED
+    counts = (4,) if dry else (1, 64, 256, 1024)
     # Our engines run first: a peer that hangs uses up the remaining time of the part.
     for size in sizes:
-        decoders = make_decoders(table, size, device)
-        for kind, decoder in decoders.items():
-            table.attempt(
-                kind,
-                "trial",
-                lambda d=decoder, k=kind: table.row(
-                    k, "trial", "says", compare_engines(d) or "the same samples"
-                ),
-            )
-            for rows, name in itertools.product(counts, ("paged", "plain")):
-                if rows == 1 and kind != size:
-                    continue  # one row is measured with full weights alone
-                case = f"{kind}, {rows} rows"
-                table.attempt(
-                    case,
-                    name,
-                    lambda c=case, n=name, d=decoder, r=rows: speed(table, c, n, d, r, dry),
-                )
-                give_back(device)
-            del decoder
-        del decoders
+        measure_engines(table, size, counts, speed, dry)
         give_back(device)
     for name, make in PEERS.items():
         for size in sizes:
-            peer = table.attempt(size, name, lambda s=size, m=make: m(s, device))
+            peer = table.attempt(size, name, make, size, device)
             for rows in () if peer is None else counts:
-                given = (
-                    table,
-                    f"{size}, {rows} rows",
-                    name,
-                    peer,
-                    rows,
-                    SIZES[size][1]["vocab_size"],
-                    dry,
-                )
-                table.attempt(f"{size}, {rows} rows", name, lambda given=given: peer_speed(*given))
+                case, vocab = f"{size}, {rows} rows", SIZES[size][1]["vocab_size"]
+                table.attempt(case, name, peer_speed, table, case, name, peer, rows, vocab, dry)
                 give_back(device)
             del peer
             gc.collect()  # third-party objects may form reference cycles

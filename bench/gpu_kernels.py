@@ -5,13 +5,13 @@ the branches that the device checks chose, and attention over KV cache pages.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import re
 import statistics
 import subprocess
 import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.kernel_harness import SHAPES, TB_PER_S, TFLOPS, TINY, Shape, copy_floor_ms, floor_ms
+from bench.harness import REPO
+from bench.kernels import SHAPES, TB_PER_S, TFLOPS, TINY, Shape, Step, copy_floor_ms, floor_ms, once
 
-REPO = Path(__file__).resolve().parent.parent
 CHOSEN = ("Qwen2.5-0.5B", "Qwen3-1.7B", "Llama-3.1-8B")
 
 
@@ -37,24 +37,10 @@ def device_of(dry: bool) -> str:
 
 
 def milliseconds(run: Callable[[], object], device: str, repeats: int = 10) -> float:
-    """Return the median time of `run` in milliseconds: CUDA events on a GPU, the wall clock
-    elsewhere.
-    """
+    """Return the median time of `run` in milliseconds, with what the last call left in the caches."""
     run()
-    times = []
-    for _ in range(repeats if device == "cuda" else 2):
-        if device == "cuda":
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            run()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end))
-        else:
-            start = time.perf_counter()
-            run()
-            times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times)
+    step, count = Step(lambda _: run()), repeats if device == "cuda" else 2
+    return statistics.median([once(step, device, None) for _ in range(count)])
 
 
 # ------------------------------------------------------------------------------------------- floors
@@ -127,25 +113,18 @@ def part_tests(table: Any, dry: bool) -> None:
     )
     first = "tests/kernels/test_kernel_gpu.py"
     for some in [[first]] if dry else [[first], [file for file in files if file != first]]:
-        process = subprocess.Popen(
-            [*pytest_command(dry), *some],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            cwd=REPO,
-        )
+        how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        command = [*pytest_command(dry), *some]
+        process = subprocess.Popen(command, text=True, errors="replace", cwd=REPO, **how)
         assert process.stdout is not None
         counts: Counter[str] = Counter()
         for line in process.stdout:
             print(line, end="", flush=True)
-            if (result := read_outcome(line)) is not None and not line.startswith(
-                ("FAILED", "ERROR")
-            ):
+            if line.startswith(("FAILED", "ERROR")):  # the summary, with the reason
+                table.row(line.split()[1], "pytest", "reason", 1, note=line.strip()[:200])
+            elif (result := read_outcome(line)) is not None:
                 counts[result[1]] += 1
                 table.row(result[0], "pytest", result[1], 1)
-            elif line.startswith(("FAILED", "ERROR")):  # the summary, with the reason
-                table.row(line.split()[1], "pytest", "reason", 1, note=line.strip()[:200])
         process.wait()
         for outcome, count in counts.items():
             table.row(" ".join(Path(file).stem for file in some), "pytest", f"all {outcome}", count)
@@ -159,23 +138,16 @@ def part_kernels(table: Any, dry: bool) -> None:
     kernels run first.
     """
     from bench import kernels as bench
-    from bench.kernel_providers import PROVIDERS, CannotRun
 
     device, dtype = device_of(dry), torch.float32 if dry else torch.bfloat16
 
     def head_rows(shape: Shape, tokens: int) -> None:
         case = f"{shape.model} {tokens} tokens"
-        names = [p.name for p in PROVIDERS] if tokens != 1024 else ["ours", "torch", "liger_scaled"]
+        names = ["ours", "torch", "liger_scaled"]
+        names = names if tokens == 1024 else [provider.name for provider in bench.PROVIDERS]
 
         def failed(name: str, failure: Exception) -> None:
-            metric = "left out" if isinstance(failure, CannotRun) else "failed"
-            table.row(
-                case,
-                name,
-                metric,
-                type(failure).__name__,
-                note=(str(failure).splitlines() or [""])[0][:200],
-            )
+            table.failure(case, name, failure, isinstance(failure, bench.CannotRun))
 
         for row in bench.bench_head(shape, tokens, device, dtype, names, 5, failed):
             errors = f"errors {row['error']} {row['error_dx']} {row['error_dw']}"
@@ -196,10 +168,8 @@ def part_kernels(table: Any, dry: bool) -> None:
     for tokens in (64,) if dry else (8192, 1024):
         for shape in shapes(dry):
             case = f"{shape.model} {tokens} tokens"
-            table.attempt(case, "all", lambda s=shape, t=tokens: head_rows(s, t))
-            table.attempt(
-                f"{case}, token_logprob", "ours", lambda s=shape, t=tokens: token_rows(s, t)
-            )
+            table.attempt(case, "all", head_rows, shape, tokens)
+            table.attempt(f"{case}, token_logprob", "ours", token_rows, shape, tokens)
     table.attempt("policy_loss", "ours", loss_rows)
 
 
@@ -207,49 +177,35 @@ def part_draw(table: Any, dry: bool) -> None:
     """Compare `kernels.sample_tokens`, from hidden states to a token, with logits, softmax and inverse CDF.
     Record the largest logprob error, the share of equal tokens and the times.
     """
+    for shape in shapes(dry):
+        for rows in (32,) if dry else (1, 64, 256, 1024):
+            table.attempt(f"{shape.model}, {rows} rows", "ours", _draw, table, shape, rows, dry)
+
+
+def _draw(table: Any, shape: Shape, rows: int, dry: bool) -> None:
     from kernels import sample_tokens
     from rl.sampler.token_sampling import RowSamplingSettings
     from rl.sampler.token_sampling import sample_tokens as from_logits
 
     device = device_of(dry)
-    for shape in shapes(dry):
-        for rows in (32,) if dry else (1, 64, 256, 1024):
-
-            def run(shape: Shape = shape, rows: int = rows) -> None:
-                g = torch.Generator(device).manual_seed(0)
-                x = torch.randn(rows, shape.D, generator=g, device=device).bfloat16()
-                w = (
-                    torch.randn(shape.V, shape.D, generator=g, device=device) * shape.D**-0.5 * 4
-                ).bfloat16()
-                u = torch.rand(rows, generator=g, device=device, dtype=torch.float64)
-                one = torch.ones(rows, device=device)
-                ways: dict[str, Callable[[], Any]] = {
-                    "ours": lambda: sample_tokens(x, w, one, u),
-                    "logits": lambda: from_logits(
-                        torch.nn.functional.linear(x, w), u, RowSamplingSettings()
-                    ),
-                }
-                token, logp = ways["ours"]()
-                exact = torch.mm(x.double(), w.double().t()).log_softmax(-1)
-                case, size = f"{shape.model}, {rows} rows", w.numel() * 2.0
-                table.row(
-                    case,
-                    "ours",
-                    "largest_error",
-                    float((logp.double() - exact.gather(1, token[:, None])[:, 0]).abs().max()),
-                )
-                table.row(
-                    case,
-                    "ours",
-                    "equal_tokens",
-                    float((token == ways["logits"]()[0]).double().mean()),
-                    note="bf16 logits round",
-                )
-                for name, way in ways.items():
-                    floor = max(copy_floor_ms(size), floor_ms(2, rows, shape))
-                    table.row(case, name, "time", milliseconds(way, device), "ms", floor)
-
-            table.attempt(f"{shape.model}, {rows} rows", "ours", run)
+    how: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device}
+    x = torch.randn(rows, shape.D, **how).bfloat16()
+    w = (torch.randn(shape.V, shape.D, **how) * shape.D**-0.5 * 4).bfloat16()
+    u, one = torch.rand(rows, dtype=torch.float64, **how), torch.ones(rows, device=device)
+    settings = RowSamplingSettings()
+    ways: dict[str, Callable[[], Any]] = {
+        "ours": lambda: sample_tokens(x, w, one, u),
+        "logits": lambda: from_logits(torch.nn.functional.linear(x, w), u, settings),
+    }
+    token, logp = ways["ours"]()
+    exact = torch.mm(x.double(), w.double().t()).log_softmax(-1).gather(1, token[:, None])[:, 0]
+    case, error = f"{shape.model}, {rows} rows", float((logp.double() - exact).abs().max())
+    table.row(case, "ours", "largest_error", error)
+    equal = float((token == ways["logits"]()[0]).double().mean())
+    table.row(case, "ours", "equal_tokens", equal, note="bf16 logits round")
+    floor = max(copy_floor_ms(w.numel() * 2.0), floor_ms(2, rows, shape))
+    for name, way in ways.items():
+        table.row(case, name, "time", milliseconds(way, device), "ms", floor)
 
 
 # ---------------------------------------------------------------------------------------- branches
@@ -279,19 +235,16 @@ def part_branches(table: Any, dry: bool) -> None:
     """Measure the products and both branches of the score kernels, the newest kernels last: a
     kernel that breaks the device context makes every later measurement fail.
     """
-    name = (
-        "cpu"
-        if dry
-        else "{}, capability {}.{}".format(
-            torch.cuda.get_device_name(), *torch.cuda.get_device_capability()
-        )
-    )
+    name = "cpu"
+    if not dry:
+        major, minor = torch.cuda.get_device_capability()
+        name = f"{torch.cuda.get_device_name()}, capability {major}.{minor}"
     table.row("device", "torch", "name", name, note=f"torch {torch.__version__}")
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         _verdicts(table, dtype, device_of(dry))
     for kind in (_products, _older, _special):
         for shape in shapes(dry):
-            operands = table.attempt(shape.model, "tensors", lambda s=shape: Operands.make(s, dry))
+            operands = table.attempt(shape.model, "tensors", Operands.make, shape, dry)
             if operands is not None:
                 kind(table, shape, operands)
             del operands
@@ -308,23 +261,14 @@ def _verdicts(table: Any, dtype: torch.dtype, device: str) -> None:
             warnings.simplefilter("always")
             tiles = select_hopper_tiles(torch.zeros(16, 64, dtype=dtype, device=device))
         words = "; ".join(str(one.message) for one in said)[:200]
-        table.row(
-            name,
-            "score kernels",
-            "chosen",
-            "older" if tiles is None else f"warp-specialised {tuple(tiles)}",
-            note=words,
-        )
+        chosen = "older" if tiles is None else f"warp-specialised {tuple(tiles)}"
+        table.row(name, "score kernels", "chosen", chosen, note=words)
 
     def adds() -> None:
         from kernels.device_checks import supports_addmm_in_place
 
-        table.row(
-            name,
-            "addmm into float32",
-            "chosen",
-            "in place" if supports_addmm_in_place(dtype) else "mm and add_",
-        )
+        chosen = "in place" if supports_addmm_in_place(dtype) else "mm and add_"
+        table.row(name, "addmm into float32", "chosen", chosen)
 
     table.attempt(name, "score kernels", special)
     table.attempt(name, "addmm into float32", adds)
@@ -337,9 +281,8 @@ def _speed(
 
     def measure() -> None:
         ms = milliseconds(run, o.x.device.type)
-        table.row(
-            case, provider, "TFLOP/s", 2e-9 * o.x.numel() * columns / ms, "", TFLOPS, f"{ms:.3f} ms"
-        )
+        speed = 2e-9 * o.x.numel() * columns / ms
+        table.row(case, provider, "TFLOP/s", speed, "", TFLOPS, f"{ms:.3f} ms")
 
     table.attempt(case, provider, measure)
 
@@ -347,27 +290,25 @@ def _speed(
 def _products(table: Any, shape: Shape, o: Operands) -> None:
     """Time cuBLAS: products that the kernels are compared with, and the products between them."""
     x, dz, slab = o.x, o.dz, o.w[: o.dz.shape[1]]
-    wide = torch.zeros(x.shape, device=x.device)
+    wide, f32 = torch.zeros(x.shape, device=x.device), torch.float32
     products: dict[str, Callable[[], object]] = {
         "logits of a slab": lambda: torch.mm(x, slab.t()),
         "dW of a slab": lambda: torch.mm(dz.t(), x),
-        "dX of a slab, mm and add_": lambda: wide.add_(torch.mm(dz, slab, out_dtype=torch.float32)),
-        "dX of a slab, addmm": lambda: torch.addmm(
-            wide, dz, slab, out_dtype=torch.float32, out=wide
-        ),
+        "dX of a slab, mm and add_": lambda: wide.add_(torch.mm(dz, slab, out_dtype=f32)),
+        "dX of a slab, addmm": lambda: torch.addmm(wide, dz, slab, out_dtype=f32, out=wide),
     }
     for name, run in products.items():
         _speed(table, f"{shape.model}, {name}", "cuBLAS", run, o, dz.shape[1])
 
 
 def _older(table: Any, shape: Shape, o: Operands) -> None:
-    _score_kernels(table, shape, o, "older", lambda: scores_of(o, False))
+    _score_kernels(table, shape, o, "older", False)
 
 
 def _special(table: Any, shape: Shape, o: Operands) -> None:
     case = f"{shape.model}, both branches"
-    _score_kernels(table, shape, o, "warp-specialised", lambda: scores_of(o, True))
-    table.attempt(case, "warp-specialised", lambda: _compare(table, case, o))
+    _score_kernels(table, shape, o, "warp-specialised", True)
+    table.attempt(case, "warp-specialised", _compare, table, case, o)
 
 
 def scores_of(o: Operands, special: bool) -> Any:
@@ -377,39 +318,32 @@ def scores_of(o: Operands, special: bool) -> Any:
     from kernels.tile_config import HOPPER_TILES, get_gpu_info, select_tile_sizes
 
     tiles = select_tile_sizes(o.x.shape[1], o.x.dtype, get_gpu_info(o.x))
-    return ScoreLauncher(
-        o.x, o.w, o.y, None, HeadConfig(), tiles, HOPPER_TILES if special else None
-    )
+    newest = HOPPER_TILES if special else None
+    return ScoreLauncher(o.x, o.w, o.y, None, HeadConfig(), tiles, newest)
 
 
-def _score_kernels(
-    table: Any, shape: Shape, o: Operands, name: str, make: Callable[[], Any]
-) -> None:
+def _score_kernels(table: Any, shape: Shape, o: Operands, name: str, special: bool) -> None:
     """Time a branch's launches: forward, with entropy, with kept logits [T, V], and dlogits of a
     slab.
     """
     from kernels.linear_logprob_torch import GradientCoefficients
 
-    scores = table.attempt(f"{shape.model}, score kernels", name, make)
+    scores = table.attempt(f"{shape.model}, score kernels", name, scores_of, o, special)
     if scores is None:
         return
     row, width = torch.ones(len(o.x), device=o.x.device), o.dz.shape[1]
 
     def keeps() -> object:
-        room = (
-            o.x.new_empty(len(o.x), shape.V),
-            row.new_empty(-(-shape.V // scores.tiles.columns), len(o.x)),
-        )
+        chunks = -(-shape.V // scores.tiles.columns)
+        room = o.x.new_empty(len(o.x), shape.V), row.new_empty(chunks, len(o.x))
         return scores.statistics(False, room)
 
+    gradient = GradientCoefficients(row, row, None)
     runs: dict[str, tuple[Callable[[], object], int]] = {
         "forward": (lambda: scores.statistics(False), shape.V),
         "forward and entropy": (lambda: scores.statistics(True), shape.V),
         "forward that keeps [T, V]": (keeps, shape.V),
-        "dlogits of a slab": (
-            lambda: scores.dlogits(o.dz, 0, width, row, GradientCoefficients(row, row, None)),
-            width,
-        ),
+        "dlogits of a slab": (lambda: scores.dlogits(o.dz, 0, width, row, gradient), width),
     }
     for what, (run, columns) in runs.items():
         _speed(table, f"{shape.model}, {what}", name, run, o, columns)
@@ -417,13 +351,10 @@ def _score_kernels(
 
 def _compare(table: Any, case: str, o: Operands) -> None:
     """Compare the logprobs of both branches on this head; the device check uses a small head."""
-    mine, older = (
-        scores.combine(scores.statistics(False)).logp
-        for scores in (scores_of(o, True), scores_of(o, False))
-    )
-    table.row(
-        case, "warp-specialised", "largest_difference", float((mine - older).abs().max()), "nats"
-    )
+    launches = (scores_of(o, special) for special in (True, False))
+    mine, older = (scores.combine(scores.statistics(False)).logp for scores in launches)
+    apart = float((mine - older).abs().max())
+    table.row(case, "warp-specialised", "largest_difference", apart, "nats")
 
 
 # ------------------------------------------------------------------------------------------- pages
@@ -451,7 +382,7 @@ def part_pages(table: Any, dry: bool) -> None:
         rows, heads, key_heads, width, most, group, shared = given
         case = f"{rows} rows, {heads} heads over {key_heads}, width {width}, up to {most}"
         case += f", groups of {group} on {shared} pages" if shared else ""
-        made = table.attempt(case, "tensors", lambda g=given: _make(g, dry))
+        made = table.attempt(case, "tensors", _make, given, dry)
         if made is not None:
             _ways(table, case, made, dry)
         del made
@@ -471,16 +402,11 @@ def _make(given: tuple[int, ...], dry: bool) -> tuple[Any, ...]:
     order = iter(rng.permutation(count).tolist())
     first = [[next(order) for _ in range(shared)] for _ in range(rows // group)]
     tables = [first[i // group] + [next(order) for _ in range(need[i])] for i in range(rows)]
-    groups = (
-        [(list(range(i * group, (i + 1) * group)), pages) for i, pages in enumerate(first)]
-        if shared
-        else []
-    )
-    g = torch.Generator(device).manual_seed(0)
-    kv = torch.randn(
-        2, count, size, key_heads, width, generator=g, device=device, dtype=torch.bfloat16
-    )
-    q = torch.randn(rows, heads, width, generator=g, device=device, dtype=torch.bfloat16)
+    members = (list(range(i * group, (i + 1) * group)) for i in range(len(first)))
+    groups = list(zip(members, first, strict=True)) if shared else []
+    how: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device}
+    kv = torch.randn(2, count, size, key_heads, width, dtype=torch.bfloat16, **how)
+    q = torch.randn(rows, heads, width, dtype=torch.bfloat16, **how)
     read = 4.0 * key_heads * width * float(own.sum() + shared * size * (rows // group))
     return q, kv, *make_block_tables(tables, own + shared * size, groups, size, kv.device), read
 
@@ -489,53 +415,32 @@ def _ways(table: Any, case: str, made: tuple[Any, ...], dry: bool) -> None:
     from kernels import paged_attention as module
 
     *given, read = made
-    table.attempt(
-        case,
-        "chosen",
-        lambda: table.row(
-            case, "chosen", "way", "gathered" if dry else module._select_backend(given[0], given[1])
-        ),
-    )
-    exact = table.attempt(case, "float64", lambda: _exact(*given))
+
+    def choose() -> None:
+        chosen = "gathered" if dry else module._select_backend(given[0], given[1])
+        table.row(case, "chosen", "way", chosen)
+
+    table.attempt(case, "chosen", choose)
+    exact = table.attempt(case, "float64", _exact, *given)
     ways: dict[str, Callable[[], Tensor]] = {"ours": lambda: module._run_backend("triton", *given)}
-    ways |= {
-        f"varlen, num_splits={n}": lambda n=n: module.attend_and_merge(_varlen(n), *given)
-        for n in (1, None)
-    }  # type: ignore[misc]
+    for n in (1, None):
+        varlen = functools.partial(module.attend_varlen, splits=n)
+        ways[f"varlen, num_splits={n}"] = functools.partial(module.attend_and_merge, varlen, *given)
     ways["gathered"] = lambda: module.attend_and_merge(module.attend_gathered, *given)
+
+    def measure(name: str, way: Callable[[], Tensor]) -> None:
+        if "varlen" in name and not module.varlen_supports_pages():
+            raise NotImplementedError(
+                f"torch {torch.__version__} has no varlen attention over pages"
+            )
+        worst = (way().double() - exact).abs().amax((1, 2))
+        note = f"{int((~(worst < 0.05)).sum())} rows wrong"
+        table.row(case, name, "largest_error", float(worst.max()), note=note)
+        ms, floor = milliseconds(way, given[0].device.type), read / BYTES_A_MS
+        table.row(case, name, "time", ms, "ms", floor, f"{floor / ms:.0%} of bandwidth")
+
     for name, way in ways.items():
-
-        def measure(name: str = name, way: Callable[[], Tensor] = way) -> None:
-            if "varlen" in name and not module.varlen_supports_pages():
-                raise NotImplementedError(
-                    f"torch {torch.__version__} has no varlen attention over pages"
-                )
-            worst = (way().double() - exact).abs().amax((1, 2))
-            table.row(
-                case,
-                name,
-                "largest_error",
-                float(worst.max()),
-                note=f"{int((~(worst < 0.05)).sum())} rows wrong",
-            )
-            ms = milliseconds(way, given[0].device.type)
-            table.row(
-                case,
-                name,
-                "time",
-                ms,
-                "ms",
-                read / BYTES_A_MS,
-                f"{read / BYTES_A_MS / ms:.0%} of bandwidth",
-            )
-
-        table.attempt(case, name, measure)
-
-
-def _varlen(splits: int | None) -> Callable[..., tuple[Tensor, Tensor]]:
-    from kernels import paged_attention as module
-
-    return lambda *given: module.attend_varlen(*given, splits=splits)
+        table.attempt(case, name, measure, name, way)
 
 
 def _exact(q: Tensor, kv: Tensor, table: Tensor, length: Tensor, shared: Any) -> Tensor:
@@ -548,13 +453,8 @@ def _exact(q: Tensor, kv: Tensor, table: Tensor, length: Tensor, shared: Any) ->
             positions = int(shared.length[group])
             first = shared.table[group, : positions // size]
         pages = torch.cat([first, table[i, : -(-int(length[i]) // size)]]).long()
-        keys, values = (
-            t[pages]
-            .flatten(0, 1)[: positions + int(length[i])]
-            .double()
-            .repeat_interleave(repeat, 1)
-            for t in kv
-        )
+        cached = (t[pages].flatten(0, 1)[: positions + int(length[i])].double() for t in kv)
+        keys, values = (t.repeat_interleave(repeat, 1) for t in cached)
         score = torch.einsum("hd,lhd->hl", q[i].double(), keys) * q.shape[2] ** -0.5
         found.append(torch.einsum("hl,lhd->hd", score.softmax(-1), values))
     return torch.stack(found)

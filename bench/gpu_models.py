@@ -15,74 +15,19 @@ import numpy as np
 import torch
 
 from bench.gpu_kernels import device_of
-from bench.kernel_harness import TB_PER_S
+from bench.kernels import TB_PER_S
 
 BANDWIDTH = TB_PER_S * 1e12  # bytes per second of a large copy
 COMMON = dict(max_position_embeddings=32_768, eos_token_id=None, bos_token_id=None, pad_token_id=0)
+_COLUMNS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "tie_word_embeddings")  # fmt: skip
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
-    "0.5B": (
-        "Qwen2",
-        dict(
-            hidden_size=896,
-            intermediate_size=4864,
-            num_hidden_layers=24,
-            num_attention_heads=14,
-            num_key_value_heads=2,
-            vocab_size=151_936,
-            tie_word_embeddings=True,
-        ),
-    ),
-    "0.6B": (
-        "Qwen3",
-        dict(
-            hidden_size=1024,
-            intermediate_size=3072,
-            num_hidden_layers=28,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            head_dim=128,
-            vocab_size=151_936,
-            tie_word_embeddings=True,
-        ),
-    ),
-    "1.7B": (
-        "Qwen3",
-        dict(
-            hidden_size=2048,
-            intermediate_size=6144,
-            num_hidden_layers=28,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            head_dim=128,
-            vocab_size=151_936,
-            tie_word_embeddings=True,
-        ),
-    ),
-    "8B": (
-        "Llama",
-        dict(
-            hidden_size=4096,
-            intermediate_size=14_336,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            vocab_size=128_256,
-            tie_word_embeddings=False,
-        ),
-    ),
-    "tiny": (
-        "Qwen3",
-        dict(
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            vocab_size=600,
-            tie_word_embeddings=True,
-        ),
-    ),
+    name: (family, dict(zip(_COLUMNS, sizes, strict=True)) | more)
+    for name, family, sizes, more in (
+        ("0.5B", "Qwen2", (896, 4864, 24, 14, 2, 151_936, True), {}),
+        ("0.6B", "Qwen3", (1024, 3072, 28, 16, 8, 151_936, True), {"head_dim": 128}),
+        ("8B", "Llama", (4096, 14_336, 32, 32, 8, 128_256, False), {}),
+        ("tiny", "Qwen3", (64, 128, 2, 4, 2, 600, True), {"head_dim": 16}),
+    )
 }
 
 
@@ -90,10 +35,9 @@ def config_of(size: str, layers: int | None = None) -> Any:
     import transformers
 
     family, sizes = SIZES[size]
-    sizes = sizes if layers is None else sizes | {"num_hidden_layers": layers}
-    return getattr(transformers, f"{family}Config")(
-        **COMMON, **sizes, architectures=[f"{family}ForCausalLM"]
-    )
+    sizes = COMMON | sizes | ({} if layers is None else {"num_hidden_layers": layers})
+    make = getattr(transformers, f"{family}Config")
+    return make(**sizes, architectures=[f"{family}ForCausalLM"])
 
 
 def make_model(
@@ -113,11 +57,6 @@ def make_model(
         torch.set_default_dtype(before)
 
 
-def wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def give_back(device: str) -> None:
     """Free cached GPU memory without references. A model, decoder or engine is freed with its last
     name.
@@ -128,11 +67,12 @@ def give_back(device: str) -> None:
 
 def seconds_of(run: Callable[[], Any], device: str) -> tuple[float, Any]:
     """Return the wall seconds and the result of `run`."""
-    wait(device)
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    wait()
     began = time.perf_counter()
-    given = run()
-    wait(device)
-    return time.perf_counter() - began, given
+    result = run()
+    wait()
+    return time.perf_counter() - began, result
 
 
 def busy_seconds(run: Callable[[], Any], device: str) -> float:
@@ -180,12 +120,9 @@ def engine_of(
     from rl.types import SamplingParams
 
     params, counts = SamplingParams(max_tokens=new_tokens), shares(rows, len(prompts))
-    sizes = [
-        (len(prompt), count, new_tokens) for prompt, count in zip(prompts, counts, strict=True)
-    ]
-    engine = make_engine(
-        decoder, cache, idle_pool=kept, sizes=sizes, kv_cache_tokens=1 << 22, max_rows=rows
-    )
+    sizes = [(len(prompt), n, new_tokens) for prompt, n in zip(prompts, counts, strict=True)]
+    room: dict[str, Any] = {"kv_cache_tokens": 1 << 22, "max_rows": rows}
+    engine = make_engine(decoder, cache, idle_pool=kept, sizes=sizes, **room)
     for i, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
         engine.add(SamplingRequest(prompt=prompt, num_samples=count, params=params, problem=i))
     return engine
@@ -198,15 +135,9 @@ Peer = Callable[[list[list[int]], int], int]
 def generating(model: Any) -> Peer:
     def run(prompts: list[list[int]], new: int) -> int:
         ids = torch.tensor(prompts, device=model.device)
+        how = {"do_sample": True, "top_k": 0, "min_new_tokens": new, "max_new_tokens": new}
         with torch.inference_mode():
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=True,
-                top_k=0,
-                min_new_tokens=new,
-                max_new_tokens=new,
-            )
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
         return (out.shape[1] - ids.shape[1]) * len(ids)
 
     return run
@@ -225,12 +156,9 @@ def batching(model: Any) -> Peer:
         if sized not in (0, len(prompts)):
             model.destroy_cached_continuous_batching_manager()
         sized = len(prompts)
-        how = GenerationConfig(
-            do_sample=True, top_k=0, max_new_tokens=new, pad_token_id=0, eos_token_id=-1
-        )
-        outputs = model.generate_batch(
-            inputs=prompts, generation_config=how, persistent_manager=True
-        )
+        tokens = {"max_new_tokens": new, "pad_token_id": 0, "eos_token_id": -1}
+        how = GenerationConfig(do_sample=True, top_k=0, **tokens)
+        outputs = model.generate_batch(prompts, generation_config=how, persistent_manager=True)
         return sum(len(output.generated_tokens) for output in outputs.values())
 
     return run
@@ -242,23 +170,17 @@ def serving(size: str) -> Peer:
     with tempfile.TemporaryDirectory() as folder:
         config_of(size).save_pretrained(folder)
         engine = LLM(
-            model=folder,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            gpu_memory_utilization=0.8,
-            max_model_len=512,
-            max_num_seqs=1024,
+            model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
+            gpu_memory_utilization=0.8, max_model_len=512, max_num_seqs=1024,
             enable_prefix_caching=False,
-        )
+        )  # fmt: skip
 
     def run(prompts: list[list[int]], new: int) -> int:
         how = SamplingParams(
             max_tokens=new, min_tokens=new, ignore_eos=True, logprobs=0, detokenize=False
         )
-        outputs = engine.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts], how, use_tqdm=False
-        )
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = engine.generate(inputs, how, use_tqdm=False)
         return sum(len(one.token_ids) for output in outputs for one in output.outputs)
 
     return run
@@ -275,14 +197,9 @@ def part_group(table: Any, dry: bool) -> None:
     """Time 16 answers to a long prompt until all have 64 tokens, compared with `generate`."""
     from rl.sampler import IdleKVCachePool, PagedEngine, make_decoder
 
-    device, size, length, new = (
-        device_of(dry),
-        "tiny" if dry else "0.5B",
-        64 if dry else 4096,
-        4 if dry else 64,
-    )
+    device, (size, length, new) = device_of(dry), ("tiny", 64, 4) if dry else ("0.5B", 4096, 64)
     case = f"{size}, 16 answers to {length} tokens"
-    model = table.attempt(case, "model", lambda: make_model(size, device))
+    model = table.attempt(case, "model", make_model, size, device)
     if model is None:
         return
     prompt = random_prompts(1, length, SIZES[size][1]["vocab_size"])
@@ -295,9 +212,7 @@ def part_group(table: Any, dry: bool) -> None:
             seconds, responses = seconds_of(engine.run, device)
             if isinstance(engine, PagedEngine):
                 engine.close()
-        tokens = sum(
-            len(sequence.tokens) for response in responses for sequence in response.sequences
-        )
+        tokens = sum(len(s.tokens) for response in responses for s in response.sequences)
         put(name, tokens, seconds, type(engine).__name__)
 
     def theirs() -> None:
@@ -307,16 +222,11 @@ def part_group(table: Any, dry: bool) -> None:
         put("generate", tokens, seconds)
 
     def put(name: str, tokens: int, seconds: float, what: str = "") -> None:
-        table.row(
-            case,
-            name,
-            "tokens_per_s",
-            tokens / seconds,
-            note=f"{tokens} tokens in {seconds:.3f} s, prompt and all {what}".strip(),
-        )
+        note = f"{tokens} tokens in {seconds:.3f} s, prompt and all {what}".strip()
+        table.row(case, name, "tokens_per_s", tokens / seconds, note=note)
 
     for name, cache in caches(dry).items():
-        table.attempt(case, name, lambda n=name, c=cache: ours(n, c))
+        table.attempt(case, name, ours, name, cache)
         give_back(device)
     table.attempt(case, "generate", theirs)
 
@@ -328,13 +238,9 @@ def part_agreement(table: Any, dry: bool) -> None:
     device, size = device_of(dry), "tiny" if dry else "0.5B"
     for dtype in (torch.bfloat16, torch.float32):
         case = f"{size}, {str(dtype).removeprefix('torch.')}"
-        model = table.attempt(case, "model", lambda dtype=dtype: make_model(size, device, dtype))
+        model = table.attempt(case, "model", make_model, size, device, dtype)
         for name, cache in () if model is None else caches(dry).items():
-            table.attempt(
-                case,
-                name,
-                lambda c=case, n=name, k=cache, m=model: _agreement(table, c, n, k, m, dry),
-            )
+            table.attempt(case, name, _agreement, table, case, name, cache, model, dry)
         del model
         give_back(device)
 
@@ -344,20 +250,16 @@ def _agreement(table: Any, case: str, name: str, cache: str, model: Any, dry: bo
     from rl.sampler import make_decoder
 
     prompts = random_prompts(4 if dry else 32, 20, model.config.vocab_size)
-    engine = engine_of(
-        make_decoder(model, kind="fast"), cache, len(prompts), prompts, 16 if dry else 128
-    )
+    decoder, new = make_decoder(model, kind="fast"), 16 if dry else 128
+    engine = engine_of(decoder, cache, len(prompts), prompts, new)
     found, scored = [], []
     with torch.no_grad():
         for prompt, response in zip(prompts, engine.run(), strict=True):
             for sequence in response.sequences:
                 ids = torch.tensor([[*prompt, *sequence.tokens]], device=model.device)
                 hidden = model.model(ids).last_hidden_state[0, len(prompt) - 1 : -1]
-                scored.append(
-                    linear_logprob(
-                        hidden, model.lm_head.weight, ids[0, len(prompt) :], entropy=False
-                    )[0].cpu()
-                )
+                head, targets = model.lm_head.weight, ids[0, len(prompt) :]
+                scored.append(linear_logprob(hidden, head, targets, entropy=False)[0].cpu())
                 found.append(torch.tensor(sequence.logprobs))
     gap = torch.cat(found).double() - torch.cat(scored).double()
     note = f"{len(gap)} tokens of {len(found)} rows, {type(engine).__name__}"
@@ -373,26 +275,17 @@ def part_trace(table: Any, dry: bool) -> None:
     from rl.sampler import make_decoder
 
     device, size = device_of(dry), "tiny" if dry else "0.5B"
-    model = table.attempt(size, "model", lambda: make_model(size, device))
+    model = table.attempt(size, "model", make_model, size, device)
     if model is None:
         return
     vocab, rows = model.config.vocab_size, 8 if dry else 64
 
     def decode(name: str, cache: str) -> None:
-        engine = engine_of(
-            make_decoder(model, kind="fast"),
-            cache,
-            rows,
-            random_prompts(rows // 8, 16 if dry else 256, vocab),
-            50,
-        )
-        _profiled(
-            table,
-            f"decode, {rows} rows",
-            name,
-            engine.step,
-            lambda: engine.counters.decoded_rows / rows,
-        )
+        prompts = random_prompts(rows // 8, 16 if dry else 256, vocab)
+        engine = engine_of(make_decoder(model, kind="fast"), cache, rows, prompts, 50)
+        counters = engine.counters
+        drawn = lambda: counters.decoded_rows / rows  # noqa: E731
+        _profiled(table, f"decode, {rows} rows", name, engine.step, drawn)
 
     def learn() -> None:
         ids = torch.randint(0, vocab, (1, 64 if dry else 4096), device=device)
@@ -406,7 +299,7 @@ def part_trace(table: Any, dry: bool) -> None:
         _profiled(table, f"learner, {ids.shape[1]} tokens", "ours", step, lambda: 0)
 
     for name, cache in caches(dry).items():
-        table.attempt(f"decode, {rows} rows", name, lambda n=name, c=cache: decode(n, c))
+        table.attempt(f"decode, {rows} rows", name, decode, name, cache)
     table.attempt("learner", "ours", learn)
 
 
@@ -419,9 +312,8 @@ def _profiled(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for _ in range(3):
         run()
-    kinds = [torch.profiler.ProfilerActivity.CPU] + (
-        [torch.profiler.ProfilerActivity.CUDA] if device == "cuda" else []
-    )
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    kinds += [torch.profiler.ProfilerActivity.CUDA] if device == "cuda" else []
     before = drawn()
     with torch.profiler.profile(activities=kinds) as profile:
         seconds, _ = seconds_of(run, device)

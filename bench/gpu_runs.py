@@ -21,17 +21,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpu_kernels import REPO, device_of
+from bench.gpu_kernels import device_of
 from bench.gpu_models import SIZES, give_back, make_model, seconds_of
+from bench.harness import REPO
 
 
 def save(size: str, folder: Path, device: str) -> Path:
     """Save a model folder as users have it: weights, config, and the tokenizer of tiny:addition."""
     from rl.models import load_model
 
-    make_model(size, device, torch.bfloat16 if device == "cuda" else torch.float32).save_pretrained(
-        folder
-    )
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    make_model(size, device, dtype).save_pretrained(folder)
     load_model("tiny:addition", seed=0).tokenizer.save_pretrained(folder)
     return folder
 
@@ -44,36 +44,21 @@ def part_learner(table: Any, dry: bool) -> None:
     case = f"{size}, {count} x {length} tokens"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = table.attempt(case, "model", lambda: save(size, folder / "model", device_of(dry)))
+        model = table.attempt(case, "model", save, size, folder / "model", device_of(dry))
         if model is None:
             return
         give_back(device_of(dry))
         # First with recomputed scores, then with the default.
         for name, kept in (("kept 0", 0), ("ours", None)):
-            peak = table.attempt(
-                case,
-                name,
-                lambda n=name, k=kept: learned(table, case, n, folder, count, length, k, dry),
-            )
-            table.attempt(
-                case,
-                f"{name}, --plan",
-                lambda n=name, k=kept, p=peak: compare_plan(
-                    table, case, n, model, count, length, k, p
-                ),
-            )
+            given = table, case, name, model, count, length, kept
+            peak = table.attempt(case, name, learned, *given, dry)
+            table.attempt(case, f"{name}, --plan", compare_plan, *given, peak)
 
 
 def learned(
-    table: Any,
-    case: str,
-    name: str,
-    folder: Path,
-    count: int,
-    length: int,
-    kept: int | None,
+    table: Any, case: str, name: str, model: Path, count: int, length: int, kept: int | None,
     dry: bool,
-) -> int:
+) -> int:  # fmt: skip
     """Measure the second of two steps and return its peak memory in bytes. `kept`: bytes of logits
     that the output head may keep.
     """
@@ -87,11 +72,10 @@ def learned(
         ids = rng.integers(0, vocab, length + 1)
         fields = {"target_tokens": ids[1:], "weights": np.ones(length, np.float32)}
         datums.append(Datum(ModelInput.from_ints(ids[:-1].tolist()), fields))
-    settings = WorkerSettings(
-        learner=LearnerSettings(token_budget=count * length, layout="padded", kept_bytes=kept)
-    )
-    with ServiceClient(output_dir=folder / "run", settings=settings) as service:
-        client = service.create_full_training_client(str(folder / "model"))
+    learner = LearnerSettings(token_budget=count * length, layout="padded", kept_bytes=kept)
+    settings = WorkerSettings(learner=learner)
+    with ServiceClient(output_dir=model.parent / "run", settings=settings) as service:
+        client = service.create_full_training_client(str(model))
 
         def step() -> None:
             client.forward_backward(datums, "cross_entropy").result()
@@ -102,15 +86,8 @@ def learned(
             torch.cuda.reset_peak_memory_stats()
         seconds, _ = seconds_of(step, device)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
-    table.row(
-        case,
-        name,
-        "tokens_per_s",
-        count * length / seconds,
-        "",
-        "",
-        f"{seconds:.3f} s, the second of two steps",
-    )
+    note = f"{seconds:.3f} s, the second of two steps"
+    table.row(case, name, "tokens_per_s", count * length / seconds, note=note)
     table.row(case, name, "peak_bytes", peak)
     gc.collect()  # the next measurement starts without this learner
     give_back(device)
@@ -128,19 +105,8 @@ def plan_of(model: Path, count: int, length: int, kept: int | None = 0) -> Any:
     from rl.config import RunSettings, read_run
     from rl.trainer.memory_requirements import compute_stage_needs, resolve_launch
 
-    words = [
-        "sft",
-        "--base-model",
-        str(model),
-        "--dataset",
-        "addition",
-        "--lora-rank",
-        "0",
-        "--layout",
-        "padded",
-        "--eval-every",
-        "0",
-    ]
+    words = ["sft", "--base-model", str(model), "--dataset", "addition", "--lora-rank", "0"]
+    words += ["--layout", "padded", "--eval-every", "0"]
     words += ["--batch-size", str(count), "--token-budget", str(count * length)]
     words += [] if kept is None else ["--kept-logits-gib", str(kept / 2**30)]
     words += ["--plan-prompt-tokens", str(length - 1), "--max-tokens", "1"]
@@ -154,15 +120,9 @@ def plan_of(model: Path, count: int, length: int, kept: int | None = 0) -> Any:
 
 
 def compare_plan(
-    table: Any,
-    case: str,
-    name: str,
-    model: Path,
-    count: int,
-    length: int,
-    kept: int | None,
+    table: Any, case: str, name: str, model: Path, count: int, length: int, kept: int | None,
     peak: int | None,
-) -> None:
+) -> None:  # fmt: skip
     """Compare planned with measured bytes. `peak`: of the measured step, None if it was not run.
     `kept`: see `plan_of`.
 
@@ -172,20 +132,11 @@ def compare_plan(
     from rl.memory_plan import MemoryPlan
 
     found = plan_of(model, count, length, kept)
-    tensors = MemoryPlan(
-        tuple(item for item in found.items if not item.name.startswith("CUDA context")), found.host
-    )
-    items = ", ".join(
-        f"{item.name} {item.train / 2**20:.0f}" for item in tensors.items if item.train
-    )
-    planned = tensors.peak
-    table.row(
-        case,
-        f"{name}, --plan",
-        "planned_bytes",
-        int(planned),
-        note=f"MiB in a micro-batch: {items}",
-    )
+    items = tuple(item for item in found.items if not item.name.startswith("CUDA context"))
+    planned = MemoryPlan(items, found.host).peak
+    sizes = ", ".join(f"{item.name} {item.train / 2**20:.0f}" for item in items if item.train)
+    note = f"MiB in a micro-batch: {sizes}"
+    table.row(case, f"{name}, --plan", "planned_bytes", int(planned), note=note)
     if peak is not None:
         table.row(case, f"{name}, --plan", "measured/planned", peak / planned)
 
@@ -206,15 +157,9 @@ def require(*packages: str) -> None:
 
 
 def grpo(
-    table: Any,
-    case: str,
-    dry: bool,
-    launcher: list[str],
-    sizes: list[str],
-    *,
-    seconds: float | None = None,
-    profile: bool = False,
-) -> None:
+    table: Any, case: str, dry: bool, launcher: list[str], sizes: list[str],
+    seconds: float | None, profile: bool = False,
+) -> None:  # fmt: skip
     """Run five GRPO steps with train.py and record each time of the last step. With `profile`, the
     second step is profiled: record the time of each of its parts, and copy the trace and the table
     next to the rows. Raises RuntimeError if the command fails or takes more than `seconds`, after
@@ -244,16 +189,13 @@ def _record_last_step(table: Any, case: str, folder: Path, sizes: list[str]) -> 
     steps = [row for row in metrics if "time/step" in row]
     if not steps:
         return
-    last, (prompts, group) = (
-        steps[-1],
-        (int(sizes[sizes.index(flag) + 1]) for flag in ("--batch-size", "--group-size")),
-    )
+    last, flags = steps[-1], ("--batch-size", "--group-size")
+    prompts, group = (int(sizes[sizes.index(flag) + 1]) for flag in flags)
     note = f"{last['time/step']:.2f} s a step, the last of {len(steps)}"
     table.row(case, "ours", "samples_per_s", prompts * group / last["time/step"], note=note)
     for key, value in last.items():
-        if key.startswith(("time/", "memory/", "optim/kl_sample_train")) and isinstance(
-            value, int | float
-        ):
+        shown = key.startswith(("time/", "memory/", "optim/kl_sample_train"))
+        if shown and isinstance(value, int | float):
             table.row(case, "ours", key, float(value))
 
 
@@ -261,15 +203,9 @@ def _run_command(command: list[str], seconds: float | None = None) -> None:
     """Run a command in the repository. Raises RuntimeError with its last error if it fails, or if
     it takes more than `seconds`, when it and its children are killed.
     """
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        cwd=REPO,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-    )
+    how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "cwd": REPO}
+    env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(command, text=True, errors="replace", env=env, **how)
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired as error:
@@ -310,13 +246,7 @@ def part_step(table: Any, dry: bool) -> None:
     for i, (kind, flags) in enumerate(kinds):
         case = f"{kind}, {'tiny' if dry else '0.5B, 32 x 8 answers of 256 tokens'}"
         limit, words = seconds_left(len(kinds) - i), [*sizes, *flags]
-        table.attempt(
-            case,
-            "ours",
-            lambda c=case, w=words, s=limit: grpo(
-                table, c, dry, [sys.executable], w, seconds=s, profile=True
-            ),
-        )
+        table.attempt(case, "ours", grpo, table, case, dry, [sys.executable], words, limit, True)
 
 
 def part_sharded(table: Any, dry: bool) -> None:
@@ -327,18 +257,14 @@ def part_sharded(table: Any, dry: bool) -> None:
     sizes = sizes if dry else ["--batch-size", "8", "--group-size", "4", "--max-tokens", "64"]
     names = ("zero3", "zero3_offload")
     for i, name in enumerate(names):
-        launcher = [
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            f"accelerate_configs/{name}.yaml",
-        ]
-        launcher += ["--num_processes", "1"] + (["--cpu"] if dry else [])
+        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+        launcher += [f"accelerate_configs/{name}.yaml", "--num_processes", "1"]
+        launcher += ["--cpu"] if dry else []
+        table.attempt(name, "ours", sharded, table, name, dry, launcher, sizes, len(names) - i)
 
-        def run(i: int = i, name: str = name, launcher: list[str] = launcher) -> None:
-            require("deepspeed")
-            limit = seconds_left(len(names) - i)
-            grpo(table, name, dry, launcher, sizes, seconds=limit)
 
-        table.attempt(name, "ours", run)
+def sharded(
+    table: Any, name: str, dry: bool, launcher: list[str], sizes: list[str], runs: int
+) -> None:
+    require("deepspeed")
+    grpo(table, name, dry, launcher, sizes, seconds_left(runs))

@@ -75,6 +75,12 @@ def join(texts: Sequence[str], count: int = 6) -> str:
     return "; ".join([*texts[:count], *more])
 
 
+def host_shares(rows: Sequence[Row]) -> dict[str, float]:
+    """Return the share of a paged decode step that the GPU waits for the host, by case."""
+    shares = (row for row in rows if (row["metric"], row["provider"]) == ("host_share", "paged"))
+    return {row["case"]: number(row["value"]) or 0.0 for row in shares}
+
+
 def list_next(
     failed_tests: list[str], wrong: list[str], unfinished: list[str], rows: Sequence[Row]
 ) -> list[str]:
@@ -84,11 +90,7 @@ def list_next(
     steps = [f"mend the failed tests ({len(failed_tests)})"] if failed_tests else []
     steps += ["find where sampler and learner disagree"] if wrong else []
     steps += [f"run again with --part {' '.join(unfinished)}"] if unfinished else []
-    waits = {
-        row["case"]: number(row["value"]) or 0.0
-        for row in rows
-        if row["metric"] == "host_share" and row["provider"] == "paged"
-    }
+    waits = host_shares(rows)
     for share, row in find_slowest(rows):
         if share < 0.7:
             host = row["part"] == "decode" and waits.get(row["case"], 0.0) > 0.3
@@ -101,78 +103,53 @@ def format_verdict(rows: Sequence[Row], device: str) -> str:
     """Return at most ten lines of Markdown about the rows of gpu.csv, below a title: what is right,
     what is slow, what to do next. A line without rows is left out.
     """
+    kinds = ("passed", "failed", "error", "skipped")
     tests = [row for row in rows if row["part"] == "tests" and row["value"] == "1"]
-    outcomes = Counter(
-        row["metric"] for row in tests if row["metric"] in ("passed", "failed", "error", "skipped")
-    )
+    outcomes = Counter(row["metric"] for row in tests if row["metric"] in kinds)
     failed_tests = [row["case"] for row in tests if row["metric"] in ("failed", "error")]
     ends = [row for row in rows if row["metric"] == "status" and row["value"] != "done"]
     broken = [row for row in rows if row["metric"] == "failed" and row["part"] != "tests"]
     agreement = [row for row in rows if row["metric"] == "kl" and number(row["value"]) is not None]
     # not <=: a KL that is not a number is wrong
     wrong = [row for row in agreement if not float(row["value"]) <= float(row["floor"] or 0.01)]
-    shares = [
-        (number(row["value"]) or 0.0, row["case"])
-        for row in rows
-        if row["metric"] == "host_share" and row["provider"] == "paged"
-    ]
+    shares = [(share, case) for case, share in host_shares(rows).items()]
 
     def kl(rows: Sequence[Row]) -> str:
         return join([f"{r['case']}, {r['provider']}: KL {float(r['value']):.2g}" for r in rows])
 
+    right = [row for row in agreement if row not in wrong]
+    failures = [f"{row['part']} ({row['value']})" for row in ends] + failed_tests
+    failures += [f"{r['part']}, {r['case']}, {r['provider']} ({r['value']})" for r in broken]
+    plans = [row for row in rows if row["metric"] == "measured/planned"]
+    steps = [row for row in rows if (row["part"], row["metric"]) == ("step", "samples_per_s")]
+    limits = [row for row in rows if row["part"] == "floors" and row["case"] != "whole part"]
+    limits = [row for row in limits if number(row["value"]) is not None]
+    wrong_cases, unfinished = (
+        [row[key] for row in some] for key, some in (("case", wrong), ("part", ends))
+    )
+    slowest = find_slowest(rows)
     lines = {
-        "tests": ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
-        or "none ran",
-        "failed": join(
-            [f"{row['part']} ({row['value']})" for row in ends]
-            + failed_tests
-            + [f"{r['part']}, {r['case']}, {r['provider']} ({r['value']})" for r in broken]
-        ),
+        "tests": ", ".join(f"{n} {outcome}" for outcome, n in outcomes.items()) or "none ran",
+        "failed": join(failures),
         "sampler and learner": "; ".join(
-            [f"WRONG in {kl(wrong)}"] * bool(wrong)
-            + [f"right in {kl([row for row in agreement if row not in wrong])}"]
-            * (len(agreement) > len(wrong))
+            [f"WRONG in {kl(wrong)}"] * bool(wrong) + [f"right in {kl(right)}"] * bool(right)
         ),
-        "memory": join(
-            [
-                f"{row['provider']}: {float(row['value']):.2f} of it"
-                for row in rows
-                if row["metric"] == "measured/planned"
-            ]
-        ),
+        "memory": join([f"{r['provider']}: {float(r['value']):.2f} of it" for r in plans]),
         "limits": ", ".join(
-            f"{row['metric']} {float(row['value']):.4g} {row['unit']}".rstrip()
-            for row in rows
-            if row["part"] == "floors"
-            and row["case"] != "whole part"
-            and number(row["value"]) is not None
+            f"{r['metric']} {float(r['value']):.4g} {r['unit']}".rstrip() for r in limits
         ),
-        "step": join(
-            [
-                f"{row['case']}: {row['value']} samples/s, {row['note']}"
-                for row in rows
-                if row["part"] == "step" and row["metric"] == "samples_per_s"
-            ]
+        "step": join([f"{r['case']}: {r['value']} samples/s, {r['note']}" for r in steps]),
+        "host": "; ".join(
+            f"{share:.0%} of a step at {case}" for share, case in sorted(shares)[-1:]
         ),
-        "host": "; ".join(f"{share:.0%} of a step at {case}" for share, case in [max(shares)])
-        if shares
-        else "",
         "slow": join(
             [
-                f"{row['part']}, {row['case']}, {row['metric']} reaches {share:.0%} of its floor"
-                for share, row in find_slowest(rows)
+                f"{r['part']}, {r['case']}, {r['metric']} reaches {x:.0%} of its floor"
+                for x, r in slowest
             ]
         ),
         "behind": join(find_beaten(rows), 4),
-        "next": join(
-            list_next(
-                failed_tests, [row["case"] for row in wrong], [row["part"] for row in ends], rows
-            ),
-            4,
-        ),
+        "next": join(list_next(failed_tests, wrong_cases, unfinished, rows), 4),
     }
-    title = f"# Verdict: {device}"
-    return (
-        "\n".join([title, "", *(f"- {name}: {text}" for name, text in lines.items() if text)])
-        + "\n"
-    )
+    listed = (f"- {name}: {text}\n" for name, text in lines.items() if text)
+    return f"# Verdict: {device}\n\n{''.join(listed)}"

@@ -8,16 +8,14 @@ comparison's grades agree or have an explanation.
 
 from __future__ import annotations
 
-import csv
 import json
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from bench.harness import RESULTS, data_argument, write_table  # noqa: E402
 from rl.rewards import resolve_reward  # noqa: E402
 from rl.rewards.math_reward import extract_marked_answer  # noqa: E402
 
@@ -41,20 +39,15 @@ def gsm8k(data: Path) -> Iterator[Judged]:
     """Yield four models' solutions of 1,319 problems. Their mark of the answer, "A:", is replaced
     by the mark of the data set.
     """
-    for number, line in enumerate(
-        (data / "gsm8k" / "example_model_solutions.jsonl").read_text().splitlines()
-    ):
+    path = data / "gsm8k" / "example_model_solutions.jsonl"
+    for number, line in enumerate(path.read_text().splitlines()):
         row = json.loads(line)
         answer = row["ground_truth"].rpartition("A:")[2].strip()
         for model, judged in row.items():
             if isinstance(judged, dict):
                 response = "####".join(judged["solution"].rsplit("A:", 1))
-                yield Judged(
-                    f"{number} {model}",
-                    response,
-                    answer,
-                    str(judged["is_correct"]).lower() in ("true", "1"),
-                )
+                right = str(judged["is_correct"]).lower() in ("true", "1")
+                yield Judged(f"{number} {model}", response, answer, right)
 
 
 def qwen(data: Path, column: str) -> Iterator[Judged]:
@@ -63,9 +56,8 @@ def qwen(data: Path, column: str) -> Iterator[Judged]:
     """
     for line in (data / "rollouts" / "qwen25math" / "math_cot_100.jsonl").read_text().splitlines():
         row = json.loads(line)
-        for sample, (text, read, score) in enumerate(
-            zip(row["code"], row["pred"], row["score"], strict=True)
-        ):
+        samples = zip(row["code"], row["pred"], row["score"], strict=True)
+        for sample, (text, read, score) in enumerate(samples):
             yield Judged(f"{row['idx']} sample {sample}", text, row[column], bool(score), read)
 
 
@@ -81,12 +73,8 @@ def math500_shuffled(data: Path) -> Iterator[Judged]:
     """
     rows = json.loads((data / "math" / "math500_test.json").read_text())
     for row, after in zip(rows, [*rows[1:], rows[0]], strict=True):
-        yield Judged(
-            f"{row['unique_id']} by the next",
-            row["solution"],
-            after["answer"],
-            row["answer"] == after["answer"],
-        )
+        place, right = f"{row['unique_id']} by the next", row["answer"] == after["answer"]
+        yield Judged(place, row["solution"], after["answer"], right)
 
 
 COMPARISONS = {
@@ -105,10 +93,8 @@ def reason(one: Judged, found: bool) -> str:
     """Explain from the compared texts why the grades differ; "" if the reason is unknown."""
     marked = extract_marked_answer(one.response) or ""
     if found and ("m." in marked or "m." in one.answer) and one.read in marked:
-        return (
-            f"theirs is mistaken: it cut {marked!r} to {one.read!r} before comparing; the answer "
-            f"is as MATH has it"
-        )
+        cut = f"it cut {marked!r} to {one.read!r} before comparing"
+        return f"theirs is mistaken: {cut}; the answer is as MATH has it"
     if found and one.answer.replace("{,}", "") == marked:
         return (
             "theirs is mistaken: it compared the spelling of a number with and without a "
@@ -125,9 +111,8 @@ def compare(reward: str, solutions: Iterator[Judged]) -> tuple[int, list[tuple[J
     """
     graded, differ, resolved = 0, [], resolve_reward(reward)
     for one in solutions:
-        found = (
-            resolved.evaluate("", one.response, {"answer": one.answer}).metrics["correct"] == 1.0
-        )
+        scored = resolved.evaluate("", one.response, {"answer": one.answer})
+        found = scored.metrics["correct"] == 1.0
         graded += 1
         if found != one.correct:
             differ.append((one, found))
@@ -149,22 +134,12 @@ def main(data: Path) -> int:
             why = f"published {one.correct}, ours {found}: {reason(one, found) or 'unexplained'}"
             rows.append([name, reward, one.place, "", "", "", f"{what}; {why}"])
         print(f"{name}: {graded - len(differ)} of {graded} agree ({share:.2%}); {note}")
-    with (REPO / "bench" / "results" / "graders.csv").open("w", newline="") as stream:
-        table = csv.writer(stream)
-        table.writerow(
-            ["comparison", "reward", "solution", "graded", "agree", "share", "note", "command"]
-        )
-        table.writerows([*row, "python bench/graders.py"] for row in rows)
+    columns = "comparison reward solution graded agree share note command".split()
+    command = "python bench/graders.py"
+    cells = [dict(zip(columns, [*row, command], strict=True)) for row in rows]
+    write_table(RESULTS / "graders.csv", cells)
     return 0 if worst >= BAR else 1
 
 
 if __name__ == "__main__":
-    sys.exit(
-        main(
-            Path(
-                sys.argv[1]
-                if len(sys.argv) > 1
-                else os.environ.get("WHETSTONE_DATA", REPO.parent / "shared" / "data")
-            )
-        )
-    )
+    sys.exit(main(data_argument(__doc__)))

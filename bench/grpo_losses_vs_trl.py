@@ -26,14 +26,22 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-# Replace this folder on sys.path: its kernels.py would shadow the package `kernels`.
-sys.path[0] = str(HERE.parent)
-from bench.harness import TRL_SETTINGS, command_line, machine, quiet_libraries, show, write_table  # noqa: E402
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+from bench.harness import (  # noqa: E402
+    RESULTS,
+    TRL_SETTINGS,
+    command_line,
+    machine,
+    make_parser,
+    quiet_libraries,
+    show,
+    write_table,
+)
 
 TOLERANCE = 1e-4
 PROBLEMS, SAMPLES, MAX_TOKENS, STEPS = 8, 8, 6, 2
@@ -77,6 +85,9 @@ class Steps:
     gradients: list[dict[str, Any]] = field(default_factory=list)
     outside: list[float] = field(default_factory=list)
 
+    def keep_gradients(self, parameters: Iterable[tuple[str, Any]]) -> None:
+        self.gradients.append({name: p.grad.detach().clone() for name, p in parameters})
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -110,31 +121,19 @@ def run_trl(
 
     class Gradients(TrainerCallback):
         def on_pre_optimizer_step(self, *_: Any, model: Any = None, **kwargs: Any) -> None:
-            steps.gradients.append(
-                {name: p.grad.detach().clone() for name, p in model.named_parameters()}
-            )
+            steps.keep_gradients(model.named_parameters())
 
     def reward(completions: list[str], **kwargs: Any) -> list[float]:
         return [reward_of(text) for text in completions]
 
     rows = [{"prompt": f"{10 + 9 * i}+{35 + 7 * i}="} for i in range(PROBLEMS)]
     config = GRPOConfig(
-        **TRL_SETTINGS,
-        output_dir=str(folder),
-        max_steps=STEPS,
-        seed=args.seed,
-        learning_rate=args.learning_rate,
-        max_grad_norm=0.0,
-        per_device_train_batch_size=PROBLEMS * SAMPLES,
-        steps_per_generation=1,
-        num_generations=SAMPLES,
-        num_iterations=STEPS,
-        max_completion_length=MAX_TOKENS,
-        temperature=1.0,
-        scale_rewards="none",
-        shuffle_dataset=False,
-        **{"beta": 0.0, **settings},
-    )
+        **TRL_SETTINGS, output_dir=str(folder), max_steps=STEPS, seed=args.seed,
+        learning_rate=args.learning_rate, max_grad_norm=0.0, steps_per_generation=1,
+        per_device_train_batch_size=PROBLEMS * SAMPLES, num_generations=SAMPLES,
+        num_iterations=STEPS, max_completion_length=MAX_TOKENS, temperature=1.0,
+        scale_rewards="none", shuffle_dataset=False, **{"beta": 0.0, **settings},
+    )  # fmt: skip
     trainer = KeptTrainer(
         model=AutoModelForCausalLM.from_pretrained(model),
         processing_class=AutoTokenizer.from_pretrained(model),
@@ -150,27 +149,17 @@ def run_trl(
 
 def _completions(inputs: dict[str, Any]) -> list[Completion]:
     """Convert TRL's padded batch to token ids."""
-    found = []
-    columns = [
-        inputs[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-    ]
-    for prompt, prompt_mask, response, response_mask in zip(*columns, strict=True):
-        found.append(
-            Completion(
-                tuple(prompt[prompt_mask.bool()].tolist()),
-                tuple(response[response_mask.bool()].tolist()),
-            )
-        )
-    return found
+    sides = []
+    for side in ("prompt", "completion"):
+        pairs = zip(inputs[f"{side}_ids"], inputs[f"{side}_mask"], strict=True)
+        sides.append([tuple(ids[mask.bool()].tolist()) for ids, mask in pairs])
+    return [Completion(*pair) for pair in zip(*sides, strict=True)]
 
 
 def run_whetstone(
-    args: argparse.Namespace,
-    settings: dict[str, Any],
-    model: Path,
-    folder: Path,
+    args: argparse.Namespace, settings: dict[str, Any], model: Path, folder: Path,
     drawn: list[Completion],
-) -> Steps:
+) -> Steps:  # fmt: skip
     """Run the hooks of `grpo` on a real client and record what its worker computes."""
     from rl.algorithms import GRPO, GrpoSettings, Models, PolicyGradientSettings, Progress
     from rl.client import ServiceClient
@@ -182,29 +171,22 @@ def run_whetstone(
 
     def noting(worker: Any, verb: str, arguments: Any) -> Any:
         if verb == "optim_step":
-            steps.gradients.append(
-                {name: p.grad.detach().clone() for name, p in worker.learners[0].trainable.items()}
-            )
+            steps.keep_gradients(worker.learners[0].trainable.items())
         result = execute(worker, verb, arguments)
         if verb == "forward_backward" and arguments[5]:
             sums, divisor = result[1], arguments[4]
             steps.losses.append(sums["loss:sum"] / divisor)
-            steps.outside.append(
-                (sums["clipped_low:sum"] + sums["clipped_high:sum"]) / sums["active_tokens:sum"]
-            )
+            clipped = sums["clipped_low:sum"] + sums["clipped_high:sum"]
+            steps.outside.append(clipped / sums["active_tokens:sum"])
         return result
 
+    loss = {"group_size": SAMPLES, "advantage": "mean", **settings}
+    kl = {"kl_coef": loss.pop("kl_coef", 0.0), "kl_placement": "loss", "kl_kind": "k3_pathwise"}
     method = GRPO(
         GrpoSettings(
             sampling=SamplingSettings(temperature=1.0, max_tokens=MAX_TOKENS),
-            policy_gradient=PolicyGradientSettings(
-                group_size=SAMPLES,
-                advantage="mean",
-                **{k: v for k, v in settings.items() if k != "kl_coef"},
-            ),
-            kl=KlSettings(
-                kl_coef=settings.get("kl_coef", 0.0), kl_placement="loss", kl_kind="k3_pathwise"
-            ),
+            policy_gradient=PolicyGradientSettings(**loss),
+            kl=KlSettings(**kl),
             optim=OptimSettings(learning_rate=args.learning_rate, grad_clip_norm=0.0),
         )
     )
@@ -212,9 +194,8 @@ def run_whetstone(
     try:
         with ServiceClient(output_dir=folder, seed=args.seed) as service:
             reference = FrozenScorer(service.create_sampling_client(base_model=str(model)))
-            models = Models(
-                service.create_full_training_client(str(model)), {"reference": reference}
-            )
+            policy = service.create_full_training_client(str(model))
+            models = Models(policy, {"reference": reference})
             groups = method.shape_rewards(_groups(models.policy, drawn))
             datums = method.compute_advantages(groups, models)
             for step in range(STEPS):
@@ -232,28 +213,18 @@ def _groups(policy: Any, drawn: list[Completion]) -> list[Any]:
     from rl.types import ModelInput, SampledSequence
 
     tokenizer, sampler = policy.get_tokenizer(), policy.save_weights_and_get_sampling_client()
-    logprobs = sampler.compute_logprobs_many(
-        [ModelInput.from_ints([*one.prompt, *one.response]) for one in drawn]
-    ).result()
+    texts = [ModelInput.from_ints([*one.prompt, *one.response]) for one in drawn]
+    logprobs = sampler.compute_logprobs_many(texts).result()
     members: dict[tuple[int, ...], list[Trajectory]] = {}
     for one, scores in zip(drawn, logprobs, strict=True):
         action = SampledSequence(list(one.response), scores[len(one.prompt) :])
         reward = reward_of(tokenizer.decode(one.response, skip_special_tokens=True))
-        trajectory = Trajectory(
-            [Transition(ModelInput.from_ints(list(one.prompt)), action, reward, True)]
-        )
-        members.setdefault(one.prompt, []).append(trajectory)
-    groups = [
-        TrajectoryGroup(group, [0.0] * len(group), [{} for _ in group])
-        for group in members.values()
-    ]
-    if [len(group.trajectories_G) for group in groups] != [SAMPLES] * PROBLEMS or not all(
-        map(is_mixed, groups)
-    ):
-        raise ValueError(
-            "a group is not whole, or all of its members earn the same, which Whetstone leaves "
-            "out: take another --seed"
-        )
+        transition = Transition(ModelInput.from_ints(list(one.prompt)), action, reward, True)
+        members.setdefault(one.prompt, []).append(Trajectory([transition]))
+    groups = [TrajectoryGroup(g, [0.0] * len(g), [{} for _ in g]) for g in members.values()]
+    sizes = [len(group.trajectories_G) for group in groups]
+    if sizes != [SAMPLES] * PROBLEMS or not all(map(is_mixed, groups)):
+        raise ValueError("a group is not whole, or all members earn the same: take another --seed")
     return groups
 
 
@@ -266,12 +237,9 @@ def compare(name: str, ours: Steps, theirs: Steps) -> list[dict[str, Any]]:
         mine, other = ours.gradients[step], theirs.gradients[step]
         if mine.keys() != other.keys():
             raise ValueError(
-                f"the two have gradients of different weights: {sorted(mine.keys() ^ other.keys())}"
+                f"gradients of different weights: {sorted(mine.keys() ^ other.keys())}"
             )
-        flat = [
-            torch.cat([gradients[key].double().flatten() for key in mine])
-            for gradients in (mine, other)
-        ]
+        flat = [torch.cat([side[key].double().flatten() for key in mine]) for side in (mine, other)]
         loss, trl_loss = ours.losses[step], theirs.losses[step]
         rows.append(
             {
@@ -289,16 +257,11 @@ def compare(name: str, ours: Steps, theirs: Steps) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--learning-rate", type=float, default=1e-3, help="large enough that the second step clips"
-    )
+    parser = make_parser(__doc__)
+    # A learning rate at which the second step clips.
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--output", type=Path, default=HERE / "results" / "grpo_losses_vs_trl_cpu.csv"
-    )
+    parser.add_argument("--output", type=Path, default=RESULTS / "grpo_losses_vs_trl_cpu.csv")
     args = parser.parse_args()
 
     import torch
@@ -319,16 +282,11 @@ def main() -> int:
             table += compare(loss, ours, theirs)
             for row in table[-STEPS:]:
                 show(row)
-    about = {
-        "trl": trl.__version__,
-        "torch": torch.__version__,
-        "machine": machine(),
-        "command": command_line(),
-    }
+    about = {"trl": trl.__version__, "torch": torch.__version__, "machine": machine()}
+    about["command"] = command_line()
     write_table(args.output, [{**row, **about} for row in table])
-    worst = max(
-        float(row[name]) for row in table for name in ("loss_difference", "gradient_difference")
-    )
+    names = "loss_difference", "gradient_difference"
+    worst = max(float(row[name]) for row in table for name in names)
     print(f"largest difference {worst:.1e}, allowed {TOLERANCE}")
     return int(worst > TOLERANCE)
 

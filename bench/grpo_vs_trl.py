@@ -36,16 +36,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-# Replace this folder on sys.path: its kernels.py would shadow the package `kernels`.
-sys.path[0] = str(HERE.parent)
-from bench.harness import TRL_SETTINGS, command_line, machine, quiet_libraries, show, write_table  # noqa: E402
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+from bench.harness import (  # noqa: E402
+    RESULTS,
+    TRL_SETTINGS,
+    command_line,
+    machine,
+    make_parser,
+    quiet_libraries,
+    show,
+    write_table,
+)
 
 PROBLEMS, SAMPLES, MAX_TOKENS, HELD_OUT = 64, 8, 4, 512
 PEERS = ("whetstone", "trl")
-INSTALL = (
-    "python3 -m venv .venv-bench && .venv-bench/bin/pip install -c constraints.txt -e '.[bench]'"
-)
+Curves = dict[str, dict[int, float]]  # accuracy by peer and step
 
 
 class Turns:
@@ -87,11 +92,8 @@ class Turns:
             self.weights[self.done] = self.save(self.done)
 
     def _report(self) -> None:
-        print(
-            json.dumps({"seconds": self.seconds, "cpu": self.cpu, "weights": self.weights}),
-            file=self._out,
-            flush=True,
-        )
+        report = {"seconds": self.seconds, "cpu": self.cpu, "weights": self.weights}
+        print(json.dumps(report), file=self._out, flush=True)
         if self.done < self.args.steps:
             if not sys.stdin.readline():
                 raise SystemExit("the parent is gone")
@@ -154,27 +156,17 @@ def run_whetstone(args: argparse.Namespace, turns: Turns) -> None:
             pass
 
     plan = grpo_plan(args)
-    prepared = prepare_stage(plan)
-    with ServiceClient(
-        output_dir=args.folder, seed=args.seed, settings=collect_worker_settings([plan])
-    ) as service:
+    prepared, settings = prepare_stage(plan), collect_worker_settings([plan])
+    with ServiceClient(output_dir=args.folder, seed=args.seed, settings=settings) as service:
         policy = make_policy(service, plan.settings.model, None, None, args.seed)
         turns.save = lambda step: policy.save_weights_for_sampler(f"step-{step}").result().path
         # `TimedTrainer` does not use these.
         unused: dict[str, Any] = dict(logbook=None, console=None, checkpoints=None)
         context = StageContext(
-            name="grpo",
-            index=0,
-            method=METHODS["grpo"](plan.settings),
-            models=Models(policy),
-            problems=prepared.problems,
-            test_problems=None,
-            renderer=make_renderer(policy, None),
-            scorer=prepared.scorer,
-            run_seed=args.seed,
-            first_step=0,
-            **unused,
-        )
+            name="grpo", index=0, method=METHODS["grpo"](plan.settings), models=Models(policy),
+            problems=prepared.problems, test_problems=None, renderer=make_renderer(policy, None),
+            scorer=prepared.scorer, run_seed=args.seed, first_step=0, **unused,
+        )  # fmt: skip
         train(TimedTrainer(context, stop_request=StopRequest()))
 
 
@@ -201,41 +193,23 @@ def run_trl(args: argparse.Namespace, turns: Turns) -> None:
         tokenizer.save_pretrained(folder)
         return folder
 
-    def reward(
-        prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any
-    ) -> list[float]:
-        return [
-            exact_match(p, c, {"answer": a})
-            for p, c, a in zip(prompts, completions, answer, strict=True)
-        ]
+    def reward(prompts: Any, completions: Any, answer: Any, **kwargs: Any) -> list[float]:
+        rows = zip(prompts, completions, answer, strict=True)
+        return [exact_match(p, c, {"answer": a}) for p, c, a in rows]
 
     exact_match = resolve_reward("exact_match")
     problems, order = prepare_stage(grpo_plan(args)).problems, derive_seed(args.seed, 0)
-    asked = [
-        problem for step in range(args.steps) for problem in problems.batch(step, PROBLEMS, order)
-    ]
-    rows = [
-        {"prompt": str(p.messages[-1]["content"]), "answer": str(p.meta["answer"])} for p in asked
-    ]
+    asked = [p for step in range(args.steps) for p in problems.batch(step, PROBLEMS, order)]
+    texts = ((p.messages[-1]["content"], p.meta["answer"]) for p in asked)
+    rows = [{"prompt": str(prompt), "answer": str(answer)} for prompt, answer in texts]
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     config = GRPOConfig(
-        **TRL_SETTINGS,
-        output_dir=str(args.folder),
-        max_steps=args.steps,
-        seed=args.seed,
-        learning_rate=args.learning_rate,
-        max_grad_norm=1.0,
-        per_device_train_batch_size=PROBLEMS * SAMPLES,
-        steps_per_generation=1,
-        num_generations=SAMPLES,
-        num_iterations=1,
-        max_completion_length=MAX_TOKENS,
-        temperature=1.0,
-        beta=0.0,
-        scale_rewards="group",
-        loss_type="dapo",
-        shuffle_dataset=False,
-    )
+        **TRL_SETTINGS, output_dir=str(args.folder), max_steps=args.steps, seed=args.seed,
+        learning_rate=args.learning_rate, max_grad_norm=1.0, steps_per_generation=1,
+        per_device_train_batch_size=PROBLEMS * SAMPLES, num_generations=SAMPLES, num_iterations=1,
+        max_completion_length=MAX_TOKENS, temperature=1.0, beta=0.0, scale_rewards="group",
+        loss_type="dapo", shuffle_dataset=False,
+    )  # fmt: skip
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(args.model),
         processing_class=tokenizer,
@@ -255,26 +229,12 @@ class Process:
         self.peer, self.report = peer, {"seconds": []}
         given = ["model", "steps", "block", "threads", "seed", "learning_rate"]
         flags = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in given]
-        flags += [
-            "--evaluate-at",
-            *map(str, args.evaluate_at),
-            "--peer",
-            peer,
-            "--folder",
-            str(folder / peer),
-        ]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": str(args.threads),
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, *flags],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        flags += ["--evaluate-at", *map(str, args.evaluate_at)]
+        flags += ["--peer", peer, "--folder", str(folder / peer)]
+        threads = {"OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        command, env = [sys.executable, __file__, *flags], {**os.environ, **threads}
+        self.process = subprocess.Popen(command, text=True, env=env, **pipes)
 
     def wait(self) -> None:
         """Wait for the peer's report. Raises RuntimeError if the process ended instead (its message
@@ -283,17 +243,13 @@ class Process:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(
-                f"{self.peer} ended with exit code {self.process.wait()} after "
-                f"{len(self.report['seconds'])} steps"
-            )
+            code, steps = self.process.wait(), len(self.report["seconds"])
+            raise RuntimeError(f"{self.peer} ended with exit code {code} after {steps} steps")
         self.report = json.loads(line)
 
     def block(self) -> None:
         """Run the peer's next block of steps."""
-        assert self.process.stdin is not None
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
+        print("go", file=self.process.stdin, flush=True)
         self.wait()
 
 
@@ -318,9 +274,7 @@ def race(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
     return {peer.peer: peer.report for peer in peers}
 
 
-def accuracies(
-    args: argparse.Namespace, reports: dict[str, dict[str, Any]], folder: Path
-) -> dict[str, dict[int, float]]:
+def accuracies(args: Any, reports: dict[str, dict[str, Any]], folder: Path) -> Curves:
     """Return the held-out sampled accuracy of every weights folder: the same evaluator and the same
     random streams for all.
     """
@@ -336,9 +290,8 @@ def accuracies(
     prepared = prepare_stage(plan)
     assert prepared.test_problems is not None
     found: dict[str, dict[int, float]] = {}
-    with ServiceClient(
-        output_dir=folder, seed=args.seed, settings=collect_worker_settings([plan])
-    ) as service:
+    settings, params = collect_worker_settings([plan]), SamplingParams(MAX_TOKENS, temperature=1.0)
+    with ServiceClient(output_dir=folder, seed=args.seed, settings=settings) as service:
         for peer, report in reports.items():
             for step, weights in report["weights"].items():
                 sampler = service.create_sampling_client(model_path=weights)
@@ -347,36 +300,20 @@ def accuracies(
                     ProblemGroupBuilder(problem, 4, renderer, prepared.scorer)
                     for problem in prepared.test_problems
                 ]
-                result = rollout(
-                    builders,
-                    sampler,
-                    SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0),
-                    seed=1,
-                )
-                found.setdefault(peer, {})[int(step)] = compute_group_metrics(result.groups)[
-                    "env/all/correct"
-                ]
+                metrics = compute_group_metrics(rollout(builders, sampler, params, seed=1).groups)
+                found.setdefault(peer, {})[int(step)] = metrics["env/all/correct"]
                 sampler.release()
     return found
 
 
 def teach(folder: Path) -> Path:
     """Run only the first stage of recipes/addition.yaml and return the folder of its weights."""
-    import yaml
+    from bench.methods import taught_model
 
-    recipe = yaml.safe_load((HERE.parent / "recipes" / "addition.yaml").read_text())
-    recipe["stages"] = recipe["stages"][:1]
-    (folder / "teach.yaml").write_text(yaml.safe_dump(recipe))
-    words = [str(folder / "teach.yaml"), "--output-dir", str(folder / "taught"), "--quiet"]
-    subprocess.run([sys.executable, str(HERE.parent / "train.py"), *words], check=True)
-    return folder / "taught" / "checkpoints" / "sft-final" / "model"
+    return taught_model(0, folder)
 
 
-def rows(
-    args: argparse.Namespace,
-    reports: dict[str, dict[str, Any]],
-    curves: dict[str, dict[int, float]],
-) -> Iterator[dict[str, Any]]:
+def rows(args: Any, reports: dict[str, dict[str, Any]], curves: Curves) -> Iterator[dict[str, Any]]:
     import torch
     import trl
 
@@ -390,9 +327,7 @@ def rows(
             "median_ms": round(statistics.median(milliseconds), 1),
             "cpu_mean_ms": round(1e3 * statistics.mean(report["cpu"]), 1),
             "share_of_trl": round(means[peer] / means["trl"], 3),
-            **{
-                f"accuracy_at_{step}": round(accuracy, 3) for step, accuracy in curves[peer].items()
-            },
+            **{f"accuracy_at_{step}": round(share, 3) for step, share in curves[peer].items()},
             "threads": args.threads,
             "torch": torch.__version__,
             "machine": machine(),
@@ -408,25 +343,15 @@ def run_peer(args: argparse.Namespace) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model",
-        type=Path,
-        help="folder of a taught model (default: the recipe's first stage is run)",
-    )
+    parser = make_parser(__doc__)
+    parser.add_argument("--model", type=Path, help="default: the recipe's first stage is run")
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument(
-        "--block", type=int, default=5, help="steps of a peer before the other's turn"
-    )
-    parser.add_argument(
-        "--evaluate-at", type=int, nargs="*", default=[0, 25, 75, 100, 150], help="steps"
-    )
+    parser.add_argument("--block", type=int, default=5, help="steps of a turn")
+    parser.add_argument("--evaluate-at", type=int, nargs="*", default=[0, 25, 75, 100, 150])
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--threads", type=int, default=2, help="torch threads of each peer")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "grpo_vs_trl_cpu.csv")
+    parser.add_argument("--output", type=Path, default=RESULTS / "grpo_vs_trl_cpu.csv")
     parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -436,8 +361,7 @@ def main() -> None:
     args = arguments()
     if importlib.util.find_spec("trl") is None:
         raise SystemExit(
-            f"this Python has no trl: {INSTALL}\nthen run .venv-bench/bin/python "
-            f"bench/grpo_vs_trl.py"
+            'this Python has no trl: make campaign ARGS="--install --only grpo_vs_trl"'
         )
     if args.peer:
         run_peer(args)

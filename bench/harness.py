@@ -4,6 +4,7 @@ runs of train.py.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import logging
@@ -25,6 +26,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent
 RESULTS = HERE / "results"
+DATA = Path(os.environ.get("WHETSTONE_DATA", REPO.parent / "shared" / "data"))
 SEEDS = (0, 1, 2)
 HELD_OUT, GREEDY = "test/env/all/correct", "test/greedy/all/correct"
 Row = Mapping[str, Any]
@@ -48,6 +50,19 @@ TRL_SETTINGS: dict[str, Any] = {
     "report_to": "none",
     "disable_tqdm": True,
 }
+
+
+def make_parser(text: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help begins with a script's docstring, as it is laid out."""
+    layout = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=text, formatter_class=layout)
+
+
+def data_argument(text: str | None) -> Path:
+    """Parse a command line whose only word is the folder of the data sets."""
+    parser = make_parser(text)
+    parser.add_argument("data", nargs="?", type=Path, default=DATA)
+    return parser.parse_args().data
 
 
 def machine() -> str:
@@ -142,18 +157,25 @@ class Run:
         return values
 
 
+def timed_run(command: Sequence[str]) -> tuple[float, float]:
+    """Run a command in the repository and return its wall-clock and CPU seconds. Raises RuntimeError
+    with the end of its output if it fails.
+    """
+    before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    if done.returncode:
+        end = (done.stderr or done.stdout)[-2000:]
+        raise RuntimeError(f"{shlex.join(command)} ended with {done.returncode}:\n{end}")
+    seconds, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 def train(words: Sequence[str], folder: Path) -> Run:
     """Run train.py into `folder`, overwriting a run there. Raises RuntimeError with the end of its
     output if it fails.
     """
     command = [sys.executable, "train.py", *words, "--output-dir", str(folder), "--overwrite"]
-    before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    done = subprocess.run([*command, "--quiet"], cwd=REPO, capture_output=True, text=True)
-    if done.returncode:
-        end = (done.stderr or done.stdout)[-2000:]
-        raise RuntimeError(f"{shlex.join(words)} ended with {done.returncode}:\n{end}")
-    seconds, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    seconds, cpu = timed_run([*command, "--quiet"])
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return Run([json.loads(line) for line in lines], seconds, cpu)
 

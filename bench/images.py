@@ -10,7 +10,6 @@ the whole run, wall seconds. `pass`: the run with images ends above the bar, the
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -25,6 +24,7 @@ from bench.harness import (  # noqa: E402
     REPO,
     RESULTS,
     SEEDS,
+    make_parser,
     replace_rows,
     show,
     train,
@@ -57,9 +57,8 @@ def run_once(pictures: str, seed: int, extra: list[str], folder: Path) -> list[d
     rows = []
     for stage in dict.fromkeys(row["stage"] for row in run.rows):
         metrics = [row for row in run.rows if row["stage"] == stage]
-        sampled, greedy = (
-            [row[name] for row in metrics if name in row] for name in (HELD_OUT, GREEDY)
-        )
+        names = HELD_OUT, GREEDY
+        sampled, greedy = ([row[name] for row in metrics if name in row] for name in names)
         passes: int | str = ""
         if sampled:
             best = max(sampled[-1], *greedy[-1:])
@@ -82,9 +81,7 @@ def run_once(pictures: str, seed: int, extra: list[str], folder: Path) -> list[d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--only", choices=PICTURES, nargs="+", default=PICTURES)
     parser.add_argument("--out", type=Path, default=RESULTS / "images.csv")
@@ -97,12 +94,8 @@ def main() -> None:
             for row in rows:
                 show(row)
             failed |= rows[-1]["pass"] == 0
-            replace_rows(
-                args.out,
-                rows,
-                ("pictures", "seed"),
-                lambda row: (PICTURES.index(row["pictures"]), int(row["seed"])),
-            )
+            order = lambda row: (PICTURES.index(row["pictures"]), int(row["seed"]))  # noqa: E731
+            replace_rows(args.out, rows, ("pictures", "seed"), order)
     sys.exit(int(failed))
 
 

@@ -6,22 +6,25 @@ separate process.
 
 The default is 4096 tokens of Qwen2.5-0.5B's head. Columns: wall and CPU seconds of forward and
 backward (on a shared machine, compare the CPU seconds), peak memory above weights and gradients,
-the largest error of logp against float64 for a few rows. Variants take turns, `--repeats` times;
-the minimum of each figure is reported.
+the largest error of logp against float64 for a few rows, our CPU seconds divided by torch's.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+import torch
+
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+from bench.harness import RESULTS, make_parser, show, write_table  # noqa: E402
+from kernels import linear_logprob  # noqa: E402
+
 VARIANTS = ("plain", "fused", "plain_frozen", "fused_frozen", "plain_entropy", "fused_entropy")
+SIZES = {"tokens": 4096, "hidden": 896, "vocab": 151_936, "threads": 2}
 
 
 def status_bytes(field: str) -> int:
@@ -32,107 +35,66 @@ def status_bytes(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def one(variant: str, tokens: int, hidden: int, vocab: int, threads: int) -> dict[str, float]:
+def measure(variant: str, tokens: int, hidden: int, vocab: int) -> dict[str, float]:
     """Run forward and backward of a variant once; called in a fresh process."""
-    import torch
-
-    sys.path.insert(0, str(HERE.parent))
-    from kernels import linear_logprob
-
-    torch.set_num_threads(threads)
-    generator = torch.Generator().manual_seed(0)
+    g = torch.Generator().manual_seed(0)
     frozen, entropy = variant.endswith("frozen"), variant.endswith("entropy")
-    x = torch.randn(tokens, hidden, generator=generator).requires_grad_()
-    w = (torch.randn(vocab, hidden, generator=generator) * hidden**-0.5).requires_grad_(not frozen)
-    y = torch.randint(0, vocab, (tokens,), generator=generator)
-    g = torch.randn(tokens, generator=generator)
+    x = torch.randn(tokens, hidden, generator=g).requires_grad_()
+    w = (torch.randn(vocab, hidden, generator=g) * hidden**-0.5).requires_grad_(not frozen)
+    y = torch.randint(0, vocab, (tokens,), generator=g)
+    upstream = torch.randn(tokens, generator=g)
 
     def run(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         if variant.startswith("fused"):
-            logp, ent, _ = linear_logprob(x, w, y, entropy=entropy, saved_bytes=0)
-            return logp, ent
-        all_logp = torch.nn.functional.linear(x, w).log_softmax(-1)
-        ent = -(all_logp.exp() * all_logp).sum(-1) if entropy else None
-        return all_logp.gather(-1, y[:, None]).squeeze(-1), ent
+            return linear_logprob(x, w, y, entropy=entropy, saved_bytes=0)[:2]
+        logp = torch.nn.functional.linear(x, w).log_softmax(-1)
+        ent = -(logp.exp() * logp).sum(-1) if entropy else None
+        return logp.gather(-1, y[:, None]).squeeze(-1), ent
 
     run(x[:8], y[:8])[0].sum().backward()  # warm-up: loads libraries and touches the gradients
     x.grad = w.grad = None
     gradients = 4 * (x.numel() + (0 if frozen else w.numel()))
-    reset_peak()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, wall, cpu = status_bytes("VmRSS"), time.perf_counter(), time.process_time()
     logp, ent = run(x, y)
     if ent is None:
-        logp.backward(g)
+        logp.backward(upstream)
     else:
-        torch.autograd.backward((logp, ent), (g, g * 0.01))
+        torch.autograd.backward((logp, ent), (upstream, upstream * 0.01))
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    peak = status_bytes("VmHWM")
+    extra = (status_bytes("VmHWM") - before - gradients) / 1e6
     with torch.no_grad():
-        rows = (x[:8].double() @ w.double().t()).log_softmax(-1).gather(-1, y[:8, None]).squeeze(-1)
-    error = (logp[:8] - rows).abs().max().item()
-    return {
-        "wall_s": wall,
-        "cpu_s": cpu,
-        "extra_mb": (peak - before - gradients) / 1e6,
-        "error": error,
-    }
+        exact = (x[:8].double() @ w.double().t()).log_softmax(-1).gather(-1, y[:8, None])[:, 0]
+    error = (logp[:8] - exact).abs().max().item()
+    return {"wall_s": wall, "cpu_s": cpu, "extra_mb": extra, "error": error}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--hidden", type=int, default=896)
-    parser.add_argument("--vocab", type=int, default=151_936)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=1)
+    parser = make_parser(__doc__)
+    for name, size in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
-    parser.add_argument("--csv", type=Path, default=HERE / "results" / "kernels_cpu.csv")
-    parser.add_argument("--one", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--csv", type=Path, default=RESULTS / "kernels_cpu.csv")
+    parser.add_argument("--one", choices=VARIANTS, help="measure this variant in this process")
     args = parser.parse_args()
+    sizes = {name: getattr(args, name) for name in SIZES}
     if args.one:
-        print(json.dumps(one(args.one, args.tokens, args.hidden, args.vocab, args.threads)))
+        torch.set_num_threads(sizes.pop("threads"))
+        print(json.dumps(measure(args.one, **sizes)))
         return
-    runs: dict[str, list[dict[str, float]]] = {variant: [] for variant in args.variants}
-    for repeat in range(args.repeats):
-        for variant in args.variants if repeat % 2 == 0 else reversed(args.variants):
-            sizes = [
-                f"--{name}={getattr(args, name)}"
-                for name in ("tokens", "hidden", "vocab", "threads")
-            ]
-            command = [sys.executable, __file__, "--one", variant, *sizes]
-            runs[variant].append(
-                json.loads(
-                    subprocess.run(command, check=True, capture_output=True, text=True).stdout
-                )
-            )
-    args.csv.parent.mkdir(parents=True, exist_ok=True)
-    with args.csv.open("w", newline="") as file:
-        writer = csv.writer(file)
-        sizes = [args.tokens, args.hidden, args.vocab, args.threads]
-        writer.writerow(
-            "variant tokens hidden vocab threads wall_s cpu_s extra_mb error cpu_ratio".split()
-        )
-        for variant, results in runs.items():
-            mid = {key: min(result[key] for result in results) for key in results[0]}
-            twin = runs.get(variant.replace("fused", "plain"))
-            ratio = mid["cpu_s"] / min(result["cpu_s"] for result in twin) if twin else float("nan")
-            wall, cpu, extra = (
-                f"{mid['wall_s']:.2f}",
-                f"{mid['cpu_s']:.2f}",
-                f"{mid['extra_mb']:.0f}",
-            )
-            error = f"{mid['error']:.1e}"
-            writer.writerow([variant, *sizes, wall, cpu, extra, error, f"{ratio:.3f}"])
-            print(
-                f"{variant:14s} wall {wall:>7} s  cpu {cpu:>7} s  extra {extra:>6} MB  error "
-                f"{error}  cpu ratio {ratio:.3f}"
-            )
+    found: dict[str, dict[str, float]] = {}
+    rows = []
+    for variant in args.variants:
+        flags = [f"--{name}={size}" for name, size in sizes.items()]
+        command = [sys.executable, __file__, "--one", variant, *flags]
+        found[variant] = json.loads(subprocess.check_output(command, text=True))
+        twin = found.get(variant.replace("fused", "plain"))
+        ratio = found[variant]["cpu_s"] / twin["cpu_s"] if twin else float("nan")
+        digits = {"wall_s": ".2f", "cpu_s": ".2f", "extra_mb": ".0f", "error": ".1e"}
+        figures = {name: f"{found[variant][name]:{form}}" for name, form in digits.items()}
+        rows.append({"variant": variant, **sizes, **figures, "cpu_ratio": f"{ratio:.3f}"})
+        show(rows[-1])
+        write_table(args.csv, rows)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """Time the kernels against their floors and against other implementations, in a single process and
 table.
 
-    python bench/kernels.py --help
-    python bench/kernels.py --quick          # Qwen3-1.7B, 4096 tokens; two minutes on a GPU
     python bench/kernels.py --models Qwen3-1.7B Llama-3.1-8B --tokens 8192 --csv runs/kernels.csv
     python bench/kernels.py --device cpu     # a tiny head; shows that everything runs, no speeds
 
@@ -10,122 +8,353 @@ Operations: linear_logprob (forward, backward, both), token_logprob, policy_loss
 gets the same seeded gradient for each token's logprob and is compared with float64: logprobs and dX
 of 16 tokens, dW of 16 vocabulary rows. Only a single provider is on the device at a time, each row
 is written as it is measured, and a provider that cannot run reports the reason. "floor" is the
-least time that the provider's algorithm can take on an H100 (790 TFLOP/s, 3.0 TB/s); on other
-devices no ratio is reported. Compare within a memory class: "flat" keeps no [T, V] tensor, "logits"
-does.
+least time that the provider's algorithm can take on this GPU, as `bench/gpu.py` measured it (the
+file named by WHETSTONE_GPU_FLOORS), otherwise on an H100; without a GPU no ratio is reported.
+Compare within a memory class: "flat" keeps no [T, V] tensor, "logits" does.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
+import json
+import os
+import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.kernel_harness import (  # noqa: E402  # noqa: E402
-    SHAPES,
-    TINY,
-    TOKENS,
-    Shape,
-    Step,
-    Timing,
-    captured,
-    copy_floor_ms,
-    floor_ms,
-    measure,
+from bench.harness import RESULTS, make_parser  # noqa: E402
+from kernels import linear_logprob, policy_loss, token_logprob  # noqa: E402
+
+_FLOORS = Path(os.environ.get("WHETSTONE_GPU_FLOORS", "") or "missing")
+_LIMITS = json.loads(_FLOORS.read_text()) if _FLOORS.is_file() else {}
+TFLOPS: float = _LIMITS.get("tflops", 790.0)  # bfloat16, a large square product
+TB_PER_S: float = _LIMITS.get("tb_per_s", 3.0)  # a large copy
+NAN = float("nan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Describe an LM head: hidden size D, vocabulary V, and the logits' softcap if it has any."""
+
+    model: str
+    D: int
+    V: int
+    softcap: float | None = None
+
+
+SHAPES = (
+    Shape(model="Qwen2.5-0.5B", D=896, V=151_936),
+    Shape(model="Qwen3-0.6B", D=1024, V=151_936),
+    Shape(model="Qwen3-1.7B", D=2048, V=151_936),
+    Shape(model="Gemma-2-2B", D=2304, V=256_000, softcap=30.0),
+    Shape(model="Qwen2.5-7B", D=3584, V=152_064),
+    Shape(model="Llama-3.1-8B", D=4096, V=128_256),
 )
-from bench.kernel_providers import PROVIDERS, CannotRun, Problem, Provider  # noqa: E402
-from kernels import policy_loss, token_logprob  # noqa: E402
+TINY = Shape(model="tiny", D=64, V=4_096)
+TOKENS = (1_024, 2_048, 4_096, 8_192, 16_384, 32_768)
+
+
+def floor_ms(products: float, tokens: int, shape: Shape) -> float:
+    """Return the milliseconds of `products` x N D V operations."""
+    return products * tokens * shape.D * shape.V / (TFLOPS * 1e9)
+
+
+def copy_floor_ms(size: float) -> float:
+    """Return the milliseconds to move `size` bytes."""
+    return size / (TB_PER_S * 1e9)
+
+
+# -------------------------------------------------------------------------------------------- timing
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Hold the milliseconds (median, 20% and 80% quantiles) and the peak of allocated bytes above
+    those held before (CUDA; else 0).
+    """
+
+    median: float
+    low: float
+    high: float
+    peak_bytes: int
+
+
+def quantiles(samples: list[float]) -> tuple[float, float, float]:
+    if len(samples) == 1:
+        return samples[0], samples[0], samples[0]
+    cuts = statistics.quantiles(samples, n=5, method="inclusive")
+    return statistics.median(samples), cuts[0], cuts[3]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Hold a timed call: `run`, on the result of `prepare`, which is called just before and is not
+    timed. `clear` frees what the last call kept.
+    """
+
+    run: Callable[[Any], object]
+    prepare: Callable[[], Any] = lambda: None
+    clear: Callable[[], None] = lambda: None
+
+    def __call__(self) -> object:
+        return self.run(self.prepare())
+
+
+def once(step: Step, device: str, flush: Tensor | None) -> float:
+    """Return the milliseconds of a single call: device time on CUDA, after `flush` was written over
+    the L2 cache, wall time elsewhere.
+    """
+    state = step.prepare()
+    if device != "cuda":
+        start = time.perf_counter()
+        step.run(state)
+        return (time.perf_counter() - start) * 1e3
+    if flush is not None:
+        flush.zero_()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    step.run(state)
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+
+def measure(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Timing]:
+    """Time each step `repeats` times after a warm-up. The order is reversed every round, so that no
+    step always runs first.
+    """
+    flush = torch.empty(64 << 20, dtype=torch.int32, device=device) if device == "cuda" else None
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    peaks = dict.fromkeys(steps, 0)
+    for name, step in steps.items():
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+            # Otherwise the last call's gradients, freed inside the next call, would hide as many
+            # bytes of its peak.
+            step.clear()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            step()
+            torch.cuda.synchronize()
+            peaks[name] = torch.cuda.max_memory_allocated() - before
+    for round_ in range(repeats):
+        for name in list(steps) if round_ % 2 == 0 else list(steps)[::-1]:
+            samples[name].append(once(steps[name], device, flush))
+    return {name: Timing(*quantiles(samples[name]), peaks[name]) for name in steps}
+
+
+def captured(run: Callable[[], object]) -> Step:
+    """Return a step that replays `run` from a CUDA graph: its device time, where the host would
+    take longer to launch it.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return Step(lambda _: graph.replay())
+
+
+# ----------------------------------------------------------------------------------------- providers
+
+
+class CannotRun(Exception):
+    """Signal that a provider cannot run, with the reason."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Hold a head and a batch; `upstream` [T] is the seeded gradient of each token's logprob."""
+
+    shape: Shape
+    x: Tensor
+    w: Tensor
+    y: Tensor
+    upstream: Tensor
+
+    @staticmethod
+    def make(
+        shape: Shape, tokens: int, device: str, dtype: torch.dtype, frozen: bool = False
+    ) -> Problem:
+        how: dict[str, Any] = {
+            "generator": torch.Generator(device).manual_seed(0),
+            "device": device,
+        }
+        x = torch.randn(tokens, shape.D, **how).to(dtype).requires_grad_()
+        w = (torch.randn(shape.V, shape.D, **how) * shape.D**-0.5).to(dtype)
+        y = torch.randint(0, shape.V, (tokens,), **how)
+        return Problem(shape, x, w.requires_grad_(not frozen), y, torch.randn(tokens, **how))
+
+
+@dataclass(frozen=True)
+class Provider:
+    """Hold an implementation: logprobs [T] of a problem. `memory`: its class, "flat" or "logits".
+    `products`: the N D V products of its algorithm, forward and backward (Liger's Triton path and
+    torch's chunks recompute if a loss for each token is requested).
+    """
+
+    name: str
+    memory: str
+    products: float
+    logprobs: Callable[[Problem], Tensor]
+    frozen: bool = False
+
+
+def _need(package: str, p: Problem | None = None) -> None:
+    if find_spec(package) is None:
+        raise CannotRun(f"{package} is not installed")
+    if p is not None and not p.x.is_cuda:
+        raise CannotRun(f"{package}'s Triton path needs CUDA, this is {p.x.device}")
+
+
+def plain(x: Tensor, w: Tensor, y: Tensor, softcap: float | None) -> Tensor:
+    logits = torch.nn.functional.linear(x, w)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return logits.float().log_softmax(-1).gather(-1, y[:, None]).squeeze(-1)
+
+
+def _ours(p: Problem, entropy: bool = False, saved_bytes: int = 0) -> Tensor:
+    how: dict[str, Any] = {"entropy": entropy, "saved_bytes": saved_bytes}
+    return linear_logprob(p.x, p.w, p.y, softcap=p.shape.softcap, **how)[0]
+
+
+def _torch(p: Problem) -> Tensor:
+    return plain(p.x, p.w, p.y, p.shape.softcap)
+
+
+_compiled = torch.compile(plain, dynamic=False)
+
+
+def _torch_compile(p: Problem) -> Tensor:
+    """Run the compiled function. The caller resets dynamo between shapes: after eight shapes dynamo
+    runs the function uncompiled, under the name of the compiled function.
+    """
+    return _compiled(p.x, p.w, p.y, p.shape.softcap)
+
+
+def _torch_linear_cross_entropy(p: Problem) -> Tensor:
+    function = getattr(torch.nn.functional, "linear_cross_entropy", None)
+    options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
+    if function is None or options is None:
+        raise CannotRun(f"torch {torch.__version__} has no chunked linear_cross_entropy")
+    if p.shape.softcap is not None:
+        raise CannotRun("no softcap")
+    return -function(p.x, p.w, p.y, reduction="none", options=options())
+
+
+def _liger_triton(p: Problem) -> Tensor:
+    _need("liger_kernel", p)
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    out = LigerFusedLinearCrossEntropyFunction.apply(
+        p.x, p.w, p.y, None, None, -100, 0.0, 0.0, "none", p.shape.softcap
+    )
+    loss = out[0] if isinstance(out, tuple) else out
+    if loss.shape != p.y.shape:
+        raise CannotRun("no loss for each token")
+    return -loss
+
+
+def _liger_scaled(p: Problem) -> Tensor:
+    """Run the CuTe kernel on Hopper, a chunked torch path elsewhere."""
+    _need("liger_kernel")
+    if p.shape.softcap is not None:
+        raise CannotRun("no softcap")
+    from liger_kernel.ops import fused_linear_scaled_cross_entropy as liger
+
+    out = liger.LigerFusedLinearScaledCrossEntropyFunction.apply(p.x, p.w, p.y)
+    return -(out[0] if isinstance(out, tuple) else out)
+
+
+def _cut_cross_entropy(p: Problem) -> Tensor:
+    _need("cut_cross_entropy", p)
+    from cut_cross_entropy import linear_cross_entropy
+
+    how: dict[str, Any] = {"reduction": "none", "filter_eps": None}
+    return -linear_cross_entropy(p.x, p.w, p.y, softcap=p.shape.softcap, **how)
+
+
+PROVIDERS = (
+    Provider("ours", "flat", 8, _ours),
+    Provider("ours_entropy", "flat", 8, lambda p: _ours(p, entropy=True)),
+    Provider("ours_saved", "logits", 6, lambda p: _ours(p, saved_bytes=1 << 40)),
+    Provider("ours_frozen", "flat", 4, _ours, frozen=True),
+    Provider("torch", "logits", 6, _torch),
+    Provider("torch_frozen", "logits", 4, _torch, frozen=True),
+    Provider("torch_compile", "logits", 6, _torch_compile),
+    Provider("torch_linear_cross_entropy", "flat", 8, _torch_linear_cross_entropy),
+    Provider("liger_triton", "flat", 8, _liger_triton),
+    Provider("liger_scaled", "flat", 8, _liger_scaled),
+    Provider("cut_cross_entropy", "flat", 8, _cut_cross_entropy),
+)
+
+
+# ---------------------------------------------------------------------------------------------- rows
 
 Errors = tuple[float, float, float]  # logp, dX, dW
-
 COLUMNS = (
     "operation provider memory phase model tokens D V dtype device median_ms low_ms high_ms "
-    "floor_ms ratio peak_mb"
+    "floor_ms ratio peak_mb error error_dx error_dw"
 ).split()
-COLUMNS += ["error", "error_dx", "error_dw"]
 Row = dict[str, object]
 
 
 def row(
-    operation: str,
-    name: str,
-    memory: str,
-    phase: str,
-    p: Problem,
-    timing: Timing,
-    floor: float,
-    errors: Errors,
+    labels: tuple[str, str, str, str], p: Problem, timing: Timing, floor: float, errors: Errors
 ) -> Row:
+    """Return a row of the table. `labels`: operation, provider, memory class, phase."""
     shape, device = p.shape, torch.cuda.get_device_name() if p.x.is_cuda else "cpu"
     sizes = [shape.model, len(p.y), shape.D, shape.V, str(p.x.dtype).removeprefix("torch."), device]
     times = [f"{t:.4f}" for t in (timing.median, timing.low, timing.high, floor)]
-    ratio = f"{timing.median / floor:.2f}" if p.x.is_cuda else "nan"  # the floors are an H100's
-    figures = [
-        *times,
-        ratio,
-        f"{timing.peak_bytes / 1e6:.0f}",
-        *(f"{error:.1e}" for error in errors),
-    ]
-    return dict(zip(COLUMNS, [operation, name, memory, phase, *sizes, *figures], strict=True))
+    ratio = f"{timing.median / floor:.2f}" if p.x.is_cuda else "nan"  # the floors are a GPU's
+    figures = [ratio, f"{timing.peak_bytes / 1e6:.0f}", *(f"{error:.1e}" for error in errors)]
+    return dict(zip(COLUMNS, [*labels, *sizes, *times, *figures], strict=True))
 
 
-def errors_of(logp: torch.Tensor, p: Problem, rows: int = 16) -> Errors:
+@torch.no_grad()
+def errors_of(logp: Tensor, p: Problem, rows: int = 16) -> Errors:
     """Return the largest errors against float64: of the logprobs and dX of the first `rows` tokens,
-    and of dW of `rows` rows of the vocabulary.
-
-    Gradients are divided by the largest exact gradient.
+    and of dW of `rows` rows of the vocabulary. Gradients are divided by the largest exact gradient.
     """
-    with torch.no_grad():
-        some = torch.linspace(0, p.shape.V - 1, rows, device=p.x.device).long()
-        error, error_dx, dw = (
-            0.0,
-            0.0,
-            torch.zeros(rows, p.shape.D, dtype=torch.float64, device=p.x.device),
-        )
-        wide = p.w.double()
-        for at in range(0, len(p.y), 512):
-            x, y, g = (
-                p.x[at : at + 512].double(),
-                p.y[at : at + 512],
-                p.upstream[at : at + 512].double(),
-            )
-            z = x @ wide.t()
-            slope = torch.ones_like(z)
-            if p.shape.softcap is not None:
-                z = p.shape.softcap * torch.tanh(z / p.shape.softcap)
-                slope = 1 - (z / p.shape.softcap) ** 2
-            exact = z.log_softmax(-1)
-            dz = (
-                (torch.nn.functional.one_hot(y, p.shape.V) - exact.exp())
-                .mul_(g[:, None])
-                .mul_(slope)
-            )
-            dw += dz[:, some].t() @ x
-            if at == 0:
-                error = (
-                    (logp[:rows].double() - exact[:rows].gather(-1, y[:rows, None])[:, 0])
-                    .abs()
-                    .max()
-                    .item()
-                )
-                dx = dz[:rows] @ wide
-                error_dx = (
-                    ((p.x.grad[:rows].double() - dx).abs().max() / dx.abs().max()).item()
-                    if p.x.grad is not None
-                    else float("nan")
-                )
-        error_dw = (
-            ((p.w.grad[some].double() - dw).abs().max() / dw.abs().max()).item()
-            if p.w.grad is not None
-            else float("nan")
-        )
-        return error, error_dx, error_dw
+
+    def apart(gradient: Tensor | None, chosen: Any, exact: Tensor) -> float:
+        if gradient is None:
+            return NAN
+        return ((gradient[chosen].double() - exact).abs().max() / exact.abs().max()).item()
+
+    some = torch.linspace(0, p.shape.V - 1, rows, device=p.x.device).long()
+    dw = torch.zeros(rows, p.shape.D, dtype=torch.float64, device=p.x.device)
+    error, error_dx, wide = 0.0, 0.0, p.w.double()
+    for at in range(0, len(p.y), 512):
+        x, y, g = (tensor[at : at + 512] for tensor in (p.x.double(), p.y, p.upstream.double()))
+        z = x @ wide.t()
+        slope = torch.ones_like(z)
+        if p.shape.softcap is not None:
+            z = p.shape.softcap * torch.tanh(z / p.shape.softcap)
+            slope = 1 - (z / p.shape.softcap) ** 2
+        exact = z.log_softmax(-1)
+        dz = torch.nn.functional.one_hot(y, p.shape.V) - exact.exp()
+        dz.mul_(g[:, None]).mul_(slope)
+        dw += dz[:, some].t() @ x
+        if at == 0:
+            right = exact[:rows].gather(-1, y[:rows, None])[:, 0]
+            error = (logp[:rows].double() - right).abs().max().item()
+            error_dx = apart(p.x.grad, slice(rows), dz[:rows] @ wide)
+    return error, error_dx, apart(p.w.grad, some, dw)
 
 
 def head_steps(provider: Provider, p: Problem) -> dict[str, Step]:
@@ -136,7 +365,7 @@ def head_steps(provider: Provider, p: Problem) -> dict[str, Step]:
     def fresh() -> None:
         p.x.grad = p.w.grad = None
 
-    def prepared() -> torch.Tensor:
+    def prepared() -> Tensor:
         fresh()
         return provider.logprobs(p)
 
@@ -178,24 +407,13 @@ def one_provider(
     logp.backward(p.upstream)
     errors = errors_of(logp.detach(), p)
     del logp
+    forward = 4 if provider.name == "ours_frozen" else 2
+    backward = max(provider.products - forward, 0.01)
+    products = {"forward": forward, "backward": backward, "both": provider.products}
     for phase, step in head_steps(provider, p).items():
         timing = measure({phase: step}, device, repeats)[phase]
-        forward = 2 if provider.name != "ours_frozen" else 4
-        products = {
-            "forward": forward,
-            "backward": max(provider.products - forward, 0.01),
-            "both": provider.products,
-        }[phase]
-        yield row(
-            "linear_logprob",
-            provider.name,
-            provider.memory,
-            phase,
-            p,
-            timing,
-            floor_ms(products, tokens, shape),
-            errors,
-        )
+        labels = "linear_logprob", provider.name, provider.memory, phase
+        yield row(labels, p, timing, floor_ms(products[phase], tokens, shape), errors)
 
 
 def bench_logits(
@@ -215,32 +433,19 @@ def bench_logits(
         leaf = logits.detach().requires_grad_()
         leaf.float().log_softmax(-1).gather(-1, p.y[:, None]).squeeze(-1).backward(p.upstream)
 
-    steps = {
-        "ours": Step(ours),
-        "torch": Step(torch_plain),
-        "ours forward": Step(lambda _: token_logprob(logits, p.y)),
-    }
+    forward = Step(lambda _: token_logprob(logits, p.y))
+    steps = {"ours": Step(ours), "torch": Step(torch_plain), "ours forward": forward}
     size = logits.numel() * logits.element_size()
     for name, timing in measure(steps, device, repeats).items():
         phase, copies = ("forward", 1) if name.endswith("forward") else ("both", 3)
-        errors = (error, float("nan"), float("nan"))
-        yield row(
-            "token_logprob",
-            name.split()[0],
-            "logits",
-            phase,
-            p,
-            timing,
-            copy_floor_ms(copies * size),
-            errors,
-        )
+        labels = "token_logprob", name.split()[0], "logits", phase
+        yield row(labels, p, timing, copy_floor_ms(copies * size), (error, NAN, NAN))
 
 
 def bench_tokens(tokens: int, device: str, repeats: int) -> Iterator[Row]:
     """Yield the rows of policy_loss, which is bound by launches: the floor of 32 bytes per token is
-    reported, the goal is 0.010 ms for 32k tokens.
-
-    "graph" is replayed from a CUDA graph, so that it excludes the host's 0.1 ms.
+    reported, the goal is 0.010 ms for 32k tokens. "graph" is replayed from a CUDA graph, so that it
+    excludes the host's 0.1 ms.
     """
     p = Problem.make(Shape(model="tokens", D=1, V=2), tokens, device, torch.float32)
     logp, old, advantage = (torch.randn(tokens, device=device) * 0.1 for _ in range(3))
@@ -248,44 +453,18 @@ def bench_tokens(tokens: int, device: str, repeats: int) -> Iterator[Row]:
     def call() -> object:
         return policy_loss(logp, old, advantage, kind="ppo")
 
-    steps = {"forward": Step(lambda _: call())} | (
-        {"graph": captured(call)} if device == "cuda" else {}
-    )
+    steps = {"forward": Step(lambda _: call())}
+    if device == "cuda":
+        steps["graph"] = captured(call)
     for phase, timing in measure(steps, device, repeats).items():
-        yield row(
-            "policy_loss",
-            "ours",
-            "flat",
-            phase,
-            p,
-            timing,
-            copy_floor_ms(32 * tokens),
-            (0.0, 0.0, 0.0),
-        )
-
-
-def show(r: Row) -> None:
-    label = (
-        f"{r['operation']:15s} {r['provider']:27s} {r['memory']:6s} {r['phase']:8s} "
-        f"{r['model']:13s} {r['tokens']:>6}"
-    )
-    times = f"{r['median_ms']:>11} ms [{r['low_ms']}, {r['high_ms']}]"
-    errors = f"{r['error']} {r['error_dx']} {r['error_dw']}"
-    print(
-        f"{label} {times}  floor {r['floor_ms']}  ratio {r['ratio']:>8}  {r['peak_mb']:>6} MB  "
-        f"errors {errors}",
-        flush=True,
-    )
+        labels = "policy_loss", "ours", "flat", phase
+        yield row(labels, p, timing, copy_floor_ms(32 * tokens), (0.0, 0.0, 0.0))
 
 
 def every_row(
-    shapes: list[Shape],
-    tokens_list: list[int],
-    device: str,
-    dtype: torch.dtype,
-    names: list[str],
-    repeats: int,
+    shapes: list[Shape], tokens_list: list[int], device: str, names: list[str], repeats: int
 ) -> Iterator[Row]:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     for shape in shapes:
         for tokens in tokens_list:
             yield from bench_head(shape, tokens, device, dtype, names, repeats)
@@ -294,70 +473,30 @@ def every_row(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    names = [shape.model for shape in (*SHAPES, TINY)]
-    parser.add_argument(
-        "--models", nargs="+", choices=names, help="default: all on CUDA, the tiny head elsewhere"
-    )
-    parser.add_argument(
-        "--tokens", nargs="+", type=int, help=f"default: {TOKENS} on CUDA, 256 elsewhere"
-    )
-    parser.add_argument(
-        "--providers",
-        nargs="+",
-        default=[p.name for p in PROVIDERS],
-        choices=[p.name for p in PROVIDERS],
-    )
-    parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"]
-    )
-    parser.add_argument(
-        "--dtype",
-        default=None,
-        choices=["bfloat16", "float16", "float32"],
-        help="default: bfloat16 on CUDA",
-    )
+    parser, heads = make_parser(__doc__), {shape.model: shape for shape in (*SHAPES, TINY)}
+    providers = [provider.name for provider in PROVIDERS]
+    gpu = torch.cuda.is_available()
+    parser.add_argument("--device", default="cuda" if gpu else "cpu", choices=["cuda", "cpu"])
+    parser.add_argument("--models", nargs="+", choices=heads, help="all on CUDA, else the tiny one")
+    parser.add_argument("--tokens", nargs="+", type=int, help=f"{TOKENS} on CUDA, else 256")
+    parser.add_argument("--providers", nargs="+", default=providers, choices=providers)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="Qwen3-1.7B (off CUDA the tiny head), 4096 (256) tokens, 10 repeats",
-    )
-    parser.add_argument(
-        "--csv", type=Path, default=None, help="default: bench/results/kernels_<device>.csv"
+        "--csv", type=Path, help="default: bench/results/kernels_<device>_table.csv"
     )
     args = parser.parse_args()
     cuda = args.device == "cuda"
-    models = args.models or ((["Qwen3-1.7B"] if args.quick else names[:-1]) if cuda else ["tiny"])
-    tokens_list = args.tokens or (([4096] if args.quick else list(TOKENS)) if cuda else [256])
-    dtype = getattr(torch, args.dtype or ("bfloat16" if cuda else "float32"))
-    repeats = min(args.repeats, 10) if args.quick else args.repeats
-    print(
-        f"device {torch.cuda.get_device_name() if cuda else 'cpu'}, torch {torch.__version__}, "
-        f"{dtype}, {repeats} repeats"
-    )
-    path = (
-        args.csv or Path(__file__).resolve().parent / "results" / f"kernels_{args.device}_table.csv"
-    )
+    shapes = [heads[name] for name in args.models or (list(heads)[:-1] if cuda else ["tiny"])]
+    tokens = args.tokens or (list(TOKENS) if cuda else [256])
+    path = args.csv or RESULTS / f"kernels_{args.device}_table.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows: list[Row] = []
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
-        for r in every_row(
-            [s for s in (*SHAPES, TINY) if s.model in models],
-            tokens_list,
-            args.device,
-            dtype,
-            args.providers,
-            repeats,
-        ):
-            rows.append(r)
+        for r in every_row(shapes, tokens, args.device, args.providers, args.repeats):
             writer.writerow(r)
             file.flush()
-            show(r)
+            print(*(f"{key} {r[key]}" for key in COLUMNS if key not in ("D", "V", "device")))
     print(f"wrote {path}")
 
 

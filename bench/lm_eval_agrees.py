@@ -11,7 +11,6 @@ loglikelihood differs by more than 1e-4 or an answer was wrongly reported as gre
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -22,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
-from bench.harness import RESULTS, write_table  # noqa: E402
+from bench.harness import RESULTS, make_parser, write_table  # noqa: E402
 from bench.serving import BASE, Server  # noqa: E402
 
 TASK = """task: whetstone_sums
@@ -43,35 +42,18 @@ def write_task(folder: Path, count: int) -> None:
         for _ in range(count):
             a, b = map(int, rng.integers(1, 500, 2))
             choices = [str(a + b), str(a + b + 1), f"{a} and {b}", "none of these"]
-            print(
-                json.dumps(
-                    {"question": f"What is {a} + {b}?  {a}+{b}", "choices": choices, "answer": 0}
-                ),
-                file=file,
-            )
+            row = {"question": f"What is {a} + {b}?  {a}+{b}", "choices": choices, "answer": 0}
+            print(json.dumps(row), file=file)
     (folder / "whetstone_sums.yaml").write_text(TASK.format(rows=folder / "rows.jsonl"))
 
 
 def harness(python: str, folder: Path, base: str, url: str) -> list[dict]:
     """Return the answers that the harness received, a sample for each question."""
     model = f"model={base},base_url={url}/v1/completions,tokenizer={base},tokenizer_backend=huggingface,num_concurrent=4,max_retries=1"
-    words = [
-        "--model",
-        "local-completions",
-        "--model_args",
-        model,
-        "--tasks",
-        "whetstone_sums",
-        "--include_path",
-        str(folder),
-    ]
-    words += ["--log_samples", "--output_path", str(folder / "out")]
-    environment = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(folder / "hf"),
-        "OPENAI_API_KEY": "none",
-    }
+    words = ["--model", "local-completions", "--model_args", model, "--tasks", "whetstone_sums"]
+    words += ["--include_path", str(folder), "--log_samples", "--output_path", str(folder / "out")]
+    settings = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf"), "OPENAI_API_KEY": "none"}
+    environment = {**os.environ, **settings}
     subprocess.run([python, "-m", "lm_eval", *words], env=environment, cwd=folder, check=True)
     (samples,) = (folder / "out").rglob("samples_*.jsonl")
     return [json.loads(line) for line in samples.read_text().splitlines()]
@@ -86,22 +68,14 @@ def expected(client, tokenizer, context: str, continuation: str) -> tuple[float,
     before = len(tokenizer.encode(context))
     tokens = ModelInput.from_ints(tokenizer.encode(context + continuation))
     logprobs = client.compute_logprobs(tokens).result()
-    likeliest = (
-        client.sample(tokens, 1, SamplingParams(1), topk_prompt_logprobs=1)
-        .result()
-        .topk_prompt_logprobs
-    )
-    greedy = all(
-        row[0][0] == token
-        for row, token in zip(likeliest[before:], tokens.to_ints()[before:], strict=True)
-    )
+    response = client.sample(tokens, 1, SamplingParams(1), topk_prompt_logprobs=1).result()
+    likeliest = [row[0][0] for row in response.topk_prompt_logprobs[before:]]
+    greedy = likeliest == tokens.to_ints()[before:]
     return sum(logprobs[before:]), greedy
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--python", required=True, help="of an environment that has lm_eval")
     parser.add_argument("--questions", type=int, default=16)
     args = parser.parse_args()
@@ -125,20 +99,15 @@ def main() -> int:
             client = service.create_sampling_client(base_model=base)
             for sample in samples:
                 for given, said in zip(sample["arguments"].values(), sample["resps"], strict=True):
-                    logprob, greedy = expected(
-                        client, loaded.tokenizer, given["arg_0"], given["arg_1"]
-                    )
+                    texts = given["arg_0"], given["arg_1"]
+                    logprob, greedy = expected(client, loaded.tokenizer, *texts)
                     found = said[0]
                     differences.append(abs(float(found[0]) - logprob))
                     logprobs.append(float(found[0]))
                     wrong += (str(found[1]) == "True") != greedy
                     asked += 1
-    row = {
-        "questions": len(samples),
-        "loglikelihoods": asked,
-        "largest difference": f"{max(differences):.2g}",
-        "greedy wrong": wrong,
-    }
+    row = {"questions": len(samples), "loglikelihoods": asked}
+    row |= {"largest difference": f"{max(differences):.2g}", "greedy wrong": wrong}
     row |= {"lowest": f"{min(logprobs):.2f}", "highest": f"{max(logprobs):.2f}"}
     print(row)
     write_table(RESULTS / "lm_eval.csv", [row])

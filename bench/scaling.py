@@ -1,67 +1,78 @@
-"""Model step time, memory and traffic of a GRPO step on 1 to 1,024 GPUs.
+"""Model step time, memory and traffic of a GRPO step on 1 to 1,024 GPUs, and check the modelled
+traffic with two real processes.
 
-Two real processes check the modelled traffic.
+    python bench/scaling.py              # results/scaling.csv, scaling.png: under a minute
+    python bench/scaling.py --measure    # first the bytes that two gloo processes really send
+    python bench/scaling.py --sampling-rate 7B:2500 --mfu 0.35 --reward-seconds 0.05
 
-    # results/scaling.csv and results/scaling.png: under a minute
-    python bench/scaling.py
-    # first measure the bytes that two gloo processes really send, against the model
-    python bench/scaling.py --measure
-    python bench/scaling.py --sampling-rate 7:2500 --mfu 0.35 --reward-seconds 0.05
-
-Memory is that of `train.py --plan` (rl.memory_plan.byte_counts). Nothing overlaps: the model adds sampling,
-arithmetic, traffic and the driver's work, because the loop runs them in sequence (only ZeRO-2 may
-overlap its sending, by a setting). The work grows with the GPUs: a fixed number of answers per GPU.
-The output begins with the assumptions; the rates are inputs, not measurements. Where a sampler's
-whole copy fits no GPU, the fewest GPUs of a machine that can hold the copy together do so
-(`--sampler-tp`; scaling_models.py). A mixture of experts computes with the parameters that a token
-is routed to; it holds, sends and gathers all parameters. A vision-language model runs its vision
-tower over every image. The tower is frozen (LoRA trains only the language model) or trained. The
-image's tokens count as prompt tokens too. Symbols: W ranks, N parameters of the model, Nt trained
-parameters, m micro-batches per rank and step.
+Memory is that of `train.py --plan`. Sampling, arithmetic, traffic and the driver's work add up,
+because the loop runs them in sequence. The number of answers per GPU is fixed. The rates are inputs,
+not measurements. Where a sampler's whole copy fits no GPU, the fewest GPUs of a machine that can
+hold it together do so (`--sampler-tp`). A mixture of experts computes with the parameters that a
+token is routed to, and holds, sends and gathers all of them. The tower of a vision-language model
+runs over every image. Symbols: W ranks, L layers, D hidden size, V vocabulary, k GPUs of a team.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
 import json
 import math
 import pickle
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
+import numpy as np
+import torch
 
-import scaling_models  # noqa: E402
-from scaling_models import NAMES, skeletons  # noqa: E402
-
-from rl.distributed import Sharding, ZeroSharding  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from bench.harness import REPO, RESULTS, make_parser, write_table  # noqa: E402
+from rl.distributed import FP32, Sharding, ZeroSharding  # noqa: E402
 from rl.distributed.sharding import REUSE_DISTANCE  # noqa: E402
+from rl.errors import UserError  # noqa: E402
 from rl.memory_plan import (  # noqa: E402  # noqa: E402
     GIB,
     USABLE_FRACTION,
+    ComputeConfig,
     LaunchShape,
     MicroBatchMemory,
     ModelShape,
+    ModelSkeleton,
     StepWork,
+    check_tensor_parallel,
     plan_memory,
 )
+from rl.memory_plan.byte_counts import PREFILL_TOKENS  # noqa: E402
 from rl.memory_plan.step_shapes import (  # noqa: E402
     compute_concurrent_rows,
     count_pool_pages,
     largest_micro_batch,
 )
+from rl.types import AdamParams, Datum, ModelInput  # noqa: E402
 
-RESULTS = HERE / "results"
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 STAGES: dict[str, int | None] = {"ddp": None, "zero1": 1, "zero2": 2, "zero3": 3}
+TEAM_SIZES = (1, 2, 4, 8)
+DRAWN = 2 * 8  # bytes of a sampled token and its logprob, as sent
+# The dense Qwen2.5 models: hidden size, layers, heads, key heads, MLP size, vocabulary, tied head.
+SIZES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
+    "0.5B": (896, 24, 14, 2, 4864, 151_936, True),
+    "1.5B": (1536, 28, 12, 2, 8960, 151_936, True),
+    "3B": (2048, 36, 16, 2, 11_008, 151_936, True),
+    "7B": (3584, 28, 28, 4, 18_944, 152_064, False),
+    "14B": (5120, 48, 40, 8, 13_824, 152_064, False),
+    "32B": (5120, 64, 40, 8, 27_648, 152_064, False),
+}
+# Sampled tokens per second of an H100 with a batch of 64: an assumption.
+RATES = {"0.5B": 20000, "1.5B": 12000, "3B": 8000, "7B": 4500, "14B": 2500, "32B": 1200, "30B-A3B": 6000, "8B-VL": 4000}  # fmt: skip
+_COLUMNS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size", "tie_word_embeddings")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +90,8 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True)
 class Driver:
-    """Hold the rates of the work that only rank 0 does.
-
-    `bytes_per_token` and `pickle_rate` describe a batch on its way to the ranks; the defaults come
-    from --measure.
+    """Hold the rates of the work that only rank 0 does. `bytes_per_token` and `pickle_rate` describe
+    a batch on its way to the ranks, as --measure prints them.
     """
 
     reward_seconds: float = 0.005
@@ -94,15 +103,15 @@ class Driver:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Hold the work of a GPU in a step, and its division into micro-batches."""
+    """Hold the work of a GPU in a step. `patches`: image patches per prompt, whose tokens `prompt`
+    includes. `budget`: tokens of a micro-batch.
+    """
 
     answers: int = 64
     group: int = 8
     prompt: int = 512
     answer: int = 1024
     budget: int = 16_384
-    # Image patches per prompt, as the vision tower reads them. `prompt` includes the resulting
-    # tokens.
     patches: int = 0
 
     @property
@@ -110,13 +119,111 @@ class Load:
         return self.answers * (self.prompt + self.answer)
 
 
-# ---------------------------------------------------------------------------- traffic
+# ------------------------------------------------------------------------------------------- models
+
+
+def config_of(name: str) -> Any:
+    """Return a config: Qwen2.5, Qwen3's mixture that routes a token to 8 of 128 experts, or Qwen3-VL
+    with its tower.
+    """
+    import transformers
+
+    if name == "30B-A3B":
+        return transformers.Qwen3MoeConfig(
+            hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
+            head_dim=128, intermediate_size=6144, moe_intermediate_size=768, num_experts=128,
+            num_experts_per_tok=8, decoder_sparse_step=1, mlp_only_layers=[], vocab_size=151_936,
+            tie_word_embeddings=False, max_position_embeddings=32_768,
+        )  # fmt: skip
+    if name == "8B-VL":
+        rope = {"rope_type": "default", "mrope_section": [24, 20, 20], "rope_theta": 5e6}
+        text = dict(
+            hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
+            head_dim=128, intermediate_size=12_288, vocab_size=151_936,
+            max_position_embeddings=32_768, rope_parameters=rope,
+        )  # fmt: skip
+        tower = dict(
+            depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16, patch_size=16,
+            spatial_merge_size=2, out_hidden_size=4096, deepstack_visual_indexes=[8, 16, 24],
+            num_position_embeddings=2304,
+        )  # fmt: skip
+        return transformers.Qwen3VLConfig(
+            text_config=text, vision_config=tower, tie_word_embeddings=False
+        )
+    sizes = dict(zip(_COLUMNS, SIZES[name], strict=True))
+    return transformers.Qwen2Config(**sizes, max_position_embeddings=32_768)
+
+
+# --------------------------------------------------------------------------- samplers of several GPUs
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Count the collectives of a team's rank and the bytes of their whole tensors."""
+
+    calls: int = 0
+    summed: float = 0.0
+    gathered: float = 0.0
+    copied: float = 0.0
+
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def times(self, count: int) -> Sent:
+        return Sent(*(count * number for number in astuple(self)))
+
+
+def forward_traffic(shape: ModelShape, positions: int, rows: int, size: int) -> Sent:
+    """Return the traffic of a forward over `positions` positions with logits for `rows` rows. `size`:
+    bytes per element of the hidden states.
+
+    A forward all-reduces [positions, D] after its embedding and after the attention and MLP of every
+    layer ([rows, D] in the last one), and gathers fp32 logits [rows, V].
+    """
+    sums = 2 * shape.layers + 1
+    summed = (sums - 2) * positions + 2 * rows
+    return Sent(sums + 1, float(summed * shape.hidden * size), float(FP32 * rows * shape.vocab))
+
+
+def sampler_traffic(shape: ModelShape, launch: LaunchShape, load: Any, rows: int) -> Sent:
+    """Return the traffic of all answers that a team samples in a GRPO step: it prefills the prompts
+    in batches, then decodes `rows` rows at once and sends their tokens and logprobs.
+    """
+    answers = launch.sampler_tp * load.answers
+    prompts, at_once = answers // load.group, math.ceil(answers / rows)
+    batches, size = math.ceil(prompts * load.prompt / PREFILL_TOKENS), launch.compute_bytes
+    lengths = math.ceil(prompts * load.prompt / batches), math.ceil(prompts / batches)
+    read = forward_traffic(shape, *lengths, size).times(batches)
+    decoded = forward_traffic(shape, rows, rows, size).times((load.answer - 1) * at_once)
+    drawn = Sent(1, copied=float(DRAWN * rows))
+    return read + decoded + drawn.times(load.answer * at_once)
+
+
+def ring_seconds(sent: Sent, team: int, hardware: Any) -> float:
+    """Return the seconds of rings over NVLink, including the fixed latency of each call."""
+    if team == 1:
+        return 0.0
+    wire = (team - 1) / team * (2 * sent.summed + sent.gathered) + sent.copied
+    return sent.calls * hardware.collective_seconds + wire / hardware.nvlink
+
+
+def teams(shape: ModelShape, launch: LaunchShape, hardware: Any) -> Iterator[int]:
+    """Yield the team sizes that the GPUs of a machine, and the model's heads and columns allow."""
+    for size in TEAM_SIZES:
+        if size > 1 and (not launch.cuda or min(launch.world, hardware.per_node) % size):
+            continue
+        try:
+            check_tensor_parallel(shape, size)
+        except UserError:
+            continue
+        yield size
+
+
+# ------------------------------------------------------------------------------------------- traffic
 
 
 def payload(shape: ModelShape, launch: LaunchShape, micro_batches: int) -> dict[str, float]:
-    """Return the bytes that a rank hands to collectives per optimizer step, by collective.
-
-    The bytes are those of whole tensors.
+    """Return the bytes of whole tensors that a rank hands to collectives per optimizer step.
 
     DDP, ZeRO-1  gradients once, fp32
     ZeRO-1, 2    updated weights, gathered once
@@ -129,33 +236,27 @@ def payload(shape: ModelShape, launch: LaunchShape, micro_batches: int) -> dict[
     if launch.world == 1:
         return {"all_reduce": 0.0, "all_gather": 0.0, "reduce_scatter": 0.0}
     gradients, weights = 4.0 * shape.trainable, float(launch.weight_bytes * shape.trainable)
-    if launch.sharding.level == 0:
-        return {"all_reduce": gradients, "all_gather": 0.0, "reduce_scatter": 0.0}
     if launch.sharding.level < 3:
         times = micro_batches if launch.sharding.level == 2 else 1
-        return {"all_reduce": times * gradients, "all_gather": weights, "reduce_scatter": 0.0}
+        gathered = weights if launch.sharding.level else 0.0
+        return {"all_reduce": times * gradients, "all_gather": gathered, "reduce_scatter": 0.0}
     large = shape.parameters - shape.small
     gathers = large + max(0, large - REUSE_DISTANCE)
-    sampler = shape.parameters - shape.small if shape.trainable == shape.parameters else 0
+    sampler = large if shape.trainable == shape.parameters else 0
     # Small parameters stay whole on every rank, and are gathered after the step.
-    updated = shape.small
-    return {
-        "all_reduce": 0.0,
-        "all_gather": float(launch.weight_bytes * (micro_batches * gathers + sampler + updated)),
-        "reduce_scatter": micro_batches * gradients,
-    }
+    gathered = float(launch.weight_bytes * (micro_batches * gathers + sampler + shape.small))
+    return {"all_reduce": 0.0, "all_gather": gathered, "reduce_scatter": micro_batches * gradients}
 
 
 def on_the_wire(sent: Mapping[str, float], world: int) -> float:
-    """Return the bytes that a rank sends in rings.
-
-    A ring sends 2 (W - 1) / W of all-reduced bytes, and (W - 1) / W of gathered or scattered bytes.
+    """Return the bytes that a rank sends in rings: 2 (W - 1) / W of all-reduced bytes, (W - 1) / W of
+    gathered or scattered bytes.
     """
-    share = (world - 1) / world
-    return share * (2 * sent["all_reduce"] + sent["all_gather"] + sent["reduce_scatter"])
+    whole = 2 * sent["all_reduce"] + sent["all_gather"] + sent["reduce_scatter"]
+    return (world - 1) / world * whole
 
 
-# ---------------------------------------------------------------------------- step time
+# ----------------------------------------------------------------------------------------- step time
 
 
 @dataclass(frozen=True)
@@ -163,8 +264,8 @@ class Step:
     """Hold a row of the table; seconds and GiB are per GPU.
 
     limit: the largest part of the step time, or the reason why the launch does not fit.
-    sampler_tp: number of GPUs that hold a sampler together.
-    sampler_traffic_s: the part of sample_s in which these GPUs send data to each other.
+    sampler_tp: number of GPUs that hold a sampler together; sampler_traffic_s: the part of sample_s
+    in which they send data to each other.
     """
 
     model: str
@@ -184,330 +285,301 @@ class Step:
     sampler_traffic_s: float = 0.0
 
 
-def step(
-    name: str, shape: ModelShape, held: MicroBatchMemory, launch: LaunchShape, load: Load, hardware: Hardware, driver: Driver, sampling_rate: float,
-    *, splits: bool = True,
-) -> Step:  # fmt: skip
-    """Model a GRPO step with gradient checkpointing. `sampling_rate`: sampled tokens/s per GPU.
-
-    The fewest GPUs that fit hold a sampler together; where no number fits, each GPU holds a
-    sampler. The model assumes that a team of GPUs samples at the sum of its GPUs' separate rates
-    (each GPU reads its part of the weights, for the rows of all), less the time of the team's
-    all-reduces. With `splits=False`, each GPU holds a sampler.
+@dataclass(frozen=True, kw_only=True)
+class StepModel:
+    """Model a GRPO step of a model with gradient checkpointing. `sampling_rate`: sampled tokens/s of
+    a GPU.
     """
-    given = (name, shape, held, launch, load, hardware, driver, sampling_rate)
-    tries = (
-        _step(*given, team=team) for team in scaling_models.teams(shape, launch, hardware) if splits
-    )
-    return next((found for found in tries if found.fits), None) or _step(*given, team=1)
 
+    name: str
+    shape: ModelShape
+    hardware: Hardware
+    driver: Driver
+    load: Load
+    sampling_rate: float
 
-def _step(
-    name: str, shape: ModelShape, held: MicroBatchMemory, launch: LaunchShape, load: Load, hardware: Hardware, driver: Driver, sampling_rate: float,
-    *, team: int,
-) -> Step:  # fmt: skip
-    launch = replace(launch, sampler_tp=team)
-    work = work_of(shape, launch, load)
-    needs = plan_memory(shape, held, launch, work)
-    memory = needs.peak / GIB
-    fits = memory <= USABLE_FRACTION * hardware.memory_gib
-    micro_batches = math.ceil(load.tokens / (work.batch.rows * work.batch.length))
-    wire = on_the_wire(payload(shape, launch, micro_batches), launch.world)
-    together = scaling_models.seconds(
-        scaling_models.of_a_step(shape, launch, load, max(1, work.rows)), team, hardware
-    )
-    sample = load.answers * load.answer / sampling_rate + together
-    train = arithmetic(shape, load) / (hardware.flops * hardware.mfu)
-    link = hardware.nvlink if launch.world <= hardware.per_node else hardware.infiniband
-    traffic = wire / link
-    alone = driver_seconds(driver, load, launch.world)
-    total = sample + train + traffic + alone
-    parts = {"sampling": sample, "arithmetic": train, "traffic": traffic, "driver": alone}
-    copy = next(item.sample for item in needs.items if item.name.startswith("sampler's")) / GIB
-    limit = max(parts, key=lambda part: parts[part])
-    if not fits:
-        limit = (
-            "memory: sampler's copy"
-            if memory - copy <= USABLE_FRACTION * hardware.memory_gib
-            else "memory: learner"
-        )
-    rate = load.tokens / total
-    seconds = (sample, train, traffic, alone, total)
-    return Step(
-        name,
-        launch.world,
-        launch_name(launch),
-        memory,
-        fits,
-        wire / GIB,
-        *seconds,
-        rate,
-        limit,
-        team,
-        together,
-    )
+    def step(self, held: MicroBatchMemory, launch: LaunchShape) -> Step:
+        """Return the step of a launch with the smallest team that fits; where none fits, each GPU
+        holds a sampler.
+
+        A team samples at the sum of its GPUs' separate rates, less the time of its all-reduces.
+        """
+        sizes = teams(self.shape, launch, self.hardware)
+        rows = (self._of_team(held, launch, team) for team in sizes)
+        return next((row for row in rows if row.fits), None) or self._of_team(held, launch, 1)
+
+    def _of_team(self, held: MicroBatchMemory, launch: LaunchShape, team: int) -> Step:
+        launch, load, hardware = replace(launch, sampler_tp=team), self.load, self.hardware
+        work = work_of(self.shape, launch, load)
+        needs = plan_memory(self.shape, held, launch, work)
+        memory, room = needs.peak / GIB, USABLE_FRACTION * hardware.memory_gib
+        micro_batches = math.ceil(load.tokens / (work.batch.rows * work.batch.length))
+        wire = on_the_wire(payload(self.shape, launch, micro_batches), launch.world)
+        sent = sampler_traffic(self.shape, launch, load, max(1, work.rows))
+        together = ring_seconds(sent, team, hardware)
+        link = hardware.nvlink if launch.world <= hardware.per_node else hardware.infiniband
+        parts = {
+            "sampling": load.answers * load.answer / self.sampling_rate + together,
+            "arithmetic": arithmetic(self.shape, load) / (hardware.flops * hardware.mfu),
+            "traffic": wire / link,
+            "driver": driver_seconds(self.driver, load, launch.world),
+        }
+        total, limit = sum(parts.values()), max(parts, key=lambda part: parts[part])
+        copy = next(item.sample for item in needs.items if item.name.startswith("sampler's")) / GIB
+        if memory > room:
+            limit = "memory: sampler's copy" if memory - copy <= room else "memory: learner"
+        kind = f"zero{launch.sharding.level}" if launch.sharding.divides else "ddp"
+        return Step(
+            self.name, launch.world, kind, memory, memory <= room, wire / GIB, *parts.values(), total,
+            load.tokens / total, limit, team, together,
+        )  # fmt: skip
 
 
 def arithmetic(shape: ModelShape, load: Load) -> float:
-    """Return the floating-point operations of a GPU's learner in a step.
-
-    Per parameter and token: 2 for the forward, 4 for the backward, and 2 for the recomputed forward
-    (checkpointing). A frozen tower runs only the forward. The count omits the attention products,
-    which grow with the square of the sequence length.
+    """Return the floating-point operations of a GPU's learner in a step. Per parameter and token: 2
+    for the forward, 4 for the backward, 2 for the recomputed forward. A frozen tower runs only the
+    forward. Attention products, which grow with the square of the length, are left out.
     """
     patches = load.answers * load.patches if shape.seeing else 0
-    return (
-        8 * shape.active_parameters * load.tokens
-        + (2 * shape.seeing + 6 * shape.seeing_trained) * patches
-    )
+    tower = (2 * shape.seeing + 6 * shape.seeing_trained) * patches
+    return 8 * shape.active_parameters * load.tokens + tower
 
 
 def driver_seconds(driver: Driver, load: Load, world: int) -> float:
-    """Return the driver's seconds in a step.
-
-    The sum covers the rewards on the driver's workers, and packing, sending down a tree and
-    unpacking the batch, once for the learner.
+    """Return the driver's seconds: rewards on its workers, and packing, sending down a tree and
+    unpacking the batch.
     """
     rewards = world * load.answers * driver.reward_seconds / driver.reward_workers
     if world == 1:
         return rewards
-    batch = world * load.tokens * driver.bytes_per_token
-    return (
-        rewards + batch / driver.pickle_rate + batch / driver.network * math.ceil(math.log2(world))
-    )
+    batch, sends = world * load.tokens * driver.bytes_per_token, math.ceil(math.log2(world))
+    return rewards + batch / driver.pickle_rate + batch / driver.network * sends
 
 
 def work_of(shape: ModelShape, launch: LaunchShape, load: Load) -> StepWork:
     groups = launch.world * load.answers // load.group
-    lengths = {
-        "group": load.group,
-        "prompt": load.prompt,
-        "answer": load.answer,
-        "world": launch.world,
-    }
+    lengths = {"group": load.group, "prompt": load.prompt, "answer": load.answer}
     batch = largest_micro_batch(
-        groups=groups, budget=load.budget, layout="padded", hidden=shape.hidden, **lengths
-    )
+        groups=groups, budget=load.budget, layout="padded", hidden=shape.hidden, world=launch.world,
+        **lengths,
+    )  # fmt: skip
+    world = launch.world // launch.sampler_tp
     drawn = {
         **lengths,
         "groups": groups,
         "kv_cache_tokens": 262_144,
         "max_rows": 1024,
-        "world": launch.world // launch.sampler_tp,
+        "world": world,
     }
     # Same condition as rl.trainer.memory_requirements: the run decides it by a trial on the device.
     in_pages = shape.fast and launch.cuda and launch.sampler_tp == 1
     prompts, rows = compute_concurrent_rows(**drawn, paged=in_pages)
     pages = count_pool_pages(**drawn, streams=False) if in_pages else 0
     return StepWork(
-        batch=batch,
-        samples=True,
-        prompts=prompts,
-        prompt=load.prompt,
-        rows=rows,
-        answer=load.answer,
-        pages=pages,
-    )
+        batch=batch, samples=True, prompts=prompts, prompt=load.prompt, rows=rows,
+        answer=load.answer, pages=pages,
+    )  # fmt: skip
 
 
 def sharding_of(stage: int | None) -> Sharding:
     return Sharding() if stage is None else ZeroSharding(stage=stage)
 
 
-def launch_name(launch: LaunchShape) -> str:
-    return f"zero{launch.sharding.level}" if launch.sharding.divides else "ddp"
-
-
 def table(
-    names: Sequence[str],
-    gpus: Sequence[int],
-    load: Load,
-    hardware: Hardware,
-    driver: Driver,
-    rates: Mapping[str, float],
-) -> list[Step]:
-    """Return the rows of every model size, number of GPUs and launch.
-
-    A single GPU is a process without a launch.
-    """
-    import torch
-
-    from rl.memory_plan import ComputeConfig
-
-    rows = []
-    for name, skeleton in skeletons(names).items():
-        shape = skeleton.shape
-        alone = LaunchShape(cuda=True, bf16=True)
-        batch = work_of(shape, alone, load).batch
+    rates: Mapping[str, float], load: Load, hardware: Hardware, driver: Driver
+) -> Iterator[Step]:
+    """Yield the rows of every model, number of GPUs and launch. One GPU is a process without launch."""
+    for name, rate in rates.items():
+        with tempfile.TemporaryDirectory() as folder:
+            config_of(name).save_pretrained(folder)
+            skeleton = ModelSkeleton(folder, None, None)
+        model = StepModel(
+            name=name, shape=skeleton.shape, hardware=hardware, driver=driver, load=load,
+            sampling_rate=rate,
+        )  # fmt: skip
+        batch = work_of(model.shape, LaunchShape(cuda=True, bf16=True), load).batch
+        whole = ComputeConfig(autocast=True, checkpointing=True)
         sharded = ComputeConfig(dtype=torch.bfloat16, keeps_gradients=False, checkpointing=True)
-        held = {
-            None: skeleton.measure_micro_batch(
-                batch, ComputeConfig(autocast=True, checkpointing=True)
-            )
-        }
-        held |= dict.fromkeys((1, 2, 3), skeleton.measure_micro_batch(batch, sharded))
-        for world in gpus:
-            for stage in STAGES.values():
-                if world == 1 and stage is not None:
-                    continue
+        held = {divides: skeleton.measure_micro_batch(batch, how)
+                for divides, how in ((False, whole), (True, sharded))}  # fmt: skip
+        for world in GPUS:
+            for stage in STAGES.values() if world > 1 else (None,):
                 launch = LaunchShape(
-                    cuda=True,
-                    bf16=True,
-                    world=world,
-                    per_node=min(world, hardware.per_node),
+                    cuda=True, bf16=True, world=world, per_node=min(world, hardware.per_node),
                     sharding=sharding_of(stage),
-                )
-                rows.append(
-                    step(name, shape, held[stage], launch, load, hardware, driver, rates[name])
-                )
-    return rows
+                )  # fmt: skip
+                yield model.step(held[stage is not None], launch)
 
 
-# ---------------------------------------------------------------------------- measured traffic
+# ---------------------------------------------------------------------------------- measured traffic
+
+MODEL = dict(vocab_size=4096, hidden_size=512, num_hidden_layers=4, num_attention_heads=8,
+             num_key_value_heads=4, intermediate_size=1536, tie_word_embeddings=True)  # fmt: skip
+LENGTH = 64
+# The argument that holds a collective's whole tensor: all-gather's output, reduce-scatter's input.
+WHOLE = {
+    "allreduce_": ("all_reduce", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "allgather_": ("all_gather", 0),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+}
 
 
-def measure(folder: Path, launch: str, micro_batches: int = 3) -> dict[str, Any]:
-    """Measure the bytes that two gloo processes hand to collectives in a step, and its seconds.
+class Collectives(torch.utils._python_dispatch.TorchDispatchMode):
+    """Count bytes by collective; unknown collectives are counted under their name, not dropped."""
 
-    See scaling_measure.py.
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func.name().split("::")[1].split(".")[0]
+            kind, whole = WHOLE.get(name, (name, 0))
+            leaves = torch.utils._pytree.tree_iter(args[whole]) if args else ()
+            tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+            self.bytes[kind] += sum(t.numel() * t.element_size() for t in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+def make_datums(count: int, length: int, vocab: int) -> list[Datum]:
+    rng, ones = np.random.default_rng(0), np.ones(length, np.float32)
+    fields = {"logprobs": -ones, "advantages": ones, "mask": ones}
+    rows = (rng.integers(0, vocab, (2, length)) for _ in range(count))
+    return [Datum(ModelInput.from_ints(ids.tolist()), {"target_tokens": targets, **fields})
+            for ids, targets in rows]  # fmt: skip
+
+
+def write_model(folder: Path) -> str:
+    """Write the measured model with random weights and return its folder. Call this before the
+    launch: in several processes, transformers writes in only the first.
     """
-    out = folder / f"{launch}.json"
-    config = HERE.parent / "accelerate_configs" / f"{launch}.yaml"
-    words = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(config),
-        "--num_processes",
-        "2",
-    ]
-    script = [str(HERE / "scaling_measure.py"), str(folder / "model"), str(out), str(micro_batches)]
-    done = subprocess.run(
-        [*words, *script], cwd=folder, capture_output=True, text=True, timeout=400
-    )
-    if done.returncode:
-        raise RuntimeError(f"{launch} failed:\n{done.stderr[-3000:]}")
-    return json.loads(out.read_text())
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    AutoModelForCausalLM.from_config(Qwen2Config(**MODEL)).save_pretrained(folder)
+    return str(folder)
+
+
+def run_rank(model: str, out: Path, micro_batches: int) -> None:
+    """Run the worker's verbs in each process of a launch, so that a dispatch mode sees each
+    collective's tensors, and write the bytes and seconds of a step.
+    """
+    from rl.distributed import collectives
+    from rl.learner import LearnerSettings
+    from rl.runtime import WorkerSettings
+    from rl.runtime.training_worker import ModelSpec, TrainingWorker
+
+    learner = LearnerSettings(token_budget=8 * LENGTH, layout="padded")
+    worker = TrainingWorker(WorkerSettings(learner=learner))
+    worker.create_model(0, ModelSpec(model), None, False)
+    worker.snapshot(0, 0)
+    batch = make_datums(8 * micro_batches * collectives.world(), LENGTH, MODEL["vocab_size"])
+
+    def step(version: int) -> float:
+        begin = time.perf_counter()
+        worker.forward_backward(0, batch, "ppo", {"temperature": 1.0}, 1.0, True)
+        worker.optim_step(0, AdamParams(learning_rate=1e-4))
+        worker.free_version(version - 1)
+        worker.snapshot(0, version)
+        return time.perf_counter() - begin
+
+    # ZeRO-3 learns the order of the layers in the first step.
+    seconds = statistics.median([step(version) for version in range(1, 6)][2:])
+    with Collectives() as counted:
+        step(6)
+    if collectives.rank() == 0:
+        wrapped = type(worker.learners[0].backend.wrapped).__name__
+        figures = {"bytes": dict(counted.bytes), "seconds": seconds, "wrapped": wrapped}
+        out.write_text(json.dumps(figures))
+    worker.free_model(0)
+    collectives.shutdown()
 
 
 def compare(
     folder: Path, micro_batches: int = 3, launches: Sequence[str] = tuple(STAGES)
 ) -> list[dict[str, Any]]:
-    """Compare measured with modelled bytes: a row for each launch and collective."""
-    from scaling_measure import write_model
-
-    from rl.memory_plan import ModelSkeleton
-
-    shape = ModelSkeleton(write_model(folder / "model"), None, None).shape
-    rows = []
+    """Compare the bytes that two gloo processes hand to collectives with the modelled bytes: a row
+    for each launch and collective.
+    """
+    model = write_model(folder / "model")
+    shape, rows = ModelSkeleton(model, None, None).shape, []
     for name in launches:
-        found = measure(folder, name, micro_batches)
-        expected = payload(
-            shape,
-            LaunchShape(cuda=False, bf16=False, world=2, sharding=sharding_of(STAGES[name])),
-            micro_batches,
-        )
-        for kind in sorted({*expected, *found["bytes"]}):
-            measured = found["bytes"].get(kind, 0)
-            rows.append(
-                {
-                    "launch": name,
-                    "wrapped": found["wrapped"],
-                    "collective": kind,
-                    "measured": measured,
-                    "modelled": round(expected.get(kind, 0.0)),
-                    "seconds": round(found["seconds"], 3),
-                }
-            )
+        out, config = folder / f"{name}.json", REPO / "accelerate_configs" / f"{name}.yaml"
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+        command += ["--num_processes", "2", __file__, "--rank", model, str(out), str(micro_batches)]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400)
+        if done.returncode:
+            raise RuntimeError(f"{name} failed:\n{done.stderr[-3000:]}")
+        found = json.loads(out.read_text())
+        launch = LaunchShape(cuda=False, bf16=False, world=2, sharding=sharding_of(STAGES[name]))
+        expected = payload(shape, launch, micro_batches)
+        rows += [
+            {
+                "launch": name,
+                "wrapped": found["wrapped"],
+                "collective": kind,
+                "measured": found["bytes"].get(kind, 0),
+                "modelled": round(expected.get(kind, 0.0)),
+                "seconds": round(found["seconds"], 3),
+            }
+            for kind in sorted({*expected, *found["bytes"]})
+        ]
     return rows
 
 
 def step_times(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Compare measured with modelled seconds of a step: a row for each launch.
 
-    The model is arithmetic + bytes on the wire / link. Least squares over the launches fits the
-    machine's two rates (the same arithmetic and link for all launches). The comparison therefore
-    checks the model's form: with these rates, the bytes explain the differences between launches.
+    The model is arithmetic + bytes on the wire / link. Least squares fits both rates over the
+    launches, so that the comparison checks whether the bytes explain the differences.
     """
-    import numpy as np
-
-    launches = list(dict.fromkeys(row["launch"] for row in compared))
-    seconds = np.array(
-        [next(row["seconds"] for row in compared if row["launch"] == name) for name in launches]
-    )
-    sent: dict[str, dict[str, float]] = {
-        name: {"all_reduce": 0.0, "all_gather": 0.0, "reduce_scatter": 0.0} for name in launches
+    measured = {row["launch"]: row["seconds"] for row in compared}
+    sent = {
+        name: dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), 0.0)
+        for name in measured
     }
     for row in compared:
         sent[row["launch"]][row["collective"]] = row["modelled"]
-    wire = np.array([on_the_wire(sent[name], 2) for name in launches])
+    wire = np.array([on_the_wire(sent[name], 2) for name in measured])
+    columns = np.stack([np.ones_like(wire), wire], 1)
     (arithmetic, per_byte), *_ = np.linalg.lstsq(
-        np.stack([np.ones_like(wire), wire], 1), seconds, rcond=None
+        columns, np.array([*measured.values()]), rcond=None
     )
-    modelled = arithmetic + wire * per_byte
     return [
         {
             "launch": name,
             "wire_mb": round(w / 1e6, 1),
-            "measured_s": round(s, 3),
-            "modelled_s": round(m, 3),
-            "ratio": round(m / s, 3),
+            "measured_s": round(seconds, 3),
+            "modelled_s": round(arithmetic + w * per_byte, 3),
+            "ratio": round((arithmetic + w * per_byte) / seconds, 3),
             "arithmetic_s": round(arithmetic, 3),
             "link_mb_per_s": round(1e-6 / per_byte, 1),
         }
-        for name, w, s, m in zip(
-            launches, wire.tolist(), seconds.tolist(), modelled.tolist(), strict=True
-        )
+        for (name, seconds), w in zip(measured.items(), wire.tolist(), strict=True)
     ]
 
 
-def batch_costs() -> tuple[float, float]:
-    """Measure the cost of sending RL datums to the ranks, on this machine.
-
-    Returns (bytes per token, bytes/s of packing and unpacking).
-    """
-    import numpy as np
-
-    from rl.types import Datum, ModelInput
-
-    rng = np.random.default_rng(0)
-    datums = []
-    for _ in range(256):
-        tokens, values = (
-            rng.integers(0, 150_000, 1536),
-            rng.standard_normal(1536).astype(np.float32),
-        )
-        fields = {"target_tokens": tokens, "logprobs": values, "advantages": values, "mask": values}
-        datums.append(Datum(ModelInput.from_ints(tokens.tolist()), fields))
+def print_batch_costs() -> None:
+    """Print the cost of sending RL datums to the ranks, on this machine."""
+    datums = make_datums(256, 1536, 150_000)
     begin = time.perf_counter()
     packed = pickle.dumps(datums)
     pickle.loads(packed)  # noqa: S301  (made above)
-    return len(packed) / (256 * 1536), len(packed) / (time.perf_counter() - begin)
+    size, rate = len(packed) / (256 * 1536), len(packed) / (time.perf_counter() - begin) / 1e6
+    print(
+        f"  a token of a batch takes {size:.0f} bytes, packed and unpacked at {rate:.0f} MB/s here"
+    )
 
 
-# ---------------------------------------------------------------------------- files
-
-COLOURS = {"ddp": "#444444", "zero1": "#1f77b4", "zero2": "#2ca02c", "zero3": "#d62728"}
-MARKERS = {"ddp": "s", "zero1": "o", "zero2": "^", "zero3": "v"}
+# --------------------------------------------------------------------------------------------- files
 
 
-def write_csv(path: Path, rows: Sequence[Any]) -> None:
-    fields = [asdict(row) if is_dataclass(row) else dict(row) for row in rows]  # type: ignore[arg-type]
-    short = [
-        {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
-        for row in fields
-    ]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(short[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(short)
-
-
-def draw(rows: Sequence[Any], path: Path, load: Any) -> None:
-    """Plot tokens per second per GPU over the number of GPUs, with a panel for each model size.
-
-    Hollow markers show launches that do not fit.
+def draw(rows: Sequence[Step], path: Path, load: Load) -> None:
+    """Plot tokens per second per GPU over the number of GPUs, with a panel for each model. Hollow
+    markers show launches that do not fit.
     """
     import matplotlib
 
@@ -515,128 +587,72 @@ def draw(rows: Sequence[Any], path: Path, load: Any) -> None:
     import matplotlib.pyplot as plt
 
     names = list(dict.fromkeys(row.model for row in rows))
-    columns = min(3, len(names))
-    figure, axes = plt.subplots(
-        -(-len(names) // columns),
-        columns,
-        figsize=(4.2 * columns, 3.3 * -(-len(names) // columns)),
-        squeeze=False,
-    )
+    columns, lines = min(3, len(names)), -(-len(names) // 3)
+    figure, axes = plt.subplots(lines, columns, figsize=(4.2 * columns, 3.3 * lines), squeeze=False)
     for panel, name in zip(axes.flat, names, strict=False):
-        for launch, colour in COLOURS.items():
-            mine = [row for row in rows if row.model == name and row.launch == launch]
+        for launch, marker in zip(STAGES, "so^v", strict=True):
+            mine = [row for row in rows if (row.model, row.launch) == (name, launch)]
             at, rate = [row.gpus for row in mine], [row.tokens_per_second_per_gpu for row in mine]
-            panel.plot(at, rate, color=colour, linewidth=0.8, alpha=0.5)
-            for fits in (True, False):
-                points = [
-                    (row.gpus, row.tokens_per_second_per_gpu) for row in mine if row.fits is fits
-                ]
-                panel.scatter(
-                    *zip(*points, strict=True) if points else ([], []),
-                    s=26,
-                    marker=MARKERS[launch],
-                    color=colour if fits else "white",
-                    edgecolors=colour,
-                    zorder=3,
-                    label=launch if fits else None,
-                )
+            (line,) = panel.plot(at, rate, linewidth=0.8, alpha=0.5)
+            filled = [line.get_color() if row.fits else "white" for row in mine]
+            panel.scatter(
+                at,
+                rate,
+                26,
+                filled,
+                marker=marker,
+                edgecolors=line.get_color(),
+                zorder=3,
+                label=launch,
+            )
         panel.set_xscale("log", base=2)
         panel.set_xticks([1, 8, 64, 512], ["1", "8", "64", "512"])
         panel.set_ylim(bottom=0)
-        panel.set_title(name)
+        panel.set(title=name, xlabel="GPUs", ylabel="tokens/s of each GPU")
         panel.grid(alpha=0.25)
     for panel in list(axes.flat)[len(names) :]:
         panel.set_visible(False)
-    for panel in axes[-1]:
-        panel.set_xlabel("GPUs")
-    for row_of_panels in axes:
-        row_of_panels[0].set_ylabel("tokens/s of each GPU")
     axes[0][0].legend(fontsize=8, loc="lower left")
     what = f"{load.answers} answers of {load.answer} tokens for each GPU (hollow: does not fit)"
     figure.suptitle(f"A GRPO step, modelled: {what}", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-# ---------------------------------------------------------------------------- command line
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="measure two gloo processes first, into scaling_measured.csv",
-    )
-    parser.add_argument("--models", nargs="+", default=list(NAMES), choices=list(NAMES))
-    parser.add_argument("--gpus", nargs="+", type=int, default=list(GPUS))
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    # An H100 sampling with a batch of 64. The real rate depends on engine, length and batch:
-    # replace this assumption with a measured figure.
-    parser.add_argument(
-        "--sampling-rate",
-        nargs="+",
-        metavar="MODEL:TOKENS_PER_S",
-        help="tokens/s that one GPU draws",
-        default=[
-            "30B-A3B:6000",
-            "8B-VL:4000",
-            "0.5B:20000",
-            "1.5B:12000",
-            "3B:8000",
-            "7B:4500",
-            "14B:2500",
-            "32B:1200",
-        ],
-    )
-    for kind in (Hardware, Driver, Load):
-        for name, value in asdict(kind()).items():
-            parser.add_argument(
-                "--" + name.replace("_", "-"),
-                type=type(value),
-                default=value,
-                help=kind.__name__.lower(),
-            )
-    return parser.parse_args()
 
 
 def main() -> None:
-    given = arguments()
+    if sys.argv[1:2] == ["--rank"]:  # a process of `compare`
+        return run_rank(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
+    parser = make_parser(__doc__)
+    parser.add_argument("--measure", action="store_true", help="measure two gloo processes first")
+    parser.add_argument("--models", nargs="+", default=list(RATES), choices=list(RATES))
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder")
+    parser.add_argument("--sampling-rate", nargs="+", default=[], metavar="MODEL:TOKENS_PER_S")
+    kinds = (Hardware, Driver, Load)
+    for name, value in {k: v for kind in kinds for k, v in asdict(kind()).items()}.items():
+        parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value)
+    args = parser.parse_args()
     hardware, driver, load = (
-        kind(**{name: getattr(given, name) for name in asdict(kind())})
-        for kind in (Hardware, Driver, Load)
+        kind(**{name: getattr(args, name) for name in asdict(kind())}) for kind in kinds
     )
-    rates = {name: float(rate) for name, rate in (pair.split(":") for pair in given.sampling_rate)}
-    print(
-        "Assumed:",
-        hardware,
-        driver,
-        load,
-        f"sampling tokens/s of one GPU: {rates}",
-        sep="\n  ",
-        flush=True,
-    )
-    given.out.mkdir(parents=True, exist_ok=True)
-    if given.measure:
+    changed = dict(pair.split(":") for pair in args.sampling_rate)
+    rates = {name: float(changed.get(name, RATES[name])) for name in args.models}
+    print("Assumed:", hardware, driver, load, f"sampled tokens/s of one GPU: {rates}", sep="\n  ")
+    if args.measure:
         with tempfile.TemporaryDirectory() as folder:
             compared = compare(Path(folder))
-        write_csv(given.out / "scaling_measured.csv", compared)
-        times = step_times(compared)
-        write_csv(given.out / "scaling_seconds.csv", times)
-        for row in [*compared, *times]:
-            print("  measured", *(f"{key} {value}" for key, value in row.items()), sep="  ")
-        size, rate = batch_costs()
-        print(
-            f"  a token of a batch takes {size:.0f} bytes on its way to the ranks; packed and "
-            f"unpacked at {rate / 1e6:.0f} MB/s here"
-        )
-    rows = table(given.models, given.gpus, load, hardware, driver, rates)
-    write_csv(given.out / "scaling.csv", rows)
-    draw(rows, given.out / "scaling.png", load)
-    print(f"{given.out / 'scaling.csv'}, {given.out / 'scaling.png'}")
+        for name, found in (("measured", compared), ("seconds", step_times(compared))):
+            write_table(args.out / f"scaling_{name}.csv", found)
+            for row in found:
+                print("  measured", *(f"{key} {value}" for key, value in row.items()), sep="  ")
+        print_batch_costs()
+    rows = list(table(rates, load, hardware, driver))
+    cells = (
+        {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(row).items()}
+        for row in rows
+    )
+    write_table(args.out / "scaling.csv", list(cells))
+    draw(rows, args.out / "scaling.png", load)
+    print(f"{args.out / 'scaling.csv'}, {args.out / 'scaling.png'}")
 
 
 if __name__ == "__main__":

@@ -12,11 +12,9 @@ mix          samples from N adapters on a base of 20M weights: in a single batch
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -31,7 +29,7 @@ except ImportError:  # --help needs no package of the server's clients
     httpx = None
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
-from bench.harness import REPO, RESULTS, replace_rows  # noqa: E402
+from bench.harness import REPO, RESULTS, make_parser, replace_rows  # noqa: E402
 
 BASE = "tiny:ascii-small"
 PROTOBUF = {"content-type": "application/x-protobuf"}
@@ -40,22 +38,12 @@ PROTOBUF = {"content-type": "application/x-protobuf"}
 class Server:
     """Run serve.py in a separate process."""
 
-    def __init__(self, folder: Path, *flags: str, base: str = BASE):
+    def __init__(self, folder: Path, base: str = BASE):
         self.base = base
-        command = [
-            sys.executable,
-            str(REPO / "serve.py"),
-            "--base-model",
-            base,
-            "--port",
-            "0",
-            "--output-dir",
-            str(folder),
-            *flags,
-        ]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
+        command = [sys.executable, str(REPO / "serve.py"), "--base-model", base, "--port", "0"]
+        command += ["--output-dir", str(folder)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(command, text=True, **pipes)
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().split(" at ")[1].strip()
         self.http = httpx.Client(base_url=f"{self.url}/api/v1", timeout=120)
@@ -70,22 +58,17 @@ class Server:
                 return answer
 
     def model(self) -> str:
-        self.session = self.post("create_session", tags=[])["session_id"]
-        fields = {
-            "session_id": self.session,
-            "model_seq_id": 0,
-            "base_model": self.base,
-            "lora_config": {"rank": 4, "seed": 7},
-        }
+        session = self.post("create_session", tags=[])["session_id"]
+        fields = {"session_id": session, "model_seq_id": 0, "base_model": self.base}
+        fields["lora_config"] = {"rank": 4, "seed": 7}
         return self.wait(self.post("create_model", **fields)).json()["model_id"]
 
     def learn(self, model: str, seq: int, rows: list[list[int]]) -> dict:
-        return self.http.post(
-            "/forward_backward", content=body(model, seq, rows), headers=PROTOBUF
-        ).json()
+        content = body(model, seq, rows)
+        return self.http.post("/forward_backward", content=content, headers=PROTOBUF).json()
 
-    def stop(self, how: int = signal.SIGTERM) -> None:
-        self.process.send_signal(how)
+    def stop(self) -> None:
+        self.process.terminate()
         self.process.wait(120)
 
 
@@ -119,25 +102,15 @@ def made_base(folder: Path) -> str:
 
     from rl.models import load_tokenizer
 
-    tokenizer, sizes = (
-        load_tokenizer(BASE),
-        {"hidden_size": 448, "intermediate_size": 1216, "num_hidden_layers": 8},
-    )
-    heads = {
-        "num_attention_heads": 7,
-        "num_key_value_heads": 7,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": True,
-    }
-    ends = {
-        "eos_token_id": tokenizer.eos_token_id,
-        "bos_token_id": None,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    tokenizer = load_tokenizer(BASE)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=448, intermediate_size=1216, num_hidden_layers=8,
+        num_attention_heads=7, num_key_value_heads=7, max_position_embeddings=1024,
+        tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
     torch.manual_seed(0)
-    LlamaForCausalLM(
-        LlamaConfig(vocab_size=len(tokenizer), **sizes, **heads, **ends)
-    ).save_pretrained(folder)
+    LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -157,9 +130,9 @@ def load(
     tokens, rows = 64, rows_of(16, 256)
     server = Server(folder, base=base)
     model = server.model()
-    sampler = server.wait(
-        server.post("save_weights_for_sampler", model_id=model, seq_id=1, sampling_session_seq_id=0)
-    ).json()
+    fields = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0}
+    saved = server.wait(server.post("save_weights_for_sampler", **fields))
+    session = saved.json()["sampling_session_id"]
     data = [Datum(ModelInput.from_ints(row[:-1]), {"target_tokens": row[1:]}) for row in rows]
 
     async def wave(begin: int) -> tuple[float, float]:
@@ -169,19 +142,12 @@ def load(
 
             async def one(i: int) -> None:
                 prompt = {"chunks": [{"type": "encoded_text", "tokens": [4, 5 + i]}]}
-                fields = {
-                    "sampling_session_id": sampler["sampling_session_id"],
-                    "seq_id": begin + i,
-                    "prompt": prompt,
-                }
-                asked = (
-                    await client.post("/asample", json={**fields, "sampling_params": params})
-                ).json()
+                fields = {"sampling_session_id": session, "seq_id": begin + i, "prompt": prompt}
+                request = {**fields, "sampling_params": params}
+                future = (await client.post("/asample", json=request)).json()["request_id"]
                 answer = None
                 while answer is None or answer.status_code == 408:
-                    answer = await client.post(
-                        "/retrieve_future", json={"request_id": asked["request_id"]}
-                    )
+                    answer = await client.post("/retrieve_future", json={"request_id": future})
                 assert len(answer.json()["sequences"][0]["tokens"]) == tokens
 
             await asyncio.gather(*(one(i) for i in range(count)))
@@ -195,12 +161,9 @@ def load(
         for turn in range(turns):  # run in adjacent pairs; the first pair warms up
             there.append(asyncio.run(wave(turn * count)))
             begin, used = time.perf_counter(), time.process_time()
-            own.sample_many(
-                [
-                    SamplingRequest(prompt=[4, 5 + i], params=params, seed=turn, problem=i)
-                    for i in range(count)
-                ]
-            ).result()
+            how = {"params": params, "seed": turn}
+            requests = [SamplingRequest(prompt=[4, 5 + i], problem=i, **how) for i in range(count)]
+            own.sample_many(requests).result()
             here.append((time.perf_counter() - begin, time.process_time() - used))
             if not learns:
                 continue
@@ -211,27 +174,20 @@ def load(
             client.forward_backward(data, "cross_entropy").result()
             mine.append(time.perf_counter() - begin)
     server.stop()
-    share, work = (
-        np.median([h[k] / t[k] for h, t in zip(here[1:], there[1:], strict=True)]) for k in (0, 1)
-    )
-    wire, process = (
-        count * tokens / np.median([seconds for seconds, _ in taken[1:]]) for taken in (there, here)
-    )
-    said = {
-        "wire tokens/s": f"{wire:.0f}",
-        "in-process tokens/s": f"{process:.0f}",
+    wire, process = np.array(there[1:]), np.array(here[1:])  # [turns, (seconds, CPU seconds)]
+    share, work = np.median(process / wire, axis=0)
+    figures = {
+        "wire tokens/s": f"{count * tokens / np.median(wire[:, 0]):.0f}",
+        "in-process tokens/s": f"{count * tokens / np.median(process[:, 0]):.0f}",
         "share": f"{share:.2f}",
         "share of CPU": f"{work:.2f}",
+        "load of the machine": f"{os.getloadavg()[0]:.1f}",
     }
-    said |= {"load of the machine": f"{os.getloadavg()[0]:.1f}"}
-    if not learns:
-        return said
-    more = np.median(np.subtract(calls[1:], mine[1:]))
-    return {
-        **said,
-        "call of 4096 tokens, more ms": f"{more * 1e3:.1f}",
-        "in-process ms": f"{np.median(mine[1:]) * 1e3:.0f}",
-    }
+    if learns:
+        more = np.median(np.subtract(calls[1:], mine[1:]))
+        figures["call of 4096 tokens, more ms"] = f"{more * 1e3:.1f}"
+        figures["in-process ms"] = f"{np.median(mine[1:]) * 1e3:.0f}"
+    return figures
 
 
 def mix(folder: Path, count: int) -> dict[str, str]:
@@ -273,11 +229,10 @@ def mix(folder: Path, count: int) -> dict[str, str]:
 
 def main() -> None:
     cases = {"load": (load, 64), "load-20M": (load_of_20m, 64), "mix": (mix, 8)}
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("case", choices=cases)
     parser.add_argument("--count", type=int)
+    parser.add_argument("--output", type=Path, default=RESULTS / "serving.csv")
     args = parser.parse_args()
     if httpx is None:
         parser.error('httpx is missing: pip install -e ".[dev]"')
@@ -286,16 +241,10 @@ def main() -> None:
         begin = time.monotonic()
         found = case(Path(folder) / "out", args.count or count)
         took = f"{time.monotonic() - begin:.0f}"
-        row = {
-            "case": args.case,
-            "count": str(args.count or count),
-            "seconds": took,
-            "seen": json.dumps(found),
-        }
+        sizes = {"case": args.case, "count": str(args.count or count), "seconds": took}
+        row = {**sizes, "seen": json.dumps(found)}
     print(row)
-    replace_rows(
-        RESULTS / "serving.csv", [row], ("case",), lambda row: list(cases).index(row["case"])
-    )
+    replace_rows(args.output, [row], ("case",), lambda row: list(cases).index(row["case"]))
 
 
 if __name__ == "__main__":

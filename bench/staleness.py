@@ -25,24 +25,21 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-# Replace this folder on sys.path: its kernels.py would shadow the package `kernels`.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 from bench.harness import (  # noqa: E402
     REPO,
     RESULTS,
     SEEDS,
     machine,
+    make_parser,
     read_table,
     replace_rows,
     show,
     train,
 )
 
-TABLE, PICTURE, PAGE = (
-    RESULTS / "staleness.csv",
-    RESULTS / "staleness.png",
-    REPO / "docs" / "corrections.md",
-)
+TABLE, PICTURE = RESULTS / "staleness.csv", RESULTS / "staleness.png"
+PAGE = REPO / "docs" / "corrections.md"
 STEPS, STALENESS = 200, (0, 1, 4, 8)
 CORRECTIONS = {
     "none": "--proximal sampler",
@@ -90,24 +87,17 @@ def one(base: Path, folder: Path, seed: int, staleness: int, correction: str) ->
     }
 
 
-def key(row: dict[str, Any]) -> tuple[int, int, str]:
-    return int(row["staleness"]), int(row["seed"]), str(row["correction"])
+def order(row: Any) -> tuple[int, int, int]:
+    correction = list(CORRECTIONS).index(row["correction"])
+    return int(row["staleness"]), correction, int(row["seed"])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--staleness", nargs="+", type=int, default=list(STALENESS))
-    parser.add_argument(
-        "--corrections", nargs="+", choices=list(CORRECTIONS), default=list(CORRECTIONS)
-    )
-    parser.add_argument(
-        "--sft",
-        type=Path,
-        help="where the SFT runs are kept, sft-SEED each (default: trained anew, and thrown away)",
-    )
+    names = list(CORRECTIONS)
+    parser.add_argument("--corrections", nargs="+", choices=names, default=names)
     parser.add_argument("--draw", action="store_true")
     asked = parser.parse_args()
     if not asked.draw:
@@ -117,30 +107,19 @@ def main() -> None:
 
 
 def measure(asked: argparse.Namespace, parent: Path) -> None:
-    there = {key(row) for row in read_table(TABLE)}
+    measured = {order(row) for row in read_table(TABLE)}
     for seed in asked.seeds:
-        base = (asked.sft or parent) / f"sft-{seed}"
+        base = parent / f"sft-{seed}"
         for staleness in asked.staleness:
             for correction in asked.corrections if staleness else ["none"]:
-                if (staleness, seed, correction) in there:
+                if (staleness, list(CORRECTIONS).index(correction), seed) in measured:
                     continue
                 if not (base / "metrics.jsonl").is_file():
                     train([*SFT.split(), "--seed", str(seed)], base)
-                folder = (
-                    parent / f"{seed}-{staleness}-{correction.replace(', ', '-').replace(' ', '-')}"
-                )
+                folder = parent / f"{seed}-{staleness}-{list(CORRECTIONS).index(correction)}"
                 row = one(base, folder, seed, staleness, correction)
                 show(row)
-                replace_rows(
-                    TABLE,
-                    [row],
-                    ("seed", "staleness", "correction"),
-                    lambda row: (
-                        int(row["staleness"]),
-                        list(CORRECTIONS).index(row["correction"]),
-                        int(row["seed"]),
-                    ),
-                )
+                replace_rows(TABLE, [row], ("seed", "staleness", "correction"), order)
 
 
 def cells(rows: list[dict[str, str]], what: str = "after") -> dict[tuple[int, str], list[float]]:
@@ -160,10 +139,8 @@ def draw(rows: list[dict[str, str]]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    found, ages = (
-        cells(rows),
-        [age for age in STALENESS if any(int(row["staleness"]) == age for row in rows)],
-    )
+    found = cells(rows)
+    ages = [age for age in STALENESS if age in {at for at, _ in found}]
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for i, name in enumerate(CORRECTIONS):
         values = [found.get((age, name if age else "none"), []) for age in ages]
@@ -181,9 +158,8 @@ def draw(rows: list[dict[str, str]]) -> None:
     page = PAGE.read_text()
     begin, end = "<!-- staleness -->\n", "<!-- end of staleness -->"
     if begin in page:
-        PAGE.write_text(
-            page[: page.index(begin) + len(begin)] + as_page(rows) + page[page.index(end) :]
-        )
+        before, after = page.index(begin) + len(begin), page.index(end)
+        PAGE.write_text(page[:before] + as_page(rows) + page[after:])
 
 
 def as_page(rows: list[dict[str, str]]) -> str:
@@ -198,11 +174,8 @@ def as_page(rows: list[dict[str, str]]) -> str:
     ]
     for name in CORRECTIONS:
         shown = [found.get((age, name), []) for age in STALENESS]
-        lines.append(
-            f"| {name} | "
-            + " | ".join(f"{mean(some):.3f} ({min(some):.3f})" if some else "" for some in shown)
-            + " |"
-        )
+        texts = (f"{mean(some):.3f} ({min(some):.3f})" if some else "" for some in shown)
+        lines.append(f"| {name} | {' | '.join(texts)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -42,39 +42,26 @@ def main() -> None:
 
     torch.set_num_threads(1)
     model = vllm.LLM(
-        model=sys.argv[1],
-        skip_tokenizer_init=True,
-        dtype=sys.argv[2],
-        max_model_len=1024,
-        max_num_seqs=64,
-        max_num_batched_tokens=8192,
-        seed=0,
-    )
+        model=sys.argv[1], skip_tokenizer_init=True, dtype=sys.argv[2], max_model_len=1024,
+        max_num_seqs=64, max_num_batched_tokens=8192, seed=0,
+    )  # fmt: skip
     say(vllm=vllm.__version__, torch=torch.__version__)
     for line in sys.stdin:
         asked = json.loads(line)
         # Otherwise vLLM would reuse the cached prompt of the previous repeat.
         model.reset_prefix_cache()
         params = vllm.SamplingParams(
-            n=asked["samples"],
-            temperature=1.0,
-            max_tokens=asked["new_tokens"],
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=0 if asked["logprobs"] else None,
-        )
+            n=asked["samples"], temperature=1.0, max_tokens=asked["new_tokens"], ignore_eos=True,
+            detokenize=False, logprobs=0 if asked["logprobs"] else None,
+        )  # fmt: skip
         prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
         start = time.perf_counter()
         outputs = model.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
         answers = [one for output in outputs for one in output.outputs]
+        tokens = sum(len(one.token_ids) for one in answers)
         logprobs = sum(len(one.logprobs or []) for one in answers)
-        say(
-            seconds=seconds,
-            tokens=sum(len(one.token_ids) for one in answers),
-            logprobs=logprobs,
-            threads=torch.get_num_threads(),
-        )
+        say(seconds=seconds, tokens=tokens, logprobs=logprobs, threads=torch.get_num_threads())
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import kernel_harness, kernels
-from bench.kernel_harness import TINY, Step, Timing
-from bench.kernel_providers import PROVIDERS, CannotRun, Problem, Provider
+from bench import kernels
+from bench.kernels import PROVIDERS, TINY, CannotRun, Problem, Provider, Step, Timing
 
 TOKENS = 8
 SMALL = replace(TINY, D=8, V=32)
@@ -181,12 +180,10 @@ def test_the_peak_counts_the_gradients_of_the_weights(monkeypatch):
         order.append("run")
 
     real_empty = torch.empty
-    monkeypatch.setattr(kernel_harness.torch, "cuda", Cuda)
-    monkeypatch.setattr(
-        kernel_harness.torch, "empty", lambda *size, device=None, **how: real_empty(1)
-    )
-    monkeypatch.setattr(kernel_harness, "once", lambda step, device, flush: 1.0)
-    found = kernel_harness.measure({"both": Step(run, clear=clear)}, "cuda", 1)
+    monkeypatch.setattr(kernels.torch, "cuda", Cuda)
+    monkeypatch.setattr(kernels.torch, "empty", lambda *size, device=None, **how: real_empty(1))
+    monkeypatch.setattr(kernels, "once", lambda step, device, flush: 1.0)
+    found = kernels.measure({"both": Step(run, clear=clear)}, "cuda", 1)
     assert found["both"] == Timing(1.0, 1.0, 1.0, 100) and order == ["run", "clear", "run"]
 
 

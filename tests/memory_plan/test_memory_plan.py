@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from bench import scaling
 from rl.algorithms import METHODS
 from rl.config import RunConfig, RunSettings, read_run
 from rl.distributed import FSDPSharding, Sharding, ZeroSharding
@@ -665,15 +666,7 @@ def test_two_processes_print_one_plan_of_their_launch(tmp_path):
 # ------------------------------------------------------------------------------------------ scaling
 
 
-@pytest.fixture
-def scaling(monkeypatch):
-    monkeypatch.syspath_prepend(str(REPO / "bench"))
-    import scaling
-
-    return scaling
-
-
-def test_traffic_by_hand(scaling):
+def test_traffic_by_hand():
     sent = scaling.payload(
         SHAPE,
         LaunchShape(cuda=True, bf16=True, world=4, sharding=ZeroSharding(stage=3)),
@@ -687,7 +680,7 @@ def test_traffic_by_hand(scaling):
     assert sum(scaling.payload(SHAPE, LaunchShape(cuda=True, bf16=True), 3).values()) == 0
 
 
-def test_step_times_by_hand(scaling):
+def test_step_times_by_hand():
     """Launches whose times are 2 s and 10 ms a megabyte: fitted exactly, and one that takes twice
     that is told by its ratio.
     """
@@ -708,7 +701,7 @@ def test_step_times_by_hand(scaling):
 @pytest.mark.parametrize(
     "launches", [("ddp", "zero3"), pytest.param(("zero1", "zero2"), marks=pytest.mark.campaign)]
 )
-def test_modelled_traffic_is_what_two_processes_send(scaling, launches, tmp_path):
+def test_modelled_traffic_is_what_two_processes_send(launches, tmp_path):
     rows = scaling.compare(tmp_path, launches=launches)
     assert {row["launch"] for row in rows} == set(launches)
     for row in rows:

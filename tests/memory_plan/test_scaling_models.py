@@ -2,9 +2,7 @@
 that are counted.
 """
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import seeing
@@ -12,22 +10,12 @@ import torch
 from tiny_models import VOCAB, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
+from bench import scaling
 from rl.distributed import Sharding, ZeroSharding
 from rl.memory_plan import LaunchShape, ModelSkeleton
 from rl.types import LoraConfig
 
-REPO = Path(__file__).resolve().parents[2]
 TOKENS = 8
-
-
-@pytest.fixture
-def scaling(monkeypatch):
-    monkeypatch.syspath_prepend(str(REPO / "bench"))
-    import scaling
-
-    yield scaling
-    for name in ("scaling", "scaling_models"):
-        sys.modules.pop(name, None)
 
 
 def mixture(per_token: int):
@@ -76,7 +64,7 @@ def test_a_token_sent_to_two_experts_more_costs_those_and_nothing_else(tmp_path)
     assert more == 2 * TOKENS * (shapes[3].active_parameters - shapes[1].active_parameters) > 0
 
 
-def test_all_experts_are_sent_and_gathered_and_few_are_computed_with(scaling, tmp_path):
+def test_all_experts_are_sent_and_gathered_and_few_are_computed_with(tmp_path):
     shape, load = shape_of(mixture(1), tmp_path), scaling.Load()
     dense = replace(shape, idle_experts=0)
     for sharding in (Sharding(), *(ZeroSharding(stage=stage) for stage in (1, 2, 3))):
@@ -91,7 +79,7 @@ def test_all_experts_are_sent_and_gathered_and_few_are_computed_with(scaling, tm
     )
 
 
-def test_a_tower_runs_over_patches_and_learns_only_where_it_is_trained(scaling, tmp_path):
+def test_a_tower_runs_over_patches_and_learns_only_where_it_is_trained(tmp_path):
     """Its operations are counted; what joins it to the text reads one position of four, so that the
     model is an upper bound.
     """
@@ -151,11 +139,10 @@ class Counting:
         return self.team.broadcast_(x)
 
 
-def test_a_teams_traffic_is_what_its_ranks_send(scaling, tmp_path):
+def test_a_teams_traffic_is_what_its_ranks_send(tmp_path):
     """Four groups of two on prompts of six tokens, five new tokens each, all at once; 48 words come
     out even.
     """
-    import scaling_models
     from sampler_models import tiny_model as seen_model
     from test_sampler_split import on_ranks, split
 
@@ -186,7 +173,7 @@ def test_a_teams_traffic_is_what_its_ranks_send(scaling, tmp_path):
         return team
 
     shape = shape_of(model, tmp_path)
-    modelled = scaling_models.of_a_step(
+    modelled = scaling.sampler_traffic(
         shape, LaunchShape(cuda=False, bf16=False, world=2, sampler_tp=2), load, rows=8
     )
     for team in on_ranks(2, counted):
@@ -194,38 +181,35 @@ def test_a_teams_traffic_is_what_its_ranks_send(scaling, tmp_path):
             modelled.calls, modelled.summed, modelled.gathered, modelled.copied)  # fmt: skip
 
 
-def test_seconds_of_a_team_by_hand(scaling):
-    import scaling_models
-
+def test_seconds_of_a_team_by_hand():
     hardware = scaling.Hardware(nvlink=100.0, collective_seconds=2.0)
-    sent = scaling_models.Sent(calls=3, summed=400.0, gathered=200.0, copied=50.0)
+    sent = scaling.Sent(calls=3, summed=400.0, gathered=200.0, copied=50.0)
     assert (
-        scaling_models.seconds(sent, 4, hardware)
+        scaling.ring_seconds(sent, 4, hardware)
         == 3 * 2.0 + (2 * 0.75 * 400 + 0.75 * 200 + 50) / 100
     )
-    assert scaling_models.seconds(sent, 1, hardware) == 0
+    assert scaling.ring_seconds(sent, 1, hardware) == 0
 
 
-def test_a_32b_policy_is_sampled_by_as_few_gpus_together_as_fit(scaling):
+def test_a_32b_policy_is_sampled_by_as_few_gpus_together_as_fit(tmp_path):
     from rl.memory_plan import MicroBatchMemory
 
-    shape = scaling.skeletons(["32B"])["32B"].shape
-    load, hardware, driver = scaling.Load(), scaling.Hardware(), scaling.Driver()
+    scaling.config_of("32B").save_pretrained(tmp_path)
+    shape = ModelSkeleton(str(tmp_path), None, None).shape
 
     def step(gpus: int, memory: float = 80.0):
         launch = LaunchShape(
             cuda=True, bf16=True, world=gpus, per_node=8, sharding=ZeroSharding(stage=3)
         )
-        return scaling.step(
-            "32B",
-            shape,
-            MicroBatchMemory(),
-            launch,
-            load,
-            replace(hardware, memory_gib=memory),
-            driver,
-            1200.0,
+        model = scaling.StepModel(
+            name="32B",
+            shape=shape,
+            hardware=scaling.Hardware(memory_gib=memory),
+            driver=scaling.Driver(),
+            load=scaling.Load(),
+            sampling_rate=1200.0,
         )
+        return model.step(MicroBatchMemory(), launch)
 
     found = step(64)
     whole = step(64, 1000.0)

@@ -340,20 +340,18 @@ def test_a_kernel_that_fails_costs_one_row(tmp_path, monkeypatch):
 
 
 def test_providers_that_fail_are_rows_and_so_are_calls(tmp_path, monkeypatch):
-    from bench import kernel_providers, kernels
+    from bench import kernels
 
     def absent(problem):
-        raise kernel_providers.CannotRun("not installed")
+        raise kernels.CannotRun("not installed")
 
     def broken(*given):
         raise RuntimeError("no kernel image")
 
     providers = tuple(
-        kernel_providers.Provider(run.__name__, "flat", 8, run)
-        for run in (absent, broken, kernel_providers._torch)
+        kernels.Provider(run.__name__, "flat", 8, run) for run in (absent, broken, kernels._torch)
     )
-    for module in (kernel_providers, kernels):
-        monkeypatch.setattr(module, "PROVIDERS", providers)
+    monkeypatch.setattr(kernels, "PROVIDERS", providers)
     for name in ("bench_logits", "bench_tokens"):
         monkeypatch.setattr(kernels, name, broken)
     table = gpu.Table("kernels", tmp_path / "kernels.csv")

@@ -1,15 +1,14 @@
-"""Each planted fault of bench/mutant_list.py has its place in the code, and is seen by its tests."""
+"""Each planted fault of mutant_list.py has its place in the code, and is seen by its tests."""
 
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from mutant_list import MUTANTS
 
 REPO = Path(__file__).resolve().parents[2]
-MUTANTS = runpy.run_path(str(REPO / "bench" / "mutant_list.py"))["MUTANTS"]
 FILES = {path.stem: str(path.relative_to(REPO)) for path in (REPO / "tests").rglob("test_*.py")}
 each_mutant = pytest.mark.parametrize(
     "mutant", MUTANTS, ids=lambda mutant: f"{mutant.file}: {mutant.breaks}"

@@ -20,7 +20,7 @@ from test_distributed import REPO, run, sharded
 from test_sampler_split import ALL, on_ranks, split
 from transformers import AutoConfig
 
-from bench.scaling_models import config_of
+from bench.scaling import config_of
 from rl.algorithms import METHODS
 from rl.config import RunSettings, parse_run
 from rl.distributed import ZeroSharding

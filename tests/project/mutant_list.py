@@ -1,7 +1,7 @@
 """Thirty faults that are hard to see: (file, exact old text, new text, what it breaks, the quick
-tests that should see it). tests/project/test_mutant_list.py plants them.
+tests that should see it). test_mutant_list.py plants them.
 
-An old text occurs exactly once in its file. `bench/mutants.py` draws other faults by operators.
+An old text occurs exactly once in its file.
 """
 
 from __future__ import annotations
