@@ -131,15 +131,9 @@ def test_advantages_and_metrics_by_hand():
 
 
 def test_each_data_set_has_its_teacher():
-    models = Models(
-        None,
-        {
-            "teachers": {
-                "sums": TableScorer(torch.zeros(4, 3)),
-                "": TableScorer(torch.full((4, 3), -1.0)),
-            }
-        },
-    )
+    models = Models(None,
+                    {"teachers": {"sums": TableScorer(torch.zeros(4, 3)),
+                                  "": TableScorer(torch.full((4, 3), -1.0))}})  # fmt: skip
     groups = [
         TrajectoryGroup([trajectory([0, 1], [-3.0, -3.0])], [0.0], [{}], tag=tag)
         for tag in ("sums", "other", "sums")
@@ -291,11 +285,9 @@ def test_fewer_teacher_tokens_are_renormalised(clients):
         teacher, [supervised(*SEQUENCES[1])], top_k=3, alpha=1.0, temperature=2.0
     )
     targets, weights = (datum.loss_fn_inputs[name].array for name in ("target_tokens", "weights"))
-    assert (
-        targets.shape == weights.shape == (3, 4)
-        and not weights[0].any()
-        and not weights[:, 3].any()
-    )
+    assert targets.shape == weights.shape == (3, 4)
+    assert not weights[0].any()
+    assert not weights[:, 3].any()
     truth = (logits(2, [*SEQUENCES[1][0], *SEQUENCES[1][1]]) / 2.0).softmax(-1)
     for row, position in ((1, 1), (2, 2)):
         best = truth[position].topk(3)

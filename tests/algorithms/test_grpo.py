@@ -368,10 +368,8 @@ def test_truncated_importance_sampling_by_hand():
     assert weighted.loss_fn_inputs["logprobs"].array.tolist() == learner.tolist()
     # by which a KL in the loss is weighted
     assert weighted.loss_fn_inputs["drawn_logprobs"].array.tolist() == q.tolist()
-    assert (
-        metrics["optim/tis_weight"] == pytest.approx(2.5)
-        and metrics["optim/tis_frac_capped"] == 0.5
-    )
+    assert metrics["optim/tis_weight"] == pytest.approx(2.5)
+    assert metrics["optim/tis_frac_capped"] == 0.5
     assert metrics["optim/kl_sample_train_v1"] == pytest.approx(
         -np.log([2.0, 10.0]).mean(), rel=1e-5
     )
@@ -497,11 +495,8 @@ def test_a_variant_in_a_recipe_yields_to_the_line(tmp_path):
     (tmp_path / "r.yaml").write_text("method: grpo\nvariant: dapo\nclip_high: 1.5\n")
     pg = stage_settings(str(tmp_path / "r.yaml"), "--clip-low", "0.7").policy_gradient
     assert (pg.clip_low, pg.clip_high, pg.normalise, pg.advantage) == (
-        0.7,
-        1.5,
-        "tokens",
-        "mean_std",
-    )
+        0.7, 1.5, "tokens", "mean_std",
+    )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------- dynamic sampling
@@ -568,25 +563,17 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups_within_its_bound(mon
     samples = filling(bound=2, wanted=3)
     start = RolloutBatch([alike(8), mixed(9), alike(8)], [], {"emitted_tokens": 7}, 2.0, 1.0)
     full = samples.fill_mixed_groups(start, 4, None)
-    assert (
-        [g.problem_index for g in full.groups] == [9, 1, 1]
-        and len(full.untrained_groups) == 3
-        and len(full.all_groups) == 6
-    )
-    assert (
-        full.counters == {"emitted_tokens": 12, "extra_rounds": 1}
-        and full.errors == ["lost"]
-        and full.sample_seconds == 3.0
-    )
+    assert [g.problem_index for g in full.groups] == [9, 1, 1]
+    assert len(full.untrained_groups) == 3
+    assert len(full.all_groups) == 6
+    assert full.counters == {"emitted_tokens": 12, "extra_rounds": 1}
+    assert full.errors == ["lost"]
+    assert full.sample_seconds == 3.0
     samples.context.loop.batch_size = 50
     # two rounds, and no more
     assert [g.problem_index for g in samples.fill_mixed_groups(start, 4, None).groups] == [
-        9,
-        2,
-        2,
-        3,
-        3,
-    ]
+        9, 2, 2, 3, 3,
+    ]  # fmt: skip
     assert len({seed for _, seed in drawn}) == 2 and len({builders for builders, _ in drawn}) == 3
     monkeypatch.setattr(
         samples_module, "rollout", lambda *_, **__: RolloutBatch([alike(1)], [], {}, 0.0, 0.0)

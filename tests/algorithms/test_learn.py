@@ -173,14 +173,10 @@ def weights_of(datums, normalise, parts=1):
     return found
 
 
-@pytest.mark.parametrize(
-    ("normalise", "first", "second"),
-    [
-        ("sequence_means", 0.5 / 4 / 2, -0.5 / 2 / 2),
-        ("sequences", 0.5 / 2, -0.5 / 2),
-        ("constant", 0.5 / 20, -0.5 / 20),
-    ],
-)
+@pytest.mark.parametrize(("normalise", "first", "second"), [
+    ("sequence_means", 0.5 / 4 / 2, -0.5 / 2 / 2), ("sequences", 0.5 / 2, -0.5 / 2),
+    ("constant", 0.5 / 20, -0.5 / 20),
+])  # fmt: skip
 def test_an_episode_weighs_the_same_however_many_datums_it_makes(normalise, first, second):
     one, two = credited(cut=False), credited(cut=True)
     assert (len(one), len(two)) == (2, 3)
@@ -212,11 +208,9 @@ def test_a_batch_without_signal_moves_no_weight_whatever_adam_remembers():
         policy, [datum([0.0, 0.0]), datum([0.0])], optim=optim, loss="importance_sampling"
     )
     assert torch.equal(policy.weights(), moved)
-    assert (
-        metrics["optim/skipped_no_signal"] == 1
-        and metrics["optim/grad_norm"] == 0
-        and metrics["optim/lr"] == 1e-2
-    )
+    assert metrics["optim/skipped_no_signal"] == 1
+    assert metrics["optim/grad_norm"] == 0
+    assert metrics["optim/lr"] == 1e-2
     # an update like any other to what counts them: streams, schedules, checkpoints
     assert policy.worker.learners[0].version == 2
     metrics = learn(

@@ -95,11 +95,8 @@ def test_edited_rewards_are_those_that_credit_sees():
     assert [g.get_total_rewards() for g in edited] == [[0.5, 2.0], [0.0, 1.0]]
     datums = GRPO(METHODS["grpo"].Settings()).compute_advantages(edited, None)  # type: ignore[arg-type]  # it needs no models
     assert [float(d.loss_fn_inputs["advantages"].array[-1]) for d in datums] == [
-        -0.75,
-        0.75,
-        -0.5,
-        0.5,
-    ]
+        -0.75, 0.75, -0.5, 0.5,
+    ]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -13,13 +13,8 @@ from rl.config import unflatten_settings
 from rl.errors import UserError
 
 SMALL = {
-    "steps": 1,
-    "batch_size": 2,
-    "group_size": 2,
-    "max_tokens": 4,
-    "eval_every": 0,
-    "quiet": True,
-}
+    "steps": 1, "batch_size": 2, "group_size": 2, "max_tokens": 4, "eval_every": 0, "quiet": True,
+}  # fmt: skip
 FILE = '''
 from rl.rollout import trajectory_to_datums
 from rl.algorithms import GrpoSettings, METHODS, GRPO
@@ -151,11 +146,8 @@ def count_symbols(prompt, response, meta):
 
 
 SCHEDULES: list[dict] = [
-    {},
-    {"rollout_mode": "async"},
-    {"stream_minibatches": 2},
-    {"max_steps_off_policy": 1},
-]
+    {}, {"rollout_mode": "async"}, {"stream_minibatches": 2}, {"max_steps_off_policy": 1},
+]  # fmt: skip
 
 
 RANKED = """

@@ -227,11 +227,8 @@ FINAL = [0.0, 2.0, 0.125, 0.0]
 
 def settings(**changes) -> PpoSettings:
     options = {
-        "normalise_advantages": False,
-        "gamma": 0.9,
-        "gae_lambda": 0.7,
-        **changes.pop("ppo", {}),
-    }
+        "normalise_advantages": False, "gamma": 0.9, "gae_lambda": 0.7, **changes.pop("ppo", {}),
+    }  # fmt: skip
     kl = {"kl_coef": 0.3, **changes.pop("kl", {})}
     return PpoSettings(
         ppo=PpoOptions(**options),

@@ -433,13 +433,9 @@ def batch(seed=0):
     mask = (rng.random(total) < 0.7).astype(float)
     mask[[0, 5, 7]] = 1.0
     return (
-        lengths,
-        lp,
-        lp + 0.3 * rng.normal(size=total),
-        lp + 0.3 * rng.normal(size=total),
-        credit,
+        lengths, lp, lp + 0.3 * rng.normal(size=total), lp + 0.3 * rng.normal(size=total), credit,
         mask,
-    )
+    )  # fmt: skip
 
 
 def as_datums(lengths, credit, mask):

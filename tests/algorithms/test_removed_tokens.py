@@ -137,10 +137,8 @@ def test_lengths_and_counts_are_of_what_remains(service, correction):
         else live < len(trained)
     )
     assert count_sequences(found) == pytest.approx(live)
-    assert (
-        compute_divisor(found, "constant", 8) == pytest.approx(8 * live)
-        and compute_divisor(found, "tokens") == lengths.sum()
-    )
+    assert compute_divisor(found, "constant", 8) == pytest.approx(8 * live)
+    assert compute_divisor(found, "tokens") == lengths.sum()
     for d, owner, kept in zip(weight_by_sequence(found), owners, stays, strict=True):
         expected = np.where(kept, trained[owner].advantage / max(1.0, lengths[owner]), 0.0)
         np.testing.assert_allclose(d.loss_fn_inputs["advantages"].array, expected, rtol=1e-6)
@@ -248,15 +246,11 @@ def test_ppo_goes_on_where_a_correction_removes_every_token(service, settings, c
         models, method.compute_advantages(surprised(groups_of()), models), Progress(1, 3)
     )
     np.testing.assert_array_equal(weights_of(policy), before)
-    assert (
-        metrics["optim/skipped_no_signal"] == metrics["optim/substeps"] == 2
-        and metrics["optim/epochs"] == 1
-    )
-    assert (
-        metrics["optim/tokens"] == 0
-        and metrics["optim/correction_low"] == 1.0
-        and "optim/approx_kl_k3" not in metrics
-    )
+    assert metrics["optim/skipped_no_signal"] == metrics["optim/substeps"] == 2
+    assert metrics["optim/epochs"] == 1
+    assert metrics["optim/tokens"] == 0
+    assert metrics["optim/correction_low"] == 1.0
+    assert "optim/approx_kl_k3" not in metrics
     assert np.isfinite(list(metrics.values())).all()
 
 

@@ -84,18 +84,10 @@ def settings_of(row: Row) -> GrpoSettings:
     correction, normalise, rollouts, loss = row
     kind, level, low, high = CORRECTIONS[correction]
     flat = {
-        "loss": LOSSES[loss][0],
-        "advantage": LOSSES[loss][1],
-        "normalise": normalise,
-        "group_size": MEMBERS,
-        "max_tokens": MAX_TOKENS,
-        "temperature": TEMPERATURE,
-        "batch_size": GROUPS,
-        "steps": 2,
-        "learning_rate": 1e-3,
-        "adam_eps": 1e-3,
-        "kl_coef": 0.0,
-    }
+        "loss": LOSSES[loss][0], "advantage": LOSSES[loss][1], "normalise": normalise,
+        "group_size": MEMBERS, "max_tokens": MAX_TOKENS, "temperature": TEMPERATURE,
+        "batch_size": GROUPS, "steps": 2, "learning_rate": 1e-3, "adam_eps": 1e-3, "kl_coef": 0.0,
+    }  # fmt: skip
     if kind != "none":
         flat |= {
             "correction": kind,

@@ -83,27 +83,14 @@ def method_of(row: Row):
     kind, level, low, high = CORRECTIONS[PROXIMAL.get(correction, correction)]
     epochs, substeps = COLUMNS["updates"][updates]
     flat: dict[str, Any] = {
-        "epochs": epochs,
-        "num_substeps": substeps,
-        "clip": CLIP,
-        "target_kl": None,
-        "gamma": GAMMA,
-        "gae_lambda": LAM,
-        "truncated": end,
+        "epochs": epochs, "num_substeps": substeps, "clip": CLIP, "target_kl": None, "gamma": GAMMA,
+        "gae_lambda": LAM, "truncated": end,
         "normalise_advantages": normalise in ("advantages", "both"),
-        "normalise_rewards": normalise in ("rewards", "both"),
-        "value_clip": VALUE_CLIP,
-        "entropy_coef": ENTROPY_COEF,
-        "group_size": MEMBERS,
-        "max_tokens": MAX_TOKENS,
-        "temperature": TEMPERATURE,
-        "batch_size": GROUPS,
-        "steps": 2,
-        "learning_rate": RATE,
-        "adam_eps": EPS,
-        "grad_clip_norm": CLIP_NORM,
-        "kl_coef": 0.0 if kl == "none" else KL_COEF,
-    }
+        "normalise_rewards": normalise in ("rewards", "both"), "value_clip": VALUE_CLIP,
+        "entropy_coef": ENTROPY_COEF, "group_size": MEMBERS, "max_tokens": MAX_TOKENS,
+        "temperature": TEMPERATURE, "batch_size": GROUPS, "steps": 2, "learning_rate": RATE,
+        "adam_eps": EPS, "grad_clip_norm": CLIP_NORM, "kl_coef": 0.0 if kl == "none" else KL_COEF,
+    }  # fmt: skip
     flat |= (
         {"value_coef": VALUE_COEF}
         if value == "head"
@@ -405,10 +392,8 @@ class Reference:
 
     def value_loss(self, text: Text, values: torch.Tensor, sums: dict[str, float]) -> torch.Tensor:
         keep, old, returns = (
-            torch.tensor(text.columns["keep"]),
-            text.tensor("old"),
-            text.tensor("return"),
-        )
+            torch.tensor(text.columns["keep"]), text.tensor("old"), text.tensor("return"),
+        )  # fmt: skip
         held = old + (values - old).clamp(-VALUE_CLIP, VALUE_CLIP)
         loss = torch.maximum((values - returns) ** 2, (held - returns) ** 2)[keep].sum() / 2
         sums["value"] = sums.get("value", 0.0) + float(loss.detach())

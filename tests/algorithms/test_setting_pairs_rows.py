@@ -104,13 +104,9 @@ def method_of(name: str, substeps: int, batch: int):
     kind, flat = METHOD_SETTINGS[name]
     spec, problems = METHODS[kind], []
     flat = {
-        **flat,
-        "batch_size": batch,
-        "steps": 1,
-        "num_substeps": substeps,
-        "learning_rate": 1e-3,
+        **flat, "batch_size": batch, "steps": 1, "num_substeps": substeps, "learning_rate": 1e-3,
         "adam_eps": 1e-3,
-    }
+    }  # fmt: skip
     settings = unflatten_settings(spec.Settings, flat, problems, "a test")
     assert not problems, problems
     return spec(settings)

@@ -46,22 +46,13 @@ CORRECTIONS = {
     "icepop-sequence": {"correction": "icepop", "correction_level": "sequence", **LOW},
     "mask-token": {"correction": "mask", **BOTH},
     "mask-sequence": {"correction": "mask", "correction_level": "sequence", **LOW},
-    "mask-geometric": {
-        "correction": "mask",
-        "correction_level": "geometric",
-        "correction_low": 0.9,
-        "correction_high": 1.1,
-    },
-}
+    "mask-geometric": {"correction": "mask", "correction_level": "geometric", "correction_low": 0.9,
+                       "correction_high": 1.1},
+}  # fmt: skip
 OFTEN = {
-    "kl_coef": 0.0,
-    "max_tokens": 6,
-    "group_size": 3,
-    "learning_rate": 1e-3,
-    "adam_eps": 1e-3,
-    "batch_size": 6,
-    "steps": 1,
-}
+    "kl_coef": 0.0, "max_tokens": 6, "group_size": 3, "learning_rate": 1e-3, "adam_eps": 1e-3,
+    "batch_size": 6, "steps": 1,
+}  # fmt: skip
 PARTS = (2, 4, 6)  # the second part is groups 2 and 3
 
 

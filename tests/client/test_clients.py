@@ -108,11 +108,9 @@ def test_verbs_run_in_order_and_futures_are_both_waited_for_and_awaited(client):
 
 def test_clients_are_futures_of_themselves(service):
     client = service.create_lora_training_client("tiny:addition", rank=2).result()
-    assert (
-        client.get_info().is_lora
-        and client.get_info().lora_rank == 2
-        and client.get_info().model_name == "tiny:addition"
-    )
+    assert client.get_info().is_lora
+    assert client.get_info().lora_rank == 2
+    assert client.get_info().model_name == "tiny:addition"
 
     async def script():
         other = await service.create_lora_training_client_async("tiny:addition", rank=3)
@@ -122,12 +120,10 @@ def test_clients_are_futures_of_themselves(service):
         return other.get_info().lora_rank, response, values
 
     rank, response, values = asyncio.run(script())
-    assert (
-        rank == 3
-        and len(response.sequences) == 2
-        and values[0] is None
-        and len(values) == PROMPT.length
-    )
+    assert rank == 3
+    assert len(response.sequences) == 2
+    assert values[0] is None
+    assert len(values) == PROMPT.length
 
 
 def test_custom_loss_gives_the_gradient_of_the_built_in_one(client):

@@ -32,46 +32,11 @@ from rl.types import (
 
 VOCABULARY, CONTEXT = 14, 512
 ODD = [
-    math.nan,
-    math.inf,
-    -math.inf,
-    1e40,
-    -1e40,
-    -1,
-    0,
-    1,
-    2,
-    14,
-    -0.0,
-    0.5,
-    1.5,
-    1e-320,
-    2**31,
-    2**63,
-    2**70,
-    -(2**63),
-    True,
-    None,
-    "",
-    "x",
-    "0.5",
-    b"1",
-    [],
-    [0.5],
-    [[1, 2], [3]],
-    {},
-    {"a": 1},
-    (),
-    object(),
-    1j,
-    range(3),
-    np.float32("nan"),
-    np.int64(3),
-    np.zeros((2, 2)),
-    np.array(["a"]),
-    torch.zeros(3),
-    torch.full((3,), math.nan),
-]
+    math.nan, math.inf, -math.inf, 1e40, -1e40, -1, 0, 1, 2, 14, -0.0, 0.5, 1.5, 1e-320, 2**31,
+    2**63, 2**70, -(2**63), True, None, "", "x", "0.5", b"1", [], [0.5], [[1, 2], [3]], {},
+    {"a": 1}, (), object(), 1j, range(3), np.float32("nan"), np.int64(3), np.zeros((2, 2)),
+    np.array(["a"]), torch.zeros(3), torch.full((3,), math.nan),
+]  # fmt: skip
 PROMPT = ModelInput.from_ints([3, 4, 12, 5, 6, 13])
 KEEP = AdamParams(learning_rate=0.0)
 
@@ -179,16 +144,8 @@ def mutated(datum: Datum, rng: random.Random) -> Datum:
         case 3:
             del inputs[name]
         case 4:
-            field = rng.choice(
-                [
-                    "mask",
-                    "weights",
-                    "nonsense",
-                    "clip_high_threshold",
-                    "sequence_ratio_mask",
-                    "returns",
-                ]
-            )
+            field = rng.choice(["mask", "weights", "nonsense", "clip_high_threshold",
+                                "sequence_ratio_mask", "returns"])  # fmt: skip
             inputs[field] = [rng.choice(ODD)] * len(tokens)
         case 5:
             inputs[name] = np.stack([inputs[name]] * rng.randrange(1, 4), axis=rng.randrange(2))
@@ -467,12 +424,9 @@ def test_tensors(ground):
 # ---------------------------------------------------------------------- as a family (test_fuzzing.py)
 
 VERBS = {
-    "datums": ask_datums,
-    "loss config": ask_loss_config,
-    "sample": ask_sample,
-    "adam": ask_adam,
+    "datums": ask_datums, "loss config": ask_loss_config, "sample": ask_sample, "adam": ask_adam,
     "tensor": ask_tensor,
-}
+}  # fmt: skip
 
 
 def inputs(seed, count):

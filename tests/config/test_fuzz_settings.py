@@ -43,41 +43,10 @@ WORDS_FOR_NUMBERS = {
 }
 _DECIMAL = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)
 _TEXTS = (
-    "grpo",
-    "sft",
-    "x",
-    "",
-    "a b",
-    "../..",
-    "~",
-    "*a",
-    "&a b",
-    "!!int 3",
-    "{",
-    "]",
-    "- x",
-    "a: b",
-    "#",
-    "\t",
-    "\x1b[2J",
-    "日本",
-    "🦊",
-    "'",
-    '"',
-    "|",
-    ">",
-    "%",
-    "@",
-    "`",
-    "<<",
-    "yes",
-    "off",
-    "0o17",
-    "2020-01-01",
-    "--x",
-    "-",
-    "x" * 3000,
-)
+    "grpo", "sft", "x", "", "a b", "../..", "~", "*a", "&a b", "!!int 3", "{", "]", "- x", "a: b",
+    "#", "\t", "\x1b[2J", "日本", "🦊", "'", '"', "|", ">", "%", "@", "`", "<<", "yes", "off", "0o17",
+    "2020-01-01", "--x", "-", "x" * 3000,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -113,15 +82,10 @@ def _value(field: SettingField, rng: random.Random) -> list[str]:
 
 def _misspelt(name: str, rng: random.Random) -> str:
     at = rng.randrange(len(name))
-    return rng.choice(
-        [
-            name[:at] + name[at + 1 :],
-            name + "x",
-            name[:at] + name[at:][::-1],
-            name.upper(),
-            "no_" + name,
-        ]
-    )
+    return rng.choice([
+                          name[:at] + name[at + 1 :], name + "x", name[:at] + name[at:][::-1],
+                          name.upper(), "no_" + name,
+                      ])  # fmt: skip
 
 
 def _line(rng: random.Random) -> Asked:

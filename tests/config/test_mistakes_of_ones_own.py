@@ -96,22 +96,17 @@ def test_a_setting_that_was_left_out_is_said_to_be_not_set():
 def test_several_held_out_sets_are_told_each():
     found = HeldOutMetrics()
     for loss in (2.0, 1.0):
-        found.record_rows(
-            "test/loss",
-            {
-                "test/loss": loss,
-                "test/msgs/loss": loss + 1,
-                "test/msgs/token_accuracy": 0.5,
-                "time/loss": 9.0,
-            },
-        )
+        found.record_rows("test/loss",
+                          {"test/loss": loss, "test/msgs/loss": loss + 1,
+                           "test/msgs/token_accuracy": 0.5, "time/loss": 9.0})  # fmt: skip
     assert found.headline == "loss" and found.rows == {"": (2.0, 1.0), "msgs": (3.0, 2.0)}
     found = HeldOutMetrics()
     found.record_rows(
         "test/rewards/accuracies",
         {"test/rewards/accuracies": 0.5, "test/a/rewards/accuracies": 0.25},
     )
-    assert found.headline == "rewards/accuracies" and found.rows == {
+    assert found.headline == "rewards/accuracies"
+    assert found.rows == {
         "": (0.5, 0.5),
         "a": (0.25, 0.25),
     }

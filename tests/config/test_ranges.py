@@ -37,20 +37,9 @@ from rl.types import AdamParams
 RECIPE = Path(__file__).parents[2] / "recipes" / "addition.yaml"
 HUGE = "1" + "0" * 22
 BAD = (
-    "nan",
-    "inf",
-    "-inf",
-    "-1",
-    "0",
-    "1e22",
-    HUGE,
-    "9" * 400,
-    "9" * 5000,
-    "two",
-    "",
-    "true",
+    "nan", "inf", "-inf", "-1", "0", "1e22", HUGE, "9" * 400, "9" * 5000, "two", "", "true",
     "1e-320",
-)
+)  # fmt: skip
 
 # What is accepted although it looks odd, by value, and why. All else in BAD is refused by every
 # numeric setting.
@@ -361,13 +350,8 @@ def test_a_recipe_names_the_line(tmp_path: Path) -> None:
         read_run([str(path)], METHODS, RECIPE, RunSettings)
     said = sorted(caught.value.problems)
     assert [problem.partition(" line ")[2].partition(" ")[0] for problem in said] == [
-        "3,",
-        "4,",
-        "5,",
-        "6,",
-        "7,",
-        "8,",
-    ]
+        "3,", "4,", "5,", "6,", "7,", "8,",
+    ]  # fmt: skip
     assert "line 3, adam_eps lies from 1e-30 to 1 (smaller values are 0 in fp32" in said[
         0
     ] and said[0].endswith("got -1.0")
@@ -400,32 +384,19 @@ def test_numpys_numbers_are_numbers() -> None:
         OptimSettings(warmup_steps=2.5)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        pytest.param(
-            "grpo --batch-size 10000000 --group-size 1000000",
-            "10000000000000 answers a batch",
-            marks=pytest.mark.slow,
-        ),
-        ("grpo --batch-size 10000000000", "--batch-size is at most"),
-        ("sft --max-tokens 1000000000000", "--max-tokens is at most"),
-        (
-            "grpo --max-tokens 500000 --kv-cache-tokens 400000",
-            "does not fit into --kv-cache-tokens 400000",
-        ),
-        pytest.param(
-            "grpo --max-tokens 200000", "the model's context holds", marks=pytest.mark.slow
-        ),
-        ("grpo --lora-rank 1000000000", "--lora-rank is at most"),
-        ("ppo --plan --batch-size 10000000 --group-size 1000000", "answers a batch"),
-        ("grpo --temperature 1e-9", "--temperature is at least 0.001"),
-        (
-            "grpo --reward-clip 0.1 --reward-scale inf",
-            "--reward-scale is at most 1000000000, got inf",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    pytest.param("grpo --batch-size 10000000 --group-size 1000000",
+                 "10000000000000 answers a batch", marks=pytest.mark.slow),
+    ("grpo --batch-size 10000000000", "--batch-size is at most"),
+    ("sft --max-tokens 1000000000000", "--max-tokens is at most"),
+    ("grpo --max-tokens 500000 --kv-cache-tokens 400000",
+     "does not fit into --kv-cache-tokens 400000"),
+    pytest.param("grpo --max-tokens 200000", "the model's context holds", marks=pytest.mark.slow),
+    ("grpo --lora-rank 1000000000", "--lora-rank is at most"),
+    ("ppo --plan --batch-size 10000000 --group-size 1000000", "answers a batch"),
+    ("grpo --temperature 1e-9", "--temperature is at least 0.001"),
+    ("grpo --reward-clip 0.1 --reward-scale inf", "--reward-scale is at most 1000000000, got inf"),
+])  # fmt: skip
 def test_sizes_that_cannot_fit_are_refused_before_any_work(
     words: str,
     said: str,

@@ -161,10 +161,8 @@ def test_an_attribute_is_the_reward_where_there_is_no_method(file, played, proce
     assert not found.errors
     (episode,) = found.groups[0].trajectories_G
     assert [m["content"] for turn in episode.transitions[1:] for m in turn.logs["told"]] == [
-        "2",
-        "8",
-        "3",
-    ]
+        "2", "8", "3",
+    ]  # fmt: skip
     assert found.groups[0].get_total_rewards() == [3.0]
 
 
@@ -266,18 +264,14 @@ def test_a_dictionary_of_factories_is_chosen_from_by_the_row(file, process):
         ]
         for group in found.groups
     ]
-    assert (
-        told[0][0] == "2"
-        and "no tool" in told[0][1]
-        and "no tool" in told[1][0]
-        and told[1][1] == "HI"
-    )
+    assert told[0][0] == "2"
+    assert "no tool" in told[0][1]
+    assert "no tool" in told[1][0]
+    assert told[1][1] == "HI"
     assert [group.get_total_rewards() for group in found.groups] == [[2.0], [0.0]]
-    assert (
-        len(found.errors) == 2
-        and "'sing'; the dictionary has 'count', 'speak'" in found.errors[0]
-        and "None" in found.errors[1]
-    )
+    assert len(found.errors) == 2
+    assert "'sing'; the dictionary has 'count', 'speak'" in found.errors[0]
+    assert "None" in found.errors[1]
     with pytest.raises(UserError, match="is not an environment in it"):
         resolve_environment(f"{file}:no_factories")
 

@@ -271,10 +271,8 @@ def best(prompt):
 def test_self_play_has_a_trajectory_for_each_seat_which_sees_its_own_side(arena, renderer):
     found = played(renderer, resolve_environment("textarena", game="Nim-v0"), best, rows=[{}] * 4)
     assert set(arena.made) == {"Nim-v0-raw"} and not found.errors
-    assert (
-        len(found.groups) == 8
-        and sorted(sum((g.get_total_rewards() for g in found.groups), [])) == [-1.0] * 4 + [1.0] * 4
-    )
+    assert len(found.groups) == 8
+    assert sorted(sum((g.get_total_rewards() for g in found.groups), [])) == [-1.0] * 4 + [1.0] * 4
     for group in found.groups:
         turns = group.trajectories_G[0].transitions
         seat = turns[0].seat
@@ -350,20 +348,15 @@ def test_wins_alone_are_paid_where_that_is_asked_for(
     made.made.sticks = 1
     turn = made.step({"role": "assistant", "content": last})
     assert (turn.reward, turn.metrics["won"], list(turn.rewards.values())) == (
-        own,
-        float(won),
-        [other],
-    )
+        own, float(won), [other],
+    )  # fmt: skip
     assert sorted(turn.logs["rewards"].values()) == [-0.9, 1]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"game": "Nim-v1"}, "did you mean Nim-v0"),
-        ({"game": "Nim-v0", "others": "random"}, "give them, such as"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"game": "Nim-v1"}, "did you mean Nim-v0"),
+    ({"game": "Nim-v0", "others": "random"}, "give them, such as"),
+])  # fmt: skip
 def test_settings_of_a_game_that_cannot_be(arena, settings, message):
     with pytest.raises(UserError, match=message):
         resolve_environment("textarena", **settings).make()
@@ -660,12 +653,9 @@ def test_the_cookbooks_groups_are_played_token_by_token(renderer):
     seen = []
     count, old, breaks, hangs, overflows = counting(renderer, seen)
     builders = [
-        Builder(count, old),
-        Builder(count, breaks, count),
-        Builder(hangs, count),
-        Builder(overflows, count),
-        Builder(breaks),
-    ]
+        Builder(count, old), Builder(count, breaks, count), Builder(hangs, count),
+        Builder(overflows, count), Builder(breaks),
+    ]  # fmt: skip
     groups = [TinkerGroup(one, i, seconds=1.5) for i, one in enumerate(builders)]
     found = rollout(
         groups,
@@ -678,19 +668,15 @@ def test_the_cookbooks_groups_are_played_token_by_token(renderer):
         [(2, ["Count", "Old"])], [(2, ["Count", "Count"])], [(1, ["Count"])], [(1, ["Count"])], []
     ]  # fmt: skip
     assert [one.cleaned for one in builders] == [1] * 5
-    assert (
-        len(found.errors) == 4
-        and "no luck" in found.errors[0]
-        and "within its 1.5 s" in found.errors[1]
-    )
+    assert len(found.errors) == 4
+    assert "no luck" in found.errors[0]
+    assert "within its 1.5 s" in found.errors[1]
     assert all(
         type(action) is list and all(type(token) is int for token in action) for action, _ in seen
     )
     assert {None if extra is None else extra["stop_reason"] for _, extra in seen} == {None, "stop"}
-    assert (
-        found.groups[0].tag == "count"
-        and found.groups[0].trajectories_G[0].transitions[-1].truncated
-    )
+    assert found.groups[0].tag == "count"
+    assert found.groups[0].trajectories_G[0].transitions[-1].truncated
 
 
 def test_the_cookbooks_groups_by_name(tmp_path, renderer):
@@ -725,17 +711,13 @@ def test_a_required_setting_is_named_by_its_flag():
             parse_environment(name, [])
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "resolve_environment('endpoint', program='true')",
-        "McpServer('http://localhost:1')",
-        "resolve_environment('openenv', url='http://localhost:1').make()",
-        "resolve_environment('reasoning_gym', task='spell_backward').make()",
-        "resolve_environment('skyrl_gym', env='gsm8k').make()",
-        "resolve_environment('textarena', game='SpellingBee-v0').make()",
-    ],
-)
+@pytest.mark.parametrize("code", [
+    "resolve_environment('endpoint', program='true')", "McpServer('http://localhost:1')",
+    "resolve_environment('openenv', url='http://localhost:1').make()",
+    "resolve_environment('reasoning_gym', task='spell_backward').make()",
+    "resolve_environment('skyrl_gym', env='gsm8k').make()",
+    "resolve_environment('textarena', game='SpellingBee-v0').make()",
+])  # fmt: skip
 def test_a_missing_package_is_named_with_an_extra_that_installs_it(code):
     """In a process without any of these packages."""
     hidden = ["starlette", "uvicorn", "mcp", "openenv", "reasoning_gym", "skyrl_gym", "textarena"]

@@ -80,20 +80,15 @@ def an_episode_through_the_rollout() -> Found:
         split: [_question(spec, row) for row in given]
         for split, given in (("train", rows), ("test", tests))
     }
-    return counted(
-        [
-            ("levels are spread", lambda: [row["level"] for row in rows] == [0, 1, 2] * 3),
-            ("right answers are paid", lambda: rewards == [1.0] * 9),
-            (
-                "training and held-out questions differ",
-                lambda: not set(asked["train"]) & set(asked["test"]),
-            ),
-            (
-                "the same row asks the same",
-                lambda: asked["train"] == [_question(spec, row) for row in rows],
-            ),
-        ]
-    )
+    return counted([
+                       ("levels are spread",
+                        lambda: [row["level"] for row in rows] == [0, 1, 2] * 3),
+                       ("right answers are paid", lambda: rewards == [1.0] * 9),
+                       ("training and held-out questions differ",
+                        lambda: not set(asked["train"]) & set(asked["test"])),
+                       ("the same row asks the same",
+                        lambda: asked["train"] == [_question(spec, row) for row in rows]),
+                   ])  # fmt: skip
 
 
 def _question(spec: Any, row: dict) -> str:

@@ -143,21 +143,15 @@ def mcp_episodes() -> Found:
         hung = called("hang")
         cases = [
             ("its tools are listed", lambda: sorted(tools) == ["fail", "hang", "multiply"]),
-            (
-                "their descriptions and parameters",
-                lambda: all(w in str(tools["multiply"].schema) for w in ("Multiplies", "integer")),
-            ),
+            ("their descriptions and parameters",
+             lambda: all(w in str(tools["multiply"].schema) for w in ("Multiplies", "integer"))),
             ("a call is answered", lambda: called("multiply", a=6, b=7).answer == "42"),
-            (
-                "one that fails says so",
-                lambda: "fail" in (called("fail", why="no luck").error or ""),
-            ),
-            (
-                "arguments that it does not take",
-                lambda: called("multiply", a="six").error is not None,
-            ),
+            ("one that fails says so",
+             lambda: "fail" in (called("fail", why="no luck").error or "")),
+            ("arguments that it does not take",
+             lambda: called("multiply", a="six").error is not None),
             ("one that hangs is given up", lambda: "longer than 2 s" in (hung.error or "")),
-        ]
+        ]  # fmt: skip
         found = counted(cases)
     finally:
         server.close()

@@ -104,13 +104,10 @@ def test_logprobs_are_those_of_temperature_1():
             scorer.compute_logprobs_many(inputs, 0.5)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--learn-from teacher", "only scores the student"),
-        ("--temperature 0.5", "scores at temperature 1"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    ("--learn-from teacher", "only scores the student"),
+    ("--temperature 0.5", "scores at temperature 1"),
+])  # fmt: skip
 def test_settings_that_a_teacher_behind_an_api_cannot_serve(words, message, tmp_path, capsys):
     with pytest.raises(SystemExit):
         train(f"{WORDS} --teacher http://localhost:1/v1 {words}", tmp_path)

@@ -29,12 +29,9 @@ ENDS_IN_PAD = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}<pad>{% endfor %}"
 )
 SMALL = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
     "max_position_embeddings": 256,
-}
+}  # fmt: skip
 GROUPED = {**SMALL, "num_key_value_heads": 1, "head_dim": 8}
 ARCHITECTURES = {
     "Llama": GROUPED,
@@ -138,13 +135,10 @@ def service(tmp_path):
         yield service
 
 
-@pytest.mark.parametrize(
-    ("architecture", "how"),
-    [
-        *((name, {}) for name in ARCHITECTURES),
-        *(("Llama", how) for how in ({"pads": False}, {"template": ENDS_IN_PAD})),
-    ],
-)
+@pytest.mark.parametrize(("architecture", "how"), [
+    *((name, {}) for name in ARCHITECTURES),
+    *(("Llama", how) for how in ({"pads": False}, {"template": ENDS_IN_PAD})),
+])  # fmt: skip
 def test_scores_are_those_of_transformers(architecture, how, tmp_path, service):
     folder = write_model(tmp_path / "model", architecture, **how)
     found = PublishedRewardModel(service.create_classifier_client(folder), folder).scores(
@@ -164,10 +158,8 @@ def test_an_episode_of_several_turns_is_read_whole(tmp_path, service):
     transitions = []
     for question, answer in (("What is 2+2?", "4."), ("And 3+3?\n", "6.")):
         logs = {
-            "prompt": question,
-            "told": [{"role": "user", "content": question}],
-            "response": answer,
-        }
+            "prompt": question, "told": [{"role": "user", "content": question}], "response": answer,
+        }  # fmt: skip
         action = SampledSequence([5, 6], [-1.0, -1.0], "stop")
         transitions.append(Transition(ModelInput.from_ints([1, 2]), action, 0.0, False, {}, logs))
     groups = [TrajectoryGroup([Trajectory(transitions)], [0.0], [{}])]
@@ -303,20 +295,12 @@ def test_a_later_stage_is_checked_before_the_first(tmp_path):
         train(f"{tmp_path / 'two.yaml'}", tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (
-            "--reward-model a --reward-models b 1",
-            "reward_models replaces reward_model",
-        ),
-        ("--reward-models a 1 a 2", "names a model twice"),
-        (
-            "--reward-models a 1 --comparison-model b",
-            "set reward models or --comparison-model, not both",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("words", "says"), [
+    ("--reward-model a --reward-models b 1", "reward_models replaces reward_model"),
+    ("--reward-models a 1 a 2", "names a model twice"),
+    ("--reward-models a 1 --comparison-model b",
+     "set reward models or --comparison-model, not both"),
+])  # fmt: skip
 def test_settings_that_contradict_each_other_are_refused(words, says, tmp_path, capsys):
     with pytest.raises((UserError, SystemExit)) as caught:
         train(f"{GRPO} {words}", tmp_path / "run")

@@ -388,10 +388,8 @@ def test_episodes_are_compared_from_where_they_part():
     assert (list(asked[0].messages), asked[0].first, asked[0].second) == (whole, "d", "e")
     tail = "\n\nUser: c\n\nAssistant: d"
     assert (list(asked[1].messages), asked[1].first, asked[1].second) == (
-        whole[:1],
-        "Assistant: b" + tail,
-        "Assistant: x" + tail,
-    )
+        whole[:1], "Assistant: b" + tail, "Assistant: x" + tail,
+    )  # fmt: skip
 
 
 class Scores:
@@ -439,10 +437,8 @@ def test_a_model_in_the_loop_gives_what_it_gives_alone(tmp_path):
         # a pair is scored as an answer that was sampled: prompt, answer, end mark
         prompt = renderer.build_generation_prompt(rows[0].messages).to_ints()
         assert datums[0].model_input.to_ints() == [
-            *prompt,
-            *renderer.encode(rows[0].response),
-            client.get_tokenizer().eos_token_id,
-        ]
+            *prompt, *renderer.encode(rows[0].response), client.get_tokenizer().eos_token_id,
+        ]  # fmt: skip
 
 
 LEARNS = (
@@ -649,27 +645,20 @@ def test_a_comparing_judge_rewards_groups(tmp_path):
         "--max-tokens 2 --reward None"
     )
     (row,) = train(f"{words} --steps 1 --eval-every 0", tmp_path / "run")
-    assert (
-        row["env/all/reward/learned"] == pytest.approx(0.5, abs=1e-6)
-        and row["env/all/reward/std"] > 0
-    )
+    assert row["env/all/reward/learned"] == pytest.approx(0.5, abs=1e-6)
+    assert row["env/all/reward/std"] > 0
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("rlhf", "rlhf needs a reward model"),
-        ("rlhf --reward-model tiny:addition", "tiny:addition is no reward model"),
-        (
-            "grpo --reward-model a --comparison-model b",
-            "set reward models or --comparison-model, not both",
-        ),
-        ("grpo --other-reward-weight 1", "or leave --other-reward-weight out"),
-        ("ppo --comparison-model tiny:ascii", "set --group-size to 2 or more"),
-        ("rlhf --reward-model nowhere/at/all", "no folder nowhere/at/all"),
-        ("reward_model --reward exact_match", "a reward could score: leave reward out"),
-    ],
-)
+@pytest.mark.parametrize(("words", "says"), [
+    ("rlhf", "rlhf needs a reward model"),
+    ("rlhf --reward-model tiny:addition", "tiny:addition is no reward model"),
+    ("grpo --reward-model a --comparison-model b",
+     "set reward models or --comparison-model, not both"),
+    ("grpo --other-reward-weight 1", "or leave --other-reward-weight out"),
+    ("ppo --comparison-model tiny:ascii", "set --group-size to 2 or more"),
+    ("rlhf --reward-model nowhere/at/all", "no folder nowhere/at/all"),
+    ("reward_model --reward exact_match", "a reward could score: leave reward out"),
+])  # fmt: skip
 def test_misuse_is_named_before_anything_is_written(words, says, tmp_path, capsys):
     with pytest.raises((UserError, SystemExit)) as caught:
         train(f"{words} --steps 1", tmp_path / "run")

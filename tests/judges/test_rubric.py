@@ -72,12 +72,8 @@ def test_a_rubrics_score_is_the_weighted_mean_of_yes_against_no():
 
 
 def test_a_bad_thing_has_a_negative_weight():
-    rubric = Rubric(
-        (
-            RubricQuestion("Is it right?", 1.0, "right"),
-            RubricQuestion("Is it polite?", -1.0, "polite"),
-        )
-    )
+    rubric = Rubric((RubricQuestion("Is it right?", 1.0, "right"),
+                     RubricQuestion("Is it polite?", -1.0, "polite")))  # fmt: skip
     ((score,),) = RubricJudge(YesNo(likes), Letters(), rubric).scores([group("aaa")])
     assert score.reward == pytest.approx((0.25 - 0.75) / 2)
 
@@ -87,10 +83,8 @@ def test_names_come_from_the_questions_and_differ():
         (("Is the answer right and polite?", 1), ("Is the answer right and short?", 1), ("?!", 2))
     )
     assert [q.name for q in rubric.questions] == [
-        "is_the_answer_right_and",
-        "is_the_answer_right_and-2",
-        "question",
-    ]
+        "is_the_answer_right_and", "is_the_answer_right_and-2", "question",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -230,15 +224,9 @@ def test_settings_that_say_two_things_or_nothing(settings, message):
 
 def test_a_rubric_on_the_line():
     words = [
-        "grpo",
-        "--rubric-model",
-        "tiny:ascii",
-        "--rubric",
-        "Is it polite?",
-        "1",
-        "Is it right?",
+        "grpo", "--rubric-model", "tiny:ascii", "--rubric", "Is it polite?", "1", "Is it right?",
         "-2",
-    ]
+    ]  # fmt: skip
     (stage,) = parse_run(words, METHODS, RECIPE, options=RunSettings).stages
     assert stage.settings.learned.rubric == (("Is it polite?", 1.0), ("Is it right?", -2.0))
 

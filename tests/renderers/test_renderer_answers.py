@@ -77,12 +77,10 @@ def test_calls_are_parsed_and_rendered_back_to_their_tokens(renderers, tokenizer
         end = tokenizer.convert_tokens_to_ids("<|im_end|>")
         tokens = [*tokenizer.encode(thought + text, add_special_tokens=False), end]
         message, ended = renderer.parse_response(tokens)
-        assert (
-            ended
-            and message["content"] == content
-            and message.get("tool_calls") == calls
-            and "unparsed_tool_calls" not in message
-        )
+        assert ended
+        assert message["content"] == content
+        assert message.get("tool_calls") == calls
+        assert "unparsed_tool_calls" not in message
         if model == "qwen2.5" and not content:
             continue  # its template writes the line break of the prompt with the call
         example, weights = renderer.build_supervised_example([ASK, message])
@@ -123,10 +121,8 @@ def test_a_call_may_hold_its_own_closing_mark(renderers, tokenizers):  # noqa: F
     message, _ = renderers("chat_template", "minimind_6400").parse_response(
         tokenizers("minimind_6400").encode(text)
     )
-    assert (
-        message["tool_calls"][0]["function"]["arguments"] == {"text": "a </tool_call> b"}
-        and message["content"] == ""
-    )
+    assert message["tool_calls"][0]["function"]["arguments"] == {"text": "a </tool_call> b"}
+    assert message["content"] == ""
 
 
 @pytest.mark.parametrize("model", [*LARGE[1:], "minimind_6400"])

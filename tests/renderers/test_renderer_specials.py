@@ -67,13 +67,9 @@ def unigram():
     from tokenizers import models
 
     pieces = [
-        ("<unk>", 0.0),
-        ("<s>", 0.0),
-        ("</s>", 0.0),
-        *((c, -5.0) for c in characters()),
-        ("▁a", -3.0),
-        ("st", -3.0),
-    ]
+        ("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((c, -5.0) for c in characters()),
+        ("▁a", -3.0), ("st", -3.0),
+    ]  # fmt: skip
     return metaspace(models.Unigram(pieces, unk_id=0, byte_fallback=False))
 
 
@@ -291,11 +287,9 @@ def test_an_answer_goes_on_where_its_prompt_ended(renderers, tokenizers, model):
         tokens = example.to_ints()
         assert tokenizer.decode(tokens) == text
         prompt = renderers(name, model).build_generation_prompt(asked).to_ints()
-        assert (
-            tokens[: len(prompt)] == prompt
-            and weights[: len(prompt)].sum() == 0
-            and weights[len(prompt) :].all()
-        )
+        assert tokens[: len(prompt)] == prompt
+        assert weights[: len(prompt)].sum() == 0
+        assert weights[len(prompt) :].all()
         assert tokenizer.decode(tokens[len(prompt) :]).strip() == learnt
 
 
@@ -348,14 +342,9 @@ def test_what_looks_special_is_so_whatever_the_tokenizer_calls_it():
     markup where a template writes them.
     """
     added = {
-        "<s>": True,
-        "<|tool|>": False,
-        "<mask>": False,
-        "<think>": False,
-        "[CALL]": False,
-        "  ": False,
-        "<td>": False,
-    }
+        "<s>": True, "<|tool|>": False, "<mask>": False, "<think>": False, "[CALL]": False,
+        "  ": False, "<td>": False,
+    }  # fmt: skip
     tokens = [
         SimpleNamespace(content=word, special=flag, rstrip=False, single_word=False)
         for word, flag in added.items()
@@ -365,7 +354,8 @@ def test_what_looks_special_is_so_whatever_the_tokenizer_calls_it():
         SimpleNamespace(added_tokens_decoder=decoder, all_special_tokens=["<mask>"]),
         template_source="{{ x }}<think>[CALL]",
     )
-    assert shield.control == {"<s>", "<|tool|>", "<mask>"} and shield.markup == {
+    assert shield.control == {"<s>", "<|tool|>", "<mask>"}
+    assert shield.markup == {
         "<think>",
         "[CALL]",
     }

@@ -21,21 +21,9 @@ from rl.renderers.tool_call_formats import find_call_format
 
 COUNT = 200
 WORDS = (
-    "yes",
-    "no",
-    "12",
-    "the answer is",
-    "(a+b)*c",
-    "what?",
-    "x = 1",
-    "-3.5e2",
-    "a: b",
-    "é 数 🙂",
-    "Straße",
-    "שלום",
-    "{{ x }}",
-    "a\n\nb",
-)
+    "yes", "no", "12", "the answer is", "(a+b)*c", "what?", "x = 1", "-3.5e2", "a: b", "é 数 🙂",
+    "Straße", "שלום", "{{ x }}", "a\n\nb",
+)  # fmt: skip
 FOLDER = {
     "qwen2.5": {},
     "qwen3": {},
@@ -44,36 +32,15 @@ FOLDER = {
 }
 # Of the package: what it says of its thoughts and calls, as far as they are read back.
 PACKAGE = {
-    "cohere": "",
-    "cohere2": "",
-    "gemma": "",
-    "gemma3": "",
-    "llama3": "",
-    "phi3": "",
-    "phi3_5": "",
-    "lfm2": "",
-    "lfm2_v2": "calls",
-    "qwen2_5": "calls",
-    "qwen2_5_vl": "",
-    "qwen3": "thoughts calls",
-    "qwen3_instruct_2507": "calls",
-    "qwen3_vl": "calls",
-    "qwen3_5_think": "thoughts calls",
-    "qwen3_5_nothink": "calls",
-    "qwen3_6": "thoughts calls",
-    "qwen3_8": "thoughts calls",
-    "llama3_1": "calls one_call",
-    "llama3_2": "calls one_call",
-    "gptoss": "thoughts calls one_call",
-    "gemma4": "thoughts_of_calls calls",
-    "gemma4_v5": "thoughts calls",
-    "glm4moe": "thoughts calls",
-    "deepseekv3": "",
-    "deepseek_r1_distill": "",
-    "lfm2_2_5": "calls",
-    "nemotron_3_nano": "",
+    "cohere": "", "cohere2": "", "gemma": "", "gemma3": "", "llama3": "", "phi3": "", "phi3_5": "",
+    "lfm2": "", "lfm2_v2": "calls", "qwen2_5": "calls", "qwen2_5_vl": "", "qwen3": "thoughts calls",
+    "qwen3_instruct_2507": "calls", "qwen3_vl": "calls", "qwen3_5_think": "thoughts calls",
+    "qwen3_5_nothink": "calls", "qwen3_6": "thoughts calls", "qwen3_8": "thoughts calls",
+    "llama3_1": "calls one_call", "llama3_2": "calls one_call", "gptoss": "thoughts calls one_call",
+    "gemma4": "thoughts_of_calls calls", "gemma4_v5": "thoughts calls", "glm4moe": "thoughts calls",
+    "deepseekv3": "", "deepseek_r1_distill": "", "lfm2_2_5": "calls", "nemotron_3_nano": "",
     "nemotron_3_super": "",
-}
+}  # fmt: skip
 _SPECIAL = re.compile(
     r"<\|[^|<>\s'\"]+\|>|<\|[a-z_]+>|<[a-z_]+\|>|<｜[^｜]+｜>|<(?:start|end)_of_turn>|</s>|<s>|\[gMASK\]|<sop>|</?think>|</?tool_call>|</?tool_response>"
 )

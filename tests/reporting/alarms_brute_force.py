@@ -19,10 +19,8 @@ Check = Callable[[Sequence[Row]], str | None]
 
 KL = ("optim/kl_sample_train_v1", "optim/kl_sample_train_v2")
 GRAD_NORM, CRITIC_NORM, SKIPPED = (
-    "optim/grad_norm",
-    "optim/critic_grad_norm",
-    "optim/skipped_nonfinite",
-)
+    "optim/grad_norm", "optim/critic_grad_norm", "optim/skipped_nonfinite",
+)  # fmt: skip
 ENTROPY = "optim/entropy"
 # share of the sampled tokens that were trained on with an advantage other than 0
 CREDITED = "optim/frac_credited"
@@ -32,10 +30,8 @@ MIXED = "env/all/by_group/frac_mixed"
 TEMPERATURE = "sampler/temperature"
 BEGINNINGS, GROUPS = "env/all/distinct_beginnings", "env/all/total_groups"
 EPISODES, LENGTH, TRUNCATED = (
-    "env/all/total_episodes",
-    "env/all/ac_tokens_per_turn",
-    "env/all/frac_truncated",
-)
+    "env/all/total_episodes", "env/all/ac_tokens_per_turn", "env/all/frac_truncated",
+)  # fmt: skip
 CORRECT, FORMAT = "env/all/correct", "env/all/format"
 
 LARGE_NORM = 10.0
@@ -230,10 +226,8 @@ def length_running_away(rows: Sequence[Row]) -> str | None:
     if found is None or cut is None:
         return None
     growth, cut_first, cut_last = (
-        fmean(found[1]) / max(1e-9, fmean(found[0])),
-        fmean(cut[0]),
-        fmean(cut[1]),
-    )
+        fmean(found[1]) / max(1e-9, fmean(found[0])), fmean(cut[0]), fmean(cut[1]),
+    )  # fmt: skip
     if not (growth > 3 or (growth > 1.5 and cut_last > cut_first + 0.2)):
         return None
     return (
@@ -290,19 +284,12 @@ def _in_groups(row: Row) -> bool:
 # -------------------------------------------------------------------------------------- all of them
 
 CHECKS: dict[str, Check] = {
-    "kl_0.01": kl_above(0.01),
-    "kl_0.1": kl_above(0.1),
-    "kl_1": kl_above(1.0),
-    "grad_norm": large_gradient,
-    "zero_advantages": zero_advantages,
-    "reward_flat": reward_flat,
-    "entropy_collapse": entropy_collapse,
-    "low_temperature": low_temperature,
-    "mode_collapse": mode_collapse,
-    "length": length_running_away,
-    "format_alone": format_alone,
+    "kl_0.01": kl_above(0.01), "kl_0.1": kl_above(0.1), "kl_1": kl_above(1.0),
+    "grad_norm": large_gradient, "zero_advantages": zero_advantages, "reward_flat": reward_flat,
+    "entropy_collapse": entropy_collapse, "low_temperature": low_temperature,
+    "mode_collapse": mode_collapse, "length": length_running_away, "format_alone": format_alone,
     "rewards_failing": rewards_failing,
-}
+}  # fmt: skip
 QUIET = 20
 
 

@@ -41,24 +41,16 @@ def healthy(step: int, draw: random.Random) -> dict[str, float]:
     noise = draw.gauss(0, 0.03)
     return {
         "optim/kl_sample_train_v1": draw.gauss(0, 1e-4),
-        "optim/kl_sample_train_v2": abs(draw.gauss(0, 1e-4)),
-        "optim/grad_norm": 2 + draw.random(),
-        "optim/entropy": 0.8 - 0.4 * done + noise,
-        "optim/frac_credited": 0.7,
-        "env/all/reward/total": 0.2 + 0.6 * done + noise,
-        "env/all/reward/std": 0.4,
-        "env/all/reward/min": 0.0,
-        "env/all/reward/max": 1.0,
-        "env/all/by_group/frac_mixed": 0.7,
-        "env/all/total_groups": 32,
-        "env/all/total_episodes": 256,
+        "optim/kl_sample_train_v2": abs(draw.gauss(0, 1e-4)), "optim/grad_norm": 2 + draw.random(),
+        "optim/entropy": 0.8 - 0.4 * done + noise, "optim/frac_credited": 0.7,
+        "env/all/reward/total": 0.2 + 0.6 * done + noise, "env/all/reward/std": 0.4,
+        "env/all/reward/min": 0.0, "env/all/reward/max": 1.0, "env/all/by_group/frac_mixed": 0.7,
+        "env/all/total_groups": 32, "env/all/total_episodes": 256,
         "env/all/distinct_beginnings": 0.9 - 0.3 * done,
-        "env/all/ac_tokens_per_turn": 100 + 50 * done + 100 * noise,
-        "env/all/frac_truncated": 0.05,
-        "env/all/correct": 0.2 + 0.6 * done + noise,
-        "env/all/format": 0.7 + 0.2 * done + noise,
+        "env/all/ac_tokens_per_turn": 100 + 50 * done + 100 * noise, "env/all/frac_truncated": 0.05,
+        "env/all/correct": 0.2 + 0.6 * done + noise, "env/all/format": 0.7 + 0.2 * done + noise,
         "sampler/temperature": 0.8,
-    }
+    }  # fmt: skip
 
 
 def play(
@@ -87,27 +79,17 @@ def test_a_healthy_run_is_silent(seed):
 def fault(**values):
     """Plants values (numbers, or functions of the step) into every row from step 10 on."""
     names = {
-        "v1": "optim/kl_sample_train_v1",
-        "v2": "optim/kl_sample_train_v2",
-        "norm": "optim/grad_norm",
-        "entropy": "optim/entropy",
-        "age": "async/age/mean",
-        "credited": "optim/frac_credited",
-        "reward": "env/all/reward/total",
-        "mixed": "env/all/by_group/frac_mixed",
-        "beginnings": "env/all/distinct_beginnings",
-        "tokens": "env/all/ac_tokens_per_turn",
-        "cut": "env/all/frac_truncated",
-        "correct": "env/all/correct",
-        "temperature": "sampler/temperature",
-        "low": "env/all/reward/min",
-        "high": "env/all/reward/max",
-        "critic": "optim/critic_grad_norm",
-        "skipped": "optim/skipped_nonfinite",
-        "groups": "env/all/total_groups",
-        "failed": "reward/failed",
+        "v1": "optim/kl_sample_train_v1", "v2": "optim/kl_sample_train_v2",
+        "norm": "optim/grad_norm", "entropy": "optim/entropy", "age": "async/age/mean",
+        "credited": "optim/frac_credited", "reward": "env/all/reward/total",
+        "mixed": "env/all/by_group/frac_mixed", "beginnings": "env/all/distinct_beginnings",
+        "tokens": "env/all/ac_tokens_per_turn", "cut": "env/all/frac_truncated",
+        "correct": "env/all/correct", "temperature": "sampler/temperature",
+        "low": "env/all/reward/min", "high": "env/all/reward/max",
+        "critic": "optim/critic_grad_norm", "skipped": "optim/skipped_nonfinite",
+        "groups": "env/all/total_groups", "failed": "reward/failed",
         "scored": "env/all/total_episodes",
-    }
+    }  # fmt: skip
 
     def edit(row, step):
         first = 0 if {"reward", "mixed", "correct"} & set(values) else 10
@@ -238,21 +220,17 @@ def test_what_is_no_fault():
     )
     assert not play(lambda row, step: row.update({"sampler/temperature": 0.2}))[0]
     few = {
-        "env/all/total_groups": 256,
-        "env/all/by_group/frac_mixed": 0.0,
-        "sampler/temperature": 0.5,
-    }
+        "env/all/total_groups": 256, "env/all/by_group/frac_mixed": 0.0, "sampler/temperature": 0.5,
+    }  # fmt: skip
     assert not play(lambda row, step: row.update(few))[0], "one answer each: groups are never mixed"
 
 
 def test_a_first_batch_whose_reward_fails_is_said_at_once():
     failing = {"reward/failed": 128, "env/all/total_episodes": 128}
     on, said = play(lambda row, step: row.update(failing), steps=1)
-    assert (
-        on == {"rewards_failing": [0]}
-        and "128 of the 256 samples" in said[0][1]
-        and "reward_timeout" in said[0][1]
-    )
+    assert on == {"rewards_failing": [0]}
+    assert "128 of the 256 samples" in said[0][1]
+    assert "reward_timeout" in said[0][1]
     few = {"reward/failed": 27, "env/all/total_episodes": 256}  # 9.5 in a hundred
     assert not play(lambda row, step: row.update(few))[0]
 
@@ -353,14 +331,9 @@ def test_the_recorded_addition_run_is_silent():
     )
     assert judged["sft"] == {"alarm/grad_norm"}
     names = (
-        "kl_0.01",
-        "kl_0.1",
-        "kl_1",
-        "grad_norm",
-        "zero_advantages",
-        "reward_flat",
+        "kl_0.01", "kl_0.1", "kl_1", "grad_norm", "zero_advantages", "reward_flat",
         "entropy_collapse",
-    )
+    )  # fmt: skip
     assert judged["grpo"] == {f"alarm/{name}" for name in names}
 
 
@@ -385,11 +358,9 @@ def test_remedies_name_flags_that_the_method_has():
 
 
 def test_the_largest_norm_is_not_a_number_where_one_is_not():
-    assert (
-        max_or_nan([]) == 0.0
-        and max_or_nan([2.0, 3.0, 1.0]) == 3.0
-        and max_or_nan([1.0, math.inf]) == math.inf
-    )
+    assert max_or_nan([]) == 0.0
+    assert max_or_nan([2.0, 3.0, 1.0]) == 3.0
+    assert max_or_nan([1.0, math.inf]) == math.inf
     for place in range(3):
         norms = [1.0, 2.0, 3.0]
         norms[place] = math.nan
@@ -511,11 +482,8 @@ def test_a_reward_that_never_tells_answers_apart_is_said_by_a_real_run(tmp_path,
     notes = tmp_path / "run" / "checkpoints.jsonl"
     notes.write_text(notes.read_text().splitlines()[0] + "\n")
     assert [row["alarm/zero_advantages"] for row in run(tmp_path, *words, "--resume")] == [
-        0,
-        0,
-        1,
-        1,
-    ]
+        0, 0, 1, 1,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

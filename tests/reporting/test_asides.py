@@ -121,12 +121,10 @@ def test_a_box_shows_no_control_sequences_and_ends(capsys: pytest.CaptureFixture
             see="\x1b[5mhelp",
         )
     said = capsys.readouterr().err
-    assert (
-        "\x1b[2J" not in said
-        and "\x1b[5m" not in said
-        and len(said) < 30_000
-        and "and 461 more" in said
-    )
+    assert "\x1b[2J" not in said
+    assert "\x1b[5m" not in said
+    assert len(said) < 30_000
+    assert "and 461 more" in said
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -163,14 +163,9 @@ def test_the_table_has_what_a_reader_needs():
     metrics = compute_evaluation_metrics([make_group(0, [{"reward": 2.0}]), cut], 1)
     (row,) = make_table_rows("my|set", metrics, 2, 2)
     assert row == {
-        "dataset": "my|set",
-        "metric": "mean reward",
-        "mean": 1.25,
-        "standard_error": pytest.approx(0.75),
-        "problems": 2,
-        "answers": 2,
-        "truncated": 0.5,
-    }
+        "dataset": "my|set", "metric": "mean reward", "mean": 1.25,
+        "standard_error": pytest.approx(0.75), "problems": 2, "answers": 2, "truncated": 0.5,
+    }  # fmt: skip
     (alone,) = make_table_rows("b", compute_evaluation_metrics([cut], 1), 1, 1)
     assert format_markdown([row, alone]).splitlines() == [
         "| dataset | metric | mean | standard error | problems | answers | truncated |",

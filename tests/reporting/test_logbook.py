@@ -234,16 +234,12 @@ def test_the_page_shows_each_answer_escaped_and_loads_nothing() -> None:
     page = Page(rollout_html.render_page(rows, title="run & step", step=7))
     # two answers side by side, then single ones
     assert page.tags.count("section") == 3 and len(page.articles) == 4
-    assert (
-        evil in page.articles[0]
-        and "reward <timed> out" in page.articles[0]
-        and "length" in page.articles[0]
-    )
-    assert (
-        "script" not in page.tags
-        and page.loads == []
-        and "url(" not in rollout_html.render_page(rows, title="", step=0)
-    )
+    assert evil in page.articles[0]
+    assert "reward <timed> out" in page.articles[0]
+    assert "length" in page.articles[0]
+    assert "script" not in page.tags
+    assert page.loads == []
+    assert "url(" not in rollout_html.render_page(rows, title="", step=0)
     assert "reward n/a" in page.articles[2]
     # p = 0.999 is the band of what was expected (5), p = 0.0067 that of surprises (0); None was not
     # written by the model.
@@ -280,10 +276,8 @@ def play(**how: Any) -> str:
         for step in range(51, 251):
             clock.now += 2
             metrics = {
-                "reward/total": step / 1000,
-                "time/tokens_per_second": 12345.0,
-                "optim/loss": 9.0,
-            }
+                "reward/total": step / 1000, "time/tokens_per_second": 12345.0, "optim/loss": 9.0,
+            }  # fmt: skip
             out.update(step, metrics | ({"test/env/all/correct": 0.9} if step == 77 else {}))
             if step == 60:
                 out.note("a note")
@@ -309,21 +303,17 @@ def test_plain_output_has_round_steps_true_times_and_no_control_characters() -> 
     assert next(line for line in lines if " 27/" in line).endswith("held-out accuracy 0.900")
     # a policy loss is not shown
     assert "warning: a [warning]" in text and "note: a note" in text and "loss" not in text
-    assert (
-        "held-out accuracy  0.351 -> 0.970" in text
-        and "n/a -> 1.000" in text
-        and "writes to  runs/[a]" in text
-    )
+    assert "held-out accuracy  0.351 -> 0.970" in text
+    assert "n/a -> 1.000" in text
+    assert "writes to  runs/[a]" in text
 
 
 def test_quiet_keeps_warnings_and_the_end() -> None:
     text = play(terminal=False, quiet=True)
-    assert (
-        text.splitlines()[0] == "warning: a [warning]"
-        and "grpo" not in text
-        and "note" not in text
-        and "0.351" in text
-    )
+    assert text.splitlines()[0] == "warning: a [warning]"
+    assert "grpo" not in text
+    assert "note" not in text
+    assert "0.351" in text
 
 
 def test_a_resumed_stage_counts_from_where_it_was() -> None:
@@ -347,12 +337,9 @@ def test_the_remaining_time_excludes_the_self_test_the_first_evaluation_and_comp
         clock.now += seconds
         out.update(step, {})
     assert stream.getvalue().splitlines() == [
-        "grpo before the first step  1:00  held-out accuracy 0.100",
-        "grpo  1/10  1:40",
-        "grpo  2/10  1:42, 0:16 left",
-        "grpo  3/10  1:44, 0:14 left",
-        "grpo  4/10  1:46, 0:12 left",
-    ]
+        "grpo before the first step  1:00  held-out accuracy 0.100", "grpo  1/10  1:40",
+        "grpo  2/10  1:42, 0:16 left", "grpo  3/10  1:44, 0:14 left", "grpo  4/10  1:46, 0:12 left",
+    ]  # fmt: skip
 
 
 def test_a_terminal_gets_a_bar_and_boxes() -> None:

@@ -193,16 +193,15 @@ def test_where_the_picture_goes(tmp_path: Path) -> None:
     assert plot(str(folder), "-o", str(tmp_path / "pictures")).stdout.strip() == str(
         tmp_path / "pictures/curves.png"
     )
-    assert (
-        plot(str(folder), "-o", str(tmp_path / "a.svg")).returncode == 0
-        and "<svg" in (tmp_path / "a.svg").read_text()
-    )
+    assert plot(str(folder), "-o", str(tmp_path / "a.svg")).returncode == 0
+    assert "<svg" in (tmp_path / "a.svg").read_text()
     for words in (
         ["-o", str(tmp_path / "a.xyz")],
         [str(tmp_path / "x.png"), "-o", str(tmp_path / "y.png")],
     ):
         failed = plot(str(folder), *words)
-        assert failed.returncode == 2 and (
+        assert failed.returncode == 2
+        assert (
             "expected the suffix .png, .svg, .pdf" in failed.stderr
             or "pass only one of them" in failed.stderr
         )

@@ -165,16 +165,12 @@ def test_the_headline_says_how_much_is_new(tmp_path, small_plotly):
     assert "Most of this gain (80%) is sharpening" in text  # (0.6 - 0.2) / (0.7 - 0.2)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        GRPO,
-        (*GRPO, "--variant", "dr_grpo", "--learning-rate", "3e-5", "--stop", "no", "1e3"),
-        (str(REPO / "recipes" / "sorting.yaml"),),
-        (str(REPO / "recipes" / "gsm8k.yaml"), "--temperature", "0.7"),
-    ],
-    ids=["grpo", "variant", "sorting", "gsm8k"],
-)
+@pytest.mark.parametrize("words", [
+    GRPO,
+    (*GRPO, "--variant", "dr_grpo", "--learning-rate", "3e-5", "--stop", "no", "1e3"),
+    (str(REPO / "recipes" / "sorting.yaml"),),
+    (str(REPO / "recipes" / "gsm8k.yaml"), "--temperature", "0.7"),
+], ids=["grpo", "variant", "sorting", "gsm8k"])  # fmt: skip
 def test_the_recipe_of_the_page_repeats_the_run(tmp_path, small_plotly, words):
     folder = write_run(tmp_path / "run", [{"step": 1, "stage": "grpo"}], words=words)
     page, _ = read_page(write_report([folder]))

@@ -25,18 +25,10 @@ from rl.trainer.batch_log import UpdateRecorder
 
 REPO = Path(__file__).resolve().parents[2]
 SMALL = {
-    "base_model": "tiny:addition",
-    "dataset": "addition",
-    "reward": "tests_why_reward.py:last_digit",
-    "batch_size": 3,
-    "group_size": 4,
-    "max_tokens": 4,
-    "eval_every": 0,
-    "rollouts_every": 1,
-    "self_test": False,
-    "reward_check": False,
-    "quiet": True,
-}
+    "base_model": "tiny:addition", "dataset": "addition",
+    "reward": "tests_why_reward.py:last_digit", "batch_size": 3, "group_size": 4, "max_tokens": 4,
+    "eval_every": 0, "rollouts_every": 1, "self_test": False, "reward_check": False, "quiet": True,
+}  # fmt: skip
 REWARD = "def last_digit(prompt, response, meta):\n    return sum(map(ord, response)) % 7 / 7\n"
 
 

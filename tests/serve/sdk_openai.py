@@ -63,15 +63,10 @@ async def wave() -> list[str]:
 seen["wave"] = len(asyncio.run(wave()))
 
 tools = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Adds.",
-            "parameters": {"type": "object", "properties": {}},
-        },
-    }
-]
+    {"type": "function",
+     "function": {"name": "add", "description": "Adds.",
+                  "parameters": {"type": "object", "properties": {}}}},
+]  # fmt: skip
 if len(sys.argv) > 3:  # a second endpoint, whose model calls a tool
     called = openai.OpenAI(base_url=f"{sys.argv[3]}/session/tools/v1", api_key="none")
     first = called.chat.completions.create(model="scripted", messages=ASK, tools=tools)
@@ -90,11 +85,8 @@ if len(sys.argv) > 3:  # a second endpoint, whose model calls a tool
             calls["name"] += delta.function.name or ""
             calls["arguments"] += delta.function.arguments or ""
     seen["tools"] = [
-        call.function.name,
-        call.function.arguments,
-        second.choices[0].message.content,
-        calls,
-    ]
+        call.function.name, call.function.arguments, second.choices[0].message.content, calls,
+    ]  # fmt: skip
 
 try:
     from openenv.core.harness.capture.validate import check_turn, check_upstream_response
@@ -110,16 +102,9 @@ else:
         )
         return json.load(urllib.request.urlopen(request, timeout=60))
 
-    reply = post(
-        "/v1/chat/completions",
-        {
-            "model": model,
-            "messages": ASK,
-            "max_tokens": 8,
-            "logprobs": True,
-            "return_token_ids": True,
-        },
-    )
+    reply = post("/v1/chat/completions",
+                 {"model": model, "messages": ASK, "max_tokens": 8, "logprobs": True,
+                  "return_token_ids": True})  # fmt: skip
     choice = reply["choices"][0]
     drawn = [one["logprob"] for one in choice["logprobs"]["content"]]
     turn = check_turn(

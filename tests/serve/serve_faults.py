@@ -148,11 +148,9 @@ def kill(folder: Path, stride: int) -> dict[str, int]:
 
     # so that no child has to import what this one imports, which starts no threads
     load_model(BASE)
+    assert in_child(begin) == 0
     assert (
-        in_child(begin) == 0
-        and in_child(
-            lambda: (folder / "plain").write_text(json.dumps(plain_scores(folder / "p", 3)))
-        )
+        in_child(lambda: (folder / "plain").write_text(json.dumps(plain_scores(folder / "p", 3))))
         == 0
     )
     expected, k, counts = (

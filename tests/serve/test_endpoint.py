@@ -22,15 +22,10 @@ from rl.types import ModelInput, SamplingParams  # noqa: E402
 
 ASK = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello?"}]
 TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Adds.",
-            "parameters": {"type": "object", "properties": {}},
-        },
-    }
-]
+    {"type": "function",
+     "function": {"name": "add", "description": "Adds.",
+                  "parameters": {"type": "object", "properties": {}}}},
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -123,10 +118,8 @@ def test_answers_are_the_clients_own_to_the_bit(tiny):
     assert [
         [one["logprob"] for one in choice["logprobs"]["content"]] for choice in ids["choices"]
     ] == [s.logprobs for s in own.sequences]
-    assert (
-        ids["prompt_token_ids"] == prompt.to_ints()
-        and ids["choices"][0]["finish_reason"] == own.sequences[0].stop_reason
-    )
+    assert ids["prompt_token_ids"] == prompt.to_ints()
+    assert ids["choices"][0]["finish_reason"] == own.sequences[0].stop_reason
 
 
 @pytest.mark.parametrize("cut", [{}, {"top_p": 0.3}, {"top_k": 3}, {"top_k": 8, "top_p": 0.5}])
@@ -160,13 +153,9 @@ def test_logprobs_are_of_the_untruncated_distribution_at_the_temperature(tiny, t
 
 def test_a_stream_put_together_is_the_whole(tiny):
     body = {
-        "messages": ASK,
-        "seed": 5,
-        "max_tokens": 9,
-        "n": 2,
-        "logprobs": True,
+        "messages": ASK, "seed": 5, "max_tokens": 9, "n": 2, "logprobs": True,
         "return_token_ids": True,
-    }
+    }  # fmt: skip
     whole = tiny.http.post("/v1/chat/completions", json=body).json()
     with tiny.http.stream(
         "POST",
@@ -200,30 +189,21 @@ def test_a_stream_put_together_is_the_whole(tiny):
 
 
 def test_tools_are_called_and_answered(scripted):
-    said = iter(
-        [
-            '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "ü"]}}\n</tool_call>',
-            "It is 3.",
-            "No tools.",
-        ]
-    )
+    said = iter(['<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "ü"]}}\n</tool_call>',
+                 "It is 3.", "No tools."])  # fmt: skip
     endpoint = scripted(lambda *_: next(said))
     first = chat(endpoint, tools=TOOLS, path="/session/a")
     (choice,) = first["choices"]
     (call,) = choice["message"]["tool_calls"]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
-    assert (
-        call["type"] == "function"
-        and call["function"]["name"] == "add"
-        and call["id"].startswith("call")
-    )
+    assert call["type"] == "function"
+    assert call["function"]["name"] == "add"
+    assert call["id"].startswith("call")
     assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": [2, "ü"]}
     again = [*ASK, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "3"}]
     second = chat(endpoint, again, tools=TOOLS, path="/session/a")
-    assert (
-        second["choices"][0]["message"]["content"] == "It is 3."
-        and second["choices"][0]["finish_reason"] == "stop"
-    )
+    assert second["choices"][0]["message"]["content"] == "It is 3."
+    assert second["choices"][0]["finish_reason"] == "stop"
     (one, one_answer), (two, _) = endpoint.engine.drawn
     # as it was drawn, not as it would be written
     assert two[: len(one) + len(one_answer)] == [*one, *one_answer]
@@ -257,14 +237,9 @@ def test_loglikelihoods_as_a_harness_asks_for_them(tiny, most):
     ).result()
     rows = [([20, 30], greedy.sequences[0].tokens), ([5], [9, 9]), ([40, 41, 42], [7])]
     body = {
-        "model": "tiny:ascii",
-        "prompt": [[*context, *answer] for context, answer in rows],
-        "echo": True,
-        "logprobs": 1,
-        "temperature": 0,
-        "max_tokens": most,
-        "seed": 1234,
-    }
+        "model": "tiny:ascii", "prompt": [[*context, *answer] for context, answer in rows],
+        "echo": True, "logprobs": 1, "temperature": 0, "max_tokens": most, "seed": 1234,
+    }  # fmt: skip
     said = tiny.http.post("/v1/completions", json=body)
     assert said.status_code == 200, said.text
     choices = sorted(said.json()["choices"], key=lambda one: one["index"])
@@ -294,14 +269,9 @@ def test_loglikelihoods_as_a_harness_asks_for_them(tiny, most):
 
 def test_several_texts_are_continued(tiny):
     body = {
-        "prompt": ["ab", "12+3"],
-        "n": 2,
-        "max_tokens": 3,
-        "seed": 1,
-        "temperature": 1.5,
-        "logprobs": 0,
-        "return_token_ids": True,
-    }
+        "prompt": ["ab", "12+3"], "n": 2, "max_tokens": 3, "seed": 1, "temperature": 1.5,
+        "logprobs": 0, "return_token_ids": True,
+    }  # fmt: skip
     choices = tiny.http.post("/v1/completions", json=body).json()["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
     for p, text in enumerate(body["prompt"]):
@@ -341,23 +311,15 @@ REFUSED = [
     (CHAT, {"max_tokns": 3}, "max_tokns"),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
-    (
-        CHAT,
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-            ]
-        },
-        "messages[0].content[0]",
-    ),
+    (CHAT,
+     {"messages": [{"role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+     "messages[0].content[0]"),
     (CHAT, {"messages": [*ASK, {"role": "assistant", "content": "so"}]}, "messages[2]"),
     (CHAT, {"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
     (CHAT, {"tools": [{"type": "web_search"}]}, "tools[0]"),
-    (
-        CHAT,
-        {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
-        "tools[0].function.strict",
-    ),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+     "tools[0].function.strict"),
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
     (CHAT, {"frequency_penalty": 2.5}, "frequency_penalty"),
     (TEXT, {"presence_penalty": "a"}, "presence_penalty"),
@@ -400,7 +362,7 @@ REFUSED = [
     (IDS, {"token_ids": "abc"}, "token_ids"),
     (IDS, {"sampling_params": {"prompt_logprobs": 1}}, "sampling_params.prompt_logprobs"),
     (IDS, {"sampling_params": {"min_tokens": -1}}, "sampling_params.min_tokens"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("path, body, named", REFUSED)
@@ -408,11 +370,9 @@ def test_what_is_not_supported_is_refused_by_name(tiny, path, body, named):
     before = len(tiny.engine.asked)
     reply = tiny.http.post(path, json={**FINE[path], **body})
     error = reply.json()["error"]
-    assert (
-        reply.status_code == 400
-        and error["type"] == "invalid_request_error"
-        and error["param"] == named
-    )
+    assert reply.status_code == 400
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == named
     assert (
         named.split(".")[-1].split("[")[0] in error["message"] and len(tiny.engine.asked) == before
     )
@@ -430,11 +390,9 @@ REASONS = {
 def test_what_would_constrain_the_model_is_refused_with_a_reason_and_a_remedy(tiny, field):
     body = {**FINE[CHAT], "tools": TOOLS, field: REASONS[field]}
     message = tiny.http.post(CHAT, json=body).json()["error"]["message"]
-    assert (
-        field in message
-        and "not constrain the model to a grammar" in message
-        and "in the messages" in message
-    )
+    assert field in message
+    assert "not constrain the model to a grammar" in message
+    assert "in the messages" in message
 
 
 HOW = {
@@ -442,12 +400,8 @@ HOW = {
     "bias": {"logit_bias": {"5": 6.5, "7": -100}},
     "least": {"min_tokens": 6},
     "on": {"ignore_eos": True},
-    "penalties": {
-        "presence_penalty": 1,
-        "frequency_penalty": 1.5,
-        "repetition_penalty": 1.4,
-    },
-}
+    "penalties": {"presence_penalty": 1, "frequency_penalty": 1.5, "repetition_penalty": 1.4},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -490,13 +444,9 @@ def test_how_tokens_are_drawn_is_the_clients_own_to_the_bit(tiny, how):
 def test_a_chat_takes_them_too(tiny):
     how = {"min_p": 0.2, "min_tokens": 4}
     body = {
-        **how,
-        "logit_bias": {"5": 4},
-        "seed": 1,
-        "max_tokens": 6,
-        "return_token_ids": True,
+        **how, "logit_bias": {"5": 4}, "seed": 1, "max_tokens": 6, "return_token_ids": True,
         "logprobs": True,
-    }
+    }  # fmt: skip
     said = chat(tiny, **body)
     params = SamplingParams(
         max_tokens=6, seed=1, stop=[1], logit_bias={5: 4.0}, untruncated_logprobs=True, **how
@@ -507,10 +457,8 @@ def test_a_chat_takes_them_too(tiny):
         .sequences
     )
     (choice,) = said["choices"]
-    assert (
-        choice["token_ids"] == own.tokens
-        and [one["logprob"] for one in choice["logprobs"]["content"]] == own.logprobs
-    )
+    assert choice["token_ids"] == own.tokens
+    assert [one["logprob"] for one in choice["logprobs"]["content"]] == own.logprobs
 
 
 def test_chat_template_kwargs_reach_the_template(scripted):
@@ -529,11 +477,9 @@ def test_chat_template_kwargs_reach_the_template(scripted):
         CHAT, json={"messages": ASK, "chat_template_kwargs": {"enable_thinkng": False}}
     )
     error = reply.json()["error"]
-    assert (
-        reply.status_code == 400
-        and error["param"] == "chat_template_kwargs"
-        and "has no setting 'enable_thinkng'" in error["message"]
-    )
+    assert reply.status_code == 400
+    assert error["param"] == "chat_template_kwargs"
+    assert "has no setting 'enable_thinkng'" in error["message"]
     for name in ("messages", "add_generation_prompt"):
         assert (
             endpoint.http.post(
@@ -545,22 +491,11 @@ def test_chat_template_kwargs_reach_the_template(scripted):
 
 def test_what_asks_for_nothing_is_taken(tiny):
     neutral = {
-        "min_p": 0,
-        "min_tokens": 0,
-        "ignore_eos": False,
-        "chat_template_kwargs": {},
-        "frequency_penalty": 0,
-        "presence_penalty": 0.0,
-        "logit_bias": {},
-        "response_format": {"type": "text"},
-        "user": "me",
-        "metadata": {"a": "b"},
-        "store": False,
-        "parallel_tool_calls": True,
-        "stop": None,
-        "tools": [],
-        "seed": 3,
-    }
+        "min_p": 0, "min_tokens": 0, "ignore_eos": False, "chat_template_kwargs": {},
+        "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {},
+        "response_format": {"type": "text"}, "user": "me", "metadata": {"a": "b"}, "store": False,
+        "parallel_tool_calls": True, "stop": None, "tools": [], "seed": 3,
+    }  # fmt: skip
     assert chat(tiny, max_tokens=2, **neutral)["choices"]
 
 
@@ -766,10 +701,8 @@ def test_thoughts_that_clients_drop_are_read_as_the_template_says(scripted):
             else []
         )
     assert [turn["parent"] for turn in endpoint.http.get("/session/t").json()["turns"]] == [
-        None,
-        0,
-        None,
-    ]
+        None, 0, None,
+    ]  # fmt: skip
     trajectory = endpoint.sessions.find("", "t").make_trajectory()
     trajectory.advantage = 1.0
     datums = trajectory_to_datums(trajectory)
@@ -790,12 +723,8 @@ def test_history_that_was_rewritten_begins_a_branch_and_nothing_is_trained_twice
     chat(endpoint, rewritten, headers=headers)  # a harness that shortens what it has
     chat(endpoint, messages[:4], headers=headers)  # and one that goes back and asks again
     assert [turn["parent"] for turn in endpoint.http.get("/session/b").json()["turns"]] == [
-        None,
-        0,
-        1,
-        None,
-        0,
-    ]
+        None, 0, 1, None, 0,
+    ]  # fmt: skip
     trajectory = endpoint.sessions.find("", "b").make_trajectory()
     trajectory.advantage = 1.0
     datums = trajectory_to_datums(trajectory)

@@ -59,10 +59,8 @@ def test_answers_and_streams(seen):
     assert [[tokens, logprobs] for _, tokens, logprobs in found["whole"]] == [
         [one.tokens, one.logprobs] for one in own
     ]
-    assert (
-        found["stream"] == [text for text, _, _ in found["whole"]]
-        and found["stream_usage"] == found["usage"]
-    )
+    assert found["stream"] == [text for text, _, _ in found["whole"]]
+    assert found["stream_usage"] == found["usage"]
     assert found["stream_final"] == found["whole"][0][0]
     assert found["scored"] == desk.client.compute_logprobs(ModelInput.from_ints([5, 6, 7])).result()
     assert found["models"] == ["tiny:ascii"] and found["wave"] == 16 == len(

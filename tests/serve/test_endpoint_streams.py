@@ -25,15 +25,10 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 PROPERTIES = {"a": {"type": "integer"}, "text": {"type": "string"}}
 TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Adds.",
-            "parameters": {"type": "object", "properties": PROPERTIES},
-        },
-    }
-]
+    {"type": "function",
+     "function": {"name": "add", "description": "Adds.",
+                  "parameters": {"type": "object", "properties": PROPERTIES}}},
+]  # fmt: skip
 BY_PARTS = "<tool_call>\n<function=add>\n{}</function>\n</tool_call>"
 ANSWERS = [
     "It is so, and so it goes on.",
@@ -65,14 +60,10 @@ ANSWERS = [
     "User: no. \n\nUser: me",
 ]
 RENDERERS = [
-    ("plain", "gpt2"),
-    ("role_colon", "qwen2.5"),
-    ("role_colon", "gpt2"),
-    ("chat_template", "qwen2.5"),
-    ("chat_template", "qwen3"),
-    ("qwen3_disable_thinking", "qwen3"),
+    ("plain", "gpt2"), ("role_colon", "qwen2.5"), ("role_colon", "gpt2"),
+    ("chat_template", "qwen2.5"), ("chat_template", "qwen3"), ("qwen3_disable_thinking", "qwen3"),
     ("chat_template", "minimind_6400"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("with_tools", [False, True])
@@ -332,12 +323,9 @@ def test_a_stream_of_any_answer_put_together_is_the_whole(shared_data, text):
     desk = ScriptedDesk(lambda *_: text, "chat_template", str(shared_data / "tokenizers" / "qwen3"))
     endpoint = Endpoint(desk)
     body = {
-        "messages": ASK,
-        "tools": TOOLS,
-        "logprobs": True,
-        "return_token_ids": True,
+        "messages": ASK, "tools": TOOLS, "logprobs": True, "return_token_ids": True,
         "stop": "lo and",
-    }
+    }  # fmt: skip
     try:
         with httpx.Client(base_url=endpoint.url, timeout=60) as http:
             (whole,) = http.post(CHAT, json=body).json()["choices"]
@@ -357,14 +345,8 @@ def test_a_stream_of_any_answer_put_together_is_the_whole(shared_data, text):
     calls = []
     for call in [call for one in found for call in one["delta"].get("tool_calls", [])]:
         if call["index"] == len(calls):
-            calls.append(
-                {
-                    "id": call["id"],
-                    "type": call["type"],
-                    "name": call["function"]["name"],
-                    "arguments": "",
-                }
-            )
+            calls.append({"id": call["id"], "type": call["type"], "name": call["function"]["name"],
+                          "arguments": ""})  # fmt: skip
         calls[call["index"]]["arguments"] += call["function"]["arguments"]
     whole_calls = [
         {**call["function"], "type": "function"} for call in message.get("tool_calls", [])
@@ -380,10 +362,8 @@ def test_a_stream_of_any_answer_put_together_is_the_whole(shared_data, text):
     assert [
         entry for one in found if one["logprobs"] for entry in one["logprobs"]["content"]
     ] == whole["logprobs"]["content"]
-    assert (
-        "".join(one["text"] for one in plain) == text_whole["text"]
-        and plain[-1]["finish_reason"] == text_whole["finish_reason"]
-    )
+    assert "".join(one["text"] for one in plain) == text_whole["text"]
+    assert plain[-1]["finish_reason"] == text_whole["finish_reason"]
 
 
 def test_several_completions_are_streamed_side_by_side():
@@ -391,13 +371,9 @@ def test_several_completions_are_streamed_side_by_side():
     try:
         with httpx.Client(base_url=endpoint.url, timeout=60) as http:
             body = {
-                "prompt": ["ab", [5, 6]],
-                "n": 2,
-                "max_tokens": 6,
-                "seed": 3,
-                "echo": True,
+                "prompt": ["ab", [5, 6]], "n": 2, "max_tokens": 6, "seed": 3, "echo": True,
                 "logprobs": 0,
-            }
+            }  # fmt: skip
             whole = http.post(TEXT, json=body).json()["choices"]
             found = [event["choices"][0] for event in events(http, TEXT, body)]
     finally:
@@ -405,10 +381,8 @@ def test_several_completions_are_streamed_side_by_side():
     for choice in whole:
         own = [one for one in found if one["index"] == choice["index"]]
         assert "".join(one["text"] for one in own) == choice["text"] and len(own) > 3
-        assert (
-            own[-1]["logprobs"]["tokens"] == choice["logprobs"]["tokens"]
-            and own[-1]["finish_reason"] == choice["finish_reason"]
-        )
+        assert own[-1]["logprobs"]["tokens"] == choice["logprobs"]["tokens"]
+        assert own[-1]["finish_reason"] == choice["finish_reason"]
         logprobs = [one["logprobs"]["token_logprobs"] for one in (own[-1], choice)]
         # a batch of another size sums in another order
         assert logprobs[0][1:] == pytest.approx(logprobs[1][1:], abs=1e-5)

@@ -486,12 +486,9 @@ def test_what_is_anothers_does_not_exist(tmp_path):
         run = f"/api/v1/training_runs/{model}"
         one_of = "/checkpoints/weights/a"
         asked = [
-            ("GET", ""),
-            ("GET", "/checkpoints"),
-            ("GET", one_of + "/archive"),
-            ("PUT", one_of + "/ttl"),
-            ("DELETE", one_of),
-        ]
+            ("GET", ""), ("GET", "/checkpoints"), ("GET", one_of + "/archive"),
+            ("PUT", one_of + "/ttl"), ("DELETE", one_of),
+        ]  # fmt: skip
         for method, where in asked:
             assert theirs.http.request(method, run + where).status_code == 404, where
             assert (
@@ -508,10 +505,8 @@ def test_what_is_anothers_does_not_exist(tmp_path):
         bearer = mine.http.get(
             "/api/v1/sessions", headers={"x-api-key": "", "authorization": f"Bearer {KEYS[0]}"}
         )
-        assert (
-            bearer.status_code == 200
-            and mine.http.get("/healthz", headers={"x-api-key": "x"}).status_code == 200
-        )
+        assert bearer.status_code == 200
+        assert mine.http.get("/healthz", headers={"x-api-key": "x"}).status_code == 200
         assert mine.http.get("/metrics", headers={"x-api-key": "x"}).status_code == 401
 
 
@@ -641,11 +636,9 @@ def test_what_was_saved_can_be_listed_taken_along_and_removed(wires, tmp_path):
     listed = wires.http.get(run + "/checkpoints").json()["checkpoints"]
     assert [one["tinker_path"] for one in listed] == [kept, brief, whole]
     assert [one["checkpoint_type"] for one in listed] == ["training", "sampler", "external"]
-    assert (
-        listed[0]["user_metadata"] == {"step": "1"}
-        and listed[0]["expires_at"] is None
-        and listed[1]["expires_at"] is not None
-    )
+    assert listed[0]["user_metadata"] == {"step": "1"}
+    assert listed[0]["expires_at"] is None
+    assert listed[1]["expires_at"] is not None
     assert wires.post("weights_info", tinker_path=kept)["lora_rank"] == 4
     tar = tarfile.open(
         fileobj=io.BytesIO(wires.http.get(run + "/checkpoints/weights/a/archive").content)
@@ -775,10 +768,8 @@ def test_images_travel_and_are_what_they_are_in_this_process(tmp_path):
         one.wait(one.step(model, 2))
         sampler = one.sampler(model, 3)
         picture = {
-            "type": "image",
-            "data": base64.b64encode(chunk(1).data).decode(),
-            "format": "png",
-        }
+            "type": "image", "data": base64.b64encode(chunk(1).data).decode(), "format": "png",
+        }  # fmt: skip
         prompt = [
             picture
             if part.type == "image"
@@ -825,10 +816,8 @@ def test_logprobs_of_given_tokens_in_the_place_of_a_prompts(wires, served):
         found = wires.sample(
             sampler, seq, prompt, max_tokens=1, target_prompt_logprobs=given
         ).target_prompt_logprobs
-        assert (
-            list(found.shape) == [3, 2]
-            and np.abs(np.frombuffer(found.dense, "<f4").reshape(3, 2) - expected).max() < 1e-5
-        )
+        assert list(found.shape) == [3, 2]
+        assert np.abs(np.frombuffer(found.dense, "<f4").reshape(3, 2) - expected).max() < 1e-5
     for wrong in (
         {**full, "shape": [2, 3]},
         {**full, "data": [999] * 6},

@@ -50,20 +50,16 @@ def fields_of(message):
             for i, (a, b) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
                 array = np.frombuffer(field.data[a:b], dtype).reshape(-1, *field.trailing_shape)
                 found[i][name] = (
-                    "float32" if dtype.kind == "f" else "int64",
-                    list(array.shape),
-                    array,
-                )
+                    "float32" if dtype.kind == "f" else "int64", list(array.shape), array,
+                )  # fmt: skip
         rows += found
     return rows
 
 
 def check_rows(message, plain):
     rows = fields_of(message)
-    assert (
-        len(rows) == len(plain["loss_fn_outputs"]) > 0
-        and message.loss_fn_output_type == plain["loss_fn_output_type"]
-    )
+    assert len(rows) == len(plain["loss_fn_outputs"]) > 0
+    assert message.loss_fn_output_type == plain["loss_fn_output_type"]
     for row, other in zip(rows, plain["loss_fn_outputs"], strict=True):
         assert row.keys() == other.keys() and row
         for name, (dtype, shape, array) in row.items():
@@ -135,10 +131,8 @@ def test_a_sample_is_the_same_in_both_forms(wires, tmp_path):
         message = tinker_pb2.SampleResponse.FromString(raw.content)
         assert len(message.sequences) == len(plain["sequences"]) == 2 and plain["type"] == "sample"
         for one, other in zip(message.sequences, plain["sequences"], strict=True):
-            assert (
-                np.frombuffer(one.tokens, "<i4").tolist() == other["tokens"]
-                and len(other["tokens"]) > 0
-            )
+            assert np.frombuffer(one.tokens, "<i4").tolist() == other["tokens"]
+            assert len(other["tokens"]) > 0
             assert np.array_equal(np.frombuffer(one.logprobs, "<f4"), np.float32(other["logprobs"]))
             assert {tinker_pb2.STOP_REASON_STOP: "stop", tinker_pb2.STOP_REASON_LENGTH: "length"}[
                 one.stop_reason
@@ -169,10 +163,8 @@ def test_a_sample_is_the_same_in_both_forms(wires, tmp_path):
                 np.frombuffer(top.token_ids, "<i4").reshape(-1, top.k),
                 np.frombuffer(top.logprobs, "<f4").reshape(-1, top.k),
             )
-            assert (
-                top.length == len(plain["topk_prompt_logprobs"]) == 3
-                and plain["topk_prompt_logprobs"][0] is None
-            )
+            assert top.length == len(plain["topk_prompt_logprobs"]) == 3
+            assert plain["topk_prompt_logprobs"][0] is None
             for row, logprobs, other in list(
                 zip(ids, values, plain["topk_prompt_logprobs"], strict=True)
             )[1:]:
@@ -218,20 +210,14 @@ def test_what_has_no_protobuf_is_json_in_both_and_so_is_every_refusal(wires):
     kinds = []
     for one in asked:
         raw, plain = both(wires, one)
-        assert (
-            raw.headers["content-type"] == "application/json"
-            and raw.json() == plain
-            and "error" not in plain
-        )
+        assert raw.headers["content-type"] == "application/json"
+        assert raw.json() == plain
+        assert "error" not in plain
         kinds.append(plain["type"])
     named = [
-        "optim_step",
-        "save_weights",
-        *["save_weights_for_sampler"] * 2,
-        "save_weights_external",
-        "load_weights",
-        "unload_model",
-    ]
+        "optim_step", "save_weights", *["save_weights_for_sampler"] * 2, "save_weights_external",
+        "load_weights", "unload_model",
+    ]  # fmt: skip
     assert kinds == named
     raw, plain = both(
         wires, wires.ask(model, 8, [Datum(ModelInput.from_ints([4]), {"target_tokens": [999]})])

@@ -49,12 +49,9 @@ def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_a
         alone = [drawn(staying.sample(mine, i, prompt, 2, **fields)) for i, prompt, fields in asks]
         before = one.engine.metrics.get_value("sampled_tokens_total")
         kept, slices, begun, go, draw = (
-            weakref.WeakSet(),
-            [],
-            threading.Event(),
-            threading.Event(),
+            weakref.WeakSet(), [], threading.Event(), threading.Event(),
             one.engine._run_batch_slice,
-        )
+        )  # fmt: skip
 
         def watched(drawing):
             tickets = one.engine._streams[drawing][1]
@@ -238,17 +235,11 @@ def test_whoever_hangs_up_is_drawn_for_no_longer(tmp_path):
 
             path = "/v1/completions"
             scope = {
-                "type": "http",
-                "method": "POST",
-                "path": path,
-                "raw_path": path.encode(),
-                "query_string": b"",
-                "http_version": "1.1",
-                "headers": [(b"x-api-key", KEYS[0].encode())],
-                "scheme": "http",
-                "server": ("s", 1),
+                "type": "http", "method": "POST", "path": path, "raw_path": path.encode(),
+                "query_string": b"", "http_version": "1.1",
+                "headers": [(b"x-api-key", KEYS[0].encode())], "scheme": "http", "server": ("s", 1),
                 "root_path": "",
-            }
+            }  # fmt: skip
             answering = asyncio.create_task(one.app(scope, receive, send))
             await asyncio.to_thread(began.wait, 60)
             gone.set()
@@ -257,10 +248,8 @@ def test_whoever_hangs_up_is_drawn_for_no_longer(tmp_path):
         asyncio.run(hang_up())
         assert hung_up and sent[0]["status"] == 499
         assert until(lambda: not one.engine._streams), "it is drawn still"
-        assert (
-            one.engine.metrics.get_value("sampled_tokens_total") == 0
-            and not one.engine.queue._tenant_counts
-        )
+        assert one.engine.metrics.get_value("sampled_tokens_total") == 0
+        assert not one.engine.queue._tenant_counts
 
 
 def test_answers_that_nobody_asks_after_are_forgotten_though_one_before_them_never_ends():
@@ -275,11 +264,9 @@ def test_answers_that_nobody_asks_after_are_forgotten_though_one_before_them_nev
     assert len(promises) == 7, "an answer can be asked for again for a while"
     time.sleep(0.3)
     promises.add(PendingRequest("later", "a", "sample"))
-    assert (
-        len(promises) == 4
-        and promises.find_request("0", "a") is asked
-        and promises.find_request("never", "a") is waiting
-    )
+    assert len(promises) == 4
+    assert promises.find_request("0", "a") is asked
+    assert promises.find_request("never", "a") is waiting
 
 
 def test_a_client_that_never_asks_after_its_answers_holds_nothing_up(tmp_path):

@@ -156,10 +156,8 @@ def test_tenants_with_keys_of_their_own_share_batches_and_nothing_else(tmp_path,
         a, b = (Wire(served, key) for key in KEYS)
         a.open(), b.open()
         first, second, third = (
-            a.model(0, rank=4, seed=1),
-            a.model(1, rank=8, seed=2),
-            b.model(0, rank=2, seed=3),
-        )
+            a.model(0, rank=4, seed=1), a.model(1, rank=8, seed=2), b.model(0, rank=2, seed=3),
+        )  # fmt: skip
         for client, model in ((a, first), (a, second), (b, third)):
             learn(client, model, 1, learning_rate=0.05)
         base = b.post(
@@ -169,10 +167,8 @@ def test_tenants_with_keys_of_their_own_share_batches_and_nothing_else(tmp_path,
             base_model=BASE,
         )
         samplers = [
-            (a, a.sampler(first, 3, 0)),
-            (a, a.sampler(second, 3, 1)),
-            (b, b.sampler(third, 3, 0)),
-        ]
+            (a, a.sampler(first, 3, 0)), (a, a.sampler(second, 3, 1)), (b, b.sampler(third, 3, 0)),
+        ]  # fmt: skip
         samplers.append((b, base["sampling_session_id"]))
         jobs = [
             (*samplers[i % 4], i, [5, 6 + i % 3, 7], 1 + i % 2, {"max_tokens": 6 + i, "seed": i})

@@ -108,10 +108,8 @@ def test_every_way_of_asking_finds_an_endpoint_to_train_from(seen):
     assert (
         not found["refused"]["key"]["reachable"] and "401" in found["refused"]["key"]["findings"][0]
     )
-    assert (
-        not found["refused"]["model"]["ok"]
-        and "not served" in found["refused"]["model"]["findings"][0]
-    )
+    assert not found["refused"]["model"]["ok"]
+    assert "not served" in found["refused"]["model"]["findings"][0]
 
 
 def test_a_rollout_through_its_capture_server_is_one_that_a_trainer_takes(seen):

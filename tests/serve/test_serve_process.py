@@ -125,16 +125,9 @@ def test_files_of_tls_that_do_not_fit_are_named(certificate, tmp_path):
 def started(folder, *flags, launcher=()):
     """serve.py, its standard error in `folder`/log; and where it serves."""
     words = [
-        *launcher,
-        "serve.py",
-        "--base-model",
-        BASE,
-        "--port",
-        "0",
-        "--output-dir",
-        str(folder / "out"),
-        *map(str, flags),
-    ]
+        *launcher, "serve.py", "--base-model", BASE, "--port", "0", "--output-dir",
+        str(folder / "out"), *map(str, flags),
+    ]  # fmt: skip
     with (folder / "log").open("a") as log:
         process = subprocess.Popen(
             [sys.executable, *words], cwd=REPO, stdout=subprocess.PIPE, stderr=log, text=True

@@ -57,12 +57,10 @@ def test_one_key_cannot_take_all_sessions_models_and_open_requests(tmp_path):
             answer := greedy.http.post("/api/v1/create_session", json={"tags": []})
         ).status_code == 200:
             sessions.append(answer.json()["session_id"])
-        assert (
-            len(sessions) == 2
-            and answer.status_code == 429
-            and "your share" in answer.text
-            and "--sessions" in answer.text
-        )
+        assert len(sessions) == 2
+        assert answer.status_code == 429
+        assert "your share" in answer.text
+        assert "--sessions" in answer.text
         other.open()
         greedy.session = sessions[0]
         bodies = [
@@ -75,11 +73,8 @@ def test_one_key_cannot_take_all_sessions_models_and_open_requests(tmp_path):
             for i in range(3)
         ]
         answers = [greedy.http.post("/api/v1/create_model", json=body) for body in bodies]
-        assert [answer.status_code for answer in answers] == [
-            200,
-            200,
-            429,
-        ] and "--models" in answers[2].text
+        assert [answer.status_code for answer in answers] == [200, 200, 429]
+        assert "--models" in answers[2].text
         assert other.model()
         mine = one.app._keys[0][1]
         one.app.open_count, one.app._open_by_owner[mine] = 3, 3  # which wait for their answers
@@ -101,10 +96,8 @@ def test_one_key_cannot_push_anothers_samplers_out(tmp_path):
             sampler = greedy.sampler(model, 1 + i, number=i)
         assert len(one.session_store.samplers) <= 6 and mine in one.session_store.samplers
         assert sum(found.client is not None for found in one.session_store.samplers.values()) <= 3
-        assert (
-            careful.sample(mine, 0, [4, 5]).sequences
-            and greedy.sample(sampler, 0, [4, 5]).sequences
-        )
+        assert careful.sample(mine, 0, [4, 5]).sequences
+        assert greedy.sample(sampler, 0, [4, 5]).sequences
 
 
 def test_a_sampler_that_was_just_made_is_not_the_one_that_is_forgotten(tmp_path):
@@ -122,11 +115,8 @@ def test_one_owner_cannot_push_anothers_episodes_out():
     sessions.get_or_create("careful", "mine")
     for i in range(20):
         sessions.get_or_create("greedy", str(i))
-    assert sessions.list_names("careful") == ["mine"] and sessions.list_names("greedy") == [
-        "17",
-        "18",
-        "19",
-    ]
+    assert sessions.list_names("careful") == ["mine"]
+    assert sessions.list_names("greedy") == ["17", "18", "19"]
     with pytest.raises(HttpError):
         sessions.find("greedy", "0")
 

@@ -208,11 +208,9 @@ def test_one_key_that_floods_refuses_itself_alone(tmp_path):
         calm.output(forward)
         flood.post(f"sessions/{flood.session}/finish", 204)
         calm.wait(calm.step(mine, 4))
-        assert (
-            not one.engine.queue._tenant_counts
-            and not one.engine.queue._early_counts
-            and len(one.engine.queue) == 0
-        )
+        assert not one.engine.queue._tenant_counts
+        assert not one.engine.queue._early_counts
+        assert len(one.engine.queue) == 0
 
 
 def test_sessions_are_the_tenants_where_there_are_no_keys_and_a_lone_one_has_it_all(tmp_path):
@@ -225,10 +223,8 @@ def test_sessions_are_the_tenants_where_there_are_no_keys_and_a_lone_one_has_it_
             codes = []
             for i in range(count):
                 body = {
-                    "model_id": model,
-                    "seq_id": begin + i,
-                    "adam_params": {"learning_rate": 0.0},
-                }
+                    "model_id": model, "seq_id": begin + i, "adam_params": {"learning_rate": 0.0},
+                }  # fmt: skip
                 codes.append(wires.http.post("/api/v1/optim_step", json=body).status_code)
             return codes.count(200)
 

@@ -121,12 +121,9 @@ def test_a_short_request_cannot_ask_for_much_memory(tmp_path):
         model = wires.model()
         sampler = wires.sampler(model, 1)
         empty = {
-            "data": [],
-            "dtype": "int64",
-            "shape": [2, 2**27],
-            "sparse_crow_indices": [0, 0, 0],
+            "data": [], "dtype": "int64", "shape": [2, 2**27], "sparse_crow_indices": [0, 0, 0],
             "sparse_col_indices": [],
-        }
+        }  # fmt: skip
         begin = time.perf_counter()
         answer = wires.wait(wires.ask_sample(sampler, 0, [4, 5, 6], target_prompt_logprobs=empty))
         assert answer["category"] == "user" and "cells" in answer["error"]

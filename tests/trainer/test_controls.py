@@ -70,11 +70,8 @@ def test_running_statistics_are_those_of_all_values():
 def test_overlong_penalty_by_hand():
     """DAPO's figures: 16,384 tokens are free of charge, 4,096 more cost up to 1."""
     assert [overlong_penalty(n, 20_480, 0.2, 1.0) for n in (100, 16_384, 18_432, 20_480)] == [
-        0.0,
-        0.0,
-        0.5,
-        1.0,
-    ]
+        0.0, 0.0, 0.5, 1.0,
+    ]  # fmt: skip
     assert overlong_penalty(20_480, 20_480, 0.0, 1.0) == 0.0
 
 
@@ -119,10 +116,8 @@ def test_the_overlong_penalty_is_of_the_longest_turn():
 def test_rewards_that_never_differed_are_not_divided_by_nothing():
     shaper = RewardShaper(ShapingSettings(normalise_rewards=True), 10)
     assert shaper.shape_steps([group([0.1]), group([0.1]), group([0.1])]) == [
-        [[0.1]],
-        [[0.1]],
-        [[0.1]],
-    ]
+        [[0.1]], [[0.1]], [[0.1]],
+    ]  # fmt: skip
     assert shaper.shape_steps([group([2.1])])[0][0][0] == pytest.approx(
         2.1 / np.std([0.1, 0.1, 0.1, 2.1])
     )
@@ -154,14 +149,8 @@ def asked(curriculum: Curriculum, step: int) -> set[int]:
 def test_by_step():
     curriculum = levelled(curriculum="steps", curriculum_steps=(10, 30))
     assert [asked(curriculum, step) for step in (0, 9, 10, 29, 30, 99, 5)] == [
-        {1},
-        {1},
-        {1, 2},
-        {1, 2},
-        {1, 2, 3},
-        {1, 2, 3},
-        {1},
-    ]
+        {1}, {1}, {1, 2}, {1, 2}, {1, 2, 3}, {1, 2, 3}, {1},
+    ]  # fmt: skip
     only = levelled(curriculum="steps", curriculum_steps=(10, 30), curriculum_mix="only")
     assert [asked(only, step) for step in (9, 10, 30)] == [{1}, {2}, {3}]
 
@@ -219,19 +208,12 @@ def test_a_level_has_every_one_of_its_problems_once_an_epoch():
     assert sorted(indices) == list(range(20))
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (
-            {"curriculum": "success", "curriculum_column": "hardness"},
-            "row 0 of problems has no level.*'level'.*--curriculum-column",
-        ),
-        (
-            {"curriculum": "steps", "curriculum_steps": (5,)},
-            "has 3 levels of 'level' .1, 2, 3., so curriculum_steps takes 2",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("given", "message"), [
+    ({"curriculum": "success", "curriculum_column": "hardness"},
+     "row 0 of problems has no level.*'level'.*--curriculum-column"),
+    ({"curriculum": "steps", "curriculum_steps": (5,)},
+     "has 3 levels of 'level' .1, 2, 3., so curriculum_steps takes 2"),
+])  # fmt: skip
 def test_problems_that_do_not_fit_the_curriculum_are_errors(given, message):
     with pytest.raises(UserError, match=message):
         levelled(**given)
@@ -242,14 +224,8 @@ def test_problems_that_do_not_fit_the_curriculum_are_errors(given, message):
 def test_additions_levels_are_carries():
     problems = {p.messages[-1]["content"]: p.meta["level"] for p in addition("train")}
     known = {
-        "11+22=": 0,
-        "19+11=": 1,
-        "19+12=": 1,
-        "90+20=": 1,
-        "55+55=": 2,
-        "45+55=": 2,
-        "99+99=": 2,
-    }
+        "11+22=": 0, "19+11=": 1, "19+12=": 1, "90+20=": 1, "55+55=": 2, "45+55=": 2, "99+99=": 2,
+    }  # fmt: skip
     assert {sum_: problems[sum_] for sum_ in known if sum_ in problems} == {
         s: v for s, v in known.items() if s in problems
     }
@@ -268,11 +244,8 @@ def test_several_rewards_are_weighted_and_logged(tmp_path):
     )
     data = settings("--rewards", "exact_match", "1", f"{tmp_path / 'mine.py'}:short", "0.1").data
     result = resolve_stage_reward(data).evaluate("1+1=", "2", {"answer": "2"})
-    assert result.reward == pytest.approx(0.9) and result.metrics == {
-        "exact_match": 1.0,
-        "correct": 1.0,
-        "short": -1.0,
-    }
+    assert result.reward == pytest.approx(0.9)
+    assert result.metrics == {"exact_match": 1.0, "correct": 1.0, "short": -1.0}
     assert resolve_stage_reward(DataSettings()) == "exact_match"
     (tmp_path / "r.yaml").write_text("method: grpo\nrewards: {exact_match: 1.0, gsm8k: 0.5}\n")
     (stage,) = read_run(
@@ -317,10 +290,8 @@ def test_learning_rate_rules_by_hand():
     assert lora_learning_rate(1000, "Qwen") == pytest.approx(5e-4 * 2**0.0775)
     with pytest.raises(ValueError, match="qwen, llama"):
         lora_learning_rate(100, "gpt2")
-    assert (
-        scale_lr_by_batch(4e-5, 32, 128) == pytest.approx(2e-5)
-        and scale_lr_by_batch(4e-5, 128, 128) == 4e-5
-    )
+    assert scale_lr_by_batch(4e-5, 32, 128) == pytest.approx(2e-5)
+    assert scale_lr_by_batch(4e-5, 128, 128) == 4e-5
 
 
 def test_defaults_are_those_of_the_guide():
@@ -337,36 +308,24 @@ def test_defaults_are_those_of_the_guide():
     reinforce = settings(method="reinforce")
     pg = reinforce.policy_gradient
     assert (reinforce.learning_rate, pg.entropy_coef, pg.advantage, pg.loss) == (
-        1e-5,
-        0.01,
-        "running_mean",
-        "importance_sampling",
-    )
+        1e-5, 0.01, "running_mean", "importance_sampling",
+    )  # fmt: skip
     ppo = settings(method="ppo")
     how = ppo.ppo
     assert (how.epochs, how.clip, how.value_coef, how.entropy_coef, how.target_kl) == (
-        4,
-        0.2,
-        0.1,
-        0.01,
-        0.01,
-    )
+        4, 0.2, 0.1, 0.01, 0.01,
+    )  # fmt: skip
     assert (ppo.kl.kl_coef, ppo.learning_rate) == (0.1, 1e-6)
     dpo = settings(method="dpo")
     assert (dpo.preference.beta, dpo.preference.reference_free, dpo.learning_rate) == (
-        0.1,
-        False,
-        5e-7,
-    )
+        0.1, False, 5e-7,
+    )  # fmt: skip
     assert ModelRequests(METHODS["dpo"](dpo)).needs_initial_policy  # the reference
     distill = settings(method="distill")
     how = distill.distillation
     assert (how.distill_temperature, how.alpha, how.group_size, distill.learning_rate) == (
-        2.0,
-        0.5,
-        4,
-        2e-5,
-    )
+        2.0, 0.5, 4, 2e-5,
+    )  # fmt: skip
     assert {
         name: METHODS[name].Settings().optim.grad_clip_norm for name in METHODS
     } == dict.fromkeys(METHODS, 1.0)
@@ -524,15 +483,11 @@ def test_what_is_given_for_all_stages_is_for_those_that_use_it(tmp_path):
         )
     )
     assert (sft.data.curriculum, sft.sampling.dynamic_sampling, sft.data.train_limit) == (
-        "off",
-        0,
-        50,
-    )
+        "off", 0, 50,
+    )  # fmt: skip
     assert (grpo.data.curriculum, grpo.sampling.dynamic_sampling, grpo.data.train_limit) == (
-        "success",
-        3,
-        50,
-    )
+        "success", 3, 50,
+    )  # fmt: skip
     recipe = tmp_path / "r.yaml"
     recipe.write_text("stages:\n- {method: sft}\n- {method: dpo}\ndynamic_sampling: 3\n")
     with pytest.raises(SettingsError, match="^stage dpo: dynamic_sampling 3 has no effect"):

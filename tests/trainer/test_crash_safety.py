@@ -80,12 +80,9 @@ class Heard:
 
 def state_of(value: float) -> dict:
     return {
-        "value": value,
-        "spec": {"base_model": "tiny:addition"},
-        "version": 1,
-        "temperatures": [],
+        "value": value, "spec": {"base_model": "tiny:addition"}, "version": 1, "temperatures": [],
         "metadata": {},
-    }
+    }  # fmt: skip
 
 
 def write_checkpoint(folder: Path, value: float) -> None:
@@ -118,11 +115,9 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_used(tmp_path, name):
         assert found is not None
         if console.said:
             refused += 1
-            assert (
-                found[0]["name"] == "s-1"
-                and found[1] == state_of(1.0)
-                and "s-2 cannot be used" in console.said[0]
-            )
+            assert found[0]["name"] == "s-1"
+            assert found[1] == state_of(1.0)
+            assert "s-2 cannot be used" in console.said[0]
         else:  # a bit of the manifest that says nothing, such as a space made a tab: all else is as it was
             assert (
                 name == "manifest.json" and found[0]["name"] == "s-2" and found[1] == state_of(2.0)

@@ -33,28 +33,9 @@ from rl.trainer import open_weights
 from rl.trainer.resume import find_resume_point, remove_damaged_checkpoints
 
 ODD = [
-    None,
-    True,
-    False,
-    -1,
-    0,
-    10**400,
-    1e300,
-    float("inf"),
-    float("nan"),
-    "",
-    "x",
-    "../../outside",
-    "/etc/passwd",
-    "\ud800",
-    [],
-    {},
-    [[]],
-    {"a": {}},
-    "grpo-final",
-    "nan",
-    "a" * 5000,
-]
+    None, True, False, -1, 0, 10**400, 1e300, float("inf"), float("nan"), "", "x", "../../outside",
+    "/etc/passwd", "\ud800", [], {}, [[]], {"a": {}}, "grpo-final", "nan", "a" * 5000,
+]  # fmt: skip
 
 
 def nested(depth: int) -> str:

@@ -68,7 +68,8 @@ def environment() -> dict[str, str]:
 def test_the_recipe_has_the_guides_settings():
     (stage,) = read().stages
     s = stage.settings
-    assert stage.method == "grpo" and (s.model.base_model, s.data.dataset) == (
+    assert stage.method == "grpo"
+    assert (s.model.base_model, s.data.dataset) == (
         "Qwen/Qwen2.5-0.5B-Instruct",
         "openai/gsm8k",
     )
@@ -80,11 +81,9 @@ def test_the_recipe_has_the_guides_settings():
     ) == (32, 4e-5, 128, 16)
     assert (s.sampling.max_tokens, s.sampling.temperature) == (256, 1.0)
     assert (s.policy_gradient.loss, s.policy_gradient.advantage) == ("importance_sampling", "mean")
-    assert (
-        s.loop.steps == 7473 // 128
-        and s.loop.eval_every > 0
-        and (s.data.reward, s.data.renderer) == ("gsm8k", "chat_template")
-    )
+    assert s.loop.steps == 7473 // 128
+    assert s.loop.eval_every > 0
+    assert (s.data.reward, s.data.renderer) == ("gsm8k", "chat_template")
 
 
 def test_a_model_for_all_stages_is_where_the_first_begins(tmp_path: Path):
@@ -161,13 +160,8 @@ def tensors(path: Path) -> dict[str, np.ndarray]:
 
 def train(recipe: Path, run: Path, *words: str) -> subprocess.Popen:
     command = [
-        sys.executable,
-        str(REPO / "train.py"),
-        str(recipe),
-        "--output-dir",
-        str(run),
-        *words,
-    ]
+        sys.executable, str(REPO / "train.py"), str(recipe), "--output-dir", str(run), *words,
+    ]  # fmt: skip
     log = (recipe.parent / f"{run.name}.log").open("a")
     with log:
         return subprocess.Popen(
@@ -184,11 +178,8 @@ def finish(process: subprocess.Popen, recipe: Path, run: Path) -> Path:
 def recipe(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gsm8k") / "recipe.yaml"
     counts = {
-        "problems": PROBLEMS,
-        "group": GROUP,
-        "sft_steps": SFT_STEPS,
-        "grpo_steps": GRPO_STEPS,
-    }
+        "problems": PROBLEMS, "group": GROUP, "sft_steps": SFT_STEPS, "grpo_steps": GRPO_STEPS,
+    }  # fmt: skip
     path.write_text(
         RECIPE.format(
             tokenizer=shared_data / "tokenizers" / "qwen2.5", gsm8k=shared_data / "gsm8k", **counts

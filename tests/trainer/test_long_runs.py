@@ -76,20 +76,11 @@ def stage_of(folder: Path, console: Console, logbook: Logbook, steps: int) -> Tr
 
 def batch_metrics(step: int) -> dict[str, float]:
     names = (
-        "optim/kl_sample_train_v1",
-        "optim/kl_sample_train_v2",
-        "optim/grad_norm",
-        "optim/entropy",
-        "optim/frac_credited",
-        "env/all/reward/total",
-        "env/all/reward/std",
-        "env/all/by_group/frac_mixed",
-        "env/all/correct",
-        "env/all/format",
-        "env/all/distinct_beginnings",
-        "env/all/ac_tokens_per_turn",
-        "env/all/frac_truncated",
-    )
+        "optim/kl_sample_train_v1", "optim/kl_sample_train_v2", "optim/grad_norm", "optim/entropy",
+        "optim/frac_credited", "env/all/reward/total", "env/all/reward/std",
+        "env/all/by_group/frac_mixed", "env/all/correct", "env/all/format",
+        "env/all/distinct_beginnings", "env/all/ac_tokens_per_turn", "env/all/frac_truncated",
+    )  # fmt: skip
     row = {name: 0.5 + 0.001 * ((step * 7 + i) % 13) for i, name in enumerate(names)}
     row |= {
         "env/all/reward/min": 0.0,

@@ -238,12 +238,8 @@ def test_every_setting_of_adam_reaches_the_update():
     settings = GrpoSettings(optim=optim, loop=LoopSettings(steps=24))
     params = make_adam_params(settings, 14)
     assert (params.beta1, params.beta2, params.eps, params.weight_decay, params.grad_clip_norm) == (
-        0.7,
-        0.8,
-        1e-5,
-        0.03,
-        0.4,
-    )
+        0.7, 0.8, 1e-5, 0.03, 0.4,
+    )  # fmt: skip
     assert params.learning_rate == pytest.approx(0.02 * (1 - 10 / 20))
     assert make_adam_params(settings, 1).learning_rate == pytest.approx(0.02 * 2 / 5)
 

@@ -19,22 +19,16 @@ def test_it_stays_short_and_knows_the_public_face_alone():
     assert len(text.splitlines()) <= 100
     imports = re.findall(r"^(?:from|import) .*", text, re.M)
     assert imports == [
-        "import argparse",
-        "import random",
-        "from rl import ServiceClient, renderers, types",
-    ]
+        "import argparse", "import random", "from rl import ServiceClient, renderers, types",
+    ]  # fmt: skip
 
 
 def rewards_of(folder, sft_steps, steps):
     """Of each step, as it prints them."""
     words = [
-        sys.executable,
-        str(REPO / "minimal_loop.py"),
-        "--sft-steps",
-        str(sft_steps),
-        "--steps",
+        sys.executable, str(REPO / "minimal_loop.py"), "--sft-steps", str(sft_steps), "--steps",
         str(steps),
-    ]
+    ]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*words, "--seed", str(learning.seed())],

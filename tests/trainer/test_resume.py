@@ -171,13 +171,9 @@ CASES: dict[str, dict[str, Case]] = {
 }
 # what another case of the method and another case with LoRA show together
 CAMPAIGN = {
-    ("sft", "lora"),
-    ("online_dpo", "lora, all pairs"),
-    ("dpo", "lora"),
-    ("dpo", "precomputed, lora"),
-    ("reward_model", "lora"),
-    ("offline", "cloning"),
-}
+    ("sft", "lora"), ("online_dpo", "lora, all pairs"), ("dpo", "lora"),
+    ("dpo", "precomputed, lora"), ("reward_model", "lora"), ("offline", "cloning"),
+}  # fmt: skip
 EACH = [
     pytest.param(
         method,

@@ -72,11 +72,9 @@ def said(monkeypatch):
 
 def test_the_folder_alone_is_enough(stopped, cut):
     train("--resume", cut)
-    assert (
-        same_weights(stopped, cut)
-        and config(cut)["stages"] == config(stopped)["stages"]
-        and config(cut)["name"] == "grpo"
-    )
+    assert same_weights(stopped, cut)
+    assert config(cut)["stages"] == config(stopped)["stages"]
+    assert config(cut)["name"] == "grpo"
 
 
 @pytest.mark.slow
@@ -223,11 +221,8 @@ def test_a_flag_of_one_stage_may_be_of_its_environment_or_template(tmp_path):
 def test_the_settings_that_a_change_names():
     words = "grpo.kl_in=loss environment.digits=2 sft.template.x=1 learning-rate=1 =3 x"
     assert list_changed_settings(words.split()) == {
-        "kl_placement",
-        "environment_settings",
-        "template",
-        "learning_rate",
-    }
+        "kl_placement", "environment_settings", "template", "learning_rate",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -146,12 +146,9 @@ def test_what_cannot_be_opened_says_why(tmp_path: Path, monkeypatch: pytest.Monk
             open_weights(*words)
         assert message in str(error.value)
     row = {
-        "name": "sft-000020",
-        "kind": "last",
-        "stage": "sft",
-        "batch": 20,
+        "name": "sft-000020", "kind": "last", "stage": "sft", "batch": 20,
         "state_path": "anywhere/sft-000020",
-    }
+    }  # fmt: skip
     (run / "checkpoints.jsonl").write_text(json.dumps(row) + "\n")
     # below the folder, wherever it was
     assert open_weights("runs/mine").path == Path("runs/mine/checkpoints/sft-000020")
@@ -164,23 +161,15 @@ def test_the_newest_checkpoint_is_taken_and_the_best_on_demand(tmp_path: Path):
     rows = [
         {"name": "sft-000020", "kind": "last", "stage": "sft", "batch": 20, "state_path": "x"},
         {"name": "sft-final", "kind": "final", "stage": "sft", "batch": 40, "state_path": "x"},
-        {
-            "name": "sft-best-000010",
-            "kind": "best",
-            "stage": "sft",
-            "batch": 10,
-            "state_path": None,
-            "sampler_path": "x",
-        },
-    ]
+        {"name": "sft-best-000010", "kind": "best", "stage": "sft", "batch": 10, "state_path": None,
+         "sampler_path": "x"},
+    ]  # fmt: skip
     (run / "checkpoints.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert open_weights(str(run)).path == run / "checkpoints" / "sft-final"
     assert open_weights(str(run), "best").path == run / "sampler_weights" / "sft-best-000010"
     assert open_weights(str(run), "sft-000020").path == run / "checkpoints" / "sft-000020"
-    assert (
-        open_weights("tiny:addition").path is None
-        and open_weights("owner/model").name == "owner/model"
-    )
+    assert open_weights("tiny:addition").path is None
+    assert open_weights("owner/model").name == "owner/model"
 
 
 def test_a_runs_own_reward_is_imported_from_the_current_folder_or_where_it_is_trusted(

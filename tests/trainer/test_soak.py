@@ -25,13 +25,9 @@ REWARD = "def right(prompt, response, meta):\n    return float(response.strip() 
 # Allowed growth from the second to the last quarter: the run writes a checkpoint now and then, and
 # allocators keep freed memory.
 SLACK = {
-    "rss_mib": 1.05,
-    "workers_rss_mib": 1.10,
-    "descriptors": 1.0,
-    "threads": 1.0,
-    "processes": 1.0,
+    "rss_mib": 1.05, "workers_rss_mib": 1.10, "descriptors": 1.0, "threads": 1.0, "processes": 1.0,
     "cpu_ms_per_step": 1.5,
-}
+}  # fmt: skip
 
 
 def descendants(pid: int) -> list[int]:
