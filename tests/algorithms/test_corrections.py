@@ -16,10 +16,10 @@ from whole_runs import RECIPE, train
 
 from rl.algorithms import METHODS, ImportanceCorrection, apply_correction, index_episodes
 from rl.algorithms.importance_correction import CORRECTION_KINDS, CORRECTION_LEVELS, compute_ratios
-from rl.algorithms.update import add_proximal_weight, correct_datums
+from rl.algorithms.update import add_proximal_weight
 from rl.config import RunSettings, SettingsError, read_run
 from rl.losses import get_loss
-from rl.types import Datum, ForwardBackwardOutput, ModelInput
+from rl.types import Datum, ModelInput
 
 VALID = [
     c
@@ -73,21 +73,6 @@ def test_verl_closed_forms(kind, level, seed):
     assert metrics["optim/correction_low"] == (ratio < low).mean()
 
 
-def test_verl_mask_case():
-    """Its literals: ratios of 0.368 everywhere in one answer and 1.649 in the other; bounds 0.5 to
-    2 leave out the first, half of all.
-    """
-    gaps, masks = [np.full(5, -1.0), np.full(5, 0.5)], [np.ones(5, bool)] * 2
-    for level in CORRECTION_LEVELS[:1] + CORRECTION_LEVELS[2:]:
-        weights, kept, metrics = apply_correction(
-            gaps, masks, [0, 1], ImportanceCorrection("mask", level, 0.5, 2.0)
-        )
-        assert not kept[0].any() and kept[1].all() and metrics["optim/correction_low"] == 0.5
-        assert all((w == 1).all() for w in weights)
-    assert compute_ratios(gaps, masks, [0, 1], "token")[0][0] == pytest.approx(0.368, abs=1e-3)
-    assert compute_ratios(gaps, masks, [0, 1], "token")[1][0] == pytest.approx(1.649, abs=1e-3)
-
-
 def test_a_catastrophic_token_overflows_nothing():
     """Its veto case is e^-15; here also e^800, which float64 has no number for."""
     gaps, masks = [np.array([0.0, -15.0, 800.0])], [np.ones(3, bool)]
@@ -105,42 +90,6 @@ def test_a_catastrophic_token_overflows_nothing():
     assert not kept.any()
     assert metrics["optim/correction_ess"] == 0.0
     assert np.isfinite(list(metrics.values())).all()
-
-
-def test_sequence_weights_are_unbiased():
-    """Over every answer of three tokens of three: the sampler's mean of weight x grad log p is the
-    learner's own gradient, exactly.
-
-    The token's ratio alone is not: it leaves out how the prefix was drawn.
-    """
-    rng = np.random.default_rng(0)
-    # independent positions, for the learner and for what drew
-    p, q = (rng.dirichlet(np.ones(3) * 4, size=3) for _ in range(2))
-    reward = rng.normal(size=(3, 3, 3))
-    answers = list(itertools.product(range(3), repeat=3))
-    mu = {a: np.prod([q[t, x] for t, x in enumerate(a)]) for a in answers}
-    pi = {a: np.prod([p[t, x] for t, x in enumerate(a)]) for a in answers}
-    gaps = [np.array([np.log(p[t, x] / q[t, x]) for t, x in enumerate(a)]) for a in answers]
-    expected = np.zeros((3, 3))
-    for a in answers:
-        for t, x in enumerate(a):
-            expected[t, x] += pi[a] * reward[a]
-
-    def estimate(level):
-        weights, _, _ = apply_correction(
-            gaps,
-            [np.ones(3, bool)] * 27,
-            list(range(27)),
-            ImportanceCorrection("truncate", level, 0.0, 1e5),
-        )
-        found = np.zeros((3, 3))
-        for a, weight in zip(answers, weights, strict=True):
-            for t, x in enumerate(a):
-                found[t, x] += mu[a] * reward[a] * weight[t]
-        return found
-
-    np.testing.assert_allclose(estimate("sequence"), expected, rtol=1e-12)
-    assert np.abs(estimate("token") - expected).max() > 1e-3
 
 
 def datums_of(rng, shares):
@@ -187,76 +136,6 @@ def test_an_episode_of_several_datums_is_one_sequence():
         np.testing.assert_allclose(np.concatenate(a[0]), np.concatenate(b[0]), rtol=1e-12)
         np.testing.assert_array_equal(np.concatenate(a[1]), np.concatenate(b[1]))
         assert a[2] == pytest.approx(b[2])
-
-
-class Scores:
-    """A policy whose learner's logprobs are given."""
-
-    def __init__(self, lp_D):
-        self.policy, self.lp_D = self, lp_D
-
-    def forward(self, datums, loss, config):
-        return self
-
-    def result(self):
-        return ForwardBackwardOutput(
-            [
-                {"logprobs": Datum(ModelInput.empty(), {"x": lp}).loss_fn_inputs["x"]}
-                for lp in self.lp_D
-            ],
-            {},
-        )
-
-
-@pytest.mark.parametrize("against_learner", [False, True])
-@pytest.mark.parametrize(("kind", "level"), VALID)
-def test_datums_carry_the_correction(kind, level, against_learner):
-    """Weights in the advantages, what is left out in neither mask nor advantages, ratios against
-    whichever is asked for.
-    """
-    rng = np.random.default_rng(7)
-    datums = datums_of(rng, [1.0, 0.5, 0.5, 1.0])
-    learner = [
-        d.loss_fn_inputs["logprobs"].array
-        + rng.normal(0, 0.5, len(d.loss_fn_inputs["mask"])).astype(np.float32)
-        for d in datums
-    ]
-    how = ImportanceCorrection(kind, level, 0.0 if kind == "truncate" else 0.7, 1.3)
-    found, metrics = correct_datums(
-        Scores(learner), datums, how, against_learner=against_learner, temperature=1.0
-    )
-    masks = [d.loss_fn_inputs["mask"].array != 0 for d in datums]
-    gaps = [
-        lp.astype(np.float64) - d.loss_fn_inputs["logprobs"].array
-        for lp, d in zip(learner, datums, strict=True)
-    ]
-    weights, kept, _ = apply_correction(gaps, masks, [0, 1, 1, 2], how)
-    for datum, new, lp, mask, weight, stays in zip(
-        datums, found, learner, masks, weights, kept, strict=True
-    ):
-        inputs = new.loss_fn_inputs
-        np.testing.assert_allclose(
-            inputs["advantages"].array, np.where(mask, 1.5 * weight * stays, 0.0), rtol=1e-6
-        )
-        np.testing.assert_array_equal(inputs["mask"].array, stays)
-        q = datum.loss_fn_inputs["logprobs"].array
-        np.testing.assert_allclose(
-            inputs["logprobs"].array, np.where(mask, lp, 0.0) if against_learner else q, rtol=1e-6
-        )
-        assert ("drawn_logprobs" in inputs) == against_learner
-    removed = kind == "mask"
-    tokens = [int(stays.sum()) for stays in kept]
-    ends = [tokens[0], tokens[1] + tokens[2], tokens[1] + tokens[2], tokens[3]]
-    lost = [int(mask.sum()) - n for mask, n in zip(masks, tokens, strict=True)]
-    lost[1] = lost[2] = lost[1] + lost[2]
-    shares = [
-        n / max(1, end) if removed and gone else d.episode_share
-        for n, end, gone, d in zip(tokens, ends, lost, datums, strict=True)
-    ]
-    assert [new.episode_share for new in found] == pytest.approx(shares)
-    assert ("optim/correction_weight" in metrics) == (
-        kind != "none"
-    ) and "optim/kl_sample_train_v1" in metrics
 
 
 @pytest.mark.parametrize("loss", ["ppo", "cispo", "importance_sampling", "gspo"])

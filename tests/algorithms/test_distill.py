@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from algorithm_helpers import Done
 from helpers import make_worker
 from whole_runs import train
 
@@ -57,15 +58,7 @@ class TableScorer:
         )
         for _, a, b in (prompt.to_ints() for prompt in prompts):
             found.append([None, float(logp[0, a]), float(logp[1 + a, b])])
-        return Ready(found)
-
-
-class Ready:
-    def __init__(self, value):
-        self.value = value
-
-    def result(self):
-        return self.value
+        return Done(found)
 
 
 def trajectory(tokens, logprobs) -> Trajectory:

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_distill import Ready, TableScorer, trajectory
+from algorithm_helpers import Done
+from test_distill import TableScorer, trajectory
 
 from rl.algorithms import Distillation, Models, Progress
 from rl.algorithms.distillation_settings import DistillationSettings, DistillSettings
@@ -43,13 +44,13 @@ def test_both_sides_are_taken_at_the_temperature_of_the_samples():
     def forward_backward(data, loss, config, *, divisor):
         asked.append((loss, config["temperature"], divisor))
         lp = data[0].loss_fn_inputs["logprobs"]
-        return Ready(
+        return Done(
             ForwardBackwardOutput([{"logprobs": lp}], {"loss:sum": 0.0, "active_tokens:sum": 2.0})
         )
 
     policy = SimpleNamespace(
         forward_backward=forward_backward,
-        optim_step=lambda p: Ready(OptimStepResponse({"grad_norm": 1.0})),
+        optim_step=lambda p: Done(OptimStepResponse({"grad_norm": 1.0})),
     )
     method.update(Models(policy), [datum], Progress(0, 1))
     assert asked == [("importance_sampling", 0.5, 2)]
@@ -60,7 +61,7 @@ def test_a_teachers_answers_are_drawn_as_the_settings_say():
 
     def sample_many(requests):
         asked.extend(requests)
-        return Ready(
+        return Done(
             (
                 [
                     SampleResponse([SampledSequence([4, 1], [-1.0, -1.0])] * r.num_samples)

@@ -11,8 +11,6 @@ from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
-import torch
-from helpers import call, make_worker, random_datums
 
 from rl.algorithms import (
     ADVANTAGES,
@@ -22,17 +20,12 @@ from rl.algorithms import (
     GrpoSettings,
     PerProblemBaseline,
     PolicyGradientSettings,
-    compute_returns_to_go,
     normalize_by_batch,
 )
 from rl.algorithms.advantages import (
-    leave_one_out,
-    normalize_by_std,
-    subtract_mean,
     subtract_mean_divide_by_batch_std,
 )
 from rl.algorithms.grpo_settings import VARIANTS, variant_settings
-from rl.algorithms.update import apply_truncated_is, compute_divisor, weight_by_sequence
 from rl.config import (
     AsyncRolloutSettings,
     KlSettings,
@@ -44,14 +37,14 @@ from rl.config import (
     resolve_config,
 )
 from rl.errors import UnusedSettingError, UserError
-from rl.losses import LOSSES, LossSpec, get_loss
+from rl.losses import LOSSES, LossSpec
 from rl.losses.losses import importance_sampling, ppo
 from rl.rollout import RolloutBatch, Trajectory, TrajectoryGroup, Transition
 from rl.trainer import stage_sampling as samples_module
 from rl.trainer.stage_context import StageContext
 from rl.trainer.stage_sampling import AllRewardsFailed, StageSampler, WarnOnce
 from rl.trainer.trainer import Trainer, TrainingBatch
-from rl.types import ModelInput, SampledSequence, TensorData
+from rl.types import ModelInput, SampledSequence
 
 REPO = Path(__file__).resolve().parents[2]
 RECIPE = REPO / "recipes" / "addition.yaml"
@@ -103,22 +96,6 @@ def test_advantages_over_a_batch_by_hand():
         assert np.concatenate(function([[0.1] * 3, [0.1] * 4])).tolist() == [0.0] * 7
 
 
-def test_identities_between_advantages():
-    rng = np.random.default_rng(1)
-    for n in (2, 3, 8):
-        rewards = rng.random(n)
-        np.testing.assert_allclose(
-            leave_one_out(rewards), n / (n - 1) * subtract_mean(rewards), atol=1e-12
-        )
-        # one group: GRPO's
-        np.testing.assert_allclose(
-            subtract_mean_divide_by_batch_std([rewards])[0], normalize_by_std(rewards), rtol=1e-4
-        )
-        np.testing.assert_allclose(
-            normalize_by_batch([rewards])[0], normalize_by_std(rewards), rtol=1e-4
-        )
-
-
 def test_a_baseline_for_each_problem_by_hand():
     baseline = PerProblemBaseline(decay=0.5)
     first = baseline([[1.0], [0.0]], ["a", "b"])
@@ -129,13 +106,6 @@ def test_a_baseline_for_each_problem_by_hand():
     assert baseline.values == {"a": 0.5, "b": 0.0, "c": 1.0}
 
 
-def test_returns_to_go_against_the_sum():
-    rewards = [1.0, -2.0, 0.5, 4.0]
-    for discount in (1.0, 0.9, 0.0):
-        brute = [sum(discount ** (k - t) * rewards[k] for k in range(t, 4)) for t in range(4)]
-        assert compute_returns_to_go(rewards, discount) == pytest.approx(brute)
-
-
 # ------------------------------------------------------------------------------------------- credit
 
 
@@ -144,34 +114,6 @@ def advantages(datums) -> list[list[float]]:
         d.loss_fn_inputs["advantages"].array[d.loss_fn_inputs["mask"].array != 0].tolist()
         for d in datums
     ]
-
-
-def test_process_rewards_reach_the_tokens_of_their_turn():
-    """By hand: five step rewards of mean 1; each turn gets the sum of what it and later turns
-    earned beyond that.
-    """
-    groups = [group([1.0, 0.0, 2.0], [0.0, 2.0])]
-    datums = method(step_rewards="process_supervision").compute_advantages(groups, None)
-    assert advantages(datums) == [[0.0, 0.0, 0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0]]
-    discounted = method(step_rewards="process_supervision", reward_discount=0.5).compute_advantages(
-        groups, None
-    )
-    assert advantages(discounted)[0] == [-0.25, -0.25, -0.5, -0.5, 1.0, 1.0]
-    whole = method().compute_advantages([group([1.0, 0.0, 2.0], [0.0, 2.0])], None)
-    assert advantages(whole) == [[0.5] * 6, [-0.5] * 4]
-
-
-def test_each_turn_is_compared_with_the_others_at_that_turn_by_hand():
-    """Rewards 1, 0, 2 and 0, 2: rests of 3, 2, 2 and 2, 2, of mean 2.5 at the first turn, 2 at the
-    second, 2 of one alone at the third.
-    """
-    groups = [group([1.0, 0.0, 2.0], [0.0, 2.0])]
-    datums = method(step_rewards="to_go").compute_advantages(groups, None)
-    assert advantages(datums) == [[0.5, 0.5, 0.0, 0.0, 0.0, 0.0], [-0.5, -0.5, 0.0, 0.0]]
-    discounted = method(step_rewards="to_go", reward_discount=0.5).compute_advantages(
-        [group([1.0, 0.0, 2.0], [0.0, 2.0])], None
-    )
-    assert advantages(discounted) == [[0.25, 0.25, -0.5, -0.5, 0.0, 0.0], [-0.25, -0.25, 0.5, 0.5]]
 
 
 COMPARING = [name for name, estimator in ADVANTAGES.items() if estimator.compares_members]
@@ -304,85 +246,6 @@ def test_kl_is_off_until_a_reference_is_named():
     assert coefficient(reference_model="x", kl_coef=0.02) == (True, 0.02) and coefficient(
         kl_target=0.1
     ) == (True, 0.0)
-
-
-# ------------------------------------------------------------------------ normalisation, importance
-
-
-def test_divisors():
-    datums = random_datums(3)
-    tokens = sum(int((d.loss_fn_inputs["mask"].array != 0).sum()) for d in datums)
-    assert [
-        compute_divisor(datums, kind, 50)
-        for kind in ("tokens", "sequences", "sequence_means", "constant", "sum")
-    ] == [tokens, 3, 3, 150, 1]
-
-
-@pytest.mark.parametrize("loss", ["ppo", "importance_sampling", "cispo", "gspo"])
-def test_sequence_means_against_the_mean_of_each_sequences_mean(loss):
-    """The learner's summed loss of weighted datums, entropy and KL terms included, over their
-    number: one formula, sequence by sequence.
-    """
-    worker, datums = make_worker(), random_datums(5)
-    rng = np.random.default_rng(0)
-    for datum in datums:
-        fields = datum.loss_fn_inputs
-        fields["ref_logprobs"] = TensorData(
-            rng.normal(-2.5, 0.3, len(fields["mask"])).astype(np.float32), "float32"
-        )
-        fields["advantages"] = TensorData(
-            np.where(fields["mask"].array != 0, rng.choice([-1.0, 0.5], len(fields["mask"])), 0.0),
-            "float32",
-        )
-    config = {"entropy_coef": 0.3, "kl_coef": 0.7, "temperature": 1.0}
-    total = call(
-        worker,
-        "forward_backward",
-        0,
-        weight_by_sequence(datums),
-        get_loss(loss),
-        config,
-        1.0,
-        False,
-    )[1]["loss:sum"]
-    means = []
-    for datum in datums:
-        value = call(worker, "forward_backward", 0, [datum], get_loss(loss), config, 1.0, False)[1][
-            "loss:sum"
-        ]
-        means.append(value / np.count_nonzero(datum.loss_fn_inputs["mask"].array))
-    assert total / 5 == pytest.approx(np.mean(means), rel=1e-5)
-
-
-def test_truncated_importance_sampling_by_hand():
-    """The learner says 2 and 10 times the sampler's probability: weights 2 and, capped, 3; ratios
-    start from 1.
-    """
-    datums = method(advantage="none").compute_advantages([group([1.0])], None)
-    q = datums[0].loss_fn_inputs["logprobs"].array
-    learner = (q + np.log([2.0, 10.0])).astype(np.float32)
-    output = SimpleNamespace(loss_fn_outputs=[{"logprobs": TensorData(learner, "float32")}])
-    policy = SimpleNamespace(forward=lambda *_: SimpleNamespace(result=lambda: output))
-    (weighted,), metrics = apply_truncated_is(SimpleNamespace(policy=policy), datums, 3.0, 1.0)
-    assert weighted.loss_fn_inputs["advantages"].array.tolist() == pytest.approx([2.0, 3.0])
-    assert weighted.loss_fn_inputs["logprobs"].array.tolist() == learner.tolist()
-    # by which a KL in the loss is weighted
-    assert weighted.loss_fn_inputs["drawn_logprobs"].array.tolist() == q.tolist()
-    assert metrics["optim/tis_weight"] == pytest.approx(2.5)
-    assert metrics["optim/tis_frac_capped"] == 0.5
-    assert metrics["optim/kl_sample_train_v1"] == pytest.approx(
-        -np.log([2.0, 10.0]).mean(), rel=1e-5
-    )
-    # With a cap that nothing reaches, the gradient before any update is that of plain importance
-    # sampling: w A grad lp.
-    lp = torch.tensor(learner, requires_grad=True)
-    for datum in (weighted, datums[0]):
-        inputs = {
-            name: datum.loss_fn_inputs[name].to_torch() for name in ("advantages", "logprobs")
-        }
-        get_loss("importance_sampling").fn(lp, lp, inputs, torch.tensor([0, 2]), {})[0].backward()
-    first, both = torch.tensor([-2.0, -3.0]), lp.grad
-    assert torch.allclose(both - first, torch.tensor([-2.0, -10.0]))
 
 
 # ----------------------------------------------------------------------------------------- variants

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from algorithm_helpers import target_logprobs
 from helpers import ADAM
 
 from rl import ServiceClient
@@ -30,16 +31,6 @@ def rows_of(pairs: bool) -> list[Problem]:
             Problem([{"role": "user", "content": f"{i}+{i}="}], response=answer, index=i, **label)
         )
     return rows
-
-
-def logprobs(client, datums):
-    plain = [
-        Datum(d.model_input, {"target_tokens": d.loss_fn_inputs["target_tokens"]}) for d in datums
-    ]
-    return [
-        output["logprobs"].array.astype(np.float64)
-        for output in client.forward(plain, "cross_entropy").result().loss_fn_outputs
-    ]
 
 
 @pytest.mark.parametrize("pairs", [False, True])
@@ -77,7 +68,12 @@ def test_z_is_of_other_prompts_answers_and_never_below_zero(sign, pairs, tmp_pat
         policy.optim_step(ADAM).result()
 
         def mean_gap(datums) -> float:
-            gaps = zip(datums, logprobs(policy, datums), logprobs(frozen, datums), strict=True)
+            gaps = zip(
+                datums,
+                target_logprobs(policy, datums),
+                target_logprobs(frozen, datums),
+                strict=True,
+            )
             return float(
                 np.mean(
                     [
@@ -94,7 +90,8 @@ def test_z_is_of_other_prompts_answers_and_never_below_zero(sign, pairs, tmp_pat
             optim=OptimSettings(learning_rate=1e-3),
         )
         models = Models(
-            policy, {"reference": SimpleNamespace(logprobs=lambda datums: logprobs(frozen, datums))}
+            policy,
+            {"reference": SimpleNamespace(logprobs=lambda datums: target_logprobs(frozen, datums))},
         )
         method = KTO(settings)
         metrics = method.update(models, method.datums(rows, renderer, models, 0), Progress(0, 1))

@@ -4,7 +4,6 @@ arithmetic, and what is learnt.
 
 import gzip
 import json
-import math
 import shutil
 
 import learning
@@ -16,7 +15,7 @@ from whole_runs import RECIPE, train
 from rl import ServiceClient
 from rl.algorithms import METHODS, Models, Offline, check_stored_answer
 from rl.algorithms.offline_settings import OfflineOptions, OfflineSettings
-from rl.config import LoopSettings, RunSettings, parse_run
+from rl.config import RunSettings, parse_run
 from rl.data import ProblemSet, filter_answers, load_rollouts
 from rl.errors import UserError
 from rl.losses import get_loss
@@ -360,28 +359,6 @@ def test_q_loss_is_the_formula_over_all_of_q():
         torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-12)
 
 
-def test_an_expectile_of_one_half_is_the_mean_and_a_higher_one_lies_above_it():
-    returns = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
-    found = {}
-    for kappa in (0.5, 0.8, 0.95):
-        value = torch.zeros((), dtype=torch.float64, requires_grad=True)
-        for _ in range(2000):
-            logp = torch.zeros(4, dtype=torch.float64)
-            inputs = {
-                "mask": torch.ones(4), "values": value.expand(4), "returns": returns,
-                "advantages": logp, "logprobs": logp,
-            }  # fmt: skip
-            loss, _ = get_loss("ilql").fn(
-                logp, logp, inputs, torch.tensor([0, 4]), {"expectile": kappa}
-            )
-            (slope,) = torch.autograd.grad(loss, value)
-            value = (value - 0.1 * slope).detach().requires_grad_(True)
-        found[kappa] = value.item()
-    # kappa (1 - v) = (1 - kappa) 3 v
-    for kappa, value in found.items():
-        assert value == pytest.approx(kappa / (kappa + 3 * (1 - kappa)), abs=1e-6)
-
-
 # --------------------------------------------------------------------------------------- whole runs
 
 
@@ -584,11 +561,3 @@ def test_misuse_is_named_before_anything_is_written(words, says, tmp_path, capsy
         train(f"{words} --steps 1", tmp_path / "run")
     text = " ".join((str(caught.value) + capsys.readouterr().err).replace("│", " ").split())
     assert says in text and not (tmp_path / "run").exists()
-
-
-def test_defaults():
-    settings = OfflineSettings(loop=LoopSettings(batch_size=4))
-    assert (settings.learning_rate, settings.offline.loss, settings.offline.baseline) == (
-        1e-6, "dro", "group",
-    )  # fmt: skip
-    assert math.isclose(settings.sampling.temperature, 1.0)

@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
+from algorithm_helpers import LocalPolicy
 from helpers import make_worker
 from learning import clears
-from test_learn import Policy
 from whole_runs import train
 
 from rl.algorithms import BestOfN, Models, OnlineDPO, Progress
@@ -88,7 +88,7 @@ LOOK = OptimSettings(learning_rate=1e-30, beta1=0.0, grad_clip_norm=0.0)
     ("loss", "pairs"), [("dpo", "best_worst"), ("ipo", "best_worst"), ("dpo", "all")]
 )
 def test_online_dpo_is_dpos_loss_on_the_better_and_the_worse_answer(loss, pairs):
-    policy, reference = Policy(), Reference()
+    policy, reference = LocalPolicy(), Reference()
     preference = OnlinePreferenceSettings(
         loss=loss, pairs=pairs, beta=0.3, group_size=3, length_normalise=False
     )
@@ -124,7 +124,7 @@ def test_online_dpo_is_dpos_loss_on_the_better_and_the_worse_answer(loss, pairs)
 
 
 def test_best_of_n_is_the_mean_of_the_best_answers_tokens():
-    policy = Policy()
+    policy = LocalPolicy()
     sampling = SamplingSettings(temperature=TEMPERATURE, max_tokens=8)
     method = BestOfN(
         BestOfNSettings(selection=SelectionSettings(group_size=3), sampling=sampling, optim=LOOK)
@@ -157,7 +157,7 @@ def test_which_answers_are_chosen_by_hand():
 
 @pytest.mark.parametrize("name", ["online_dpo", "best_of_n"])
 def test_answers_that_all_earn_the_same_move_no_weight(name):
-    policy = Policy()
+    policy = LocalPolicy()
     sampling, optim = (
         SamplingSettings(temperature=TEMPERATURE, max_tokens=8),
         OptimSettings(learning_rate=1e-2, weight_decay=0.1),
@@ -197,7 +197,7 @@ def test_an_episode_of_several_sequences_is_refused_by_online_dpo():
     preference = OnlinePreferenceSettings(group_size=3, reference_free=True)
     with pytest.raises(UserError, match="a single sequence of tokens"):
         OnlineDPO(OnlineDpoSettings(preference=preference)).compute_advantages(
-            [group], Models(Policy())
+            [group], Models(LocalPolicy())
         )
 
 

@@ -121,27 +121,13 @@ def test_value_and_gradient_are_those_of_the_formula(name, config, formula):
         assert int(metrics["pairs:sum"]) == 6
 
 
-def test_hand_values():
-    """ORPO's and SimPO's losses where answers are equally likely: log 2 beside the likelihood;
-    SimPO's margin shifts it by gamma.
-    """
+def test_odds_without_end_stay_finite():
     datums = pairs(1)
     for datum in datums:
         datum.loss_fn_inputs.pop("ref_logprobs")
-    logprobs = [np.full(d.model_input.length, math.log(0.5)) for d in datums]
-    logp, inputs, cu = flat(datums, logprobs)
-    zeros = torch.zeros_like(logp)
-
-    def value(name, logp, **config):
-        return get_loss(name).fn(logp, zeros, inputs, cu, config)[0].item()
-
-    assert value("orpo", logp, beta=1.0) == pytest.approx(2 * math.log(2), rel=1e-12)
-    assert value("simpo", logp, beta=2.0, gamma=0.0) == pytest.approx(math.log(2), rel=1e-12)
-    assert value("simpo", logp, beta=2.0, gamma=1.0) == pytest.approx(
-        math.log(1 + math.e), rel=1e-12
-    )
-    certain = [np.full(d.model_input.length, -1e-9) for d in datums]  # odds without end stay finite
-    assert math.isfinite(value("orpo", flat(datums, certain)[0], beta=1.0))
+    logp, inputs, cu = flat(datums, [np.full(d.model_input.length, -1e-9) for d in datums])
+    loss = get_loss("orpo").fn(logp, torch.zeros_like(logp), inputs, cu, {"beta": 1.0})[0]
+    assert math.isfinite(loss.item())
 
 
 def test_a_row_has_a_label_or_is_a_pair():

@@ -17,12 +17,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from algorithm_helpers import FixedScores
 
 from kernels.token_logprob import token_logprob
 from rl.algorithms import ADVANTAGES, compute_gae, compute_returns_to_go
 from rl.algorithms.update import apply_truncated_is, compute_divisor, weight_by_sequence
 from rl.losses import LOSSES
-from rl.types import Datum, ForwardBackwardOutput, ModelInput
+from rl.types import Datum, ModelInput
 
 F64 = torch.float64
 
@@ -355,25 +356,6 @@ def test_verl_token_sum(cuts):
     assert sum(parts) == (rows * mask).sum()
 
 
-class _Scores:
-    """A policy whose learner's logprobs are given."""
-
-    def __init__(self, lp_D):
-        self.policy, self.lp_D = self, lp_D
-
-    def forward(self, datums, loss, config):
-        return self
-
-    def result(self):
-        return ForwardBackwardOutput(
-            [
-                {"logprobs": Datum(ModelInput.empty(), {"x": lp}).loss_fn_inputs["x"]}
-                for lp in self.lp_D
-            ],
-            {},
-        )
-
-
 def test_verl_truncated_importance_weights():
     """Its mask case (ratios e^-1 and e^0.5 below the cap of 2) and one above it: each token's
     weight is min(cap, ratio).
@@ -381,7 +363,7 @@ def test_verl_truncated_importance_weights():
     lp, q = [-2.0] * 3, [-1.0, -2.5, -4.0]
     fields = {"target_tokens": [1] * 3, "advantages": [1.0] * 3, "logprobs": q, "mask": [1.0] * 3}
     weighted, metrics = apply_truncated_is(
-        _Scores([lp]), [Datum(ModelInput.from_ints([1, 2, 3]), fields)], 2.0, 1.0
+        FixedScores([lp]), [Datum(ModelInput.from_ints([1, 2, 3]), fields)], 2.0, 1.0
     )
     assert weighted[0].loss_fn_inputs["advantages"].tolist() == pytest.approx(
         [0.36788, 1.64872, 2.0], abs=1e-5
@@ -565,7 +547,7 @@ def test_areal_decoupled_policy_loss():
         datum.loss_fn_inputs["logprobs"] = Datum(
             ModelInput.empty(), {"x": behaviour[s]}
         ).loss_fn_inputs["x"]
-    weighted, _ = apply_truncated_is(_Scores([proximal[s] for s in parts]), datums, 1e9, 1.0)
+    weighted, _ = apply_truncated_is(FixedScores([proximal[s] for s in parts]), datums, 1e9, 1.0)
     fields = {
         name: np.concatenate([d.loss_fn_inputs[name].array for d in weighted])
         for name in ("advantages", "logprobs", "mask")

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from rl import ServiceClient
-from rl.algorithms import KTO, Models, Offline, Progress, RewardModelTraining
+from rl.algorithms import KTO, Models, Offline, Progress
 from rl.algorithms.kto import KtoSettings
 from rl.algorithms.offline_settings import OfflineOptions, OfflineSettings
-from rl.algorithms.reward_model import RewardModelOptions, RewardModelSettings
 from rl.config import LoopSettings, ModelSettings, OptimSettings, RowLoopSettings
 from rl.judges import restore_full_tokens
 from rl.trainer import make_renderer
@@ -91,38 +90,6 @@ def numbers(steps, datums):
     return [[next(i for i, one in enumerate(datums) if one is d) for d in part] for part in steps]
 
 
-@pytest.mark.parametrize("steps", [1, 2, 4])
-def test_kto_on_pairs_sees_good_and_bad_answers_in_every_step(service, steps):
-    method = KTO(KtoSettings(optim=optim(steps), **loop()))
-    datums, parts, metrics, models = learn(
-        service, method, [pair(i) for i in range(ROWS)], reference=True
-    )
-    expected = [
-        [2 * row + side for row in range(k, ROWS, steps) for side in (0, 1)] for k in range(steps)
-    ]
-    assert numbers(parts, datums) == expected
-    for part in parts:
-        labels = [float(d.loss_fn_inputs["labels"].array[0]) for d in part]
-        assert labels.count(1.0) == labels.count(-1.0) == ROWS // steps
-    if steps == 1:  # z in float64: own prompts with answers of the next row
-        beside = method._mismatched
-        for i, other in enumerate(beside):
-            mask = other.loss_fn_inputs["mask"].array != 0
-            said = other.loss_fn_inputs["target_tokens"].array[mask].tolist()
-            after = datums[(i + 2) % len(datums)]
-            assert (
-                said
-                == after.loss_fn_inputs["target_tokens"]
-                .array[after.loss_fn_inputs["mask"].array != 0]
-                .tolist()
-            )
-            # its own prompt
-            assert (
-                restore_full_tokens(other)[: int(np.argmax(mask)) + 1]
-                == restore_full_tokens(datums[i])[: int(np.argmax(mask)) + 1]
-            )
-
-
 def test_no_prompt_of_a_mixed_batch_stands_beside_an_answer_of_its_own(service):
     """Pairs and single answers in one batch, in any order."""
     for rows in (
@@ -134,37 +101,6 @@ def test_no_prompt_of_a_mixed_batch_stands_beside_an_answer_of_its_own(service):
         own = {tuple(restore_full_tokens(d)) for d in datums}
         assert len(method._mismatched) == len(datums)
         assert not own & {tuple(restore_full_tokens(d)) for d in method._mismatched}
-
-
-@pytest.mark.parametrize("steps", [2, 4])
-def test_a_comparing_reward_model_sees_both_orders_in_every_step(service, steps):
-    """And the weights are those of as many batches of the rows of each step, one after the other."""
-    how = RewardModelOptions(form="comparison")
-    rows = [pair(i) for i in range(ROWS)]
-    method = RewardModelTraining(
-        RewardModelSettings(reward_modelling=how, optim=optim(steps), **loop())
-    )
-    datums, parts, metrics, models = learn(service, method, rows)
-    assert numbers(parts, datums) == [
-        [2 * row + side for row in range(k, ROWS, steps) for side in (0, 1)] for k in range(steps)
-    ]
-    plain = RewardModelTraining(
-        RewardModelSettings(
-            reward_modelling=how, optim=optim(1), loop=LoopSettings(steps=4, batch_size=ROWS)
-        )
-    )
-    policy = service.create_full_training_client("tiny:ascii", seed=2)
-    for k in range(steps):
-        members = plain.datums(rows[k::steps], make_renderer(policy, None), Models(policy), 0)
-        plain.update(Models(policy), members, Progress(0, 4))
-    after = [
-        client.forward(datums, "cross_entropy").result().loss_fn_outputs
-        for client in (models.policy, policy)
-    ]
-    for one, other in zip(*after, strict=True):
-        np.testing.assert_allclose(
-            one["logprobs"].array, other["logprobs"].array, rtol=1e-5, atol=1e-6
-        )
 
 
 @pytest.mark.parametrize("steps", [2, 4])

@@ -1,10 +1,4 @@
-"""Settings in pairs: two updates for each row of a table, each against the formulas in float64.
-
-The table is correction x normalisation x how the batch comes x loss and baseline. The reference
-knows none of the project's code for credit, corrections, losses and divisors: it reads the groups,
-takes logprobs of a float64 copy of the weights that were saved before the update, and works out
-loss and gradient with autograd.
-"""
+"""Two updates for each row of a table of settings, each against the formulas in float64."""
 
 from __future__ import annotations
 
@@ -14,13 +8,12 @@ import random
 import numpy as np
 import pytest
 import torch
+from algorithm_helpers import make_method, off_the_policy
 from safetensors.torch import load_file
-from test_streaming import off_the_policy
 from transformers import AutoModelForCausalLM
 
 from rl import ServiceClient
-from rl.algorithms import GRPO, GrpoSettings, Models, Progress, StreamedStep
-from rl.config import unflatten_settings
+from rl.algorithms import Models, Progress, StreamedStep
 from rl.rollout import Trajectory, TrajectoryGroup, Transition
 from rl.types import ModelInput, SampledSequence
 
@@ -80,7 +73,7 @@ def covering(table: list[Row], seed: int = 0) -> list[Row]:
     return chosen
 
 
-def settings_of(row: Row) -> GrpoSettings:
+def method_of(row: Row):
     correction, normalise, rollouts, loss = row
     kind, level, low, high = CORRECTIONS[correction]
     flat = {
@@ -90,24 +83,14 @@ def settings_of(row: Row) -> GrpoSettings:
     }  # fmt: skip
     if kind != "none":
         flat |= {
-            "correction": kind,
-            "correction_level": level,
-            "correction_low": low,
+            "correction": kind, "correction_level": level, "correction_low": low,
             "correction_high": high,
-        }
+        }  # fmt: skip
     flat |= {"stream_minibatches": 2} if rollouts == "parts" else {}
     flat |= {"max_steps_off_policy": 2} if rollouts.startswith("late") else {}
-    flat |= (
-        {"proximal": "interpolated"}
-        if rollouts == "late"
-        else {"proximal": "learner"}
-        if rollouts == "late-learner"
-        else {}
-    )
-    problems: list[str] = []
-    settings = unflatten_settings(GrpoSettings, flat, problems, "a test")
-    assert not problems, problems
-    return settings
+    proximal = {"late": "interpolated", "late-learner": "learner"}
+    flat |= {"proximal": proximal[rollouts]} if rollouts in proximal else {}
+    return make_method(**flat)
 
 
 def groups_of(rng: np.random.Generator, version: int, late: bool) -> list[TrajectoryGroup]:
@@ -296,7 +279,7 @@ def policy_at(tmp_path_factory):
         policy = service.create_full_training_client("tiny:addition-small", seed=1)
         groups = groups_of(np.random.default_rng(99), 0, False)
         off_the_policy(policy, groups, np.random.default_rng(98))
-        method = GRPO(settings_of(("none", "tokens", "whole", "ppo-mean")))
+        method = method_of(("none", "tokens", "whole", "ppo-mean"))
         for batch in range(3):  # versions 0 to 2 are behind it
             method.update(
                 Models(policy),
@@ -315,7 +298,7 @@ def two_steps(policy_at, row: Row, folder, seed: int = 5) -> None:
     policy, path, model = policy_at
     policy.load_state_with_optimizer(path).result()
     method, models, baseline = (
-        GRPO(settings_of(row)),
+        method_of(row),
         Models(policy),
         Baseline(LOSSES[row[3]][1]),
     )

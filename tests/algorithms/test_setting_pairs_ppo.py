@@ -22,14 +22,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from algorithm_helpers import make_method, off_the_policy, scored
 from safetensors.torch import load_file
 from test_setting_pairs import CORRECTIONS, covering
-from test_streaming import off_the_policy, scored
 from transformers import AutoModelForCausalLM
 
 from rl import ServiceClient
-from rl.algorithms import METHODS, Models, Progress
-from rl.config import unflatten_settings
+from rl.algorithms import Models, Progress
 from rl.judges import FrozenScorer, LearnedRewards, RewardModel, apply_learned_rewards
 from rl.rollout import RolloutBatch, Trajectory, TrajectoryGroup, Transition
 from rl.types import AdamParams, Datum, ModelInput, SampledSequence
@@ -111,10 +110,7 @@ def method_of(row: Row):
             "correction_low": low,
             "correction_high": high,
         }
-    problems: list[str] = []
-    settings = unflatten_settings(METHODS[method].Settings, flat, problems, "a test")
-    assert not problems, problems
-    return METHODS[method](settings)
+    return make_method(method, **flat)
 
 
 def groups_of(rng: np.random.Generator) -> list[TrajectoryGroup]:

@@ -12,12 +12,12 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from algorithm_helpers import make_method
 from test_architectures import longrope
 from tiny_models import VOCAB
 
 from rl import ServiceClient
-from rl.algorithms import METHODS, Models, Progress
-from rl.config import unflatten_settings
+from rl.algorithms import Models, Progress
 from rl.types import Datum, ModelInput, Problem
 
 ROWS, ORIGINAL = 6, 32
@@ -102,14 +102,8 @@ def place(tmp_path_factory):
 
 def method_of(name: str, substeps: int, batch: int):
     kind, flat = METHOD_SETTINGS[name]
-    spec, problems = METHODS[kind], []
-    flat = {
-        **flat, "batch_size": batch, "steps": 1, "num_substeps": substeps, "learning_rate": 1e-3,
-        "adam_eps": 1e-3,
-    }  # fmt: skip
-    settings = unflatten_settings(spec.Settings, flat, problems, "a test")
-    assert not problems, problems
-    return spec(settings)
+    often = {"steps": 1, "learning_rate": 1e-3, "adam_eps": 1e-3}
+    return make_method(kind, **flat, **often, batch_size=batch, num_substeps=substeps)
 
 
 class Reference:

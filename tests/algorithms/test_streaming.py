@@ -12,12 +12,12 @@ import itertools
 
 import numpy as np
 import pytest
+from algorithm_helpers import make_method, off_the_policy, scored
 
 from rl import ServiceClient
-from rl.algorithms import GRPO, GrpoSettings, Models, Progress, StreamedStep
-from rl.config import unflatten_settings
+from rl.algorithms import Models, Progress, StreamedStep
 from rl.rollout import Trajectory, TrajectoryGroup, Transition
-from rl.types import Datum, ModelInput, SampledSequence
+from rl.types import ModelInput, SampledSequence
 
 LOSSES = {
     "ppo-tokens": {"normalise": "tokens"},
@@ -56,13 +56,8 @@ OFTEN = {
 PARTS = (2, 4, 6)  # the second part is groups 2 and 3
 
 
-def method_of(loss: str, correction: str) -> GRPO:
-    problems: list[str] = []
-    settings = unflatten_settings(
-        GrpoSettings, {**OFTEN, **LOSSES[loss], **CORRECTIONS[correction]}, problems, "a test"
-    )
-    assert not problems, problems
-    return GRPO(settings)
+def method_of(loss: str, correction: str):
+    return make_method(**OFTEN, **LOSSES[loss], **CORRECTIONS[correction])
 
 
 def episodes_of(rng: np.random.Generator, silent: set[int]) -> list[TrajectoryGroup]:
@@ -113,32 +108,8 @@ def clients(pair):
     return made
 
 
-def scored(policy, sequences: list[list[int]]) -> list[np.ndarray]:
-    datums = [Datum(ModelInput.from_ints(s[:-1]), {"target_tokens": s[1:]}) for s in sequences]
-    return [
-        output["logprobs"].array
-        for output in policy.forward(datums, "cross_entropy").result().loss_fn_outputs
-    ]
-
-
-def off_the_policy(policy, groups, rng: np.random.Generator) -> None:
-    """Gives every token a logprob that is a little off the learner's."""
-    turns = [
-        turn for group in groups for member in group.trajectories_G for turn in member.transitions
-    ]
-    for turn, lp in zip(
-        turns,
-        scored(policy, [[*turn.ob.to_ints(), *turn.ac.tokens] for turn in turns]),
-        strict=True,
-    ):
-        own = lp[-len(turn.ac.tokens) :]
-        turn.ac.logprobs = (own + rng.normal(0, 0.25, len(own)) + rng.normal(0, 0.1)).tolist()
-
-
 def compare(clients, loss: str, correction: str, seed: int, silent: set[int]) -> dict[str, float]:
-    """One update of both clients; asserts the same metrics and the same weights (as logprobs). The
-    metrics of the whole batch.
-    """
+    """Update both clients once; assert equal metrics and weights; return the metrics."""
     at_once, in_parts = clients
     groups, progress = episodes_of(np.random.default_rng(seed), silent), Progress(0, 1)
     off_the_policy(at_once, groups, np.random.default_rng(seed + 1))
