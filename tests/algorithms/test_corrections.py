@@ -113,17 +113,7 @@ def test_an_episode_of_several_datums_is_one_sequence():
     rng = np.random.default_rng(3)
     assert index_episodes(
         datums_of(rng, [1.0, 0.25, 0.5, 0.25, 1.0, 1 / 3, 1 / 3, 1 / 3, 1.0])
-    ) == [
-        0,
-        1,
-        1,
-        1,
-        2,
-        3,
-        3,
-        3,
-        4,
-    ]
+    ) == [0, 1, 1, 1, 2, 3, 3, 3, 4]
     whole = [(rng.normal(0, 0.4, n), rng.random(n) < 0.8) for n in (12, 7, 9)]
     cut, masks, owners = [], [], []
     for episode, (gap, mask) in enumerate(whole):

@@ -177,16 +177,13 @@ def stored(*rewards, **more):
     )
 
 
-@pytest.mark.parametrize(
-    ("top_fraction", "threshold", "kept"),
-    [
-        (0.25, None, [[0.9], [1.0]]),
-        (0.01, None, [[1.0]]),
-        (0.5, None, [[0.9, 0.5], [1.0, 0.5]]),
-        (1.0, None, [[0.9, 0.1, 0.5], [0.2, 1.0, 0.5], [0.0, 0.0]]),
-        (None, 0.5, [[0.9, 0.5], [1.0, 0.5]]),
-    ],
-)
+@pytest.mark.parametrize(("top_fraction", "threshold", "kept"), [
+    (0.25, None, [[0.9], [1.0]]),
+    (0.01, None, [[1.0]]),
+    (0.5, None, [[0.9, 0.5], [1.0, 0.5]]),
+    (1.0, None, [[0.9, 0.1, 0.5], [0.2, 1.0, 0.5], [0.0, 0.0]]),
+    (None, 0.5, [[0.9, 0.5], [1.0, 0.5]]),
+])  # fmt: skip
 def test_filters_keep_the_best_and_their_ties(top_fraction, threshold, kept):
     problems = ProblemSet([stored(0.9, 0.1, 0.5), stored(0.2, 1.0, 0.5), stored(0.0, 0.0)])
     found = filter_answers(problems, top_fraction, threshold)
@@ -302,10 +299,7 @@ def test_cloning_weighs_the_answer_alone():
         [Problem([], answers=(StoredAnswer(1.0, **TOKENS),))], loss="bc", reward_threshold=1.0
     )
     assert fields(datum, "weights") == [[0, 1, 1]]
-    assert set(datum.loss_fn_inputs) == {
-        "target_tokens",
-        "weights",
-    }
+    assert set(datum.loss_fn_inputs) == {"target_tokens", "weights"}
 
 
 # ------------------------------------------------------------------------------------------- Q-loss
@@ -388,14 +382,11 @@ def of_it(folder):
 
 
 LOSSES = {
-    "bc --reward-threshold 1": 50,
-    "bc --top-fraction 0.25": 50,
-    "importance_sampling": 50,
-    "dro": 50,
-    "dro --baseline learned": 50,
+    "bc --reward-threshold 1": 50, "bc --top-fraction 0.25": 50, "importance_sampling": 50,
+    "dro": 50, "dro --baseline learned": 50,
     # a token's worth has to reach the value of the token before it first
     "ilql --schedule linear": 300,
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow

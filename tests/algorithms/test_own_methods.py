@@ -127,14 +127,11 @@ def test_the_shaping_of_rewards_is_logged_for_any_method(here):
         assert row["reward/overlong_penalty"] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"kl_coef": 0.1}, "Whole takes kl_coef, .* but requests no reference model"),
-        ({"reference_model": "tiny:ascii"}, "but requests no reference model"),
-        ({"normalise_rewards": True}, r"shapes none, .* shape_rewards\(self, groups\)"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"kl_coef": 0.1}, "Whole takes kl_coef, .* but requests no reference model"),
+    ({"reference_model": "tiny:ascii"}, "but requests no reference model"),
+    ({"normalise_rewards": True}, r"shapes none, .* shape_rewards\(self, groups\)"),
+])  # fmt: skip
 def test_a_setting_that_a_users_class_does_not_use_is_rejected(here, settings, message):
     with pytest.raises(UserError, match=message):
         rl.train("mine.py:Whole", output_dir=here / "run", **settings, **SMALL)

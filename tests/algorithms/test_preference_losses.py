@@ -82,12 +82,9 @@ CASES = [
     ("simpo", {"beta": 2.0, "gamma": 1.0}, lambda d, lp: simpo_by_hand(d, lp, 2.0, 1.0)),
     ("simpo", {"beta": 0.7, "gamma": 0.0}, lambda d, lp: simpo_by_hand(d, lp, 0.7, 0.0)),
     ("kto", {"beta": 0.3, "kl": 0.4}, lambda d, lp: kto_by_hand(d, lp, 0.3, 0.4, 1.0, 1.0)),
-    (
-        "kto",
-        {"beta": 0.1, "desirable_weight": 1.5, "undesirable_weight": 0.5},
-        lambda d, lp: kto_by_hand(d, lp, 0.1, 0.0, 1.5, 0.5),
-    ),
-]
+    ("kto", {"beta": 0.1, "desirable_weight": 1.5, "undesirable_weight": 0.5},
+     lambda d, lp: kto_by_hand(d, lp, 0.1, 0.0, 1.5, 0.5)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "config", "formula"), CASES)

@@ -297,11 +297,7 @@ def policy_at(tmp_path_factory):
 def two_steps(policy_at, row: Row, folder, seed: int = 5) -> None:
     policy, path, model = policy_at
     policy.load_state_with_optimizer(path).result()
-    method, models, baseline = (
-        method_of(row),
-        Models(policy),
-        Baseline(LOSSES[row[3]][1]),
-    )
+    method, models, baseline = (method_of(row), Models(policy), Baseline(LOSSES[row[3]][1]))
     for batch in range(2):
         version, rng = policy.version, np.random.default_rng([seed, batch])
         groups = groups_of(rng, version, row[2].startswith("late"))

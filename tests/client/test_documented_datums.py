@@ -107,15 +107,12 @@ def test_weights_stand_for_the_mask_of_losses_on_pairs_too(client):
     assert update(client, pair, "simpo") == update(client, masked, "simpo")
 
 
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"weights": [0.0] * 3 + [1.0, 0.5, 1.0, 1.0]}, r"datum 0.*weights.*0\.5.*advantages"),
-        ({"weights": [0.0] * 3 + [1.0, float("nan"), 1.0, 1.0]}, r"datum 0.*weights.*nan"),
-        ({"weights": [1.0] * 4}, r"datum 0: 'weights' has 4 values, the model_input has 7"),
-        ({"weights": MASK, "mask": [1.0] * 7}, r"datum 0.*'weights' and 'mask'.*position 0"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "text"), [
+    ({"weights": [0.0] * 3 + [1.0, 0.5, 1.0, 1.0]}, r"datum 0.*weights.*0\.5.*advantages"),
+    ({"weights": [0.0] * 3 + [1.0, float("nan"), 1.0, 1.0]}, r"datum 0.*weights.*nan"),
+    ({"weights": [1.0] * 4}, r"datum 0: 'weights' has 4 values, the model_input has 7"),
+    ({"weights": MASK, "mask": [1.0] * 7}, r"datum 0.*'weights' and 'mask'.*position 0"),
+])  # fmt: skip
 def test_weights_that_are_no_mask_are_refused_by_name(client, fields, text):
     for loss in ("ppo", "dro"):
         with pytest.raises(ValueError, match=text):

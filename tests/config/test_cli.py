@@ -521,10 +521,7 @@ def test_help_of_a_recipe_shows_its_values(capsys: pytest.CaptureFixture[str]) -
         capsys, "recipes/addition.yaml", "--help", "all"
     )
     page = shown(
-        capsys,
-        recipe("stages:\n- method: sft\n  noise: 0.7\n- method: grpo\n"),
-        "--help",
-        "all",
+        capsys, recipe("stages:\n- method: sft\n  noise: 0.7\n- method: grpo\n"), "--help", "all"
     )
     assert "train.py sft" in page and "train.py grpo" in page and "spoilt. (default: 0.7)" in page
 

@@ -23,14 +23,11 @@ from rl.trainer.evaluator import HeldOutMetrics
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "addition.yaml"
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("Nope", "has no class Nope; its classes: Method"),
-        ("Method", "has no update"),
-        ("nofile.py:Method", "no such file"),
-    ],
-)
+@pytest.mark.parametrize(("name", "says"), [
+    ("Nope", "has no class Nope; its classes: Method"),
+    ("Method", "has no update"),
+    ("nofile.py:Method", "no such file"),
+])  # fmt: skip
 def test_a_method_that_is_none(name, says, tmp_path, capsys):
     file = tmp_path / "mine.py"
     file.write_text("class Method:\n    pass\n")
@@ -106,10 +103,7 @@ def test_several_held_out_sets_are_told_each():
         {"test/rewards/accuracies": 0.5, "test/a/rewards/accuracies": 0.25},
     )
     assert found.headline == "rewards/accuracies"
-    assert found.rows == {
-        "": (0.5, 0.5),
-        "a": (0.25, 0.25),
-    }
+    assert found.rows == {"": (0.5, 0.5), "a": (0.25, 0.25)}
 
 
 def test_held_out_figures_of_a_checkpoint_that_knew_one_of_them():

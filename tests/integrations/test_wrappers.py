@@ -80,15 +80,12 @@ def package(monkeypatch):
     return install
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "module"),
-    [
-        ("reasoning_gym", {}, "reasoning_gym"),
-        ("textarena", {}, "textarena"),
-        ("skyrl_gym", {}, "skyrl_gym"),
-        ("openenv", {"url": "http://x"}, "openenv.core.generic_client"),
-    ],
-)
+@pytest.mark.parametrize(("name", "settings", "module"), [
+    ("reasoning_gym", {}, "reasoning_gym"),
+    ("textarena", {}, "textarena"),
+    ("skyrl_gym", {}, "skyrl_gym"),
+    ("openenv", {"url": "http://x"}, "openenv.core.generic_client"),
+])  # fmt: skip
 def test_a_package_that_is_not_there_names_its_extra(name, settings, module, monkeypatch):
     monkeypatch.setitem(sys.modules, module.split(".")[0], None)
     monkeypatch.setitem(sys.modules, module, None)
@@ -181,15 +178,12 @@ def test_an_answer_in_tags_is_taken_out_of_them(gym):
     assert turn.reward == 1.0 and turn.done and turn.logs == {"answer": made.entry["answer"]}
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"task": "sum"}, "did you mean sums"),
-        ({"task": "sums", "level": 1, "levels": 2}, "set only level or levels"),
-        ({"task": "sums", "config": "[1]"}, "JSON object"),
-        ({"task": "sums", "config": "{"}, "JSON object"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"task": "sum"}, "did you mean sums"),
+    ({"task": "sums", "level": 1, "levels": 2}, "set only level or levels"),
+    ({"task": "sums", "config": "[1]"}, "JSON object"),
+    ({"task": "sums", "config": "{"}, "JSON object"),
+])  # fmt: skip
 def test_settings_of_a_task_that_cannot_be(gym, settings, message):
     with pytest.raises(UserError, match=message):
         resolve_environment("reasoning_gym", **settings).make()

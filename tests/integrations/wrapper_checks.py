@@ -201,18 +201,15 @@ def skyrl_episodes() -> Found:
     answers = iter(["#### 1", "#### 2", "#### 42"])
     found = played(several, lambda _: next(answers), rows=[row])
     turns = found.groups[0].trajectories_G[0].transitions
-    return counted(
-        [
-            ("a right answer", lambda: right == [1.0]),
-            ("a wrong answer", lambda: wrong == [0.0]),
-            (
-                "several turns, each with its reward",
-                lambda: [round(t.reward, 3) for t in turns] == [0.04, 0.04, 1.0],
-            ),
-            ("its metrics at the end", lambda: turns[-1].metrics.get("steps") == 3.0),
-            ("an unknown name", lambda: refused("skyrl_gym", "did you mean gsm8k", env="gsm8")),
-        ]
-    )
+    return counted([
+                       ("a right answer", lambda: right == [1.0]),
+                       ("a wrong answer", lambda: wrong == [0.0]),
+                       ("several turns, each with its reward",
+                        lambda: [round(t.reward, 3) for t in turns] == [0.04, 0.04, 1.0]),
+                       ("its metrics at the end", lambda: turns[-1].metrics.get("steps") == 3.0),
+                       ("an unknown name",
+                        lambda: refused("skyrl_gym", "did you mean gsm8k", env="gsm8")),
+                   ])  # fmt: skip
 
 
 # ---------------------------------------------------------------------------- tinker-cookbook

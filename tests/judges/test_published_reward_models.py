@@ -240,15 +240,12 @@ def spoilt(folder, how):
     return str(folder)
 
 
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        ("two outputs", "is a classifier with 2 outputs"),
-        ("no template", "has no chat template.*chat_template.jinja"),
-        ("a language model", "is no reward model"),
-        ("no head", "lacks 1 tensor.*score.weight.*random"),
-    ],
-)
+@pytest.mark.parametrize(("how", "says"), [
+    ("two outputs", "is a classifier with 2 outputs"),
+    ("no template", "has no chat template.*chat_template.jinja"),
+    ("a language model", "is no reward model"),
+    ("no head", "lacks 1 tensor.*score.weight.*random"),
+])  # fmt: skip
 def test_what_cannot_score_is_refused_before_the_first_step(how, says, tmp_path):
     with pytest.raises(UserError, match=says):
         train(

@@ -204,16 +204,13 @@ def test_a_conversation_too_long_for_the_judge_names_the_remedy():
         RubricJudge(client, Letters(), Rubric.from_weights(POLITE_RIGHT)).scores([group("a")])
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rubric_model": "x"}, "rubric and rubric_model go together"),
-        ({"rubric": POLITE_RIGHT}, "rubric and rubric_model go together"),
-        ({"rubric_model": "x", "rubric": POLITE_RIGHT, "reward_model": "y"}, "leave out y"),
-        ({"rubric_scale": 5.0}, "rubric_reading is yes_no"),
-        ({"rubric_reading": "score"}, "no rubric_model"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"rubric_model": "x"}, "rubric and rubric_model go together"),
+    ({"rubric": POLITE_RIGHT}, "rubric and rubric_model go together"),
+    ({"rubric_model": "x", "rubric": POLITE_RIGHT, "reward_model": "y"}, "leave out y"),
+    ({"rubric_scale": 5.0}, "rubric_reading is yes_no"),
+    ({"rubric_reading": "score"}, "no rubric_model"),
+])  # fmt: skip
 def test_settings_that_say_two_things_or_nothing(settings, message):
     with pytest.raises(ValueError, match=message):
         LearnedRewardSettings(**settings)

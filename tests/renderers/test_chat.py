@@ -116,10 +116,7 @@ def test_commands_change_the_conversation(client, monkeypatch, tmp_path):
     users = [[m["content"] for m in row["messages"] if m["role"] == "user"] for row in rows]
     assert users == [["1+2="], ["1+2=", "5+6="]]
     assert rows[0]["model"] == "tiny"
-    assert rows[0]["messages"][0] == {
-        "role": "user",
-        "content": "1+2=",
-    }
+    assert rows[0]["messages"][0] == {"role": "user", "content": "1+2="}
     assert session.params.temperature == 1.5 and session.params.max_tokens == 3
     for problem in ["there is no message to save", "/save needs a file", "no message to take back",
                     "no message to answer again", "/temperature needs a number, got 'warm'", "-1",

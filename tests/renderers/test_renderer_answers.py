@@ -89,18 +89,15 @@ def test_calls_are_parsed_and_rendered_back_to_their_tokens(renderers, tokenizer
 
 
 @pytest.mark.parametrize("model", CHAT)
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [
-        ('<tool_call>\n{"name": "add", "argum', "was not finished"),
-        ('<tool_call>\n{"name": "add", "arguments": {}}', "was not finished"),
-        ("<tool_call>\n", "was not finished"),
-        ("<tool_call>\nadd(2, 2)\n</tool_call>", "no JSON"),
-        ('<tool_call>{"name": "add"}</tool_call>', "a call is"),
-        ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', "a call is"),
-        ("<tool_call>" + "[" * 5000 + "</tool_call>", "no JSON"),
-    ],
-)
+@pytest.mark.parametrize(("call", "error"), [
+    ('<tool_call>\n{"name": "add", "argum', "was not finished"),
+    ('<tool_call>\n{"name": "add", "arguments": {}}', "was not finished"),
+    ("<tool_call>\n", "was not finished"),
+    ("<tool_call>\nadd(2, 2)\n</tool_call>", "no JSON"),
+    ('<tool_call>{"name": "add"}</tool_call>', "a call is"),
+    ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', "a call is"),
+    ("<tool_call>" + "[" * 5000 + "</tool_call>", "no JSON"),
+])  # fmt: skip
 def test_a_cut_off_call_is_told_from_a_complete_one(renderers, tokenizers, model, call, error):  # noqa: F811
     tokenizer, renderer = tokenizers(model), renderers("chat_template", model)
     message, ended = renderer.parse_response(

@@ -355,10 +355,7 @@ def test_what_looks_special_is_so_whatever_the_tokenizer_calls_it():
         template_source="{{ x }}<think>[CALL]",
     )
     assert shield.control == {"<s>", "<|tool|>", "<mask>"}
-    assert shield.markup == {
-        "<think>",
-        "[CALL]",
-    }
+    assert shield.markup == {"<think>", "[CALL]"}
     text = "".join(added)
     for may_write, left in ((False, ["  ", "<td>"]), (True, ["<think>", "[CALL]", "  ", "<td>"])):
         covered = shield.escape(text, may_write_markup=may_write)

@@ -347,17 +347,14 @@ def write_pair(tmp_path: Path, differences: list[int]) -> list[Path]:
     return folders
 
 
-@pytest.mark.parametrize(
-    ("differences", "mean", "error", "verdict"),
-    [
-        # deviations +-0.5 from the mean of 0.5: sqrt(4 * 0.25 / 3 / 4)
-        ([1, 1, 0, 0], 0.5, 0.288675, "is within the noise"),
-        # 20 of 40: sqrt(40 * 0.25 / 39 / 40)
-        ([1] * 20 + [0] * 20, 0.5, 0.080064, "is larger than the noise"),
-        # squares around the mean of 0: 10 ones of 40
-        ([1] * 5 + [-1] * 5 + [0] * 30, 0.0, math.sqrt(10 / 39 / 40), "is within the noise"),
-    ],
-)
+@pytest.mark.parametrize(("differences", "mean", "error", "verdict"), [
+    # deviations +-0.5 from the mean of 0.5: sqrt(4 * 0.25 / 3 / 4)
+    ([1, 1, 0, 0], 0.5, 0.288675, "is within the noise"),
+    # 20 of 40: sqrt(40 * 0.25 / 39 / 40)
+    ([1] * 20 + [0] * 20, 0.5, 0.080064, "is larger than the noise"),
+    # squares around the mean of 0: 10 ones of 40
+    ([1] * 5 + [-1] * 5 + [0] * 30, 0.0, math.sqrt(10 / 39 / 40), "is within the noise"),
+])  # fmt: skip
 def test_runs_are_paired_by_problem(tmp_path, small_plotly, differences, mean, error, verdict):
     base, seed, rate = write_pair(tmp_path, differences)
     path = write_report([base, seed, rate], tmp_path / "page.html")

@@ -126,10 +126,7 @@ else:
         "response": [str(one) for one in check_upstream_response(reply).findings],
         "turns": [str(one) for one in (*turn.fatal, *second.fatal)],
         "spelt": spelt == [f"token_id:{token}" for token in own["token_ids"]],
-        "level": report.capture_level,
-        "trainable": report.trainable,
-        "fixes": report.param_fixes,
-        "mode": report.logprobs_mode,
-        "tools": report.tool_support,
-    }
+        "level": report.capture_level, "trainable": report.trainable, "fixes": report.param_fixes,
+        "mode": report.logprobs_mode, "tools": report.tool_support,
+    }  # fmt: skip
 print(json.dumps(seen))

@@ -257,10 +257,7 @@ def test_turns_are_limited_and_the_program_may_come_to_its_end(play):
     stubborn = "while True: answer([user('more')])"
     found = play([counting, stubborn], limits=EpisodeLimits(turns=3, seconds=20.0))
     assert not found.errors
-    assert [group.get_total_rewards() for group in found.groups] == [
-        [3.0],
-        [0.0],
-    ]
+    assert [group.get_total_rewards() for group in found.groups] == [[3.0], [0.0]]
     for group in found.groups:
         (trajectory,) = group.trajectories_G
         assert len(trajectory.transitions) == 3 and trajectory.transitions[-1].truncated
@@ -349,10 +346,7 @@ def test_a_reward_scores_the_last_answer(play):
         grader="exact_match",
     )
     assert not found.errors
-    assert [group.get_total_rewards() for group in found.groups] == [
-        [1.0],
-        [1.0],
-    ]
+    assert [group.get_total_rewards() for group in found.groups] == [[1.0], [1.0]]
     assert found.groups[1].trajectories_G[0].transitions[-1].metrics["posted"] == 9.0
 
 
@@ -372,12 +366,7 @@ def test_answers_that_are_asked_for_side_by_side(play):
     assert not found.errors and found.groups[0].get_total_rewards() == [4.0]
     (trajectory,) = found.groups[0].trajectories_G
     assert len(trajectory.transitions) == 7
-    assert sorted(play.asked) == ["a"] * 3 + [
-        "b0",
-        "b1",
-        "b2",
-        "b3",
-    ]
+    assert sorted(play.asked) == ["a"] * 3 + ["b0", "b1", "b2", "b3"]
     trajectory.advantage = 1.0
     assert len(trajectory_to_datums(trajectory)) == 7
 

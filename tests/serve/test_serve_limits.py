@@ -294,10 +294,7 @@ def read_metrics(http):
 
 
 def test_metrics_have_the_documented_names_and_each_server_counts_for_itself(tmp_path):
-    with (
-        server(tmp_path / "a", models_in_memory=1) as one,
-        server(tmp_path / "b") as other,
-    ):
+    with server(tmp_path / "a", models_in_memory=1) as one, server(tmp_path / "b") as other:
         wires = Wire(one)
         wires.open()
         model = wires.model()

@@ -33,12 +33,9 @@ FAULTS = {
     "a loss that there is none of": (large(), "stable_reinforce", {}),
     "a setting that there is none of": (large(), "cross_entropy", {"nothing": 1.0}),
     "a token beyond the vocabulary": (
-        large(target_tokens=np.full(TOKENS, 10**6)),
-        "cross_entropy",
-        {},
-    ),
+        large(target_tokens=np.full(TOKENS, 10**6)), "cross_entropy", {}),
     "an input beyond the context": (large(), "cross_entropy", {}),
-}
+}  # fmt: skip
 
 
 def test_failed_requests_keep_no_body(tmp_path):
@@ -246,12 +243,9 @@ def test_a_model_is_made_once_even_where_its_answer_has_been_forgotten(tmp_path)
         trained = wires.output(wires.ask(made, 4, texts(), forward_only=True))
         answers = [
             {"model_id": made, "type": "create_model"},
-            {
-                "model_id": f"{wires.session}:train:1",
-                "path": bodies[1]["path"],
-                "type": "load_weights",
-            },
-        ]
+            {"model_id": f"{wires.session}:train:1", "path": bodies[1]["path"],
+             "type": "load_weights"},
+        ]  # fmt: skip
         one.session_store.models[made].is_written_out = False  # as with no --durable
 
         def again(wires, served):

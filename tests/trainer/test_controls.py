@@ -81,10 +81,7 @@ def test_shaping_by_hand_and_as_the_guide_does_it():
     assert RewardShaper(ShapingSettings(), 10).shape_totals(groups) == [[3.0, 1.0], [0.0, 0.0]]
     assert RewardShaper(ShapingSettings(reward_scale=2.0, reward_clip=4.0), 10).shape_totals(
         groups
-    ) == [
-        [4.0, 2.0],
-        [0.0, 0.0],
-    ]
+    ) == [[4.0, 2.0], [0.0, 0.0]]
     assert RewardShaper(ShapingSettings(overlong_share=0.5, overlong_penalty=0.5), 10).shape_totals(
         groups
     ) == [[2.5, 0.5], [0.0, 0.0]]
@@ -441,14 +438,11 @@ def test_what_a_variant_stands_for_gives_way_to_what_is_asked_for():
         settings("--variant", "dapo", "--loss", "importance_sampling", "--clip-high", "1.3")
 
 
-@pytest.mark.parametrize(
-    ("recipe", "words"),
-    [
-        ("addition_offline", "--curriculum success"),
-        ("addition_rlhf", "--reward gsm8k"),
-        ("addition_offline", "--base-model tiny:addition-small"),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "words"), [
+    ("addition_offline", "--curriculum success"),
+    ("addition_rlhf", "--reward gsm8k"),
+    ("addition_offline", "--base-model tiny:addition-small"),
+])  # fmt: skip
 def test_a_flag_that_some_stages_use_is_taken_by_those(recipe, words):
     flag, value = words.split()
     name = flag.removeprefix("--").replace("-", "_")
@@ -502,17 +496,14 @@ def test_what_is_given_for_all_stages_is_for_those_that_use_it(tmp_path):
         stages_of("--reward-clip", "-1", "--dynamic-sampling", "3")
 
 
-@pytest.mark.parametrize(
-    ("former", "current"),
-    [
-        ("--episodes in_step", {"rollout_mode": "lockstep"}),
-        ("--episodes continuous", {"rollout_mode": "async"}),
-        ("--max-steps-off-policy 2 --over-age redraw", {"on_stale": "resample"}),
-        ("--max-steps-off-policy 2 --over-age finish", {"on_stale": "wait"}),
-        ("--kl-in loss", {"kl_placement": "loss"}),
-        ("--grpo.kl-in loss", {"kl_placement": "loss"}),
-    ],
-)
+@pytest.mark.parametrize(("former", "current"), [
+    ("--episodes in_step", {"rollout_mode": "lockstep"}),
+    ("--episodes continuous", {"rollout_mode": "async"}),
+    ("--max-steps-off-policy 2 --over-age redraw", {"on_stale": "resample"}),
+    ("--max-steps-off-policy 2 --over-age finish", {"on_stale": "wait"}),
+    ("--kl-in loss", {"kl_placement": "loss"}),
+    ("--grpo.kl-in loss", {"kl_placement": "loss"}),
+])  # fmt: skip
 def test_former_names_of_settings_are_read(former, current, tmp_path):
     """Flags, flags of a stage and recipes accept the names that settings had before."""
     words = ["grpo", "--base-model", "tiny:addition", "--dataset", "addition", *former.split()]

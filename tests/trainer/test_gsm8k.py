@@ -69,10 +69,7 @@ def test_the_recipe_has_the_guides_settings():
     (stage,) = read().stages
     s = stage.settings
     assert stage.method == "grpo"
-    assert (s.model.base_model, s.data.dataset) == (
-        "Qwen/Qwen2.5-0.5B-Instruct",
-        "openai/gsm8k",
-    )
+    assert (s.model.base_model, s.data.dataset) == ("Qwen/Qwen2.5-0.5B-Instruct", "openai/gsm8k")
     assert (
         s.model.lora_rank,
         s.learning_rate,

@@ -245,17 +245,14 @@ def test_what_is_wrong_with_it_is_said(flags, problem, tmp_path):
         asked(f"{tmp_path / 'two.yaml'} {flags}")
 
 
-@pytest.mark.parametrize(
-    "word,here",
-    [
-        ("lr", "--learning-rate"),
-        ("num_generations", "--group-size"),
-        ("max_completion_length", "--max-tokens"),
-        ("gradient-accumulation-steps", "--token-budget"),
-        ("per_device_train_batch_size", "--batch-size"),
-        ("beta", "--kl-coef"),
-    ],
-)
+@pytest.mark.parametrize("word,here", [
+    ("lr", "--learning-rate"),
+    ("num_generations", "--group-size"),
+    ("max_completion_length", "--max-tokens"),
+    ("gradient-accumulation-steps", "--token-budget"),
+    ("per_device_train_batch_size", "--batch-size"),
+    ("beta", "--kl-coef"),
+])  # fmt: skip
 def test_words_of_other_libraries_are_answered(word, here, tmp_path):
     with pytest.raises(SettingsError, match=f"it is called {here} here"):
         asked(f"grpo --{word} 1")

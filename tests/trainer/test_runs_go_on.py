@@ -196,14 +196,11 @@ def test_a_chain_of_stages_under_other_adapters_is_one_of_merged_weights(tmp_pat
         torch.testing.assert_close(of(stage), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "words,problem",
-    [
-        ("--lora-start continue --lora-rank 2", "lora_rank 4 -> 2"),
-        ("--lora-start continue --base-model tiny:addition", "no LoRA adapter"),
-        ("--lora-start merge --base-model tiny:addition", "no LoRA adapter"),
-    ],
-)
+@pytest.mark.parametrize("words,problem", [
+    ("--lora-start continue --lora-rank 2", "lora_rank 4 -> 2"),
+    ("--lora-start continue --base-model tiny:addition", "no LoRA adapter"),
+    ("--lora-start merge --base-model tiny:addition", "no LoRA adapter"),
+])  # fmt: skip
 def test_what_cannot_be_gone_on_with_is_said_before_anything_is_written(
     adapter, words, problem, tmp_path
 ):
