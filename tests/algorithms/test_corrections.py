@@ -1,11 +1,4 @@
-"""Corrections for tokens that other weights drew: against verl's closed forms, against sums over
-every answer, and in whole runs.
-
-verl 0.9.1, trainer/ppo/rollout_corr_helper and its test test_rollout_corr: tensors [B, T] with a
-response mask, log ratio = learner - sampler; token and sequence weights, upper bound (TIS) or both
-(IcePop); rejection by k1 = -log ratio, token, sequence sum and sequence mean (its bounds are of
-sampler / learner: the reciprocals of ours).
-"""
+"""Corrections for tokens that other weights drew."""
 
 import itertools
 
@@ -130,9 +123,7 @@ def test_an_episode_of_several_datums_is_one_sequence():
 
 @pytest.mark.parametrize("loss", ["ppo", "cispo", "importance_sampling", "gspo"])
 def test_an_interpolated_proximal_policy(loss):
-    """AReaL's log-linear approximation, in float64: of a token of age d the proximal policy lies d
-    / (d + 1) of the way to the learner.
-    """
+    """AReaL's log-linear approximation, in float64."""
     rng = np.random.default_rng(3)
     ages = np.array([0, 0, 1, 2, 5, 0, 3])
     mask = np.array([0.0, 1, 1, 1, 1, 0, 1])

@@ -1,6 +1,4 @@
-"""Credit over episodes of 1 to 12 turns, some forgetting what came before: against sums that are
-written out, token by token.
-"""
+"""Credit over episodes of 1 to 12 turns, some forgetting what came before."""
 
 import math
 from types import SimpleNamespace

@@ -1,7 +1,4 @@
-"""Distillation: the advantage of on-policy distillation against enumerated gradients of the KL, the
-off-policy mixture against a float64 formula on the model's own logits, teachers by data set,
-vocabularies that differ, and what is learnt.
-"""
+"""Distillation, on-policy and off-policy, against gradients and formulas in float64."""
 
 import itertools
 import json
@@ -44,9 +41,7 @@ def settings(**kwargs) -> DistillSettings:
 
 
 class TableScorer:
-    """A teacher of sequences [prompt, a, b] whose logprobs are a table: row 0 for a, row 1 + a for
-    b.
-    """
+    """A teacher of sequences [prompt, a, b] whose logprobs are a table."""
 
     def __init__(self, logp_4_3: torch.Tensor):
         self.logp = logp_4_3
@@ -68,10 +63,7 @@ def trajectory(tokens, logprobs) -> Trajectory:
 
 @pytest.mark.parametrize("discount", [0.0, 1.0])
 def test_the_expected_gradient_is_that_of_the_kl_to_the_teacher(discount):
-    """Over every answer of 2 tokens from 3: with later tokens credited, the gradient of KL(student
-    || teacher) of answers; without, that of each token's own KL where the tokens before it are
-    given.
-    """
+    """Over every answer of 2 tokens from 3."""
     torch.manual_seed(0)
     logits = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     teacher = torch.log_softmax(torch.randn(4, 3, dtype=torch.float64), -1)
@@ -177,9 +169,7 @@ def logits(seed: int, tokens: list[int]) -> torch.Tensor:
 
 
 def test_the_base_under_the_students_adapter_can_be_the_teacher(tmp_path):
-    """It answers as the base loaded by itself does, before and after the adapter is trained, and
-    all but adapters is shared.
-    """
+    """It answers as the base loaded by itself does, and shares all but the adapters."""
     worker = make_worker(lora=LoraConfig(rank=4))
     worker.snapshot_base(0, 1)
     worker.snapshot(0, 2)
@@ -226,9 +216,7 @@ def test_the_base_under_the_students_adapter_can_be_the_teacher(tmp_path):
     ("alpha", "temperature"), [(0.5, 2.0), (1.0, 3.0), (0.0, 2.0), (0.25, 1.0)]
 )
 def test_the_mixture_is_the_formula_on_whole_logits(clients, alpha, temperature):
-    """alpha T^2 KL(teacher_T || student_T) + (1 - alpha) CE a token: value, parts, and gradient by
-    float64 autograd.
-    """
+    """alpha T^2 KL(teacher_T || student_T) + (1 - alpha) CE a token."""
     student, teacher = clients
     options = settings(
         learn_from="data", alpha=alpha, distill_temperature=temperature, teacher_top_k=14
@@ -336,9 +324,7 @@ def test_vocabularies_that_differ_are_told_apart_by_their_tokens():
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory) -> Path:
-    """A model that tells the largest of three digits, its run's folder, and the rows it learnt
-    from.
-    """
+    """The folder of a model that tells the largest of three digits, with its rows."""
     folder = tmp_path_factory.mktemp("teacher")
     rng = np.random.default_rng(0)
     rows = [

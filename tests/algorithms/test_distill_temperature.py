@@ -1,6 +1,4 @@
-"""Distillation away from temperature 1: whose distributions are compared, and how answers are
-drawn.
-"""
+"""Distillation away from temperature 1."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,9 +20,7 @@ from rl.types import ForwardBackwardOutput, OptimStepResponse, SampledSequence, 
 
 
 def test_both_sides_are_taken_at_the_temperature_of_the_samples():
-    """At T = 1/2 the teacher's 1/2, 1/4, 1/4 are 2/3, 1/6, 1/6; and the learner scores at T as
-    well.
-    """
+    """At T = 1/2 the teacher's 1/2, 1/4, 1/4 are 2/3, 1/6, 1/6."""
     teacher = torch.log(torch.tensor([[0.5, 0.25, 0.25]] * 4))
     method = Distillation(
         DistillSettings(

@@ -1,6 +1,4 @@
-"""DPO: the losses against float64 formulas, pairs that stay together however a batch is cut, the
-reference that stays as it was, and what is learnt.
-"""
+"""DPO: losses in float64, pairs however a batch is cut, the reference, what is learnt."""
 
 import itertools
 import json
@@ -30,9 +28,7 @@ from rl.types import AdamParams, Datum, ModelInput
 def pair(
     rng: np.random.Generator, *, prompt: int, answers: tuple[int, int], reference: bool = True
 ) -> list[Datum]:
-    """Two datums with the same prompt and answers of these lengths; reference logprobs off the
-    policy.
-    """
+    """Two datums with the same prompt and answers of these lengths."""
     asked = rng.integers(0, VOCABULARY, prompt).tolist()
     datums = []
     for length in answers:
@@ -63,9 +59,7 @@ def pairs(count: int = 6, seed: int = 0, **kwargs) -> list[Datum]:
 def by_hand(
     datums, logprobs, *, loss: str, beta: float, eps: float = 0.0, mean: bool = False
 ) -> dict[str, float]:
-    """The sum over pairs, and the field's metrics, one pair after the other in plain float64
-    arithmetic.
-    """
+    """The sums over pairs of the loss and its metrics, in plain float64 arithmetic."""
     totals = {"loss": 0.0, "chosen": 0.0, "rejected": 0.0, "right": 0.0}
     for first in range(0, len(datums), 2):
         ratios, lengths = [], []
@@ -200,9 +194,7 @@ def test_ranks_share_whole_pairs_in_as_many_micro_batches(layout, monkeypatch):
 def test_the_gradient_does_not_depend_on_how_pairs_are_cut_and_is_that_of_the_custom_loss(
     name, layout
 ):
-    """One micro-batch of all, one a pair, two calls: the same gradient, and that of a plain float64
-    autograd of the formula.
-    """
+    """One micro-batch of all, one a pair, two calls."""
     datums = pairs(8)
     config = {"beta": 0.5}
     results = []
@@ -370,9 +362,7 @@ def test_the_loss_falls_on_real_preferences(shared_data, tmp_path):
 
 
 def test_a_second_stage_is_held_to_the_first_ones_weights(tmp_path):
-    """SFT, then DPO: the first DPO step has loss ln 2 against the SFT'd weights, full or under the
-    adapter that SFT trained.
-    """
+    """SFT, then DPO: its first step has loss ln 2 against the weights of SFT."""
     for lora in (0, 4):
         recipe = tmp_path / f"lora-{lora}.yaml"
         recipe.write_text(

@@ -1,6 +1,4 @@
-"""grpo and reinforce: variants, credit, normalisation, truncated importance sampling, dynamic
-sampling, resuming mid-change.
-"""
+"""grpo and reinforce: variants, credit, dynamic sampling, state."""
 
 import json
 import math
@@ -51,9 +49,7 @@ RECIPE = REPO / "recipes" / "addition.yaml"
 
 
 def group(*rewards_G: list[float], problem: int = 0) -> TrajectoryGroup:
-    """A group whose members have a turn of two tokens for each reward given; each observation
-    continues what came before.
-    """
+    """A group whose members have a turn of two tokens for each reward given."""
     members = []
     for rewards in rewards_G:
         seen, turns = [7], []
@@ -121,9 +117,7 @@ COMPARING = [name for name, estimator in ADVANTAGES.items() if estimator.compare
 
 @pytest.mark.parametrize("advantage", COMPARING)
 def test_equal_returns_earn_nothing_however_many_turns_they_took(advantage):
-    """A reward at the end alone: after one, two and three turns; beside a group that has signal,
-    which a batch's std needs.
-    """
+    """A reward at the end alone."""
     groups = [group([1.0], [0.0, 1.0], [0.0, 0.0, 1.0]), group([1.0], [0.0], problem=1)]
     datums = method(advantage=advantage, step_rewards="to_go", entropy=0.01).compute_advantages(
         groups, None
@@ -150,9 +144,7 @@ def test_process_and_outcome_rewards_are_one_where_an_episode_has_one_step(advan
 
 
 def test_a_new_estimator_is_one_entry(monkeypatch):
-    """Its properties come with it: streaming, groups of one and groups without signal know it at
-    once.
-    """
+    """Its properties come with it."""
     best = AdvantageEstimator(
         lambda rewards_G: np.asarray(rewards_G) - max(rewards_G),
         scope="group",
@@ -211,9 +203,7 @@ def test_groups_without_signal_stay_where_another_term_needs_them():
 
 
 def test_kl_is_charged_in_the_reward_or_handed_to_the_loss():
-    """Two tokens of q = -0.5, -1 and ref = -0.5, -2: g = 0, 1, of mean 0.5; with everything later
-    charged 1, 1, by hand.
-    """
+    """Two tokens of q = -0.5, -1 and ref = -0.5, -2."""
     reference = SimpleNamespace(
         logprobs=lambda datums, temperature: [np.array([-0.5, -2.0], np.float32) for _ in datums]
     )
@@ -456,9 +446,7 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups_within_its_bound(mon
     "judge", [None, SimpleNamespace(scores_single_answers=False, take_seconds=dict)]
 )
 def test_a_batch_that_a_model_scored_has_a_reward_though_no_function_gave_one(judge):
-    """Without anything that scores, a row says nothing of rewards; with a reward model in the loop
-    it does.
-    """
+    """Without anything that scores, a row says nothing of rewards."""
     rows: list[dict] = []
     loop = LoopSettings(
         steps=9, batch_size=1, eval_every=0, save_every=0, rollouts_every=0, keep_best=None
@@ -490,9 +478,7 @@ def test_a_batch_that_a_model_scored_has_a_reward_though_no_function_gave_one(ju
 
 
 def test_a_coefficient_that_a_registered_loss_does_not_read_is_rejected(monkeypatch):
-    """The entry of the loss declares which coefficients it reads; the settings are checked before
-    any model is loaded.
-    """
+    """The entry of the loss declares which coefficients it reads."""
     required = ("target_tokens", "advantages", "logprobs")
     entries = {
         "bare": LossSpec(importance_sampling, required),

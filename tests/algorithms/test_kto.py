@@ -1,6 +1,4 @@
-"""KTO's z: the mean over the batch's prompts of how far the policy is from the reference on the
-answer to the next prompt, at least 0.
-"""
+"""KTO's z: the mean gap to the reference on the answer to the next prompt, at least 0."""
 
 from __future__ import annotations
 

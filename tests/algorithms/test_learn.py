@@ -24,9 +24,7 @@ def datum(advantages):
 
 
 def drifted(policy, ratio, advantage):
-    """A datum whose two actions the policy gives `ratio` times the probability that they were drawn
-    with.
-    """
+    """A datum whose two actions were drawn with 1 / `ratio` of the policy's probability."""
     one = datum([advantage] * 2)
     config = {"temperature": GrpoSettings().sampling.temperature}
     (output,), _ = call(

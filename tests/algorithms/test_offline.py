@@ -1,6 +1,4 @@
-"""Offline RL: rows read in every shape, each loss's datums by hand, the Q-loss against float64
-arithmetic, and what is learnt.
-"""
+"""Offline RL: rows in every shape, datums by hand, the Q-loss in float64, what is learnt."""
 
 import gzip
 import json
@@ -136,9 +134,7 @@ def test_published_files(shared_data):
 
 
 def test_a_published_file_is_trained_on_as_it_is(shared_data, tmp_path, capsys):
-    """Its answers came without logprobs: the first batch is scored by the very weights that learn
-    from it, and the console says so.
-    """
+    """Its answers came without logprobs."""
     data = shared_data / "gsm8k" / "example_model_solutions.jsonl"
     model = f"--base-model tiny:chat --tokenizer {shared_data / 'tokenizers' / 'minimind_6400'}"
     words = (
@@ -201,9 +197,7 @@ def test_a_filter_that_keeps_nothing_says_what_there_was():
 
 
 class Policy:
-    """Stands for a client with a value head: the value at a position is the sum of the tokens so
-    far.
-    """
+    """Stands for a client with a value head."""
 
     def compute_values(self, inputs):
         found = [np.cumsum(one.to_ints()).astype(np.float32) for one in inputs]
@@ -306,9 +300,7 @@ def test_cloning_weighs_the_answer_alone():
 
 
 def test_q_loss_is_the_formula_over_all_of_q():
-    """With Q(s, a) = V(s) + tau log (pi / pi_b)(a | s) written out over the vocabulary, in float64,
-    and its gradient by autograd.
-    """
+    """Q(s, a) = V(s) + tau log (pi / pi_b)(a | s), over the vocabulary in float64."""
     torch.manual_seed(0)
     steps, vocabulary = 7, 5
     tau, cql, c, kappa = 0.3, 0.7, 0.4, 0.8
@@ -357,9 +349,7 @@ def test_q_loss_is_the_formula_over_all_of_q():
 
 
 def mixed_answers(path, copies: int = 8):
-    """Stored answers of mixed quality: to two digits, their larger one is right; a quarter of the
-    answers are.
-    """
+    """Stored answers of mixed quality."""
     rng = np.random.default_rng(0)
     rows = []
     for a in range(10):

@@ -1,6 +1,4 @@
-"""online_dpo and best_of_n: which answers are chosen, the loss and its gradient by float64 from the
-papers' formulas, what is learnt.
-"""
+"""online_dpo and best_of_n: the choice of answers, loss and gradient in float64, runs."""
 
 import copy
 
@@ -203,9 +201,7 @@ def test_an_episode_of_several_sequences_is_refused_by_online_dpo():
 
 @pytest.fixture(scope="module")
 def careless(tmp_path_factory):
-    """A policy that knows sums and answers badly, as at the beginning of the second stage
-    of recipes/addition.yaml.
-    """
+    """A policy that knows sums and answers badly."""
     folder = tmp_path_factory.mktemp("careless") / "sft"
     how = (
         "--steps 700 --batch-size 128 --learning-rate 4e-3 --schedule cosine --warmup-steps 20 "

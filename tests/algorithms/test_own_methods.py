@@ -1,6 +1,4 @@
-"""A method in a user's file: what its class inherits, and the judges that a run applies to any
-method.
-"""
+"""A method in a user's file."""
 
 import re
 from pathlib import Path

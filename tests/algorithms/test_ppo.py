@@ -87,9 +87,7 @@ def test_penalty_by_hand():
 
 
 def test_a_penalty_with_full_discount_has_the_gradient_of_the_kl_of_answers():
-    """Enumerated over all answers of one to three tokens, of which the third token ends one: -grad
-    KL(policy || ref).
-    """
+    """Enumerated over all answers of one to three tokens, of which the third token ends one."""
     answers = [
         q
         for n in (1, 2, 3)

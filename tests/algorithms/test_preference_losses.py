@@ -1,6 +1,4 @@
-"""KTO, ORPO and SimPO: losses and gradients against the papers' formulas one answer after the other
-in float64, and what is learnt.
-"""
+"""KTO, ORPO and SimPO: losses and gradients in float64, and what is learnt."""
 
 import math
 

@@ -93,9 +93,7 @@ DISCOUNTED = [
     ("lam", "expected"), [(0.75, LAMBDA_RETURNS), (1.0, DISCOUNTED)], ids=["lambda", "discounted"]
 )
 def test_rlax_returns(row, lam, expected):
-    """A return is advantage + value; the value before the first step cancels. lambda 1 is also
-    their n-step return of n >= 5.
-    """
+    """A return is advantage + value."""
     before = [7.0, *V[row][:-1]]
     np.testing.assert_allclose(
         advantages(R[row], D[row], before, V[row][-1], lam) + before, expected[row], rtol=2e-6
@@ -226,9 +224,7 @@ TRFL_PG = [
 
 @pytest.mark.parametrize(("logits", "action", "value", "expected"), TRFL_PG)
 def test_trfl_discrete_policy_gradient(logits, action, value, expected):
-    """Loss -A log pi: cross_entropy weighted by the advantage; cispo where nothing is clipped (its
-    ratio is 1).
-    """
+    """Loss -A log pi: cross_entropy weighted by A; cispo where nothing is clipped."""
     lp = [log_softmax(logits)[action]]
     assert loss_of("cross_entropy", lp, [0, 1], weights=[value])[0] == pytest.approx(
         expected, abs=1e-6
@@ -289,9 +285,7 @@ def test_rlax_entropy_loss(logits, weights, expected):
 
 
 def test_verl_gae_steps_over_observations():
-    """Mask 0 0 1 1 1 0 0 1 1 0 0: its loop carries value and sum over what is masked; ours is given
-    the actions alone.
-    """
+    """Mask 0 0 1 1 1 0 0 1 1 0 0."""
     rewards = np.array([0, 0, 0.1, 0.1, 0.1, 0, 0, 0.1, 1.0, 0, 0])
     mask = np.array([0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0], dtype=bool)
     values = np.where(
@@ -309,9 +303,7 @@ def test_verl_gae_steps_over_observations():
 
 
 def test_verl_group_advantages():
-    """GRPO without the std and RLOO over groups of random sizes, by the index loops that verl tests
-    its vectorised ones against.
-    """
+    """GRPO without the std, and RLOO, by verl's index loops."""
     rng = np.random.default_rng(0)
     for size in (2, 3, 8, 17):
         scores = rng.normal(size=size)
@@ -325,12 +317,7 @@ def test_verl_group_advantages():
 
 
 def test_verl_divides_by_the_sample_deviation():
-    """Of rewards 1 and 1.00001 (its low-variance case): verl divides by the sample's deviation +
-    1e-6, ours by the population's.
-
-    The equation of GRPO (arXiv 2402.03300, 4.1.2) does not say which; TRL divides by the sample's
-    too. A known difference.
-    """
+    """Of rewards 1 and 1.00001 (its low-variance case)."""
     rewards = np.array([1.0, 1.00001])
     verl = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
     ours = ADVANTAGES["mean_std"].fn(rewards.tolist())
@@ -340,9 +327,7 @@ def test_verl_divides_by_the_sample_deviation():
 
 @pytest.mark.parametrize("cuts", [1, 2, 4])
 def test_verl_token_sum(cuts):
-    """Masked sums add up over any cut: 13 for their 2 x 3 case, and 8 rows of 1..24 with the last
-    column masked.
-    """
+    """Masked sums add up over any cut."""
     rows, mask = np.array([[1.0, 2, 30], [4, 50, 6]]), np.array([[1.0, 1, 0], [1, 0, 1]])
     found, _ = loss_of("cross_entropy", -rows.ravel(), [0, 3, 6], weights=mask.ravel())
     assert found == 13.0
@@ -357,9 +342,7 @@ def test_verl_token_sum(cuts):
 
 
 def test_verl_truncated_importance_weights():
-    """Its mask case (ratios e^-1 and e^0.5 below the cap of 2) and one above it: each token's
-    weight is min(cap, ratio).
-    """
+    """Its mask case (ratios e^-1 and e^0.5 below the cap of 2) and one above it."""
     lp, q = [-2.0] * 3, [-1.0, -2.5, -4.0]
     fields = {"target_tokens": [1] * 3, "advantages": [1.0] * 3, "logprobs": q, "mask": [1.0] * 3}
     weighted, metrics = apply_truncated_is(
@@ -386,9 +369,7 @@ KL = {
 
 @pytest.mark.parametrize("kind", KL)
 def test_verl_kl_penalties(kind):
-    """Ours are its "k1+", "k2", "k3+" (the value of the name, the gradient of k2) and, pathwise,
-    its "k3".
-    """
+    """Ours are its "k1+", "k2", "k3+" (the gradient of k2) and, pathwise, its "k3"."""
     rng = np.random.default_rng(1)
     lp, ref = rng.normal(size=6), rng.normal(size=6)
     fields = {"advantages": np.zeros(6), "logprobs": lp, "ref_logprobs": ref, "mask": np.ones(6)}
@@ -404,9 +385,7 @@ def test_verl_kl_penalties(kind):
 
 
 def batch(seed=0):
-    """Three sequences of 5, 2 and 9 tokens: logprobs now, as drawn and of the reference, an
-    advantage for each, a mask with holes.
-    """
+    """Three sequences of 5, 2 and 9 tokens."""
     rng = np.random.default_rng(seed)
     lengths = [5, 2, 9]
     total = sum(lengths)
@@ -442,9 +421,7 @@ def as_datums(lengths, credit, mask):
     "normalise", ["tokens", "sequence_means", "constant"], ids=["bnpo/dapo", "grpo", "dr_grpo"]
 )
 def test_liger_grpo(normalise, beta):
-    """Its plain torch loss, -min(r A, clip(r, 0.8, 1.2) A) + beta k3, in its three means, and the
-    gradient.
-    """
+    """Its plain torch loss in its three means, and the gradient."""
     lengths, lp, old, ref, credit, mask = batch()
     datums, parts = as_datums(lengths, credit, mask)
 
@@ -486,9 +463,7 @@ def test_liger_grpo(normalise, beta):
 @pytest.mark.parametrize("eps", [0.0, 0.1])
 @pytest.mark.parametrize("beta", [0.1, 0.5])
 def test_liger_dpo(beta, eps):
-    """-mean log sigmoid(beta ((w - l) - (w_ref - l_ref))), sums over the tokens of each answer;
-    label smoothing as in cDPO.
-    """
+    """-mean log sigmoid(beta ((w - l) - (w_ref - l_ref))), sums over the tokens of each answer."""
     rng = np.random.default_rng(2)
     lengths = [4, 3, 6, 2]
     lp, ref = -rng.exponential(size=15), -rng.exponential(size=15)
@@ -517,9 +492,7 @@ def test_liger_dpo(beta, eps):
 
 
 def test_areal_packed_gae():
-    """Its reference: each sequence has one value more than rewards, and `bootstrap` says whether
-    that one counts.
-    """
+    """Each sequence has one value more than rewards; `bootstrap`: whether it counts."""
     rng = np.random.default_rng(4)
     lengths, counts = [1, 4, 7, 2, 32], [True, False, True, True, False]
     gamma, lam = 0.97, 0.9
@@ -535,9 +508,7 @@ def test_areal_packed_gae():
 
 
 def test_areal_decoupled_policy_loss():
-    """Ratios against the proximal policy, each token weighted by proximal / behaviour: our
-    truncated importance sampling, uncapped.
-    """
+    """Ratios against the proximal policy, each token weighted by proximal / behaviour."""
     lengths, lp, behaviour, proximal, credit, mask = batch(5)
     weight = np.exp(proximal - behaviour)
     ratio = np.exp(lp - proximal)

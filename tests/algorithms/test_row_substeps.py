@@ -1,6 +1,4 @@
-"""Methods that learn from rows with several answers: an optimizer step holds whole rows, whatever
-the number of steps.
-"""
+"""Methods that learn from rows with several answers."""
 
 import numpy as np
 import pytest

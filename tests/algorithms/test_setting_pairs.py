@@ -57,9 +57,7 @@ TABLE = [
 
 
 def covering(table: list[Row], seed: int = 0) -> list[Row]:
-    """Rows in which every pair of values of two columns that stands in the table stands at least
-    once; greedy.
-    """
+    """Return rows that cover every pair of values of two columns; greedy."""
 
     def pairs(row: Row) -> set:
         return {((i, row[i]), (j, row[j])) for i, j in itertools.combinations(range(len(row)), 2)}
@@ -94,9 +92,7 @@ def method_of(row: Row):
 
 
 def groups_of(rng: np.random.Generator, version: int, late: bool) -> list[TrajectoryGroup]:
-    """Episodes of one to three turns, which continue or begin anew; one group whose members earn
-    the same.
-    """
+    """Episodes of one to three turns, which continue or begin anew."""
     groups = []
     for problem in range(GROUPS):
         members = []
@@ -136,9 +132,7 @@ def groups_of(rng: np.random.Generator, version: int, late: bool) -> list[Trajec
 
 
 class Sequence64:
-    """One text that is trained on: `actions` are positions in `tokens`, with the sampler's logprob
-    and the version of each.
-    """
+    """One text that is trained on."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []

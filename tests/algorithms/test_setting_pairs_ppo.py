@@ -1,13 +1,4 @@
-"""Settings in pairs, of `ppo` and `rlhf`: two batches for each row of a table, each against a
-float64 reference of the whole update.
-
-The table is method x correction x normalisation x updates a batch x value model x KL x end of an
-episode. The reference uses none of the project's credit, losses and optimizer. It takes from the
-run which texts each minibatch holds, checks that the minibatches of an epoch hold each text once,
-and computes everything else itself: values, generalised advantages (as written-out sums), the
-correction, the losses, the gradients and the AdamW steps. It keeps its own weights through both
-batches.
-"""
+"""Settings in pairs, of `ppo` and `rlhf`."""
 
 from __future__ import annotations
 
@@ -61,9 +52,7 @@ Row = tuple[str, ...]
 
 
 def table(seed: int) -> list[Row]:
-    """Return every method x correction x normalisation x updates, the other columns drawn for each
-    row.
-    """
+    """Return all rows of the first four columns, the other columns drawn."""
     rng = random.Random(seed)
     names = ("method", "correction", "normalise", "updates")
     rest = [list(COLUMNS[name]) for name in COLUMNS if name not in names]
@@ -114,9 +103,7 @@ def method_of(row: Row):
 
 
 def groups_of(rng: np.random.Generator) -> list[TrajectoryGroup]:
-    """Episodes of one to five turns, which continue any earlier conversation or begin one; some are
-    cut off.
-    """
+    """Episodes of one to five turns, which continue any earlier conversation or begin one."""
     groups = []
     for problem in range(GROUPS):
         members = []
@@ -198,9 +185,7 @@ class Text:
 
 
 def texts_of(trajectory: Trajectory) -> tuple[list[Text], list[tuple[int, int]]]:
-    """Return the texts of an episode, and (text, index in its actions) of each action in the order
-    of the turns.
-    """
+    """Return the texts of an episode, and (text, index) of each action by turns."""
     texts: list[Text] = []
     order = []
     for turn in trajectory.transitions:
@@ -270,9 +255,7 @@ class Reference:
         return [rewards.tolist() for rewards in found]
 
     def credit(self, groups: list[TrajectoryGroup]) -> tuple[list[list[Text]], dict[str, float]]:
-        """Return the texts of each episode with advantages, returns and old values at their
-        actions; and metrics.
-        """
+        """Return the texts of each episode with advantages, returns, old values; and metrics."""
         episodes, gaps = [], []
         members = [member for group in groups for member in group.trajectories_G]
         for member, rewards_N in zip(members, self.step_rewards(groups), strict=True):
@@ -401,9 +384,7 @@ class Reference:
     def learn(
         self, groups: list[TrajectoryGroup], parts: list[list[tuple[int, ...]]]
     ) -> dict[str, float]:
-        """`parts`: the tokens of each update's texts, as the run dealt them out. Return the metrics
-        that the run should report.
-        """
+        """`parts`: the tokens of each update's texts, as the run dealt them out."""
         episodes, metrics = self.credit(groups)
         self.correct(episodes)
         texts = {tuple(text.tokens): text for episode in episodes for text in episode}

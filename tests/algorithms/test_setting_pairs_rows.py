@@ -1,9 +1,4 @@
-"""Settings in pairs, of methods that learn from preferences: method x substeps x lengths about a
-longrope model's original length.
-
-The first update is compared with float64, each text in a forward of its own; several substeps with
-as many updates of one substep, each on the rows of that substep.
-"""
+"""Settings in pairs, of methods that learn from preferences."""
 
 from __future__ import annotations
 
@@ -49,9 +44,7 @@ class Numbers:
 
 
 def rows_of(lengths: str, seed: int) -> list[Problem]:
-    """Pairs whose texts lie on one side of the original length, or (across) on both sides of it,
-    the preferred one longer or shorter.
-    """
+    """Pairs whose texts lie on one side of the original length, or on both."""
     rng, (low, high) = np.random.default_rng(seed), LENGTHS[lengths]
     rows = []
     for i in range(ROWS):
@@ -84,9 +77,7 @@ def rows_of(lengths: str, seed: int) -> list[Problem]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A service with twins of every kind: (client, client), by whether they have a value head; and
-    the path of their beginning.
-    """
+    """A service with twins of every kind."""
     folder = tmp_path_factory.mktemp("longrope")
     longrope().save_pretrained(folder / "model")
     with ServiceClient(output_dir=folder / "out", seed=1) as service:
@@ -107,9 +98,7 @@ def method_of(name: str, substeps: int, batch: int):
 
 
 class Reference:
-    """Logprobs of every target by the twins' beginning, eight higher in all: so that kto's z is 0,
-    whichever answers it is taken from.
-    """
+    """Logprobs of every target by the twins' beginning, eight higher in all."""
 
     def __init__(self, model):
         self.model = model

@@ -1,10 +1,4 @@
-"""A batch that is trained in parts is the batch at once: ten losses with ten corrections, silent
-parts among them.
-
-Two clients that begin alike take the same updates, one a part at a time. Rewards, tokens and the
-sampler's logprobs are made by hand: off the policy, in episodes of one or two turns, some of which
-make two datums of unequal length.
-"""
+"""A batch that is trained in parts is the batch at once."""
 
 from __future__ import annotations
 

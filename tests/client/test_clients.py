@@ -1,6 +1,4 @@
-"""Tinker's verbs in process: futures, agreement of sampler and learner, saving, and what must be
-refused.
-"""
+"""Tinker's verbs in process: futures, sampler and learner, saving, refusals."""
 
 import asyncio
 import json
@@ -638,9 +636,7 @@ def test_a_folder_without_tokenizer_works_with_ids(service, tmp_path):
 
 
 def test_a_script_in_the_manner_of_tinkers_guide_runs_unchanged(tmp_path, monkeypatch):
-    """Groups, centred advantages, torch tensors in TensorData, weights saved and loaded by path
-    every batch, futures.
-    """
+    """Groups, centred advantages, weights saved and loaded by path every batch."""
     monkeypatch.setenv("WHETSTONE_OUTPUT_DIR", str(tmp_path / "mine"))
     service_client = ServiceClient()
     training_client = service_client.create_lora_training_client(

@@ -1,9 +1,4 @@
-"""Malformed requests through the clients' verbs, from fixed seeds: taken and finite, or a
-ValueError at once; nothing else.
-
-What is not looked for: learning rates and weights that are finite and far too large are taken (the
-learner drops a step that is not finite), and so is whatever is merely unwise.
-"""
+"""Malformed requests through the clients' verbs, from fixed seeds."""
 
 import atexit
 import functools
@@ -66,9 +61,7 @@ class Ground:
         assert [s.tokens for s in self.ask().result(60).sequences] == self.tokens
 
     def attempt(self, what, call, finite, *, beside=False):
-        """Runs one request. A refusal names something; it comes at once, and costs a neighbour
-        (`beside`: there is one) nothing.
-        """
+        """Run one request. A refusal names something, comes at once, harms no neighbour."""
         begin, neighbour = time.monotonic(), self.ask() if beside else None
         try:
             finite(call())
@@ -127,9 +120,7 @@ def fields_for(loss: str, rng: random.Random) -> Datum:
 
 
 def mutated(datum: Datum, rng: random.Random) -> Datum:
-    """The datum with one thing wrong (mostly): a value, a length, a field, a dtype, the input
-    itself.
-    """
+    """The datum with one thing wrong (mostly)."""
     inputs = {name: data.array.copy() for name, data in datum.loss_fn_inputs.items()}
     tokens, name, odd = datum.model_input.to_ints(), rng.choice(list(inputs)), rng.choice(ODD)
     match rng.randrange(9):
@@ -265,9 +256,7 @@ def ask_adam(ground, rng):
     ],
 )
 def test_found_by_many_more(ground, request_):
-    """What a hundred thousand inputs found: numbers that float32 does not hold, a switch that is
-    neither on nor off.
-    """
+    """What a hundred thousand inputs found."""
     verb, seed = request_
     assert VERBS[verb](ground, random.Random(seed)) == REFUSED
 
@@ -344,9 +333,7 @@ def test_samples(ground, part):
 
 
 def test_a_request_that_the_engine_refuses_fails_alone(ground, monkeypatch):
-    """What only the engine can know (its memory) is told to whoever asked for it, and to nobody
-    else of the batch.
-    """
+    """Only the engine knows its memory; only the request's owner is told."""
     from rl.sampler import Engine
 
     add = Engine.add
@@ -443,9 +430,7 @@ SHARE = 0.5  # of what other families get: each request is a forward, and a samp
 
 
 def check(item):
-    """One request to a model that lives as long as the process; every 100th time it must be as it
-    was.
-    """
+    """One request to a model that lives as long as the process."""
     ground = own_ground()
     ground.asked += 1
     if ground.asked % 100 == 0:

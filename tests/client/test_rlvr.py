@@ -1,6 +1,4 @@
-"""The RLVR face: a script of one's own learns, saves and resumes; what `update` reports is worked
-out by other means.
-"""
+"""The RLVR face: a script learns, saves and resumes; what `update` reports."""
 
 import json
 import os
@@ -168,9 +166,7 @@ REMEMBERS = {
 
 @pytest.mark.parametrize("name", REMEMBERS)
 def test_resumed_is_uninterrupted(tmp_path, name):
-    """2 + 2 updates, the second two in another service from files alone, give the samples, figures
-    and weights of 4.
-    """
+    """2 + 2 updates, the second two from files alone, are 4 updates."""
 
     def go(client, algorithm, updates):
         sampler = RolloutSampler(client, max_new_tokens=5, temperature=0.9)
@@ -244,9 +240,7 @@ def test_reinforce_reports_what_can_be_worked_out(service):
 
 
 def test_the_baseline_is_the_running_mean_of_earlier_batches(service):
-    """A constant reward of 2 after one of 0: the first batch's baseline is its own mean, the
-    second's advantages are all 2.
-    """
+    """A constant reward of 2 after one of 0."""
     client = service.create_training_client(WHOLE)
     sampler = RolloutSampler(client, max_new_tokens=3)
     algorithm = REINFORCE(REINFORCEConfig(normalize_advantages=False, entropy_coef=0.0))
@@ -260,9 +254,7 @@ def test_the_baseline_is_the_running_mean_of_earlier_batches(service):
 
 
 def test_ppo_of_one_epoch_without_a_value_is_reinforce(service):
-    """With lambda 1 and no value the advantage of every token is the reward, and at ratio 1 nothing
-    is clipped.
-    """
+    """With lambda 1 and no value each advantage is the reward; ratio 1 clips nothing."""
     found = []
     plain = dict(learning_rate=1e-3, normalize_advantages=False)
     for algorithm in (
@@ -282,9 +274,7 @@ def test_ppo_of_one_epoch_without_a_value_is_reinforce(service):
 
 
 def test_ppo_reports_its_value_loss(service):
-    """A fresh value head says 0, so the return at t is lambda^(tokens left) times the reward over
-    the rewards' std.
-    """
+    """A fresh head says 0: the return at t is lambda^(tokens left) times the reward."""
     client = service.create_training_client(WHOLE)
     batch = scored(RolloutSampler(client, max_new_tokens=6, samples_per_prompt=3))
     result = PPO(PPOConfig(ppo_epochs=1)).update(batch, client)
@@ -305,9 +295,7 @@ def test_target_kl_ends_the_epochs(service):
 
 
 def test_the_penalty_is_taken_against_the_base_or_a_given_reference(service):
-    """Under a LoRA adapter the base is the reference: no distance at first, some after an update. A
-    copy given says the same.
-    """
+    """Under a LoRA adapter the base is the reference."""
     price = PPOConfig(learning_rate=3e-3, kl_penalty_coef=0.1)
     client = service.create_training_client(ADAPTER)
     base = service.create_sampling_client(base_model="tiny:addition", seed=3)
@@ -468,9 +456,7 @@ def test_a_batch_of_weights_that_were_updated_since_is_refused(service):
 
 @pytest.mark.parametrize("chosen", [{}, {"seed": 5, "train_attn": False}])
 def test_an_adapter_of_a_config_is_the_one_of_tinkers_call(service, chosen):
-    """The same settings, however they came: to a bit the same weights, and the same spec beside
-    them.
-    """
+    """The same settings, however they came."""
     config = TrainingConfig(
         model_ref="tiny:addition", lora_config=LoRAConfig(rank=2, alpha=6, **chosen), seed=3
     )

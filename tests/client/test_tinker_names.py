@@ -1,8 +1,4 @@
-"""The public surface of Tinker's client that scripts use: names, verbs and their parameters, and
-what they do here.
-
-Source of the lists: the signatures of the `tinker` package, 0.38.0 on PyPI.
-"""
+"""The public surface of Tinker's client that scripts use."""
 
 import asyncio
 import concurrent.futures

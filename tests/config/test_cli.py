@@ -1,8 +1,4 @@
-"""The command line, on settings classes of its own: what words and recipes become, and how mistakes
-are told.
-
-tyro.cli, reading a whole line at once, is the independent judge of what a value means.
-"""
+"""The command line, on settings classes of its own."""
 
 from __future__ import annotations
 
@@ -447,9 +443,7 @@ def test_all_problems_are_shown_at_once_in_one_box(capsys: pytest.CaptureFixture
 def test_the_box_says_whether_anything_began(
     begun: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`execute` fails before or after it says that it begins; names of settings are flags where no
-    recipe was named.
-    """
+    """`execute` fails before or after it says that it begins."""
     from rl.algorithms import METHODS as real
     from rl.config import RunSettings as RealSettings
     from rl.errors import UserError
@@ -632,9 +626,7 @@ def test_difference_names_each_changed_setting() -> None:
 
 
 def test_a_setting_that_an_older_config_lacks_had_its_default() -> None:
-    """One at a time, every setting: asked for as it is by default it is no change, asked for
-    otherwise it is.
-    """
+    """One at a time, every setting."""
     asked = run_config.resolve_config(read("sft"))
     table = {"methods": METHODS, "options": RunSettings}
     for part, name in [

@@ -1,10 +1,4 @@
-"""Command lines and recipes made from the schema and then spoilt: a plan within its ranges, or one
-clean error; nothing else.
-
-An input goes through the parser and becomes a plan, as `train.py` does it, without loading
-anything. What is accepted must hold finite numbers inside the declared ranges, survive config.json,
-and have been written as a number where it is one.
-"""
+"""Command lines and recipes made from the schema and then spoilt."""
 
 from __future__ import annotations
 
@@ -51,9 +45,7 @@ _TEXTS = (
 
 @dataclass(frozen=True)
 class Asked:
-    """Words of a line and, where there is one, the recipe that PATH stands for. `numbers`: words
-    written for fields that are numbers.
-    """
+    """Words of a line and, where there is one, the recipe that PATH stands for."""
 
     words: tuple[str, ...]
     recipe: bytes | None = None
@@ -114,9 +106,7 @@ def _scalar(word: str, rng: random.Random) -> str:
 
 
 def _yaml(rng: random.Random) -> Asked:
-    """A recipe of the schema with odd values, wrong nesting, doubled keys and aliases, of one
-    method or of stages.
-    """
+    """A recipe with odd values, wrong nesting, doubled keys and aliases."""
     numbers: list[str] = []
 
     def settings(method: str, indent: str) -> list[str]:
@@ -217,9 +207,7 @@ def _check_run(run: Any, asked: Asked) -> None:
 
 
 def check(asked: Asked) -> str:
-    """Reads a line (and its recipe); raises AssertionError, or whatever was not foreseen, where the
-    promise is broken.
-    """
+    """Reads a line (and its recipe)."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         path = Path(folder) / "r.yaml"
         if asked.recipe is not None:

@@ -1,6 +1,4 @@
-"""What is typed wrong about one's own files, and about flags that scripts share with training; and
-figures that were not told.
-"""
+"""What is typed wrong about one's own files, and about flags that scripts share with training."""
 
 from pathlib import Path
 

@@ -1,9 +1,4 @@
-"""Every number that can be set is checked where it enters: on the line, in a recipe, in a run's
-config.json, and in Python.
-
-The population is every field of every method's settings and of the run's, found by their
-annotations as they are written.
-"""
+"""Every number that can be set is checked where it enters."""
 
 from __future__ import annotations
 
@@ -99,9 +94,7 @@ ALLOWED: dict[str, dict[str, str]] = {
 
 
 def leaves(cls: type) -> dict[str, tuple[type, str]]:
-    """Flat name to (the class that holds it, its annotation as written, less what is declared
-    beside it).
-    """
+    """Return {flat name: (its class, its annotation)}."""
     found: dict[str, tuple[type, str]] = {}
     hints = typing.get_type_hints(cls, include_extras=True)
     for item in dataclasses.fields(cls):

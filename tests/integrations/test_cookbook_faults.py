@@ -1,6 +1,4 @@
-"""Groups written for tinker-cookbook that raise, hang or give nonsense wherever they may: the rest
-of the batch stands.
-"""
+"""Groups written for tinker-cookbook that raise, hang or give nonsense wherever they may."""
 
 import asyncio
 import math
@@ -216,9 +214,7 @@ class Breaks(One):
 
 
 def test_a_failure_of_the_run_that_is_repeated_is_left_out_of_the_comparison(tmp_path):
-    """In the replay the environment would not have failed: it has, and the other is compared alone,
-    as then.
-    """
+    """In the replay the environment would not have failed."""
     log, found = [], []
     with ServiceClient(output_dir=tmp_path) as service:
         sampler = service.create_full_training_client(

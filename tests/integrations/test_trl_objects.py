@@ -1,6 +1,4 @@
-"""Objects written for TRL's environment_factory: their tools, what reset gets and gives, rewards,
-runs without a data set.
-"""
+"""Objects written for TRL's environment_factory."""
 
 import asyncio
 import textwrap
@@ -147,9 +145,7 @@ def played():
 
 
 def test_the_tools_are_the_classes_public_methods(file):
-    """As TRL finds them: functions of the class, so that no property is asked before reset; its
-    clean-up, close, is none here.
-    """
+    """As TRL finds them: functions of the class; close is none here."""
     names = {tool.__name__ for tool in resolve_environment(f"{file}:Counter").make().tools}
     assert names == {"add", "double", "later"}
 
@@ -228,9 +224,7 @@ def test_a_factory_may_be_a_function(file, name, settings, reward, process):
 
 @pytest.mark.parametrize("process", [False, True])
 def test_a_dictionary_of_factories_is_chosen_from_by_the_row(file, process):
-    """Each row meets its own environment with its own tools, and reset does not see the column; a
-    name that is none costs its row.
-    """
+    """Each row meets its own environment with its own tools, and reset does not see the column."""
     spec = resolve_environment(f"{file}:several")
     assert spec.needs_rows and not spec.can_make_rows
     spec = isolate_environment(spec) if process else spec

@@ -1,6 +1,4 @@
-"""Wrappers of other people's environments, against stand-ins of the same shape (test_wrapped_packages.py
-has the packages themselves).
-"""
+"""Wrappers of other people's environments, against stand-ins of the same shape."""
 
 import asyncio
 import enum
@@ -198,9 +196,7 @@ Kind = enum.Enum("Kind", "PROMPT PLAYER_ACTION GAME_MESSAGE")
 
 
 class Nim:
-    """Players take 1 to 3 of the sticks in turn; who takes the last wins. Sticks come from the
-    module's own `random`.
-    """
+    """Players take 1 to 3 of the sticks in turn; who takes the last wins."""
 
     def __init__(self, most=9):
         self.most = most
@@ -326,9 +322,7 @@ def test_an_answer_without_brackets_gets_them_and_a_bad_one_is_counted(arena, re
 def test_wins_alone_are_paid_where_that_is_asked_for(
     arena, monkeypatch, wins_only, won, last, own, other
 ):
-    """The game's own reward pays a loser by how near it came; `won` counts the same games either
-    way.
-    """
+    """The game's own reward pays a loser by how near it came."""
     close = Nim.close
 
     def nearly(self):

@@ -1,7 +1,4 @@
-"""Check the wrapped packages for test_wrapped_packages.py.
-
-Each check returns (number held, number checked, messages of those that did not hold).
-"""
+"""Check the wrapped packages for test_wrapped_packages.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A rubric's judge behind an OpenAI-compatible API: readings by hand, servers that misbehave, and
-a run whose answers a server judges.
-"""
+"""A rubric's judge behind an OpenAI-compatible API."""
 
 import json
 import math

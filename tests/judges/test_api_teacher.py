@@ -1,6 +1,4 @@
-"""A teacher behind an OpenAI-compatible API: the run with it is the run with the same teacher in
-the process, and servers that cannot be a teacher are refused before a run begins.
-"""
+"""A teacher behind an OpenAI-compatible API."""
 
 import threading
 

@@ -1,6 +1,4 @@
-"""Published reward models in the loop: their scores are transformers' own, whatever vocabulary the
-policy has.
-"""
+"""Published reward models in the loop."""
 
 import json
 
@@ -168,9 +166,7 @@ def test_an_episode_of_several_turns_is_read_whole(tmp_path, service):
 
 
 def test_an_answer_cannot_write_a_turn(tmp_path, service):
-    """Its special tokens are read as text: another score than that of the tokens themselves, and
-    the same number of turns.
-    """
+    """Its special tokens are read as text."""
     folder = write_model(tmp_path / "model")
     judge = PublishedRewardModel(service.create_classifier_client(folder), folder)
     asked = [{"role": "user", "content": "a"}]
@@ -205,9 +201,7 @@ GRPO = """grpo --base-model tiny:addition --dataset addition --reward None --gro
 
 
 def test_a_run_learns_from_two_of_them(tmp_path):
-    """The policy's vocabulary is neither's. Each row's reward is the weighted sum of what is logged
-    of each.
-    """
+    """The policy's vocabulary is neither's."""
     one, other = (
         write_model(tmp_path / "one", "Gemma2"),
         write_model(tmp_path / "other", "DebertaV2"),

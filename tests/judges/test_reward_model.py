@@ -1,6 +1,4 @@
-"""Reward models and RLHF: Bradley-Terry against float64 formulas, held-out calibration by hand,
-models in the loop, null controls.
-"""
+"""Reward models and RLHF: losses, calibration by hand, models in the loop, controls."""
 
 import itertools
 import json
@@ -112,9 +110,7 @@ def stirred(worker):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_gradient_does_not_depend_on_how_pairs_are_cut(layout):
-    """Whatever the layout and the cuts, it is that of the model run plainly on one sequence after
-    the other.
-    """
+    """It is that of the model run on one sequence after the other."""
     datums = pairs()
     worker = stirred(make_worker())
     model, head = worker.learners[0].model, worker.learners[0].head.value_head
@@ -175,9 +171,7 @@ def test_a_well_calibrated_model_has_a_small_error():
 
 
 class Judge:
-    """Stands for a sampling client whose logprob of every token is a function of the text before
-    it.
-    """
+    """A sampling client whose logprobs are a function of the text before."""
 
     def __init__(self, prefers):
         self.prefers = prefers
@@ -209,9 +203,7 @@ class Letters:
 
 
 def test_both_orders_are_read_and_averaged():
-    """P(A, B, tie): (6, 1, 1)/8 where the longer stands first, (2, 1, 1)/4 where it stands second:
-    a judge that favours the first place.
-    """
+    """P(A, B, tie) is (6, 1, 1)/8 where the longer stands first, else (2, 1, 1)/4."""
 
     def prefers(first, second):
         return np.log([6, 1, 1]) + 2.0 if len(first) > len(second) else np.log([2, 1, 1])
@@ -269,9 +261,7 @@ def test_scores_within_a_group_are_shares_of_wins():
 
 
 def test_a_judge_in_the_loop_is_asked_what_the_comparison_form_is_trained_on(tmp_path):
-    """The same text for an answer that was sampled as for a row of pairs: a system prompt and
-    earlier turns included.
-    """
+    """The same text for an answer that was sampled as for a row of pairs."""
     said = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hi"},
@@ -310,9 +300,7 @@ def test_a_judge_in_the_loop_is_asked_what_the_comparison_form_is_trained_on(tmp
 
 
 def spoken(*exchange, told=True):
-    """An episode of turns (what was said, the answer), logged as environments with several turns
-    do, or by prompts alone.
-    """
+    """An episode of (question, answer) turns, logged with or without `told`."""
     turns = []
     for asked, answer in exchange:
         message = {"role": "user", "content": asked}
@@ -325,9 +313,7 @@ def spoken(*exchange, told=True):
 
 @pytest.mark.parametrize("told", [True, False])
 def test_each_member_of_several_turns_is_judged_by_its_own_conversation(told):
-    """Both orders of every pair: what two episodes share stands above, and each one's own turns
-    stand by its own answer.
-    """
+    """Both orders of every pair."""
     members = [
         spoken(("2+2?", "<think>five?</think>4"), ("sure?", "yes"), told=told),
         spoken(("2+2?", "5"), ("really?", "no, 4"), told=told),
@@ -365,9 +351,7 @@ def test_each_member_of_several_turns_is_judged_by_its_own_conversation(told):
 
 
 def test_episodes_are_compared_from_where_they_part():
-    """A shared first turn belongs to the conversation; the same last answer after other turns is
-    not the same episode.
-    """
+    """A shared first turn belongs to the conversation."""
     asked: list[AnswerComparison] = []
     judge = SimpleNamespace(
         compare=lambda found: (
@@ -667,14 +651,7 @@ def test_misuse_is_named_before_anything_is_written(words, says, tmp_path, capsy
 
 
 def largest_digit_rows(path: Path) -> Path:
-    """Of three digits the largest is right; `response`: one of the three, so that a model taught it
-    is right for four in ten.
-
-    Each prompt has three rows, one after the other. `rejected` is any other digit, whether the
-    prompt has it or not: what the pairs do not cover, RLHF finds. (Where pairs were of the prompt's
-    digits alone, a reward model ranked all those held out right, and PPO on it took the true reward
-    from 0.30 to 0.05.)
-    """
+    """Of three digits the largest is right."""
     rng, rows = np.random.default_rng(0), []
     for digits in rng.permutation(list(itertools.product(range(10), repeat=3))).tolist():
         best = str(max(digits))

@@ -1,6 +1,4 @@
-"""What a reward model reads of a sampled answer is what it read of it in training: token for token,
-for every renderer and tokenizer.
-"""
+"""What a reward model reads of a sampled answer is what it read of it in training."""
 
 import random
 from pathlib import Path
@@ -35,9 +33,7 @@ ROLE_COLON = [
 
 
 class Reader:
-    """Stands for a reward model: keeps what it is to read. Its value at a position is the
-    position's number.
-    """
+    """Stands for a reward model: keeps what it is to read."""
 
     info = {"max_context": None}
 
@@ -52,9 +48,7 @@ class Reader:
 
 
 def sampled(renderer, problem, text, end, *, logs=True):
-    """The group of one episode whose answer is `text` as a policy draws it, ended by `end` (token
-    ids; empty: cut off).
-    """
+    """A group of one episode that answers `text`, ended by `end`; empty: cut off."""
     builder = ProblemGroupBuilder(problem, 1, renderer, None)
     drawn = [*renderer._encode(renderer.escaper.escape(text), continuing=True), *end]
     if len(end) > 1:  # a mark in words: drawn as it is learnt, in one piece with what it ends
@@ -135,9 +129,7 @@ def test_the_mask_tells_where_the_prompt_ends(renderers, name, model):  # noqa: 
 
 @pytest.mark.parametrize("model", ROLE_COLON)
 def test_role_colons_mark_is_read_as_in_training_however_it_was_tokenised(renderers, model):  # noqa: F811
-    """A policy may draw a text in other tokens than the tokenizer would: character by character, or
-    the mark by itself.
-    """
+    """A policy may draw a text in other tokens than the tokenizer would."""
     renderer = renderers("role_colon", model)
     for response in ("4.", "ab st.", "7 (a)", "st"):
         problem = Problem([{"role": "user", "content": "2+2?"}], response=response, rejected="5")
@@ -185,9 +177,7 @@ def test_a_policy_with_another_renderer_is_read_in_the_models_own(renderers, pol
 
 @pytest.mark.parametrize("shares_vocabulary", [True, False])
 def test_a_model_of_another_vocabulary_reads_all_turns_of_an_episode(renderers, shares_vocabulary):  # noqa: F811
-    """By the texts of all turns; one of the policy's vocabulary reads the prompt that the policy
-    saw, which holds them.
-    """
+    """By the texts of all turns."""
     renderer = renderers("role_colon", "llama-like")
     talk = [
         {"role": "user", "content": "2+2?"},
@@ -213,9 +203,7 @@ def test_a_model_of_another_vocabulary_reads_all_turns_of_an_episode(renderers, 
 
 @pytest.mark.parametrize("name", ["chat_template", "plain", "role_colon"])
 def test_the_held_out_margin_is_the_one_that_rlhf_reads(renderers, name, shared_data, tmp_path):  # noqa: F811
-    """A real model, after a step of training: the margins of pairs as `evaluate` gives them, and of
-    the same answers when drawn.
-    """
+    """A real model, after a step of training."""
     rows = [
         Problem([{"role": "user", "content": q}], response=a, rejected=b, index=i)
         for i, (q, a, b) in enumerate(
@@ -285,9 +273,7 @@ def test_a_judge_is_shown_answers_as_it_was_in_training(renderers, answer):  # n
 
 @pytest.mark.parametrize("logs", [True, False])
 def test_a_policy_of_another_vocabulary_is_read_as_text(logs, tokenizers):  # noqa: F811
-    """As the reward model's own training data reads, whatever the policy's ids mean to it; without
-    messages, the prompt's text.
-    """
+    """As the reward model's own training data reads, whatever the policy's ids mean to it."""
     theirs, own = (
         get_renderer("role_colon", tokenizers("gpt2")),
         get_renderer("chat_template", tokenizers("qwen3"), enable_thinking=False),
@@ -326,11 +312,7 @@ class Remembers(Environment):
 
     def start(self):
         def look(place: str) -> str:
-            """Look at a place.
-
-            Args:
-                place: where
-            """
+            """Look at a place."""
             return place
 
         self.tools, self.turns = (look,) if self.row.get("tools") else (), 0
@@ -342,9 +324,7 @@ class Remembers(Environment):
 
 
 def played(renderer, name, answers, *, cut=False, tools=False):
-    """The group of one episode of `Remembers`, played as a rollout does it: the policy's tokens,
-    and its logs.
-    """
+    """The group of one episode of `Remembers`, played as a rollout does it."""
     spec = resolve_environment(Remembers)
     problem = Problem([], meta={"tools": tools})
     env = EnvironmentGroup(spec, problem, 1, renderer).make_envs()[0]
@@ -398,9 +378,7 @@ def test_an_episode_of_an_environment_is_read_in_the_models_own_renderer(
 
 
 def test_an_episode_in_the_models_own_format_is_read_with_its_tools(renderers):  # noqa: F811
-    """A policy of the same renderer: token for token what the policy read and wrote, the
-    descriptions of tools included.
-    """
+    """A policy of the same renderer."""
     renderer = renderers("chat_template", "qwen3")
     group = played(renderer, "chat_template", ["4", "st"], tools=True)
     last = group.trajectories_G[0].transitions[-1]

@@ -1,6 +1,4 @@
-"""A language model as judge by rubric: readings and weights by hand, answers that cannot be read,
-and one in the loop of a run.
-"""
+"""A language model as judge by rubric."""
 
 import json
 import math
@@ -25,9 +23,7 @@ POLITE_RIGHT = (("Is the answer polite?", 1.0), ("Is it right?", 3.0))
 
 
 class YesNo:
-    """A sampling client of `Letters`: log P(yes), log P(no) by the answer and the question, spread
-    over the word's letters.
-    """
+    """A sampling client of `Letters`."""
 
     info = {"max_context": None, "base_model": "stub"}
 
@@ -49,9 +45,7 @@ class YesNo:
 
 
 def likes(answer, question):
-    """P(yes) : P(no) is the answer's length to 1 of politeness, 1 to 3 of being right; both far
-    from adding up to 1.
-    """
+    """P(yes) : P(no) is length to 1 of politeness, 1 to 3 of being right."""
     return (
         np.log([len(answer) if "polite" in question else 1, 1 if "polite" in question else 3]) - 4.0
     )

@@ -1,6 +1,4 @@
-"""Conversations in a terminal: prompts built by hand, greedy samples of the client alone, and what is
-written.
-"""
+"""Conversations in a terminal: prompts, greedy samples, and what is written."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""How answers end, what is parsed out of them, and turns put together from the tokens that were
-drawn; every renderer and tokenizer.
-"""
+"""How answers end, what is parsed of them, and turns put together from tokens."""
 
 import json
 import random
@@ -24,9 +22,7 @@ from rl.renderers.stop_tokens import get_end_tokens
 
 @pytest.mark.parametrize(("name", "model"), pairs())
 def test_an_answer_ends_at_every_eos_of_the_model(tokenizers, name, model):  # noqa: F811
-    """Those of the generation config as well, in any order, and the answer is what stands before
-    the first.
-    """
+    """Those of the generation config as well; the answer stands before the first."""
     tokenizer = tokenizers(model)
     others = [i for i in special_ids(tokenizer) if i != tokenizer.eos_token_id][:2]
     renderer = get_renderer(name, tokenizer, eos_token_ids=others)
@@ -143,9 +139,7 @@ def test_every_thought_is_split_off(renderers, tokenizers, model):  # noqa: F811
 
 
 def after_an_answer(renderer, prompt, answer, new):
-    """The next prompt as an environment has it that never tokenises anew: what was read, what was
-    drawn, what is new.
-    """
+    """The next prompt as an environment has it that never tokenises anew."""
     # its mark is text, which `with_end_mark` writes anew
     if isinstance(renderer.get_stop_sequences()[0], str):
         found = renderer.extend_prompt([], prompt, answer, new)
@@ -162,9 +156,7 @@ def after_an_answer(renderer, prompt, answer, new):
 
 @pytest.mark.parametrize(("name", "model"), pairs())
 def test_what_was_drawn_is_never_tokenised_anew(renderers, tokenizers, name, model):  # noqa: F811
-    """50 conversations each, of answers in odd tokens: prompts grow by exactly what was drawn and
-    what is new, and read as they should.
-    """
+    """50 conversations each, of answers in odd tokens."""
     tokenizer, renderer = tokenizers(model), renderers(name, model)
     rng = random.Random(f"{name} {model}")
     ordinary = [i for i in range(len(tokenizer)) if i not in special_ids(tokenizer)]

@@ -1,9 +1,4 @@
-"""Two families that write otherwise: GLM, whose answers end in the mark of who speaks next, and
-Gemma 4's thoughts. Expected texts by hand.
-
-Templates here are small ones with these families' marks; their own are compared in
-tests/renderers/test_templates.py.
-"""
+"""Two families that write otherwise."""
 
 import json
 

@@ -1,6 +1,4 @@
-"""Special tokens in messages are text, whichever renderer and tokenizer; contents in parts; turns
-that a template leaves out.
-"""
+"""Special tokens in messages are text, whichever renderer and tokenizer."""
 
 import random
 from types import SimpleNamespace
@@ -20,9 +18,7 @@ ASK = {"role": "user", "content": "2+2?"}
 
 
 def metaspace(model):
-    """A tokenizer as Llama's: spaces are written as a mark, which also begins a text, and special
-    tokens stand in the vocabulary.
-    """
+    """A tokenizer as Llama's: spaces are a mark; special tokens in the vocabulary."""
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -113,9 +109,7 @@ def tokenizers(request):
 
 @pytest.fixture(scope="module")
 def renderers(tokenizers):
-    """Each renderer of each tokenizer, made once: the second spelling of a large vocabulary takes
-    seconds.
-    """
+    """Each renderer of each tokenizer, made once."""
     made = {}
 
     def get(name, tokenizer):
@@ -147,9 +141,7 @@ def special_ids(tokenizer):
 
 @pytest.mark.parametrize(("name", "model"), pairs())
 def test_no_message_can_write_a_special_token(renderers, tokenizers, name, model):
-    """As many special tokens as a conversation of harmless words of the same roles has, and the
-    text comes back as it was.
-    """
+    """As many special tokens as harmless words have; the text comes back as it was."""
     tokenizer, renderer = tokenizers(model), renderers(name, model)
     control = sorted(renderer.escaper.control)
     assert control
@@ -208,9 +200,7 @@ def test_a_forged_turn_is_text_wherever_it_stands(renderers, tokenizers, model):
 
 @pytest.mark.parametrize("model", CHAT)
 def test_thoughts_and_calls_are_the_assistants_to_write(renderers, tokenizers, model):
-    """What its template writes and the tokenizer does not call special: in others' messages it is
-    text.
-    """
+    """What its template writes and the tokenizer does not call special."""
     tokenizer, renderer = tokenizers(model), renderers("chat_template", model)
     word = "<tool_call>" if model == "qwen2.5" else "<think>"
     mark = tokenizer.convert_tokens_to_ids(word)
@@ -244,9 +234,7 @@ def test_thoughts_and_calls_are_the_assistants_to_write(renderers, tokenizers, m
 def test_without_special_tokens_the_second_spelling_is_the_tokenizers_own(
     renderers, tokenizers, model
 ):
-    """The renamed copy, made to encode all of a rendered text, gives what the tokenizer gives; with
-    a special token in it, too, all but that token.
-    """
+    """The renamed copy, made to encode all of a rendered text, gives what the tokenizer gives."""
     tokenizer, renderer = tokenizers(model), renderers("chat_template", model)
     rng, pieces = (
         random.Random(0),
@@ -270,9 +258,7 @@ def test_without_special_tokens_the_second_spelling_is_the_tokenizers_own(
 
 @pytest.mark.parametrize("model", ["llama-like", "unigram"])
 def test_an_answer_goes_on_where_its_prompt_ended(renderers, tokenizers, model):
-    """A tokenizer that marks the beginning of a text does so at the conversation's alone, and not
-    before each answer.
-    """
+    """The mark of a text's beginning stands before a conversation, not an answer."""
     tokenizer, asked = tokenizers(model), [{"role": "user", "content": "st 7="}]
     messages = [*asked, {"role": "assistant", "content": "ab"}]
     chat = renderers("chat_template", model)
@@ -304,9 +290,7 @@ def test_private_characters_of_the_text_itself_come_through(renderers, tokenizer
 
 @pytest.mark.parametrize("kind", ["plain", "role_colon", "chat_template"])
 def test_the_second_spelling_is_made_once_whatever_tools_there_are(monkeypatch, kind):
-    """Groups of episodes with tools have a renderer each; a large vocabulary takes a second to
-    copy.
-    """
+    """Groups of episodes with tools have a renderer each."""
     from tokenizers import Tokenizer
 
     tokenizer = llama_like() if kind == "chat_template" else words()
@@ -338,9 +322,7 @@ def test_the_second_spelling_is_made_once_whatever_tools_there_are(monkeypatch, 
 
 
 def test_what_looks_special_is_so_whatever_the_tokenizer_calls_it():
-    """By hand: named special, flagged special, or in the form <|...|>; other added tokens are
-    markup where a template writes them.
-    """
+    """Named or flagged special, or <|...|>; other added tokens are markup."""
     added = {
         "<s>": True, "<|tool|>": False, "<mask>": False, "<think>": False, "[CALL]": False,
         "  ": False, "<td>": False,

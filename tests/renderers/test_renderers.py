@@ -1,6 +1,4 @@
-"""Renderers against `apply_chat_template` token for token, and the text ones against tokens by
-hand.
-"""
+"""Renderers against `apply_chat_template`, and the text ones against tokens by hand."""
 
 import numpy as np
 import pytest
@@ -36,9 +34,7 @@ def tokenizers(shared_data):
 
 @pytest.fixture(scope="module")
 def characters():
-    """A character tokenizer with EOS; `characters(bos=True)` puts BOS before each text, as Llama's
-    does.
-    """
+    """A character tokenizer with EOS."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -216,9 +212,7 @@ LLAMA_MARKS = [
 
 
 def llama3_base():
-    """A character tokenizer with Llama 3's special tokens and, as its base models', no template;
-    BOS before each text.
-    """
+    """A character tokenizer with Llama 3's special tokens and, as its base models', no template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -244,9 +238,7 @@ def llama3_base():
 
 
 def llama3_text(messages):
-    """The published format by hand, as tokens: begin, then a header, an empty line, the content and
-    <|eot_id|> for each message.
-    """
+    """The published format by hand, as tokens."""
     tokens = ["<|begin_of_text|>"]
     for message in messages:
         tokens += [

@@ -1,9 +1,4 @@
-"""Random conversations through each family's own template: the renderer's tokens are
-`apply_chat_template`'s, what was rendered is read back as it was, and the next turn is an exact
-extension or refused. Templates come with the tokenizers of the data folder, and, where it is
-installed, with the package trl: those stand on a small tokenizer that is given their special
-tokens.
-"""
+"""Random conversations through each family's own template."""
 
 import functools
 import importlib.util
@@ -102,9 +97,7 @@ def said(rng: random.Random) -> str:
 
 
 def conversation(rng: random.Random, can: set[str]):
-    """(messages, the last the assistant's; whether there are tools). Special tokens stand in some
-    as `\\0`.
-    """
+    """(messages, the last the assistant's; whether there are tools)."""
 
     def text():
         return said(rng) + (" \0 " + said(rng) if rng.random() < 0.1 else "")
@@ -168,10 +161,7 @@ def whole(tokenizer, messages, settings, tools, generation):
 
 
 def thought_aloud(renderer, messages, thought, answer):
-    """A model whose prompt has opened its thought, and whose template drops that of earlier turns:
-    what it writes is read back, and a turn after it is an exact extension or is written anew. The
-    counts of both.
-    """
+    """Check an answer whose prompt opened its thought; return counts of bridges."""
     seen = renderer.build_generation_prompt(messages[:-1]).to_ints()
     written = (
         renderer.tokenizer.encode(f"{thought}\n</think>\n\n{answer}", add_special_tokens=False)

@@ -1,9 +1,4 @@
-"""The alarms' formulas over every row of a stage, as lists: the judge of `rl.reporting.alarm_monitor`, which
-keeps a bounded part of them.
-
-Each check sees all rows so far, the newest last. `brute_force` gives a stage's metrics and texts
-row by row; remedies are left out.
-"""
+"""The alarms' formulas over every row of a stage, as lists."""
 
 from __future__ import annotations
 
@@ -52,9 +47,7 @@ def column(rows: Sequence[Row], name: str) -> list[float]:
 
 
 def ends(rows: Sequence[Row], name: str, count: int) -> tuple[list[float], list[float]] | None:
-    """The metric's first and last `count` values, which do not overlap; None before there are as
-    many.
-    """
+    """The metric's first and last `count` values, which do not overlap."""
     values = [v for v in column(rows, name) if not math.isnan(v)]
     return (values[:count], values[-count:]) if len(values) >= 2 * count else None
 
@@ -66,17 +59,13 @@ def rises(first: Sequence[float], last: Sequence[float]) -> bool:
 
 
 def solved(rows: Sequence[Row]) -> bool:
-    """Whether every answer of the newest batch earned the highest reward there ever was, and others
-    once earned less.
-    """
+    """Whether all earned the highest reward ever, and others once earned less."""
     best = max(column(rows, HIGH))
     return number(rows[-1], LOW) >= best and min(column(rows, LOW)) < best
 
 
 def mastered(rows: Sequence[Row]) -> bool:
-    """Whether the last five batches earned nine tenths of what there is between the lowest and the
-    highest reward ever.
-    """
+    """Whether the last five batches earned nine tenths of the range of rewards."""
     low, high = min(column(rows, LOW)), max(column(rows, HIGH))
     return high > low and fmean(column(rows[-SOME:], REWARD)) >= low + 0.9 * (high - low)
 
@@ -98,13 +87,7 @@ def kl_above(level: float) -> Check:
 
 
 def large_gradient(rows: Sequence[Row]) -> str | None:
-    """The policy's or the critic's norm above 10 for three batches; or a gradient that is not
-    finite, whether it was skipped or not.
-
-    What is left of a task that is mastered are a few answers in hundreds, and the gradient is a
-    mean over their tokens alone: noise of a norm of 10 to 30 in a run that is well. There the
-    policy's norm is taken as a mean over all sampled tokens.
-    """
+    """The policy's or the critic's norm above 10 for three batches."""
     if number(rows[-1], SKIPPED) > 0:
         return "the gradient is not finite: the optimizer step was skipped"
     last, ones = rows[-FEW:], [1.0] * FEW
@@ -124,12 +107,7 @@ def large_gradient(rows: Sequence[Row]) -> str | None:
 
 
 def zero_advantages(rows: Sequence[Row]) -> str | None:
-    """Three batches in a row that tell no answer from another, though not all were as good as can
-    be.
-
-    No advantage other than 0; or, where a price on KL or a learned value gives every token one all
-    the same, rewards that are equal within each group (of single answers: in all three batches).
-    """
+    """Three batches in a row that tell no answer from another."""
     last = rows[-FEW:]
     if len(last) < FEW or solved(rows) or mastered(rows):
         return None
@@ -151,9 +129,7 @@ def zero_advantages(rows: Sequence[Row]) -> str | None:
 
 
 def reward_flat(rows: Sequence[Row]) -> str | None:
-    """The last 20 batches earn no more than the first 20, noise considered, and there is more to
-    earn.
-    """
+    """The last 20 batches earn no more than the first 20, and there is more to earn."""
     found = ends(rows, REWARD, MANY)
     if found is None or rises(*found) or mastered(rows):
         return None
@@ -169,12 +145,7 @@ def reward_flat(rows: Sequence[Row]) -> str | None:
 
 
 def entropy_collapse(rows: Sequence[Row]) -> str | None:
-    """Entropy below a tenth of what it was at first, or answers that are certain, with much still
-    to learn.
-
-    A task mastered may leave no doubt. Certain: below 0.1 nats an answer, which a run may be from
-    its beginning on.
-    """
+    """Entropy below a tenth of the first, or certain answers, with much to learn."""
     if mastered(rows):
         return None
     newest = [number(row, ENTROPY) * number(row, LENGTH) for row in rows[-SOME:]]
@@ -207,9 +178,7 @@ def low_temperature(rows: Sequence[Row]) -> str | None:
 
 
 def mode_collapse(rows: Sequence[Row]) -> str | None:
-    """Answers begin alike: fewer beginnings than half the problems, and a quarter of those at
-    first.
-    """
+    """Fewer beginnings than half the problems, and a quarter of those at first."""
     found = ends(rows, BEGINNINGS, SOME)
     if found is None:
         return None
@@ -254,9 +223,7 @@ def format_alone(rows: Sequence[Row]) -> str | None:
 
 
 def rewards_failing(rows: Sequence[Row]) -> str | None:
-    """Half of the last batch's samples could not be scored, or over three batches more than a
-    tenth.
-    """
+    """Half of a batch's samples, or a tenth over three batches, were not scored."""
     shares = []
     for few in (1, 3):
         failed, scored = (
@@ -296,9 +263,7 @@ QUIET = 20
 def brute_force(
     rows: Sequence[Row], needs: Mapping[str, Sequence[str]]
 ) -> list[tuple[dict[str, float], list[str]]]:
-    """Of each row: (alarm/<name> 0 or 1 for each that can be judged, what is to be said). `needs`:
-    the metrics each is judged by.
-    """
+    """Of each row: (alarm/<name> 0 or 1 for each that can be judged, what is to be said)."""
     told: list[tuple[dict[str, float], list[str]]] = []
     for i, row in enumerate(rows):
         found = {

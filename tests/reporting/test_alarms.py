@@ -1,6 +1,4 @@
-"""Alarms on planted faults (streams of metrics, and whole runs through the loop), and their silence
-on a healthy run.
-"""
+"""Alarms on planted faults, in streams of metrics and whole runs; silence otherwise."""
 
 import dataclasses
 import json
@@ -34,9 +32,7 @@ STEPS = 60
 
 
 def healthy(step: int, draw: random.Random) -> dict[str, float]:
-    """A batch of 32 problems x 8 answers of a run that learns: reward 0.2 to 0.8, entropy 0.8 to
-    0.4, all under noise.
-    """
+    """A batch of 32 problems x 8 answers of a run that learns."""
     done = step / STEPS
     noise = draw.gauss(0, 0.03)
     return {
@@ -56,9 +52,7 @@ def healthy(step: int, draw: random.Random) -> dict[str, float]:
 def play(
     edit=lambda row, step: None, *, steps: int = STEPS, seed: int = 0
 ) -> tuple[dict[str, list[int]], list[tuple[int, str]]]:
-    """(steps at which each alarm was on, what was said when) of a healthy stream with a fault
-    planted by `edit`.
-    """
+    """Return (steps of each alarm, texts) of a healthy stream edited by `edit`."""
     draw, alarms, on, said = random.Random(seed), AlarmMonitor(), {}, []
     for step in range(steps):
         row = healthy(step, draw)
@@ -148,10 +142,7 @@ def test_each_fault_sets_off_its_alarm_and_no_other_and_is_said_once(edit, expec
 
 
 def test_what_is_no_fault():
-    """A norm of what few tokens are left of a task mastered; two batches without advantages;
-    batches solved for good; a low temperature that explores all the same; a teacher's advantages
-    beside a reward that is only looked at.
-    """
+    """A norm of what few tokens are left of a task mastered."""
     left = {"optim/grad_norm": 30.0, "optim/frac_credited": 0.1, "env/all/reward/total": 0.95}
     assert not play(lambda row, step: row.update(left))[0]
     assert set(play(lambda row, step: row.update({**left, "optim/frac_credited": 0.7}))[0]) == {
@@ -231,9 +222,7 @@ def test_a_fault_that_comes_back_is_said_again_and_one_that_flickers_is_not():
 
 @pytest.mark.parametrize("cut", [3, 25, 45])
 def test_alarms_go_on_from_the_rows_of_the_metrics_file(cut):
-    """What is on and what is said after a resume is what an undisturbed run has: rows go through
-    JSON, as in the file.
-    """
+    """What is on and what is said after a resume is what an undisturbed run has."""
     draw = random.Random(1)
     rows = [healthy(step, draw) for step in range(STEPS)]
     for step, row in enumerate(rows):
@@ -279,12 +268,7 @@ def test_metrics_of_samples_by_hand():
 
 
 def test_the_recorded_addition_run_is_silent():
-    """Its file keeps few metrics: what they allow to be judged (KL, gradient norm, reward, entropy)
-    stays off in both stages.
-
-    Of the credited share it allows a bound: a group of 8 that is mixed holds a wrong answer, so of
-    512 at most 8 x the wrong ones are credited, whose tokens are 4 where others' are 3.
-    """
+    """Its file keeps few metrics."""
     recorded = [
         json.loads(line)
         for line in (REPO / "bench/results/addition.jsonl").read_text().splitlines()
@@ -322,9 +306,7 @@ def test_the_recorded_addition_run_is_silent():
 
 
 def test_remedies_name_flags_that_the_method_has():
-    """A flag that not all methods with rewards have stands before "(grpo)"; one that others lack is
-    said to be of RL.
-    """
+    """A flag that not all methods with rewards have stands before "(grpo)"."""
     flags = {name: set(get_fields(spec.Settings)) for name, spec in METHODS.items()}
     every = set.union(*flags.values())
     of_rl = flags["reinforce"] & flags["ppo"] & flags["rlhf"] & flags["grpo"]
@@ -354,9 +336,7 @@ def test_the_largest_norm_is_not_a_number_where_one_is_not():
 @pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize("method", ["grpo", "ppo", "dpo", "distill", "reward_model"])
 def test_a_gradient_that_is_not_finite_is_said_by_every_method(method, bad, monkeypatch):
-    """Two optimizer steps, one of which was left out for a norm of nan, of a policy that only takes
-    notes.
-    """
+    """Two optimizer steps, one of which was left out for a norm of nan."""
     norms = iter([math.nan if i == bad else 2.0 for i in range(2)])
 
     def noted(datums, *_, **__):

@@ -1,6 +1,4 @@
-"""What stands beside a run never ends it, and others' words never steer a terminal: trackers,
-pages, pictures, boxes, recipes.
-"""
+"""What stands beside a run never ends it, and others' words never steer a terminal."""
 
 from __future__ import annotations
 

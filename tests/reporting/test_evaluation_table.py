@@ -1,6 +1,4 @@
-"""Standard errors clustered by problem, against Miller's double sum, brute force over resampled
-problems and a simulation; the table of an evaluation; evaluations paired by problem.
-"""
+"""Clustered standard errors, the table of an evaluation, paired evaluations."""
 
 from __future__ import annotations
 
@@ -50,9 +48,7 @@ def make_group(problem: int, answers: list[dict[str, float]], stop: str = "stop"
 
 
 def miller_error(clusters: list[list[float]]) -> float:
-    """Return the clustered standard error as the paper has it: the variance of independent scores,
-    and the sum over all pairs of two scores of the same cluster.
-    """
+    """Return the clustered standard error as the paper has it."""
     scores = [score for cluster in clusters for score in cluster]
     n, mean = len(scores), sum(scores) / len(scores)
     independent = sum((score - mean) ** 2 for score in scores) / n**2
@@ -86,9 +82,7 @@ def test_the_clustered_error_is_millers_sum_over_pairs():
 
 
 def test_the_clustered_error_is_that_of_all_resampled_problems():
-    """All 5^5 ways to draw five problems with replacement: the exact bootstrap, whose variance is
-    smaller by the factor (P - 1) / P.
-    """
+    """All 5^5 ways to draw five problems with replacement."""
     rng = np.random.default_rng(1)
     means = rng.random((5, 3)).mean(1)
     draws = [np.mean(draw) for draw in itertools.product(means, repeat=5)]

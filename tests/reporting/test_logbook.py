@@ -1,6 +1,4 @@
-"""A run's folder: resumed files equal undisturbed ones; pages and console output are what a reader
-can use.
-"""
+"""A run's folder: resumed files equal undisturbed ones; pages and console output."""
 
 from __future__ import annotations
 
@@ -173,9 +171,7 @@ def test_a_second_logbook_in_a_folder_is_refused(tmp_path: Path) -> None:
 
 
 class Page(HTMLParser):
-    """Tags in order, whether they nest, the text of each article, the classes of each token's span,
-    and what it would load.
-    """
+    """Tags, texts of articles, classes of token spans, and links of a page."""
 
     def __init__(self, text: str):
         super().__init__()

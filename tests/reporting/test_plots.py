@@ -1,6 +1,4 @@
-"""Curves: what is drawn is what was logged; odd inputs (one point, no series, several stages or
-runs) draw too.
-"""
+"""Curves: what is drawn is what was logged; odd inputs draw too."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Trackers: what they store is read back by their own libraries, a resumed run continues under the
-same id, and no failure of a tracker ends a run.
-"""
+"""Trackers: read back by their own libraries, resumed, and never the end of a run."""
 
 from __future__ import annotations
 

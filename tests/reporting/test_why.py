@@ -1,6 +1,4 @@
-"""`why` explains an update token by token: its numbers equal those of a float64 computation by
-hand, for every method that samples.
-"""
+"""`why` explains an update token by token."""
 
 import json
 import math

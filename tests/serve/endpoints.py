@@ -69,9 +69,7 @@ class TinyDesk:
 
 
 class ScriptedDesk:
-    """Answers that are written down: `say(prompt's text, turn)`. They end with the model's mark,
-    unless they end in "...".
-    """
+    """Answers that are written down: `say(prompt's text, turn)`."""
 
     def __init__(self, say, renderer, tokenizer):
         self._tokenizer = load_tokenizer(tokenizer or "tiny:ascii")

@@ -1,6 +1,4 @@
-"""Run by the Python of WHETSTONE_TEST_SDK, with an endpoint's address: what OpenAI's client and
-OpenEnv's checker see, as JSON.
-"""
+"""Run by the Python of WHETSTONE_TEST_SDK, with an endpoint's address."""
 
 import asyncio
 import json

@@ -1,6 +1,4 @@
-"""What tests of the server share: one in this process, spoken to by its wire, with our own schema
-and no SDK.
-"""
+"""What tests of the server share."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ PROTOBUF = "application/x-protobuf"
 
 @contextmanager
 def held(served: ModelServer) -> Iterator[None]:
-    """What is asked for within waits, however busy the machine is, and is there together when the
-    desk's thread goes on.
-    """
+    """Requests made within wait, and are there together when the engine goes on."""
     begun, gate = threading.Event(), threading.Event()
 
     def hold() -> Iterator[None]:

@@ -1,6 +1,4 @@
-"""The OpenAI-style routes by plain HTTP: answers equal to the clients' own, logprobs, streams,
-scoring, refusals, sessions.
-"""
+"""The OpenAI-style routes by plain HTTP."""
 
 import asyncio
 import json
@@ -125,9 +123,7 @@ def test_answers_are_the_clients_own_to_the_bit(tiny):
 @pytest.mark.parametrize("cut", [{}, {"top_p": 0.3}, {"top_k": 3}, {"top_k": 8, "top_p": 0.5}])
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 2.0])
 def test_logprobs_are_of_the_untruncated_distribution_at_the_temperature(tiny, temperature, cut):
-    """Of drawn tokens and of the likeliest, against the model's own scores of each, at that
-    temperature (greedy answers: at 1).
-    """
+    """Against the model's own scores (of greedy answers: at temperature 1)."""
     said = chat(
         tiny,
         seed=3,
@@ -229,9 +225,7 @@ def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(scripted, wish):
 
 @pytest.mark.parametrize("most", [0, 1])
 def test_loglikelihoods_as_a_harness_asks_for_them(tiny, most):
-    """The request and the reading of lm-evaluation-harness's local-completions: sums of
-    token_logprobs[context:end], and is_greedy.
-    """
+    """The request and the reading of lm-evaluation-harness's local-completions."""
     greedy = tiny.engine.client.sample(
         ModelInput.from_ints([20, 30]), 1, SamplingParams(max_tokens=3, temperature=0.0, stop=[])
     ).result()
@@ -462,9 +456,7 @@ def test_a_chat_takes_them_too(tiny):
 
 
 def test_chat_template_kwargs_reach_the_template(scripted):
-    """What is read is what transformers' own template makes of them; a setting that the template
-    has not is refused by name.
-    """
+    """What is read is what transformers' own template makes of them."""
     endpoint = scripted(lambda *_: "hm")
     tokenizer = endpoint.engine._renderer.tokenizer
     for settings in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
@@ -641,9 +633,7 @@ RENDERERS = [
 
 @pytest.mark.parametrize("renderer, tokenizer, parents", RENDERERS)
 def test_turns_of_a_session_are_trained_as_they_were_drawn(scripted, renderer, tokenizer, parents):
-    """Answers are drawn in tokens that no tokenizer would choose, one a character. They are read
-    again as drawn, not as written.
-    """
+    """Answers are drawn in tokens that no tokenizer would choose, one a character."""
     endpoint = scripted(lambda *_: "It is so.", renderer, tokenizer)
     endpoint.engine.by_character = True
     conversation(endpoint, 3, {"X-Session-ID": "s"})
@@ -674,9 +664,7 @@ def test_turns_of_a_session_are_trained_as_they_were_drawn(scripted, renderer, t
 
 
 def test_thoughts_that_clients_drop_are_read_as_the_template_says(scripted):
-    """Qwen3's template drops thoughts once somebody speaks again (a branch), and keeps them while
-    tools answer (none).
-    """
+    """Qwen3's template drops thoughts once a user speaks, and keeps them for tools."""
     call = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
     said = iter([call, "<think>\nso\n</think>\n\nIt is 3.", "<think>\nyes\n</think>\n\nBye."])
     endpoint = scripted(lambda *_: next(said))

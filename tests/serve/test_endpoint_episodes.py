@@ -1,6 +1,4 @@
-"""--environment endpoint: programs that call OPENAI_BASE_URL, played by the rollout; how they end,
-and what is trained.
-"""
+"""--environment endpoint: how programs are played and end, and what is trained."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""OpenAI's own client and OpenEnv's conformance checker against the endpoint. WHETSTONE_TEST_SDK:
-the Python that has them.
-"""
+"""OpenAI's own client and OpenEnv's conformance checker against the endpoint."""
 
 import json
 import os
@@ -21,9 +19,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 @pytest.fixture(scope="module")
 def seen(shared_data):
-    """What tests/serve/sdk_openai.py saw of a tiny model, and of a scripted one that calls a tool; and
-    the tiny one.
-    """
+    """What sdk_openai.py saw of a tiny and of a scripted model; and the tiny one."""
     python = os.environ.get("WHETSTONE_TEST_SDK")
     if not python:
         pytest.skip("WHETSTONE_TEST_SDK names no Python with openai and openenv (the extra sdk)")

@@ -1,6 +1,4 @@
-"""Streams: what is sent while an answer is drawn is a beginning of it, comes when it is drawn, and
-put together is the whole.
-"""
+"""Streams: every part is a beginning of the answer, sent when it is drawn."""
 
 import asyncio
 import json
@@ -192,9 +190,7 @@ IN_CHANNELS = [
 
 
 def test_what_is_certain_of_messages_in_channels(shared_data):
-    """gpt-oss' form: no header, no part of a mark and no call is ever shown, whichever prefix is
-    read.
-    """
+    """gpt-oss' form: no header, part of a mark or call is ever shown."""
     tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "qwen2.5"))
     tokenizer.chat_template = CHANNELS
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
@@ -242,9 +238,7 @@ FORMS = {  # what tells the form in a template, and answers in it
 
 @pytest.mark.parametrize("sign", FORMS)
 def test_what_is_certain_of_an_answer_with_calls_of_other_forms(shared_data, sign):
-    """No part of a call is ever shown as text; when all has ended, what is said and called is what
-    a reward reads.
-    """
+    """No part of a call is ever shown as text."""
     tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "qwen2.5"))
     renderer = get_renderer("chat_template", tokenizer).with_tools(TOOLS)
     renderer._call_format = find_call_format(sign)

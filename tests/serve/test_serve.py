@@ -1,6 +1,4 @@
-"""The server by its wire: the same as the clients in this process, in order, once, and each tenant
-for himself.
-"""
+"""The server by its wire."""
 
 import asyncio
 import base64
@@ -164,9 +162,7 @@ def test_every_loss_gives_over_the_wire_what_it_gives_here(wires, here):
 
 @pytest.mark.parametrize("rank", [8, 64])
 def test_an_adapter_over_the_wire_is_scaled_by_alpha_32_as_on_tinker(wires, here, rank):
-    """After a step, whose size is in the adapter's matrices: the function is that of alpha 32, not
-    that of alpha = rank.
-    """
+    """After a step, whose size is in the adapter's matrices."""
     data, model, seen = texts(), wires.model(rank=rank), {}
     wires.ask(model, 1, data)
     wires.wait(wires.step(model, 2))
@@ -186,9 +182,7 @@ def test_an_adapter_over_the_wire_is_scaled_by_alpha_32_as_on_tinker(wires, here
 
 
 def test_a_checkpoint_of_alpha_equal_to_the_rank_goes_on_over_the_wire_as_it_was(tmp_path):
-    """Saved by a server of before: its model was made with no alpha. Read back as a new model, and
-    into one of today's.
-    """
+    """Saved by a server of before: its model was made with no alpha."""
     data = texts()
     with server(tmp_path / "served") as one:
         own, made = one.engine.service, []
@@ -223,9 +217,7 @@ def test_a_checkpoint_of_alpha_equal_to_the_rank_goes_on_over_the_wire_as_it_was
 
 @pytest.mark.parametrize("form", ["no mask", "weights"])
 def test_tinkers_documented_datums_train_over_the_wire_as_with_a_mask(wires, form):
-    """A datum's first positions are its prompt: no advantage, a logprob of 0; `weights` say the
-    same.
-    """
+    """A datum's first positions are its prompt."""
     models = [wires.model(number) for number in range(2)]
     bare, masked = [], []
     for datum in rewarded():
@@ -580,9 +572,7 @@ def test_a_full_queue_says_so_and_takes_more_later(tmp_path):
 
 
 def test_two_clients_that_call_everything_the_same_get_each_its_own(tmp_path):
-    """One key, one name for both sessions and for what they save: each goes on with its own
-    weights, nothing is written over.
-    """
+    """One key, one name for both sessions and for what they save."""
     with server(tmp_path) as one:
         seen = []
         for seed in (1, 2):
@@ -691,9 +681,7 @@ def test_one_tenants_failure_touches_no_other(wires, served):
 
 
 def test_a_client_that_dies_between_two_chunks_leaves_nothing_behind(tmp_path):
-    """Its first chunk never comes. What came of it waits for its session's end alone; no gradient
-    is kept, no one else waits.
-    """
+    """Its first chunk never comes."""
     with server(tmp_path) as one:
         dying, other = Wire(one), Wire(one)
         dying.open()
@@ -734,9 +722,7 @@ def test_settings_that_would_open_the_door_are_refused():
 
 
 def test_images_travel_and_are_what_they_are_in_this_process(tmp_path):
-    """Trained and sampled over the wire, beside the clients here; a model that reads text alone
-    says so, and bytes that are no image.
-    """
+    """Trained and sampled over the wire, beside the clients here."""
     base, adam = "tiny:vision", {"learning_rate": 1e-2}
     with ServiceClient(output_dir=tmp_path / "here") as service:
         client = service.create_lora_training_client(base, 4, 7)
@@ -790,9 +776,7 @@ def test_images_travel_and_are_what_they_are_in_this_process(tmp_path):
 
 
 def test_logprobs_of_given_tokens_in_the_place_of_a_prompts(wires, served):
-    """Against the score of each such prefix with that token behind it; listed in full and in
-    compressed rows; here and over the wire.
-    """
+    """Against the score of each such prefix with that token behind it."""
     prompt, wanted = [5, 6, 7, 8], np.array([[9, -1], [-1, -1], [3, 90]])
     listed = [(i, j, int(token)) for (i, j), token in np.ndenumerate(wanted) if token >= 0]
     full = {"data": wanted.reshape(-1).tolist(), "dtype": "int64", "shape": [3, 2]}
@@ -830,9 +814,7 @@ def test_logprobs_of_given_tokens_in_the_place_of_a_prompts(wires, served):
 
 
 def test_an_error_that_a_client_was_told_is_no_complaint_in_the_log():
-    """However often it was asked for: asyncio complains of every future that ends in an error and
-    is never looked at.
-    """
+    """However often it was asked for."""
     complaints = []
 
     async def asked_twice():

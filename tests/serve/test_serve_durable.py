@@ -1,6 +1,4 @@
-"""--durable: an update is on the disk before it is answered, or it has not happened; whatever fails
-leaves no files behind.
-"""
+"""--durable: an update is on the disk before it is answered, or it has not happened."""
 
 import errno
 import json
@@ -99,9 +97,7 @@ def test_a_session_and_a_model_that_cannot_be_written_leave_nothing_behind(tmp_p
 
 
 def test_a_load_that_is_undone_names_the_gradient_that_went_with_it(tmp_path, monkeypatch):
-    """A disk that is full while weights are loaded: the update after it is refused, not done on
-    nothing.
-    """
+    """A disk that is full while weights are loaded."""
     with server(tmp_path, durable=True) as one:
         wires = Wire(one)
         wires.open()

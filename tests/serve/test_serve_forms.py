@@ -1,6 +1,4 @@
-"""An answer in protobuf and in JSON, as `accept` asks for it: every kind of it, the same numbers in
-both, and those of this process.
-"""
+"""An answer in protobuf and in JSON, as `accept` asks for it."""
 
 import numpy as np
 import pytest
@@ -38,9 +36,7 @@ def both(wires, asked):
 
 
 def fields_of(message):
-    """Rows of a protobuf ForwardBackwardOutput as {name: (dtype, nested list)}, whatever records
-    they came in.
-    """
+    """Rows of a protobuf ForwardBackwardOutput as {name."""
     rows = []
     for record in message.loss_fn_outputs:
         found = [{} for _ in range(record.num_datums)]
@@ -86,9 +82,7 @@ def test_what_a_loss_gives_is_the_same_in_both_forms(wires, forward_only):
 
 
 def test_logprobs_of_several_targets_a_position_are_the_same_in_both_forms(wires, tmp_path):
-    """[tokens, K] instead of [tokens]: a trailing shape in protobuf, a shape in JSON; beside the
-    client in this process.
-    """
+    """[tokens, K] instead of [tokens]."""
     data = []
     for n in (3, 5):
         targets = TensorData(np.arange(2 * n).reshape(n, 2) + 3)
@@ -226,9 +220,7 @@ def test_what_has_no_protobuf_is_json_in_both_and_so_is_every_refusal(wires):
 
 
 def test_numbers_that_are_none_travel_in_both_forms(wires):
-    """A forward of weights that have diverged, or its refusal: never an answer that cannot be
-    written.
-    """
+    """A forward of weights that have diverged, or its refusal."""
     model = wires.model()
     wires.output(wires.ask(model, 1, texts()))
     wires.wait(wires.step(model, 2, learning_rate=1e30))

@@ -1,6 +1,4 @@
-"""Well-formed bodies with wild values, on every route: an error in the protocol's own form, and
-nothing for anybody else to notice.
-"""
+"""Well-formed bodies with wild values, on every route."""
 
 import base64
 import copy
@@ -50,9 +48,7 @@ def places(tree, at=()):
 
 
 def bent(rng, tree, foreign):
-    """The same with one to three of its values gone, doubled, or another: a wild one, or what is
-    somebody else's.
-    """
+    """The same with one to three of its values gone, doubled, or another."""
     tree, strange = json.loads(json.dumps(tree)), [*WILD, *foreign]
     for _ in range(int(rng.integers(1, 4))):
         at = places(tree)
@@ -184,9 +180,7 @@ def wild_training(rng, model, seq):
 
 
 class Fuzzer:
-    """One key that sends what it should not. `seen`: answers by route and status; `failed`: futures
-    by category.
-    """
+    """One key that sends what it should not."""
 
     def __init__(self, served, foreign):
         self.rng, self.foreign = np.random.default_rng(0), foreign
@@ -195,9 +189,7 @@ class Fuzzer:
         self.renew()
 
     def renew(self):
-        """A session of its own with a model and what was saved of it: what came before may have
-        left gaps in the numbers.
-        """
+        """A session of its own with a model and what was saved of it."""
         if self.seq:
             self.wire.post(f"sessions/{self.wire.session}/finish", 204, reason={"type": "success"})
         self.wire.open()
@@ -381,9 +373,7 @@ class Fuzzer:
         )
 
     def check(self, route, answer):
-        """An answer, or a refusal in the protocol's form. What was taken is waited for, and is an
-        answer or the caller's fault.
-        """
+        """An answer, or a refusal in the protocol's form."""
         text = answer.text if "json" in answer.headers.get("content-type", "") else ""
         self.seen[route, answer.status_code] += 1
         try:
@@ -430,9 +420,7 @@ class Fuzzer:
 
 
 class Bystander:
-    """Another key, that trains and samples while all of that goes on. `saw`: every number that it
-    was told.
-    """
+    """Another key, that trains and samples while all of that goes on."""
 
     def __init__(self, served):
         self.wire, self.saw, self.seq = Wire(served, KEYS[1]), [], 1

@@ -1,6 +1,4 @@
-"""Requests that nobody wants any more: they leave, what they held is given back, and whoever was
-beside them notices nothing.
-"""
+"""Requests that nobody wants any more."""
 
 import asyncio
 import gc
@@ -35,9 +33,7 @@ def until(true, seconds=30.0):
 def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_alone(
     tmp_path, monkeypatch
 ):
-    """One key's samples are cancelled before and while they are drawn, in one batch with another's;
-    nobody cancels what is not his.
-    """
+    """Cancelled before and while they are drawn, in one batch with another key's."""
     with server(tmp_path, keys=KEYS) as one:
         going, staying = (Wire(one, key) for key in KEYS)
         going.open(), staying.open()
@@ -202,9 +198,7 @@ def test_a_request_of_many_prompts_of_which_one_fails_draws_none_of_the_others(t
 
 
 def test_whoever_hangs_up_is_drawn_for_no_longer(tmp_path):
-    """An answer that is being drawn for a connection that ended: the sample leaves, and its place
-    is free.
-    """
+    """An answer that is being drawn for a connection that ended."""
     with server(tmp_path, keys=KEYS) as one:
         began, draw = threading.Event(), one.engine._run_batch_slice
 

@@ -1,6 +1,4 @@
-"""What a server bounds and how it says so: memory by least recent use, sessions, models, tokens,
-open requests, polls, its own end.
-"""
+"""What a server bounds and how it says so."""
 
 import asyncio
 import threading
@@ -124,9 +122,7 @@ def test_a_poll_that_comes_too_early_is_asked_again(tmp_path):
 
 
 def test_what_a_server_that_ends_has_not_begun_is_told_to_come_again(tmp_path):
-    """What has begun is finished. A chunk whose first half never came is told as well, and no poll
-    waits for it.
-    """
+    """What has begun is finished."""
     with server(tmp_path) as one:
         wires = Wire(one)
         wires.open()
@@ -207,9 +203,7 @@ def test_models_of_one_key_are_none_to_another_on_the_openai_routes(tmp_path):
 
 
 def test_a_wave_of_coroutines_is_one_batch(tmp_path, monkeypatch):
-    """Sixteen that are asked for side by side are drawn in one stream, the first of them too; also
-    where they come just as work ends.
-    """
+    """Sixteen that are asked for side by side are drawn in one stream, the first of them too."""
     monkeypatch.setattr(serving_engine, "_BATCH_WAIT_SECONDS", 0.8)  # however busy the machine is
     monkeypatch.setattr(serving_engine, "_MAX_BATCH_WAIT_SECONDS", 20.0)
     with server(tmp_path) as one:

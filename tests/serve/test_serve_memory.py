@@ -1,6 +1,4 @@
-"""What a server keeps of requests that are over: bytes and words, for so long, and no more of them
-than it was told.
-"""
+"""What a server keeps of requests that are over."""
 
 import gc
 import logging
@@ -142,9 +140,7 @@ def test_a_sent_answer_can_be_asked_for_again_for_a_while_and_an_unsent_one_for_
 
 
 def test_bytes_are_bounded_and_shared_like_everything_else(tmp_path):
-    """A key that fills its part is refused, the other one is not; what was fetched makes room
-    again, what nobody fetches goes first.
-    """
+    """A key that fills its part is refused, the other one is not."""
     with server(tmp_path, keys=KEYS, held_bytes=240_000, told_seconds=0.5) as one:
         greedy, other = (Wire(one, key) for key in KEYS)
         greedy.open(), other.open()
@@ -224,9 +220,7 @@ def test_kept_answers_are_looked_through_only_where_room_is_short(monkeypatch):
 
 
 def test_a_model_is_made_once_even_where_its_answer_has_been_forgotten(tmp_path):
-    """The same request gets the same answer, from this server and from the next; another one under
-    its number is refused.
-    """
+    """The same request gets the same answer, from this server and from the next."""
     bodies = [{"base_model": BASE, "lora_config": {"rank": 4, "seed": 7}}, {"optimizer": True}]
     with server(tmp_path, told_seconds=0.05, durable=True) as one:
         wires = Wire(one)

@@ -1,6 +1,4 @@
-"""Several tenants draw in one batch over one base: each gets what it would have got alone, whatever
-the others do meanwhile.
-"""
+"""Several tenants draw in one batch over one base."""
 
 from __future__ import annotations
 
@@ -149,9 +147,7 @@ def drawn(message) -> list[tuple[list[int], np.ndarray]]:
 
 
 def test_tenants_with_keys_of_their_own_share_batches_and_nothing_else(tmp_path, together):
-    """Two keys, three models of which one is in memory at a time, and the base: alone, and then all
-    at once.
-    """
+    """Two keys, three models of which one is in memory at a time, and the base."""
     with server(tmp_path, keys=KEYS, models_in_memory=1) as served:
         a, b = (Wire(served, key) for key in KEYS)
         a.open(), b.open()

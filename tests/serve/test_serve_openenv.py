@@ -1,6 +1,4 @@
-"""OpenEnv's own checks, the whole of them, against serve.py: the endpoint's under /v1, and rollouts
-by chat and by ids.
-"""
+"""OpenEnv's own checks, the whole of them, against serve.py."""
 
 import json
 import os
@@ -27,9 +25,7 @@ PROBE = [{"role": "user", "content": "Reply with exactly: hello"}]
 
 
 def learn_to_begin(wires, model, prompt, tokens, steps=8):
-    """After the prompt one of these tokens follows, the first more often: next tokens that are
-    unlike, as the checker wants to see them.
-    """
+    """After the prompt one of these tokens follows, the first more often."""
     data = [
         Datum(
             ModelInput.from_ints(prompt),

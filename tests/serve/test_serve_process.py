@@ -1,6 +1,4 @@
-"""serve.py as a process: what cannot work is said before a model is loaded; TLS, keys, figures and
-the log of one that runs.
-"""
+"""serve.py as a process: refusals before a model is loaded; TLS, keys, metrics, log."""
 
 import argparse
 import contextlib
@@ -88,9 +86,7 @@ def test_a_name_that_is_none_and_an_address_of_others_are_named(tmp_path):
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    """A certificate of this machine's loopback, signed by itself, and its key; and a key that is
-    not its own.
-    """
+    """A certificate of this machine's loopback, signed by itself, and its key."""
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl to make a certificate with")
     folder = tmp_path_factory.mktemp("tls")

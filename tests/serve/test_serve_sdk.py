@@ -1,6 +1,4 @@
-"""The real SDK against a real server on loopback: equal to the clients in this process.
-WHETSTONE_TEST_SDK: the Python that has it.
-"""
+"""The real SDK against a real server on loopback: equal to the clients in this process."""
 
 import json
 import os
@@ -73,9 +71,7 @@ def sampled(client, prompt, count, seed):
 
 
 def custom(client, data):
-    """What the SDK sends for a loss of one's own, the squares of the logprobs: a forward, then
-    weights of minus its gradient.
-    """
+    """What the SDK sends for a loss of one's own, the squares of the logprobs."""
     found = client.forward(data, "cross_entropy").result().loss_fn_outputs
     leaves = [output["logprobs"].to_torch().clone().requires_grad_(True) for output in found]
     loss = sum((leaf**2).sum() for leaf in leaves)

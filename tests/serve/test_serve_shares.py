@@ -1,6 +1,4 @@
-"""One rule for everything that tenants share: whoever comes next finds room, and whoever is alone
-may take all.
-"""
+"""One rule for everything that tenants share."""
 
 import numpy as np
 import pytest
@@ -14,9 +12,7 @@ from rl.serve.tenant_limit import check_share, choose_evictions
 
 @pytest.mark.parametrize("limit", [2, 7, 64])
 def test_whoever_comes_next_finds_room_however_greedy_those_before_are(limit):
-    """Tenants that come one after another and take all they get: each gets something, until the
-    parts are single ones.
-    """
+    """Tenants that come one after another and take all they get."""
     held = {}
     for tenant in range(int(np.log2(limit))):
         held[tenant] = 0

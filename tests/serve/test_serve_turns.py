@@ -1,6 +1,4 @@
-"""Whose turn it is and who waits: a sample for one slice of others' training, a tenant in its own
-part of the queue.
-"""
+"""Whose turn it is and who waits."""
 
 import threading
 import time
@@ -27,9 +25,7 @@ def nothing():
 
 
 def test_a_sample_waits_for_one_slice_of_others_training_and_no_second(tmp_path, monkeypatch):
-    """Slices are counted: the one that runs when a sample comes, and those that begin before its
-    first token is drawn.
-    """
+    """Slices that run or begin between a sample's request and its first token."""
     with server(tmp_path, keys=KEYS, token_budget=32) as one:
         training, sampling = (Wire(one, key) for key in KEYS)
         training.open(), sampling.open()
@@ -249,9 +245,7 @@ def test_sessions_are_the_tenants_where_there_are_no_keys_and_a_lone_one_has_it_
 
 
 def test_the_number_that_others_wait_for_finds_room(tmp_path):
-    """The eighth is refused, since the queue holds what holds the desk; later ones come before it
-    is asked for again and fill the part.
-    """
+    """The eighth is refused, since the queue holds what holds the desk."""
     with server(tmp_path, queued=16) as one:
         wires, other = Wire(one), Wire(one)
         wires.open(), other.open()

@@ -1,6 +1,4 @@
-"""What may take long keeps nobody waiting: slow clients, long work, a base that cannot be loaded,
-the end of the server.
-"""
+"""What may take long keeps nobody waiting."""
 
 import asyncio
 import json
@@ -30,9 +28,7 @@ uvicorn = pytest.importorskip("uvicorn", reason="needs the extra serve")
 
 
 def longest_wait(app, work, seconds=0.05):
-    """The result of a coroutine function of an HTTP client, and how long /healthz took at most
-    meanwhile.
-    """
+    """Return a coroutine function's result and the longest wait for /healthz."""
 
     async def both():
         transport, waits = httpx.ASGITransport(app), []

@@ -1,6 +1,4 @@
-"""Whole runs in which sampling does not wait for learning: parts of a batch, bounded age, replays,
-going on after a kill.
-"""
+"""Whole runs in which sampling does not wait for learning."""
 
 from __future__ import annotations
 

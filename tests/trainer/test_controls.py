@@ -1,6 +1,4 @@
-"""Curriculum, reward shaping, weighted rewards, best weights by any metric, rules for the learning
-rate.
-"""
+"""Curriculum, reward shaping, weighted rewards, best weights, learning rates."""
 
 import math
 from pathlib import Path
@@ -422,9 +420,7 @@ def test_a_setting_without_effect_is_refused_and_the_remedy_works(words, says, r
 
 
 def test_what_a_variant_stands_for_gives_way_to_what_is_asked_for():
-    """dapo widens a clip that importance_sampling does not have: nothing that was typed is without
-    effect.
-    """
+    """dapo widens a clip that importance_sampling does not have."""
     changed = settings("--variant", "dapo", "--loss", "importance_sampling")
     assert (changed.policy_gradient.loss, changed.policy_gradient.clip_high) == (
         "importance_sampling",
@@ -467,9 +463,7 @@ def test_settings_that_were_saved_before_they_were_errors_still_open():
 
 
 def test_what_is_given_for_all_stages_is_for_those_that_use_it(tmp_path):
-    """A flag on the default recipe (sft, grpo), which only its second stage can use; refused where
-    none can, or in its own stage.
-    """
+    """A flag on the default recipe (sft, grpo), which only its second stage can use."""
     sft, grpo = (
         stage.settings
         for stage in stages_of(

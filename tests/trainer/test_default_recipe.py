@@ -1,6 +1,4 @@
-"""The default recipe, as a newcomer runs it: `python train.py` and nothing else (one seed; `make
-campaign` runs three).
-"""
+"""The default recipe, as a newcomer runs it."""
 
 import json
 import re
@@ -38,9 +36,7 @@ def train(*words: str | Path) -> str:
 
 @cache
 def default_run(base: Path) -> tuple[Path, str]:
-    """The default recipe's folder and console output; run once for each `base` (pytest's folder of
-    this session).
-    """
+    """The default recipe's folder and console output."""
     folder = base / "default_recipe"
     return folder, train("--output-dir", folder)
 
@@ -56,10 +52,7 @@ def taught_model(base: Path) -> Path:
 
 
 def accuracy_by_generate(model: Path, answers: Mapping[str, str], *, sample: bool) -> float:
-    """Share of prompts for which transformers' own `generate` writes the answer and its end mark.
-
-    `answers`: prompt to answer; all prompts have the same length.
-    """
+    """Share of prompts that transformers' `generate` answers and ends; equal lengths."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer, net = (

@@ -1,10 +1,4 @@
-"""GSM8K's real problems under a real tokenizer and chat template, with a tiny model: SFT on the
-answer format, then GRPO.
-
-Four of the checks compare with something of another make: transformers' own forward, the
-tokenizer's own template, rewards counted here from the answers that were written down, and a run
-that was not disturbed.
-"""
+"""GSM8K's real problems under a real tokenizer and chat template, with a tiny model."""
 
 from __future__ import annotations
 
@@ -187,9 +181,7 @@ def recipe(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(recipe: Path) -> tuple[Path, Path]:
-    """Of the same settings and side by side: one run to its end, and one killed in the middle of
-    GRPO.
-    """
+    """Of the same settings and side by side."""
     whole, killed = recipe.parent / "whole", recipe.parent / "killed"
     processes = train(recipe, whole), train(recipe, killed)
     # one step after the first checkpoint of GRPO: that step will have to be taken back

@@ -1,6 +1,4 @@
-"""What a run keeps beside its model does not grow with its steps: a stage's own loop on batches
-that a stub learns from.
-"""
+"""What a run keeps beside its model does not grow with its steps."""
 
 from __future__ import annotations
 

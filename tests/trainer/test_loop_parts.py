@@ -1,6 +1,4 @@
-"""What a stage does between the five steps, each part by itself: held-out streams, samplers let go,
-state that goes on.
-"""
+"""What a stage does between the five steps, each part by itself."""
 
 import json
 from types import SimpleNamespace
@@ -36,9 +34,7 @@ def bare_stage(
     renderer=None,
     **overridden,
 ) -> Trainer:
-    """A stage of no more than these parts, that asks for pairs of a problem and a size;
-    `overridden`: methods of its own.
-    """
+    """A stage of no more than these parts, that asks for pairs of a problem and a size."""
     method = method or SimpleNamespace()
     method.settings = SETTINGS
     context = StageContext(
@@ -67,9 +63,7 @@ def bare_stage(
 
 
 def test_held_out_answers_are_always_drawn_with_the_same_streams(monkeypatch):
-    """Whichever step it is, and from whichever sampler: what changes between two evaluations is the
-    policy alone.
-    """
+    """Whichever step it is, and from whichever sampler."""
     drawn = []
 
     def rollout(builders, sampler, params, *, seed, **more):
@@ -184,9 +178,7 @@ class Notes:
 
 @pytest.mark.parametrize("curriculum", ["success", "steps", None])
 def test_what_a_stage_saves_is_where_it_goes_on(curriculum):
-    """The curriculum in the middle of a window, what was held out, the method's own; through JSON,
-    as a checkpoint has it.
-    """
+    """The curriculum in the middle of a window, what was held out, the method's own."""
 
     keeper = Notes()
 

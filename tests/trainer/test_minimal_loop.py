@@ -1,6 +1,4 @@
-"""minimal_loop.py is what docs/own_loop.md shows first of the clients: it runs, learns, and stays a
-screen or two.
-"""
+"""minimal_loop.py is what docs/own_loop.md shows first of the clients."""
 
 import os
 import re

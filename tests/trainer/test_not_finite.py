@@ -1,6 +1,4 @@
-"""A loss that is no number, planted into a run's third step: one box that says where, and
-checkpoints as they were.
-"""
+"""A loss that is no number, planted into a run's third step."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""2 + 2 steps = 4, bit for bit, for every method: saved while whatever it adapts is in the middle
-of a change.
-"""
+"""2 + 2 steps = 4, bit for bit, for every method."""
 
 import json
 from collections.abc import Callable
@@ -41,9 +39,7 @@ def digits(prompt, response, meta):
 
 @dataclass(frozen=True)
 class Case:
-    """`words` of a run; FOLDER holds what `made` makes. `moving`: metrics that change after the
-    save; `holds`: of the rows.
-    """
+    """`words` of a run; FOLDER holds what `made` makes."""
 
     words: str
     moving: tuple[str, ...] = ()

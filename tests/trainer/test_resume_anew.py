@@ -1,6 +1,4 @@
-"""A run goes on from its folder alone; what changes no result may change, steps may be added, and
---change says what else.
-"""
+"""A run goes on from its folder alone."""
 
 import json
 import re

@@ -98,9 +98,7 @@ def asked(folder: Path):
 
 @pytest.mark.parametrize("change", ["", "another context"])
 def test_rows_are_looked_through_once_for_each_model(tmp_path, monkeypatch, change):
-    """Those of a later stage before the first step; when it begins, again only if its model is not
-    what it was taken for.
-    """
+    """Those of a later stage before the first step."""
     from rl.trainer import pipeline, stage_data
 
     seen, good_rows = [], stage_data.select_good_rows
@@ -131,9 +129,7 @@ def test_rows_are_looked_through_once_for_each_model(tmp_path, monkeypatch, chan
 
 
 def damages(text: str, count: int, seed: int = 0):
-    """The list lost, cut off, bits flipped, lines lost or twice, words exchanged, fields removed or
-    of other types, names forged.
-    """
+    """The list lost, cut off, changed in bits, lines and fields, or forged."""
     rng, data, lines = random.Random(seed), text.encode(), text.splitlines(keepends=True)
     values = [
         None, True, -1, 10**30, 0.5, "", "x", "../../outside", "/etc", "sft-final", [], {},
@@ -164,9 +160,7 @@ def damages(text: str, count: int, seed: int = 0):
 
 
 def survives(done: Path, to: Path, count: int, seed: int) -> int:
-    """Puts each damaged list into the folder and goes as far as a resumed run does before it
-    trains. Returns how many were noticed.
-    """
+    """Resume from each damaged list up to training; return how many were noticed."""
     folder = copied(done, to)
     outside = to / "outside"
     outside.mkdir()
@@ -250,9 +244,7 @@ def test_a_link_in_the_way_is_left_alone_and_named(done, tmp_path):
 def test_what_lies_at_the_step_gone_on_from_is_in_the_way_where_it_is_none_of_its_own(
     done, tmp_path
 ):
-    """All steps are done and saved, and the stage's end under its own name is still to be written:
-    at the same step.
-    """
+    """All steps are done; the stage's end under its own name is still to be written."""
     folder = copied(done, tmp_path)
     os.rename(folder / "checkpoints" / "grpo-final", folder / "checkpoints" / "grpo-000008")
     plan = asked(folder)

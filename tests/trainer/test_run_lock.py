@@ -235,9 +235,7 @@ except ChildProcessError:
 
 
 def test_who_takes_a_dead_owners_place_looks_again_whether_it_is_still_his(tmp_path):
-    """Between the first look and the turn to replace the lock, somebody else has replaced it, and
-    is at work.
-    """
+    """In between, somebody else has replaced the lock, and is at work."""
     another_hosts(tmp_path, 61)
     first, second = RunLock(tmp_path), RunLock(tmp_path)
     verdict = first._find_end_reason

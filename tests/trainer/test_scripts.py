@@ -1,6 +1,4 @@
-"""sample.py and evaluate.py, as they are called, against transformers, plain counting and the run's
-own evaluation.
-"""
+"""sample.py and evaluate.py against transformers, plain counting and the run's evaluation."""
 
 from __future__ import annotations
 

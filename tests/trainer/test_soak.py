@@ -1,6 +1,4 @@
-"""Observe a long run from outside: its memory, descriptors, threads, processes and the CPU time of a
-step stay flat.
-"""
+"""Observe a long run from outside."""
 
 import json
 import os
@@ -46,9 +44,7 @@ def resident_mib(pid: int) -> float:
 
 
 def observe(pid: int) -> dict[str, Any]:
-    """Return the resources that a process and its workers hold. Raises OSError if a worker has just
-    ended.
-    """
+    """Return the resources that a process and its workers hold."""
     workers = descendants(pid)
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return {

@@ -1,6 +1,4 @@
-"""What a run's folder is known by: the order of its checkpoints, and the data that they were
-trained on.
-"""
+"""What a run's folder is known by."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,9 +10,7 @@ from rl.types import Problem
 
 
 def test_checkpoints_are_listed_in_the_order_of_their_steps(tmp_path):
-    """Whatever the stages are called; at one step the best weights, then the checkpoint, then the
-    stage's end.
-    """
+    """Whatever the stages are called."""
     stages = [StageSteps("z", 0, 4), StageSteps("a", 5, 1_200_000)]
     names = ["z-000002", "z-000004", "z-final", "a-000006", "a-999999", "a-1000000", "a-final"]
     for name in names:
