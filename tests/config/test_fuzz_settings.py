@@ -75,9 +75,9 @@ def _value(field: SettingField, rng: random.Random) -> list[str]:
 def _misspelt(name: str, rng: random.Random) -> str:
     at = rng.randrange(len(name))
     return rng.choice([
-                          name[:at] + name[at + 1 :], name + "x", name[:at] + name[at:][::-1],
-                          name.upper(), "no_" + name,
-                      ])  # fmt: skip
+        name[:at] + name[at + 1 :], name + "x", name[:at] + name[at:][::-1],
+        name.upper(), "no_" + name,
+    ])  # fmt: skip
 
 
 def _line(rng: random.Random) -> Asked:

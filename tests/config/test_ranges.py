@@ -265,27 +265,6 @@ def test_every_number_refuses_it_in_a_runs_config() -> None:
         assert any(name in problem for problem in problems), (method, name)
 
 
-def test_a_recipe_names_the_line(tmp_path: Path) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text(
-        "method: grpo\n\nadam_eps: -1\nbeta1: 2\nlearning_rate: nan\ntemperature: 0\nsteps: [1, "
-        "2]\nrewards: {gsm8k: inf}\n"
-    )
-    with pytest.raises(SettingsError) as caught:
-        read_run([str(path)], METHODS, RECIPE, RunSettings)
-    said = sorted(caught.value.problems)
-    assert [problem.partition(" line ")[2].partition(" ")[0] for problem in said] == [
-        "3,", "4,", "5,", "6,", "7,", "8,",
-    ]  # fmt: skip
-    assert "line 3, adam_eps lies from 1e-30 to 1 (smaller values are 0 in fp32" in said[
-        0
-    ] and said[0].endswith("got -1.0")
-    assert said[1].endswith("beta1 lies from 0 to below 1, got 2.0") and said[2].endswith(
-        "learning_rate lies above 0 and up to 1, got nan"
-    )
-    assert "greedy samples are all the same" in said[3]
-
-
 @pytest.mark.parametrize(("allowed", "value", "expected"), [
     (Range(0, 1), 2, "lies from 0 to 1"),
     (Range(0, 1, above=True), 0, "lies above 0 and up to 1"),

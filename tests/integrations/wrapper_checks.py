@@ -78,14 +78,14 @@ def an_episode_through_the_rollout() -> Found:
         for split, given in (("train", rows), ("test", tests))
     }
     return counted([
-                       ("levels are spread",
-                        lambda: [row["level"] for row in rows] == [0, 1, 2] * 3),
-                       ("right answers are paid", lambda: rewards == [1.0] * 9),
-                       ("training and held-out questions differ",
-                        lambda: not set(asked["train"]) & set(asked["test"])),
-                       ("the same row asks the same",
-                        lambda: asked["train"] == [_question(spec, row) for row in rows]),
-                   ])  # fmt: skip
+        ("levels are spread",
+         lambda: [row["level"] for row in rows] == [0, 1, 2] * 3),
+        ("right answers are paid", lambda: rewards == [1.0] * 9),
+        ("training and held-out questions differ",
+         lambda: not set(asked["train"]) & set(asked["test"])),
+        ("the same row asks the same",
+         lambda: asked["train"] == [_question(spec, row) for row in rows]),
+    ])  # fmt: skip
 
 
 def _question(spec: Any, row: dict) -> str:
@@ -199,14 +199,14 @@ def skyrl_episodes() -> Found:
     found = played(several, lambda _: next(answers), rows=[row])
     turns = found.groups[0].trajectories_G[0].transitions
     return counted([
-                       ("a right answer", lambda: right == [1.0]),
-                       ("a wrong answer", lambda: wrong == [0.0]),
-                       ("several turns, each with its reward",
-                        lambda: [round(t.reward, 3) for t in turns] == [0.04, 0.04, 1.0]),
-                       ("its metrics at the end", lambda: turns[-1].metrics.get("steps") == 3.0),
-                       ("an unknown name",
-                        lambda: refused("skyrl_gym", "did you mean gsm8k", env="gsm8")),
-                   ])  # fmt: skip
+        ("a right answer", lambda: right == [1.0]),
+        ("a wrong answer", lambda: wrong == [0.0]),
+        ("several turns, each with its reward",
+         lambda: [round(t.reward, 3) for t in turns] == [0.04, 0.04, 1.0]),
+        ("its metrics at the end", lambda: turns[-1].metrics.get("steps") == 3.0),
+        ("an unknown name",
+         lambda: refused("skyrl_gym", "did you mean gsm8k", env="gsm8")),
+    ])  # fmt: skip
 
 
 # ---------------------------------------------------------------------------- tinker-cookbook

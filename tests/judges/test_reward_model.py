@@ -157,16 +157,6 @@ def test_calibration_and_metrics_by_hand():
     assert metrics["test/rewards/calibration_error"] == pytest.approx((0.25 + 0.8 + 0.0) / 3)
 
 
-def test_a_well_calibrated_model_has_a_small_error():
-    rng = np.random.default_rng(0)
-    p = rng.uniform(0.5, 1, 20_000)
-    right = rng.random(20_000) < p
-    assert compute_calibration_error(p.tolist(), right.tolist()) < 0.02
-    assert (
-        compute_calibration_error((0.5 + p / 2).tolist(), right.tolist()) > 0.1
-    )  # too sure of itself
-
-
 # ------------------------------------------------------------------------------ the comparing judge
 
 
@@ -217,22 +207,6 @@ def test_both_orders_are_read_and_averaged():
     (other,) = ComparisonModel(Judge(prefers), Letters()).compare([swap_answers(one)])
     assert (other.first, other.second, other.tie) == pytest.approx(
         (verdict.second, verdict.first, verdict.tie)
-    )
-
-
-def test_conversations_are_shown_with_roles():
-    said = [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Yes?"},
-        {"role": "user", "content": "Tell"},
-    ]
-    ((message),) = make_comparison_prompt(AnswerComparison(said, "one", "two"))
-    text = message["content"]
-    assert (
-        text.index("User: Hi")
-        < text.index("Assistant: Yes?")
-        < text.index("User: Tell")
-        < text.index("[Answer A]\none")
     )
 
 

@@ -82,9 +82,9 @@ def test_what_the_model_reads_at_a_turn_stands_before_it_and_a_tools_answer_with
     (text,) = page.articles
     assert text.index("first") < text.index("two?") < text.index("second")
     alone = row([
-                    said("user", "one?"), turn("first"), said("tool", "from a tool", name="clock"),
-                    turn("second"),
-                ])  # fmt: skip
+        said("user", "one?"), turn("first"), said("tool", "from a tool", name="clock"),
+        turn("second"),
+    ])  # fmt: skip
     assert (
         "tool clock: from a tool"
         in Page(rollout_html.render_page([alone], title="", step=1)).articles[0]

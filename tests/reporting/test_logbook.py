@@ -347,29 +347,6 @@ def test_a_terminal_gets_a_bar_and_boxes() -> None:
     assert "a [warning]" in plain and "200/200 reward 0.250" in plain and "runs/[a]" in plain
 
 
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [(0, "0:00"), (59.6, "1:00"), (125, "2:05"), (3725, "1:02:05"), (-1, "0:00")],
-)
-def test_durations(seconds: float, expected: str) -> None:
-    assert console.format_duration(seconds) == expected
-
-
-@pytest.mark.parametrize(
-    ("count", "expected"), [(7, "7"), (999.6, "1k"), (12345, "12.3k"), (4.512e6, "4.51M")]
-)
-def test_counts(count: float, expected: str) -> None:
-    assert console.format_count(count) == expected
-
-
-@pytest.mark.parametrize(
-    ("total", "interval"), [(1, 1), (25, 1), (26, 2), (125, 5), (126, 10), (10_000, 500), (0, 1)]
-)
-def test_round_intervals(total: int, interval: int) -> None:
-    assert console.round_interval(total) == interval
-    assert total / interval <= 25
-
-
 def test_unfinished_lines_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}')
@@ -377,3 +354,16 @@ def test_unfinished_lines_are_left_out(tmp_path: Path) -> None:
     path.write_text('{"a": 1}\n{"a": ')
     assert read_jsonl(path) == [{"a": 1}]
     assert read_jsonl(tmp_path / "absent.jsonl") == []
+
+
+@pytest.mark.parametrize(("shown", "expected"), [
+    (console.format_duration(0), "0:00"), (console.format_duration(59.6), "1:00"),
+    (console.format_duration(125), "2:05"), (console.format_duration(3725), "1:02:05"),
+    (console.format_duration(-1), "0:00"), (console.format_count(7), "7"),
+    (console.format_count(999.6), "1k"), (console.format_count(12345), "12.3k"),
+    (console.format_count(4.512e6), "4.51M"),
+    ([console.round_interval(n) for n in (0, 1, 25, 26, 125, 126, 10_000)],
+     [1, 1, 1, 2, 5, 10, 500]),
+])  # fmt: skip
+def test_figures_are_short_and_round(shown: Any, expected: Any) -> None:
+    assert shown == expected

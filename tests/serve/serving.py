@@ -67,6 +67,15 @@ def server(folder: Path, *, keys: Sequence[str] = (), token_budget: int = 16384,
         served.shut_down()
 
 
+@contextmanager
+def opened(folder: Path, **settings: Any) -> Iterator[tuple[ModelServer, Wire]]:
+    """A server, and a client with a session."""
+    with server(folder, **settings) as served:
+        wires = Wire(served)
+        wires.open()
+        yield served, wires
+
+
 def datum_message(datum: Datum) -> Any:
     message = tinker_pb2.Datum()
     for chunk in datum.model_input.chunks:
@@ -114,14 +123,23 @@ class Wire:
         )["session_id"]
         return self.session
 
+    def model_body(self, seq: int = 0, rank: int = 4, seed: int = 7, base: str = BASE) -> dict:
+        config = {"base_model": base, "lora_config": {"rank": rank, "seed": seed}}
+        return {"session_id": self.session, "model_seq_id": seq, **config}
+
     def model(self, seq: int = 0, rank: int = 4, seed: int = 7, base: str = BASE) -> str:
-        body = {
-            "session_id": self.session,
-            "model_seq_id": seq,
-            "base_model": base,
-            "lora_config": {"rank": rank, "seed": seed},
-        }
+        body = self.model_body(seq, rank, seed, base)
         return self.wait(self.post("create_model", **body))["model_id"]
+
+    def save(self, model: str, seq: int, name: str, kind: str = "", **more: Any) -> str:
+        """The path of saved weights. `kind`: "", "_for_sampler" or "_external"."""
+        asked = self.post(f"save_weights{kind}", model_id=model, seq_id=seq, path=name, **more)
+        return self.wait(asked)["path"]
+
+    def load(self, seq: int, path: str) -> dict[str, Any]:
+        """The answer to a new model of saved weights and optimizer state."""
+        fields = {"session_id": self.session, "model_seq_id": seq, "path": path}
+        return self.wait(self.post("load_weights", **fields, optimizer=True))
 
     def ask(self, model: str, seq: int, data: Sequence[Datum], loss: str = "cross_entropy", config: Mapping[str, float] | None = None,
             *, forward_only: bool = False, status: int = 200) -> dict[str, Any]:  # fmt: skip

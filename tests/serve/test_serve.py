@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 from seeing import chunk, spelt
-from serving import BASE, PROTOBUF, Wire, datum_message, held, server
+from serving import BASE, PROTOBUF, Wire, datum_message, held, opened, server
 
 from rl.client import ServiceClient
 from rl.images import get_image_reader
@@ -195,15 +195,9 @@ def test_a_checkpoint_of_alpha_equal_to_the_rank_goes_on_over_the_wire_as_it_was
         del own.create_lora_training_client
         wires.ask(model, 1, data)
         wires.wait(wires.step(model, 2))
-        saved = wires.wait(wires.post("save_weights", model_id=model, seq_id=3, path="before"))[
-            "path"
-        ]
+        saved = wires.save(model, 3, "before")
         fresh = wires.model(1, rank=8)
-        loaded = wires.wait(
-            wires.post(
-                "load_weights", session_id=wires.session, model_seq_id=2, path=saved, optimizer=True
-            )
-        )["model_id"]
+        loaded = wires.load(2, saved)["model_id"]
         wires.wait(wires.post("load_weights", model_id=fresh, seq_id=1, path=saved, optimizer=True))
         rows = []
         for name, seq in ((model, 4), (fresh, 2), (loaded, 1)):
@@ -312,9 +306,7 @@ def test_what_is_wrong_with_its_values_is_an_answer_and_leaves_no_gap(wires):
 
 
 def test_samples_are_drawn_between_the_micro_batches_of_a_call(tmp_path):
-    with server(tmp_path / "served", token_budget=32) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path / "served", token_budget=32) as (one, wires):
         model = wires.model()
         sampler = wires.sampler(model, 1)
         wires.sample(sampler, 0, [4, 5])
@@ -383,16 +375,12 @@ def test_a_server_that_goes_on_keeps_models_paths_and_what_was_trained(tmp_path)
         model = wires.model()
         wires.output(wires.ask(model, 1, texts(4, 0)))
         wires.wait(wires.step(model, 2))
-        path = wires.wait(wires.post("save_weights", model_id=model, seq_id=3, path="one"))["path"]
+        path = wires.save(model, 3, "one")
         return wires, model, path
 
     def go_on(wires, model, path):
         seen = [wires.output(wires.ask(model, 4, texts(4, 1)))[1], wires.wait(wires.step(model, 5))]
-        again = wires.wait(
-            wires.post(
-                "load_weights", session_id=wires.session, model_seq_id=9, path=path, optimizer=True
-            )
-        )
+        again = wires.load(9, path)
         assert again["path"] == path
         return seen + [wires.output(wires.ask(again["model_id"], 1, texts(4, 1)))[1]]
 
@@ -410,9 +398,7 @@ def test_a_server_that_goes_on_keeps_models_paths_and_what_was_trained(tmp_path)
 
 def test_a_gradient_that_a_restart_lost_is_told_and_no_number_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr("rl.serve.served_models._GAP_SECONDS", 0.1)
-    with server(tmp_path / "a", durable=True) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path / "a", durable=True) as (one, wires):
         model = wires.model()
         wires.output(wires.ask(model, 1, texts()))
         stepped = wires.wait(wires.step(model, 2))
@@ -440,7 +426,7 @@ def test_what_is_anothers_does_not_exist(tmp_path):
         mine, theirs = Wire(one, KEYS[0]), Wire(one, KEYS[1])
         mine.open(), theirs.open()
         model = mine.model()
-        path = mine.wait(mine.post("save_weights", model_id=model, seq_id=1, path="a"))["path"]
+        path = mine.save(model, 1, "a")
         sampler = mine.sampler(model, 2)
         taken = mine.ask_sample(sampler, 0, [4, 5])
         theirs.post("get_info", 404, model_id=model)
@@ -557,9 +543,7 @@ def test_nothing_leads_out_of_the_folder_and_no_body_breaks_in(wires, served):
 
 
 def test_a_full_queue_says_so_and_takes_more_later(tmp_path):
-    with server(tmp_path, queued=2) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path, queued=2) as (one, wires):
         model = wires.model()
         with held(one):
             kept = wires.step(model, 1)
@@ -583,9 +567,7 @@ def test_two_clients_that_call_everything_the_same_get_each_its_own(tmp_path):
             model = wires.model(seed=seed)
             wires.output(wires.ask(model, 1, texts(4, seed)))
             wires.wait(wires.step(model, 2))
-            path = wires.wait(wires.post("save_weights", model_id=model, seq_id=3, path="one"))[
-                "path"
-            ]
+            path = wires.save(model, 3, "one")
             after = wires.output(wires.ask(model, 4, texts(4, 9), forward_only=True))[0]
             seen.append((wires, model, path, after))
         (a, model, path, _), (_, _, other, _) = seen
@@ -594,15 +576,7 @@ def test_two_clients_that_call_everything_the_same_get_each_its_own(tmp_path):
             "one" in a.wait(a.post("save_weights", model_id=model, seq_id=5, path="one"))["error"]
         ), "a name is given once"
         for wires, _, path, after in seen:
-            again = wires.wait(
-                wires.post(
-                    "load_weights",
-                    session_id=wires.session,
-                    model_seq_id=9,
-                    path=path,
-                    optimizer=True,
-                )
-            )["model_id"]
+            again = wires.load(9, path)["model_id"]
             found = wires.output(wires.ask(again, 1, texts(4, 9), forward_only=True))[0]
             assert all(np.array_equal(x, y) for x, y in zip(after, found, strict=True))
         assert not np.array_equal(seen[0][3][0], seen[1][3][0])
@@ -613,15 +587,9 @@ def test_what_was_saved_can_be_listed_taken_along_and_removed(wires, tmp_path):
     import tarfile
 
     model = wires.model()
-    kept = wires.wait(
-        wires.post("save_weights", model_id=model, seq_id=1, path="a", user_metadata={"step": "1"})
-    )["path"]
-    brief = wires.wait(
-        wires.post("save_weights_for_sampler", model_id=model, seq_id=2, path="b", ttl_seconds=3600)
-    )["path"]
-    whole = wires.wait(wires.post("save_weights_external", model_id=model, seq_id=3, path="c"))[
-        "path"
-    ]
+    kept = wires.save(model, 1, "a", user_metadata={"step": "1"})
+    brief = wires.save(model, 2, "b", "_for_sampler", ttl_seconds=3600)
+    whole = wires.save(model, 3, "c", "_external")
     run = f"/api/v1/training_runs/{model}"
     listed = wires.http.get(run + "/checkpoints").json()["checkpoints"]
     assert [one["tinker_path"] for one in listed] == [kept, brief, whole]
@@ -746,9 +714,7 @@ def test_images_travel_and_are_what_they_are_in_this_process(tmp_path):
         client.optim_step(AdamParams(**adam)).result()
         params = SamplingParams(max_tokens=6, seed=3)
         expected = client.save_weights_and_get_sampling_client().sample(head, 2, params).result()
-    with server(tmp_path / "there", base=base) as served:
-        one = Wire(served)
-        one.open()
+    with opened(tmp_path / "there", base=base) as (served, one):
         model = one.model(base=base)
         (found,), _ = one.output(one.ask(model, 1, [datum]))
         one.wait(one.step(model, 2))
@@ -836,9 +802,7 @@ def test_an_error_that_a_client_was_told_is_no_complaint_in_the_log():
 
 def test_a_compressed_forward_backward_is_read_and_a_bomb_is_not(tmp_path):
     zstandard = pytest.importorskip("zstandard", reason="needs the extra serve")
-    with server(tmp_path, body_bytes=1 << 20) as served:
-        client = Wire(served)
-        client.open()
+    with opened(tmp_path, body_bytes=1 << 20) as (served, client):
         model, other, data = client.model(0), client.model(1), rewarded(3)
         message = tinker_pb2.ForwardBackwardRequest(
             model_id=model, seq_id=1, loss_fn="importance_sampling"

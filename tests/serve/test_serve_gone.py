@@ -8,7 +8,7 @@ import weakref
 
 import numpy as np
 import pytest
-from serving import BASE, Wire, held, server
+from serving import BASE, Wire, held, opened, server
 from test_serve import KEYS, rewarded, texts
 
 from rl.serve.request_store import PendingRequest, RequestStore
@@ -121,9 +121,7 @@ def test_what_trains_is_not_cancelled_and_the_update_after_it_is_whole(tmp_path)
 
 
 def test_cancelled_samples_give_their_places_in_the_queue_back(tmp_path):
-    with server(tmp_path, queued=5) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path, queued=5) as (one, wires):
         sampler = wires.sampler(wires.model(), 1)
         with held(one):
 

@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from serving import BASE, Wire, held, server
+from serving import Wire, held, opened, server
 from test_serve import KEYS, texts
 
 from rl.serve import serving_engine
@@ -14,9 +14,7 @@ httpx = pytest.importorskip("httpx", reason="needs the extra dev")
 
 
 def test_the_model_that_was_used_longest_ago_is_written_out(tmp_path):
-    with server(tmp_path, models_in_memory=2) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path, models_in_memory=2) as (one, wires):
         a, b = wires.model(0), wires.model(1)
         # b is the one that was used longest ago
         wires.output(wires.ask(a, 1, texts(), forward_only=True))
@@ -31,17 +29,13 @@ def test_the_model_that_was_used_longest_ago_is_written_out(tmp_path):
 
 
 def test_a_sampler_that_was_given_back_is_read_again(tmp_path):
-    with server(tmp_path, samplers_in_memory=1) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path, samplers_in_memory=1) as (one, wires):
         samplers = []
         for seed in (1, 2):
             model = wires.model(seed, seed=seed)
             wires.output(wires.ask(model, 1, texts(4, seed)))
             wires.wait(wires.step(model, 2, learning_rate=0.3))
-            path = wires.wait(
-                wires.post("save_weights_for_sampler", model_id=model, seq_id=3, path="kept")
-            )["path"]
+            path = wires.save(model, 3, "kept", "_for_sampler")
             made = wires.post(
                 "create_sampling_session",
                 session_id=wires.session,
@@ -71,13 +65,7 @@ def test_sessions_models_tokens_and_open_requests_are_bounded(tmp_path):
         assert "--sessions" in full.text
         assert float(full.headers["retry-after"]) > 0
         model = wires.model()
-        body = {
-            "session_id": wires.session,
-            "model_seq_id": 1,
-            "base_model": BASE,
-            "lora_config": {"rank": 4},
-        }
-        full = wires.http.post("/api/v1/create_model", json=body)
+        full = wires.http.post("/api/v1/create_model", json=wires.model_body(1))
         assert full.status_code == 429 and "--models" in full.text
         refused = wires.wait(wires.ask(model, 1, texts(12)))
         assert refused["category"] == "user" and "takes 40: send less" in refused["error"]
@@ -105,27 +93,9 @@ def test_sessions_models_tokens_and_open_requests_are_bounded(tmp_path):
         other.open()  # there is room again
 
 
-def test_a_poll_that_comes_too_early_is_asked_again(tmp_path):
-    with server(tmp_path, poll_seconds=0.2) as one:
-        wires = Wire(one)
-        wires.open()
-        model = wires.model()
-        with held(one):
-            asked = wires.ask(model, 1, texts(), forward_only=True)
-            for _ in range(2):
-                early = wires.http.post(
-                    "/api/v1/retrieve_future", json={"request_id": asked["request_id"]}
-                )
-                assert early.status_code == 408
-        first, again = wires.wait(asked), wires.wait(asked)
-        assert first == again and "loss_fn_outputs" in first
-
-
 def test_what_a_server_that_ends_has_not_begun_is_told_to_come_again(tmp_path):
     """What has begun is finished."""
-    with server(tmp_path) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path) as (one, wires):
         model, sampler = wires.model(0), None
         sampler = wires.sampler(model, 1)
         with held(one):
@@ -190,9 +160,7 @@ def test_models_of_one_key_are_none_to_another_on_the_openai_routes(tmp_path):
         mine, theirs = Wire(one, KEYS[0]), Wire(one, KEYS[1])
         mine.open(), theirs.open()
         model = mine.model()
-        path = mine.wait(mine.post("save_weights_for_sampler", model_id=model, seq_id=1, path="a"))[
-            "path"
-        ]
+        path = mine.save(model, 1, "a", "_for_sampler")
         sampler = mine.sampler(model, 2)
         for name in (path, sampler):
             body = {"model": name, "prompt": [4, 5], "max_tokens": 2, "seed": 1}
@@ -206,9 +174,7 @@ def test_a_wave_of_coroutines_is_one_batch(tmp_path, monkeypatch):
     """Sixteen that are asked for side by side are drawn in one stream, the first of them too."""
     monkeypatch.setattr(serving_engine, "_BATCH_WAIT_SECONDS", 0.8)  # however busy the machine is
     monkeypatch.setattr(serving_engine, "_MAX_BATCH_WAIT_SECONDS", 20.0)
-    with server(tmp_path) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path) as (one, wires):
         sampler = wires.sampler(wires.model(), 1)
         rounds, let_in = [], one.engine._admit_samples
         monkeypatch.setattr(

@@ -100,9 +100,7 @@ def test_no_link_stands_in_the_log(saved, caplog):
 def test_an_archive_that_is_removed_before_its_files_are_open_is_not_there(saved, monkeypatch):
     """A checkpoint goes between the look at its folder and the first byte."""
     one, wires, model = saved
-    path = wires.wait(wires.post("save_weights", model_id=model, seq_id=3, path="soon-gone"))[
-        "path"
-    ]
+    path = wires.save(model, 3, "soon-gone")
     link = archive(wires, model, "weights/soon-gone").headers["location"]
     look = one.session_store.find_folder
 

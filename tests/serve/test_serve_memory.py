@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from serving import BASE, Wire, held, server
+from serving import BASE, Wire, held, opened, server
 from test_serve import KEYS, texts
 from test_serve_gone import until
 
@@ -37,9 +37,7 @@ FAULTS = {
 
 
 def test_failed_requests_keep_no_body(tmp_path):
-    with server(tmp_path) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path) as (one, wires):
         model, seq = wires.model(), 0
 
         def fail(datum, loss, config):
@@ -123,9 +121,7 @@ def test_a_stored_answer_takes_eight_bytes_a_token():
 
 
 def test_a_sent_answer_can_be_asked_for_again_for_a_while_and_an_unsent_one_for_longer(tmp_path):
-    with server(tmp_path, told_seconds=1.0) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path, told_seconds=1.0) as (one, wires):
         model = wires.model()
         sent = wires.ask(model, 1, texts(), forward_only=True)
         first = wires.wait(sent)
@@ -222,15 +218,11 @@ def test_kept_answers_are_looked_through_only_where_room_is_short(monkeypatch):
 def test_a_model_is_made_once_even_where_its_answer_has_been_forgotten(tmp_path):
     """The same request gets the same answer, from this server and from the next."""
     bodies = [{"base_model": BASE, "lora_config": {"rank": 4, "seed": 7}}, {"optimizer": True}]
-    with server(tmp_path, told_seconds=0.05, durable=True) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path, told_seconds=0.05, durable=True) as (one, wires):
         made = wires.model()
         wires.ask(made, 1, texts())
         wires.wait(wires.step(made, 2))
-        bodies[1]["path"] = wires.wait(
-            wires.post("save_weights", model_id=made, seq_id=3, path="a")
-        )["path"]
+        bodies[1]["path"] = wires.save(made, 3, "a")
         calls = [(verb, {"session_id": wires.session, "model_seq_id": seq, **bodies[seq]})
                  for seq, verb in enumerate(("create_model", "load_weights"))]  # fmt: skip
         wires.wait(wires.post("load_weights", **calls[1][1]))

@@ -54,9 +54,7 @@ def seen(tmp_path_factory, shared_data):
         model = wires.model(base=BASE)
         prompt = one.engine.renderer(None).build_generation_prompt(PROBE).to_ints()
         seq = learn_to_begin(wires, model, prompt, [40, 40, 40, 41])
-        path = wires.wait(
-            wires.post("save_weights_for_sampler", model_id=model, seq_id=seq, path="trained")
-        )["path"]
+        path = wires.save(model, seq, "trained", "_for_sampler")
         listening = LoopServer(lambda: one.app, "the test's server")
         try:
             command = [

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from serving import Wire, held, server
+from serving import Wire, held, opened, server
 from test_serve import KEYS, rewarded, texts
 
 from rl.client import SampleStream
@@ -74,9 +74,7 @@ def test_a_sample_waits_for_one_slice_of_others_training_and_no_second(tmp_path,
 
 def test_a_sample_that_comes_within_a_slice_is_drawn_before_the_next(tmp_path, monkeypatch):
     """However long the slice: nothing else begins in between, though two models' work waits."""
-    with server(tmp_path, token_budget=32) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path, token_budget=32) as (one, wires):
         models = [wires.model(i, seed=i) for i in range(2)]
         sampler = wires.sampler(models[0], 1)
         order, within, go = [], threading.Event(), threading.Event()
@@ -210,9 +208,7 @@ def test_one_key_that_floods_refuses_itself_alone(tmp_path):
 
 
 def test_sessions_are_the_tenants_where_there_are_no_keys_and_a_lone_one_has_it_all(tmp_path):
-    with server(tmp_path, queued=9) as one:
-        alone = Wire(one)
-        alone.open()
+    with opened(tmp_path, queued=9) as (one, alone):
         model = alone.model()
 
         def steps(wires, model, begin, count=12):
@@ -275,9 +271,7 @@ def until(holds, seconds=60.0):
 
 
 def test_what_waits_for_a_model_that_cannot_be_made_is_told_so(tmp_path):
-    with server(tmp_path) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path) as (one, wires):
         tenants, done = ModelManager(one.engine, one.session_store), Future()
         model = one.session_store.models["m"] = ModelRecord(
             "m", "local", wires.session, tmp_path / "m", one.engine.settings.bases[0], {}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from serving import BASE, PROTOBUF, Wire, server
+from serving import BASE, PROTOBUF, Wire, opened, server
 from test_serve import texts
 from test_serve_gone import until
 from transformers import PreTrainedTokenizerFast
@@ -52,11 +52,9 @@ def test_long_work_on_the_disk_runs_beside_the_event_loop(tmp_path, monkeypatch)
     def slowly(call):
         return lambda *arguments, **named: (time.sleep(slow), call(*arguments, **named))[1]
 
-    with server(tmp_path) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path) as (one, wires):
         model = wires.model()
-        path = wires.wait(wires.post("save_weights", model_id=model, seq_id=1, path="a"))["path"]
+        path = wires.save(model, 1, "a")
         monkeypatch.setattr(
             checkpoint_folder, "verify_checkpoint", slowly(checkpoint_folder.verify_checkpoint)
         )
@@ -111,9 +109,7 @@ def test_long_texts_are_tokenized_beside_the_event_loop(tmp_path, monkeypatch):
 
 
 def test_a_short_request_cannot_ask_for_much_memory(tmp_path):
-    with server(tmp_path) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path) as (one, wires):
         model = wires.model()
         sampler = wires.sampler(model, 1)
         empty = {
@@ -185,9 +181,7 @@ def test_half_sent_requests_are_closed_and_slow_answers_are_not(tmp_path):
         writer.close()
         return time.perf_counter() - begin, received
 
-    with server(tmp_path, body_seconds=1.0, poll_seconds=2.5) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path, body_seconds=1.0, poll_seconds=2.5) as (one, wires):
         # whose turn never comes: a poll for it is held for 2.5 s
         waiting = wires.step(wires.model(), 9)
 
@@ -310,9 +304,7 @@ def test_a_base_is_loaded_once_however_many_ask_for_it_first(tmp_path, monkeypat
 
 
 def test_a_server_ends_in_time_and_writes_its_models_though_work_never_ends(tmp_path):
-    with server(tmp_path) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path) as (one, wires):
         model = wires.model()
         wires.output(wires.ask(model, 1, texts()))
         wires.wait(wires.step(model, 2))
@@ -344,9 +336,7 @@ def test_a_process_that_cannot_end_is_ended(tmp_path):
 
 
 def test_a_protobuf_body_is_not_held_to_the_limit_of_json(tmp_path):
-    with server(tmp_path) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path) as (one, wires):
         large = b" " * (32 * 2**20 + 1)
         assert wires.http.post("/api/v1/create_session", content=large).status_code == 413
         answer = wires.http.post(

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl.algorithms import METHODS, ModelRequests, RewardShaper
+from rl.algorithms import METHODS, RewardShaper
 from rl.algorithms.reward_shaping import RunningStatistics, overlong_penalty
 from rl.config import (
     DataSettings,
@@ -287,43 +287,6 @@ def test_learning_rate_rules_by_hand():
         lora_learning_rate(100, "gpt2")
     assert scale_lr_by_batch(4e-5, 32, 128) == pytest.approx(2e-5)
     assert scale_lr_by_batch(4e-5, 128, 128) == 4e-5
-
-
-def test_defaults_are_those_of_the_guide():
-    grpo, lora = settings(), settings("--lora-rank", "8")
-    pg = grpo.policy_gradient
-    assert (
-        pg.group_size,
-        grpo.sampling.temperature,
-        pg.clip_low,
-        pg.clip_high,
-        pg.entropy_coef,
-    ) == (8, 0.8, 0.8, 1.2, 0.0)
-    assert (grpo.learning_rate, lora.learning_rate, grpo.optim.grad_clip_norm) == (1e-6, 4e-5, 1.0)
-    reinforce = settings(method="reinforce")
-    pg = reinforce.policy_gradient
-    assert (reinforce.learning_rate, pg.entropy_coef, pg.advantage, pg.loss) == (
-        1e-5, 0.01, "running_mean", "importance_sampling",
-    )  # fmt: skip
-    ppo = settings(method="ppo")
-    how = ppo.ppo
-    assert (how.epochs, how.clip, how.value_coef, how.entropy_coef, how.target_kl) == (
-        4, 0.2, 0.1, 0.01, 0.01,
-    )  # fmt: skip
-    assert (ppo.kl.kl_coef, ppo.learning_rate) == (0.1, 1e-6)
-    dpo = settings(method="dpo")
-    assert (dpo.preference.beta, dpo.preference.reference_free, dpo.learning_rate) == (
-        0.1, False, 5e-7,
-    )  # fmt: skip
-    assert ModelRequests(METHODS["dpo"](dpo)).needs_initial_policy  # the reference
-    distill = settings(method="distill")
-    how = distill.distillation
-    assert (how.distill_temperature, how.alpha, how.group_size, distill.learning_rate) == (
-        2.0, 0.5, 4, 2e-5,
-    )  # fmt: skip
-    assert {
-        name: METHODS[name].Settings().optim.grad_clip_norm for name in METHODS
-    } == dict.fromkeys(METHODS, 1.0)
 
 
 def test_settings_that_mean_nothing_are_refused():

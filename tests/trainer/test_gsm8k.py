@@ -59,24 +59,6 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def test_the_recipe_has_the_guides_settings():
-    (stage,) = read().stages
-    s = stage.settings
-    assert stage.method == "grpo"
-    assert (s.model.base_model, s.data.dataset) == ("Qwen/Qwen2.5-0.5B-Instruct", "openai/gsm8k")
-    assert (
-        s.model.lora_rank,
-        s.learning_rate,
-        s.loop.batch_size,
-        s.policy_gradient.group_size,
-    ) == (32, 4e-5, 128, 16)
-    assert (s.sampling.max_tokens, s.sampling.temperature) == (256, 1.0)
-    assert (s.policy_gradient.loss, s.policy_gradient.advantage) == ("importance_sampling", "mean")
-    assert s.loop.steps == 7473 // 128
-    assert s.loop.eval_every > 0
-    assert (s.data.reward, s.data.renderer) == ("gsm8k", "chat_template")
-
-
 def test_a_model_for_all_stages_is_where_the_first_begins(tmp_path: Path):
     """A later stage goes on from the one before, unless it names another model itself."""
 
