@@ -209,20 +209,10 @@ def test_minibatches_are_dealt_out_by_the_runs_seed():
     assert order(0, 2) != first and order(1, 1) != first
     with_settings = SimpleNamespace(settings=PpoSettings(loop=LoopSettings(steps=9)))
     context = StageContext(
-        name="ppo",
-        index=2,
-        method=with_settings,
-        models=None,
-        problems=None,
-        test_problems=None,
-        renderer=None,
-        scorer=None,
-        run_seed=77,
-        first_step=0,
-        logbook=None,
-        console=None,
+        name="ppo", index=2, method=with_settings, models=None, problems=None, test_problems=None,
+        renderer=None, scorer=None, run_seed=77, first_step=0, logbook=None, console=None,
         checkpoints=None,
-    )
+    )  # fmt: skip
     assert Trainer(context, stop_request=None).progress(3) == Progress(3, 9, derive_seed(77, 2))
 
 

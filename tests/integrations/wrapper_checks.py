@@ -144,29 +144,18 @@ def games_are_played() -> Found:
     one = played(random_other, first_free, rows=[{} for _ in range(10)], group=2)
     again = played(random_other, first_free, rows=[{} for _ in range(10)], group=2)
     totals = [round(sum(group.get_total_rewards()), 6) for group in both.groups]
-    return counted(
-        [
-            ("halving finds each number", lambda: rewards == [[1.0, 1.0]] * 20),
-            (
-                "within 5 guesses",
-                lambda: max(_turns(one) for g in found.groups for one in g.trajectories_G) <= 5,
-            ),
-            (
-                "a group's members meet the same number",
-                lambda: all(len(set(map(_turns, g.trajectories_G))) == 1 for g in found.groups),
-            ),
-            ("self-play has a trajectory for each seat", lambda: len(both.groups) == 6),
-            ("one wins what the other loses", lambda: round(sum(totals), 6) == 0.0),
-            (
-                "a game against a random player ends",
-                lambda: not one.errors and len(one.groups) == 10,
-            ),
-            (
-                "and is a function of its seed, played beside others",
-                lambda: _tokens(one) == _tokens(again),
-            ),
-        ]
-    )
+    return counted([
+        ("halving finds each number", lambda: rewards == [[1.0, 1.0]] * 20),
+        ("within 5 guesses",
+         lambda: max(_turns(one) for g in found.groups for one in g.trajectories_G) <= 5),
+        ("a group's members meet the same number",
+         lambda: all(len(set(map(_turns, g.trajectories_G))) == 1 for g in found.groups)),
+        ("self-play has a trajectory for each seat", lambda: len(both.groups) == 6),
+        ("one wins what the other loses", lambda: round(sum(totals), 6) == 0.0),
+        ("a game against a random player ends", lambda: not one.errors and len(one.groups) == 10),
+        ("and is a function of its seed, played beside others",
+         lambda: _tokens(one) == _tokens(again)),
+    ])  # fmt: skip
 
 
 def _turns(one: Any) -> int:

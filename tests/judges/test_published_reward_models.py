@@ -66,13 +66,9 @@ def write_tokenizer(folder, template=TEMPLATE):
 def write_model(folder, architecture="Llama", template=TEMPLATE, *, labels=1, pads=True, seed=0):
     tokenizer = write_tokenizer(folder, template)
     config = getattr(transformers, f"{architecture}Config")(
-        vocab_size=len(tokenizer) + 3,
-        num_labels=labels,
-        pad_token_id=0 if pads else None,
-        bos_token_id=1,
-        eos_token_id=3,
-        **ARCHITECTURES[architecture],
-    )
+        vocab_size=len(tokenizer) + 3, num_labels=labels, pad_token_id=0 if pads else None,
+        bos_token_id=1, eos_token_id=3, **ARCHITECTURES[architecture],
+    )  # fmt: skip
     torch.manual_seed(seed)
     model = getattr(transformers, f"{architecture}ForSequenceClassification")(config)
     with torch.no_grad():

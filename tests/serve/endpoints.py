@@ -96,13 +96,10 @@ class ScriptedDesk:
             self.drawn.append((list(prompt_ids), tokens))
             logprobs = [-0.5 - 0.001 * k for k in range(len(tokens))]
             for k in range(len(tokens) if show else 0):
-                show(
-                    {
-                        len(sequences): SampledSequence(
-                            tokens[:k], logprobs[:k], "length", version=0, temperature=1.0
-                        )
-                    }
-                )
+                show({
+                    len(sequences): SampledSequence(
+                        tokens[:k], logprobs[:k], "length", version=0, temperature=1.0),
+                })  # fmt: skip
                 await self.pace(k)
             sequences.append(
                 SampledSequence(

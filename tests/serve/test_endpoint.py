@@ -125,15 +125,9 @@ def test_answers_are_the_clients_own_to_the_bit(tiny):
 def test_logprobs_are_of_the_untruncated_distribution_at_the_temperature(tiny, temperature, cut):
     """Against the model's own scores (of greedy answers: at temperature 1)."""
     said = chat(
-        tiny,
-        seed=3,
-        temperature=temperature,
-        max_tokens=4,
-        logprobs=True,
-        top_logprobs=4,
-        return_token_ids=True,
-        **cut,
-    )
+        tiny, seed=3, temperature=temperature, max_tokens=4, logprobs=True, top_logprobs=4,
+        return_token_ids=True, **cut,
+    )  # fmt: skip
     prompt, (choice,) = said["prompt_token_ids"], said["choices"]
     sequences, found = [], []
     for i, entry in enumerate(choice["logprobs"]["content"]):

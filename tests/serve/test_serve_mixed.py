@@ -57,12 +57,9 @@ def trained(service, rank, seed, **parts):
 def asked(i: int) -> SamplingRequest:
     params = SamplingParams(max_tokens=5 + i % 7, temperature=0.0 if i % 4 == 0 else 1.0, stop=[])
     return SamplingRequest(
-        prompt=[3 + i % 5, 4, 12] + [5] * (i % 3),
-        params=params,
-        seed=7,
-        problem=i,
+        prompt=[3 + i % 5, 4, 12] + [5] * (i % 3), params=params, seed=7, problem=i,
         num_samples=1 + i % 2,
-    )
+    )  # fmt: skip
 
 
 def check(found, expected):

@@ -343,17 +343,9 @@ def test_an_architecture_that_sampler_tp_cannot_split_is_refused_before_loading(
     tiny_model("gpt2").config.save_pretrained(tmp_path)  # a configuration without weights
     unset = dict.fromkeys(("keys_file", "tls_cert", "tls_key", "renderer", "body_bytes"))
     args = argparse.Namespace(
-        **unset,
-        base_model=[f"m={tmp_path}"],
-        output_dir=str(tmp_path / "out"),
-        host="127.0.0.1",
-        port=0,
-        seed=0,
-        resume=False,
-        durable=False,
-        sampler_tp=2,
-        stop_grace=60.0,
-    )
+        **unset, base_model=[f"m={tmp_path}"], output_dir=str(tmp_path / "out"), host="127.0.0.1",
+        port=0, seed=0, resume=False, durable=False, sampler_tp=2, stop_grace=60.0,
+    )  # fmt: skip
     settings = read_serve_settings(args)
     assert settings.worker.sampler.tp == 2
     with pytest.raises(UserError, match="fast decoder .*is not supported by it"):

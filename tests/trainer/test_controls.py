@@ -152,12 +152,9 @@ def test_by_step():
 
 def test_by_success_up_and_back():
     curriculum = levelled(
-        curriculum="success",
-        curriculum_up=0.8,
-        curriculum_down=0.2,
-        curriculum_window=2,
+        curriculum="success", curriculum_up=0.8, curriculum_down=0.2, curriculum_window=2,
         curriculum_mix="only",
-    )
+    )  # fmt: skip
     levels = []
     for success in [
         1.0,

@@ -218,15 +218,9 @@ def test_what_a_stage_saves_is_where_it_goes_on(curriculum):
 
 def test_every_setting_of_adam_reaches_the_update():
     optim = OptimSettings(
-        learning_rate=0.02,
-        beta1=0.7,
-        beta2=0.8,
-        adam_eps=1e-5,
-        weight_decay=0.03,
-        grad_clip_norm=0.4,
-        warmup_steps=4,
-        schedule="linear",
-    )
+        learning_rate=0.02, beta1=0.7, beta2=0.8, adam_eps=1e-5, weight_decay=0.03,
+        grad_clip_norm=0.4, warmup_steps=4, schedule="linear",
+    )  # fmt: skip
     settings = GrpoSettings(optim=optim, loop=LoopSettings(steps=24))
     params = make_adam_params(settings, 14)
     assert (params.beta1, params.beta2, params.eps, params.weight_decay, params.grad_clip_norm) == (

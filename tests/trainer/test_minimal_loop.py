@@ -29,13 +29,9 @@ def rewards_of(folder, sft_steps, steps):
     ]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*words, "--seed", str(learning.seed())],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+        [*words, "--seed", str(learning.seed())], cwd=folder, env=env, capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rewards = [float(x) for x in re.findall(r"reward ([\d.]+)", done.stdout)]
     assert len(rewards) == steps
