@@ -79,17 +79,14 @@ COMPARED = {
 
 
 @pytest.mark.parametrize("advantage", COMPARED)
-@pytest.mark.parametrize(
-    ("step_rewards", "discount"),
-    [
-        ("sum", 1.0),
-        *(
-            (kind, discount)
-            for kind in ("to_go", "process_supervision")
-            for discount in (1.0, 0.7, 0.0)
-        ),
-    ],
-)
+@pytest.mark.parametrize(("step_rewards", "discount"), [
+    ("sum", 1.0),
+    *(
+        (kind, discount)
+        for kind in ("to_go", "process_supervision")
+        for discount in (1.0, 0.7, 0.0)
+    ),
+])  # fmt: skip
 def test_groups_are_compared_and_turns_discounted(advantage, step_rewards, discount):
     groups = random_groups(3, 8, 4)
     pg = PolicyGradientSettings(

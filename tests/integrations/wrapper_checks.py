@@ -274,33 +274,23 @@ def tinker_groups() -> Found:
         SamplingParams(max_tokens=8),
         seed=0,
     )
-    return counted(
-        [
-            (
-                "episodes and their group rewards",
-                lambda: [g.get_total_rewards() for g in found.groups] == [[13.0, 13.0]] * 2,
-            ),
-            ("actions are lists of ints", lambda: {one[:2] for one in seen} == {(list, int)}),
-            (
-                "extra says why sampling stopped",
-                lambda: {one[2]["stop_reason"] for one in seen} == {"stop"},
-            ),
-            (
-                "metrics of steps and of groups",
-                lambda: (
-                    found.groups[0].metrics_G[0]["length"] == 2.0
-                    and [t.metrics["right"] for t in found.groups[0].trajectories_G[0].transitions]
-                    == [1.0] * 3
-                ),
-            ),
-            ("the tag", lambda: found.groups[0].tag == "counting"),
-            (
-                "one that raises costs its episode",
-                lambda: len(found.errors) == 1 and "no luck" in found.errors[0],
-            ),
-            ("groups are cleaned up", lambda: [one.cleaned for one in made] == [1, 1]),
-        ]
-    )
+    return counted([
+        ("episodes and their group rewards",
+         lambda: [g.get_total_rewards() for g in found.groups] == [[13.0, 13.0]] * 2),
+        ("actions are lists of ints", lambda: {one[:2] for one in seen} == {(list, int)}),
+        ("extra says why sampling stopped",
+         lambda: {one[2]["stop_reason"] for one in seen} == {"stop"}),
+        ("metrics of steps and of groups",
+         lambda: (
+             found.groups[0].metrics_G[0]["length"] == 2.0
+             and [t.metrics["right"] for t in found.groups[0].trajectories_G[0].transitions]
+             == [1.0] * 3
+         )),
+        ("the tag", lambda: found.groups[0].tag == "counting"),
+        ("one that raises costs its episode",
+         lambda: len(found.errors) == 1 and "no luck" in found.errors[0]),
+        ("groups are cleaned up", lambda: [one.cleaned for one in made] == [1, 1]),
+    ])  # fmt: skip
 
 
 CHECKS: dict[str, list[tuple[str, Callable[[], Found]]]] = {
