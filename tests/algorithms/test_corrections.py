@@ -122,76 +122,43 @@ def test_an_episode_of_several_datums_is_one_sequence():
 
 
 @pytest.mark.parametrize("loss", ["ppo", "cispo", "importance_sampling", "gspo"])
-def test_an_interpolated_proximal_policy(loss):
-    """AReaL's log-linear approximation, in float64."""
+def test_a_kl_beside_an_interpolated_proximal_policy_is_weighted_by_what_drew(loss):
+    """test_setting_pairs has the loss without it, AReaL's log-linear approximation, in float64."""
     rng = np.random.default_rng(3)
-    ages = np.array([0, 0, 1, 2, 5, 0, 3])
-    mask = np.array([0.0, 1, 1, 1, 1, 0, 1])
+    ages, mask = np.array([0, 0, 1, 2, 5, 0, 3]), np.array([0.0, 1, 1, 1, 1, 0, 1])
     q, lp, advantages = (rng.normal(size=7) * scale for scale in (0.5, 0.5, 1.0))
-    versions = np.where(mask != 0, 10 - ages, -1)
-    fields = {
-        "target_tokens": np.arange(7), "logprobs": q, "advantages": advantages * mask, "mask": mask,
-    }  # fmt: skip
-    several = Datum(
-        ModelInput.from_ints(range(7)), {**fields, "versions": versions.astype(np.float32)}
-    )
+    versions = np.where(mask != 0, 10 - ages, -1).astype(np.float32)
+    fields = {"target_tokens": np.arange(7), "logprobs": q, "advantages": advantages, "mask": mask}
+    several = Datum(ModelInput.from_ints(range(7)), {**fields, "versions": versions})
     new = add_proximal_weight([several], 10)[0].loss_fn_inputs
     share = np.where(mask != 0, ages / (ages + 1), 0)
     np.testing.assert_allclose(new["proximal_share"].array, share, rtol=1e-6)
-    inputs = {
-        name: torch.from_numpy(np.asarray(data.array, dtype=np.float64))
-        for name, data in new.items()
-    }
-    exact = {"logprobs": q, "advantages": advantages * mask, "proximal_share": share}
-    inputs |= {name: torch.from_numpy(values) for name, values in exact.items()}
-    live, whole = torch.from_numpy(lp).requires_grad_(), torch.tensor([0, 7])
-    total, _ = get_loss(loss).compute(live, torch.zeros(7), inputs, whole, {})
-    total.backward()
-    proximal = q + ages / (ages + 1) * (lp - q)
-    other = torch.from_numpy(lp).requires_grad_()
-    plain = {name: value for name, value in inputs.items() if name != "proximal_share"}
-    expected, _ = get_loss(loss).compute(
-        other, torch.zeros(7), {**plain, "logprobs": torch.from_numpy(proximal)}, whole, {}
-    )
-    expected.backward()
-    assert total.item() == pytest.approx(expected.item(), rel=1e-12)
-    np.testing.assert_allclose(live.grad.numpy(), other.grad.numpy(), rtol=1e-12, atol=1e-12)
-    if loss == "ppo":
-        ratio = np.exp((lp - q) / (ages + 1))
-        by_hand = np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages)
-        assert total.item() == pytest.approx(-(by_hand * mask).sum(), rel=1e-12)
-    with_kl = {**inputs, "ref_logprobs": torch.from_numpy(q - 0.3)}
-    added = (
-        get_loss(loss).compute(
-            torch.from_numpy(lp), torch.zeros(7), with_kl, whole, {"kl_coef": 0.5}
-        )[0]
-        - total.detach()
-    )
-    drawn = {
-        **plain, "ref_logprobs": torch.from_numpy(q - 0.3), "drawn_logprobs": torch.from_numpy(q),
-    }  # fmt: skip
-    alone = get_loss(loss).compute(
-        torch.from_numpy(lp), torch.zeros(7), drawn, whole, {"kl_coef": 0.5}
-    )[1]["kl_ref:sum"]
-    assert float(added) == pytest.approx(0.5 * float(alone), rel=1e-12), (
-        "a KL is weighted by what drew the tokens"
-    )
+    exact = {"logprobs": q, "advantages": advantages * mask, "mask": mask}
+    plain = {name: torch.from_numpy(values) for name, values in exact.items()}
+    shared = plain | {"proximal_share": torch.from_numpy(share)}
+    drew = {"ref_logprobs": torch.from_numpy(q - 0.3), "drawn_logprobs": torch.from_numpy(q)}
+
+    def compute(inputs, **config):
+        live, whole = torch.from_numpy(lp), torch.tensor([0, 7])
+        return get_loss(loss).compute(live, torch.zeros(7), inputs, whole, config)
+
+    kl = {"ref_logprobs": drew["ref_logprobs"]}
+    added = float(compute(shared | kl, kl_coef=0.5)[0] - compute(shared)[0])
+    alone = float(compute(plain | drew, kl_coef=0.5)[1]["kl_ref:sum"])
+    assert added == pytest.approx(0.5 * alone, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("words", "so"),
-    [
-        ("--max-steps-off-policy 2", True),
-        ("", False),
-        ("--max-steps-off-policy 2 --proximal sampler", False),
-        ("--max-steps-off-policy 2 --proximal learner", False),
-        ("--max-steps-off-policy 2 --correction truncate", False),
-        ("--max-steps-off-policy 2 --truncated-is 2", False),
-        ("--max-steps-off-policy 2 --loss importance_sampling", False),
-        ("--max-steps-off-policy 2 --loss cispo", False),
-        ("--max-steps-off-policy 2 --loss cispo --proximal interpolated", True),
-    ],
-)
+@pytest.mark.parametrize(("words", "so"), [
+    ("--max-steps-off-policy 2", True),
+    ("", False),
+    ("--max-steps-off-policy 2 --proximal sampler", False),
+    ("--max-steps-off-policy 2 --proximal learner", False),
+    ("--max-steps-off-policy 2 --correction truncate", False),
+    ("--max-steps-off-policy 2 --truncated-is 2", False),
+    ("--max-steps-off-policy 2 --loss importance_sampling", False),
+    ("--max-steps-off-policy 2 --loss cispo", False),
+    ("--max-steps-off-policy 2 --loss cispo --proximal interpolated", True),
+])  # fmt: skip
 def test_it_is_the_default_for_the_loss_that_was_measured(words, so):
     run = read_run(f"grpo --dataset addition {words}".split(), METHODS, RECIPE, RunSettings)
     assert run.stages[-1].settings.interpolates_proximal == so
@@ -218,16 +185,14 @@ def test_what_one_version_drew_is_of_one_age():
 REFUSED = [
     ("--correction-high 3", "correction is none"),
     ("--correction truncate --correction-level geometric", "not an importance weight"),
-    (
-        "--correction icepop --proximal sampler",
-        "a factor that ratios against the sampler contain already",
-    ),
+    ("--correction icepop --proximal sampler",
+     "a factor that ratios against the sampler contain already"),
     ("--correction mask --correction-low 1.5", "correction_low"),
     ("--correction mask --correction-high 0.5", "correction_high"),
     ("--correction rejection", "mask"),
     ("--correction truncate --proximal interpolated", "set proximal to learner"),
     ("--proximal interpolated", "uses the age of tokens"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("method", ["grpo", "reinforce", "ppo", "rlhf"])

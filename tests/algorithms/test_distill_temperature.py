@@ -57,15 +57,13 @@ def test_a_teachers_answers_are_drawn_as_the_settings_say():
 
     def sample_many(requests):
         asked.extend(requests)
-        return Done(
-            (
-                [
-                    SampleResponse([SampledSequence([4, 1], [-1.0, -1.0])] * r.num_samples)
-                    for r in requests
-                ],
-                {},
-            )
-        )
+        return Done((
+            [
+                SampleResponse([SampledSequence([4, 1], [-1.0, -1.0])] * r.num_samples)
+                for r in requests
+            ],
+            {},
+        ))  # fmt: skip
 
     how = DistillationSettings(teacher=("t",), learn_from="teacher", group_size=2)
     method = Distillation(

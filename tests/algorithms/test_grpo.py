@@ -269,49 +269,25 @@ def test_a_variant_is_its_settings_and_what_is_given_wins(variant):
 # of each token.
 PUBLISHED = {
     # 2402.03300, (3)
-    "grpo": {
-        "advantage": "mean_std",
-        "loss": "ppo",
-        "clip_low": 0.8,
-        "clip_high": 1.2,
-        "normalise": "sequence_means",
-    },
+    "grpo": {"advantage": "mean_std", "loss": "ppo", "clip_low": 0.8, "clip_high": 1.2,
+             "normalise": "sequence_means"},
     # 2503.20783: no std, no length
     "dr_grpo": {"advantage": "mean", "loss": "ppo", "normalise": "constant"},
-    # 2503.14476, 4.1
-    "dapo": {
-        "advantage": "mean_std",
-        "loss": "ppo",
-        "clip_low": 0.8,
-        "clip_high": 1.28,
-        "normalise": "tokens",
-        # 4096 of 20480 tokens, no KL
-        "overlong_share": 0.2,
-        "overlong_penalty": 1.0,
-        "kl_coef": None,
-        "kl_target": None,
-    },
+    # 2503.14476, 4.1: 4096 of 20480 tokens, no KL
+    "dapo": {"advantage": "mean_std", "loss": "ppo", "clip_low": 0.8, "clip_high": 1.28,
+             "normalise": "tokens", "overlong_share": 0.2, "overlong_penalty": 1.0,
+             "kl_coef": None, "kl_target": None},
     # 2507.18071
-    "gspo": {
-        "advantage": "mean_std",
-        "loss": "gspo",
-        "clip_low": 0.9997,
-        "clip_high": 1.0004,
-        "normalise": "sequence_means",
-    },
+    "gspo": {"advantage": "mean_std", "loss": "gspo", "clip_low": 0.9997, "clip_high": 1.0004,
+             "normalise": "sequence_means"},
     # 2510.13786, no lower
-    "cispo": {
-        "advantage": "mean_std",
-        "loss": "cispo",
-        "clip_low": 0.0,
-        "clip_high": 5.0,
-        "normalise": "tokens",
-    },
+    "cispo": {"advantage": "mean_std", "loss": "cispo", "clip_low": 0.0, "clip_high": 5.0,
+              "normalise": "tokens"},
     # 2402.14740, a sum over tokens
     "rloo": {"advantage": "leave_one_out", "loss": "importance_sampling", "normalise": "sequences"},
     "reinforce_plus_plus": {"advantage": "batch", "loss": "ppo", "group_size": 1},  # 2501.03262
     "reinforce_plus_plus_baseline": {"advantage": "mean_batch_std", "loss": "ppo", "group_size": 8},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

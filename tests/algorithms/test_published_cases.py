@@ -360,11 +360,9 @@ KL = {
     "k1": (lambda lp, ref: lp - ref, lambda lp, ref: lp - ref),
     "k2": (lambda lp, ref: (lp - ref) ** 2 / 2, lambda lp, ref: lp - ref),
     "k3": (lambda lp, ref: math.exp(ref - lp) - (ref - lp) - 1, lambda lp, ref: lp - ref),
-    "k3_pathwise": (
-        lambda lp, ref: math.exp(ref - lp) - (ref - lp) - 1,
-        lambda lp, ref: 1 - math.exp(ref - lp),
-    ),
-}
+    "k3_pathwise": (lambda lp, ref: math.exp(ref - lp) - (ref - lp) - 1,
+                    lambda lp, ref: 1 - math.exp(ref - lp)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KL)

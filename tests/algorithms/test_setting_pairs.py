@@ -19,15 +19,13 @@ from rl.types import ModelInput, SampledSequence
 
 MAX_TOKENS, GROUPS, MEMBERS, TEMPERATURE = 6, 4, 3, 0.8
 CORRECTIONS = {
-    "none": ("none", "token", 0.0, 2.0),
-    "truncate-token": ("truncate", "token", 0.8, 1.2),
+    "none": ("none", "token", 0.0, 2.0), "truncate-token": ("truncate", "token", 0.8, 1.2),
     "truncate-sequence": ("truncate", "sequence", 0.0, 1.5),
     "icepop-token": ("icepop", "token", 0.75, 1.35),
     "icepop-sequence": ("icepop", "sequence", 0.3, 3.0),
-    "mask-token": ("mask", "token", 0.75, 1.35),
-    "mask-sequence": ("mask", "sequence", 0.5, 2.0),
+    "mask-token": ("mask", "token", 0.75, 1.35), "mask-sequence": ("mask", "sequence", 0.5, 2.0),
     "mask-geometric": ("mask", "geometric", 0.85, 1.2),
-}
+}  # fmt: skip
 NORMALISATIONS = ("tokens", "sequences", "sequence_means", "constant", "sum")
 # "late": tokens of older versions, ratios by their age or against the learner
 ROLLOUTS = ("whole", "parts", "late", "late-learner")

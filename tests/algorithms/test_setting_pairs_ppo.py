@@ -39,15 +39,12 @@ COLUMNS = {
     "normalise": ("neither", "advantages", "rewards", "both"),
     # (epochs, num_substeps)
     "updates": {
-        "whole": (1, 1),
-        "epochs": (3, 1),
-        "minibatches": (1, 4),
-        "epochs-minibatches": (2, 2),
+        "whole": (1, 1), "epochs": (3, 1), "minibatches": (1, 4), "epochs-minibatches": (2, 2),
     },
     "value": ("head", "critic"),
     "kl": ("none", "reward", "adaptive", "k1", "k2", "k3", "k3_pathwise"),
     "end": ("bootstrap", "end"),
-}
+}  # fmt: skip
 Row = tuple[str, ...]
 
 

@@ -21,14 +21,11 @@ LOSSES = {
     "ppo-sum": {"normalise": "sum"},
     "ppo-entropy": {"entropy_coef": 0.02, "normalise": "sequence_means"},
     "ppo-to_go": {"step_rewards": "to_go", "reward_discount": 0.9},
-    "importance_sampling": {
-        "loss": "importance_sampling",
-        "advantage": "leave_one_out",
-        "normalise": "sequences",
-    },
+    "importance_sampling": {"loss": "importance_sampling", "advantage": "leave_one_out",
+                            "normalise": "sequences"},
     "cispo": {"loss": "cispo", "clip_low": 0.0, "clip_high": 5.0},
     "gspo": {"loss": "gspo", "normalise": "sequence_means", "advantage": "none"},
-}
+}  # fmt: skip
 LOW, BOTH = {"correction_low": 0.7}, {"correction_low": 0.7, "correction_high": 1.4}
 CORRECTIONS = {
     "none": {},

@@ -29,12 +29,10 @@ SECONDS = 20.0  # of one input: a parser answers at once, on a machine that is n
 WORDS_FOR_NUMBERS = {
     "1_000": "Python's way of writing a thousand",
     "٣": "a digit of another script, read as the number it is",
-    "None": "no value, where a setting may have none",
-    "null": "the same in a recipe",
-    "": "an empty value of a recipe is null",
-    "~": "null in YAML",
+    "None": "no value, where a setting may have none", "null": "the same in a recipe",
+    "": "an empty value of a recipe is null", "~": "null in YAML",
     "!!int 3": "a number with its kind before it, in YAML",
-}
+}  # fmt: skip
 _DECIMAL = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)
 _TEXTS = (
     "grpo", "sft", "x", "", "a b", "../..", "~", "*a", "&a b", "!!int 3", "{", "]", "- x", "a: b",

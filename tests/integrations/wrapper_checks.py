@@ -294,17 +294,15 @@ def tinker_groups() -> Found:
 
 
 CHECKS: dict[str, list[tuple[str, Callable[[], Found]]]] = {
-    "reasoning-gym": [
-        ("every task pays its own answer and not another", tasks_pay_their_own_answers),
-        ("every curriculum asks at its first and last level", curricula_have_their_levels),
-        ("episodes through the rollout", an_episode_through_the_rollout),
-    ],
-    "textarena": [
-        ("every game begins and takes an answer", games_begin),
-        ("games are played to their end", games_are_played),
-    ],
+    "reasoning-gym": [("every task pays its own answer and not another",
+                       tasks_pay_their_own_answers),
+                      ("every curriculum asks at its first and last level",
+                       curricula_have_their_levels),
+                      ("episodes through the rollout", an_episode_through_the_rollout)],
+    "textarena": [("every game begins and takes an answer", games_begin),
+                  ("games are played to their end", games_are_played)],
     "skyrl-gym": [("episodes of one turn and of several", skyrl_episodes)],
     "openenv": [("episodes on a server", openenv_episodes)],
     "mcp": [("tools of a server", mcp_episodes)],
     "tinker-cookbook": [("groups of environments", tinker_groups)],
-}
+}  # fmt: skip

@@ -39,12 +39,10 @@ ARCHITECTURES = {
     "Mistral": {**GROUPED, "sliding_window": 8},
     "GPT2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 256},
     "DebertaV2": {
-        **SMALL,
-        "relative_attention": True,
-        "pos_att_type": ["c2p", "p2c"],
+        **SMALL, "relative_attention": True, "pos_att_type": ["c2p", "p2c"],
         "pooler_hidden_size": 16,
     },
-}
+}  # fmt: skip
 
 
 def write_tokenizer(folder, template=TEMPLATE):

@@ -81,21 +81,18 @@ def test_names_come_from_the_questions_and_differ():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "share"),
-    [
-        ("It is fine.\nScore: 7", 0.7),
-        ("score 3, no: **Score: 8/10**", 0.8),
-        ("Score: **5**", 0.5),
-        ("Score is 2.5.", 0.25),
-        ("<think>Score: 9</think> I cannot say", None),
-        ("<think>Score: 9</think> Score: 1", 0.1),
-        ("Score: 11", None),
-        ("Score: -1", None),
-        ("seven", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "share"), [
+    ("It is fine.\nScore: 7", 0.7),
+    ("score 3, no: **Score: 8/10**", 0.8),
+    ("Score: **5**", 0.5),
+    ("Score is 2.5.", 0.25),
+    ("<think>Score: 9</think> I cannot say", None),
+    ("<think>Score: 9</think> Score: 1", 0.1),
+    ("Score: 11", None),
+    ("Score: -1", None),
+    ("seven", None),
+    ("", None),
+])  # fmt: skip
 def test_a_written_score_is_the_last_one_and_on_the_scale(text, share):
     assert parse_score(text, 10.0) == (None if share is None else pytest.approx(share))
 

@@ -14,12 +14,10 @@ CONVERSATIONS = {
     "system": [SYSTEM, ASK, FOUR],
     "turns": [HI, HELLO, ASK, FOUR],
     "system, turns": [SYSTEM, HI, HELLO, ASK, FOUR],
-    "odd text": [
-        {"role": "user", "content": "  a\n\n"},
-        {"role": "assistant", "content": "x = 1\n\n\ty  é 数 <|b|>"},
-    ],
+    "odd text": [{"role": "user", "content": "  a\n\n"},
+                 {"role": "assistant", "content": "x = 1\n\n\ty  é 数 <|b|>"}],
     "empty answer": [ASK, {"role": "assistant", "content": ""}],
-}
+}  # fmt: skip
 MODELS = ["qwen2.5", "qwen3", "minimind_6400"]
 
 

@@ -273,14 +273,12 @@ def brute_force(
         }
         metrics = {f"alarm/{name}": float(seen is not None) for name, seen in found.items()}
         quiet = {name for old, _ in told[-QUIET:] for name, value in old.items() if value}
-        told.append(
-            (
-                metrics,
-                [
-                    seen
-                    for name, seen in found.items()
-                    if seen is not None and f"alarm/{name}" not in quiet
-                ],
-            )
-        )
+        told.append((
+            metrics,
+            [
+                seen
+                for name, seen in found.items()
+                if seen is not None and f"alarm/{name}" not in quiet
+            ],
+        ))  # fmt: skip
     return told

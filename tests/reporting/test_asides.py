@@ -87,21 +87,18 @@ def test_a_metrics_name_that_cannot_be_encoded_is_written_all_the_same(tmp_path:
 # ------------------------------------------------------------------------------------ others' words
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("plain, ünïcode 日本 🦊\n\ttab", "plain, ünïcode 日本 🦊\n\ttab"),
-        ("\x1b[31mred\x1b[0m", "red"),
-        ("\x1b]0;title\x07x\x1b]8;;http://e\x1b\\link", "xlink"),
-        ("\x1b[2J\x1b[H\x1bc\x1b(Bgone", "gone"),
-        ("\x9b31mc1\x9d", "c1"),
-        ("\x1bPq#0\x1b\\dcs", "dcs"),
-        ("a\x00\x07\x08\x7f\rb", "ab"),
-        ("over\u202egnp.exe\u2066", "overgnp.exe"),
-        ("half \ud83d of it", "half \ufffd of it"),
-        ("ends in \x1b", "ends in "),
-    ],
-)
+@pytest.mark.parametrize(("text", "shown"), [
+    ("plain, ünïcode 日本 🦊\n\ttab", "plain, ünïcode 日本 🦊\n\ttab"),
+    ("\x1b[31mred\x1b[0m", "red"),
+    ("\x1b]0;title\x07x\x1b]8;;http://e\x1b\\link", "xlink"),
+    ("\x1b[2J\x1b[H\x1bc\x1b(Bgone", "gone"),
+    ("\x9b31mc1\x9d", "c1"),
+    ("\x1bPq#0\x1b\\dcs", "dcs"),
+    ("a\x00\x07\x08\x7f\rb", "ab"),
+    ("over\u202egnp.exe\u2066", "overgnp.exe"),
+    ("half \ud83d of it", "half \ufffd of it"),
+    ("ends in \x1b", "ends in "),
+])  # fmt: skip
 def test_printable(text: str, shown: str) -> None:
     assert sanitize_message(text) == shown
 

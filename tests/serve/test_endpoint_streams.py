@@ -29,15 +29,10 @@ TOOLS = [
 ]  # fmt: skip
 BY_PARTS = "<tool_call>\n<function=add>\n{}</function>\n</tool_call>"
 ANSWERS = [
-    "It is so, and so it goes on.",
-    "  Spaces,\n\nlines \n",
-    "Ünïcödé, 漢字, 🙂🙃 and a family 👨‍👩‍👧‍👦.",
-    "<think>\nhm, 🙂\n</think>\n\nYes.",
-    "<think>\ncut off",
-    "First. <think>a</think>\nThen. <think>b</think> And <think> no end",
-    f"I call.\n{CALL}",
-    f"<think>so</think>\n\nI call.\n\n{CALL}\n{CALL}",
-    f"Call {CALL} and text behind it.",
+    "It is so, and so it goes on.", "  Spaces,\n\nlines \n",
+    "Ünïcödé, 漢字, 🙂🙃 and a family 👨‍👩‍👧‍👦.", "<think>\nhm, 🙂\n</think>\n\nYes.", "<think>\ncut off",
+    "First. <think>a</think>\nThen. <think>b</think> And <think> no end", f"I call.\n{CALL}",
+    f"<think>so</think>\n\nI call.\n\n{CALL}\n{CALL}", f"Call {CALL} and text behind it.",
     "A broken <tool_call>{no json}</tool_call> call, and more.",
     'Nested <tool_call>\n{"name": "add", "arguments": {"a": [1, {"b": "}</tool_call> \\" 🙂"}], '
     '"c": {}}}\n</tool_call>',
@@ -52,11 +47,9 @@ ANSWERS = [
         "<parameter=a>\n12\n</parameter>\n<parameter=text>\nfirst\n<second> 🙂\n\n</parameter>\n"
     ),
     BY_PARTS.format("") + "\n" + BY_PARTS.format("<parameter=text>\n\n</parameter>\n"),
-    "<tool_call>\n<function=add>\n<parameter=text>\nhalf of i",
-    "a < b, <th>, <tool, <<think",
-    "Stop here: lo and behold",
-    "User: no. \n\nUser: me",
-]
+    "<tool_call>\n<function=add>\n<parameter=text>\nhalf of i", "a < b, <th>, <tool, <<think",
+    "Stop here: lo and behold", "User: no. \n\nUser: me",
+]  # fmt: skip
 RENDERERS = [
     ("plain", "gpt2"), ("role_colon", "qwen2.5"), ("role_colon", "gpt2"),
     ("chat_template", "qwen2.5"), ("chat_template", "qwen3"), ("qwen3_disable_thinking", "qwen3"),

@@ -305,26 +305,17 @@ WITHOUT_EFFECT = [
     ("reinforce --clip-low 0.5", "loss importance_sampling does not read it", "--loss ppo"),
     ("reinforce --clip-high 3", "loss importance_sampling does not read it", "--loss cispo"),
     ("grpo --kl-kind k1", "--kl-placement is reward", "--kl-placement loss"),
-    (
-        "grpo --kl-placement loss --kl-discount 0.5",
-        "--kl-placement is loss",
-        "--kl-placement reward",
-    ),
+    ("grpo --kl-placement loss --kl-discount 0.5", "--kl-placement is loss",
+     "--kl-placement reward"),
     ("ppo --kl-rate 0.3", "set --kl-target", "--kl-target 0.01"),
     ("grpo --reward-discount 0.9", "--step-rewards is sum", "--step-rewards to_go"),
     ("grpo --overlong-penalty 2", "set --overlong-share", "--overlong-share 0.1"),
     ("grpo --curriculum-steps 1 2", "curriculum is off", "--curriculum steps"),
-    (
-        "grpo --curriculum success --curriculum-steps 1 2",
-        "curriculum is success",
-        "--curriculum steps",
-    ),
+    ("grpo --curriculum success --curriculum-steps 1 2", "curriculum is success",
+     "--curriculum steps"),
     ("ppo --critic-learning-rate 1e-4", "set --critic-model", "--critic-model policy"),
-    (
-        "ppo --critic-model policy --value-coef 0.5",
-        "leave --critic-model out",
-        "--critic-model None",
-    ),
+    ("ppo --critic-model policy --value-coef 0.5", "leave --critic-model out",
+     "--critic-model None"),
     ("ppo --dynamic-sampling 3", "ppo compares no answers", None),
     ("distill --dynamic-sampling 3", "distill learns from every answer", None),
     ("distill --alpha 0.3", "--learn-from is student", "--learn-from data"),
@@ -332,16 +323,10 @@ WITHOUT_EFFECT = [
     ("distill --teacher-top-k 3", "--learn-from is student", "--learn-from teacher"),
     ("distill --learn-from data --kl-discount 1", "--learn-from is data", "--learn-from student"),
     ("distill --learn-from data --group-size 8", "--learn-from is data", "--learn-from teacher"),
-    (
-        "distill --curriculum success",
-        "without a reward nothing scores them",
-        "--reward exact_match",
-    ),
-    (
-        "distill --curriculum success --reward exact_match --learn-from teacher",
-        "the student answers nothing",
-        "--learn-from student",
-    ),
+    ("distill --curriculum success", "without a reward nothing scores them",
+     "--reward exact_match"),
+    ("distill --curriculum success --reward exact_match --learn-from teacher",
+     "the student answers nothing", "--learn-from student"),
     ("dpo --loss ipo --label-smoothing 0.1", "the loss is ipo", "--loss dpo"),
     ("reward_model --form comparison --centre-coef 0.1", "the form is comparison", "--form scalar"),
     *[
@@ -364,7 +349,7 @@ WITHOUT_EFFECT = [
     ("grpo --reward gsm8k --rewards repetition 1", "rewards replaces it", None),
     # its default, typed
     ("grpo --reward exact_match --rewards repetition 1", "rewards replaces it", None),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "says", "remedy"), WITHOUT_EFFECT)

@@ -51,10 +51,6 @@ stages:
 """
 
 
-def read(*words: str) -> cli.RunConfig:
-    return cli.read_run([str(GSM8K), *words], METHODS, GSM8K, RunSettings)
-
-
 def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 

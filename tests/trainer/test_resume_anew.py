@@ -223,20 +223,17 @@ def test_the_settings_that_a_change_names():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "flags,problem",
-    [
-        ("--grop.steps 7", "no stage 'grop'; did you mean grpo?"),
-        ("--grpo.stepps 7", "no such setting of stage grpo; did you mean steps?"),
-        ("--grpo.steps x", "--grpo.steps: x is not INT"),
-        ("--sft.group-size 4", "no such setting of stage sft"),
-        ("--sft.lr 4", "no such setting of stage sft; it is called --learning-rate here"),
-        ("--sft.no-train-mlp x", "--sft.no-train-mlp: takes no value, got x"),
-        ("--change steps=4", "use it with --resume|use it with resume"),
-        ("--resume --change steps", "expected NAME=VALUE"),
-        ("--resume --change stepps=4", "did you mean --steps"),
-    ],
-)
+@pytest.mark.parametrize("flags,problem", [
+    ("--grop.steps 7", "no stage 'grop'; did you mean grpo?"),
+    ("--grpo.stepps 7", "no such setting of stage grpo; did you mean steps?"),
+    ("--grpo.steps x", "--grpo.steps: x is not INT"),
+    ("--sft.group-size 4", "no such setting of stage sft"),
+    ("--sft.lr 4", "no such setting of stage sft; it is called --learning-rate here"),
+    ("--sft.no-train-mlp x", "--sft.no-train-mlp: takes no value, got x"),
+    ("--change steps=4", "use it with --resume|use it with resume"),
+    ("--resume --change steps", "expected NAME=VALUE"),
+    ("--resume --change stepps=4", "did you mean --steps"),
+])  # fmt: skip
 def test_what_is_wrong_with_it_is_said(flags, problem, tmp_path):
     (tmp_path / "two.yaml").write_text(TWO)
     with pytest.raises(SettingsError, match=problem):
