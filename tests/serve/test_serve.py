@@ -26,30 +26,19 @@ KEYS = ("tml-first-tenants-key", "tml-second-tenants-key")
 def texts(count: int = 6, seed: int = 0) -> list[Datum]:
     rng = np.random.default_rng(seed)
     rows = [rng.integers(2, 90, rng.integers(4, 12)) for _ in range(count)]
-    return [
-        Datum(
-            ModelInput.from_ints(row[:-1].tolist()),
-            {"target_tokens": row[1:], "weights": np.ones(len(row) - 1)},
-        )
-        for row in rows
-    ]
+    fields = [{"target_tokens": row[1:], "weights": np.ones(len(row) - 1)} for row in rows]
+    inputs = [ModelInput.from_ints(row[:-1].tolist()) for row in rows]
+    return [Datum(*pair) for pair in zip(inputs, fields, strict=True)]
 
 
 def rewarded(count: int = 4, seed: int = 1) -> list[Datum]:
     rng, data = np.random.default_rng(seed), []
     for _ in range(count):
         n = int(rng.integers(4, 10))
-        fields = {
-            "logprobs": -4.5 + 0.2 * rng.standard_normal(n),
-            "advantages": rng.standard_normal(n),
-            "mask": np.ones(n),
-        }
-        data.append(
-            Datum(
-                ModelInput.from_ints(rng.integers(2, 90, n).tolist()),
-                {"target_tokens": rng.integers(2, 90, n), **fields},
-            )
-        )
+        fields = {"logprobs": -4.5 + 0.2 * rng.standard_normal(n)}
+        fields |= {"advantages": rng.standard_normal(n), "mask": np.ones(n)}
+        read = ModelInput.from_ints(rng.integers(2, 90, n).tolist())
+        data.append(Datum(read, {"target_tokens": rng.integers(2, 90, n), **fields}))
     return data
 
 
@@ -114,14 +103,8 @@ def _for_loss(name):
         n, spec = 6, LOSSES[name]
         fields = {"target_tokens": rng.integers(2, 90, n)}
         for field in spec.required[1:]:
-            value = (
-                np.full(n, float(i % 2))
-                if field == "labels"
-                else np.ones(n)
-                if field == "mask"
-                else -4.0 + rng.standard_normal(n)
-            )
-            fields[field] = value
+            fixed = {"labels": np.full(n, float(i % 2)), "mask": np.ones(n)}
+            fields[field] = fixed[field] if field in fixed else -4.0 + rng.standard_normal(n)
         if name != "cross_entropy":
             fields.setdefault("mask", np.ones(n))  # some take their actions from it
         data.append(Datum(ModelInput.from_ints(rng.integers(2, 90, n).tolist()), fields))
@@ -428,64 +411,47 @@ def test_what_is_anothers_does_not_exist(tmp_path):
         model = mine.model()
         path = mine.save(model, 1, "a")
         sampler = mine.sampler(model, 2)
-        taken = mine.ask_sample(sampler, 0, [4, 5])
-        theirs.post("get_info", 404, model_id=model)
+        taken = mine.ask_sample(sampler, 0, [4, 5])["request_id"]
         theirs.ask(model, 3, texts(), status=404)
-        theirs.post("optim_step", 404, model_id=model, seq_id=3, adam_params={})
-        theirs.post("save_weights", 404, model_id=model, seq_id=3, path="b")
-        theirs.post(
-            "load_weights",
-            404,
-            session_id=theirs.session,
-            model_seq_id=0,
-            path=path,
-            optimizer=False,
-        )
-        theirs.post(
-            "create_sampling_session",
-            404,
-            session_id=theirs.session,
-            sampling_session_seq_id=0,
-            model_path=path,
-        )
-        theirs.post(
-            "create_sampling_session",
-            404,
-            session_id=mine.session,
-            sampling_session_seq_id=5,
-            base_model=BASE,
-        )
-        theirs.post("asample", 404, sampling_session_id=sampler, seq_id=9, prompt={"chunks": []})
-        theirs.post("retrieve_future", 410, request_id=taken["request_id"])
-        theirs.post("cancel_future", 410, request_id=taken["request_id"])
-        theirs.post("session_heartbeat", 404, session_id=mine.session)
-        theirs.post(f"sessions/{mine.session}/finish", 404)
-        theirs.post("weights_info", 404, tinker_path=path)
-        run = f"/api/v1/training_runs/{model}"
-        one_of = "/checkpoints/weights/a"
+        number, own = {"model_id": model, "seq_id": 3}, {"session_id": theirs.session}
+        for verb, status, fields in [
+            ("get_info", 404, {"model_id": model}),
+            ("optim_step", 404, {**number, "adam_params": {}}),
+            ("save_weights", 404, {**number, "path": "b"}),
+            ("load_weights", 404, {**own, "model_seq_id": 0, "path": path, "optimizer": False}),
+            ("create_sampling_session", 404,
+             {**own, "sampling_session_seq_id": 0, "model_path": path}),
+            ("create_sampling_session", 404,
+             {"session_id": mine.session, "sampling_session_seq_id": 5, "base_model": BASE}),
+            ("asample", 404, {"sampling_session_id": sampler, "seq_id": 9, "prompt": {"chunks": []}}),
+            ("retrieve_future", 410, {"request_id": taken}),
+            ("cancel_future", 410, {"request_id": taken}),
+            ("session_heartbeat", 404, {"session_id": mine.session}),
+            (f"sessions/{mine.session}/finish", 404, {}),
+            ("weights_info", 404, {"tinker_path": path}),
+        ]:  # fmt: skip
+            theirs.post(verb, status, **fields)
+        run, one_of = f"/api/v1/training_runs/{model}", "/checkpoints/weights/a"
         asked = [
             ("GET", ""), ("GET", "/checkpoints"), ("GET", one_of + "/archive"),
             ("PUT", one_of + "/ttl"), ("DELETE", one_of),
         ]  # fmt: skip
         for method, where in asked:
             assert theirs.http.request(method, run + where).status_code == 404, where
-            assert (
-                mine.http.request(
-                    method, run + where, json={} if method == "PUT" else None
-                ).status_code
-                < 300
-            ), where
+            body = {} if method == "PUT" else None
+            assert mine.http.request(method, run + where, json=body).status_code < 300, where
         assert theirs.http.get("/api/v1/checkpoints").json()["checkpoints"] == []
         assert theirs.http.get("/api/v1/sessions").json()["sessions"] == [theirs.session]
-        for key in ("", "tml-first-tenants-ke", "tml-first-tenants-key2", "é"):
-            answer = mine.http.get("/api/v1/sessions", headers={"x-api-key": key.encode()})
-            assert answer.status_code == 401, key
-        bearer = mine.http.get(
-            "/api/v1/sessions", headers={"x-api-key": "", "authorization": f"Bearer {KEYS[0]}"}
-        )
-        assert bearer.status_code == 200
-        assert mine.http.get("/healthz", headers={"x-api-key": "x"}).status_code == 200
-        assert mine.http.get("/metrics", headers={"x-api-key": "x"}).status_code == 401
+        for where, headers, status in [
+            ("/api/v1/sessions", {"x-api-key": ""}, 401),
+            ("/api/v1/sessions", {"x-api-key": "tml-first-tenants-ke"}, 401),
+            ("/api/v1/sessions", {"x-api-key": "tml-first-tenants-key2"}, 401),
+            ("/api/v1/sessions", {"x-api-key": "é".encode()}, 401),
+            ("/api/v1/sessions", {"x-api-key": "", "authorization": f"Bearer {KEYS[0]}"}, 200),
+            ("/healthz", {"x-api-key": "x"}, 200),
+            ("/metrics", {"x-api-key": "x"}, 401),
+        ]:
+            assert mine.http.get(where, headers=headers).status_code == status, (where, headers)
 
 
 def test_nothing_leads_out_of_the_folder_and_no_body_breaks_in(wires, served):
@@ -495,22 +461,12 @@ def test_nothing_leads_out_of_the_folder_and_no_body_breaks_in(wires, served):
     for path in ("tinker://../../etc", "tinker://../../etc/weights/passwd", f"tinker://{model}/weights/..", f"tinker://{model}/../x",
                  f"tinker://{model}/weights/%2e%2e", "/etc/passwd", "file:///etc", f"tinker://{model}/live/live", "tinker://", "",
                  f"tinker://{session}:train:01/weights/a", f"tinker://{model}/weights/a\0b"):  # fmt: skip
+        place, own = path or " ", {"session_id": session}
+        wires.post("load_weights", 404, **own, model_seq_id=50, path=place, optimizer=False)
         wires.post(
-            "load_weights",
-            404,
-            session_id=session,
-            model_seq_id=50,
-            path=path or " ",
-            optimizer=False,
+            "create_sampling_session", 404, **own, sampling_session_seq_id=50, model_path=place
         )
-        wires.post(
-            "create_sampling_session",
-            404,
-            session_id=session,
-            sampling_session_seq_id=50,
-            model_path=path or " ",
-        )
-        wires.post("weights_info", 404, tinker_path=path or " ")
+        wires.post("weights_info", 404, tinker_path=place)
     assert {path for path in root.parent.iterdir()} == before
     for path in (
         "/api/v1/files/1/ab/x/weights/y/../../z",

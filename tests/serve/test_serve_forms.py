@@ -111,12 +111,11 @@ def test_a_sample_is_the_same_in_both_forms(wires, tmp_path):
     sampler = wires.sampler(wires.model(), 1)
     targets = {"data": [9, -1, 3, 90], "dtype": "int64", "shape": [2, 2]}
     asks = [
-        {},
-        {"prompt_logprobs": True},
-        {"topk_prompt_logprobs": 3, "prompt_logprobs": True},
+        {}, {"prompt_logprobs": True}, {"topk_prompt_logprobs": 3, "prompt_logprobs": True},
         {"target_prompt_logprobs": targets},
         {"prompt_logprobs": True, "prompt_logprobs_last_n": 1},
-    ]
+    ]  # fmt: skip
+    reasons = {tinker_pb2.STOP_REASON_STOP: "stop", tinker_pb2.STOP_REASON_LENGTH: "length"}
     seen = []
     for seq, asked in enumerate(asks):
         raw, plain = both(
@@ -125,51 +124,26 @@ def test_a_sample_is_the_same_in_both_forms(wires, tmp_path):
         message = tinker_pb2.SampleResponse.FromString(raw.content)
         assert len(message.sequences) == len(plain["sequences"]) == 2 and plain["type"] == "sample"
         for one, other in zip(message.sequences, plain["sequences"], strict=True):
-            assert np.frombuffer(one.tokens, "<i4").tolist() == other["tokens"]
-            assert len(other["tokens"]) > 0
+            assert np.frombuffer(one.tokens, "<i4").tolist() == other["tokens"] != []
             assert np.array_equal(np.frombuffer(one.logprobs, "<f4"), np.float32(other["logprobs"]))
-            assert {tinker_pb2.STOP_REASON_STOP: "stop", tinker_pb2.STOP_REASON_LENGTH: "length"}[
-                one.stop_reason
-            ] == other["stop_reason"]
+            assert reasons[one.stop_reason] == other["stop_reason"]
         assert message.prompt_cache_hit_tokens == plain["prompt_cache_hit_tokens"]
-        assert (
-            message.HasField("prompt_logprobs")
-            == (plain["prompt_logprobs"] is not None)
-            == ("prompt_logprobs" in asked)
-        )
+        for name in ("prompt_logprobs", "topk_prompt_logprobs", "target_prompt_logprobs"):
+            assert message.HasField(name) == (plain.get(name) is not None) == (name in asked)
         if "prompt_logprobs" in asked:
-            found = np.frombuffer(message.prompt_logprobs, "<f4")
-            nones = np.asarray([value is None for value in plain["prompt_logprobs"]])
-            assert np.array_equal(np.isnan(found), nones) and nones[0]
-            assert np.array_equal(
-                found[~nones],
-                np.float32([value for value in plain["prompt_logprobs"] if value is not None]),
-            )
-            seen.append(int(nones.sum()))
-        assert (
-            message.HasField("topk_prompt_logprobs")
-            == (plain["topk_prompt_logprobs"] is not None)
-            == ("topk_prompt_logprobs" in asked)
-        )
+            found, values = np.frombuffer(message.prompt_logprobs, "<f4"), plain["prompt_logprobs"]
+            assert values[0] is None
+            others = np.float32([np.nan if value is None else value for value in values])
+            assert np.array_equal(found, others, equal_nan=True)
+            seen.append(values.count(None))
         if "topk_prompt_logprobs" in asked:
-            top = message.topk_prompt_logprobs
-            ids, values = (
-                np.frombuffer(top.token_ids, "<i4").reshape(-1, top.k),
-                np.frombuffer(top.logprobs, "<f4").reshape(-1, top.k),
-            )
-            assert top.length == len(plain["topk_prompt_logprobs"]) == 3
-            assert plain["topk_prompt_logprobs"][0] is None
-            for row, logprobs, other in list(
-                zip(ids, values, plain["topk_prompt_logprobs"], strict=True)
-            )[1:]:
-                assert [(int(token), np.float32(value)) for token, value in other] == list(
-                    zip(row.tolist(), logprobs, strict=True)
-                )
-        assert (
-            message.HasField("target_prompt_logprobs")
-            == ("target_prompt_logprobs" in plain)
-            == ("target_prompt_logprobs" in asked)
-        )
+            top, rows = message.topk_prompt_logprobs, plain["topk_prompt_logprobs"]
+            ids = np.frombuffer(top.token_ids, "<i4").reshape(-1, top.k)
+            values = np.frombuffer(top.logprobs, "<f4").reshape(-1, top.k)
+            assert top.length == len(rows) == 3 and rows[0] is None
+            for own, logprobs, other in zip(ids[1:], values[1:], rows[1:], strict=True):
+                pairs = [(int(token), np.float32(value)) for token, value in other]
+                assert pairs == list(zip(own.tolist(), logprobs, strict=True))
         if "target_prompt_logprobs" in asked:
             tensor, other = message.target_prompt_logprobs, plain["target_prompt_logprobs"]
             assert list(tensor.shape) == other["shape"] == [2, 2]
@@ -177,12 +151,10 @@ def test_a_sample_is_the_same_in_both_forms(wires, tmp_path):
     # positions without a logprob: the first, and with last_n of 3 tokens two
     assert seen == [1, 1, 2]
     with ServiceClient(output_dir=tmp_path) as service:
-        client = service.create_lora_training_client(
-            BASE, 4, 7
-        ).save_weights_and_get_sampling_client()
-        mine = client.sample(
-            ModelInput.from_ints([5, 6, 7]), 2, SamplingParams(max_tokens=7, seed=4)
-        ).result()
+        model = service.create_lora_training_client(BASE, 4, 7)
+        client = model.save_weights_and_get_sampling_client()
+        params = SamplingParams(max_tokens=7, seed=4)
+        mine = client.sample(ModelInput.from_ints([5, 6, 7]), 2, params).result()
     assert [one["tokens"] for one in plain["sequences"]] == [one.tokens for one in mine.sequences]
 
 

@@ -173,14 +173,9 @@ def test_one_key_that_floods_refuses_itself_alone(tmp_path):
             for i in range(20):
                 adam = {"adam_params": {"learning_rate": 0.0}}
                 if i % 4 == 0:
-                    send(
-                        "asample",
-                        sampling_session_id=sampler,
-                        seq_id=i,
-                        num_samples=1,
-                        sampling_params={"max_tokens": 2},
-                        prompt={"chunks": [{"type": "encoded_text", "tokens": [4, 5]}]},
-                    )
+                    prompt = {"chunks": [{"type": "encoded_text", "tokens": [4, 5]}]}
+                    numbers = {"sampling_session_id": sampler, "seq_id": i, "num_samples": 1}
+                    send("asample", **numbers, sampling_params={"max_tokens": 2}, prompt=prompt)
                 elif i % 4 == 1:
                     send("optim_step", model_id=models[0], seq_id=2 + i // 4, **adam)
                 else:  # whose number comes too early
