@@ -204,25 +204,17 @@ def ask_loss_config(ground, rng):
 
 
 def test_loss_configs(ground):
-    rng = random.Random(10)
+    rng, client = random.Random(10), ground.client
     for _ in range(100):
         ask_loss_config(ground, rng)
     for odd in ODD:  # the name, the data and the divisor
-        ground.attempt(
-            f"loss {shown(odd)}",
-            lambda odd=odd: ground.client.forward(ground.good, odd).result(60),
-            finite_output,
-        )
-        ground.attempt(
-            f"data {shown(odd)}",
-            lambda odd=odd: ground.client.forward(odd, "ppo").result(60),
-            finite_output,
-        )
-        ground.attempt(
-            f"by {shown(odd)}",
-            lambda odd=odd: ground.client.forward_backward([], "ppo", divisor=odd).result(60),
-            finite_output,
-        )
+        for what, ask in {
+            "loss": lambda odd=odd: client.forward(ground.good, odd),
+            "data": lambda odd=odd: client.forward(odd, "ppo"),
+            "by": lambda odd=odd: client.forward_backward([], "ppo", divisor=odd),
+        }.items():
+            call = lambda ask=ask: ask().result(60)  # noqa: E731
+            ground.attempt(f"{what} {shown(odd)}", call, finite_output)
     ground.still_works()
 
 
@@ -282,37 +274,31 @@ def finite_sample(response) -> None:
 
 
 def ask_sample(ground, rng):
-    settings = {"max_tokens": 3}
-    request = {"prompt": PROMPT, "num_samples": 1}
+    settings, request = {"max_tokens": 3}, {"prompt": PROMPT, "num_samples": 1}
     for _ in range(rng.randrange(1, 3)):
         odd = rng.choice(ODD)
         match rng.randrange(4):
             case 0 | 1:
-                settings[
-                    rng.choice(["max_tokens", "seed", "stop", "temperature", "top_k", "top_p"])
-                ] = odd
+                names = ["max_tokens", "seed", "stop", "temperature", "top_k", "top_p"]
+                settings[rng.choice(names)] = odd
             case 2:
-                names = [
-                    "num_samples",
-                    "include_prompt_logprobs",
-                    "topk_prompt_logprobs",
-                    "prompt_logprobs_last_n",
-                ]
+                names = ["num_samples", "include_prompt_logprobs", "topk_prompt_logprobs",
+                         "prompt_logprobs_last_n"]  # fmt: skip
                 request[rng.choice(names)] = odd
             case 3:
                 tokens = [3, odd] if rng.random() < 0.5 else odd
                 # a function, since the chunk itself may be refused
                 chunk = functools.partial(EncodedTextChunk, tokens)
-                request["prompt"] = rng.choice(
-                    [odd, chunk, ModelInput.from_ints([3] * CONTEXT), ModelInput.empty()]
-                )
+                full = ModelInput.from_ints([3] * CONTEXT)
+                request["prompt"] = rng.choice([odd, chunk, full, ModelInput.empty()])
 
     def call():
         prompt = request["prompt"]
         if isinstance(prompt, functools.partial):
             prompt = ModelInput((prompt(),))
+        params = SamplingParams(**settings)
         return ground.sampler.sample(
-            **{**request, "prompt": prompt}, sampling_params=SamplingParams(**settings)
+            **{**request, "prompt": prompt}, sampling_params=params
         ).result(60)
 
     return ground.attempt(f"{shown(settings)} {shown(request)}", call, finite_sample, beside=True)
@@ -357,35 +343,21 @@ def test_a_request_that_the_engine_refuses_fails_alone(ground, monkeypatch):
 
 
 def test_names_and_custom_losses(ground):
-    client = ground.client
+    client, save = ground.client, ground.client._make_save_path
+
+    def attempt(what, call):
+        ground.attempt(what, call, lambda answer: None)
+
+    def custom(loss):
+        return lambda: client.forward_backward_custom(ground.good, loss)
+
     for odd in ODD:
-        ground.attempt(
-            f"saved as {shown(odd)}",
-            lambda odd=odd: client._make_save_path("checkpoints", odd, None),
-            lambda path: None,
-        )
-        ground.attempt(
-            f"for {shown(odd)} s",
-            lambda odd=odd: client._make_save_path("checkpoints", "a", odd),
-            lambda path: None,
-        )
-        answers = {
-            "loss": lambda *_, odd=odd: odd,
-            "metric": lambda data, lps, odd=odd: (sum(lp.sum() for lp in lps), {"m": odd}),
-        }
-        for what, loss in answers.items():
-            ground.attempt(
-                f"{what} {shown(odd)}",
-                lambda loss=loss: client.forward_backward_custom(ground.good, loss),
-                lambda answer: None,
-            )
-    ground.attempt(
-        "nan",
-        lambda: client.forward_backward_custom(
-            ground.good, lambda d, lps: (lps[0].sum() * math.nan, {})
-        ),
-        lambda a: None,
-    )
+        attempt(f"saved as {shown(odd)}", lambda odd=odd: save("checkpoints", odd, None))
+        attempt(f"for {shown(odd)} s", lambda odd=odd: save("checkpoints", "a", odd))
+        attempt(f"loss {shown(odd)}", custom(lambda *_, odd=odd: odd))
+        metric = lambda data, lps, odd=odd: (sum(lp.sum() for lp in lps), {"m": odd})  # noqa: E731
+        attempt(f"metric {shown(odd)}", custom(metric))
+    attempt("nan", custom(lambda data, lps: (lps[0].sum() * math.nan, {})))
     ground.settle()
 
 

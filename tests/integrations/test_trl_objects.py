@@ -230,42 +230,22 @@ def test_a_dictionary_of_factories_is_chosen_from_by_the_row(file, process):
     spec = isolate_environment(spec) if process else spec
     tokenizer = load_tokenizer("tiny:ascii")
     renderer = get_renderer("plain", tokenizer)
-    rows = [
-        {"environment": "count", "target": 5},
-        {"environment": "speak"},
-        {"environment": "sing"},
-        {},
-    ]
-    problems = [
-        Problem(({"role": "user", "content": "Hello."},), row, index=i)
-        for i, row in enumerate(rows)
-    ]
+    rows = [{"environment": "count", "target": 5}, *({"environment": e} for e in ("speak", "sing"))]
+    hello = ({"role": "user", "content": "Hello."},)
+    problems = [Problem(hello, row, index=i) for i, row in enumerate([*rows, {}])]
     answers = [call("add", by=2), call("speak", word="hi"), "done"]
     sampler = Scripted(tokenizer, lambda prompt, turn, *_: answers[turn])
-    found = rollout(
-        [EnvironmentGroup(spec, p, 1, renderer) for p in problems],
-        sampler,
-        SamplingParams(max_tokens=300),
-        seed=0,
-    )
+    groups = [EnvironmentGroup(spec, p, 1, renderer) for p in problems]
+    found = rollout(groups, sampler, SamplingParams(max_tokens=300), seed=0)
     if process:
         spec.root.close()
-    told = [
-        [
-            m["content"]
-            for turn in group.trajectories_G[0].transitions[1:]
-            for m in turn.logs["told"]
-        ]
-        for group in found.groups
-    ]
-    assert told[0][0] == "2"
-    assert "no tool" in told[0][1]
-    assert "no tool" in told[1][0]
-    assert told[1][1] == "HI"
+    turns = [group.trajectories_G[0].transitions[1:] for group in found.groups]
+    told = [[m["content"] for turn in own for m in turn.logs["told"]] for own in turns]
+    assert told[0][0] == "2" and told[1][1] == "HI"
+    assert "no tool" in told[0][1] and "no tool" in told[1][0]
     assert [group.get_total_rewards() for group in found.groups] == [[2.0], [0.0]]
-    assert len(found.errors) == 2
+    assert len(found.errors) == 2 and "None" in found.errors[1]
     assert "'sing'; the dictionary has 'count', 'speak'" in found.errors[0]
-    assert "None" in found.errors[1]
     with pytest.raises(UserError, match="is not an environment in it"):
         resolve_environment(f"{file}:no_factories")
 

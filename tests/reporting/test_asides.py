@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from listener import Listener
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, SettingsError, read_run
@@ -21,21 +22,13 @@ from rl.sanitize import sanitize_message
 RECIPE = Path(__file__).parents[2] / "recipes" / "addition.yaml"
 
 
-class Ear:
-    def __init__(self) -> None:
-        self.heard: list[str] = []
-
-    def warn(self, text: str) -> None:
-        self.heard.append(text)
-
-
 # ------------------------------------------------------------------------------------- beside a run
 
 
 def test_a_page_that_cannot_be_written_costs_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ear = Ear()
+    ear = Listener()
     monkeypatch.setattr(rollout_html, "render_page", lambda *_, **__: 1 / 0)
     with Logbook(tmp_path / "run", console=ear) as logbook:
         logbook.write_rollouts(1, [{"prompt": "a", "response": "b", "reward": 1.0}])
@@ -44,13 +37,13 @@ def test_a_page_that_cannot_be_written_costs_the_page(
         "step_000001.jsonl",
         "step_000002.jsonl",
     ]
-    assert len(ear.heard) == 1 and "page of rollouts" in ear.heard[0]
+    assert len(ear.warnings) == 1 and "page of rollouts" in ear.warnings[0]
 
 
 def test_a_broken_plot_backend_never_fails_a_finished_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ear = Ear()
+    ear = Listener()
 
     def broken(*_: Any) -> None:
         raise RuntimeError("no such backend")
@@ -58,19 +51,19 @@ def test_a_broken_plot_backend_never_fails_a_finished_run(
     monkeypatch.setattr(metric_plots, "draw_curves", broken)
     with Logbook(tmp_path / "run", console=ear) as logbook:
         logbook.log(1, {"stage": "sft", "optim/loss": 1.0})
-    assert len(ear.heard) == 1 and "curves.png" in ear.heard[0]
+    assert len(ear.warnings) == 1 and "curves.png" in ear.warnings[0]
 
 
 @pytest.mark.parametrize("name", ["a$b", "$", "price $5 $x^", "$$", r"\$", "$\\frac$"])
 def test_a_folders_name_with_dollars_is_drawn_as_it_stands(tmp_path: Path, name: str) -> None:
-    ear = Ear()
+    ear = Listener()
     with Logbook(tmp_path / name, console=ear) as logbook:
         for stage in ("sft", "$x_$"):
             for step in range(3):
                 logbook.log(
                     step + 10 * (stage != "sft"), {"stage": stage, "optim/loss": 1.0 / (1 + step)}
                 )
-    assert not ear.heard and (tmp_path / name / "curves.png").stat().st_size > 1000
+    assert not ear.warnings and (tmp_path / name / "curves.png").stat().st_size > 1000
     metric_plots.draw_curves([tmp_path / name, tmp_path / name], tmp_path / "both.png")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from listener import Listener
 
 from rl.reporting import Logbook, metric_plots
 
@@ -137,26 +138,18 @@ def test_odd_folders_draw(tmp_path: Path) -> None:
         metric_plots.draw_curves([one, two], tmp_path / "x.png", labels=["a"])
 
 
-class Ear:
-    def __init__(self) -> None:
-        self.heard: list[str] = []
-
-    def warn(self, text: str) -> None:
-        self.heard.append(text)
-
-
 def test_a_run_ends_with_its_curves_and_never_fails_for_want_of_them(tmp_path: Path) -> None:
     with Logbook(tmp_path / "run") as book:
         for row in two_stages():
             book.log(row["step"], row)
     assert is_png(tmp_path / "run/curves.png")
-    ear = Ear()
+    ear = Listener()
     with Logbook(tmp_path / "bare", console=ear) as book:
         book.log(0, {"something": 1.0})
-    assert len(ear.heard) == 1 and ear.heard[0].startswith("no curves.png")
+    assert len(ear.warnings) == 1 and ear.warnings[0].startswith("no curves.png")
     with Logbook(tmp_path / "empty", console=ear):
         pass
-    assert len(ear.heard) == 1  # a run that logged nothing has no curves to miss
+    assert len(ear.warnings) == 1  # a run that logged nothing has no curves to miss
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 import torch
+from listener import Listener
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, read_run, resolve_config
@@ -405,22 +406,8 @@ def test_the_command_is_listed_and_explains_itself():
     assert "report" in whetstone.SCRIPTS
 
 
-class _Listener:
-    """Collect the messages of a run."""
-
-    def __init__(self):
-        self.notes: list[str] = []
-        self.warnings: list[str] = []
-
-    def note(self, text):
-        self.notes.append(text)
-
-    def warn(self, text):
-        self.warnings.append(text)
-
-
-def make_writer(folder: Path, **more) -> tuple[ReportWriter, _Listener]:
-    listener = _Listener()
+def make_writer(folder: Path, **more) -> tuple[ReportWriter, Listener]:
+    listener = Listener()
     launches = LaunchLog(folder, describe_launch(0, {"world": 1, "device": "cpu"}, []))
     return ReportWriter(folder, listener, launches, **more), listener
 

@@ -47,28 +47,16 @@ def stage_of(folder: Path, console: Console, logbook: Logbook, steps: int) -> Tr
         steps=steps, save_every=50, keep_best="optim/loss", keep_best_mode="min", batch_size=4
     )
     settings = replace(settings, loop=loop, data=data)
-    problems = ProblemSet(
-        [
-            Problem([{"role": "user", "content": "?"}], {"level": i % 3}, tag="p", index=i)
-            for i in range(30)
-        ],
-        name="p",
-    )
+    ask = [{"role": "user", "content": "?"}]
+    problems = [Problem(ask, {"level": i % 3}, tag="p", index=i) for i in range(30)]
     context = StageContext(
-        name="grpo",
-        index=0,
-        method=METHODS["grpo"](settings),
+        name="grpo", index=0, method=METHODS["grpo"](settings),
         models=Models(StubPolicy(folder), {}),  # type: ignore[arg-type]
-        problems=Curriculum(problems, data),
-        test_problems=None,
-        renderer=None,
-        scorer=SimpleNamespace(),  # type: ignore[arg-type]
-        run_seed=0,
-        first_step=0,
-        logbook=logbook,
-        console=console,
+        problems=Curriculum(ProblemSet(problems, name="p"), data), test_problems=None,
+        renderer=None, scorer=SimpleNamespace(),  # type: ignore[arg-type]
+        run_seed=0, first_step=0, logbook=logbook, console=console,
         checkpoints=CheckpointManager(logbook),
-    )
+    )  # fmt: skip
     return Trainer(context, stop_request=SimpleNamespace(exit_code=None))  # type: ignore[arg-type]
 
 

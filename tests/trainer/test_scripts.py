@@ -94,11 +94,7 @@ def test_pass_figures_leave_out_problems_whose_rewards_failed_in_part():
     figures = compute_pass_at_k([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0]], 3)
     means = {"pass@1": 1 / 6, "pass@2": (2 / 3) / 2, "pass@3": 0.5}
     # of two values, the standard error of their mean is half of what they differ by
-    errors = {
-        "standard error of pass@1": 1 / 6,
-        "standard error of pass@2": 1 / 3,
-        "standard error of pass@3": 1 / 2,
-    }
+    errors = {f"standard error of pass@{k}": e for k, e in ((1, 1 / 6), (2, 1 / 3), (3, 1 / 2))}
     assert figures == pytest.approx({**means, **errors})
     # of one problem nothing is known of others
     assert compute_pass_at_k([[1.0, 0.0]], 2) == {"pass@1": 0.5, "pass@2": 1.0}
@@ -181,23 +177,12 @@ def test_a_runs_own_reward_is_imported_from_the_current_folder_or_where_it_is_tr
     os.symlink(there / "mine.py", here / "linked.py")
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "path", [str(here), *sys.path])
-    for address in (
-        "mine.py:f",
-        "./mine.py:f",
-        "mine:f",
-        "package.mine:f",
-        str(here / "mine.py") + ":f",
-        "package:f",
-    ):
+    own = ("mine.py:f", "./mine.py:f", "mine:f", "package.mine:f", f"{here}/mine.py:f", "package:f")
+    for address in own:
         said = check_trusted([address], "the config of run", False)
         assert address in said[0] and "mine.py" in said[0] or "__init__.py" in said[0]
-    for address in (
-        "../there/mine.py:f",
-        str(there / "mine.py") + ":f",
-        "linked.py:f",
-        "json:loads",
-        "subprocess:getoutput",
-    ):
+    others = ("../there/mine.py:f", f"{there}/mine.py:f", "linked.py:f", "json:loads")
+    for address in (*others, "subprocess:getoutput"):
         with pytest.raises(UserError, match="--trust-run"):
             check_trusted([address], "the config of run", False)
         assert address in check_trusted([address], "the config of run", True)[0]
