@@ -87,40 +87,29 @@ def test_penalty_by_hand():
 
 
 def test_a_penalty_with_full_discount_has_the_gradient_of_the_kl_of_answers():
-    """Enumerated over all answers of one to three tokens, of which the third token ends one."""
-    answers = [
-        q
-        for n in (1, 2, 3)
-        for q in itertools.product(range(3), repeat=n)
-        if 2 not in q[:-1] and (q[-1] == 2 or n == 3)
-    ]
-    states = {q[:i]: 0 for q in answers for i in range(len(q))}
+    """-grad KL(policy || ref), over all answers of one to three tokens; the third token ends one."""
+    every = [q for n in (1, 2, 3) for q in itertools.product(range(3), repeat=n)]
+    answers = [q for q in every if 2 not in q[:-1] and (q[-1] == 2 or len(q) == 3)]
+    states = dict.fromkeys(q[:i] for q in answers for i in range(len(q)))
     rows = {state: i for i, state in enumerate(states)}
     torch.manual_seed(2)
     logits = torch.randn(len(rows), 3, dtype=torch.float64, requires_grad=True)
-    logp, ref = (
-        torch.log_softmax(logits, -1),
-        torch.log_softmax(torch.randn(len(rows), 3, dtype=torch.float64), -1),
-    )
+    logp = torch.log_softmax(logits, -1)
+    ref = torch.log_softmax(torch.randn(len(rows), 3, dtype=torch.float64), -1)
     lp, ref_lp = (
         [torch.stack([table[rows[q[:i]], token] for i, token in enumerate(q)]) for q in answers]
         for table in (logp, ref)
     )
     chances = [one.sum().exp() for one in lp]
     assert float(sum(chances).detach()) == pytest.approx(1.0)
-    (truth,) = torch.autograd.grad(
-        sum(p * (a - b).sum() for p, a, b in zip(chances, lp, ref_lp, strict=True)),
-        logits,
-        retain_graph=True,
-    )
+    kl = sum(p * (a - b).sum() for p, a, b in zip(chances, lp, ref_lp, strict=True))
+    (truth,) = torch.autograd.grad(kl, logits, retain_graph=True)
     datums = [datum(one.tolist(), [1.0] * len(one)) for one in lp]
     for discount, right in ((1.0, True), (0.0, False)):
         credited, _ = apply_kl_penalty(datums, [one.numpy() for one in ref_lp], 1.0, discount)
         credits = [one.loss_fn_inputs["advantages"].to_torch().double() for one in credited]
-        loss = -sum(
-            p.detach() * (credit * one).sum()
-            for p, credit, one in zip(chances, credits, lp, strict=True)
-        )
+        terms = zip(chances, credits, lp, strict=True)
+        loss = -sum(p.detach() * (credit * one).sum() for p, credit, one in terms)
         (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
         assert torch.allclose(found, truth, atol=1e-6) == right
 

@@ -76,31 +76,19 @@ def method_of(row: Row):
         "temperature": TEMPERATURE, "batch_size": GROUPS, "steps": 2, "learning_rate": RATE,
         "adam_eps": EPS, "grad_clip_norm": CLIP_NORM, "kl_coef": 0.0 if kl == "none" else KL_COEF,
     }  # fmt: skip
-    flat |= (
-        {"value_coef": VALUE_COEF}
-        if value == "head"
-        else {"critic_model": "policy", "critic_learning_rate": CRITIC_RATE}
-    )
-    flat |= (
-        {"kl_target": KL_TARGET}
-        if kl == "adaptive"
-        else {"kl_placement": "loss", "kl_kind": kl}
-        if kl.startswith("k")
-        else {}
-    )
+    critic = {"critic_model": "policy", "critic_learning_rate": CRITIC_RATE}
+    flat |= {"value_coef": VALUE_COEF} if value == "head" else critic
+    flat |= {"kl_target": KL_TARGET} if kl == "adaptive" else {}
+    flat |= {"kl_placement": "loss", "kl_kind": kl} if kl.startswith("k") else {}
     flat |= {"proximal": "learner"} if correction in PROXIMAL else {}
     if kind != "none":
-        flat |= {
-            "correction": kind,
-            "correction_level": level,
-            "correction_low": low,
-            "correction_high": high,
-        }
+        flat |= {"correction": kind, "correction_level": level}
+        flat |= {"correction_low": low, "correction_high": high}
     return make_method(method, **flat)
 
 
 def groups_of(rng: np.random.Generator) -> list[TrajectoryGroup]:
-    """Episodes of one to five turns, which continue any earlier conversation or begin one."""
+    """Episodes of one to five turns, which continue any conversation or begin one; some cut off."""
     groups = []
     for problem in range(GROUPS):
         members = []
@@ -109,32 +97,20 @@ def groups_of(rng: np.random.Generator) -> list[TrajectoryGroup]:
             for _ in range(int(rng.integers(1, 6))):
                 observation = rng.integers(0, 12, 3).tolist()
                 if conversations and rng.random() < 0.6:
-                    observation = [
-                        *conversations.pop(int(rng.integers(0, len(conversations)))),
-                        int(rng.integers(0, 12)),
-                    ]
+                    earlier = conversations.pop(int(rng.integers(0, len(conversations))))
+                    observation = [*earlier, int(rng.integers(0, 12))]
                 tokens = rng.integers(0, 12, int(rng.integers(2, MAX_TOKENS + 1))).tolist()
-                action = SampledSequence(
-                    tokens, [0.0] * len(tokens), "stop", temperature=TEMPERATURE, version=0
-                )
-                turns.append(
-                    Transition(
-                        ModelInput.from_ints(list(observation)), action, float(rng.normal()), False
-                    )
-                )
+                how = {"temperature": TEMPERATURE, "version": 0}
+                action = SampledSequence(tokens, [0.0] * len(tokens), "stop", **how)
+                read = ModelInput.from_ints(list(observation))
+                turns.append(Transition(read, action, float(rng.normal()), False))
                 conversations.append([*observation, *tokens])
-            turns[-1].episode_done = True
             cut = rng.integers(0, 4)
-            turns[-1].truncated, turns[-1].ac.stop_reason = (
-                bool(cut == 1),
-                "length" if cut == 2 else "stop",
-            )
+            turns[-1].episode_done, turns[-1].truncated = True, bool(cut == 1)
+            turns[-1].ac.stop_reason = "length" if cut == 2 else "stop"
             members.append(Trajectory(turns))
-        groups.append(
-            TrajectoryGroup(
-                members, rng.normal(size=MEMBERS).tolist(), [{}] * MEMBERS, problem_index=problem
-            )
-        )
+        final = rng.normal(size=MEMBERS).tolist()
+        groups.append(TrajectoryGroup(members, final, [{}] * MEMBERS, problem_index=problem))
     return groups
 
 
@@ -240,9 +216,8 @@ class Reference:
                 if self.row["method"] == "rlhf":
                     last = member.transitions[-1]
                     with torch.no_grad():
-                        score = float(
-                            self.rewards.read([*last.ob.to_ints(), *last.ac.tokens])[1][-1]
-                        )
+                        read = [*last.ob.to_ints(), *last.ac.tokens]
+                        score = float(self.rewards.read(read)[1][-1])
                     rewards *= OTHER_WEIGHT
                     rewards[-1] += score
                 found.append(rewards)
@@ -262,24 +237,18 @@ class Reference:
                     text.columns["learner"] = at_actions(self.policy, text)[0].tolist()
                     *_, values, after = at_actions(self.critic or self.policy, text)
                     text.columns |= {
-                        "old": values.tolist(),
+                        "old": values.tolist(), "after": [float(after)],
                         "reference": at_actions(self.first, text)[0].tolist(),
-                    }
-                    text.columns |= {
                         "advantage": [0.0] * len(text.actions),
-                        "after": [float(after)],
-                    }
+                    }  # fmt: skip
             values, q, ref = (
                 [texts[i].columns[name][k] for i, k in order] for name in ("old", "q", "reference")
             )
             charged = self.coefficient if self.row["kl"] in ("reward", "adaptive") else 0.0
             gaps += [a - b for a, b in zip(q, ref, strict=True)]
             rewards = [-charged * (a - b) for a, b in zip(q, ref, strict=True)]
-            for end, reward in zip(
-                np.cumsum([len(turn.ac.tokens) for turn in member.transitions]),
-                rewards_N,
-                strict=True,
-            ):
+            ends = np.cumsum([len(turn.ac.tokens) for turn in member.transitions])
+            for end, reward in zip(ends, rewards_N, strict=True):
                 rewards[end - 1] += reward
             last = member.transitions[-1]
             cut = self.row["end"] == "bootstrap" and (
@@ -292,9 +261,8 @@ class Reference:
                     (GAMMA * LAM) ** (n - t) * delta[n] for n in range(t, len(delta))
                 )
             for text in texts:
-                text.columns["return"] = np.add(
-                    text.columns["advantage"], text.columns["old"]
-                ).tolist()
+                columns = text.columns
+                columns["return"] = np.add(columns["advantage"], columns["old"]).tolist()
             episodes.append(texts)
         flat = [text for texts in episodes for text in texts]
         returns, old, advantages = (
@@ -312,9 +280,8 @@ class Reference:
             }
         if self.row["normalise"] in ("advantages", "both"):
             for text in flat:
-                text.columns["advantage"] = (
-                    (np.array(text.columns["advantage"]) - advantages.mean()) / advantages.std()
-                ).tolist()
+                own = np.array(text.columns["advantage"]) - advantages.mean()
+                text.columns["advantage"] = (own / advantages.std()).tolist()
         return episodes, {name: float(value) for name, value in metrics.items()}
 
     def correct(self, episodes: list[list[Text]]) -> None:
@@ -413,20 +380,11 @@ class Reference:
                 optimizer.step()
         kept = [text for text in texts.values() if any(text.columns["keep"])]
         with torch.no_grad():
-            g = torch.cat(
-                [
-                    (t.tensor("against") - at_actions(self.policy, t)[0])[
-                        torch.tensor(t.columns["keep"])
-                    ]
-                    for t in kept
-                ]
-            )
-        names = {
-            "policy_loss": "policy",
-            "policy_entropy": "entropy",
-            "value_loss": "value",
-            "clip_frac": "clipped",
-        }
+            gaps = [t.tensor("against") - at_actions(self.policy, t)[0] for t in kept]
+            masks = [torch.tensor(t.columns["keep"]) for t in kept]
+            g = torch.cat([gap[mask] for gap, mask in zip(gaps, masks, strict=True)])
+        names = {"policy_loss": "policy", "policy_entropy": "entropy", "value_loss": "value",
+                 "clip_frac": "clipped"}  # fmt: skip
         metrics |= {f"optim/{name}": sums[mine] / count for name, mine in names.items()}
         metrics |= {
             "optim/value_clip_frac": sums["value_clipped"] / count,
@@ -458,12 +416,9 @@ class Recorder:
         return getattr(self.client, name)
 
     def forward_backward(self, datums, *arguments, **options):
-        self.parts.append(
-            [
-                (*d.model_input.to_ints(), int(d.loss_fn_inputs["target_tokens"].array[-1]))
-                for d in datums
-            ]
-        )
+        ends = [int(d.loss_fn_inputs["target_tokens"].array[-1]) for d in datums]
+        texts = [d.model_input.to_ints() for d in datums]
+        self.parts.append([(*text, end) for text, end in zip(texts, ends, strict=True)])
         return self.client.forward_backward(datums, *arguments, **options)
 
 
