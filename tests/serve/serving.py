@@ -48,18 +48,11 @@ def server(folder: Path, *, keys: Sequence[str] = (), token_budget: int = 16384,
            base: str = BASE, **limits: Any) -> Iterator[ModelServer]:  # fmt: skip
     worker = WorkerSettings(learner=LearnerSettings(token_budget=token_budget))
     bounds = ServeLimits(**{"poll_seconds": 5.0, **limits})
-    bases = (ServedBaseModel(base, base),)
-    served = ModelServer.create(
-        ServeSettings(
-            bases,
-            folder,
-            keys=tuple(keys),
-            resume=resume,
-            durable=durable,
-            limits=bounds,
-            worker=worker,
-        )
-    )
+    settings = ServeSettings(
+        (ServedBaseModel(base, base),), folder, keys=tuple(keys), resume=resume, durable=durable,
+        limits=bounds, worker=worker,
+    )  # fmt: skip
+    served = ModelServer.create(settings)
     served.engine.start()
     try:
         yield served
@@ -143,9 +136,8 @@ class Wire:
 
     def ask(self, model: str, seq: int, data: Sequence[Datum], loss: str = "cross_entropy", config: Mapping[str, float] | None = None,
             *, forward_only: bool = False, status: int = 200) -> dict[str, Any]:  # fmt: skip
-        message = tinker_pb2.ForwardBackwardRequest(
-            model_id=model, seq_id=seq, loss_fn=loss, forward_only=forward_only
-        )
+        head = {"model_id": model, "seq_id": seq, "loss_fn": loss, "forward_only": forward_only}
+        message = tinker_pb2.ForwardBackwardRequest(**head)
         message.data.extend(datum_message(one) for one in data)
         for name, value in (config or {}).items():
             message.loss_fn_config_v2[name].number = value
@@ -173,11 +165,9 @@ class Wire:
             if answer.status_code != 408 or time.monotonic() > end:
                 break
         assert answer.status_code == 200, (answer.status_code, answer.text)
-        return (
-            getattr(tinker_pb2, kind).FromString(answer.content)
-            if kind and PROTOBUF in answer.headers["content-type"]
-            else answer.json()
-        )
+        if kind and PROTOBUF in answer.headers["content-type"]:
+            return getattr(tinker_pb2, kind).FromString(answer.content)
+        return answer.json()
 
     def output(self, asked: Mapping[str, Any]) -> tuple[list[np.ndarray], dict[str, float]]:
         """Logprobs by datum, and metrics."""
@@ -186,10 +176,8 @@ class Wire:
         rows = []
         for record in message.loss_fn_outputs:
             field = record.fields["logprobs"]
-            offsets, data = (
-                np.frombuffer(field.offsets, "<i8") // 4,
-                np.frombuffer(field.data, "<f4"),
-            )
+            offsets = np.frombuffer(field.offsets, "<i8") // 4
+            data = np.frombuffer(field.data, "<f4")
             rows += [data[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
         return rows, dict(message.metrics)
 
@@ -207,17 +195,12 @@ class Wire:
             for name in ("max_tokens", "seed", "temperature", "stop", "top_k", "top_p")
             if name in fields
         }
-        chunks = (
-            prompt
-            if isinstance(prompt[0], dict)
-            else [{"type": "encoded_text", "tokens": list(prompt)}]
-        )
+        text = {"type": "encoded_text", "tokens": list(prompt)}
+        chunks = prompt if isinstance(prompt[0], dict) else [text]
         body = {
-            "sampling_session_id": sampler,
-            "seq_id": seq,
-            "num_samples": count,
+            "sampling_session_id": sampler, "seq_id": seq, "num_samples": count,
             "prompt": {"chunks": chunks},
-        }
+        }  # fmt: skip
         return self.post("asample", **body, sampling_params={"max_tokens": 8, **params}, **fields)
 
     def sample(self, *arguments: Any, **fields: Any) -> Any:

@@ -70,53 +70,33 @@ def chat(endpoint, messages=ASK, path="", headers=None, **body):
 
 
 def test_answers_are_the_clients_own_to_the_bit(tiny):
-    said = chat(
-        tiny, n=3, seed=7, temperature=0.7, max_tokens=6, logprobs=True, return_token_ids=True
-    )
+    how = {"n": 3, "seed": 7, "temperature": 0.7, "max_tokens": 6}
+    said = chat(tiny, **how, logprobs=True, return_token_ids=True)
     prompt = tiny.engine._renderer.build_generation_prompt(ASK)
-    own = tiny.engine.client.sample(
-        prompt, 3, SamplingParams(max_tokens=6, temperature=0.7, seed=7, stop=[1])
-    ).result()
+    params = SamplingParams(max_tokens=6, temperature=0.7, seed=7, stop=[1])
+    own = tiny.engine.client.sample(prompt, 3, params).result()
     assert said["prompt_token_ids"] == prompt.to_ints() and said["object"] == "chat.completion"
     assert [choice["index"] for choice in said["choices"]] == [0, 1, 2]
     for choice, sequence in zip(said["choices"], own.sequences, strict=True):
+        content = choice["logprobs"]["content"]
         assert choice["token_ids"] == sequence.tokens
-        assert [one["logprob"] for one in choice["logprobs"]["content"]] == sequence.logprobs
-        assert [one["token"] for one in choice["logprobs"]["content"]] == [
-            f"token_id:{token}" for token in sequence.tokens
-        ]
+        assert [one["logprob"] for one in content] == sequence.logprobs
+        assert [one["token"] for one in content] == [f"token_id:{t}" for t in sequence.tokens]
         assert choice["finish_reason"] == sequence.stop_reason
-        assert (
-            choice["message"]["content"]
-            == tiny.engine._renderer.parse_response(sequence.tokens)[0]["content"]
-        )
+        parsed, _ = tiny.engine._renderer.parse_response(sequence.tokens)
+        assert choice["message"]["content"] == parsed["content"]
     drawn = sum(len(sequence.tokens) for sequence in own.sequences)
     assert said["usage"] == {
-        "prompt_tokens": prompt.length,
-        "completion_tokens": drawn,
+        "prompt_tokens": prompt.length, "completion_tokens": drawn,
         "total_tokens": prompt.length + drawn,
-    }
-    ids = tiny.http.post(
-        "/inference/v1/generate",
-        json={
-            "token_ids": prompt.to_ints(),
-            "sampling_params": {
-                "n": 3,
-                "seed": 7,
-                "temperature": 0.7,
-                "max_tokens": 6,
-                "logprobs": 1,
-                "stop_token_ids": [1],
-            },
-        },
-    ).json()
-    assert [choice["token_ids"] for choice in ids["choices"]] == [
-        sequence.tokens for sequence in own.sequences
-    ]
-    assert [
-        [one["logprob"] for one in choice["logprobs"]["content"]] for choice in ids["choices"]
-    ] == [s.logprobs for s in own.sequences]
+    }  # fmt: skip
+    body = {"token_ids": prompt.to_ints(),
+            "sampling_params": {**how, "logprobs": 1, "stop_token_ids": [1]}}  # fmt: skip
+    ids = tiny.http.post("/inference/v1/generate", json=body).json()
     assert ids["prompt_token_ids"] == prompt.to_ints()
+    for choice, sequence in zip(ids["choices"], own.sequences, strict=True):
+        assert choice["token_ids"] == sequence.tokens
+        assert [one["logprob"] for one in choice["logprobs"]["content"]] == sequence.logprobs
     assert ids["choices"][0]["finish_reason"] == own.sequences[0].stop_reason
 
 
@@ -147,35 +127,26 @@ def test_a_stream_put_together_is_the_whole(tiny):
         "return_token_ids": True,
     }  # fmt: skip
     whole = tiny.http.post("/v1/chat/completions", json=body).json()
-    with tiny.http.stream(
-        "POST",
-        "/v1/chat/completions",
-        json=body | {"stream": True, "stream_options": {"include_usage": True}},
-    ) as reply:
+    streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
+    with tiny.http.stream("POST", "/v1/chat/completions", json=streamed) as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
         lines = [line for line in reply.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
     events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
     assert events[-1]["usage"] == whole["usage"] and events[-1]["choices"] == []
+    parts = [event["choices"][0] for event in events[:-1]]
     for choice in whole["choices"]:
-        own = [
-            event["choices"][0]
-            for event in events[:-1]
-            if event["choices"][0]["index"] == choice["index"]
+        own = [part for part in parts if part["index"] == choice["index"]]
+        text = "".join(part["delta"].get("content") or "" for part in own)
+        assert text == choice["message"]["content"]
+        reasons = [part["finish_reason"] for part in own]
+        assert reasons == [None] * (len(own) - 1) + [choice["finish_reason"]]
+        entries = [
+            entry for part in own for entry in (part["logprobs"] or {"content": []})["content"]
         ]
-        assert (
-            "".join(event["delta"].get("content") or "" for event in own)
-            == choice["message"]["content"]
-        )
-        assert [event["finish_reason"] for event in own] == [None] * (len(own) - 1) + [
-            choice["finish_reason"]
-        ]
-        assert [
-            one for event in own if event["logprobs"] for one in event["logprobs"]["content"]
-        ] == choice["logprobs"]["content"]
-        assert [token for event in own for token in event.get("token_ids", [])] == choice[
-            "token_ids"
-        ]
+        assert entries == choice["logprobs"]["content"]
+        tokens = [token for part in own for token in part.get("token_ids", [])]
+        assert tokens == choice["token_ids"]
 
 
 def test_tools_are_called_and_answered(scripted):
@@ -237,13 +208,8 @@ def test_loglikelihoods_as_a_harness_asks_for_them(tiny, most):
     for (context, answer), choice, scores in zip(rows, choices, own, strict=True):
         end = len(context) + len(answer)
         found = choice["logprobs"]
-        assert (
-            len(found["tokens"])
-            == len(found["token_logprobs"])
-            == len(found["top_logprobs"])
-            == len(found["text_offset"])
-            == end + most
-        )
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        assert [len(found[name]) for name in names] == [end + most] * 4
         assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
         # to float32's rounding: which requests share a forward is up to who comes when
         assert scores[0] is None and found["token_logprobs"][1:end] == pytest.approx(
@@ -591,13 +557,11 @@ def test_a_server_that_ends_or_is_full_says_try_again():
 # ----------------------------------------------------------------------------------------- sessions
 
 
-def conversation(endpoint, turns, headers, tools=None):
-    """Goes through a conversation, sending back what was answered as clients do: without thoughts."""
+def conversation(endpoint, turns, headers):
+    """Goes through a conversation, sending back what was answered as clients do: no thoughts."""
     messages = [*ASK]
     for i in range(turns):
-        said = chat(endpoint, messages, headers=headers, **({"tools": tools} if tools else {}))[
-            "choices"
-        ][0]["message"]
+        said = chat(endpoint, messages, headers=headers)["choices"][0]["message"]
         kept = {key: said[key] for key in ("role", "content", "tool_calls") if said.get(key)}
         messages += [kept, {"role": "user", "content": f"And {i}?"}]
     return messages
@@ -631,30 +595,22 @@ def test_turns_of_a_session_are_trained_as_they_were_drawn(scripted, renderer, t
     endpoint = scripted(lambda *_: "It is so.", renderer, tokenizer)
     endpoint.engine.by_character = True
     conversation(endpoint, 3, {"X-Session-ID": "s"})
-    session = endpoint.sessions.find("", "s")
-    trajectory = session.make_trajectory()
-    assert [turn.ac.tokens for turn in trajectory.transitions] == [
-        answer for _, answer in endpoint.engine.drawn
-    ]
-    assert [turn.ob.to_ints() for turn in trajectory.transitions] == [
-        prompt for prompt, _ in endpoint.engine.drawn
-    ]
+    trajectory = endpoint.sessions.find("", "s").make_trajectory()
+    prompts, answers = map(list, zip(*endpoint.engine.drawn, strict=True))
+    assert [turn.ac.tokens for turn in trajectory.transitions] == answers
+    assert [turn.ob.to_ints() for turn in trajectory.transitions] == prompts
     trajectory.advantage = 1.0
     datums = trajectory_to_datums(trajectory)
-    drawn = [token for _, answer in endpoint.engine.drawn for token in answer]
-    masks = [datum.loss_fn_inputs["mask"].array.astype(bool) for datum in datums]
     targets = [
-        datum.loss_fn_inputs["target_tokens"].array[mask].tolist()
-        for datum, mask in zip(datums, masks, strict=True)
+        token
+        for fields in (datum.loss_fn_inputs for datum in datums)
+        for token in fields["target_tokens"].array[fields["mask"].array.astype(bool)].tolist()
     ]
-    assert [token for target in targets for token in target] == drawn
+    assert targets == [token for answer in answers for token in answer]
     shown = endpoint.http.get("/session/s").json()
-    assert [turn["parent"] for turn in shown["turns"]] == parents and len(datums) == parents.count(
-        None
-    )
-    assert [turn["token_ids"] for turn in shown["turns"]] == [
-        answer for _, answer in endpoint.engine.drawn
-    ]
+    assert [turn["parent"] for turn in shown["turns"]] == parents
+    assert len(datums) == parents.count(None)
+    assert [turn["token_ids"] for turn in shown["turns"]] == answers
 
 
 def test_thoughts_that_clients_drop_are_read_as_the_template_says(scripted):
@@ -666,31 +622,19 @@ def test_thoughts_that_clients_drop_are_read_as_the_template_says(scripted):
     for more in ({"role": "tool", "content": "3"}, {"role": "user", "content": "Thanks."}, None):
         message = chat(endpoint, messages, path="/session/t", tools=TOOLS)["choices"][0]["message"]
         assert message["reasoning_content"] in ("hm", "so", "yes")
+        if more is None:
+            break
         kept = {key: message[key] for key in ("role", "content", "tool_calls") if message.get(key)}
-        messages += (
-            [
-                kept,
-                {
-                    **more,
-                    **(
-                        {"tool_call_id": message["tool_calls"][0]["id"]}
-                        if more["role"] == "tool"
-                        else {}
-                    ),
-                },
-            ]
-            if more
-            else []
-        )
-    assert [turn["parent"] for turn in endpoint.http.get("/session/t").json()["turns"]] == [
-        None, 0, None,
-    ]  # fmt: skip
+        if more["role"] == "tool":
+            more["tool_call_id"] = message["tool_calls"][0]["id"]
+        messages += [kept, more]
+    turns = endpoint.http.get("/session/t").json()["turns"]
+    assert [turn["parent"] for turn in turns] == [None, 0, None]
     trajectory = endpoint.sessions.find("", "t").make_trajectory()
     trajectory.advantage = 1.0
     datums = trajectory_to_datums(trajectory)
-    assert len(datums) == 2 and trained_tokens(datums) == sorted(
-        token for _, answer in endpoint.engine.drawn for token in answer
-    )
+    drawn = sorted(token for _, answer in endpoint.engine.drawn for token in answer)
+    assert len(datums) == 2 and trained_tokens(datums) == drawn
 
 
 def test_history_that_was_rewritten_begins_a_branch_and_nothing_is_trained_twice(scripted):
