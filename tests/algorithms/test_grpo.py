@@ -424,10 +424,8 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups_within_its_bound(mon
 def test_a_batch_that_a_model_scored_has_a_reward_though_no_function_gave_one(judge):
     """Without anything that scores, a row says nothing of rewards."""
     rows: list[dict] = []
-    loop = LoopSettings(
-        steps=9, batch_size=1, eval_every=0, save_every=0, rollouts_every=0, keep_best=None
-    )
-    settings = GrpoSettings(loop=loop)
+    loop = {"steps": 9, "batch_size": 1, "eval_every": 0, "save_every": 0, "rollouts_every": 0}
+    settings = GrpoSettings(loop=LoopSettings(**loop, keep_best=None))
     context = StageContext(
         name="grpo",
         index=0,
@@ -446,11 +444,8 @@ def test_a_batch_that_a_model_scored_has_a_reward_though_no_function_gave_one(ju
     rollouts = RolloutBatch([group([1.0], [0.0])], [], {"emitted_tokens": 4}, 1.0, 0.5)
     trainer = Trainer(context, stop_request=SimpleNamespace(exit_code=None))
     trainer.end_batch(TrainingBatch(0, rollouts), {}, None)
-    assert (
-        (rows[0].get("reward/total") == 0.5)
-        == ("env/all/by_group/frac_mixed" in rows[0])
-        == (judge is not None)
-    )
+    has = rows[0].get("reward/total") == 0.5, "env/all/by_group/frac_mixed" in rows[0]
+    assert has == (judge is not None,) * 2
 
 
 def test_a_coefficient_that_a_registered_loss_does_not_read_is_rejected(monkeypatch):

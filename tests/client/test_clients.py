@@ -629,59 +629,43 @@ def test_a_folder_without_tokenizer_works_with_ids(service, tmp_path):
 def test_a_script_in_the_manner_of_tinkers_guide_runs_unchanged(tmp_path, monkeypatch):
     """Groups, centred advantages, weights saved and loaded by path every batch."""
     monkeypatch.setenv("WHETSTONE_OUTPUT_DIR", str(tmp_path / "mine"))
-    service_client = ServiceClient()
-    training_client = service_client.create_lora_training_client(
-        base_model="tiny:addition", rank=32
-    )
-    tokenizer = training_client.get_tokenizer()
-    renderer = renderers.get_renderer(
-        model_info.get_recommended_renderer_name("tiny:addition"), tokenizer
-    )
-    sampling_params = types.SamplingParams(max_tokens=3, stop=renderer.get_stop_sequences())
+    service = ServiceClient()
+    training_client = service.create_lora_training_client(base_model="tiny:addition", rank=32)
+    name = model_info.get_recommended_renderer_name("tiny:addition")
+    renderer = renderers.get_renderer(name, training_client.get_tokenizer())
+    params = types.SamplingParams(max_tokens=3, stop=renderer.get_stop_sequences())
     adam_params = types.AdamParams(learning_rate=4e-3)
     rng, history = random.Random(0), []
     for batch_idx in range(6):
-        sampling_path = (
-            training_client.save_weights_for_sampler(name=f"{batch_idx:06d}").result().path
-        )
-        sampling_client = service_client.create_sampling_client(model_path=sampling_path)
+        saved = training_client.save_weights_for_sampler(name=f"{batch_idx:06d}").result()
+        sampling_client = service.create_sampling_client(model_path=saved.path)
         datums, all_rewards = [], []
         for _ in range(8):
             convo = [{"role": "user", "content": f"{rng.randint(10, 99)}+{rng.randint(10, 99)}="}]
             model_input = renderer.build_generation_prompt(convo)
-            prompt_tokens = model_input.to_ints()
             result = sampling_client.sample(
-                prompt=model_input, num_samples=8, sampling_params=sampling_params
+                prompt=model_input, num_samples=8, sampling_params=params
             ).result()
-            rewards = []
-            for seq in result.sequences:
-                parsed, _ = renderer.parse_response(seq.tokens)
-                # an easy wish: answers that begin with 1
-                rewards.append(float(parsed["content"].startswith("1")))
+            # an easy wish: answers that begin with 1
+            texts = [renderer.parse_response(seq.tokens)[0]["content"] for seq in result.sequences]
+            rewards = [float(text.startswith("1")) for text in texts]
             all_rewards += rewards
             advantages = [r - sum(rewards) / len(rewards) for r in rewards]
             if all(a == 0 for a in advantages):
                 continue
             for seq, advantage in zip(result.sequences, advantages, strict=True):
-                tokens, ob_len = prompt_tokens + seq.tokens, len(prompt_tokens) - 1
-                datums.append(
-                    types.Datum(
-                        model_input=types.ModelInput.from_ints(tokens=tokens[:-1]),
-                        loss_fn_inputs={
-                            "target_tokens": TensorData.from_torch(torch.tensor(tokens[1:])),
-                            "logprobs": TensorData.from_torch(
-                                torch.tensor([0.0] * ob_len + list(seq.logprobs))
-                            ),
-                            "advantages": TensorData.from_torch(
-                                torch.tensor([0.0] * ob_len + [advantage] * len(seq.tokens))
-                            ),
-                        },
-                    )
-                )
+                tokens, zeros = model_input.to_ints() + seq.tokens, [0.0] * (model_input.length - 1)
+                inputs = {
+                    "target_tokens": tokens[1:], "logprobs": zeros + list(seq.logprobs),
+                    "advantages": zeros + [advantage] * len(seq.tokens),
+                }  # fmt: skip
+                fields = {k: TensorData.from_torch(torch.tensor(v)) for k, v in inputs.items()}
+                read = types.ModelInput.from_ints(tokens=tokens[:-1])
+                datums.append(types.Datum(model_input=read, loss_fn_inputs=fields))
         fwd_bwd_future = training_client.forward_backward(datums, loss_fn="importance_sampling")
         optim_future = training_client.optim_step(adam_params)
         fwd_bwd_future.result()
         optim_future.result()
         history.append(sum(all_rewards) / len(all_rewards))
-    service_client.close()
+    service.close()
     assert history[-1] > history[0] + 0.3 and not math.isnan(history[-1]), history

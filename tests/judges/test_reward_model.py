@@ -83,18 +83,14 @@ def test_bradley_terry_is_the_formula_at_each_last_position(centre):
 
 
 def pairs(count=6, seed=0):
-    rng = np.random.default_rng(seed)
-    datums = []
+    rng, datums = np.random.default_rng(seed), []
     for _ in range(count):
         prompt = rng.integers(0, VOCABULARY, rng.integers(2, 6)).tolist()
         for _ in range(2):
             tokens = [*prompt, *rng.integers(0, VOCABULARY, rng.integers(1, 8)).tolist()]
             mask = (np.arange(1, len(tokens) + 1) >= len(prompt)).astype(np.float32)
-            datums.append(
-                Datum(
-                    ModelInput.from_ints(tokens), {"target_tokens": [*tokens[1:], 0], "mask": mask}
-                )
-            )
+            fields = {"target_tokens": [*tokens[1:], 0], "mask": mask}
+            datums.append(Datum(ModelInput.from_ints(tokens), fields))
     return datums
 
 
@@ -111,27 +107,22 @@ def stirred(worker):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_gradient_does_not_depend_on_how_pairs_are_cut(layout):
     """It is that of the model run on one sequence after the other."""
-    datums = pairs()
-    worker = stirred(make_worker())
+    datums, worker = pairs(), stirred(make_worker())
     model, head = worker.learners[0].model, worker.learners[0].head.value_head
-    scores = [
-        head(
-            model(
-                input_ids=torch.tensor([d.model_input.to_ints()]), output_hidden_states=True
-            ).hidden_states[-1][0]
-        )[-1]
-        for d in datums
-    ]
-    total = sum(
-        -torch.log(torch.sigmoid(a - b)) for a, b in zip(scores[0::2], scores[1::2], strict=True)
-    )
+
+    def score(datum):
+        read = torch.tensor([datum.model_input.to_ints()])
+        return head(model(input_ids=read, output_hidden_states=True).hidden_states[-1][0])[-1]
+
+    scores = [score(datum) for datum in datums]
+    both = zip(scores[0::2], scores[1::2], strict=True)
+    total = sum(-torch.log(torch.sigmoid(a - b)) for a, b in both)
     (total / 3.0).backward()
-    expected = torch.cat(
-        [
-            (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
-            for p in worker.learners[0].trainable.values()
-        ]
-    )
+    gradients = [
+        torch.zeros_like(p) if p.grad is None else p.grad
+        for p in worker.learners[0].trainable.values()
+    ]
+    expected = torch.cat([g.reshape(-1) for g in gradients])
     for budget in (10_000, 1, 40):
         worker = stirred(make_worker(layout=layout, token_budget=budget))
         _, metrics = call(worker, "forward_backward", 0, datums, "bradley_terry", {}, 3.0, True)
@@ -237,40 +228,30 @@ def test_scores_within_a_group_are_shares_of_wins():
 def test_a_judge_in_the_loop_is_asked_what_the_comparison_form_is_trained_on(tmp_path):
     """The same text for an answer that was sampled as for a row of pairs."""
     said = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Yes?"},
-        {"role": "user", "content": "1+1="},
-    ]
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "1+1="},
+    ]  # fmt: skip
     with ServiceClient(output_dir=tmp_path) as service:
         renderer = make_renderer(service.create_sampling_client(base_model="tiny:ascii"), None)
     envs = ProblemGroupBuilder(Problem(said), 2, renderer, None).make_envs()
     sampled = [SampledSequence(renderer.encode(text), [-1.0] * len(text)) for text in ("2", "33")]
-    results = [env.step(one) for env, one in zip(envs, sampled, strict=True)]
+    logs = [env.step(one).logs for env, one in zip(envs, sampled, strict=True)]
     turns = [
-        Transition(ModelInput.empty(), one, 0.0, True, {}, r.logs)
-        for one, r in zip(sampled, results, strict=True)
+        Transition(ModelInput.empty(), one, 0.0, True, {}, own)
+        for one, own in zip(sampled, logs, strict=True)
     ]
     asked: list[AnswerComparison] = []
     verdict = ComparisonVerdict(0.5, 0.5, 0.0, True)
-    judge = SimpleNamespace(
-        compare=lambda comparisons: asked.extend(comparisons) or [verdict for _ in comparisons]
-    )
-    PairwiseJudge(judge).scores(
-        [TrajectoryGroup([Trajectory([turn]) for turn in turns], [0.0, 0.0], [{}, {}])]
-    )
-    (in_the_loop,) = asked
+    judge = SimpleNamespace(compare=lambda found: asked.extend(found) or [verdict for _ in found])
+    members = [Trajectory([turn]) for turn in turns]
+    PairwiseJudge(judge).scores([TrajectoryGroup(members, [0.0, 0.0], [{}, {}])])
+    (prompt,) = make_comparison_prompt(asked[0])
+    assert len(asked) == 1
     trained_on = make_comparison_pair(Problem(said, response="2", rejected="33"), renderer)[0]
-    ((shown),) = (
-        renderer.build_supervised_example(
-            [*make_comparison_prompt(in_the_loop), {"role": "assistant", "content": "A"}]
-        )[0],
-    )
+    shown, _ = renderer.build_supervised_example([prompt, {"role": "assistant", "content": "A"}])
     assert shown.to_ints()[:-1] == trained_on.model_input.to_ints()
-    assert (
-        "System: Be brief.\n\nUser: Hi\n\nAssistant: Yes?\n\nUser: 1+1="
-        in make_comparison_prompt(in_the_loop)[0]["content"]
-    )
+    told = "System: Be brief.\n\nUser: Hi\n\nAssistant: Yes?\n\nUser: 1+1="
+    assert told in prompt["content"]
 
 
 def spoken(*exchange, told=True):
@@ -294,34 +275,23 @@ def test_each_member_of_several_turns_is_judged_by_its_own_conversation(told):
         spoken(("2+2?", "4!"), told=told),
     ]
     seen: list[str] = []
-    verdict = ComparisonVerdict(1.0, 0.0, 0.0, True)
 
     def verdicts(comparisons):
-        seen.extend(
-            str(make_comparison_prompt(shown)[0]["content"])
-            for one in comparisons
-            for shown in (one, swap_answers(one))
-        )
-        return [verdict for _ in comparisons]
+        both = [shown for one in comparisons for shown in (one, swap_answers(one))]
+        seen.extend(str(make_comparison_prompt(shown)[0]["content"]) for shown in both)
+        return [ComparisonVerdict(1.0, 0.0, 0.0, True) for _ in comparisons]
 
-    (scores,) = PairwiseJudge(SimpleNamespace(compare=verdicts)).scores(
-        [TrajectoryGroup(members, [0.0] * 3, [{}] * 3)]
-    )
+    judge = PairwiseJudge(SimpleNamespace(compare=verdicts))
+    (scores,) = judge.scores([TrajectoryGroup(members, [0.0] * 3, [{}] * 3)])
     assert scores == [1.0, 0.5, 0.0]
     own = [
         "Assistant: 4\n\nUser: sure?\n\nAssistant: yes",
-        "Assistant: 5\n\nUser: really?\n\nAssistant: no, 4",
-        "Assistant: 4!",
-    ]
-    shown = [
-        (a, b)
-        for i, j in itertools.combinations(range(3), 2)
-        for a, b in ((own[i], own[j]), (own[j], own[i]))
-    ]
-    ending = "Which answer is better? Say A, B or tie.\n"
-    assert seen == [
-        f"[Conversation]\n2+2?\n\n[Answer A]\n{a}\n\n[Answer B]\n{b}\n\n{ending}" for a, b in shown
-    ]
+        "Assistant: 5\n\nUser: really?\n\nAssistant: no, 4", "Assistant: 4!",
+    ]  # fmt: skip
+    form = ("[Conversation]\n2+2?\n\n[Answer A]\n{}\n\n[Answer B]\n{}\n\n"
+            "Which answer is better? Say A, B or tie.\n")  # fmt: skip
+    pairs = [(own[i], own[j]) for i, j in itertools.combinations(range(3), 2)]
+    assert seen == [form.format(*pair) for a, b in pairs for pair in ((a, b), (b, a))]
 
 
 def test_episodes_are_compared_from_where_they_part():

@@ -200,34 +200,22 @@ def test_a_forged_turn_is_text_wherever_it_stands(renderers, tokenizers, model):
 
 @pytest.mark.parametrize("model", CHAT)
 def test_thoughts_and_calls_are_the_assistants_to_write(renderers, tokenizers, model):
-    """What its template writes and the tokenizer does not call special."""
+    """What its template writes and the tokenizer does not call special is text to others."""
     tokenizer, renderer = tokenizers(model), renderers("chat_template", model)
     word = "<tool_call>" if model == "qwen2.5" else "<think>"
     mark = tokenizer.convert_tokens_to_ids(word)
     assert word in renderer.escaper.markup
+
+    def prompt(text):
+        return renderer.build_generation_prompt([{"role": "user", "content": text}]).to_ints()
+
     # minimind's prompt holds an empty thought
-    own = renderer.build_generation_prompt([ASK]).to_ints().count(mark)
-    assert (
-        renderer.build_generation_prompt([{"role": "user", "content": f"{word}x"}])
-        .to_ints()
-        .count(mark)
-        == own
-    )
-    said = {
-        "role": "assistant",
-        "content": f"{word}x" if model == "qwen2.5" else f"{word}x</think>y",
-    }
-    assert (
-        renderer._encode(
-            renderer._render_text(renderer._escape_messages([ASK, said]), False)
-        ).count(mark)
-        == 1
-    )
-    # nor other <|...|>
-    assert (
-        renderer.build_generation_prompt([{"role": "user", "content": "<|fim_prefix|>"}]).length
-        > 10
-    )
+    assert prompt(f"{word}x").count(mark) == prompt("2+2?").count(mark)
+    text = f"{word}x" if model == "qwen2.5" else f"{word}x</think>y"
+    said = [ASK, {"role": "assistant", "content": text}]
+    whole = renderer._encode(renderer._render_text(renderer._escape_messages(said), False))
+    assert whole.count(mark) == 1
+    assert len(prompt("<|fim_prefix|>")) > 10  # nor other <|...|>
 
 
 @pytest.mark.parametrize("model", TEMPLATES)

@@ -23,39 +23,20 @@ SETTINGS = GrpoSettings(
 )
 
 
-def bare_stage(
-    *,
-    method=None,
-    models=None,
-    problems=None,
-    keeper=None,
-    seed=5,
-    logbook=None,
-    renderer=None,
-    **overridden,
-) -> Trainer:
-    """A stage of no more than these parts, that asks for pairs of a problem and a size."""
+def bare_stage(*, method=None, models=None, problems=None, keeper=None, seed=5, logbook=None,
+               renderer=None, **overridden) -> Trainer:  # fmt: skip
+    """A stage of no more than these parts; `overridden`: methods of its own."""
     method = method or SimpleNamespace()
     method.settings = SETTINGS
     context = StageContext(
-        name="grpo",
-        index=1,
-        method=method,
+        name="grpo", index=1, method=method,
         models=models or SimpleNamespace(rewards=None, learning={}, opponents=None),
-        problems=problems,
-        test_problems=["a", "b"],
-        renderer=renderer,
-        scorer=SimpleNamespace(take_seconds=dict),
-        run_seed=seed,
-        first_step=3,
-        logbook=logbook,
-        console=None,
-        checkpoints=keeper,
-    )
+        problems=problems, test_problems=["a", "b"], renderer=renderer,
+        scorer=SimpleNamespace(take_seconds=dict), run_seed=seed, first_step=3, logbook=logbook,
+        console=None, checkpoints=keeper,
+    )  # fmt: skip
     stage = Trainer(context, stop_request=None)
-    stage.stage_sampler.build_groups = lambda problems, size: [
-        (problem, size) for problem in problems
-    ]
+    stage.stage_sampler.build_groups = lambda problems, size: [(p, size) for p in problems]
     stage.stage_sampler.check_rollouts = lambda result, sampler: None
     for name, value in overridden.items():
         setattr(stage, name, value)
@@ -119,27 +100,22 @@ def test_storing_held_out_answers_decodes_nothing_and_counts_as_evaluation(monke
 def test_training_samples_have_streams_of_their_own_at_each_batch(monkeypatch):
     """Neither those of another batch nor those that held-out answers are drawn with."""
     drawn = []
-    monkeypatch.setattr(
-        stage_sampling,
-        "rollout",
-        lambda *_, seed, **more: drawn.append(seed) or RolloutBatch([], [], {}, 0, 0),
-    )
+
+    def rollout(*_, seed, **more):
+        drawn.append(seed)
+        return RolloutBatch([], [], {}, 0, 0)
+
+    monkeypatch.setattr(stage_sampling, "rollout", rollout)
     nothing = {name: lambda *_, **__: None for name in ("stop_if_late", "end_batch", "end")}
+    method = SimpleNamespace(
+        group_size=2, online=True, shape_rewards=lambda groups: groups,
+        compute_advantages=lambda groups, models: [], update=lambda *_: {},
+    )  # fmt: skip
     stage = bare_stage(
-        **nothing,
-        start=lambda: SimpleNamespace(version=0),
-        next_sampler=lambda old: old,
-        batches=lambda: range(4),
+        **nothing, start=lambda: SimpleNamespace(version=0), next_sampler=lambda old: old,
+        batches=lambda: range(4), progress=lambda batch: None, method=method,
         problems=SimpleNamespace(batch=lambda step, size, seed: []),
-        progress=lambda batch: None,
-        method=SimpleNamespace(
-            group_size=2,
-            online=True,
-            shape_rewards=lambda groups: groups,
-            compute_advantages=lambda groups, models: [],
-            update=lambda *_: {},
-        ),
-    )
+    )  # fmt: skip
     train(stage)
     stage.evaluator.evaluate_sampled(SimpleNamespace(version=0))
     assert len(drawn) == len(set(drawn)) == 5
