@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -205,3 +205,11 @@ class Wire:
 
     def sample(self, *arguments: Any, **fields: Any) -> Any:
         return self.wait(self.ask_sample(*arguments, **fields), "SampleResponse")
+
+
+def until(holds: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """What `holds` returns once it is true, or at the end of the time."""
+    end = time.monotonic() + seconds
+    while not (found := holds()) and time.monotonic() < end:
+        time.sleep(0.005)
+    return found

@@ -646,54 +646,42 @@ def test_settings_that_would_open_the_door_are_refused():
 
 
 def test_images_travel_and_are_what_they_are_in_this_process(tmp_path):
-    """Trained and sampled over the wire, beside the clients here."""
+    """Trained and sampled over the wire, beside the clients here; bytes that are no image."""
     base, adam = "tiny:vision", {"learning_rate": 1e-2}
     with ServiceClient(output_dir=tmp_path / "here") as service:
         client = service.create_lora_training_client(base, 4, 7)
         words = client.get_tokenizer()
-        head = spelt(
-            words, "<|user|><|vision_start|>", chunk(1), "<|vision_end|>what?<|end|><|assistant|>"
-        )
-        whole = get_image_reader(words).resolve_tokens(
-            ModelInput([*head.chunks, *spelt(words, "3").chunks])
-        )
-        datum = Datum(
-            whole.truncate(whole.length - 1),
-            {"target_tokens": whole.flat()[1:], "weights": np.ones(whole.length - 1)},
-        )
-        mine = (
-            client.forward_backward([datum], "cross_entropy")
-            .result()
-            .loss_fn_outputs[0]["logprobs"]
-            .array
-        )
+        ask = "<|user|><|vision_start|>", chunk(1), "<|vision_end|>what?<|end|><|assistant|>"
+        head = spelt(words, *ask)
+        answered = ModelInput([*head.chunks, *spelt(words, "3").chunks])
+        whole = get_image_reader(words).resolve_tokens(answered)
+        fields = {"target_tokens": whole.flat()[1:], "weights": np.ones(whole.length - 1)}
+        datum = Datum(whole.truncate(whole.length - 1), fields)
+        output = client.forward_backward([datum], "cross_entropy").result()
+        mine = output.loss_fn_outputs[0]["logprobs"].array
         client.optim_step(AdamParams(**adam)).result()
         params = SamplingParams(max_tokens=6, seed=3)
         expected = client.save_weights_and_get_sampling_client().sample(head, 2, params).result()
-    with opened(tmp_path / "there", base=base) as (served, one):
+    with opened(tmp_path / "there", base=base) as (_, one):
         model = one.model(base=base)
         (found,), _ = one.output(one.ask(model, 1, [datum]))
         one.wait(one.step(model, 2))
         sampler = one.sampler(model, 3)
-        picture = {
-            "type": "image", "data": base64.b64encode(chunk(1).data).decode(), "format": "png",
-        }  # fmt: skip
+
+        def picture(data):
+            return {"type": "image", "data": base64.b64encode(data).decode(), "format": "png"}
+
         prompt = [
-            picture
+            picture(part.data)
             if part.type == "image"
             else {"type": "encoded_text", "tokens": list(part.tokens)}
             for part in head.chunks
         ]
         drawn = one.sample(sampler, 1, prompt, 2, max_tokens=6, seed=3)
-        broken = one.wait(
-            one.ask_sample(
-                sampler, 2, [{**picture, "data": base64.b64encode(b"no image").decode()}]
-            )
-        )
+        broken = one.wait(one.ask_sample(sampler, 2, [picture(b"no image")]))
     assert np.array_equal(found, mine)
-    assert [np.frombuffer(s.tokens, "<i4").tolist() for s in drawn.sequences] == [
-        s.tokens for s in expected.sequences
-    ]
+    tokens = [np.frombuffer(s.tokens, "<i4").tolist() for s in drawn.sequences]
+    assert tokens == [s.tokens for s in expected.sequences]
     assert broken["category"] == "user" and "image" in broken["error"]
 
 

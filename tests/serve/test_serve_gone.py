@@ -8,7 +8,7 @@ import weakref
 
 import numpy as np
 import pytest
-from serving import BASE, Wire, held, opened, server
+from serving import BASE, Wire, held, opened, server, until
 from test_serve import KEYS, rewarded, texts
 
 from rl.serve.request_store import PendingRequest, RequestStore
@@ -21,13 +21,6 @@ LONG = 200  # tokens, of what is given up
 
 def drawn(message):
     return [(one.tokens, one.logprobs, one.stop_reason) for one in message.sequences]
-
-
-def until(true, seconds=30.0):
-    end = time.monotonic() + seconds
-    while not true() and time.monotonic() < end:
-        time.sleep(0.005)
-    return true()
 
 
 def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_alone(

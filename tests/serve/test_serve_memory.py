@@ -8,9 +8,8 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from serving import BASE, Wire, held, opened, server
+from serving import BASE, Wire, held, opened, server, until
 from test_serve import KEYS, texts
-from test_serve_gone import until
 
 from rl.serve import session_store, tenant_limit, tinker_pb2
 from rl.serve.request_store import PendingRequest, RequestStore

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from serving import Wire, held, opened, server
+from serving import Wire, held, opened, server, until
 from test_serve import KEYS, rewarded, texts
 
 from rl.client import SampleStream
@@ -256,13 +256,6 @@ def test_the_number_that_others_wait_for_finds_room(tmp_path):
         assert [step(seq) for seq in range(9, 19)] == [200] * 8 + [429] * 2
         assert step(8) == 200
         assert until(lambda: one.session_store.models[model].last_started_seq == 16)
-
-
-def until(holds, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not (found := holds()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return found
 
 
 def test_what_waits_for_a_model_that_cannot_be_made_is_told_so(tmp_path):

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from serving import BASE, PROTOBUF, Wire, opened, server
+from serving import BASE, PROTOBUF, Wire, opened, server, until
 from test_serve import texts
-from test_serve_gone import until
 from transformers import PreTrainedTokenizerFast
 
 from rl.client import ServiceClient
