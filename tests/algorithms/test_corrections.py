@@ -66,6 +66,19 @@ def test_verl_closed_forms(kind, level, seed):
     assert metrics["optim/correction_low"] == (ratio < low).mean()
 
 
+def test_verl_mask_case():
+    """Its literals: ratios of 0.368 in one answer and 1.649 in the other; bounds 0.5 to 2."""
+    gaps, masks = [np.full(5, -1.0), np.full(5, 0.5)], [np.ones(5, bool)] * 2
+    for level in CORRECTION_LEVELS[:1] + CORRECTION_LEVELS[2:]:
+        weights, kept, metrics = apply_correction(
+            gaps, masks, [0, 1], ImportanceCorrection("mask", level, 0.5, 2.0)
+        )
+        assert not kept[0].any() and kept[1].all() and metrics["optim/correction_low"] == 0.5
+        assert all((w == 1).all() for w in weights)
+    assert compute_ratios(gaps, masks, [0, 1], "token")[0][0] == pytest.approx(0.368, abs=1e-3)
+    assert compute_ratios(gaps, masks, [0, 1], "token")[1][0] == pytest.approx(1.649, abs=1e-3)
+
+
 def test_a_catastrophic_token_overflows_nothing():
     """Its veto case is e^-15; here also e^800, which float64 has no number for."""
     gaps, masks = [np.array([0.0, -15.0, 800.0])], [np.ones(3, bool)]

@@ -50,54 +50,47 @@ def advantages(rewards, discounts, values, bootstrap, lam):
 
 # --------------------------------------------------------------------------------------- rlax, trfl
 
-# rlax multistep_test, TruncatedGeneralizedAdvantageEstimation: rewards, discounts, values with the
-# bootstrap last
-GAE = {
-    "one": ([0, 0, 1, 0, -0.5], [0.99] * 5, [1, 4, -3, -2, -1, -1]),
-    "ends inside": ([0, 0, 0, 0, 1], [0.9, 0.9, 0.9, 0.0, 0.9], [-3, -2, -1, 0, 5, -1]),
-}
-GAE_EXPECTED = {
-    ("one", 1.0): [-1.45118, -4.4557, 2.5396, 0.5249, -0.49],
-    ("one", 0.7): [-0.676979, -5.248167, 2.4846, 0.6704, -0.49],
-    ("one", 0.4): [0.56731, -6.042, 2.3431, 0.815, -0.49],
-    ("ends inside", 1.0): [3.0, 2.0, 1.0, 0.0, -4.9],
-    ("ends inside", 0.7): [2.2899, 1.73, 1.0, 0.0, -4.9],
-    ("ends inside", 0.4): [1.725, 1.46, 1.0, 0.0, -4.9],
-}
+
+# (rewards, discounts, values before each step, bootstrap, lambda, advantages or returns, tolerance);
+# a return is advantage + value
+ONE = ([0, 0, 1, 0, -0.5], [0.99] * 5, [1, 4, -3, -2, -1], -1)
+ENDS_INSIDE = ([0, 0, 0, 0, 1], [0.9, 0.9, 0.9, 0.0, 0.9], [-3, -2, -1, 0, 5], -1)
+FIRST = ([1.0, 0.0, -1.0, 0.0, 1.0], [0.5, 0.9, 1.0, 0.5, 0.8], [7.0, 3.0, 1.0, 5.0, -5.0], 3.0)
+OTHER = ([0.5, 0.8, -0.7, 0.0, 2.1], [0.9, 0.5, 0.3, 0.8, 0.7], [7.0, -1.7, 1.2, 2.3, 2.2], 2.7)
+ADVANTAGE_CASES = [
+    # rlax multistep_test, TruncatedGeneralizedAdvantageEstimation: literals of four or five digits
+    (*ONE, 1.0, [-1.45118, -4.4557, 2.5396, 0.5249, -0.49], {"atol": 1e-3}),
+    (*ONE, 0.7, [-0.676979, -5.248167, 2.4846, 0.6704, -0.49], {"atol": 1e-3}),
+    (*ONE, 0.4, [0.56731, -6.042, 2.3431, 0.815, -0.49], {"atol": 1e-3}),
+    (*ENDS_INSIDE, 1.0, [3.0, 2.0, 1.0, 0.0, -4.9], {"atol": 1e-3}),
+    (*ENDS_INSIDE, 0.7, [2.2899, 1.73, 1.0, 0.0, -4.9], {"atol": 1e-3}),
+    (*ENDS_INSIDE, 0.4, [1.725, 1.46, 1.0, 0.0, -4.9], {"atol": 1e-3}),
+    # rlax value_learning_test, TDLambda; the first of the second row is a difference of 2.1s
+    ([-1.3, -1.3, 2.3], [0.0, 0.89, 0.85], [1.1, -1.1, 3.1], 2.2, 0.75,
+     [-2.4, 3.2732253, 1.0700002], {"rtol": 2e-5}),
+    ([1.3, 5.3, -3.3], [0.88, 1.0, 0.83], [2.1, -1.1, -2.1], -1.2, 0.75,
+     [-0.01701999, 2.6529999, -2.196], {"rtol": 2e-5}),
+]  # fmt: skip
+RETURN_CASES = [
+    # rlax multistep_test, lambda, discounted and (lambda 1) n-step returns of n >= 5; the value
+    # before the first step cancels
+    (*FIRST, 0.75, [1.6460547, 0.72281253, 0.7375001, 0.6500001, 3.4], {"rtol": 2e-6}),
+    (*OTHER, 0.75, [0.7866317, 0.9913063, 0.1101501, 2.834, 3.99], {"rtol": 2e-6}),
+    (*FIRST, 1.0, [1.315, 0.63000005, 0.70000005, 1.7, 3.4], {"rtol": 2e-6}),
+    (*OTHER, 1.0, [1.33592, 0.9288, 0.2576, 3.192, 3.9899998], {"rtol": 2e-6}),
+    # trfl, generalised lambda returns
+    *(([0.4, 0.5], [0.9, 0.8], [0.2, 0.3], 0.1, lam,
+       [0.4 + 0.9 * (lam * 0.58 + (1 - lam) * 0.3), 0.58], {"rtol": 1e-6})
+      for lam in (0.25, 0.5, 1.0)),
+]  # fmt: skip
+CASES = [(False, *case) for case in ADVANTAGE_CASES] + [(True, *case) for case in RETURN_CASES]
 
 
-@pytest.mark.parametrize(("name", "lam"), GAE_EXPECTED)
-def test_rlax_truncated_gae(name, lam):
-    rewards, discounts, values = GAE[name]
-    found = advantages(rewards, discounts, values[:-1], values[-1], lam)
-    # their literals have four or five digits
-    np.testing.assert_allclose(found, GAE_EXPECTED[name, lam], atol=1e-3)
-
-
-# rlax multistep_test, lambda, discounted and n-step returns
-R = [[1.0, 0.0, -1.0, 0.0, 1.0], [0.5, 0.8, -0.7, 0.0, 2.1]]
-D = [[0.5, 0.9, 1.0, 0.5, 0.8], [0.9, 0.5, 0.3, 0.8, 0.7]]
-V = [[3.0, 1.0, 5.0, -5.0, 3.0], [-1.7, 1.2, 2.3, 2.2, 2.7]]  # after each step
-LAMBDA_RETURNS = [
-    [1.6460547, 0.72281253, 0.7375001, 0.6500001, 3.4],
-    [0.7866317, 0.9913063, 0.1101501, 2.834, 3.99],
-]
-DISCOUNTED = [
-    [1.315, 0.63000005, 0.70000005, 1.7, 3.4],
-    [1.33592, 0.9288, 0.2576, 3.192, 3.9899998],
-]
-
-
-@pytest.mark.parametrize("row", [0, 1])
-@pytest.mark.parametrize(
-    ("lam", "expected"), [(0.75, LAMBDA_RETURNS), (1.0, DISCOUNTED)], ids=["lambda", "discounted"]
-)
-def test_rlax_returns(row, lam, expected):
-    """A return is advantage + value."""
-    before = [7.0, *V[row][:-1]]
-    np.testing.assert_allclose(
-        advantages(R[row], D[row], before, V[row][-1], lam) + before, expected[row], rtol=2e-6
-    )
+@pytest.mark.parametrize("case", CASES)
+def test_advantages_and_returns_of_rlax_and_trfl(case):
+    is_return, rewards, discounts, values, after, lam, expected, close = case
+    found = advantages(rewards, discounts, values, after, lam) + np.multiply(values, is_return)
+    np.testing.assert_allclose(found, expected, **close)
 
 
 # rlax and trfl, TDLearning: v_tm1 1, r -1
@@ -120,34 +113,6 @@ def test_td_learning(case, expected):
     assert float(loss.detach()) == pytest.approx(0.5 * expected**2) and float(
         value.grad
     ) == pytest.approx(-expected)
-
-
-TD_LAMBDA = [  # rlax value_learning_test, TDLambda, lambda 0.75
-    ([-1.3, -1.3, 2.3], [0.0, 0.89, 0.85], [1.1, -1.1, 3.1], 2.2, [-2.4, 3.2732253, 1.0700002]),
-    (
-        [1.3, 5.3, -3.3],
-        [0.88, 1.0, 0.83],
-        [2.1, -1.1, -2.1],
-        -1.2,
-        [-0.01701999, 2.6529999, -2.196],
-    ),
-]
-
-
-@pytest.mark.parametrize("case", TD_LAMBDA)
-def test_rlax_td_lambda(case):
-    *given, expected = case
-    # the first of the second row is a difference of 2.1s
-    np.testing.assert_allclose(advantages(*given, 0.75), expected, rtol=2e-5)
-
-
-@pytest.mark.parametrize("lam", [0.25, 0.5, 1.0])
-def test_trfl_generalised_lambda_returns(lam):
-    last = 0.5 + 0.8 * 0.1
-    expected = [0.4 + 0.9 * (lam * last + (1 - lam) * 0.3), last]
-    np.testing.assert_allclose(
-        advantages([0.4, 0.5], [0.9, 0.8], [0.2, 0.3], 0.1, lam) + [0.2, 0.3], expected, rtol=1e-6
-    )
 
 
 # trfl sequence_ops_test, scan_discounted_sum with reverse: sequence, decays, bootstrap, expected
