@@ -25,20 +25,17 @@ from rl.types import AdamParams, Datum, ModelInput
 # --------------------------------------------------------------------------------------- the losses
 
 
-def pair(
-    rng: np.random.Generator, *, prompt: int, answers: tuple[int, int], reference: bool = True
-) -> list[Datum]:
-    """Two datums with the same prompt and answers of these lengths."""
-    asked = rng.integers(0, VOCABULARY, prompt).tolist()
-    datums = []
+def pair(rng: np.random.Generator, *, prompt: int, answers: tuple[int, int],
+         reference: bool = True) -> list[Datum]:  # fmt: skip
+    """Two datums with the same prompt and answers of these lengths; references off the policy."""
+    asked, datums = rng.integers(0, VOCABULARY, prompt).tolist(), []
     for length in answers:
         tokens = [*asked, *rng.integers(0, VOCABULARY, length).tolist()]
         mask = np.arange(1, len(tokens)) >= prompt
         fields = {"target_tokens": tokens[1:], "mask": mask.astype(np.float32)}
         if reference:
-            fields["ref_logprobs"] = np.where(
-                mask, -2.6 + 0.3 * rng.standard_normal(len(mask)), np.nan
-            )
+            off = -2.6 + 0.3 * rng.standard_normal(len(mask))
+            fields["ref_logprobs"] = np.where(mask, off, np.nan)
         datums.append(Datum(ModelInput.from_ints(tokens[:-1]), fields))
     return datums
 
@@ -49,11 +46,8 @@ def pairs(count: int = 6, seed: int = 0, **kwargs) -> list[Datum]:
         (int(rng.integers(2, 6)), (int(rng.integers(1, 8)), int(rng.integers(1, 8))))
         for _ in range(count)
     ]
-    return [
-        datum
-        for prompt, answers in lengths
-        for datum in pair(rng, prompt=prompt, answers=answers, **kwargs)
-    ]
+    made = [pair(rng, prompt=prompt, answers=answers, **kwargs) for prompt, answers in lengths]
+    return [datum for two in made for datum in two]
 
 
 def by_hand(
@@ -67,11 +61,9 @@ def by_hand(
             fields = datums[i].loss_fn_inputs
             mask = fields["mask"].array != 0
             logp = np.asarray(logprobs[i], dtype=np.float64)[mask]
-            ref = (
-                fields["ref_logprobs"].array.astype(np.float64)[mask]
-                if "ref_logprobs" in fields
-                else 0 * logp
-            )
+            ref = 0 * logp
+            if "ref_logprobs" in fields:
+                ref = fields["ref_logprobs"].array.astype(np.float64)[mask]
             ratios.append(float(logp.sum() - ref.sum()))
             lengths.append(int(mask.sum()))
         delta = ratios[0] / lengths[0] - ratios[1] / lengths[1] if mean else ratios[0] - ratios[1]
@@ -123,11 +115,8 @@ def test_value_metrics_and_gradient_are_those_of_the_formula(name, config, formu
         for sign in (1, -1):
             moved = flat.detach().numpy().copy()
             moved[i] += sign * step
-            ends.append(
-                by_hand(datums, np.split(moved, np.cumsum(sizes)[:-1]), loss=name, **formula)[
-                    "loss"
-                ]
-            )
+            parts = np.split(moved, np.cumsum(sizes)[:-1])
+            ends.append(by_hand(datums, parts, loss=name, **formula)["loss"])
         assert found[i].item() == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=1e-7)
 
 

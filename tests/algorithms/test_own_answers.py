@@ -25,12 +25,10 @@ ANSWERS = [[[3, 1], [4, 5, 1], [6, 1]], [[7, 8, 1], [9, 1], [2, 2, 2, 1]]]
 def groups(rewards_P_G):
     found = []
     for p, rewards_G in enumerate(rewards_P_G):
-        members = []
+        members, ask = [], ModelInput.from_ints(PROMPTS[p])
         for answer, reward in zip(ANSWERS[p], rewards_G, strict=True):
             drawn = SampledSequence(list(answer), [-2.5] * len(answer), temperature=TEMPERATURE)
-            members.append(
-                Trajectory([Transition(ModelInput.from_ints(PROMPTS[p]), drawn, reward, True)])
-            )
+            members.append(Trajectory([Transition(ask, drawn, reward, True)]))
         found.append(TrajectoryGroup(members, [0.0] * 3, [{}] * 3, problem_index=p))
     return found
 
@@ -45,11 +43,8 @@ class Reference:
         found = []
         for datum in datums:
             targets = torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array).long()
-            found.append(
-                every_logprob(self.worker, datum.model_input.to_ints(), temperature)
-                .gather(1, targets[:, None])[:, 0]
-                .numpy()
-            )
+            logp = every_logprob(self.worker, datum.model_input.to_ints(), temperature)
+            found.append(logp.gather(1, targets[:, None])[:, 0].numpy())
         return found
 
 
@@ -87,9 +82,8 @@ LOOK = OptimSettings(learning_rate=1e-30, beta1=0.0, grad_clip_norm=0.0)
 )
 def test_online_dpo_is_dpos_loss_on_the_better_and_the_worse_answer(loss, pairs):
     policy, reference = LocalPolicy(), Reference()
-    preference = OnlinePreferenceSettings(
-        loss=loss, pairs=pairs, beta=0.3, group_size=3, length_normalise=False
-    )
+    how = {"loss": loss, "pairs": pairs, "beta": 0.3, "group_size": 3}
+    preference = OnlinePreferenceSettings(**how, length_normalise=False)
     sampling = SamplingSettings(temperature=TEMPERATURE, max_tokens=8)
     method = OnlineDPO(OnlineDpoSettings(preference=preference, sampling=sampling, optim=LOOK))
     models = Models(policy, {"reference": reference})
@@ -106,11 +100,8 @@ def test_online_dpo_is_dpos_loss_on_the_better_and_the_worse_answer(loss, pairs)
             for i in (best, worst)
         ]
         delta = ratios[0] - ratios[1]
-        total = total + (
-            -torch.nn.functional.logsigmoid(0.3 * delta)
-            if loss == "dpo"
-            else (delta - 1 / 0.6) ** 2
-        )
+        by_dpo = -torch.nn.functional.logsigmoid(0.3 * delta)
+        total = total + (by_dpo if loss == "dpo" else (delta - 1 / 0.6) ** 2)
     total = total / len(expected_pairs)
     metrics = method.update(models, datums, Progress(0, 1))
     assert metrics["optim/pairs"] == len(expected_pairs) and metrics["optim/loss"] == pytest.approx(

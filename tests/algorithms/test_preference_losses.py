@@ -17,17 +17,9 @@ def flat(datums, logprobs):
     """What a loss gets of datums, in float64."""
     logp = torch.tensor(np.concatenate(logprobs), requires_grad=True)
     names = [name for name in datums[0].loss_fn_inputs if name != "target_tokens"]
-    inputs = {
-        k: torch.from_numpy(
-            np.concatenate([d.loss_fn_inputs[k].array for d in datums]).astype(np.float64)
-        )
-        for k in names
-    }
-    return (
-        logp,
-        inputs,
-        torch.tensor(np.concatenate([[0], np.cumsum([len(lp) for lp in logprobs])])),
-    )
+    arrays = {k: np.concatenate([d.loss_fn_inputs[k].array for d in datums]) for k in names}
+    inputs = {k: torch.from_numpy(array.astype(np.float64)) for k, array in arrays.items()}
+    return logp, inputs, torch.tensor(np.cumsum([0, *(len(lp) for lp in logprobs)]))
 
 
 def answers_of(datums, logprobs):
@@ -56,21 +48,15 @@ def simpo_by_hand(datums, logprobs, beta: float, gamma: float) -> float:
     )
 
 
-def kto_by_hand(
-    datums, logprobs, beta: float, kl: float, desirable: float, undesirable: float
-) -> float:
+def kto_by_hand(datums, logprobs, beta: float, kl: float, good: float, bad: float) -> float:
     total = 0.0
     for i, (datum, own) in enumerate(zip(datums, answers_of(datums, logprobs), strict=True)):
-        mask = datum.loss_fn_inputs["mask"].array != 0
-        ratio = float(
-            own.sum() - datum.loss_fn_inputs["ref_logprobs"].array.astype(np.float64)[mask].sum()
-        )
-        value = (
-            desirable * sigmoid(beta * (ratio - kl))
-            if i % 2 == 0
-            else undesirable * sigmoid(beta * (kl - ratio))
-        )
-        total += (desirable if i % 2 == 0 else undesirable) - value
+        fields = datum.loss_fn_inputs
+        mask = fields["mask"].array != 0
+        ref = fields["ref_logprobs"].array.astype(np.float64)[mask]
+        gap = beta * (float(own.sum() - ref.sum()) - kl)
+        weight = good if i % 2 == 0 else bad
+        total += weight - weight * sigmoid(gap if i % 2 == 0 else -gap)
     return total
 
 

@@ -24,24 +24,17 @@ def loop():
     return {"loop": RowLoopSettings(steps=4, batch_size=ROWS)}
 
 
+def problem(i, **more):
+    ask = [{"role": "user", "content": f"{i}+1="}]
+    return Problem(ask, response=f"{i + 1}", index=i, tag="t", **more)
+
+
 def pair(i):
-    return Problem(
-        [{"role": "user", "content": f"{i}+1="}],
-        response=f"{i + 1}",
-        rejected=f"{i + 2}0",
-        index=i,
-        tag="t",
-    )
+    return problem(i, rejected=f"{i + 2}0")
 
 
 def single(i):
-    return Problem(
-        [{"role": "user", "content": f"{i}+1="}],
-        response=f"{i + 1}",
-        meta={"label": i % 3 > 0},
-        index=i,
-        tag="t",
-    )
+    return problem(i, meta={"label": i % 3 > 0})
 
 
 def stored(i):
