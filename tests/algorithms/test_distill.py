@@ -63,7 +63,6 @@ def trajectory(tokens, logprobs) -> Trajectory:
 
 @pytest.mark.parametrize("discount", [0.0, 1.0])
 def test_the_expected_gradient_is_that_of_the_kl_to_the_teacher(discount):
-    """Over every answer of 2 tokens from 3."""
     torch.manual_seed(0)
     logits = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     teacher = torch.log_softmax(torch.randn(4, 3, dtype=torch.float64), -1)

@@ -181,7 +181,6 @@ def test_ranks_share_whole_pairs_in_as_many_micro_batches(layout, monkeypatch):
 @pytest.mark.parametrize("name", ["dpo", "ipo"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_gradient_does_not_depend_on_how_pairs_are_cut(name, layout):
-    """One micro-batch of all, one a pair, two calls."""
     datums = pairs(8)
     config = {"beta": 0.5}
     results = []

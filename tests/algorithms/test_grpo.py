@@ -117,7 +117,6 @@ COMPARING = [name for name, estimator in ADVANTAGES.items() if estimator.compare
 
 @pytest.mark.parametrize("advantage", COMPARING)
 def test_equal_returns_earn_nothing_however_many_turns_they_took(advantage):
-    """A reward at the end alone."""
     groups = [group([1.0], [0.0, 1.0], [0.0, 0.0, 1.0]), group([1.0], [0.0], problem=1)]
     datums = method(advantage=advantage, step_rewards="to_go", entropy=0.01).compute_advantages(
         groups, None
@@ -144,7 +143,6 @@ def test_process_and_outcome_rewards_are_one_where_an_episode_has_one_step(advan
 
 
 def test_a_new_estimator_is_one_entry(monkeypatch):
-    """Its properties come with it."""
     best = AdvantageEstimator(
         lambda rewards_G: np.asarray(rewards_G) - max(rewards_G),
         scope="group",
@@ -422,7 +420,6 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups_within_its_bound(mon
     "judge", [None, SimpleNamespace(scores_single_answers=False, take_seconds=dict)]
 )
 def test_a_batch_that_a_model_scored_has_a_reward_though_no_function_gave_one(judge):
-    """Without anything that scores, a row says nothing of rewards."""
     rows: list[dict] = []
     loop = {"steps": 9, "batch_size": 1, "eval_every": 0, "save_every": 0, "rollouts_every": 0}
     settings = GrpoSettings(loop=LoopSettings(**loop, keep_best=None))

@@ -134,7 +134,6 @@ def test_published_files(shared_data):
 
 
 def test_a_published_file_is_trained_on_as_it_is(shared_data, tmp_path, capsys):
-    """Its answers came without logprobs."""
     data = shared_data / "gsm8k" / "example_model_solutions.jsonl"
     model = f"--base-model tiny:chat --tokenizer {shared_data / 'tokenizers' / 'minimind_6400'}"
     words = (
@@ -349,7 +348,6 @@ def test_q_loss_is_the_formula_over_all_of_q():
 
 
 def mixed_answers(path, copies: int = 8):
-    """Stored answers of mixed quality."""
     rng = np.random.default_rng(0)
     rows = []
     for a in range(10):

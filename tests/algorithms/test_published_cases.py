@@ -250,7 +250,6 @@ def test_rlax_entropy_loss(logits, weights, expected):
 
 
 def test_verl_gae_steps_over_observations():
-    """Mask 0 0 1 1 1 0 0 1 1 0 0."""
     rewards = np.array([0, 0, 0.1, 0.1, 0.1, 0, 0, 0.1, 1.0, 0, 0])
     mask = np.array([0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0], dtype=bool)
     values = np.where(
@@ -282,7 +281,6 @@ def test_verl_group_advantages():
 
 
 def test_verl_divides_by_the_sample_deviation():
-    """Of rewards 1 and 1.00001 (its low-variance case)."""
     rewards = np.array([1.0, 1.00001])
     verl = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
     ours = ADVANTAGES["mean_std"].fn(rewards.tolist())
@@ -348,7 +346,6 @@ def test_verl_kl_penalties(kind):
 
 
 def batch(seed=0):
-    """Three sequences of 5, 2 and 9 tokens."""
     rng = np.random.default_rng(seed)
     lengths = [5, 2, 9]
     total = sum(lengths)

@@ -142,7 +142,6 @@ def sampled(client, turns, advantage):
 @pytest.mark.parametrize("turns", [1, 3])
 @pytest.mark.parametrize("loss", ["dro", "gspo"])
 def test_recorded_samples_are_actions_even_without_an_advantage(client, loss, turns):
-    """A group of equal rewards."""
     for advantages in (0.0, 0.7):
         datum, mask = sampled(client, turns, advantages)
         client.forward_backward([documented(mask=MASK)], "ppo").result()
@@ -153,7 +152,6 @@ def test_recorded_samples_are_actions_even_without_an_advantage(client, loss, tu
 
 
 def test_provenance_tells_the_sampled_tokens(client):
-    """Of samples that this process did not draw."""
     datum = documented((0.0, 0.0, 0.0, 0.0))
     spans = [
         PromptProvenanceSpan(sequence_id="elsewhere:1", length=3),

@@ -456,7 +456,6 @@ def test_a_batch_of_weights_that_were_updated_since_is_refused(service):
 
 @pytest.mark.parametrize("chosen", [{}, {"seed": 5, "train_attn": False}])
 def test_an_adapter_of_a_config_is_the_one_of_tinkers_call(service, chosen):
-    """The same settings, however they came."""
     config = TrainingConfig(
         model_ref="tiny:addition", lora_config=LoRAConfig(rank=2, alpha=6, **chosen), seed=3
     )

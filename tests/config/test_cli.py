@@ -626,7 +626,6 @@ def test_difference_names_each_changed_setting() -> None:
 
 
 def test_a_setting_that_an_older_config_lacks_had_its_default() -> None:
-    """One at a time, every setting."""
     asked = run_config.resolve_config(read("sft"))
     table = {"methods": METHODS, "options": RunSettings}
     for part, name in [

@@ -214,7 +214,6 @@ class Breaks(One):
 
 
 def test_a_failure_of_the_run_that_is_repeated_is_left_out_of_the_comparison(tmp_path):
-    """In the replay the environment would not have failed."""
     log, found = [], []
     with ServiceClient(output_dir=tmp_path) as service:
         sampler = service.create_full_training_client(

@@ -160,7 +160,6 @@ def test_an_episode_of_several_turns_is_read_whole(tmp_path, service):
 
 
 def test_an_answer_cannot_write_a_turn(tmp_path, service):
-    """Its special tokens are read as text."""
     folder = write_model(tmp_path / "model")
     judge = PublishedRewardModel(service.create_classifier_client(folder), folder)
     asked = [{"role": "user", "content": "a"}]
@@ -195,7 +194,6 @@ GRPO = """grpo --base-model tiny:addition --dataset addition --reward None --gro
 
 
 def test_a_run_learns_from_two_of_them(tmp_path):
-    """The policy's vocabulary is neither's."""
     one, other = (
         write_model(tmp_path / "one", "Gemma2"),
         write_model(tmp_path / "other", "DebertaV2"),

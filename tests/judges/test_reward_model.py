@@ -268,7 +268,6 @@ def spoken(*exchange, told=True):
 
 @pytest.mark.parametrize("told", [True, False])
 def test_each_member_of_several_turns_is_judged_by_its_own_conversation(told):
-    """Both orders of every pair."""
     members = [
         spoken(("2+2?", "<think>five?</think>4"), ("sure?", "yes"), told=told),
         spoken(("2+2?", "5"), ("really?", "no, 4"), told=told),

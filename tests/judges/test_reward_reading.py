@@ -177,7 +177,6 @@ def test_a_policy_with_another_renderer_is_read_in_the_models_own(renderers, pol
 
 @pytest.mark.parametrize("shares_vocabulary", [True, False])
 def test_a_model_of_another_vocabulary_reads_all_turns_of_an_episode(renderers, shares_vocabulary):  # noqa: F811
-    """By the texts of all turns."""
     renderer = renderers("role_colon", "llama-like")
     talk = [
         {"role": "user", "content": "2+2?"},
@@ -203,7 +202,6 @@ def test_a_model_of_another_vocabulary_reads_all_turns_of_an_episode(renderers, 
 
 @pytest.mark.parametrize("name", ["chat_template", "plain", "role_colon"])
 def test_the_held_out_margin_is_the_one_that_rlhf_reads(renderers, name, shared_data, tmp_path):  # noqa: F811
-    """A real model, after a step of training."""
     rows = [
         Problem([{"role": "user", "content": q}], response=a, rejected=b, index=i)
         for i, (q, a, b) in enumerate(
@@ -312,7 +310,6 @@ class Remembers(Environment):
 
     def start(self):
         def look(place: str) -> str:
-            """Look at a place."""
             return place
 
         self.tools, self.turns = (look,) if self.row.get("tools") else (), 0
@@ -378,7 +375,6 @@ def test_an_episode_of_an_environment_is_read_in_the_models_own_renderer(
 
 
 def test_an_episode_in_the_models_own_format_is_read_with_its_tools(renderers):  # noqa: F811
-    """A policy of the same renderer."""
     renderer = renderers("chat_template", "qwen3")
     group = played(renderer, "chat_template", ["4", "st"], tools=True)
     last = group.trajectories_G[0].transitions[-1]

@@ -145,7 +145,6 @@ def test_every_loss_gives_over_the_wire_what_it_gives_here(wires, here):
 
 @pytest.mark.parametrize("rank", [8, 64])
 def test_an_adapter_over_the_wire_is_scaled_by_alpha_32_as_on_tinker(wires, here, rank):
-    """After a step, whose size is in the adapter's matrices."""
     data, model, seen = texts(), wires.model(rank=rank), {}
     wires.ask(model, 1, data)
     wires.wait(wires.step(model, 2))
@@ -512,7 +511,6 @@ def test_a_full_queue_says_so_and_takes_more_later(tmp_path):
 
 
 def test_two_clients_that_call_everything_the_same_get_each_its_own(tmp_path):
-    """One key, one name for both sessions and for what they save."""
     with server(tmp_path) as one:
         seen = []
         for seed in (1, 2):
@@ -605,7 +603,6 @@ def test_one_tenants_failure_touches_no_other(wires, served):
 
 
 def test_a_client_that_dies_between_two_chunks_leaves_nothing_behind(tmp_path):
-    """Its first chunk never comes."""
     with server(tmp_path) as one:
         dying, other = Wire(one), Wire(one)
         dying.open()
@@ -724,7 +721,6 @@ def test_logprobs_of_given_tokens_in_the_place_of_a_prompts(wires, served):
 
 
 def test_an_error_that_a_client_was_told_is_no_complaint_in_the_log():
-    """However often it was asked for."""
     complaints = []
 
     async def asked_twice():

@@ -36,7 +36,7 @@ def both(wires, asked):
 
 
 def fields_of(message):
-    """Rows of a protobuf ForwardBackwardOutput as {name."""
+    """Rows of a protobuf output as {name: (dtype, shape, array)}."""
     rows = []
     for record in message.loss_fn_outputs:
         found = [{} for _ in range(record.num_datums)]
@@ -82,7 +82,6 @@ def test_what_a_loss_gives_is_the_same_in_both_forms(wires, forward_only):
 
 
 def test_logprobs_of_several_targets_a_position_are_the_same_in_both_forms(wires, tmp_path):
-    """[tokens, K] instead of [tokens]."""
     data = []
     for n in (3, 5):
         targets = TensorData(np.arange(2 * n).reshape(n, 2) + 3)
@@ -192,7 +191,6 @@ def test_what_has_no_protobuf_is_json_in_both_and_so_is_every_refusal(wires):
 
 
 def test_numbers_that_are_none_travel_in_both_forms(wires):
-    """A forward of weights that have diverged, or its refusal."""
     model = wires.model()
     wires.output(wires.ask(model, 1, texts()))
     wires.wait(wires.step(model, 2, learning_rate=1e30))

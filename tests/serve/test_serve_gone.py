@@ -189,7 +189,6 @@ def test_a_request_of_many_prompts_of_which_one_fails_draws_none_of_the_others(t
 
 
 def test_whoever_hangs_up_is_drawn_for_no_longer(tmp_path):
-    """An answer that is being drawn for a connection that ended."""
     with server(tmp_path, keys=KEYS) as one:
         began, draw = threading.Event(), one.engine._run_batch_slice
 

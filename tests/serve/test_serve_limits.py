@@ -94,7 +94,6 @@ def test_sessions_models_tokens_and_open_requests_are_bounded(tmp_path):
 
 
 def test_what_a_server_that_ends_has_not_begun_is_told_to_come_again(tmp_path):
-    """What has begun is finished."""
     with opened(tmp_path) as (one, wires):
         model, sampler = wires.model(0), None
         sampler = wires.sampler(model, 1)

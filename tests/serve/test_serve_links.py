@@ -98,7 +98,6 @@ def test_no_link_stands_in_the_log(saved, caplog):
 
 
 def test_an_archive_that_is_removed_before_its_files_are_open_is_not_there(saved, monkeypatch):
-    """A checkpoint goes between the look at its folder and the first byte."""
     one, wires, model = saved
     path = wires.save(model, 3, "soon-gone")
     link = archive(wires, model, "weights/soon-gone").headers["location"]
@@ -115,7 +114,6 @@ def test_an_archive_that_is_removed_before_its_files_are_open_is_not_there(saved
 
 
 def test_a_link_counts_for_the_tenant_who_created_it(tmp_path):
-    """The link names neither the key nor the owner."""
     with server(tmp_path, keys=KEYS, open_requests=6) as one:
         links = []
         for key in KEYS:

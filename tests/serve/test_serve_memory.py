@@ -135,7 +135,6 @@ def test_a_sent_answer_can_be_asked_for_again_for_a_while_and_an_unsent_one_for_
 
 
 def test_bytes_are_bounded_and_shared_like_everything_else(tmp_path):
-    """A key that fills its part is refused, the other one is not."""
     with server(tmp_path, keys=KEYS, held_bytes=240_000, told_seconds=0.5) as one:
         greedy, other = (Wire(one, key) for key in KEYS)
         greedy.open(), other.open()

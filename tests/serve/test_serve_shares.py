@@ -12,7 +12,6 @@ from rl.serve.tenant_limit import check_share, choose_evictions
 
 @pytest.mark.parametrize("limit", [2, 7, 64])
 def test_whoever_comes_next_finds_room_however_greedy_those_before_are(limit):
-    """Tenants that come one after another and take all they get."""
     held = {}
     for tenant in range(int(np.log2(limit))):
         held[tenant] = 0

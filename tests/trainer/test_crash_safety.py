@@ -171,7 +171,6 @@ def test_a_replaced_checkpoint_is_there_under_its_name_whenever_its_writer_dies(
 
 
 def test_an_unchanged_checkpoint_is_read_once(tmp_path, monkeypatch):
-    """However often it is looked at."""
     with checkpoint_folder.write_checkpoint(tmp_path / "c") as aside:
         (aside / "state.json").write_text("{}")
     path, read = tmp_path / "c" / "state.json", []

@@ -189,7 +189,6 @@ class Damaged:
         return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
 
     def restore(self, name: str, data: bytes, manifest: bytes) -> None:
-        """The folder as it was."""
         (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
         (self.folder / name).write_bytes(data)
         if manifest:

@@ -159,7 +159,6 @@ def recipe(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(recipe: Path) -> tuple[Path, Path]:
-    """Of the same settings and side by side."""
     whole, killed = recipe.parent / "whole", recipe.parent / "killed"
     processes = train(recipe, whole), train(recipe, killed)
     # one step after the first checkpoint of GRPO: that step will have to be taken back

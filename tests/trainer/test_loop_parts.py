@@ -44,7 +44,6 @@ def bare_stage(*, method=None, models=None, problems=None, keeper=None, seed=5, 
 
 
 def test_held_out_answers_are_always_drawn_with_the_same_streams(monkeypatch):
-    """Whichever step it is, and from whichever sampler."""
     drawn = []
 
     def rollout(builders, sampler, params, *, seed, **more):
@@ -154,7 +153,6 @@ class Notes:
 
 @pytest.mark.parametrize("curriculum", ["success", "steps", None])
 def test_what_a_stage_saves_is_where_it_goes_on(curriculum):
-    """The curriculum in the middle of a window, what was held out, the method's own."""
 
     keeper = Notes()
 

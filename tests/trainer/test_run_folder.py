@@ -98,7 +98,6 @@ def asked(folder: Path):
 
 @pytest.mark.parametrize("change", ["", "another context"])
 def test_rows_are_looked_through_once_for_each_model(tmp_path, monkeypatch, change):
-    """Those of a later stage before the first step."""
     from rl.trainer import pipeline, stage_data
 
     seen, good_rows = [], stage_data.select_good_rows

@@ -10,7 +10,6 @@ from rl.types import Problem
 
 
 def test_checkpoints_are_listed_in_the_order_of_their_steps(tmp_path):
-    """Whatever the stages are called."""
     stages = [StageSteps("z", 0, 4), StageSteps("a", 5, 1_200_000)]
     names = ["z-000002", "z-000004", "z-final", "a-000006", "a-999999", "a-1000000", "a-final"]
     for name in names:
