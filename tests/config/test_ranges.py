@@ -225,34 +225,17 @@ def test_the_list_names_nothing_that_is_refused() -> None:
 )
 def test_every_number_refuses_it_in_python(value: Any) -> None:
     """Instances made without the line: sections built directly, as scripts do."""
-    seen = set()
-    for _, name, owner, annotation in NUMBERS:
-        if (owner, name) in seen:
-            continue
-        seen.add((owner, name))
+    for _, name, owner, annotation in ONCE:
         given: Any = value
         if "tuple" in annotation:
             given = (("gsm8k", value),) if name in ("rewards", "reward_models") else (value,)
-        allowed = next(
-            (
-                why
-                for text, names in ALLOWED.items()
-                if str(value) == text
-                for n, why in names.items()
-                if n == name
-            ),
-            None,
-        )
+        is_allowed = any(str(value) == text and name in names for text, names in ALLOWED.items())
         try:
             owner(**{name: given})
         except ValueError as error:
             assert name in str(error), (owner, name, error)
         else:
-            assert allowed is not None or (value == "7" and "tuple" in annotation), (
-                owner,
-                name,
-                value,
-            )
+            assert is_allowed or (value == "7" and "tuple" in annotation), (owner, name, value)
 
 
 def test_every_number_refuses_it_in_a_runs_config() -> None:

@@ -148,27 +148,22 @@ def test_only_what_a_row_has_is_judged():
 
 
 def test_metrics_of_samples_by_hand():
-    def trajectory(text: str, tokens: int) -> Trajectory:
-        action = SampledSequence([1] * tokens, [-0.5] * tokens)
-        return Trajectory(
-            [Transition(ModelInput.from_ints([1]), action, 0.0, True, logs={"response": text})]
-        )
+    def group(*answers: tuple[str, int]) -> TrajectoryGroup:
+        members = []
+        for text, tokens in answers:
+            action = SampledSequence([1] * tokens, [-0.5] * tokens)
+            logs = {"response": text}
+            turn = Transition(ModelInput.from_ints([1]), action, 0.0, True, logs=logs)
+            members.append(Trajectory([turn]))
+        return TrajectoryGroup(members, [0.0] * 2, [{}] * 2)
 
     long = "x" * 50
-    groups = [
-        TrajectoryGroup([trajectory(long + "a", 3), trajectory(long + "b", 2)], [0.0] * 2, [{}] * 2)
-    ]
-    groups.append(
-        TrajectoryGroup([trajectory("y" + long, 4), trajectory("", 1)], [0.0] * 2, [{}] * 2)
-    )
-    assert compute_sample_metrics(groups) == {
-        "env/all/total_groups": 2,
-        "env/all/distinct_beginnings": 3 / 4,
-    }
+    groups = [group((long + "a", 3), (long + "b", 2)), group(("y" + long, 4), ("", 1))]
+    shares = {"env/all/total_groups": 2, "env/all/distinct_beginnings": 3 / 4}
+    assert compute_sample_metrics(groups) == shares
     fields = {"target_tokens": [1, 2, 3], "advantages": [0.0, 0.5, -1.0], "mask": [0.0, 1.0, 1.0]}
-    assert (
-        compute_credited_share(groups, [Datum(ModelInput.from_ints([1, 2, 3]), fields)]) == 2 / 10
-    )
+    datum = Datum(ModelInput.from_ints([1, 2, 3]), fields)
+    assert compute_credited_share(groups, [datum]) == 2 / 10
 
 
 def test_remedies_name_flags_that_the_method_has():

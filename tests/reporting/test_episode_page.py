@@ -72,14 +72,8 @@ def test_an_episode_is_shown_turn_by_turn():
 
 
 def test_what_the_model_reads_at_a_turn_stands_before_it_and_a_tools_answer_with_its_call():
-    page = Page(
-        rollout_html.render_page(
-            [row([said("user", "one?"), turn("first"), said("user", "two?"), turn("second")])],
-            title="",
-            step=1,
-        )
-    )
-    (text,) = page.articles
+    two = row([said("user", "one?"), turn("first"), said("user", "two?"), turn("second")])
+    (text,) = Page(rollout_html.render_page([two], title="", step=1)).articles
     assert text.index("first") < text.index("two?") < text.index("second")
     alone = row([
         said("user", "one?"), turn("first"), said("tool", "from a tool", name="clock"),
@@ -136,20 +130,12 @@ def test_hostile_texts_are_text_wherever_they_stand(place):
     elif place in ("told", "name"):
         told = said("user", EVIL) if place == "told" else said(EVIL, "?", name=EVIL)
     elif place in ("call", "answer"):
-        call = (
-            {**call, "name": EVIL, "arguments": {EVIL: EVIL}}
-            if place == "call"
-            else {**call, "answer": EVIL}
-        )
+        evil = {"name": EVIL, "arguments": {EVIL: EVIL}} if place == "call" else {"answer": EVIL}
+        call = {**call, **evil}
     elif place in ("logs", "metrics"):
         one = turn("x", **{place: {EVIL: EVIL if place == "logs" else 1.0}})
     else:
-        more = {
-            "tag": {"tag": EVIL},
-            "stop": {"stop_reason": EVIL},
-            "expected": {"answer": EVIL},
-            "seat": {"seat": EVIL},
-        }[place]
+        more = {{"stop": "stop_reason", "expected": "answer"}.get(place, place): EVIL}
     rows = [
         row([told, {**one, "tool_calls": [call]}, said("user", "more"), turn("y")], **more),
         episode(group=1),

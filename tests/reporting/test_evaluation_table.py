@@ -30,20 +30,11 @@ REPO = Path(__file__).resolve().parents[2]
 
 def make_group(problem: int, answers: list[dict[str, float]], stop: str = "stop"):
     """Return the answers to a problem: their metrics, with the reward under `reward`."""
-    members = [
-        Trajectory(
-            [
-                Transition(
-                    ModelInput.from_ints([1]),
-                    SampledSequence([2], [0.0], stop),
-                    metrics["reward"],
-                    True,
-                    {name: value for name, value in metrics.items() if name != "reward"},
-                )
-            ]
-        )
-        for metrics in answers
-    ]
+    members = []
+    for metrics in answers:
+        others = {name: value for name, value in metrics.items() if name != "reward"}
+        action, read = SampledSequence([2], [0.0], stop), ModelInput.from_ints([1])
+        members.append(Trajectory([Transition(read, action, metrics["reward"], True, others)]))
     return TrajectoryGroup(members, [0.0] * len(members), [{}] * len(members), "set", problem)
 
 

@@ -206,35 +206,18 @@ class Page(HTMLParser):
 
 def test_the_page_shows_each_answer_escaped_and_loads_nothing() -> None:
     evil = "<script>alert('x')</script>&amp;"
+    maths = {"tag": "maths", "problem": 3, "prompt": evil}
     rows = [
-        row(
-            prompt=evil,
-            response=evil,
-            tag="maths",
-            problem=3,
-            stop_reason="length",
-            answer="<b>",
-            error="reward <timed> out",
-        ),
-        row(
-            prompt=evil,
-            tag="maths",
-            problem=3,
-            advantage=-0.5,
-            tokens=["a", "<b>", " c"],
-            logprobs=[-0.001, None, -5.0],
-        ),
+        row(**maths, response=evil, stop_reason="length", answer="<b>", error="reward <timed> out"),
+        row(**maths, advantage=-0.5, tokens=["a", "<b>", " c"], logprobs=[-0.001, None, -5.0]),
         row(tag="maths", problem=4, reward=None, advantage=None, group=1),
         row(tag="maths", problem=4, group=2),  # the same problem again, in a group of its own
     ]
     page = Page(rollout_html.render_page(rows, title="run & step", step=7))
     # two answers side by side, then single ones
     assert page.tags.count("section") == 3 and len(page.articles) == 4
-    assert evil in page.articles[0]
-    assert "reward <timed> out" in page.articles[0]
-    assert "length" in page.articles[0]
-    assert "script" not in page.tags
-    assert page.loads == []
+    assert all(text in page.articles[0] for text in (evil, "reward <timed> out", "length"))
+    assert "script" not in page.tags and page.loads == []
     assert "url(" not in rollout_html.render_page(rows, title="", step=0)
     assert "reward n/a" in page.articles[2]
     # p = 0.999 is the band of what was expected (5), p = 0.0067 that of surprises (0); None was not

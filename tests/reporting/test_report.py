@@ -95,13 +95,8 @@ def read_text(page: str) -> str:
 def test_curves_equal_the_metrics(tmp_path, small_plotly):
     rng = random.Random(1)
     metrics = [
-        {
-            "step": step,
-            "stage": "grpo",
-            "reward/total": rng.random(),
-            "optim/lr": 1e-5 * rng.random(),
-        }
-        for step in range(1, 60)
+        {"step": i, "stage": "grpo", "reward/total": rng.random(), "optim/lr": 1e-5 * rng.random()}
+        for i in range(1, 60)
     ]
     metrics[9] |= {"test/env/all/correct": 0.25, "time/step": 3.0, "time/tokens_per_second": 10.0}
     metrics[20]["reward/total"] = None  # it was not finite
@@ -121,14 +116,9 @@ def test_curves_equal_the_metrics(tmp_path, small_plotly):
 
 def test_long_curves_are_thinned_and_keep_their_values(tmp_path, small_plotly):
     metrics = [
-        {
-            "step": i + 1,
-            "stage": "grpo",
-            "reward/total": i / 7,
-            **{f"m/{j}": i + j for j in range(5)},
-        }
+        {"step": i + 1, "stage": "grpo", "reward/total": i / 7, **{f"m/{j}": i + j for j in range(5)}}
         for i in range(30_000)
-    ]
+    ]  # fmt: skip
     (run,) = read_page(write_report([write_run(tmp_path / "run", metrics)]))[1]["runs"]
     series = run["series"]["m/3"]
     assert 10_000 < len(series["rows"]) < 15_001 and series["rows"][-1] == 29_999
@@ -241,31 +231,20 @@ def test_a_page_of_many_rollouts_stays_below_ten_megabytes(tmp_path, small_plotl
     small_plotly.get_plotlyjs = lambda: "//" + "x" * 4_900_000
     tokens = [f"word{i} é" for i in range(800)]
     logprobs = [-0.123456 * (i % 9) for i in range(800)]
-    rollouts = {
-        f"step_{step:06d}_grpo.jsonl": [
-            make_row(
-                i // 8,
-                i % 2,
-                "",
-                index=i % 8,
-                tokens=tokens,
-                logprobs=logprobs,
-                response_tokens=list(range(800)),
-            )
-            for i in range(48)
-        ]
-        for step in range(1, 15)
-    }
-    evaluation = [make_row(i, 1.0, "", tokens=tokens, logprobs=logprobs) for i in range(60)]
+    drawn = {"tokens": tokens, "logprobs": logprobs}
+    ids = list(range(800))
+    batch = [
+        make_row(i // 8, i % 2, "", index=i % 8, **drawn, response_tokens=ids) for i in range(48)
+    ]
+    rollouts = {f"step_{step:06d}_grpo.jsonl": batch for step in range(1, 15)}
+    evaluation = [make_row(i, 1.0, "", **drawn) for i in range(60)]
     rollouts |= {f"grpo-eval-{step:06d}.jsonl": evaluation for step in (0, 5, 10, 14)}
     metrics = [{"step": step, "stage": "grpo", "reward/total": 0.5} for step in range(1, 15)]
     folder = write_run(tmp_path / "run", metrics, rollouts)
     for step in range(1, 15):
         write_record(folder / "rollouts" / f"step_{step:06d}_grpo.update.safetensors", 48, 800)
     path = write_report([folder])
-    assert (
-        sum(file.stat().st_size for file in (tmp_path / "run" / "rollouts").iterdir()) > 15_000_000
-    )
+    assert sum(file.stat().st_size for file in (folder / "rollouts").iterdir()) > 15_000_000
     assert 7_000_000 < path.stat().st_size <= 10_000_000
     shown = read_page(path)[1]["runs"][0]["rollouts"]
     assert len(shown["files"]) == 18 and len(shown["batches"]) == 12
