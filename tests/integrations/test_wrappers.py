@@ -112,9 +112,9 @@ def test_a_generated_task_pays_right_answers_and_its_levels_grow(gym, renderer):
     spec = resolve_environment("reasoning_gym", task="sums", levels=3)
     rows = spec.make().rows("train", 9)
     assert [row["level"] for row in rows] == [0, 1, 2] * 3
-    found = played(spec, added, rows)
+    found = played(spec, added, rows=rows)
     assert [one.get_total_rewards() for one in found.groups] == [[1.0]] * 9
-    wrong = played(spec, lambda prompt: "-1", rows[:1])
+    wrong = played(spec, lambda prompt: "-1", rows=rows[:1])
     assert wrong.groups[0].get_total_rewards() == [0.01]
     assert wrong.groups[0].trajectories_G[0].transitions[-1].metrics["correct"] == 0.0
 
@@ -411,9 +411,7 @@ def openenv(package):
 
 def test_episodes_on_a_server(openenv, renderer):
     spec = resolve_environment("openenv", url="http://x")
-    found = played(
-        renderer, spec, lambda prompt: prompt.rsplit("Say ", 1)[1][0], rows=[{}] * 2, group=2
-    )
+    found = played(spec, lambda prompt: prompt.rsplit("Say ", 1)[1][0], rows=[{}] * 2, group=2)
     assert [one.get_total_rewards() for one in found.groups] == [[2.0, 2.0]] * 2
     for _ in range(200):
         if Client.left == 4:
