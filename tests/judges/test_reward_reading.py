@@ -80,17 +80,11 @@ def test_an_answer_is_read_as_it_was_in_training(renderers, tokenizers, name, mo
     rng = random.Random(f"{name} {model}")
     thinks = model in ("qwen3",) and name == "chat_template"
     for _ in range(5):
-        history = (
-            [{"role": "user", "content": "st"}, {"role": "assistant", "content": "ab"}]
-            if rng.random() < 0.5
-            else []
-        )
+        turn = [{"role": "user", "content": "st"}, {"role": "assistant", "content": "ab"}]
+        history = turn if rng.random() < 0.5 else []
         asked = [*history, {"role": "user", "content": rng.choice(["2+2?", "a a\n", "(7)"])}]
-        problem = Problem(
-            asked,
-            response=rng.choice(["4", "ab st", "7 (a)."]),
-            rejected=rng.choice(["5", "st\nab"]),
-        )
+        response, rejected = rng.choice(["4", "ab st", "7 (a)."]), rng.choice(["5", "st\nab"])
+        problem = Problem(asked, response=response, rejected=rejected)
         trained = [datum.model_input.to_ints() for datum in make_scored_pair(problem, renderer)]
         for answer, wanted in zip((problem.response, problem.rejected), trained, strict=True):
             text = as_drawn(renderer, name, ("<think>\n\n</think>\n\n" if thinks else "") + answer)
@@ -202,30 +196,23 @@ def test_a_model_of_another_vocabulary_reads_all_turns_of_an_episode(renderers, 
 
 @pytest.mark.parametrize("name", ["chat_template", "plain", "role_colon"])
 def test_the_held_out_margin_is_the_one_that_rlhf_reads(renderers, name, shared_data, tmp_path):  # noqa: F811
+    texts = [("2+2?", "4", "five"), ("Hi", "Hello!", "No."), ("A b c", "d e", "x")]
     rows = [
         Problem([{"role": "user", "content": q}], response=a, rejected=b, index=i)
-        for i, (q, a, b) in enumerate(
-            [("2+2?", "4", "five"), ("Hi", "Hello!", "No."), ("A b c", "d e", "x")]
-        )
+        for i, (q, a, b) in enumerate(texts)
     ]
     with ServiceClient(output_dir=tmp_path) as service:
         tokenizer = str(shared_data / "tokenizers" / "minimind_6400")
-        client = service.create_full_training_client(
-            "tiny:chat", tokenizer=tokenizer, seed=2, value_head=True
-        )
+        how = {"tokenizer": tokenizer, "seed": 2, "value_head": True}
+        client = service.create_full_training_client("tiny:chat", **how)
         renderer = get_renderer(name, client.get_tokenizer())
-        client.forward_backward(
-            [d for row in rows for d in make_scored_pair(row, renderer)], "bradley_terry"
-        ).result()
+        datums = [d for row in rows for d in make_scored_pair(row, renderer)]
+        client.forward_backward(datums, "bradley_terry").result()
         client.optim_step(ADAM).result()
-        held_out = RewardModelTraining(RewardModelSettings()).evaluate(
-            rows, renderer, Models(client, {})
-        )
-        end = (
-            ways_to_end(renderer, name)[-1]
-            if name == "role_colon"
-            else [renderer.get_stop_sequences()[0]]
-        )
+        method = RewardModelTraining(RewardModelSettings())
+        held_out = method.evaluate(rows, renderer, Models(client, {}))
+        end = [renderer.get_stop_sequences()[0]]
+        end = ways_to_end(renderer, name)[-1] if name == "role_colon" else end
         groups = [
             sampled(renderer, row, as_drawn(renderer, name, text), end)
             for row in rows
@@ -252,11 +239,8 @@ def test_a_judge_is_shown_answers_as_it_was_in_training(renderers, answer):  # n
     logs = builder.make_envs()[0].step(SampledSequence(drawn, [-1.0] * len(drawn))).logs
     group[0].trajectories_G[0].transitions[-1].logs = logs
     asked = []
-    judge = SimpleNamespace(
-        compare=lambda comparisons: (
-            asked.extend(comparisons) or [SimpleNamespace(first=1.0, second=0.0)]
-        )
-    )
+    verdict = SimpleNamespace(first=1.0, second=0.0)
+    judge = SimpleNamespace(compare=lambda found: asked.extend(found) or [verdict])
     both = TrajectoryGroup([one.trajectories_G[0] for one in group], [0.0, 0.0], [{}, {}])
     PairwiseJudge(judge).scores([both])
     shown, _ = renderer.build_supervised_example(
@@ -328,16 +312,12 @@ def played(renderer, name, answers, *, cut=False, tools=False):
     prompt, _ = env.initial_observation().result()
     turns = []
     for answer in answers:
-        end = (
-            renderer._encode("\n\nUser:", continuing=True)
-            if name == "role_colon"
-            else [renderer.get_stop_sequences()[0]]
-        )
+        end = [renderer.get_stop_sequences()[0]]
+        if name == "role_colon":
+            end = renderer._encode("\n\nUser:", continuing=True)
         ended = not (cut and len(turns) == len(answers) - 1)
-        drawn = [
-            *renderer._encode(as_drawn(renderer, name, answer), continuing=True),
-            *(end if ended else []),
-        ]
+        drawn = renderer._encode(as_drawn(renderer, name, answer), continuing=True)
+        drawn = [*drawn, *(end if ended else [])]
         action = SampledSequence(drawn, [-1.0] * len(drawn), "stop" if ended else "length")
         result = env.step(action).result()
         turns.append(Transition(prompt, action, 0.0, result.episode_done, {}, result.logs))

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -89,9 +90,8 @@ def test_shaping_by_hand_and_as_the_guide_does_it():
         [0.0, 0.0],
     ]
     shaper = RewardShaper(ShapingSettings(cut_off_penalty=2.0), 10)
-    assert shaper.shape_steps(groups)[0] == [[3.0], [-1.0]] and shaper.metrics == {
-        "reward/cut_off_penalty": 0.5
-    }
+    assert shaper.shape_steps(groups)[0] == [[3.0], [-1.0]]
+    assert shaper.metrics == {"reward/cut_off_penalty": 0.5}
     guide = np.array([3.0, 1.0, 0.0, 0.0])
     guide = np.clip((guide - guide.mean()) / (guide.std() + 1e-8), -1.2, 1.2)
     shaper = RewardShaper(ShapingSettings(normalise_rewards=True, reward_clip=1.2), 10)
@@ -156,28 +156,11 @@ def test_by_success_up_and_back():
         curriculum_mix="only",
     )  # fmt: skip
     levels = []
-    for success in [
-        1.0,
-        0.7,
-        0.9,
-        0.5,
-        0.3,
-        0.0,
-        1.0,
-        0.9,
-        1.0,
-        1.0,
-        1.0,
-        0.1,
-        0.2,
-        0.0,
-        0.1,
-        0.1,
-        0.1,
-    ]:
+    #        1.0 .7 | .9 .5 .3 .0 | 1. .9 | 1. 1. | 1.(top) .1 .2 | 0. .1 | .1 .1 (bottom)
+    rates = [1.0, 0.7, 0.9, 0.5, 0.3, 0.0, 1.0, 0.9, 1.0, 1.0, 1.0, 0.1, 0.2, 0.0, 0.1, 0.1, 0.1]
+    for success in rates:
         curriculum.record_success(success)
         levels.append(curriculum.level)
-    #       1.0 .7 | .9 .5 .3 .0 | 1. .9 | 1. 1. | 1.(top) .1 .2 | 0. .1 | .1 .1 (bottom)
     assert levels == [0, 1, 1, 1, 1, 0, 0, 1, 1, 2, 2, 2, 1, 1, 0, 0, 0]
     assert curriculum.metrics() == {"curriculum/level": 0, "curriculum/problems": 10}
 
@@ -247,19 +230,9 @@ def test_several_rewards_are_weighted_and_logged(tmp_path):
 
 
 def test_best_weights_by_the_highest_or_the_lowest(tmp_path):
-    class Book:
-        folder = tmp_path
-
-        def __init__(self):
-            self.rows = []
-
-        def checkpoints(self):
-            return self.rows
-
-        def add_checkpoint(self, row):
-            self.rows.append(row)
-
     class Policy:
+        path = "somewhere"
+
         def save_weights_for_sampler(self, name, *, value_head):
             assert not value_head
             return self
@@ -267,13 +240,15 @@ def test_best_weights_by_the_highest_or_the_lowest(tmp_path):
         def result(self):
             return self
 
-        path = "somewhere"
-
     for mode, kept in (("max", [1, 2, 5]), ("min", [1, 3])):
-        keeper = CheckpointManager(Book())
+        rows = []
+        book = SimpleNamespace(
+            folder=tmp_path, checkpoints=lambda rows=rows: rows, add_checkpoint=rows.append
+        )
+        keeper = CheckpointManager(book)
         for step, value in enumerate([0.5, 0.7, 0.1, math.nan, 0.9, 0.9], start=1):
             keeper.save_best(Policy(), step, "grpo", "optim/loss", value, mode=mode)
-        assert [row["batch"] for row in keeper.logbook.rows] == kept
+        assert [row["batch"] for row in rows] == kept
 
 
 def test_learning_rate_rules_by_hand():
@@ -329,10 +304,8 @@ WITHOUT_EFFECT = [
      "the student answers nothing", "--learn-from student"),
     ("dpo --loss ipo --label-smoothing 0.1", "the loss is ipo", "--loss dpo"),
     ("reward_model --form comparison --centre-coef 0.1", "the form is comparison", "--form scalar"),
-    *[
-        (f"{name} --dynamic-sampling 3", "such as grpo", None)
-        for name in ("sft", "dpo", "reward_model", "offline")
-    ],
+    *((f"{name} --dynamic-sampling 3", "such as grpo", None)
+      for name in ("sft", "dpo", "reward_model", "offline")),
     *[
         (f"{name} --curriculum success", "--curriculum-steps", "--curriculum off")
         for name in ("sft", "dpo", "reward_model")
