@@ -84,6 +84,16 @@ def test_what_is_certain_of_an_answer_is_a_beginning_of_it(
     assert begun >= len(ANSWERS), "next to nothing is ever certain"
 
 
+def by_character(tokenizer, text):
+    """The tokens of a text, one character after the other."""
+    return [t for piece in text for t in tokenizer.encode(piece, add_special_tokens=False)]
+
+
+def stages_of(renderer, tokens, part):
+    """What is shown of a part of an answer while it is drawn."""
+    return {json.dumps(seen(renderer, tokens[:k], False)[part]) for k in range(len(tokens))}
+
+
 def seen(renderer, tokens, within, ended=False):
     found = parse_partial_answer(renderer, tokens, within, ended)
     calls = [
@@ -98,12 +108,9 @@ def seen(renderer, tokens, within, ended=False):
 
 
 def told(message):
-    calls = [
-        call["function"]
-        if isinstance(call, dict)
-        else {"name": call[0], "arguments": json.loads(call[1])}
-        for call in message.get("calls", message.get("tool_calls", ()))
-    ]
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    for name, arguments in message.get("calls", ()):
+        calls.append({"name": name, "arguments": json.loads(arguments)})
     return message["content"], message.get("reasoning_content") or "", calls
 
 
@@ -136,31 +143,15 @@ def test_thoughts_and_arguments_go_on_as_they_are_drawn(shared_data):
         (ANSWERS[3], "reasoning_content"),
         ("<think>\none two three four", "reasoning_content"),
     ):
-        tokens = [
-            token
-            for piece in text
-            for token in renderer.tokenizer.encode(piece, add_special_tokens=False)
-        ]
-        stages = {json.dumps(seen(renderer, tokens[:k], False)[part]) for k in range(len(tokens))}
+        tokens = by_character(renderer.tokenizer, text)
+        stages = stages_of(renderer, tokens, part)
         assert len(stages) > 4, (text, stages)
-    long = (
-        '<tool_call>\n{"name": "add", "arguments": {"text": "' + "word " * 30 + '"}}\n</tool_call>'
-    )
+    long = CALL.replace('"a": 1', '"text": "' + "word " * 30 + '"')
     tokens = renderer.tokenizer.encode(long, add_special_tokens=False)
-    assert (
-        len({json.dumps(seen(renderer, tokens[:k], False)["calls"]) for k in range(len(tokens))})
-        > 30
-    )
-    by_parts = (
-        "<tool_call>\n<function=add>\n<parameter=text>\n"
-        + "word " * 30
-        + "\n</parameter>\n</function>\n</tool_call>"
-    )
+    assert len(stages_of(renderer, tokens, "calls")) > 30
+    by_parts = BY_PARTS.format("<parameter=text>\n" + "word " * 30 + "\n</parameter>\n")
     tokens = renderer.tokenizer.encode(by_parts, add_special_tokens=False)
-    assert (
-        len({json.dumps(seen(renderer, tokens[:k], False)["calls"]) for k in range(len(tokens))})
-        > 30
-    )
+    assert len(stages_of(renderer, tokens, "calls")) > 30
 
 
 CHANNELS = (
@@ -189,9 +180,7 @@ def test_what_is_certain_of_messages_in_channels(shared_data):
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
     renderer = get_renderer("chat_template", tokenizer)
     for text in IN_CHANNELS:
-        tokens = [
-            token for piece in text for token in tokenizer.encode(piece, add_special_tokens=False)
-        ]
+        tokens = by_character(tokenizer, text)
         stages = [seen(renderer, tokens[:k], False) for k in range(len(tokens))]
         whole = check_prefixes(renderer, tokens, False, text)
         assert not any("<|" in str(stage) for stage in stages)
@@ -199,10 +188,7 @@ def test_what_is_certain_of_messages_in_channels(shared_data):
         if not message.get("unparsed_tool_calls"):
             assert told(whole) == told(message) and any(stages[-1].values())
     # of the last one
-    assert (
-        len({json.dumps(seen(renderer, tokens[:k], False)["calls"]) for k in range(len(tokens))})
-        > 5
-    )
+    assert len(stages_of(renderer, tokens, "calls")) > 5
 
 
 FORMS = {  # what tells the form in a template, and answers in it
@@ -237,11 +223,7 @@ def test_what_is_certain_of_an_answer_with_calls_of_other_forms(shared_data, sig
     renderer._call_format = find_call_format(sign)
     for wrapped in (renderer, StopTextRenderer(renderer, ["zz"])):
         for text in (*FORMS[sign], "No call <at> all, 🙂 {"):
-            tokens = [
-                token
-                for piece in text
-                for token in tokenizer.encode(piece, add_special_tokens=False)
-            ]
+            tokens = by_character(tokenizer, text)
             whole = check_prefixes(wrapped, tokens, False, text)
             stages = [seen(wrapped, tokens[:k], False) for k in range(len(tokens))]
             assert not any("add" in stage["content"] or stage["calls"] for stage in stages)

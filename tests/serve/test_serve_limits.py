@@ -36,24 +36,19 @@ def test_a_sampler_that_was_given_back_is_read_again(tmp_path):
             wires.output(wires.ask(model, 1, texts(4, seed)))
             wires.wait(wires.step(model, 2, learning_rate=0.3))
             path = wires.save(model, 3, "kept", "_for_sampler")
-            made = wires.post(
-                "create_sampling_session",
-                session_id=wires.session,
-                sampling_session_seq_id=seed,
-                model_path=path,
-            )
+            numbers = {"session_id": wires.session, "sampling_session_seq_id": seed}
+            made = wires.post("create_sampling_session", **numbers, model_path=path)
             samplers.append(made["sampling_session_id"])
-        first = [
-            [one.tokens for one in wires.sample(s, 0, [4, 5], 4, seed=3, max_tokens=12).sequences]
-            for s in samplers
-        ]
+
+        def draw(seq):
+            how = {"seed": 3, "max_tokens": 12}
+            drawn = [wires.sample(s, seq, [4, 5], 4, **how) for s in samplers]
+            return [[one.tokens for one in message.sequences] for message in drawn]
+
+        first = draw(0)
         assert first[0] != first[1]
         assert sum(one.session_store.samplers[s].client is not None for s in samplers) == 1
-        again = [
-            [one.tokens for one in wires.sample(s, 1, [4, 5], 4, seed=3, max_tokens=12).sequences]
-            for s in samplers
-        ]
-        assert again == first
+        assert draw(1) == first
 
 
 def test_sessions_models_tokens_and_open_requests_are_bounded(tmp_path):
@@ -115,17 +110,9 @@ def test_what_a_server_that_ends_has_not_begun_is_told_to_come_again(tmp_path):
             )
             assert "try" in str(said) or "again" in str(said)
         assert wires.http.get("/healthz").status_code == 503
-        late = wires.http.post(
-            "/api/v1/asample",
-            json={
-                "sampling_session_id": sampler,
-                "seq_id": 5,
-                "num_samples": 1,
-                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [4]}]},
-                "sampling_params": {"max_tokens": 2},
-            },
-        )
-        assert late.status_code == 503
+        body = {"sampling_session_id": sampler, "seq_id": 5, "num_samples": 1}
+        body["prompt"] = {"chunks": [{"type": "encoded_text", "tokens": [4]}]}
+        assert wires.http.post("/api/v1/asample", json=body).status_code == 503
 
 
 def test_sessions_that_fall_silent_are_ended_though_a_look_failed(tmp_path, monkeypatch):
@@ -183,26 +170,17 @@ def test_a_wave_of_coroutines_is_one_batch(tmp_path, monkeypatch):
         )
 
         async def wave(first=0, count=16):
-            transport = httpx.ASGITransport(one.app)
-            async with httpx.AsyncClient(
-                transport=transport, base_url="http://server", headers={"x-api-key": "tml-nobody"}
-            ) as http:
+            how = {"transport": httpx.ASGITransport(one.app), "base_url": "http://server"}
+            async with httpx.AsyncClient(**how, headers={"x-api-key": "tml-nobody"}) as http:
+                fixed = {"sampling_session_id": sampler, "num_samples": 1}
                 bodies = [
-                    {
-                        "sampling_session_id": sampler,
-                        "seq_id": first + i,
-                        "num_samples": 1,
-                        "sampling_params": {"max_tokens": 4},
-                        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [4, 5 + i]}]},
-                    }
+                    fixed
+                    | {"seq_id": first + i, "sampling_params": {"max_tokens": 4}}
+                    | {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [4, 5 + i]}]}}
                     for i in range(count)
                 ]
-                return [
-                    reply.json()
-                    for reply in await asyncio.gather(
-                        *(http.post("/api/v1/asample", json=body) for body in bodies)
-                    )
-                ]
+                asked = (http.post("/api/v1/asample", json=body) for body in bodies)
+                return [reply.json() for reply in await asyncio.gather(*asked)]
 
         asked = asyncio.run(wave())
         assert all(len(wires.wait(one, "SampleResponse").sequences) == 1 for one in asked)

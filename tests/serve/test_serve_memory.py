@@ -151,10 +151,8 @@ def test_bytes_are_bounded_and_shared_like_everything_else(tmp_path):
                     ids[begin : begin + 20], "<i4"
                 ).tobytes()
                 tensor = datum.loss_fn_inputs["target_tokens"]
-                tensor.dense, tensor.dtype = (
-                    np.asarray(ids[begin : begin + 20], "<i8").tobytes(),
-                    tinker_pb2.DTYPE_INT64,
-                )
+                tensor.dense = np.asarray(ids[begin : begin + 20], "<i8").tobytes()
+                tensor.dtype = tinker_pb2.DTYPE_INT64
                 tensor.shape.append(20)
             headers = {"content-type": "application/x-protobuf"}
             return wires.http.post(

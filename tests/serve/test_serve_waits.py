@@ -76,35 +76,30 @@ def test_long_work_on_the_disk_runs_beside_the_event_loop(tmp_path, monkeypatch)
 
 
 def test_long_texts_are_tokenized_beside_the_event_loop(tmp_path, monkeypatch):
-    slow = 1.5
-    encode = PreTrainedTokenizerFast._encode_plus
+    slow, encode = 1.5, PreTrainedTokenizerFast._encode_plus
 
     def slowly(*arguments, **named):
         time.sleep(slow)
         return encode(*arguments, **named)
 
+    calls = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "1+1="}]},
+        "/v1/completions": {"prompt": "1+1="},
+    }
     with server(tmp_path) as one:
-        calls = {
-            "chat": (
-                "/v1/chat/completions",
-                {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 2},
-            ),
-            "completion": ("/v1/completions", {"prompt": "1+1=", "max_tokens": 2}),
-        }
-        for path, body in calls.values():  # so that the model is loaded
-            answer, _ = longest_wait(
-                one.app,
-                lambda http, path=path, body=body: http.post(path, json={"model": BASE, **body}),
-            )
-            assert answer.status_code == 200, answer.text
+
+        def ask(path):
+            body = {"model": BASE, "max_tokens": 2, **calls[path]}
+            answer, longest = longest_wait(one.app, lambda http: http.post(path, json=body))
+            assert answer.status_code == 200, (path, answer.text)
+            return longest
+
+        for path in calls:  # so that the model is loaded
+            ask(path)
         monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", slowly)
-        for name, (path, body) in calls.items():
-            answer, longest = longest_wait(
-                one.app,
-                lambda http, path=path, body=body: http.post(path, json={"model": BASE, **body}),
-            )
-            assert answer.status_code == 200, (name, answer.text)
-            assert longest < slow * 0.7, f"{name}: /healthz took {longest:.1f} s"
+        for path in calls:
+            longest = ask(path)
+            assert longest < slow * 0.7, f"{path}: /healthz took {longest:.1f} s"
 
 
 def test_a_short_request_cannot_ask_for_much_memory(tmp_path):
@@ -278,23 +273,18 @@ def test_a_base_whose_weights_are_damaged_keeps_no_other_from_anybody(folder, tm
 
 def test_a_base_is_loaded_once_however_many_ask_for_it_first(tmp_path, monkeypatch):
     with server(tmp_path) as one:
-        plain, made = one.engine.service.create_sampling_client, []
+        plain, made, found = one.engine.service.create_sampling_client, [], []
 
         def slowly(**named):
             made.append(named)
             time.sleep(0.2)
             return plain(**named)
 
+        def ask():
+            found.append(one.engine.get_base_client(one.engine.settings.bases[0]))
+
         monkeypatch.setattr(one.engine.service, "create_sampling_client", slowly)
-        found = []
-        threads = [
-            threading.Thread(
-                target=lambda: found.append(
-                    one.engine.get_base_client(one.engine.settings.bases[0])
-                )
-            )
-            for _ in range(6)
-        ]
+        threads = [threading.Thread(target=ask) for _ in range(6)]
         for thread in threads:
             thread.start()
         for thread in threads:
