@@ -184,17 +184,15 @@ def test_a_users_class_that_requests_a_reference_scores_with_it(here):
     assert row["optim/tokens"] > 0
 
 
-def test_former_declarations_are_explained(here):
-    text = "\n    clients = staticmethod(lambda settings, factory: {})\n"
-    (here / "mine.py").write_text(FILE.replace("\n    def state", text + "\n    def state"))
-    with pytest.raises(UserError, match="declares clients, which nothing reads any more"):
-        rl.train("mine.py:Whole", output_dir=here / "run", **SMALL)
-
-
-def test_a_value_that_was_a_function_is_explained(here):
-    text = "\n    value_head = staticmethod(lambda settings: False)\n"
-    (here / "mine.py").write_text(FILE.replace("\n    def state", text + "\n    def state"))
-    with pytest.raises(UserError, match="declares value_head as a function"):
+@pytest.mark.parametrize(("declared", "message"), [
+    ("clients = staticmethod(lambda settings, factory: {})",
+     "declares clients, which nothing reads any more"),
+    ("value_head = staticmethod(lambda settings: False)", "declares value_head as a function"),
+])  # fmt: skip
+def test_former_declarations_are_explained(here, declared, message):
+    text = f"\n    {declared}\n\n    def state"
+    (here / "mine.py").write_text(FILE.replace("\n    def state", text))
+    with pytest.raises(UserError, match=message):
         rl.train("mine.py:Whole", output_dir=here / "run", **SMALL)
 
 

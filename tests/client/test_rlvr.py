@@ -233,10 +233,8 @@ def test_reinforce_reports_what_can_be_worked_out(service):
     assert result.kl_divergence == pytest.approx((np.exp(-gap) - 1 + gap).mean(), rel=1e-4)
     assert result.kl_divergence > 1e-4
     assert result.value_loss == 0 and result.grad_norm > 0
-    assert (batch.mean_reward, batch.std_reward) == (
-        pytest.approx(rewards.mean()),
-        pytest.approx(rewards.std()),
-    )
+    expected = rewards.mean(), rewards.std()
+    assert (batch.mean_reward, batch.std_reward) == pytest.approx(expected)
 
 
 def test_the_baseline_is_the_running_mean_of_earlier_batches(service):
@@ -257,14 +255,12 @@ def test_ppo_of_one_epoch_without_a_value_is_reinforce(service):
     """With lambda 1 and no value each advantage is the reward; ratio 1 clips nothing."""
     found = []
     plain = dict(learning_rate=1e-3, normalize_advantages=False)
-    for algorithm in (
+    how = dict(ppo_epochs=1, gae_lambda=1.0, value_coef=0.0, reward_normalization=False)
+    algorithms = (
         REINFORCE(REINFORCEConfig(use_baseline=False, **plain)),
-        PPO(
-            PPOConfig(
-                ppo_epochs=1, gae_lambda=1.0, value_coef=0.0, reward_normalization=False, **plain
-            )
-        ),
-    ):
+        PPO(PPOConfig(**how, **plain)),
+    )
+    for algorithm in algorithms:
         client = service.create_training_client(WHOLE)
         batch = scored(RolloutSampler(client, max_new_tokens=6))
         result = algorithm.update(batch, client)

@@ -4,6 +4,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from character_tokenizers import character_tokenizer
 
 from rl.errors import UserError
 from rl.renderers import get_renderer
@@ -44,18 +45,10 @@ def characters():
 def llama_like():
     from tokenizers import models
 
-    vocabulary = {
-        token: i
-        for i, token in enumerate(["<unk>", "<s>", "</s>", *characters(), "▁a", "ab", "ar", "st"])
-    }
-    return metaspace(
-        models.BPE(
-            vocabulary,
-            [("▁", "a"), ("a", "b"), ("a", "r"), ("s", "t")],
-            unk_token="<unk>",
-            fuse_unk=True,
-        )
-    )
+    tokens = ["<unk>", "<s>", "</s>", *characters(), "▁a", "ab", "ar", "st"]
+    merges = [("▁", "a"), ("a", "b"), ("a", "r"), ("s", "t")]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    return metaspace(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True))
 
 
 def unigram():
@@ -71,19 +64,8 @@ def unigram():
 
 def words():
     """Whole characters, and special tokens of which the vocabulary holds "<eos>" itself."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    core = Tokenizer(
-        models.WordLevel(
-            {token: i for i, token in enumerate(["<pad>", "<eos>", *characters()])}, unk_token=None
-        )
-    )
-    core.pre_tokenizer, core.decoder = (
-        pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"),
-        decoders.Fuse(),
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>")
+    special = {"eos_token": "<eos>", "pad_token": "<pad>"}
+    return character_tokenizer(["<pad>", "<eos>", *characters()], **special)
 
 
 MADE = {"llama-like": llama_like, "unigram": unigram, "words": words}

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from character_tokenizers import character_tokenizer
 
 from rl.models.info import get_recommended_lora_lr, get_recommended_renderer_name
 from rl.renderers import RENDERER_NAMES, get_renderer
@@ -32,22 +33,14 @@ def tokenizers(shared_data):
 
 @pytest.fixture(scope="module")
 def characters():
-    """A character tokenizer with EOS."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
+    """A character tokenizer with EOS; `bos`: BOS before each text, as Llama's has."""
 
     def make(bos=False):
         alphabet = sorted(set("0123456789+=:! \n?.abcdefghijklmnopqrstuvwxyzUAHIS"))
-        vocabulary = {token: i for i, token in enumerate(["<bos>", "<eos>", *alphabet])}
-        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-        tokenizer.decoder = decoders.Fuse()
-        if bos:
-            tokenizer.post_processor = processors.TemplateProcessing(
-                single="<bos> $A", special_tokens=[("<bos>", 0)]
-            )
-        return PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, eos_token="<eos>", bos_token="<bos>" if bos else None
+        begin = "<bos>" if bos else None
+        special = {"eos_token": "<eos>", "bos_token": begin}
+        return character_tokenizer(
+            ["<bos>", "<eos>", *alphabet], unknown="?", begin=begin, **special
         )
 
     return make
@@ -211,28 +204,9 @@ LLAMA_MARKS = [
 
 def llama3_base():
     """A character tokenizer with Llama 3's special tokens and, as its base models', no template."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    characters = [chr(i) for i in range(32, 127)] + ["\n"]
-    core = Tokenizer(
-        models.WordLevel(
-            {token: i for i, token in enumerate([*LLAMA_MARKS, *characters])}, unk_token="?"
-        )
-    )
-    core.pre_tokenizer, core.decoder = (
-        pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"),
-        decoders.Fuse(),
-    )
-    core.post_processor = processors.TemplateProcessing(
-        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 0)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token=LLAMA_MARKS[0],
-        eos_token=LLAMA_MARKS[1],
-        additional_special_tokens=LLAMA_MARKS[2:],
-    )
+    characters, (bos, eos, *others) = [chr(i) for i in range(32, 127)] + ["\n"], LLAMA_MARKS
+    special = {"bos_token": bos, "eos_token": eos, "additional_special_tokens": others}
+    return character_tokenizer([*LLAMA_MARKS, *characters], unknown="?", begin=bos, **special)
 
 
 def llama3_text(messages):
