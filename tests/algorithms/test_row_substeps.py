@@ -2,26 +2,18 @@
 
 import numpy as np
 import pytest
+from algorithm_helpers import make_method
 
 from rl import ServiceClient
-from rl.algorithms import KTO, Models, Offline, Progress
-from rl.algorithms.kto import KtoSettings
-from rl.algorithms.offline_settings import OfflineOptions, OfflineSettings
-from rl.config import LoopSettings, ModelSettings, OptimSettings, RowLoopSettings
+from rl.algorithms import Models, Progress
+from rl.config import ModelSettings
 from rl.judges import restore_full_tokens
 from rl.trainer import make_renderer
 from rl.trainer.stage_models import StageModelFactory
 from rl.types import Problem, StoredAnswer
 
 ROWS = 8
-
-
-def optim(steps):
-    return OptimSettings(learning_rate=1e-3, num_substeps=steps)
-
-
-def loop():
-    return {"loop": RowLoopSettings(steps=4, batch_size=ROWS)}
+OFTEN = {"steps": 4, "learning_rate": 1e-3}
 
 
 def problem(i, **more):
@@ -38,10 +30,8 @@ def single(i):
 
 
 def stored(i):
-    answers = (
-        StoredAnswer(1.0, f"{i + 1}", place="here"),
-        StoredAnswer(0.0, f"{i + 2}0", place="here"),
-    )
+    texts = (1.0, f"{i + 1}"), (0.0, f"{i + 2}0")
+    answers = tuple(StoredAnswer(*pair, place="here") for pair in texts)
     return Problem([{"role": "user", "content": f"{i}+1="}], answers=answers, index=i, tag="t")
 
 
@@ -65,16 +55,16 @@ class Noted:
         return self._policy.forward_backward(datums, *args, **kwargs)
 
 
-def learn(service, method, rows, reference=False):
-    policy = Noted(service.create_full_training_client("tiny:ascii", seed=2))
-    hosts = StageModelFactory(
-        service, policy._policy, ModelSettings(base_model="tiny:ascii"), None, {}, 2
-    )
-    models = Models(policy, method.required_models(hosts) if reference else {})
-    renderer = make_renderer(policy._policy, None)
-    datums = method.datums(rows, renderer, models, 0)
-    metrics = method.update(models, datums, Progress(0, 4))
-    return datums, policy.steps, metrics, models
+def learn(service, method, rows):
+    """Update a policy once; return the datums, and those of each optimizer step."""
+    client = service.create_full_training_client("tiny:ascii", seed=2)
+    settings = ModelSettings(base_model="tiny:ascii")
+    hosts = StageModelFactory(service, client, settings, None, {}, 2)
+    policy = Noted(client)
+    models = Models(policy, method.required_models(hosts))
+    datums = method.datums(rows, make_renderer(client, None), models, 0)
+    method.update(models, datums, Progress(0, 4))
+    return datums, policy.steps
 
 
 def numbers(steps, datums):
@@ -87,8 +77,8 @@ def test_no_prompt_of_a_mixed_batch_stands_beside_an_answer_of_its_own(service):
         [single(0), pair(1), single(2), pair(3)],
         [pair(0), pair(1), single(2), single(3)],
     ):
-        method = KTO(KtoSettings(optim=optim(1), loop=RowLoopSettings(steps=4, batch_size=4)))
-        datums, _, _, _ = learn(service, method, rows, reference=True)
+        method = make_method("kto", batch_size=4, **OFTEN)
+        datums, _ = learn(service, method, rows)
         own = {tuple(restore_full_tokens(d)) for d in datums}
         assert len(method._mismatched) == len(datums)
         assert not own & {tuple(restore_full_tokens(d)) for d in method._mismatched}
@@ -96,13 +86,9 @@ def test_no_prompt_of_a_mixed_batch_stands_beside_an_answer_of_its_own(service):
 
 @pytest.mark.parametrize("steps", [2, 4])
 def test_offline_sees_good_and_bad_answers_in_every_step(service, steps):
-    how = OfflineOptions(loss="dro", baseline="group")
-    method = Offline(
-        OfflineSettings(
-            offline=how, optim=optim(steps), loop=LoopSettings(steps=4, batch_size=ROWS)
-        )
-    )
-    datums, parts, _, _ = learn(service, method, [stored(i) for i in range(ROWS)], reference=True)
+    how = {"loss": "dro", "baseline": "group", "batch_size": ROWS, "num_substeps": steps}
+    method = make_method("offline", **how, **OFTEN)
+    datums, parts = learn(service, method, [stored(i) for i in range(ROWS)])
     assert numbers(parts, datums) == [
         [2 * row + side for row in range(k, ROWS, steps) for side in (0, 1)] for k in range(steps)
     ]
