@@ -594,7 +594,14 @@ def test_misuse_is_named_before_anything_is_written(words, says, tmp_path, capsy
 
 
 def largest_digit_rows(path: Path) -> Path:
-    """Of three digits the largest is right."""
+    """Of three digits the largest is right; `response`: one of the three, so that a model taught it
+    is right for four in ten.
+
+    Each prompt has three rows, one after the other. `rejected` is any other digit, whether the
+    prompt has it or not: what the pairs do not cover, RLHF finds. (Where pairs were of the prompt's
+    digits alone, a reward model ranked all those held out right, and PPO on it took the true reward
+    from 0.30 to 0.05.)
+    """
     rng, rows = np.random.default_rng(0), []
     for digits in rng.permutation(list(itertools.product(range(10), repeat=3))).tolist():
         best = str(max(digits))

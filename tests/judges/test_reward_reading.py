@@ -294,6 +294,11 @@ class Remembers(Environment):
 
     def start(self):
         def look(place: str) -> str:
+            """Look at a place.
+
+            Args:
+                place: where
+            """
             return place
 
         self.tools, self.turns = (look,) if self.row.get("tools") else (), 0

@@ -87,7 +87,13 @@ def kl_above(level: float) -> Check:
 
 
 def large_gradient(rows: Sequence[Row]) -> str | None:
-    """The policy's or the critic's norm above 10 for three batches."""
+    """The policy's or the critic's norm above 10 for three batches; or a gradient that is not
+    finite, whether it was skipped or not.
+
+    What is left of a task that is mastered are a few answers in hundreds, and the gradient is a
+    mean over their tokens alone: noise of a norm of 10 to 30 in a run that is well. There the
+    policy's norm is taken as a mean over all sampled tokens.
+    """
     if number(rows[-1], SKIPPED) > 0:
         return "the gradient is not finite: the optimizer step was skipped"
     last, ones = rows[-FEW:], [1.0] * FEW
@@ -107,7 +113,12 @@ def large_gradient(rows: Sequence[Row]) -> str | None:
 
 
 def zero_advantages(rows: Sequence[Row]) -> str | None:
-    """Three batches in a row that tell no answer from another."""
+    """Three batches in a row that tell no answer from another, though not all were as good as can
+    be.
+
+    No advantage other than 0; or, where a price on KL or a learned value gives every token one all
+    the same, rewards that are equal within each group (of single answers: in all three batches).
+    """
     last = rows[-FEW:]
     if len(last) < FEW or solved(rows) or mastered(rows):
         return None
@@ -145,7 +156,12 @@ def reward_flat(rows: Sequence[Row]) -> str | None:
 
 
 def entropy_collapse(rows: Sequence[Row]) -> str | None:
-    """Entropy below a tenth of the first, or certain answers, with much to learn."""
+    """Entropy below a tenth of what it was at first, or answers that are certain, with much still
+    to learn.
+
+    A task mastered may leave no doubt. Certain: below 0.1 nats an answer, which a run may be from
+    its beginning on.
+    """
     if mastered(rows):
         return None
     newest = [number(row, ENTROPY) * number(row, LENGTH) for row in rows[-SOME:]]
