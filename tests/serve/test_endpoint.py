@@ -660,22 +660,6 @@ def test_history_that_was_rewritten_begins_a_branch_and_nothing_is_trained_twice
     )
 
 
-def test_two_conversations_that_take_turns_are_two_sequences(scripted):
-    endpoint = scripted(lambda *_: "Good.", "chat_template", "qwen2.5")
-    talks = {name: [{"role": "user", "content": f"I am {name}."}] for name in ("one", "two")}
-    for _ in range(3):
-        for talk in talks.values():
-            said = chat(endpoint, talk, path="/session/both")["choices"][0]["message"]
-            talk += [
-                {"role": "assistant", "content": said["content"]},
-                {"role": "user", "content": "And?"},
-            ]
-    trajectory = endpoint.sessions.find("", "both").make_trajectory()
-    trajectory.advantage = 1.0
-    first, second = trajectory_to_datums(trajectory)
-    assert first.loss_fn_inputs["mask"].array.sum() == second.loss_fn_inputs["mask"].array.sum() > 0
-
-
 def test_a_session_is_scored_shown_and_dropped(tiny):
     chat(tiny, path="/session/x", max_tokens=2)
     assert tiny.http.post(

@@ -191,35 +191,6 @@ def test_a_checkpoint_of_alpha_equal_to_the_rank_goes_on_over_the_wire_as_it_was
     assert np.array_equal(rows[0], rows[1]) and np.array_equal(rows[0], rows[2])
 
 
-@pytest.mark.parametrize("form", ["no mask", "weights"])
-def test_tinkers_documented_datums_train_over_the_wire_as_with_a_mask(wires, form):
-    """A datum's first positions are its prompt."""
-    models = [wires.model(number) for number in range(2)]
-    bare, masked = [], []
-    for datum in rewarded():
-        n = datum.model_input.length
-        mask = np.asarray([0.0] + [1.0] * (n - 1), np.float32)
-        fields = {
-            name: datum.loss_fn_inputs[name].array
-            for name in ("target_tokens", "logprobs", "advantages")
-        }
-        fields = {
-            **fields,
-            "logprobs": fields["logprobs"] * mask,
-            "advantages": fields["advantages"] * mask,
-        }
-        bare.append(datum.with_inputs(fields | ({"weights": mask} if form == "weights" else {})))
-        masked.append(datum.with_inputs(fields | {"mask": mask}))
-    for seq, loss in enumerate(("importance_sampling", "ppo", "cispo", "dro", "gspo"), start=1):
-        outputs = [
-            wires.output(wires.ask(model, seq, data, loss))
-            for model, data in zip(models, (bare, masked), strict=True)
-        ]
-        assert outputs[0][1] == outputs[1][1]
-    steps = [wires.wait(wires.step(model, 6))["metrics"] for model in models]
-    assert steps[0] == steps[1] and steps[0]["grad_norm"] > 0
-
-
 def test_a_request_that_comes_twice_runs_once_and_is_answered_alike(wires):
     model = wires.model()
     asked = [wires.ask(model, 1, texts()) for _ in range(3)]
