@@ -1,4 +1,11 @@
-"""Corrections for tokens that other weights drew."""
+"""Corrections for tokens that other weights drew: against verl's closed forms, against sums over
+every answer, and in whole runs.
+
+verl 0.9.1, trainer/ppo/rollout_corr_helper and its test test_rollout_corr: tensors [B, T] with a
+response mask, log ratio = learner - sampler; token and sequence weights, upper bound (TIS) or both
+(IcePop); rejection by k1 = -log ratio, token, sequence sum and sequence mean (its bounds are of
+sampler / learner: the reciprocals of ours).
+"""
 
 import itertools
 

@@ -1,4 +1,10 @@
-"""Two updates for each row of a table of settings, each against the formulas in float64."""
+"""Settings in pairs: two updates for each row of a table, each against the formulas in float64.
+
+The table is correction x normalisation x how the batch comes x loss and baseline. The reference
+knows none of the project's code for credit, corrections, losses and divisors: it reads the groups,
+takes logprobs of a float64 copy of the weights that were saved before the update, and works out
+loss and gradient with autograd.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""Settings in pairs, of `ppo` and `rlhf`."""
+"""Settings in pairs, of `ppo` and `rlhf`: two batches for each row of a table, each against a
+float64 reference of the whole update.
+
+The table is method x correction x normalisation x updates a batch x value model x KL x end of an
+episode. The reference uses none of the project's credit, losses and optimizer. It takes from the
+run which texts each minibatch holds, checks that the minibatches of an epoch hold each text once,
+and computes everything else itself: values, generalised advantages (as written-out sums), the
+correction, the losses, the gradients and the AdamW steps. It keeps its own weights through both
+batches.
+"""
 
 from __future__ import annotations
 

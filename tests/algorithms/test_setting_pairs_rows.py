@@ -1,4 +1,9 @@
-"""Settings in pairs, of methods that learn from preferences."""
+"""Settings in pairs, of methods that learn from preferences: method x substeps x lengths about a
+longrope model's original length.
+
+The first update is compared with float64, each text in a forward of its own; several substeps with
+as many updates of one substep, each on the rows of that substep.
+"""
 
 from __future__ import annotations
 
