@@ -1,6 +1,4 @@
-"""Credit over episodes of 1 to 12 turns, some forgetting what came before: against sums that are
-written out, token by token.
-"""
+"""Credit over episodes of 1 to 12 turns, some forgetting what came before."""
 
 import math
 from types import SimpleNamespace
@@ -81,17 +79,14 @@ COMPARED = {
 
 
 @pytest.mark.parametrize("advantage", COMPARED)
-@pytest.mark.parametrize(
-    ("step_rewards", "discount"),
-    [
-        ("sum", 1.0),
-        *(
-            (kind, discount)
-            for kind in ("to_go", "process_supervision")
-            for discount in (1.0, 0.7, 0.0)
-        ),
-    ],
-)
+@pytest.mark.parametrize(("step_rewards", "discount"), [
+    ("sum", 1.0),
+    *(
+        (kind, discount)
+        for kind in ("to_go", "process_supervision")
+        for discount in (1.0, 0.7, 0.0)
+    ),
+])  # fmt: skip
 def test_groups_are_compared_and_turns_discounted(advantage, step_rewards, discount):
     groups = random_groups(3, 8, 4)
     pg = PolicyGradientSettings(

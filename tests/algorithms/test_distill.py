@@ -1,7 +1,4 @@
-"""Distillation: the advantage of on-policy distillation against enumerated gradients of the KL, the
-off-policy mixture against a float64 formula on the model's own logits, teachers by data set,
-vocabularies that differ, and what is learnt.
-"""
+"""Distillation, on-policy and off-policy, against gradients and formulas in float64."""
 
 import itertools
 import json
@@ -11,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from algorithm_helpers import Done
 from helpers import make_worker
 from whole_runs import train
 
@@ -43,9 +41,7 @@ def settings(**kwargs) -> DistillSettings:
 
 
 class TableScorer:
-    """A teacher of sequences [prompt, a, b] whose logprobs are a table: row 0 for a, row 1 + a for
-    b.
-    """
+    """A teacher of sequences [prompt, a, b] whose logprobs are a table."""
 
     def __init__(self, logp_4_3: torch.Tensor):
         self.logp = logp_4_3
@@ -57,15 +53,7 @@ class TableScorer:
         )
         for _, a, b in (prompt.to_ints() for prompt in prompts):
             found.append([None, float(logp[0, a]), float(logp[1 + a, b])])
-        return Ready(found)
-
-
-class Ready:
-    def __init__(self, value):
-        self.value = value
-
-    def result(self):
-        return self.value
+        return Done(found)
 
 
 def trajectory(tokens, logprobs) -> Trajectory:
@@ -75,10 +63,6 @@ def trajectory(tokens, logprobs) -> Trajectory:
 
 @pytest.mark.parametrize("discount", [0.0, 1.0])
 def test_the_expected_gradient_is_that_of_the_kl_to_the_teacher(discount):
-    """Over every answer of 2 tokens from 3: with later tokens credited, the gradient of KL(student
-    || teacher) of answers; without, that of each token's own KL where the tokens before it are
-    given.
-    """
     torch.manual_seed(0)
     logits = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     teacher = torch.log_softmax(torch.randn(4, 3, dtype=torch.float64), -1)
@@ -131,15 +115,9 @@ def test_advantages_and_metrics_by_hand():
 
 
 def test_each_data_set_has_its_teacher():
-    models = Models(
-        None,
-        {
-            "teachers": {
-                "sums": TableScorer(torch.zeros(4, 3)),
-                "": TableScorer(torch.full((4, 3), -1.0)),
-            }
-        },
-    )
+    models = Models(None,
+                    {"teachers": {"sums": TableScorer(torch.zeros(4, 3)),
+                                  "": TableScorer(torch.full((4, 3), -1.0))}})  # fmt: skip
     groups = [
         TrajectoryGroup([trajectory([0, 1], [-3.0, -3.0])], [0.0], [{}], tag=tag)
         for tag in ("sums", "other", "sums")
@@ -190,9 +168,7 @@ def logits(seed: int, tokens: list[int]) -> torch.Tensor:
 
 
 def test_the_base_under_the_students_adapter_can_be_the_teacher(tmp_path):
-    """It answers as the base loaded by itself does, before and after the adapter is trained, and
-    all but adapters is shared.
-    """
+    """It answers as the base loaded by itself does, and shares all but the adapters."""
     worker = make_worker(lora=LoraConfig(rank=4))
     worker.snapshot_base(0, 1)
     worker.snapshot(0, 2)
@@ -239,9 +215,7 @@ def test_the_base_under_the_students_adapter_can_be_the_teacher(tmp_path):
     ("alpha", "temperature"), [(0.5, 2.0), (1.0, 3.0), (0.0, 2.0), (0.25, 1.0)]
 )
 def test_the_mixture_is_the_formula_on_whole_logits(clients, alpha, temperature):
-    """alpha T^2 KL(teacher_T || student_T) + (1 - alpha) CE a token: value, parts, and gradient by
-    float64 autograd.
-    """
+    """alpha T^2 KL(teacher_T || student_T) + (1 - alpha) CE a token."""
     student, teacher = clients
     options = settings(
         learn_from="data", alpha=alpha, distill_temperature=temperature, teacher_top_k=14
@@ -291,11 +265,9 @@ def test_fewer_teacher_tokens_are_renormalised(clients):
         teacher, [supervised(*SEQUENCES[1])], top_k=3, alpha=1.0, temperature=2.0
     )
     targets, weights = (datum.loss_fn_inputs[name].array for name in ("target_tokens", "weights"))
-    assert (
-        targets.shape == weights.shape == (3, 4)
-        and not weights[0].any()
-        and not weights[:, 3].any()
-    )
+    assert targets.shape == weights.shape == (3, 4)
+    assert not weights[0].any()
+    assert not weights[:, 3].any()
     truth = (logits(2, [*SEQUENCES[1][0], *SEQUENCES[1][1]]) / 2.0).softmax(-1)
     for row, position in ((1, 1), (2, 2)):
         best = truth[position].topk(3)
@@ -351,9 +323,7 @@ def test_vocabularies_that_differ_are_told_apart_by_their_tokens():
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory) -> Path:
-    """A model that tells the largest of three digits, its run's folder, and the rows it learnt
-    from.
-    """
+    """The folder of a model that tells the largest of three digits, with its rows."""
     folder = tmp_path_factory.mktemp("teacher")
     rng = np.random.default_rng(0)
     rows = [

@@ -1,6 +1,4 @@
-"""Distillation away from temperature 1: whose distributions are compared, and how answers are
-drawn.
-"""
+"""Distillation away from temperature 1."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,11 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_distill import Ready, TableScorer, trajectory
+from algorithm_helpers import Done, make_method
+from test_distill import TableScorer, trajectory
 
-from rl.algorithms import Distillation, Models, Progress
-from rl.algorithms.distillation_settings import DistillationSettings, DistillSettings
-from rl.config import SamplingSettings
+from rl.algorithms import Models, Progress
 from rl.data import addition
 from rl.models import load_tokenizer
 from rl.renderers import get_renderer
@@ -21,36 +18,23 @@ from rl.types import ForwardBackwardOutput, OptimStepResponse, SampledSequence, 
 
 
 def test_both_sides_are_taken_at_the_temperature_of_the_samples():
-    """At T = 1/2 the teacher's 1/2, 1/4, 1/4 are 2/3, 1/6, 1/6; and the learner scores at T as
-    well.
-    """
+    """At T = 1/2 the teacher's 1/2, 1/4, 1/4 are 2/3, 1/6, 1/6."""
     teacher = torch.log(torch.tensor([[0.5, 0.25, 0.25]] * 4))
-    method = Distillation(
-        DistillSettings(
-            distillation=DistillationSettings(teacher=("t",)),
-            sampling=SamplingSettings(temperature=0.5),
-        )
-    )
+    method = make_method("distill", teacher=("t",), temperature=0.5)
     group = TrajectoryGroup([trajectory([0, 1], np.log([0.25, 0.5]))], [0.0], [{}])
-    (datum,) = method.compute_advantages(
-        [group], Models(None, {"teachers": {"": TableScorer(teacher)}})
-    )
-    assert datum.loss_fn_inputs["advantages"].array == pytest.approx(
-        np.log([(2 / 3) / 0.25, (1 / 6) / 0.5]), abs=1e-6
-    )
+    models = Models(None, {"teachers": {"": TableScorer(teacher)}})
+    (datum,) = method.compute_advantages([group], models)
+    expected = np.log([(2 / 3) / 0.25, (1 / 6) / 0.5])
+    assert datum.loss_fn_inputs["advantages"].array == pytest.approx(expected, abs=1e-6)
     asked = []
 
     def forward_backward(data, loss, config, *, divisor):
         asked.append((loss, config["temperature"], divisor))
-        lp = data[0].loss_fn_inputs["logprobs"]
-        return Ready(
-            ForwardBackwardOutput([{"logprobs": lp}], {"loss:sum": 0.0, "active_tokens:sum": 2.0})
-        )
+        sums = {"loss:sum": 0.0, "active_tokens:sum": 2.0}
+        return Done(ForwardBackwardOutput([{"logprobs": data[0].loss_fn_inputs["logprobs"]}], sums))
 
-    policy = SimpleNamespace(
-        forward_backward=forward_backward,
-        optim_step=lambda p: Ready(OptimStepResponse({"grad_norm": 1.0})),
-    )
+    step = Done(OptimStepResponse({"grad_norm": 1.0}))
+    policy = SimpleNamespace(forward_backward=forward_backward, optim_step=lambda params: step)
     method.update(Models(policy), [datum], Progress(0, 1))
     assert asked == [("importance_sampling", 0.5, 2)]
 
@@ -60,30 +44,18 @@ def test_a_teachers_answers_are_drawn_as_the_settings_say():
 
     def sample_many(requests):
         asked.extend(requests)
-        return Ready(
-            (
-                [
-                    SampleResponse([SampledSequence([4, 1], [-1.0, -1.0])] * r.num_samples)
-                    for r in requests
-                ],
-                {},
-            )
-        )
+        one = SampledSequence([4, 1], [-1.0, -1.0])
+        return Done(([SampleResponse([one] * r.num_samples) for r in requests], {}))
 
-    how = DistillationSettings(teacher=("t",), learn_from="teacher", group_size=2)
-    method = Distillation(
-        DistillSettings(distillation=how, sampling=SamplingSettings(temperature=0.7, max_tokens=5))
-    )
-    rows, renderer = (
-        list(addition("train"))[:3],
-        get_renderer("plain", load_tokenizer("tiny:addition")),
-    )
+    method = make_method("distill", teacher=("t",), learn_from="teacher", group_size=2,
+                         temperature=0.7, max_tokens=5)  # fmt: skip
+    renderer = get_renderer("plain", load_tokenizer("tiny:addition"))
+    rows = list(addition("train"))[:3]
     rows[2] = replace(rows[0], tag="other")  # another data set, which counts alike
     teacher = SimpleNamespace(sample_many=sample_many)
     found = method._sample_teacher(rows, renderer, teacher, 11)
-    assert [(r.params.temperature, r.params.max_tokens, r.seed, r.num_samples) for r in asked] == [
-        (0.7, 5, 11, 2)
-    ] * 3
+    params = [(r.params.temperature, r.params.max_tokens, r.seed, r.num_samples) for r in asked]
+    assert params == [(0.7, 5, 11, 2)] * 3
     assert len(found) == 6 and found[0].loss_fn_inputs["weights"].array.sum() == 2
     streams = [r.problem for r in asked]
     assert len(set(streams)) == 3

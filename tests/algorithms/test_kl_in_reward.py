@@ -1,6 +1,4 @@
-"""The KL that is charged to advantages: discounted by actions, not by positions, whatever stands
-between the turns of an episode.
-"""
+"""The KL that is charged to advantages."""
 
 import numpy as np
 import pytest
@@ -10,9 +8,7 @@ from rl.types import Datum, ModelInput
 
 
 def charges_by_hand(gap_T: np.ndarray, mask_T: np.ndarray, discount: float) -> np.ndarray:
-    """Each action's own gap and those of the k-th action after it times discount^k, one pair of
-    actions after the other.
-    """
+    """Each action's gap and discount^k times that of the k-th action after it."""
     actions = np.flatnonzero(mask_T)
     found = np.zeros(len(gap_T))
     for i, t in enumerate(actions):

@@ -1,7 +1,4 @@
-"""What learns must be the reward: from one taught model, true rewards raise held-out accuracy,
-permuted ones do not, negated ones lower it. Every run is a whole run of the product; only the
-rewards that reach `shape_rewards` are edited.
-"""
+"""What learns must be the reward."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -56,9 +53,7 @@ def accuracy(model: Path, folder: Path) -> float:
 
 
 def gain(taught: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, edit: Edit | None) -> float:
-    """How much held-out accuracy rises over GRPO steps whose rewards are edited before credit is
-    given.
-    """
+    """Return the rise of held-out accuracy over GRPO steps with edited rewards."""
 
     class Edited(GRPO):
         def shape_rewards(self, groups):
@@ -78,9 +73,7 @@ def gain(taught: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, edit: Edit
 
 
 def test_edited_rewards_are_those_that_credit_sees():
-    """By hand: two groups of two, rewards reversed over the batch, then the advantages of the
-    reversed ones.
-    """
+    """By hand: two groups of two, rewards reversed over the batch."""
 
     def group(step: float, final: float) -> TrajectoryGroup:
         turns = [
@@ -95,11 +88,8 @@ def test_edited_rewards_are_those_that_credit_sees():
     assert [g.get_total_rewards() for g in edited] == [[0.5, 2.0], [0.0, 1.0]]
     datums = GRPO(METHODS["grpo"].Settings()).compute_advantages(edited, None)  # type: ignore[arg-type]  # it needs no models
     assert [float(d.loss_fn_inputs["advantages"].array[-1]) for d in datums] == [
-        -0.75,
-        0.75,
-        -0.5,
-        0.5,
-    ]
+        -0.75, 0.75, -0.5, 0.5,
+    ]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -1,10 +1,7 @@
-"""Offline RL: rows read in every shape, each loss's datums by hand, the Q-loss against float64
-arithmetic, and what is learnt.
-"""
+"""Offline RL: rows in every shape, datums by hand, the Q-loss in float64, what is learnt."""
 
 import gzip
 import json
-import math
 import shutil
 
 import learning
@@ -16,7 +13,7 @@ from whole_runs import RECIPE, train
 from rl import ServiceClient
 from rl.algorithms import METHODS, Models, Offline, check_stored_answer
 from rl.algorithms.offline_settings import OfflineOptions, OfflineSettings
-from rl.config import LoopSettings, RunSettings, parse_run
+from rl.config import RunSettings, parse_run
 from rl.data import ProblemSet, filter_answers, load_rollouts
 from rl.errors import UserError
 from rl.losses import get_loss
@@ -32,14 +29,9 @@ from rl.types import Problem, StoredAnswer
 def drawn(group=0, reward=1.0, tokens=(4, 6, 12), logprobs=(-0.5, -0.25, -0.125), **more):
     """A row as a run writes it."""
     row = {
-        "group": group,
-        "index": 0,
-        "tag": "addition",
-        "problem": 7 + group,
-        "prompt": "12+34=",
-        "response": "46",
-        "reward": reward,
-    }
+        "group": group, "index": 0, "tag": "addition", "problem": 7 + group, "prompt": "12+34=",
+        "response": "46", "reward": reward,
+    }  # fmt: skip
     row |= {
         "prompt_tokens": [1, 2, 10, 3, 4, 11],
         "response_tokens": list(tokens),
@@ -68,11 +60,8 @@ def test_a_runs_own_rows_are_grouped_as_they_were_sampled(tmp_path):
     assert [[a.reward for a in p.answers] for p in problems] == [[1.0, 0.0], [1.0], [0.5]]
     answer = problems[0].answers[0]
     assert (answer.tokens, answer.logprobs, answer.temperature, answer.text) == (
-        (4, 6, 12),
-        (-0.5, -0.25, -0.125),
-        1.0,
-        "46",
-    )
+        (4, 6, 12), (-0.5, -0.25, -0.125), 1.0, "46",
+    )  # fmt: skip
     assert answer.place == "step_000001.jsonl line 1"
     assert [p.answers for p in load_rollouts(folder)] == [p.answers for p in problems]
     assert len(load_rollouts(folder, limit=2)) == 2
@@ -92,11 +81,8 @@ def test_published_shapes(tmp_path):
     ]
     problems = load_rollouts(write(tmp_path / "rows.jsonl", *rows), system_prompt="Think.")
     assert [[(a.text, a.reward) for a in p.answers] for p in problems] == [
-        [("x", 0.5), ("z", 0.0)],
-        [("y", 1.0)],
-        [("p", 1.0), ("q", 0.0)],
-        [("s", 1.0), ("t", 0.0)],
-    ]
+        [("x", 0.5), ("z", 0.0)], [("y", 1.0)], [("p", 1.0), ("q", 0.0)], [("s", 1.0), ("t", 0.0)],
+    ]  # fmt: skip
     assert [m["content"] for m in problems[2].messages] == ["Think.", "c?"]
     assert problems[1].meta == {"level": 3} and problems[3].meta == {"ground_truth": "G"}
     named = {"prompt_column": "q", "response_column": "texts", "reward_column": "points"}
@@ -107,33 +93,22 @@ def test_published_shapes(tmp_path):
     assert [(a.text, a.reward) for a in problem.answers] == [("x", 2.0)]
 
 
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        ("{", "no JSON"),
-        (
-            {"response": "x", "reward": 1},
-            "no column of prompt, question, problem, instruction.*--prompt-column",
-        ),
-        ({"prompt": "a", "response": "x"}, "no column of reward.*--reward-column"),
-        (
-            {"prompt": "a", "response": ["x", "y"], "reward": [1]},
-            "'response' has 2 answers and 'reward' 1 rewards",
-        ),
-        (
-            {"prompt": "a", "response": "x", "reward": "good"},
-            "'reward' is a number or a truth value, this is 'good'",
-        ),
-        ({"prompt": "a", "response": "x", "reward": float("nan")}, "'reward' is a number"),
-        ({"prompt": "a", "response": 3, "reward": 1}, "'response' is a text, this is '3'"),
-        (drawn(tokens=[]), "'response_tokens' is a list of one or more token ids"),
-        (drawn(logprobs=[-1.0]), "'logprobs' has one number for each of the 3"),
-        (
-            {"prompt": "a", "m": {"solution": "x", "is_correct": None}},
-            "'m.is_correct' is a number or a truth value",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("row", "says"), [
+    ("{", "no JSON"),
+    ({"response": "x", "reward": 1},
+     "no column of prompt, question, problem, instruction.*--prompt-column"),
+    ({"prompt": "a", "response": "x"}, "no column of reward.*--reward-column"),
+    ({"prompt": "a", "response": ["x", "y"], "reward": [1]},
+     "'response' has 2 answers and 'reward' 1 rewards"),
+    ({"prompt": "a", "response": "x", "reward": "good"},
+     "'reward' is a number or a truth value, this is 'good'"),
+    ({"prompt": "a", "response": "x", "reward": float("nan")}, "'reward' is a number"),
+    ({"prompt": "a", "response": 3, "reward": 1}, "'response' is a text, this is '3'"),
+    (drawn(tokens=[]), "'response_tokens' is a list of one or more token ids"),
+    (drawn(logprobs=[-1.0]), "'logprobs' has one number for each of the 3"),
+    ({"prompt": "a", "m": {"solution": "x", "is_correct": None}},
+     "'m.is_correct' is a number or a truth value"),
+])  # fmt: skip
 def test_bad_rows_are_named_with_file_and_line(row, says, tmp_path):
     path = write(tmp_path / "rows.jsonl", drawn(), row)
     with pytest.raises(UserError, match=f"(?s)rows.jsonl line 2: .*{says}"):
@@ -150,10 +125,8 @@ def test_published_files(shared_data):
         .splitlines()
     ]
     assert [sum(a.reward for a in p.answers) for p in maths] == [sum(row["score"]) for row in rows]
-    assert (
-        all(len(p.answers) == 8 for p in maths)
-        and maths[3].answers[2].text == rows[3]["response"][2]
-    )
+    assert all(len(p.answers) == 8 for p in maths)
+    assert maths[3].answers[2].text == rows[3]["response"][2]
     grade = load_rollouts(shared_data / "gsm8k" / "example_model_solutions.jsonl")
     text = (shared_data / "gsm8k/example_model_solutions.jsonl").read_text()
     assert sum(len(p.answers) for p in grade) == 4 * len(text.splitlines()) == 4 * 1319
@@ -161,9 +134,6 @@ def test_published_files(shared_data):
 
 
 def test_a_published_file_is_trained_on_as_it_is(shared_data, tmp_path, capsys):
-    """Its answers came without logprobs: the first batch is scored by the very weights that learn
-    from it, and the console says so.
-    """
     data = shared_data / "gsm8k" / "example_model_solutions.jsonl"
     model = f"--base-model tiny:chat --tokenizer {shared_data / 'tokenizers' / 'minimind_6400'}"
     words = (
@@ -172,11 +142,9 @@ def test_a_published_file_is_trained_on_as_it_is(shared_data, tmp_path, capsys):
     )
     run.execute(parse_run(words.split(), METHODS, RECIPE, options=RunSettings))
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
-    assert (
-        abs(row["optim/kl_behaviour_v1"]) < 1e-5
-        and row["optim/tokens"] > 500
-        and row["progress/epoch"] == pytest.approx(2 / 3)
-    )
+    assert abs(row["optim/kl_behaviour_v1"]) < 1e-5
+    assert row["optim/tokens"] > 500
+    assert row["progress/epoch"] == pytest.approx(2 / 3)
     shown = capsys.readouterr()
     said = " ".join((shown.out + shown.err).split())
     assert "The stored answers have no logprobs: the initial policy scores them" in said
@@ -204,16 +172,13 @@ def stored(*rewards, **more):
     )
 
 
-@pytest.mark.parametrize(
-    ("top_fraction", "threshold", "kept"),
-    [
-        (0.25, None, [[0.9], [1.0]]),
-        (0.01, None, [[1.0]]),
-        (0.5, None, [[0.9, 0.5], [1.0, 0.5]]),
-        (1.0, None, [[0.9, 0.1, 0.5], [0.2, 1.0, 0.5], [0.0, 0.0]]),
-        (None, 0.5, [[0.9, 0.5], [1.0, 0.5]]),
-    ],
-)
+@pytest.mark.parametrize(("top_fraction", "threshold", "kept"), [
+    (0.25, None, [[0.9], [1.0]]),
+    (0.01, None, [[1.0]]),
+    (0.5, None, [[0.9, 0.5], [1.0, 0.5]]),
+    (1.0, None, [[0.9, 0.1, 0.5], [0.2, 1.0, 0.5], [0.0, 0.0]]),
+    (None, 0.5, [[0.9, 0.5], [1.0, 0.5]]),
+])  # fmt: skip
 def test_filters_keep_the_best_and_their_ties(top_fraction, threshold, kept):
     problems = ProblemSet([stored(0.9, 0.1, 0.5), stored(0.2, 1.0, 0.5), stored(0.0, 0.0)])
     found = filter_answers(problems, top_fraction, threshold)
@@ -231,9 +196,7 @@ def test_a_filter_that_keeps_nothing_says_what_there_was():
 
 
 class Policy:
-    """Stands for a client with a value head: the value at a position is the sum of the tokens so
-    far.
-    """
+    """Stands for a client with a value head."""
 
     def compute_values(self, inputs):
         found = [np.cumsum(one.to_ints()).astype(np.float32) for one in inputs]
@@ -292,11 +255,9 @@ def test_group_baseline_and_stored_or_scored_behaviour():
     targets, mask, logprobs, advantages = fields(
         scored, "target_tokens", "mask", "logprobs", "advantages"
     )
-    assert (
-        targets == [10, 3, 4, 12]
-        and mask == [0, 1, 1, 1]
-        and advantages == [0, -0.375, -0.375, -0.375]
-    )
+    assert targets == [10, 3, 4, 12]
+    assert mask == [0, 1, 1, 1]
+    assert advantages == [0, -0.375, -0.375, -0.375]
     assert logprobs == pytest.approx([0, -0.03, -0.04, -0.12]) and beginning.asked == 1
     said = Offline(OfflineSettings()).remark_on_data([row])
     assert said is not None and said.startswith(
@@ -330,19 +291,15 @@ def test_cloning_weighs_the_answer_alone():
     (datum,), _ = datums_of(
         [Problem([], answers=(StoredAnswer(1.0, **TOKENS),))], loss="bc", reward_threshold=1.0
     )
-    assert fields(datum, "weights") == [[0, 1, 1]] and set(datum.loss_fn_inputs) == {
-        "target_tokens",
-        "weights",
-    }
+    assert fields(datum, "weights") == [[0, 1, 1]]
+    assert set(datum.loss_fn_inputs) == {"target_tokens", "weights"}
 
 
 # ------------------------------------------------------------------------------------------- Q-loss
 
 
 def test_q_loss_is_the_formula_over_all_of_q():
-    """With Q(s, a) = V(s) + tau log (pi / pi_b)(a | s) written out over the vocabulary, in float64,
-    and its gradient by autograd.
-    """
+    """Q(s, a) = V(s) + tau log (pi / pi_b)(a | s), over the vocabulary in float64."""
     torch.manual_seed(0)
     steps, vocabulary = 7, 5
     tau, cql, c, kappa = 0.3, 0.7, 0.4, 0.8
@@ -376,54 +333,21 @@ def test_q_loss_is_the_formula_over_all_of_q():
     logp = torch.log_softmax(logits, -1).gather(1, actions[:, None])[:, 0]
     drew = behaviour.gather(1, actions[:, None])[:, 0]
     inputs = {
-        "mask": mask,
-        "values": values,
-        "returns": returns,
-        "advantages": returns - old,
+        "mask": mask, "values": values, "returns": returns, "advantages": returns - old,
         "logprobs": drew,
-    }
+    }  # fmt: skip
     config = {"tau": tau, "cql_coef": cql, "value_coef": c, "expectile": kappa}
     loss, metrics = get_loss("ilql").fn(logp, logp, inputs, torch.tensor([0, 3, steps]), config)
-    assert (
-        loss.item() == pytest.approx(expected.item(), rel=1e-12)
-        and metrics["active_tokens:sum"] == 5
-    )
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert metrics["active_tokens:sum"] == 5
     for found, right in zip(torch.autograd.grad(loss, (logits, values)), wanted, strict=True):
         torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-12)
-
-
-def test_an_expectile_of_one_half_is_the_mean_and_a_higher_one_lies_above_it():
-    returns = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
-    found = {}
-    for kappa in (0.5, 0.8, 0.95):
-        value = torch.zeros((), dtype=torch.float64, requires_grad=True)
-        for _ in range(2000):
-            logp = torch.zeros(4, dtype=torch.float64)
-            inputs = {
-                "mask": torch.ones(4),
-                "values": value.expand(4),
-                "returns": returns,
-                "advantages": logp,
-                "logprobs": logp,
-            }
-            loss, _ = get_loss("ilql").fn(
-                logp, logp, inputs, torch.tensor([0, 4]), {"expectile": kappa}
-            )
-            (slope,) = torch.autograd.grad(loss, value)
-            value = (value - 0.1 * slope).detach().requires_grad_(True)
-        found[kappa] = value.item()
-    # kappa (1 - v) = (1 - kappa) 3 v
-    for kappa, value in found.items():
-        assert value == pytest.approx(kappa / (kappa + 3 * (1 - kappa)), abs=1e-6)
 
 
 # --------------------------------------------------------------------------------------- whole runs
 
 
 def mixed_answers(path, copies: int = 8):
-    """Stored answers of mixed quality: to two digits, their larger one is right; a quarter of the
-    answers are.
-    """
     rng = np.random.default_rng(0)
     rows = []
     for a in range(10):
@@ -432,13 +356,8 @@ def mixed_answers(path, copies: int = 8):
             answers = [
                 max(a, b) if i < copies // 4 else int(rng.choice(wrong)) for i in range(copies)
             ]
-            rows.append(
-                {
-                    "prompt": f"{a}+{b}=",
-                    "response": [str(x) for x in answers],
-                    "reward": [float(x == max(a, b)) for x in answers],
-                }
-            )
+            rows.append({"prompt": f"{a}+{b}=", "response": [str(x) for x in answers],
+                         "reward": [float(x == max(a, b)) for x in answers]})  # fmt: skip
     return write(path, *(rows[i] for i in rng.permutation(len(rows))))
 
 
@@ -451,14 +370,11 @@ def of_it(folder):
 
 
 LOSSES = {
-    "bc --reward-threshold 1": 50,
-    "bc --top-fraction 0.25": 50,
-    "importance_sampling": 50,
-    "dro": 50,
-    "dro --baseline learned": 50,
+    "bc --reward-threshold 1": 50, "bc --top-fraction 0.25": 50, "importance_sampling": 50,
+    "dro": 50, "dro --baseline learned": 50,
     # a token's worth has to reach the value of the token before it first
     "ilql --schedule linear": 300,
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -565,34 +481,19 @@ def test_a_stage_learns_from_the_rollouts_of_an_earlier_one(tmp_path):
         train(f"{recipe} --resume", tmp_path / "cut")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "says"),
-    [
-        (
-            "grpo-1",
-            "gpro",
-            "stage offline: stored rollouts gpro do not exist .* earlier stages that sample: "
-            "grpo-1, grpo-2",
-        ),
-        ("grpo-1", "offline", "stored rollouts offline do not exist"),
-        ("grpo-1", "''", "offline needs stored answers: .* the name of an earlier stage"),
-        (
-            "steps: 2, rollouts_every: 1",
-            "steps: 2, rollouts_every: 0",
-            "of stage grpo-1, which stores none: set its rollouts_every",
-        ),
-        (
-            "steps: 2,",
-            "steps: 2, temperature: 0.7,",
-            "sampled at temperature 0.7, .* score them at 1: give stage offline temperature: 0.7",
-        ),
-        (
-            "method: grpo, base_model",
-            "name: grpo-1, method: sft, base_model",
-            "of stage grpo-1, but sft samples no answers",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "says"), [
+    ("grpo-1", "gpro",
+     "stage offline: stored rollouts gpro do not exist .* earlier stages that sample: "
+     "grpo-1, grpo-2"),
+    ("grpo-1", "offline", "stored rollouts offline do not exist"),
+    ("grpo-1", "''", "offline needs stored answers: .* the name of an earlier stage"),
+    ("steps: 2, rollouts_every: 1", "steps: 2, rollouts_every: 0",
+     "of stage grpo-1, which stores none: set its rollouts_every"),
+    ("steps: 2,", "steps: 2, temperature: 0.7,",
+     "sampled at temperature 0.7, .* score them at 1: give stage offline temperature: 0.7"),
+    ("method: grpo, base_model", "name: grpo-1, method: sft, base_model",
+     "of stage grpo-1, but sft samples no answers"),
+])  # fmt: skip
 def test_an_earlier_stage_without_usable_rollouts_is_named_before_it_runs(old, new, says, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     text = STAGES.replace(old, new, 1)
@@ -625,32 +526,17 @@ def test_answers_that_cannot_be_learnt_are_named(tmp_path):
                 check_stored_answer(OfflineSettings(), policy.info, renderer, row, answer)
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("offline", "offline needs stored answers: --dataset"),
-        ("offline --dataset nowhere", "stored rollouts nowhere do not exist"),
-        ("offline --loss bc", "loss bc needs either --top-fraction"),
-        ("offline --top-fraction 0.1", "other losses neither"),
-        ("offline --tau 0 --loss ilql", "tau is at least 1e-06"),
-        (
-            "offline --more-datasets x",
-            "--more-datasets x has no effect: stored answers are read from a single dataset",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("words", "says"), [
+    ("offline", "offline needs stored answers: --dataset"),
+    ("offline --dataset nowhere", "stored rollouts nowhere do not exist"),
+    ("offline --loss bc", "loss bc needs either --top-fraction"),
+    ("offline --top-fraction 0.1", "other losses neither"),
+    ("offline --tau 0 --loss ilql", "tau is at least 1e-06"),
+    ("offline --more-datasets x",
+     "--more-datasets x has no effect: stored answers are read from a single dataset"),
+])  # fmt: skip
 def test_misuse_is_named_before_anything_is_written(words, says, tmp_path, capsys):
     with pytest.raises((UserError, SystemExit)) as caught:
         train(f"{words} --steps 1", tmp_path / "run")
     text = " ".join((str(caught.value) + capsys.readouterr().err).replace("│", " ").split())
     assert says in text and not (tmp_path / "run").exists()
-
-
-def test_defaults():
-    settings = OfflineSettings(loop=LoopSettings(batch_size=4))
-    assert (settings.learning_rate, settings.offline.loss, settings.offline.baseline) == (
-        1e-6,
-        "dro",
-        "group",
-    )
-    assert math.isclose(settings.sampling.temperature, 1.0)

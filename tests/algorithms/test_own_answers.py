@@ -1,20 +1,17 @@
-"""online_dpo and best_of_n: which answers are chosen, the loss and its gradient by float64 from the
-papers' formulas, what is learnt.
-"""
+"""online_dpo and best_of_n: the choice of answers, loss and gradient in float64, runs."""
 
 import copy
 
 import pytest
 import torch
+from algorithm_helpers import LocalPolicy, make_method
 from helpers import make_worker
 from learning import clears
-from test_learn import Policy
 from whole_runs import train
 
-from rl.algorithms import BestOfN, Models, OnlineDPO, Progress
-from rl.algorithms.best_of_n import BestOfNSettings, SelectionSettings, select_best
-from rl.algorithms.online_dpo import OnlineDpoSettings, OnlinePreferenceSettings, make_pairs
-from rl.config import OptimSettings, SamplingSettings
+from rl.algorithms import Models, Progress
+from rl.algorithms.best_of_n import SelectionSettings, select_best
+from rl.algorithms.online_dpo import OnlinePreferenceSettings, make_pairs
 from rl.errors import UserError
 from rl.rollout import Trajectory, TrajectoryGroup, Transition
 from rl.types import ModelInput, SampledSequence
@@ -27,12 +24,10 @@ ANSWERS = [[[3, 1], [4, 5, 1], [6, 1]], [[7, 8, 1], [9, 1], [2, 2, 2, 1]]]
 def groups(rewards_P_G):
     found = []
     for p, rewards_G in enumerate(rewards_P_G):
-        members = []
+        members, ask = [], ModelInput.from_ints(PROMPTS[p])
         for answer, reward in zip(ANSWERS[p], rewards_G, strict=True):
             drawn = SampledSequence(list(answer), [-2.5] * len(answer), temperature=TEMPERATURE)
-            members.append(
-                Trajectory([Transition(ModelInput.from_ints(PROMPTS[p]), drawn, reward, True)])
-            )
+            members.append(Trajectory([Transition(ask, drawn, reward, True)]))
         found.append(TrajectoryGroup(members, [0.0] * 3, [{}] * 3, problem_index=p))
     return found
 
@@ -47,11 +42,8 @@ class Reference:
         found = []
         for datum in datums:
             targets = torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array).long()
-            found.append(
-                every_logprob(self.worker, datum.model_input.to_ints(), temperature)
-                .gather(1, targets[:, None])[:, 0]
-                .numpy()
-            )
+            logp = every_logprob(self.worker, datum.model_input.to_ints(), temperature)
+            found.append(logp.gather(1, targets[:, None])[:, 0].numpy())
         return found
 
 
@@ -81,19 +73,17 @@ def moved_by(policy):
     ).double()
 
 
-LOOK = OptimSettings(learning_rate=1e-30, beta1=0.0, grad_clip_norm=0.0)
+ASKED = {"group_size": 3, "temperature": TEMPERATURE, "max_tokens": 8}
+LOOK = {**ASKED, "learning_rate": 1e-30, "beta1": 0.0, "grad_clip_norm": 0.0}
 
 
 @pytest.mark.parametrize(
     ("loss", "pairs"), [("dpo", "best_worst"), ("ipo", "best_worst"), ("dpo", "all")]
 )
 def test_online_dpo_is_dpos_loss_on_the_better_and_the_worse_answer(loss, pairs):
-    policy, reference = Policy(), Reference()
-    preference = OnlinePreferenceSettings(
-        loss=loss, pairs=pairs, beta=0.3, group_size=3, length_normalise=False
-    )
-    sampling = SamplingSettings(temperature=TEMPERATURE, max_tokens=8)
-    method = OnlineDPO(OnlineDpoSettings(preference=preference, sampling=sampling, optim=LOOK))
+    policy, reference = LocalPolicy(), Reference()
+    how = {"loss": loss, "pairs": pairs, "beta": 0.3, "length_normalise": False}
+    method = make_method("online_dpo", **how, **LOOK)
     models = Models(policy, {"reference": reference})
     rewards = [[0.0, 1.0, 0.25], [0.5, 0.5, 0.5]]
     datums = method.compute_advantages(groups(rewards), models)
@@ -108,27 +98,19 @@ def test_online_dpo_is_dpos_loss_on_the_better_and_the_worse_answer(loss, pairs)
             for i in (best, worst)
         ]
         delta = ratios[0] - ratios[1]
-        total = total + (
-            -torch.nn.functional.logsigmoid(0.3 * delta)
-            if loss == "dpo"
-            else (delta - 1 / 0.6) ** 2
-        )
+        by_dpo = -torch.nn.functional.logsigmoid(0.3 * delta)
+        total = total + (by_dpo if loss == "dpo" else (delta - 1 / 0.6) ** 2)
     total = total / len(expected_pairs)
     metrics = method.update(models, datums, Progress(0, 1))
-    assert metrics["optim/pairs"] == len(expected_pairs) and metrics["optim/loss"] == pytest.approx(
-        float(total), rel=1e-5
-    )
+    assert metrics["optim/pairs"] == len(expected_pairs)
+    assert metrics["optim/loss"] == pytest.approx(float(total), rel=1e-5)
     expected = gradients(model, total)
     assert float((moved_by(policy) - expected).norm() / expected.norm()) < 1e-5
     assert metrics["optim/kl_sample_train_v2"] > 0  # the sampler's logprobs here are made up
 
 
 def test_best_of_n_is_the_mean_of_the_best_answers_tokens():
-    policy = Policy()
-    sampling = SamplingSettings(temperature=TEMPERATURE, max_tokens=8)
-    method = BestOfN(
-        BestOfNSettings(selection=SelectionSettings(group_size=3), sampling=sampling, optim=LOOK)
-    )
+    policy, method = LocalPolicy(), make_method("best_of_n", **LOOK)
     datums = method.compute_advantages(groups([[0.0, 1.0, 1.0], [0.2, 0.1, 0.3]]), Models(policy))
     model = copy.deepcopy(policy.worker.learners[0].model).double()
     total = -(sums(model, 0, 1, TEMPERATURE) + sums(model, 1, 2, TEMPERATURE)) / (3 + 4)
@@ -157,55 +139,34 @@ def test_which_answers_are_chosen_by_hand():
 
 @pytest.mark.parametrize("name", ["online_dpo", "best_of_n"])
 def test_answers_that_all_earn_the_same_move_no_weight(name):
-    policy = Policy()
-    sampling, optim = (
-        SamplingSettings(temperature=TEMPERATURE, max_tokens=8),
-        OptimSettings(learning_rate=1e-2, weight_decay=0.1),
-    )
-    if name == "online_dpo":
-        preference = OnlinePreferenceSettings(group_size=3)
-        method = OnlineDPO(OnlineDpoSettings(preference=preference, sampling=sampling, optim=optim))
-    else:
-        method = BestOfN(
-            BestOfNSettings(
-                selection=SelectionSettings(group_size=3), sampling=sampling, optim=optim
-            )
-        )
+    policy = LocalPolicy()
+    method = make_method(name, **ASKED, learning_rate=1e-2, weight_decay=0.1)
     models = Models(policy, {"reference": Reference()})
-    method.update(
-        models,
-        method.compute_advantages(groups([[0.0, 1.0, 0.5], [0.0, 0.0, 1.0]]), models),
-        Progress(0, 2),
-    )
+
+    def learn(rewards, batch):
+        datums = method.compute_advantages(groups(rewards), models)
+        return method.update(models, datums, Progress(batch, 2))
+
+    learn([[0.0, 1.0, 0.5], [0.0, 0.0, 1.0]], 0)
     before = policy.weights()
-    metrics = method.update(
-        models, method.compute_advantages(groups([[1.0] * 3, [0.0] * 3]), models), Progress(1, 2)
-    )
+    metrics = learn([[1.0] * 3, [0.0] * 3], 1)
     assert torch.equal(policy.weights(), before) and metrics["optim/skipped_no_signal"] == 1
     assert policy.worker.learners[0].version == 2
 
 
 def test_an_episode_of_several_sequences_is_refused_by_online_dpo():
     (group, *_) = groups([[0.0, 1.0, 0.5], [0.0] * 3])
-    again = Transition(
-        ModelInput.from_ints([9, 9]),
-        SampledSequence([3, 1], [-1.0] * 2, temperature=TEMPERATURE),
-        0.0,
-        True,
-    )
+    action = SampledSequence([3, 1], [-1.0] * 2, temperature=TEMPERATURE)
+    again = Transition(ModelInput.from_ints([9, 9]), action, 0.0, True)
     group.trajectories_G[1].transitions.append(again)
-    preference = OnlinePreferenceSettings(group_size=3, reference_free=True)
+    method = make_method("online_dpo", group_size=3, reference_free=True)
     with pytest.raises(UserError, match="a single sequence of tokens"):
-        OnlineDPO(OnlineDpoSettings(preference=preference)).compute_advantages(
-            [group], Models(Policy())
-        )
+        method.compute_advantages([group], Models(LocalPolicy()))
 
 
 @pytest.fixture(scope="module")
 def careless(tmp_path_factory):
-    """A policy that knows sums and answers badly, as at the beginning of the second stage
-    of recipes/addition.yaml.
-    """
+    """A policy that knows sums and answers badly."""
     folder = tmp_path_factory.mktemp("careless") / "sft"
     how = (
         "--steps 700 --batch-size 128 --learning-rate 4e-3 --schedule cosine --warmup-steps 20 "

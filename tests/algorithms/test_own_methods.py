@@ -1,6 +1,4 @@
-"""A method in a user's file: what its class inherits, and the judges that a run applies to any
-method.
-"""
+"""A method in a user's file."""
 
 import re
 from pathlib import Path
@@ -13,13 +11,8 @@ from rl.config import unflatten_settings
 from rl.errors import UserError
 
 SMALL = {
-    "steps": 1,
-    "batch_size": 2,
-    "group_size": 2,
-    "max_tokens": 4,
-    "eval_every": 0,
-    "quiet": True,
-}
+    "steps": 1, "batch_size": 2, "group_size": 2, "max_tokens": 4, "eval_every": 0, "quiet": True,
+}  # fmt: skip
 FILE = '''
 from rl.rollout import trajectory_to_datums
 from rl.algorithms import GrpoSettings, METHODS, GRPO
@@ -132,14 +125,11 @@ def test_the_shaping_of_rewards_is_logged_for_any_method(here):
         assert row["reward/overlong_penalty"] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"kl_coef": 0.1}, "Whole takes kl_coef, .* but requests no reference model"),
-        ({"reference_model": "tiny:ascii"}, "but requests no reference model"),
-        ({"normalise_rewards": True}, r"shapes none, .* shape_rewards\(self, groups\)"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"kl_coef": 0.1}, "Whole takes kl_coef, .* but requests no reference model"),
+    ({"reference_model": "tiny:ascii"}, "but requests no reference model"),
+    ({"normalise_rewards": True}, r"shapes none, .* shape_rewards\(self, groups\)"),
+])  # fmt: skip
 def test_a_setting_that_a_users_class_does_not_use_is_rejected(here, settings, message):
     with pytest.raises(UserError, match=message):
         rl.train("mine.py:Whole", output_dir=here / "run", **settings, **SMALL)
@@ -151,11 +141,8 @@ def count_symbols(prompt, response, meta):
 
 
 SCHEDULES: list[dict] = [
-    {},
-    {"rollout_mode": "async"},
-    {"stream_minibatches": 2},
-    {"max_steps_off_policy": 1},
-]
+    {}, {"rollout_mode": "async"}, {"stream_minibatches": 2}, {"max_steps_off_policy": 1},
+]  # fmt: skip
 
 
 RANKED = """
@@ -197,17 +184,15 @@ def test_a_users_class_that_requests_a_reference_scores_with_it(here):
     assert row["optim/tokens"] > 0
 
 
-def test_former_declarations_are_explained(here):
-    text = "\n    clients = staticmethod(lambda settings, factory: {})\n"
-    (here / "mine.py").write_text(FILE.replace("\n    def state", text + "\n    def state"))
-    with pytest.raises(UserError, match="declares clients, which nothing reads any more"):
-        rl.train("mine.py:Whole", output_dir=here / "run", **SMALL)
-
-
-def test_a_value_that_was_a_function_is_explained(here):
-    text = "\n    value_head = staticmethod(lambda settings: False)\n"
-    (here / "mine.py").write_text(FILE.replace("\n    def state", text + "\n    def state"))
-    with pytest.raises(UserError, match="declares value_head as a function"):
+@pytest.mark.parametrize(("declared", "message"), [
+    ("clients = staticmethod(lambda settings, factory: {})",
+     "declares clients, which nothing reads any more"),
+    ("value_head = staticmethod(lambda settings: False)", "declares value_head as a function"),
+])  # fmt: skip
+def test_former_declarations_are_explained(here, declared, message):
+    text = f"\n    {declared}\n\n    def state"
+    (here / "mine.py").write_text(FILE.replace("\n    def state", text))
+    with pytest.raises(UserError, match=message):
         rl.train("mine.py:Whole", output_dir=here / "run", **SMALL)
 
 

@@ -17,12 +17,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from algorithm_helpers import FixedScores
 
 from kernels.token_logprob import token_logprob
 from rl.algorithms import ADVANTAGES, compute_gae, compute_returns_to_go
 from rl.algorithms.update import apply_truncated_is, compute_divisor, weight_by_sequence
 from rl.losses import LOSSES
-from rl.types import Datum, ForwardBackwardOutput, ModelInput
+from rl.types import Datum, ModelInput
 
 F64 = torch.float64
 
@@ -49,56 +50,47 @@ def advantages(rewards, discounts, values, bootstrap, lam):
 
 # --------------------------------------------------------------------------------------- rlax, trfl
 
-# rlax multistep_test, TruncatedGeneralizedAdvantageEstimation: rewards, discounts, values with the
-# bootstrap last
-GAE = {
-    "one": ([0, 0, 1, 0, -0.5], [0.99] * 5, [1, 4, -3, -2, -1, -1]),
-    "ends inside": ([0, 0, 0, 0, 1], [0.9, 0.9, 0.9, 0.0, 0.9], [-3, -2, -1, 0, 5, -1]),
-}
-GAE_EXPECTED = {
-    ("one", 1.0): [-1.45118, -4.4557, 2.5396, 0.5249, -0.49],
-    ("one", 0.7): [-0.676979, -5.248167, 2.4846, 0.6704, -0.49],
-    ("one", 0.4): [0.56731, -6.042, 2.3431, 0.815, -0.49],
-    ("ends inside", 1.0): [3.0, 2.0, 1.0, 0.0, -4.9],
-    ("ends inside", 0.7): [2.2899, 1.73, 1.0, 0.0, -4.9],
-    ("ends inside", 0.4): [1.725, 1.46, 1.0, 0.0, -4.9],
-}
+
+# (rewards, discounts, values before each step, bootstrap, lambda, advantages or returns, tolerance);
+# a return is advantage + value
+ONE = ([0, 0, 1, 0, -0.5], [0.99] * 5, [1, 4, -3, -2, -1], -1)
+ENDS_INSIDE = ([0, 0, 0, 0, 1], [0.9, 0.9, 0.9, 0.0, 0.9], [-3, -2, -1, 0, 5], -1)
+FIRST = ([1.0, 0.0, -1.0, 0.0, 1.0], [0.5, 0.9, 1.0, 0.5, 0.8], [7.0, 3.0, 1.0, 5.0, -5.0], 3.0)
+OTHER = ([0.5, 0.8, -0.7, 0.0, 2.1], [0.9, 0.5, 0.3, 0.8, 0.7], [7.0, -1.7, 1.2, 2.3, 2.2], 2.7)
+ADVANTAGE_CASES = [
+    # rlax multistep_test, TruncatedGeneralizedAdvantageEstimation: literals of four or five digits
+    (*ONE, 1.0, [-1.45118, -4.4557, 2.5396, 0.5249, -0.49], {"atol": 1e-3}),
+    (*ONE, 0.7, [-0.676979, -5.248167, 2.4846, 0.6704, -0.49], {"atol": 1e-3}),
+    (*ONE, 0.4, [0.56731, -6.042, 2.3431, 0.815, -0.49], {"atol": 1e-3}),
+    (*ENDS_INSIDE, 1.0, [3.0, 2.0, 1.0, 0.0, -4.9], {"atol": 1e-3}),
+    (*ENDS_INSIDE, 0.7, [2.2899, 1.73, 1.0, 0.0, -4.9], {"atol": 1e-3}),
+    (*ENDS_INSIDE, 0.4, [1.725, 1.46, 1.0, 0.0, -4.9], {"atol": 1e-3}),
+    # rlax value_learning_test, TDLambda; the first of the second row is a difference of 2.1s
+    ([-1.3, -1.3, 2.3], [0.0, 0.89, 0.85], [1.1, -1.1, 3.1], 2.2, 0.75,
+     [-2.4, 3.2732253, 1.0700002], {"rtol": 2e-5}),
+    ([1.3, 5.3, -3.3], [0.88, 1.0, 0.83], [2.1, -1.1, -2.1], -1.2, 0.75,
+     [-0.01701999, 2.6529999, -2.196], {"rtol": 2e-5}),
+]  # fmt: skip
+RETURN_CASES = [
+    # rlax multistep_test, lambda, discounted and (lambda 1) n-step returns of n >= 5; the value
+    # before the first step cancels
+    (*FIRST, 0.75, [1.6460547, 0.72281253, 0.7375001, 0.6500001, 3.4], {"rtol": 2e-6}),
+    (*OTHER, 0.75, [0.7866317, 0.9913063, 0.1101501, 2.834, 3.99], {"rtol": 2e-6}),
+    (*FIRST, 1.0, [1.315, 0.63000005, 0.70000005, 1.7, 3.4], {"rtol": 2e-6}),
+    (*OTHER, 1.0, [1.33592, 0.9288, 0.2576, 3.192, 3.9899998], {"rtol": 2e-6}),
+    # trfl, generalised lambda returns
+    *(([0.4, 0.5], [0.9, 0.8], [0.2, 0.3], 0.1, lam,
+       [0.4 + 0.9 * (lam * 0.58 + (1 - lam) * 0.3), 0.58], {"rtol": 1e-6})
+      for lam in (0.25, 0.5, 1.0)),
+]  # fmt: skip
+CASES = [(False, *case) for case in ADVANTAGE_CASES] + [(True, *case) for case in RETURN_CASES]
 
 
-@pytest.mark.parametrize(("name", "lam"), GAE_EXPECTED)
-def test_rlax_truncated_gae(name, lam):
-    rewards, discounts, values = GAE[name]
-    found = advantages(rewards, discounts, values[:-1], values[-1], lam)
-    # their literals have four or five digits
-    np.testing.assert_allclose(found, GAE_EXPECTED[name, lam], atol=1e-3)
-
-
-# rlax multistep_test, lambda, discounted and n-step returns
-R = [[1.0, 0.0, -1.0, 0.0, 1.0], [0.5, 0.8, -0.7, 0.0, 2.1]]
-D = [[0.5, 0.9, 1.0, 0.5, 0.8], [0.9, 0.5, 0.3, 0.8, 0.7]]
-V = [[3.0, 1.0, 5.0, -5.0, 3.0], [-1.7, 1.2, 2.3, 2.2, 2.7]]  # after each step
-LAMBDA_RETURNS = [
-    [1.6460547, 0.72281253, 0.7375001, 0.6500001, 3.4],
-    [0.7866317, 0.9913063, 0.1101501, 2.834, 3.99],
-]
-DISCOUNTED = [
-    [1.315, 0.63000005, 0.70000005, 1.7, 3.4],
-    [1.33592, 0.9288, 0.2576, 3.192, 3.9899998],
-]
-
-
-@pytest.mark.parametrize("row", [0, 1])
-@pytest.mark.parametrize(
-    ("lam", "expected"), [(0.75, LAMBDA_RETURNS), (1.0, DISCOUNTED)], ids=["lambda", "discounted"]
-)
-def test_rlax_returns(row, lam, expected):
-    """A return is advantage + value; the value before the first step cancels. lambda 1 is also
-    their n-step return of n >= 5.
-    """
-    before = [7.0, *V[row][:-1]]
-    np.testing.assert_allclose(
-        advantages(R[row], D[row], before, V[row][-1], lam) + before, expected[row], rtol=2e-6
-    )
+@pytest.mark.parametrize("case", CASES)
+def test_advantages_and_returns_of_rlax_and_trfl(case):
+    is_return, rewards, discounts, values, after, lam, expected, close = case
+    found = advantages(rewards, discounts, values, after, lam) + np.multiply(values, is_return)
+    np.testing.assert_allclose(found, expected, **close)
 
 
 # rlax and trfl, TDLearning: v_tm1 1, r -1
@@ -121,34 +113,6 @@ def test_td_learning(case, expected):
     assert float(loss.detach()) == pytest.approx(0.5 * expected**2) and float(
         value.grad
     ) == pytest.approx(-expected)
-
-
-TD_LAMBDA = [  # rlax value_learning_test, TDLambda, lambda 0.75
-    ([-1.3, -1.3, 2.3], [0.0, 0.89, 0.85], [1.1, -1.1, 3.1], 2.2, [-2.4, 3.2732253, 1.0700002]),
-    (
-        [1.3, 5.3, -3.3],
-        [0.88, 1.0, 0.83],
-        [2.1, -1.1, -2.1],
-        -1.2,
-        [-0.01701999, 2.6529999, -2.196],
-    ),
-]
-
-
-@pytest.mark.parametrize("case", TD_LAMBDA)
-def test_rlax_td_lambda(case):
-    *given, expected = case
-    # the first of the second row is a difference of 2.1s
-    np.testing.assert_allclose(advantages(*given, 0.75), expected, rtol=2e-5)
-
-
-@pytest.mark.parametrize("lam", [0.25, 0.5, 1.0])
-def test_trfl_generalised_lambda_returns(lam):
-    last = 0.5 + 0.8 * 0.1
-    expected = [0.4 + 0.9 * (lam * last + (1 - lam) * 0.3), last]
-    np.testing.assert_allclose(
-        advantages([0.4, 0.5], [0.9, 0.8], [0.2, 0.3], 0.1, lam) + [0.2, 0.3], expected, rtol=1e-6
-    )
 
 
 # trfl sequence_ops_test, scan_discounted_sum with reverse: sequence, decays, bootstrap, expected
@@ -225,9 +189,7 @@ TRFL_PG = [
 
 @pytest.mark.parametrize(("logits", "action", "value", "expected"), TRFL_PG)
 def test_trfl_discrete_policy_gradient(logits, action, value, expected):
-    """Loss -A log pi: cross_entropy weighted by the advantage; cispo where nothing is clipped (its
-    ratio is 1).
-    """
+    """Loss -A log pi: cross_entropy weighted by A; cispo where nothing is clipped."""
     lp = [log_softmax(logits)[action]]
     assert loss_of("cross_entropy", lp, [0, 1], weights=[value])[0] == pytest.approx(
         expected, abs=1e-6
@@ -288,9 +250,6 @@ def test_rlax_entropy_loss(logits, weights, expected):
 
 
 def test_verl_gae_steps_over_observations():
-    """Mask 0 0 1 1 1 0 0 1 1 0 0: its loop carries value and sum over what is masked; ours is given
-    the actions alone.
-    """
     rewards = np.array([0, 0, 0.1, 0.1, 0.1, 0, 0, 0.1, 1.0, 0, 0])
     mask = np.array([0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0], dtype=bool)
     values = np.where(
@@ -308,9 +267,7 @@ def test_verl_gae_steps_over_observations():
 
 
 def test_verl_group_advantages():
-    """GRPO without the std and RLOO over groups of random sizes, by the index loops that verl tests
-    its vectorised ones against.
-    """
+    """GRPO without the std, and RLOO, by verl's index loops."""
     rng = np.random.default_rng(0)
     for size in (2, 3, 8, 17):
         scores = rng.normal(size=size)
@@ -324,12 +281,6 @@ def test_verl_group_advantages():
 
 
 def test_verl_divides_by_the_sample_deviation():
-    """Of rewards 1 and 1.00001 (its low-variance case): verl divides by the sample's deviation +
-    1e-6, ours by the population's.
-
-    The equation of GRPO (arXiv 2402.03300, 4.1.2) does not say which; TRL divides by the sample's
-    too. A known difference.
-    """
     rewards = np.array([1.0, 1.00001])
     verl = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
     ours = ADVANTAGES["mean_std"].fn(rewards.tolist())
@@ -339,9 +290,7 @@ def test_verl_divides_by_the_sample_deviation():
 
 @pytest.mark.parametrize("cuts", [1, 2, 4])
 def test_verl_token_sum(cuts):
-    """Masked sums add up over any cut: 13 for their 2 x 3 case, and 8 rows of 1..24 with the last
-    column masked.
-    """
+    """Masked sums add up over any cut."""
     rows, mask = np.array([[1.0, 2, 30], [4, 50, 6]]), np.array([[1.0, 1, 0], [1, 0, 1]])
     found, _ = loss_of("cross_entropy", -rows.ravel(), [0, 3, 6], weights=mask.ravel())
     assert found == 13.0
@@ -355,33 +304,12 @@ def test_verl_token_sum(cuts):
     assert sum(parts) == (rows * mask).sum()
 
 
-class _Scores:
-    """A policy whose learner's logprobs are given."""
-
-    def __init__(self, lp_D):
-        self.policy, self.lp_D = self, lp_D
-
-    def forward(self, datums, loss, config):
-        return self
-
-    def result(self):
-        return ForwardBackwardOutput(
-            [
-                {"logprobs": Datum(ModelInput.empty(), {"x": lp}).loss_fn_inputs["x"]}
-                for lp in self.lp_D
-            ],
-            {},
-        )
-
-
 def test_verl_truncated_importance_weights():
-    """Its mask case (ratios e^-1 and e^0.5 below the cap of 2) and one above it: each token's
-    weight is min(cap, ratio).
-    """
+    """Its mask case (ratios e^-1 and e^0.5 below the cap of 2) and one above it."""
     lp, q = [-2.0] * 3, [-1.0, -2.5, -4.0]
     fields = {"target_tokens": [1] * 3, "advantages": [1.0] * 3, "logprobs": q, "mask": [1.0] * 3}
     weighted, metrics = apply_truncated_is(
-        _Scores([lp]), [Datum(ModelInput.from_ints([1, 2, 3]), fields)], 2.0, 1.0
+        FixedScores([lp]), [Datum(ModelInput.from_ints([1, 2, 3]), fields)], 2.0, 1.0
     )
     assert weighted[0].loss_fn_inputs["advantages"].tolist() == pytest.approx(
         [0.36788, 1.64872, 2.0], abs=1e-5
@@ -395,18 +323,14 @@ KL = {
     "k1": (lambda lp, ref: lp - ref, lambda lp, ref: lp - ref),
     "k2": (lambda lp, ref: (lp - ref) ** 2 / 2, lambda lp, ref: lp - ref),
     "k3": (lambda lp, ref: math.exp(ref - lp) - (ref - lp) - 1, lambda lp, ref: lp - ref),
-    "k3_pathwise": (
-        lambda lp, ref: math.exp(ref - lp) - (ref - lp) - 1,
-        lambda lp, ref: 1 - math.exp(ref - lp),
-    ),
-}
+    "k3_pathwise": (lambda lp, ref: math.exp(ref - lp) - (ref - lp) - 1,
+                    lambda lp, ref: 1 - math.exp(ref - lp)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KL)
 def test_verl_kl_penalties(kind):
-    """Ours are its "k1+", "k2", "k3+" (the value of the name, the gradient of k2) and, pathwise,
-    its "k3".
-    """
+    """Ours are its "k1+", "k2", "k3+" (the gradient of k2) and, pathwise, its "k3"."""
     rng = np.random.default_rng(1)
     lp, ref = rng.normal(size=6), rng.normal(size=6)
     fields = {"advantages": np.zeros(6), "logprobs": lp, "ref_logprobs": ref, "mask": np.ones(6)}
@@ -422,9 +346,6 @@ def test_verl_kl_penalties(kind):
 
 
 def batch(seed=0):
-    """Three sequences of 5, 2 and 9 tokens: logprobs now, as drawn and of the reference, an
-    advantage for each, a mask with holes.
-    """
     rng = np.random.default_rng(seed)
     lengths = [5, 2, 9]
     total = sum(lengths)
@@ -433,13 +354,9 @@ def batch(seed=0):
     mask = (rng.random(total) < 0.7).astype(float)
     mask[[0, 5, 7]] = 1.0
     return (
-        lengths,
-        lp,
-        lp + 0.3 * rng.normal(size=total),
-        lp + 0.3 * rng.normal(size=total),
-        credit,
+        lengths, lp, lp + 0.3 * rng.normal(size=total), lp + 0.3 * rng.normal(size=total), credit,
         mask,
-    )
+    )  # fmt: skip
 
 
 def as_datums(lengths, credit, mask):
@@ -464,9 +381,7 @@ def as_datums(lengths, credit, mask):
     "normalise", ["tokens", "sequence_means", "constant"], ids=["bnpo/dapo", "grpo", "dr_grpo"]
 )
 def test_liger_grpo(normalise, beta):
-    """Its plain torch loss, -min(r A, clip(r, 0.8, 1.2) A) + beta k3, in its three means, and the
-    gradient.
-    """
+    """Its plain torch loss in its three means, and the gradient."""
     lengths, lp, old, ref, credit, mask = batch()
     datums, parts = as_datums(lengths, credit, mask)
 
@@ -508,9 +423,7 @@ def test_liger_grpo(normalise, beta):
 @pytest.mark.parametrize("eps", [0.0, 0.1])
 @pytest.mark.parametrize("beta", [0.1, 0.5])
 def test_liger_dpo(beta, eps):
-    """-mean log sigmoid(beta ((w - l) - (w_ref - l_ref))), sums over the tokens of each answer;
-    label smoothing as in cDPO.
-    """
+    """-mean log sigmoid(beta ((w - l) - (w_ref - l_ref))), sums over the tokens of each answer."""
     rng = np.random.default_rng(2)
     lengths = [4, 3, 6, 2]
     lp, ref = -rng.exponential(size=15), -rng.exponential(size=15)
@@ -539,9 +452,7 @@ def test_liger_dpo(beta, eps):
 
 
 def test_areal_packed_gae():
-    """Its reference: each sequence has one value more than rewards, and `bootstrap` says whether
-    that one counts.
-    """
+    """Each sequence has one value more than rewards; `bootstrap`: whether it counts."""
     rng = np.random.default_rng(4)
     lengths, counts = [1, 4, 7, 2, 32], [True, False, True, True, False]
     gamma, lam = 0.97, 0.9
@@ -557,9 +468,7 @@ def test_areal_packed_gae():
 
 
 def test_areal_decoupled_policy_loss():
-    """Ratios against the proximal policy, each token weighted by proximal / behaviour: our
-    truncated importance sampling, uncapped.
-    """
+    """Ratios against the proximal policy, each token weighted by proximal / behaviour."""
     lengths, lp, behaviour, proximal, credit, mask = batch(5)
     weight = np.exp(proximal - behaviour)
     ratio = np.exp(lp - proximal)
@@ -569,7 +478,7 @@ def test_areal_decoupled_policy_loss():
         datum.loss_fn_inputs["logprobs"] = Datum(
             ModelInput.empty(), {"x": behaviour[s]}
         ).loss_fn_inputs["x"]
-    weighted, _ = apply_truncated_is(_Scores([proximal[s] for s in parts]), datums, 1e9, 1.0)
+    weighted, _ = apply_truncated_is(FixedScores([proximal[s] for s in parts]), datums, 1e9, 1.0)
     fields = {
         name: np.concatenate([d.loss_fn_inputs[name].array for d in weighted])
         for name in ("advantages", "logprobs", "mask")

@@ -1,57 +1,37 @@
-"""Methods that learn from rows with several answers: an optimizer step holds whole rows, whatever
-the number of steps.
-"""
+"""Methods that learn from rows with several answers."""
 
 import numpy as np
 import pytest
+from algorithm_helpers import make_method
 
 from rl import ServiceClient
-from rl.algorithms import KTO, Models, Offline, Progress, RewardModelTraining
-from rl.algorithms.kto import KtoSettings
-from rl.algorithms.offline_settings import OfflineOptions, OfflineSettings
-from rl.algorithms.reward_model import RewardModelOptions, RewardModelSettings
-from rl.config import LoopSettings, ModelSettings, OptimSettings, RowLoopSettings
+from rl.algorithms import Models, Progress
+from rl.config import ModelSettings
 from rl.judges import restore_full_tokens
 from rl.trainer import make_renderer
 from rl.trainer.stage_models import StageModelFactory
 from rl.types import Problem, StoredAnswer
 
 ROWS = 8
+OFTEN = {"steps": 4, "learning_rate": 1e-3}
 
 
-def optim(steps):
-    return OptimSettings(learning_rate=1e-3, num_substeps=steps)
-
-
-def loop():
-    return {"loop": RowLoopSettings(steps=4, batch_size=ROWS)}
+def problem(i, **more):
+    ask = [{"role": "user", "content": f"{i}+1="}]
+    return Problem(ask, response=f"{i + 1}", index=i, tag="t", **more)
 
 
 def pair(i):
-    return Problem(
-        [{"role": "user", "content": f"{i}+1="}],
-        response=f"{i + 1}",
-        rejected=f"{i + 2}0",
-        index=i,
-        tag="t",
-    )
+    return problem(i, rejected=f"{i + 2}0")
 
 
 def single(i):
-    return Problem(
-        [{"role": "user", "content": f"{i}+1="}],
-        response=f"{i + 1}",
-        meta={"label": i % 3 > 0},
-        index=i,
-        tag="t",
-    )
+    return problem(i, meta={"label": i % 3 > 0})
 
 
 def stored(i):
-    answers = (
-        StoredAnswer(1.0, f"{i + 1}", place="here"),
-        StoredAnswer(0.0, f"{i + 2}0", place="here"),
-    )
+    texts = (1.0, f"{i + 1}"), (0.0, f"{i + 2}0")
+    answers = tuple(StoredAnswer(*pair, place="here") for pair in texts)
     return Problem([{"role": "user", "content": f"{i}+1="}], answers=answers, index=i, tag="t")
 
 
@@ -75,52 +55,20 @@ class Noted:
         return self._policy.forward_backward(datums, *args, **kwargs)
 
 
-def learn(service, method, rows, reference=False):
-    policy = Noted(service.create_full_training_client("tiny:ascii", seed=2))
-    hosts = StageModelFactory(
-        service, policy._policy, ModelSettings(base_model="tiny:ascii"), None, {}, 2
-    )
-    models = Models(policy, method.required_models(hosts) if reference else {})
-    renderer = make_renderer(policy._policy, None)
-    datums = method.datums(rows, renderer, models, 0)
-    metrics = method.update(models, datums, Progress(0, 4))
-    return datums, policy.steps, metrics, models
+def learn(service, method, rows):
+    """Update a policy once; return the datums, and those of each optimizer step."""
+    client = service.create_full_training_client("tiny:ascii", seed=2)
+    settings = ModelSettings(base_model="tiny:ascii")
+    hosts = StageModelFactory(service, client, settings, None, {}, 2)
+    policy = Noted(client)
+    models = Models(policy, method.required_models(hosts))
+    datums = method.datums(rows, make_renderer(client, None), models, 0)
+    method.update(models, datums, Progress(0, 4))
+    return datums, policy.steps
 
 
 def numbers(steps, datums):
     return [[next(i for i, one in enumerate(datums) if one is d) for d in part] for part in steps]
-
-
-@pytest.mark.parametrize("steps", [1, 2, 4])
-def test_kto_on_pairs_sees_good_and_bad_answers_in_every_step(service, steps):
-    method = KTO(KtoSettings(optim=optim(steps), **loop()))
-    datums, parts, metrics, models = learn(
-        service, method, [pair(i) for i in range(ROWS)], reference=True
-    )
-    expected = [
-        [2 * row + side for row in range(k, ROWS, steps) for side in (0, 1)] for k in range(steps)
-    ]
-    assert numbers(parts, datums) == expected
-    for part in parts:
-        labels = [float(d.loss_fn_inputs["labels"].array[0]) for d in part]
-        assert labels.count(1.0) == labels.count(-1.0) == ROWS // steps
-    if steps == 1:  # z in float64: own prompts with answers of the next row
-        beside = method._mismatched
-        for i, other in enumerate(beside):
-            mask = other.loss_fn_inputs["mask"].array != 0
-            said = other.loss_fn_inputs["target_tokens"].array[mask].tolist()
-            after = datums[(i + 2) % len(datums)]
-            assert (
-                said
-                == after.loss_fn_inputs["target_tokens"]
-                .array[after.loss_fn_inputs["mask"].array != 0]
-                .tolist()
-            )
-            # its own prompt
-            assert (
-                restore_full_tokens(other)[: int(np.argmax(mask)) + 1]
-                == restore_full_tokens(datums[i])[: int(np.argmax(mask)) + 1]
-            )
 
 
 def test_no_prompt_of_a_mixed_batch_stands_beside_an_answer_of_its_own(service):
@@ -129,53 +77,18 @@ def test_no_prompt_of_a_mixed_batch_stands_beside_an_answer_of_its_own(service):
         [single(0), pair(1), single(2), pair(3)],
         [pair(0), pair(1), single(2), single(3)],
     ):
-        method = KTO(KtoSettings(optim=optim(1), loop=RowLoopSettings(steps=4, batch_size=4)))
-        datums, _, _, _ = learn(service, method, rows, reference=True)
+        method = make_method("kto", batch_size=4, **OFTEN)
+        datums, _ = learn(service, method, rows)
         own = {tuple(restore_full_tokens(d)) for d in datums}
         assert len(method._mismatched) == len(datums)
         assert not own & {tuple(restore_full_tokens(d)) for d in method._mismatched}
 
 
 @pytest.mark.parametrize("steps", [2, 4])
-def test_a_comparing_reward_model_sees_both_orders_in_every_step(service, steps):
-    """And the weights are those of as many batches of the rows of each step, one after the other."""
-    how = RewardModelOptions(form="comparison")
-    rows = [pair(i) for i in range(ROWS)]
-    method = RewardModelTraining(
-        RewardModelSettings(reward_modelling=how, optim=optim(steps), **loop())
-    )
-    datums, parts, metrics, models = learn(service, method, rows)
-    assert numbers(parts, datums) == [
-        [2 * row + side for row in range(k, ROWS, steps) for side in (0, 1)] for k in range(steps)
-    ]
-    plain = RewardModelTraining(
-        RewardModelSettings(
-            reward_modelling=how, optim=optim(1), loop=LoopSettings(steps=4, batch_size=ROWS)
-        )
-    )
-    policy = service.create_full_training_client("tiny:ascii", seed=2)
-    for k in range(steps):
-        members = plain.datums(rows[k::steps], make_renderer(policy, None), Models(policy), 0)
-        plain.update(Models(policy), members, Progress(0, 4))
-    after = [
-        client.forward(datums, "cross_entropy").result().loss_fn_outputs
-        for client in (models.policy, policy)
-    ]
-    for one, other in zip(*after, strict=True):
-        np.testing.assert_allclose(
-            one["logprobs"].array, other["logprobs"].array, rtol=1e-5, atol=1e-6
-        )
-
-
-@pytest.mark.parametrize("steps", [2, 4])
 def test_offline_sees_good_and_bad_answers_in_every_step(service, steps):
-    how = OfflineOptions(loss="dro", baseline="group")
-    method = Offline(
-        OfflineSettings(
-            offline=how, optim=optim(steps), loop=LoopSettings(steps=4, batch_size=ROWS)
-        )
-    )
-    datums, parts, _, _ = learn(service, method, [stored(i) for i in range(ROWS)], reference=True)
+    how = {"loss": "dro", "baseline": "group", "batch_size": ROWS, "num_substeps": steps}
+    method = make_method("offline", **how, **OFTEN)
+    datums, parts = learn(service, method, [stored(i) for i in range(ROWS)])
     assert numbers(parts, datums) == [
         [2 * row + side for row in range(k, ROWS, steps) for side in (0, 1)] for k in range(steps)
     ]

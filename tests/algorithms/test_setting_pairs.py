@@ -14,27 +14,24 @@ import random
 import numpy as np
 import pytest
 import torch
+from algorithm_helpers import make_method, off_the_policy
 from safetensors.torch import load_file
-from test_streaming import off_the_policy
 from transformers import AutoModelForCausalLM
 
 from rl import ServiceClient
-from rl.algorithms import GRPO, GrpoSettings, Models, Progress, StreamedStep
-from rl.config import unflatten_settings
+from rl.algorithms import Models, Progress, StreamedStep
 from rl.rollout import Trajectory, TrajectoryGroup, Transition
 from rl.types import ModelInput, SampledSequence
 
 MAX_TOKENS, GROUPS, MEMBERS, TEMPERATURE = 6, 4, 3, 0.8
 CORRECTIONS = {
-    "none": ("none", "token", 0.0, 2.0),
-    "truncate-token": ("truncate", "token", 0.8, 1.2),
+    "none": ("none", "token", 0.0, 2.0), "truncate-token": ("truncate", "token", 0.8, 1.2),
     "truncate-sequence": ("truncate", "sequence", 0.0, 1.5),
     "icepop-token": ("icepop", "token", 0.75, 1.35),
     "icepop-sequence": ("icepop", "sequence", 0.3, 3.0),
-    "mask-token": ("mask", "token", 0.75, 1.35),
-    "mask-sequence": ("mask", "sequence", 0.5, 2.0),
+    "mask-token": ("mask", "token", 0.75, 1.35), "mask-sequence": ("mask", "sequence", 0.5, 2.0),
     "mask-geometric": ("mask", "geometric", 0.85, 1.2),
-}
+}  # fmt: skip
 NORMALISATIONS = ("tokens", "sequences", "sequence_means", "constant", "sum")
 # "late": tokens of older versions, ratios by their age or against the learner
 ROLLOUTS = ("whole", "parts", "late", "late-learner")
@@ -64,9 +61,7 @@ TABLE = [
 
 
 def covering(table: list[Row], seed: int = 0) -> list[Row]:
-    """Rows in which every pair of values of two columns that stands in the table stands at least
-    once; greedy.
-    """
+    """Return rows that cover every pair of values of two columns; greedy."""
 
     def pairs(row: Row) -> set:
         return {((i, row[i]), (j, row[j])) for i, j in itertools.combinations(range(len(row)), 2)}
@@ -80,48 +75,28 @@ def covering(table: list[Row], seed: int = 0) -> list[Row]:
     return chosen
 
 
-def settings_of(row: Row) -> GrpoSettings:
+def method_of(row: Row):
     correction, normalise, rollouts, loss = row
     kind, level, low, high = CORRECTIONS[correction]
     flat = {
-        "loss": LOSSES[loss][0],
-        "advantage": LOSSES[loss][1],
-        "normalise": normalise,
-        "group_size": MEMBERS,
-        "max_tokens": MAX_TOKENS,
-        "temperature": TEMPERATURE,
-        "batch_size": GROUPS,
-        "steps": 2,
-        "learning_rate": 1e-3,
-        "adam_eps": 1e-3,
-        "kl_coef": 0.0,
-    }
+        "loss": LOSSES[loss][0], "advantage": LOSSES[loss][1], "normalise": normalise,
+        "group_size": MEMBERS, "max_tokens": MAX_TOKENS, "temperature": TEMPERATURE,
+        "batch_size": GROUPS, "steps": 2, "learning_rate": 1e-3, "adam_eps": 1e-3, "kl_coef": 0.0,
+    }  # fmt: skip
     if kind != "none":
         flat |= {
-            "correction": kind,
-            "correction_level": level,
-            "correction_low": low,
+            "correction": kind, "correction_level": level, "correction_low": low,
             "correction_high": high,
-        }
+        }  # fmt: skip
     flat |= {"stream_minibatches": 2} if rollouts == "parts" else {}
     flat |= {"max_steps_off_policy": 2} if rollouts.startswith("late") else {}
-    flat |= (
-        {"proximal": "interpolated"}
-        if rollouts == "late"
-        else {"proximal": "learner"}
-        if rollouts == "late-learner"
-        else {}
-    )
-    problems: list[str] = []
-    settings = unflatten_settings(GrpoSettings, flat, problems, "a test")
-    assert not problems, problems
-    return settings
+    proximal = {"late": "interpolated", "late-learner": "learner"}
+    flat |= {"proximal": proximal[rollouts]} if rollouts in proximal else {}
+    return make_method(**flat)
 
 
 def groups_of(rng: np.random.Generator, version: int, late: bool) -> list[TrajectoryGroup]:
-    """Episodes of one to three turns, which continue or begin anew; one group whose members earn
-    the same.
-    """
+    """Episodes of one to three turns; one group whose members earn the same."""
     groups = []
     for problem in range(GROUPS):
         members = []
@@ -129,31 +104,20 @@ def groups_of(rng: np.random.Generator, version: int, late: bool) -> list[Trajec
             seen, turns = rng.integers(0, 12, 2).tolist(), []
             for _ in range(int(rng.integers(1, 4))):
                 tokens = rng.integers(0, 12, int(rng.integers(1, MAX_TOKENS + 1))).tolist()
-                drew = (
-                    np.sort(rng.integers(max(0, version - 2), version + 1, len(tokens))).tolist()
-                    if late
-                    else [version] * len(tokens)
-                )
-                action = SampledSequence(
-                    tokens,
-                    [0.0] * len(tokens),
-                    "stop",
-                    temperature=TEMPERATURE,
-                    version=min(drew),
-                    versions=drew,
-                )
+                drew = [version] * len(tokens)
+                if late:
+                    oldest = max(0, version - 2)
+                    drew = np.sort(rng.integers(oldest, version + 1, len(tokens))).tolist()
+                how = {"temperature": TEMPERATURE, "version": min(drew), "versions": drew}
+                action = SampledSequence(tokens, [0.0] * len(tokens), "stop", **how)
                 turns.append(Transition(ModelInput.from_ints(list(seen)), action, 0.0, False))
-                seen = (
-                    [*seen, *tokens, 12] if rng.random() < 0.6 else rng.integers(0, 12, 3).tolist()
-                )
-            turns[-1].episode_done, turns[-1].reward = (
-                True,
-                1.0 if problem == 1 else float(rng.integers(0, 4)),
-            )
+                goes_on = rng.random() < 0.6
+                seen = [*seen, *tokens, 12] if goes_on else rng.integers(0, 12, 3).tolist()
+            turns[-1].episode_done = True
+            turns[-1].reward = 1.0 if problem == 1 else float(rng.integers(0, 4))
             members.append(Trajectory(turns))
-        groups.append(
-            TrajectoryGroup(members, [0.0] * MEMBERS, [{}] * MEMBERS, problem_index=problem)
-        )
+        final = [0.0] * MEMBERS
+        groups.append(TrajectoryGroup(members, final, [{}] * MEMBERS, problem_index=problem))
     return groups
 
 
@@ -161,9 +125,7 @@ def groups_of(rng: np.random.Generator, version: int, late: bool) -> list[Trajec
 
 
 class Sequence64:
-    """One text that is trained on: `actions` are positions in `tokens`, with the sampler's logprob
-    and the version of each.
-    """
+    """One text that is trained on."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -216,13 +178,8 @@ def expected(model, groups, row: Row, baseline: Baseline, version: int) -> dict[
     correction, normalise, rollouts, loss_name = row
     kind, level, low, high = CORRECTIONS[correction]
     loss = LOSSES[loss_name][0]
-    rewards = np.array(
-        [
-            [sum(turn.reward for turn in member.transitions) for member in group.trajectories_G]
-            for group in groups
-        ]
-    )
-    advantages = baseline(rewards)
+    rewards = [[sum(t.reward for t in m.transitions) for m in g.trajectories_G] for g in groups]
+    advantages = baseline(np.array(rewards))
     compares = baseline.kind not in OF_THE_WHOLE_BATCH
     total, kept_tokens, kept_episodes = torch.zeros((), dtype=torch.float64), 0, 0.0
     for group, advantages_G in zip(groups, advantages, strict=True):
@@ -232,19 +189,17 @@ def expected(model, groups, row: Row, baseline: Baseline, version: int) -> dict[
             parts = sequences_of(member)
             lp, q = [], []
             for part in parts:
-                logits = (
-                    model(input_ids=torch.tensor([part.tokens[:-1]]), use_cache=False).logits[0]
-                    / TEMPERATURE
-                ).log_softmax(-1)
+                read = torch.tensor([part.tokens[:-1]])
+                logits = model(input_ids=read, use_cache=False).logits[0] / TEMPERATURE
+                logits = logits.log_softmax(-1)
                 at = torch.tensor(part.actions) - 1
                 lp.append(logits[at, torch.tensor(part.tokens)[at + 1]])
                 q.append(torch.tensor(part.q, dtype=torch.float64))
             gaps = [(a.detach() - b) for a, b in zip(lp, q, strict=True)]
             whole = torch.cat(gaps)
             level_gap = {"token": None, "sequence": whole.sum(), "geometric": whole.mean()}[level]
-            ratios = [
-                (gap if level_gap is None else level_gap.expand_as(gap)).exp() for gap in gaps
-            ]
+            at_level = [gap if level_gap is None else level_gap.expand_as(gap) for gap in gaps]
+            ratios = [gap.exp() for gap in at_level]
             inside = [(ratio >= low) & (ratio <= high) for ratio in ratios]
             weights = [torch.ones_like(gap) for gap in gaps]
             keeps = [torch.ones_like(gap, dtype=torch.bool) for gap in gaps]
@@ -258,11 +213,8 @@ def expected(model, groups, row: Row, baseline: Baseline, version: int) -> dict[
             kept_tokens, kept_episodes = kept_tokens + tokens, kept_episodes + (tokens > 0)
             own = torch.zeros((), dtype=torch.float64)
             for part, a, b, weight, keep in zip(parts, lp, q, weights, keeps, strict=True):
-                against = (
-                    a.detach()
-                    if kind in ("truncate", "icepop") or rollouts == "late-learner"
-                    else b
-                )
+                is_learner = kind in ("truncate", "icepop") or rollouts == "late-learner"
+                against = a.detach() if is_learner else b
                 if rollouts == "late":
                     age = torch.tensor([version - v for v in part.versions], dtype=torch.float64)
                     against = b + age / (age + 1) * (a.detach() - b)
@@ -278,12 +230,10 @@ def expected(model, groups, row: Row, baseline: Baseline, version: int) -> dict[
                 else:
                     own = own - (ratio * credit).sum()
             total = total + (own / max(1, tokens) if normalise == "sequence_means" else own)
-    of_episodes = {
-        "sequences": kept_episodes,
-        "sequence_means": kept_episodes,
-        "constant": kept_episodes * MAX_TOKENS,
-    }
-    divisor = {"tokens": kept_tokens, "sum": 1, **of_episodes}[normalise]
+    divisor = {
+        "tokens": kept_tokens, "sum": 1, "sequences": kept_episodes,
+        "sequence_means": kept_episodes, "constant": kept_episodes * MAX_TOKENS,
+    }[normalise]  # fmt: skip
     model.zero_grad()
     (total / divisor).backward()
     norm = torch.sqrt(sum((p.grad**2).sum() for p in model.parameters() if p.grad is not None))
@@ -304,29 +254,19 @@ def policy_at(tmp_path_factory):
         policy = service.create_full_training_client("tiny:addition-small", seed=1)
         groups = groups_of(np.random.default_rng(99), 0, False)
         off_the_policy(policy, groups, np.random.default_rng(98))
-        method = GRPO(settings_of(("none", "tokens", "whole", "ppo-mean")))
+        method = method_of(("none", "tokens", "whole", "ppo-mean"))
         for batch in range(3):  # versions 0 to 2 are behind it
-            method.update(
-                Models(policy),
-                method.compute_advantages(groups, Models(policy)),
-                Progress(batch, 2),
-            )
+            datums = method.compute_advantages(groups, Models(policy))
+            method.update(Models(policy), datums, Progress(batch, 2))
         path = policy.save_state("beginning").result().path
-        yield (
-            policy,
-            path,
-            AutoModelForCausalLM.from_pretrained(f"{path}/model", dtype=torch.float32).double(),
-        )
+        model = AutoModelForCausalLM.from_pretrained(f"{path}/model", dtype=torch.float32)
+        yield policy, path, model.double()
 
 
 def two_steps(policy_at, row: Row, folder, seed: int = 5) -> None:
     policy, path, model = policy_at
     policy.load_state_with_optimizer(path).result()
-    method, models, baseline = (
-        GRPO(settings_of(row)),
-        Models(policy),
-        Baseline(LOSSES[row[3]][1]),
-    )
+    method, models, baseline = (method_of(row), Models(policy), Baseline(LOSSES[row[3]][1]))
     for batch in range(2):
         version, rng = policy.version, np.random.default_rng([seed, batch])
         groups = groups_of(rng, version, row[2].startswith("late"))

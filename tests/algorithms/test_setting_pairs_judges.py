@@ -1,9 +1,4 @@
-"""Settings in pairs: turns of an episode x who judges it. Every judge is shown an answer with the
-conversation that it ends.
-
-Members of a group are told different things from their second turn on, so whatever a judge is shown
-of a member's last answer tells whose conversation stands beside it.
-"""
+"""Settings in pairs: turns of an episode x who judges it."""
 
 from __future__ import annotations
 

@@ -22,14 +22,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from algorithm_helpers import make_method, off_the_policy, scored
 from safetensors.torch import load_file
 from test_setting_pairs import CORRECTIONS, covering
-from test_streaming import off_the_policy, scored
 from transformers import AutoModelForCausalLM
 
 from rl import ServiceClient
-from rl.algorithms import METHODS, Models, Progress
-from rl.config import unflatten_settings
+from rl.algorithms import Models, Progress
 from rl.judges import FrozenScorer, LearnedRewards, RewardModel, apply_learned_rewards
 from rl.rollout import RolloutBatch, Trajectory, TrajectoryGroup, Transition
 from rl.types import AdamParams, Datum, ModelInput, SampledSequence
@@ -49,22 +48,17 @@ COLUMNS = {
     "normalise": ("neither", "advantages", "rewards", "both"),
     # (epochs, num_substeps)
     "updates": {
-        "whole": (1, 1),
-        "epochs": (3, 1),
-        "minibatches": (1, 4),
-        "epochs-minibatches": (2, 2),
+        "whole": (1, 1), "epochs": (3, 1), "minibatches": (1, 4), "epochs-minibatches": (2, 2),
     },
     "value": ("head", "critic"),
     "kl": ("none", "reward", "adaptive", "k1", "k2", "k3", "k3_pathwise"),
     "end": ("bootstrap", "end"),
-}
+}  # fmt: skip
 Row = tuple[str, ...]
 
 
 def table(seed: int) -> list[Row]:
-    """Return every method x correction x normalisation x updates, the other columns drawn for each
-    row.
-    """
+    """Return all rows of the first four columns, the other columns drawn."""
     rng = random.Random(seed)
     names = ("method", "correction", "normalise", "updates")
     rest = [list(COLUMNS[name]) for name in COLUMNS if name not in names]
@@ -83,57 +77,27 @@ def method_of(row: Row):
     kind, level, low, high = CORRECTIONS[PROXIMAL.get(correction, correction)]
     epochs, substeps = COLUMNS["updates"][updates]
     flat: dict[str, Any] = {
-        "epochs": epochs,
-        "num_substeps": substeps,
-        "clip": CLIP,
-        "target_kl": None,
-        "gamma": GAMMA,
-        "gae_lambda": LAM,
-        "truncated": end,
+        "epochs": epochs, "num_substeps": substeps, "clip": CLIP, "target_kl": None, "gamma": GAMMA,
+        "gae_lambda": LAM, "truncated": end,
         "normalise_advantages": normalise in ("advantages", "both"),
-        "normalise_rewards": normalise in ("rewards", "both"),
-        "value_clip": VALUE_CLIP,
-        "entropy_coef": ENTROPY_COEF,
-        "group_size": MEMBERS,
-        "max_tokens": MAX_TOKENS,
-        "temperature": TEMPERATURE,
-        "batch_size": GROUPS,
-        "steps": 2,
-        "learning_rate": RATE,
-        "adam_eps": EPS,
-        "grad_clip_norm": CLIP_NORM,
-        "kl_coef": 0.0 if kl == "none" else KL_COEF,
-    }
-    flat |= (
-        {"value_coef": VALUE_COEF}
-        if value == "head"
-        else {"critic_model": "policy", "critic_learning_rate": CRITIC_RATE}
-    )
-    flat |= (
-        {"kl_target": KL_TARGET}
-        if kl == "adaptive"
-        else {"kl_placement": "loss", "kl_kind": kl}
-        if kl.startswith("k")
-        else {}
-    )
+        "normalise_rewards": normalise in ("rewards", "both"), "value_clip": VALUE_CLIP,
+        "entropy_coef": ENTROPY_COEF, "group_size": MEMBERS, "max_tokens": MAX_TOKENS,
+        "temperature": TEMPERATURE, "batch_size": GROUPS, "steps": 2, "learning_rate": RATE,
+        "adam_eps": EPS, "grad_clip_norm": CLIP_NORM, "kl_coef": 0.0 if kl == "none" else KL_COEF,
+    }  # fmt: skip
+    critic = {"critic_model": "policy", "critic_learning_rate": CRITIC_RATE}
+    flat |= {"value_coef": VALUE_COEF} if value == "head" else critic
+    flat |= {"kl_target": KL_TARGET} if kl == "adaptive" else {}
+    flat |= {"kl_placement": "loss", "kl_kind": kl} if kl.startswith("k") else {}
     flat |= {"proximal": "learner"} if correction in PROXIMAL else {}
     if kind != "none":
-        flat |= {
-            "correction": kind,
-            "correction_level": level,
-            "correction_low": low,
-            "correction_high": high,
-        }
-    problems: list[str] = []
-    settings = unflatten_settings(METHODS[method].Settings, flat, problems, "a test")
-    assert not problems, problems
-    return METHODS[method](settings)
+        flat |= {"correction": kind, "correction_level": level}
+        flat |= {"correction_low": low, "correction_high": high}
+    return make_method(method, **flat)
 
 
 def groups_of(rng: np.random.Generator) -> list[TrajectoryGroup]:
-    """Episodes of one to five turns, which continue any earlier conversation or begin one; some are
-    cut off.
-    """
+    """Episodes of one to five turns, which continue any conversation or begin one; some cut off."""
     groups = []
     for problem in range(GROUPS):
         members = []
@@ -142,32 +106,20 @@ def groups_of(rng: np.random.Generator) -> list[TrajectoryGroup]:
             for _ in range(int(rng.integers(1, 6))):
                 observation = rng.integers(0, 12, 3).tolist()
                 if conversations and rng.random() < 0.6:
-                    observation = [
-                        *conversations.pop(int(rng.integers(0, len(conversations)))),
-                        int(rng.integers(0, 12)),
-                    ]
+                    earlier = conversations.pop(int(rng.integers(0, len(conversations))))
+                    observation = [*earlier, int(rng.integers(0, 12))]
                 tokens = rng.integers(0, 12, int(rng.integers(2, MAX_TOKENS + 1))).tolist()
-                action = SampledSequence(
-                    tokens, [0.0] * len(tokens), "stop", temperature=TEMPERATURE, version=0
-                )
-                turns.append(
-                    Transition(
-                        ModelInput.from_ints(list(observation)), action, float(rng.normal()), False
-                    )
-                )
+                how = {"temperature": TEMPERATURE, "version": 0}
+                action = SampledSequence(tokens, [0.0] * len(tokens), "stop", **how)
+                read = ModelInput.from_ints(list(observation))
+                turns.append(Transition(read, action, float(rng.normal()), False))
                 conversations.append([*observation, *tokens])
-            turns[-1].episode_done = True
             cut = rng.integers(0, 4)
-            turns[-1].truncated, turns[-1].ac.stop_reason = (
-                bool(cut == 1),
-                "length" if cut == 2 else "stop",
-            )
+            turns[-1].episode_done, turns[-1].truncated = True, bool(cut == 1)
+            turns[-1].ac.stop_reason = "length" if cut == 2 else "stop"
             members.append(Trajectory(turns))
-        groups.append(
-            TrajectoryGroup(
-                members, rng.normal(size=MEMBERS).tolist(), [{}] * MEMBERS, problem_index=problem
-            )
-        )
+        final = rng.normal(size=MEMBERS).tolist()
+        groups.append(TrajectoryGroup(members, final, [{}] * MEMBERS, problem_index=problem))
     return groups
 
 
@@ -215,9 +167,7 @@ class Text:
 
 
 def texts_of(trajectory: Trajectory) -> tuple[list[Text], list[tuple[int, int]]]:
-    """Return the texts of an episode, and (text, index in its actions) of each action in the order
-    of the turns.
-    """
+    """Return the texts of an episode, and (text, index) of each action by turns."""
     texts: list[Text] = []
     order = []
     for turn in trajectory.transitions:
@@ -275,9 +225,8 @@ class Reference:
                 if self.row["method"] == "rlhf":
                     last = member.transitions[-1]
                     with torch.no_grad():
-                        score = float(
-                            self.rewards.read([*last.ob.to_ints(), *last.ac.tokens])[1][-1]
-                        )
+                        read = [*last.ob.to_ints(), *last.ac.tokens]
+                        score = float(self.rewards.read(read)[1][-1])
                     rewards *= OTHER_WEIGHT
                     rewards[-1] += score
                 found.append(rewards)
@@ -287,9 +236,7 @@ class Reference:
         return [rewards.tolist() for rewards in found]
 
     def credit(self, groups: list[TrajectoryGroup]) -> tuple[list[list[Text]], dict[str, float]]:
-        """Return the texts of each episode with advantages, returns and old values at their
-        actions; and metrics.
-        """
+        """Return the texts of each episode with advantages, returns, old values; and metrics."""
         episodes, gaps = [], []
         members = [member for group in groups for member in group.trajectories_G]
         for member, rewards_N in zip(members, self.step_rewards(groups), strict=True):
@@ -299,24 +246,18 @@ class Reference:
                     text.columns["learner"] = at_actions(self.policy, text)[0].tolist()
                     *_, values, after = at_actions(self.critic or self.policy, text)
                     text.columns |= {
-                        "old": values.tolist(),
+                        "old": values.tolist(), "after": [float(after)],
                         "reference": at_actions(self.first, text)[0].tolist(),
-                    }
-                    text.columns |= {
                         "advantage": [0.0] * len(text.actions),
-                        "after": [float(after)],
-                    }
+                    }  # fmt: skip
             values, q, ref = (
                 [texts[i].columns[name][k] for i, k in order] for name in ("old", "q", "reference")
             )
             charged = self.coefficient if self.row["kl"] in ("reward", "adaptive") else 0.0
             gaps += [a - b for a, b in zip(q, ref, strict=True)]
             rewards = [-charged * (a - b) for a, b in zip(q, ref, strict=True)]
-            for end, reward in zip(
-                np.cumsum([len(turn.ac.tokens) for turn in member.transitions]),
-                rewards_N,
-                strict=True,
-            ):
+            ends = np.cumsum([len(turn.ac.tokens) for turn in member.transitions])
+            for end, reward in zip(ends, rewards_N, strict=True):
                 rewards[end - 1] += reward
             last = member.transitions[-1]
             cut = self.row["end"] == "bootstrap" and (
@@ -329,9 +270,8 @@ class Reference:
                     (GAMMA * LAM) ** (n - t) * delta[n] for n in range(t, len(delta))
                 )
             for text in texts:
-                text.columns["return"] = np.add(
-                    text.columns["advantage"], text.columns["old"]
-                ).tolist()
+                columns = text.columns
+                columns["return"] = np.add(columns["advantage"], columns["old"]).tolist()
             episodes.append(texts)
         flat = [text for texts in episodes for text in texts]
         returns, old, advantages = (
@@ -349,9 +289,8 @@ class Reference:
             }
         if self.row["normalise"] in ("advantages", "both"):
             for text in flat:
-                text.columns["advantage"] = (
-                    (np.array(text.columns["advantage"]) - advantages.mean()) / advantages.std()
-                ).tolist()
+                own = np.array(text.columns["advantage"]) - advantages.mean()
+                text.columns["advantage"] = (own / advantages.std()).tolist()
         return episodes, {name: float(value) for name, value in metrics.items()}
 
     def correct(self, episodes: list[list[Text]]) -> None:
@@ -405,10 +344,8 @@ class Reference:
 
     def value_loss(self, text: Text, values: torch.Tensor, sums: dict[str, float]) -> torch.Tensor:
         keep, old, returns = (
-            torch.tensor(text.columns["keep"]),
-            text.tensor("old"),
-            text.tensor("return"),
-        )
+            torch.tensor(text.columns["keep"]), text.tensor("old"), text.tensor("return"),
+        )  # fmt: skip
         held = old + (values - old).clamp(-VALUE_CLIP, VALUE_CLIP)
         loss = torch.maximum((values - returns) ** 2, (held - returns) ** 2)[keep].sum() / 2
         sums["value"] = sums.get("value", 0.0) + float(loss.detach())
@@ -420,9 +357,7 @@ class Reference:
     def learn(
         self, groups: list[TrajectoryGroup], parts: list[list[tuple[int, ...]]]
     ) -> dict[str, float]:
-        """`parts`: the tokens of each update's texts, as the run dealt them out. Return the metrics
-        that the run should report.
-        """
+        """`parts`: the tokens of each update's texts, as the run dealt them out."""
         episodes, metrics = self.credit(groups)
         self.correct(episodes)
         texts = {tuple(text.tokens): text for episode in episodes for text in episode}
@@ -454,20 +389,11 @@ class Reference:
                 optimizer.step()
         kept = [text for text in texts.values() if any(text.columns["keep"])]
         with torch.no_grad():
-            g = torch.cat(
-                [
-                    (t.tensor("against") - at_actions(self.policy, t)[0])[
-                        torch.tensor(t.columns["keep"])
-                    ]
-                    for t in kept
-                ]
-            )
-        names = {
-            "policy_loss": "policy",
-            "policy_entropy": "entropy",
-            "value_loss": "value",
-            "clip_frac": "clipped",
-        }
+            gaps = [t.tensor("against") - at_actions(self.policy, t)[0] for t in kept]
+            masks = [torch.tensor(t.columns["keep"]) for t in kept]
+            g = torch.cat([gap[mask] for gap, mask in zip(gaps, masks, strict=True)])
+        names = {"policy_loss": "policy", "policy_entropy": "entropy", "value_loss": "value",
+                 "clip_frac": "clipped"}  # fmt: skip
         metrics |= {f"optim/{name}": sums[mine] / count for name, mine in names.items()}
         metrics |= {
             "optim/value_clip_frac": sums["value_clipped"] / count,
@@ -499,12 +425,9 @@ class Recorder:
         return getattr(self.client, name)
 
     def forward_backward(self, datums, *arguments, **options):
-        self.parts.append(
-            [
-                (*d.model_input.to_ints(), int(d.loss_fn_inputs["target_tokens"].array[-1]))
-                for d in datums
-            ]
-        )
+        ends = [int(d.loss_fn_inputs["target_tokens"].array[-1]) for d in datums]
+        texts = [d.model_input.to_ints() for d in datums]
+        self.parts.append([(*text, end) for text, end in zip(texts, ends, strict=True)])
         return self.client.forward_backward(datums, *arguments, **options)
 
 

@@ -12,12 +12,12 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from algorithm_helpers import make_method, scored
 from test_architectures import longrope
 from tiny_models import VOCAB
 
 from rl import ServiceClient
-from rl.algorithms import METHODS, Models, Progress
-from rl.config import unflatten_settings
+from rl.algorithms import Models, Progress
 from rl.types import Datum, ModelInput, Problem
 
 ROWS, ORIGINAL = 6, 32
@@ -49,44 +49,31 @@ class Numbers:
 
 
 def rows_of(lengths: str, seed: int) -> list[Problem]:
-    """Pairs whose texts lie on one side of the original length, or (across) on both sides of it,
-    the preferred one longer or shorter.
-    """
+    """Pairs whose texts lie on one side of the original length, or on both."""
     rng, (low, high) = np.random.default_rng(seed), LENGTHS[lengths]
     rows = []
     for i in range(ROWS):
+        odd = bool(i % 2)
         beyond = {
-            "short": (False, False),
-            "long": (True, True),
-            "either": (bool(i % 2),) * 2,
-            "across": (bool(i % 2), not i % 2),
-        }[lengths]
+            "short": (False, False), "long": (True, True), "either": (odd, odd),
+            "across": (odd, not odd),
+        }[lengths]  # fmt: skip
         sides = [
             (max(low, ORIGINAL + 2), high) if far else (max(low, 6), min(high, ORIGINAL - 2))
             for far in beyond
         ]
         texts = [int(rng.integers(*side)) for side in sides]
         prompt = int(rng.integers(2, 4))
-        letters = [
-            "".join(map(chr, rng.integers(97, 123, n).tolist()))
-            for n in (prompt, *(n - prompt for n in texts))
-        ]
-        rows.append(
-            Problem(
-                [{"role": "user", "content": letters[0]}],
-                response=letters[1],
-                rejected=letters[2],
-                index=i,
-            )
-        )
+        sizes = (prompt, *(n - prompt for n in texts))
+        ask, good, bad = ("".join(map(chr, rng.integers(97, 123, n).tolist())) for n in sizes)
+        asked = [{"role": "user", "content": ask}]
+        rows.append(Problem(asked, response=good, rejected=bad, index=i))
     return rows
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A service with twins of every kind: (client, client), by whether they have a value head; and
-    the path of their beginning.
-    """
+    """A service with twins of every kind."""
     folder = tmp_path_factory.mktemp("longrope")
     longrope().save_pretrained(folder / "model")
     with ServiceClient(output_dir=folder / "out", seed=1) as service:
@@ -102,24 +89,12 @@ def place(tmp_path_factory):
 
 def method_of(name: str, substeps: int, batch: int):
     kind, flat = METHOD_SETTINGS[name]
-    spec, problems = METHODS[kind], []
-    flat = {
-        **flat,
-        "batch_size": batch,
-        "steps": 1,
-        "num_substeps": substeps,
-        "learning_rate": 1e-3,
-        "adam_eps": 1e-3,
-    }
-    settings = unflatten_settings(spec.Settings, flat, problems, "a test")
-    assert not problems, problems
-    return spec(settings)
+    often = {"steps": 1, "learning_rate": 1e-3, "adam_eps": 1e-3}
+    return make_method(kind, **flat, **often, batch_size=batch, num_substeps=substeps)
 
 
 class Reference:
-    """Logprobs of every target by the twins' beginning, eight higher in all: so that kto's z is 0,
-    whichever answers it is taken from.
-    """
+    """Logprobs of every target by the twins' beginning, eight higher in all."""
 
     def __init__(self, model):
         self.model = model
@@ -133,16 +108,10 @@ class Reference:
 def logprobs64(model, datums):
     found = []
     for datum in datums:
-        logits = (
-            model(input_ids=torch.tensor([datum.model_input.to_ints()]), use_cache=False)
-            .logits[0]
-            .log_softmax(-1)
-        )
-        found.append(
-            logits.gather(
-                1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None]
-            )[:, 0]
-        )
+        read = torch.tensor([datum.model_input.to_ints()])
+        logits = model(input_ids=read, use_cache=False).logits[0].log_softmax(-1)
+        targets = torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None]
+        found.append(logits.gather(1, targets)[:, 0])
     return found
 
 
@@ -153,20 +122,9 @@ def twin(place, which: int, head: bool):
 
 
 def probe(client, rows) -> np.ndarray:
-    inputs = [
-        Numbers().build_supervised_example([*row.messages, {"content": row.response}])[0]
-        for row in rows
-    ]
-    datums = [
-        Datum(ModelInput.from_ints(one.to_ints()[:-1]), {"target_tokens": one.to_ints()[1:]})
-        for one in inputs
-    ]
-    return np.concatenate(
-        [
-            output["logprobs"].array
-            for output in client.forward(datums, "cross_entropy").result().loss_fn_outputs
-        ]
-    )
+    examples = [[*row.messages, {"content": row.response}] for row in rows]
+    inputs = [Numbers().build_supervised_example(one)[0].to_ints() for one in examples]
+    return np.concatenate(scored(client, inputs))
 
 
 @pytest.fixture(scope="module")

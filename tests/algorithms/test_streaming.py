@@ -1,10 +1,4 @@
-"""A batch that is trained in parts is the batch at once: ten losses with ten corrections, silent
-parts among them.
-
-Two clients that begin alike take the same updates, one a part at a time. Rewards, tokens and the
-sampler's logprobs are made by hand: off the policy, in episodes of one or two turns, some of which
-make two datums of unequal length.
-"""
+"""A batch that is trained in parts is the batch at once."""
 
 from __future__ import annotations
 
@@ -12,12 +6,12 @@ import itertools
 
 import numpy as np
 import pytest
+from algorithm_helpers import make_method, off_the_policy, scored
 
 from rl import ServiceClient
-from rl.algorithms import GRPO, GrpoSettings, Models, Progress, StreamedStep
-from rl.config import unflatten_settings
+from rl.algorithms import Models, Progress, StreamedStep
 from rl.rollout import Trajectory, TrajectoryGroup, Transition
-from rl.types import Datum, ModelInput, SampledSequence
+from rl.types import ModelInput, SampledSequence
 
 LOSSES = {
     "ppo-tokens": {"normalise": "tokens"},
@@ -27,14 +21,11 @@ LOSSES = {
     "ppo-sum": {"normalise": "sum"},
     "ppo-entropy": {"entropy_coef": 0.02, "normalise": "sequence_means"},
     "ppo-to_go": {"step_rewards": "to_go", "reward_discount": 0.9},
-    "importance_sampling": {
-        "loss": "importance_sampling",
-        "advantage": "leave_one_out",
-        "normalise": "sequences",
-    },
+    "importance_sampling": {"loss": "importance_sampling", "advantage": "leave_one_out",
+                            "normalise": "sequences"},
     "cispo": {"loss": "cispo", "clip_low": 0.0, "clip_high": 5.0},
     "gspo": {"loss": "gspo", "normalise": "sequence_means", "advantage": "none"},
-}
+}  # fmt: skip
 LOW, BOTH = {"correction_low": 0.7}, {"correction_low": 0.7, "correction_high": 1.4}
 CORRECTIONS = {
     "none": {},
@@ -46,32 +37,18 @@ CORRECTIONS = {
     "icepop-sequence": {"correction": "icepop", "correction_level": "sequence", **LOW},
     "mask-token": {"correction": "mask", **BOTH},
     "mask-sequence": {"correction": "mask", "correction_level": "sequence", **LOW},
-    "mask-geometric": {
-        "correction": "mask",
-        "correction_level": "geometric",
-        "correction_low": 0.9,
-        "correction_high": 1.1,
-    },
-}
+    "mask-geometric": {"correction": "mask", "correction_level": "geometric", "correction_low": 0.9,
+                       "correction_high": 1.1},
+}  # fmt: skip
 OFTEN = {
-    "kl_coef": 0.0,
-    "max_tokens": 6,
-    "group_size": 3,
-    "learning_rate": 1e-3,
-    "adam_eps": 1e-3,
-    "batch_size": 6,
-    "steps": 1,
-}
+    "kl_coef": 0.0, "max_tokens": 6, "group_size": 3, "learning_rate": 1e-3, "adam_eps": 1e-3,
+    "batch_size": 6, "steps": 1,
+}  # fmt: skip
 PARTS = (2, 4, 6)  # the second part is groups 2 and 3
 
 
-def method_of(loss: str, correction: str) -> GRPO:
-    problems: list[str] = []
-    settings = unflatten_settings(
-        GrpoSettings, {**OFTEN, **LOSSES[loss], **CORRECTIONS[correction]}, problems, "a test"
-    )
-    assert not problems, problems
-    return GRPO(settings)
+def method_of(loss: str, correction: str):
+    return make_method(**OFTEN, **LOSSES[loss], **CORRECTIONS[correction])
 
 
 def episodes_of(rng: np.random.Generator, silent: set[int]) -> list[TrajectoryGroup]:
@@ -122,32 +99,8 @@ def clients(pair):
     return made
 
 
-def scored(policy, sequences: list[list[int]]) -> list[np.ndarray]:
-    datums = [Datum(ModelInput.from_ints(s[:-1]), {"target_tokens": s[1:]}) for s in sequences]
-    return [
-        output["logprobs"].array
-        for output in policy.forward(datums, "cross_entropy").result().loss_fn_outputs
-    ]
-
-
-def off_the_policy(policy, groups, rng: np.random.Generator) -> None:
-    """Gives every token a logprob that is a little off the learner's."""
-    turns = [
-        turn for group in groups for member in group.trajectories_G for turn in member.transitions
-    ]
-    for turn, lp in zip(
-        turns,
-        scored(policy, [[*turn.ob.to_ints(), *turn.ac.tokens] for turn in turns]),
-        strict=True,
-    ):
-        own = lp[-len(turn.ac.tokens) :]
-        turn.ac.logprobs = (own + rng.normal(0, 0.25, len(own)) + rng.normal(0, 0.1)).tolist()
-
-
 def compare(clients, loss: str, correction: str, seed: int, silent: set[int]) -> dict[str, float]:
-    """One update of both clients; asserts the same metrics and the same weights (as logprobs). The
-    metrics of the whole batch.
-    """
+    """Update both clients once; assert equal metrics and weights; return the metrics."""
     at_once, in_parts = clients
     groups, progress = episodes_of(np.random.default_rng(seed), silent), Progress(0, 1)
     off_the_policy(at_once, groups, np.random.default_rng(seed + 1))

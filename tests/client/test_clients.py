@@ -1,6 +1,4 @@
-"""Tinker's verbs in process: futures, agreement of sampler and learner, saving, and what must be
-refused.
-"""
+"""Tinker's verbs in process: futures, sampler and learner, saving, refusals."""
 
 import asyncio
 import json
@@ -108,11 +106,9 @@ def test_verbs_run_in_order_and_futures_are_both_waited_for_and_awaited(client):
 
 def test_clients_are_futures_of_themselves(service):
     client = service.create_lora_training_client("tiny:addition", rank=2).result()
-    assert (
-        client.get_info().is_lora
-        and client.get_info().lora_rank == 2
-        and client.get_info().model_name == "tiny:addition"
-    )
+    assert client.get_info().is_lora
+    assert client.get_info().lora_rank == 2
+    assert client.get_info().model_name == "tiny:addition"
 
     async def script():
         other = await service.create_lora_training_client_async("tiny:addition", rank=3)
@@ -122,12 +118,10 @@ def test_clients_are_futures_of_themselves(service):
         return other.get_info().lora_rank, response, values
 
     rank, response, values = asyncio.run(script())
-    assert (
-        rank == 3
-        and len(response.sequences) == 2
-        and values[0] is None
-        and len(values) == PROMPT.length
-    )
+    assert rank == 3
+    assert len(response.sequences) == 2
+    assert values[0] is None
+    assert len(values) == PROMPT.length
 
 
 def test_custom_loss_gives_the_gradient_of_the_built_in_one(client):
@@ -390,15 +384,6 @@ def test_weights_loaded_from_a_saved_folder_sample_as_those_in_memory(client):
     assert client.forward(random_datums(1), "ppo").result().metrics["temperature:mean"] == 0.9
 
 
-def test_a_sampling_client_stays_at_its_version(client):
-    old = client.save_weights_and_get_sampling_client()
-    before = old.compute_logprobs(PROMPT).result()
-    train(client)
-    new = client.save_weights_and_get_sampling_client()
-    assert old.compute_logprobs(PROMPT).result() == before
-    assert not np.allclose(new.compute_logprobs(PROMPT).result()[1:], before[1:])
-
-
 def test_compute_logprobs_against_the_learner(client):
     train(client)
     sampler = client.save_weights_and_get_sampling_client()
@@ -642,63 +627,45 @@ def test_a_folder_without_tokenizer_works_with_ids(service, tmp_path):
 
 
 def test_a_script_in_the_manner_of_tinkers_guide_runs_unchanged(tmp_path, monkeypatch):
-    """Groups, centred advantages, torch tensors in TensorData, weights saved and loaded by path
-    every batch, futures.
-    """
+    """Groups, centred advantages, weights saved and loaded by path every batch."""
     monkeypatch.setenv("WHETSTONE_OUTPUT_DIR", str(tmp_path / "mine"))
-    service_client = ServiceClient()
-    training_client = service_client.create_lora_training_client(
-        base_model="tiny:addition", rank=32
-    )
-    tokenizer = training_client.get_tokenizer()
-    renderer = renderers.get_renderer(
-        model_info.get_recommended_renderer_name("tiny:addition"), tokenizer
-    )
-    sampling_params = types.SamplingParams(max_tokens=3, stop=renderer.get_stop_sequences())
+    service = ServiceClient()
+    training_client = service.create_lora_training_client(base_model="tiny:addition", rank=32)
+    name = model_info.get_recommended_renderer_name("tiny:addition")
+    renderer = renderers.get_renderer(name, training_client.get_tokenizer())
+    params = types.SamplingParams(max_tokens=3, stop=renderer.get_stop_sequences())
     adam_params = types.AdamParams(learning_rate=4e-3)
     rng, history = random.Random(0), []
     for batch_idx in range(6):
-        sampling_path = (
-            training_client.save_weights_for_sampler(name=f"{batch_idx:06d}").result().path
-        )
-        sampling_client = service_client.create_sampling_client(model_path=sampling_path)
+        saved = training_client.save_weights_for_sampler(name=f"{batch_idx:06d}").result()
+        sampling_client = service.create_sampling_client(model_path=saved.path)
         datums, all_rewards = [], []
         for _ in range(8):
             convo = [{"role": "user", "content": f"{rng.randint(10, 99)}+{rng.randint(10, 99)}="}]
             model_input = renderer.build_generation_prompt(convo)
-            prompt_tokens = model_input.to_ints()
             result = sampling_client.sample(
-                prompt=model_input, num_samples=8, sampling_params=sampling_params
+                prompt=model_input, num_samples=8, sampling_params=params
             ).result()
-            rewards = []
-            for seq in result.sequences:
-                parsed, _ = renderer.parse_response(seq.tokens)
-                # an easy wish: answers that begin with 1
-                rewards.append(float(parsed["content"].startswith("1")))
+            # an easy wish: answers that begin with 1
+            texts = [renderer.parse_response(seq.tokens)[0]["content"] for seq in result.sequences]
+            rewards = [float(text.startswith("1")) for text in texts]
             all_rewards += rewards
             advantages = [r - sum(rewards) / len(rewards) for r in rewards]
             if all(a == 0 for a in advantages):
                 continue
             for seq, advantage in zip(result.sequences, advantages, strict=True):
-                tokens, ob_len = prompt_tokens + seq.tokens, len(prompt_tokens) - 1
-                datums.append(
-                    types.Datum(
-                        model_input=types.ModelInput.from_ints(tokens=tokens[:-1]),
-                        loss_fn_inputs={
-                            "target_tokens": TensorData.from_torch(torch.tensor(tokens[1:])),
-                            "logprobs": TensorData.from_torch(
-                                torch.tensor([0.0] * ob_len + list(seq.logprobs))
-                            ),
-                            "advantages": TensorData.from_torch(
-                                torch.tensor([0.0] * ob_len + [advantage] * len(seq.tokens))
-                            ),
-                        },
-                    )
-                )
+                tokens, zeros = model_input.to_ints() + seq.tokens, [0.0] * (model_input.length - 1)
+                inputs = {
+                    "target_tokens": tokens[1:], "logprobs": zeros + list(seq.logprobs),
+                    "advantages": zeros + [advantage] * len(seq.tokens),
+                }  # fmt: skip
+                fields = {k: TensorData.from_torch(torch.tensor(v)) for k, v in inputs.items()}
+                read = types.ModelInput.from_ints(tokens=tokens[:-1])
+                datums.append(types.Datum(model_input=read, loss_fn_inputs=fields))
         fwd_bwd_future = training_client.forward_backward(datums, loss_fn="importance_sampling")
         optim_future = training_client.optim_step(adam_params)
         fwd_bwd_future.result()
         optim_future.result()
         history.append(sum(all_rewards) / len(all_rewards))
-    service_client.close()
+    service.close()
     assert history[-1] > history[0] + 0.3 and not math.isnan(history[-1]), history

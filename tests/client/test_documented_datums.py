@@ -1,6 +1,4 @@
-"""Datums as Tinker documents them: no `mask`, or `weights` in its place. What the losses then take
-for actions.
-"""
+"""Datums as Tinker documents them: no `mask`, or `weights` in its place."""
 
 import warnings
 
@@ -35,9 +33,7 @@ def client(service):
 
 
 def documented(advantages=(0.5, 0.5, 0.5, 0.5), **fields):
-    """A prompt of four tokens and an answer of four: prompt positions have logprobs and advantages
-    of 0.
-    """
+    """A prompt of four tokens and an answer of four."""
     answer = [4, 6, 8, 1]
     inputs = {
         "target_tokens": [*PROMPT[1:], *answer],
@@ -107,15 +103,12 @@ def test_weights_stand_for_the_mask_of_losses_on_pairs_too(client):
     assert update(client, pair, "simpo") == update(client, masked, "simpo")
 
 
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"weights": [0.0] * 3 + [1.0, 0.5, 1.0, 1.0]}, r"datum 0.*weights.*0\.5.*advantages"),
-        ({"weights": [0.0] * 3 + [1.0, float("nan"), 1.0, 1.0]}, r"datum 0.*weights.*nan"),
-        ({"weights": [1.0] * 4}, r"datum 0: 'weights' has 4 values, the model_input has 7"),
-        ({"weights": MASK, "mask": [1.0] * 7}, r"datum 0.*'weights' and 'mask'.*position 0"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "text"), [
+    ({"weights": [0.0] * 3 + [1.0, 0.5, 1.0, 1.0]}, r"datum 0.*weights.*0\.5.*advantages"),
+    ({"weights": [0.0] * 3 + [1.0, float("nan"), 1.0, 1.0]}, r"datum 0.*weights.*nan"),
+    ({"weights": [1.0] * 4}, r"datum 0: 'weights' has 4 values, the model_input has 7"),
+    ({"weights": MASK, "mask": [1.0] * 7}, r"datum 0.*'weights' and 'mask'.*position 0"),
+])  # fmt: skip
 def test_weights_that_are_no_mask_are_refused_by_name(client, fields, text):
     for loss in ("ppo", "dro"):
         with pytest.raises(ValueError, match=text):
@@ -123,11 +116,7 @@ def test_weights_that_are_no_mask_are_refused_by_name(client, fields, text):
 
 
 def sampled(client, turns, advantage):
-    """A datum of `turns` answers that the service drew, each after an observation, and the mask of
-    what was drawn.
-
-    Every second token has the advantage, the others have none.
-    """
+    """A datum of `turns` sampled answers, and its mask; every second token has credit."""
     sampler = client.save_weights_and_get_sampling_client()
     tokens, logprobs, mask = [], [], []
     for turn in range(turns):
@@ -153,9 +142,6 @@ def sampled(client, turns, advantage):
 @pytest.mark.parametrize("turns", [1, 3])
 @pytest.mark.parametrize("loss", ["dro", "gspo"])
 def test_recorded_samples_are_actions_even_without_an_advantage(client, loss, turns):
-    """A group of equal rewards: dro pulls its tokens back to what drew them all the same, and
-    gspo's mean is over all of them.
-    """
     for advantages in (0.0, 0.7):
         datum, mask = sampled(client, turns, advantages)
         client.forward_backward([documented(mask=MASK)], "ppo").result()
@@ -166,9 +152,6 @@ def test_recorded_samples_are_actions_even_without_an_advantage(client, loss, tu
 
 
 def test_provenance_tells_the_sampled_tokens(client):
-    """Of samples that this process did not draw: the spans of the targets say which of them were
-    sampled.
-    """
     datum = documented((0.0, 0.0, 0.0, 0.0))
     spans = [
         PromptProvenanceSpan(sequence_id="elsewhere:1", length=3),

@@ -17,13 +17,8 @@ from rl.trainer.entry_point import resolve_run
 
 REPO = Path(__file__).resolve().parents[2]
 SMALL = {
-    "steps": 1,
-    "batch_size": 4,
-    "group_size": 2,
-    "max_tokens": 4,
-    "eval_every": 0,
-    "quiet": True,
-}
+    "steps": 1, "batch_size": 4, "group_size": 2, "max_tokens": 4, "eval_every": 0, "quiet": True,
+}  # fmt: skip
 OWN = '''
 from dataclasses import dataclass, field, replace
 from rl.algorithms import GrpoSettings, GRPO, PolicyGradientSettings
@@ -116,10 +111,8 @@ def test_a_call_says_what_a_line_would():
         {"learning_rate": 1e-3, "system_prompt": "--no", "rewards": rewards, "train_limit": None},
     )
     settings = run.stages[0].settings
-    assert (
-        settings.data.rewards == (("gsm8k", 1.0), ("exact_match", 0.5))
-        and settings.data.system_prompt == "--no"
-    )
+    assert settings.data.rewards == (("gsm8k", 1.0), ("exact_match", 0.5))
+    assert settings.data.system_prompt == "--no"
     assert settings.optim.learning_rate == 1e-3 and settings.data.train_limit is None
     assert [stage.settings.loop.steps for stage in resolve_run("", {"grpo.steps": 3}).stages] == [
         120,
@@ -154,19 +147,13 @@ def test_a_method_of_ones_own(here):
     assert again.metrics[-1]["own/looks"] == 5.0
 
 
-@pytest.mark.parametrize(
-    "method,problem",
-    [
-        ("mine.py:Twise", "has no class Twise; its classes: Settings, Twice, Broken"),
-        (
-            "mine.py:Broken",
-            "has no update and no compute_advantages",
-        ),
-        ("not_there.py:X", "no such file"),
-        ("mine.py:Settings", "has no update"),
-        ("no_such_module:X", "importing no_such_module failed"),
-    ],
-)
+@pytest.mark.parametrize("method,problem", [
+    ("mine.py:Twise", "has no class Twise; its classes: Settings, Twice, Broken"),
+    ("mine.py:Broken", "has no update and no compute_advantages"),
+    ("not_there.py:X", "no such file"),
+    ("mine.py:Settings", "has no update"),
+    ("no_such_module:X", "importing no_such_module failed"),
+])  # fmt: skip
 def test_what_is_no_method_is_said(here, method, problem):
     with pytest.raises(SettingsError, match=problem):
         resolve_run(method, {})

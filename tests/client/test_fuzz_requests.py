@@ -1,9 +1,4 @@
-"""Malformed requests through the clients' verbs, from fixed seeds: taken and finite, or a
-ValueError at once; nothing else.
-
-What is not looked for: learning rates and weights that are finite and far too large are taken (the
-learner drops a step that is not finite), and so is whatever is merely unwise.
-"""
+"""Malformed requests through the clients' verbs, from fixed seeds."""
 
 import atexit
 import functools
@@ -32,46 +27,11 @@ from rl.types import (
 
 VOCABULARY, CONTEXT = 14, 512
 ODD = [
-    math.nan,
-    math.inf,
-    -math.inf,
-    1e40,
-    -1e40,
-    -1,
-    0,
-    1,
-    2,
-    14,
-    -0.0,
-    0.5,
-    1.5,
-    1e-320,
-    2**31,
-    2**63,
-    2**70,
-    -(2**63),
-    True,
-    None,
-    "",
-    "x",
-    "0.5",
-    b"1",
-    [],
-    [0.5],
-    [[1, 2], [3]],
-    {},
-    {"a": 1},
-    (),
-    object(),
-    1j,
-    range(3),
-    np.float32("nan"),
-    np.int64(3),
-    np.zeros((2, 2)),
-    np.array(["a"]),
-    torch.zeros(3),
-    torch.full((3,), math.nan),
-]
+    math.nan, math.inf, -math.inf, 1e40, -1e40, -1, 0, 1, 2, 14, -0.0, 0.5, 1.5, 1e-320, 2**31,
+    2**63, 2**70, -(2**63), True, None, "", "x", "0.5", b"1", [], [0.5], [[1, 2], [3]], {},
+    {"a": 1}, (), object(), 1j, range(3), np.float32("nan"), np.int64(3), np.zeros((2, 2)),
+    np.array(["a"]), torch.zeros(3), torch.full((3,), math.nan),
+]  # fmt: skip
 PROMPT = ModelInput.from_ints([3, 4, 12, 5, 6, 13])
 KEEP = AdamParams(learning_rate=0.0)
 
@@ -101,9 +61,7 @@ class Ground:
         assert [s.tokens for s in self.ask().result(60).sequences] == self.tokens
 
     def attempt(self, what, call, finite, *, beside=False):
-        """Runs one request. A refusal names something; it comes at once, and costs a neighbour
-        (`beside`: there is one) nothing.
-        """
+        """Run one request. A refusal names something, comes at once, harms no neighbour."""
         begin, neighbour = time.monotonic(), self.ask() if beside else None
         try:
             finite(call())
@@ -162,9 +120,7 @@ def fields_for(loss: str, rng: random.Random) -> Datum:
 
 
 def mutated(datum: Datum, rng: random.Random) -> Datum:
-    """The datum with one thing wrong (mostly): a value, a length, a field, a dtype, the input
-    itself.
-    """
+    """The datum with one thing wrong (mostly)."""
     inputs = {name: data.array.copy() for name, data in datum.loss_fn_inputs.items()}
     tokens, name, odd = datum.model_input.to_ints(), rng.choice(list(inputs)), rng.choice(ODD)
     match rng.randrange(9):
@@ -179,16 +135,8 @@ def mutated(datum: Datum, rng: random.Random) -> Datum:
         case 3:
             del inputs[name]
         case 4:
-            field = rng.choice(
-                [
-                    "mask",
-                    "weights",
-                    "nonsense",
-                    "clip_high_threshold",
-                    "sequence_ratio_mask",
-                    "returns",
-                ]
-            )
+            field = rng.choice(["mask", "weights", "nonsense", "clip_high_threshold",
+                                "sequence_ratio_mask", "returns"])  # fmt: skip
             inputs[field] = [rng.choice(ODD)] * len(tokens)
         case 5:
             inputs[name] = np.stack([inputs[name]] * rng.randrange(1, 4), axis=rng.randrange(2))
@@ -256,25 +204,17 @@ def ask_loss_config(ground, rng):
 
 
 def test_loss_configs(ground):
-    rng = random.Random(10)
+    rng, client = random.Random(10), ground.client
     for _ in range(100):
         ask_loss_config(ground, rng)
     for odd in ODD:  # the name, the data and the divisor
-        ground.attempt(
-            f"loss {shown(odd)}",
-            lambda odd=odd: ground.client.forward(ground.good, odd).result(60),
-            finite_output,
-        )
-        ground.attempt(
-            f"data {shown(odd)}",
-            lambda odd=odd: ground.client.forward(odd, "ppo").result(60),
-            finite_output,
-        )
-        ground.attempt(
-            f"by {shown(odd)}",
-            lambda odd=odd: ground.client.forward_backward([], "ppo", divisor=odd).result(60),
-            finite_output,
-        )
+        for what, ask in {
+            "loss": lambda odd=odd: client.forward(ground.good, odd),
+            "data": lambda odd=odd: client.forward(odd, "ppo"),
+            "by": lambda odd=odd: client.forward_backward([], "ppo", divisor=odd),
+        }.items():
+            call = lambda ask=ask: ask().result(60)  # noqa: E731
+            ground.attempt(f"{what} {shown(odd)}", call, finite_output)
     ground.still_works()
 
 
@@ -308,9 +248,7 @@ def ask_adam(ground, rng):
     ],
 )
 def test_found_by_many_more(ground, request_):
-    """What a hundred thousand inputs found: numbers that float32 does not hold, a switch that is
-    neither on nor off.
-    """
+    """What a hundred thousand inputs found."""
     verb, seed = request_
     assert VERBS[verb](ground, random.Random(seed)) == REFUSED
 
@@ -336,37 +274,31 @@ def finite_sample(response) -> None:
 
 
 def ask_sample(ground, rng):
-    settings = {"max_tokens": 3}
-    request = {"prompt": PROMPT, "num_samples": 1}
+    settings, request = {"max_tokens": 3}, {"prompt": PROMPT, "num_samples": 1}
     for _ in range(rng.randrange(1, 3)):
         odd = rng.choice(ODD)
         match rng.randrange(4):
             case 0 | 1:
-                settings[
-                    rng.choice(["max_tokens", "seed", "stop", "temperature", "top_k", "top_p"])
-                ] = odd
+                names = ["max_tokens", "seed", "stop", "temperature", "top_k", "top_p"]
+                settings[rng.choice(names)] = odd
             case 2:
-                names = [
-                    "num_samples",
-                    "include_prompt_logprobs",
-                    "topk_prompt_logprobs",
-                    "prompt_logprobs_last_n",
-                ]
+                names = ["num_samples", "include_prompt_logprobs", "topk_prompt_logprobs",
+                         "prompt_logprobs_last_n"]  # fmt: skip
                 request[rng.choice(names)] = odd
             case 3:
                 tokens = [3, odd] if rng.random() < 0.5 else odd
                 # a function, since the chunk itself may be refused
                 chunk = functools.partial(EncodedTextChunk, tokens)
-                request["prompt"] = rng.choice(
-                    [odd, chunk, ModelInput.from_ints([3] * CONTEXT), ModelInput.empty()]
-                )
+                full = ModelInput.from_ints([3] * CONTEXT)
+                request["prompt"] = rng.choice([odd, chunk, full, ModelInput.empty()])
 
     def call():
         prompt = request["prompt"]
         if isinstance(prompt, functools.partial):
             prompt = ModelInput((prompt(),))
+        params = SamplingParams(**settings)
         return ground.sampler.sample(
-            **{**request, "prompt": prompt}, sampling_params=SamplingParams(**settings)
+            **{**request, "prompt": prompt}, sampling_params=params
         ).result(60)
 
     return ground.attempt(f"{shown(settings)} {shown(request)}", call, finite_sample, beside=True)
@@ -387,9 +319,7 @@ def test_samples(ground, part):
 
 
 def test_a_request_that_the_engine_refuses_fails_alone(ground, monkeypatch):
-    """What only the engine can know (its memory) is told to whoever asked for it, and to nobody
-    else of the batch.
-    """
+    """Only the engine knows its memory; only the request's owner is told."""
     from rl.sampler import Engine
 
     add = Engine.add
@@ -413,35 +343,21 @@ def test_a_request_that_the_engine_refuses_fails_alone(ground, monkeypatch):
 
 
 def test_names_and_custom_losses(ground):
-    client = ground.client
+    client, save = ground.client, ground.client._make_save_path
+
+    def attempt(what, call):
+        ground.attempt(what, call, lambda answer: None)
+
+    def custom(loss):
+        return lambda: client.forward_backward_custom(ground.good, loss)
+
     for odd in ODD:
-        ground.attempt(
-            f"saved as {shown(odd)}",
-            lambda odd=odd: client._make_save_path("checkpoints", odd, None),
-            lambda path: None,
-        )
-        ground.attempt(
-            f"for {shown(odd)} s",
-            lambda odd=odd: client._make_save_path("checkpoints", "a", odd),
-            lambda path: None,
-        )
-        answers = {
-            "loss": lambda *_, odd=odd: odd,
-            "metric": lambda data, lps, odd=odd: (sum(lp.sum() for lp in lps), {"m": odd}),
-        }
-        for what, loss in answers.items():
-            ground.attempt(
-                f"{what} {shown(odd)}",
-                lambda loss=loss: client.forward_backward_custom(ground.good, loss),
-                lambda answer: None,
-            )
-    ground.attempt(
-        "nan",
-        lambda: client.forward_backward_custom(
-            ground.good, lambda d, lps: (lps[0].sum() * math.nan, {})
-        ),
-        lambda a: None,
-    )
+        attempt(f"saved as {shown(odd)}", lambda odd=odd: save("checkpoints", odd, None))
+        attempt(f"for {shown(odd)} s", lambda odd=odd: save("checkpoints", "a", odd))
+        attempt(f"loss {shown(odd)}", custom(lambda *_, odd=odd: odd))
+        metric = lambda data, lps, odd=odd: (sum(lp.sum() for lp in lps), {"m": odd})  # noqa: E731
+        attempt(f"metric {shown(odd)}", custom(metric))
+    attempt("nan", custom(lambda data, lps: (lps[0].sum() * math.nan, {})))
     ground.settle()
 
 
@@ -467,12 +383,9 @@ def test_tensors(ground):
 # ---------------------------------------------------------------------- as a family (test_fuzzing.py)
 
 VERBS = {
-    "datums": ask_datums,
-    "loss config": ask_loss_config,
-    "sample": ask_sample,
-    "adam": ask_adam,
+    "datums": ask_datums, "loss config": ask_loss_config, "sample": ask_sample, "adam": ask_adam,
     "tensor": ask_tensor,
-}
+}  # fmt: skip
 
 
 def inputs(seed, count):
@@ -489,9 +402,7 @@ SHARE = 0.5  # of what other families get: each request is a forward, and a samp
 
 
 def check(item):
-    """One request to a model that lives as long as the process; every 100th time it must be as it
-    was.
-    """
+    """One request to a model that lives as long as the process."""
     ground = own_ground()
     ground.asked += 1
     if ground.asked % 100 == 0:

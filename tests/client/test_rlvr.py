@@ -1,6 +1,4 @@
-"""The RLVR face: a script of one's own learns, saves and resumes; what `update` reports is worked
-out by other means.
-"""
+"""The RLVR face: a script learns, saves and resumes; what `update` reports."""
 
 import json
 import os
@@ -168,9 +166,7 @@ REMEMBERS = {
 
 @pytest.mark.parametrize("name", REMEMBERS)
 def test_resumed_is_uninterrupted(tmp_path, name):
-    """2 + 2 updates, the second two in another service from files alone, give the samples, figures
-    and weights of 4.
-    """
+    """2 + 2 updates, the second two from files alone, are 4 updates."""
 
     def go(client, algorithm, updates):
         sampler = RolloutSampler(client, max_new_tokens=5, temperature=0.9)
@@ -234,21 +230,15 @@ def test_reinforce_reports_what_can_be_worked_out(service):
     assert result.entropy == pytest.approx(entropy, abs=1e-5)
     drawn = np.concatenate([t.episode.transitions[0].ac.logprobs for t in batch])
     gap = drawn - at_actions(client, batch, "logprobs")
-    assert (
-        result.kl_divergence == pytest.approx((np.exp(-gap) - 1 + gap).mean(), rel=1e-4)
-        and result.kl_divergence > 1e-4
-    )
+    assert result.kl_divergence == pytest.approx((np.exp(-gap) - 1 + gap).mean(), rel=1e-4)
+    assert result.kl_divergence > 1e-4
     assert result.value_loss == 0 and result.grad_norm > 0
-    assert (batch.mean_reward, batch.std_reward) == (
-        pytest.approx(rewards.mean()),
-        pytest.approx(rewards.std()),
-    )
+    expected = rewards.mean(), rewards.std()
+    assert (batch.mean_reward, batch.std_reward) == pytest.approx(expected)
 
 
 def test_the_baseline_is_the_running_mean_of_earlier_batches(service):
-    """A constant reward of 2 after one of 0: the first batch's baseline is its own mean, the
-    second's advantages are all 2.
-    """
+    """A constant reward of 2 after one of 0."""
     client = service.create_training_client(WHOLE)
     sampler = RolloutSampler(client, max_new_tokens=3)
     algorithm = REINFORCE(REINFORCEConfig(normalize_advantages=False, entropy_coef=0.0))
@@ -262,37 +252,25 @@ def test_the_baseline_is_the_running_mean_of_earlier_batches(service):
 
 
 def test_ppo_of_one_epoch_without_a_value_is_reinforce(service):
-    """With lambda 1 and no value the advantage of every token is the reward, and at ratio 1 nothing
-    is clipped.
-    """
+    """With lambda 1 and no value each advantage is the reward; ratio 1 clips nothing."""
     found = []
     plain = dict(learning_rate=1e-3, normalize_advantages=False)
-    for algorithm in (
+    how = dict(ppo_epochs=1, gae_lambda=1.0, value_coef=0.0, reward_normalization=False)
+    algorithms = (
         REINFORCE(REINFORCEConfig(use_baseline=False, **plain)),
-        PPO(
-            PPOConfig(
-                ppo_epochs=1, gae_lambda=1.0, value_coef=0.0, reward_normalization=False, **plain
-            )
-        ),
-    ):
+        PPO(PPOConfig(**how, **plain)),
+    )
+    for algorithm in algorithms:
         client = service.create_training_client(WHOLE)
         batch = scored(RolloutSampler(client, max_new_tokens=6))
         result = algorithm.update(batch, client)
-        found.append(
-            [
-                result.policy_loss,
-                result.grad_norm,
-                result.kl_divergence,
-                *at_actions(client, batch, "logprobs"),
-            ]
-        )
+        found.append([result.policy_loss, result.grad_norm, result.kl_divergence,
+                      *at_actions(client, batch, "logprobs")])  # fmt: skip
     np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
 
 
 def test_ppo_reports_its_value_loss(service):
-    """A fresh value head says 0, so the return at t is lambda^(tokens left) times the reward over
-    the rewards' std.
-    """
+    """A fresh head says 0: the return at t is lambda^(tokens left) times the reward."""
     client = service.create_training_client(WHOLE)
     batch = scored(RolloutSampler(client, max_new_tokens=6, samples_per_prompt=3))
     result = PPO(PPOConfig(ppo_epochs=1)).update(batch, client)
@@ -313,9 +291,7 @@ def test_target_kl_ends_the_epochs(service):
 
 
 def test_the_penalty_is_taken_against_the_base_or_a_given_reference(service):
-    """Under a LoRA adapter the base is the reference: no distance at first, some after an update. A
-    copy given says the same.
-    """
+    """Under a LoRA adapter the base is the reference."""
     price = PPOConfig(learning_rate=3e-3, kl_penalty_coef=0.1)
     client = service.create_training_client(ADAPTER)
     base = service.create_sampling_client(base_model="tiny:addition", seed=3)
@@ -350,11 +326,9 @@ def test_trajectories_stand_in_the_order_of_the_prompts_with_their_meta(service)
     sampler = RolloutSampler(client, max_new_tokens=4, samples_per_prompt=2)
     batch = sampler.generate_trajectories(["1+1=", {"prompt": "2+2=", "meta": {"answer": 4}}])
     assert [(t.prompt, t.meta) for t in batch] == [("1+1=", {})] * 2 + [("2+2=", {"answer": 4})] * 2
-    assert (
-        len(batch) == 4
-        and batch[3] is batch.trajectories[3]
-        and len({id(t.episode) for t in batch}) == 4
-    )
+    assert len(batch) == 4
+    assert batch[3] is batch.trajectories[3]
+    assert len({id(t.episode) for t in batch}) == 4
     tokenizer = client.get_tokenizer()
     for trajectory in batch:
         ended = trajectory.tokens[-1] == tokenizer.eos_token_id
@@ -384,34 +358,25 @@ def test_it_draws_from_the_weights_as_they_are(service):
 # ----------------------------------------------------------------------------------------- mistakes
 
 
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (
-            lambda: PPOConfig(clip_rnge=0.1),
-            "PPOConfig has no setting 'clip_rnge': did you mean 'clip_range'",
-        ),
-        (lambda: REINFORCEConfig(learningrate=0.1), "did you mean 'learning_rate'"),
-        (
-            lambda: TrainingConfig(model_ref="tiny:ascii", lora_cfg=LoRAConfig()),
-            "did you mean 'lora_config'",
-        ),
-        (lambda: LoRAConfig(ranks=4), "did you mean 'rank'"),
-        (lambda: LoRAConfig(rank=0), "lora_config=None trains all weights"),
-        (
-            lambda: TrainingConfig(model_ref="tiny:ascii", lora_config={"rank": 4}),
-            "lora_config is a LoRAConfig",
-        ),
-        (lambda: PPOConfig(ppo_epochs=0), "ppo_epochs is at least 1, got 0"),
-        (lambda: PPOConfig(target_kl=-0.1), "target_kl is positive, got -0.1"),
-        (lambda: REINFORCEConfig(entropy_coef=float("nan")), "entropy_coef is at least 0, got nan"),
-        (lambda: PPO(REINFORCEConfig()), "PPO takes a PPOConfig"),
-        (lambda: PPO.from_state(REINFORCE().get_state()), "of REINFORCE, not of PPO"),
-        (lambda: PPO.from_state({"epoch": 3}), "lacks algorithm, config, updates, method"),
-        (lambda: TrajectoryBatch([]).mean_reward, "no trajectories"),
-        (lambda: PPO().update(TrajectoryBatch([]), None), "no trajectories"),
-    ],
-)
+@pytest.mark.parametrize(("make", "says"), [
+    (lambda: PPOConfig(clip_rnge=0.1),
+     "PPOConfig has no setting 'clip_rnge': did you mean 'clip_range'"),
+    (lambda: REINFORCEConfig(learningrate=0.1), "did you mean 'learning_rate'"),
+    (lambda: TrainingConfig(model_ref="tiny:ascii", lora_cfg=LoRAConfig()),
+     "did you mean 'lora_config'"),
+    (lambda: LoRAConfig(ranks=4), "did you mean 'rank'"),
+    (lambda: LoRAConfig(rank=0), "lora_config=None trains all weights"),
+    (lambda: TrainingConfig(model_ref="tiny:ascii", lora_config={"rank": 4}),
+     "lora_config is a LoRAConfig"),
+    (lambda: PPOConfig(ppo_epochs=0), "ppo_epochs is at least 1, got 0"),
+    (lambda: PPOConfig(target_kl=-0.1), "target_kl is positive, got -0.1"),
+    (lambda: REINFORCEConfig(entropy_coef=float("nan")), "entropy_coef is at least 0, got nan"),
+    (lambda: PPO(REINFORCEConfig()), "PPO takes a PPOConfig"),
+    (lambda: PPO.from_state(REINFORCE().get_state()), "of REINFORCE, not of PPO"),
+    (lambda: PPO.from_state({"epoch": 3}), "lacks algorithm, config, updates, method"),
+    (lambda: TrajectoryBatch([]).mean_reward, "no trajectories"),
+    (lambda: PPO().update(TrajectoryBatch([]), None), "no trajectories"),
+])  # fmt: skip
 def test_settings_that_mean_nothing_are_refused(make, says):
     with pytest.raises(ValueError, match=says):
         make()
@@ -420,11 +385,8 @@ def test_settings_that_mean_nothing_are_refused(make, says):
 def test_the_defaults_are_the_published_ones():
     ppo, reinforce = PPOConfig(), REINFORCEConfig()
     assert (ppo.learning_rate, ppo.clip_range, ppo.ppo_epochs, ppo.target_kl) == (
-        1e-5,
-        0.2,
-        4,
-        0.01,
-    )
+        1e-5, 0.2, 4, 0.01,
+    )  # fmt: skip
     assert (
         ppo.value_coef,
         ppo.entropy_coef,
@@ -432,16 +394,11 @@ def test_the_defaults_are_the_published_ones():
         ppo.reward_normalization,
     ) == (0.5, 0.01, True, True)
     assert (reinforce.learning_rate, reinforce.use_baseline, reinforce.normalize_advantages) == (
-        1e-5,
-        True,
-        True,
-    )
+        1e-5, True, True,
+    )  # fmt: skip
     assert (reinforce.entropy_coef, ppo.kl_penalty_coef, LoRAConfig().rank, LoRAConfig().alpha) == (
-        0.01,
-        0.0,
-        16,
-        32,
-    )
+        0.01, 0.0, 16, 32,
+    )  # fmt: skip
 
 
 def test_batches_that_cannot_be_learnt_from_are_refused(service):
@@ -495,9 +452,6 @@ def test_a_batch_of_weights_that_were_updated_since_is_refused(service):
 
 @pytest.mark.parametrize("chosen", [{}, {"seed": 5, "train_attn": False}])
 def test_an_adapter_of_a_config_is_the_one_of_tinkers_call(service, chosen):
-    """The same settings, however they came: to a bit the same weights, and the same spec beside
-    them.
-    """
     config = TrainingConfig(
         model_ref="tiny:addition", lora_config=LoRAConfig(rank=2, alpha=6, **chosen), seed=3
     )

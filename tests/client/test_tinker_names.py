@@ -1,8 +1,4 @@
-"""The public surface of Tinker's client that scripts use: names, verbs and their parameters, and
-what they do here.
-
-Source of the lists: the signatures of the `tinker` package, 0.38.0 on PyPI.
-"""
+"""The public surface of Tinker's client that scripts use."""
 
 import asyncio
 import concurrent.futures
@@ -175,10 +171,8 @@ def test_futures_are_coroutines_and_futures_of_the_standard_library(service, cli
 
 def test_a_sampling_client_is_itself_after_a_pickle_and_says_where_it_lives(client):
     sampler = client.save_weights_and_get_sampling_client()
-    assert (
-        pickle.loads(pickle.dumps(sampler)) is sampler
-        and copy.deepcopy({"policy": sampler})["policy"] is sampler
-    )
+    assert pickle.loads(pickle.dumps(sampler)) is sampler
+    assert copy.deepcopy({"policy": sampler})["policy"] is sampler
     function, (process, number) = sampler.__reduce__()
     with pytest.raises(rl.UserError, match="live in the process that made it"):
         function(process + 1, number)
@@ -196,10 +190,8 @@ def test_samples_have_ids_and_datums_say_where_they_come_from(client):
     assert len({s.sequence_id for s in sequences}) == 4 and all(s.sequence_id for s in sequences)
     # the second one's prompt was read for the first
     assert [r.prompt_cache_hit_tokens for r in responses] == [0, PROMPT.length]
-    assert (
-        sequences[0].tokens_np.tolist() == sequences[0].tokens
-        and sequences[0].logprobs_np.dtype == np.float32
-    )
+    assert sequences[0].tokens_np.tolist() == sequences[0].tokens
+    assert sequences[0].logprobs_np.dtype == np.float32
     scored = sampler.compute_logprobs(PROMPT).result()
     assert responses[0].prompt_logprobs[:4] == [None] * 4 and responses[0].prompt_logprobs[
         4:
@@ -219,11 +211,9 @@ def test_samples_have_ids_and_datums_say_where_they_come_from(client):
         sampled_span(sequence_id=one.sequence_id, length=4),
     ]
     named = datum.with_provenance(model_input=spans, loss_fn_inputs=targets)
-    assert (
-        named.model_input_spans == spans
-        and named.loss_fn_input_spans == targets
-        and datum.model_input_spans is None
-    )
+    assert named.model_input_spans == spans
+    assert named.loss_fn_input_spans == targets
+    assert datum.model_input_spans is None
     with pytest.raises(
         ValueError, match="the spans of loss_fn_inputs cover 10 positions, it has 9"
     ):
@@ -243,22 +233,18 @@ def test_words_saved_with_a_checkpoint_are_read_again_and_it_can_be_written_over
     assert read_verified_state(path)["user_metadata"] == expected
     rest = service.create_rest_client()
     run = rest.get_training_run_by_tinker_path(path).result()
-    assert (
-        run.user_metadata == expected
-        and run.is_lora
-        and run.lora_rank == 2
-        and run.last_checkpoint.checkpoint_type == "training"
-    )
+    assert run.user_metadata == expected
+    assert run.is_lora
+    assert run.lora_rank == 2
+    assert run.last_checkpoint.checkpoint_type == "training"
     assert rest.get_weights_info_by_tinker_path(path).result().base_model == "tiny:addition"
     client.forward_backward(random_datums(2), "ppo")
     client.optim_step(optim_params=ADAM)
     with pytest.raises(rl.UserError, match="exists already"):
         client.save_state("worded").result()
     assert client.save_state("worded", overwrite=True).result().path == path
-    assert (
-        read_verified_state(path)["version"] == 1
-        and "when" not in read_verified_state(path)["user_metadata"]
-    )
+    assert read_verified_state(path)["version"] == 1
+    assert "when" not in read_verified_state(path)["user_metadata"]
     rest.delete_checkpoint_from_tinker_path(path).result()
     with pytest.raises(rl.UserError, match="not a checkpoint"):
         rest.delete_checkpoint_from_tinker_path(path)
@@ -301,10 +287,8 @@ def test_a_loss_made_beforehand_is_the_sum_over_datums(service, client):
         for o, d in zip(logp, data, strict=True)
     )
     assert made.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
-    assert (
-        made.metrics["custom/tokens:sum"] == sum(d.model_input.length for d in data)
-        and made.metrics["custom/two:mean"] == 2.0
-    )
+    assert made.metrics["custom/tokens:sum"] == sum(d.model_input.length for d in data)
+    assert made.metrics["custom/two:mean"] == 2.0
     client.optim_step(adam_params=types.AdamParams(learning_rate=0.0)).result()
 
 

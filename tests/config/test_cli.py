@@ -1,8 +1,4 @@
-"""The command line, on settings classes of its own: what words and recipes become, and how mistakes
-are told.
-
-tyro.cli, reading a whole line at once, is the independent judge of what a value means.
-"""
+"""The command line, on settings classes of its own."""
 
 from __future__ import annotations
 
@@ -330,36 +326,28 @@ def test_of_two_sources_the_later_counts(folder: Path) -> None:
 # ----------------------------------------------------------------------------------------- mistakes
 
 MISTAKES = [
-    (
-        ["grpo", "--learning-rat", "1"],
-        "--learning-rat: no such setting; did you mean --learning-rate?",
-    ),
+    (["grpo", "--learning-rat", "1"],
+     "--learning-rat: no such setting; did you mean --learning-rate?"),
     (["grpo", "--noise", "1"], "--noise: no such setting of this run (it is a setting of sft)"),
-    (
-        ["grpo", "--learning-rate", "fast"],
-        "--learning-rate: fast is not FLOAT (a number, like 0.5 or 3e-4)",
-    ),
+    (["grpo", "--learning-rate", "fast"],
+     "--learning-rate: fast is not FLOAT (a number, like 0.5 or 3e-4)"),
     (["grpo", "--group-size", "1.5"], "--group-size: 1.5 is not INT (a whole number, like 8)"),
     (["grpo", "--group-size"], "--group-size: takes 1 value (INT), got none"),
     (["grpo", "--betas", "0.9"], "--betas: takes 2 values (FLOAT FLOAT), got 1: 0.9"),
     (["grpo", "--schedule", "linaer"], "did you mean linear?"),
     (["grpo", "--no-shuffle", "x"], "--no-shuffle: takes no value, got x"),
-    (
-        ["grpo", "--shuffle", "recipes/addition.yaml"],
-        "--shuffle: recipes/addition.yaml is not one of True, False",
-    ),
+    (["grpo", "--shuffle", "recipes/addition.yaml"],
+     "--shuffle: recipes/addition.yaml is not one of True, False"),
     (["grpo", "-s", "1"], "-s: flags begin with two dashes, like --s"),
     (["grpo", "--learning-rate", "-1"], "--learning-rate is positive, got -1.0"),
     (["grpo", "--group-size", "1"], "--group-size is at least 2, got 1"),
     (["distill"], "teacher is required: set it with --teacher STR"),
     (["grop"], "unknown method 'grop'; did you mean grpo?"),
     (["adition"], "unknown method 'adition'; did you mean recipes/addition.yaml?"),
-    (
-        ["recipes/adition.yaml"],
-        "no recipe file 'recipes/adition.yaml'; did you mean recipes/addition.yaml?",
-    ),
+    (["recipes/adition.yaml"],
+     "no recipe file 'recipes/adition.yaml'; did you mean recipes/addition.yaml?"),
     (["grpo", "sft"], "'sft' is not expected: the line holds at most a method"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -375,14 +363,10 @@ def test_a_mistake_on_the_line_is_one_problem_that_says_the_remedy(
 
 
 RECIPE_MISTAKES = [
-    (
-        "method: grpo\nlearning_rat: 1\n",
-        "line 2, learning_rat: no setting of grpo; did you mean learning_rate?",
-    ),
-    (
-        "method: grpo\ngroup_size: 4\ngroup-size: 5\n",
-        "line 3: group_size occurs twice (first in line 2)",
-    ),
+    ("method: grpo\nlearning_rat: 1\n",
+     "line 2, learning_rat: no setting of grpo; did you mean learning_rate?"),
+    ("method: grpo\ngroup_size: 4\ngroup-size: 5\n",
+     "line 3: group_size occurs twice (first in line 2)"),
     ("method: grpo\nnoise: 1\n", "line 2, noise: no setting of grpo (it is a setting of sft)"),
     ("method: grpo\ngroup_size: [1, 2]\n", "line 2, group_size: takes 1 value (INT), got 2"),
     ("method: grpo\ngroup_size: null\n", "line 2, group_size: null is not INT"),
@@ -390,18 +374,14 @@ RECIPE_MISTAKES = [
     ("method: grpo\n  group_size: 4\n", "line 2: not YAML"),
     ("method: grop\n", "line 1: unknown method 'grop'; did you mean grpo?"),
     ("stages: []\n", "line 1: `stages:` is a list"),
-    (
-        "method: grpo\nstages:\n- method: sft\n",
-        "line 1: `method:` and `stages:` exclude each other",
-    ),
+    ("method: grpo\nstages:\n- method: sft\n",
+     "line 1: `method:` and `stages:` exclude each other"),
     ("stages:\n- learning_rate: 1\n", "line 2: this stage has no `method:`"),
-    (
-        "stages:\n- method: sft\n  seed: 1\n",
-        "line 3, seed: applies to the whole run; move it to the recipe's top level",
-    ),
+    ("stages:\n- method: sft\n  seed: 1\n",
+     "line 3, seed: applies to the whole run; move it to the recipe's top level"),
     ("- a\n- b\n", "a recipe is a mapping of settings"),
     ("", "a recipe is a mapping of settings"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -463,9 +443,7 @@ def test_all_problems_are_shown_at_once_in_one_box(capsys: pytest.CaptureFixture
 def test_the_box_says_whether_anything_began(
     begun: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`execute` fails before or after it says that it begins; names of settings are flags where no
-    recipe was named.
-    """
+    """`execute` fails before or after it says that it begins."""
     from rl.algorithms import METHODS as real
     from rl.config import RunSettings as RealSettings
     from rl.errors import UserError
@@ -480,10 +458,8 @@ def test_the_box_says_whether_anything_began(
     with pytest.raises(SystemExit) as caught:
         entry_point.main(cli.read_run(["grpo"], real, Path("recipes/addition.yaml"), RealSettings))
     err = capsys.readouterr().err
-    assert (
-        caught.value.code == 2
-        and f"1 problem: {'the run stopped' if begun else 'nothing was started'}" in err
-    )
+    assert caught.value.code == 2
+    assert f"1 problem: {'the run stopped' if begun else 'nothing was started'}" in err
     assert "--max-tokens 900 is too long" in err
 
 
@@ -539,10 +515,7 @@ def test_help_of_a_recipe_shows_its_values(capsys: pytest.CaptureFixture[str]) -
         capsys, "recipes/addition.yaml", "--help", "all"
     )
     page = shown(
-        capsys,
-        recipe("stages:\n- method: sft\n  noise: 0.7\n- method: grpo\n"),
-        "--help",
-        "all",
+        capsys, recipe("stages:\n- method: sft\n  noise: 0.7\n- method: grpo\n"), "--help", "all"
     )
     assert "train.py sft" in page and "train.py grpo" in page and "spoilt. (default: 0.7)" in page
 
@@ -615,11 +588,8 @@ def test_resolved_settings_survive_json() -> None:
     assert saved_config.load_resolved_config(config, METHODS, options=RunSettings) == run
     assert config["stages"][1]["settings"]["max_tokens"] is None
     assert config["options"] == {
-        "name": None,
-        "output_dir": "somewhere/else",
-        "seed": 0,
-        "resume": False,
-    }
+        "name": None, "output_dir": "somewhere/else", "seed": 0, "resume": False,
+    }  # fmt: skip
 
 
 def test_a_saved_config_that_no_longer_fits_says_where() -> None:
@@ -656,9 +626,6 @@ def test_difference_names_each_changed_setting() -> None:
 
 
 def test_a_setting_that_an_older_config_lacks_had_its_default() -> None:
-    """One at a time, every setting: asked for as it is by default it is no change, asked for
-    otherwise it is.
-    """
     asked = run_config.resolve_config(read("sft"))
     table = {"methods": METHODS, "options": RunSettings}
     for part, name in [

@@ -1,10 +1,4 @@
-"""Command lines and recipes made from the schema and then spoilt: a plan within its ranges, or one
-clean error; nothing else.
-
-An input goes through the parser and becomes a plan, as `train.py` does it, without loading
-anything. What is accepted must hold finite numbers inside the declared ranges, survive config.json,
-and have been written as a number where it is one.
-"""
+"""Command lines and recipes made from the schema and then spoilt."""
 
 from __future__ import annotations
 
@@ -35,56 +29,21 @@ SECONDS = 20.0  # of one input: a parser answers at once, on a machine that is n
 WORDS_FOR_NUMBERS = {
     "1_000": "Python's way of writing a thousand",
     "٣": "a digit of another script, read as the number it is",
-    "None": "no value, where a setting may have none",
-    "null": "the same in a recipe",
-    "": "an empty value of a recipe is null",
-    "~": "null in YAML",
+    "None": "no value, where a setting may have none", "null": "the same in a recipe",
+    "": "an empty value of a recipe is null", "~": "null in YAML",
     "!!int 3": "a number with its kind before it, in YAML",
-}
+}  # fmt: skip
 _DECIMAL = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)
 _TEXTS = (
-    "grpo",
-    "sft",
-    "x",
-    "",
-    "a b",
-    "../..",
-    "~",
-    "*a",
-    "&a b",
-    "!!int 3",
-    "{",
-    "]",
-    "- x",
-    "a: b",
-    "#",
-    "\t",
-    "\x1b[2J",
-    "日本",
-    "🦊",
-    "'",
-    '"',
-    "|",
-    ">",
-    "%",
-    "@",
-    "`",
-    "<<",
-    "yes",
-    "off",
-    "0o17",
-    "2020-01-01",
-    "--x",
-    "-",
-    "x" * 3000,
-)
+    "grpo", "sft", "x", "", "a b", "../..", "~", "*a", "&a b", "!!int 3", "{", "]", "- x", "a: b",
+    "#", "\t", "\x1b[2J", "日本", "🦊", "'", '"', "|", ">", "%", "@", "`", "<<", "yes", "off", "0o17",
+    "2020-01-01", "--x", "-", "x" * 3000,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Words of a line and, where there is one, the recipe that PATH stands for. `numbers`: words
-    written for fields that are numbers.
-    """
+    """Words of a line and, where there is one, the recipe that PATH stands for."""
 
     words: tuple[str, ...]
     recipe: bytes | None = None
@@ -113,15 +72,10 @@ def _value(field: SettingField, rng: random.Random) -> list[str]:
 
 def _misspelt(name: str, rng: random.Random) -> str:
     at = rng.randrange(len(name))
-    return rng.choice(
-        [
-            name[:at] + name[at + 1 :],
-            name + "x",
-            name[:at] + name[at:][::-1],
-            name.upper(),
-            "no_" + name,
-        ]
-    )
+    return rng.choice([
+        name[:at] + name[at + 1 :], name + "x", name[:at] + name[at:][::-1],
+        name.upper(), "no_" + name,
+    ])  # fmt: skip
 
 
 def _line(rng: random.Random) -> Asked:
@@ -150,9 +104,7 @@ def _scalar(word: str, rng: random.Random) -> str:
 
 
 def _yaml(rng: random.Random) -> Asked:
-    """A recipe of the schema with odd values, wrong nesting, doubled keys and aliases, of one
-    method or of stages.
-    """
+    """A recipe with odd values, wrong nesting, doubled keys and aliases."""
     numbers: list[str] = []
 
     def settings(method: str, indent: str) -> list[str]:
@@ -253,9 +205,7 @@ def _check_run(run: Any, asked: Asked) -> None:
 
 
 def check(asked: Asked) -> str:
-    """Reads a line (and its recipe); raises AssertionError, or whatever was not foreseen, where the
-    promise is broken.
-    """
+    """Reads a line (and its recipe)."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         path = Path(folder) / "r.yaml"
         if asked.recipe is not None:

@@ -1,6 +1,4 @@
-"""What is typed wrong about one's own files, and about flags that scripts share with training; and
-figures that were not told.
-"""
+"""What is typed wrong about one's own files, and about flags that scripts share with training."""
 
 from pathlib import Path
 
@@ -23,14 +21,11 @@ from rl.trainer.evaluator import HeldOutMetrics
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "addition.yaml"
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("Nope", "has no class Nope; its classes: Method"),
-        ("Method", "has no update"),
-        ("nofile.py:Method", "no such file"),
-    ],
-)
+@pytest.mark.parametrize(("name", "says"), [
+    ("Nope", "has no class Nope; its classes: Method"),
+    ("Method", "has no update"),
+    ("nofile.py:Method", "no such file"),
+])  # fmt: skip
 def test_a_method_that_is_none(name, says, tmp_path, capsys):
     file = tmp_path / "mine.py"
     file.write_text("class Method:\n    pass\n")
@@ -96,25 +91,17 @@ def test_a_setting_that_was_left_out_is_said_to_be_not_set():
 def test_several_held_out_sets_are_told_each():
     found = HeldOutMetrics()
     for loss in (2.0, 1.0):
-        found.record_rows(
-            "test/loss",
-            {
-                "test/loss": loss,
-                "test/msgs/loss": loss + 1,
-                "test/msgs/token_accuracy": 0.5,
-                "time/loss": 9.0,
-            },
-        )
+        found.record_rows("test/loss",
+                          {"test/loss": loss, "test/msgs/loss": loss + 1,
+                           "test/msgs/token_accuracy": 0.5, "time/loss": 9.0})  # fmt: skip
     assert found.headline == "loss" and found.rows == {"": (2.0, 1.0), "msgs": (3.0, 2.0)}
     found = HeldOutMetrics()
     found.record_rows(
         "test/rewards/accuracies",
         {"test/rewards/accuracies": 0.5, "test/a/rewards/accuracies": 0.25},
     )
-    assert found.headline == "rewards/accuracies" and found.rows == {
-        "": (0.5, 0.5),
-        "a": (0.25, 0.25),
-    }
+    assert found.headline == "rewards/accuracies"
+    assert found.rows == {"": (0.5, 0.5), "a": (0.25, 0.25)}
 
 
 def test_held_out_figures_of_a_checkpoint_that_knew_one_of_them():

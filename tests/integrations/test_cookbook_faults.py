@@ -1,6 +1,4 @@
-"""Groups written for tinker-cookbook that raise, hang or give nonsense wherever they may: the rest
-of the batch stands.
-"""
+"""Groups written for tinker-cookbook that raise, hang or give nonsense wherever they may."""
 
 import asyncio
 import math
@@ -34,13 +32,9 @@ class One:
 
     async def step(self, action, *, extra=None):
         plain = {
-            "reward": 1.0,
-            "episode_done": True,
-            "next_observation": None,
-            "next_stop_condition": [],
-            "metrics": {},
-            "logs": {},
-        }
+            "reward": 1.0, "episode_done": True, "next_observation": None,
+            "next_stop_condition": [], "metrics": {}, "logs": {},
+        }  # fmt: skip
         return SimpleNamespace(**{**plain, **self.given})
 
 
@@ -220,9 +214,6 @@ class Breaks(One):
 
 
 def test_a_failure_of_the_run_that_is_repeated_is_left_out_of_the_comparison(tmp_path):
-    """In the replay the environment would not have failed: it has, and the other is compared alone,
-    as then.
-    """
     log, found = [], []
     with ServiceClient(output_dir=tmp_path) as service:
         sampler = service.create_full_training_client(
@@ -239,14 +230,8 @@ def test_a_failure_of_the_run_that_is_repeated_is_left_out_of_the_comparison(tmp
                 seed=3,
                 event_log=clock,
             )
-            found.append(
-                (
-                    [len(one.trajectories_G) for one in rollouts.groups],
-                    rollouts.errors,
-                    group.compares,
-                    group.cleans,
-                )
-            )
+            found.append(([len(one.trajectories_G) for one in rollouts.groups], rollouts.errors,
+                          group.compares, group.cleans))  # fmt: skip
     assert found[0] == found[1] and found[0][0] == [1] and found[0][2:] == ([(1, 1)], 1)
 
 
@@ -269,8 +254,6 @@ def test_a_group_that_is_given_back_is_cleaned_up_once(ended):
     name = "the cookbook's group 7"
     for thread in [one for one in threading.enumerate() if one.name == name]:
         thread.join(5)
-    assert (
-        group.cleans == 1
-        and group.compares == []
-        and name not in {one.name for one in threading.enumerate()}
-    )
+    assert group.cleans == 1
+    assert group.compares == []
+    assert name not in {one.name for one in threading.enumerate()}

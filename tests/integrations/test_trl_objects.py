@@ -1,6 +1,4 @@
-"""Objects written for TRL's environment_factory: their tools, what reset gets and gives, rewards,
-runs without a data set.
-"""
+"""Objects written for TRL's environment_factory."""
 
 import asyncio
 import textwrap
@@ -147,9 +145,7 @@ def played():
 
 
 def test_the_tools_are_the_classes_public_methods(file):
-    """As TRL finds them: functions of the class, so that no property is asked before reset; its
-    clean-up, close, is none here.
-    """
+    """As TRL finds them: functions of the class; close is none here."""
     names = {tool.__name__ for tool in resolve_environment(f"{file}:Counter").make().tools}
     assert names == {"add", "double", "later"}
 
@@ -161,10 +157,8 @@ def test_an_attribute_is_the_reward_where_there_is_no_method(file, played, proce
     assert not found.errors
     (episode,) = found.groups[0].trajectories_G
     assert [m["content"] for turn in episode.transitions[1:] for m in turn.logs["told"]] == [
-        "2",
-        "8",
-        "3",
-    ]
+        "2", "8", "3",
+    ]  # fmt: skip
     assert found.groups[0].get_total_rewards() == [3.0]
 
 
@@ -230,54 +224,28 @@ def test_a_factory_may_be_a_function(file, name, settings, reward, process):
 
 @pytest.mark.parametrize("process", [False, True])
 def test_a_dictionary_of_factories_is_chosen_from_by_the_row(file, process):
-    """Each row meets its own environment with its own tools, and reset does not see the column; a
-    name that is none costs its row.
-    """
+    """Each row meets its own environment with its own tools, and reset does not see the column."""
     spec = resolve_environment(f"{file}:several")
     assert spec.needs_rows and not spec.can_make_rows
     spec = isolate_environment(spec) if process else spec
     tokenizer = load_tokenizer("tiny:ascii")
     renderer = get_renderer("plain", tokenizer)
-    rows = [
-        {"environment": "count", "target": 5},
-        {"environment": "speak"},
-        {"environment": "sing"},
-        {},
-    ]
-    problems = [
-        Problem(({"role": "user", "content": "Hello."},), row, index=i)
-        for i, row in enumerate(rows)
-    ]
+    rows = [{"environment": "count", "target": 5}, *({"environment": e} for e in ("speak", "sing"))]
+    hello = ({"role": "user", "content": "Hello."},)
+    problems = [Problem(hello, row, index=i) for i, row in enumerate([*rows, {}])]
     answers = [call("add", by=2), call("speak", word="hi"), "done"]
     sampler = Scripted(tokenizer, lambda prompt, turn, *_: answers[turn])
-    found = rollout(
-        [EnvironmentGroup(spec, p, 1, renderer) for p in problems],
-        sampler,
-        SamplingParams(max_tokens=300),
-        seed=0,
-    )
+    groups = [EnvironmentGroup(spec, p, 1, renderer) for p in problems]
+    found = rollout(groups, sampler, SamplingParams(max_tokens=300), seed=0)
     if process:
         spec.root.close()
-    told = [
-        [
-            m["content"]
-            for turn in group.trajectories_G[0].transitions[1:]
-            for m in turn.logs["told"]
-        ]
-        for group in found.groups
-    ]
-    assert (
-        told[0][0] == "2"
-        and "no tool" in told[0][1]
-        and "no tool" in told[1][0]
-        and told[1][1] == "HI"
-    )
+    turns = [group.trajectories_G[0].transitions[1:] for group in found.groups]
+    told = [[m["content"] for turn in own for m in turn.logs["told"]] for own in turns]
+    assert told[0][0] == "2" and told[1][1] == "HI"
+    assert "no tool" in told[0][1] and "no tool" in told[1][0]
     assert [group.get_total_rewards() for group in found.groups] == [[2.0], [0.0]]
-    assert (
-        len(found.errors) == 2
-        and "'sing'; the dictionary has 'count', 'speak'" in found.errors[0]
-        and "None" in found.errors[1]
-    )
+    assert len(found.errors) == 2 and "None" in found.errors[1]
+    assert "'sing'; the dictionary has 'count', 'speak'" in found.errors[0]
     with pytest.raises(UserError, match="is not an environment in it"):
         resolve_environment(f"{file}:no_factories")
 

@@ -1,6 +1,4 @@
-"""Check the wrappers against the packages that they wrap, where a package is installed. Each needs
-an environment of its own (docs/wrappers.md).
-"""
+"""Check the wrappers against the packages that they wrap, where a package is installed."""
 
 import tomllib
 from importlib.metadata import PackageNotFoundError, version

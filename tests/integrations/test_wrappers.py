@@ -1,6 +1,4 @@
-"""Wrappers of other people's environments, against stand-ins of the same shape (test_wrapped_packages.py
-has the packages themselves).
-"""
+"""Wrappers of other people's environments, against stand-ins of the same shape."""
 
 import asyncio
 import enum
@@ -16,57 +14,23 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from wrapper_scripted import Scripted, played
+from wrapper_scripted import renderer as make_renderer
 
 from rl.config import SettingsError
-from rl.envs import EnvironmentGroup, EpisodeLimits, parse_environment, resolve_environment
+from rl.envs import parse_environment, resolve_environment
 from rl.errors import UserError
 from rl.integrations import TinkerGroup
 from rl.integrations.client_session import ClientSession
-from rl.models import load_model
-from rl.renderers import get_renderer
 from rl.rollout import EpisodeFailed, rollout
-from rl.types import ModelInput, Problem, SampledSequence, SampleResponse, SamplingParams
+from rl.types import ModelInput, Problem, SamplingParams
 
 REPO = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def renderer():
-    return get_renderer("role_colon", load_model("tiny:ascii").tokenizer)
-
-
-class Scripted:
-    info = {"max_context": None}
-
-    def __init__(self, renderer, says):
-        self.renderer, self.says = renderer, says
-
-    def sample_many(self, requests):
-        found = []
-        for request in requests:
-            text = self.says(self.renderer.tokenizer.decode(list(request.prompt)))
-            tokens = [*self.renderer.encode(text), sorted(self.renderer.end_tokens)[0]]
-            found.append(
-                SampleResponse(
-                    [SampledSequence(tokens, [-1.0] * len(tokens), "stop", version=0)]
-                    * request.num_samples
-                )
-            )
-        return SimpleNamespace(result=lambda: (found, {}))
-
-
-def played(renderer, spec, says, rows=({},), group=1, seconds=20.0):
-    problems = [
-        Problem(row.get("messages", ()), {k: v for k, v in row.items() if k != "messages"}, index=i)
-        for i, row in enumerate(rows)
-    ]
-    groups = [
-        EnvironmentGroup(
-            spec, one, group, renderer, limits=EpisodeLimits(turns=20, seconds=seconds)
-        )
-        for one in problems
-    ]
-    return rollout(groups, Scripted(renderer, says), SamplingParams(max_tokens=32), seed=0)
+    return make_renderer()
 
 
 @pytest.fixture
@@ -80,15 +44,12 @@ def package(monkeypatch):
     return install
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "module"),
-    [
-        ("reasoning_gym", {}, "reasoning_gym"),
-        ("textarena", {}, "textarena"),
-        ("skyrl_gym", {}, "skyrl_gym"),
-        ("openenv", {"url": "http://x"}, "openenv.core.generic_client"),
-    ],
-)
+@pytest.mark.parametrize(("name", "settings", "module"), [
+    ("reasoning_gym", {}, "reasoning_gym"),
+    ("textarena", {}, "textarena"),
+    ("skyrl_gym", {}, "skyrl_gym"),
+    ("openenv", {"url": "http://x"}, "openenv.core.generic_client"),
+])  # fmt: skip
 def test_a_package_that_is_not_there_names_its_extra(name, settings, module, monkeypatch):
     monkeypatch.setitem(sys.modules, module.split(".")[0], None)
     monkeypatch.setitem(sys.modules, module, None)
@@ -151,9 +112,9 @@ def test_a_generated_task_pays_right_answers_and_its_levels_grow(gym, renderer):
     spec = resolve_environment("reasoning_gym", task="sums", levels=3)
     rows = spec.make().rows("train", 9)
     assert [row["level"] for row in rows] == [0, 1, 2] * 3
-    found = played(renderer, spec, added, rows)
+    found = played(spec, added, rows=rows)
     assert [one.get_total_rewards() for one in found.groups] == [[1.0]] * 9
-    wrong = played(renderer, spec, lambda prompt: "-1", rows[:1])
+    wrong = played(spec, lambda prompt: "-1", rows=rows[:1])
     assert wrong.groups[0].get_total_rewards() == [0.01]
     assert wrong.groups[0].trajectories_G[0].transitions[-1].metrics["correct"] == 0.0
 
@@ -181,32 +142,13 @@ def test_an_answer_in_tags_is_taken_out_of_them(gym):
     assert turn.reward == 1.0 and turn.done and turn.logs == {"answer": made.entry["answer"]}
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"task": "sum"}, "did you mean sums"),
-        ({"task": "sums", "level": 1, "levels": 2}, "set only level or levels"),
-        ({"task": "sums", "config": "[1]"}, "JSON object"),
-        ({"task": "sums", "config": "{"}, "JSON object"),
-    ],
-)
-def test_settings_of_a_task_that_cannot_be(gym, settings, message):
-    with pytest.raises(UserError, match=message):
-        resolve_environment("reasoning_gym", **settings).make()
-    gym.factory.CURRICULA.clear()
-    with pytest.raises(UserError, match="no curriculum of sums"):
-        resolve_environment("reasoning_gym", task="sums", level=0).make()
-
-
 # ---------------------------------------------------------------------------------------- textarena
 
 Kind = enum.Enum("Kind", "PROMPT PLAYER_ACTION GAME_MESSAGE")
 
 
 class Nim:
-    """Players take 1 to 3 of the sticks in turn; who takes the last wins. Sticks come from the
-    module's own `random`.
-    """
+    """Players take 1 to 3 of the sticks in turn; who takes the last wins."""
 
     def __init__(self, most=9):
         self.most = most
@@ -269,12 +211,10 @@ def best(prompt):
 
 
 def test_self_play_has_a_trajectory_for_each_seat_which_sees_its_own_side(arena, renderer):
-    found = played(renderer, resolve_environment("textarena", game="Nim-v0"), best, rows=[{}] * 4)
+    found = played(resolve_environment("textarena", game="Nim-v0"), best, rows=[{}] * 4)
     assert set(arena.made) == {"Nim-v0-raw"} and not found.errors
-    assert (
-        len(found.groups) == 8
-        and sorted(sum((g.get_total_rewards() for g in found.groups), [])) == [-1.0] * 4 + [1.0] * 4
-    )
+    assert len(found.groups) == 8
+    assert sorted(sum((g.get_total_rewards() for g in found.groups), [])) == [-1.0] * 4 + [1.0] * 4
     for group in found.groups:
         turns = group.trajectories_G[0].transitions
         seat = turns[0].seat
@@ -287,7 +227,7 @@ def test_a_random_player_moves_by_itself_and_a_game_is_a_function_of_its_seed(ar
     spec = resolve_environment(
         "textarena", game="Nim-v0", others="random", moves="1 2 3", rules=False
     )
-    one, again = (played(renderer, spec, best, rows=[{}] * 6, group=4) for _ in range(2))
+    one, again = (played(spec, best, rows=[{}] * 6, group=4) for _ in range(2))
     assert len(one.groups) == 6 and all(len(g.trajectories_G) == 4 for g in one.groups)
 
     def tokens(found):
@@ -306,7 +246,7 @@ def test_a_random_player_moves_by_itself_and_a_game_is_a_function_of_its_seed(ar
 def test_the_global_generator_is_left_alone(arena, renderer):
     random.seed(3)
     before = random.getstate()
-    played(renderer, resolve_environment("textarena", game="Nim-v0"), best)
+    played(resolve_environment("textarena", game="Nim-v0"), best)
     assert random.getstate() == before
 
 
@@ -334,9 +274,7 @@ def test_an_answer_without_brackets_gets_them_and_a_bad_one_is_counted(arena, re
 def test_wins_alone_are_paid_where_that_is_asked_for(
     arena, monkeypatch, wins_only, won, last, own, other
 ):
-    """The game's own reward pays a loser by how near it came; `won` counts the same games either
-    way.
-    """
+    """The game's own reward pays a loser by how near it came."""
     close = Nim.close
 
     def nearly(self):
@@ -350,23 +288,28 @@ def test_wins_alone_are_paid_where_that_is_asked_for(
     made.made.sticks = 1
     turn = made.step({"role": "assistant", "content": last})
     assert (turn.reward, turn.metrics["won"], list(turn.rewards.values())) == (
-        own,
-        float(won),
-        [other],
-    )
+        own, float(won), [other],
+    )  # fmt: skip
     assert sorted(turn.logs["rewards"].values()) == [-0.9, 1]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"game": "Nim-v1"}, "did you mean Nim-v0"),
-        ({"game": "Nim-v0", "others": "random"}, "give them, such as"),
-    ],
-)
-def test_settings_of_a_game_that_cannot_be(arena, settings, message):
+@pytest.mark.parametrize(("name", "settings", "message"), [
+    ("reasoning_gym", {"task": "sum"}, "did you mean sums"),
+    ("reasoning_gym", {"task": "sums", "level": 1, "levels": 2}, "set only level or levels"),
+    ("reasoning_gym", {"task": "sums", "config": "[1]"}, "JSON object"),
+    ("reasoning_gym", {"task": "sums", "config": "{"}, "JSON object"),
+    ("textarena", {"game": "Nim-v1"}, "did you mean Nim-v0"),
+    ("textarena", {"game": "Nim-v0", "others": "random"}, "give them, such as"),
+])  # fmt: skip
+def test_settings_that_cannot_be(gym, arena, name, settings, message):
     with pytest.raises(UserError, match=message):
-        resolve_environment("textarena", **settings).make()
+        resolve_environment(name, **settings).make()
+
+
+def test_a_task_without_levels_is_named(gym):
+    gym.factory.CURRICULA.clear()
+    with pytest.raises(UserError, match="no curriculum of sums"):
+        resolve_environment("reasoning_gym", task="sums", level=0).make()
 
 
 # ---------------------------------------------------------------------------------------- SkyRL-Gym
@@ -408,7 +351,6 @@ def test_an_environment_of_skyrl_gym_plays_on_a_data_sets_rows(package, renderer
     assert spec.needs_rows
     row = {"messages": [{"role": "user", "content": "2*3?"}], "answer": "2"}
     found = played(
-        renderer,
         spec,
         lambda prompt: prompt.count("No.") and prompt.rsplit("No. ", 1)[1][0] or "x",
         rows=[row],
@@ -469,9 +411,7 @@ def openenv(package):
 
 def test_episodes_on_a_server(openenv, renderer):
     spec = resolve_environment("openenv", url="http://x")
-    found = played(
-        renderer, spec, lambda prompt: prompt.rsplit("Say ", 1)[1][0], rows=[{}] * 2, group=2
-    )
+    found = played(spec, lambda prompt: prompt.rsplit("Say ", 1)[1][0], rows=[{}] * 2, group=2)
     assert [one.get_total_rewards() for one in found.groups] == [[2.0, 2.0]] * 2
     for _ in range(200):
         if Client.left == 4:
@@ -486,7 +426,7 @@ def test_episodes_on_a_server(openenv, renderer):
 def test_a_server_that_breaks_costs_its_episode(openenv, renderer, say, why):
     spec = resolve_environment("openenv", url="http://x", wait_seconds=0.5)
     turn = iter([say])
-    found = played(renderer, spec, lambda prompt: next(turn, "1"), rows=[{}, {}])
+    found = played(spec, lambda prompt: next(turn, "1"), rows=[{}, {}])
     assert len(found.groups) == 1 and len(found.errors) == 1 and why in found.errors[0]
 
 
@@ -660,12 +600,9 @@ def test_the_cookbooks_groups_are_played_token_by_token(renderer):
     seen = []
     count, old, breaks, hangs, overflows = counting(renderer, seen)
     builders = [
-        Builder(count, old),
-        Builder(count, breaks, count),
-        Builder(hangs, count),
-        Builder(overflows, count),
-        Builder(breaks),
-    ]
+        Builder(count, old), Builder(count, breaks, count), Builder(hangs, count),
+        Builder(overflows, count), Builder(breaks),
+    ]  # fmt: skip
     groups = [TinkerGroup(one, i, seconds=1.5) for i, one in enumerate(builders)]
     found = rollout(
         groups,
@@ -678,19 +615,15 @@ def test_the_cookbooks_groups_are_played_token_by_token(renderer):
         [(2, ["Count", "Old"])], [(2, ["Count", "Count"])], [(1, ["Count"])], [(1, ["Count"])], []
     ]  # fmt: skip
     assert [one.cleaned for one in builders] == [1] * 5
-    assert (
-        len(found.errors) == 4
-        and "no luck" in found.errors[0]
-        and "within its 1.5 s" in found.errors[1]
-    )
+    assert len(found.errors) == 4
+    assert "no luck" in found.errors[0]
+    assert "within its 1.5 s" in found.errors[1]
     assert all(
         type(action) is list and all(type(token) is int for token in action) for action, _ in seen
     )
     assert {None if extra is None else extra["stop_reason"] for _, extra in seen} == {None, "stop"}
-    assert (
-        found.groups[0].tag == "count"
-        and found.groups[0].trajectories_G[0].transitions[-1].truncated
-    )
+    assert found.groups[0].tag == "count"
+    assert found.groups[0].trajectories_G[0].transitions[-1].truncated
 
 
 def test_the_cookbooks_groups_by_name(tmp_path, renderer):
@@ -725,17 +658,13 @@ def test_a_required_setting_is_named_by_its_flag():
             parse_environment(name, [])
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "resolve_environment('endpoint', program='true')",
-        "McpServer('http://localhost:1')",
-        "resolve_environment('openenv', url='http://localhost:1').make()",
-        "resolve_environment('reasoning_gym', task='spell_backward').make()",
-        "resolve_environment('skyrl_gym', env='gsm8k').make()",
-        "resolve_environment('textarena', game='SpellingBee-v0').make()",
-    ],
-)
+@pytest.mark.parametrize("code", [
+    "resolve_environment('endpoint', program='true')", "McpServer('http://localhost:1')",
+    "resolve_environment('openenv', url='http://localhost:1').make()",
+    "resolve_environment('reasoning_gym', task='spell_backward').make()",
+    "resolve_environment('skyrl_gym', env='gsm8k').make()",
+    "resolve_environment('textarena', game='SpellingBee-v0').make()",
+])  # fmt: skip
 def test_a_missing_package_is_named_with_an_extra_that_installs_it(code):
     """In a process without any of these packages."""
     hidden = ["starlette", "uvicorn", "mcp", "openenv", "reasoning_gym", "skyrl_gym", "textarena"]

@@ -1,7 +1,4 @@
-"""Check the wrapped packages for test_wrapped_packages.py.
-
-Each check returns (number held, number checked, messages of those that did not hold).
-"""
+"""Check the wrapped packages for test_wrapped_packages.py."""
 
 from __future__ import annotations
 
@@ -80,20 +77,15 @@ def an_episode_through_the_rollout() -> Found:
         split: [_question(spec, row) for row in given]
         for split, given in (("train", rows), ("test", tests))
     }
-    return counted(
-        [
-            ("levels are spread", lambda: [row["level"] for row in rows] == [0, 1, 2] * 3),
-            ("right answers are paid", lambda: rewards == [1.0] * 9),
-            (
-                "training and held-out questions differ",
-                lambda: not set(asked["train"]) & set(asked["test"]),
-            ),
-            (
-                "the same row asks the same",
-                lambda: asked["train"] == [_question(spec, row) for row in rows],
-            ),
-        ]
-    )
+    return counted([
+        ("levels are spread",
+         lambda: [row["level"] for row in rows] == [0, 1, 2] * 3),
+        ("right answers are paid", lambda: rewards == [1.0] * 9),
+        ("training and held-out questions differ",
+         lambda: not set(asked["train"]) & set(asked["test"])),
+        ("the same row asks the same",
+         lambda: asked["train"] == [_question(spec, row) for row in rows]),
+    ])  # fmt: skip
 
 
 def _question(spec: Any, row: dict) -> str:
@@ -152,29 +144,18 @@ def games_are_played() -> Found:
     one = played(random_other, first_free, rows=[{} for _ in range(10)], group=2)
     again = played(random_other, first_free, rows=[{} for _ in range(10)], group=2)
     totals = [round(sum(group.get_total_rewards()), 6) for group in both.groups]
-    return counted(
-        [
-            ("halving finds each number", lambda: rewards == [[1.0, 1.0]] * 20),
-            (
-                "within 5 guesses",
-                lambda: max(_turns(one) for g in found.groups for one in g.trajectories_G) <= 5,
-            ),
-            (
-                "a group's members meet the same number",
-                lambda: all(len(set(map(_turns, g.trajectories_G))) == 1 for g in found.groups),
-            ),
-            ("self-play has a trajectory for each seat", lambda: len(both.groups) == 6),
-            ("one wins what the other loses", lambda: round(sum(totals), 6) == 0.0),
-            (
-                "a game against a random player ends",
-                lambda: not one.errors and len(one.groups) == 10,
-            ),
-            (
-                "and is a function of its seed, played beside others",
-                lambda: _tokens(one) == _tokens(again),
-            ),
-        ]
-    )
+    return counted([
+        ("halving finds each number", lambda: rewards == [[1.0, 1.0]] * 20),
+        ("within 5 guesses",
+         lambda: max(_turns(one) for g in found.groups for one in g.trajectories_G) <= 5),
+        ("a group's members meet the same number",
+         lambda: all(len(set(map(_turns, g.trajectories_G))) == 1 for g in found.groups)),
+        ("self-play has a trajectory for each seat", lambda: len(both.groups) == 6),
+        ("one wins what the other loses", lambda: round(sum(totals), 6) == 0.0),
+        ("a game against a random player ends", lambda: not one.errors and len(one.groups) == 10),
+        ("and is a function of its seed, played beside others",
+         lambda: _tokens(one) == _tokens(again)),
+    ])  # fmt: skip
 
 
 def _turns(one: Any) -> int:
@@ -206,18 +187,15 @@ def skyrl_episodes() -> Found:
     answers = iter(["#### 1", "#### 2", "#### 42"])
     found = played(several, lambda _: next(answers), rows=[row])
     turns = found.groups[0].trajectories_G[0].transitions
-    return counted(
-        [
-            ("a right answer", lambda: right == [1.0]),
-            ("a wrong answer", lambda: wrong == [0.0]),
-            (
-                "several turns, each with its reward",
-                lambda: [round(t.reward, 3) for t in turns] == [0.04, 0.04, 1.0],
-            ),
-            ("its metrics at the end", lambda: turns[-1].metrics.get("steps") == 3.0),
-            ("an unknown name", lambda: refused("skyrl_gym", "did you mean gsm8k", env="gsm8")),
-        ]
-    )
+    return counted([
+        ("a right answer", lambda: right == [1.0]),
+        ("a wrong answer", lambda: wrong == [0.0]),
+        ("several turns, each with its reward",
+         lambda: [round(t.reward, 3) for t in turns] == [0.04, 0.04, 1.0]),
+        ("its metrics at the end", lambda: turns[-1].metrics.get("steps") == 3.0),
+        ("an unknown name",
+         lambda: refused("skyrl_gym", "did you mean gsm8k", env="gsm8")),
+    ])  # fmt: skip
 
 
 # ---------------------------------------------------------------------------- tinker-cookbook
@@ -296,47 +274,35 @@ def tinker_groups() -> Found:
         SamplingParams(max_tokens=8),
         seed=0,
     )
-    return counted(
-        [
-            (
-                "episodes and their group rewards",
-                lambda: [g.get_total_rewards() for g in found.groups] == [[13.0, 13.0]] * 2,
-            ),
-            ("actions are lists of ints", lambda: {one[:2] for one in seen} == {(list, int)}),
-            (
-                "extra says why sampling stopped",
-                lambda: {one[2]["stop_reason"] for one in seen} == {"stop"},
-            ),
-            (
-                "metrics of steps and of groups",
-                lambda: (
-                    found.groups[0].metrics_G[0]["length"] == 2.0
-                    and [t.metrics["right"] for t in found.groups[0].trajectories_G[0].transitions]
-                    == [1.0] * 3
-                ),
-            ),
-            ("the tag", lambda: found.groups[0].tag == "counting"),
-            (
-                "one that raises costs its episode",
-                lambda: len(found.errors) == 1 and "no luck" in found.errors[0],
-            ),
-            ("groups are cleaned up", lambda: [one.cleaned for one in made] == [1, 1]),
-        ]
-    )
+    return counted([
+        ("episodes and their group rewards",
+         lambda: [g.get_total_rewards() for g in found.groups] == [[13.0, 13.0]] * 2),
+        ("actions are lists of ints", lambda: {one[:2] for one in seen} == {(list, int)}),
+        ("extra says why sampling stopped",
+         lambda: {one[2]["stop_reason"] for one in seen} == {"stop"}),
+        ("metrics of steps and of groups",
+         lambda: (
+             found.groups[0].metrics_G[0]["length"] == 2.0
+             and [t.metrics["right"] for t in found.groups[0].trajectories_G[0].transitions]
+             == [1.0] * 3
+         )),
+        ("the tag", lambda: found.groups[0].tag == "counting"),
+        ("one that raises costs its episode",
+         lambda: len(found.errors) == 1 and "no luck" in found.errors[0]),
+        ("groups are cleaned up", lambda: [one.cleaned for one in made] == [1, 1]),
+    ])  # fmt: skip
 
 
 CHECKS: dict[str, list[tuple[str, Callable[[], Found]]]] = {
-    "reasoning-gym": [
-        ("every task pays its own answer and not another", tasks_pay_their_own_answers),
-        ("every curriculum asks at its first and last level", curricula_have_their_levels),
-        ("episodes through the rollout", an_episode_through_the_rollout),
-    ],
-    "textarena": [
-        ("every game begins and takes an answer", games_begin),
-        ("games are played to their end", games_are_played),
-    ],
+    "reasoning-gym": [("every task pays its own answer and not another",
+                       tasks_pay_their_own_answers),
+                      ("every curriculum asks at its first and last level",
+                       curricula_have_their_levels),
+                      ("episodes through the rollout", an_episode_through_the_rollout)],
+    "textarena": [("every game begins and takes an answer", games_begin),
+                  ("games are played to their end", games_are_played)],
     "skyrl-gym": [("episodes of one turn and of several", skyrl_episodes)],
     "openenv": [("episodes on a server", openenv_episodes)],
     "mcp": [("tools of a server", mcp_episodes)],
     "tinker-cookbook": [("groups of environments", tinker_groups)],
-}
+}  # fmt: skip

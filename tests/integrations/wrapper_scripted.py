@@ -1,7 +1,4 @@
-"""Run scripted episodes of wrapped environments, and count test cases.
-
-tests/integrations/wrapper_checks.py uses these functions.
-"""
+"""Run scripted episodes of wrapped environments, and count test cases."""
 
 from __future__ import annotations
 
@@ -23,10 +20,7 @@ def renderer() -> Renderer:
 
 
 class Scripted:
-    """Sample answers that are a function of the prompt's text.
-
-    Each answer ends with the end mark that the renderer parses.
-    """
+    """Sample answers that are a function of the prompt's text."""
 
     info = {"max_context": None}
 

@@ -99,27 +99,16 @@ def openenv_episodes() -> Found:
             asjson, lambda prompt: "no json" if "Error" not in prompt else '{"message": "1"}'
         )
         metrics = [t.metrics for t in strange.groups[0].trajectories_G[0].transitions]
-        return counted(
-            [
-                (
-                    "episodes side by side",
-                    lambda: [g.get_total_rewards() for g in found.groups] == [[3.0, 3.0]] * 2,
-                ),
-                ("each turn has its reward", lambda: [t.reward for t in turns] == [1.0] * 3),
-                (
-                    "wrong answers earn nothing",
-                    lambda: wrong.groups[0].get_total_rewards() == [0.0],
-                ),
-                (
-                    "an answer that is no action is told and counted",
-                    lambda: metrics[0].get("malformed_action") == 1.0 and len(metrics) == 4,
-                ),
-                (
-                    "a server that is not there costs its episode",
-                    lambda: costs_episode("openenv", url="http://127.0.0.1:9", wait_seconds=5.0),
-                ),
-            ]
-        )
+        return counted([
+            ("episodes side by side",
+             lambda: [g.get_total_rewards() for g in found.groups] == [[3.0, 3.0]] * 2),
+            ("each turn has its reward", lambda: [t.reward for t in turns] == [1.0] * 3),
+            ("wrong answers earn nothing", lambda: wrong.groups[0].get_total_rewards() == [0.0]),
+            ("an answer that is no action is told and counted",
+             lambda: metrics[0].get("malformed_action") == 1.0 and len(metrics) == 4),
+            ("a server that is not there costs its episode",
+             lambda: costs_episode("openenv", url="http://127.0.0.1:9", wait_seconds=5.0)),
+        ])  # fmt: skip
     finally:
         server.terminate()
 
@@ -143,21 +132,15 @@ def mcp_episodes() -> Found:
         hung = called("hang")
         cases = [
             ("its tools are listed", lambda: sorted(tools) == ["fail", "hang", "multiply"]),
-            (
-                "their descriptions and parameters",
-                lambda: all(w in str(tools["multiply"].schema) for w in ("Multiplies", "integer")),
-            ),
+            ("their descriptions and parameters",
+             lambda: all(w in str(tools["multiply"].schema) for w in ("Multiplies", "integer"))),
             ("a call is answered", lambda: called("multiply", a=6, b=7).answer == "42"),
-            (
-                "one that fails says so",
-                lambda: "fail" in (called("fail", why="no luck").error or ""),
-            ),
-            (
-                "arguments that it does not take",
-                lambda: called("multiply", a="six").error is not None,
-            ),
+            ("one that fails says so",
+             lambda: "fail" in (called("fail", why="no luck").error or "")),
+            ("arguments that it does not take",
+             lambda: called("multiply", a="six").error is not None),
             ("one that hangs is given up", lambda: "longer than 2 s" in (hung.error or "")),
-        ]
+        ]  # fmt: skip
         found = counted(cases)
     finally:
         server.close()
@@ -165,21 +148,13 @@ def mcp_episodes() -> Found:
     made = spec.make()
     made.row, made.calls = {"messages": [{"role": "user", "content": "6*7?"}], "answer": "42"}, []
     made.start()
-    whole = counted(
-        [
-            (
-                "an environment offers what it is asked for",
-                lambda: [one.name for one in made.tools] == ["multiply"],
-            ),
-            (
-                "and pays by a reward",
-                lambda: made.step({"role": "assistant", "content": "42"}).reward == 1.0,
-            ),
-            (
-                "a server that is not there costs its episode",
-                lambda: costs_episode("mcp", server="false", call_seconds=20.0),
-            ),
-        ]
-    )
+    whole = counted([
+        ("an environment offers what it is asked for",
+         lambda: [one.name for one in made.tools] == ["multiply"]),
+        ("and pays by a reward",
+         lambda: made.step({"role": "assistant", "content": "42"}).reward == 1.0),
+        ("a server that is not there costs its episode",
+         lambda: costs_episode("mcp", server="false", call_seconds=20.0)),
+    ])  # fmt: skip
     made.close()
     return found[0] + whole[0], found[1] + whole[1], found[2] + whole[2]

@@ -8,9 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @contextmanager
 def api_server(reply, models=("judge",), cut_off=()):
-    """Serve `reply(body, headers)`, which returns (status, JSON), and record the bodies.
-    JSON of the class `cut_off` is not sent to its end.
-    """
+    """Serve `reply(body, headers)`, which returns (status, JSON), and record the bodies."""
     bodies = []
 
     class Handler(BaseHTTPRequestHandler):

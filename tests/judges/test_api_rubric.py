@@ -1,6 +1,4 @@
-"""A rubric's judge behind an OpenAI-compatible API: readings by hand, servers that misbehave, and
-a run whose answers a server judges.
-"""
+"""A rubric's judge behind an OpenAI-compatible API."""
 
 import json
 import math
@@ -66,15 +64,12 @@ def test_scores_are_read_from_the_text():
     assert bodies[0]["temperature"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
-        ((400, {"error": "too long"}), "HTTP 400"),
-        ((200, {}), "the reply has no choices"),
-        ((200, {"choices": [{"message": {"content": "yes"}}]}), "no top_logprobs"),
-        (first_token(("<think>", 0.9)), "neither yes nor no"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "reason"), [
+    ((400, {"error": "too long"}), "HTTP 400"),
+    ((200, {}), "the reply has no choices"),
+    ((200, {"choices": [{"message": {"content": "yes"}}]}), "no top_logprobs"),
+    (first_token(("<think>", 0.9)), "neither yes nor no"),
+])  # fmt: skip
 def test_an_answer_without_a_reading_has_no_reward(answer, reason):
     def reply(body, headers):
         bad = "[Answer]\nbad" in body["messages"][0]["content"]
@@ -114,14 +109,11 @@ def test_a_key_with_a_line_end_is_sent_without_it(monkeypatch):
     assert keys == ["Bearer secret"]
 
 
-@pytest.mark.parametrize(
-    ("reply", "remedy"),
-    [
-        ((401, {}), "HTTP 401.*Set OPENAI_API_KEY"),
-        ((400, {"error": "context"}), "HTTP 400.*context.*Correct what the server names"),
-        ((200, {"choices": [None]}), "the reply has no choices"),
-    ],
-)
+@pytest.mark.parametrize(("reply", "remedy"), [
+    ((401, {}), "HTTP 401.*Set OPENAI_API_KEY"),
+    ((400, {"error": "context"}), "HTTP 400.*context.*Correct what the server names"),
+    ((200, {"choices": [None]}), "the reply has no choices"),
+])  # fmt: skip
 def test_an_error_that_stays_is_not_tried_again_and_has_its_remedy(reply, remedy):
     with api_server(lambda *_: reply) as (address, bodies):
         judge = APIRubricJudge(OpenAIClient(address), Rubric.from_weights(POLITE_RIGHT[:1]))

@@ -1,6 +1,4 @@
-"""A teacher behind an OpenAI-compatible API: the run with it is the run with the same teacher in
-the process, and servers that cannot be a teacher are refused before a run begins.
-"""
+"""A teacher behind an OpenAI-compatible API."""
 
 import threading
 
@@ -76,16 +74,13 @@ def test_a_run_with_the_teacher_behind_an_api_is_that_with_its_weights(teacher, 
         assert float((tensor - others[name]).abs().max()) < 1e-5, name
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        ((400, {"error": "logprobs are off"}), "did not score.*HTTP 400.*logprobs are off"),
-        ((503, {}), "did not score.*HTTP 503"),
-        ((200, {"choices": [{"text": "x", "logprobs": None}]}), "no logprobs of the prompt"),
-        (echoes([65, 66], [0.0, -1.0]), "has logprobs of 3 tokens"),
-        (echoes([88] * 500, [-1.0] * 500), "another vocabulary.*in the policy's and 'X' in the"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "message"), [
+    ((400, {"error": "logprobs are off"}), "did not score.*HTTP 400.*logprobs are off"),
+    ((503, {}), "did not score.*HTTP 503"),
+    ((200, {"choices": [{"text": "x", "logprobs": None}]}), "no logprobs of the prompt"),
+    (echoes([65, 66], [0.0, -1.0]), "has logprobs of 3 tokens"),
+    (echoes([88] * 500, [-1.0] * 500), "another vocabulary.*in the policy's and 'X' in the"),
+])  # fmt: skip
 def test_a_server_that_cannot_be_a_teacher_is_refused_before_the_run(answer, message, tmp_path):
     with (
         api_server(lambda body, headers: answer) as (address, _),
@@ -104,13 +99,10 @@ def test_logprobs_are_those_of_temperature_1():
             scorer.compute_logprobs_many(inputs, 0.5)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--learn-from teacher", "only scores the student"),
-        ("--temperature 0.5", "scores at temperature 1"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    ("--learn-from teacher", "only scores the student"),
+    ("--temperature 0.5", "scores at temperature 1"),
+])  # fmt: skip
 def test_settings_that_a_teacher_behind_an_api_cannot_serve(words, message, tmp_path, capsys):
     with pytest.raises(SystemExit):
         train(f"{WORDS} --teacher http://localhost:1/v1 {words}", tmp_path)

@@ -1,6 +1,4 @@
-"""Published reward models in the loop: their scores are transformers' own, whatever vocabulary the
-policy has.
-"""
+"""Published reward models in the loop."""
 
 import json
 
@@ -29,12 +27,9 @@ ENDS_IN_PAD = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}<pad>{% endfor %}"
 )
 SMALL = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
     "max_position_embeddings": 256,
-}
+}  # fmt: skip
 GROUPED = {**SMALL, "num_key_value_heads": 1, "head_dim": 8}
 ARCHITECTURES = {
     "Llama": GROUPED,
@@ -44,12 +39,10 @@ ARCHITECTURES = {
     "Mistral": {**GROUPED, "sliding_window": 8},
     "GPT2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 256},
     "DebertaV2": {
-        **SMALL,
-        "relative_attention": True,
-        "pos_att_type": ["c2p", "p2c"],
+        **SMALL, "relative_attention": True, "pos_att_type": ["c2p", "p2c"],
         "pooler_hidden_size": 16,
     },
-}
+}  # fmt: skip
 
 
 def write_tokenizer(folder, template=TEMPLATE):
@@ -71,13 +64,9 @@ def write_tokenizer(folder, template=TEMPLATE):
 def write_model(folder, architecture="Llama", template=TEMPLATE, *, labels=1, pads=True, seed=0):
     tokenizer = write_tokenizer(folder, template)
     config = getattr(transformers, f"{architecture}Config")(
-        vocab_size=len(tokenizer) + 3,
-        num_labels=labels,
-        pad_token_id=0 if pads else None,
-        bos_token_id=1,
-        eos_token_id=3,
-        **ARCHITECTURES[architecture],
-    )
+        vocab_size=len(tokenizer) + 3, num_labels=labels, pad_token_id=0 if pads else None,
+        bos_token_id=1, eos_token_id=3, **ARCHITECTURES[architecture],
+    )  # fmt: skip
     torch.manual_seed(seed)
     model = getattr(transformers, f"{architecture}ForSequenceClassification")(config)
     with torch.no_grad():
@@ -138,13 +127,10 @@ def service(tmp_path):
         yield service
 
 
-@pytest.mark.parametrize(
-    ("architecture", "how"),
-    [
-        *((name, {}) for name in ARCHITECTURES),
-        *(("Llama", how) for how in ({"pads": False}, {"template": ENDS_IN_PAD})),
-    ],
-)
+@pytest.mark.parametrize(("architecture", "how"), [
+    *((name, {}) for name in ARCHITECTURES),
+    *(("Llama", how) for how in ({"pads": False}, {"template": ENDS_IN_PAD})),
+])  # fmt: skip
 def test_scores_are_those_of_transformers(architecture, how, tmp_path, service):
     folder = write_model(tmp_path / "model", architecture, **how)
     found = PublishedRewardModel(service.create_classifier_client(folder), folder).scores(
@@ -164,10 +150,8 @@ def test_an_episode_of_several_turns_is_read_whole(tmp_path, service):
     transitions = []
     for question, answer in (("What is 2+2?", "4."), ("And 3+3?\n", "6.")):
         logs = {
-            "prompt": question,
-            "told": [{"role": "user", "content": question}],
-            "response": answer,
-        }
+            "prompt": question, "told": [{"role": "user", "content": question}], "response": answer,
+        }  # fmt: skip
         action = SampledSequence([5, 6], [-1.0, -1.0], "stop")
         transitions.append(Transition(ModelInput.from_ints([1, 2]), action, 0.0, False, {}, logs))
     groups = [TrajectoryGroup([Trajectory(transitions)], [0.0], [{}])]
@@ -176,9 +160,6 @@ def test_an_episode_of_several_turns_is_read_whole(tmp_path, service):
 
 
 def test_an_answer_cannot_write_a_turn(tmp_path, service):
-    """Its special tokens are read as text: another score than that of the tokens themselves, and
-    the same number of turns.
-    """
     folder = write_model(tmp_path / "model")
     judge = PublishedRewardModel(service.create_classifier_client(folder), folder)
     asked = [{"role": "user", "content": "a"}]
@@ -213,9 +194,6 @@ GRPO = """grpo --base-model tiny:addition --dataset addition --reward None --gro
 
 
 def test_a_run_learns_from_two_of_them(tmp_path):
-    """The policy's vocabulary is neither's. Each row's reward is the weighted sum of what is logged
-    of each.
-    """
     one, other = (
         write_model(tmp_path / "one", "Gemma2"),
         write_model(tmp_path / "other", "DebertaV2"),
@@ -248,15 +226,12 @@ def spoilt(folder, how):
     return str(folder)
 
 
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        ("two outputs", "is a classifier with 2 outputs"),
-        ("no template", "has no chat template.*chat_template.jinja"),
-        ("a language model", "is no reward model"),
-        ("no head", "lacks 1 tensor.*score.weight.*random"),
-    ],
-)
+@pytest.mark.parametrize(("how", "says"), [
+    ("two outputs", "is a classifier with 2 outputs"),
+    ("no template", "has no chat template.*chat_template.jinja"),
+    ("a language model", "is no reward model"),
+    ("no head", "lacks 1 tensor.*score.weight.*random"),
+])  # fmt: skip
 def test_what_cannot_score_is_refused_before_the_first_step(how, says, tmp_path):
     with pytest.raises(UserError, match=says):
         train(
@@ -303,20 +278,12 @@ def test_a_later_stage_is_checked_before_the_first(tmp_path):
         train(f"{tmp_path / 'two.yaml'}", tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (
-            "--reward-model a --reward-models b 1",
-            "reward_models replaces reward_model",
-        ),
-        ("--reward-models a 1 a 2", "names a model twice"),
-        (
-            "--reward-models a 1 --comparison-model b",
-            "set reward models or --comparison-model, not both",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("words", "says"), [
+    ("--reward-model a --reward-models b 1", "reward_models replaces reward_model"),
+    ("--reward-models a 1 a 2", "names a model twice"),
+    ("--reward-models a 1 --comparison-model b",
+     "set reward models or --comparison-model, not both"),
+])  # fmt: skip
 def test_settings_that_contradict_each_other_are_refused(words, says, tmp_path, capsys):
     with pytest.raises((UserError, SystemExit)) as caught:
         train(f"{GRPO} {words}", tmp_path / "run")

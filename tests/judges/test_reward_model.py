@@ -1,6 +1,4 @@
-"""Reward models and RLHF: Bradley-Terry against float64 formulas, held-out calibration by hand,
-models in the loop, null controls.
-"""
+"""Reward models and RLHF: losses, calibration by hand, models in the loop, controls."""
 
 import itertools
 import json
@@ -85,18 +83,14 @@ def test_bradley_terry_is_the_formula_at_each_last_position(centre):
 
 
 def pairs(count=6, seed=0):
-    rng = np.random.default_rng(seed)
-    datums = []
+    rng, datums = np.random.default_rng(seed), []
     for _ in range(count):
         prompt = rng.integers(0, VOCABULARY, rng.integers(2, 6)).tolist()
         for _ in range(2):
             tokens = [*prompt, *rng.integers(0, VOCABULARY, rng.integers(1, 8)).tolist()]
             mask = (np.arange(1, len(tokens) + 1) >= len(prompt)).astype(np.float32)
-            datums.append(
-                Datum(
-                    ModelInput.from_ints(tokens), {"target_tokens": [*tokens[1:], 0], "mask": mask}
-                )
-            )
+            fields = {"target_tokens": [*tokens[1:], 0], "mask": mask}
+            datums.append(Datum(ModelInput.from_ints(tokens), fields))
     return datums
 
 
@@ -112,30 +106,23 @@ def stirred(worker):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_gradient_does_not_depend_on_how_pairs_are_cut(layout):
-    """Whatever the layout and the cuts, it is that of the model run plainly on one sequence after
-    the other.
-    """
-    datums = pairs()
-    worker = stirred(make_worker())
+    """It is that of the model run on one sequence after the other."""
+    datums, worker = pairs(), stirred(make_worker())
     model, head = worker.learners[0].model, worker.learners[0].head.value_head
-    scores = [
-        head(
-            model(
-                input_ids=torch.tensor([d.model_input.to_ints()]), output_hidden_states=True
-            ).hidden_states[-1][0]
-        )[-1]
-        for d in datums
-    ]
-    total = sum(
-        -torch.log(torch.sigmoid(a - b)) for a, b in zip(scores[0::2], scores[1::2], strict=True)
-    )
+
+    def score(datum):
+        read = torch.tensor([datum.model_input.to_ints()])
+        return head(model(input_ids=read, output_hidden_states=True).hidden_states[-1][0])[-1]
+
+    scores = [score(datum) for datum in datums]
+    both = zip(scores[0::2], scores[1::2], strict=True)
+    total = sum(-torch.log(torch.sigmoid(a - b)) for a, b in both)
     (total / 3.0).backward()
-    expected = torch.cat(
-        [
-            (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
-            for p in worker.learners[0].trainable.values()
-        ]
-    )
+    gradients = [
+        torch.zeros_like(p) if p.grad is None else p.grad
+        for p in worker.learners[0].trainable.values()
+    ]
+    expected = torch.cat([g.reshape(-1) for g in gradients])
     for budget in (10_000, 1, 40):
         worker = stirred(make_worker(layout=layout, token_budget=budget))
         _, metrics = call(worker, "forward_backward", 0, datums, "bradley_terry", {}, 3.0, True)
@@ -161,23 +148,11 @@ def test_calibration_and_metrics_by_hand():
     assert metrics["test/rewards/calibration_error"] == pytest.approx((0.25 + 0.8 + 0.0) / 3)
 
 
-def test_a_well_calibrated_model_has_a_small_error():
-    rng = np.random.default_rng(0)
-    p = rng.uniform(0.5, 1, 20_000)
-    right = rng.random(20_000) < p
-    assert compute_calibration_error(p.tolist(), right.tolist()) < 0.02
-    assert (
-        compute_calibration_error((0.5 + p / 2).tolist(), right.tolist()) > 0.1
-    )  # too sure of itself
-
-
 # ------------------------------------------------------------------------------ the comparing judge
 
 
 class Judge:
-    """Stands for a sampling client whose logprob of every token is a function of the text before
-    it.
-    """
+    """A sampling client whose logprobs are a function of the text before."""
 
     def __init__(self, prefers):
         self.prefers = prefers
@@ -209,9 +184,7 @@ class Letters:
 
 
 def test_both_orders_are_read_and_averaged():
-    """P(A, B, tie): (6, 1, 1)/8 where the longer stands first, (2, 1, 1)/4 where it stands second:
-    a judge that favours the first place.
-    """
+    """P(A, B, tie) is (6, 1, 1)/8 where the longer stands first, else (2, 1, 1)/4."""
 
     def prefers(first, second):
         return np.log([6, 1, 1]) + 2.0 if len(first) > len(second) else np.log([2, 1, 1])
@@ -225,22 +198,6 @@ def test_both_orders_are_read_and_averaged():
     (other,) = ComparisonModel(Judge(prefers), Letters()).compare([swap_answers(one)])
     assert (other.first, other.second, other.tie) == pytest.approx(
         (verdict.second, verdict.first, verdict.tie)
-    )
-
-
-def test_conversations_are_shown_with_roles():
-    said = [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Yes?"},
-        {"role": "user", "content": "Tell"},
-    ]
-    ((message),) = make_comparison_prompt(AnswerComparison(said, "one", "two"))
-    text = message["content"]
-    assert (
-        text.index("User: Hi")
-        < text.index("Assistant: Yes?")
-        < text.index("User: Tell")
-        < text.index("[Answer A]\none")
     )
 
 
@@ -269,50 +226,36 @@ def test_scores_within_a_group_are_shares_of_wins():
 
 
 def test_a_judge_in_the_loop_is_asked_what_the_comparison_form_is_trained_on(tmp_path):
-    """The same text for an answer that was sampled as for a row of pairs: a system prompt and
-    earlier turns included.
-    """
+    """The same text for an answer that was sampled as for a row of pairs."""
     said = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Yes?"},
-        {"role": "user", "content": "1+1="},
-    ]
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "1+1="},
+    ]  # fmt: skip
     with ServiceClient(output_dir=tmp_path) as service:
         renderer = make_renderer(service.create_sampling_client(base_model="tiny:ascii"), None)
     envs = ProblemGroupBuilder(Problem(said), 2, renderer, None).make_envs()
     sampled = [SampledSequence(renderer.encode(text), [-1.0] * len(text)) for text in ("2", "33")]
-    results = [env.step(one) for env, one in zip(envs, sampled, strict=True)]
+    logs = [env.step(one).logs for env, one in zip(envs, sampled, strict=True)]
     turns = [
-        Transition(ModelInput.empty(), one, 0.0, True, {}, r.logs)
-        for one, r in zip(sampled, results, strict=True)
+        Transition(ModelInput.empty(), one, 0.0, True, {}, own)
+        for one, own in zip(sampled, logs, strict=True)
     ]
     asked: list[AnswerComparison] = []
     verdict = ComparisonVerdict(0.5, 0.5, 0.0, True)
-    judge = SimpleNamespace(
-        compare=lambda comparisons: asked.extend(comparisons) or [verdict for _ in comparisons]
-    )
-    PairwiseJudge(judge).scores(
-        [TrajectoryGroup([Trajectory([turn]) for turn in turns], [0.0, 0.0], [{}, {}])]
-    )
-    (in_the_loop,) = asked
+    judge = SimpleNamespace(compare=lambda found: asked.extend(found) or [verdict for _ in found])
+    members = [Trajectory([turn]) for turn in turns]
+    PairwiseJudge(judge).scores([TrajectoryGroup(members, [0.0, 0.0], [{}, {}])])
+    (prompt,) = make_comparison_prompt(asked[0])
+    assert len(asked) == 1
     trained_on = make_comparison_pair(Problem(said, response="2", rejected="33"), renderer)[0]
-    ((shown),) = (
-        renderer.build_supervised_example(
-            [*make_comparison_prompt(in_the_loop), {"role": "assistant", "content": "A"}]
-        )[0],
-    )
+    shown, _ = renderer.build_supervised_example([prompt, {"role": "assistant", "content": "A"}])
     assert shown.to_ints()[:-1] == trained_on.model_input.to_ints()
-    assert (
-        "System: Be brief.\n\nUser: Hi\n\nAssistant: Yes?\n\nUser: 1+1="
-        in make_comparison_prompt(in_the_loop)[0]["content"]
-    )
+    told = "System: Be brief.\n\nUser: Hi\n\nAssistant: Yes?\n\nUser: 1+1="
+    assert told in prompt["content"]
 
 
 def spoken(*exchange, told=True):
-    """An episode of turns (what was said, the answer), logged as environments with several turns
-    do, or by prompts alone.
-    """
+    """An episode of (question, answer) turns, logged with or without `told`."""
     turns = []
     for asked, answer in exchange:
         message = {"role": "user", "content": asked}
@@ -325,49 +268,33 @@ def spoken(*exchange, told=True):
 
 @pytest.mark.parametrize("told", [True, False])
 def test_each_member_of_several_turns_is_judged_by_its_own_conversation(told):
-    """Both orders of every pair: what two episodes share stands above, and each one's own turns
-    stand by its own answer.
-    """
     members = [
         spoken(("2+2?", "<think>five?</think>4"), ("sure?", "yes"), told=told),
         spoken(("2+2?", "5"), ("really?", "no, 4"), told=told),
         spoken(("2+2?", "4!"), told=told),
     ]
     seen: list[str] = []
-    verdict = ComparisonVerdict(1.0, 0.0, 0.0, True)
 
     def verdicts(comparisons):
-        seen.extend(
-            str(make_comparison_prompt(shown)[0]["content"])
-            for one in comparisons
-            for shown in (one, swap_answers(one))
-        )
-        return [verdict for _ in comparisons]
+        both = [shown for one in comparisons for shown in (one, swap_answers(one))]
+        seen.extend(str(make_comparison_prompt(shown)[0]["content"]) for shown in both)
+        return [ComparisonVerdict(1.0, 0.0, 0.0, True) for _ in comparisons]
 
-    (scores,) = PairwiseJudge(SimpleNamespace(compare=verdicts)).scores(
-        [TrajectoryGroup(members, [0.0] * 3, [{}] * 3)]
-    )
+    judge = PairwiseJudge(SimpleNamespace(compare=verdicts))
+    (scores,) = judge.scores([TrajectoryGroup(members, [0.0] * 3, [{}] * 3)])
     assert scores == [1.0, 0.5, 0.0]
     own = [
         "Assistant: 4\n\nUser: sure?\n\nAssistant: yes",
-        "Assistant: 5\n\nUser: really?\n\nAssistant: no, 4",
-        "Assistant: 4!",
-    ]
-    shown = [
-        (a, b)
-        for i, j in itertools.combinations(range(3), 2)
-        for a, b in ((own[i], own[j]), (own[j], own[i]))
-    ]
-    ending = "Which answer is better? Say A, B or tie.\n"
-    assert seen == [
-        f"[Conversation]\n2+2?\n\n[Answer A]\n{a}\n\n[Answer B]\n{b}\n\n{ending}" for a, b in shown
-    ]
+        "Assistant: 5\n\nUser: really?\n\nAssistant: no, 4", "Assistant: 4!",
+    ]  # fmt: skip
+    form = ("[Conversation]\n2+2?\n\n[Answer A]\n{}\n\n[Answer B]\n{}\n\n"
+            "Which answer is better? Say A, B or tie.\n")  # fmt: skip
+    pairs = [(own[i], own[j]) for i, j in itertools.combinations(range(3), 2)]
+    assert seen == [form.format(*pair) for a, b in pairs for pair in ((a, b), (b, a))]
 
 
 def test_episodes_are_compared_from_where_they_part():
-    """A shared first turn belongs to the conversation; the same last answer after other turns is
-    not the same episode.
-    """
+    """A shared first turn belongs to the conversation."""
     asked: list[AnswerComparison] = []
     judge = SimpleNamespace(
         compare=lambda found: (
@@ -388,10 +315,8 @@ def test_episodes_are_compared_from_where_they_part():
     assert (list(asked[0].messages), asked[0].first, asked[0].second) == (whole, "d", "e")
     tail = "\n\nUser: c\n\nAssistant: d"
     assert (list(asked[1].messages), asked[1].first, asked[1].second) == (
-        whole[:1],
-        "Assistant: b" + tail,
-        "Assistant: x" + tail,
-    )
+        whole[:1], "Assistant: b" + tail, "Assistant: x" + tail,
+    )  # fmt: skip
 
 
 class Scores:
@@ -439,10 +364,8 @@ def test_a_model_in_the_loop_gives_what_it_gives_alone(tmp_path):
         # a pair is scored as an answer that was sampled: prompt, answer, end mark
         prompt = renderer.build_generation_prompt(rows[0].messages).to_ints()
         assert datums[0].model_input.to_ints() == [
-            *prompt,
-            *renderer.encode(rows[0].response),
-            client.get_tokenizer().eos_token_id,
-        ]
+            *prompt, *renderer.encode(rows[0].response), client.get_tokenizer().eos_token_id,
+        ]  # fmt: skip
 
 
 LEARNS = (
@@ -649,27 +572,20 @@ def test_a_comparing_judge_rewards_groups(tmp_path):
         "--max-tokens 2 --reward None"
     )
     (row,) = train(f"{words} --steps 1 --eval-every 0", tmp_path / "run")
-    assert (
-        row["env/all/reward/learned"] == pytest.approx(0.5, abs=1e-6)
-        and row["env/all/reward/std"] > 0
-    )
+    assert row["env/all/reward/learned"] == pytest.approx(0.5, abs=1e-6)
+    assert row["env/all/reward/std"] > 0
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("rlhf", "rlhf needs a reward model"),
-        ("rlhf --reward-model tiny:addition", "tiny:addition is no reward model"),
-        (
-            "grpo --reward-model a --comparison-model b",
-            "set reward models or --comparison-model, not both",
-        ),
-        ("grpo --other-reward-weight 1", "or leave --other-reward-weight out"),
-        ("ppo --comparison-model tiny:ascii", "set --group-size to 2 or more"),
-        ("rlhf --reward-model nowhere/at/all", "no folder nowhere/at/all"),
-        ("reward_model --reward exact_match", "a reward could score: leave reward out"),
-    ],
-)
+@pytest.mark.parametrize(("words", "says"), [
+    ("rlhf", "rlhf needs a reward model"),
+    ("rlhf --reward-model tiny:addition", "tiny:addition is no reward model"),
+    ("grpo --reward-model a --comparison-model b",
+     "set reward models or --comparison-model, not both"),
+    ("grpo --other-reward-weight 1", "or leave --other-reward-weight out"),
+    ("ppo --comparison-model tiny:ascii", "set --group-size to 2 or more"),
+    ("rlhf --reward-model nowhere/at/all", "no folder nowhere/at/all"),
+    ("reward_model --reward exact_match", "a reward could score: leave reward out"),
+])  # fmt: skip
 def test_misuse_is_named_before_anything_is_written(words, says, tmp_path, capsys):
     with pytest.raises((UserError, SystemExit)) as caught:
         train(f"{words} --steps 1", tmp_path / "run")

@@ -1,6 +1,4 @@
-"""What a reward model reads of a sampled answer is what it read of it in training: token for token,
-for every renderer and tokenizer.
-"""
+"""What a reward model reads of a sampled answer is what it read of it in training."""
 
 import random
 from pathlib import Path
@@ -35,9 +33,7 @@ ROLE_COLON = [
 
 
 class Reader:
-    """Stands for a reward model: keeps what it is to read. Its value at a position is the
-    position's number.
-    """
+    """Stands for a reward model: keeps what it is to read."""
 
     info = {"max_context": None}
 
@@ -52,9 +48,7 @@ class Reader:
 
 
 def sampled(renderer, problem, text, end, *, logs=True):
-    """The group of one episode whose answer is `text` as a policy draws it, ended by `end` (token
-    ids; empty: cut off).
-    """
+    """A group of one episode that answers `text`, ended by `end`; empty: cut off."""
     builder = ProblemGroupBuilder(problem, 1, renderer, None)
     drawn = [*renderer._encode(renderer.escaper.escape(text), continuing=True), *end]
     if len(end) > 1:  # a mark in words: drawn as it is learnt, in one piece with what it ends
@@ -86,17 +80,11 @@ def test_an_answer_is_read_as_it_was_in_training(renderers, tokenizers, name, mo
     rng = random.Random(f"{name} {model}")
     thinks = model in ("qwen3",) and name == "chat_template"
     for _ in range(5):
-        history = (
-            [{"role": "user", "content": "st"}, {"role": "assistant", "content": "ab"}]
-            if rng.random() < 0.5
-            else []
-        )
+        turn = [{"role": "user", "content": "st"}, {"role": "assistant", "content": "ab"}]
+        history = turn if rng.random() < 0.5 else []
         asked = [*history, {"role": "user", "content": rng.choice(["2+2?", "a a\n", "(7)"])}]
-        problem = Problem(
-            asked,
-            response=rng.choice(["4", "ab st", "7 (a)."]),
-            rejected=rng.choice(["5", "st\nab"]),
-        )
+        response, rejected = rng.choice(["4", "ab st", "7 (a)."]), rng.choice(["5", "st\nab"])
+        problem = Problem(asked, response=response, rejected=rejected)
         trained = [datum.model_input.to_ints() for datum in make_scored_pair(problem, renderer)]
         for answer, wanted in zip((problem.response, problem.rejected), trained, strict=True):
             text = as_drawn(renderer, name, ("<think>\n\n</think>\n\n" if thinks else "") + answer)
@@ -135,9 +123,7 @@ def test_the_mask_tells_where_the_prompt_ends(renderers, name, model):  # noqa: 
 
 @pytest.mark.parametrize("model", ROLE_COLON)
 def test_role_colons_mark_is_read_as_in_training_however_it_was_tokenised(renderers, model):  # noqa: F811
-    """A policy may draw a text in other tokens than the tokenizer would: character by character, or
-    the mark by itself.
-    """
+    """A policy may draw a text in other tokens than the tokenizer would."""
     renderer = renderers("role_colon", model)
     for response in ("4.", "ab st.", "7 (a)", "st"):
         problem = Problem([{"role": "user", "content": "2+2?"}], response=response, rejected="5")
@@ -185,9 +171,6 @@ def test_a_policy_with_another_renderer_is_read_in_the_models_own(renderers, pol
 
 @pytest.mark.parametrize("shares_vocabulary", [True, False])
 def test_a_model_of_another_vocabulary_reads_all_turns_of_an_episode(renderers, shares_vocabulary):  # noqa: F811
-    """By the texts of all turns; one of the policy's vocabulary reads the prompt that the policy
-    saw, which holds them.
-    """
     renderer = renderers("role_colon", "llama-like")
     talk = [
         {"role": "user", "content": "2+2?"},
@@ -213,33 +196,23 @@ def test_a_model_of_another_vocabulary_reads_all_turns_of_an_episode(renderers, 
 
 @pytest.mark.parametrize("name", ["chat_template", "plain", "role_colon"])
 def test_the_held_out_margin_is_the_one_that_rlhf_reads(renderers, name, shared_data, tmp_path):  # noqa: F811
-    """A real model, after a step of training: the margins of pairs as `evaluate` gives them, and of
-    the same answers when drawn.
-    """
+    texts = [("2+2?", "4", "five"), ("Hi", "Hello!", "No."), ("A b c", "d e", "x")]
     rows = [
         Problem([{"role": "user", "content": q}], response=a, rejected=b, index=i)
-        for i, (q, a, b) in enumerate(
-            [("2+2?", "4", "five"), ("Hi", "Hello!", "No."), ("A b c", "d e", "x")]
-        )
+        for i, (q, a, b) in enumerate(texts)
     ]
     with ServiceClient(output_dir=tmp_path) as service:
         tokenizer = str(shared_data / "tokenizers" / "minimind_6400")
-        client = service.create_full_training_client(
-            "tiny:chat", tokenizer=tokenizer, seed=2, value_head=True
-        )
+        how = {"tokenizer": tokenizer, "seed": 2, "value_head": True}
+        client = service.create_full_training_client("tiny:chat", **how)
         renderer = get_renderer(name, client.get_tokenizer())
-        client.forward_backward(
-            [d for row in rows for d in make_scored_pair(row, renderer)], "bradley_terry"
-        ).result()
+        datums = [d for row in rows for d in make_scored_pair(row, renderer)]
+        client.forward_backward(datums, "bradley_terry").result()
         client.optim_step(ADAM).result()
-        held_out = RewardModelTraining(RewardModelSettings()).evaluate(
-            rows, renderer, Models(client, {})
-        )
-        end = (
-            ways_to_end(renderer, name)[-1]
-            if name == "role_colon"
-            else [renderer.get_stop_sequences()[0]]
-        )
+        method = RewardModelTraining(RewardModelSettings())
+        held_out = method.evaluate(rows, renderer, Models(client, {}))
+        end = [renderer.get_stop_sequences()[0]]
+        end = ways_to_end(renderer, name)[-1] if name == "role_colon" else end
         groups = [
             sampled(renderer, row, as_drawn(renderer, name, text), end)
             for row in rows
@@ -266,11 +239,8 @@ def test_a_judge_is_shown_answers_as_it_was_in_training(renderers, answer):  # n
     logs = builder.make_envs()[0].step(SampledSequence(drawn, [-1.0] * len(drawn))).logs
     group[0].trajectories_G[0].transitions[-1].logs = logs
     asked = []
-    judge = SimpleNamespace(
-        compare=lambda comparisons: (
-            asked.extend(comparisons) or [SimpleNamespace(first=1.0, second=0.0)]
-        )
-    )
+    verdict = SimpleNamespace(first=1.0, second=0.0)
+    judge = SimpleNamespace(compare=lambda found: asked.extend(found) or [verdict])
     both = TrajectoryGroup([one.trajectories_G[0] for one in group], [0.0, 0.0], [{}, {}])
     PairwiseJudge(judge).scores([both])
     shown, _ = renderer.build_supervised_example(
@@ -285,9 +255,7 @@ def test_a_judge_is_shown_answers_as_it_was_in_training(renderers, answer):  # n
 
 @pytest.mark.parametrize("logs", [True, False])
 def test_a_policy_of_another_vocabulary_is_read_as_text(logs, tokenizers):  # noqa: F811
-    """As the reward model's own training data reads, whatever the policy's ids mean to it; without
-    messages, the prompt's text.
-    """
+    """As the reward model's own training data reads, whatever the policy's ids mean to it."""
     theirs, own = (
         get_renderer("role_colon", tokenizers("gpt2")),
         get_renderer("chat_template", tokenizers("qwen3"), enable_thinking=False),
@@ -342,25 +310,19 @@ class Remembers(Environment):
 
 
 def played(renderer, name, answers, *, cut=False, tools=False):
-    """The group of one episode of `Remembers`, played as a rollout does it: the policy's tokens,
-    and its logs.
-    """
+    """The group of one episode of `Remembers`, played as a rollout does it."""
     spec = resolve_environment(Remembers)
     problem = Problem([], meta={"tools": tools})
     env = EnvironmentGroup(spec, problem, 1, renderer).make_envs()[0]
     prompt, _ = env.initial_observation().result()
     turns = []
     for answer in answers:
-        end = (
-            renderer._encode("\n\nUser:", continuing=True)
-            if name == "role_colon"
-            else [renderer.get_stop_sequences()[0]]
-        )
+        end = [renderer.get_stop_sequences()[0]]
+        if name == "role_colon":
+            end = renderer._encode("\n\nUser:", continuing=True)
         ended = not (cut and len(turns) == len(answers) - 1)
-        drawn = [
-            *renderer._encode(as_drawn(renderer, name, answer), continuing=True),
-            *(end if ended else []),
-        ]
+        drawn = renderer._encode(as_drawn(renderer, name, answer), continuing=True)
+        drawn = [*drawn, *(end if ended else [])]
         action = SampledSequence(drawn, [-1.0] * len(drawn), "stop" if ended else "length")
         result = env.step(action).result()
         turns.append(Transition(prompt, action, 0.0, result.episode_done, {}, result.logs))
@@ -398,9 +360,6 @@ def test_an_episode_of_an_environment_is_read_in_the_models_own_renderer(
 
 
 def test_an_episode_in_the_models_own_format_is_read_with_its_tools(renderers):  # noqa: F811
-    """A policy of the same renderer: token for token what the policy read and wrote, the
-    descriptions of tools included.
-    """
     renderer = renderers("chat_template", "qwen3")
     group = played(renderer, "chat_template", ["4", "st"], tools=True)
     last = group.trajectories_G[0].transitions[-1]

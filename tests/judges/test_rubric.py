@@ -1,6 +1,4 @@
-"""A language model as judge by rubric: readings and weights by hand, answers that cannot be read,
-and one in the loop of a run.
-"""
+"""A language model as judge by rubric."""
 
 import json
 import math
@@ -25,9 +23,7 @@ POLITE_RIGHT = (("Is the answer polite?", 1.0), ("Is it right?", 3.0))
 
 
 class YesNo:
-    """A sampling client of `Letters`: log P(yes), log P(no) by the answer and the question, spread
-    over the word's letters.
-    """
+    """A sampling client of `Letters`."""
 
     info = {"max_context": None, "base_model": "stub"}
 
@@ -49,9 +45,7 @@ class YesNo:
 
 
 def likes(answer, question):
-    """P(yes) : P(no) is the answer's length to 1 of politeness, 1 to 3 of being right; both far
-    from adding up to 1.
-    """
+    """P(yes) : P(no) is length to 1 of politeness, 1 to 3 of being right."""
     return (
         np.log([len(answer) if "polite" in question else 1, 1 if "polite" in question else 3]) - 4.0
     )
@@ -72,12 +66,8 @@ def test_a_rubrics_score_is_the_weighted_mean_of_yes_against_no():
 
 
 def test_a_bad_thing_has_a_negative_weight():
-    rubric = Rubric(
-        (
-            RubricQuestion("Is it right?", 1.0, "right"),
-            RubricQuestion("Is it polite?", -1.0, "polite"),
-        )
-    )
+    rubric = Rubric((RubricQuestion("Is it right?", 1.0, "right"),
+                     RubricQuestion("Is it polite?", -1.0, "polite")))  # fmt: skip
     ((score,),) = RubricJudge(YesNo(likes), Letters(), rubric).scores([group("aaa")])
     assert score.reward == pytest.approx((0.25 - 0.75) / 2)
 
@@ -87,27 +77,22 @@ def test_names_come_from_the_questions_and_differ():
         (("Is the answer right and polite?", 1), ("Is the answer right and short?", 1), ("?!", 2))
     )
     assert [q.name for q in rubric.questions] == [
-        "is_the_answer_right_and",
-        "is_the_answer_right_and-2",
-        "question",
-    ]
+        "is_the_answer_right_and", "is_the_answer_right_and-2", "question",
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "share"),
-    [
-        ("It is fine.\nScore: 7", 0.7),
-        ("score 3, no: **Score: 8/10**", 0.8),
-        ("Score: **5**", 0.5),
-        ("Score is 2.5.", 0.25),
-        ("<think>Score: 9</think> I cannot say", None),
-        ("<think>Score: 9</think> Score: 1", 0.1),
-        ("Score: 11", None),
-        ("Score: -1", None),
-        ("seven", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "share"), [
+    ("It is fine.\nScore: 7", 0.7),
+    ("score 3, no: **Score: 8/10**", 0.8),
+    ("Score: **5**", 0.5),
+    ("Score is 2.5.", 0.25),
+    ("<think>Score: 9</think> I cannot say", None),
+    ("<think>Score: 9</think> Score: 1", 0.1),
+    ("Score: 11", None),
+    ("Score: -1", None),
+    ("seven", None),
+    ("", None),
+])  # fmt: skip
 def test_a_written_score_is_the_last_one_and_on_the_scale(text, share):
     assert parse_score(text, 10.0) == (None if share is None else pytest.approx(share))
 
@@ -210,16 +195,13 @@ def test_a_conversation_too_long_for_the_judge_names_the_remedy():
         RubricJudge(client, Letters(), Rubric.from_weights(POLITE_RIGHT)).scores([group("a")])
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rubric_model": "x"}, "rubric and rubric_model go together"),
-        ({"rubric": POLITE_RIGHT}, "rubric and rubric_model go together"),
-        ({"rubric_model": "x", "rubric": POLITE_RIGHT, "reward_model": "y"}, "leave out y"),
-        ({"rubric_scale": 5.0}, "rubric_reading is yes_no"),
-        ({"rubric_reading": "score"}, "no rubric_model"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"rubric_model": "x"}, "rubric and rubric_model go together"),
+    ({"rubric": POLITE_RIGHT}, "rubric and rubric_model go together"),
+    ({"rubric_model": "x", "rubric": POLITE_RIGHT, "reward_model": "y"}, "leave out y"),
+    ({"rubric_scale": 5.0}, "rubric_reading is yes_no"),
+    ({"rubric_reading": "score"}, "no rubric_model"),
+])  # fmt: skip
 def test_settings_that_say_two_things_or_nothing(settings, message):
     with pytest.raises(ValueError, match=message):
         LearnedRewardSettings(**settings)
@@ -230,15 +212,9 @@ def test_settings_that_say_two_things_or_nothing(settings, message):
 
 def test_a_rubric_on_the_line():
     words = [
-        "grpo",
-        "--rubric-model",
-        "tiny:ascii",
-        "--rubric",
-        "Is it polite?",
-        "1",
-        "Is it right?",
+        "grpo", "--rubric-model", "tiny:ascii", "--rubric", "Is it polite?", "1", "Is it right?",
         "-2",
-    ]
+    ]  # fmt: skip
     (stage,) = parse_run(words, METHODS, RECIPE, options=RunSettings).stages
     assert stage.settings.learned.rubric == (("Is it polite?", 1.0), ("Is it right?", -2.0))
 

@@ -1,6 +1,4 @@
-"""Calls of tools as GLM, Llama 3, Gemma 4 and LFM2 write them: written here from the published
-forms, read by the renderers' readers.
-"""
+"""Calls of tools as GLM, Llama 3, Gemma 4 and LFM2 write them."""
 
 import json
 import random
@@ -11,14 +9,10 @@ from rl.renderers.tool_call_formats import find_call_format
 
 TYPES = {"a": "integer", "text": "string", "list": "array", "b": "boolean", "o": "object"}
 TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "parameters": {"properties": {k: {"type": v} for k, v in TYPES.items()}},
-        },
-    }
-]
+    {"type": "function",
+     "function": {"name": "add",
+                  "parameters": {"properties": {k: {"type": v} for k, v in TYPES.items()}}}},
+]  # fmt: skip
 FORM = {
     "glm": find_call_format("<tool_call>{function-name}<arg_key>"),
     "gemma": find_call_format("{{- '<|tool_call>call:' + function['name'] }}"),
@@ -87,21 +81,9 @@ def llama(calls):
 
 WRITE = {"glm": glm, "gemma": gemma, "lfm": lfm, "llama": llama}
 TEXTS = (
-    "é 数 🙂",
-    "a b",
-    "",
-    "it's",
-    "7",
-    "true",
-    "[1]",
-    "x=1, y",
-    "a\nb",
-    "\\n",
-    "{}",
-    "<b>",
-    "call:f{",
+    "é 数 🙂", "a b", "", "it's", "7", "true", "[1]", "x=1, y", "a\nb", "\\n", "{}", "<b>", "call:f{",
     "-",
-)
+)  # fmt: skip
 
 
 def random_call(rng):
@@ -127,20 +109,16 @@ def test_what_is_written_is_read_back(name):
 
 @pytest.mark.parametrize("name", FORM)
 def test_what_is_cut_off_or_damaged_is_named_and_stays_as_text(name):
-    """Every beginning of a call, and calls with a letter taken out: no error, and no call that was
-    not written.
-    """
+    """Every beginning of a call, and calls with a letter taken out."""
     written = WRITE[name]([call(a=7, text="q w")])
     begun = FORM[name].begin if name != "llama" else '{"name":'
     for upto in range(len(written)):
         content, calls, unparsed = FORM[name].parse(written[:upto], TOOLS)
         assert content == written[:upto] and calls == []
         if begun in written[:upto]:
-            assert (
-                len(unparsed) == 1
-                and unparsed[0]["error"]
-                and unparsed[0]["raw_text"] in written[:upto]
-            )
+            assert len(unparsed) == 1
+            assert unparsed[0]["error"]
+            assert unparsed[0]["raw_text"] in written[:upto]
     counted = 0
     for at in range(len(written)):
         damaged = written[:at] + written[at + 1 :]
@@ -150,28 +128,22 @@ def test_what_is_cut_off_or_damaged_is_named_and_stays_as_text(name):
     assert counted > 10
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "why"),
-    [
-        ("lfm", "<|tool_call_start|>[f(1)]<|tool_call_end|>", "NAME(KEY=VALUE"),
-        ("lfm", "<|tool_call_start|>[f(**{'a': 1})]<|tool_call_end|>", "NAME(KEY=VALUE"),
-        (
-            "lfm",
-            "<|tool_call_start|>[f(a=__import__('os').system('ls'))]<|tool_call_end|>",
-            "an argument is",
-        ),
-        ("lfm", "<|tool_call_start|>f(a=1)<|tool_call_end|>", "calls are a list"),
-        ("lfm", f"<|tool_call_start|>[f(a={'(' * 5000})]<|tool_call_end|>", ""),
-        ("gemma", '<|tool_call>call:f{a:<|"|>x}<tool_call|>', "not finished"),
-        ("gemma", "<|tool_call>f{a:1}<tool_call|>", "call:NAME"),
-        ("gemma", f"<|tool_call>call:f{{a:{'[' * 100_000}}}<tool_call|>", ""),
-        ("glm", "<tool_call>f\n<arg_key>a</arg_key>\n</tool_call>", "outside"),
-        ("glm", '<tool_call>{"name": "f", "arguments": {}}</tool_call>', "its tool's name"),
-        ("llama", '{"name": "f", "parameters": 3}', "is an object"),
-        ("llama", '<|python_tag|>print("a")', "NAME(KEY=VALUE"),
-        ("llama", '<|python_tag|>print(a="b")', "NAME.call"),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "why"), [
+    ("lfm", "<|tool_call_start|>[f(1)]<|tool_call_end|>", "NAME(KEY=VALUE"),
+    ("lfm", "<|tool_call_start|>[f(**{'a': 1})]<|tool_call_end|>", "NAME(KEY=VALUE"),
+    ("lfm", "<|tool_call_start|>[f(a=__import__('os').system('ls'))]<|tool_call_end|>",
+     "an argument is"),
+    ("lfm", "<|tool_call_start|>f(a=1)<|tool_call_end|>", "calls are a list"),
+    ("lfm", f"<|tool_call_start|>[f(a={'(' * 5000})]<|tool_call_end|>", ""),
+    ("gemma", '<|tool_call>call:f{a:<|"|>x}<tool_call|>', "not finished"),
+    ("gemma", "<|tool_call>f{a:1}<tool_call|>", "call:NAME"),
+    ("gemma", f"<|tool_call>call:f{{a:{'[' * 100_000}}}<tool_call|>", ""),
+    ("glm", "<tool_call>f\n<arg_key>a</arg_key>\n</tool_call>", "outside"),
+    ("glm", '<tool_call>{"name": "f", "arguments": {}}</tool_call>', "its tool's name"),
+    ("llama", '{"name": "f", "parameters": 3}', "is an object"),
+    ("llama", '<|python_tag|>print("a")', "NAME(KEY=VALUE"),
+    ("llama", '<|python_tag|>print(a="b")', "NAME.call"),
+])  # fmt: skip
 def test_what_is_no_call_says_why(name, text, why):
     content, calls, unparsed = FORM[name].parse(text, TOOLS)
     assert (content, calls) == (text, []) and len(unparsed) == 1 and why in unparsed[0]["error"]
@@ -180,10 +152,8 @@ def test_what_is_no_call_says_why(name, text, why):
 def test_a_whole_answer_of_llama_is_a_call_only_where_there_are_tools():
     take = FORM["llama"].parse
     assert take('{"name": "add", "parameters": {"a": 1}}', []) == (
-        '{"name": "add", "parameters": {"a": 1}}',
-        [],
-        [],
-    )
+        '{"name": "add", "parameters": {"a": 1}}', [], [],
+    )  # fmt: skip
     assert take('{"result": 7}', TOOLS) == ('{"result": 7}', [], [])  # an answer in JSON
     assert take("The sum is 7.", TOOLS) == ("The sum is 7.", [], [])
     assert take('<|python_tag|>{"name": "add", "parameters": {"a": 1}}', TOOLS)[1] == [call(a=1)]
@@ -200,7 +170,5 @@ def test_an_end_mark_within_a_text_ends_nothing():
 
 
 def test_other_templates_have_none_of_these_forms():
-    assert (
-        find_call_format("<tool_call>\n{{ tool_call | tojson }}\n</tool_call>") is None
-        and find_call_format("") is None
-    )
+    assert find_call_format("<tool_call>\n{{ tool_call | tojson }}\n</tool_call>") is None
+    assert find_call_format("") is None

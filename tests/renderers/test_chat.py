@@ -1,6 +1,4 @@
-"""Conversations in a terminal: prompts built by hand, greedy samples of the client alone, and what is
-written.
-"""
+"""Conversations in a terminal: prompts, greedy samples, and what is written."""
 
 from __future__ import annotations
 
@@ -89,10 +87,8 @@ def test_each_turn_continues_the_tokens_of_the_turns_before(client, monkeypatch)
     written = chat(monkeypatch, [session], ["1+2=", "", "7+", "30="])
     assert answers_in(written) == expected
     assert [line for line in written.splitlines() if line[:2] == "> "] == [
-        "> 1+2=",
-        "> 7+",
-        "> 30=",
-    ]
+        "> 1+2=", "> 7+", "> 30=",
+    ]  # fmt: skip
     assert [message["role"] for message in session.get_messages()] == ["user", "assistant"] * 3
 
 
@@ -117,10 +113,8 @@ def test_commands_change_the_conversation(client, monkeypatch, tmp_path):
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     users = [[m["content"] for m in row["messages"] if m["role"] == "user"] for row in rows]
     assert users == [["1+2="], ["1+2=", "5+6="]]
-    assert rows[0]["model"] == "tiny" and rows[0]["messages"][0] == {
-        "role": "user",
-        "content": "1+2=",
-    }
+    assert rows[0]["model"] == "tiny"
+    assert rows[0]["messages"][0] == {"role": "user", "content": "1+2="}
     assert session.params.temperature == 1.5 and session.params.max_tokens == 3
     for problem in ["there is no message to save", "/save needs a file", "no message to take back",
                     "no message to answer again", "/temperature needs a number, got 'warm'", "-1",
@@ -291,12 +285,9 @@ def test_a_saved_conversation_has_the_texts_as_typed_and_its_first_system_prompt
     answers = [turn.answer["content"] for turn in session.turns]
     row = json.loads(file.read_text())
     assert [(message["role"], message["content"]) for message in row["messages"]] == [
-        ("system", "9+"),
-        ("user", "1+2"),
-        ("assistant", answers[0]),
-        ("user", "3"),
+        ("system", "9+"), ("user", "1+2"), ("assistant", answers[0]), ("user", "3"),
         ("assistant", answers[1]),
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -1,6 +1,4 @@
-"""How answers end, what is parsed out of them, and turns put together from the tokens that were
-drawn; every renderer and tokenizer.
-"""
+"""How answers end, what is parsed of them, and turns put together from tokens."""
 
 import json
 import random
@@ -24,9 +22,7 @@ from rl.renderers.stop_tokens import get_end_tokens
 
 @pytest.mark.parametrize(("name", "model"), pairs())
 def test_an_answer_ends_at_every_eos_of_the_model(tokenizers, name, model):  # noqa: F811
-    """Those of the generation config as well, in any order, and the answer is what stands before
-    the first.
-    """
+    """Those of the generation config as well; the answer stands before the first."""
     tokenizer = tokenizers(model)
     others = [i for i in special_ids(tokenizer) if i != tokenizer.eos_token_id][:2]
     renderer = get_renderer(name, tokenizer, eos_token_ids=others)
@@ -77,12 +73,10 @@ def test_calls_are_parsed_and_rendered_back_to_their_tokens(renderers, tokenizer
         end = tokenizer.convert_tokens_to_ids("<|im_end|>")
         tokens = [*tokenizer.encode(thought + text, add_special_tokens=False), end]
         message, ended = renderer.parse_response(tokens)
-        assert (
-            ended
-            and message["content"] == content
-            and message.get("tool_calls") == calls
-            and "unparsed_tool_calls" not in message
-        )
+        assert ended
+        assert message["content"] == content
+        assert message.get("tool_calls") == calls
+        assert "unparsed_tool_calls" not in message
         if model == "qwen2.5" and not content:
             continue  # its template writes the line break of the prompt with the call
         example, weights = renderer.build_supervised_example([ASK, message])
@@ -91,18 +85,15 @@ def test_calls_are_parsed_and_rendered_back_to_their_tokens(renderers, tokenizer
 
 
 @pytest.mark.parametrize("model", CHAT)
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [
-        ('<tool_call>\n{"name": "add", "argum', "was not finished"),
-        ('<tool_call>\n{"name": "add", "arguments": {}}', "was not finished"),
-        ("<tool_call>\n", "was not finished"),
-        ("<tool_call>\nadd(2, 2)\n</tool_call>", "no JSON"),
-        ('<tool_call>{"name": "add"}</tool_call>', "a call is"),
-        ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', "a call is"),
-        ("<tool_call>" + "[" * 5000 + "</tool_call>", "no JSON"),
-    ],
-)
+@pytest.mark.parametrize(("call", "error"), [
+    ('<tool_call>\n{"name": "add", "argum', "was not finished"),
+    ('<tool_call>\n{"name": "add", "arguments": {}}', "was not finished"),
+    ("<tool_call>\n", "was not finished"),
+    ("<tool_call>\nadd(2, 2)\n</tool_call>", "no JSON"),
+    ('<tool_call>{"name": "add"}</tool_call>', "a call is"),
+    ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', "a call is"),
+    ("<tool_call>" + "[" * 5000 + "</tool_call>", "no JSON"),
+])  # fmt: skip
 def test_a_cut_off_call_is_told_from_a_complete_one(renderers, tokenizers, model, call, error):  # noqa: F811
     tokenizer, renderer = tokenizers(model), renderers("chat_template", model)
     message, ended = renderer.parse_response(
@@ -123,10 +114,8 @@ def test_a_call_may_hold_its_own_closing_mark(renderers, tokenizers):  # noqa: F
     message, _ = renderers("chat_template", "minimind_6400").parse_response(
         tokenizers("minimind_6400").encode(text)
     )
-    assert (
-        message["tool_calls"][0]["function"]["arguments"] == {"text": "a </tool_call> b"}
-        and message["content"] == ""
-    )
+    assert message["tool_calls"][0]["function"]["arguments"] == {"text": "a </tool_call> b"}
+    assert message["content"] == ""
 
 
 @pytest.mark.parametrize("model", [*LARGE[1:], "minimind_6400"])
@@ -150,9 +139,7 @@ def test_every_thought_is_split_off(renderers, tokenizers, model):  # noqa: F811
 
 
 def after_an_answer(renderer, prompt, answer, new):
-    """The next prompt as an environment has it that never tokenises anew: what was read, what was
-    drawn, what is new.
-    """
+    """The next prompt as an environment has it that never tokenises anew."""
     # its mark is text, which `with_end_mark` writes anew
     if isinstance(renderer.get_stop_sequences()[0], str):
         found = renderer.extend_prompt([], prompt, answer, new)
@@ -169,9 +156,7 @@ def after_an_answer(renderer, prompt, answer, new):
 
 @pytest.mark.parametrize(("name", "model"), pairs())
 def test_what_was_drawn_is_never_tokenised_anew(renderers, tokenizers, name, model):  # noqa: F811
-    """50 conversations each, of answers in odd tokens: prompts grow by exactly what was drawn and
-    what is new, and read as they should.
-    """
+    """50 conversations each, of answers in odd tokens."""
     tokenizer, renderer = tokenizers(model), renderers(name, model)
     rng = random.Random(f"{name} {model}")
     ordinary = [i for i in range(len(tokenizer)) if i not in special_ids(tokenizer)]

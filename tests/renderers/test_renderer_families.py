@@ -1,9 +1,4 @@
-"""Two families that write otherwise: GLM, whose answers end in the mark of who speaks next, and
-Gemma 4's thoughts. Expected texts by hand.
-
-Templates here are small ones with these families' marks; their own are compared in
-tests/renderers/test_templates.py.
-"""
+"""Two families that write otherwise."""
 
 import json
 
@@ -56,10 +51,8 @@ def learnt(renderer, messages):
     example, weights = renderer.build_supervised_example(messages)
     ids, (where,) = example.to_ints(), np.nonzero(weights)
     begin, end = int(where[0]), int(where[-1]) + 1
-    assert (
-        len(where) == end - begin
-        and ids[:begin] == renderer.build_generation_prompt(messages[:-1]).to_ints()
-    )
+    assert len(where) == end - begin
+    assert ids[:begin] == renderer.build_generation_prompt(messages[:-1]).to_ints()
     return ids[begin:end], renderer.tokenizer.decode(ids[begin:end])
 
 
@@ -84,10 +77,8 @@ def test_glm_ends_an_answer_with_the_mark_of_who_speaks_next():
     assert ended and (message["content"], message["tool_calls"]) == ("I add.", CALLS)
     stops = {tokenizer.convert_ids_to_tokens(i) for i in renderer.get_stop_sequences()}
     assert stops == {"<|user|>", "<|observation|>", tokenizer.eos_token}
-    assert (
-        renderer.with_end_mark(tokens) == tokens
-        and renderer.parse_response(tokens[:-1])[1] is False
-    )
+    assert renderer.with_end_mark(tokens) == tokens
+    assert renderer.parse_response(tokens[:-1])[1] is False
     example, weights = renderer.build_supervised_example(
         [ask, said, user("and?"), said], "all_assistant"
     )
@@ -126,10 +117,8 @@ def test_glm_goes_on_from_the_mark_or_refuses(thoughts):
     called, _ = learnt(renderer, [ask, calling])
     after = renderer.extend_prompt([ask], seen, called, [tool])
     assert after.to_ints() == [
-        *seen,
-        *called,
-        *tokenizer.encode("\n4<|assistant|>", add_special_tokens=False),
-    ]
+        *seen, *called, *tokenizer.encode("\n4<|assistant|>", add_special_tokens=False),
+    ]  # fmt: skip
     assert renderer.extend_prompt([ask], seen, called, [user("b")]) is None
     # nobody was handed over to: the history would not hold that token
     stopped = [*called[:-1], tokenizer.eos_token_id]

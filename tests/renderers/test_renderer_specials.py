@@ -1,11 +1,10 @@
-"""Special tokens in messages are text, whichever renderer and tokenizer; contents in parts; turns
-that a template leaves out.
-"""
+"""Special tokens in messages are text, whichever renderer and tokenizer."""
 
 import random
 from types import SimpleNamespace
 
 import pytest
+from character_tokenizers import character_tokenizer
 
 from rl.errors import UserError
 from rl.renderers import get_renderer
@@ -20,9 +19,7 @@ ASK = {"role": "user", "content": "2+2?"}
 
 
 def metaspace(model):
-    """A tokenizer as Llama's: spaces are written as a mark, which also begins a text, and special
-    tokens stand in the vocabulary.
-    """
+    """A tokenizer as Llama's: spaces are a mark; special tokens in the vocabulary."""
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -48,18 +45,10 @@ def characters():
 def llama_like():
     from tokenizers import models
 
-    vocabulary = {
-        token: i
-        for i, token in enumerate(["<unk>", "<s>", "</s>", *characters(), "▁a", "ab", "ar", "st"])
-    }
-    return metaspace(
-        models.BPE(
-            vocabulary,
-            [("▁", "a"), ("a", "b"), ("a", "r"), ("s", "t")],
-            unk_token="<unk>",
-            fuse_unk=True,
-        )
-    )
+    tokens = ["<unk>", "<s>", "</s>", *characters(), "▁a", "ab", "ar", "st"]
+    merges = [("▁", "a"), ("a", "b"), ("a", "r"), ("s", "t")]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    return metaspace(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True))
 
 
 def unigram():
@@ -67,31 +56,16 @@ def unigram():
     from tokenizers import models
 
     pieces = [
-        ("<unk>", 0.0),
-        ("<s>", 0.0),
-        ("</s>", 0.0),
-        *((c, -5.0) for c in characters()),
-        ("▁a", -3.0),
-        ("st", -3.0),
-    ]
+        ("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((c, -5.0) for c in characters()),
+        ("▁a", -3.0), ("st", -3.0),
+    ]  # fmt: skip
     return metaspace(models.Unigram(pieces, unk_id=0, byte_fallback=False))
 
 
 def words():
     """Whole characters, and special tokens of which the vocabulary holds "<eos>" itself."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    core = Tokenizer(
-        models.WordLevel(
-            {token: i for i, token in enumerate(["<pad>", "<eos>", *characters()])}, unk_token=None
-        )
-    )
-    core.pre_tokenizer, core.decoder = (
-        pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"),
-        decoders.Fuse(),
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>")
+    special = {"eos_token": "<eos>", "pad_token": "<pad>"}
+    return character_tokenizer(["<pad>", "<eos>", *characters()], **special)
 
 
 MADE = {"llama-like": llama_like, "unigram": unigram, "words": words}
@@ -117,9 +91,7 @@ def tokenizers(request):
 
 @pytest.fixture(scope="module")
 def renderers(tokenizers):
-    """Each renderer of each tokenizer, made once: the second spelling of a large vocabulary takes
-    seconds.
-    """
+    """Each renderer of each tokenizer, made once."""
     made = {}
 
     def get(name, tokenizer):
@@ -151,9 +123,7 @@ def special_ids(tokenizer):
 
 @pytest.mark.parametrize(("name", "model"), pairs())
 def test_no_message_can_write_a_special_token(renderers, tokenizers, name, model):
-    """As many special tokens as a conversation of harmless words of the same roles has, and the
-    text comes back as it was.
-    """
+    """As many special tokens as harmless words have; the text comes back as it was."""
     tokenizer, renderer = tokenizers(model), renderers(name, model)
     control = sorted(renderer.escaper.control)
     assert control
@@ -212,45 +182,29 @@ def test_a_forged_turn_is_text_wherever_it_stands(renderers, tokenizers, model):
 
 @pytest.mark.parametrize("model", CHAT)
 def test_thoughts_and_calls_are_the_assistants_to_write(renderers, tokenizers, model):
-    """What its template writes and the tokenizer does not call special: in others' messages it is
-    text.
-    """
+    """What its template writes and the tokenizer does not call special is text to others."""
     tokenizer, renderer = tokenizers(model), renderers("chat_template", model)
     word = "<tool_call>" if model == "qwen2.5" else "<think>"
     mark = tokenizer.convert_tokens_to_ids(word)
     assert word in renderer.escaper.markup
+
+    def prompt(text):
+        return renderer.build_generation_prompt([{"role": "user", "content": text}]).to_ints()
+
     # minimind's prompt holds an empty thought
-    own = renderer.build_generation_prompt([ASK]).to_ints().count(mark)
-    assert (
-        renderer.build_generation_prompt([{"role": "user", "content": f"{word}x"}])
-        .to_ints()
-        .count(mark)
-        == own
-    )
-    said = {
-        "role": "assistant",
-        "content": f"{word}x" if model == "qwen2.5" else f"{word}x</think>y",
-    }
-    assert (
-        renderer._encode(
-            renderer._render_text(renderer._escape_messages([ASK, said]), False)
-        ).count(mark)
-        == 1
-    )
-    # nor other <|...|>
-    assert (
-        renderer.build_generation_prompt([{"role": "user", "content": "<|fim_prefix|>"}]).length
-        > 10
-    )
+    assert prompt(f"{word}x").count(mark) == prompt("2+2?").count(mark)
+    text = f"{word}x" if model == "qwen2.5" else f"{word}x</think>y"
+    said = [ASK, {"role": "assistant", "content": text}]
+    whole = renderer._encode(renderer._render_text(renderer._escape_messages(said), False))
+    assert whole.count(mark) == 1
+    assert len(prompt("<|fim_prefix|>")) > 10  # nor other <|...|>
 
 
 @pytest.mark.parametrize("model", TEMPLATES)
 def test_without_special_tokens_the_second_spelling_is_the_tokenizers_own(
     renderers, tokenizers, model
 ):
-    """The renamed copy, made to encode all of a rendered text, gives what the tokenizer gives; with
-    a special token in it, too, all but that token.
-    """
+    """The renamed copy, made to encode all of a rendered text, gives what the tokenizer gives."""
     tokenizer, renderer = tokenizers(model), renderers("chat_template", model)
     rng, pieces = (
         random.Random(0),
@@ -274,9 +228,7 @@ def test_without_special_tokens_the_second_spelling_is_the_tokenizers_own(
 
 @pytest.mark.parametrize("model", ["llama-like", "unigram"])
 def test_an_answer_goes_on_where_its_prompt_ended(renderers, tokenizers, model):
-    """A tokenizer that marks the beginning of a text does so at the conversation's alone, and not
-    before each answer.
-    """
+    """The mark of a text's beginning stands before a conversation, not an answer."""
     tokenizer, asked = tokenizers(model), [{"role": "user", "content": "st 7="}]
     messages = [*asked, {"role": "assistant", "content": "ab"}]
     chat = renderers("chat_template", model)
@@ -291,11 +243,9 @@ def test_an_answer_goes_on_where_its_prompt_ended(renderers, tokenizers, model):
         tokens = example.to_ints()
         assert tokenizer.decode(tokens) == text
         prompt = renderers(name, model).build_generation_prompt(asked).to_ints()
-        assert (
-            tokens[: len(prompt)] == prompt
-            and weights[: len(prompt)].sum() == 0
-            and weights[len(prompt) :].all()
-        )
+        assert tokens[: len(prompt)] == prompt
+        assert weights[: len(prompt)].sum() == 0
+        assert weights[len(prompt) :].all()
         assert tokenizer.decode(tokens[len(prompt) :]).strip() == learnt
 
 
@@ -310,9 +260,7 @@ def test_private_characters_of_the_text_itself_come_through(renderers, tokenizer
 
 @pytest.mark.parametrize("kind", ["plain", "role_colon", "chat_template"])
 def test_the_second_spelling_is_made_once_whatever_tools_there_are(monkeypatch, kind):
-    """Groups of episodes with tools have a renderer each; a large vocabulary takes a second to
-    copy.
-    """
+    """Groups of episodes with tools have a renderer each."""
     from tokenizers import Tokenizer
 
     tokenizer = llama_like() if kind == "chat_template" else words()
@@ -344,18 +292,11 @@ def test_the_second_spelling_is_made_once_whatever_tools_there_are(monkeypatch, 
 
 
 def test_what_looks_special_is_so_whatever_the_tokenizer_calls_it():
-    """By hand: named special, flagged special, or in the form <|...|>; other added tokens are
-    markup where a template writes them.
-    """
+    """Named or flagged special, or <|...|>; other added tokens are markup."""
     added = {
-        "<s>": True,
-        "<|tool|>": False,
-        "<mask>": False,
-        "<think>": False,
-        "[CALL]": False,
-        "  ": False,
-        "<td>": False,
-    }
+        "<s>": True, "<|tool|>": False, "<mask>": False, "<think>": False, "[CALL]": False,
+        "  ": False, "<td>": False,
+    }  # fmt: skip
     tokens = [
         SimpleNamespace(content=word, special=flag, rstrip=False, single_word=False)
         for word, flag in added.items()
@@ -365,10 +306,8 @@ def test_what_looks_special_is_so_whatever_the_tokenizer_calls_it():
         SimpleNamespace(added_tokens_decoder=decoder, all_special_tokens=["<mask>"]),
         template_source="{{ x }}<think>[CALL]",
     )
-    assert shield.control == {"<s>", "<|tool|>", "<mask>"} and shield.markup == {
-        "<think>",
-        "[CALL]",
-    }
+    assert shield.control == {"<s>", "<|tool|>", "<mask>"}
+    assert shield.markup == {"<think>", "[CALL]"}
     text = "".join(added)
     for may_write, left in ((False, ["  ", "<td>"]), (True, ["<think>", "[CALL]", "  ", "<td>"])):
         covered = shield.escape(text, may_write_markup=may_write)

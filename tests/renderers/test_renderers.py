@@ -1,9 +1,8 @@
-"""Renderers against `apply_chat_template` token for token, and the text ones against tokens by
-hand.
-"""
+"""Renderers against `apply_chat_template`, and the text ones against tokens by hand."""
 
 import numpy as np
 import pytest
+from character_tokenizers import character_tokenizer
 
 from rl.models.info import get_recommended_lora_lr, get_recommended_renderer_name
 from rl.renderers import RENDERER_NAMES, get_renderer
@@ -16,12 +15,10 @@ CONVERSATIONS = {
     "system": [SYSTEM, ASK, FOUR],
     "turns": [HI, HELLO, ASK, FOUR],
     "system, turns": [SYSTEM, HI, HELLO, ASK, FOUR],
-    "odd text": [
-        {"role": "user", "content": "  a\n\n"},
-        {"role": "assistant", "content": "x = 1\n\n\ty  é 数 <|b|>"},
-    ],
+    "odd text": [{"role": "user", "content": "  a\n\n"},
+                 {"role": "assistant", "content": "x = 1\n\n\ty  é 数 <|b|>"}],
     "empty answer": [ASK, {"role": "assistant", "content": ""}],
-}
+}  # fmt: skip
 MODELS = ["qwen2.5", "qwen3", "minimind_6400"]
 
 
@@ -36,24 +33,14 @@ def tokenizers(shared_data):
 
 @pytest.fixture(scope="module")
 def characters():
-    """A character tokenizer with EOS; `characters(bos=True)` puts BOS before each text, as Llama's
-    does.
-    """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
+    """A character tokenizer with EOS; `bos`: BOS before each text, as Llama's has."""
 
     def make(bos=False):
         alphabet = sorted(set("0123456789+=:! \n?.abcdefghijklmnopqrstuvwxyzUAHIS"))
-        vocabulary = {token: i for i, token in enumerate(["<bos>", "<eos>", *alphabet])}
-        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-        tokenizer.decoder = decoders.Fuse()
-        if bos:
-            tokenizer.post_processor = processors.TemplateProcessing(
-                single="<bos> $A", special_tokens=[("<bos>", 0)]
-            )
-        return PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, eos_token="<eos>", bos_token="<bos>" if bos else None
+        begin = "<bos>" if bos else None
+        special = {"eos_token": "<eos>", "bos_token": begin}
+        return character_tokenizer(
+            ["<bos>", "<eos>", *alphabet], unknown="?", begin=begin, **special
         )
 
     return make
@@ -87,15 +74,10 @@ def test_prompts_and_examples_are_the_models_own_template(
     assert learnt == thought + messages[-1]["content"] + "<|im_end|>"
 
 
-@pytest.mark.parametrize(
-    ("model", "settings", "thought"),
-    [
-        ("qwen2.5", {}, ""),
-        ("qwen3", {}, "<think>\n\n</think>\n\n"),
-        ("qwen3", {"enable_thinking": False}, ""),
-        ("minimind_6400", {}, ""),
-    ],
-)
+@pytest.mark.parametrize(("model", "settings", "thought"), [
+    ("qwen2.5", {}, ""), ("qwen3", {}, "<think>\n\n</think>\n\n"),
+    ("qwen3", {"enable_thinking": False}, ""), ("minimind_6400", {}, ""),
+])  # fmt: skip
 def test_all_assistant_learns_every_answer_and_nothing_else(tokenizers, model, settings, thought):
     tokenizer, messages = tokenizers[model], CONVERSATIONS["system, turns"]
     renderer = get_renderer("chat_template", tokenizer, **settings)
@@ -127,11 +109,9 @@ def test_a_prompt_stays_the_prompt_where_a_token_would_straddle_its_end(tokenize
     # which no sampler would produce
     assert tokens != tokenizer.apply_chat_template(messages, return_dict=False)
     assert tokenizer.decode(tokens) == tokenizer.apply_chat_template(messages, tokenize=False)
-    assert (
-        tokens[: len(prompt)] == prompt
-        and weights[len(prompt) - 1] == 0
-        and weights[len(prompt)] == 1
-    )
+    assert tokens[: len(prompt)] == prompt
+    assert weights[len(prompt) - 1] == 0
+    assert weights[len(prompt)] == 1
 
 
 def test_chat_stop_sequences_and_parsing(tokenizers):
@@ -171,10 +151,8 @@ def test_thoughts_are_split_off_and_rendered_back(tokenizers):
     message, stopped = renderer.parse_response(tokens)
     assert stopped
     assert message == {
-        "role": "assistant",
-        "content": "It is 4.",
-        "reasoning_content": "two and two",
-    }
+        "role": "assistant", "content": "It is 4.", "reasoning_content": "two and two",
+    }  # fmt: skip
     example, weights = renderer.build_supervised_example([ASK, message])
     learnt = [token for token, weight in zip(example.to_ints(), weights, strict=True) if weight]
     assert learnt == tokens  # the message goes back to the tokens that it came from
@@ -219,56 +197,26 @@ def test_a_tokenizer_without_template_is_an_error_with_a_remedy(tokenizers):
 
 
 LLAMA_MARKS = [
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
+    "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
     "<|eot_id|>",
-]
+]  # fmt: skip
 
 
 def llama3_base():
-    """A character tokenizer with Llama 3's special tokens and, as its base models', no template;
-    BOS before each text.
-    """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    characters = [chr(i) for i in range(32, 127)] + ["\n"]
-    core = Tokenizer(
-        models.WordLevel(
-            {token: i for i, token in enumerate([*LLAMA_MARKS, *characters])}, unk_token="?"
-        )
-    )
-    core.pre_tokenizer, core.decoder = (
-        pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"),
-        decoders.Fuse(),
-    )
-    core.post_processor = processors.TemplateProcessing(
-        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 0)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token=LLAMA_MARKS[0],
-        eos_token=LLAMA_MARKS[1],
-        additional_special_tokens=LLAMA_MARKS[2:],
-    )
+    """A character tokenizer with Llama 3's special tokens and, as its base models', no template."""
+    characters, (bos, eos, *others) = [chr(i) for i in range(32, 127)] + ["\n"], LLAMA_MARKS
+    special = {"bos_token": bos, "eos_token": eos, "additional_special_tokens": others}
+    return character_tokenizer([*LLAMA_MARKS, *characters], unknown="?", begin=bos, **special)
 
 
 def llama3_text(messages):
-    """The published format by hand, as tokens: begin, then a header, an empty line, the content and
-    <|eot_id|> for each message.
-    """
+    """The published format by hand, as tokens."""
     tokens = ["<|begin_of_text|>"]
     for message in messages:
         tokens += [
-            "<|start_header_id|>",
-            *message["role"],
-            "<|end_header_id|>",
-            *"\n\n",
-            *message["content"],
-            "<|eot_id|>",
-        ]
+            "<|start_header_id|>", *message["role"], "<|end_header_id|>", *"\n\n",
+            *message["content"], "<|eot_id|>",
+        ]  # fmt: skip
     return tokens
 
 
@@ -419,61 +367,27 @@ def test_unknown_renderers_and_stray_settings(characters):
 
 
 BASE = [
-    "meta-llama/Llama-3.1-8B",
-    "meta-llama/Llama-3.1-70B",
-    "meta-llama/Llama-3.2-1B",
-    "meta-llama/Llama-3.2-3B",
-    "meta-llama/Llama-2-7b-hf",
-    "meta-llama/Meta-Llama-3-8B",
-    "meta-llama/Llama-4-Scout-17B-16E",
-    "Qwen/Qwen3-4B-Base",
-    "Qwen/Qwen3-30B-A3B-Base",
-    "deepseek-ai/DeepSeek-V3.1-Base",
-    "deepseek-ai/deepseek-llm-7b-base",
-    "google/gemma-3-4b-pt",
-    "google/gemma-2-2b",
-    "google/gemma-7b",
-    "mistralai/Mistral-7B-v0.1",
-    "mistralai/Mistral-Nemo-Base-2407",
-    "HuggingFaceTB/SmolLM2-135M",
-    "HuggingFaceTB/SmolLM3-3B-Base",
-    "allenai/OLMo-2-1124-7B",
-    "openai-community/gpt2",
-    "gpt2",
-    "EleutherAI/pythia-1.4b",
-    "EleutherAI/gpt-neo-125m",
-    "microsoft/phi-2",
-    "facebook/opt-125m",
-    "tiiuae/falcon-7b",
-    "bigscience/bloom-560m",
-]
+    "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B", "meta-llama/Llama-3.2-1B",
+    "meta-llama/Llama-3.2-3B", "meta-llama/Llama-2-7b-hf", "meta-llama/Meta-Llama-3-8B",
+    "meta-llama/Llama-4-Scout-17B-16E", "Qwen/Qwen3-4B-Base", "Qwen/Qwen3-30B-A3B-Base",
+    "deepseek-ai/DeepSeek-V3.1-Base", "deepseek-ai/deepseek-llm-7b-base", "google/gemma-3-4b-pt",
+    "google/gemma-2-2b", "google/gemma-7b", "mistralai/Mistral-7B-v0.1",
+    "mistralai/Mistral-Nemo-Base-2407", "HuggingFaceTB/SmolLM2-135M",
+    "HuggingFaceTB/SmolLM3-3B-Base", "allenai/OLMo-2-1124-7B", "openai-community/gpt2", "gpt2",
+    "EleutherAI/pythia-1.4b", "EleutherAI/gpt-neo-125m", "microsoft/phi-2", "facebook/opt-125m",
+    "tiiuae/falcon-7b", "bigscience/bloom-560m",
+]  # fmt: skip
 CHAT = [
-    "meta-llama/Llama-3.1-8B-Instruct",
-    "meta-llama/Llama-3.3-70B-Instruct",
-    "meta-llama/Llama-2-7b-chat-hf",
-    "Qwen/Qwen3-8B",
-    "Qwen/Qwen3-4B-Instruct-2507",
-    "Qwen/Qwen3-30B-A3B",
-    "Qwen/Qwen3-VL-30B-A3B-Instruct",
-    "Qwen/Qwen3.5-4B",
-    "Qwen/Qwen2.5-0.5B",
-    "deepseek-ai/DeepSeek-V3.1",
-    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
-    "openai/gpt-oss-20b",
-    "moonshotai/Kimi-K2-Thinking",
-    "google/gemma-3-4b-it",
-    "google/gemma-2-2b-it",
-    "mistralai/Mistral-7B-Instruct-v0.3",
-    "HuggingFaceTB/SmolLM2-135M-Instruct",
-    "HuggingFaceTB/SmolLM3-3B",
-    "allenai/OLMo-2-1124-7B-Instruct",
-    "microsoft/Phi-3.5-mini-instruct",
-    "microsoft/phi-4",
-    "NousResearch/Hermes-3-Llama-3.1-8B",
-    "someone/Llama-3.1-8B-finetuned",
-    "meta-llama/Llama-Guard-3-8B",
-    "google/codegemma-7b-it",
-]
+    "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.3-70B-Instruct",
+    "meta-llama/Llama-2-7b-chat-hf", "Qwen/Qwen3-8B", "Qwen/Qwen3-4B-Instruct-2507",
+    "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-VL-30B-A3B-Instruct", "Qwen/Qwen3.5-4B", "Qwen/Qwen2.5-0.5B",
+    "deepseek-ai/DeepSeek-V3.1", "deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "openai/gpt-oss-20b",
+    "moonshotai/Kimi-K2-Thinking", "google/gemma-3-4b-it", "google/gemma-2-2b-it",
+    "mistralai/Mistral-7B-Instruct-v0.3", "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "HuggingFaceTB/SmolLM3-3B", "allenai/OLMo-2-1124-7B-Instruct",
+    "microsoft/Phi-3.5-mini-instruct", "microsoft/phi-4", "NousResearch/Hermes-3-Llama-3.1-8B",
+    "someone/Llama-3.1-8B-finetuned", "meta-llama/Llama-Guard-3-8B", "google/codegemma-7b-it",
+]  # fmt: skip
 
 
 def test_a_base_model_of_the_hub_is_told_by_its_name(tmp_path, monkeypatch):

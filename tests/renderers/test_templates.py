@@ -1,9 +1,4 @@
-"""Random conversations through each family's own template: the renderer's tokens are
-`apply_chat_template`'s, what was rendered is read back as it was, and the next turn is an exact
-extension or refused. Templates come with the tokenizers of the data folder, and, where it is
-installed, with the package trl: those stand on a small tokenizer that is given their special
-tokens.
-"""
+"""Random conversations through each family's own template."""
 
 import functools
 import importlib.util
@@ -21,21 +16,9 @@ from rl.renderers.tool_call_formats import find_call_format
 
 COUNT = 200
 WORDS = (
-    "yes",
-    "no",
-    "12",
-    "the answer is",
-    "(a+b)*c",
-    "what?",
-    "x = 1",
-    "-3.5e2",
-    "a: b",
-    "é 数 🙂",
-    "Straße",
-    "שלום",
-    "{{ x }}",
-    "a\n\nb",
-)
+    "yes", "no", "12", "the answer is", "(a+b)*c", "what?", "x = 1", "-3.5e2", "a: b", "é 数 🙂",
+    "Straße", "שלום", "{{ x }}", "a\n\nb",
+)  # fmt: skip
 FOLDER = {
     "qwen2.5": {},
     "qwen3": {},
@@ -44,36 +27,15 @@ FOLDER = {
 }
 # Of the package: what it says of its thoughts and calls, as far as they are read back.
 PACKAGE = {
-    "cohere": "",
-    "cohere2": "",
-    "gemma": "",
-    "gemma3": "",
-    "llama3": "",
-    "phi3": "",
-    "phi3_5": "",
-    "lfm2": "",
-    "lfm2_v2": "calls",
-    "qwen2_5": "calls",
-    "qwen2_5_vl": "",
-    "qwen3": "thoughts calls",
-    "qwen3_instruct_2507": "calls",
-    "qwen3_vl": "calls",
-    "qwen3_5_think": "thoughts calls",
-    "qwen3_5_nothink": "calls",
-    "qwen3_6": "thoughts calls",
-    "qwen3_8": "thoughts calls",
-    "llama3_1": "calls one_call",
-    "llama3_2": "calls one_call",
-    "gptoss": "thoughts calls one_call",
-    "gemma4": "thoughts_of_calls calls",
-    "gemma4_v5": "thoughts calls",
-    "glm4moe": "thoughts calls",
-    "deepseekv3": "",
-    "deepseek_r1_distill": "",
-    "lfm2_2_5": "calls",
-    "nemotron_3_nano": "",
+    "cohere": "", "cohere2": "", "gemma": "", "gemma3": "", "llama3": "", "phi3": "", "phi3_5": "",
+    "lfm2": "", "lfm2_v2": "calls", "qwen2_5": "calls", "qwen2_5_vl": "", "qwen3": "thoughts calls",
+    "qwen3_instruct_2507": "calls", "qwen3_vl": "calls", "qwen3_5_think": "thoughts calls",
+    "qwen3_5_nothink": "calls", "qwen3_6": "thoughts calls", "qwen3_8": "thoughts calls",
+    "llama3_1": "calls one_call", "llama3_2": "calls one_call", "gptoss": "thoughts calls one_call",
+    "gemma4": "thoughts_of_calls calls", "gemma4_v5": "thoughts calls", "glm4moe": "thoughts calls",
+    "deepseekv3": "", "deepseek_r1_distill": "", "lfm2_2_5": "calls", "nemotron_3_nano": "",
     "nemotron_3_super": "",
-}
+}  # fmt: skip
 _SPECIAL = re.compile(
     r"<\|[^|<>\s'\"]+\|>|<\|[a-z_]+>|<[a-z_]+\|>|<｜[^｜]+｜>|<(?:start|end)_of_turn>|</s>|<s>|\[gMASK\]|<sop>|</?think>|</?tool_call>|</?tool_response>"
 )
@@ -135,9 +97,7 @@ def said(rng: random.Random) -> str:
 
 
 def conversation(rng: random.Random, can: set[str]):
-    """(messages, the last the assistant's; whether there are tools). Special tokens stand in some
-    as `\\0`.
-    """
+    """(messages, the last the assistant's; whether there are tools)."""
 
     def text():
         return said(rng) + (" \0 " + said(rng) if rng.random() < 0.1 else "")
@@ -201,10 +161,7 @@ def whole(tokenizer, messages, settings, tools, generation):
 
 
 def thought_aloud(renderer, messages, thought, answer):
-    """A model whose prompt has opened its thought, and whose template drops that of earlier turns:
-    what it writes is read back, and a turn after it is an exact extension or is written anew. The
-    counts of both.
-    """
+    """Check an answer whose prompt opened its thought; return counts of bridges."""
     seen = renderer.build_generation_prompt(messages[:-1]).to_ints()
     written = (
         renderer.tokenizer.encode(f"{thought}\n</think>\n\n{answer}", add_special_tokens=False)

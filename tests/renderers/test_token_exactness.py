@@ -1,6 +1,4 @@
-"""Of conversations of several turns: what is trained is what was sampled, token for token, in every
-renderer.
-"""
+"""Of conversations of several turns."""
 
 from functools import cache
 

@@ -1,9 +1,4 @@
-"""The alarms' formulas over every row of a stage, as lists: the judge of `rl.reporting.alarm_monitor`, which
-keeps a bounded part of them.
-
-Each check sees all rows so far, the newest last. `brute_force` gives a stage's metrics and texts
-row by row; remedies are left out.
-"""
+"""The alarms' formulas over every row of a stage, as lists."""
 
 from __future__ import annotations
 
@@ -19,10 +14,8 @@ Check = Callable[[Sequence[Row]], str | None]
 
 KL = ("optim/kl_sample_train_v1", "optim/kl_sample_train_v2")
 GRAD_NORM, CRITIC_NORM, SKIPPED = (
-    "optim/grad_norm",
-    "optim/critic_grad_norm",
-    "optim/skipped_nonfinite",
-)
+    "optim/grad_norm", "optim/critic_grad_norm", "optim/skipped_nonfinite",
+)  # fmt: skip
 ENTROPY = "optim/entropy"
 # share of the sampled tokens that were trained on with an advantage other than 0
 CREDITED = "optim/frac_credited"
@@ -32,10 +25,8 @@ MIXED = "env/all/by_group/frac_mixed"
 TEMPERATURE = "sampler/temperature"
 BEGINNINGS, GROUPS = "env/all/distinct_beginnings", "env/all/total_groups"
 EPISODES, LENGTH, TRUNCATED = (
-    "env/all/total_episodes",
-    "env/all/ac_tokens_per_turn",
-    "env/all/frac_truncated",
-)
+    "env/all/total_episodes", "env/all/ac_tokens_per_turn", "env/all/frac_truncated",
+)  # fmt: skip
 CORRECT, FORMAT = "env/all/correct", "env/all/format"
 
 LARGE_NORM = 10.0
@@ -56,9 +47,7 @@ def column(rows: Sequence[Row], name: str) -> list[float]:
 
 
 def ends(rows: Sequence[Row], name: str, count: int) -> tuple[list[float], list[float]] | None:
-    """The metric's first and last `count` values, which do not overlap; None before there are as
-    many.
-    """
+    """The metric's first and last `count` values, which do not overlap."""
     values = [v for v in column(rows, name) if not math.isnan(v)]
     return (values[:count], values[-count:]) if len(values) >= 2 * count else None
 
@@ -70,17 +59,13 @@ def rises(first: Sequence[float], last: Sequence[float]) -> bool:
 
 
 def solved(rows: Sequence[Row]) -> bool:
-    """Whether every answer of the newest batch earned the highest reward there ever was, and others
-    once earned less.
-    """
+    """Whether all earned the highest reward ever, and others once earned less."""
     best = max(column(rows, HIGH))
     return number(rows[-1], LOW) >= best and min(column(rows, LOW)) < best
 
 
 def mastered(rows: Sequence[Row]) -> bool:
-    """Whether the last five batches earned nine tenths of what there is between the lowest and the
-    highest reward ever.
-    """
+    """Whether the last five batches earned nine tenths of the range of rewards."""
     low, high = min(column(rows, LOW)), max(column(rows, HIGH))
     return high > low and fmean(column(rows[-SOME:], REWARD)) >= low + 0.9 * (high - low)
 
@@ -155,9 +140,7 @@ def zero_advantages(rows: Sequence[Row]) -> str | None:
 
 
 def reward_flat(rows: Sequence[Row]) -> str | None:
-    """The last 20 batches earn no more than the first 20, noise considered, and there is more to
-    earn.
-    """
+    """The last 20 batches earn no more than the first 20, and there is more to earn."""
     found = ends(rows, REWARD, MANY)
     if found is None or rises(*found) or mastered(rows):
         return None
@@ -211,9 +194,7 @@ def low_temperature(rows: Sequence[Row]) -> str | None:
 
 
 def mode_collapse(rows: Sequence[Row]) -> str | None:
-    """Answers begin alike: fewer beginnings than half the problems, and a quarter of those at
-    first.
-    """
+    """Fewer beginnings than half the problems, and a quarter of those at first."""
     found = ends(rows, BEGINNINGS, SOME)
     if found is None:
         return None
@@ -230,10 +211,8 @@ def length_running_away(rows: Sequence[Row]) -> str | None:
     if found is None or cut is None:
         return None
     growth, cut_first, cut_last = (
-        fmean(found[1]) / max(1e-9, fmean(found[0])),
-        fmean(cut[0]),
-        fmean(cut[1]),
-    )
+        fmean(found[1]) / max(1e-9, fmean(found[0])), fmean(cut[0]), fmean(cut[1]),
+    )  # fmt: skip
     if not (growth > 3 or (growth > 1.5 and cut_last > cut_first + 0.2)):
         return None
     return (
@@ -260,9 +239,7 @@ def format_alone(rows: Sequence[Row]) -> str | None:
 
 
 def rewards_failing(rows: Sequence[Row]) -> str | None:
-    """Half of the last batch's samples could not be scored, or over three batches more than a
-    tenth.
-    """
+    """Half of a batch's samples, or a tenth over three batches, were not scored."""
     shares = []
     for few in (1, 3):
         failed, scored = (
@@ -290,28 +267,19 @@ def _in_groups(row: Row) -> bool:
 # -------------------------------------------------------------------------------------- all of them
 
 CHECKS: dict[str, Check] = {
-    "kl_0.01": kl_above(0.01),
-    "kl_0.1": kl_above(0.1),
-    "kl_1": kl_above(1.0),
-    "grad_norm": large_gradient,
-    "zero_advantages": zero_advantages,
-    "reward_flat": reward_flat,
-    "entropy_collapse": entropy_collapse,
-    "low_temperature": low_temperature,
-    "mode_collapse": mode_collapse,
-    "length": length_running_away,
-    "format_alone": format_alone,
+    "kl_0.01": kl_above(0.01), "kl_0.1": kl_above(0.1), "kl_1": kl_above(1.0),
+    "grad_norm": large_gradient, "zero_advantages": zero_advantages, "reward_flat": reward_flat,
+    "entropy_collapse": entropy_collapse, "low_temperature": low_temperature,
+    "mode_collapse": mode_collapse, "length": length_running_away, "format_alone": format_alone,
     "rewards_failing": rewards_failing,
-}
+}  # fmt: skip
 QUIET = 20
 
 
 def brute_force(
     rows: Sequence[Row], needs: Mapping[str, Sequence[str]]
 ) -> list[tuple[dict[str, float], list[str]]]:
-    """Of each row: (alarm/<name> 0 or 1 for each that can be judged, what is to be said). `needs`:
-    the metrics each is judged by.
-    """
+    """Of each row: (alarm/<name> 0 or 1 for each that can be judged, what is to be said)."""
     told: list[tuple[dict[str, float], list[str]]] = []
     for i, row in enumerate(rows):
         found = {
@@ -321,14 +289,12 @@ def brute_force(
         }
         metrics = {f"alarm/{name}": float(seen is not None) for name, seen in found.items()}
         quiet = {name for old, _ in told[-QUIET:] for name, value in old.items() if value}
-        told.append(
-            (
-                metrics,
-                [
-                    seen
-                    for name, seen in found.items()
-                    if seen is not None and f"alarm/{name}" not in quiet
-                ],
-            )
-        )
+        told.append((
+            metrics,
+            [
+                seen
+                for name, seen in found.items()
+                if seen is not None and f"alarm/{name}" not in quiet
+            ],
+        ))  # fmt: skip
     return told

@@ -21,9 +21,7 @@ REMEDIES = {alarm.name: alarm.remedy for alarm in ALARMS}
 
 
 def series(seed: int, steps: int) -> list[dict[str, Any]]:
-    """Rows of a run that drifts, jumps, leaves metrics out, writes null and NaN, and solves or
-    spoils its task at times.
-    """
+    """Rows that drift, jump, leave metrics out, and write null and NaN."""
     draw = random.Random(seed)
     spread = {
         name: 10 ** draw.uniform(-4, 2)

@@ -15,17 +15,10 @@ EVIL = "</pre></details><script>alert('x')</script>\"'&amp;<img src=x onerror=y>
 def turn(text, **more):
     pieces = list(text)
     return {
-        "role": "assistant",
-        "text": text,
-        "sampled": True,
-        "tokens": pieces,
-        "logprobs": [-0.001] * len(pieces),
-        "reward": 0.0,
-        "stop_reason": "stop",
-        "metrics": {},
-        "seat": 0,
-        **more,
-    }
+        "role": "assistant", "text": text, "sampled": True, "tokens": pieces,
+        "logprobs": [-0.001] * len(pieces), "reward": 0.0, "stop_reason": "stop", "metrics": {},
+        "seat": 0, **more,
+    }  # fmt: skip
 
 
 def said(role, text, **more):
@@ -35,14 +28,9 @@ def said(role, text, **more):
 def row(turns, **more):
     last = turns[-1]
     kept = {
-        "group": 0,
-        "index": 0,
-        "tag": "calculator",
-        "problem": 7,
-        "prompt": "",
-        "response": last["text"],
-        "reward": 1.0,
-    }
+        "group": 0, "index": 0, "tag": "calculator", "problem": 7, "prompt": "",
+        "response": last["text"], "reward": 1.0,
+    }  # fmt: skip
     kept |= {
         "advantage": 0.5,
         "metrics": {},
@@ -84,23 +72,13 @@ def test_an_episode_is_shown_turn_by_turn():
 
 
 def test_what_the_model_reads_at_a_turn_stands_before_it_and_a_tools_answer_with_its_call():
-    page = Page(
-        rollout_html.render_page(
-            [row([said("user", "one?"), turn("first"), said("user", "two?"), turn("second")])],
-            title="",
-            step=1,
-        )
-    )
-    (text,) = page.articles
+    two = row([said("user", "one?"), turn("first"), said("user", "two?"), turn("second")])
+    (text,) = Page(rollout_html.render_page([two], title="", step=1)).articles
     assert text.index("first") < text.index("two?") < text.index("second")
-    alone = row(
-        [
-            said("user", "one?"),
-            turn("first"),
-            said("tool", "from a tool", name="clock"),
-            turn("second"),
-        ]
-    )
+    alone = row([
+        said("user", "one?"), turn("first"), said("tool", "from a tool", name="clock"),
+        turn("second"),
+    ])  # fmt: skip
     assert (
         "tool clock: from a tool"
         in Page(rollout_html.render_page([alone], title="", step=1)).articles[0]
@@ -115,11 +93,9 @@ def test_failed_and_malformed_calls_say_so():
     text = rollout_html.render_page(
         [row([said("user", "?"), turn("x", tool_calls=calls)])], title="", step=1
     )
-    assert (
-        'class="failed"' in text
-        and "error: division by zero" in text
-        and "a call that cannot be read() → error: is no call" in text
-    )
+    assert 'class="failed"' in text
+    assert "error: division by zero" in text
+    assert "a call that cannot be read() → error: is no call" in text
 
 
 def test_seats_stand_side_by_side_and_others_are_grey():
@@ -141,19 +117,9 @@ def test_seats_stand_side_by_side_and_others_are_grey():
 
 
 PLACES = (
-    "text",
-    "tokens",
-    "told",
-    "name",
-    "call",
-    "answer",
-    "logs",
-    "metrics",
-    "tag",
-    "stop",
-    "expected",
-    "seat",
-)
+    "text", "tokens", "told", "name", "call", "answer", "logs", "metrics", "tag", "stop",
+    "expected", "seat",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -164,20 +130,12 @@ def test_hostile_texts_are_text_wherever_they_stand(place):
     elif place in ("told", "name"):
         told = said("user", EVIL) if place == "told" else said(EVIL, "?", name=EVIL)
     elif place in ("call", "answer"):
-        call = (
-            {**call, "name": EVIL, "arguments": {EVIL: EVIL}}
-            if place == "call"
-            else {**call, "answer": EVIL}
-        )
+        evil = {"name": EVIL, "arguments": {EVIL: EVIL}} if place == "call" else {"answer": EVIL}
+        call = {**call, **evil}
     elif place in ("logs", "metrics"):
         one = turn("x", **{place: {EVIL: EVIL if place == "logs" else 1.0}})
     else:
-        more = {
-            "tag": {"tag": EVIL},
-            "stop": {"stop_reason": EVIL},
-            "expected": {"answer": EVIL},
-            "seat": {"seat": EVIL},
-        }[place]
+        more = {{"stop": "stop_reason", "expected": "answer"}.get(place, place): EVIL}
     rows = [
         row([told, {**one, "tool_calls": [call]}, said("user", "more"), turn("y")], **more),
         episode(group=1),
@@ -232,10 +190,8 @@ def test_the_files_of_a_later_stage_say_its_name(tmp_path):
         for step, stage in ((3, ""), (4, "grpo"), (5, "grpo")):
             logbook.write_rollouts(step, [episode()], stage)
     assert sorted(path.stem for path in folder.glob("*.jsonl")) == [
-        "step_000003",
-        "step_000004_grpo",
-        "step_000005_grpo",
-    ]
+        "step_000003", "step_000004_grpo", "step_000005_grpo",
+    ]  # fmt: skip
     assert 'href="step_000005_grpo.html">step 5' in (folder / "step_000004_grpo.html").read_text()
     assert 'href="step_000003.html">&larr; step 3' in (folder / "step_000004_grpo.html").read_text()
     assert [path.name for path in stored_files(folder, range(4, 6))] == [

@@ -1,6 +1,4 @@
-"""Standard errors clustered by problem, against Miller's double sum, brute force over resampled
-problems and a simulation; the table of an evaluation; evaluations paired by problem.
-"""
+"""Clustered standard errors, the table of an evaluation, paired evaluations."""
 
 from __future__ import annotations
 
@@ -32,27 +30,16 @@ REPO = Path(__file__).resolve().parents[2]
 
 def make_group(problem: int, answers: list[dict[str, float]], stop: str = "stop"):
     """Return the answers to a problem: their metrics, with the reward under `reward`."""
-    members = [
-        Trajectory(
-            [
-                Transition(
-                    ModelInput.from_ints([1]),
-                    SampledSequence([2], [0.0], stop),
-                    metrics["reward"],
-                    True,
-                    {name: value for name, value in metrics.items() if name != "reward"},
-                )
-            ]
-        )
-        for metrics in answers
-    ]
+    members = []
+    for metrics in answers:
+        others = {name: value for name, value in metrics.items() if name != "reward"}
+        action, read = SampledSequence([2], [0.0], stop), ModelInput.from_ints([1])
+        members.append(Trajectory([Transition(read, action, metrics["reward"], True, others)]))
     return TrajectoryGroup(members, [0.0] * len(members), [{}] * len(members), "set", problem)
 
 
 def miller_error(clusters: list[list[float]]) -> float:
-    """Return the clustered standard error as the paper has it: the variance of independent scores,
-    and the sum over all pairs of two scores of the same cluster.
-    """
+    """Return the clustered standard error as the paper has it."""
     scores = [score for cluster in clusters for score in cluster]
     n, mean = len(scores), sum(scores) / len(scores)
     independent = sum((score - mean) ** 2 for score in scores) / n**2
@@ -86,9 +73,7 @@ def test_the_clustered_error_is_millers_sum_over_pairs():
 
 
 def test_the_clustered_error_is_that_of_all_resampled_problems():
-    """All 5^5 ways to draw five problems with replacement: the exact bootstrap, whose variance is
-    smaller by the factor (P - 1) / P.
-    """
+    """All 5^5 ways to draw five problems with replacement."""
     rng = np.random.default_rng(1)
     means = rng.random((5, 3)).mean(1)
     draws = [np.mean(draw) for draw in itertools.product(means, repeat=5)]
@@ -163,14 +148,9 @@ def test_the_table_has_what_a_reader_needs():
     metrics = compute_evaluation_metrics([make_group(0, [{"reward": 2.0}]), cut], 1)
     (row,) = make_table_rows("my|set", metrics, 2, 2)
     assert row == {
-        "dataset": "my|set",
-        "metric": "mean reward",
-        "mean": 1.25,
-        "standard_error": pytest.approx(0.75),
-        "problems": 2,
-        "answers": 2,
-        "truncated": 0.5,
-    }
+        "dataset": "my|set", "metric": "mean reward", "mean": 1.25,
+        "standard_error": pytest.approx(0.75), "problems": 2, "answers": 2, "truncated": 0.5,
+    }  # fmt: skip
     (alone,) = make_table_rows("b", compute_evaluation_metrics([cut], 1), 1, 1)
     assert format_markdown([row, alone]).splitlines() == [
         "| dataset | metric | mean | standard error | problems | answers | truncated |",

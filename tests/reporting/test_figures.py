@@ -8,66 +8,34 @@ from rl.reporting import format_held_out, metric_plots
 from rl.reporting.console import format_headline
 
 LOGGED = {
-    "grpo": (
-        {
-            "reward/total": 0.5,
-            "optim/loss": 3.0,
-            "optim/kl_sample_train_v1": 1e-5,
-            "optim/entropy": 1.0,
-            "env/all/ac_tokens_per_turn": 123.4,
-            "env/all/frac_truncated": 0.125,
-            "env/all/by_group/frac_mixed": 0.75,
-            "env/all/total_episodes": 32,
-            "env/all/total_groups": 8,
-        },
-        "reward 0.500  length 123  cut off 12%  mixed groups 75%",
-    ),
+    "grpo": ({"reward/total": 0.5, "optim/loss": 3.0, "optim/kl_sample_train_v1": 1e-5,
+              "optim/entropy": 1.0, "env/all/ac_tokens_per_turn": 123.4,
+              "env/all/frac_truncated": 0.125, "env/all/by_group/frac_mixed": 0.75,
+              "env/all/total_episodes": 32, "env/all/total_groups": 8},
+             "reward 0.500  length 123  cut off 12%  mixed groups 75%"),
     "ppo, whose groups hold a single answer": (
-        {
-            "reward/total": 0.5,
-            "env/all/by_group/frac_mixed": 0.0,
-            "env/all/total_episodes": 8,
-            "env/all/total_groups": 8,
-        },
-        "reward 0.500",
-    ),
+        {"reward/total": 0.5, "env/all/by_group/frac_mixed": 0.0, "env/all/total_episodes": 8,
+         "env/all/total_groups": 8}, "reward 0.500"),
     "grpo with a sampler that differs from the learner": (
         {"reward/total": 0.5, "optim/kl_sample_train_v1": 2e-3},
-        "reward 0.500  KL sampler-learner 2.0e-03",
-    ),
+        "reward 0.500  KL sampler-learner 2.0e-03"),
     "grpo with scores around zero": ({"reward/total": -1e-5}, "reward -1e-05"),
     "grpo with a score of minus zero": ({"reward/total": -0.0}, "reward 0.000"),
     "grpo with a reference": (
-        {"reward/total": 0.5, "optim/kl_ref_k3": 0.01},
-        "reward 0.500  KL to reference 1.0e-02",
-    ),
+        {"reward/total": 0.5, "optim/kl_ref_k3": 0.01}, "reward 0.500  KL to reference 1.0e-02"),
     "grpo whose reward fails for most answers": (
-        {
-            "reward/total": 0.5,
-            "reward/failed": 61,
-            "env/all/total_episodes": 3,
-            "optim/kl_ref_k3": 0.01,
-        },
-        "reward 0.500  not scored 61 of 64  KL to reference 1.0e-02",
-    ),
+        {"reward/total": 0.5, "reward/failed": 61, "env/all/total_episodes": 3,
+         "optim/kl_ref_k3": 0.01}, "reward 0.500  not scored 61 of 64  KL to reference 1.0e-02"),
     "grpo whose reward fails for none": (
-        {"reward/total": 0.5, "reward/failed": 0, "env/all/total_episodes": 64},
-        "reward 0.500",
-    ),
+        {"reward/total": 0.5, "reward/failed": 0, "env/all/total_episodes": 64}, "reward 0.500"),
     "distill, own answers": (
-        {"teacher/kl_per_token": 0.25, "optim/kl_sample_train_v1": 1e-5},
-        "KL to teacher 2.5e-01",
-    ),
-    "distill, the data's": (
-        {"optim/loss": 1.0, "optim/kl": 0.25},
-        "loss 1.000  KL to teacher 2.5e-01",
-    ),
-    "offline": (
-        {"optim/policy_loss": -0.25, "optim/kl_behaviour_v1": 0.125},
-        "policy loss -0.250  KL to behaviour 1.2e-01",
-    ),
+        {"teacher/kl_per_token": 0.25, "optim/kl_sample_train_v1": 1e-5}, "KL to teacher 2.5e-01"),
+    "distill, the data's": ({"optim/loss": 1.0, "optim/kl": 0.25},
+                            "loss 1.000  KL to teacher 2.5e-01"),
+    "offline": ({"optim/policy_loss": -0.25, "optim/kl_behaviour_v1": 0.125},
+                "policy loss -0.250  KL to behaviour 1.2e-01"),
     "sft": ({"optim/loss": 1.25}, "loss 1.250"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", LOGGED)
@@ -104,13 +72,9 @@ def test_held_out_figures_of_every_kind_are_shown_while_a_run_goes_on():
 
 def test_parts_of_a_reward_length_share_cut_off_and_the_reference_have_curves(tmp_path):
     parts = {
-        "reward/total": 0.5,
-        "style": 0.25,
-        "correct": 1.0,
-        "ac_tokens_per_turn": 12.0,
-        "ended": 1.0,
-        "frac_truncated": 0.1,
-    }
+        "reward/total": 0.5, "style": 0.25, "correct": 1.0, "ac_tokens_per_turn": 12.0,
+        "ended": 1.0, "frac_truncated": 0.1,
+    }  # fmt: skip
     row = {f"env/all/{name}": value for name, value in parts.items()} | {
         "optim/kl_ref_k3": 0.01,
         "env/sums/correct": 1.0,

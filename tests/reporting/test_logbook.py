@@ -1,6 +1,4 @@
-"""A run's folder: resumed files equal undisturbed ones; pages and console output are what a reader
-can use.
-"""
+"""A run's folder: resumed files equal undisturbed ones; pages and console output."""
 
 from __future__ import annotations
 
@@ -173,9 +171,7 @@ def test_a_second_logbook_in_a_folder_is_refused(tmp_path: Path) -> None:
 
 
 class Page(HTMLParser):
-    """Tags in order, whether they nest, the text of each article, the classes of each token's span,
-    and what it would load.
-    """
+    """Tags, texts of articles, classes of token spans, and links of a page."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -210,40 +206,19 @@ class Page(HTMLParser):
 
 def test_the_page_shows_each_answer_escaped_and_loads_nothing() -> None:
     evil = "<script>alert('x')</script>&amp;"
+    maths = {"tag": "maths", "problem": 3, "prompt": evil}
     rows = [
-        row(
-            prompt=evil,
-            response=evil,
-            tag="maths",
-            problem=3,
-            stop_reason="length",
-            answer="<b>",
-            error="reward <timed> out",
-        ),
-        row(
-            prompt=evil,
-            tag="maths",
-            problem=3,
-            advantage=-0.5,
-            tokens=["a", "<b>", " c"],
-            logprobs=[-0.001, None, -5.0],
-        ),
+        row(**maths, response=evil, stop_reason="length", answer="<b>", error="reward <timed> out"),
+        row(**maths, advantage=-0.5, tokens=["a", "<b>", " c"], logprobs=[-0.001, None, -5.0]),
         row(tag="maths", problem=4, reward=None, advantage=None, group=1),
         row(tag="maths", problem=4, group=2),  # the same problem again, in a group of its own
     ]
     page = Page(rollout_html.render_page(rows, title="run & step", step=7))
     # two answers side by side, then single ones
     assert page.tags.count("section") == 3 and len(page.articles) == 4
-    assert (
-        evil in page.articles[0]
-        and "reward <timed> out" in page.articles[0]
-        and "length" in page.articles[0]
-    )
-    assert (
-        "script" not in page.tags
-        and page.loads == []
-        and "url(" not in rollout_html.render_page(rows, title="", step=0)
-    )
+    assert all(text in page.articles[0] for text in (evil, "reward <timed> out", "length"))
+    assert "script" not in page.tags and page.loads == []
+    assert "url(" not in rollout_html.render_page(rows, title="", step=0)
     assert "reward n/a" in page.articles[2]
     # p = 0.999 is the band of what was expected (5), p = 0.0067 that of surprises (0); None was not
     # written by the model.
@@ -280,10 +255,8 @@ def play(**how: Any) -> str:
         for step in range(51, 251):
             clock.now += 2
             metrics = {
-                "reward/total": step / 1000,
-                "time/tokens_per_second": 12345.0,
-                "optim/loss": 9.0,
-            }
+                "reward/total": step / 1000, "time/tokens_per_second": 12345.0, "optim/loss": 9.0,
+            }  # fmt: skip
             out.update(step, metrics | ({"test/env/all/correct": 0.9} if step == 77 else {}))
             if step == 60:
                 out.note("a note")
@@ -309,21 +282,17 @@ def test_plain_output_has_round_steps_true_times_and_no_control_characters() -> 
     assert next(line for line in lines if " 27/" in line).endswith("held-out accuracy 0.900")
     # a policy loss is not shown
     assert "warning: a [warning]" in text and "note: a note" in text and "loss" not in text
-    assert (
-        "held-out accuracy  0.351 -> 0.970" in text
-        and "n/a -> 1.000" in text
-        and "writes to  runs/[a]" in text
-    )
+    assert "held-out accuracy  0.351 -> 0.970" in text
+    assert "n/a -> 1.000" in text
+    assert "writes to  runs/[a]" in text
 
 
 def test_quiet_keeps_warnings_and_the_end() -> None:
     text = play(terminal=False, quiet=True)
-    assert (
-        text.splitlines()[0] == "warning: a [warning]"
-        and "grpo" not in text
-        and "note" not in text
-        and "0.351" in text
-    )
+    assert text.splitlines()[0] == "warning: a [warning]"
+    assert "grpo" not in text
+    assert "note" not in text
+    assert "0.351" in text
 
 
 def test_a_resumed_stage_counts_from_where_it_was() -> None:
@@ -347,12 +316,9 @@ def test_the_remaining_time_excludes_the_self_test_the_first_evaluation_and_comp
         clock.now += seconds
         out.update(step, {})
     assert stream.getvalue().splitlines() == [
-        "grpo before the first step  1:00  held-out accuracy 0.100",
-        "grpo  1/10  1:40",
-        "grpo  2/10  1:42, 0:16 left",
-        "grpo  3/10  1:44, 0:14 left",
-        "grpo  4/10  1:46, 0:12 left",
-    ]
+        "grpo before the first step  1:00  held-out accuracy 0.100", "grpo  1/10  1:40",
+        "grpo  2/10  1:42, 0:16 left", "grpo  3/10  1:44, 0:14 left", "grpo  4/10  1:46, 0:12 left",
+    ]  # fmt: skip
 
 
 def test_a_terminal_gets_a_bar_and_boxes() -> None:
@@ -364,29 +330,6 @@ def test_a_terminal_gets_a_bar_and_boxes() -> None:
     assert "a [warning]" in plain and "200/200 reward 0.250" in plain and "runs/[a]" in plain
 
 
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [(0, "0:00"), (59.6, "1:00"), (125, "2:05"), (3725, "1:02:05"), (-1, "0:00")],
-)
-def test_durations(seconds: float, expected: str) -> None:
-    assert console.format_duration(seconds) == expected
-
-
-@pytest.mark.parametrize(
-    ("count", "expected"), [(7, "7"), (999.6, "1k"), (12345, "12.3k"), (4.512e6, "4.51M")]
-)
-def test_counts(count: float, expected: str) -> None:
-    assert console.format_count(count) == expected
-
-
-@pytest.mark.parametrize(
-    ("total", "interval"), [(1, 1), (25, 1), (26, 2), (125, 5), (126, 10), (10_000, 500), (0, 1)]
-)
-def test_round_intervals(total: int, interval: int) -> None:
-    assert console.round_interval(total) == interval
-    assert total / interval <= 25
-
-
 def test_unfinished_lines_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}')
@@ -394,3 +337,16 @@ def test_unfinished_lines_are_left_out(tmp_path: Path) -> None:
     path.write_text('{"a": 1}\n{"a": ')
     assert read_jsonl(path) == [{"a": 1}]
     assert read_jsonl(tmp_path / "absent.jsonl") == []
+
+
+@pytest.mark.parametrize(("shown", "expected"), [
+    (console.format_duration(0), "0:00"), (console.format_duration(59.6), "1:00"),
+    (console.format_duration(125), "2:05"), (console.format_duration(3725), "1:02:05"),
+    (console.format_duration(-1), "0:00"), (console.format_count(7), "7"),
+    (console.format_count(999.6), "1k"), (console.format_count(12345), "12.3k"),
+    (console.format_count(4.512e6), "4.51M"),
+    ([console.round_interval(n) for n in (0, 1, 25, 26, 125, 126, 10_000)],
+     [1, 1, 1, 2, 5, 10, 500]),
+])  # fmt: skip
+def test_figures_are_short_and_round(shown: Any, expected: Any) -> None:
+    assert shown == expected

@@ -30,23 +30,9 @@ def test_by_hand(given, shown):
 def test_any_text_is_bounded_printable_and_stays_as_it_is_the_second_time():
     rng = random.Random(0)
     kinds = [
-        "\x1b",
-        "[",
-        "]",
-        "0",
-        "m",
-        ";",
-        "\x07",
-        "\\",
-        "a",
-        "\n",
-        "\r",
-        "\ud800",
-        "\u202e",
-        "é",
-        "\x9b",
-        "P",
-    ]
+        "\x1b", "[", "]", "0", "m", ";", "\x07", "\\", "a", "\n", "\r", "\ud800", "\u202e", "é",
+        "\x9b", "P",
+    ]  # fmt: skip
     for _ in range(500):
         text = "".join(rng.choice(kinds) for _ in range(rng.randrange(60)))
         plain = sanitize_text(text, 1000)
@@ -59,11 +45,9 @@ def test_any_text_is_bounded_printable_and_stays_as_it_is_the_second_time():
 
 def test_what_is_left_out_is_counted():
     text = sanitize_text("x" * 1_000_000 + "end", 100)
-    assert (
-        text.startswith("x" * 75 + " [... 999903 characters omitted ...] ")
-        and text.endswith("end")
-        and len(text) < 200
-    )
+    assert text.startswith("x" * 75 + " [... 999903 characters omitted ...] ")
+    assert text.endswith("end")
+    assert len(text) < 200
 
 
 def test_an_exceptions_text_may_fail():
@@ -71,7 +55,5 @@ def test_an_exceptions_text_may_fail():
         def __str__(self):
             raise KeyError("x")
 
-    assert (
-        describe_error(Bad()) == "Bad: (its text could not be computed: KeyError)"
-        and describe_error(ValueError("why")) == "ValueError: why"
-    )
+    assert describe_error(Bad()) == "Bad: (its text could not be computed: KeyError)"
+    assert describe_error(ValueError("why")) == "ValueError: why"

@@ -1,6 +1,4 @@
-"""Curves: what is drawn is what was logged; odd inputs (one point, no series, several stages or
-runs) draw too.
-"""
+"""Curves: what is drawn is what was logged; odd inputs draw too."""
 
 from __future__ import annotations
 
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from listener import Listener
 
 from rl.reporting import Logbook, metric_plots
 
@@ -139,26 +138,18 @@ def test_odd_folders_draw(tmp_path: Path) -> None:
         metric_plots.draw_curves([one, two], tmp_path / "x.png", labels=["a"])
 
 
-class Ear:
-    def __init__(self) -> None:
-        self.heard: list[str] = []
-
-    def warn(self, text: str) -> None:
-        self.heard.append(text)
-
-
 def test_a_run_ends_with_its_curves_and_never_fails_for_want_of_them(tmp_path: Path) -> None:
     with Logbook(tmp_path / "run") as book:
         for row in two_stages():
             book.log(row["step"], row)
     assert is_png(tmp_path / "run/curves.png")
-    ear = Ear()
+    ear = Listener()
     with Logbook(tmp_path / "bare", console=ear) as book:
         book.log(0, {"something": 1.0})
-    assert len(ear.heard) == 1 and ear.heard[0].startswith("no curves.png")
+    assert len(ear.warnings) == 1 and ear.warnings[0].startswith("no curves.png")
     with Logbook(tmp_path / "empty", console=ear):
         pass
-    assert len(ear.heard) == 1  # a run that logged nothing has no curves to miss
+    assert len(ear.warnings) == 1  # a run that logged nothing has no curves to miss
 
 
 @pytest.mark.slow
@@ -193,16 +184,15 @@ def test_where_the_picture_goes(tmp_path: Path) -> None:
     assert plot(str(folder), "-o", str(tmp_path / "pictures")).stdout.strip() == str(
         tmp_path / "pictures/curves.png"
     )
-    assert (
-        plot(str(folder), "-o", str(tmp_path / "a.svg")).returncode == 0
-        and "<svg" in (tmp_path / "a.svg").read_text()
-    )
+    assert plot(str(folder), "-o", str(tmp_path / "a.svg")).returncode == 0
+    assert "<svg" in (tmp_path / "a.svg").read_text()
     for words in (
         ["-o", str(tmp_path / "a.xyz")],
         [str(tmp_path / "x.png"), "-o", str(tmp_path / "y.png")],
     ):
         failed = plot(str(folder), *words)
-        assert failed.returncode == 2 and (
+        assert failed.returncode == 2
+        assert (
             "expected the suffix .png, .svg, .pdf" in failed.stderr
             or "pass only one of them" in failed.stderr
         )

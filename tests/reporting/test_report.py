@@ -15,6 +15,7 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 import torch
+from listener import Listener
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, read_run, resolve_config
@@ -94,13 +95,8 @@ def read_text(page: str) -> str:
 def test_curves_equal_the_metrics(tmp_path, small_plotly):
     rng = random.Random(1)
     metrics = [
-        {
-            "step": step,
-            "stage": "grpo",
-            "reward/total": rng.random(),
-            "optim/lr": 1e-5 * rng.random(),
-        }
-        for step in range(1, 60)
+        {"step": i, "stage": "grpo", "reward/total": rng.random(), "optim/lr": 1e-5 * rng.random()}
+        for i in range(1, 60)
     ]
     metrics[9] |= {"test/env/all/correct": 0.25, "time/step": 3.0, "time/tokens_per_second": 10.0}
     metrics[20]["reward/total"] = None  # it was not finite
@@ -120,14 +116,9 @@ def test_curves_equal_the_metrics(tmp_path, small_plotly):
 
 def test_long_curves_are_thinned_and_keep_their_values(tmp_path, small_plotly):
     metrics = [
-        {
-            "step": i + 1,
-            "stage": "grpo",
-            "reward/total": i / 7,
-            **{f"m/{j}": i + j for j in range(5)},
-        }
+        {"step": i + 1, "stage": "grpo", "reward/total": i / 7, **{f"m/{j}": i + j for j in range(5)}}
         for i in range(30_000)
-    ]
+    ]  # fmt: skip
     (run,) = read_page(write_report([write_run(tmp_path / "run", metrics)]))[1]["runs"]
     series = run["series"]["m/3"]
     assert 10_000 < len(series["rows"]) < 15_001 and series["rows"][-1] == 29_999
@@ -165,16 +156,12 @@ def test_the_headline_says_how_much_is_new(tmp_path, small_plotly):
     assert "Most of this gain (80%) is sharpening" in text  # (0.6 - 0.2) / (0.7 - 0.2)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        GRPO,
-        (*GRPO, "--variant", "dr_grpo", "--learning-rate", "3e-5", "--stop", "no", "1e3"),
-        (str(REPO / "recipes" / "sorting.yaml"),),
-        (str(REPO / "recipes" / "gsm8k.yaml"), "--temperature", "0.7"),
-    ],
-    ids=["grpo", "variant", "sorting", "gsm8k"],
-)
+@pytest.mark.parametrize("words", [
+    GRPO,
+    (*GRPO, "--variant", "dr_grpo", "--learning-rate", "3e-5", "--stop", "no", "1e3"),
+    (str(REPO / "recipes" / "sorting.yaml"),),
+    (str(REPO / "recipes" / "gsm8k.yaml"), "--temperature", "0.7"),
+], ids=["grpo", "variant", "sorting", "gsm8k"])  # fmt: skip
 def test_the_recipe_of_the_page_repeats_the_run(tmp_path, small_plotly, words):
     folder = write_run(tmp_path / "run", [{"step": 1, "stage": "grpo"}], words=words)
     page, _ = read_page(write_report([folder]))
@@ -244,31 +231,20 @@ def test_a_page_of_many_rollouts_stays_below_ten_megabytes(tmp_path, small_plotl
     small_plotly.get_plotlyjs = lambda: "//" + "x" * 4_900_000
     tokens = [f"word{i} é" for i in range(800)]
     logprobs = [-0.123456 * (i % 9) for i in range(800)]
-    rollouts = {
-        f"step_{step:06d}_grpo.jsonl": [
-            make_row(
-                i // 8,
-                i % 2,
-                "",
-                index=i % 8,
-                tokens=tokens,
-                logprobs=logprobs,
-                response_tokens=list(range(800)),
-            )
-            for i in range(48)
-        ]
-        for step in range(1, 15)
-    }
-    evaluation = [make_row(i, 1.0, "", tokens=tokens, logprobs=logprobs) for i in range(60)]
+    drawn = {"tokens": tokens, "logprobs": logprobs}
+    ids = list(range(800))
+    batch = [
+        make_row(i // 8, i % 2, "", index=i % 8, **drawn, response_tokens=ids) for i in range(48)
+    ]
+    rollouts = {f"step_{step:06d}_grpo.jsonl": batch for step in range(1, 15)}
+    evaluation = [make_row(i, 1.0, "", **drawn) for i in range(60)]
     rollouts |= {f"grpo-eval-{step:06d}.jsonl": evaluation for step in (0, 5, 10, 14)}
     metrics = [{"step": step, "stage": "grpo", "reward/total": 0.5} for step in range(1, 15)]
     folder = write_run(tmp_path / "run", metrics, rollouts)
     for step in range(1, 15):
         write_record(folder / "rollouts" / f"step_{step:06d}_grpo.update.safetensors", 48, 800)
     path = write_report([folder])
-    assert (
-        sum(file.stat().st_size for file in (tmp_path / "run" / "rollouts").iterdir()) > 15_000_000
-    )
+    assert sum(file.stat().st_size for file in (folder / "rollouts").iterdir()) > 15_000_000
     assert 7_000_000 < path.stat().st_size <= 10_000_000
     shown = read_page(path)[1]["runs"][0]["rollouts"]
     assert len(shown["files"]) == 18 and len(shown["batches"]) == 12
@@ -351,17 +327,14 @@ def write_pair(tmp_path: Path, differences: list[int]) -> list[Path]:
     return folders
 
 
-@pytest.mark.parametrize(
-    ("differences", "mean", "error", "verdict"),
-    [
-        # deviations +-0.5 from the mean of 0.5: sqrt(4 * 0.25 / 3 / 4)
-        ([1, 1, 0, 0], 0.5, 0.288675, "is within the noise"),
-        # 20 of 40: sqrt(40 * 0.25 / 39 / 40)
-        ([1] * 20 + [0] * 20, 0.5, 0.080064, "is larger than the noise"),
-        # squares around the mean of 0: 10 ones of 40
-        ([1] * 5 + [-1] * 5 + [0] * 30, 0.0, math.sqrt(10 / 39 / 40), "is within the noise"),
-    ],
-)
+@pytest.mark.parametrize(("differences", "mean", "error", "verdict"), [
+    # deviations +-0.5 from the mean of 0.5: sqrt(4 * 0.25 / 3 / 4)
+    ([1, 1, 0, 0], 0.5, 0.288675, "is within the noise"),
+    # 20 of 40: sqrt(40 * 0.25 / 39 / 40)
+    ([1] * 20 + [0] * 20, 0.5, 0.080064, "is larger than the noise"),
+    # squares around the mean of 0: 10 ones of 40
+    ([1] * 5 + [-1] * 5 + [0] * 30, 0.0, math.sqrt(10 / 39 / 40), "is within the noise"),
+])  # fmt: skip
 def test_runs_are_paired_by_problem(tmp_path, small_plotly, differences, mean, error, verdict):
     base, seed, rate = write_pair(tmp_path, differences)
     path = write_report([base, seed, rate], tmp_path / "page.html")
@@ -412,22 +385,8 @@ def test_the_command_is_listed_and_explains_itself():
     assert "report" in whetstone.SCRIPTS
 
 
-class _Listener:
-    """Collect the messages of a run."""
-
-    def __init__(self):
-        self.notes: list[str] = []
-        self.warnings: list[str] = []
-
-    def note(self, text):
-        self.notes.append(text)
-
-    def warn(self, text):
-        self.warnings.append(text)
-
-
-def make_writer(folder: Path, **more) -> tuple[ReportWriter, _Listener]:
-    listener = _Listener()
+def make_writer(folder: Path, **more) -> tuple[ReportWriter, Listener]:
+    listener = Listener()
     launches = LaunchLog(folder, describe_launch(0, {"world": 1, "device": "cpu"}, []))
     return ReportWriter(folder, listener, launches, **more), listener
 

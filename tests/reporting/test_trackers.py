@@ -1,6 +1,4 @@
-"""Trackers: what they store is read back by their own libraries, a resumed run continues under the
-same id, and no failure of a tracker ends a run.
-"""
+"""Trackers: read back by their own libraries, resumed, and never the end of a run."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from listener import Listener
 
 from rl.config import RunSettings
 from rl.errors import RunFolderError
@@ -28,16 +27,6 @@ CONFIG = {
 }
 REPO = Path(__file__).resolve().parents[2]
 HOSTILE = "<script>x</script>\x1b[2J | a\nb\ud800"
-
-
-class Warnings:
-    """Collect warnings."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def warn(self, text: str) -> None:
-        self.texts.append(text)
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +133,7 @@ def test_a_resumed_run_is_read_back_under_a_single_id(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.chdir(tmp_path)
-    folder, warnings = tmp_path / "my run", Warnings()
+    folder, warnings = tmp_path / "my run", Listener()
     for resume_step, steps in ((None, (0, 1, 2)), (2, (3, 4))):
         with Logbook(
             folder,
@@ -161,7 +150,7 @@ def test_a_resumed_run_is_read_back_under_a_single_id(
                 if step == 1:
                     row = {"prompt": HOSTILE, "response": "42", "reward": 1.0, "advantage": None}
                     logbook.write_rollouts(step, [row])
-    assert warnings.texts == []
+    assert warnings.warnings == []
     stored = read_back(name, folder)
     rows = {step: value for step, value in stored["rows"].items() if value is not None}
     assert rows == {0: 0.0, 1: 0.125, 2: 0.25, 4: 0.5}
@@ -289,7 +278,7 @@ def test_a_failing_tracker_costs_one_warning(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     calls = install_fake(mode, tmp_path, monkeypatch)
-    warnings, folder = Warnings(), tmp_path / "run"
+    warnings, folder = Listener(), tmp_path / "run"
     folder.mkdir()
     seconds = 1.0 if mode == "hang" else 60.0
     trackers = RunTrackers(["wandb"], "p", folder, CONFIG, console=warnings, finish_seconds=seconds)
@@ -305,7 +294,7 @@ def test_a_failing_tracker_costs_one_warning(
         "crash": "exit code 3",
         "hang": "did not finish in time",
     }
-    assert len(warnings.texts) == 1 and expected[mode] in warnings.texts[0], warnings.texts
+    assert len(warnings.warnings) == 1 and expected[mode] in warnings.warnings[0], warnings.warnings
     logged = {"init": [], "crash": ["1"]}.get(mode, ["1", "2"])
     assert calls.read_text().split() == logged
     assert "chatter" not in "".join(capfd.readouterr())

@@ -1,6 +1,4 @@
-"""watch.py: what its screen shows is what the run's files hold, in any size of terminal and at any
-time of a run; nothing that a run writes steers the terminal.
-"""
+"""watch.py shows what the run's files hold, in any terminal, at any time of a run."""
 
 from __future__ import annotations
 

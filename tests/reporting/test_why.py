@@ -1,6 +1,4 @@
-"""`why` explains an update token by token: its numbers equal those of a float64 computation by
-hand, for every method that samples.
-"""
+"""`why` explains an update token by token."""
 
 import json
 import math
@@ -25,18 +23,10 @@ from rl.trainer.batch_log import UpdateRecorder
 
 REPO = Path(__file__).resolve().parents[2]
 SMALL = {
-    "base_model": "tiny:addition",
-    "dataset": "addition",
-    "reward": "tests_why_reward.py:last_digit",
-    "batch_size": 3,
-    "group_size": 4,
-    "max_tokens": 4,
-    "eval_every": 0,
-    "rollouts_every": 1,
-    "self_test": False,
-    "reward_check": False,
-    "quiet": True,
-}
+    "base_model": "tiny:addition", "dataset": "addition",
+    "reward": "tests_why_reward.py:last_digit", "batch_size": 3, "group_size": 4, "max_tokens": 4,
+    "eval_every": 0, "rollouts_every": 1, "self_test": False, "reward_check": False, "quiet": True,
+}  # fmt: skip
 REWARD = "def last_digit(prompt, response, meta):\n    return sum(map(ord, response)) % 7 / 7\n"
 
 

@@ -38,15 +38,11 @@ class TinyDesk:
             raise HttpError(404, f"there is no model {model!r}")
         show = what.pop("show", None)
         self.asked.append((list(prompt_ids), num_samples, sampling_params, what))
+        arguments = ModelInput.from_ints(list(prompt_ids)), num_samples, sampling_params
         if show is not None:
-            request = self.client.make_request(
-                ModelInput.from_ints(list(prompt_ids)), num_samples, sampling_params, **what
-            )
+            request = self.client.make_request(*arguments, **what)
             return await asyncio.to_thread(self._shown, request, show)
-        future = self.client.sample(
-            ModelInput.from_ints(list(prompt_ids)), num_samples, sampling_params, **what
-        )
-        return await asyncio.to_thread(future.result)
+        return await asyncio.to_thread(self.client.sample(*arguments, **what).result)
 
     def _shown(self, request, show):
         """The same a step at a time; after each, what there is so far is shown."""
@@ -69,9 +65,7 @@ class TinyDesk:
 
 
 class ScriptedDesk:
-    """Answers that are written down: `say(prompt's text, turn)`. They end with the model's mark,
-    unless they end in "...".
-    """
+    """Answers that are written down: `say(prompt's text, turn)`."""
 
     def __init__(self, say, renderer, tokenizer):
         self._tokenizer = load_tokenizer(tokenizer or "tiny:ascii")
@@ -86,25 +80,18 @@ class ScriptedDesk:
             given = [self._tokenizer.decode(prompt_ids), len(self.drawn)]
             text = self.say(*given)
             cut = text.endswith("...")
-            pieces = (
-                list(text.removesuffix("...")) if self.by_character else [text.removesuffix("...")]
-            )
-            tokens = [
-                token
-                for piece in pieces
-                for token in self._tokenizer.encode(piece, add_special_tokens=False)
-            ]
+            text = text.removesuffix("...")
+            pieces = list(text) if self.by_character else [text]
+            encode = self._tokenizer.encode
+            tokens = [t for piece in pieces for t in encode(piece, add_special_tokens=False)]
             tokens += [] if cut else self._end()
             self.drawn.append((list(prompt_ids), tokens))
             logprobs = [-0.5 - 0.001 * k for k in range(len(tokens))]
             for k in range(len(tokens) if show else 0):
-                show(
-                    {
-                        len(sequences): SampledSequence(
-                            tokens[:k], logprobs[:k], "length", version=0, temperature=1.0
-                        )
-                    }
-                )
+                show({
+                    len(sequences): SampledSequence(
+                        tokens[:k], logprobs[:k], "length", version=0, temperature=1.0),
+                })  # fmt: skip
                 await self.pace(k)
             sequences.append(
                 SampledSequence(
@@ -118,11 +105,8 @@ class ScriptedDesk:
 
     def _end(self):
         stop = self._renderer.get_stop_sequences()[0]
-        return (
-            self._tokenizer.encode(stop, add_special_tokens=False)
-            if isinstance(stop, str)
-            else [stop]
-        )
+        is_text = isinstance(stop, str)
+        return self._tokenizer.encode(stop, add_special_tokens=False) if is_text else [stop]
 
     def models(self, owner):
         return [ServedModel("scripted", None, 0)]

@@ -1,6 +1,4 @@
-"""What the real SDK does against a server, as JSON: run by the Python of an environment that has
-it. Nothing of ours is imported.
-"""
+"""What the real SDK does against a server, as JSON."""
 
 import asyncio
 import json

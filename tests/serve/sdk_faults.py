@@ -52,9 +52,6 @@ def through_faults(service):
 
 
 def beside_another(training, sampling):
-    """One key trains in one long call; the other samples, one by one and in a wave, until the call
-    has ended or as often as it is told.
-    """
     client = training.create_lora_training_client(BASE, rank=6, seed=3).result()
     other = sampling.create_lora_training_client(BASE, rank=4, seed=9).result()
     learnt, stepped = other.forward_backward(texts(6, 5), "cross_entropy"), other.optim_step(ADAM)

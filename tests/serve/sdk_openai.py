@@ -1,6 +1,4 @@
-"""Run by the Python of WHETSTONE_TEST_SDK, with an endpoint's address: what OpenAI's client and
-OpenEnv's checker see, as JSON.
-"""
+"""Run by the Python of WHETSTONE_TEST_SDK, with an endpoint's address."""
 
 import asyncio
 import json
@@ -63,15 +61,10 @@ async def wave() -> list[str]:
 seen["wave"] = len(asyncio.run(wave()))
 
 tools = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Adds.",
-            "parameters": {"type": "object", "properties": {}},
-        },
-    }
-]
+    {"type": "function",
+     "function": {"name": "add", "description": "Adds.",
+                  "parameters": {"type": "object", "properties": {}}}},
+]  # fmt: skip
 if len(sys.argv) > 3:  # a second endpoint, whose model calls a tool
     called = openai.OpenAI(base_url=f"{sys.argv[3]}/session/tools/v1", api_key="none")
     first = called.chat.completions.create(model="scripted", messages=ASK, tools=tools)
@@ -90,11 +83,8 @@ if len(sys.argv) > 3:  # a second endpoint, whose model calls a tool
             calls["name"] += delta.function.name or ""
             calls["arguments"] += delta.function.arguments or ""
     seen["tools"] = [
-        call.function.name,
-        call.function.arguments,
-        second.choices[0].message.content,
-        calls,
-    ]
+        call.function.name, call.function.arguments, second.choices[0].message.content, calls,
+    ]  # fmt: skip
 
 try:
     from openenv.core.harness.capture.validate import check_turn, check_upstream_response
@@ -110,16 +100,9 @@ else:
         )
         return json.load(urllib.request.urlopen(request, timeout=60))
 
-    reply = post(
-        "/v1/chat/completions",
-        {
-            "model": model,
-            "messages": ASK,
-            "max_tokens": 8,
-            "logprobs": True,
-            "return_token_ids": True,
-        },
-    )
+    reply = post("/v1/chat/completions",
+                 {"model": model, "messages": ASK, "max_tokens": 8, "logprobs": True,
+                  "return_token_ids": True})  # fmt: skip
     choice = reply["choices"][0]
     drawn = [one["logprob"] for one in choice["logprobs"]["content"]]
     turn = check_turn(
@@ -141,10 +124,7 @@ else:
         "response": [str(one) for one in check_upstream_response(reply).findings],
         "turns": [str(one) for one in (*turn.fatal, *second.fatal)],
         "spelt": spelt == [f"token_id:{token}" for token in own["token_ids"]],
-        "level": report.capture_level,
-        "trainable": report.trainable,
-        "fixes": report.param_fixes,
-        "mode": report.logprobs_mode,
-        "tools": report.tool_support,
-    }
+        "level": report.capture_level, "trainable": report.trainable, "fixes": report.param_fixes,
+        "mode": report.logprobs_mode, "tools": report.tool_support,
+    }  # fmt: skip
 print(json.dumps(seen))

@@ -1,9 +1,4 @@
-"""Run by the Python of WHETSTONE_TEST_SDK: all that OpenEnv checks of an endpoint, and of rollouts
-through it, as JSON.
-
-Arguments: the server's address, a key, a base model, a trained one whose next tokens are unlike, an
-endpoint whose model calls tools.
-"""
+"""Run by the Python of WHETSTONE_TEST_SDK."""
 
 import dataclasses
 import json

@@ -1,11 +1,4 @@
-"""Run by test_serve_durable.py under LD_PRELOAD of faulty_disk.c: a durable server whose disk goes
-wrong at operation k of an update.
-
-Usage: serve_faults.py full FOLDER STRIDE: the disk is full from k on, for every STRIDE-th k, in one
-server.
-       serve_faults.py kill FOLDER STRIDE: the process ends at k, and another one goes on, for every STRIDE-th k.
-Prints what was seen as JSON; a broken promise is an AssertionError.
-"""
+"""Run by test_serve_durable.py under LD_PRELOAD of faulty_disk.c."""
 
 import ctypes
 import json
@@ -56,9 +49,7 @@ def plain_scores(folder: Path, updates: int) -> list[list[float]]:
 
 
 def full(folder: Path, stride: int) -> dict[str, int]:
-    """An update that fails has not happened, and done once more it has happened once; what is on
-    the disk is what the server has.
-    """
+    """An update that fails has not happened, and done once more it has happened once."""
     seq, counts = iter(range(1, 10**6)), {"undone": 0, "done": 0}
     with server(folder / "durable", durable=True) as one:
         wires, model = opened(one)
@@ -148,11 +139,9 @@ def kill(folder: Path, stride: int) -> dict[str, int]:
 
     # so that no child has to import what this one imports, which starts no threads
     load_model(BASE)
+    assert in_child(begin) == 0
     assert (
-        in_child(begin) == 0
-        and in_child(
-            lambda: (folder / "plain").write_text(json.dumps(plain_scores(folder / "p", 3)))
-        )
+        in_child(lambda: (folder / "plain").write_text(json.dumps(plain_scores(folder / "p", 3))))
         == 0
     )
     expected, k, counts = (

@@ -1,12 +1,10 @@
-"""What tests of the server share: one in this process, spoken to by its wire, with our own schema
-and no SDK.
-"""
+"""What tests of the server share."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,9 +27,7 @@ PROTOBUF = "application/x-protobuf"
 
 @contextmanager
 def held(served: ModelServer) -> Iterator[None]:
-    """What is asked for within waits, however busy the machine is, and is there together when the
-    desk's thread goes on.
-    """
+    """Requests made within wait, and are there together when the engine goes on."""
     begun, gate = threading.Event(), threading.Event()
 
     def hold() -> Iterator[None]:
@@ -52,23 +48,25 @@ def server(folder: Path, *, keys: Sequence[str] = (), token_budget: int = 16384,
            base: str = BASE, **limits: Any) -> Iterator[ModelServer]:  # fmt: skip
     worker = WorkerSettings(learner=LearnerSettings(token_budget=token_budget))
     bounds = ServeLimits(**{"poll_seconds": 5.0, **limits})
-    bases = (ServedBaseModel(base, base),)
-    served = ModelServer.create(
-        ServeSettings(
-            bases,
-            folder,
-            keys=tuple(keys),
-            resume=resume,
-            durable=durable,
-            limits=bounds,
-            worker=worker,
-        )
-    )
+    settings = ServeSettings(
+        (ServedBaseModel(base, base),), folder, keys=tuple(keys), resume=resume, durable=durable,
+        limits=bounds, worker=worker,
+    )  # fmt: skip
+    served = ModelServer.create(settings)
     served.engine.start()
     try:
         yield served
     finally:
         served.shut_down()
+
+
+@contextmanager
+def opened(folder: Path, **settings: Any) -> Iterator[tuple[ModelServer, Wire]]:
+    """A server, and a client with a session."""
+    with server(folder, **settings) as served:
+        wires = Wire(served)
+        wires.open()
+        yield served, wires
 
 
 def datum_message(datum: Datum) -> Any:
@@ -118,20 +116,28 @@ class Wire:
         )["session_id"]
         return self.session
 
+    def model_body(self, seq: int = 0, rank: int = 4, seed: int = 7, base: str = BASE) -> dict:
+        config = {"base_model": base, "lora_config": {"rank": rank, "seed": seed}}
+        return {"session_id": self.session, "model_seq_id": seq, **config}
+
     def model(self, seq: int = 0, rank: int = 4, seed: int = 7, base: str = BASE) -> str:
-        body = {
-            "session_id": self.session,
-            "model_seq_id": seq,
-            "base_model": base,
-            "lora_config": {"rank": rank, "seed": seed},
-        }
+        body = self.model_body(seq, rank, seed, base)
         return self.wait(self.post("create_model", **body))["model_id"]
+
+    def save(self, model: str, seq: int, name: str, kind: str = "", **more: Any) -> str:
+        """The path of saved weights. `kind`: "", "_for_sampler" or "_external"."""
+        asked = self.post(f"save_weights{kind}", model_id=model, seq_id=seq, path=name, **more)
+        return self.wait(asked)["path"]
+
+    def load(self, seq: int, path: str) -> dict[str, Any]:
+        """The answer to a new model of saved weights and optimizer state."""
+        fields = {"session_id": self.session, "model_seq_id": seq, "path": path}
+        return self.wait(self.post("load_weights", **fields, optimizer=True))
 
     def ask(self, model: str, seq: int, data: Sequence[Datum], loss: str = "cross_entropy", config: Mapping[str, float] | None = None,
             *, forward_only: bool = False, status: int = 200) -> dict[str, Any]:  # fmt: skip
-        message = tinker_pb2.ForwardBackwardRequest(
-            model_id=model, seq_id=seq, loss_fn=loss, forward_only=forward_only
-        )
+        head = {"model_id": model, "seq_id": seq, "loss_fn": loss, "forward_only": forward_only}
+        message = tinker_pb2.ForwardBackwardRequest(**head)
         message.data.extend(datum_message(one) for one in data)
         for name, value in (config or {}).items():
             message.loss_fn_config_v2[name].number = value
@@ -159,11 +165,9 @@ class Wire:
             if answer.status_code != 408 or time.monotonic() > end:
                 break
         assert answer.status_code == 200, (answer.status_code, answer.text)
-        return (
-            getattr(tinker_pb2, kind).FromString(answer.content)
-            if kind and PROTOBUF in answer.headers["content-type"]
-            else answer.json()
-        )
+        if kind and PROTOBUF in answer.headers["content-type"]:
+            return getattr(tinker_pb2, kind).FromString(answer.content)
+        return answer.json()
 
     def output(self, asked: Mapping[str, Any]) -> tuple[list[np.ndarray], dict[str, float]]:
         """Logprobs by datum, and metrics."""
@@ -172,10 +176,8 @@ class Wire:
         rows = []
         for record in message.loss_fn_outputs:
             field = record.fields["logprobs"]
-            offsets, data = (
-                np.frombuffer(field.offsets, "<i8") // 4,
-                np.frombuffer(field.data, "<f4"),
-            )
+            offsets = np.frombuffer(field.offsets, "<i8") // 4
+            data = np.frombuffer(field.data, "<f4")
             rows += [data[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
         return rows, dict(message.metrics)
 
@@ -193,18 +195,21 @@ class Wire:
             for name in ("max_tokens", "seed", "temperature", "stop", "top_k", "top_p")
             if name in fields
         }
-        chunks = (
-            prompt
-            if isinstance(prompt[0], dict)
-            else [{"type": "encoded_text", "tokens": list(prompt)}]
-        )
+        text = {"type": "encoded_text", "tokens": list(prompt)}
+        chunks = prompt if isinstance(prompt[0], dict) else [text]
         body = {
-            "sampling_session_id": sampler,
-            "seq_id": seq,
-            "num_samples": count,
+            "sampling_session_id": sampler, "seq_id": seq, "num_samples": count,
             "prompt": {"chunks": chunks},
-        }
+        }  # fmt: skip
         return self.post("asample", **body, sampling_params={"max_tokens": 8, **params}, **fields)
 
     def sample(self, *arguments: Any, **fields: Any) -> Any:
         return self.wait(self.ask_sample(*arguments, **fields), "SampleResponse")
+
+
+def until(holds: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """What `holds` returns once it is true, or at the end of the time."""
+    end = time.monotonic() + seconds
+    while not (found := holds()) and time.monotonic() < end:
+        time.sleep(0.005)
+    return found

@@ -1,6 +1,4 @@
-"""The OpenAI-style routes by plain HTTP: answers equal to the clients' own, logprobs, streams,
-scoring, refusals, sessions.
-"""
+"""The OpenAI-style routes by plain HTTP."""
 
 import asyncio
 import json
@@ -22,15 +20,10 @@ from rl.types import ModelInput, SamplingParams  # noqa: E402
 
 ASK = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello?"}]
 TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Adds.",
-            "parameters": {"type": "object", "properties": {}},
-        },
-    }
-]
+    {"type": "function",
+     "function": {"name": "add", "description": "Adds.",
+                  "parameters": {"type": "object", "properties": {}}}},
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -77,74 +70,44 @@ def chat(endpoint, messages=ASK, path="", headers=None, **body):
 
 
 def test_answers_are_the_clients_own_to_the_bit(tiny):
-    said = chat(
-        tiny, n=3, seed=7, temperature=0.7, max_tokens=6, logprobs=True, return_token_ids=True
-    )
+    how = {"n": 3, "seed": 7, "temperature": 0.7, "max_tokens": 6}
+    said = chat(tiny, **how, logprobs=True, return_token_ids=True)
     prompt = tiny.engine._renderer.build_generation_prompt(ASK)
-    own = tiny.engine.client.sample(
-        prompt, 3, SamplingParams(max_tokens=6, temperature=0.7, seed=7, stop=[1])
-    ).result()
+    params = SamplingParams(max_tokens=6, temperature=0.7, seed=7, stop=[1])
+    own = tiny.engine.client.sample(prompt, 3, params).result()
     assert said["prompt_token_ids"] == prompt.to_ints() and said["object"] == "chat.completion"
     assert [choice["index"] for choice in said["choices"]] == [0, 1, 2]
     for choice, sequence in zip(said["choices"], own.sequences, strict=True):
+        content = choice["logprobs"]["content"]
         assert choice["token_ids"] == sequence.tokens
-        assert [one["logprob"] for one in choice["logprobs"]["content"]] == sequence.logprobs
-        assert [one["token"] for one in choice["logprobs"]["content"]] == [
-            f"token_id:{token}" for token in sequence.tokens
-        ]
+        assert [one["logprob"] for one in content] == sequence.logprobs
+        assert [one["token"] for one in content] == [f"token_id:{t}" for t in sequence.tokens]
         assert choice["finish_reason"] == sequence.stop_reason
-        assert (
-            choice["message"]["content"]
-            == tiny.engine._renderer.parse_response(sequence.tokens)[0]["content"]
-        )
+        parsed, _ = tiny.engine._renderer.parse_response(sequence.tokens)
+        assert choice["message"]["content"] == parsed["content"]
     drawn = sum(len(sequence.tokens) for sequence in own.sequences)
     assert said["usage"] == {
-        "prompt_tokens": prompt.length,
-        "completion_tokens": drawn,
+        "prompt_tokens": prompt.length, "completion_tokens": drawn,
         "total_tokens": prompt.length + drawn,
-    }
-    ids = tiny.http.post(
-        "/inference/v1/generate",
-        json={
-            "token_ids": prompt.to_ints(),
-            "sampling_params": {
-                "n": 3,
-                "seed": 7,
-                "temperature": 0.7,
-                "max_tokens": 6,
-                "logprobs": 1,
-                "stop_token_ids": [1],
-            },
-        },
-    ).json()
-    assert [choice["token_ids"] for choice in ids["choices"]] == [
-        sequence.tokens for sequence in own.sequences
-    ]
-    assert [
-        [one["logprob"] for one in choice["logprobs"]["content"]] for choice in ids["choices"]
-    ] == [s.logprobs for s in own.sequences]
-    assert (
-        ids["prompt_token_ids"] == prompt.to_ints()
-        and ids["choices"][0]["finish_reason"] == own.sequences[0].stop_reason
-    )
+    }  # fmt: skip
+    body = {"token_ids": prompt.to_ints(),
+            "sampling_params": {**how, "logprobs": 1, "stop_token_ids": [1]}}  # fmt: skip
+    ids = tiny.http.post("/inference/v1/generate", json=body).json()
+    assert ids["prompt_token_ids"] == prompt.to_ints()
+    for choice, sequence in zip(ids["choices"], own.sequences, strict=True):
+        assert choice["token_ids"] == sequence.tokens
+        assert [one["logprob"] for one in choice["logprobs"]["content"]] == sequence.logprobs
+    assert ids["choices"][0]["finish_reason"] == own.sequences[0].stop_reason
 
 
 @pytest.mark.parametrize("cut", [{}, {"top_p": 0.3}, {"top_k": 3}, {"top_k": 8, "top_p": 0.5}])
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 2.0])
 def test_logprobs_are_of_the_untruncated_distribution_at_the_temperature(tiny, temperature, cut):
-    """Of drawn tokens and of the likeliest, against the model's own scores of each, at that
-    temperature (greedy answers: at 1).
-    """
+    """Against the model's own scores (of greedy answers: at temperature 1)."""
     said = chat(
-        tiny,
-        seed=3,
-        temperature=temperature,
-        max_tokens=4,
-        logprobs=True,
-        top_logprobs=4,
-        return_token_ids=True,
-        **cut,
-    )
+        tiny, seed=3, temperature=temperature, max_tokens=4, logprobs=True, top_logprobs=4,
+        return_token_ids=True, **cut,
+    )  # fmt: skip
     prompt, (choice,) = said["prompt_token_ids"], said["choices"]
     sequences, found = [], []
     for i, entry in enumerate(choice["logprobs"]["content"]):
@@ -160,70 +123,48 @@ def test_logprobs_are_of_the_untruncated_distribution_at_the_temperature(tiny, t
 
 def test_a_stream_put_together_is_the_whole(tiny):
     body = {
-        "messages": ASK,
-        "seed": 5,
-        "max_tokens": 9,
-        "n": 2,
-        "logprobs": True,
+        "messages": ASK, "seed": 5, "max_tokens": 9, "n": 2, "logprobs": True,
         "return_token_ids": True,
-    }
+    }  # fmt: skip
     whole = tiny.http.post("/v1/chat/completions", json=body).json()
-    with tiny.http.stream(
-        "POST",
-        "/v1/chat/completions",
-        json=body | {"stream": True, "stream_options": {"include_usage": True}},
-    ) as reply:
+    streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
+    with tiny.http.stream("POST", "/v1/chat/completions", json=streamed) as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
         lines = [line for line in reply.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
     events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
     assert events[-1]["usage"] == whole["usage"] and events[-1]["choices"] == []
+    parts = [event["choices"][0] for event in events[:-1]]
     for choice in whole["choices"]:
-        own = [
-            event["choices"][0]
-            for event in events[:-1]
-            if event["choices"][0]["index"] == choice["index"]
+        own = [part for part in parts if part["index"] == choice["index"]]
+        text = "".join(part["delta"].get("content") or "" for part in own)
+        assert text == choice["message"]["content"]
+        reasons = [part["finish_reason"] for part in own]
+        assert reasons == [None] * (len(own) - 1) + [choice["finish_reason"]]
+        entries = [
+            entry for part in own for entry in (part["logprobs"] or {"content": []})["content"]
         ]
-        assert (
-            "".join(event["delta"].get("content") or "" for event in own)
-            == choice["message"]["content"]
-        )
-        assert [event["finish_reason"] for event in own] == [None] * (len(own) - 1) + [
-            choice["finish_reason"]
-        ]
-        assert [
-            one for event in own if event["logprobs"] for one in event["logprobs"]["content"]
-        ] == choice["logprobs"]["content"]
-        assert [token for event in own for token in event.get("token_ids", [])] == choice[
-            "token_ids"
-        ]
+        assert entries == choice["logprobs"]["content"]
+        tokens = [token for part in own for token in part.get("token_ids", [])]
+        assert tokens == choice["token_ids"]
 
 
 def test_tools_are_called_and_answered(scripted):
-    said = iter(
-        [
-            '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "ü"]}}\n</tool_call>',
-            "It is 3.",
-            "No tools.",
-        ]
-    )
+    said = iter(['<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "ü"]}}\n</tool_call>',
+                 "It is 3.", "No tools."])  # fmt: skip
     endpoint = scripted(lambda *_: next(said))
     first = chat(endpoint, tools=TOOLS, path="/session/a")
     (choice,) = first["choices"]
     (call,) = choice["message"]["tool_calls"]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
-    assert (
-        call["type"] == "function"
-        and call["function"]["name"] == "add"
-        and call["id"].startswith("call")
-    )
+    assert call["type"] == "function"
+    assert call["function"]["name"] == "add"
+    assert call["id"].startswith("call")
     assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": [2, "ü"]}
     again = [*ASK, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "3"}]
     second = chat(endpoint, again, tools=TOOLS, path="/session/a")
-    assert (
-        second["choices"][0]["message"]["content"] == "It is 3."
-        and second["choices"][0]["finish_reason"] == "stop"
-    )
+    assert second["choices"][0]["message"]["content"] == "It is 3."
+    assert second["choices"][0]["finish_reason"] == "stop"
     (one, one_answer), (two, _) = endpoint.engine.drawn
     # as it was drawn, not as it would be written
     assert two[: len(one) + len(one_answer)] == [*one, *one_answer]
@@ -249,22 +190,15 @@ def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(scripted, wish):
 
 @pytest.mark.parametrize("most", [0, 1])
 def test_loglikelihoods_as_a_harness_asks_for_them(tiny, most):
-    """The request and the reading of lm-evaluation-harness's local-completions: sums of
-    token_logprobs[context:end], and is_greedy.
-    """
+    """The request and the reading of lm-evaluation-harness's local-completions."""
     greedy = tiny.engine.client.sample(
         ModelInput.from_ints([20, 30]), 1, SamplingParams(max_tokens=3, temperature=0.0, stop=[])
     ).result()
     rows = [([20, 30], greedy.sequences[0].tokens), ([5], [9, 9]), ([40, 41, 42], [7])]
     body = {
-        "model": "tiny:ascii",
-        "prompt": [[*context, *answer] for context, answer in rows],
-        "echo": True,
-        "logprobs": 1,
-        "temperature": 0,
-        "max_tokens": most,
-        "seed": 1234,
-    }
+        "model": "tiny:ascii", "prompt": [[*context, *answer] for context, answer in rows],
+        "echo": True, "logprobs": 1, "temperature": 0, "max_tokens": most, "seed": 1234,
+    }  # fmt: skip
     said = tiny.http.post("/v1/completions", json=body)
     assert said.status_code == 200, said.text
     choices = sorted(said.json()["choices"], key=lambda one: one["index"])
@@ -274,13 +208,8 @@ def test_loglikelihoods_as_a_harness_asks_for_them(tiny, most):
     for (context, answer), choice, scores in zip(rows, choices, own, strict=True):
         end = len(context) + len(answer)
         found = choice["logprobs"]
-        assert (
-            len(found["tokens"])
-            == len(found["token_logprobs"])
-            == len(found["top_logprobs"])
-            == len(found["text_offset"])
-            == end + most
-        )
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        assert [len(found[name]) for name in names] == [end + most] * 4
         assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
         # to float32's rounding: which requests share a forward is up to who comes when
         assert scores[0] is None and found["token_logprobs"][1:end] == pytest.approx(
@@ -294,14 +223,9 @@ def test_loglikelihoods_as_a_harness_asks_for_them(tiny, most):
 
 def test_several_texts_are_continued(tiny):
     body = {
-        "prompt": ["ab", "12+3"],
-        "n": 2,
-        "max_tokens": 3,
-        "seed": 1,
-        "temperature": 1.5,
-        "logprobs": 0,
-        "return_token_ids": True,
-    }
+        "prompt": ["ab", "12+3"], "n": 2, "max_tokens": 3, "seed": 1, "temperature": 1.5,
+        "logprobs": 0, "return_token_ids": True,
+    }  # fmt: skip
     choices = tiny.http.post("/v1/completions", json=body).json()["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
     for p, text in enumerate(body["prompt"]):
@@ -341,23 +265,15 @@ REFUSED = [
     (CHAT, {"max_tokns": 3}, "max_tokns"),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
-    (
-        CHAT,
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-            ]
-        },
-        "messages[0].content[0]",
-    ),
+    (CHAT,
+     {"messages": [{"role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+     "messages[0].content[0]"),
     (CHAT, {"messages": [*ASK, {"role": "assistant", "content": "so"}]}, "messages[2]"),
     (CHAT, {"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
     (CHAT, {"tools": [{"type": "web_search"}]}, "tools[0]"),
-    (
-        CHAT,
-        {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
-        "tools[0].function.strict",
-    ),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+     "tools[0].function.strict"),
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
     (CHAT, {"frequency_penalty": 2.5}, "frequency_penalty"),
     (TEXT, {"presence_penalty": "a"}, "presence_penalty"),
@@ -400,7 +316,7 @@ REFUSED = [
     (IDS, {"token_ids": "abc"}, "token_ids"),
     (IDS, {"sampling_params": {"prompt_logprobs": 1}}, "sampling_params.prompt_logprobs"),
     (IDS, {"sampling_params": {"min_tokens": -1}}, "sampling_params.min_tokens"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("path, body, named", REFUSED)
@@ -408,11 +324,9 @@ def test_what_is_not_supported_is_refused_by_name(tiny, path, body, named):
     before = len(tiny.engine.asked)
     reply = tiny.http.post(path, json={**FINE[path], **body})
     error = reply.json()["error"]
-    assert (
-        reply.status_code == 400
-        and error["type"] == "invalid_request_error"
-        and error["param"] == named
-    )
+    assert reply.status_code == 400
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == named
     assert (
         named.split(".")[-1].split("[")[0] in error["message"] and len(tiny.engine.asked) == before
     )
@@ -430,11 +344,9 @@ REASONS = {
 def test_what_would_constrain_the_model_is_refused_with_a_reason_and_a_remedy(tiny, field):
     body = {**FINE[CHAT], "tools": TOOLS, field: REASONS[field]}
     message = tiny.http.post(CHAT, json=body).json()["error"]["message"]
-    assert (
-        field in message
-        and "not constrain the model to a grammar" in message
-        and "in the messages" in message
-    )
+    assert field in message
+    assert "not constrain the model to a grammar" in message
+    assert "in the messages" in message
 
 
 HOW = {
@@ -442,12 +354,8 @@ HOW = {
     "bias": {"logit_bias": {"5": 6.5, "7": -100}},
     "least": {"min_tokens": 6},
     "on": {"ignore_eos": True},
-    "penalties": {
-        "presence_penalty": 1,
-        "frequency_penalty": 1.5,
-        "repetition_penalty": 1.4,
-    },
-}
+    "penalties": {"presence_penalty": 1, "frequency_penalty": 1.5, "repetition_penalty": 1.4},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -490,13 +398,9 @@ def test_how_tokens_are_drawn_is_the_clients_own_to_the_bit(tiny, how):
 def test_a_chat_takes_them_too(tiny):
     how = {"min_p": 0.2, "min_tokens": 4}
     body = {
-        **how,
-        "logit_bias": {"5": 4},
-        "seed": 1,
-        "max_tokens": 6,
-        "return_token_ids": True,
+        **how, "logit_bias": {"5": 4}, "seed": 1, "max_tokens": 6, "return_token_ids": True,
         "logprobs": True,
-    }
+    }  # fmt: skip
     said = chat(tiny, **body)
     params = SamplingParams(
         max_tokens=6, seed=1, stop=[1], logit_bias={5: 4.0}, untruncated_logprobs=True, **how
@@ -507,16 +411,12 @@ def test_a_chat_takes_them_too(tiny):
         .sequences
     )
     (choice,) = said["choices"]
-    assert (
-        choice["token_ids"] == own.tokens
-        and [one["logprob"] for one in choice["logprobs"]["content"]] == own.logprobs
-    )
+    assert choice["token_ids"] == own.tokens
+    assert [one["logprob"] for one in choice["logprobs"]["content"]] == own.logprobs
 
 
 def test_chat_template_kwargs_reach_the_template(scripted):
-    """What is read is what transformers' own template makes of them; a setting that the template
-    has not is refused by name.
-    """
+    """What is read is what transformers' own template makes of them."""
     endpoint = scripted(lambda *_: "hm")
     tokenizer = endpoint.engine._renderer.tokenizer
     for settings in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
@@ -529,11 +429,9 @@ def test_chat_template_kwargs_reach_the_template(scripted):
         CHAT, json={"messages": ASK, "chat_template_kwargs": {"enable_thinkng": False}}
     )
     error = reply.json()["error"]
-    assert (
-        reply.status_code == 400
-        and error["param"] == "chat_template_kwargs"
-        and "has no setting 'enable_thinkng'" in error["message"]
-    )
+    assert reply.status_code == 400
+    assert error["param"] == "chat_template_kwargs"
+    assert "has no setting 'enable_thinkng'" in error["message"]
     for name in ("messages", "add_generation_prompt"):
         assert (
             endpoint.http.post(
@@ -545,22 +443,11 @@ def test_chat_template_kwargs_reach_the_template(scripted):
 
 def test_what_asks_for_nothing_is_taken(tiny):
     neutral = {
-        "min_p": 0,
-        "min_tokens": 0,
-        "ignore_eos": False,
-        "chat_template_kwargs": {},
-        "frequency_penalty": 0,
-        "presence_penalty": 0.0,
-        "logit_bias": {},
-        "response_format": {"type": "text"},
-        "user": "me",
-        "metadata": {"a": "b"},
-        "store": False,
-        "parallel_tool_calls": True,
-        "stop": None,
-        "tools": [],
-        "seed": 3,
-    }
+        "min_p": 0, "min_tokens": 0, "ignore_eos": False, "chat_template_kwargs": {},
+        "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {},
+        "response_format": {"type": "text"}, "user": "me", "metadata": {"a": "b"}, "store": False,
+        "parallel_tool_calls": True, "stop": None, "tools": [], "seed": 3,
+    }  # fmt: skip
     assert chat(tiny, max_tokens=2, **neutral)["choices"]
 
 
@@ -670,13 +557,11 @@ def test_a_server_that_ends_or_is_full_says_try_again():
 # ----------------------------------------------------------------------------------------- sessions
 
 
-def conversation(endpoint, turns, headers, tools=None):
-    """Goes through a conversation, sending back what was answered as clients do: without thoughts."""
+def conversation(endpoint, turns, headers):
+    """Goes through a conversation, sending back what was answered as clients do: no thoughts."""
     messages = [*ASK]
     for i in range(turns):
-        said = chat(endpoint, messages, headers=headers, **({"tools": tools} if tools else {}))[
-            "choices"
-        ][0]["message"]
+        said = chat(endpoint, messages, headers=headers)["choices"][0]["message"]
         kept = {key: said[key] for key in ("role", "content", "tool_calls") if said.get(key)}
         messages += [kept, {"role": "user", "content": f"And {i}?"}]
     return messages
@@ -706,42 +591,30 @@ RENDERERS = [
 
 @pytest.mark.parametrize("renderer, tokenizer, parents", RENDERERS)
 def test_turns_of_a_session_are_trained_as_they_were_drawn(scripted, renderer, tokenizer, parents):
-    """Answers are drawn in tokens that no tokenizer would choose, one a character. They are read
-    again as drawn, not as written.
-    """
+    """Answers are drawn in tokens that no tokenizer would choose, one a character."""
     endpoint = scripted(lambda *_: "It is so.", renderer, tokenizer)
     endpoint.engine.by_character = True
     conversation(endpoint, 3, {"X-Session-ID": "s"})
-    session = endpoint.sessions.find("", "s")
-    trajectory = session.make_trajectory()
-    assert [turn.ac.tokens for turn in trajectory.transitions] == [
-        answer for _, answer in endpoint.engine.drawn
-    ]
-    assert [turn.ob.to_ints() for turn in trajectory.transitions] == [
-        prompt for prompt, _ in endpoint.engine.drawn
-    ]
+    trajectory = endpoint.sessions.find("", "s").make_trajectory()
+    prompts, answers = map(list, zip(*endpoint.engine.drawn, strict=True))
+    assert [turn.ac.tokens for turn in trajectory.transitions] == answers
+    assert [turn.ob.to_ints() for turn in trajectory.transitions] == prompts
     trajectory.advantage = 1.0
     datums = trajectory_to_datums(trajectory)
-    drawn = [token for _, answer in endpoint.engine.drawn for token in answer]
-    masks = [datum.loss_fn_inputs["mask"].array.astype(bool) for datum in datums]
     targets = [
-        datum.loss_fn_inputs["target_tokens"].array[mask].tolist()
-        for datum, mask in zip(datums, masks, strict=True)
+        token
+        for fields in (datum.loss_fn_inputs for datum in datums)
+        for token in fields["target_tokens"].array[fields["mask"].array.astype(bool)].tolist()
     ]
-    assert [token for target in targets for token in target] == drawn
+    assert targets == [token for answer in answers for token in answer]
     shown = endpoint.http.get("/session/s").json()
-    assert [turn["parent"] for turn in shown["turns"]] == parents and len(datums) == parents.count(
-        None
-    )
-    assert [turn["token_ids"] for turn in shown["turns"]] == [
-        answer for _, answer in endpoint.engine.drawn
-    ]
+    assert [turn["parent"] for turn in shown["turns"]] == parents
+    assert len(datums) == parents.count(None)
+    assert [turn["token_ids"] for turn in shown["turns"]] == answers
 
 
 def test_thoughts_that_clients_drop_are_read_as_the_template_says(scripted):
-    """Qwen3's template drops thoughts once somebody speaks again (a branch), and keeps them while
-    tools answer (none).
-    """
+    """Qwen3's template drops thoughts once a user speaks, and keeps them for tools."""
     call = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
     said = iter([call, "<think>\nso\n</think>\n\nIt is 3.", "<think>\nyes\n</think>\n\nBye."])
     endpoint = scripted(lambda *_: next(said))
@@ -749,33 +622,19 @@ def test_thoughts_that_clients_drop_are_read_as_the_template_says(scripted):
     for more in ({"role": "tool", "content": "3"}, {"role": "user", "content": "Thanks."}, None):
         message = chat(endpoint, messages, path="/session/t", tools=TOOLS)["choices"][0]["message"]
         assert message["reasoning_content"] in ("hm", "so", "yes")
+        if more is None:
+            break
         kept = {key: message[key] for key in ("role", "content", "tool_calls") if message.get(key)}
-        messages += (
-            [
-                kept,
-                {
-                    **more,
-                    **(
-                        {"tool_call_id": message["tool_calls"][0]["id"]}
-                        if more["role"] == "tool"
-                        else {}
-                    ),
-                },
-            ]
-            if more
-            else []
-        )
-    assert [turn["parent"] for turn in endpoint.http.get("/session/t").json()["turns"]] == [
-        None,
-        0,
-        None,
-    ]
+        if more["role"] == "tool":
+            more["tool_call_id"] = message["tool_calls"][0]["id"]
+        messages += [kept, more]
+    turns = endpoint.http.get("/session/t").json()["turns"]
+    assert [turn["parent"] for turn in turns] == [None, 0, None]
     trajectory = endpoint.sessions.find("", "t").make_trajectory()
     trajectory.advantage = 1.0
     datums = trajectory_to_datums(trajectory)
-    assert len(datums) == 2 and trained_tokens(datums) == sorted(
-        token for _, answer in endpoint.engine.drawn for token in answer
-    )
+    drawn = sorted(token for _, answer in endpoint.engine.drawn for token in answer)
+    assert len(datums) == 2 and trained_tokens(datums) == drawn
 
 
 def test_history_that_was_rewritten_begins_a_branch_and_nothing_is_trained_twice(scripted):
@@ -790,12 +649,8 @@ def test_history_that_was_rewritten_begins_a_branch_and_nothing_is_trained_twice
     chat(endpoint, rewritten, headers=headers)  # a harness that shortens what it has
     chat(endpoint, messages[:4], headers=headers)  # and one that goes back and asks again
     assert [turn["parent"] for turn in endpoint.http.get("/session/b").json()["turns"]] == [
-        None,
-        0,
-        1,
-        None,
-        0,
-    ]
+        None, 0, 1, None, 0,
+    ]  # fmt: skip
     trajectory = endpoint.sessions.find("", "b").make_trajectory()
     trajectory.advantage = 1.0
     datums = trajectory_to_datums(trajectory)
@@ -803,22 +658,6 @@ def test_history_that_was_rewritten_begins_a_branch_and_nothing_is_trained_twice
     assert trained_tokens(datums) == sorted(
         token for _, answer in endpoint.engine.drawn for token in answer
     )
-
-
-def test_two_conversations_that_take_turns_are_two_sequences(scripted):
-    endpoint = scripted(lambda *_: "Good.", "chat_template", "qwen2.5")
-    talks = {name: [{"role": "user", "content": f"I am {name}."}] for name in ("one", "two")}
-    for _ in range(3):
-        for talk in talks.values():
-            said = chat(endpoint, talk, path="/session/both")["choices"][0]["message"]
-            talk += [
-                {"role": "assistant", "content": said["content"]},
-                {"role": "user", "content": "And?"},
-            ]
-    trajectory = endpoint.sessions.find("", "both").make_trajectory()
-    trajectory.advantage = 1.0
-    first, second = trajectory_to_datums(trajectory)
-    assert first.loss_fn_inputs["mask"].array.sum() == second.loss_fn_inputs["mask"].array.sum() > 0
 
 
 def test_a_session_is_scored_shown_and_dropped(tiny):

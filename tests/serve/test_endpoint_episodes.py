@@ -1,6 +1,4 @@
-"""--environment endpoint: programs that call OPENAI_BASE_URL, played by the rollout; how they end,
-and what is trained.
-"""
+"""--environment endpoint: how programs are played and end, and what is trained."""
 
 import json
 import os
@@ -154,16 +152,12 @@ def test_a_program_is_an_episode(play, tokenizer):
         ]
         assert [t.episode_done for t in trajectory.transitions] == [False, False, True]
         last = trajectory.transitions[-1]
-        assert (
-            last.metrics["depth"] == 7.0
-            and last.metrics["truncated"] == 0.0
-            and last.metrics["program/requests"] == 3
-        )
+        assert last.metrics["depth"] == 7.0
+        assert last.metrics["truncated"] == 0.0
+        assert last.metrics["program/requests"] == 3
         assert [t.logs["told"][-1]["content"] for t in trajectory.transitions] == [
-            "begin",
-            "go 0",
-            "go 1",
-        ]
+            "begin", "go 0", "go 1",
+        ]  # fmt: skip
         assert last.logs["response"] == tokenizer.decode(last.ac.tokens[:-1])
         trajectory.advantage = 1.0
         # tokens trained = tokens sampled, in one sequence
@@ -260,10 +254,8 @@ def test_turns_are_limited_and_the_program_may_come_to_its_end(play):
     # falls over the refusal: cut short, and earns nothing
     stubborn = "while True: answer([user('more')])"
     found = play([counting, stubborn], limits=EpisodeLimits(turns=3, seconds=20.0))
-    assert not found.errors and [group.get_total_rewards() for group in found.groups] == [
-        [3.0],
-        [0.0],
-    ]
+    assert not found.errors
+    assert [group.get_total_rewards() for group in found.groups] == [[3.0], [0.0]]
     for group in found.groups:
         (trajectory,) = group.trajectories_G
         assert len(trajectory.transitions) == 3 and trajectory.transitions[-1].truncated
@@ -291,10 +283,8 @@ def test_where_there_is_no_room_the_program_is_told_and_scored(play, tokenizer, 
     # 10 are asked and 3 answered (with the end mark), again and again: the fourth answer of 16
     # would end at 65, beyond 60
     assert len(trajectory.transitions) == 3
-    assert (
-        trajectory.transitions[-1].truncated
-        and trajectory.transitions[-1].metrics["context_overflow"] == 1.0
-    )
+    assert trajectory.transitions[-1].truncated
+    assert trajectory.transitions[-1].metrics["context_overflow"] == 1.0
     assert group.get_total_rewards() == [float(len(trajectory.transitions))]
 
 
@@ -310,11 +300,9 @@ def test_the_run_says_how_tokens_are_drawn(play):
     tokenizer = load_tokenizer("tiny:ascii")
     found = play([asking], sampler=Spy(tokenizer, lambda *_: "k"))
     ((request,), (group,)) = seen, found.groups
-    assert (
-        request.params.temperature == 1.0
-        and request.params.max_tokens == 3
-        and "z" in request.params.stop
-    )
+    assert request.params.temperature == 1.0
+    assert request.params.max_tokens == 3
+    assert "z" in request.params.stop
     assert group.trajectories_G[0].transitions[-1].logs["overruled"] == {
         "temperature": 0.2,
         "seed": 4,
@@ -343,11 +331,9 @@ def test_a_program_has_its_row_seed_and_arguments_and_no_keys(play, monkeypatch)
         pass_env=("AGENT_*",),
         prompt="Be kind.",
     )
-    assert (
-        not found.errors
-        and found.groups[0].get_total_rewards() == [1.0]
-        and play.asked == ["Be kind.hi"]
-    )
+    assert not found.errors
+    assert found.groups[0].get_total_rewards() == [1.0]
+    assert play.asked == ["Be kind.hi"]
 
 
 def test_a_reward_scores_the_last_answer(play):
@@ -357,10 +343,8 @@ def test_a_reward_scores_the_last_answer(play):
         lambda text, *_: "42" if "second" in text else "1",
         grader="exact_match",
     )
-    assert not found.errors and [group.get_total_rewards() for group in found.groups] == [
-        [1.0],
-        [1.0],
-    ]
+    assert not found.errors
+    assert [group.get_total_rewards() for group in found.groups] == [[1.0], [1.0]]
     assert found.groups[1].trajectories_G[0].transitions[-1].metrics["posted"] == 9.0
 
 
@@ -379,12 +363,8 @@ def test_answers_that_are_asked_for_side_by_side(play):
     found = play([program])
     assert not found.errors and found.groups[0].get_total_rewards() == [4.0]
     (trajectory,) = found.groups[0].trajectories_G
-    assert len(trajectory.transitions) == 7 and sorted(play.asked) == ["a"] * 3 + [
-        "b0",
-        "b1",
-        "b2",
-        "b3",
-    ]
+    assert len(trajectory.transitions) == 7
+    assert sorted(play.asked) == ["a"] * 3 + ["b0", "b1", "b2", "b3"]
     trajectory.advantage = 1.0
     assert len(trajectory_to_datums(trajectory)) == 7
 
@@ -393,20 +373,14 @@ def test_a_program_is_named_behind_a_colon():
     spec = parse_environment(
         f"endpoint:{sys.executable} 'my agent.py'", [("arguments", "--seed '{seed}'")]
     )
-    assert spec.name == "endpoint" and spec.make().command == [
-        sys.executable,
-        "my agent.py",
-        "--seed",
-        "{seed}",
-    ]
+    assert spec.name == "endpoint"
+    assert spec.make().command == [sys.executable, "my agent.py", "--seed", "{seed}"]
     assert resolve_environment(f"endpoint:{sys.executable} a.py").make().command == [
         sys.executable,
         "a.py",
     ]
-    assert (
-        not spec.needs_rows
-        and resolve_environment("endpoint", program=sys.executable, grader="exact_match").needs_rows
-    )
+    assert not spec.needs_rows
+    assert resolve_environment("endpoint", program=sys.executable, grader="exact_match").needs_rows
     wrongs = {
         "endpoint:": "program",
         "endpoint:no-such-program x": "no program 'no-such-program'",

@@ -1,6 +1,4 @@
-"""OpenAI's own client and OpenEnv's conformance checker against the endpoint. WHETSTONE_TEST_SDK:
-the Python that has them.
-"""
+"""OpenAI's own client and OpenEnv's conformance checker against the endpoint."""
 
 import json
 import os
@@ -21,9 +19,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 @pytest.fixture(scope="module")
 def seen(shared_data):
-    """What tests/serve/sdk_openai.py saw of a tiny model, and of a scripted one that calls a tool; and
-    the tiny one.
-    """
+    """What sdk_openai.py saw of a tiny and of a scripted model; and the tiny one."""
     python = os.environ.get("WHETSTONE_TEST_SDK")
     if not python:
         pytest.skip("WHETSTONE_TEST_SDK names no Python with openai and openenv (the extra sdk)")
@@ -59,10 +55,8 @@ def test_answers_and_streams(seen):
     assert [[tokens, logprobs] for _, tokens, logprobs in found["whole"]] == [
         [one.tokens, one.logprobs] for one in own
     ]
-    assert (
-        found["stream"] == [text for text, _, _ in found["whole"]]
-        and found["stream_usage"] == found["usage"]
-    )
+    assert found["stream"] == [text for text, _, _ in found["whole"]]
+    assert found["stream_usage"] == found["usage"]
     assert found["stream_final"] == found["whole"][0][0]
     assert found["scored"] == desk.client.compute_logprobs(ModelInput.from_ints([5, 6, 7])).result()
     assert found["models"] == ["tiny:ascii"] and found["wave"] == 16 == len(

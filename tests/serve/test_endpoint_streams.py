@@ -1,6 +1,4 @@
-"""Streams: what is sent while an answer is drawn is a beginning of it, comes when it is drawn, and
-put together is the whole.
-"""
+"""Streams: every part is a beginning of the answer, sent when it is drawn."""
 
 import asyncio
 import json
@@ -25,26 +23,16 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 PROPERTIES = {"a": {"type": "integer"}, "text": {"type": "string"}}
 TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Adds.",
-            "parameters": {"type": "object", "properties": PROPERTIES},
-        },
-    }
-]
+    {"type": "function",
+     "function": {"name": "add", "description": "Adds.",
+                  "parameters": {"type": "object", "properties": PROPERTIES}}},
+]  # fmt: skip
 BY_PARTS = "<tool_call>\n<function=add>\n{}</function>\n</tool_call>"
 ANSWERS = [
-    "It is so, and so it goes on.",
-    "  Spaces,\n\nlines \n",
-    "Ünïcödé, 漢字, 🙂🙃 and a family 👨‍👩‍👧‍👦.",
-    "<think>\nhm, 🙂\n</think>\n\nYes.",
-    "<think>\ncut off",
-    "First. <think>a</think>\nThen. <think>b</think> And <think> no end",
-    f"I call.\n{CALL}",
-    f"<think>so</think>\n\nI call.\n\n{CALL}\n{CALL}",
-    f"Call {CALL} and text behind it.",
+    "It is so, and so it goes on.", "  Spaces,\n\nlines \n",
+    "Ünïcödé, 漢字, 🙂🙃 and a family 👨‍👩‍👧‍👦.", "<think>\nhm, 🙂\n</think>\n\nYes.", "<think>\ncut off",
+    "First. <think>a</think>\nThen. <think>b</think> And <think> no end", f"I call.\n{CALL}",
+    f"<think>so</think>\n\nI call.\n\n{CALL}\n{CALL}", f"Call {CALL} and text behind it.",
     "A broken <tool_call>{no json}</tool_call> call, and more.",
     'Nested <tool_call>\n{"name": "add", "arguments": {"a": [1, {"b": "}</tool_call> \\" 🙂"}], '
     '"c": {}}}\n</tool_call>',
@@ -59,20 +47,14 @@ ANSWERS = [
         "<parameter=a>\n12\n</parameter>\n<parameter=text>\nfirst\n<second> 🙂\n\n</parameter>\n"
     ),
     BY_PARTS.format("") + "\n" + BY_PARTS.format("<parameter=text>\n\n</parameter>\n"),
-    "<tool_call>\n<function=add>\n<parameter=text>\nhalf of i",
-    "a < b, <th>, <tool, <<think",
-    "Stop here: lo and behold",
-    "User: no. \n\nUser: me",
-]
+    "<tool_call>\n<function=add>\n<parameter=text>\nhalf of i", "a < b, <th>, <tool, <<think",
+    "Stop here: lo and behold", "User: no. \n\nUser: me",
+]  # fmt: skip
 RENDERERS = [
-    ("plain", "gpt2"),
-    ("role_colon", "qwen2.5"),
-    ("role_colon", "gpt2"),
-    ("chat_template", "qwen2.5"),
-    ("chat_template", "qwen3"),
-    ("qwen3_disable_thinking", "qwen3"),
+    ("plain", "gpt2"), ("role_colon", "qwen2.5"), ("role_colon", "gpt2"),
+    ("chat_template", "qwen2.5"), ("chat_template", "qwen3"), ("qwen3_disable_thinking", "qwen3"),
     ("chat_template", "minimind_6400"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("with_tools", [False, True])
@@ -102,6 +84,16 @@ def test_what_is_certain_of_an_answer_is_a_beginning_of_it(
     assert begun >= len(ANSWERS), "next to nothing is ever certain"
 
 
+def by_character(tokenizer, text):
+    """The tokens of a text, one character after the other."""
+    return [t for piece in text for t in tokenizer.encode(piece, add_special_tokens=False)]
+
+
+def stages_of(renderer, tokens, part):
+    """What is shown of a part of an answer while it is drawn."""
+    return {json.dumps(seen(renderer, tokens[:k], False)[part]) for k in range(len(tokens))}
+
+
 def seen(renderer, tokens, within, ended=False):
     found = parse_partial_answer(renderer, tokens, within, ended)
     calls = [
@@ -116,12 +108,9 @@ def seen(renderer, tokens, within, ended=False):
 
 
 def told(message):
-    calls = [
-        call["function"]
-        if isinstance(call, dict)
-        else {"name": call[0], "arguments": json.loads(call[1])}
-        for call in message.get("calls", message.get("tool_calls", ()))
-    ]
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    for name, arguments in message.get("calls", ()):
+        calls.append({"name": name, "arguments": json.loads(arguments)})
     return message["content"], message.get("reasoning_content") or "", calls
 
 
@@ -154,31 +143,15 @@ def test_thoughts_and_arguments_go_on_as_they_are_drawn(shared_data):
         (ANSWERS[3], "reasoning_content"),
         ("<think>\none two three four", "reasoning_content"),
     ):
-        tokens = [
-            token
-            for piece in text
-            for token in renderer.tokenizer.encode(piece, add_special_tokens=False)
-        ]
-        stages = {json.dumps(seen(renderer, tokens[:k], False)[part]) for k in range(len(tokens))}
+        tokens = by_character(renderer.tokenizer, text)
+        stages = stages_of(renderer, tokens, part)
         assert len(stages) > 4, (text, stages)
-    long = (
-        '<tool_call>\n{"name": "add", "arguments": {"text": "' + "word " * 30 + '"}}\n</tool_call>'
-    )
+    long = CALL.replace('"a": 1', '"text": "' + "word " * 30 + '"')
     tokens = renderer.tokenizer.encode(long, add_special_tokens=False)
-    assert (
-        len({json.dumps(seen(renderer, tokens[:k], False)["calls"]) for k in range(len(tokens))})
-        > 30
-    )
-    by_parts = (
-        "<tool_call>\n<function=add>\n<parameter=text>\n"
-        + "word " * 30
-        + "\n</parameter>\n</function>\n</tool_call>"
-    )
+    assert len(stages_of(renderer, tokens, "calls")) > 30
+    by_parts = BY_PARTS.format("<parameter=text>\n" + "word " * 30 + "\n</parameter>\n")
     tokens = renderer.tokenizer.encode(by_parts, add_special_tokens=False)
-    assert (
-        len({json.dumps(seen(renderer, tokens[:k], False)["calls"]) for k in range(len(tokens))})
-        > 30
-    )
+    assert len(stages_of(renderer, tokens, "calls")) > 30
 
 
 CHANNELS = (
@@ -201,17 +174,13 @@ IN_CHANNELS = [
 
 
 def test_what_is_certain_of_messages_in_channels(shared_data):
-    """gpt-oss' form: no header, no part of a mark and no call is ever shown, whichever prefix is
-    read.
-    """
+    """gpt-oss' form: no header, part of a mark or call is ever shown."""
     tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "qwen2.5"))
     tokenizer.chat_template = CHANNELS
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
     renderer = get_renderer("chat_template", tokenizer)
     for text in IN_CHANNELS:
-        tokens = [
-            token for piece in text for token in tokenizer.encode(piece, add_special_tokens=False)
-        ]
+        tokens = by_character(tokenizer, text)
         stages = [seen(renderer, tokens[:k], False) for k in range(len(tokens))]
         whole = check_prefixes(renderer, tokens, False, text)
         assert not any("<|" in str(stage) for stage in stages)
@@ -219,10 +188,7 @@ def test_what_is_certain_of_messages_in_channels(shared_data):
         if not message.get("unparsed_tool_calls"):
             assert told(whole) == told(message) and any(stages[-1].values())
     # of the last one
-    assert (
-        len({json.dumps(seen(renderer, tokens[:k], False)["calls"]) for k in range(len(tokens))})
-        > 5
-    )
+    assert len(stages_of(renderer, tokens, "calls")) > 5
 
 
 FORMS = {  # what tells the form in a template, and answers in it
@@ -251,19 +217,13 @@ FORMS = {  # what tells the form in a template, and answers in it
 
 @pytest.mark.parametrize("sign", FORMS)
 def test_what_is_certain_of_an_answer_with_calls_of_other_forms(shared_data, sign):
-    """No part of a call is ever shown as text; when all has ended, what is said and called is what
-    a reward reads.
-    """
+    """No part of a call is ever shown as text."""
     tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "qwen2.5"))
     renderer = get_renderer("chat_template", tokenizer).with_tools(TOOLS)
     renderer._call_format = find_call_format(sign)
     for wrapped in (renderer, StopTextRenderer(renderer, ["zz"])):
         for text in (*FORMS[sign], "No call <at> all, 🙂 {"):
-            tokens = [
-                token
-                for piece in text
-                for token in tokenizer.encode(piece, add_special_tokens=False)
-            ]
+            tokens = by_character(tokenizer, text)
             whole = check_prefixes(wrapped, tokens, False, text)
             stages = [seen(wrapped, tokens[:k], False) for k in range(len(tokens))]
             assert not any("add" in stage["content"] or stage["calls"] for stage in stages)
@@ -332,12 +292,9 @@ def test_a_stream_of_any_answer_put_together_is_the_whole(shared_data, text):
     desk = ScriptedDesk(lambda *_: text, "chat_template", str(shared_data / "tokenizers" / "qwen3"))
     endpoint = Endpoint(desk)
     body = {
-        "messages": ASK,
-        "tools": TOOLS,
-        "logprobs": True,
-        "return_token_ids": True,
+        "messages": ASK, "tools": TOOLS, "logprobs": True, "return_token_ids": True,
         "stop": "lo and",
-    }
+    }  # fmt: skip
     try:
         with httpx.Client(base_url=endpoint.url, timeout=60) as http:
             (whole,) = http.post(CHAT, json=body).json()["choices"]
@@ -357,14 +314,8 @@ def test_a_stream_of_any_answer_put_together_is_the_whole(shared_data, text):
     calls = []
     for call in [call for one in found for call in one["delta"].get("tool_calls", [])]:
         if call["index"] == len(calls):
-            calls.append(
-                {
-                    "id": call["id"],
-                    "type": call["type"],
-                    "name": call["function"]["name"],
-                    "arguments": "",
-                }
-            )
+            calls.append({"id": call["id"], "type": call["type"], "name": call["function"]["name"],
+                          "arguments": ""})  # fmt: skip
         calls[call["index"]]["arguments"] += call["function"]["arguments"]
     whole_calls = [
         {**call["function"], "type": "function"} for call in message.get("tool_calls", [])
@@ -380,10 +331,8 @@ def test_a_stream_of_any_answer_put_together_is_the_whole(shared_data, text):
     assert [
         entry for one in found if one["logprobs"] for entry in one["logprobs"]["content"]
     ] == whole["logprobs"]["content"]
-    assert (
-        "".join(one["text"] for one in plain) == text_whole["text"]
-        and plain[-1]["finish_reason"] == text_whole["finish_reason"]
-    )
+    assert "".join(one["text"] for one in plain) == text_whole["text"]
+    assert plain[-1]["finish_reason"] == text_whole["finish_reason"]
 
 
 def test_several_completions_are_streamed_side_by_side():
@@ -391,13 +340,9 @@ def test_several_completions_are_streamed_side_by_side():
     try:
         with httpx.Client(base_url=endpoint.url, timeout=60) as http:
             body = {
-                "prompt": ["ab", [5, 6]],
-                "n": 2,
-                "max_tokens": 6,
-                "seed": 3,
-                "echo": True,
+                "prompt": ["ab", [5, 6]], "n": 2, "max_tokens": 6, "seed": 3, "echo": True,
                 "logprobs": 0,
-            }
+            }  # fmt: skip
             whole = http.post(TEXT, json=body).json()["choices"]
             found = [event["choices"][0] for event in events(http, TEXT, body)]
     finally:
@@ -405,10 +350,8 @@ def test_several_completions_are_streamed_side_by_side():
     for choice in whole:
         own = [one for one in found if one["index"] == choice["index"]]
         assert "".join(one["text"] for one in own) == choice["text"] and len(own) > 3
-        assert (
-            own[-1]["logprobs"]["tokens"] == choice["logprobs"]["tokens"]
-            and own[-1]["finish_reason"] == choice["finish_reason"]
-        )
+        assert own[-1]["logprobs"]["tokens"] == choice["logprobs"]["tokens"]
+        assert own[-1]["finish_reason"] == choice["finish_reason"]
         logprobs = [one["logprobs"]["token_logprobs"] for one in (own[-1], choice)]
         # a batch of another size sums in another order
         assert logprobs[0][1:] == pytest.approx(logprobs[1][1:], abs=1e-5)

@@ -1,6 +1,4 @@
-"""The server by its wire: the same as the clients in this process, in order, once, and each tenant
-for himself.
-"""
+"""The server by its wire."""
 
 import asyncio
 import base64
@@ -11,7 +9,7 @@ import time
 import numpy as np
 import pytest
 from seeing import chunk, spelt
-from serving import BASE, PROTOBUF, Wire, datum_message, held, server
+from serving import BASE, PROTOBUF, Wire, datum_message, held, opened, server
 
 from rl.client import ServiceClient
 from rl.images import get_image_reader
@@ -28,30 +26,19 @@ KEYS = ("tml-first-tenants-key", "tml-second-tenants-key")
 def texts(count: int = 6, seed: int = 0) -> list[Datum]:
     rng = np.random.default_rng(seed)
     rows = [rng.integers(2, 90, rng.integers(4, 12)) for _ in range(count)]
-    return [
-        Datum(
-            ModelInput.from_ints(row[:-1].tolist()),
-            {"target_tokens": row[1:], "weights": np.ones(len(row) - 1)},
-        )
-        for row in rows
-    ]
+    fields = [{"target_tokens": row[1:], "weights": np.ones(len(row) - 1)} for row in rows]
+    inputs = [ModelInput.from_ints(row[:-1].tolist()) for row in rows]
+    return [Datum(*pair) for pair in zip(inputs, fields, strict=True)]
 
 
 def rewarded(count: int = 4, seed: int = 1) -> list[Datum]:
     rng, data = np.random.default_rng(seed), []
     for _ in range(count):
         n = int(rng.integers(4, 10))
-        fields = {
-            "logprobs": -4.5 + 0.2 * rng.standard_normal(n),
-            "advantages": rng.standard_normal(n),
-            "mask": np.ones(n),
-        }
-        data.append(
-            Datum(
-                ModelInput.from_ints(rng.integers(2, 90, n).tolist()),
-                {"target_tokens": rng.integers(2, 90, n), **fields},
-            )
-        )
+        fields = {"logprobs": -4.5 + 0.2 * rng.standard_normal(n)}
+        fields |= {"advantages": rng.standard_normal(n), "mask": np.ones(n)}
+        read = ModelInput.from_ints(rng.integers(2, 90, n).tolist())
+        data.append(Datum(read, {"target_tokens": rng.integers(2, 90, n), **fields}))
     return data
 
 
@@ -116,14 +103,8 @@ def _for_loss(name):
         n, spec = 6, LOSSES[name]
         fields = {"target_tokens": rng.integers(2, 90, n)}
         for field in spec.required[1:]:
-            value = (
-                np.full(n, float(i % 2))
-                if field == "labels"
-                else np.ones(n)
-                if field == "mask"
-                else -4.0 + rng.standard_normal(n)
-            )
-            fields[field] = value
+            fixed = {"labels": np.full(n, float(i % 2)), "mask": np.ones(n)}
+            fields[field] = fixed[field] if field in fixed else -4.0 + rng.standard_normal(n)
         if name != "cross_entropy":
             fields.setdefault("mask", np.ones(n))  # some take their actions from it
         data.append(Datum(ModelInput.from_ints(rng.integers(2, 90, n).tolist()), fields))
@@ -164,9 +145,6 @@ def test_every_loss_gives_over_the_wire_what_it_gives_here(wires, here):
 
 @pytest.mark.parametrize("rank", [8, 64])
 def test_an_adapter_over_the_wire_is_scaled_by_alpha_32_as_on_tinker(wires, here, rank):
-    """After a step, whose size is in the adapter's matrices: the function is that of alpha 32, not
-    that of alpha = rank.
-    """
     data, model, seen = texts(), wires.model(rank=rank), {}
     wires.ask(model, 1, data)
     wires.wait(wires.step(model, 2))
@@ -186,9 +164,7 @@ def test_an_adapter_over_the_wire_is_scaled_by_alpha_32_as_on_tinker(wires, here
 
 
 def test_a_checkpoint_of_alpha_equal_to_the_rank_goes_on_over_the_wire_as_it_was(tmp_path):
-    """Saved by a server of before: its model was made with no alpha. Read back as a new model, and
-    into one of today's.
-    """
+    """Saved by a server of before: its model was made with no alpha."""
     data = texts()
     with server(tmp_path / "served") as one:
         own, made = one.engine.service, []
@@ -201,15 +177,9 @@ def test_a_checkpoint_of_alpha_equal_to_the_rank_goes_on_over_the_wire_as_it_was
         del own.create_lora_training_client
         wires.ask(model, 1, data)
         wires.wait(wires.step(model, 2))
-        saved = wires.wait(wires.post("save_weights", model_id=model, seq_id=3, path="before"))[
-            "path"
-        ]
+        saved = wires.save(model, 3, "before")
         fresh = wires.model(1, rank=8)
-        loaded = wires.wait(
-            wires.post(
-                "load_weights", session_id=wires.session, model_seq_id=2, path=saved, optimizer=True
-            )
-        )["model_id"]
+        loaded = wires.load(2, saved)["model_id"]
         wires.wait(wires.post("load_weights", model_id=fresh, seq_id=1, path=saved, optimizer=True))
         rows = []
         for name, seq in ((model, 4), (fresh, 2), (loaded, 1)):
@@ -219,37 +189,6 @@ def test_a_checkpoint_of_alpha_equal_to_the_rank_goes_on_over_the_wire_as_it_was
                 np.concatenate(wires.output(wires.ask(name, seq + 2, data, forward_only=True))[0])
             )
     assert np.array_equal(rows[0], rows[1]) and np.array_equal(rows[0], rows[2])
-
-
-@pytest.mark.parametrize("form", ["no mask", "weights"])
-def test_tinkers_documented_datums_train_over_the_wire_as_with_a_mask(wires, form):
-    """A datum's first positions are its prompt: no advantage, a logprob of 0; `weights` say the
-    same.
-    """
-    models = [wires.model(number) for number in range(2)]
-    bare, masked = [], []
-    for datum in rewarded():
-        n = datum.model_input.length
-        mask = np.asarray([0.0] + [1.0] * (n - 1), np.float32)
-        fields = {
-            name: datum.loss_fn_inputs[name].array
-            for name in ("target_tokens", "logprobs", "advantages")
-        }
-        fields = {
-            **fields,
-            "logprobs": fields["logprobs"] * mask,
-            "advantages": fields["advantages"] * mask,
-        }
-        bare.append(datum.with_inputs(fields | ({"weights": mask} if form == "weights" else {})))
-        masked.append(datum.with_inputs(fields | {"mask": mask}))
-    for seq, loss in enumerate(("importance_sampling", "ppo", "cispo", "dro", "gspo"), start=1):
-        outputs = [
-            wires.output(wires.ask(model, seq, data, loss))
-            for model, data in zip(models, (bare, masked), strict=True)
-        ]
-        assert outputs[0][1] == outputs[1][1]
-    steps = [wires.wait(wires.step(model, 6))["metrics"] for model in models]
-    assert steps[0] == steps[1] and steps[0]["grad_norm"] > 0
 
 
 def test_a_request_that_comes_twice_runs_once_and_is_answered_alike(wires):
@@ -320,9 +259,7 @@ def test_what_is_wrong_with_its_values_is_an_answer_and_leaves_no_gap(wires):
 
 
 def test_samples_are_drawn_between_the_micro_batches_of_a_call(tmp_path):
-    with server(tmp_path / "served", token_budget=32) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path / "served", token_budget=32) as (one, wires):
         model = wires.model()
         sampler = wires.sampler(model, 1)
         wires.sample(sampler, 0, [4, 5])
@@ -391,16 +328,12 @@ def test_a_server_that_goes_on_keeps_models_paths_and_what_was_trained(tmp_path)
         model = wires.model()
         wires.output(wires.ask(model, 1, texts(4, 0)))
         wires.wait(wires.step(model, 2))
-        path = wires.wait(wires.post("save_weights", model_id=model, seq_id=3, path="one"))["path"]
+        path = wires.save(model, 3, "one")
         return wires, model, path
 
     def go_on(wires, model, path):
         seen = [wires.output(wires.ask(model, 4, texts(4, 1)))[1], wires.wait(wires.step(model, 5))]
-        again = wires.wait(
-            wires.post(
-                "load_weights", session_id=wires.session, model_seq_id=9, path=path, optimizer=True
-            )
-        )
+        again = wires.load(9, path)
         assert again["path"] == path
         return seen + [wires.output(wires.ask(again["model_id"], 1, texts(4, 1)))[1]]
 
@@ -418,9 +351,7 @@ def test_a_server_that_goes_on_keeps_models_paths_and_what_was_trained(tmp_path)
 
 def test_a_gradient_that_a_restart_lost_is_told_and_no_number_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr("rl.serve.served_models._GAP_SECONDS", 0.1)
-    with server(tmp_path / "a", durable=True) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path / "a", durable=True) as (one, wires):
         model = wires.model()
         wires.output(wires.ask(model, 1, texts()))
         stepped = wires.wait(wires.step(model, 2))
@@ -448,71 +379,49 @@ def test_what_is_anothers_does_not_exist(tmp_path):
         mine, theirs = Wire(one, KEYS[0]), Wire(one, KEYS[1])
         mine.open(), theirs.open()
         model = mine.model()
-        path = mine.wait(mine.post("save_weights", model_id=model, seq_id=1, path="a"))["path"]
+        path = mine.save(model, 1, "a")
         sampler = mine.sampler(model, 2)
-        taken = mine.ask_sample(sampler, 0, [4, 5])
-        theirs.post("get_info", 404, model_id=model)
+        taken = mine.ask_sample(sampler, 0, [4, 5])["request_id"]
         theirs.ask(model, 3, texts(), status=404)
-        theirs.post("optim_step", 404, model_id=model, seq_id=3, adam_params={})
-        theirs.post("save_weights", 404, model_id=model, seq_id=3, path="b")
-        theirs.post(
-            "load_weights",
-            404,
-            session_id=theirs.session,
-            model_seq_id=0,
-            path=path,
-            optimizer=False,
-        )
-        theirs.post(
-            "create_sampling_session",
-            404,
-            session_id=theirs.session,
-            sampling_session_seq_id=0,
-            model_path=path,
-        )
-        theirs.post(
-            "create_sampling_session",
-            404,
-            session_id=mine.session,
-            sampling_session_seq_id=5,
-            base_model=BASE,
-        )
-        theirs.post("asample", 404, sampling_session_id=sampler, seq_id=9, prompt={"chunks": []})
-        theirs.post("retrieve_future", 410, request_id=taken["request_id"])
-        theirs.post("cancel_future", 410, request_id=taken["request_id"])
-        theirs.post("session_heartbeat", 404, session_id=mine.session)
-        theirs.post(f"sessions/{mine.session}/finish", 404)
-        theirs.post("weights_info", 404, tinker_path=path)
-        run = f"/api/v1/training_runs/{model}"
-        one_of = "/checkpoints/weights/a"
+        number, own = {"model_id": model, "seq_id": 3}, {"session_id": theirs.session}
+        for verb, status, fields in [
+            ("get_info", 404, {"model_id": model}),
+            ("optim_step", 404, {**number, "adam_params": {}}),
+            ("save_weights", 404, {**number, "path": "b"}),
+            ("load_weights", 404, {**own, "model_seq_id": 0, "path": path, "optimizer": False}),
+            ("create_sampling_session", 404,
+             {**own, "sampling_session_seq_id": 0, "model_path": path}),
+            ("create_sampling_session", 404,
+             {"session_id": mine.session, "sampling_session_seq_id": 5, "base_model": BASE}),
+            ("asample", 404, {"sampling_session_id": sampler, "seq_id": 9, "prompt": {"chunks": []}}),
+            ("retrieve_future", 410, {"request_id": taken}),
+            ("cancel_future", 410, {"request_id": taken}),
+            ("session_heartbeat", 404, {"session_id": mine.session}),
+            (f"sessions/{mine.session}/finish", 404, {}),
+            ("weights_info", 404, {"tinker_path": path}),
+        ]:  # fmt: skip
+            theirs.post(verb, status, **fields)
+        run, one_of = f"/api/v1/training_runs/{model}", "/checkpoints/weights/a"
         asked = [
-            ("GET", ""),
-            ("GET", "/checkpoints"),
-            ("GET", one_of + "/archive"),
-            ("PUT", one_of + "/ttl"),
-            ("DELETE", one_of),
-        ]
+            ("GET", ""), ("GET", "/checkpoints"), ("GET", one_of + "/archive"),
+            ("PUT", one_of + "/ttl"), ("DELETE", one_of),
+        ]  # fmt: skip
         for method, where in asked:
             assert theirs.http.request(method, run + where).status_code == 404, where
-            assert (
-                mine.http.request(
-                    method, run + where, json={} if method == "PUT" else None
-                ).status_code
-                < 300
-            ), where
+            body = {} if method == "PUT" else None
+            assert mine.http.request(method, run + where, json=body).status_code < 300, where
         assert theirs.http.get("/api/v1/checkpoints").json()["checkpoints"] == []
         assert theirs.http.get("/api/v1/sessions").json()["sessions"] == [theirs.session]
-        for key in ("", "tml-first-tenants-ke", "tml-first-tenants-key2", "é"):
-            answer = mine.http.get("/api/v1/sessions", headers={"x-api-key": key.encode()})
-            assert answer.status_code == 401, key
-        bearer = mine.http.get(
-            "/api/v1/sessions", headers={"x-api-key": "", "authorization": f"Bearer {KEYS[0]}"}
-        )
-        assert (
-            bearer.status_code == 200
-            and mine.http.get("/healthz", headers={"x-api-key": "x"}).status_code == 200
-        )
-        assert mine.http.get("/metrics", headers={"x-api-key": "x"}).status_code == 401
+        for where, headers, status in [
+            ("/api/v1/sessions", {"x-api-key": ""}, 401),
+            ("/api/v1/sessions", {"x-api-key": "tml-first-tenants-ke"}, 401),
+            ("/api/v1/sessions", {"x-api-key": "tml-first-tenants-key2"}, 401),
+            ("/api/v1/sessions", {"x-api-key": "é".encode()}, 401),
+            ("/api/v1/sessions", {"x-api-key": "", "authorization": f"Bearer {KEYS[0]}"}, 200),
+            ("/healthz", {"x-api-key": "x"}, 200),
+            ("/metrics", {"x-api-key": "x"}, 401),
+        ]:
+            assert mine.http.get(where, headers=headers).status_code == status, (where, headers)
 
 
 def test_nothing_leads_out_of_the_folder_and_no_body_breaks_in(wires, served):
@@ -522,22 +431,12 @@ def test_nothing_leads_out_of_the_folder_and_no_body_breaks_in(wires, served):
     for path in ("tinker://../../etc", "tinker://../../etc/weights/passwd", f"tinker://{model}/weights/..", f"tinker://{model}/../x",
                  f"tinker://{model}/weights/%2e%2e", "/etc/passwd", "file:///etc", f"tinker://{model}/live/live", "tinker://", "",
                  f"tinker://{session}:train:01/weights/a", f"tinker://{model}/weights/a\0b"):  # fmt: skip
+        place, own = path or " ", {"session_id": session}
+        wires.post("load_weights", 404, **own, model_seq_id=50, path=place, optimizer=False)
         wires.post(
-            "load_weights",
-            404,
-            session_id=session,
-            model_seq_id=50,
-            path=path or " ",
-            optimizer=False,
+            "create_sampling_session", 404, **own, sampling_session_seq_id=50, model_path=place
         )
-        wires.post(
-            "create_sampling_session",
-            404,
-            session_id=session,
-            sampling_session_seq_id=50,
-            model_path=path or " ",
-        )
-        wires.post("weights_info", 404, tinker_path=path or " ")
+        wires.post("weights_info", 404, tinker_path=place)
     assert {path for path in root.parent.iterdir()} == before
     for path in (
         "/api/v1/files/1/ab/x/weights/y/../../z",
@@ -570,9 +469,7 @@ def test_nothing_leads_out_of_the_folder_and_no_body_breaks_in(wires, served):
 
 
 def test_a_full_queue_says_so_and_takes_more_later(tmp_path):
-    with server(tmp_path, queued=2) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path, queued=2) as (one, wires):
         model = wires.model()
         with held(one):
             kept = wires.step(model, 1)
@@ -585,9 +482,6 @@ def test_a_full_queue_says_so_and_takes_more_later(tmp_path):
 
 
 def test_two_clients_that_call_everything_the_same_get_each_its_own(tmp_path):
-    """One key, one name for both sessions and for what they save: each goes on with its own
-    weights, nothing is written over.
-    """
     with server(tmp_path) as one:
         seen = []
         for seed in (1, 2):
@@ -598,9 +492,7 @@ def test_two_clients_that_call_everything_the_same_get_each_its_own(tmp_path):
             model = wires.model(seed=seed)
             wires.output(wires.ask(model, 1, texts(4, seed)))
             wires.wait(wires.step(model, 2))
-            path = wires.wait(wires.post("save_weights", model_id=model, seq_id=3, path="one"))[
-                "path"
-            ]
+            path = wires.save(model, 3, "one")
             after = wires.output(wires.ask(model, 4, texts(4, 9), forward_only=True))[0]
             seen.append((wires, model, path, after))
         (a, model, path, _), (_, _, other, _) = seen
@@ -609,15 +501,7 @@ def test_two_clients_that_call_everything_the_same_get_each_its_own(tmp_path):
             "one" in a.wait(a.post("save_weights", model_id=model, seq_id=5, path="one"))["error"]
         ), "a name is given once"
         for wires, _, path, after in seen:
-            again = wires.wait(
-                wires.post(
-                    "load_weights",
-                    session_id=wires.session,
-                    model_seq_id=9,
-                    path=path,
-                    optimizer=True,
-                )
-            )["model_id"]
+            again = wires.load(9, path)["model_id"]
             found = wires.output(wires.ask(again, 1, texts(4, 9), forward_only=True))[0]
             assert all(np.array_equal(x, y) for x, y in zip(after, found, strict=True))
         assert not np.array_equal(seen[0][3][0], seen[1][3][0])
@@ -628,24 +512,16 @@ def test_what_was_saved_can_be_listed_taken_along_and_removed(wires, tmp_path):
     import tarfile
 
     model = wires.model()
-    kept = wires.wait(
-        wires.post("save_weights", model_id=model, seq_id=1, path="a", user_metadata={"step": "1"})
-    )["path"]
-    brief = wires.wait(
-        wires.post("save_weights_for_sampler", model_id=model, seq_id=2, path="b", ttl_seconds=3600)
-    )["path"]
-    whole = wires.wait(wires.post("save_weights_external", model_id=model, seq_id=3, path="c"))[
-        "path"
-    ]
+    kept = wires.save(model, 1, "a", user_metadata={"step": "1"})
+    brief = wires.save(model, 2, "b", "_for_sampler", ttl_seconds=3600)
+    whole = wires.save(model, 3, "c", "_external")
     run = f"/api/v1/training_runs/{model}"
     listed = wires.http.get(run + "/checkpoints").json()["checkpoints"]
     assert [one["tinker_path"] for one in listed] == [kept, brief, whole]
     assert [one["checkpoint_type"] for one in listed] == ["training", "sampler", "external"]
-    assert (
-        listed[0]["user_metadata"] == {"step": "1"}
-        and listed[0]["expires_at"] is None
-        and listed[1]["expires_at"] is not None
-    )
+    assert listed[0]["user_metadata"] == {"step": "1"}
+    assert listed[0]["expires_at"] is None
+    assert listed[1]["expires_at"] is not None
     assert wires.post("weights_info", tinker_path=kept)["lora_rank"] == 4
     tar = tarfile.open(
         fileobj=io.BytesIO(wires.http.get(run + "/checkpoints/weights/a/archive").content)
@@ -698,9 +574,6 @@ def test_one_tenants_failure_touches_no_other(wires, served):
 
 
 def test_a_client_that_dies_between_two_chunks_leaves_nothing_behind(tmp_path):
-    """Its first chunk never comes. What came of it waits for its session's end alone; no gradient
-    is kept, no one else waits.
-    """
     with server(tmp_path) as one:
         dying, other = Wire(one), Wire(one)
         dying.open()
@@ -741,67 +614,47 @@ def test_settings_that_would_open_the_door_are_refused():
 
 
 def test_images_travel_and_are_what_they_are_in_this_process(tmp_path):
-    """Trained and sampled over the wire, beside the clients here; a model that reads text alone
-    says so, and bytes that are no image.
-    """
+    """Trained and sampled over the wire, beside the clients here; bytes that are no image."""
     base, adam = "tiny:vision", {"learning_rate": 1e-2}
     with ServiceClient(output_dir=tmp_path / "here") as service:
         client = service.create_lora_training_client(base, 4, 7)
         words = client.get_tokenizer()
-        head = spelt(
-            words, "<|user|><|vision_start|>", chunk(1), "<|vision_end|>what?<|end|><|assistant|>"
-        )
-        whole = get_image_reader(words).resolve_tokens(
-            ModelInput([*head.chunks, *spelt(words, "3").chunks])
-        )
-        datum = Datum(
-            whole.truncate(whole.length - 1),
-            {"target_tokens": whole.flat()[1:], "weights": np.ones(whole.length - 1)},
-        )
-        mine = (
-            client.forward_backward([datum], "cross_entropy")
-            .result()
-            .loss_fn_outputs[0]["logprobs"]
-            .array
-        )
+        ask = "<|user|><|vision_start|>", chunk(1), "<|vision_end|>what?<|end|><|assistant|>"
+        head = spelt(words, *ask)
+        answered = ModelInput([*head.chunks, *spelt(words, "3").chunks])
+        whole = get_image_reader(words).resolve_tokens(answered)
+        fields = {"target_tokens": whole.flat()[1:], "weights": np.ones(whole.length - 1)}
+        datum = Datum(whole.truncate(whole.length - 1), fields)
+        output = client.forward_backward([datum], "cross_entropy").result()
+        mine = output.loss_fn_outputs[0]["logprobs"].array
         client.optim_step(AdamParams(**adam)).result()
         params = SamplingParams(max_tokens=6, seed=3)
         expected = client.save_weights_and_get_sampling_client().sample(head, 2, params).result()
-    with server(tmp_path / "there", base=base) as served:
-        one = Wire(served)
-        one.open()
+    with opened(tmp_path / "there", base=base) as (_, one):
         model = one.model(base=base)
         (found,), _ = one.output(one.ask(model, 1, [datum]))
         one.wait(one.step(model, 2))
         sampler = one.sampler(model, 3)
-        picture = {
-            "type": "image",
-            "data": base64.b64encode(chunk(1).data).decode(),
-            "format": "png",
-        }
+
+        def picture(data):
+            return {"type": "image", "data": base64.b64encode(data).decode(), "format": "png"}
+
         prompt = [
-            picture
+            picture(part.data)
             if part.type == "image"
             else {"type": "encoded_text", "tokens": list(part.tokens)}
             for part in head.chunks
         ]
         drawn = one.sample(sampler, 1, prompt, 2, max_tokens=6, seed=3)
-        broken = one.wait(
-            one.ask_sample(
-                sampler, 2, [{**picture, "data": base64.b64encode(b"no image").decode()}]
-            )
-        )
+        broken = one.wait(one.ask_sample(sampler, 2, [picture(b"no image")]))
     assert np.array_equal(found, mine)
-    assert [np.frombuffer(s.tokens, "<i4").tolist() for s in drawn.sequences] == [
-        s.tokens for s in expected.sequences
-    ]
+    tokens = [np.frombuffer(s.tokens, "<i4").tolist() for s in drawn.sequences]
+    assert tokens == [s.tokens for s in expected.sequences]
     assert broken["category"] == "user" and "image" in broken["error"]
 
 
 def test_logprobs_of_given_tokens_in_the_place_of_a_prompts(wires, served):
-    """Against the score of each such prefix with that token behind it; listed in full and in
-    compressed rows; here and over the wire.
-    """
+    """Against the score of each such prefix with that token behind it."""
     prompt, wanted = [5, 6, 7, 8], np.array([[9, -1], [-1, -1], [3, 90]])
     listed = [(i, j, int(token)) for (i, j), token in np.ndenumerate(wanted) if token >= 0]
     full = {"data": wanted.reshape(-1).tolist(), "dtype": "int64", "shape": [3, 2]}
@@ -825,10 +678,8 @@ def test_logprobs_of_given_tokens_in_the_place_of_a_prompts(wires, served):
         found = wires.sample(
             sampler, seq, prompt, max_tokens=1, target_prompt_logprobs=given
         ).target_prompt_logprobs
-        assert (
-            list(found.shape) == [3, 2]
-            and np.abs(np.frombuffer(found.dense, "<f4").reshape(3, 2) - expected).max() < 1e-5
-        )
+        assert list(found.shape) == [3, 2]
+        assert np.abs(np.frombuffer(found.dense, "<f4").reshape(3, 2) - expected).max() < 1e-5
     for wrong in (
         {**full, "shape": [2, 3]},
         {**full, "data": [999] * 6},
@@ -841,9 +692,6 @@ def test_logprobs_of_given_tokens_in_the_place_of_a_prompts(wires, served):
 
 
 def test_an_error_that_a_client_was_told_is_no_complaint_in_the_log():
-    """However often it was asked for: asyncio complains of every future that ends in an error and
-    is never looked at.
-    """
     complaints = []
 
     async def asked_twice():
@@ -865,9 +713,7 @@ def test_an_error_that_a_client_was_told_is_no_complaint_in_the_log():
 
 def test_a_compressed_forward_backward_is_read_and_a_bomb_is_not(tmp_path):
     zstandard = pytest.importorskip("zstandard", reason="needs the extra serve")
-    with server(tmp_path, body_bytes=1 << 20) as served:
-        client = Wire(served)
-        client.open()
+    with opened(tmp_path, body_bytes=1 << 20) as (served, client):
         model, other, data = client.model(0), client.model(1), rewarded(3)
         message = tinker_pb2.ForwardBackwardRequest(
             model_id=model, seq_id=1, loss_fn="importance_sampling"

@@ -1,6 +1,4 @@
-"""--durable: an update is on the disk before it is answered, or it has not happened; whatever fails
-leaves no files behind.
-"""
+"""--durable: an update is on the disk before it is answered, or it has not happened."""
 
 import errno
 import json
@@ -10,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from serving import BASE, Wire, server
+from serving import Wire, opened, server
 from test_crash_safety import faulty_disk  # noqa: F401  (a fixture)
 from test_run import environment
 from test_serve import texts
@@ -83,15 +81,9 @@ def test_a_session_and_a_model_that_cannot_be_written_leave_nothing_behind(tmp_p
         wires.open()
         before = files()
         for seq, call in enumerate(("fsync", "replace", "rename")):
-            body = {
-                "session_id": wires.session,
-                "model_seq_id": seq,
-                "base_model": BASE,
-                "lora_config": {"rank": 4},
-            }
             with monkeypatch.context():
                 refuse(call)
-                answer = wires.wait(wires.post("create_model", **body))
+                answer = wires.wait(wires.post("create_model", **wires.model_body(seq)))
                 monkeypatch.undo()
             assert answer["category"] == "server" and files() == before, (call, answer, files())
         assert not one.session_store.models
@@ -99,14 +91,10 @@ def test_a_session_and_a_model_that_cannot_be_written_leave_nothing_behind(tmp_p
 
 
 def test_a_load_that_is_undone_names_the_gradient_that_went_with_it(tmp_path, monkeypatch):
-    """A disk that is full while weights are loaded: the update after it is refused, not done on
-    nothing.
-    """
-    with server(tmp_path, durable=True) as one:
-        wires = Wire(one)
-        wires.open()
+    """A disk that is full while weights are loaded."""
+    with opened(tmp_path, durable=True) as (one, wires):
         model = wires.model()
-        path = wires.wait(wires.post("save_weights", model_id=model, seq_id=1, path="a"))["path"]
+        path = wires.save(model, 1, "a")
         wires.output(wires.ask(model, 2, texts()))
 
         def full(model):

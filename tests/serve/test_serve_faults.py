@@ -1,6 +1,4 @@
-"""The real SDK against a server that fails now and then: what it does again is done once; what is
-its caller's fault is told at once.
-"""
+"""The real SDK against a server that fails now and then."""
 
 import json
 import os
@@ -114,9 +112,7 @@ def here(tmp_path):
 
 
 def test_what_the_sdk_does_again_after_a_fault_is_done_once(seen, here):
-    """Refused before it was taken, or taken with its answer lost: equal to the clients in this
-    process, which no fault meets.
-    """
+    """Refused before it was taken, or taken with its answer lost."""
     found, one, faulty = seen[0]["faults"], *seen[1:]
     assert not any(faulty.left.values()), f"faults that nobody met: {faulty.left}"
     client = here.create_lora_training_client(BASE, 4, 7)
@@ -148,16 +144,12 @@ def test_what_the_sdk_does_again_after_a_fault_is_done_once(seen, here):
 
 
 def test_whose_fault_it_was_is_told_and_the_callers_own_is_not_tried_again(seen, here):
-    """0.38 raises a failed future at once, whoever's fault; the category says whether it is worth
-    another try, and the next one works.
-    """
+    """0.38 raises a failed future at once, whoever's fault."""
     found, _, faulty = seen[0]["faults"], *seen[1:]
     kind, said, category = found["server's"]
-    assert (
-        (kind, category) == ("RequestFailedError", "server")
-        and "its log says why" in said
-        and "nobody is to see" not in said
-    )
+    assert (kind, category) == ("RequestFailedError", "server")
+    assert "its log says why" in said
+    assert "nobody is to see" not in said
     client = here.create_lora_training_client(BASE, 4, 7)
     for step in range(2):
         client.forward_backward(texts(5, step), "cross_entropy")

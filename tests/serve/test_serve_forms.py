@@ -1,6 +1,4 @@
-"""An answer in protobuf and in JSON, as `accept` asks for it: every kind of it, the same numbers in
-both, and those of this process.
-"""
+"""An answer in protobuf and in JSON, as `accept` asks for it."""
 
 import numpy as np
 import pytest
@@ -38,9 +36,7 @@ def both(wires, asked):
 
 
 def fields_of(message):
-    """Rows of a protobuf ForwardBackwardOutput as {name: (dtype, nested list)}, whatever records
-    they came in.
-    """
+    """Rows of a protobuf output as {name: (dtype, shape, array)}."""
     rows = []
     for record in message.loss_fn_outputs:
         found = [{} for _ in range(record.num_datums)]
@@ -50,20 +46,16 @@ def fields_of(message):
             for i, (a, b) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
                 array = np.frombuffer(field.data[a:b], dtype).reshape(-1, *field.trailing_shape)
                 found[i][name] = (
-                    "float32" if dtype.kind == "f" else "int64",
-                    list(array.shape),
-                    array,
-                )
+                    "float32" if dtype.kind == "f" else "int64", list(array.shape), array,
+                )  # fmt: skip
         rows += found
     return rows
 
 
 def check_rows(message, plain):
     rows = fields_of(message)
-    assert (
-        len(rows) == len(plain["loss_fn_outputs"]) > 0
-        and message.loss_fn_output_type == plain["loss_fn_output_type"]
-    )
+    assert len(rows) == len(plain["loss_fn_outputs"]) > 0
+    assert message.loss_fn_output_type == plain["loss_fn_output_type"]
     for row, other in zip(rows, plain["loss_fn_outputs"], strict=True):
         assert row.keys() == other.keys() and row
         for name, (dtype, shape, array) in row.items():
@@ -90,9 +82,6 @@ def test_what_a_loss_gives_is_the_same_in_both_forms(wires, forward_only):
 
 
 def test_logprobs_of_several_targets_a_position_are_the_same_in_both_forms(wires, tmp_path):
-    """[tokens, K] instead of [tokens]: a trailing shape in protobuf, a shape in JSON; beside the
-    client in this process.
-    """
     data = []
     for n in (3, 5):
         targets = TensorData(np.arange(2 * n).reshape(n, 2) + 3)
@@ -121,12 +110,11 @@ def test_a_sample_is_the_same_in_both_forms(wires, tmp_path):
     sampler = wires.sampler(wires.model(), 1)
     targets = {"data": [9, -1, 3, 90], "dtype": "int64", "shape": [2, 2]}
     asks = [
-        {},
-        {"prompt_logprobs": True},
-        {"topk_prompt_logprobs": 3, "prompt_logprobs": True},
+        {}, {"prompt_logprobs": True}, {"topk_prompt_logprobs": 3, "prompt_logprobs": True},
         {"target_prompt_logprobs": targets},
         {"prompt_logprobs": True, "prompt_logprobs_last_n": 1},
-    ]
+    ]  # fmt: skip
+    reasons = {tinker_pb2.STOP_REASON_STOP: "stop", tinker_pb2.STOP_REASON_LENGTH: "length"}
     seen = []
     for seq, asked in enumerate(asks):
         raw, plain = both(
@@ -135,55 +123,26 @@ def test_a_sample_is_the_same_in_both_forms(wires, tmp_path):
         message = tinker_pb2.SampleResponse.FromString(raw.content)
         assert len(message.sequences) == len(plain["sequences"]) == 2 and plain["type"] == "sample"
         for one, other in zip(message.sequences, plain["sequences"], strict=True):
-            assert (
-                np.frombuffer(one.tokens, "<i4").tolist() == other["tokens"]
-                and len(other["tokens"]) > 0
-            )
+            assert np.frombuffer(one.tokens, "<i4").tolist() == other["tokens"] != []
             assert np.array_equal(np.frombuffer(one.logprobs, "<f4"), np.float32(other["logprobs"]))
-            assert {tinker_pb2.STOP_REASON_STOP: "stop", tinker_pb2.STOP_REASON_LENGTH: "length"}[
-                one.stop_reason
-            ] == other["stop_reason"]
+            assert reasons[one.stop_reason] == other["stop_reason"]
         assert message.prompt_cache_hit_tokens == plain["prompt_cache_hit_tokens"]
-        assert (
-            message.HasField("prompt_logprobs")
-            == (plain["prompt_logprobs"] is not None)
-            == ("prompt_logprobs" in asked)
-        )
+        for name in ("prompt_logprobs", "topk_prompt_logprobs", "target_prompt_logprobs"):
+            assert message.HasField(name) == (plain.get(name) is not None) == (name in asked)
         if "prompt_logprobs" in asked:
-            found = np.frombuffer(message.prompt_logprobs, "<f4")
-            nones = np.asarray([value is None for value in plain["prompt_logprobs"]])
-            assert np.array_equal(np.isnan(found), nones) and nones[0]
-            assert np.array_equal(
-                found[~nones],
-                np.float32([value for value in plain["prompt_logprobs"] if value is not None]),
-            )
-            seen.append(int(nones.sum()))
-        assert (
-            message.HasField("topk_prompt_logprobs")
-            == (plain["topk_prompt_logprobs"] is not None)
-            == ("topk_prompt_logprobs" in asked)
-        )
+            found, values = np.frombuffer(message.prompt_logprobs, "<f4"), plain["prompt_logprobs"]
+            assert values[0] is None
+            others = np.float32([np.nan if value is None else value for value in values])
+            assert np.array_equal(found, others, equal_nan=True)
+            seen.append(values.count(None))
         if "topk_prompt_logprobs" in asked:
-            top = message.topk_prompt_logprobs
-            ids, values = (
-                np.frombuffer(top.token_ids, "<i4").reshape(-1, top.k),
-                np.frombuffer(top.logprobs, "<f4").reshape(-1, top.k),
-            )
-            assert (
-                top.length == len(plain["topk_prompt_logprobs"]) == 3
-                and plain["topk_prompt_logprobs"][0] is None
-            )
-            for row, logprobs, other in list(
-                zip(ids, values, plain["topk_prompt_logprobs"], strict=True)
-            )[1:]:
-                assert [(int(token), np.float32(value)) for token, value in other] == list(
-                    zip(row.tolist(), logprobs, strict=True)
-                )
-        assert (
-            message.HasField("target_prompt_logprobs")
-            == ("target_prompt_logprobs" in plain)
-            == ("target_prompt_logprobs" in asked)
-        )
+            top, rows = message.topk_prompt_logprobs, plain["topk_prompt_logprobs"]
+            ids = np.frombuffer(top.token_ids, "<i4").reshape(-1, top.k)
+            values = np.frombuffer(top.logprobs, "<f4").reshape(-1, top.k)
+            assert top.length == len(rows) == 3 and rows[0] is None
+            for own, logprobs, other in zip(ids[1:], values[1:], rows[1:], strict=True):
+                pairs = [(int(token), np.float32(value)) for token, value in other]
+                assert pairs == list(zip(own.tolist(), logprobs, strict=True))
         if "target_prompt_logprobs" in asked:
             tensor, other = message.target_prompt_logprobs, plain["target_prompt_logprobs"]
             assert list(tensor.shape) == other["shape"] == [2, 2]
@@ -191,12 +150,10 @@ def test_a_sample_is_the_same_in_both_forms(wires, tmp_path):
     # positions without a logprob: the first, and with last_n of 3 tokens two
     assert seen == [1, 1, 2]
     with ServiceClient(output_dir=tmp_path) as service:
-        client = service.create_lora_training_client(
-            BASE, 4, 7
-        ).save_weights_and_get_sampling_client()
-        mine = client.sample(
-            ModelInput.from_ints([5, 6, 7]), 2, SamplingParams(max_tokens=7, seed=4)
-        ).result()
+        model = service.create_lora_training_client(BASE, 4, 7)
+        client = model.save_weights_and_get_sampling_client()
+        params = SamplingParams(max_tokens=7, seed=4)
+        mine = client.sample(ModelInput.from_ints([5, 6, 7]), 2, params).result()
     assert [one["tokens"] for one in plain["sequences"]] == [one.tokens for one in mine.sequences]
 
 
@@ -218,20 +175,14 @@ def test_what_has_no_protobuf_is_json_in_both_and_so_is_every_refusal(wires):
     kinds = []
     for one in asked:
         raw, plain = both(wires, one)
-        assert (
-            raw.headers["content-type"] == "application/json"
-            and raw.json() == plain
-            and "error" not in plain
-        )
+        assert raw.headers["content-type"] == "application/json"
+        assert raw.json() == plain
+        assert "error" not in plain
         kinds.append(plain["type"])
     named = [
-        "optim_step",
-        "save_weights",
-        *["save_weights_for_sampler"] * 2,
-        "save_weights_external",
-        "load_weights",
-        "unload_model",
-    ]
+        "optim_step", "save_weights", *["save_weights_for_sampler"] * 2, "save_weights_external",
+        "load_weights", "unload_model",
+    ]  # fmt: skip
     assert kinds == named
     raw, plain = both(
         wires, wires.ask(model, 8, [Datum(ModelInput.from_ints([4]), {"target_tokens": [999]})])
@@ -240,9 +191,6 @@ def test_what_has_no_protobuf_is_json_in_both_and_so_is_every_refusal(wires):
 
 
 def test_numbers_that_are_none_travel_in_both_forms(wires):
-    """A forward of weights that have diverged, or its refusal: never an answer that cannot be
-    written.
-    """
     model = wires.model()
     wires.output(wires.ask(model, 1, texts()))
     wires.wait(wires.step(model, 2, learning_rate=1e30))

@@ -1,6 +1,4 @@
-"""Well-formed bodies with wild values, on every route: an error in the protocol's own form, and
-nothing for anybody else to notice.
-"""
+"""Well-formed bodies with wild values, on every route."""
 
 import base64
 import copy
@@ -24,47 +22,14 @@ SERVER_PATHS = ("/healthz", "/api/v1/healthz", "/metrics", "/openapi.json", "/do
 TRACES = re.compile(r'Traceback|\.py\b|File "|0x[0-9a-f]{6}')
 EXTREME = [0, -1, 1, 2**31 - 1, 2**31, -(2**31), 2**63 - 1, 2**63, -(2**63) - 1, 10**400]
 STRANGE = [
-    "",
-    " ",
-    "\0",
-    "\ud800",
-    "é" * 300,
-    "../../etc",
-    "tinker://../../etc",
-    "/etc/passwd",
-    "a" * 5000,
-    "{}",
-    "null",
-    "image",
-    "1e999",
-]
+    "", " ", "\0", "\ud800", "é" * 300, "../../etc", "tinker://../../etc", "/etc/passwd",
+    "a" * 5000, "{}", "null", "image", "1e999",
+]  # fmt: skip
 WILD = [
-    *EXTREME,
-    *STRANGE,
-    None,
-    True,
-    False,
-    1e308,
-    -1e308,
-    1e-320,
-    float("nan"),
-    float("inf"),
-    0.5,
-    [],
-    {},
-    [[]],
-    [None],
-    {"": None},
-    [1e308],
-    [2**63],
-    [-1],
-    ["\ud800"],
-    {"type": "image"},
-    {"tokens": [5]},
-    [[5, 6]] * 3,
-    {"chunks": []},
-    [4, 5] * 500,
-]
+    *EXTREME, *STRANGE, None, True, False, 1e308, -1e308, 1e-320, float("nan"), float("inf"), 0.5,
+    [], {}, [[]], [None], {"": None}, [1e308], [2**63], [-1], ["\ud800"], {"type": "image"},
+    {"tokens": [5]}, [[5, 6]] * 3, {"chunks": []}, [4, 5] * 500,
+]  # fmt: skip
 
 
 def places(tree, at=()):
@@ -83,9 +48,7 @@ def places(tree, at=()):
 
 
 def bent(rng, tree, foreign):
-    """The same with one to three of its values gone, doubled, or another: a wild one, or what is
-    somebody else's.
-    """
+    """The same with one to three of its values gone, doubled, or another."""
     tree, strange = json.loads(json.dumps(tree)), [*WILD, *foreign]
     for _ in range(int(rng.integers(1, 4))):
         at = places(tree)
@@ -108,33 +71,16 @@ def bent(rng, tree, foreign):
 
 
 def wild_tensor(rng, tensor):
-    dtype = rng.choice(
-        [
-            tinker_pb2.DTYPE_FLOAT32,
-            tinker_pb2.DTYPE_INT64,
-            tinker_pb2.DTYPE_INT32,
-            tinker_pb2.DTYPE_BFLOAT16,
-            0,
-            77,
-        ]
-    )
+    dtype = rng.choice([tinker_pb2.DTYPE_FLOAT32, tinker_pb2.DTYPE_INT64, tinker_pb2.DTYPE_INT32,
+                        tinker_pb2.DTYPE_BFLOAT16, 0, 77])  # fmt: skip
     values = rng.choice([0, -1, 3, 89, 90, 2**31, 2**62, -(2**63)], int(rng.integers(0, 6)))
     floats = rng.choice([0, 1, -1, np.nan, np.inf, -np.inf, 1e38, 1e-45], len(values)).astype("<f4")
     tensor.dtype = int(dtype)
     raw = values.astype("<i8").tobytes() if rng.random() < 0.5 else floats.tobytes()
     shapes = (
-        [],
-        [len(values)],
-        [-1],
-        [0],
-        [2**62, 2**62],
-        [-(2**63)],
-        [2, 3],
-        [1] * 40,
-        [2**63 - 1],
-        [len(values), 1],
-        [2**16, 2**13],
-    )
+        [], [len(values)], [-1], [0], [2**62, 2**62], [-(2**63)], [2, 3], [1] * 40, [2**63 - 1],
+        [len(values), 1], [2**16, 2**13],
+    )  # fmt: skip
     tensor.shape.extend(shapes[int(rng.integers(len(shapes)))])
     if rng.random() < 0.3:
         tensor.sparse_csr.values = raw
@@ -213,10 +159,8 @@ def wild_training(rng, model, seq):
                 if rng.random() < 0.7:
                     one = span.prompt_tokens if rng.random() < 0.5 else span.sampled_tokens
                     one.sequence_id, one.offset, one.length = (
-                        "x",
-                        int(rng.choice([0, -1, 2**62])),
-                        int(rng.choice([3, -1, 2**62])),
-                    )
+                        "x", int(rng.choice([0, -1, 2**62])), int(rng.choice([3, -1, 2**62])),
+                    )  # fmt: skip
     for name in ("beta", "clip_low_threshold", "temperature", "kl", "unknown", ""):
         if rng.random() < 0.15:
             message.loss_fn_config[name] = float(rng.choice([0, -1, np.nan, np.inf, 1e308]))
@@ -236,9 +180,7 @@ def wild_training(rng, model, seq):
 
 
 class Fuzzer:
-    """One key that sends what it should not. `seen`: answers by route and status; `failed`: futures
-    by category.
-    """
+    """One key that sends what it should not."""
 
     def __init__(self, served, foreign):
         self.rng, self.foreign = np.random.default_rng(0), foreign
@@ -247,9 +189,7 @@ class Fuzzer:
         self.renew()
 
     def renew(self):
-        """A session of its own with a model and what was saved of it: what came before may have
-        left gaps in the numbers.
-        """
+        """A session of its own with a model and what was saved of it."""
         if self.seq:
             self.wire.post(f"sessions/{self.wire.session}/finish", 204, reason={"type": "success"})
         self.wire.open()
@@ -267,22 +207,16 @@ class Fuzzer:
         )
         self.drawn, self.number = self.drawn + 1, self.number + 1
         image = {
-            "type": "image",
-            "data": base64.b64encode(picture(1).data).decode(),
-            "format": "png",
-        }
+            "type": "image", "data": base64.b64encode(picture(1).data).decode(), "format": "png",
+        }  # fmt: skip
         chunks = [
             {"type": "encoded_text", "tokens": [5, 6, 7]},
             *([image] if self.rng.random() < 0.1 else []),
         ]
         params = {
-            "max_tokens": 3,
-            "seed": 1,
-            "temperature": 1.0,
-            "top_k": -1,
-            "top_p": 1.0,
+            "max_tokens": 3, "seed": 1, "temperature": 1.0, "top_k": -1, "top_p": 1.0,
             "stop": ["x"],
-        }
+        }  # fmt: skip
         targets = {"data": [5, 6], "dtype": "int64", "shape": [2, 1]}
         sample = {
             "sampling_session_id": self.sampler,
@@ -297,14 +231,9 @@ class Fuzzer:
             else {}
         )
         drawing = {
-            "max_tokens": 3,
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "top_k": 5,
-            "seed": 3,
-            "stop": ["y"],
+            "max_tokens": 3, "temperature": 1.0, "top_p": 1.0, "top_k": 5, "seed": 3, "stop": ["y"],
             "n": 1,
-        }
+        }  # fmt: skip
         call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
         messages = [
             {"role": "user", "content": "hi"},
@@ -321,13 +250,9 @@ class Fuzzer:
         }
         words = {"user_metadata": {"a": "b"}}
         adam = {
-            "learning_rate": 1e-3,
-            "beta1": 0.9,
-            "beta2": 0.95,
-            "eps": 1e-8,
-            "weight_decay": 0.0,
+            "learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0,
             "grad_clip_norm": 1.0,
-        }
+        }  # fmt: skip
         made = {
             **session,
             "base_model": BASE,
@@ -345,26 +270,17 @@ class Fuzzer:
             "create_session": {"tags": ["a"], "display_name": "x", **words},
             "session_heartbeat": session,
             "sessions/{session_id}/finish": {"reason": {"type": "success"}},
-            "create_model": {
-                **made,
-                "model_seq_id": self.number,
-                "optimizer_config": {"type": "adamw"},
-            },
+            "create_model": {**made, "model_seq_id": self.number,
+                             "optimizer_config": {"type": "adamw"}},
             "unload_model": {"model_id": self.model},
             "get_info": {"model_id": self.model},
             "optim_step": {**model, "adam_params": adam},
             "save_weights": {**model, "path": f"a{self.seq}", "ttl_seconds": 3600, **words},
             "save_weights_for_sampler": {
-                **model,
-                "path": f"b{self.seq}",
-                "kind": "snapshot",
-                "sampling_session_seq_id": self.number,
-            },
+                **model, "path": f"b{self.seq}", "kind": "snapshot",
+                "sampling_session_seq_id": self.number},
             "save_weights_external": {
-                **model,
-                "path": f"c{self.seq}",
-                "age_encryption_recipients": [],
-            },
+                **model, "path": f"c{self.seq}", "age_encryption_recipients": []},
             "load_weights": {**model, "path": self.path, "optimizer": True},
             "retrieve_future": {"request_id": f"{self.model}:1"},
             "cancel_future": {"request_id": f"{self.model}:1"},
@@ -373,28 +289,17 @@ class Fuzzer:
             "retrieve_futures": {"request_ids": [f"{self.model}:1"]},
             "auth/token": {"a": 1},
             "create_sampling_session": {
-                **session,
-                "sampling_session_seq_id": self.number,
-                "model_path": self.path,
-            },
+                **session, "sampling_session_seq_id": self.number, "model_path": self.path},
             "join_sampling_session": {"sampling_session_id": self.sampler},
             "asample": sample,
             "weights_info": {"tinker_path": self.path},
-        }
+        }  # fmt: skip
         found = {("POST", f"/api/v1/{name}"): body for name, body in found.items()}
         gets = (
-            "get_server_capabilities",
-            "training_runs",
-            run,
-            f"{run}/checkpoints",
-            "checkpoints",
-            f"{one}/archive",
-            f"{one}/external_weights_urls",
-            "files/1/x/y/weights/z/w",
-            f"samplers/{self.sampler}",
-            "sessions",
-            f"sessions/{self.wire.session}",
-        )
+            "get_server_capabilities", "training_runs", run, f"{run}/checkpoints", "checkpoints",
+            f"{one}/archive", f"{one}/external_weights_urls", "files/1/x/y/weights/z/w",
+            f"samplers/{self.sampler}", "sessions", f"sessions/{self.wire.session}",
+        )  # fmt: skip
         found |= {("GET", f"/api/v1/{name}"): {} for name in gets}
         found |= {
             ("PUT", f"/api/v1/{one}/ttl"): {"ttl_seconds": 3600},
@@ -468,9 +373,7 @@ class Fuzzer:
         )
 
     def check(self, route, answer):
-        """An answer, or a refusal in the protocol's form. What was taken is waited for, and is an
-        answer or the caller's fault.
-        """
+        """An answer, or a refusal in the protocol's form."""
         text = answer.text if "json" in answer.headers.get("content-type", "") else ""
         self.seen[route, answer.status_code] += 1
         try:
@@ -517,9 +420,7 @@ class Fuzzer:
 
 
 class Bystander:
-    """Another key, that trains and samples while all of that goes on. `saw`: every number that it
-    was told.
-    """
+    """Another key, that trains and samples while all of that goes on."""
 
     def __init__(self, served):
         self.wire, self.saw, self.seq = Wire(served, KEYS[1]), [], 1
@@ -529,12 +430,9 @@ class Bystander:
             self.wire.post("save_weights", model_id=self.model, seq_id=1, path="mine")
         )["path"]
         self.own = [
-            self.model,
-            self.wire.session,
-            path,
-            self.wire.sampler(self.model, 2),
+            self.model, self.wire.session, path, self.wire.sampler(self.model, 2),
             f"{self.model}:1",
-        ]
+        ]  # fmt: skip
         self.seq = 3
 
     def live(self):

@@ -1,6 +1,4 @@
-"""Requests that nobody wants any more: they leave, what they held is given back, and whoever was
-beside them notices nothing.
-"""
+"""Requests that nobody wants any more."""
 
 import asyncio
 import gc
@@ -10,7 +8,7 @@ import weakref
 
 import numpy as np
 import pytest
-from serving import BASE, Wire, held, server
+from serving import BASE, Wire, held, opened, server, until
 from test_serve import KEYS, rewarded, texts
 
 from rl.serve.request_store import PendingRequest, RequestStore
@@ -25,19 +23,10 @@ def drawn(message):
     return [(one.tokens, one.logprobs, one.stop_reason) for one in message.sequences]
 
 
-def until(true, seconds=30.0):
-    end = time.monotonic() + seconds
-    while not true() and time.monotonic() < end:
-        time.sleep(0.005)
-    return true()
-
-
 def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_alone(
     tmp_path, monkeypatch
 ):
-    """One key's samples are cancelled before and while they are drawn, in one batch with another's;
-    nobody cancels what is not his.
-    """
+    """Cancelled before and while they are drawn, in one batch with another key's."""
     with server(tmp_path, keys=KEYS) as one:
         going, staying = (Wire(one, key) for key in KEYS)
         going.open(), staying.open()
@@ -49,12 +38,9 @@ def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_a
         alone = [drawn(staying.sample(mine, i, prompt, 2, **fields)) for i, prompt, fields in asks]
         before = one.engine.metrics.get_value("sampled_tokens_total")
         kept, slices, begun, go, draw = (
-            weakref.WeakSet(),
-            [],
-            threading.Event(),
-            threading.Event(),
+            weakref.WeakSet(), [], threading.Event(), threading.Event(),
             one.engine._run_batch_slice,
-        )
+        )  # fmt: skip
 
         def watched(drawing):
             tickets = one.engine._streams[drawing][1]
@@ -128,9 +114,7 @@ def test_what_trains_is_not_cancelled_and_the_update_after_it_is_whole(tmp_path)
 
 
 def test_cancelled_samples_give_their_places_in_the_queue_back(tmp_path):
-    with server(tmp_path, queued=5) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path, queued=5) as (one, wires):
         sampler = wires.sampler(wires.model(), 1)
         with held(one):
 
@@ -205,9 +189,6 @@ def test_a_request_of_many_prompts_of_which_one_fails_draws_none_of_the_others(t
 
 
 def test_whoever_hangs_up_is_drawn_for_no_longer(tmp_path):
-    """An answer that is being drawn for a connection that ended: the sample leaves, and its place
-    is free.
-    """
     with server(tmp_path, keys=KEYS) as one:
         began, draw = threading.Event(), one.engine._run_batch_slice
 
@@ -238,17 +219,11 @@ def test_whoever_hangs_up_is_drawn_for_no_longer(tmp_path):
 
             path = "/v1/completions"
             scope = {
-                "type": "http",
-                "method": "POST",
-                "path": path,
-                "raw_path": path.encode(),
-                "query_string": b"",
-                "http_version": "1.1",
-                "headers": [(b"x-api-key", KEYS[0].encode())],
-                "scheme": "http",
-                "server": ("s", 1),
+                "type": "http", "method": "POST", "path": path, "raw_path": path.encode(),
+                "query_string": b"", "http_version": "1.1",
+                "headers": [(b"x-api-key", KEYS[0].encode())], "scheme": "http", "server": ("s", 1),
                 "root_path": "",
-            }
+            }  # fmt: skip
             answering = asyncio.create_task(one.app(scope, receive, send))
             await asyncio.to_thread(began.wait, 60)
             gone.set()
@@ -257,10 +232,8 @@ def test_whoever_hangs_up_is_drawn_for_no_longer(tmp_path):
         asyncio.run(hang_up())
         assert hung_up and sent[0]["status"] == 499
         assert until(lambda: not one.engine._streams), "it is drawn still"
-        assert (
-            one.engine.metrics.get_value("sampled_tokens_total") == 0
-            and not one.engine.queue._tenant_counts
-        )
+        assert one.engine.metrics.get_value("sampled_tokens_total") == 0
+        assert not one.engine.queue._tenant_counts
 
 
 def test_answers_that_nobody_asks_after_are_forgotten_though_one_before_them_never_ends():
@@ -275,11 +248,9 @@ def test_answers_that_nobody_asks_after_are_forgotten_though_one_before_them_nev
     assert len(promises) == 7, "an answer can be asked for again for a while"
     time.sleep(0.3)
     promises.add(PendingRequest("later", "a", "sample"))
-    assert (
-        len(promises) == 4
-        and promises.find_request("0", "a") is asked
-        and promises.find_request("never", "a") is waiting
-    )
+    assert len(promises) == 4
+    assert promises.find_request("0", "a") is asked
+    assert promises.find_request("never", "a") is waiting
 
 
 def test_a_client_that_never_asks_after_its_answers_holds_nothing_up(tmp_path):

@@ -1,13 +1,11 @@
-"""What a server bounds and how it says so: memory by least recent use, sessions, models, tokens,
-open requests, polls, its own end.
-"""
+"""What a server bounds and how it says so."""
 
 import asyncio
 import threading
 import time
 
 import pytest
-from serving import BASE, Wire, held, server
+from serving import Wire, held, opened, server
 from test_serve import KEYS, texts
 
 from rl.serve import serving_engine
@@ -16,56 +14,41 @@ httpx = pytest.importorskip("httpx", reason="needs the extra dev")
 
 
 def test_the_model_that_was_used_longest_ago_is_written_out(tmp_path):
-    with server(tmp_path, models_in_memory=2) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path, models_in_memory=2) as (one, wires):
         a, b = wires.model(0), wires.model(1)
         # b is the one that was used longest ago
         wires.output(wires.ask(a, 1, texts(), forward_only=True))
         c = wires.model(2)
         assert [one.session_store.models[model].client is not None for model in (a, b, c)] == [
-            True,
-            False,
-            True,
-        ]
+            True, False, True,
+        ]  # fmt: skip
         wires.output(wires.ask(b, 1, texts(), forward_only=True))
         assert [one.session_store.models[model].client is not None for model in (a, b, c)] == [
-            False,
-            True,
-            True,
-        ]
+            False, True, True,
+        ]  # fmt: skip
 
 
 def test_a_sampler_that_was_given_back_is_read_again(tmp_path):
-    with server(tmp_path, samplers_in_memory=1) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path, samplers_in_memory=1) as (one, wires):
         samplers = []
         for seed in (1, 2):
             model = wires.model(seed, seed=seed)
             wires.output(wires.ask(model, 1, texts(4, seed)))
             wires.wait(wires.step(model, 2, learning_rate=0.3))
-            path = wires.wait(
-                wires.post("save_weights_for_sampler", model_id=model, seq_id=3, path="kept")
-            )["path"]
-            made = wires.post(
-                "create_sampling_session",
-                session_id=wires.session,
-                sampling_session_seq_id=seed,
-                model_path=path,
-            )
+            path = wires.save(model, 3, "kept", "_for_sampler")
+            numbers = {"session_id": wires.session, "sampling_session_seq_id": seed}
+            made = wires.post("create_sampling_session", **numbers, model_path=path)
             samplers.append(made["sampling_session_id"])
-        first = [
-            [one.tokens for one in wires.sample(s, 0, [4, 5], 4, seed=3, max_tokens=12).sequences]
-            for s in samplers
-        ]
+
+        def draw(seq):
+            how = {"seed": 3, "max_tokens": 12}
+            drawn = [wires.sample(s, seq, [4, 5], 4, **how) for s in samplers]
+            return [[one.tokens for one in message.sequences] for message in drawn]
+
+        first = draw(0)
         assert first[0] != first[1]
         assert sum(one.session_store.samplers[s].client is not None for s in samplers) == 1
-        again = [
-            [one.tokens for one in wires.sample(s, 1, [4, 5], 4, seed=3, max_tokens=12).sequences]
-            for s in samplers
-        ]
-        assert again == first
+        assert draw(1) == first
 
 
 def test_sessions_models_tokens_and_open_requests_are_bounded(tmp_path):
@@ -73,19 +56,11 @@ def test_sessions_models_tokens_and_open_requests_are_bounded(tmp_path):
         wires, other = Wire(one), Wire(one)
         wires.open()
         full = other.http.post("/api/v1/create_session", json={"tags": []})
-        assert (
-            full.status_code == 429
-            and "--sessions" in full.text
-            and float(full.headers["retry-after"]) > 0
-        )
+        assert full.status_code == 429
+        assert "--sessions" in full.text
+        assert float(full.headers["retry-after"]) > 0
         model = wires.model()
-        body = {
-            "session_id": wires.session,
-            "model_seq_id": 1,
-            "base_model": BASE,
-            "lora_config": {"rank": 4},
-        }
-        full = wires.http.post("/api/v1/create_model", json=body)
+        full = wires.http.post("/api/v1/create_model", json=wires.model_body(1))
         assert full.status_code == 429 and "--models" in full.text
         refused = wires.wait(wires.ask(model, 1, texts(12)))
         assert refused["category"] == "user" and "takes 40: send less" in refused["error"]
@@ -113,37 +88,14 @@ def test_sessions_models_tokens_and_open_requests_are_bounded(tmp_path):
         other.open()  # there is room again
 
 
-def test_a_poll_that_comes_too_early_is_asked_again(tmp_path):
-    with server(tmp_path, poll_seconds=0.2) as one:
-        wires = Wire(one)
-        wires.open()
-        model = wires.model()
-        with held(one):
-            asked = wires.ask(model, 1, texts(), forward_only=True)
-            for _ in range(2):
-                early = wires.http.post(
-                    "/api/v1/retrieve_future", json={"request_id": asked["request_id"]}
-                )
-                assert early.status_code == 408
-        first, again = wires.wait(asked), wires.wait(asked)
-        assert first == again and "loss_fn_outputs" in first
-
-
 def test_what_a_server_that_ends_has_not_begun_is_told_to_come_again(tmp_path):
-    """What has begun is finished. A chunk whose first half never came is told as well, and no poll
-    waits for it.
-    """
-    with server(tmp_path) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path) as (one, wires):
         model, sampler = wires.model(0), None
         sampler = wires.sampler(model, 1)
         with held(one):
             waiting = [
-                wires.ask(model, 2, texts()),
-                wires.step(model, 3),
-                wires.ask(model, 9, texts()),
-            ]
+                wires.ask(model, 2, texts()), wires.step(model, 3), wires.ask(model, 9, texts()),
+            ]  # fmt: skip
             drawn = wires.ask_sample(sampler, 0, [4, 5])
             one.engine.shut_down()
             one.model_manager.interrupt_waiting()
@@ -158,17 +110,9 @@ def test_what_a_server_that_ends_has_not_begun_is_told_to_come_again(tmp_path):
             )
             assert "try" in str(said) or "again" in str(said)
         assert wires.http.get("/healthz").status_code == 503
-        late = wires.http.post(
-            "/api/v1/asample",
-            json={
-                "sampling_session_id": sampler,
-                "seq_id": 5,
-                "num_samples": 1,
-                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [4]}]},
-                "sampling_params": {"max_tokens": 2},
-            },
-        )
-        assert late.status_code == 503
+        body = {"sampling_session_id": sampler, "seq_id": 5, "num_samples": 1}
+        body["prompt"] = {"chunks": [{"type": "encoded_text", "tokens": [4]}]}
+        assert wires.http.post("/api/v1/asample", json=body).status_code == 503
 
 
 def test_sessions_that_fall_silent_are_ended_though_a_look_failed(tmp_path, monkeypatch):
@@ -202,9 +146,7 @@ def test_models_of_one_key_are_none_to_another_on_the_openai_routes(tmp_path):
         mine, theirs = Wire(one, KEYS[0]), Wire(one, KEYS[1])
         mine.open(), theirs.open()
         model = mine.model()
-        path = mine.wait(mine.post("save_weights_for_sampler", model_id=model, seq_id=1, path="a"))[
-            "path"
-        ]
+        path = mine.save(model, 1, "a", "_for_sampler")
         sampler = mine.sampler(model, 2)
         for name in (path, sampler):
             body = {"model": name, "prompt": [4, 5], "max_tokens": 2, "seed": 1}
@@ -215,14 +157,10 @@ def test_models_of_one_key_are_none_to_another_on_the_openai_routes(tmp_path):
 
 
 def test_a_wave_of_coroutines_is_one_batch(tmp_path, monkeypatch):
-    """Sixteen that are asked for side by side are drawn in one stream, the first of them too; also
-    where they come just as work ends.
-    """
+    """Sixteen that are asked for side by side are drawn in one stream, the first of them too."""
     monkeypatch.setattr(serving_engine, "_BATCH_WAIT_SECONDS", 0.8)  # however busy the machine is
     monkeypatch.setattr(serving_engine, "_MAX_BATCH_WAIT_SECONDS", 20.0)
-    with server(tmp_path) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path) as (one, wires):
         sampler = wires.sampler(wires.model(), 1)
         rounds, let_in = [], one.engine._admit_samples
         monkeypatch.setattr(
@@ -232,26 +170,17 @@ def test_a_wave_of_coroutines_is_one_batch(tmp_path, monkeypatch):
         )
 
         async def wave(first=0, count=16):
-            transport = httpx.ASGITransport(one.app)
-            async with httpx.AsyncClient(
-                transport=transport, base_url="http://server", headers={"x-api-key": "tml-nobody"}
-            ) as http:
+            how = {"transport": httpx.ASGITransport(one.app), "base_url": "http://server"}
+            async with httpx.AsyncClient(**how, headers={"x-api-key": "tml-nobody"}) as http:
+                fixed = {"sampling_session_id": sampler, "num_samples": 1}
                 bodies = [
-                    {
-                        "sampling_session_id": sampler,
-                        "seq_id": first + i,
-                        "num_samples": 1,
-                        "sampling_params": {"max_tokens": 4},
-                        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [4, 5 + i]}]},
-                    }
+                    fixed
+                    | {"seq_id": first + i, "sampling_params": {"max_tokens": 4}}
+                    | {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [4, 5 + i]}]}}
                     for i in range(count)
                 ]
-                return [
-                    reply.json()
-                    for reply in await asyncio.gather(
-                        *(http.post("/api/v1/asample", json=body) for body in bodies)
-                    )
-                ]
+                asked = (http.post("/api/v1/asample", json=body) for body in bodies)
+                return [reply.json() for reply in await asyncio.gather(*asked)]
 
         asked = asyncio.run(wave())
         assert all(len(wires.wait(one, "SampleResponse").sequences) == 1 for one in asked)
@@ -302,10 +231,7 @@ def read_metrics(http):
 
 
 def test_metrics_have_the_documented_names_and_each_server_counts_for_itself(tmp_path):
-    with (
-        server(tmp_path / "a", models_in_memory=1) as one,
-        server(tmp_path / "b") as other,
-    ):
+    with server(tmp_path / "a", models_in_memory=1) as one, server(tmp_path / "b") as other:
         wires = Wire(one)
         wires.open()
         model = wires.model()
@@ -319,21 +245,12 @@ def test_metrics_have_the_documented_names_and_each_server_counts_for_itself(tmp
         wires.model(1)  # the first model is written out
         sums = read_metrics(wires.http)
         assert set(sums) == {
-            ("requests_total", "route", "status"),
-            ("request_seconds_total", "route"),
-            ("sampled_tokens_total",),
-            ("prompt_tokens_total",),
-            ("trained_tokens_total",),
-            ("work_total", "outcome", "verb"),
-            ("work_seconds_total", "verb"),
-            ("written_out_total", "which"),
-            ("open_requests",),
-            ("queued",),
-            ("held_bytes",),
-            ("sessions",),
-            ("models", "state"),
-            ("samplers",),
-        }
+            ("requests_total", "route", "status"), ("request_seconds_total", "route"),
+            ("sampled_tokens_total",), ("prompt_tokens_total",), ("trained_tokens_total",),
+            ("work_total", "outcome", "verb"), ("work_seconds_total", "verb"),
+            ("written_out_total", "which"), ("open_requests",), ("queued",), ("held_bytes",),
+            ("sessions",), ("models", "state"), ("samplers",),
+        }  # fmt: skip
         assert sums["sampled_tokens_total",] == 10 and sums["prompt_tokens_total",] == 3
         assert sums["open_requests",] == 1 and sums["sessions",] == sums["samplers",] == 1
         assert sums["written_out_total", "which"] == 1 and sums["models", "state"] == 2

@@ -1,6 +1,4 @@
-"""Links to what was saved: they need no key, are for one thing and one hour, and stand nowhere in
-the log.
-"""
+"""Links to what was saved."""
 
 import io
 import logging
@@ -19,9 +17,7 @@ from rl.serve.app import JsonLineFormatter
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A server with keys, the client of one of them, and the address of a checkpoint and of an
-    export of it.
-    """
+    """A server with keys, a client of one of them, and its model with an export."""
     with server(tmp_path_factory.mktemp("served"), keys=KEYS) as one:
         wires = Wire(one, KEYS[0])
         wires.open()
@@ -102,13 +98,8 @@ def test_no_link_stands_in_the_log(saved, caplog):
 
 
 def test_an_archive_that_is_removed_before_its_files_are_open_is_not_there(saved, monkeypatch):
-    """A checkpoint goes between the look at its folder and the first byte: 404, no half of an
-    answer.
-    """
     one, wires, model = saved
-    path = wires.wait(wires.post("save_weights", model_id=model, seq_id=3, path="soon-gone"))[
-        "path"
-    ]
+    path = wires.save(model, 3, "soon-gone")
     link = archive(wires, model, "weights/soon-gone").headers["location"]
     look = one.session_store.find_folder
 
@@ -123,9 +114,6 @@ def test_an_archive_that_is_removed_before_its_files_are_open_is_not_there(saved
 
 
 def test_a_link_counts_for_the_tenant_who_created_it(tmp_path):
-    """The link names neither the key nor the owner; a link that nobody created counts for no
-    tenant.
-    """
     with server(tmp_path, keys=KEYS, open_requests=6) as one:
         links = []
         for key in KEYS:

@@ -1,6 +1,4 @@
-"""What a server keeps of requests that are over: bytes and words, for so long, and no more of them
-than it was told.
-"""
+"""What a server keeps of requests that are over."""
 
 import gc
 import logging
@@ -10,9 +8,8 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from serving import BASE, Wire, held, server
+from serving import BASE, Wire, held, opened, server, until
 from test_serve import KEYS, texts
-from test_serve_gone import until
 
 from rl.serve import session_store, tenant_limit, tinker_pb2
 from rl.serve.request_store import PendingRequest, RequestStore
@@ -33,18 +30,13 @@ FAULTS = {
     "a loss that there is none of": (large(), "stable_reinforce", {}),
     "a setting that there is none of": (large(), "cross_entropy", {"nothing": 1.0}),
     "a token beyond the vocabulary": (
-        large(target_tokens=np.full(TOKENS, 10**6)),
-        "cross_entropy",
-        {},
-    ),
+        large(target_tokens=np.full(TOKENS, 10**6)), "cross_entropy", {}),
     "an input beyond the context": (large(), "cross_entropy", {}),
-}
+}  # fmt: skip
 
 
 def test_failed_requests_keep_no_body(tmp_path):
-    with server(tmp_path) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path) as (one, wires):
         model, seq = wires.model(), 0
 
         def fail(datum, loss, config):
@@ -128,9 +120,7 @@ def test_a_stored_answer_takes_eight_bytes_a_token():
 
 
 def test_a_sent_answer_can_be_asked_for_again_for_a_while_and_an_unsent_one_for_longer(tmp_path):
-    with server(tmp_path, told_seconds=1.0) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path, told_seconds=1.0) as (one, wires):
         model = wires.model()
         sent = wires.ask(model, 1, texts(), forward_only=True)
         first = wires.wait(sent)
@@ -145,9 +135,6 @@ def test_a_sent_answer_can_be_asked_for_again_for_a_while_and_an_unsent_one_for_
 
 
 def test_bytes_are_bounded_and_shared_like_everything_else(tmp_path):
-    """A key that fills its part is refused, the other one is not; what was fetched makes room
-    again, what nobody fetches goes first.
-    """
     with server(tmp_path, keys=KEYS, held_bytes=240_000, told_seconds=0.5) as one:
         greedy, other = (Wire(one, key) for key in KEYS)
         greedy.open(), other.open()
@@ -164,10 +151,8 @@ def test_bytes_are_bounded_and_shared_like_everything_else(tmp_path):
                     ids[begin : begin + 20], "<i4"
                 ).tobytes()
                 tensor = datum.loss_fn_inputs["target_tokens"]
-                tensor.dense, tensor.dtype = (
-                    np.asarray(ids[begin : begin + 20], "<i8").tobytes(),
-                    tinker_pb2.DTYPE_INT64,
-                )
+                tensor.dense = np.asarray(ids[begin : begin + 20], "<i8").tobytes()
+                tensor.dtype = tinker_pb2.DTYPE_INT64
                 tensor.shape.append(20)
             headers = {"content-type": "application/x-protobuf"}
             return wires.http.post(
@@ -227,31 +212,22 @@ def test_kept_answers_are_looked_through_only_where_room_is_short(monkeypatch):
 
 
 def test_a_model_is_made_once_even_where_its_answer_has_been_forgotten(tmp_path):
-    """The same request gets the same answer, from this server and from the next; another one under
-    its number is refused.
-    """
+    """The same request gets the same answer, from this server and from the next."""
     bodies = [{"base_model": BASE, "lora_config": {"rank": 4, "seed": 7}}, {"optimizer": True}]
-    with server(tmp_path, told_seconds=0.05, durable=True) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path, told_seconds=0.05, durable=True) as (one, wires):
         made = wires.model()
         wires.ask(made, 1, texts())
         wires.wait(wires.step(made, 2))
-        bodies[1]["path"] = wires.wait(
-            wires.post("save_weights", model_id=made, seq_id=3, path="a")
-        )["path"]
+        bodies[1]["path"] = wires.save(made, 3, "a")
         calls = [(verb, {"session_id": wires.session, "model_seq_id": seq, **bodies[seq]})
                  for seq, verb in enumerate(("create_model", "load_weights"))]  # fmt: skip
         wires.wait(wires.post("load_weights", **calls[1][1]))
         trained = wires.output(wires.ask(made, 4, texts(), forward_only=True))
         answers = [
             {"model_id": made, "type": "create_model"},
-            {
-                "model_id": f"{wires.session}:train:1",
-                "path": bodies[1]["path"],
-                "type": "load_weights",
-            },
-        ]
+            {"model_id": f"{wires.session}:train:1", "path": bodies[1]["path"],
+             "type": "load_weights"},
+        ]  # fmt: skip
         one.session_store.models[made].is_written_out = False  # as with no --durable
 
         def again(wires, served):

@@ -1,6 +1,4 @@
-"""Several tenants draw in one batch over one base: each gets what it would have got alone, whatever
-the others do meanwhile.
-"""
+"""Several tenants draw in one batch over one base."""
 
 from __future__ import annotations
 
@@ -18,7 +16,6 @@ from rl.runtime import SamplerSettings, WorkerSettings
 from rl.sampler import MultiAdapterEngine, SamplingRequest
 from rl.types import AdamParams, SamplingParams
 
-KEYS = ("tml-0123456789abcdef", "tml-fedcba9876543210")
 LEARN = AdamParams(learning_rate=0.05)
 
 
@@ -59,12 +56,9 @@ def trained(service, rank, seed, **parts):
 def asked(i: int) -> SamplingRequest:
     params = SamplingParams(max_tokens=5 + i % 7, temperature=0.0 if i % 4 == 0 else 1.0, stop=[])
     return SamplingRequest(
-        prompt=[3 + i % 5, 4, 12] + [5] * (i % 3),
-        params=params,
-        seed=7,
-        problem=i,
+        prompt=[3 + i % 5, 4, 12] + [5] * (i % 3), params=params, seed=7, problem=i,
         num_samples=1 + i % 2,
-    )
+    )  # fmt: skip
 
 
 def check(found, expected):
@@ -146,58 +140,6 @@ def drawn(message) -> list[tuple[list[int], np.ndarray]]:
         (np.frombuffer(s.tokens, "<i4").tolist(), np.frombuffer(s.logprobs, "<f4"))
         for s in message.sequences
     ]
-
-
-def test_tenants_with_keys_of_their_own_share_batches_and_nothing_else(tmp_path, together):
-    """Two keys, three models of which one is in memory at a time, and the base: alone, and then all
-    at once.
-    """
-    with server(tmp_path, keys=KEYS, models_in_memory=1) as served:
-        a, b = (Wire(served, key) for key in KEYS)
-        a.open(), b.open()
-        first, second, third = (
-            a.model(0, rank=4, seed=1),
-            a.model(1, rank=8, seed=2),
-            b.model(0, rank=2, seed=3),
-        )
-        for client, model in ((a, first), (a, second), (b, third)):
-            learn(client, model, 1, learning_rate=0.05)
-        base = b.post(
-            "create_sampling_session",
-            session_id=b.session,
-            sampling_session_seq_id=9,
-            base_model=BASE,
-        )
-        samplers = [
-            (a, a.sampler(first, 3, 0)),
-            (a, a.sampler(second, 3, 1)),
-            (b, b.sampler(third, 3, 0)),
-        ]
-        samplers.append((b, base["sampling_session_id"]))
-        jobs = [
-            (*samplers[i % 4], i, [5, 6 + i % 3, 7], 1 + i % 2, {"max_tokens": 6 + i, "seed": i})
-            for i in range(12)
-        ]
-        alone = [
-            drawn(w.sample(s, i, prompt, count, **more)) for w, s, i, prompt, count, more in jobs
-        ]
-        del together[:]
-        with held(served):
-            tickets = [
-                (w, w.ask_sample(s, 100 + i, prompt, count, **more))
-                for w, s, i, prompt, count, more in jobs
-            ]
-        for (w, ticket), expected in zip(tickets, alone, strict=True):
-            found = drawn(w.wait(ticket, "SampleResponse"))
-            assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
-            for (_, got), (_, wanted) in zip(found, expected, strict=True):
-                np.testing.assert_allclose(got, wanted, atol=1e-5)
-        assert together, "they were drawn one after the other"
-        answer = b.http.post(
-            "/api/v1/asample",
-            json={"sampling_session_id": samplers[0][1], "seq_id": 1, "prompt": {"chunks": []}},
-        )
-        assert answer.status_code in (403, 404)
 
 
 def test_a_tenant_whose_weights_diverged_fails_alone(tmp_path, together):

@@ -66,10 +66,7 @@ def test_every_route_is_described_and_every_reference_leads_somewhere(wire):
 
 
 def test_a_body_that_is_not_as_described_is_refused_by_the_field(wire):
-    """Sends, to each route, its body without each required field, and with each typed field of
-    another type. A value that is checked when the request runs is the request's own error, which
-    other tests see: here no model exists, so that only what is read at once is refused.
-    """
+    """Each body without each required field, and with fields of other types."""
     document = wire.http.get("/openapi.json").json()
     schemas, sent = document["components"]["schemas"], 0
     runs_later = {"path", "ttl_seconds", "overwrite", "user_metadata", "sampling_session_seq_id"}

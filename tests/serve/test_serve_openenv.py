@@ -1,6 +1,4 @@
-"""OpenEnv's own checks, the whole of them, against serve.py: the endpoint's under /v1, and rollouts
-by chat and by ids.
-"""
+"""OpenEnv's own checks, the whole of them, against serve.py."""
 
 import json
 import os
@@ -27,9 +25,7 @@ PROBE = [{"role": "user", "content": "Reply with exactly: hello"}]
 
 
 def learn_to_begin(wires, model, prompt, tokens, steps=8):
-    """After the prompt one of these tokens follows, the first more often: next tokens that are
-    unlike, as the checker wants to see them.
-    """
+    """After the prompt one of these tokens follows, the first more often."""
     data = [
         Datum(
             ModelInput.from_ints(prompt),
@@ -58,9 +54,7 @@ def seen(tmp_path_factory, shared_data):
         model = wires.model(base=BASE)
         prompt = one.engine.renderer(None).build_generation_prompt(PROBE).to_ints()
         seq = learn_to_begin(wires, model, prompt, [40, 40, 40, 41])
-        path = wires.wait(
-            wires.post("save_weights_for_sampler", model_id=model, seq_id=seq, path="trained")
-        )["path"]
+        path = wires.save(model, seq, "trained", "_for_sampler")
         listening = LoopServer(lambda: one.app, "the test's server")
         try:
             command = [
@@ -108,10 +102,8 @@ def test_every_way_of_asking_finds_an_endpoint_to_train_from(seen):
     assert (
         not found["refused"]["key"]["reachable"] and "401" in found["refused"]["key"]["findings"][0]
     )
-    assert (
-        not found["refused"]["model"]["ok"]
-        and "not served" in found["refused"]["model"]["findings"][0]
-    )
+    assert not found["refused"]["model"]["ok"]
+    assert "not served" in found["refused"]["model"]["findings"][0]
 
 
 def test_a_rollout_through_its_capture_server_is_one_that_a_trainer_takes(seen):

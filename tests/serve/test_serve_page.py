@@ -1,6 +1,4 @@
-"""The chat page of the server: its headers for browsers, what other clients get at its path, and a
-conversation in a real browser.
-"""
+"""The chat page of the server."""
 
 import base64
 import hashlib

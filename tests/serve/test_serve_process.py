@@ -1,6 +1,4 @@
-"""serve.py as a process: what cannot work is said before a model is loaded; TLS, keys, figures and
-the log of one that runs.
-"""
+"""serve.py as a process: refusals before a model is loaded; TLS, keys, metrics, log."""
 
 import argparse
 import contextlib
@@ -88,9 +86,7 @@ def test_a_name_that_is_none_and_an_address_of_others_are_named(tmp_path):
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    """A certificate of this machine's loopback, signed by itself, and its key; and a key that is
-    not its own.
-    """
+    """A certificate of this machine's loopback, signed by itself, and its key."""
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl to make a certificate with")
     folder = tmp_path_factory.mktemp("tls")
@@ -125,16 +121,9 @@ def test_files_of_tls_that_do_not_fit_are_named(certificate, tmp_path):
 def started(folder, *flags, launcher=()):
     """serve.py, its standard error in `folder`/log; and where it serves."""
     words = [
-        *launcher,
-        "serve.py",
-        "--base-model",
-        BASE,
-        "--port",
-        "0",
-        "--output-dir",
-        str(folder / "out"),
-        *map(str, flags),
-    ]
+        *launcher, "serve.py", "--base-model", BASE, "--port", "0", "--output-dir",
+        str(folder / "out"), *map(str, flags),
+    ]  # fmt: skip
     with (folder / "log").open("a") as log:
         process = subprocess.Popen(
             [sys.executable, *words], cwd=REPO, stdout=subprocess.PIPE, stderr=log, text=True
@@ -354,17 +343,9 @@ def test_an_architecture_that_sampler_tp_cannot_split_is_refused_before_loading(
     tiny_model("gpt2").config.save_pretrained(tmp_path)  # a configuration without weights
     unset = dict.fromkeys(("keys_file", "tls_cert", "tls_key", "renderer", "body_bytes"))
     args = argparse.Namespace(
-        **unset,
-        base_model=[f"m={tmp_path}"],
-        output_dir=str(tmp_path / "out"),
-        host="127.0.0.1",
-        port=0,
-        seed=0,
-        resume=False,
-        durable=False,
-        sampler_tp=2,
-        stop_grace=60.0,
-    )
+        **unset, base_model=[f"m={tmp_path}"], output_dir=str(tmp_path / "out"), host="127.0.0.1",
+        port=0, seed=0, resume=False, durable=False, sampler_tp=2, stop_grace=60.0,
+    )  # fmt: skip
     settings = read_serve_settings(args)
     assert settings.worker.sampler.tp == 2
     with pytest.raises(UserError, match="fast decoder .*is not supported by it"):

@@ -18,9 +18,7 @@ SCALARS = {"double", "string", "bytes", "bool", "int32", "int64", "uint32"}
 
 
 def read_proto(text):
-    """Return {message: {field: (number, kind, type, oneof)}} and {enum: {value: number}}, with a
-    small parser of the parts of the language that the file uses.
-    """
+    """Return {message: {field: (number, kind, type, oneof)}} and {enum: {value: number}}."""
     text = re.sub(r"//[^\n]*", "", text)
     messages, enums = {}, {}
     for kind, name, body in re.findall(r"^(message|enum) (\w+) \{\n(.*?)^\}", text, re.M | re.S):

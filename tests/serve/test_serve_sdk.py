@@ -1,6 +1,4 @@
-"""The real SDK against a real server on loopback: equal to the clients in this process.
-WHETSTONE_TEST_SDK: the Python that has it.
-"""
+"""The real SDK against a real server on loopback: equal to the clients in this process."""
 
 import json
 import os
@@ -27,15 +25,9 @@ def seen(tmp_path_factory) -> dict:
         pytest.skip("WHETSTONE_TEST_SDK names no Python with the tinker SDK (the extra sdk)")
     folder = tmp_path_factory.mktemp("served")
     command = [
-        sys.executable,
-        "serve.py",
-        "--base-model",
-        BASE,
-        "--port",
-        "0",
-        "--output-dir",
+        sys.executable, "serve.py", "--base-model", BASE, "--port", "0", "--output-dir",
         str(folder / "out"),
-    ]
+    ]  # fmt: skip
     log = (folder / "log").open("w")
     process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
@@ -79,9 +71,7 @@ def sampled(client, prompt, count, seed):
 
 
 def custom(client, data):
-    """What the SDK sends for a loss of one's own, the squares of the logprobs: a forward, then
-    weights of minus its gradient.
-    """
+    """What the SDK sends for a loss of one's own, the squares of the logprobs."""
     found = client.forward(data, "cross_entropy").result().loss_fn_outputs
     leaves = [output["logprobs"].to_torch().clone().requires_grad_(True) for output in found]
     loss = sum((leaf**2).sum() for leaf in leaves)
@@ -134,15 +124,9 @@ def test_the_sdk_sees_what_the_clients_in_this_process_see_to_the_bit(seen, tmp_
 
 def test_what_is_refused_raises_at_once_in_the_sdk_and_says_why(seen):
     said = {
-        "datum": "500",
-        "after it": "not run",
-        "loss": "stable_reinforce",
-        "base": "no/such-model",
-        "path": "tinker://",
-        "image": "an image",
-        "draws": "prompt_alt_tokens_k",
-        "prompt": "999",
-    }
+        "datum": "500", "after it": "not run", "loss": "stable_reinforce", "base": "no/such-model",
+        "path": "tinker://", "image": "an image", "draws": "prompt_alt_tokens_k", "prompt": "999",
+    }  # fmt: skip
     for name, text in said.items():
         kind, message, *rest = seen["refused"][name]
         assert text in message and "Traceback" not in message, (name, seen["refused"][name])

@@ -1,22 +1,17 @@
-"""One rule for everything that tenants share: whoever comes next finds room, and whoever is alone
-may take all.
-"""
+"""One rule for everything that tenants share."""
 
 import numpy as np
 import pytest
-from serving import BASE, Wire, server
+from serving import Wire, opened, server
 from test_serve import KEYS
 
-from rl.serve import AgentSessions, HttpError
+from rl.serve import HttpError
 from rl.serve.session_store import SamplerRecord
 from rl.serve.tenant_limit import check_share, choose_evictions
 
 
 @pytest.mark.parametrize("limit", [2, 7, 64])
 def test_whoever_comes_next_finds_room_however_greedy_those_before_are(limit):
-    """Tenants that come one after another and take all they get: each gets something, until the
-    parts are single ones.
-    """
     held = {}
     for tenant in range(int(np.log2(limit))):
         held[tenant] = 0
@@ -57,29 +52,16 @@ def test_one_key_cannot_take_all_sessions_models_and_open_requests(tmp_path):
             answer := greedy.http.post("/api/v1/create_session", json={"tags": []})
         ).status_code == 200:
             sessions.append(answer.json()["session_id"])
-        assert (
-            len(sessions) == 2
-            and answer.status_code == 429
-            and "your share" in answer.text
-            and "--sessions" in answer.text
-        )
+        assert len(sessions) == 2
+        assert answer.status_code == 429
+        assert "your share" in answer.text
+        assert "--sessions" in answer.text
         other.open()
         greedy.session = sessions[0]
-        bodies = [
-            {
-                "session_id": sessions[i % 2],
-                "model_seq_id": i,
-                "base_model": BASE,
-                "lora_config": {"rank": 2},
-            }
-            for i in range(3)
-        ]
+        bodies = [greedy.model_body(i) | {"session_id": sessions[i % 2]} for i in range(3)]
         answers = [greedy.http.post("/api/v1/create_model", json=body) for body in bodies]
-        assert [answer.status_code for answer in answers] == [
-            200,
-            200,
-            429,
-        ] and "--models" in answers[2].text
+        assert [answer.status_code for answer in answers] == [200, 200, 429]
+        assert "--models" in answers[2].text
         assert other.model()
         mine = one.app._keys[0][1]
         one.app.open_count, one.app._open_by_owner[mine] = 3, 3  # which wait for their answers
@@ -101,34 +83,16 @@ def test_one_key_cannot_push_anothers_samplers_out(tmp_path):
             sampler = greedy.sampler(model, 1 + i, number=i)
         assert len(one.session_store.samplers) <= 6 and mine in one.session_store.samplers
         assert sum(found.client is not None for found in one.session_store.samplers.values()) <= 3
-        assert (
-            careful.sample(mine, 0, [4, 5]).sequences
-            and greedy.sample(sampler, 0, [4, 5]).sequences
-        )
+        assert careful.sample(mine, 0, [4, 5]).sequences
+        assert greedy.sample(sampler, 0, [4, 5]).sequences
 
 
 def test_a_sampler_that_was_just_made_is_not_the_one_that_is_forgotten(tmp_path):
-    with server(tmp_path, samplers=1) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path, samplers=1) as (one, wires):
         base = one.engine.settings.bases[0]
         for name in "ab":
             one.session_store.add_sampler(SamplerRecord(name, "local", wires.session, base))
         assert "b" in one.session_store.samplers
-
-
-def test_one_owner_cannot_push_anothers_episodes_out():
-    sessions = AgentSessions(max_sessions=4)
-    sessions.get_or_create("careful", "mine")
-    for i in range(20):
-        sessions.get_or_create("greedy", str(i))
-    assert sessions.list_names("careful") == ["mine"] and sessions.list_names("greedy") == [
-        "17",
-        "18",
-        "19",
-    ]
-    with pytest.raises(HttpError):
-        sessions.find("greedy", "0")
 
 
 def test_the_next_session_without_keys_finds_room_for_its_model(tmp_path):
@@ -136,11 +100,6 @@ def test_the_next_session_without_keys_finds_room_for_its_model(tmp_path):
         first, second = Wire(one), Wire(one)
         first.open(), second.open()
         first.model(0)
-        body = {
-            "session_id": first.session,
-            "model_seq_id": 1,
-            "base_model": BASE,
-            "lora_config": {"rank": 2},
-        }
+        body = first.model_body(1)
         assert first.http.post("/api/v1/create_model", json=body).status_code == 429
         second.model(0)

@@ -1,6 +1,4 @@
-"""Whose turn it is and who waits: a sample for one slice of others' training, a tenant in its own
-part of the queue.
-"""
+"""Whose turn it is and who waits."""
 
 import threading
 import time
@@ -10,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from serving import Wire, held, server
+from serving import Wire, held, opened, server, until
 from test_serve import KEYS, rewarded, texts
 
 from rl.client import SampleStream
@@ -27,9 +25,7 @@ def nothing():
 
 
 def test_a_sample_waits_for_one_slice_of_others_training_and_no_second(tmp_path, monkeypatch):
-    """Slices are counted: the one that runs when a sample comes, and those that begin before its
-    first token is drawn.
-    """
+    """Slices that run or begin between a sample's request and its first token."""
     with server(tmp_path, keys=KEYS, token_budget=32) as one:
         training, sampling = (Wire(one, key) for key in KEYS)
         training.open(), sampling.open()
@@ -78,9 +74,7 @@ def test_a_sample_waits_for_one_slice_of_others_training_and_no_second(tmp_path,
 
 def test_a_sample_that_comes_within_a_slice_is_drawn_before_the_next(tmp_path, monkeypatch):
     """However long the slice: nothing else begins in between, though two models' work waits."""
-    with server(tmp_path, token_budget=32) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path, token_budget=32) as (one, wires):
         models = [wires.model(i, seed=i) for i in range(2)]
         sampler = wires.sampler(models[0], 1)
         order, within, go = [], threading.Event(), threading.Event()
@@ -179,14 +173,9 @@ def test_one_key_that_floods_refuses_itself_alone(tmp_path):
             for i in range(20):
                 adam = {"adam_params": {"learning_rate": 0.0}}
                 if i % 4 == 0:
-                    send(
-                        "asample",
-                        sampling_session_id=sampler,
-                        seq_id=i,
-                        num_samples=1,
-                        sampling_params={"max_tokens": 2},
-                        prompt={"chunks": [{"type": "encoded_text", "tokens": [4, 5]}]},
-                    )
+                    prompt = {"chunks": [{"type": "encoded_text", "tokens": [4, 5]}]}
+                    numbers = {"sampling_session_id": sampler, "seq_id": i, "num_samples": 1}
+                    send("asample", **numbers, sampling_params={"max_tokens": 2}, prompt=prompt)
                 elif i % 4 == 1:
                     send("optim_step", model_id=models[0], seq_id=2 + i // 4, **adam)
                 else:  # whose number comes too early
@@ -208,27 +197,21 @@ def test_one_key_that_floods_refuses_itself_alone(tmp_path):
         calm.output(forward)
         flood.post(f"sessions/{flood.session}/finish", 204)
         calm.wait(calm.step(mine, 4))
-        assert (
-            not one.engine.queue._tenant_counts
-            and not one.engine.queue._early_counts
-            and len(one.engine.queue) == 0
-        )
+        assert not one.engine.queue._tenant_counts
+        assert not one.engine.queue._early_counts
+        assert len(one.engine.queue) == 0
 
 
 def test_sessions_are_the_tenants_where_there_are_no_keys_and_a_lone_one_has_it_all(tmp_path):
-    with server(tmp_path, queued=9) as one:
-        alone = Wire(one)
-        alone.open()
+    with opened(tmp_path, queued=9) as (one, alone):
         model = alone.model()
 
         def steps(wires, model, begin, count=12):
             codes = []
             for i in range(count):
                 body = {
-                    "model_id": model,
-                    "seq_id": begin + i,
-                    "adam_params": {"learning_rate": 0.0},
-                }
+                    "model_id": model, "seq_id": begin + i, "adam_params": {"learning_rate": 0.0},
+                }  # fmt: skip
                 codes.append(wires.http.post("/api/v1/optim_step", json=body).status_code)
             return codes.count(200)
 
@@ -253,9 +236,7 @@ def test_sessions_are_the_tenants_where_there_are_no_keys_and_a_lone_one_has_it_
 
 
 def test_the_number_that_others_wait_for_finds_room(tmp_path):
-    """The eighth is refused, since the queue holds what holds the desk; later ones come before it
-    is asked for again and fill the part.
-    """
+    """The eighth is refused, since the queue holds what holds the desk."""
     with server(tmp_path, queued=16) as one:
         wires, other = Wire(one), Wire(one)
         wires.open(), other.open()
@@ -277,17 +258,8 @@ def test_the_number_that_others_wait_for_finds_room(tmp_path):
         assert until(lambda: one.session_store.models[model].last_started_seq == 16)
 
 
-def until(holds, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not (found := holds()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return found
-
-
 def test_what_waits_for_a_model_that_cannot_be_made_is_told_so(tmp_path):
-    with server(tmp_path) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path) as (one, wires):
         tenants, done = ModelManager(one.engine, one.session_store), Future()
         model = one.session_store.models["m"] = ModelRecord(
             "m", "local", wires.session, tmp_path / "m", one.engine.settings.bases[0], {}

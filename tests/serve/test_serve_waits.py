@@ -1,6 +1,4 @@
-"""What may take long keeps nobody waiting: slow clients, long work, a base that cannot be loaded,
-the end of the server.
-"""
+"""What may take long keeps nobody waiting."""
 
 import asyncio
 import json
@@ -13,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from serving import BASE, PROTOBUF, Wire, server
+from serving import BASE, PROTOBUF, Wire, opened, server, until
 from test_serve import texts
-from test_serve_gone import until
 from transformers import PreTrainedTokenizerFast
 
 from rl.client import ServiceClient
@@ -30,9 +27,7 @@ uvicorn = pytest.importorskip("uvicorn", reason="needs the extra serve")
 
 
 def longest_wait(app, work, seconds=0.05):
-    """The result of a coroutine function of an HTTP client, and how long /healthz took at most
-    meanwhile.
-    """
+    """Return a coroutine function's result and the longest wait for /healthz."""
 
     async def both():
         transport, waits = httpx.ASGITransport(app), []
@@ -56,11 +51,9 @@ def test_long_work_on_the_disk_runs_beside_the_event_loop(tmp_path, monkeypatch)
     def slowly(call):
         return lambda *arguments, **named: (time.sleep(slow), call(*arguments, **named))[1]
 
-    with server(tmp_path) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path) as (one, wires):
         model = wires.model()
-        path = wires.wait(wires.post("save_weights", model_id=model, seq_id=1, path="a"))["path"]
+        path = wires.save(model, 1, "a")
         monkeypatch.setattr(
             checkpoint_folder, "verify_checkpoint", slowly(checkpoint_folder.verify_checkpoint)
         )
@@ -83,50 +76,40 @@ def test_long_work_on_the_disk_runs_beside_the_event_loop(tmp_path, monkeypatch)
 
 
 def test_long_texts_are_tokenized_beside_the_event_loop(tmp_path, monkeypatch):
-    slow = 1.5
-    encode = PreTrainedTokenizerFast._encode_plus
+    slow, encode = 1.5, PreTrainedTokenizerFast._encode_plus
 
     def slowly(*arguments, **named):
         time.sleep(slow)
         return encode(*arguments, **named)
 
+    calls = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "1+1="}]},
+        "/v1/completions": {"prompt": "1+1="},
+    }
     with server(tmp_path) as one:
-        calls = {
-            "chat": (
-                "/v1/chat/completions",
-                {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 2},
-            ),
-            "completion": ("/v1/completions", {"prompt": "1+1=", "max_tokens": 2}),
-        }
-        for path, body in calls.values():  # so that the model is loaded
-            answer, _ = longest_wait(
-                one.app,
-                lambda http, path=path, body=body: http.post(path, json={"model": BASE, **body}),
-            )
-            assert answer.status_code == 200, answer.text
+
+        def ask(path):
+            body = {"model": BASE, "max_tokens": 2, **calls[path]}
+            answer, longest = longest_wait(one.app, lambda http: http.post(path, json=body))
+            assert answer.status_code == 200, (path, answer.text)
+            return longest
+
+        for path in calls:  # so that the model is loaded
+            ask(path)
         monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", slowly)
-        for name, (path, body) in calls.items():
-            answer, longest = longest_wait(
-                one.app,
-                lambda http, path=path, body=body: http.post(path, json={"model": BASE, **body}),
-            )
-            assert answer.status_code == 200, (name, answer.text)
-            assert longest < slow * 0.7, f"{name}: /healthz took {longest:.1f} s"
+        for path in calls:
+            longest = ask(path)
+            assert longest < slow * 0.7, f"{path}: /healthz took {longest:.1f} s"
 
 
 def test_a_short_request_cannot_ask_for_much_memory(tmp_path):
-    with server(tmp_path) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path) as (one, wires):
         model = wires.model()
         sampler = wires.sampler(model, 1)
         empty = {
-            "data": [],
-            "dtype": "int64",
-            "shape": [2, 2**27],
-            "sparse_crow_indices": [0, 0, 0],
+            "data": [], "dtype": "int64", "shape": [2, 2**27], "sparse_crow_indices": [0, 0, 0],
             "sparse_col_indices": [],
-        }
+        }  # fmt: skip
         begin = time.perf_counter()
         answer = wires.wait(wires.ask_sample(sampler, 0, [4, 5, 6], target_prompt_logprobs=empty))
         assert answer["category"] == "user" and "cells" in answer["error"]
@@ -192,9 +175,7 @@ def test_half_sent_requests_are_closed_and_slow_answers_are_not(tmp_path):
         writer.close()
         return time.perf_counter() - begin, received
 
-    with server(tmp_path, body_seconds=1.0, poll_seconds=2.5) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path, body_seconds=1.0, poll_seconds=2.5) as (one, wires):
         # whose turn never comes: a poll for it is held for 2.5 s
         waiting = wires.step(wires.model(), 9)
 
@@ -292,23 +273,18 @@ def test_a_base_whose_weights_are_damaged_keeps_no_other_from_anybody(folder, tm
 
 def test_a_base_is_loaded_once_however_many_ask_for_it_first(tmp_path, monkeypatch):
     with server(tmp_path) as one:
-        plain, made = one.engine.service.create_sampling_client, []
+        plain, made, found = one.engine.service.create_sampling_client, [], []
 
         def slowly(**named):
             made.append(named)
             time.sleep(0.2)
             return plain(**named)
 
+        def ask():
+            found.append(one.engine.get_base_client(one.engine.settings.bases[0]))
+
         monkeypatch.setattr(one.engine.service, "create_sampling_client", slowly)
-        found = []
-        threads = [
-            threading.Thread(
-                target=lambda: found.append(
-                    one.engine.get_base_client(one.engine.settings.bases[0])
-                )
-            )
-            for _ in range(6)
-        ]
+        threads = [threading.Thread(target=ask) for _ in range(6)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -317,9 +293,7 @@ def test_a_base_is_loaded_once_however_many_ask_for_it_first(tmp_path, monkeypat
 
 
 def test_a_server_ends_in_time_and_writes_its_models_though_work_never_ends(tmp_path):
-    with server(tmp_path) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path) as (one, wires):
         model = wires.model()
         wires.output(wires.ask(model, 1, texts()))
         wires.wait(wires.step(model, 2))
@@ -351,9 +325,7 @@ def test_a_process_that_cannot_end_is_ended(tmp_path):
 
 
 def test_a_protobuf_body_is_not_held_to_the_limit_of_json(tmp_path):
-    with server(tmp_path) as one:
-        wires = Wire(one)
-        wires.open()
+    with opened(tmp_path) as (one, wires):
         large = b" " * (32 * 2**20 + 1)
         assert wires.http.post("/api/v1/create_session", content=large).status_code == 413
         answer = wires.http.post(

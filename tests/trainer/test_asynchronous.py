@@ -1,6 +1,4 @@
-"""Whole runs in which sampling does not wait for learning: parts of a batch, bounded age, replays,
-going on after a kill.
-"""
+"""Whole runs in which sampling does not wait for learning."""
 
 from __future__ import annotations
 
@@ -291,18 +289,13 @@ def test_a_token_older_than_the_bound_or_of_a_version_yet_to_come_ends_the_run()
             samples.check_rollouts(rollouts((5, 5), wrong), 5, oldest)
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (
-            {"stream_minibatches": 2, "advantage": "batch", "group_size": 1},
-            "advantage batch .* whole batch",
-        ),
-        ({"stream_minibatches": 2, "num_substeps": 2}, "num_substeps"),
-        ({"stream_minibatches": 64}, "is larger than batch_size"),
-        ({"max_steps_off_policy": 1, "dynamic_sampling": 2}, "dynamic_sampling"),
-    ],
-)
+@pytest.mark.parametrize(("given", "says"), [
+    ({"stream_minibatches": 2, "advantage": "batch", "group_size": 1},
+     "advantage batch .* whole batch"),
+    ({"stream_minibatches": 2, "num_substeps": 2}, "num_substeps"),
+    ({"stream_minibatches": 64}, "is larger than batch_size"),
+    ({"max_steps_off_policy": 1, "dynamic_sampling": 2}, "dynamic_sampling"),
+])  # fmt: skip
 def test_what_does_not_go_together_is_refused_by_name(given, says):
     with pytest.raises(SettingsError, match=says):
         variant_settings("dr_grpo", **given)

@@ -1,6 +1,4 @@
-"""Whatever is killed, hangs, fills up or is damaged: an error that names the culprit, no hang, no
-orphan, no lost checkpoint.
-"""
+"""Whatever is killed, hangs, fills up or is damaged."""
 
 import json
 import os
@@ -80,12 +78,9 @@ class Heard:
 
 def state_of(value: float) -> dict:
     return {
-        "value": value,
-        "spec": {"base_model": "tiny:addition"},
-        "version": 1,
-        "temperatures": [],
+        "value": value, "spec": {"base_model": "tiny:addition"}, "version": 1, "temperatures": [],
         "metadata": {},
-    }
+    }  # fmt: skip
 
 
 def write_checkpoint(folder: Path, value: float) -> None:
@@ -118,11 +113,9 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_used(tmp_path, name):
         assert found is not None
         if console.said:
             refused += 1
-            assert (
-                found[0]["name"] == "s-1"
-                and found[1] == state_of(1.0)
-                and "s-2 cannot be used" in console.said[0]
-            )
+            assert found[0]["name"] == "s-1"
+            assert found[1] == state_of(1.0)
+            assert "s-2 cannot be used" in console.said[0]
         else:  # a bit of the manifest that says nothing, such as a space made a tab: all else is as it was
             assert (
                 name == "manifest.json" and found[0]["name"] == "s-2" and found[1] == state_of(2.0)
@@ -139,9 +132,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_used(tmp_path, name):
 def test_a_replaced_checkpoint_is_there_under_its_name_whenever_its_writer_dies(
     tmp_path, monkeypatch, dies_before, exchanges
 ):
-    """Old or new, and whole; also where two folders cannot be exchanged in one step. A later save
-    under the name goes well.
-    """
+    """Old or new, and whole; also where two folders cannot be exchanged in one step."""
     folder, left = tmp_path / "mine", []
 
     def save(text):
@@ -180,9 +171,6 @@ def test_a_replaced_checkpoint_is_there_under_its_name_whenever_its_writer_dies(
 
 
 def test_an_unchanged_checkpoint_is_read_once(tmp_path, monkeypatch):
-    """However often it is looked at; a file that was written to, or put in the place of another, is
-    read anew.
-    """
     with checkpoint_folder.write_checkpoint(tmp_path / "c") as aside:
         (aside / "state.json").write_text("{}")
     path, read = tmp_path / "c" / "state.json", []
@@ -321,9 +309,7 @@ def test_kill_9_of_a_random_rank_at_a_random_point(ranks, undisturbed, tmp_path,
 
 
 def killed_and_resumed(ranks: Ranks, undisturbed: tuple[Path, float], cwd: Path, seed: int) -> str:
-    """Returns what happened, in words. AssertionError where the resumed run does not end with the
-    undisturbed bits.
-    """
+    """Returns what happened, in words."""
     rng, (whole, seconds) = random.Random(seed), undisturbed
     victim, moment = rng.randrange(2), rng.uniform(0.02, 0.95) * seconds
     recipe = write(cwd)

@@ -1,6 +1,4 @@
-"""The default recipe, as a newcomer runs it: `python train.py` and nothing else (one seed; `make
-campaign` runs three).
-"""
+"""The default recipe, as a newcomer runs it."""
 
 import json
 import re
@@ -38,9 +36,7 @@ def train(*words: str | Path) -> str:
 
 @cache
 def default_run(base: Path) -> tuple[Path, str]:
-    """The default recipe's folder and console output; run once for each `base` (pytest's folder of
-    this session).
-    """
+    """The default recipe's folder and console output."""
     folder = base / "default_recipe"
     return folder, train("--output-dir", folder)
 
@@ -56,10 +52,7 @@ def taught_model(base: Path) -> Path:
 
 
 def accuracy_by_generate(model: Path, answers: Mapping[str, str], *, sample: bool) -> float:
-    """Share of prompts for which transformers' own `generate` writes the answer and its end mark.
-
-    `answers`: prompt to answer; all prompts have the same length.
-    """
+    """Share of prompts that transformers' `generate` answers and ends; equal lengths."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer, net = (
@@ -107,18 +100,15 @@ def read_rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("figures", "remark"),
-    [
-        ((0.4, 1.0, 1.0, 1.0), "Most of this gain (100%) is sharpening, not new knowledge"),
-        ((0.2, 0.7, 0.45, 0.9), "Most of this gain (50%) is sharpening"),
-        ((0.1, 0.9, 0.3, 1.0), "25% of this gain is sharpening: before the first step"),
-        ((0.02, 1.0, 0.01, 1.0), "for 1.0% of the problems. All of it is new."),
-        ((0.02, 1.0, 0.01, 1.0), "None of this gain is sharpening: before the first step"),
-        ((0.5, 0.4, 0.9, 0.9), None),
-        ((0.1, 0.9, None, 0.9), None),
-    ],
-)
+@pytest.mark.parametrize(("figures", "remark"), [
+    ((0.4, 1.0, 1.0, 1.0), "Most of this gain (100%) is sharpening, not new knowledge"),
+    ((0.2, 0.7, 0.45, 0.9), "Most of this gain (50%) is sharpening"),
+    ((0.1, 0.9, 0.3, 1.0), "25% of this gain is sharpening: before the first step"),
+    ((0.02, 1.0, 0.01, 1.0), "for 1.0% of the problems. All of it is new."),
+    ((0.02, 1.0, 0.01, 1.0), "None of this gain is sharpening: before the first step"),
+    ((0.5, 0.4, 0.9, 0.9), None),
+    ((0.1, 0.9, None, 0.9), None),
+])  # fmt: skip
 def test_the_remark_on_sharpening(figures, remark):
     text = HeldOutMetrics(*figures).describe_sharpening()
     assert text is None if remark is None else remark in text

@@ -27,14 +27,11 @@ def record(monkeypatch, service_class) -> list[tuple]:
     return calls
 
 
-@pytest.mark.parametrize(
-    ("settings", "models"),
-    [
-        ("lora_rank: 3, kl_coef: 0.1", [("lora_training", 3)]),
-        ("kl_coef: 0.1", [("full_training", None), ("sampling", None)]),
-        ("lora_rank: 2, critic_model: policy", [("lora_training", 2)] * 2),
-    ],
-)
+@pytest.mark.parametrize(("settings", "models"), [
+    ("lora_rank: 3, kl_coef: 0.1", [("lora_training", 3)]),
+    ("kl_coef: 0.1", [("full_training", None), ("sampling", None)]),
+    ("lora_rank: 2, critic_model: policy", [("lora_training", 2)] * 2),
+])  # fmt: skip
 def test_a_stage_checked_before_it_begins_creates_the_models_of_the_stage(
     settings, models, tmp_path, monkeypatch
 ):

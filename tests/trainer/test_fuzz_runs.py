@@ -33,28 +33,9 @@ from rl.trainer import open_weights
 from rl.trainer.resume import find_resume_point, remove_damaged_checkpoints
 
 ODD = [
-    None,
-    True,
-    False,
-    -1,
-    0,
-    10**400,
-    1e300,
-    float("inf"),
-    float("nan"),
-    "",
-    "x",
-    "../../outside",
-    "/etc/passwd",
-    "\ud800",
-    [],
-    {},
-    [[]],
-    {"a": {}},
-    "grpo-final",
-    "nan",
-    "a" * 5000,
-]
+    None, True, False, -1, 0, 10**400, 1e300, float("inf"), float("nan"), "", "x", "../../outside",
+    "/etc/passwd", "\ud800", [], {}, [[]], {"a": {}}, "grpo-final", "nan", "a" * 5000,
+]  # fmt: skip
 
 
 def nested(depth: int) -> str:
@@ -93,9 +74,7 @@ def changed(value, rng: random.Random):
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """Bytes flipped, cut off, put in or removed; JSON changed in form; or something else
-    altogether.
-    """
+    """Bytes flipped, cut off, put in or removed."""
     kind = rng.randrange(8)
     if kind == 0:
         return data[: rng.randrange(len(data))]
@@ -165,9 +144,7 @@ def drawn(folder: Path):
 
 
 def outcome(read, *args):
-    """What reading gives: its result, or the UserError's text. Any other exception is a traceback,
-    and fails the test.
-    """
+    """What reading gives: its result, or the UserError's text."""
     try:
         return read(*args), None
     except UserError as error:
@@ -175,9 +152,7 @@ def outcome(read, *args):
 
 
 class Damaged:
-    """A copy of a run's folder in which a file is damaged at a time, and what its readers say of it
-    whole.
-    """
+    """A copy of a run's folder, of which a file is damaged at a time."""
 
     def __init__(self, done: Path, to: Path):
         self.source, self.to, self.folder = done / "run", to, to / "run"
@@ -214,9 +189,6 @@ class Damaged:
         return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
 
     def restore(self, name: str, data: bytes, manifest: bytes) -> None:
-        """The folder as it was: the damaged file and its manifest, or all of it where anything else
-        has changed.
-        """
         (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
         (self.folder / name).write_bytes(data)
         if manifest:
@@ -231,9 +203,7 @@ class Damaged:
             self.before = self.listing()
 
     def check(self, name: str, rng: random.Random) -> list[str]:
-        """Damages a file, reads the folder in every way, and mends it. Returns what each reader
-        did.
-        """
+        """Damages a file, reads the folder in every way, and mends it."""
         path, data = self.folder / name, (self.folder / name).read_bytes()
         path.write_bytes(damaged(data, rng))
         forged = rng.random() < 0.3 and name.endswith("state.json")
@@ -325,9 +295,7 @@ def inputs(seed: int, count: int):
 
 
 def check(item) -> str:
-    """One damage to a run that this process made once. The outcome is what resuming it did, or that
-    something refused to be read.
-    """
+    """One damage to a run that this process made once."""
     number, seed = item
     run = own_run()
     seen = run.check(run.files[number % len(run.files)], random.Random(seed))

@@ -1,6 +1,4 @@
-"""Kill an asynchronous run at random moments and resume it until it ends: every group is trained
-exactly once, none is lost, and ages stay within the bound.
-"""
+"""Kill an asynchronous run at random moments and resume it until it ends."""
 
 import json
 import random

@@ -1,6 +1,4 @@
-"""What a run keeps beside its model does not grow with its steps: a stage's own loop on batches
-that a stub learns from.
-"""
+"""What a run keeps beside its model does not grow with its steps."""
 
 from __future__ import annotations
 
@@ -49,47 +47,26 @@ def stage_of(folder: Path, console: Console, logbook: Logbook, steps: int) -> Tr
         steps=steps, save_every=50, keep_best="optim/loss", keep_best_mode="min", batch_size=4
     )
     settings = replace(settings, loop=loop, data=data)
-    problems = ProblemSet(
-        [
-            Problem([{"role": "user", "content": "?"}], {"level": i % 3}, tag="p", index=i)
-            for i in range(30)
-        ],
-        name="p",
-    )
+    ask = [{"role": "user", "content": "?"}]
+    problems = [Problem(ask, {"level": i % 3}, tag="p", index=i) for i in range(30)]
     context = StageContext(
-        name="grpo",
-        index=0,
-        method=METHODS["grpo"](settings),
+        name="grpo", index=0, method=METHODS["grpo"](settings),
         models=Models(StubPolicy(folder), {}),  # type: ignore[arg-type]
-        problems=Curriculum(problems, data),
-        test_problems=None,
-        renderer=None,
-        scorer=SimpleNamespace(),  # type: ignore[arg-type]
-        run_seed=0,
-        first_step=0,
-        logbook=logbook,
-        console=console,
+        problems=Curriculum(ProblemSet(problems, name="p"), data), test_problems=None,
+        renderer=None, scorer=SimpleNamespace(),  # type: ignore[arg-type]
+        run_seed=0, first_step=0, logbook=logbook, console=console,
         checkpoints=CheckpointManager(logbook),
-    )
+    )  # fmt: skip
     return Trainer(context, stop_request=SimpleNamespace(exit_code=None))  # type: ignore[arg-type]
 
 
 def batch_metrics(step: int) -> dict[str, float]:
     names = (
-        "optim/kl_sample_train_v1",
-        "optim/kl_sample_train_v2",
-        "optim/grad_norm",
-        "optim/entropy",
-        "optim/frac_credited",
-        "env/all/reward/total",
-        "env/all/reward/std",
-        "env/all/by_group/frac_mixed",
-        "env/all/correct",
-        "env/all/format",
-        "env/all/distinct_beginnings",
-        "env/all/ac_tokens_per_turn",
-        "env/all/frac_truncated",
-    )
+        "optim/kl_sample_train_v1", "optim/kl_sample_train_v2", "optim/grad_norm", "optim/entropy",
+        "optim/frac_credited", "env/all/reward/total", "env/all/reward/std",
+        "env/all/by_group/frac_mixed", "env/all/correct", "env/all/format",
+        "env/all/distinct_beginnings", "env/all/ac_tokens_per_turn", "env/all/frac_truncated",
+    )  # fmt: skip
     row = {name: 0.5 + 0.001 * ((step * 7 + i) % 13) for i, name in enumerate(names)}
     row |= {
         "env/all/reward/min": 0.0,

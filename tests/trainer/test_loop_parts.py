@@ -1,6 +1,4 @@
-"""What a stage does between the five steps, each part by itself: held-out streams, samplers let go,
-state that goes on.
-"""
+"""What a stage does between the five steps, each part by itself."""
 
 import json
 from types import SimpleNamespace
@@ -25,41 +23,20 @@ SETTINGS = GrpoSettings(
 )
 
 
-def bare_stage(
-    *,
-    method=None,
-    models=None,
-    problems=None,
-    keeper=None,
-    seed=5,
-    logbook=None,
-    renderer=None,
-    **overridden,
-) -> Trainer:
-    """A stage of no more than these parts, that asks for pairs of a problem and a size;
-    `overridden`: methods of its own.
-    """
+def bare_stage(*, method=None, models=None, problems=None, keeper=None, seed=5, logbook=None,
+               renderer=None, **overridden) -> Trainer:  # fmt: skip
+    """A stage of no more than these parts; `overridden`: methods of its own."""
     method = method or SimpleNamespace()
     method.settings = SETTINGS
     context = StageContext(
-        name="grpo",
-        index=1,
-        method=method,
+        name="grpo", index=1, method=method,
         models=models or SimpleNamespace(rewards=None, learning={}, opponents=None),
-        problems=problems,
-        test_problems=["a", "b"],
-        renderer=renderer,
-        scorer=SimpleNamespace(take_seconds=dict),
-        run_seed=seed,
-        first_step=3,
-        logbook=logbook,
-        console=None,
-        checkpoints=keeper,
-    )
+        problems=problems, test_problems=["a", "b"], renderer=renderer,
+        scorer=SimpleNamespace(take_seconds=dict), run_seed=seed, first_step=3, logbook=logbook,
+        console=None, checkpoints=keeper,
+    )  # fmt: skip
     stage = Trainer(context, stop_request=None)
-    stage.stage_sampler.build_groups = lambda problems, size: [
-        (problem, size) for problem in problems
-    ]
+    stage.stage_sampler.build_groups = lambda problems, size: [(p, size) for p in problems]
     stage.stage_sampler.check_rollouts = lambda result, sampler: None
     for name, value in overridden.items():
         setattr(stage, name, value)
@@ -67,9 +44,6 @@ def bare_stage(
 
 
 def test_held_out_answers_are_always_drawn_with_the_same_streams(monkeypatch):
-    """Whichever step it is, and from whichever sampler: what changes between two evaluations is the
-    policy alone.
-    """
     drawn = []
 
     def rollout(builders, sampler, params, *, seed, **more):
@@ -125,27 +99,22 @@ def test_storing_held_out_answers_decodes_nothing_and_counts_as_evaluation(monke
 def test_training_samples_have_streams_of_their_own_at_each_batch(monkeypatch):
     """Neither those of another batch nor those that held-out answers are drawn with."""
     drawn = []
-    monkeypatch.setattr(
-        stage_sampling,
-        "rollout",
-        lambda *_, seed, **more: drawn.append(seed) or RolloutBatch([], [], {}, 0, 0),
-    )
+
+    def rollout(*_, seed, **more):
+        drawn.append(seed)
+        return RolloutBatch([], [], {}, 0, 0)
+
+    monkeypatch.setattr(stage_sampling, "rollout", rollout)
     nothing = {name: lambda *_, **__: None for name in ("stop_if_late", "end_batch", "end")}
+    method = SimpleNamespace(
+        group_size=2, online=True, shape_rewards=lambda groups: groups,
+        compute_advantages=lambda groups, models: [], update=lambda *_: {},
+    )  # fmt: skip
     stage = bare_stage(
-        **nothing,
-        start=lambda: SimpleNamespace(version=0),
-        next_sampler=lambda old: old,
-        batches=lambda: range(4),
+        **nothing, start=lambda: SimpleNamespace(version=0), next_sampler=lambda old: old,
+        batches=lambda: range(4), progress=lambda batch: None, method=method,
         problems=SimpleNamespace(batch=lambda step, size, seed: []),
-        progress=lambda batch: None,
-        method=SimpleNamespace(
-            group_size=2,
-            online=True,
-            shape_rewards=lambda groups: groups,
-            compute_advantages=lambda groups, models: [],
-            update=lambda *_: {},
-        ),
-    )
+    )  # fmt: skip
     train(stage)
     stage.evaluator.evaluate_sampled(SimpleNamespace(version=0))
     assert len(drawn) == len(set(drawn)) == 5
@@ -184,9 +153,6 @@ class Notes:
 
 @pytest.mark.parametrize("curriculum", ["success", "steps", None])
 def test_what_a_stage_saves_is_where_it_goes_on(curriculum):
-    """The curriculum in the middle of a window, what was held out, the method's own; through JSON,
-    as a checkpoint has it.
-    """
 
     keeper = Notes()
 
@@ -226,24 +192,14 @@ def test_what_a_stage_saves_is_where_it_goes_on(curriculum):
 
 def test_every_setting_of_adam_reaches_the_update():
     optim = OptimSettings(
-        learning_rate=0.02,
-        beta1=0.7,
-        beta2=0.8,
-        adam_eps=1e-5,
-        weight_decay=0.03,
-        grad_clip_norm=0.4,
-        warmup_steps=4,
-        schedule="linear",
-    )
+        learning_rate=0.02, beta1=0.7, beta2=0.8, adam_eps=1e-5, weight_decay=0.03,
+        grad_clip_norm=0.4, warmup_steps=4, schedule="linear",
+    )  # fmt: skip
     settings = GrpoSettings(optim=optim, loop=LoopSettings(steps=24))
     params = make_adam_params(settings, 14)
     assert (params.beta1, params.beta2, params.eps, params.weight_decay, params.grad_clip_norm) == (
-        0.7,
-        0.8,
-        1e-5,
-        0.03,
-        0.4,
-    )
+        0.7, 0.8, 1e-5, 0.03, 0.4,
+    )  # fmt: skip
     assert params.learning_rate == pytest.approx(0.02 * (1 - 10 / 20))
     assert make_adam_params(settings, 1).learning_rate == pytest.approx(0.02 * 2 / 5)
 

@@ -1,6 +1,4 @@
-"""minimal_loop.py is what docs/own_loop.md shows first of the clients: it runs, learns, and stays a
-screen or two.
-"""
+"""minimal_loop.py is what docs/own_loop.md shows first of the clients."""
 
 import os
 import re
@@ -19,31 +17,21 @@ def test_it_stays_short_and_knows_the_public_face_alone():
     assert len(text.splitlines()) <= 100
     imports = re.findall(r"^(?:from|import) .*", text, re.M)
     assert imports == [
-        "import argparse",
-        "import random",
-        "from rl import ServiceClient, renderers, types",
-    ]
+        "import argparse", "import random", "from rl import ServiceClient, renderers, types",
+    ]  # fmt: skip
 
 
 def rewards_of(folder, sft_steps, steps):
     """Of each step, as it prints them."""
     words = [
-        sys.executable,
-        str(REPO / "minimal_loop.py"),
-        "--sft-steps",
-        str(sft_steps),
-        "--steps",
+        sys.executable, str(REPO / "minimal_loop.py"), "--sft-steps", str(sft_steps), "--steps",
         str(steps),
-    ]
+    ]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*words, "--seed", str(learning.seed())],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+        [*words, "--seed", str(learning.seed())], cwd=folder, env=env, capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rewards = [float(x) for x in re.findall(r"reward ([\d.]+)", done.stdout)]
     assert len(rewards) == steps

@@ -1,6 +1,4 @@
-"""A loss that is no number, planted into a run's third step: one box that says where, and
-checkpoints as they were.
-"""
+"""A loss that is no number, planted into a run's third step."""
 
 from __future__ import annotations
 
@@ -21,22 +19,15 @@ COMMON = """--base-model tiny:addition --dataset addition --max-tokens 4 --batch
 # updates: after two steps; of ppo, whose steps have two, within the third
 SPOILT_FROM = {"sft": 2, "grpo": 2, "ppo": 5}
 METHOD_WORDS = {
-    "sft": "",
-    "grpo": "--group-size 2 --temperature 1",
-    "ppo": "--epochs 2 --target-kl 1e6",
-}
+    "sft": "", "grpo": "--group-size 2 --temperature 1", "ppo": "--epochs 2 --target-kl 1e6",
+}  # fmt: skip
 
 
 def run(method: str, folder: Path, *more: str) -> int:
     words = [
-        method,
-        *COMMON.split(),
-        *METHOD_WORDS[method].split(),
-        "--output-dir",
-        str(folder),
-        "--quiet",
-        *more,
-    ]
+        method, *COMMON.split(), *METHOD_WORDS[method].split(), "--output-dir", str(folder),
+        "--quiet", *more,
+    ]  # fmt: skip
     return main(parse_run(words, METHODS, REPO / "recipes" / "addition.yaml", options=RunSettings))
 
 

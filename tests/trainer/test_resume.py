@@ -1,6 +1,4 @@
-"""2 + 2 steps = 4, bit for bit, for every method: saved while whatever it adapts is in the middle
-of a change.
-"""
+"""2 + 2 steps = 4, bit for bit, for every method."""
 
 import json
 from collections.abc import Callable
@@ -41,9 +39,7 @@ def digits(prompt, response, meta):
 
 @dataclass(frozen=True)
 class Case:
-    """`words` of a run; FOLDER holds what `made` makes. `moving`: metrics that change after the
-    save; `holds`: of the rows.
-    """
+    """`words` of a run; FOLDER holds what `made` makes."""
 
     words: str
     moving: tuple[str, ...] = ()
@@ -171,13 +167,9 @@ CASES: dict[str, dict[str, Case]] = {
 }
 # what another case of the method and another case with LoRA show together
 CAMPAIGN = {
-    ("sft", "lora"),
-    ("online_dpo", "lora, all pairs"),
-    ("dpo", "lora"),
-    ("dpo", "precomputed, lora"),
-    ("reward_model", "lora"),
-    ("offline", "cloning"),
-}
+    ("sft", "lora"), ("online_dpo", "lora, all pairs"), ("dpo", "lora"),
+    ("dpo", "precomputed, lora"), ("reward_model", "lora"), ("offline", "cloning"),
+}  # fmt: skip
 EACH = [
     pytest.param(
         method,

@@ -1,6 +1,4 @@
-"""A run goes on from its folder alone; what changes no result may change, steps may be added, and
---change says what else.
-"""
+"""A run goes on from its folder alone."""
 
 import json
 import re
@@ -72,11 +70,9 @@ def said(monkeypatch):
 
 def test_the_folder_alone_is_enough(stopped, cut):
     train("--resume", cut)
-    assert (
-        same_weights(stopped, cut)
-        and config(cut)["stages"] == config(stopped)["stages"]
-        and config(cut)["name"] == "grpo"
-    )
+    assert same_weights(stopped, cut)
+    assert config(cut)["stages"] == config(stopped)["stages"]
+    assert config(cut)["name"] == "grpo"
 
 
 @pytest.mark.slow
@@ -223,44 +219,35 @@ def test_a_flag_of_one_stage_may_be_of_its_environment_or_template(tmp_path):
 def test_the_settings_that_a_change_names():
     words = "grpo.kl_in=loss environment.digits=2 sft.template.x=1 learning-rate=1 =3 x"
     assert list_changed_settings(words.split()) == {
-        "kl_placement",
-        "environment_settings",
-        "template",
-        "learning_rate",
-    }
+        "kl_placement", "environment_settings", "template", "learning_rate",
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "flags,problem",
-    [
-        ("--grop.steps 7", "no stage 'grop'; did you mean grpo?"),
-        ("--grpo.stepps 7", "no such setting of stage grpo; did you mean steps?"),
-        ("--grpo.steps x", "--grpo.steps: x is not INT"),
-        ("--sft.group-size 4", "no such setting of stage sft"),
-        ("--sft.lr 4", "no such setting of stage sft; it is called --learning-rate here"),
-        ("--sft.no-train-mlp x", "--sft.no-train-mlp: takes no value, got x"),
-        ("--change steps=4", "use it with --resume|use it with resume"),
-        ("--resume --change steps", "expected NAME=VALUE"),
-        ("--resume --change stepps=4", "did you mean --steps"),
-    ],
-)
+@pytest.mark.parametrize("flags,problem", [
+    ("--grop.steps 7", "no stage 'grop'; did you mean grpo?"),
+    ("--grpo.stepps 7", "no such setting of stage grpo; did you mean steps?"),
+    ("--grpo.steps x", "--grpo.steps: x is not INT"),
+    ("--sft.group-size 4", "no such setting of stage sft"),
+    ("--sft.lr 4", "no such setting of stage sft; it is called --learning-rate here"),
+    ("--sft.no-train-mlp x", "--sft.no-train-mlp: takes no value, got x"),
+    ("--change steps=4", "use it with --resume|use it with resume"),
+    ("--resume --change steps", "expected NAME=VALUE"),
+    ("--resume --change stepps=4", "did you mean --steps"),
+])  # fmt: skip
 def test_what_is_wrong_with_it_is_said(flags, problem, tmp_path):
     (tmp_path / "two.yaml").write_text(TWO)
     with pytest.raises(SettingsError, match=problem):
         asked(f"{tmp_path / 'two.yaml'} {flags}")
 
 
-@pytest.mark.parametrize(
-    "word,here",
-    [
-        ("lr", "--learning-rate"),
-        ("num_generations", "--group-size"),
-        ("max_completion_length", "--max-tokens"),
-        ("gradient-accumulation-steps", "--token-budget"),
-        ("per_device_train_batch_size", "--batch-size"),
-        ("beta", "--kl-coef"),
-    ],
-)
+@pytest.mark.parametrize("word,here", [
+    ("lr", "--learning-rate"),
+    ("num_generations", "--group-size"),
+    ("max_completion_length", "--max-tokens"),
+    ("gradient-accumulation-steps", "--token-budget"),
+    ("per_device_train_batch_size", "--batch-size"),
+    ("beta", "--kl-coef"),
+])  # fmt: skip
 def test_words_of_other_libraries_are_answered(word, here, tmp_path):
     with pytest.raises(SettingsError, match=f"it is called {here} here"):
         asked(f"grpo --{word} 1")

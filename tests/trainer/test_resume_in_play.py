@@ -1,6 +1,4 @@
-"""A run killed between two turns of a batch goes on to the bit: older versions as opponents, a
-curriculum and rollout files included.
-"""
+"""A run killed between two turns of a batch goes on to the bit."""
 
 import json
 from pathlib import Path

@@ -1,9 +1,4 @@
-"""Whole runs through the entry: resuming after kill -9, stopping when asked, folders, errors, no
-network.
-
-The undisturbed run and the one without a network are processes of their own; the others are forks
-of one that has everything imported (tests/rank_server.py), which takes a second in place of ten.
-"""
+"""Whole runs through the entry."""
 
 import atexit
 import functools

@@ -98,9 +98,6 @@ def asked(folder: Path):
 
 @pytest.mark.parametrize("change", ["", "another context"])
 def test_rows_are_looked_through_once_for_each_model(tmp_path, monkeypatch, change):
-    """Those of a later stage before the first step; when it begins, again only if its model is not
-    what it was taken for.
-    """
     from rl.trainer import pipeline, stage_data
 
     seen, good_rows = [], stage_data.select_good_rows
@@ -131,26 +128,12 @@ def test_rows_are_looked_through_once_for_each_model(tmp_path, monkeypatch, chan
 
 
 def damages(text: str, count: int, seed: int = 0):
-    """The list lost, cut off, bits flipped, lines lost or twice, words exchanged, fields removed or
-    of other types, names forged.
-    """
+    """The list lost, cut off, changed in bits, lines and fields, or forged."""
     rng, data, lines = random.Random(seed), text.encode(), text.splitlines(keepends=True)
     values = [
-        None,
-        True,
-        -1,
-        10**30,
-        0.5,
-        "",
-        "x",
-        "../../outside",
-        "/etc",
-        "sft-final",
-        [],
-        {},
-        "grpo-000009",
-        ".",
-    ]
+        None, True, -1, 10**30, 0.5, "", "x", "../../outside", "/etc", "sft-final", [], {},
+        "grpo-000009", ".",
+    ]  # fmt: skip
     yield from (None, b"", b"\n", b"{}\n", b"[]\n", b"\xff\xfe", data[:-1], data * 2)
     for i in range(count):
         kind = i % 5
@@ -176,9 +159,7 @@ def damages(text: str, count: int, seed: int = 0):
 
 
 def survives(done: Path, to: Path, count: int, seed: int) -> int:
-    """Puts each damaged list into the folder and goes as far as a resumed run does before it
-    trains. Returns how many were noticed.
-    """
+    """Resume from each damaged list up to training; return how many were noticed."""
     folder = copied(done, to)
     outside = to / "outside"
     outside.mkdir()
@@ -262,9 +243,7 @@ def test_a_link_in_the_way_is_left_alone_and_named(done, tmp_path):
 def test_what_lies_at_the_step_gone_on_from_is_in_the_way_where_it_is_none_of_its_own(
     done, tmp_path
 ):
-    """All steps are done and saved, and the stage's end under its own name is still to be written:
-    at the same step.
-    """
+    """All steps are done; the stage's end under its own name is still to be written."""
     folder = copied(done, tmp_path)
     os.rename(folder / "checkpoints" / "grpo-final", folder / "checkpoints" / "grpo-000008")
     plan = asked(folder)
@@ -454,34 +433,27 @@ max_tokens: 3
 """
 
 
-@pytest.mark.parametrize(
-    ("method", "second", "first", "message"),
-    [
-        ("grpo", "base_model: ./no/such", "", "no model folder"),
-        ("grpo", "base_model: owner/unheard-of", "", "owner/unheard-of"),
-        ("grpo", "base_model: tiny:adition", "", "tiny:addition"),
-        ("grpo", "tokenizer: ./nowhere", "", "tokenizer"),
-        ("grpo", "renderer: chatml", "", "chat_template"),
-        ("grpo", "renderer: chat_template", "", "chat template|chat_template"),
-        ("grpo", "max_tokens: 5000", "", "5000"),
-        ("grpo", "{lora_rank: 8, lora_start: continue}", "lora_rank: 4", "rank"),
-        (
-            "grpo",
-            "{lora_rank: 4, train_attn: false, train_mlp: false, train_unembed: false}",
-            "",
-            "trains nothing",
-        ),
-        ("ppo", "critic_model: tiny:ascii", "", "vocabulary"),
-        ("ppo", "critic_model: ./gone", "", "no model folder"),
-        ("grpo", "{kl_coef: 0.1, reference_model: tiny:ascii}", "", "vocabulary"),
-        ("distill", "teacher: tiny:ascii", "", "vocabulary"),
-        ("rlhf", "reward_model: sft", "", "is no reward model"),
-        ("grpo", "base_model: EMPTY", "", "contains neither a run nor weights"),
-        ("grpo", "{base_model: HALF, tokenizer: 'tiny:addition'}", "", "lacks"),
-        ("grpo", "reward: exact_matsch", "", "exact_match"),
-        ("grpo", "dataset: ./rows.jsonl", "", "rows.jsonl"),
-    ],
-)
+@pytest.mark.parametrize(("method", "second", "first", "message"), [
+    ("grpo", "base_model: ./no/such", "", "no model folder"),
+    ("grpo", "base_model: owner/unheard-of", "", "owner/unheard-of"),
+    ("grpo", "base_model: tiny:adition", "", "tiny:addition"),
+    ("grpo", "tokenizer: ./nowhere", "", "tokenizer"),
+    ("grpo", "renderer: chatml", "", "chat_template"),
+    ("grpo", "renderer: chat_template", "", "chat template|chat_template"),
+    ("grpo", "max_tokens: 5000", "", "5000"),
+    ("grpo", "{lora_rank: 8, lora_start: continue}", "lora_rank: 4", "rank"),
+    ("grpo", "{lora_rank: 4, train_attn: false, train_mlp: false, train_unembed: false}", "",
+     "trains nothing"),
+    ("ppo", "critic_model: tiny:ascii", "", "vocabulary"),
+    ("ppo", "critic_model: ./gone", "", "no model folder"),
+    ("grpo", "{kl_coef: 0.1, reference_model: tiny:ascii}", "", "vocabulary"),
+    ("distill", "teacher: tiny:ascii", "", "vocabulary"),
+    ("rlhf", "reward_model: sft", "", "is no reward model"),
+    ("grpo", "base_model: EMPTY", "", "contains neither a run nor weights"),
+    ("grpo", "{base_model: HALF, tokenizer: 'tiny:addition'}", "", "lacks"),
+    ("grpo", "reward: exact_matsch", "", "exact_match"),
+    ("grpo", "dataset: ./rows.jsonl", "", "rows.jsonl"),
+])  # fmt: skip
 def test_what_is_wrong_with_a_later_stage_is_known_before_the_first_step(
     method, second, first, message, tmp_path, monkeypatch
 ):
@@ -504,12 +476,9 @@ def half_a_model(folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     small = {
-        "vocab_size": 24,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        "vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
         "intermediate_size": 32,
-    }
+    }  # fmt: skip
     t.LlamaForCausalLM(t.LlamaConfig(**small)).save_pretrained(folder)
     tensors = load_file(str(folder / "model.safetensors"))
     save_file(
@@ -678,18 +647,10 @@ def test_a_run_that_never_took_a_step_does_not_block_the_next(tmp_path, monkeypa
         train(words, tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    "folder",
-    [
-        "file",
-        "file/below",
-        "a\0b",
-        "x" * 300,
-        "/proc/whetstone/run",
-        "~nobody-of-that-name/run",
-        "sealed/r",
-    ],
-)
+@pytest.mark.parametrize("folder", [
+    "file", "file/below", "a\0b", "x" * 300, "/proc/whetstone/run", "~nobody-of-that-name/run",
+    "sealed/r",
+])  # fmt: skip
 def test_a_folder_that_cannot_be_is_known_before_work(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("x")

@@ -41,13 +41,9 @@ def left(folder: Path) -> list[str]:
 def another_hosts(folder: Path, seconds_ago: float, **more) -> dict:
     """The lock of a process on a machine that cannot be asked."""
     owner = {
-        "host": "node17",
-        "boot": "else",
-        "pid": 4242,
-        "began": "1",
-        "slurm": None,
+        "host": "node17", "boot": "else", "pid": 4242, "began": "1", "slurm": None,
         "nonce": "theirs",
-    }
+    }  # fmt: skip
     owner |= {"since": time.time() - 3600, **more}
     (folder / "run.lock").write_text(json.dumps(owner))
     then = time.time() - seconds_ago
@@ -130,11 +126,9 @@ def test_a_requeued_job_waits_until_it_knows_and_takes_over_its_own_earlier_star
     begin, said = time.monotonic(), []
     with RunLock(tmp_path, patient=True, heartbeat_seconds=0.1, stale_seconds=1.0) as lock:
         lock.acquire(said.append)
-    assert (
-        0.8 < time.monotonic() - begin < 30
-        and "waiting up to 1 s" in said[0]
-        and "taken over" in said[1]
-    )
+    assert 0.8 < time.monotonic() - begin < 30
+    assert "waiting up to 1 s" in said[0]
+    assert "taken over" in said[1]
     another_hosts(tmp_path, 0, slurm=["70012", 0])
     monkeypatch.setenv("SLURM_JOB_ID", "70012")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -241,9 +235,7 @@ except ChildProcessError:
 
 
 def test_who_takes_a_dead_owners_place_looks_again_whether_it_is_still_his(tmp_path):
-    """Between the first look and the turn to replace the lock, somebody else has replaced it, and
-    is at work.
-    """
+    """In between, somebody else has replaced the lock, and is at work."""
     another_hosts(tmp_path, 61)
     first, second = RunLock(tmp_path), RunLock(tmp_path)
     verdict = first._find_end_reason

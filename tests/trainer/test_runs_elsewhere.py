@@ -141,10 +141,8 @@ def test_a_script_of_the_user_prints_commands_that_exist(project, monkeypatch):
     assert format_resume_command(Path("runs/it")) == "rl.train(resume=True, output_dir='runs/it')"
     monkeypatch.setattr(sys, "argv", [str(REPO / "train.py")])
     assert shlex.split(format_resume_command(Path("runs/it")))[-3:] == [
-        "--resume",
-        "--output-dir",
-        "runs/it",
-    ]
+        "--resume", "--output-dir", "runs/it",
+    ]  # fmt: skip
 
 
 def test_a_method_of_another_folder_is_imported_only_if_the_run_is_trusted(

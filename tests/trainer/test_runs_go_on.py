@@ -1,6 +1,4 @@
-"""Runs that go on from each other: any run, checkpoint or adapter is a base model; what is said of
-it; what conflicts.
-"""
+"""Runs that go on from each other."""
 
 import copy
 import json
@@ -155,9 +153,7 @@ def test_what_is_named_by_a_relative_path_is_gone_on_with_by_the_folder_alone(
 
 
 def test_two_runs_with_stages_of_one_name_are_not_mixed_up(adapter, tmp_path):
-    """The base of the second run's adapter is the first run's sft-final; the second run has an
-    sft-final of its own.
-    """
+    """The base of the second run's adapter is the first run's sft-final."""
     run = tmp_path / "again"
     train(f"{SFT} --base-model {adapter} --lora-rank 2 --seed 7", run)
     moved_there = tmp_path / "elsewhere"
@@ -196,14 +192,11 @@ def test_a_chain_of_stages_under_other_adapters_is_one_of_merged_weights(tmp_pat
         torch.testing.assert_close(of(stage), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "words,problem",
-    [
-        ("--lora-start continue --lora-rank 2", "lora_rank 4 -> 2"),
-        ("--lora-start continue --base-model tiny:addition", "no LoRA adapter"),
-        ("--lora-start merge --base-model tiny:addition", "no LoRA adapter"),
-    ],
-)
+@pytest.mark.parametrize("words,problem", [
+    ("--lora-start continue --lora-rank 2", "lora_rank 4 -> 2"),
+    ("--lora-start continue --base-model tiny:addition", "no LoRA adapter"),
+    ("--lora-start merge --base-model tiny:addition", "no LoRA adapter"),
+])  # fmt: skip
 def test_what_cannot_be_gone_on_with_is_said_before_anything_is_written(
     adapter, words, problem, tmp_path
 ):

@@ -1,6 +1,4 @@
-"""sample.py and evaluate.py, as they are called, against transformers, plain counting and the run's
-own evaluation.
-"""
+"""sample.py and evaluate.py against transformers, plain counting and the run's evaluation."""
 
 from __future__ import annotations
 
@@ -96,11 +94,7 @@ def test_pass_figures_leave_out_problems_whose_rewards_failed_in_part():
     figures = compute_pass_at_k([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0]], 3)
     means = {"pass@1": 1 / 6, "pass@2": (2 / 3) / 2, "pass@3": 0.5}
     # of two values, the standard error of their mean is half of what they differ by
-    errors = {
-        "standard error of pass@1": 1 / 6,
-        "standard error of pass@2": 1 / 3,
-        "standard error of pass@3": 1 / 2,
-    }
+    errors = {f"standard error of pass@{k}": e for k, e in ((1, 1 / 6), (2, 1 / 3), (3, 1 / 2))}
     assert figures == pytest.approx({**means, **errors})
     # of one problem nothing is known of others
     assert compute_pass_at_k([[1.0, 0.0]], 2) == {"pass@1": 0.5, "pass@2": 1.0}
@@ -146,12 +140,9 @@ def test_what_cannot_be_opened_says_why(tmp_path: Path, monkeypatch: pytest.Monk
             open_weights(*words)
         assert message in str(error.value)
     row = {
-        "name": "sft-000020",
-        "kind": "last",
-        "stage": "sft",
-        "batch": 20,
+        "name": "sft-000020", "kind": "last", "stage": "sft", "batch": 20,
         "state_path": "anywhere/sft-000020",
-    }
+    }  # fmt: skip
     (run / "checkpoints.jsonl").write_text(json.dumps(row) + "\n")
     # below the folder, wherever it was
     assert open_weights("runs/mine").path == Path("runs/mine/checkpoints/sft-000020")
@@ -164,23 +155,15 @@ def test_the_newest_checkpoint_is_taken_and_the_best_on_demand(tmp_path: Path):
     rows = [
         {"name": "sft-000020", "kind": "last", "stage": "sft", "batch": 20, "state_path": "x"},
         {"name": "sft-final", "kind": "final", "stage": "sft", "batch": 40, "state_path": "x"},
-        {
-            "name": "sft-best-000010",
-            "kind": "best",
-            "stage": "sft",
-            "batch": 10,
-            "state_path": None,
-            "sampler_path": "x",
-        },
-    ]
+        {"name": "sft-best-000010", "kind": "best", "stage": "sft", "batch": 10, "state_path": None,
+         "sampler_path": "x"},
+    ]  # fmt: skip
     (run / "checkpoints.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert open_weights(str(run)).path == run / "checkpoints" / "sft-final"
     assert open_weights(str(run), "best").path == run / "sampler_weights" / "sft-best-000010"
     assert open_weights(str(run), "sft-000020").path == run / "checkpoints" / "sft-000020"
-    assert (
-        open_weights("tiny:addition").path is None
-        and open_weights("owner/model").name == "owner/model"
-    )
+    assert open_weights("tiny:addition").path is None
+    assert open_weights("owner/model").name == "owner/model"
 
 
 def test_a_runs_own_reward_is_imported_from_the_current_folder_or_where_it_is_trusted(
@@ -194,23 +177,12 @@ def test_a_runs_own_reward_is_imported_from_the_current_folder_or_where_it_is_tr
     os.symlink(there / "mine.py", here / "linked.py")
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "path", [str(here), *sys.path])
-    for address in (
-        "mine.py:f",
-        "./mine.py:f",
-        "mine:f",
-        "package.mine:f",
-        str(here / "mine.py") + ":f",
-        "package:f",
-    ):
+    own = ("mine.py:f", "./mine.py:f", "mine:f", "package.mine:f", f"{here}/mine.py:f", "package:f")
+    for address in own:
         said = check_trusted([address], "the config of run", False)
         assert address in said[0] and "mine.py" in said[0] or "__init__.py" in said[0]
-    for address in (
-        "../there/mine.py:f",
-        str(there / "mine.py") + ":f",
-        "linked.py:f",
-        "json:loads",
-        "subprocess:getoutput",
-    ):
+    others = ("../there/mine.py:f", f"{there}/mine.py:f", "linked.py:f", "json:loads")
+    for address in (*others, "subprocess:getoutput"):
         with pytest.raises(UserError, match="--trust-run"):
             check_trusted([address], "the config of run", False)
         assert address in check_trusted([address], "the config of run", True)[0]

@@ -66,33 +66,19 @@ def healthy(run):
 
 
 def test_what_is_right_passes(run, policy, sampler):
-    before = (
-        policy.forward(random_datums(3, seed=5), "importance_sampling", {"temperature": 1.0})
-        .result()
-        .loss_fn_outputs
-    )
-    drawn = (
-        sampler.sample(random_datums(1, seed=5)[0].model_input, 3, replace(PARAMS, seed=1))
-        .result()
-        .sequences
-    )
-    text = run()
+    def observe():
+        """Logprobs and samples of the policy."""
+        config, params = {"temperature": 1.0}, replace(PARAMS, seed=1)
+        scored = policy.forward(random_datums(3, seed=5), "importance_sampling", config).result()
+        drawn = sampler.sample(random_datums(1, seed=5)[0].model_input, 3, params).result()
+        rows = [output["logprobs"].array.tolist() for output in scored.loss_fn_outputs]
+        return rows, [(s.tokens, s.logprobs) for s in drawn.sequences]
+
+    before, text = observe(), run()
     assert "changed weights reach the sampler" in text and "get a gradient" in text
     reached, of = text.split("sampler, and ")[1].split(" trained tensors")[0].split(" of ")
     assert reached == of and int(of) > 10
-    after = (
-        policy.forward(random_datums(3, seed=5), "importance_sampling", {"temperature": 1.0})
-        .result()
-        .loss_fn_outputs
-    )
-    again = (
-        sampler.sample(random_datums(1, seed=5)[0].model_input, 3, replace(PARAMS, seed=1))
-        .result()
-        .sequences
-    )
-    for one, other in zip(before, after, strict=True):
-        np.testing.assert_array_equal(one["logprobs"].array, other["logprobs"].array)
-    assert [(s.tokens, s.logprobs) for s in drawn] == [(s.tokens, s.logprobs) for s in again]
+    assert observe() == before
 
 
 def decoders(monkeypatch, change):

@@ -1,6 +1,4 @@
-"""Observe a long run from outside: its memory, descriptors, threads, processes and the CPU time of a
-step stay flat.
-"""
+"""Observe a long run from outside."""
 
 import json
 import os
@@ -25,13 +23,9 @@ REWARD = "def right(prompt, response, meta):\n    return float(response.strip() 
 # Allowed growth from the second to the last quarter: the run writes a checkpoint now and then, and
 # allocators keep freed memory.
 SLACK = {
-    "rss_mib": 1.05,
-    "workers_rss_mib": 1.10,
-    "descriptors": 1.0,
-    "threads": 1.0,
-    "processes": 1.0,
+    "rss_mib": 1.05, "workers_rss_mib": 1.10, "descriptors": 1.0, "threads": 1.0, "processes": 1.0,
     "cpu_ms_per_step": 1.5,
-}
+}  # fmt: skip
 
 
 def descendants(pid: int) -> list[int]:
@@ -50,9 +44,7 @@ def resident_mib(pid: int) -> float:
 
 
 def observe(pid: int) -> dict[str, Any]:
-    """Return the resources that a process and its workers hold. Raises OSError if a worker has just
-    ended.
-    """
+    """Return the resources that a process and its workers hold."""
     workers = descendants(pid)
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return {

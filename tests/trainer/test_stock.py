@@ -1,6 +1,4 @@
-"""What a run's folder is known by: the order of its checkpoints, and the data that they were
-trained on.
-"""
+"""What a run's folder is known by."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,9 +10,6 @@ from rl.types import Problem
 
 
 def test_checkpoints_are_listed_in_the_order_of_their_steps(tmp_path):
-    """Whatever the stages are called; at one step the best weights, then the checkpoint, then the
-    stage's end.
-    """
     stages = [StageSteps("z", 0, 4), StageSteps("a", 5, 1_200_000)]
     names = ["z-000002", "z-000004", "z-final", "a-000006", "a-999999", "a-1000000", "a-final"]
     for name in names:
@@ -45,10 +40,8 @@ def test_everything_that_is_asked_or_answered_counts_in_the_fingerprint():
     for name, value in changes.items():
         changed = [*rows[:3], replace(rows[3], **{name: value}), rows[4]]
         assert compute_data_fingerprint(ProblemSet(changed)) != known, name
-    assert (
-        compute_data_fingerprint(ProblemSet(rows[:4])) != known
-        and compute_data_fingerprint(ProblemSet(rows[::-1])) != known
-    )
+    assert compute_data_fingerprint(ProblemSet(rows[:4])) != known
+    assert compute_data_fingerprint(ProblemSet(rows[::-1])) != known
 
 
 class Book:

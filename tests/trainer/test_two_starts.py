@@ -1,6 +1,4 @@
-"""Start a second process on a run's folder at a random moment: the run ends as an undisturbed run,
-and the second process either works alone or names the first.
-"""
+"""Start a second process on a run's folder at a random moment."""
 
 import json
 import multiprocessing
@@ -85,9 +83,7 @@ def undisturbed(tmp_path_factory) -> tuple[tuple[Any, ...], float]:
     ],
 )
 def test_a_second_start_leaves_the_run_as_an_undisturbed_run(undisturbed, tmp_path, number):
-    """Half of the first processes are killed at another random moment; a third process continues
-    with --auto-resume.
-    """
+    """Half of the first processes are killed at another random moment."""
     expected, seconds = undisturbed
     rng, folder = random.Random(number), tmp_path / "run"
     flag = rng.choice(["--resume", "--overwrite", "--auto-resume", ""])
