@@ -85,6 +85,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
     "ministral": {"head_dim": 8, "sliding_window": 7},
+    "qwen3_moe": {
+        "head_dim": 8,
+        "moe_intermediate_size": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
 }
 
 
@@ -139,7 +146,7 @@ def tiny_model(kind: str, **changes: Any) -> torch.nn.Module:
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.3)
-            elif parameter.dim() == 2:
+            elif parameter.dim() >= 2:
                 parameter.normal_(0, 0.15)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.2)  # norms: not all one

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels import SharedPages, compute_paged_attention, decode_ops, sample_tokens
-from rl.sampler.forward_fast import FastForward, activate_gate
+from rl.sampler.forward_fast import FastForward
 from rl.sampler.token_sampling import RowSamplingSettings
 from rl.sampler.token_sampling import sample_tokens as draw_from_logits
 
@@ -121,6 +121,7 @@ def decode_step(
         if shared
         else None
     )
+    activate = decode_ops.silu_mul if a.activation == "silu" else model.activate
     residual, x = model.embed_tokens(b.token), None
     for i, layer in enumerate(model.layers):
         normed = _add_and_norm(x, residual, layer.norm_in, a.eps)
@@ -134,13 +135,8 @@ def decode_step(
         attended = compute_paged_attention(q, kv[i], table, length, groups, layer.bounds).flatten(1)
         x = model.scale_residual(model.rms(layer.out(attended), layer.norm_attention_out))
         normed = _add_and_norm(x, residual, layer.norm_mlp, a.eps)
-        gate_up = layer.gate_up(normed)
-        hidden = (
-            decode_ops.silu_mul(gate_up)
-            if a.activation == "silu"
-            else activate_gate(gate_up, a.activation)
-        )
-        x = model.scale_residual(model.rms(layer.down(hidden), layer.norm_mlp_out))
+        part = model.apply_mlp(layer, normed, activate, fixed_shapes=True)
+        x = model.scale_residual(model.rms(part, layer.norm_mlp_out))
     hidden = model.scale_hidden(decode_ops.fused_add_rms_norm(x, residual, model.norm_E, a.eps))
     token, logprob = _sample(
         model, hidden, b.uniform.index_select(0, b.at).squeeze(0), b.temperature, b.greedy

@@ -109,6 +109,13 @@ FAMILY = {
     "exaone4": ("exaone4", {}),
     "cwm": ("cwm", {}),
     "ministral": ("ministral", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe, a dense layer": ("qwen3_moe", {"mlp_only_layers": [0], "norm_topk_prob": False}),
+    "qwen3_moe, every second layer, window": (
+        "qwen3_moe",
+        {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 8},
+    ),
+    "qwen3_moe, all experts": ("qwen3_moe", {"num_experts_per_tok": 6}),
 }
 
 
