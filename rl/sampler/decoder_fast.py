@@ -75,8 +75,7 @@ class FastDecoder(FastForward, Decoder):
         plain = model.get_base_model() if type(model).__module__.startswith("peft.") else model
         check_supported(plain)
         if tp_group is not None:
-            spec = LAYER_SPECS[type(plain).__name__]
-            if len(spec.qkv) == 1 or spec.experts is not None:
+            if len(LAYER_SPECS[type(plain).__name__].qkv) == 1:
                 raise UnsupportedModel("fused projections that several ranks split")
             check_model_shards(plain.config, tp_group)
         embedding = unwrap_lora_layer(plain.model.embed_tokens).base.weight
@@ -378,9 +377,11 @@ def _read_experts(
     gate = None if spec.shared is None else getattr(block, spec.shared[1])
     return ExpertKeys(
         router=builder.add_tensor(f"{key}.router", router.weight),
-        gate_up=builder.add_tensor(f"{key}.gate_up", experts.gate_up_proj),
-        down=builder.add_tensor(f"{key}.down", experts.down_proj),
+        gate_up=builder.add_tensor(f"{key}.gate_up", experts.gate_up_proj, 1, parts=2),
+        down=builder.add_tensor(f"{key}.down", experts.down_proj, 2),
         per_token=config.num_experts_per_tok,
         normalizes=spec.normalizes(config),
-        shared_gate=None if gate is None else builder.add_projection(f"{key}.shared_gate", [gate]),
+        shared_gate=None
+        if gate is None
+        else builder.without_shards().add_projection(f"{key}.shared_gate", [gate]),
     )

@@ -15,7 +15,6 @@ import torch
 from rl.errors import UserError, warn_on_rank_zero
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_fast import FastDecoder
-from rl.sampler.expert_recording import ExpertRecordingEngine, enable_expert_recording
 from rl.sampler.kv_cache_pool import IdleKVCachePool
 from rl.sampler.multi_adapter import MultiAdapterEngine, PagedMultiAdapterEngine
 from rl.sampler.multistep_engine import MultiStepEngine
@@ -36,32 +35,17 @@ _TRIAL_LAYERS, _TRIAL_VOCAB, _TRIAL_ROWS = 2, 4096, 4  # sizes of a trial
 # Every other pair combines, also with images, conversations, prompt logprobs, all of
 # `SamplingParams`, new weights, cancelled and resumed requests.
 EXCLUDED_PAIRS: Mapping[frozenset[str], str] = {
-    frozenset(("paged cache", "router replay")): (
-        "router_replay records experts, and a model with experts has the generic decoder, which "
-        "has no paged cache: leave sampler_cache at auto"
-    ),
     frozenset(("paged cache", "generic decoder")): (
         "sampler_cache paged is supported only by the fast decoder (docs/models.md lists its "
         "families): leave sampler_cache at auto, or sample such a model"
-    ),
-    frozenset(("tensor parallelism", "router replay")): (
-        "router_replay records experts, and a model with experts has the generic decoder, which "
-        "ranks cannot share: leave sampler_tp at 1"
     ),
     frozenset(("tensor parallelism", "generic decoder")): (
         "sampler_tp shards models of the fast decoder (docs/models.md lists its families), and the "
         "sampler is hf, the model's original forward: leave sampler_tp at 1, or the sampler at auto"
     ),
-    frozenset(("adapters per row", "router replay")): (
-        "router_replay records experts, and a model with experts has the generic decoder, which "
-        "has the same weights for all rows: sample each model in a separate batch"
-    ),
     frozenset(("adapters per row", "generic decoder")): (
         "the generic decoder has the same weights for all rows: sample each model in a separate "
         "batch"
-    ),
-    frozenset(("fast decoder", "router replay")): (
-        "router_replay needs a model with experts, and this model has none: turn it off"
     ),
     frozenset(("device steps", "generic decoder")): (
         "the steps of a device call the kernels of the fast decoder"
@@ -140,7 +124,7 @@ def make_engine(
 
     `idle_pool` provides the KV cache pool of an earlier paged engine, and receives the pool when
     this engine is closed. `sizes`: see `PagedEngine`. `features`: "adapters per row" (a
-    `MultiAdapterEngine` on the base of the decoder), "router replay" (an `ExpertRecordingEngine`).
+    `MultiAdapterEngine` on the base of the decoder), "router replay" (the engine records experts).
     `settings` are those of `Engine`. Raises ValueError if `cache` is unknown, UserError for
     features that do not combine.
     """
@@ -152,9 +136,7 @@ def make_engine(
         present.add("tensor parallelism")
         idle_pool = None  # the ranks' pools must be of equal size, and memory differs between ranks
     check_features({*present, "paged cache"} if cache == "paged" else present)
-    if "router replay" in present:
-        enable_expert_recording(decoder)
-        return ExpertRecordingEngine(decoder, **settings)
+    settings["record_experts"] = "router replay" in present
     device_steps = find_conflict({*present, "device steps"}) is None
     if cache == "auto" and fast is not None and device_steps and fast.device.type == "cuda":
         cache = "paged" if _paged_engine_failure(_TrialKey(fast)) is None else "plain"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -41,8 +42,8 @@ class ExpertLayer:
     """Map hidden states [.., E] to the weighted sum of the outputs of each token's experts."""
 
     __slots__ = (
-        "down_XEI", "expert_X", "gate_up_XIE", "normalizes", "per_token", "router_XE", "shared_gate",
-        "uses_grouped_products",
+        "down_XEI", "expert_X", "gate_up_XIE", "normalizes", "per_token", "router_XE",
+        "shared_gate", "uses_grouped_products",
     )  # fmt: skip
 
     def __init__(self, keys: ExpertKeys, buffers: dict[str, Tensor]):
@@ -97,7 +98,8 @@ class ExpertLayer:
                     y_SE[start:end] = F.linear(hidden, self.down_XEI[expert])
                 start = end
         y_SE = torch.empty_like(y_SE).index_copy_(0, order_S, y_SE)
-        return torch.bmm(weight_NK.unsqueeze(1), y_SE.view(-1, self.per_token, x_NE.shape[1]))[:, 0]
+        y_NKE = y_SE.view(-1, self.per_token, x_NE.shape[1])
+        return torch.bmm(weight_NK.unsqueeze(1), y_NKE).squeeze(1)
 
     def compute_all(
         self, x_NE: Tensor, weight_NK: Tensor, chosen_NK: Tensor, activate: Activate
@@ -108,7 +110,7 @@ class ExpertLayer:
         chosen_XNK = chosen_NK == self.expert_X.view(-1, 1, 1)
         weight_XN = (weight_NK * chosen_XNK).sum(-1, dtype=weight_NK.dtype)
         # an unused expert may overflow, and 0 times infinity is NaN
-        y_XNE = y_XNE.masked_fill_(~chosen_XNK.any(-1, keepdim=True), 0)
+        y_XNE = y_XNE.masked_fill_((weight_XN == 0).unsqueeze(-1), 0)
         return torch.bmm(weight_XN.T.unsqueeze(1), y_XNE.transpose(0, 1)).squeeze(1)
 
 
@@ -125,5 +127,10 @@ def has_grouped_products(weight: Tensor) -> bool:
 
 
 def stack_choices(choices: list[Tensor]) -> Tensor:
-    """Return the experts [.., B K] of tokens, int16, from the experts [.., K] of each of B layers."""
+    """Return the experts [.., B K] of tokens, int16, from those of each of B layers, [.., K]."""
     return torch.stack(choices, dim=-2).flatten(-2).to(torch.int16)
+
+
+def copy_choices(choices: list[Tensor] | None) -> np.ndarray | None:
+    """Return `stack_choices` on the host; None if no experts are recorded."""
+    return None if choices is None else stack_choices(choices).cpu().numpy()

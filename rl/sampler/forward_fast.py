@@ -24,7 +24,7 @@ from rl.sampler.cpu_kernels import CpuKernels
 from rl.sampler.decode_state import LogitsReader
 from rl.sampler.decoder import batch_prompts
 from rl.sampler.decoder_weights import DecoderWeights
-from rl.sampler.expert_layers import Activate, ExpertKeys, ExpertLayer, stack_choices
+from rl.sampler.expert_layers import Activate, ExpertKeys, ExpertLayer, copy_choices
 from rl.sampler.linear_layers import (
     HeadProjection,
     Projection,
@@ -114,7 +114,8 @@ class LayerWeights:
     def __init__(self, keys: LayerKeys, buffers: dict[str, Tensor]):
         self.qkv, self.out = Projection(keys.qkv, buffers), Projection(keys.out, buffers)
         self.gate_up, self.down = (
-            None if spec is None else Projection(spec, buffers) for spec in (keys.gate_up, keys.down)
+            None if spec is None else Projection(spec, buffers)
+            for spec in (keys.gate_up, keys.down)
         )
         self.experts = None if keys.experts is None else ExpertLayer(keys.experts, buffers)
         self.norm_in, self.norm_mlp, self.norm_attention_out, self.norm_mlp_out = (
@@ -175,6 +176,11 @@ class FastForward:
         if on_cpu and mkldnn_layout.fits_budget(projection.weight for projection in products):
             for projection in products:
                 projection.may_pack = True
+
+    @property
+    def num_choices(self) -> int:
+        """Return the number of experts that a token uses in all layers together."""
+        return sum(layer.experts.per_token for layer in self.layers if layer.experts is not None)
 
     def rope(self, positions: Tensor, length: int) -> RotaryTables:
         """Return cosines and signed sines [.., 1, D] at `positions`, which are below `length`, of
@@ -298,7 +304,11 @@ class FastForward:
         if choices is not None:
             choices.append(chosen)
         gate = layer.experts.shared_gate
-        return sums if y is None or gate is None else sums.addcmul_(gate(x, row_adapters).sigmoid_(), y)
+        return (
+            sums
+            if y is None or gate is None
+            else sums.addcmul_(gate(x, row_adapters).sigmoid_(), y)
+        )
 
     def embed_tokens(self, ids: Tensor, row_adapters: RowAdapters | None = None) -> Tensor:
         """Return the vectors of tokens [.., E] that enter the first layer, in new memory."""
@@ -419,8 +429,7 @@ class FastForward:
                 None if all_read else last_B,
                 choices,
             )
-            if experts is not None and choices:
-                chosen = stack_choices(choices).cpu().numpy()
+            if experts is not None and (chosen := copy_choices(choices)) is not None:
                 experts.update((i, chosen[row, : len(prompts[i])]) for row, i in enumerate(batch))
             last = (
                 hidden[torch.arange(len(batch), device=self.device), last_B] if all_read else hidden

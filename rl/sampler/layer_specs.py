@@ -143,4 +143,14 @@ LAYER_SPECS: Mapping[str, LayerSpec] = {
         windows=True, rotates=lambda attention: bool(attention.use_rope)
     ),
     "Qwen3MoeForCausalLM": LayerSpec(qk_norm="head", windows=True, experts=ExpertSpec()),
+    "Qwen2MoeForCausalLM": LayerSpec(
+        windows=True, experts=ExpertSpec(shared=("shared_expert", "shared_expert_gate"))
+    ),
+    "MixtralForCausalLM": LayerSpec(windows=True, experts=_NORMALIZED),
+    "OlmoeForCausalLM": LayerSpec(qk_norm="projection", experts=ExpertSpec()),
+    "GraniteMoeForCausalLM": replace(
+        _GRANITE,
+        mlp="block_sparse_moe",
+        experts=replace(_NORMALIZED, router="router"),
+    ),
 }
