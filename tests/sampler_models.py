@@ -90,6 +90,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 20},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
+    "flex_olmo": {"num_experts": 6, "num_experts_per_tok": 2},
     "granitemoe": {**_MULTIPLIERS, "num_local_experts": 6, "num_experts_per_tok": 2},
 }
 

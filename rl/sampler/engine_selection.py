@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from rl.errors import UserError, warn_on_rank_zero
@@ -21,7 +22,7 @@ from rl.sampler.multistep_engine import MultiStepEngine
 from rl.sampler.paged_engine import PagedEngine
 from rl.sampler.sampling_engine import Engine
 from rl.sampler.sampling_requests import SamplingRequest
-from rl.types import SamplingParams
+from rl.types import SampledSequence, SamplingParams
 
 CACHE_KINDS = ("auto", "plain", "paged")
 _TRIAL_LAYERS, _TRIAL_VOCAB, _TRIAL_ROWS = 2, 4096, 4  # sizes of a trial
@@ -201,9 +202,10 @@ def compare_engines(decoder: FastDecoder) -> str | None:
 
     Only the first layers and vocabulary entries are used. The prompts end around the end of a block
     and past it, groups share blocks, and rows end between host syncs. Rounding may make two samples
-    diverge at a token if the random number is at the border between two tokens. The tokens before
-    it must agree in logprob. Of a hundred tokens after equal prefixes (except the first token,
-    which the prompt determines), ten may diverge.
+    diverge at a token if the random number is at the border between two tokens, or if a router's
+    scores of two experts are nearly equal. The tokens before it must agree in logprob. Of a hundred
+    tokens after equal prefixes (except the first token, which the prompt determines), ten may
+    diverge.
     """
     small = decoder.truncated_copy(
         min(_TRIAL_LAYERS, len(decoder.layers)), min(_TRIAL_VOCAB, decoder.vocab_size), 255
@@ -215,7 +217,13 @@ def compare_engines(decoder: FastDecoder) -> str | None:
     )
     samples = []
     for kind in (MultiStepEngine, Engine):
-        engine = kind(small, (1, 2), kv_cache_tokens=256 * 40, max_rows=_TRIAL_ROWS * len(lengths))
+        engine = kind(
+            small,
+            (1, 2),
+            kv_cache_tokens=256 * 40,
+            max_rows=_TRIAL_ROWS * len(lengths),
+            record_experts=small.num_choices > 0,
+        )
         for i, length in enumerate(lengths):
             prompt = [(7 * i + 13 * j) % vocab for j in range(length)]
             engine.add(
@@ -229,8 +237,7 @@ def compare_engines(decoder: FastDecoder) -> str | None:
         samples.append([sequence for response in engine.run() for sequence in response.sequences])
     bound, diverged, compared = (1e-3 if small.dtype == torch.float32 else 0.1), 0, 0
     for stepped, plain in zip(*samples, strict=True):
-        pairs = list(zip(stepped.tokens, plain.tokens, strict=False))
-        same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        same = _count_equal_tokens(stepped, plain)
         gaps = [
             abs(a - b)
             for a, b in zip(
@@ -246,3 +253,18 @@ def compare_engines(decoder: FastDecoder) -> str | None:
         if 10 * diverged <= compared
         else f"{diverged} of {compared} tokens after equal prefixes differ"
     )
+
+
+def _count_equal_tokens(sample: SampledSequence, other: SampledSequence) -> int:
+    """Return the number of tokens before the first that differs, or that was sampled after another
+    choice of experts.
+    """
+    pairs = zip(sample.tokens, other.tokens, strict=False)
+    differs = np.array([a != b for a, b in pairs])
+    if sample.experts is not None and other.experts is not None:
+        # Each token after the first was sampled from the logits of a token that was fed after the
+        # prompt.
+        prompt, more = len(sample.experts) - len(sample.tokens) + 1, len(differs) - 1
+        choices, others = (x[prompt : prompt + more] for x in (sample.experts, other.experts))
+        differs[1:] |= (choices != others).any(-1)
+    return int(differs.argmax()) if differs.any() else len(differs)

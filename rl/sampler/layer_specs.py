@@ -148,6 +148,7 @@ LAYER_SPECS: Mapping[str, LayerSpec] = {
     ),
     "MixtralForCausalLM": LayerSpec(windows=True, experts=_NORMALIZED),
     "OlmoeForCausalLM": LayerSpec(qk_norm="projection", experts=ExpertSpec()),
+    "FlexOlmoForCausalLM": LayerSpec(norms=_POST_NORMS, qk_norm="projection", experts=ExpertSpec()),
     "GraniteMoeForCausalLM": replace(
         _GRANITE,
         mlp="block_sparse_moe",

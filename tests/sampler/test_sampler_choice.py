@@ -56,7 +56,7 @@ def test_who_says_gets_it_and_a_cpu_is_plain_by_default():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "with adapters"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "with adapters", "qwen3_moe"])
 def test_a_trial_finds_nothing_where_both_are_right(kind, dtype):
     model = tiny_model("qwen3" if kind == "with adapters" else kind, max_position_embeddings=1024)
     decoder = make_decoder(

@@ -26,6 +26,7 @@ from rl.sampler import (
     SamplingRequest,
     contiguous_state,
     cpu_kernels,
+    expert_layers,
     make_decoder,
     prefix_attention,
     score_sequences,
@@ -134,6 +135,7 @@ FAMILY = {
         {"norm_topk_prob": True, "num_key_value_heads": 1},
     ),
     "granitemoe": ("granitemoe", {}),
+    "flex_olmo": ("flex_olmo", {}),
 }
 
 
@@ -319,6 +321,21 @@ def test_auto_falls_back_to_the_models_own_forward_and_fast_says_why(kind, chang
     assert isinstance(make_decoder(model), HFDecoder)
     with pytest.raises(ValueError, match=reason):
         make_decoder(model, kind="fast")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe", "olmoe", "granitemoe"])
+def test_half_precision_may_change_the_choice_of_experts_but_not_the_router(kind, monkeypatch):
+    model = tiny_model(kind)
+    decoder = make_decoder(model, dtype=torch.bfloat16, kind="fast")
+    assert isinstance(decoder, FastDecoder)
+    real = expert_layers.ExpertLayer.route
+
+    def wrong(layer, x_NE):  # planted: the experts of another token
+        return real(layer, x_NE.roll(1, 0) * -1)
+
+    monkeypatch.setattr(expert_layers.ExpertLayer, "route", wrong)
+    with pytest.raises(ValueError, match="does not reproduce the logits"):
+        make_decoder(model, dtype=torch.bfloat16, kind="fast")
 
 
 def test_adapters_on_experts_take_the_models_own_forward():
