@@ -124,7 +124,7 @@ def decode_step(
     """
     a, b = model.architecture, buffers.first_rows(rows)
     position = b.position
-    page, place, length = _locate_cache_entries(b, kv[0].shape[2], kv[0].shape[1] - 1)
+    page, place, length = _locate_cache_entries(b, kv[0])
     table = b.table.narrow(1, 0, width)
     shared_table = b.shared_table.narrow(1, 0, width)
     groups = (
@@ -153,9 +153,7 @@ def decode_step(
     token, logprob = _sample(
         model, hidden, b.uniform.index_select(0, b.at).squeeze(0), b.temperature, b.greedy
     )
-    if choices is not None:
-        b.experts.index_copy_(0, b.at, stack_choices(choices).unsqueeze(0))
-    _record_tokens(b, token, logprob)
+    _record_tokens(b, token, logprob, choices)
 
 
 def _add_and_norm(x: Tensor | None, residual: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -167,13 +165,12 @@ def _add_and_norm(x: Tensor | None, residual: Tensor, weight: Tensor | None, eps
     return residual if x is None else residual.add_(x)
 
 
-def _locate_cache_entries(
-    b: DecodeInputs, block_size: int, unused_page: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _locate_cache_entries(b: DecodeInputs, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the page [R] and the place in it [R] of each row's new key and value, and the number
-    of positions that the row reads [R]. A finished row writes to `unused_page` and reads one
+    of positions that the row reads [R]. A finished row writes to the unused last page and reads one
     position.
     """
+    unused_page, block_size = kv.shape[1] - 1, kv.shape[2]
     ended = b.remaining < 1
     private_position = b.position - b.skip
     page = (
@@ -185,10 +182,14 @@ def _locate_cache_entries(
     return page, b.position % block_size, (private_position + 1).int().masked_fill_(ended, 1)
 
 
-def _record_tokens(b: DecodeInputs, token: Tensor, logprob: Tensor) -> None:
+def _record_tokens(
+    b: DecodeInputs, token: Tensor, logprob: Tensor, choices: list[Tensor] | None
+) -> None:
     """Store the sampled tokens [R] and logprobs [R] of the rows that have not finished, and advance
-    these rows by one position.
+    these rows by one position. `choices`: the experts [R, K] of each layer, if recorded.
     """
+    if choices is not None:
+        b.experts.index_copy_(0, b.at, stack_choices(choices).unsqueeze(0))
     lives = b.remaining > 0
     token = torch.where(lives, token, b.token, out=b.token)
     b.tokens.index_copy_(0, b.at, token.unsqueeze(0))

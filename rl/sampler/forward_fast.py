@@ -404,16 +404,10 @@ class FastForward:
         )
         for batch in batch_prompts([len(prompt) for prompt in prompts], _PREFILL_TOKENS):
             longest = len(prompts[batch[0]])
-            device_tokens = [uploaded_tokens[i] for i in batch] if uploaded_tokens else []
-            if device_tokens and all(sequence is not None for sequence in device_tokens):
-                ids = pad_sequence(
-                    [sequence for sequence in device_tokens if sequence is not None],
-                    batch_first=True,
-                )
-            else:
-                ids = torch.tensor(
-                    [[*prompts[i], *[0] * (longest - len(prompts[i]))] for i in batch]
-                ).to(self.device)
+            ids = self._stack_prompts(
+                [prompts[i] for i in batch],
+                [uploaded_tokens[i] for i in batch] if uploaded_tokens else [],
+            )
             rope = self.rope(torch.arange(longest, device=self.device), longest)
             row_adapters = (
                 self.group_by_adapter([adapter_ids[i] for i in batch]) if adapter_ids else None
@@ -444,6 +438,17 @@ class FastForward:
                     [(adapter_ids[i], None)] if adapter_ids else None,
                 )
         return logits_PV
+
+    def _stack_prompts(
+        self, prompts: Sequence[Sequence[int]], uploaded_tokens: Sequence[Tensor | None]
+    ) -> Tensor:
+        """Return the tokens of prompts, the longest first, padded on the right: [B, T]."""
+        uploaded = [sequence for sequence in uploaded_tokens if sequence is not None]
+        if len(uploaded) == len(prompts):
+            return pad_sequence(uploaded, batch_first=True)
+        longest = len(prompts[0])
+        padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
+        return torch.tensor(padded).to(self.device)
 
     def _pass_logits(
         self, reader: LogitsReader | None, hidden_TE: Tensor, row_adapters: RowAdapters | None
