@@ -50,6 +50,7 @@ _MULTIPLIERS = {
     "residual_multiplier": 0.3,
     "logits_scaling": 1.5,
 }
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 # sequences of the tests cross the window
 _SLIDING = {
     "head_dim": 8,
@@ -85,6 +86,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
     "ministral": {"head_dim": 8, "sliding_window": 7},
+    "qwen3_moe": {**_EXPERTS, "head_dim": 8, "norm_topk_prob": True},
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 20},
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
+    "flex_olmo": {"num_experts": 6, "num_experts_per_tok": 2},
+    "granitemoe": {**_MULTIPLIERS, "num_local_experts": 6, "num_experts_per_tok": 2},
 }
 
 
@@ -139,7 +146,7 @@ def tiny_model(kind: str, **changes: Any) -> torch.nn.Module:
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.3)
-            elif parameter.dim() == 2:
+            elif parameter.dim() >= 2:
                 parameter.normal_(0, 0.15)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.2)  # norms: not all one

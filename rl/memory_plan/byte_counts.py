@@ -218,7 +218,8 @@ def sampler_working_bytes(shape: ModelShape, launch: LaunchShape, work: StepWork
     size = launch.compute_bytes
     tokens = min(PREFILL_TOKENS, work.prompts * work.prompt)
     heads, mlp = shape.heads / launch.sampler_tp, shape.mlp / launch.sampler_tp
-    reading = size * tokens * (2 * shape.hidden + 3 * mlp + 6 * heads * shape.head_width)
+    routed = 3 * shape.experts_per_token * shape.hidden if shape.fast else 0  # inputs and outputs
+    reading = size * tokens * (2 * shape.hidden + routed + 3 * mlp + 6 * heads * shape.head_width)
     drawing = FP32 * shape.vocab * (4 * work.rows + work.prompts)
     attending = work.rows * heads * (work.prompt + work.answer) * (3 * FP32 + size)
     return max(reading, drawing, attending) if work.samples else 0.0

@@ -19,6 +19,8 @@ class ModelShape(ParameterCounts):
                      so rows are padded
     caching          number of layers with keys and values (None: all); the other layers of a
                      hybrid model keep a state of constant size
+    mlp_divisor      common divisor of the widths of MLPs and experts (0: `mlp`)
+    experts_per_token  experts that a token is routed to
     idle             numbers in the experts that a token is not routed to
     seeing           numbers in the vision tower and its projection to the text model
     seeing_trained   numbers of `seeing` that are trained
@@ -39,6 +41,8 @@ class ModelShape(ParameterCounts):
     fast: bool
     windowed: bool
     caching: int | None = None
+    mlp_divisor: int = 0
+    experts_per_token: int = 0
     idle_experts: int = 0
     seeing: int = 0
     seeing_trained: int = 0

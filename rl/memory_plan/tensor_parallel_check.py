@@ -18,4 +18,4 @@ def check_tensor_parallel(shape: ModelShape, sampler_tp: int) -> None:
             f"sampler_tp {sampler_tp} requires the fast decoder (docs/models.md lists its "
             f"families), and {shape.name} is not supported by it: leave sampler_tp at 1"
         )
-    check_shard_counts(sampler_tp, shape.heads, shape.key_heads, shape.mlp)
+    check_shard_counts(sampler_tp, shape.heads, shape.key_heads, shape.mlp_divisor or shape.mlp)

@@ -60,6 +60,7 @@ from rl.sampler import (
     cast_frozen_,
     check_supported,
     count_unsharded_parameters,
+    find_mlp_divisor,
     iter_frozen_matrices,
 )
 from rl.types import LoraConfig
@@ -391,6 +392,8 @@ def _make_shape(
         ),
         caching=described.num_kv_layers if described.kinds else None,
         windowed=described.special_kinds is not None or not described.takes_positions,
+        mlp_divisor=find_mlp_divisor(unwrap_model(model).config) if fast else 0,
+        experts_per_token=0 if experts is None else experts.per_token,
         idle_experts=experts.num_parameters * (experts.count - experts.per_token) // experts.count
         if experts is not None
         else 0,

@@ -20,6 +20,7 @@ from rl.sampler import (
     PagedEngine,
     SamplingRequest,
     check_features,
+    has_experts,
     make_engine,
 )
 from rl.vllm import VllmDecoder, VllmEngine
@@ -85,7 +86,9 @@ def make_version_engine(
     features = []
     if mixed:
         features.append("adapters per row")
-    elif sampler_settings.router_replay and source.learned:
+    if sampler_settings.router_replay and (
+        source.learned or (mixed and has_experts(source.decoder))
+    ):
         features.append("router replay")
     sizes = None if requests is None else _iter_request_sizes(source, requests)
     cache = sampler_settings.cache

@@ -233,7 +233,7 @@ class SamplingWorker:
         """Return an id that is equal for versions which can be sampled in a single batch. Return
         None for a version that cannot be mixed.
         """
-        return None if self.settings.sampler.router_replay else self.base_models.find_index(decoder)
+        return self.base_models.find_index(decoder)
 
     @verb(SAMPLER, version_arg=0, router_method="load_sampler")
     def load_sampler(

@@ -13,7 +13,7 @@ from rl.sampler.decoder_factory import make_base_decoder, make_decoder
 from rl.sampler.decoder_fast import check_supported, count_unsharded_parameters
 from rl.sampler.decoder_weights import UnsupportedModel
 from rl.sampler.engine_selection import check_features, make_engine
-from rl.sampler.expert_recording import ExpertRecordingEngine, enable_expert_recording
+from rl.sampler.expert_recording import enable_expert_recording, has_experts
 from rl.sampler.kv_cache_pool import IdleKVCachePool
 from rl.sampler.multi_adapter import (
     MultiAdapterDecoder,
@@ -35,7 +35,7 @@ from rl.sampler.sampling_requests import (
     check_params,
 )
 from rl.sampler.stop_conditions import StopStringMatcher, build_stop_condition
-from rl.sampler.tensor_parallel import check_shard_counts
+from rl.sampler.tensor_parallel import check_shard_counts, find_mlp_divisor
 
 __all__ = [
     "DEFAULT_CACHE_TOKENS",
@@ -53,7 +53,6 @@ __all__ = [
     "StopStringMatcher",
     "build_stop_condition",
     "check_params",
-    "ExpertRecordingEngine",
     "MultiStepEngine",
     "UnsupportedModel",
     "check_features",
@@ -67,6 +66,8 @@ __all__ = [
     "make_decoder",
     "make_engine",
     "enable_expert_recording",
+    "find_mlp_divisor",
+    "has_experts",
     "max_blocks",
     "choose_pool_size",
     "score_sequences",

@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels import UNBOUNDED
 from rl.sampler.cpu_kernels import CpuKernels
 from rl.sampler.decode_state import DecodeState, LogitsReader
+from rl.sampler.expert_layers import copy_choices
 from rl.sampler.forward_fast import FastForward
 from rl.sampler.prefix_attention import (
     PromptBand,
@@ -139,7 +140,9 @@ class ContiguousState(DecodeState):
             block[0, slots, :, : k.shape[2]] = k
             block[1, slots, :, : k.shape[2]] = v
 
-        logits_PV = self.decoder.forward_prompts(prompts, readers, keep, weights)
+        experts = self._new_prompt_experts()
+        logits_PV = self.decoder.forward_prompts(prompts, readers, keep, weights, experts=experts)
+        self._record_prompts(experts or {})
         self.prompt_adapters = [*self.prompt_adapters, *weights]
         lengths = np.array([len(prompt) for prompt in prompts], np.int64)
         self.prompt_lengths = np.concatenate([self.prompt_lengths, lengths])
@@ -158,6 +161,7 @@ class ContiguousState(DecodeState):
             *self.prompt_adapters,
             *([self.prompt_adapters[prompt]] if self.prompt_adapters else []),
         ]
+        self._record_cached_row(row)
         self._bands = None
 
     def extend_prompts(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
@@ -184,7 +188,9 @@ class ContiguousState(DecodeState):
             else None
         )
         rope = decoder.rope(batch.position_BT, batch.rope_positions)
-        hidden = decoder.forward(batch.ids_BT, rope, attend, row_adapters, batch.last_B)
+        choices = self._new_choices()
+        hidden = decoder.forward(batch.ids_BT, rope, attend, row_adapters, batch.last_B, choices)
+        self._extend_prompt_experts(slots, tokens, choices)
         self.prompt_lengths = self.prompt_lengths.copy()
         self.prompt_lengths[list(slots)] += [len(suffix) for suffix in tokens]
         self._bands = None
@@ -214,7 +220,9 @@ class ContiguousState(DecodeState):
         positions = self.prompt_lengths[self.prompt_of_row] + written
         rope = decoder.rope(torch.from_numpy(positions).to(device), int(positions.max()) + 1)
         row_adapters = self._get_row_adapters()
-        hidden = decoder.forward(torch.from_numpy(tokens).to(device), rope, attend, row_adapters)
+        choices, ids = self._new_choices(), torch.from_numpy(tokens).to(device)
+        hidden = decoder.forward(ids, rope, attend, row_adapters, choices=choices)
+        self.record_experts(copy_choices(choices))
         self.response_lengths = written + 1
         return decoder.head(hidden, row_adapters)
 
@@ -254,7 +262,9 @@ class ContiguousState(DecodeState):
             )
 
         row_adapters = self._get_row_adapters()
-        hidden = decoder.forward_step(kernels, torch.from_numpy(tokens), attend, row_adapters)
+        choices, ids = self._new_choices(), torch.from_numpy(tokens)
+        hidden = decoder.forward_step(kernels, ids, attend, row_adapters, choices)
+        self.record_experts(copy_choices(choices))
         self.response_lengths = self.response_lengths + 1
         return decoder.head(hidden, row_adapters)
 

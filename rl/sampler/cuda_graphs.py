@@ -17,7 +17,8 @@ from torch import Tensor
 from rl.sampler.decode_inputs import DecodeInputs, decode_step
 from rl.sampler.forward_fast import FastForward
 
-_STEP_OUTPUTS = ("token", "position", "remaining", "at", "tokens", "logprobs")  # written by a step
+# written by a step
+_STEP_OUTPUTS = ("token", "position", "remaining", "at", "tokens", "logprobs", "experts")
 
 
 def row_buckets(max_rows: int) -> list[int]:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from kernels import SharedPages, compute_paged_attention, decode_ops, sample_tokens
-from rl.sampler.forward_fast import FastForward, activate_gate
+from rl.sampler.expert_layers import stack_choices
+from rl.sampler.forward_fast import FastForward
 from rl.sampler.token_sampling import RowSamplingSettings
 from rl.sampler.token_sampling import sample_tokens as draw_from_logits
 
@@ -50,12 +51,20 @@ class DecodeInputs:
     uniform: Tensor  # [steps, R] float64
     tokens: Tensor  # [steps, R] int64
     logprobs: Tensor  # [steps, R] float32
+    experts: Tensor  # [steps, R, B K] int16: experts of the fed tokens; B K is 0 without recording
 
     @classmethod
     def allocate(
-        cls, rows: int, pages: int, steps: int, conditions: int, vocab: int, device: torch.device
+        cls,
+        rows: int,
+        pages: int,
+        steps: int,
+        conditions: int,
+        vocab: int,
+        device: torch.device,
+        choices: int = 0,
     ) -> DecodeInputs:
-        """Allocate the buffers: zeros, and temperature 1."""
+        """Allocate the buffers: zeros, and temperature 1. `choices`: recorded experts per token."""
         groups = max(rows // 2, 1)
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             **dict.fromkeys(
@@ -72,6 +81,7 @@ class DecodeInputs:
             "uniform": ((steps, rows), torch.float64),
             "tokens": ((steps, rows), torch.int64),
             "logprobs": ((steps, rows), torch.float32),
+            "experts": ((steps, rows, choices), torch.int16),
         }
         made = {
             name: torch.zeros(shape, dtype=dtype, device=device)
@@ -85,7 +95,8 @@ class DecodeInputs:
 
         `narrow` is used because Python's indexing queries the device even of fake tensors.
         """
-        groups, row_dims = max(rows // 2, 1), {"uniform": 1, "tokens": 1, "logprobs": 1}
+        groups = max(rows // 2, 1)
+        row_dims = dict.fromkeys(("uniform", "tokens", "logprobs", "experts"), 1)
         counts = {"starts": groups + 1, "shared_table": groups, "shared_length": groups}
         whole = {"stops", "at"}
         views = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -113,7 +124,7 @@ def decode_step(
     """
     a, b = model.architecture, buffers.first_rows(rows)
     position = b.position
-    page, place, length = _locate_cache_entries(b, kv[0].shape[2], kv[0].shape[1] - 1)
+    page, place, length = _locate_cache_entries(b, kv[0])
     table = b.table.narrow(1, 0, width)
     shared_table = b.shared_table.narrow(1, 0, width)
     groups = (
@@ -121,6 +132,8 @@ def decode_step(
         if shared
         else None
     )
+    activate = decode_ops.silu_mul if a.activation == "silu" else model.activate
+    choices: list[Tensor] | None = [] if b.experts.shape[2] else None
     residual, x = model.embed_tokens(b.token), None
     for i, layer in enumerate(model.layers):
         normed = _add_and_norm(x, residual, layer.norm_in, a.eps)
@@ -134,18 +147,13 @@ def decode_step(
         attended = compute_paged_attention(q, kv[i], table, length, groups, layer.bounds).flatten(1)
         x = model.scale_residual(model.rms(layer.out(attended), layer.norm_attention_out))
         normed = _add_and_norm(x, residual, layer.norm_mlp, a.eps)
-        gate_up = layer.gate_up(normed)
-        hidden = (
-            decode_ops.silu_mul(gate_up)
-            if a.activation == "silu"
-            else activate_gate(gate_up, a.activation)
-        )
-        x = model.scale_residual(model.rms(layer.down(hidden), layer.norm_mlp_out))
+        part = model.apply_mlp(layer, normed, activate, None, choices, fixed_shapes=True)
+        x = model.scale_residual(model.rms(part, layer.norm_mlp_out))
     hidden = model.scale_hidden(decode_ops.fused_add_rms_norm(x, residual, model.norm_E, a.eps))
     token, logprob = _sample(
         model, hidden, b.uniform.index_select(0, b.at).squeeze(0), b.temperature, b.greedy
     )
-    _record_tokens(b, token, logprob)
+    _record_tokens(b, token, logprob, choices)
 
 
 def _add_and_norm(x: Tensor | None, residual: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -157,13 +165,12 @@ def _add_and_norm(x: Tensor | None, residual: Tensor, weight: Tensor | None, eps
     return residual if x is None else residual.add_(x)
 
 
-def _locate_cache_entries(
-    b: DecodeInputs, block_size: int, unused_page: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _locate_cache_entries(b: DecodeInputs, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the page [R] and the place in it [R] of each row's new key and value, and the number
-    of positions that the row reads [R]. A finished row writes to `unused_page` and reads one
+    of positions that the row reads [R]. A finished row writes to the unused last page and reads one
     position.
     """
+    unused_page, block_size = kv.shape[1] - 1, kv.shape[2]
     ended = b.remaining < 1
     private_position = b.position - b.skip
     page = (
@@ -175,10 +182,14 @@ def _locate_cache_entries(
     return page, b.position % block_size, (private_position + 1).int().masked_fill_(ended, 1)
 
 
-def _record_tokens(b: DecodeInputs, token: Tensor, logprob: Tensor) -> None:
+def _record_tokens(
+    b: DecodeInputs, token: Tensor, logprob: Tensor, choices: list[Tensor] | None
+) -> None:
     """Store the sampled tokens [R] and logprobs [R] of the rows that have not finished, and advance
-    these rows by one position.
+    these rows by one position. `choices`: the experts [R, K] of each layer, if recorded.
     """
+    if choices is not None:
+        b.experts.index_copy_(0, b.at, stack_choices(choices).unsqueeze(0))
     lives = b.remaining > 0
     token = torch.where(lives, token, b.token, out=b.token)
     b.tokens.index_copy_(0, b.at, token.unsqueeze(0))

@@ -9,12 +9,13 @@ slots move.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from rl.sampler.expert_layers import copy_choices
 from rl.sampler.linear_layers import RowAdapters
 from rl.types import PlacedImage
 
@@ -53,6 +54,7 @@ class DecodeState(abc.ABC):
         # The model index of each prompt and its rows, if the batch uses several models.
         self.prompt_adapters: list[int] = []
         self._row_adapters: RowAdapters | None = None  # rebuilt after rows were added or removed
+        self.records_experts = False  # set by the engine before the first prompt
         # Recorded experts, if recording is on: [tokens, B * K] of each prompt,
         self._prompt_experts: list[np.ndarray] = []
         # and [B * K] of each response token of each row.
@@ -103,11 +105,45 @@ class DecodeState(abc.ABC):
         prompt = self._prompt_experts[self.prompt_of_row[row]]
         return np.concatenate([prompt, *(step[None] for step in self._row_experts[row])])
 
-    def _record_experts(self, step_experts: np.ndarray | None) -> None:
-        """Append the experts of the tokens of a step, [N, 1, B * K]."""
+    def record_experts(self, step_experts: np.ndarray | None) -> None:
+        """Append the experts of the tokens of a step, [N, B * K]."""
         if step_experts is not None:
-            for row, experts in zip(self._row_experts, step_experts[:, 0], strict=True):
+            for row, experts in zip(self._row_experts, step_experts, strict=True):
                 row.append(experts)
+
+    def _new_choices(self) -> list[Tensor] | None:
+        """Return a list for the experts of a forward; None if experts are not recorded."""
+        return [] if self.records_experts else None
+
+    def _new_prompt_experts(self) -> dict[int, np.ndarray] | None:
+        """Return a dict for the experts of new prompts; None if experts are not recorded."""
+        return {} if self.records_experts else None
+
+    def _record_cached_row(self, row: int) -> None:
+        """Append the experts of a row's tokens as those of a new prompt."""
+        if (experts := self.experts_of_row(row)) is not None:
+            self._prompt_experts.append(experts)
+
+    def _extend_prompt_experts(
+        self,
+        slots: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        choices: list[Tensor] | None,
+    ) -> None:
+        """Append the experts of new tokens to those of the prompts in these slots.
+
+        `choices`: the experts [slots, T, K] of each layer, padded on the right.
+        """
+        experts = copy_choices(choices)
+        if experts is None:
+            return
+        for i, slot in enumerate(slots):
+            parts = (self._prompt_experts[slot], experts[i, : len(tokens[i])])
+            self._prompt_experts[slot] = np.concatenate(parts)
+
+    def _record_prompts(self, experts: Mapping[int, np.ndarray]) -> None:
+        """Append the experts of new prompts, [tokens, B * K] of each by its index."""
+        self._prompt_experts += [experts[i] for i in sorted(experts)]
 
     @abc.abstractmethod
     def decode(self, tokens: np.ndarray) -> Tensor:

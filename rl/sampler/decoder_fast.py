@@ -21,13 +21,14 @@ from rl.sampler.contiguous_state import ContiguousState
 from rl.sampler.decode_state import LogitsReader
 from rl.sampler.decoder import Decoder, NamedTensors
 from rl.sampler.decoder_weights import UnsupportedModel, WeightsBuilder, unwrap_lora_layer
+from rl.sampler.expert_layers import ExpertKeys
 from rl.sampler.forward_fast import (
     DecoderArchitecture,
     FastForward,
     LayerKeys,
     RotarySpec,
 )
-from rl.sampler.layer_specs import LAYER_SPECS, LayerSpec
+from rl.sampler.layer_specs import LAYER_SPECS, ExpertSpec, LayerSpec
 from rl.sampler.linear_layers import Projection, TokenEmbedding
 from rl.sampler.tensor_parallel import TensorParallelGroup, check_model_shards
 from rl.types import PlacedImage
@@ -111,7 +112,7 @@ class FastDecoder(FastForward, Decoder):
         """
         yield self.embed
         for layer in self.layers:
-            yield from (layer.qkv, layer.out, layer.gate_up, layer.down)
+            yield from layer.projections()
         yield self.head
 
     def truncated_copy(
@@ -323,7 +324,11 @@ def _read_layer(
 ) -> LayerKeys:
     """Copy the weights of a layer and return their buffer keys. `rope`: index of its table."""
     layer, spec = base.model.layers[index], LAYER_SPECS[type(base).__name__]
-    attention, mlp, offset = layer.self_attn, layer.mlp, spec.norm_offset
+    attention, mlp, offset = layer.self_attn, getattr(layer, spec.mlp), spec.norm_offset
+    experts, dense = None, mlp
+    if spec.experts is not None and hasattr(mlp, "experts"):
+        experts = _read_experts(f"{key}.experts", base.config, mlp, spec.experts, builder)
+        dense = None if spec.experts.shared is None else getattr(mlp, spec.experts.shared[0])
 
     def add_norm(name: str, module: str | None) -> str | None:
         norm = None if module is None else getattr(layer, module)
@@ -341,10 +346,14 @@ def _read_layer(
     return LayerKeys(
         qkv=builder.add_projection(f"{key}.qkv", [getattr(attention, name) for name in spec.qkv]),
         out=builder.add_projection(f"{key}.out", [attention.o_proj], shard_inputs=True),
-        gate_up=builder.add_projection(
-            f"{key}.gate_up", [getattr(mlp, name) for name in spec.gate_up]
+        gate_up=None
+        if dense is None
+        else builder.add_projection(
+            f"{key}.gate_up", [getattr(dense, name) for name in spec.gate_up]
         ),
-        down=builder.add_projection(f"{key}.down", [mlp.down_proj], shard_inputs=True),
+        down=None
+        if dense is None
+        else builder.add_projection(f"{key}.down", [dense.down_proj], shard_inputs=True),
         norm_in=add_norm("norm_in", spec.norms[0]),
         norm_attention_out=add_norm("norm_attention_out", spec.norms[1]),
         norm_mlp=add_norm("norm_mlp", spec.norms[2]),
@@ -353,4 +362,26 @@ def _read_layer(
         norm_qk_all=add_qk_norm("norm_qk_all", "projection", 0),
         rope=rope,
         bounds=bounds,
+        experts=experts,
+    )
+
+
+def _read_experts(
+    key: str, config: Any, block: Any, spec: ExpertSpec, builder: WeightsBuilder
+) -> ExpertKeys:
+    """Copy the weights of a layer's experts and return their buffer keys."""
+    router, experts = getattr(block, spec.router), block.experts
+    for module in (block, router, experts):
+        if not type(module).__module__.startswith("transformers."):
+            raise UnsupportedModel(f"experts of type {type(module).__name__}")
+    gate = None if spec.shared is None else getattr(block, spec.shared[1])
+    return ExpertKeys(
+        router=builder.add_tensor(f"{key}.router", router.weight),
+        gate_up=builder.add_tensor(f"{key}.gate_up", experts.gate_up_proj, 1, parts=2),
+        down=builder.add_tensor(f"{key}.down", experts.down_proj, 2),
+        per_token=config.num_experts_per_tok,
+        normalizes=spec.normalizes(config),
+        shared_gate=None
+        if gate is None
+        else builder.without_shards().add_projection(f"{key}.shared_gate", [gate]),
     )

@@ -9,6 +9,7 @@ passed by itself. Shapes: I inputs, O outputs, R ranks.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -260,13 +261,13 @@ class WeightsBuilder:
             self.names.setdefault(id(parameter), []).append(name)
 
     def _named_parameters(
-        self, parameters: Iterable[Tensor], dim: int | None = None
+        self, parameters: Iterable[Tensor], dim: int | None = None, parts: int = 1
     ) -> list[NamedParameter]:
-        """Return parameters with all their names; `dim`: the dimension along which they are
-        sharded.
+        """Return parameters with all their names; `dim`: the dimension along which each of its
+        `parts` is sharded.
         """
         cuts = (
-            (p, UNSHARDED if dim is None else shard_of(p.shape[dim], dim, self.tp_group))
+            (p, UNSHARDED if dim is None else shard_of(p.shape[dim], dim, self.tp_group, parts))
             for p in parameters
         )
         return [
@@ -274,14 +275,22 @@ class WeightsBuilder:
             for parameter, part_cut in cuts
         ]
 
-    def add_tensor(self, key: str, parameter: Tensor, dim: int | None = None) -> str:
+    def without_shards(self) -> WeightsBuilder:
+        """Return a builder that adds whole parameters to the same weights on every rank."""
+        other = copy.copy(self)
+        other.tp_group = None
+        return other
+
+    def add_tensor(
+        self, key: str, parameter: Tensor, dim: int | None = None, parts: int = 1
+    ) -> str:
         """Add a single parameter (a norm's weight, an embedding) and return its key.
 
-        `dim`: the dimension along which a team shards it (None: whole on every rank).
+        `dim`: the dimension along which a team shards it (None: whole on every rank), which
+        consists of `parts` equal parts.
         """
-        self.weights.add(
-            key, self._named_parameters([parameter], dim), self.dtype, self.device, self.base
-        )
+        named = self._named_parameters([parameter], dim, parts)
+        self.weights.add(key, named, self.dtype, self.device, self.base)
         return key
 
     def add_norm(

@@ -10,19 +10,19 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from rl.errors import UserError, warn_on_rank_zero
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_fast import FastDecoder
-from rl.sampler.expert_recording import ExpertRecordingEngine, enable_expert_recording
 from rl.sampler.kv_cache_pool import IdleKVCachePool
 from rl.sampler.multi_adapter import MultiAdapterEngine, PagedMultiAdapterEngine
 from rl.sampler.multistep_engine import MultiStepEngine
 from rl.sampler.paged_engine import PagedEngine
 from rl.sampler.sampling_engine import Engine
 from rl.sampler.sampling_requests import SamplingRequest
-from rl.types import SamplingParams
+from rl.types import SampledSequence, SamplingParams
 
 CACHE_KINDS = ("auto", "plain", "paged")
 _TRIAL_LAYERS, _TRIAL_VOCAB, _TRIAL_ROWS = 2, 4096, 4  # sizes of a trial
@@ -36,32 +36,17 @@ _TRIAL_LAYERS, _TRIAL_VOCAB, _TRIAL_ROWS = 2, 4096, 4  # sizes of a trial
 # Every other pair combines, also with images, conversations, prompt logprobs, all of
 # `SamplingParams`, new weights, cancelled and resumed requests.
 EXCLUDED_PAIRS: Mapping[frozenset[str], str] = {
-    frozenset(("paged cache", "router replay")): (
-        "router_replay records experts, and a model with experts has the generic decoder, which "
-        "has no paged cache: leave sampler_cache at auto"
-    ),
     frozenset(("paged cache", "generic decoder")): (
         "sampler_cache paged is supported only by the fast decoder (docs/models.md lists its "
         "families): leave sampler_cache at auto, or sample such a model"
-    ),
-    frozenset(("tensor parallelism", "router replay")): (
-        "router_replay records experts, and a model with experts has the generic decoder, which "
-        "ranks cannot share: leave sampler_tp at 1"
     ),
     frozenset(("tensor parallelism", "generic decoder")): (
         "sampler_tp shards models of the fast decoder (docs/models.md lists its families), and the "
         "sampler is hf, the model's original forward: leave sampler_tp at 1, or the sampler at auto"
     ),
-    frozenset(("adapters per row", "router replay")): (
-        "router_replay records experts, and a model with experts has the generic decoder, which "
-        "has the same weights for all rows: sample each model in a separate batch"
-    ),
     frozenset(("adapters per row", "generic decoder")): (
         "the generic decoder has the same weights for all rows: sample each model in a separate "
         "batch"
-    ),
-    frozenset(("fast decoder", "router replay")): (
-        "router_replay needs a model with experts, and this model has none: turn it off"
     ),
     frozenset(("device steps", "generic decoder")): (
         "the steps of a device call the kernels of the fast decoder"
@@ -140,7 +125,7 @@ def make_engine(
 
     `idle_pool` provides the KV cache pool of an earlier paged engine, and receives the pool when
     this engine is closed. `sizes`: see `PagedEngine`. `features`: "adapters per row" (a
-    `MultiAdapterEngine` on the base of the decoder), "router replay" (an `ExpertRecordingEngine`).
+    `MultiAdapterEngine` on the base of the decoder), "router replay" (the engine records experts).
     `settings` are those of `Engine`. Raises ValueError if `cache` is unknown, UserError for
     features that do not combine.
     """
@@ -152,9 +137,7 @@ def make_engine(
         present.add("tensor parallelism")
         idle_pool = None  # the ranks' pools must be of equal size, and memory differs between ranks
     check_features({*present, "paged cache"} if cache == "paged" else present)
-    if "router replay" in present:
-        enable_expert_recording(decoder)
-        return ExpertRecordingEngine(decoder, **settings)
+    settings["record_experts"] = "router replay" in present
     device_steps = find_conflict({*present, "device steps"}) is None
     if cache == "auto" and fast is not None and device_steps and fast.device.type == "cuda":
         cache = "paged" if _paged_engine_failure(_TrialKey(fast)) is None else "plain"
@@ -219,9 +202,10 @@ def compare_engines(decoder: FastDecoder) -> str | None:
 
     Only the first layers and vocabulary entries are used. The prompts end around the end of a block
     and past it, groups share blocks, and rows end between host syncs. Rounding may make two samples
-    diverge at a token if the random number is at the border between two tokens. The tokens before
-    it must agree in logprob. Of a hundred tokens after equal prefixes (except the first token,
-    which the prompt determines), ten may diverge.
+    diverge at a token if the random number is at the border between two tokens, or if a router's
+    scores of two experts are nearly equal. The tokens before it must agree in logprob. Of a hundred
+    tokens after equal prefixes (except the first token, which the prompt determines), ten may
+    diverge.
     """
     small = decoder.truncated_copy(
         min(_TRIAL_LAYERS, len(decoder.layers)), min(_TRIAL_VOCAB, decoder.vocab_size), 255
@@ -233,7 +217,13 @@ def compare_engines(decoder: FastDecoder) -> str | None:
     )
     samples = []
     for kind in (MultiStepEngine, Engine):
-        engine = kind(small, (1, 2), kv_cache_tokens=256 * 40, max_rows=_TRIAL_ROWS * len(lengths))
+        engine = kind(
+            small,
+            (1, 2),
+            kv_cache_tokens=256 * 40,
+            max_rows=_TRIAL_ROWS * len(lengths),
+            record_experts=small.num_choices > 0,
+        )
         for i, length in enumerate(lengths):
             prompt = [(7 * i + 13 * j) % vocab for j in range(length)]
             engine.add(
@@ -247,8 +237,7 @@ def compare_engines(decoder: FastDecoder) -> str | None:
         samples.append([sequence for response in engine.run() for sequence in response.sequences])
     bound, diverged, compared = (1e-3 if small.dtype == torch.float32 else 0.1), 0, 0
     for stepped, plain in zip(*samples, strict=True):
-        pairs = list(zip(stepped.tokens, plain.tokens, strict=False))
-        same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        same = _count_equal_tokens(stepped, plain)
         gaps = [
             abs(a - b)
             for a, b in zip(
@@ -264,3 +253,18 @@ def compare_engines(decoder: FastDecoder) -> str | None:
         if 10 * diverged <= compared
         else f"{diverged} of {compared} tokens after equal prefixes differ"
     )
+
+
+def _count_equal_tokens(sample: SampledSequence, other: SampledSequence) -> int:
+    """Return the number of tokens before the first that differs, or that was sampled after another
+    choice of experts.
+    """
+    pairs = zip(sample.tokens, other.tokens, strict=False)
+    differs = np.array([a != b for a, b in pairs])
+    if sample.experts is not None and other.experts is not None:
+        # Each token after the first was sampled from the logits of a token that was fed after the
+        # prompt.
+        prompt, more = len(sample.experts) - len(sample.tokens) + 1, len(differs) - 1
+        choices, others = (x[prompt : prompt + more] for x in (sample.experts, other.experts))
+        differs[1:] |= (choices != others).any(-1)
+    return int(differs.argmax()) if differs.any() else len(differs)

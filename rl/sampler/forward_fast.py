@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -23,6 +24,7 @@ from rl.sampler.cpu_kernels import CpuKernels
 from rl.sampler.decode_state import LogitsReader
 from rl.sampler.decoder import batch_prompts
 from rl.sampler.decoder_weights import DecoderWeights
+from rl.sampler.expert_layers import Activate, ExpertKeys, ExpertLayer, copy_choices
 from rl.sampler.linear_layers import (
     HeadProjection,
     Projection,
@@ -53,8 +55,8 @@ class LayerKeys:
 
     qkv: ProjectionSpec
     out: ProjectionSpec
-    gate_up: ProjectionSpec
-    down: ProjectionSpec
+    gate_up: ProjectionSpec | None  # of the MLP; of the shared expert in a layer of experts
+    down: ProjectionSpec | None
     norm_in: str | None  # before the attention
     norm_attention_out: str | None
     norm_mlp: str | None  # before the MLP
@@ -63,6 +65,7 @@ class LayerKeys:
     norm_qk_all: str | None  # weights of the norms over all query heads and all key heads, stacked
     rope: int  # index in `DecoderArchitecture.ropes`
     bounds: AttentionBounds
+    experts: ExpertKeys | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +107,17 @@ class LayerWeights:
     """Hold the tensors of a layer, looked up once."""
 
     __slots__ = (
-        "bounds", "down", "gate_up", "norm_attention_out", "norm_in", "norm_mlp", "norm_mlp_out",
-        "norm_qk", "norm_qk_all", "out", "qkv", "rope",
+        "bounds", "down", "experts", "gate_up", "norm_attention_out", "norm_in", "norm_mlp",
+        "norm_mlp_out", "norm_qk", "norm_qk_all", "out", "qkv", "rope",
     )  # fmt: skip
 
     def __init__(self, keys: LayerKeys, buffers: dict[str, Tensor]):
         self.qkv, self.out = Projection(keys.qkv, buffers), Projection(keys.out, buffers)
-        self.gate_up, self.down = Projection(keys.gate_up, buffers), Projection(keys.down, buffers)
+        self.gate_up, self.down = (
+            None if spec is None else Projection(spec, buffers)
+            for spec in (keys.gate_up, keys.down)
+        )
+        self.experts = None if keys.experts is None else ExpertLayer(keys.experts, buffers)
         self.norm_in, self.norm_mlp, self.norm_attention_out, self.norm_mlp_out = (
             buffers[key] if key else None
             for key in (keys.norm_in, keys.norm_mlp, keys.norm_attention_out, keys.norm_mlp_out)
@@ -118,6 +125,12 @@ class LayerWeights:
         self.norm_qk = buffers[keys.norm_qk] if keys.norm_qk else None
         self.norm_qk_all = buffers[keys.norm_qk_all] if keys.norm_qk_all else None
         self.rope, self.bounds = keys.rope, keys.bounds
+
+    def projections(self) -> list[Projection]:
+        """Return the linear layers that an adapter may modify, in a fixed order."""
+        gate = None if self.experts is None else self.experts.shared_gate
+        layers = (self.qkv, self.out, self.gate_up, self.down, gate)
+        return [layer for layer in layers if layer is not None]
 
     def with_max_window(self, window: int) -> LayerWeights:
         """Return the layer with a window of at most `window` positions, if it has a window."""
@@ -159,17 +172,15 @@ class FastForward:
         self._ropes = torch.empty(len(architecture.ropes), 2, 0, architecture.head_width)
         on_cpu = self.device.type == "cpu" and self.dtype == torch.float32
         self.cpu_kernels = cpu_kernels.load_cpu_kernels() if on_cpu else None
-        products = [
-            self.head,
-            *(
-                projection
-                for layer in self.layers
-                for projection in (layer.qkv, layer.out, layer.gate_up, layer.down)
-            ),
-        ]
+        products = [self.head, *(p for layer in self.layers for p in layer.projections())]
         if on_cpu and mkldnn_layout.fits_budget(projection.weight for projection in products):
             for projection in products:
                 projection.may_pack = True
+
+    @property
+    def num_choices(self) -> int:
+        """Return the number of experts that a token uses in all layers together."""
+        return sum(layer.experts.per_token for layer in self.layers if layer.experts is not None)
 
     def rope(self, positions: Tensor, length: int) -> RotaryTables:
         """Return cosines and signed sines [.., 1, D] at `positions`, which are below `length`, of
@@ -210,13 +221,16 @@ class FastForward:
         attend: Attend,
         row_adapters: RowAdapters | None = None,
         last_B: Tensor | None = None,
+        choices: list[Tensor] | None = None,
     ) -> Tensor:
         """Return the last hidden states [.., E], after the final norm.
 
         `last_B`: for ids [B, T], return only these positions, [B, E]. Every position needs keys and
         values in each layer, but in the last layer the output of the other positions is not used.
+        `choices` receives the experts of each layer, [.., K], of all positions.
         """
         a = self.architecture
+        last_layer = self.layers[-1] if choices is None else None
         x = self.embed_tokens(ids, row_adapters)
         for i, layer in enumerate(self.layers):
             qkv = self.project_qkv(layer, self.rms(x, layer.norm_in), row_adapters).unflatten(
@@ -229,14 +243,15 @@ class FastForward:
                 qk = (normed * layer.norm_qk.view(2, -1)[self._head_kind]).to(v.dtype)
             q, k = rotate(qk, rope[layer.rope]).split([a.heads, a.key_heads], dim=-2)
             attended = attend(i, q, k, v)
-            if last_B is not None and layer is self.layers[-1]:
+            if last_B is not None and layer is last_layer:
                 rows = torch.arange(len(ids), device=ids.device)
                 attended, x = attended[rows, last_B], x[rows, last_B]
             x = self._add_residual(x, layer.out(attended, row_adapters), layer.norm_attention_out)
-            gate_up = layer.gate_up(self.rms(x, layer.norm_mlp), row_adapters)
-            x = self._add_residual(
-                x, layer.down(self._activate(gate_up), row_adapters), layer.norm_mlp_out
-            )
+            normed = self.rms(x, layer.norm_mlp)
+            part = self.apply_mlp(layer, normed, self.activate, row_adapters, choices)
+            x = self._add_residual(x, part, layer.norm_mlp_out)
+        if last_B is not None and last_layer is None:
+            x = x[torch.arange(len(ids), device=ids.device), last_B]
         return self.scale_hidden(self.rms(x, self.norm_E))
 
     def forward_step(
@@ -245,6 +260,7 @@ class FastForward:
         ids_N: Tensor,
         attend: AttendStep,
         row_adapters: RowAdapters | None = None,
+        choices: list[Tensor] | None = None,
     ) -> Tensor:
         """Compute `forward` for a single token per row on a CPU.
 
@@ -260,11 +276,39 @@ class FastForward:
             qkv = self.project_qkv(layer, norm(x, layer.norm_in), row_adapters)
             attended = attend(i, qkv, layer.norm_qk)
             x = self._add_residual(x, layer.out(attended, row_adapters), layer.norm_attention_out)
-            gate_up = layer.gate_up(norm(x, layer.norm_mlp), row_adapters)
-            x = self._add_residual(
-                x, layer.down(self._activate(gate_up), row_adapters), layer.norm_mlp_out
-            )
+            normed = norm(x, layer.norm_mlp)
+            part = self.apply_mlp(layer, normed, self.activate, row_adapters, choices)
+            x = self._add_residual(x, part, layer.norm_mlp_out)
         return self.scale_hidden(norm(x, self.norm_E))
+
+    def apply_mlp(
+        self,
+        layer: LayerWeights,
+        x: Tensor,
+        activate: Activate,
+        row_adapters: RowAdapters | None = None,
+        choices: list[Tensor] | None = None,
+        fixed_shapes: bool = False,
+    ) -> Tensor:
+        """Return the output of a layer's MLP or experts, [.., E].
+
+        `choices` receives the experts of each token. `fixed_shapes`: see `ExpertLayer`.
+        """
+        y = None
+        if layer.gate_up is not None and layer.down is not None:
+            y = layer.down(activate(layer.gate_up(x, row_adapters)), row_adapters)
+        if layer.experts is None:
+            assert y is not None
+            return y
+        sums, chosen = layer.experts(x, activate, fixed_shapes)
+        if choices is not None:
+            choices.append(chosen)
+        gate = layer.experts.shared_gate
+        return (
+            sums
+            if y is None or gate is None
+            else sums.addcmul_(gate(x, row_adapters).sigmoid_(), y)
+        )
 
     def embed_tokens(self, ids: Tensor, row_adapters: RowAdapters | None = None) -> Tensor:
         """Return the vectors of tokens [.., E] that enter the first layer, in new memory."""
@@ -304,7 +348,7 @@ class FastForward:
         """
         return self.scale_residual(self.rms(self._all_reduce(part), norm)).add_(x)
 
-    def _activate(self, gate_up: Tensor) -> Tensor:
+    def activate(self, gate_up: Tensor) -> Tensor:
         """Compute act(gate) * up, from [.., 2 I] to [.., I]."""
         if self.architecture.activation != "silu":
             return activate_gate(gate_up, self.architecture.activation)
@@ -345,42 +389,42 @@ class FastForward:
         store_kv: StoreKeyValues | None,
         adapter_ids: Sequence[int] = (),
         uploaded_tokens: Sequence[Tensor | None] = (),
+        experts: dict[int, np.ndarray] | None = None,
     ) -> Tensor:
         """Prefill prompts and return the logits of their last positions [P, V].
 
         Prompts are padded on the right if their lengths differ (causal attention does not see the
         padding). `store_kv` receives (layer, indices of the prompts, keys [B, K, T, D], values) to
         store. `adapter_ids`: the adapter index of each prompt (`group_by_adapter`).
-        `uploaded_tokens`: the tokens of prompts that are on the device already.
+        `uploaded_tokens`: the tokens of prompts that are on the device already. `experts` receives
+        the experts of each prompt's tokens, int16 [T, B K].
         """
         logits_PV = torch.empty(
             len(prompts), self.vocab_size, dtype=torch.float32, device=self.device
         )
         for batch in batch_prompts([len(prompt) for prompt in prompts], _PREFILL_TOKENS):
             longest = len(prompts[batch[0]])
-            device_tokens = [uploaded_tokens[i] for i in batch] if uploaded_tokens else []
-            if device_tokens and all(sequence is not None for sequence in device_tokens):
-                ids = pad_sequence(
-                    [sequence for sequence in device_tokens if sequence is not None],
-                    batch_first=True,
-                )
-            else:
-                ids = torch.tensor(
-                    [[*prompts[i], *[0] * (longest - len(prompts[i]))] for i in batch]
-                ).to(self.device)
+            ids = self._stack_prompts(
+                [prompts[i] for i in batch],
+                [uploaded_tokens[i] for i in batch] if uploaded_tokens else [],
+            )
             rope = self.rope(torch.arange(longest, device=self.device), longest)
             row_adapters = (
                 self.group_by_adapter([adapter_ids[i] for i in batch]) if adapter_ids else None
             )
             last_B = torch.tensor([len(prompts[i]) - 1 for i in batch], device=self.device)
             all_read = any(readers[i] is not None for i in batch)
+            choices: list[Tensor] | None = None if experts is None else []
             hidden = self.forward(
                 ids,
                 rope,
                 self._prompt_attention(batch, store_kv),
                 row_adapters,
                 None if all_read else last_B,
+                choices,
             )
+            if experts is not None and (chosen := copy_choices(choices)) is not None:
+                experts.update((i, chosen[row, : len(prompts[i])]) for row, i in enumerate(batch))
             last = (
                 hidden[torch.arange(len(batch), device=self.device), last_B] if all_read else hidden
             )
@@ -394,6 +438,17 @@ class FastForward:
                     [(adapter_ids[i], None)] if adapter_ids else None,
                 )
         return logits_PV
+
+    def _stack_prompts(
+        self, prompts: Sequence[Sequence[int]], uploaded_tokens: Sequence[Tensor | None]
+    ) -> Tensor:
+        """Return the tokens of prompts, the longest first, padded on the right: [B, T]."""
+        uploaded = [sequence for sequence in uploaded_tokens if sequence is not None]
+        if len(uploaded) == len(prompts):
+            return pad_sequence(uploaded, batch_first=True)
+        longest = len(prompts[0])
+        padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
+        return torch.tensor(padded).to(self.device)
 
     def _pass_logits(
         self, reader: LogitsReader | None, hidden_TE: Tensor, row_adapters: RowAdapters | None

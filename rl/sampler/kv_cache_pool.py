@@ -74,21 +74,20 @@ class KVCachePool:
         table_width: int,
         steps_per_sync: int,
         conditions: int,
+        choices: int = 0,
     ) -> CUDAGraphRunner:
         """Return the step graphs of the decoder.
 
         If the sizes differ from the present buffers, the buffers and the graphs of all decoders are
         rebuilt. `max_rows`: rows, `table_width`: blocks of a table, `steps_per_sync`: steps per
-        host sync, `conditions`: number of stop conditions.
+        host sync, `conditions`: number of stop conditions, `choices`: recorded experts of a token.
         """
         b, rows = self._buffers, row_buckets(max_rows)[-1]
         words = decoder.vocab_size
-        if b is None or (len(b.token), b.table.shape[1], len(b.tokens), b.stops.shape[1]) != (
-            rows,
-            table_width,
-            steps_per_sync,
-            words,
-        ):
+        sizes = (rows, table_width, steps_per_sync, words, choices)
+        if b is None or sizes != (
+            len(b.token), b.table.shape[1], len(b.tokens), b.stops.shape[1], b.experts.shape[2]
+        ):  # fmt: skip
             b = None
         if b is None or len(b.stops) < conditions:
             room = _INITIAL_STOP_CONDITIONS
@@ -96,7 +95,7 @@ class KVCachePool:
                 room *= 2
             self._steps.clear()
             b = self._buffers = DecodeInputs.allocate(
-                rows, table_width, steps_per_sync, room, words, decoder.device
+                rows, table_width, steps_per_sync, room, words, decoder.device, choices
             )
         if decoder not in self._steps:
             self._steps[decoder] = CUDAGraphRunner(decoder, self.kv, b, max_rows)

@@ -26,14 +26,29 @@ def _read_zero(config: Any) -> float:
     return 0.0
 
 
-def _always(attention: Any) -> bool:
+def _always(module: Any) -> bool:
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    """Describe the mixture-of-experts block of a family, in the layers whose MLP has `experts`.
+
+    `router`: name of the module with the router's weight. `normalizes`: whether the weights of a
+    token's experts are scaled to the sum 1. `shared`: names of the expert that every token uses and
+    of the layer that scores it.
+    """
+
+    router: str = "gate"
+    normalizes: Callable[[Any], bool] = lambda config: config.norm_topk_prob
+    shared: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """Describe the layers of a family; the defaults are Llama's. Functions read the model's config.
 
+    `mlp`: name of the MLP. `experts`: of a mixture of experts.
     `qkv` and `gate_up`: names of the projections, in this order; a single name is a fused
     matrix. `norms`: see `NormNames`. `qk_norm`: an RMS norm of queries and keys before the
     rotation, of each "head" or over the whole "projection". `rotates`: whether an attention
@@ -46,6 +61,8 @@ class LayerSpec:
     `logit_scale`: factor of the logits.
     """
 
+    mlp: str = "mlp"
+    experts: ExpertSpec | None = None
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     norms: NormNames = ("input_layernorm", None, "post_attention_layernorm", None)
@@ -83,6 +100,13 @@ _GEMMA2 = replace(
     _LATER_GEMMA, attention_softcap=lambda config: config.attn_logit_softcapping or 0.0
 )
 _WINDOWS = LayerSpec(windows=True)
+_GRANITE = LayerSpec(
+    attention_scale=lambda config: config.attention_multiplier,
+    embedding_scale=lambda config: config.embedding_multiplier,
+    residual_scale=lambda config: config.residual_multiplier,
+    logit_scale=lambda config: 1 / config.logits_scaling,
+)
+_NORMALIZED = ExpertSpec(normalizes=_always)
 # By the class of the model in transformers.
 LAYER_SPECS: Mapping[str, LayerSpec] = {
     "LlamaForCausalLM": LayerSpec(),
@@ -91,12 +115,7 @@ LAYER_SPECS: Mapping[str, LayerSpec] = {
     "MistralForCausalLM": _WINDOWS,
     "Qwen2ForCausalLM": _WINDOWS,
     "Qwen3ForCausalLM": LayerSpec(qk_norm="head", windows=True),
-    "GraniteForCausalLM": LayerSpec(
-        attention_scale=lambda config: config.attention_multiplier,
-        embedding_scale=lambda config: config.embedding_multiplier,
-        residual_scale=lambda config: config.residual_multiplier,
-        logit_scale=lambda config: 1 / config.logits_scaling,
-    ),
+    "GraniteForCausalLM": _GRANITE,
     "GemmaForCausalLM": _GEMMA,
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": replace(_LATER_GEMMA, qk_norm="head"),
@@ -122,5 +141,17 @@ LAYER_SPECS: Mapping[str, LayerSpec] = {
     "Phi3ForCausalLM": LayerSpec(qkv=("qkv_proj",), gate_up=("gate_up_proj",), windows=True),
     "SmolLM3ForCausalLM": LayerSpec(
         windows=True, rotates=lambda attention: bool(attention.use_rope)
+    ),
+    "Qwen3MoeForCausalLM": LayerSpec(qk_norm="head", windows=True, experts=ExpertSpec()),
+    "Qwen2MoeForCausalLM": LayerSpec(
+        windows=True, experts=ExpertSpec(shared=("shared_expert", "shared_expert_gate"))
+    ),
+    "MixtralForCausalLM": LayerSpec(windows=True, experts=_NORMALIZED),
+    "OlmoeForCausalLM": LayerSpec(qk_norm="projection", experts=ExpertSpec()),
+    "FlexOlmoForCausalLM": LayerSpec(norms=_POST_NORMS, qk_norm="projection", experts=ExpertSpec()),
+    "GraniteMoeForCausalLM": replace(
+        _GRANITE,
+        mlp="block_sparse_moe",
+        experts=replace(_NORMALIZED, router="router"),
     ),
 }

@@ -54,20 +54,28 @@ class _Chunk:
     columns: np.ndarray  # device row of each running row, when the chunk before it has been read
     sampled: Tensor  # on the host, complete after `event`
     event: torch.cuda.Event | None
+    experts: Tensor | None  # as `sampled`, [count, rows, B * K]
 
     @classmethod
     def read(
         cls, steps: CUDAGraphRunner, count: int, rows: int, shared: bool, columns: np.ndarray
     ) -> _Chunk:
         """Return the chunk that `steps` has launched last, and start to copy its results."""
-        sampled = _stack_results(steps.buffers, count, rows)
+        sampled, b = _stack_results(steps.buffers, count, rows), steps.buffers
+        experts = b.experts[:count, :rows].clone() if b.experts.shape[2] else None
         if not sampled.is_cuda:
-            return cls(count, rows, shared, columns, sampled, None)
-        host = torch.empty(sampled.shape, dtype=sampled.dtype, pin_memory=True)
-        host.copy_(sampled, non_blocking=True)
+            return cls(count, rows, shared, columns, sampled, None, experts)
+        host = _copy_to_pinned(sampled)
+        experts = None if experts is None else _copy_to_pinned(experts)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(sampled.device))
-        return cls(count, rows, shared, columns, host, event)
+        return cls(count, rows, shared, columns, host, event, experts)
+
+
+def _copy_to_pinned(values: Tensor) -> Tensor:
+    """Start to copy a device tensor to the host."""
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)
 
 
 class MultiStepEngine(PagedEngine):
@@ -126,7 +134,9 @@ class MultiStepEngine(PagedEngine):
         waits = bool(self._waiting or self._preempted)
         if self._runs_to_end and self.runs_ahead and not waits:
             return self._process_chunk(self._launch(count))
-        return self._process_steps(np.arange(len(self._rows)), *self._run_steps(count))
+        tokens, logprobs = self._run_steps(count)
+        experts = self._copy_experts(count)
+        return self._process_steps(np.arange(len(self._rows)), tokens, logprobs, experts)
 
     def run(self) -> list[SampleResponse]:
         self._runs_to_end = True
@@ -141,20 +151,28 @@ class MultiStepEngine(PagedEngine):
         if chunk.event is not None:
             chunk.event.synchronize()
         sampled = chunk.sampled.numpy()
-        finished = self._process_steps(chunk.columns, sampled[0].astype(np.int64), sampled[1])
+        experts = None if chunk.experts is None else chunk.experts.numpy()
+        finished = self._process_steps(
+            chunk.columns, sampled[0].astype(np.int64), sampled[1], experts
+        )
         if self._in_flight is not None:
             self._in_flight.columns = self._columns
         return finished
 
     def _process_steps(
-        self, columns: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray
+        self,
+        columns: np.ndarray,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        experts: np.ndarray | None = None,
     ) -> list[FinishedRequest]:
         """Process the tokens and logprobs [steps, device rows] of a chunk. `columns`: the device
-        row of each running row.
+        row of each running row. `experts` [steps, device rows, B * K]: of the fed tokens.
         """
         finished: list[FinishedRequest] = []
-        for token_R, logprob_R in zip(tokens, logprobs, strict=True):
+        for i, (token_R, logprob_R) in enumerate(zip(tokens, logprobs, strict=True)):
             if len(columns):
+                self._state.record_experts(None if experts is None else experts[i][columns])
                 finished += self._process_step(token_R[columns], logprob_R[columns])
                 columns = columns[self._surviving_rows]
         self._columns = columns
@@ -330,6 +348,12 @@ class MultiStepEngine(PagedEngine):
         sampled = _stack_results(b, count, rows).cpu().numpy()
         return sampled[0].astype(np.int64), sampled[1]
 
+    def _copy_experts(self, count: int) -> np.ndarray | None:
+        """Copy the experts of the last `count` steps to the host; None if they are not recorded."""
+        if not self.records_experts or self._steps is None:
+            return None
+        return self._steps.buffers.experts[:count, : len(self._rows)].cpu().numpy().copy()
+
     def _next_prefills(self) -> list[tuple[int, ...]]:
         """Return the sequences that may be prefilled after these steps, since any row may stop in
         them.
@@ -370,7 +394,12 @@ class MultiStepEngine(PagedEngine):
         # the position of an ended row is one past its last token
         pages = state.block_manager.num_blocks_for(limit) + 1
         steps = self._steps = self._pool.get_step_graphs(
-            state.decoder, self.max_rows, pages, self.steps_per_sync, len(table)
+            state.decoder,
+            self.max_rows,
+            pages,
+            self.steps_per_sync,
+            len(table),
+            state.decoder.num_choices if self.records_experts else 0,
         )
         buffers, known_stops = self._stop_table_copy
         if buffers is not steps.buffers or known_stops < len(table):

@@ -66,7 +66,7 @@ class PaddedState(DecodeState):
                     for keys, values in _read_layers(cache)
                 ]
         self.prompts.extend(prompt_kv)
-        self._prompt_experts += [experts[i] for i in sorted(experts)]
+        self._record_prompts(experts)
         self.position_shifts, self.has_images = (
             np.concatenate([self.position_shifts, shifts]),
             np.concatenate([self.has_images, sees]),
@@ -159,7 +159,8 @@ class PaddedState(DecodeState):
         )
         logits = self.decoder.padded_forward(ids, mask, positions[:, None], cache, last_only=True)
         self.rows = _read_layers(cache)
-        self._record_experts(self.decoder.experts)
+        experts = self.decoder.experts
+        self.record_experts(None if experts is None else experts[:, 0])
         self.response_lengths += 1
         return logits[:, -1]
 

@@ -39,6 +39,7 @@ class _PreemptedRow:
     prompt: CachedPrompt
     prompt_length: int  # prompt tokens
     fed_tokens: list[int]
+    experts: np.ndarray | None  # of the fed tokens, if recorded
 
     @property
     def age(self) -> tuple[int, int]:
@@ -74,6 +75,7 @@ class PagedEngine(Engine):
         need = None if sizes is None else max_blocks(sizes, page, self.max_rows)
         self._pool = self._idle_pool.take(decoder, choose_pool_size(budget, need), budget, page)
         self._state: PagedState = PagedState(decoder, self._pool.kv)
+        self._state.records_experts = self.records_experts
         self._preempted: list[_PreemptedRow] = []  # oldest first
         self._lengths = LengthEstimator()
         self.preemptions = 0
@@ -214,6 +216,13 @@ class PagedEngine(Engine):
         self._rows.reorder(np.arange(running))
         return partial
 
+    def _get_experts(self, row: int) -> np.ndarray | None:
+        """Return the experts of a row; those of preempted rows follow in `partial_samples`."""
+        running = len(self._state.prompt_of_row)
+        if row >= running:
+            return self._preempted[row - running].experts
+        return super()._get_experts(row)
+
     # -------------------------------------------------------------------------------------- waiting
 
     def _preempt_newest(self) -> None:
@@ -248,6 +257,7 @@ class PagedEngine(Engine):
             prompt,
             len(group.key[0]),
             [*group.request.prompt, *fed_tokens],
+            self._state.experts_of_row(row),
         )
         self._preempted = sorted([*self._preempted, preempted], key=lambda item: item.age)
         self._keep_rows(keep)
@@ -286,8 +296,10 @@ class PagedEngine(Engine):
             if slot is None:
                 slot = len(self._prompts)
                 self._prompts.append(first.prompt)
-                self._state.add_prompt_slot(first.prompt_length, first.prompt.adapter_id)
-            self._state.resume_row(slot, first.fed_tokens)
+                length, experts = first.prompt_length, first.experts
+                prompt_experts = None if experts is None else experts[:length]
+                self._state.add_prompt_slot(length, first.prompt.adapter_id, prompt_experts)
+            self._state.resume_row(slot, first.fed_tokens, first.experts)
             self._rows.restore(first.fields)
             self._settings = None
 

@@ -18,6 +18,7 @@ from kernels import compute_paged_attention
 from kernels.decode_ops import append_to_cache
 from rl.sampler.block_manager import BlockManager, PromptBlockTable, make_block_tables
 from rl.sampler.decode_state import DecodeState, LogitsReader
+from rl.sampler.expert_layers import copy_choices
 from rl.sampler.forward_fast import FastForward
 from rl.sampler.prefix_attention import SuffixBatch
 from rl.types import PlacedImage
@@ -79,7 +80,9 @@ class PagedState(DecodeState):
         decoder mixes.
         """
         tables = [self.block_manager.add_prompt(len(prompt)).block_table for prompt in prompts]
-        logits_PV = self._prefill_into(prompts, readers, tables, weights)
+        experts = self._new_prompt_experts()
+        logits_PV = self._prefill_into(prompts, readers, tables, weights, experts)
+        self._record_prompts(experts or {})
         self.prompt_adapters = [*self.prompt_adapters, *weights]
         lengths = np.array([len(prompt) for prompt in prompts], np.int64)
         self.prompt_lengths = np.concatenate([self.prompt_lengths, lengths])
@@ -91,6 +94,7 @@ class PagedState(DecodeState):
         readers: Sequence[LogitsReader | None],
         tables: Sequence[Sequence[int]],
         adapter_ids: Sequence[int] = (),
+        experts: dict[int, np.ndarray] | None = None,
     ) -> Tensor:
         """Prefill sequences and write their keys and values to the blocks of the tables."""
         device_tokens = [self._copied_tokens.get(tuple(prompt)) for prompt in prompts]
@@ -103,7 +107,9 @@ class PagedState(DecodeState):
                 )
             append_to_cache(k.transpose(1, 2), v.transpose(1, 2), self.kv[layer], slots[batch[0]])
 
-        return self.decoder.forward_prompts(prompts, readers, keep, adapter_ids, device_tokens)
+        return self.decoder.forward_prompts(
+            prompts, readers, keep, adapter_ids, device_tokens, experts
+        )
 
     def _locate_slots(self, lengths: list[int], tables: Sequence[Sequence[int]]) -> Tensor:
         """Return the places of the prompts' positions in the cache, as `append_to_cache` takes
@@ -129,6 +135,7 @@ class PagedState(DecodeState):
         if self.prompt_adapters:
             adapter_id = self.prompt_adapters[self.prompt_of_row[row]]
             self.prompt_adapters = [*self.prompt_adapters, adapter_id]
+        self._record_cached_row(row)
 
     def extend_prompts(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
         """Prefill all suffixes in a single forward, padded on the right, as
@@ -166,7 +173,9 @@ class PagedState(DecodeState):
             else None
         )
         rope = decoder.rope(batch.position_BT, batch.rope_positions)
-        hidden = decoder.forward(batch.ids_BT, rope, attend, row_adapters, batch.last_B)
+        choices = self._new_choices()
+        hidden = decoder.forward(batch.ids_BT, rope, attend, row_adapters, batch.last_B, choices)
+        self._extend_prompt_experts(slots, tokens, choices)
         self.prompt_lengths = self.prompt_lengths.copy()
         self.prompt_lengths[list(slots)] += [len(suffix) for suffix in tokens]
         return decoder.head(hidden, row_adapters).float()
@@ -179,22 +188,30 @@ class PagedState(DecodeState):
             for kv in self.kv:
                 kv[:, target] = kv[:, origin]
 
-    def add_prompt_slot(self, length: int, adapter_id: int | None = None) -> None:
-        """Add a prompt slot that no row reads from: resumed rows have private blocks."""
+    def add_prompt_slot(
+        self, length: int, adapter_id: int | None = None, experts: np.ndarray | None = None
+    ) -> None:
+        """Add a prompt slot that no row reads from: resumed rows have private blocks. `experts`: of
+        the prompt's tokens.
+        """
+        if experts is not None:
+            self._prompt_experts.append(experts)
         if adapter_id is not None:
             self.prompt_adapters = [*self.prompt_adapters, adapter_id]
         self.block_manager.prompts.append(PromptBlockTable(length))
         self.prompt_lengths = np.concatenate([self.prompt_lengths, [length]])
 
-    def resume_row(self, slot: int, fed: Sequence[int]) -> None:
+    def resume_row(self, slot: int, fed: Sequence[int], experts: np.ndarray | None = None) -> None:
         """Resume a preempted row: prefill prompt and response so far (all fed tokens) into private
-        blocks.
+        blocks. `experts`: those with which the tokens were sampled.
         """
         row = self.block_manager.add_resumed_row(slot, len(fed))
         adapter_ids = [self.prompt_adapters[slot]] if self.prompt_adapters else []
         self._prefill_into([fed], [None], [row.block_table], adapter_ids)
         super().add_rows(np.array([slot]))
         self.response_lengths[-1] = len(fed) - self.prompt_lengths[slot]
+        if experts is not None:
+            self._row_experts[-1] = list(experts[self.prompt_lengths[slot] :])
 
     def decode(self, tokens: np.ndarray) -> Tensor:
         decoder, device = self.decoder, self.decoder.device
@@ -222,7 +239,9 @@ class PagedState(DecodeState):
         positions = self.prompt_lengths[self.prompt_of_row] + self.response_lengths
         rope = decoder.rope(torch.from_numpy(positions).to(device), int(positions.max()) + 1)
         row_adapters = self._get_row_adapters()
-        hidden = decoder.forward(torch.from_numpy(tokens).to(device), rope, attend, row_adapters)
+        choices, ids = self._new_choices(), torch.from_numpy(tokens).to(device)
+        hidden = decoder.forward(ids, rope, attend, row_adapters, choices=choices)
+        self.record_experts(copy_choices(choices))
         self.response_lengths = self.response_lengths + 1
         return decoder.head(hidden, row_adapters)
 

@@ -88,7 +88,7 @@ class RecurrentState(DecodeState):
                 if (reader := readers[i]) is not None:
                     reader(0, logits[place])
         self.prompts.extend(prompt_layers)
-        self._prompt_experts += [experts[i] for i in sorted(experts)]
+        self._record_prompts(experts)
         self.prompt_lengths = np.concatenate(
             [self.prompt_lengths, [len(prompt) for prompt in prompts]]
         ).astype(np.int64)
@@ -135,7 +135,8 @@ class RecurrentState(DecodeState):
         logits = self.decoder.padded_forward(
             torch.from_numpy(tokens)[:, None], mask, lengths[:, None], self.cache, last_only=True
         )
-        self._record_experts(self.decoder.experts)
+        experts = self.decoder.experts
+        self.record_experts(None if experts is None else experts[:, 0])
         self.response_lengths = self.response_lengths + 1
         return logits[:, -1]
 

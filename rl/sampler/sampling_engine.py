@@ -19,6 +19,7 @@ from torch import Tensor
 from rl.sampler.conversation_cache import ConversationCache
 from rl.sampler.decode_state import compact_slots
 from rl.sampler.decoder import Decoder
+from rl.sampler.expert_recording import enable_expert_recording
 from rl.sampler.prompt_logprobs import PromptLogprobs
 from rl.sampler.running_rows import RunningRows
 from rl.sampler.sampling_requests import (
@@ -64,8 +65,9 @@ class Engine(ConversationCache):
     `eos_token_ids` is the union of the ids in the tokenizer and the generation config. `tokenizer`
     is needed only for stop strings. `max_context` bounds the fed tokens (prompt and response); the
     default is the model's limit. `version` is the weight version of the decoder, recorded in the
-    samples. Requests may be added, and the weights changed, between any two steps. Raises
-    ValueError if a limit is less than 1.
+    samples. `record_experts`: the samples hold the experts of their tokens (router replay).
+    Requests may be added, and the weights changed, between any two steps. Raises ValueError if a
+    limit is less than 1, UserError if experts cannot be recorded.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Engine(ConversationCache):
         kv_cache_tokens: int = DEFAULT_CACHE_TOKENS,
         max_rows: int = 1024,
         version: int = 0,
+        record_experts: bool = False,
     ):
         limits = [limit for limit in (max_context, decoder.max_positions) if limit is not None]
         if min(kv_cache_tokens, max_rows, *limits) < 1:
@@ -93,7 +96,11 @@ class Engine(ConversationCache):
         self.counters = EngineCounters()
         self._stop_strings = StopStringMatcher(tokenizer) if tokenizer is not None else None
         self._stops = StopTable(decoder.vocab_size)
+        self.records_experts = record_experts
         self._state = decoder.new_state(kv_cache_tokens)
+        if record_experts:
+            enable_expert_recording(decoder)
+            self._state.records_experts = True
         self._waiting: deque[SequenceGroup] = deque()
         self._running: dict[int, SequenceGroup] = {}  # running, by id
         self._prompts: list[CachedPrompt] = []  # by slot of the state
@@ -396,7 +403,7 @@ class Engine(ConversationCache):
         )
         for row, job_id, sample, (tokens, logprobs) in owners:
             group = self._running[job_id]
-            sequence = self._set_version(
+            sequence = self._describe_sample(
                 row, SampledSequence(tokens, logprobs, "stop" if stopped[row] else "length")
             )
             sequence.temperature = group.request.params.temperature
@@ -410,6 +417,25 @@ class Engine(ConversationCache):
         self.counters.finished_samples += len(ended_rows)
         self._remove_rows(ended)
         return finished
+
+    def _describe_sample(self, row: int, sequence: SampledSequence) -> SampledSequence:
+        """Record the weight version in a sample, and the experts of its tokens if these are
+        recorded.
+
+        Tokens that were sampled elsewhere, and are only prefilled here, keep the experts of their
+        sampling.
+        """
+        sequence = self._set_version(row, sequence)
+        if self.records_experts:
+            resumed = self._running[int(self._rows["job"][row])].request.resume_from
+            sequence.experts = self._get_experts(row)
+            if resumed is not None and resumed.experts is not None and sequence.experts is not None:
+                sequence.experts[: len(resumed.experts)] = resumed.experts
+        return sequence
+
+    def _get_experts(self, row: int) -> np.ndarray | None:
+        """Return the experts of the tokens that a row has been fed, [tokens, B * K]."""
+        return self._state.experts_of_row(row)
 
     def _set_version(self, row: int, sequence: SampledSequence) -> SampledSequence:
         """Record the weight version in a sample: the oldest, and the version of each token if they
@@ -450,6 +476,8 @@ class Engine(ConversationCache):
         Running rows keep their KV cache. The prompts of new rows are prefilled with the new
         weights.
         """
+        if self.records_experts:
+            enable_expert_recording(decoder)
         self._rows.record_version(self.version)
         self._evict_conversations()
         self.decoder = self._state.decoder = decoder
@@ -480,7 +508,7 @@ class Engine(ConversationCache):
         )
         for row, lists in zip(rows.tolist(), self._rows.responses(rows), strict=True):
             group, sample = int(self._rows["job"][row]), int(self._rows["sample"][row])
-            partial.setdefault(group, {})[sample] = self._set_version(
+            partial.setdefault(group, {})[sample] = self._describe_sample(
                 row, SampledSequence(*lists, "length")
             )
         return partial

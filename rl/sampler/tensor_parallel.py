@@ -1,15 +1,17 @@
 """Shard a decoder over several ranks of a machine (tensor parallelism), and combine the ranks'
 results.
 
-Attention heads, columns of the MLP and rows of the vocabulary are sharded; norms, and the small
-side of an adapter, are whole on every rank. All ranks of a team decode the same rows in the same
-order with the same random streams, and each computes with its shard. The team sums after attention
-and after the MLP of each layer (and after the embedding), and concatenates the logits after the
-head. So hidden states, logits and samples are the same on all ranks. Shapes: V vocabulary.
+Attention heads, columns of MLPs and experts, and rows of the vocabulary are sharded; norms, routers
+and the small side of an adapter are whole on every rank. All ranks of a team decode the same rows
+in the same order with the same random streams, and each computes with its shard. The team sums
+after attention and after the MLP of each layer (and after the embedding), and concatenates the
+logits after the head. So hidden states, logits and samples are the same on all ranks. Shapes:
+V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,7 +50,7 @@ class TensorParallelGroup(Protocol):
 @dataclass(frozen=True, slots=True)
 class Shard:
     """Describe the shard of a parameter: `start` to `stop` along `dim` (stop None: the whole
-    parameter).
+    parameter), in each of the `parts` equal parts of that dimension.
 
     `empty`: zeros in place of the parameter.
     """
@@ -57,16 +59,19 @@ class Shard:
     start: int = 0
     stop: int | None = None
     empty: bool = False
+    parts: int = 1
 
     def apply(self, whole: Tensor) -> Tensor:
         """Return the shard of a whole tensor."""
         if self.empty:
             return torch.zeros_like(whole)
-        return (
-            whole
-            if self.stop is None
-            else whole.narrow(self.dim, self.start, self.stop - self.start)
-        )
+        if self.stop is None:
+            return whole
+        if self.parts > 1:
+            split = whole.unflatten(self.dim, (self.parts, -1))
+            shard = split.narrow(self.dim + 1, self.start, self.stop - self.start)
+            return shard.flatten(self.dim, self.dim + 1)
+        return whole.narrow(self.dim, self.start, self.stop - self.start)
 
     def num_rows(self, whole: Tensor) -> int:
         """Return the length of the shard's first dimension."""
@@ -88,9 +93,13 @@ def shard_range(
     return at * total // tp_group.size, (at + 1) * total // tp_group.size
 
 
-def shard_of(total: int, dim: int, tp_group: TensorParallelGroup | None) -> Shard:
-    """Return this rank's shard of a dimension of length `total`; the whole without a team."""
-    return UNSHARDED if tp_group is None else Shard(dim, *shard_range(total, tp_group))
+def shard_of(total: int, dim: int, tp_group: TensorParallelGroup | None, parts: int = 1) -> Shard:
+    """Return this rank's shard of a dimension of length `total`, which consists of `parts` equal
+    parts; the whole without a team.
+    """
+    if tp_group is None:
+        return UNSHARDED
+    return Shard(dim, *shard_range(total // parts, tp_group), parts=parts)
 
 
 def first_rank_shard(tp_group: TensorParallelGroup | None) -> Shard:
@@ -106,8 +115,14 @@ def check_model_shards(config: Any, tp_group: TensorParallelGroup) -> None:
         tp_group.size,
         config.num_attention_heads,
         config.num_key_value_heads,
-        config.intermediate_size,
+        find_mlp_divisor(config),
     )
+
+
+def find_mlp_divisor(config: Any) -> int:
+    """Return the greatest common divisor of the widths of a model's MLPs and experts."""
+    names = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+    return math.gcd(*(getattr(config, name, None) or 0 for name in names))
 
 
 def check_shard_counts(size: int, heads: int, key_heads: int, columns: int) -> None:

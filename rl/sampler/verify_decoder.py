@@ -10,6 +10,7 @@ shortened for the probe, so that a few tokens cross them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rl.errors import UserError, warn_on_rank_zero
-from rl.layers import truncate_layers_
+from rl.layers import describe_layers, replay_experts, truncate_layers_
 from rl.sampler.decode_state import compact_slots
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_fast import FastDecoder
@@ -126,23 +127,54 @@ def find_batching(trial: HFDecoder) -> BatchingPlan:
 def matches_model(decoder: FastDecoder, model: Any) -> bool:
     """Return whether a decoder reproduces the logits of the model's plain forward, except for
     rounding.
+
+    In half precision, rounding changes some choices of experts: the plain forward then uses the
+    decoder's experts, which must be those of its own router for most tokens.
     """
     trial, depth = truncated_copy(model)
     _shorten_windows(trial.model)
     decoder = decoder.truncated_copy(depth or len(decoder.layers), trial.vocab_size, _PROBE_WINDOW)
     rows = _probe_rows(trial)
+    replay = _RowReplay() if decoder.num_choices and decoder.dtype in LOW_PRECISION else None
     with torch.inference_mode():
-        reference = _reference_logits(trial, rows)
+        decoded = _decode_rows(decoder, rows, replay)
+        reference = _reference_logits(trial, rows, replay)
         if not all(bool(logits.isfinite().all()) for logits in reference):
             return True  # the engine raises when it samples
+        if replay is not None and 2 * replay.changed > replay.tokens:
+            return False
         bound = _max_difference(decoder.dtype, reference)
         # 4 times the error of the products under a learner's autocast
         if decoder.dtype in LOW_PRECISION and trial.dtype not in LOW_PRECISION:
             with torch.autocast(trial.device.type, dtype=decoder.dtype):
-                bound = max(
-                    bound, 4 * _largest_difference(_reference_logits(trial, rows), reference)
-                )
-        return _largest_difference(_decode_rows(decoder, rows), reference) <= bound
+                rounded = _reference_logits(trial, rows, replay)
+            bound = max(bound, 4 * _largest_difference(rounded, reference))
+        return _largest_difference(decoded, reference) <= bound
+
+
+@dataclass(slots=True)
+class _RowReplay:
+    """Hold the experts that a decoder chose for each probe row, and count the replayed tokens and
+    those for which the model's routers would have chosen others.
+    """
+
+    experts: dict[int, np.ndarray] = field(default_factory=dict)  # [fed tokens, B * K] of each row
+    changed: int = 0
+    tokens: int = 0
+
+    def compute_logits(self, decoder: HFDecoder, row: int, tokens: list[int]) -> Tensor:
+        """Return the logits of a plain forward with the experts of the row, [1, T, V]."""
+        layout = describe_layers(decoder.model).experts
+        assert layout is not None
+        fed = torch.from_numpy(self.experts[row]).to(decoder.device).long()
+        # the last token was not fed: its experts are left to the router
+        fed = torch.nn.functional.pad(fed, (0, 0, 0, len(tokens) - len(fed)), value=-1)
+        choices_TBK = fed.unflatten(1, (-1, layout.per_token))
+        with replay_experts(decoder.model, layout, choices_TBK) as result:
+            logits = decoder.plain_forward([tokens], last_only=False)
+        changed, known = result.counts()
+        self.changed, self.tokens = self.changed + int(changed), self.tokens + int(known)
+        return logits
 
 
 # ---------------------------------------------------------------------------------------- the probe
@@ -223,14 +255,21 @@ def _shorten_windows(model: Any) -> None:
                 attributes[name] = _PROBE_WINDOW
 
 
-def _reference_logits(decoder: HFDecoder, rows: ProbeRows) -> list[Tensor]:
+def _reference_logits(
+    decoder: HFDecoder, rows: ProbeRows, replay: _RowReplay | None = None
+) -> list[Tensor]:
     """Return for each row the logits that predict its response, [tokens, V].
 
-    Each row runs in a separate plain forward.
+    Each row runs in a separate plain forward, with the experts of `replay`.
     """
     references = []
-    for _, prompt, response in rows:
-        logits = decoder.plain_forward([[*prompt, *response]], last_only=False)[0].float()
+    for i, (_, prompt, response) in enumerate(rows):
+        tokens = [*prompt, *response]
+        logits = (
+            decoder.plain_forward([tokens], last_only=False)
+            if replay is None
+            else replay.compute_logits(decoder, i, tokens)
+        )[0].float()
         references.append(logits[len(prompt) - 1 : -1].clone())
     return references
 
@@ -345,12 +384,15 @@ def _rows_are_independent(
     )
 
 
-def _decode_rows(decoder: Decoder, rows: ProbeRows) -> list[Tensor]:
+def _decode_rows(
+    decoder: Decoder, rows: ProbeRows, replay: _RowReplay | None = None
+) -> list[Tensor]:
     """Return the logits of every response token, computed through the decoder's own state.
 
-    Each row enters at its step and leaves at its end.
+    Each row enters at its step and leaves at its end. `replay` receives the experts.
     """
     state = decoder.new_state(1 << 30)
+    state.records_experts = replay is not None
     logits: list[list[Tensor]] = [[] for _ in rows]
     running: list[int] = []
     step = 0
@@ -373,9 +415,11 @@ def _decode_rows(decoder: Decoder, rows: ProbeRows) -> list[Tensor]:
                 logits[i].append(first.float().clone())
             state.add_rows(slots)
             running += entering
-        source = compact_slots(
-            np.array([len(logits[i]) < len(rows[i][2]) for i in running], np.bool_)
-        )
+        keep = np.array([len(logits[i]) < len(rows[i][2]) for i in running], np.bool_)
+        for place in np.flatnonzero(~keep).tolist():
+            if replay is not None and (experts := state.experts_of_row(place)) is not None:
+                replay.experts[running[place]] = experts
+        source = compact_slots(keep)
         used = np.zeros(len(state.prompt_lengths), np.bool_)
         used[state.prompt_of_row[source]] = True
         state.retain(source, compact_slots(used))

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from sampler_models import add_lora, reference_logprobs
 from test_architectures import datums, learnt, make_learner
 from test_asynchronous import ENVIRONMENT, same
 from tiny_models import VOCAB, tiny_model
@@ -20,7 +21,18 @@ from rl.errors import UserError
 from rl.layers import describe_layers, record_experts, replay_experts
 from rl.models import model_loading
 from rl.rollout import Trajectory, Transition, trajectory_to_datums
-from rl.sampler import ExpertRecordingEngine, SamplingRequest, enable_expert_recording, make_decoder
+from rl.sampler import (
+    Engine,
+    MultiAdapterDecoder,
+    MultiAdapterEngine,
+    MultiStepEngine,
+    PagedEngine,
+    PagedMultiAdapterEngine,
+    SamplingRequest,
+    enable_expert_recording,
+    make_base_decoder,
+    make_decoder,
+)
 from rl.types import (
     Datum,
     ModelInput,
@@ -56,13 +68,13 @@ def own_choices(model, tokens) -> np.ndarray:
     return chosen().flatten(1).numpy()
 
 
-def sampled(model, dtype=None, samples: int = 3):
+def sampled(model, dtype=None, samples: int = 3, kind=Engine, decoder=None, **settings):
     """Prompts of three lengths, few rows at once, so that rows enter late and leave early: (prompt,
     sequence) of each sample.
     """
-    decoder = make_decoder(model, dtype=dtype)
-    enable_expert_recording(decoder)
-    engine = ExpertRecordingEngine(decoder, eos_token_ids=(1, 2, 3), max_rows=4)
+    decoder = decoder or make_decoder(model, dtype=dtype)
+    settings = {"max_rows": 4, **settings}
+    engine = kind(decoder, eos_token_ids=(1, 2, 3), record_experts=True, **settings)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(4, VOCAB, n).tolist() for n in (5, 11, 2)]
     for i, prompt in enumerate(prompts):
@@ -110,6 +122,69 @@ def test_what_is_noted_of_a_sample_is_what_its_finished_sequence_chooses(name):
             experts,
             np.sort(own_choices(model, [*prompt, *sequence.tokens[:-1]]).reshape(experts.shape)),
         )
+
+
+def check_record(model, prompt, sequence) -> None:
+    """The record is what the finished sequence chooses in a plain forward."""
+    expected = own_choices(model, [*prompt, *sequence.tokens[:-1]]).reshape(-1, 2)
+    assert np.array_equal(np.sort(sequence.experts.reshape(-1, 2)), np.sort(expected))
+
+
+@pytest.mark.parametrize("kind", [PagedEngine, MultiStepEngine])
+@pytest.mark.parametrize("pages", [12, 64])
+def test_a_paged_cache_records_the_same_of_preempted_rows_as_well(kind, pages, monkeypatch):
+    monkeypatch.setattr(PagedEngine, "expects_lengths", False)
+    model = model_of()
+    engines = []
+
+    def make(*args, **settings):
+        engines.append(kind(*args, page=2, kv_cache_tokens=2 * pages, **settings))
+        return engines[-1]
+
+    records = sampled(model, kind=make, decoder=make_decoder(model, kind="fast"))
+    expected = sampled(model, decoder=make_decoder(model, kind="hf"))
+    for (prompt, sequence), (_, other) in zip(records, expected, strict=True):
+        assert sequence.tokens == other.tokens
+        check_record(model, prompt, sequence)
+    assert bool(engines[0].preemptions) == (pages == 12)
+
+
+@pytest.mark.parametrize("kind", [Engine, PagedEngine])
+def test_a_conversation_keeps_the_experts_of_its_earlier_turns(kind):
+    model = model_of()
+    settings = {} if kind is Engine else {"page": 4}
+    engine = kind(make_decoder(model), (), kv_cache_tokens=512, record_experts=True, **settings)
+    prompt = [5, 9, 4]
+    for _ in range(3):
+        engine.add(
+            SamplingRequest(prompt=prompt, params=SamplingParams(max_tokens=5), conversation="a")
+        )
+        (sequence,) = engine.run()[0].sequences
+        check_record(model, prompt, sequence)
+        prompt = [*prompt, *sequence.tokens, 7, 11]
+    assert engine.counters.kept_tokens
+
+
+@pytest.mark.parametrize("kind", [MultiAdapterEngine, PagedMultiAdapterEngine])
+def test_rows_of_several_adapters_record_the_experts_of_their_own_model(kind):
+    plain, models = model_of(), []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        models.append(add_lora(copy.deepcopy(plain), ["q_proj", "o_proj", "lm_head"], r=3 + seed))
+    base = make_base_decoder(plain, None, None)
+    decoder = MultiAdapterDecoder(base)
+    for number, model in enumerate(models):
+        decoder.add_adapter(number, make_decoder(model, kind="fast", base=base), 0)
+    engine = kind(decoder, (), kv_cache_tokens=1024, record_experts=True)
+    prompts = [[5, 9, 4, 11, 6], [7, 3], [8, 8, 10]]
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=9)
+        engine.add(SamplingRequest(prompt=prompt, params=params, seed=i, adapter_id=i % 2))
+    for i, response in enumerate(engine.run()):
+        (sequence,) = response.sequences
+        check_record(models[i % 2], prompts[i], sequence)
+        expected = reference_logprobs(models[i % 2], prompts[i], sequence.tokens)
+        np.testing.assert_allclose(sequence.logprobs, expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
@@ -332,8 +407,7 @@ def test_what_was_drawn_elsewhere_keeps_its_experts_and_new_weights_are_noted_as
 
     def engine_of(model):
         decoder = make_decoder(model)
-        enable_expert_recording(decoder)
-        return ExpertRecordingEngine(decoder, eos_token_ids=(), max_rows=4)
+        return Engine(decoder, eos_token_ids=(), max_rows=4, record_experts=True)
 
     def half(engine):
         engine.add(request)

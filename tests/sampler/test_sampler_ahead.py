@@ -47,12 +47,12 @@ def events(monkeypatch):
         found.append(("brought", [tuple(one) for one in sequences]))
         bring(self, sequences)
 
-    def reads(self, prompts, readers, tables, adapter_ids=()):
+    def reads(self, prompts, readers, tables, adapter_ids=(), experts=None):
         assert not queue
         found.append(
             ("read", len(prompts), sum(tuple(prompt) in self._copied_tokens for prompt in prompts))
         )
-        return read(self, prompts, readers, tables, adapter_ids)
+        return read(self, prompts, readers, tables, adapter_ids, experts)
 
     monkeypatch.setattr(CUDAGraphRunner, "run", launch)
     monkeypatch.setattr(MultiStepEngine, "_copy_results", staticmethod(waited))

@@ -18,7 +18,6 @@ from test_sampler_split import on_ranks
 from rl.errors import UserError
 from rl.sampler import (
     Engine,
-    ExpertRecordingEngine,
     MultiAdapterEngine,
     MultiStepEngine,
     PagedEngine,
@@ -57,7 +56,7 @@ def test_who_says_gets_it_and_a_cpu_is_plain_by_default():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "with adapters"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "with adapters", "qwen3_moe"])
 def test_a_trial_finds_nothing_where_both_are_right(kind, dtype):
     model = tiny_model("qwen3" if kind == "with adapters" else kind, max_position_embeddings=1024)
     decoder = make_decoder(
@@ -141,15 +140,15 @@ CHOICES = {
     "decoder": ("fast decoder", "generic decoder"),
     "ranks": (None, "tensor parallelism"),
     "cache": (None, "paged cache"),
-    "engine": (None, "adapters per row", "router replay"),
+    "engine": (None, "adapters per row"),
+    "record": (None, "router replay"),
 }
-PLAIN = {"adapters per row": MultiAdapterEngine, "router replay": ExpertRecordingEngine}
 
 
 def build(features: set[str], team):
     """The engine of these features; None if no decoder has them."""
     generic = "generic decoder" in features
-    model = model_of("qwen3_moe" if generic else "qwen3")
+    model = model_of("qwen3_moe")
     if "tensor parallelism" not in features:
         team = None
     elif generic:
@@ -195,8 +194,7 @@ def test_features_combine_unless_the_table_says_why_not(features):
         return type(engine), engine.run()[0]
 
     ((kind, found),) = on_ranks(1, run)
-    generic = "generic decoder" in features
-    plain = Engine(make_decoder(model_of("qwen3_moe" if generic else "qwen3"), kind="hf"))
+    plain = Engine(make_decoder(model_of("qwen3_moe"), kind="hf"))
     plain.add(request)
     expected = plain.run()[0]
     assert [s.tokens for s in found.sequences] == [s.tokens for s in expected.sequences]
@@ -204,7 +202,7 @@ def test_features_combine_unless_the_table_says_why_not(features):
         np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=2e-5)
         assert (mine.experts is not None) == ("router replay" in features)
     np.testing.assert_allclose(found.prompt_logprobs[1:], expected.prompt_logprobs[1:], atol=2e-5)
-    engine_kind = next((PLAIN[name] for name in PLAIN if name in features), Engine)
+    engine_kind = MultiAdapterEngine if "adapters per row" in features else Engine
     if "paged cache" in features:
         several = find_conflict({*features, "device steps"}) is None
         one_step = PagedEngine if engine_kind is Engine else PagedMultiAdapterEngine
@@ -228,7 +226,7 @@ def test_a_decoder_without_experts_records_none_and_pages_hold_none():
         is MultiStepEngine
     )
     assert type(sampler_versions.make_version_engine(source, SamplerSettings())) is Engine
-    with pytest.raises(UserError, match="router_replay.*leave sampler_cache at auto"):
+    with pytest.raises(UserError, match="router_replay needs a model with experts"):
         sampler_versions.make_version_engine(
             source, SamplerSettings(cache="paged", router_replay=True)
         )

@@ -26,6 +26,7 @@ from rl.sampler import (
     SamplingRequest,
     contiguous_state,
     cpu_kernels,
+    expert_layers,
     make_decoder,
     prefix_attention,
     score_sequences,
@@ -109,6 +110,32 @@ FAMILY = {
     "exaone4": ("exaone4", {}),
     "cwm": ("cwm", {}),
     "ministral": ("ministral", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe, a dense layer": ("qwen3_moe", {"mlp_only_layers": [0], "norm_topk_prob": False}),
+    "qwen3_moe, every second layer, window": (
+        "qwen3_moe",
+        {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 8},
+    ),
+    "qwen3_moe, all experts": ("qwen3_moe", {"num_experts_per_tok": 6}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen2_moe, a dense layer, window": (
+        "qwen2_moe",
+        {
+            "mlp_only_layers": [0],
+            "norm_topk_prob": True,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 1,
+        },
+    ),
+    "mixtral": ("mixtral", {"sliding_window": 8}),
+    "olmoe": ("olmoe", {}),
+    "olmoe, normalized, one key head": (
+        "olmoe",
+        {"norm_topk_prob": True, "num_key_value_heads": 1},
+    ),
+    "granitemoe": ("granitemoe", {}),
+    "flex_olmo": ("flex_olmo", {}),
 }
 
 
@@ -281,6 +308,7 @@ def test_bands_hold_every_row_once_in_grids_that_are_not_much_too_large():
         ("qwen3", {"logits_scaling": 2.0}, "logits_scaling"),
         ("gemma3_text", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
         ("llama", {"hidden_act": "gelu"}, "gelu"),
+        ("olmoe", {"clip_qkv": 3.0}, "clip_qkv"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
@@ -293,6 +321,43 @@ def test_auto_falls_back_to_the_models_own_forward_and_fast_says_why(kind, chang
     assert isinstance(make_decoder(model), HFDecoder)
     with pytest.raises(ValueError, match=reason):
         make_decoder(model, kind="fast")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe", "olmoe", "granitemoe"])
+def test_half_precision_may_change_the_choice_of_experts_but_not_the_router(kind, monkeypatch):
+    model = tiny_model(kind)
+    decoder = make_decoder(model, dtype=torch.bfloat16, kind="fast")
+    assert isinstance(decoder, FastDecoder)
+    real = expert_layers.ExpertLayer.route
+
+    def wrong(layer, x_NE):  # planted: the experts of another token
+        return real(layer, x_NE.roll(1, 0) * -1)
+
+    monkeypatch.setattr(expert_layers.ExpertLayer, "route", wrong)
+    with pytest.raises(ValueError, match="does not reproduce the logits"):
+        make_decoder(model, dtype=torch.bfloat16, kind="fast")
+
+
+def test_adapters_on_experts_take_the_models_own_forward():
+    model = tiny_model("qwen3_moe")
+    targets = {"target_parameters": ["mlp.experts.gate_up_proj"], "lora_dropout": 0.0}
+    adapted = add_lora(model, ["q_proj"], **targets)
+    assert any("experts" in name and "lora" in name for name, _ in adapted.named_parameters())
+    decoder = make_decoder(adapted)
+    assert isinstance(decoder, HFDecoder)
+    check_against_model(decoder, adapted)
+    with pytest.raises(ValueError, match="experts of type ParamWrapper"):
+        make_decoder(adapted, kind="fast")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_adapters_around_experts_stay_with_the_fast_decoder(shared):
+    targets = ["q_proj", "v_proj", "o_proj"]
+    targets += ["gate_proj", "down_proj", "shared_expert_gate"] if shared else []
+    model = add_lora(tiny_model("qwen2_moe" if shared else "qwen3_moe"), targets)
+    decoder = make_decoder(model)
+    assert isinstance(decoder, FastDecoder)
+    check_against_model(decoder, model, 2e-5)
 
 
 def test_a_value_head_leaves_a_model_to_the_fast_decoder():

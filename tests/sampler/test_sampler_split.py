@@ -50,6 +50,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, norms of queries and keys": ("qwen3", {}),
     "qwen3, untied": ("qwen3", {"tie_word_embeddings": False}),
     "mistral": ("mistral", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen2_moe, a shared expert, a dense layer": ("qwen2_moe", {"mlp_only_layers": [0]}),
+    "olmoe": ("olmoe", {}),
 }
 ADAPTERS = {
     "every layer": [*ALL],

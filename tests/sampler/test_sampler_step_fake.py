@@ -14,7 +14,7 @@ from sampler_models import add_lora, one_thread, tiny_model  # noqa: F401
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl.sampler import make_decoder
+from rl.sampler import expert_layers, make_decoder
 from rl.sampler.decode_inputs import DecodeInputs, decode_step
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.decoder_weights import DecoderWeights
@@ -186,8 +186,10 @@ def fake_decoder(real: FastDecoder) -> FastDecoder:
     return FastDecoder(real.architecture, weights)
 
 
-def two_steps(wire, model, rows, shared) -> tuple[list, int, DecodeInputs]:
-    """The operations of a step, which must be those of the next one; the layers."""
+def two_steps(wire, model, rows, shared, choices=0) -> tuple[list, int, DecodeInputs]:
+    """The operations of a step, which must be those of the next one; the layers. `choices`: experts
+    of a token that are recorded.
+    """
     real = make_decoder(model, dtype=torch.bfloat16, kind="fast")
     with FakeTensorMode():
         decoder = fake_decoder(real)
@@ -197,7 +199,8 @@ def two_steps(wire, model, rows, shared) -> tuple[list, int, DecodeInputs]:
             for _ in decoder.layers
         ]
         rope = torch.empty(2, 2048, a.head_width, dtype=torch.bfloat16, device="cuda")
-        buffers = DecodeInputs.allocate(1024, 8, 8, 16, decoder.vocab_size, torch.device("cuda"))
+        device = torch.device("cuda")
+        buffers = DecodeInputs.allocate(1024, 8, 8, 16, decoder.vocab_size, device, choices)
         found = []
         for _ in range(2):
             wire.done.clear()
@@ -246,6 +249,21 @@ def test_a_step_waits_for_nothing_makes_nothing_and_is_the_same_every_time(recor
     assert recorder.launched == layers | draws | adapted | (
         {"shared_pages": 2 * 2} if shared else {}
     )
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe"])
+def test_a_step_of_experts_waits_for_nothing_either(recorder, monkeypatch, kind, grouped):
+    monkeypatch.setattr(
+        expert_layers, "has_grouped_products", lambda weight: grouped and weight.is_cuda
+    )
+    model = tiny_model(kind, head_dim=16, moe_intermediate_size=32)
+    done, layers, buffers = two_steps(recorder, model, 24, True, choices=4)
+    assert recorder.waits == [] and recorder.leaves == []
+    assert recorder.made == [] and recorder.born and recorder.stayed == []
+    counts = Counter(name for name, *_ in done)
+    assert counts["aten._grouped_mm.default"] == (2 * layers if grouped else 0)
+    assert buffers.experts.shape == (8, 1024, 2 * layers)
 
 
 def test_the_count_sees_what_a_graph_cannot_have(recorder):

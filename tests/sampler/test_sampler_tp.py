@@ -121,6 +121,8 @@ REAL = {
     "qwen2, biases": ({}, ()),
     "llama, a bias on every matrix": ({"attention_bias": True, "mlp_bias": True}, ()),
     "llama, adapters": ({"tie_word_embeddings": False}, (*ALL, "lm_head")),
+    "qwen3_moe": ({}, ()),
+    "qwen2_moe, a dense layer": ({"mlp_only_layers": [0]}, ()),
 }
 
 
