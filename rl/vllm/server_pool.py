@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rl.errors import UserError, warn_on_rank_zero
+from rl.vllm.sample_reply import read_prompt_logprobs
 from rl.vllm.started_server import StartedServer
 from rl.vllm.transfer_validation import FolderManifest
 from rl.vllm.vllm_server import VllmServer, VllmServerError
@@ -280,18 +281,13 @@ def _score(server: VllmServer, tokens: Sequence[int], weights_id: str) -> list[f
     # a whole prompt may fill the context, and one token is sampled after it
     reply = server.sample(prompt, params)
     try:
-        spans = reply["choices"][0]["weight_versions"]
-        entries = reply["prompt_logprobs"][1 : len(prompt)]
-        logprobs = [
-            float(entry[str(token)]["logprob"])
-            for token, entry in zip(prompt[1:], entries, strict=True)
-        ]
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+        versions = [span["version"] for span in reply["choices"][0]["weight_versions"]]
+    except (KeyError, IndexError, TypeError) as error:
         raise VllmServerError(
-            server.url, f"returned no logprobs of a prompt ({type(error).__name__}: {error})"
+            server.url, f"scored without weight versions ({type(error).__name__}: {error})"
         ) from error
-    if [span["version"] for span in spans] != [weights_id]:
+    if versions != [weights_id]:
         raise VllmServerError(
-            server.url, f"scored with the weights {spans}, {weights_id} were expected"
+            server.url, f"scored with the weights {versions}, {weights_id} were expected"
         )
-    return [None, *logprobs]
+    return read_prompt_logprobs(server.url, reply, prompt)[0]
