@@ -1,11 +1,12 @@
 """sample.py and evaluate.py with --sampler vllm, against the sampler in the process, on a stub."""
 
 import json
+import subprocess
 import sys
 
 import numpy as np
 import pytest
-from test_started_server import list_processes, make_command
+from test_started_server import REPO, list_processes, make_command
 from test_vllm import learner_logprobs, make_policy, spoil, update
 from vllm_stub import StubServer, vllm_server
 from whole_runs import train
@@ -185,3 +186,15 @@ def test_a_saved_adapter_is_merged(tmp_path, server):
                 expected = learner_logprobs(policy, [3, 4, 5], sequence, 0.7)
                 np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
     assert len(stub.folders) == 1
+
+
+def test_a_server_of_several_weights_refuses_vllm(tmp_path):
+    words = ["serve.py", "--base-model", "tiny:addition", "--port", "0", "--sampler", "vllm"]
+    done = subprocess.run(
+        [sys.executable, *words, "--output-dir", tmp_path / "served"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2 and "vLLM servers hold the weights of one model" in done.stderr
