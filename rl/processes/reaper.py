@@ -312,16 +312,32 @@ def find_descendants(pid: int) -> list[int]:
     return result
 
 
-def find_marked_processes(mark: str) -> list[int]:
-    """Return the pids of processes with MARK=mark in their environment; [] without /proc."""
+def find_first_child(pid: int) -> int | None:
+    """Return the pid of the oldest child of a process; None without one or without /proc."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return None
+    return int(children[0]) if children else None
+
+
+def find_processes(mark: str, session: int | None) -> list[int]:
+    """Return the pids of processes with MARK=mark in their environment, or of a session whose first
+    process has ended; [] without /proc.
+    """
     pids = []
+    with contextlib.suppress(OSError):
+        state = Path(f"/proc/{session}/stat").read_text().rpartition(")")[2].split()[0]
+        if state != "Z":  # it has the mark, or its number was taken since
+            session = None
     entry = f"{MARK_VARIABLE}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if entry in (folder / "environ").read_bytes().split(b"\0"):
-                pids.append(int(folder.name))
-        except OSError:
-            continue
+        with contextlib.suppress(OSError):
+            pid = int(folder.name)
+            if (session is not None and os.getsid(pid) == session) or entry in (
+                folder / "environ"
+            ).read_bytes().split(b"\0"):
+                pids.append(pid)
     return pids
 
 

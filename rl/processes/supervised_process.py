@@ -74,6 +74,7 @@ class SupervisedProcess:
         finally:
             reaper_end.close()
         self._output_socket.setblocking(False)
+        self._session: int | None = None  # of the program, once `read_output` has seen it
 
     @property
     def pid(self) -> int:
@@ -88,6 +89,8 @@ class SupervisedProcess:
 
         Returns False if the program and all its descendants have ended.
         """
+        if self._session is None:
+            self._session = reaper.find_first_child(self._process.pid)
         while True:
             try:
                 data = self._output_socket.recv(1 << 16)
@@ -149,8 +152,8 @@ class SupervisedProcess:
     def _kill_remaining(self) -> None:
         """Kill the processes that a reaper did not end.
 
-        They are identified by ancestry while the reaper exists (it adopts orphans), by mark
-        otherwise.
+        They are identified by ancestry while the reaper exists (it adopts orphans), otherwise by
+        mark, or by session: a process that changes its title may overwrite its environment.
         """
         for _ in range(3):  # again for processes forked in the meantime
             guarded = (
@@ -158,8 +161,10 @@ class SupervisedProcess:
                 if self._process.poll() is not None
                 else reaper.find_descendants(self._process.pid)
             )
-            for pid in {*guarded, *reaper.find_marked_processes(self._mark)} - {os.getpid()}:
+            remaining = {*guarded, *reaper.find_processes(self._mark, self._session)}
+            for pid in remaining - {os.getpid()}:
                 reaper.kill_process(pid)
+            time.sleep(0.02)  # until they have ended
         if self._process.poll() is None:
             self._process.kill()
             # If the kernel blocks it, nothing more can be done.

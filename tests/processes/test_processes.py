@@ -147,6 +147,28 @@ def test_a_program_ends_with_its_exit_code_and_last_output(how):
     )
 
 
+def test_processes_without_their_environment_end_though_the_reaper_was_killed(tmp_path):
+    """A process that changes its title may overwrite it, as vLLM's engine does."""
+    child = [sys.executable, "-S", "-c", "import time; time.sleep(1000)", str(tmp_path)]
+    code = f"import os, time; print(os.spawnve(os.P_NOWAIT, {child[0]!r}, {child!r}, {{}}), flush=True)"
+    output = []
+    program = SupervisedProcess(
+        [sys.executable, "-c", f"{code}; time.sleep(1000)"], {**os.environ}, output=output.append
+    )
+    deadline = time.monotonic() + 60
+    while b"\n" not in b"".join(output) and time.monotonic() < deadline:
+        program.read_output()
+        time.sleep(0.01)
+    pid = int(b"".join(output))
+    os.kill(program.pid, 9)
+    program.stop()
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        status = Path(f"/proc/{pid}/stat")
+        with contextlib.suppress(OSError):
+            assert status.read_text().rpartition(")")[2].split()[0] in "ZX"
+        time.sleep(0.01)
+
+
 def test_a_process_that_still_runs_is_described_with_its_output(start):
     program = SupervisedProcess(["sh", "-c", "echo one; exec sleep 1000"], {**os.environ})
     try:
