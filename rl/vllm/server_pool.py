@@ -246,7 +246,10 @@ class ServerPool:
 
         Raises UserError if they differ by more than 0.1 nats on average.
         """
-        params = {"max_tokens": min(_CHECK_TOKENS, self.max_context - 2), "ignore_eos": True}
+        params: dict[str, Any] = {
+            "max_tokens": min(_CHECK_TOKENS, self.max_context - 2),
+            "ignore_eos": True,
+        }
         params |= {"temperature": 1.0, "seed": 0, "logprobs": 0, "detokenize": False}
         for server in [server for server in self.servers if not server.is_lost]:
             try:
