@@ -10,7 +10,7 @@ by default into the run's folder evaluations/. A custom reward of a run, if it i
 of the current folder, is imported only with --trust-run: the author of the run's files chose that
 file. All flags of train.py on reading data and building prompts are accepted too (docs/data.md):
 --prompt-column, --data-format, --prompt-suffix, --system-prompt, --template.enable_thinking false,
---max-prompt-tokens, --stop, ...
+--max-prompt-tokens, --stop, ... --sampler vllm samples with vLLM (docs/vllm.md).
 """
 
 import argparse
@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    allow_abbrev=False,  # --sampler is no abbreviation
 )
 parser.add_argument(
     "weights",
@@ -321,8 +323,9 @@ def main(args: argparse.Namespace, parts: list[dict[str, Any]]) -> None:
     seeds = args.seeds or [weights.evaluation_seed]
     labels = [evaluation.label for evaluation in evaluations]
     output = args.output or choose_output(args, weights, labels)
-    with weights.create_service(sampler_tp=args.sampler_tp) as service:
-        sampler = weights.create_sampler(service)
+    sampling = evaluations[0].sampling  # the sampler is of the flags and the run
+    with weights.create_service(sampler_tp=args.sampler_tp, sampling=sampling) as service:
+        sampler = weights.create_sampler(service, prefers_servers=True)
         for evaluation in evaluations:
             parts.append(
                 evaluate_dataset(args, weights, service, sampler, evaluation, seeds, console)

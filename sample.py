@@ -5,7 +5,7 @@ or tiny:<preset>. Without --prompt, prompts are read line by line from standard 
 terminal (Ctrl-D ends). With --dataset, the prompts are its rows. With --chat, the lines are the
 messages of a conversation, with one model or several side by side. All flags of train.py on reading
 data and building prompts are accepted too (docs/data.md): --prompt-column, --prompt-suffix,
---template.enable_thinking false, --stop, ...
+--template.enable_thinking false, --stop, ... --sampler vllm samples with vLLM (docs/vllm.md).
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from rl.trainer import SampledModel
 
 parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    allow_abbrev=False,  # --sampler is no abbreviation
 )
 parser.add_argument(
     "weights",
@@ -126,6 +128,7 @@ def open_models(
     --checkpoint applies to runs alone. `resources` closes the services that sample.
     """
     from rl.config import override_settings
+    from rl.sampler import check_features
     from rl.trainer import is_run_folder, load_sampled_model, open_weights
 
     runs = [target for target in args.weights if is_run_folder(Path(target).expanduser())]
@@ -134,7 +137,10 @@ def open_models(
         checkpoint = args.checkpoint if target in runs or not runs else None
         saved = open_weights(target, checkpoint, trusted=args.trust_run)
         data, sampling = override_settings(saved.prompt_settings, args.others, vars(args))
-        service = resources.enter_context(saved.create_service(args.seed, args.sampler_tp))
+        if len(args.weights) > 1:
+            check_features((sampling.sampler, "several models"))
+        service = saved.create_service(args.seed, args.sampler_tp, sampling)
+        resources.enter_context(service)
         yield load_sampled_model(
             saved,
             service,

@@ -59,6 +59,13 @@ parser.add_argument(
     help="write each model after every update, so that even SIGKILL loses no update",
 )
 parser.add_argument(
+    "--sampler",
+    choices=("auto", "vllm"),
+    default="auto",
+    help="auto: the sampler in this process. vllm is refused: vLLM servers hold the weights of one "
+    "model (docs/vllm.md)",
+)
+parser.add_argument(
     "--sampler-tp",
     type=int,
     default=1,
@@ -142,8 +149,10 @@ if __name__ == "__main__":
                 f"serving needs packages that are not installed ({', '.join(lacking)}): "
                 f"{install_command('serve')}"
             )
+        from rl.sampler import check_features
         from rl.serve import main
 
+        check_features((args.sampler, "several models"))
         main(args)
 
     sys.exit(run_guarded(serve, see="python serve.py --help", outcome="nothing is served"))

@@ -53,6 +53,7 @@ class SamplingClient(AsyncSamplingMethods, AwaitableClient):
         base_model: str | None = None,
         tokenizer: str | None = None,
         seed: int = 0,
+        prefers_servers: bool = False,
     ) -> SamplingClient:
         """Return a client of a saved folder or of a base model: see
         `ServiceClient.create_sampling_client`. Raises UserError if neither is set.
@@ -65,7 +66,7 @@ class SamplingClient(AsyncSamplingMethods, AwaitableClient):
         version_id = context.next_version_id()
         path = str(model_path) if model_path else None
         created = context.driver.submit(
-            "load_sampler", version_id, path, base_model, tokenizer, seed
+            "load_sampler", version_id, path, base_model, tokenizer, seed, prefers_servers
         )
         return cls(context, version_id, created, None)
 

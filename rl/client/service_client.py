@@ -328,13 +328,18 @@ class ServiceClient(AsyncServiceMethods):
         *,
         tokenizer: str | None = None,
         seed: int = 0,
+        prefers_servers: bool = False,
     ) -> SamplingClient:
         """Create a client that samples from saved weights (a folder that `save_weights_for_sampler`
         wrote, any HF or PEFT folder) or a base model.
 
         `tokenizer`, `seed` (extensions): of a base model, as in `create_full_training_client`.
+        `prefers_servers` (an extension): whether the vLLM servers of the settings sample, if there
+        are any. They hold the weights of one client at a time.
         """
-        return SamplingClient.from_weights(self._context, model_path, base_model, tokenizer, seed)
+        return SamplingClient.from_weights(
+            self._context, model_path, base_model, tokenizer, seed, prefers_servers
+        )
 
     def create_classifier_client(self, base_model: str) -> ClassifierClient:
         """Create a client of a published reward model (an extension): a folder or hub name of a

@@ -166,6 +166,29 @@ class SamplingWorker:
         collectives.copy_from_rank_0_([servers])
         pool.set_weights(weights_id, servers[0].bool().tolist(), servers[1].tolist())
 
+    def _send_saved_weights(
+        self, loaded: LoadedModel, version_id: int, version: int
+    ) -> VllmDecoder:
+        """Return a decoder for the vLLM servers, which have loaded the weights. Raises UserError if
+        their logprobs differ from those of the model.
+        """
+        # no learner has such a number
+        decoder = self._make_server_decoder(loaded, -1 - version_id)
+
+        def compute_logprobs(tokens: list[int]) -> list[float]:
+            ids = torch.tensor([tokens])
+            with torch.inference_mode():
+                logprobs = loaded.model(ids).logits[0, :-1].float().log_softmax(-1)
+            return logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist()
+
+        with collectives.all_or_none(self.accelerator.device):
+            self._write_server_weights(decoder, loaded.model, loaded.tokenizer, version)
+        self._load_server_weights(decoder)
+        with collectives.all_or_none(self.accelerator.device):
+            if collectives.rank() == 0:
+                decoder.pool.check_scores(decoder.weights_id, compute_logprobs)
+        return decoder
+
     def free_all(self) -> None:
         """Free the memory of all models, send no further requests to vLLM servers, and end the
         server that the run started.
@@ -243,13 +266,16 @@ class SamplingWorker:
         base_model: str | None,
         tokenizer: str | None = None,
         seed: int = 0,
+        prefers_servers: bool = False,
     ) -> dict[str, Any]:
         """Create a sampler version from saved weights (a folder of `save_weights_for_sampler`, any
         HF or PEFT folder) or a base model. Return the model's details.
 
-        It is sampled from in this process, also if vLLM servers sample from the learner's weights.
+        It is sampled from in this process, also if vLLM servers sample from the learner's weights,
+        unless `prefers_servers`.
         """
         self.kv_cache_pool.release()  # memory for another model's weights
+        local_kind = self.settings.sampler.local_kind
         base_keys: list[BaseKey] = []
 
         def load(base: str, *, tokenizer: str | None = None, seed: int = 0) -> LoadedModel:
@@ -259,11 +285,15 @@ class SamplingWorker:
         loaded, version, spec = learner_checkpoint.load_for_sampling(
             path, base_model, tokenizer, seed, load
         )
-        if self.tp_group is None:
-            loaded.model.to(self.accelerator.device)
-        decoder = self._make_decoder(loaded.model, base_keys[0] if base_keys else None)
-        if self.tp_group is not None and not self.base_models.enabled:
-            # the shard has been copied: free the full model in host memory
+        on_servers = prefers_servers and self.server_pool is not None
+        if on_servers:
+            decoder: Decoder = self._send_saved_weights(loaded, version_id, version)
+        else:
+            if self.tp_group is None:
+                loaded.model.to(self.accelerator.device)
+            decoder = self._make_decoder(loaded.model, base_keys[0] if base_keys else None)
+        if (on_servers or self.tp_group is not None) and not self.base_models.enabled:
+            # the weights or the shard have been copied: free the full model in host memory
             loaded.model.to("meta")
         owner = self.folder_models.get(str(Path(path).resolve())) if path is not None else None
         learner = None if owner is None else self.learners.get(owner)
@@ -272,7 +302,7 @@ class SamplingWorker:
         )
         return {
             **self._describe_model(loaded, spec),
-            "sampler": self.settings.sampler.local_kind,
+            "sampler": self.settings.sampler.kind if on_servers else local_kind,
             "version": version,
             "mixes": self._find_mix_group(decoder),
         }

@@ -32,7 +32,8 @@ _TRIAL_LAYERS, _TRIAL_VOCAB, _TRIAL_ROWS = 2, 4096, 4  # sizes of a trial
 # decoder", "tensor parallelism". Features of an engine: "paged cache", "adapters per row", "router
 # replay", and "device steps": several steps without the host between them (`MultiStepEngine`).
 # "vllm": servers decode (rl.vllm); of a run, "sampler ranks" (processes that only sample),
-# "cache recomputation" and "replay"; of a learner, "context parallelism" and "router aux loss".
+# "cache recomputation" and "replay"; of a program, "several models"; of a learner, "context
+# parallelism" and "router aux loss".
 # Every other pair combines, also with images, conversations, prompt logprobs, all of
 # `SamplingParams`, new weights, cancelled and resumed requests.
 EXCLUDED_PAIRS: Mapping[frozenset[str], str] = {
@@ -89,6 +90,10 @@ EXCLUDED_PAIRS: Mapping[frozenset[str], str] = {
         "context_parallel_size divides a micro-batch among ranks, and router_aux_loss_coef "
         "balances the experts of a whole micro-batch: set context_parallel_size to 1, or "
         "router_aux_loss_coef to 0"
+    ),
+    frozenset(("vllm", "several models")): (
+        "vLLM servers hold the weights of one model: sample from one model at a time, or leave the "
+        "sampler at auto"
     ),
     frozenset(("vllm", "adapters per row")): (
         "the sampler vllm has the same weights for all rows: sample each model in a separate batch"

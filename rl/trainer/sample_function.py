@@ -50,7 +50,7 @@ def load_sampled_model(
     """
     if system_prompt is not None:
         data = replace(data, system_prompt=system_prompt or None)
-    sampler = saved.create_sampler(service)
+    sampler = saved.create_sampler(service, prefers_servers=True)
     renderer = make_renderer(sampler, renderer_name or data.renderer, data.template, sampling.stop)
     params = SamplingParams(
         sampling.max_tokens if max_tokens is None else max_tokens,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,15 @@ from rl.trainer.checkpoint_manager import (
 
 if TYPE_CHECKING:
     from rl.client import SamplingClient, ServiceClient
+
+
+_SERVER_SETTINGS = (
+    "sampler_url",
+    "sampler_folder",
+    "sampler_timeout",
+    "sampler_command",
+    "sampler_memory",
+)
 
 
 def list_environment_addresses(settings: Any) -> list[str]:
@@ -134,38 +143,55 @@ class SavedWeights:
 
     @property
     def prompt_settings(self) -> tuple[DataSettings, SamplingSettings]:
-        """Return the settings of data and sampling of the stage, else defaults at temperature 1."""
+        """Return the settings of data and sampling of the stage, else defaults at temperature 1.
+
+        The settings of the run's launch (`sampler_tp`) and of its vLLM servers, which may be gone,
+        are the defaults.
+        """
         if self.stage is None:
             return DataSettings(), SamplingSettings(temperature=1.0)
-        return self.stage.settings.data, self.stage.settings.sampling
+        sampling = replace(self.stage.settings.sampling, sampler_tp=1)
+        if sampling.sampler == "vllm":
+            defaults = {f.name: f.default for f in fields(sampling) if f.name in _SERVER_SETTINGS}
+            sampling = replace(sampling, sampler="auto", **defaults)
+        return self.stage.settings.data, sampling
 
-    def create_service(self, seed: int = 0, sampler_tp: int = 1) -> ServiceClient:
+    def create_service(
+        self, seed: int = 0, sampler_tp: int = 1, sampling: SamplingSettings | None = None
+    ) -> ServiceClient:
         """Create a service with the run's precision and sampler, so that the same weights generate
         the same samples.
 
-        The run's settings of its launch (`sampler_ranks`, `sampler_tp`) do not apply: this service
-        may have a single process. A run that sampled with vLLM servers, which may be gone, is
-        sampled from in this process.
+        `sampling`: settings of the sampler, by default those of `prompt_settings`. The run's
+        settings of its launch (`sampler_ranks`, `sampler_tp`) do not apply: this service may have a
+        single process. Raises UserError if a vLLM server of the settings cannot be used.
         """
         from rl.client import ServiceClient
         from rl.runtime import WorkerSettings
-        from rl.trainer.worker_settings import collect_worker_settings
+        from rl.trainer.worker_settings import collect_worker_settings, make_sampler_settings
 
         settings = (
             collect_worker_settings(self.run.stages) if self.run is not None else WorkerSettings()
         )
+        # experts are recorded for a learner alone
+        sampler = make_sampler_settings(sampling or self.prompt_settings[1], router_replay=False)
         # tensor-parallel samplers have no paged KV cache
-        cache = settings.sampler.cache if sampler_tp == 1 else "auto"
-        kind = settings.sampler.local_kind
-        sampler = replace(settings.sampler, tp=sampler_tp, cache=cache, kind=kind)
+        cache = sampler.cache if sampler_tp == 1 else "auto"
+        sampler = replace(sampler, tp=sampler_tp, cache=cache)
         settings = replace(settings, sampler_ranks=0, sampler=sampler)
         return ServiceClient(seed=seed, settings=settings)
 
-    def create_sampler(self, service: ServiceClient) -> SamplingClient:
-        """Load the weights into a sampling client. Raises UserError if they cannot be loaded."""
+    def create_sampler(
+        self, service: ServiceClient, *, prefers_servers: bool = False
+    ) -> SamplingClient:
+        """Load the weights into a sampling client. `prefers_servers`: see
+        `ServiceClient.create_sampling_client`. Raises UserError if they cannot be loaded.
+        """
         if self.path is None:
-            return service.create_sampling_client(base_model=self.name)
-        return service.create_sampling_client(model_path=str(self.path))
+            return service.create_sampling_client(
+                base_model=self.name, prefers_servers=prefers_servers
+            )
+        return service.create_sampling_client(str(self.path), prefers_servers=prefers_servers)
 
 
 def open_weights(

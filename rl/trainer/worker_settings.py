@@ -5,18 +5,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rl.config import AsyncRolloutSettings, StageConfig
+from rl.config import AsyncRolloutSettings, SamplingSettings, StageConfig
 from rl.errors import UserError
 from rl.learner import LearnerSettings, kept_bytes_from_gib
 from rl.runtime import SamplerSettings, WorkerSettings
 from rl.sampler import DEFAULT_CACHE_TOKENS, check_features
 
 
+def make_sampler_settings(sampling: SamplingSettings, router_replay: bool) -> SamplerSettings:
+    """Return the settings of a rank's sampler."""
+    return SamplerSettings(
+        sampling.kv_cache_tokens or DEFAULT_CACHE_TOKENS,
+        sampling.max_rows,
+        sampling.sampler,
+        router_replay,
+        sampling.sampler_cache,
+        sampling.sampler_tp,
+        sampling.sampler_url,
+        sampling.sampler_folder,
+        sampling.sampler_timeout,
+        sampling.sampler_command,
+        sampling.sampler_memory,
+    )
+
+
 def collect_worker_settings(stages: Sequence[StageConfig]) -> WorkerSettings:
     """Return the worker settings of the whole run. Raises UserError if those of stages differ."""
     per_stage = []
     for plan in stages:
-        model, optim, sampling = plan.settings.model, plan.settings.optim, plan.settings.sampling
+        model, optim = plan.settings.model, plan.settings.optim
         learner = LearnerSettings(
             token_budget=optim.token_budget,
             layout=optim.layout,
@@ -29,19 +46,7 @@ def collect_worker_settings(stages: Sequence[StageConfig]) -> WorkerSettings:
             router_aux_loss_coef=model.router_aux_loss_coef,
             context_parallel_size=optim.context_parallel_size,
         )
-        limits = (sampling.kv_cache_tokens or DEFAULT_CACHE_TOKENS, sampling.max_rows)
-        sampler = SamplerSettings(
-            *limits,
-            sampling.sampler,
-            model.router_replay,
-            sampling.sampler_cache,
-            sampling.sampler_tp,
-            sampling.sampler_url,
-            sampling.sampler_folder,
-            sampling.sampler_timeout,
-            sampling.sampler_command,
-            sampling.sampler_memory,
-        )
+        sampler = make_sampler_settings(plan.settings.sampling, model.router_replay)
         per_stage.append(WorkerSettings(dtype=model.precision, learner=learner, sampler=sampler))
     flows = [
         flow

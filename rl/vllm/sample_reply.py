@@ -62,6 +62,30 @@ def read_sample(url: str, reply: Mapping[str, Any], rules: ReplyRules) -> Sample
     )
 
 
+def read_prompt_logprobs(
+    url: str, reply: Mapping[str, Any], prompt: Sequence[int], topk: int = 0
+) -> tuple[list[float | None], list[list[tuple[int, float]] | None]]:
+    """Return the logprob of each token of a prompt, and the `topk` most likely (token, logprob) at
+    each position, best first; entry 0 of both is None. Raises VllmServerError if any is missing.
+    """
+    logprobs: list[float | None] = [None]
+    best: list[list[tuple[int, float]] | None] = [None]
+    try:
+        entries = reply["prompt_logprobs"][1 : len(prompt)]
+        for token, entry in zip(prompt[1:], entries, strict=True):
+            row = {int(other): float(value["logprob"]) for other, value in entry.items()}
+            logprobs.append(row[token])
+            ranked = sorted(row.items(), key=lambda item: -item[1])
+            best.append(ranked[:topk])
+            if len(ranked) < topk:
+                raise ValueError(f"{len(ranked)} of {topk} tokens")
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise VllmServerError(
+            url, f"returned no logprobs of a prompt ({type(error).__name__}: {error})"
+        ) from error
+    return logprobs, best
+
+
 def _check_tokens(
     url: str, tokens: list[Any], scored: list[int], logprobs: list[float], rules: ReplyRules
 ) -> None:

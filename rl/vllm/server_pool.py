@@ -13,7 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from rl.errors import UserError, warn_on_rank_zero
+from rl.vllm.sample_reply import read_prompt_logprobs
 from rl.vllm.started_server import StartedServer
 from rl.vllm.transfer_validation import FolderManifest
 from rl.vllm.vllm_server import VllmServer, VllmServerError
@@ -21,6 +24,8 @@ from rl.vllm.vllm_server import VllmServer, VllmServerError
 ATTEMPTS = 3  # of a sample, on different servers where there are several
 _RETRY_SECONDS = 0.5  # wait before another attempt if no server is left, times its number
 _MAX_THREADS = 512  # requests that a process waits for at once
+_CHECK_TOKENS = 32  # of the text that `check_scores` compares
+_MAX_DIFFERENCE = 0.1  # nats on average, as of the self-test (rl.trainer.self_test)
 _SCORE_THREADS = 16  # threads for scores, which do not wait for samples
 T = TypeVar("T")
 
@@ -233,6 +238,33 @@ class ServerPool:
             )
         )
 
+    def check_scores(
+        self, weights_id: str, compute_logprobs: Callable[[list[int]], list[float]]
+    ) -> None:
+        """Compare the logprobs of a sample by each server with `compute_logprobs(tokens)`, those of
+        all tokens but the first. The checksums do not cover all tensors.
+
+        Raises UserError if they differ by more than 0.1 nats on average.
+        """
+        params: dict[str, Any] = {
+            "max_tokens": min(_CHECK_TOKENS, self.max_context - 2),
+            "ignore_eos": True,
+        }
+        params |= {"temperature": 1.0, "seed": 0, "logprobs": 0, "detokenize": False}
+        for server in [server for server in self.servers if not server.is_lost]:
+            try:
+                tokens = [0, *server.sample([0], params)["choices"][0]["token_ids"]]
+                logprobs = np.array(_score(server, tokens, weights_id)[1:], np.float64)
+            except VllmServerError as error:
+                raise UserError(f"{error}; {server.remedy}") from error
+            gap = float(np.abs(np.subtract(logprobs, compute_logprobs(tokens))).mean())
+            if not gap <= _MAX_DIFFERENCE:
+                raise UserError(
+                    f"the vLLM server {server.url} computes other logprobs than the model whose "
+                    f"weights it has loaded: they differ by {gap:.2g} nats on average. Start it "
+                    "with a model of the same shape and dtype (a tied head on a CPU: docs/vllm.md)"
+                )
+
 
 def _close_pool(reference: weakref.ref[ServerPool]) -> None:
     if (pool := reference()) is not None:
@@ -252,18 +284,13 @@ def _score(server: VllmServer, tokens: Sequence[int], weights_id: str) -> list[f
     # a whole prompt may fill the context, and one token is sampled after it
     reply = server.sample(prompt, params)
     try:
-        spans = reply["choices"][0]["weight_versions"]
-        entries = reply["prompt_logprobs"][1 : len(prompt)]
-        logprobs = [
-            float(entry[str(token)]["logprob"])
-            for token, entry in zip(prompt[1:], entries, strict=True)
-        ]
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+        versions = [span["version"] for span in reply["choices"][0]["weight_versions"]]
+    except (KeyError, IndexError, TypeError) as error:
         raise VllmServerError(
-            server.url, f"returned no logprobs of a prompt ({type(error).__name__}: {error})"
+            server.url, f"scored without weight versions ({type(error).__name__}: {error})"
         ) from error
-    if [span["version"] for span in spans] != [weights_id]:
+    if versions != [weights_id]:
         raise VllmServerError(
-            server.url, f"scored with the weights {spans}, {weights_id} were expected"
+            server.url, f"scored with the weights {versions}, {weights_id} were expected"
         )
-    return [None, *logprobs]
+    return read_prompt_logprobs(server.url, reply, prompt)[0]

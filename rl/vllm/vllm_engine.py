@@ -22,7 +22,7 @@ from rl.sampler import (
     check_params,
 )
 from rl.types import PARAMETER_BOUNDS, PlacedImage, SampledSequence, SampleResponse
-from rl.vllm.sample_reply import ReplyRules, read_sample
+from rl.vllm.sample_reply import ReplyRules, read_prompt_logprobs, read_sample
 from rl.vllm.server_pool import ServerPool
 from rl.vllm.vllm_decoder import VllmDecoder
 from rl.vllm.vllm_server import VllmServer
@@ -40,6 +40,9 @@ class _RequestState:
     stop_ids: frozenset[int]
     stop_strings: tuple[str, ...]
     sequences: dict[int, SampledSequence] = field(default_factory=dict)
+    # of its prompt, with sample 0
+    prompt_logprobs: list[float | None] | None = None
+    topk_logprobs: list[list[tuple[int, float]] | None] | None = None
     futures: list[Future[None]] = field(default_factory=list)
 
 
@@ -129,11 +132,16 @@ class VllmEngine:
     ) -> None:
         """Request a sample from a server, in a thread, and queue it or its error."""
         params = _make_params(state, sample)
+        scores_prompt, topk = "prompt_logprobs" in params, state.request.topk_prompt_logprobs
 
         def work(server: VllmServer) -> SampledSequence:
             first_id = server.loaded_weights_id
             reply = server.sample(prompt, params)
-            return read_sample(server.url, reply, self._make_rules(state, first_id))
+            sequence = read_sample(server.url, reply, self._make_rules(state, first_id))
+            if scores_prompt:
+                logprobs, best = read_prompt_logprobs(server.url, reply, prompt, topk)
+                state.prompt_logprobs, state.topk_logprobs = logprobs, best
+            return sequence
 
         result: SampledSequence | BaseException
         try:
@@ -182,7 +190,12 @@ class VllmEngine:
                 self.counters.prefill_prompts += 1
                 self.counters.prefill_tokens += len(state.request.prompt)
                 sequences = [state.sequences[i] for i in range(state.request.num_samples)]
-                finished.append(FinishedRequest(request_id, SampleResponse(sequences)))
+                response = SampleResponse(sequences)
+                if state.request.include_prompt_logprobs:
+                    response.prompt_logprobs = state.prompt_logprobs
+                if state.request.topk_prompt_logprobs:
+                    response.topk_prompt_logprobs = state.topk_logprobs
+                finished.append(FinishedRequest(request_id, response))
         self.counters.steps += 1
         return finished
 
@@ -254,10 +267,8 @@ def score_on_servers(
 def _check_supported(request: SamplingRequest) -> None:
     """Raise ValueError for a request for what servers do not return."""
     params = request.params
-    if request.scores_prompt:
-        raise ValueError(
-            "the sampler vllm returns no prompt logprobs with samples: call compute_logprobs"
-        )
+    if request.target_prompt_tokens is not None:
+        raise ValueError("the sampler vllm returns no logprobs of other tokens of a prompt")
     if request.resume_from is not None:
         raise ValueError("the sampler vllm does not resume partial samples")
     if request.adapter_id is not None:
@@ -287,6 +298,8 @@ def _make_params(state: _RequestState, sample: int) -> dict[str, Any]:
     }
     if params.temperature == _GREEDY_TEMPERATURE:  # its token is the same, its logprob is whole
         fields.update(top_p=1.0, top_k=-1, min_p=0.0)
+    if request.scores_prompt and sample == 0:
+        fields["prompt_logprobs"] = request.topk_prompt_logprobs
     if state.stop_strings:
         fields["stop"] = list(state.stop_strings)
     if params.logit_bias:

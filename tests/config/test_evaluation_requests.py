@@ -80,11 +80,15 @@ def test_finished_data_sets_are_kept_if_a_later_one_fails(tmp_path: Path, monkey
         return {**common, "dataset": evaluation.label, "table": [row]}
 
     weights = SimpleNamespace(
-        create_service=lambda **_: nullcontext(), create_sampler=lambda _: None, run_folder=None
+        create_service=lambda **_: nullcontext(),
+        create_sampler=lambda *_, **__: None,
+        run_folder=None,
     )
     monkeypatch.setattr("rl.trainer.open_weights", lambda *_, **__: weights)
     monkeypatch.setattr(
-        evaluate, "prepare_evaluation", lambda _, __, name, ___: SimpleNamespace(label=name)
+        evaluate,
+        "prepare_evaluation",
+        lambda _, __, name, ___: SimpleNamespace(label=name, sampling=None),
     )
     monkeypatch.setattr(evaluate, "evaluate_dataset", score)
     output, parts = tmp_path / "all.json", []

@@ -302,6 +302,36 @@ def test_every_number_reaches_the_server(servers, connect):
     assert {name: sent[name] for name in numbers} == numbers and sent["max_tokens"] == 6
 
 
+def test_prompt_logprobs_come_with_samples(servers, connect):
+    """Untempered, with the first sample alone, and equal to those of the sampler in the process."""
+    (stub,), urls = servers()
+    service = connect(urls)
+    policy = make_policy(service)
+    update(policy)
+    here = service.create_sampling_client(policy.save_weights_for_sampler("w").result().path)
+    sampler = policy.save_weights_and_get_sampling_client()
+    prompt = ModelInput.from_ints([3, 4, 5, 6, 3])
+    options = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 3}
+    response, expected = (
+        client.sample(prompt, 3, PARAMS, **options).result() for client in (sampler, here)
+    )
+    assert [len(s.tokens) > 0 for s in response.sequences] == [True] * 3
+    np.testing.assert_allclose(response.prompt_logprobs_np, expected.prompt_logprobs_np, atol=1e-5)
+    assert response.topk_prompt_logprobs[0] is expected.topk_prompt_logprobs[0] is None
+    rows = zip(response.topk_prompt_logprobs[1:], expected.topk_prompt_logprobs[1:], strict=True)
+    for row, right in rows:
+        np.testing.assert_allclose(row, right, atol=1e-5)
+    sent = [body["sampling_params"].get("prompt_logprobs") for body in stub.bodies[-3:]]
+    assert sorted(sent, key=str) == [3, None, None]
+    assert sampler.sample(prompt, 1, PARAMS).result().prompt_logprobs is None
+    stub.fault = "no prompt logprobs"
+    with (
+        pytest.warns(UserWarning, match="returned no logprobs of a prompt"),
+        pytest.raises(UserError, match="3 attempts"),
+    ):
+        sampler.sample(prompt, 1, PARAMS, **options).result()
+
+
 def test_greedy_and_stops(servers, connect):
     (stub,), urls = servers()
     policy = make_policy(connect(urls))
@@ -320,7 +350,7 @@ def test_what_servers_do_not_return_is_refused(servers, connect):
     policy = make_policy(connect(urls))
     sampler = policy.save_weights_and_get_sampling_client()
     for fields, message in (
-        ({"include_prompt_logprobs": True}, "no prompt logprobs"),
+        ({"target_prompt_tokens": np.array([[5]])}, "no logprobs of other tokens"),
         ({"params": SamplingParams(max_tokens=300)}, "raise the server's --max-model-len"),
         (
             {"params": SamplingParams(max_tokens=3, top_k=2, untruncated_logprobs=True)},

@@ -156,9 +156,14 @@ class StubServer:
         if "prompt_logprobs" in params:
             whole = torch.log_softmax(self.logits(prompt), -1)
             reply["prompt_logprobs"] = [None] + [
-                {str(token): {"logprob": float(whole[i, token])}}
+                {
+                    str(other): {"logprob": float(whole[i, other])}
+                    for other in [token, *whole[i].topk(params["prompt_logprobs"]).indices.tolist()]
+                }
                 for i, token in enumerate(prompt[1:])
             ]
+            if self.fault == "no prompt logprobs":
+                reply["prompt_logprobs"].pop()
         return reply
 
 
