@@ -9,6 +9,7 @@ does beside that is tested with the launcher itself.
 
 import atexit
 import functools
+import gc
 import json
 import os
 import runpy
@@ -38,6 +39,8 @@ EARLY += (
     "transformers.models.qwen3.modeling_qwen3",
     "peft",
 )
+# What launches under DeepSpeed and FSDP2 import; DeepSpeed's Muon is compiled as it is imported.
+SHARDED = ("deepspeed", "torch.distributed.fsdp", "torch._inductor.compile_fx")
 
 
 def become_rank(order: dict, rank: int, port: int) -> int:
@@ -97,6 +100,9 @@ def serve(*modules: str) -> None:
     os.dup2(2, 1)  # libraries print what they like
     for name in (*EARLY, *modules):
         importlib.import_module(name)
+    # DeepSpeed collects all garbage twice for each model: what is imported here need not be looked at
+    gc.collect()
+    gc.freeze()
     # seconds, for a picture that nobody here looks at
     sys.modules["rl.reporting.metric_plots"].draw_curves = lambda source, out, *labels: out.touch()
     print(json.dumps({"ready": True}), file=answers, flush=True)
@@ -254,7 +260,7 @@ class Ranks:
 @functools.cache
 def shared_ranks() -> Ranks:
     """The server of this process for launches of every backend, closed at the end."""
-    ranks = Ranks("deepspeed", "torch.distributed.fsdp")
+    ranks = Ranks(*SHARDED)
     atexit.register(ranks.close)
     return ranks
 
