@@ -2,11 +2,14 @@
 here, and ranks are forks. Other scripts, and modules as `-m` runs them, start in the same way.
 
 Driven by `Ranks` below, over lines of JSON: {"argv", "cwd", "world", "env", "log"} starts a run and
-answers {"pids"} ("stdout" names a file of its own for the output); {"wait": pid} answers {"code"}, null while it runs. What accelerate's own launcher
+answers {"pids"} ("stdout" names a file of its own for the output, "launched" is false for a
+script that no launcher starts); {"wait": pid} answers {"code"}, null while it runs. What accelerate's own launcher
 does beside that is tested with the launcher itself.
 """
 
 import atexit
+import functools
+import gc
 import json
 import os
 import runpy
@@ -14,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -35,6 +39,8 @@ EARLY += (
     "transformers.models.qwen3.modeling_qwen3",
     "peft",
 )
+# What launches under DeepSpeed and FSDP2 import; DeepSpeed's Muon is compiled as it is imported.
+SHARDED = ("deepspeed", "torch.distributed.fsdp", "torch._inductor.compile_fx")
 
 
 def become_rank(order: dict, rank: int, port: int) -> int:
@@ -42,17 +48,18 @@ def become_rank(order: dict, rank: int, port: int) -> int:
     its exit code.
     """
     world = order["world"]
-    os.environ.update(
-        {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world),
-        }
-    )
-    os.environ.update(
-        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_MIXED_PRECISION": "no"}
-    )
+    if order["launched"]:
+        os.environ.update(
+            {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_WORLD_SIZE": str(world),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "ACCELERATE_MIXED_PRECISION": "no",
+            }
+        )
     os.environ.update(order.get("env", {}))
     os.setpgid(0, 0)
     os.chdir(order["cwd"])
@@ -93,6 +100,9 @@ def serve(*modules: str) -> None:
     os.dup2(2, 1)  # libraries print what they like
     for name in (*EARLY, *modules):
         importlib.import_module(name)
+    # DeepSpeed collects all garbage twice for each model: what is imported here need not be looked at
+    gc.collect()
+    gc.freeze()
     # seconds, for a picture that nobody here looks at
     sys.modules["rl.reporting.metric_plots"].draw_curves = lambda source, out, *labels: out.touch()
     print(json.dumps({"ready": True}), file=answers, flush=True)
@@ -195,10 +205,15 @@ class Ranks:
         world: int = 1,
         script: str = TRAIN,
         stdout: str | None = None,
+        logs: Path | None = None,
+        launched: bool = True,
         **env: str,
     ) -> Launch:
+        """Start a script on `world` ranks in `cwd`; their logs stand in `logs`, or else in `cwd`.
+        `launched`: in the environment of a launch, which a single `python SCRIPT` has not.
+        """
         self.runs += 1
-        log = cwd / f"log-{self.runs}"
+        log = (logs or cwd) / f"log-{self.runs}"
         if world > 1 and not {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"} & env.keys():
             env["ACCELERATE_USE_CPU"] = "true"
         order = {
@@ -208,6 +223,7 @@ class Ranks:
             "env": env,
             "log": str(log),
             "stdout": stdout,
+            "launched": launched,
         }
         return Launch(self, self.ask(order)["pids"], log)
 
@@ -239,6 +255,46 @@ class Ranks:
     def close(self) -> None:
         self.process.stdin.close()
         self.process.wait(30)
+
+
+@functools.cache
+def shared_ranks() -> Ranks:
+    """The server of this process for launches of every backend, closed at the end."""
+    ranks = Ranks(*SHARDED)
+    atexit.register(ranks.close)
+    return ranks
+
+
+def run_script(
+    script: str, *words: object, cwd: Path, seconds: float = 300.0, **env: str
+) -> subprocess.CompletedProcess:
+    """Run `python SCRIPT WORDS` in `cwd` to its end, in a fork of the shared server."""
+    with tempfile.TemporaryDirectory() as name:
+        logs, output = Path(name), Path(name) / "output"
+        launch = shared_ranks().start(
+            *words, cwd=cwd, script=str(REPO / script), launched=False, logs=logs,
+            stdout=str(output), **env
+        )  # fmt: skip
+        (code,) = launch.wait(seconds)
+        log = Path(f"{launch.log}.0")
+        return subprocess.CompletedProcess(
+            [script, *words], code or 0, output.read_text(), log.read_text()
+        )
+
+
+def make_launch_environment(*words: str) -> dict[str, str]:
+    """Return the variables that `accelerate launch WORDS` sets for all its ranks, by its own code."""
+    from unittest import mock
+
+    from accelerate.commands import launch
+    from torch.distributed import run
+
+    variables: dict[str, str] = {}
+    options = launch.launch_command_parser().parse_args([*words, "script"])
+    with mock.patch.object(run, "run", lambda args: variables.update(os.environ)):
+        launch.launch_command(options)
+    assert variables, f"accelerate launch {words} starts no ranks"
+    return {name: value for name, value in variables.items() if os.environ.get(name) != value}
 
 
 if __name__ == "__main__":

@@ -4,30 +4,29 @@ of one process.
 
 import json
 import shutil
-import sys
 
 import numpy as np
 import pytest
 from context_ranks_case import CASES, MODELS, REFUSED
-from test_distributed import REPO, case_on_ranks, run, sharded
+from test_distributed import case_on_ranks, run_launch
 from tiny_models import tiny_model
 
 pytestmark = pytest.mark.slow
 SCRIPT = "context_ranks_case.py"
 BOUND = 1e-6  # rounding in fp32, relative to the norm of the gradient
-# (launch config, processes, ranks of a group)
+# (launch config, processes, ranks of a group): each config, groups of two and of four, several groups
 LAUNCHES = [
-    ("ddp", 2, 2),
+    ("ddp", 4, 4),
     ("fsdp2", 4, 2),
-    ("zero3", 4, 4),
+    ("zero3", 2, 2),
     *(
         pytest.param(*launch, marks=pytest.mark.campaign)
         for launch in [
+            ("ddp", 2, 2),
             ("ddp", 4, 2),
-            ("ddp", 4, 4),
             ("fsdp2", 2, 2),
             ("fsdp2", 4, 4),
-            ("zero3", 2, 2),
+            ("zero3", 4, 4),
             ("zero3", 4, 2),
             ("zero2", 4, 2),
         ]
@@ -81,11 +80,8 @@ NEW_RUN = (
 
 def train(folder, words):
     """What `train.py WORDS` does on two processes under ZeRO-3."""
-    launch = ["-m", "accelerate.commands.launch", "--num_processes", "2"]
-    launch += ["--main_process_port", "0", "--config_file", f"{REPO}/accelerate_configs/zero3.yaml"]
-    launch += ["--deepspeed_config_file", str(sharded("zero3", folder.parent))]
-    command = [sys.executable, *launch, f"{REPO}/train.py", *words.split(), "--quiet"]
-    run([*command, "--output-dir", str(folder)], folder.parent, 200)
+    options = [*words.split(), "--quiet", "--output-dir", folder]
+    run_launch("zero3", folder.parent, *options, script="train.py", seconds=200)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -5,11 +5,9 @@ One launch a backend computes everything (distributed_cases.py); the tests look 
 """
 
 import json
-import os
-import signal
-import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +25,7 @@ from distributed_cases import (
 )
 from helpers import GRADIENT_BOUND, float32_bound, make_worker
 from peft import PeftModel
+from rank_server import Launch, Ranks, make_launch_environment, shared_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -94,24 +93,50 @@ def sharded(config: str, folder: Path, **settings: int) -> Path:
     return path
 
 
+def start_launch(
+    config: str | None,
+    out: Path,
+    *words: str | Path,
+    script: str,
+    processes: int = 2,
+    options: Sequence[str] = (),
+    ranks: Ranks | None = None,
+) -> Launch:
+    """Start `script` in the folder `out` on the ranks of a launch config; `config` None: on one.
+
+    The ranks are forks of a process that has everything imported, in the environment that
+    accelerate's launcher makes of the config and of `options`. The launcher itself is part of
+    test_two_processes.py, test_services.py, test_sharded_loading.py and test_crash_safety.py.
+    """
+    environment = {"TORCH_EXTENSIONS_DIR": str(out / "extensions")}
+    if config is not None:
+        options = ["--num_processes", str(processes), "--main_process_port", "0", *options]
+        if config == "zero3" and "--deepspeed_config_file" not in options:
+            options += ["--deepspeed_config_file", str(sharded("zero3", out))]
+        file = REPO / f"accelerate_configs/{config}.yaml"
+        environment |= make_launch_environment("--config_file", str(file), *options)
+    world = 1 if config is None else processes
+    launched = config is not None
+    return (ranks or shared_ranks()).start(
+        *words, cwd=out, world=world, script=str(REPO / script), launched=launched, **environment
+    )
+
+
+def run_launch(
+    config: str | None, out: Path, *words: str | Path, seconds: float = 300.0, **how: Any
+) -> None:
+    """Run `start_launch` to its end: all of its processes are gone afterwards."""
+    launch = start_launch(config, out, *words, **how)
+    assert set(launch.wait(seconds)) == {0}, launch.output()[-3000:]
+
+
 def case_on_ranks(script, start, out, config, seconds, processes=2, words=()):
     """What `script` leaves in out/found.pt, on two or more processes of a launch config; `config`
     None: on one. `words`: further arguments of the script.
     """
-    launch = []
-    if config is not None:
-        launch = [
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            str(REPO / f"accelerate_configs/{config}.yaml"),
-        ]
-        launch += ["--num_processes", str(processes), "--main_process_port", "0"]
-        launch += (
-            ["--deepspeed_config_file", str(sharded("zero3", out))] if config == "zero3" else []
-        )
-    command = [sys.executable, *launch, str(REPO / "tests" / script), str(start), str(out)]
-    run([*command, *words], out, seconds)
+    run_launch(
+        config, out, start, out, *words, seconds=seconds, processes=processes, script=f"tests/{script}"
+    )  # fmt: skip
     return torch.load(out / "found.pt", weights_only=False)
 
 
@@ -136,40 +161,16 @@ def assert_same_gradients(alone, found, cases):
 def launched(request, starts, tmp_path_factory) -> tuple[str, dict, Path]:
     config, (*_, processes), also = LAUNCHES[request.param]
     out = tmp_path_factory.mktemp("out")
-    command = [sys.executable]
-    if config is not None:
-        command += [
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            str(REPO / f"accelerate_configs/{config}.yaml"),
-        ]
-        command += ["--num_processes", str(processes), "--main_process_port", "0"]
-        command += LAUNCH_WORDS.get(request.param, ())
-    if config == "zero3":
-        zero = {"zero_hpz_partition_size": 2} if processes == 4 else {}
-        command += ["--deepspeed_config_file", str(sharded("zero3", out, **zero))]
-    command += [str(REPO / "tests" / "distributed_cases.py"), str(starts), str(out)]
-    if also is not None:
-        command += ["--also", str(sharded(also, out))]
-    run(command, out)
+    options = list(LAUNCH_WORDS.get(request.param, ()))
+    if config == "zero3" and processes == 4:
+        file = sharded("zero3", out, zero_hpz_partition_size=2)
+        options += ["--deepspeed_config_file", str(file)]
+    words = [] if also is None else ["--also", sharded(also, out)]
+    run_launch(
+        config, out, starts, out, *words, processes=processes, options=options,
+        script="tests/distributed_cases.py",
+    )  # fmt: skip
     return request.param, torch.load(out / "results.pt", weights_only=False), out
-
-
-def run(command: list[str], out: Path, timeout: float = 300.0) -> None:
-    """Runs a launch, all of whose processes are gone afterwards, also when it hangs."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(out / "extensions")}
-    with (out / "log").open("w") as log:
-        process = subprocess.Popen(
-            command, cwd=out, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            pytest.fail(f"a launch hung:\n{(out / 'log').read_text()[-3000:]}")
-    assert code == 0, (out / "log").read_text()[-3000:]
 
 
 # ------------------------------------------------------------------------------------ the reference

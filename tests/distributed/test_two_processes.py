@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import two_processes
 from safetensors.torch import load_file
 
 REPO = Path(__file__).resolve().parents[2]
@@ -19,23 +20,20 @@ LAUNCHES = {
 }
 
 
-def run(out: Path, config: str | None) -> dict:
+def run(out: Path, config: str) -> dict:
     script = [str(REPO / "tests" / "two_processes.py"), str(out)]
-    command = [sys.executable, *script]
-    if config is not None:
-        launch = [
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            str(REPO / f"accelerate_configs/{config}.yaml"),
-        ]
-        command = [*launch, "--num_processes", "2", "--main_process_port", "0", *script]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
+    launch += ["--config_file", str(REPO / f"accelerate_configs/{config}.yaml")]
+    command = [*launch, "--main_process_port", "0", *script]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=out.parent, env=env, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    return read_result(out)
+
+
+def read_result(out: Path) -> dict:
     return json.loads((out / "result.json").read_text())
 
 
@@ -44,7 +42,8 @@ def test_two_processes_are_one(tmp_path):
     """All weights; an adapter's updates, samples and saved weights are among test_distributed.py's
     cases.
     """
-    alone = run(tmp_path / "alone", None)
+    two_processes.main(tmp_path / "alone")
+    alone = read_result(tmp_path / "alone")
     assert alone["launch"][2] == 1
     weights = load_file(
         str(tmp_path / "alone" / "checkpoints" / "end" / "model" / "model.safetensors")

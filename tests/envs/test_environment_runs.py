@@ -4,13 +4,12 @@ resumed in the middle, broken in part.
 
 import json
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 from doc_blocks import blocks_of
+from rank_server import run_script
 from whole_runs import RECIPE, train, two_and_two
 
 from rl.algorithms import METHODS
@@ -138,15 +137,8 @@ def test_an_environment_in_a_recipe_is_evaluated_as_it_was_trained(tmp_path):
     rows = train(f"{recipe}", tmp_path / "run")
     assert rows[-1]["test/env/all/total_episodes"] == 6
     output = tmp_path / "found.json"
-    command = [
-        sys.executable,
-        "evaluate.py",
-        str(tmp_path / "run"),
-        "--trust-run",
-        "--output",
-        str(output),
-    ]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=280)
+    words = [tmp_path / "run", "--trust-run", "--output", output]
+    done = run_script("evaluate.py", *words, cwd=REPO)
     assert done.returncode == 0, done.stderr
     found = json.loads(output.read_text())
     assert (
@@ -156,13 +148,7 @@ def test_an_environment_in_a_recipe_is_evaluated_as_it_was_trained(tmp_path):
     # what the reward of whole episodes adds beside the environment's own
     assert found["mean reward"] >= 0.25
     assert all(re.fullmatch(r"\d\+\d=", row["prompt"]) for row in found["rows"])
-    done = subprocess.run(
-        [*command, "--environment.digit", "2"],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    done = run_script("evaluate.py", *words, "--environment.digit", "2", cwd=REPO)
     said = " ".join(done.stderr.replace("│", " ").split())
     assert done.returncode == 2 and "did you mean --environment.digits?" in said
 

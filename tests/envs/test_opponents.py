@@ -3,13 +3,12 @@ resumed to the bit.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from games import example_address
+from rank_server import run_script
 from safetensors.torch import load_file
 from whole_runs import train, two_and_two
 
@@ -179,12 +178,10 @@ def test_saved_weights_are_evaluated_against_whoever_is_named(tmp_path):
     found = {}
     for opponent in ("perfect", "pool"):
         words = (
-            f"evaluate.py {tmp_path / 'run'} --limit 6 --environment.held_out_opponent {opponent} "
+            f"{tmp_path / 'run'} --limit 6 --environment.held_out_opponent {opponent} "
             f"--output {tmp_path}/{opponent}.json"
         )
-        done = subprocess.run(
-            [sys.executable, *words.split()], capture_output=True, text=True, cwd=REPO
-        )
+        done = run_script("evaluate.py", *words.split(), cwd=REPO)
         assert done.returncode == 0, done.stdout + done.stderr
         found[opponent] = json.loads((tmp_path / f"{opponent}.json").read_text())
     # a version of the pool may end a game at its first move

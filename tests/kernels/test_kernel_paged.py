@@ -2,6 +2,8 @@
 row's whole softmax in float64.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from kernels.paged_attention import make_trial_inputs
 from rl.sampler.block_manager import make_block_tables
 
 pytest.importorskip("triton", reason="triton is not installed")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # of the largest value: float32's sums; what rounding the weights of values to the operands' dtype,
 # and the output, loses
 ROUNDING = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
@@ -85,15 +88,14 @@ def exact(q, kv, tables, lengths, bounds=UNBOUNDED):
 
 
 def test_against_whole_softmaxes(way):
-    """100 batches: every repeat of key heads, widths that are no power of two, pages of any size,
-    groups of any rows, three dtypes.
+    """Pages of any size in each dtype, with widths that are no power of two: all 60 triples, with
+    every repeat of key heads and groups of any rows.
     """
     rng = np.random.default_rng(0)
     with_groups, most_splits = 0, 0
-    for _ in range(100):
+    triples = itertools.product(DTYPES, (3, 16, 64, 128), (5, 16, 20, 64, 80))
+    for dtype, size, width in triples:
         g = torch.Generator().manual_seed(int(rng.integers(1 << 30)))
-        dtype = [torch.float32, torch.float16, torch.bfloat16][int(rng.integers(3))]
-        size, width = int(rng.choice([3, 16, 64, 128])), int(rng.choice([5, 16, 20, 64, 80]))
         key_heads, repeat = int(rng.integers(1, 3)), int(rng.choice([1, 2, 3, 7, 20]))
         tables, lengths, shared = batch(rng, size, int(rng.choice([2, 4, 7])))
         kv = torch.randn(2, 200, size, key_heads, width, generator=g).to(dtype)
@@ -117,15 +119,13 @@ def test_against_whole_softmaxes(way):
 
 
 def test_windows_and_limited_scores_against_whole_softmaxes(way):
-    """60 batches: windows of one position, of part of a page, of more than a sequence; groups whose
-    pages only some rows see; limits near the size of the scores.
+    """All 27 triples of dtype, page and width: windows of one position, of part of a page, of more
+    than a sequence; groups whose pages only some rows see; limits near the size of the scores.
     """
     rng = np.random.default_rng(1)
     hidden = 0
-    for i in range(60):
+    for i, (dtype, size, width) in enumerate(itertools.product(DTYPES, (3, 16, 64), (16, 20, 64))):
         g = torch.Generator().manual_seed(i)
-        dtype = [torch.float32, torch.float16, torch.bfloat16][i % 3]
-        size, width = int(rng.choice([3, 16, 64])), int(rng.choice([16, 20, 64]))
         key_heads, repeat = int(rng.integers(1, 3)), int(rng.choice([1, 2, 3, 7]))
         tables, lengths, shared = batch(rng, size, int(rng.choice([2, 4, 7])))
         bounds = AttentionBounds(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from sampler_population import build
+from test_distributed import run_launch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rl.errors import UserError
@@ -164,21 +165,20 @@ def saved(folder: Path, **sizes: int) -> tuple[str, int, int]:
     return str(folder), sum(sizes_of), max(sizes_of)
 
 
-def found(
-    config: str | None, model: str, kind: str, out: Path, root: Path = REPO
-) -> tuple[dict, list[int]]:
-    """(what rank 0 found, each rank's peak)."""
+def found(config: str | None, model: str, kind: str, out: Path) -> dict:
+    """What rank 0 found."""
     out.mkdir()
-    command = [sys.executable]
-    if config is not None:
-        command += [
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            str(root / f"accelerate_configs/{config}.yaml"),
-        ]
-        command += ["--num_processes", "2", "--main_process_port", "0"]
-    command += [str(REPO / "tests" / "sharded_loading_case.py"), model, str(out), kind]
+    run_launch(config, out, model, out, kind, script="tests/sharded_loading_case.py")
+    return json.loads((out / "found.json").read_text())
+
+
+def peaks_of(config: str, model: str, out: Path) -> list[int]:
+    """Each rank's peak, in processes of their own: malloc reads its settings as one starts."""
+    out.mkdir()
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
+    command += ["--config_file", str(REPO / f"accelerate_configs/{config}.yaml")]
+    command += ["--main_process_port", "0"]
+    command += [str(REPO / "tests" / "sharded_loading_case.py"), model, str(out), "made"]
     env = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -187,9 +187,7 @@ def found(
     }
     done = subprocess.run(command, cwd=out, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((out / "found.json").read_text()), [
-        json.loads(f.read_text())["peak"] for f in sorted(out.glob("rank-*.json"))
-    ]
+    return [json.loads(f.read_text())["peak"] for f in sorted(out.glob("rank-*.json"))]
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +202,7 @@ def small(tmp_path_factory) -> tuple[str, dict[str, dict]]:
         head_dim=8,
         intermediate_size=96,
     )
-    return folder, {kind: found(None, folder, kind, home / kind)[0] for kind in ("lora", "full")}
+    return folder, {kind: found(None, folder, kind, home / kind) for kind in ("lora", "full")}
 
 
 @pytest.mark.slow
@@ -212,7 +210,7 @@ def small(tmp_path_factory) -> tuple[str, dict[str, dict]]:
 @pytest.mark.parametrize("config", ["zero3", "fsdp2"])
 def test_two_ranks_that_read_their_parts_find_what_one_process_does(small, config, kind, tmp_path):
     folder, alone = small
-    together, _ = found(config, folder, kind, tmp_path / "two")
+    together = found(config, folder, kind, tmp_path / "two")
     assert together["norm"] == pytest.approx(alone[kind]["norm"], rel=2e-6)
     for key in ("first", "then", "resumed"):
         for a, b in zip(together[key], alone[kind][key], strict=True):
@@ -238,7 +236,7 @@ def test_no_rank_holds_more_than_its_share(config, beside, tmp_path):
         head_dim=80,
         intermediate_size=1920,
     )
-    _, peaks = found(config, folder, "made", tmp_path / config)
+    peaks = peaks_of(config, folder, tmp_path / config)
     shutil.rmtree(folder)
     bound = (0.5 + beside) * size + 2 * largest + 50e6
     assert len(peaks) == 2 and max(peaks) < bound < 0.9 * size, (size, largest, peaks)

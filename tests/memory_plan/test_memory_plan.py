@@ -5,11 +5,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from rank_server import SHARDED, Ranks, run_script
+from test_distributed import run_launch
 from transformers import AutoConfig
 
 from bench import scaling
@@ -118,42 +121,35 @@ def planned(folder: str, s: dict, sharding: Sharding) -> MemoryPlan:
     return plan_memory(skeleton.shape, skeleton.measure_micro_batch(batch, how), launch, work)
 
 
-def measured(folder: str, s: dict, out: Path, config: str | None) -> list[int]:
-    """Bytes of each rank.
-
-    Freed memory must go back at once to be no part of a later peak: glibc keeps freed blocks below
-    a threshold that it moves up to 32 MiB; a fixed one of 64 KiB switches that off. One arena,
-    because each thread's would hold back its own.
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """A server whose forks give freed memory back at once, so that it is no part of a later peak:
+    glibc keeps freed blocks below a threshold that it moves up to 32 MiB; a fixed one of 64 KiB
+    switches that off. One arena, because each thread's would hold back its own.
     """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+        patch.setenv("MALLOC_ARENA_MAX", "1")
+        server = Ranks(*SHARDED)
+    yield server
+    server.close()
+
+
+def measured(folder: str, s: dict, out: Path, config: str | None, ranks: Ranks) -> list[int]:
+    """Bytes of each rank."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
     out.mkdir()
     settings = out / "settings.json"
     settings.write_text(json.dumps({**s, "model": folder, "vocab": s["vocab_size"]}))
-    command = [
-        sys.executable,
-        str(REPO / "tests" / "memory_plan" / "memory_peak.py"),
-        str(out),
-        str(settings),
-    ]
-    if config is not None:
-        launch = [
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            str(REPO / f"accelerate_configs/{config}.yaml"),
-        ]
-        command = [*launch, "--num_processes", str(s["world"]), *command[1:]]
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_ARENA_MAX": "1",
-    }
-    done = subprocess.run(command, env=env, cwd=out, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    options = []
+    if config == "zero3":
+        options = ["--deepspeed_config_file", str(REPO / "ds_configs" / "zero3.json")]
+    run_launch(
+        config, out, out, settings, processes=s["world"], options=options, ranks=ranks,
+        script="tests/memory_plan/memory_peak.py",
+    )  # fmt: skip
     return [json.loads((out / f"peak-{rank}.json").read_text()) for rank in range(s["world"])]
 
 
@@ -162,13 +158,13 @@ def measured(folder: str, s: dict, out: Path, config: str | None) -> list[int]:
     not Path("/proc/self/clear_refs").exists(), reason="reads the peak of a process from /proc"
 )
 @pytest.mark.parametrize("case", CASES)
-def test_the_plan_is_within_15_percent_of_a_process(case, tmp_path):
+def test_the_plan_is_within_15_percent_of_a_process(case, ranks, tmp_path):
     s = {**MODEL, **WORK, **CASES[case]}
     folder = folder_of({name: s[name] for name in MODEL}, tmp_path / "model")
     config = case if s["world"] > 1 else None
     shardings = {"zero3": ZeroSharding(stage=3), "fsdp2": FSDPSharding()}
     expected = planned(folder, s, shardings.get(case, Sharding()))
-    for got in measured(folder, s, tmp_path / "out", config):
+    for got in measured(folder, s, tmp_path / "out", config, ranks):
         assert abs(expected.peak / got - 1) < 0.15, (
             f"{case}: planned {expected.peak / 2**20:.0f} MiB, measured {got / 2**20:.0f}"
         )
@@ -596,17 +592,6 @@ def test_a_trace_that_fails_is_not_tried_again(tmp_path, monkeypatch):
     assert traces == [batches[0], batches[2]]
 
 
-def train(*words: object, env: dict | None = None) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(REPO / "train.py"), *map(str, words)]
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "COLUMNS": "200", **(env or {})},
-    )
-
-
 @pytest.mark.slow
 def test_plan_on_the_command_line(tmp_path):
     folder = folder_of(MODEL, tmp_path / "model")  # a config and no weights
@@ -620,11 +605,12 @@ def test_plan_on_the_command_line(tmp_path):
         "--output-dir",
         tmp_path / "run",
     ]
-    fits = train(*words)
+    fits = run_script("train.py", *words, cwd=tmp_path, COLUMNS="200")
     assert fits.returncode == 0, fits.stderr
     assert "8 processes, DDP, bf16" in fits.stdout and "fits:" in fits.stdout
     assert not (tmp_path / "run").exists()
-    small = train(*words, "--plan-gpu-memory", 3, "--token-budget", 65536, "--batch-size", 128)
+    words += ["--plan-gpu-memory", 3, "--token-budget", 65536, "--batch-size", 128]
+    small = run_script("train.py", *words, cwd=tmp_path, COLUMNS="200")
     assert small.returncode == 2 and "does not fit" in small.stdout
     listed = [
         float(size)
@@ -702,7 +688,7 @@ def test_step_times_by_hand():
     "launches", [("ddp", "zero3"), pytest.param(("zero1", "zero2"), marks=pytest.mark.campaign)]
 )
 def test_modelled_traffic_is_what_two_processes_send(launches, tmp_path):
-    rows = scaling.compare(tmp_path, launches=launches)
+    rows = scaling.compare(tmp_path, micro_batches=2, launches=launches)
     assert {row["launch"] for row in rows} == set(launches)
     for row in rows:
         sharded = row["launch"] != "ddp"

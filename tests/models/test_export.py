@@ -5,13 +5,12 @@ where head and embedding are tied.
 import copy
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from chains import CHAINED, chain
+from rank_server import run_script
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from whole_runs import train
@@ -209,16 +208,8 @@ def test_pushing_makes_a_private_repository_and_says_what_went_wrong(runs, tmp_p
 
 @pytest.mark.slow
 def test_the_script_exports_and_says_what_to_do_next(runs, tmp_path):
-    words = [
-        sys.executable,
-        "export.py",
-        str(runs["lora"]),
-        str(tmp_path / "my out"),
-        "--merge",
-        "--dtype",
-        "bf16",
-    ]
-    done = subprocess.run(words, cwd=REPO, capture_output=True, text=True, timeout=300)
+    words = [runs["lora"], tmp_path / "my out", "--merge", "--dtype", "bf16"]
+    done = run_script("export.py", *words, cwd=REPO)
     assert done.returncode == 0 and f"python sample.py '{tmp_path / 'my out'}'" in done.stdout, (
         done.stderr
     )

@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rank_server import run_script
 
 from rl.errors import UserError
 from rl.reporting import (
@@ -231,9 +230,8 @@ def test_several_sets_samples_and_seeds_make_one_table(tmp_path: Path):
     for name, rows in (("aime", aime), ("gpqa", choice), ("ifeval", instructions)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     names = [f"{name}:{name}.jsonl" for name in ("aime", "gpqa", "ifeval")]
-    command = [sys.executable, str(REPO / "evaluate.py"), "tiny:ascii", "--dataset", *names]
-    command += "--samples 2 --seeds 3 4 --max-tokens 6 --output all.json".split()
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    words = "--samples 2 --seeds 3 4 --max-tokens 6 --output all.json".split()
+    done = run_script("evaluate.py", "tiny:ascii", "--dataset", *names, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     content = json.loads((tmp_path / "all.json").read_text())
     table, text = content["table"], (tmp_path / "all.md").read_text()
@@ -258,9 +256,9 @@ def test_several_sets_samples_and_seeds_make_one_table(tmp_path: Path):
     assert strict["mean"] == pytest.approx(sum(followed) / 16) and 0 < strict["mean"] <= 0.5
 
     # the second seed alone draws what it drew among others; the weights may be the last word
-    alone = [*command[:2], "--seed", "4", "--samples", "2", "--max-tokens", "6"]
-    alone += ["--baseline", "all.json", "--output", "b.json", "--dataset", names[0], "tiny:ascii"]
-    done = subprocess.run(alone, cwd=tmp_path, capture_output=True, text=True)
+    words = "--seed 4 --samples 2 --max-tokens 6 --baseline all.json --output b.json".split()
+    words += ["--dataset", names[0], "tiny:ascii"]
+    done = run_script("evaluate.py", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     single = json.loads((tmp_path / "b.json").read_text())
     both = content["datasets"][0]["rows"]
@@ -276,5 +274,5 @@ def test_several_sets_samples_and_seeds_make_one_table(tmp_path: Path):
         (["--output", "table.md"], "output is a .json file"),
         (["--baseline", "gone.json"], "gone.json cannot be read as an evaluation"),
     ):
-        done = subprocess.run([*command[:3], *words], cwd=tmp_path, capture_output=True, text=True)
+        done = run_script("evaluate.py", "tiny:ascii", *words, cwd=tmp_path)
         assert done.returncode == 2 and message in " ".join(done.stderr.split()), done.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_server import run_script
 
 from rl.config import DataSettings
 from rl.data import load_problems
@@ -351,12 +352,8 @@ def test_a_run_of_programs_says_where_they_run_and_is_evaluated_on_others(
         "--steps 1 --batch-size 2 --group-size 2 --max-tokens 8 --eval-every 0 --save-every 0 "
         "--quiet"
     ).split()
-    subprocess.run(
-        [sys.executable, "train.py", *words, "--output-dir", str(tmp_path / "run")],
-        cwd=REPO,
-        check=True,
-        capture_output=True,
-    )
+    done = run_script("train.py", *words, "--output-dir", tmp_path / "run", cwd=REPO)
+    assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run" / "config.json").read_text())["sandbox"] == kind
     row = {
         "prompt": "def f(x):\n",
@@ -372,8 +369,7 @@ def test_a_run_of_programs_says_where_they_run_and_is_evaluated_on_others(
         "--output",
         str(tmp_path / "found.json"),
     ]
-    line = [sys.executable, "evaluate.py", str(tmp_path / "run"), *words]
-    done = subprocess.run(line, cwd=REPO, capture_output=True, text=True, check=False)
+    done = run_script("evaluate.py", tmp_path / "run", *words, cwd=REPO)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["reward"] == "code_tests" and found["sandbox"] == kind and found["answers"] == 4

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rank_server import REPO, Ranks
+from rank_server import REPO, shared_ranks
 from test_asynchronous import ENVIRONMENT, metrics, same
 
 from rl.algorithms import METHODS
@@ -445,9 +445,7 @@ def test_a_plan_tells_both_sides_and_refuses_a_side_without_ranks(capsys):
 
 @pytest.fixture(scope="module")
 def ranks():
-    server = Ranks()
-    yield server
-    server.close()
+    return shared_ranks()
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import two_services
+from test_distributed import run_launch
 
 from rl import ServiceClient
 from rl.errors import UserError
@@ -46,24 +47,8 @@ def test_two_ranks_serve_every_service_of_a_script(config, tmp_path):
     """The second ServiceClient waited for ever for ranks that served the first; under DeepSpeed
     accelerate takes no second plugin.
     """
-    script = [str(REPO / "tests" / "two_services.py"), str(tmp_path / "two")]
-    launch = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(REPO / f"accelerate_configs/{config}.yaml"),
-    ]
-    command = [*launch, "--num_processes", "2", "--main_process_port", "0", *script]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    (tmp_path / "two").mkdir()
+    run_launch(config, tmp_path, tmp_path / "two", script="tests/two_services.py")
     two = json.loads((tmp_path / "two" / "result.json").read_text())
     (tmp_path / "one").mkdir()
     two_services.main(tmp_path / "one")

@@ -8,12 +8,10 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-import learning
 import matplotlib.image
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from rl.trainer.evaluator import HeldOutMetrics
 
@@ -39,16 +37,6 @@ def default_run(base: Path) -> tuple[Path, str]:
     """The default recipe's folder and console output."""
     folder = base / "default_recipe"
     return folder, train("--output-dir", folder)
-
-
-@cache
-def taught_model(base: Path) -> Path:
-    """Weights after the first stage of recipes/addition.yaml."""
-    recipe = yaml.safe_load(RECIPE.read_text())
-    recipe["stages"] = recipe["stages"][:1]
-    (base / "teach.yaml").write_text(yaml.safe_dump(recipe))
-    train(base / "teach.yaml", "--output-dir", base / "taught", "--seed", str(learning.seed()))
-    return base / "taught" / "checkpoints" / "sft-final" / "model"
 
 
 def accuracy_by_generate(model: Path, answers: Mapping[str, str], *, sample: bool) -> float:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rank_server import Launch, run_script, shared_ranks
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, cli
@@ -49,10 +47,6 @@ stages:
     save_every: 2
     rollouts_every: 1
 """
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def test_a_model_for_all_stages_is_where_the_first_begins(tmp_path: Path):
@@ -92,10 +86,7 @@ def test_the_recipe_runs_on_a_cpu_as_it_says(shared_data: Path, tmp_path: Path):
         "2",
     ]
     words += ["--max-tokens", "8", "--eval-limit", "2", "--output-dir", str(tmp_path / "run")]
-    command = [sys.executable, str(REPO / "train.py"), str(GSM8K), *words]
-    done = subprocess.run(
-        command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=200
-    )
+    done = run_script("train.py", GSM8K, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [0, 1] and rows[1]["env/all/total_episodes"] == 4
@@ -127,20 +118,14 @@ def tensors(path: Path) -> dict[str, np.ndarray]:
     return load_file(str(path))
 
 
-def train(recipe: Path, run: Path, *words: str) -> subprocess.Popen:
-    command = [
-        sys.executable, str(REPO / "train.py"), str(recipe), "--output-dir", str(run), *words,
-    ]  # fmt: skip
-    log = (recipe.parent / f"{run.name}.log").open("a")
-    with log:
-        return subprocess.Popen(
-            command, env=environment(), cwd=recipe.parent, stdout=log, stderr=log
-        )
+def train(recipe: Path, run: Path, *words: str) -> Launch:
+    return shared_ranks().start(recipe, "--output-dir", run, *words, cwd=recipe.parent)
 
 
-def finish(process: subprocess.Popen, recipe: Path, run: Path) -> Path:
-    assert process.wait(timeout=300) == 0, (recipe.parent / f"{run.name}.log").read_text()[-3000:]
-    return run
+def finish(launch: Launch) -> str:
+    """Wait for the end of a run; returns what it printed."""
+    assert launch.wait(300) == [0], launch.output()[-3000:]
+    return launch.output()
 
 
 @pytest.fixture(scope="module")
@@ -160,20 +145,19 @@ def recipe(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(recipe: Path) -> tuple[Path, Path]:
     whole, killed = recipe.parent / "whole", recipe.parent / "killed"
-    processes = train(recipe, whole), train(recipe, killed)
+    launches = train(recipe, whole), train(recipe, killed)
     # one step after the first checkpoint of GRPO: that step will have to be taken back
     past = SFT_STEPS + 1 + 3
     deadline = time.monotonic() + 300
-    while processes[1].poll() is None and time.monotonic() < deadline:
+    while not launches[1].poll() and time.monotonic() < deadline:
         path = killed / "metrics.jsonl"
         if path.exists() and f'"step": {past},' in path.read_text():
             break
         time.sleep(0.02)
-    processes[1].send_signal(signal.SIGKILL)
-    assert processes[1].wait(timeout=60) == -signal.SIGKILL, (
-        recipe.parent / "killed.log"
-    ).read_text()[-3000:]
-    return finish(processes[0], recipe, whole), killed
+    launches[1].kill(0)
+    assert launches[1].wait(60) == [-signal.SIGKILL], launches[1].output()[-3000:]
+    finish(launches[0])
+    return whole, killed
 
 
 @pytest.fixture(scope="module")
@@ -291,8 +275,7 @@ def test_a_run_killed_in_the_middle_of_grpo_ends_as_if_it_had_not_been(
         and any(name.startswith("grpo-") for name in names)
     )
 
-    finish(train(recipe, broken, "--resume"), recipe, broken)
-    assert "resuming from grpo-" in (recipe.parent / "killed.log").read_text()
+    assert "resuming from grpo-" in finish(train(recipe, broken, "--resume"))
     assert untimed(broken) == untimed(run)
     for file in ("model/model.safetensors", "optimizer.safetensors"):
         ours, theirs = (

@@ -1,7 +1,5 @@
 """Whole runs through the entry."""
 
-import atexit
-import functools
 import json
 import os
 import signal
@@ -12,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_server import Launch, Ranks
+from rank_server import Launch, shared_ranks
 from safetensors.torch import load_file
 
 REPO = Path(__file__).resolve().parents[2]
@@ -66,16 +64,9 @@ def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **extra}
 
 
-@functools.cache
-def server() -> Ranks:
-    ranks = Ranks()
-    atexit.register(ranks.close)
-    return ranks
-
-
 def start(*words: str | Path, cwd: Path, **how: str) -> Launch:
     """train.py as a process by itself."""
-    return server().start(*words, cwd=cwd, **how)
+    return shared_ranks().start(*words, cwd=cwd, **how)
 
 
 def run(*words: str | Path, cwd: Path, ok: bool = True, **how: str) -> subprocess.CompletedProcess:

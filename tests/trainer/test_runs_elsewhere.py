@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from rank_server import run_script
 from whole_runs import train
 
 from rl.algorithms import METHODS
@@ -50,9 +51,9 @@ def project(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def run_script(command: str, folder: Path) -> subprocess.CompletedProcess:
-    words = [sys.executable, *shlex.split(command)[1:]]
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+def run_command(command: str, folder: Path) -> subprocess.CompletedProcess:
+    """Run `python SCRIPT WORDS` in a folder."""
+    return run_script(*shlex.split(command)[1:], cwd=folder)
 
 
 @pytest.mark.slow
@@ -66,11 +67,11 @@ def test_printed_commands_work_as_printed(project, tmp_path, monkeypatch):
     ):
         words = words.replace("rows.jsonl", str(project / "rows.jsonl"))
         command = f"python {REPO / 'train.py'} {words} --group-size 2 --output-dir {name}"
-        done = run_script(command, folder)
+        done = run_command(command, folder)
         assert done.returncode == 0, done.stderr
         lines = [line.strip() for line in done.stdout.splitlines()]
         (printed,) = [line for line in lines if "evaluate.py" in line]
-        done = run_script(f"{printed} --limit 2", folder)
+        done = run_command(f"{printed} --limit 2", folder)
         assert done.returncode == 0, done.stderr
         assert "reward" in done.stdout
 

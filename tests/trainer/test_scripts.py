@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rank_server import run_script
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, cli, resolve_config
@@ -50,9 +51,9 @@ ANSWER = re.compile(r"^(.*)  \[mean logprob (-?[\d.]+), (\d+) tokens(, cut off)?
 
 
 def script(name: str, *words: object, cwd: Path, **options) -> subprocess.CompletedProcess:
+    if not options:
+        return run_script(name, *words, cwd=cwd, COLUMNS="200")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    if "input" not in options:
-        options.setdefault("stdin", subprocess.DEVNULL)
     command = [sys.executable, str(REPO / name), *map(str, words)]
     return subprocess.run(
         command, cwd=cwd, env=env, capture_output=True, text=True, timeout=200, **options
