@@ -71,6 +71,7 @@ PARTS = (
     Part("default_recipe", "the default recipe: time, accuracy", "campaign.py --default-recipe"),
     Part("addition", "recipes/addition.yaml: the same figures", "campaign.py --addition-recipe"),
     Part("methods", "each method's recipe passes a bar that the model misses", "methods.py"),
+    Part("learning_seeds", "the tests that learn, three seeds", "learning_seeds.py"),
     Part("campaign_tests", "tests too long for `make test-all`", "pytest -m campaign"),
     Part("kill_campaign", "kill -9 of a random rank of two, resumed to the same bits", KILLS),
     Part("architectures", "every causal LM of transformers, tiny", "architectures.py"),

@@ -1,10 +1,14 @@
-"""Tests that train until something is learnt: their seed, and the bars that their figures clear.
+"""Tests that train until something is learnt: their seed, and the figures that they hold against
+bars.
 
-`make test-all` runs them with the seeds that they name. WHETSTONE_LEARNING_SEED is added to each, to
-see whether another seed clears the bars, too.
+`make test-all` runs them with the seeds that they name. bench/learning_seeds.py runs them with others,
+by WHETSTONE_LEARNING_SEED (added to a test's own seed), and gathers the figures that
+WHETSTONE_LEARNING_FIGURES names a file for.
 """
 
+import json
 import os
+from pathlib import Path
 
 
 def seed(own: int = 0) -> int:
@@ -15,9 +19,21 @@ def seed(own: int = 0) -> int:
 def clears(
     what: str, figure: float, *, above: float | None = None, below: float | None = None
 ) -> None:
-    """Asserts that a figure lies above (below) its bar."""
+    """Asserts that a figure lies above (below) its bar, and notes both where they are gathered."""
     bar = above if above is not None else below
     assert bar is not None and (above is None or below is None), "one bar"
     side = "above" if above is not None else "below"
     cleared = figure > bar if side == "above" else figure < bar
+    if path := os.environ.get("WHETSTONE_LEARNING_FIGURES"):
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").split(" ")[0].rpartition("/")[2]
+        row = {
+            "test": test,
+            "figure": what,
+            "seed": seed(),
+            "value": float(figure),
+            side: bar,
+            "cleared": bool(cleared),
+        }
+        with Path(path).open("a") as file:
+            file.write(json.dumps(row) + "\n")
     assert cleared, f"{what} is {figure:g}, the bar is {side} {bar:g}"
