@@ -31,6 +31,7 @@ Sequences are 12 to 70 tokens long and windows are 40. The exit code is 1 if a r
 
 from __future__ import annotations
 
+import argparse
 import copy
 import csv
 import logging
@@ -55,7 +56,6 @@ import torch  # noqa: E402
 from tiny_models import VOCAB, model_types, tiny_model  # noqa: E402
 
 from bench.architectures_saved import adapter_column, saved_columns  # noqa: E402
-from bench.harness import make_parser, read_table  # noqa: E402
 from rl.distributed import make_accelerator  # noqa: E402
 from rl.errors import UserError  # noqa: E402
 from rl.layers import describe_layers  # noqa: E402
@@ -69,10 +69,24 @@ from rl.types import Datum, LoraConfig, ModelInput, SamplingParams  # noqa: E402
 from tools.architectures_page import main as write_page  # noqa: E402
 
 TABLE = HERE / "results" / "architectures.csv"
-COLUMNS = (
-    "architecture class attention parameters padded packed shared checkpointing sampler resume "
-    "reload adapter rows layers lora_left_out seconds"
-).split()
+COLUMNS = [
+    "architecture",
+    "class",
+    "attention",
+    "parameters",
+    "padded",
+    "packed",
+    "shared",
+    "checkpointing",
+    "sampler",
+    "resume",
+    "reload",
+    "adapter",
+    "rows",
+    "layers",
+    "lora_left_out",
+    "seconds",
+]
 LOGPROBS, GRADIENT, SAMPLED = 1e-4, 1e-3, 1e-3
 # Share of the tokens that may differ if a layer chooses the positions it reads by scores: with a
 # tiny vocabulary, some scores are nearly equal.
@@ -95,10 +109,14 @@ def sequences() -> list[Datum]:
         texts += [(prompt + draw(n), len(prompt)) for n in answers]
     found = []
     for tokens, prompt in texts:
-        learned = rng.uniform(0.2, 1.0, len(tokens) - prompt)
-        weights = np.concatenate([np.zeros(prompt - 1), learned]).astype(np.float32)
-        fields = {"target_tokens": tokens[1:], "weights": weights}
-        found.append(Datum(ModelInput.from_ints(tokens[:-1]), fields))
+        weights = np.concatenate(
+            [np.zeros(prompt - 1), rng.uniform(0.2, 1.0, len(tokens) - prompt)]
+        ).astype(np.float32)
+        found.append(
+            Datum(
+                ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], "weights": weights}
+            )
+        )
     return found
 
 
@@ -109,14 +127,18 @@ def alone(model: Any, datums: list[Datum]) -> tuple[list[np.ndarray], dict[str, 
     model.zero_grad()
     logprobs = []
     for datum in datums:
-        ids = torch.tensor([datum.model_input.to_ints()])
-        logits = model(input_ids=ids, use_cache=False).logits[0].double()
+        logits = (
+            model(input_ids=torch.tensor([datum.model_input.to_ints()]), use_cache=False)
+            .logits[0]
+            .double()
+        )
         targets = torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)
         logp = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
         (-(logp * torch.from_numpy(datum.loss_fn_inputs["weights"].array)).sum()).backward()
         logprobs.append(logp.detach().numpy())
-    gradients = ((name, p.grad) for name, p in model.named_parameters())
-    return logprobs, {name: grad.clone() for name, grad in gradients if grad is not None}
+    return logprobs, {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def rounding(model: Any, datums: list[Datum], logprobs: list[np.ndarray]) -> float:
@@ -134,31 +156,48 @@ def loaded_copy(model: Any, name: str) -> models.LoadedModel:
 
 
 def judged(
-    model: Any, name: str, datums: list[Datum], truth: Any, accelerator: Any,
+    model: Any,
+    name: str,
+    datums: list[Datum],
+    truth: Any,
+    accelerator: Any,
     settings: LearnerSettings,
-) -> str:  # fmt: skip
+) -> str:
     """Return a verdict in words on a learner's outputs and gradient, compared with `truth`."""
     try:
         learner = Learner(loaded_copy(model, name), accelerator, settings)
-        how: dict[str, Any] = {"temperature": 1.0, "divisor": 1.0, "backward": True}
-        outputs, _ = learner.run(datums, get_loss("cross_entropy"), {}, **how)
+        outputs, _ = learner.run(
+            datums, get_loss("cross_entropy"), {}, temperature=1.0, divisor=1.0, backward=True
+        )
     except (UserError, ValueError) as error:
         return f"refused: {error}"
     logprobs, gradient = truth
-    pairs = zip(outputs, logprobs, strict=True)
-    worst = max(float(np.abs(output["logprobs"] - right).max()) for output, right in pairs)
-    mine = {n: p.grad for n, p in learner.trainable.items() if p.grad is not None}
-    both = mine.keys() & gradient.keys()
-    square = sum(float((mine[n] - gradient[n]).square().sum()) for n in both)
-    missing = [n for n in gradient if n not in mine and gradient[n].abs().max() > 0]
+    worst = max(
+        float(np.abs(outputs[i]["logprobs"] - expected).max())
+        for i, expected in enumerate(logprobs)
+    )
+    square = sum(
+        float((p.grad - gradient[n]).square().sum())
+        for n, p in learner.trainable.items()
+        if p.grad is not None and n in gradient
+    )
+    missing = [
+        n for n in gradient if learner.trainable[n].grad is None and gradient[n].abs().max() > 0
+    ]
     off = (square / sum(float(g.square().sum()) for g in gradient.values())) ** 0.5
-    if off <= GRADIENT and not missing:
-        if worst <= LOGPROBS:
-            return "exact"
-        if worst <= 4 * rounding(model, datums, logprobs):
-            return f"exact ({worst:.1g} nats, as the plain model is from itself in float64)"
-    without = f", none for {missing[:2]}" if missing else ""
-    return f"WRONG: {worst:.2g} nats, gradient {off:.2g}{without}"
+    if (
+        off <= GRADIENT
+        and not missing
+        and (worst <= LOGPROBS or worst <= 4 * rounding(model, datums, logprobs))
+    ):
+        return "exact" + (
+            ""
+            if worst <= LOGPROBS
+            else f" ({worst:.1g} nats, as the plain model is from itself in float64)"
+        )
+    return f"WRONG: {worst:.2g} nats, gradient {off:.2g}" + (
+        f", none for {missing[:2]}" if missing else ""
+    )
 
 
 def sampled(model: Any) -> str:
@@ -168,26 +207,37 @@ def sampled(model: Any) -> str:
     rng = np.random.default_rng(9)
     prompts = [rng.integers(3, VOCAB, n).tolist() for n in (5, 50, 31)]
     with torch.no_grad():
-        decoder = make_decoder(models._disable_randomness(copy.deepcopy(model)))
-        engine = Engine(decoder, (), max_context=200)
-        how = {"num_samples": 2, "params": SamplingParams(12, temperature=1.0, seed=0), "seed": 3}
+        engine = Engine(
+            make_decoder(models._disable_randomness(copy.deepcopy(model))), (), max_context=200
+        )
+        params = SamplingParams(max_tokens=12, temperature=1.0, seed=0)
         for i, prompt in enumerate(prompts):
-            engine.add(SamplingRequest(prompt=prompt, problem=i, **how))
-        gaps = []
+            engine.add(
+                SamplingRequest(prompt=prompt, num_samples=2, params=params, seed=3, problem=i)
+            )
+        worst, off, count = 0.0, 0, 0
         for prompt, response in zip(prompts, engine.run(), strict=True):
             for sequence in response.sequences:
                 ids = torch.tensor([prompt + sequence.tokens])
-                logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
-                tokens = torch.tensor(sequence.tokens)[:, None]
-                expected = logits.double().log_softmax(-1).gather(-1, tokens)[:, 0]
-                gaps.append((torch.tensor(sequence.logprobs).double() - expected).abs())
-    apart = torch.cat(gaps)
-    worst, off = float(apart.max()), int((apart > SAMPLED).sum())
-    if worst <= SAMPLED:
-        return "exact"
-    if describe_layers(model).selected_positions and off <= CHOSEN_OTHERWISE * len(apart):
-        return f"exact but for {off} of {len(apart)} tokens, whose layers chose other positions to read"
-    return f"WRONG: {worst:.2g} nats"
+                logits = (
+                    model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double()
+                )
+                expected = logits.log_softmax(-1).gather(
+                    -1, torch.tensor(sequence.tokens)[:, None]
+                )[:, 0]
+                apart = (torch.tensor(sequence.logprobs).double() - expected).abs()
+                worst, off, count = (
+                    max(worst, float(apart.max())),
+                    off + int((apart > SAMPLED).sum()),
+                    count + len(apart),
+                )
+    if (
+        worst > SAMPLED
+        and describe_layers(model).selected_positions
+        and off <= CHOSEN_OTHERWISE * count
+    ):
+        return f"exact but for {off} of {count} tokens, whose layers chose other positions to read"
+    return "exact" if worst <= SAMPLED else f"WRONG: {worst:.2g} nats"
 
 
 def rows_of(model: Any) -> str:
@@ -216,9 +266,10 @@ def saved(model: Any) -> dict[str, str]:
     datums, accelerator = sequences()[:3], make_accelerator(bf16=False)
     with tempfile.TemporaryDirectory() as folder:
         found: dict[str, str] = {}
-        given = model, datums, accelerator, Path(folder)
-        said = attempt(lambda: found.update(saved_columns(*given)) or "")
-        adapter = attempt(lambda: adapter_column(*given))
+        said = attempt(
+            lambda: found.update(saved_columns(model, datums, accelerator, Path(folder))) or ""
+        )
+        adapter = attempt(lambda: adapter_column(model, datums, accelerator, Path(folder)))
     return {"resume": said, "reload": said, **found, "adapter": adapter}
 
 
@@ -246,8 +297,9 @@ def row(name: str) -> dict[str, Any]:
     def layout(which: str, checkpointing: bool = False) -> str:
         nonlocal truth
         truth = truth or alone(plain, datums)
-        how: dict[str, Any] = {"layout": which, "gradient_checkpointing": checkpointing}
-        settings = LearnerSettings(token_budget=400, **how)
+        settings = LearnerSettings(
+            token_budget=400, layout=which, gradient_checkpointing=checkpointing
+        )
         return judged(model, name, datums, truth, accelerator, settings)
 
     for which in LAYOUTS:
@@ -279,10 +331,10 @@ def in_its_own_process(
     """Return a row from a child process, or a row that describes the end of the process. The
     process is forked, because the imports take seconds and a fork inherits them.
     """
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe(duplex=False)
-    work_on = name, there, work, name if given is None else given
-    process = context.Process(target=_send_row, args=work_on)
+    here, there = multiprocessing.get_context("fork").Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(
+        target=_send_row, args=(name, there, work, name if given is None else given)
+    )
     process.start()
     there.close()
     try:
@@ -291,8 +343,10 @@ def in_its_own_process(
         return {"architecture": name, "class": f"not tried: no row within {limit:g} s"}
     except EOFError:
         process.join(10)
-        end = f"not tried: the process ended with code {process.exitcode}"
-        return {"architecture": name, "class": end}
+        return {
+            "architecture": name,
+            "class": f"not tried: the process ended with code {process.exitcode}",
+        }
     finally:
         process.kill()
         process.join()
@@ -303,8 +357,9 @@ def _send_row(name: str, there: Any, work: Callable[[Any], dict[str, Any]], give
         there.send(work(given))
     except Exception as error:  # noqa: BLE001
         first = (str(error).strip() or "no text").splitlines()[0]
-        end = f"not built: {type(error).__name__}: {first[:200]}"
-        there.send({"architecture": name, "class": end})
+        there.send(
+            {"architecture": name, "class": f"not built: {type(error).__name__}: {first[:200]}"}
+        )
 
 
 def warm_up() -> None:
@@ -320,24 +375,41 @@ def summary(rows: dict[str, dict[str, Any]]) -> str:
     lines = []
     for column in ("padded", "packed", "shared", "checkpointing", "sampler", *SAVED):
         cells = [row.get(column) or "" for row in rows.values()]
-        kinds = "exact", "refused", "WRONG"
-        counts = (f"{kind} {sum(cell.startswith(kind) for cell in cells)}" for kind in kinds)
-        lines.append(f"{column:14}{'  '.join(counts)}")
+        counts = {
+            kind: sum(cell.startswith(kind) for cell in cells)
+            for kind in ("exact", "refused", "WRONG")
+        }
+        lines.append(
+            f"{column:14}" + "  ".join(f"{kind} {count}" for kind, count in counts.items())
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", help="architectures, by transformers' model_type")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for one architecture")
-    parser.add_argument("--saved", action="store_true", help="those columns alone, where missing")
+    parser.add_argument(
+        "--saved",
+        action="store_true",
+        help="resume, reload and adapter alone, of rows that have no such cell",
+    )
     asked = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    rows: dict[str, dict[str, Any]] = {row["architecture"]: row for row in read_table(TABLE)}
+    rows: dict[str, dict[str, Any]] = {}
+    if TABLE.is_file():
+        with TABLE.open() as file:
+            rows = {row["architecture"]: row for row in csv.DictReader(file)}
     warm_up()
-    built = [name for name in rows if rows[name]["parameters"] and not rows[name].get("resume")]
-    for name in asked.only or (built if asked.saved else model_types()):
+    names = (
+        [name for name in rows if rows[name]["parameters"] and not rows[name].get("resume")]
+        if asked.saved
+        else model_types()
+    )
+    for name in asked.only or names:
         if asked.saved:
             found = in_its_own_process(name, asked.limit, saved_row, rows[name])
             rows[name] |= {column: found.get(column) or found["class"] for column in SAVED}

@@ -46,15 +46,19 @@ def _learner(loaded: models.LoadedModel, accelerator: Any) -> Learner:
 
 def _steps(learner: Learner, datums: list[Datum], count: int) -> None:
     for _ in range(count):
-        how: dict[str, Any] = {"temperature": 1.0, "divisor": 10.0, "backward": True}
-        learner.run(datums, get_loss("cross_entropy"), {}, **how)
+        learner.run(
+            datums, get_loss("cross_entropy"), {}, temperature=1.0, divisor=10.0, backward=True
+        )
         learner.step(_ADAM)
 
 
 def _state(learner: Learner) -> dict[str, torch.Tensor]:
     """Return copies of the weights and of AdamW's state."""
-    tensors = {**learner.trainable, **learner.optimizer_tensors()}
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    found = {
+        **{name: p.detach() for name, p in learner.trainable.items()},
+        **learner.optimizer_tensors(),
+    }
+    return {name: tensor.clone() for name, tensor in found.items()}
 
 
 @torch.no_grad()
@@ -82,21 +86,30 @@ def saved_columns(
     one = _learner(_loaded(str(folder / "base"), model), accelerator)
     begun = _state(one)
     _steps(one, datums, 2)
-    more = [torch.get_rng_state()], learner_checkpoint.SaveMetadata({}), None
-    learner_checkpoint.save_learner_state(one, _SPEC, folder / "at2", *more)
+    learner_checkpoint.save_learner_state(
+        one,
+        _SPEC,
+        folder / "at2",
+        [torch.get_rng_state()],
+        learner_checkpoint.SaveMetadata({}),
+        None,
+    )
     _steps(one, datums, 2)
     base, _ = learner_checkpoint.resolve_base_model(_SPEC, str(folder / "at2"))
     two = _learner(_loaded(base, model), accelerator)
     learner_checkpoint.load_learner_state(two, folder / "at2", True, 0)
     _steps(two, datums, 2)
     whole, resumed = _state(one), _state(two)
-    both = whole.keys() & resumed.keys()
-    equal = {name for name in both if torch.equal(whole[name], resumed[name])}
-    unlike = [name for name in whole | resumed if name not in equal]
+    unlike = [
+        name for name in whole if name not in resumed or not torch.equal(whole[name], resumed[name])
+    ]
+    unlike += [name for name in resumed if name not in whole]
     still = all(torch.equal(tensor, whole[name]) for name, tensor in begun.items())
-    resume = "exact"
-    if unlike:
-        resume = f"WRONG: {len(unlike)} of {len(whole)} tensors differ, {unlike[0]} first"
+    resume = (
+        f"WRONG: {len(unlike)} of {len(whole)} tensors differ, {unlike[0]} first"
+        if unlike
+        else "exact"
+    )
     learner_checkpoint.write_model(one.model, None, folder / "last")
     plain = _plain(folder / "last")
     reload = _apart(_logits(plain), _logits(one.model), plain, folder / "last")
@@ -116,9 +129,11 @@ def adapter_column(model: Any, datums: list[Datum], accelerator: Any, folder: Pa
     learner_checkpoint.write_model(learner.model, None, folder / "adapter")
     bare = _plain(folder / "bare")
     plain = PeftModel.from_pretrained(copy.deepcopy(bare), str(folder / "adapter"))
-    if torch.equal(before, after):
-        return "WRONG: nothing moved"
-    return _apart(_logits(plain), after, bare, folder / "bare")
+    return (
+        "WRONG: nothing moved"
+        if torch.equal(before, after)
+        else _apart(_logits(plain), after, bare, folder / "bare")
+    )
 
 
 def _read_otherwise(plain: Any, folder: Path) -> list[str]:
@@ -127,9 +142,12 @@ def _read_otherwise(plain: Any, folder: Path) -> list[str]:
     """
     from safetensors.torch import load_file
 
-    read, written = dict(plain.named_parameters()), load_file(folder / "model.safetensors")
-    both = [name for name in written if name in read]
-    return [name for name in both if not torch.equal(read[name], written[name])]
+    own = dict(plain.named_parameters())
+    return [
+        name
+        for name, tensor in load_file(str(folder / "model.safetensors")).items()
+        if name in own and not torch.equal(own[name], tensor)
+    ]
 
 
 def _plain(folder: Path) -> Any:

@@ -12,6 +12,7 @@ the last values in metrics.jsonl. The script downloads nothing.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -21,13 +22,12 @@ import tempfile
 import time
 from pathlib import Path
 from string import Template
-from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench.cookbook_services import Stand, start_chroma  # noqa: E402
 from bench.cookbook_world import CODER, NAMES, SEARCHER, STUDENT, TEACHER, lay_out  # noqa: E402
-from bench.harness import DATA, REPO, RESULTS, make_parser, replace_rows  # noqa: E402
+from bench.harness import REPO, RESULTS, replace_rows  # noqa: E402
 
 PACKAGE = "tinker_cookbook.recipes"
 
@@ -138,7 +138,6 @@ def start_server(work: Path, log: Path) -> tuple[subprocess.Popen, str]:
         for name, model in stands_on.items()
         for word in ("--base-model", f"{name}={work / model},{(work / name).resolve()}")
     ]
-    folder = tempfile.mkdtemp(prefix="served-", dir=work)
     command = [
         sys.executable,
         str(REPO / "serve.py"),
@@ -146,10 +145,11 @@ def start_server(work: Path, log: Path) -> tuple[subprocess.Popen, str]:
         "--port",
         "0",
         "--output-dir",
-        folder,
+        tempfile.mkdtemp(prefix="served-", dir=work),
     ]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": log.open("w")}
-    process = subprocess.Popen(command, text=True, cwd=work, **pipes)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=log.open("w"), text=True, cwd=work
+    )
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("serving"):
@@ -176,8 +176,14 @@ class Client:
             **services,
         }
         command = [python, str(REPO / "bench" / "cookbook_client.py")]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self.process = subprocess.Popen(command, cwd=work, env=environment, text=True, **pipes)
+        self.process = subprocess.Popen(
+            command,
+            cwd=work,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     def run(self, **asked: object) -> int:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -186,26 +192,47 @@ class Client:
 
 
 METRICS = (
-    "env/all/reward/total test/env/all/reward/total reward/total env/all/correct "
-    "optim/kl_sample_train_v1 kl_pre_post grad_norm train_mean_nll test/nll dpo_loss accuracy "
-    "teacher_kl kl_policy_base train/loss train/accuracy test/brier_reward"
-).split()
+    "env/all/reward/total",
+    "test/env/all/reward/total",
+    "reward/total",
+    "env/all/correct",
+    "optim/kl_sample_train_v1",
+    "kl_pre_post",
+    "grad_norm",
+    "train_mean_nll",
+    "test/nll",
+    "dpo_loss",
+    "accuracy",
+    "teacher_kl",
+    "kl_policy_base",
+    "train/loss",
+    "train/accuracy",
+    "test/brier_reward",
+)
 
 
 def folder_of(name: str, work: Path) -> Path:
     """Return the folder into which a recipe writes; a resumed recipe shares the folder of the
     original run.
     """
-    folder = name.removesuffix(", resumed").replace(" ", "-").replace(",", "")
-    return work / "logs" / ("rlhf-bench" if "rlhf" in name else folder)
+    return (
+        work
+        / "logs"
+        / (
+            "rlhf-bench"
+            if "rlhf" in name
+            else name.removesuffix(", resumed").replace(" ", "-").replace(",", "")
+        )
+    )
 
 
 def seen_of(name: str, work: Path) -> tuple[int, str]:
     """Return the number of metrics rows that a recipe wrote, and the last values of METRICS."""
     files = sorted(folder_of(name, work).rglob("metrics.jsonl"))
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    cells = (cell for row in rows for cell in row.items())
-    last = {key: value for key, value in cells if isinstance(value, (int, float))}
+    last = {
+        key: value for row in rows for key, value in row.items() if isinstance(value, (int, float))
+    }
     return len(rows), "; ".join(f"{key} {last[key]:.4g}" for key in METRICS if key in last)
 
 
@@ -219,30 +246,52 @@ def answered(said: list[str]) -> str:
 
 def run(name: str, client: Client, work: Path, seconds: float, chroma: int) -> dict[str, str]:
     module, settings = RECIPES[name]
-    if not module.startswith(("tinker_cookbook.", "cookbook_")):
-        module = f"{PACKAGE}.{module}"
+    module = (
+        module if module.startswith(("tinker_cookbook.", "cookbook_")) else f"{PACKAGE}.{module}"
+    )
     logs = folder_of(name, work)
     logged = "rlhf" not in name and name != "decisions demo" and ".eval." not in module
-    arguments = [word.replace("CHROMA", str(chroma)) for word in settings]
-    arguments += [f"log_path={logs}"] * logged
+    arguments = [word.replace("CHROMA", str(chroma)) for word in settings] + [
+        f"log_path={logs}"
+    ] * logged
     begin, out = time.monotonic(), work / f"{logs.name}.out"
-    how = {"out": str(out), "seconds": seconds, "typed": TYPED.get(name, "")}
-    code = client.run(module=module, arguments=arguments, **how)
+    code = client.run(
+        module=module, arguments=arguments, out=str(out), seconds=seconds, typed=TYPED.get(name, "")
+    )
     took = time.monotonic() - begin
     said = [line.strip() for line in out.read_text().splitlines() if line.strip()]
     rows, seen = seen_of(name, work) if logged or "rlhf" in name else (0, answered(said))
     outcome = "ran" if code == 0 else "out of time" if code == 124 else "stopped"
     why = "" if code == 0 else (said[-1] if said else "").replace(f"{work}/", "")[:240]
     print(f"{name}: {outcome} in {took:.0f} s, {rows} rows of metrics. {seen} {why}", flush=True)
-    cells = (name, module, outcome, f"{took:.0f}", str(rows), seen, why)
-    return dict(zip("recipe module outcome seconds rows seen why".split(), cells, strict=True))
+    return {
+        "recipe": name,
+        "module": module,
+        "outcome": outcome,
+        "seconds": f"{took:.0f}",
+        "rows": str(rows),
+        "seen": seen,
+        "why": why,
+    }
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--python", required=True, help="with tinker 0.38, tinker-cookbook 0.6.1")
-    parser.add_argument("--data", type=Path, default=DATA)
-    parser.add_argument("--only", help="recipes, separated by ;", default=";".join(RECIPES))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--python",
+        required=True,
+        help="of an environment with tinker 0.38.0 and tinker-cookbook 0.6.1",
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path(os.environ.get("WHETSTONE_DATA", REPO.parent / "shared" / "data")),
+    )
+    parser.add_argument(
+        "--only", help="some of them, separated by ;: by default all", default=";".join(RECIPES)
+    )
     parser.add_argument("--seconds", type=float, default=120.0, help="that one recipe may take")
     parser.add_argument("--work", type=Path, help="keep the working folder here")
     args = parser.parse_args()
@@ -253,14 +302,19 @@ def main() -> None:
             lay_out(work, args.data.resolve(), problems=12)
         server, url = start_server(work, work / "server.log")
         stand = Stand()
-        names = args.only.split(";")
-        chroma, port = start_chroma(args.python, work) if "search_tool" in names else (None, 0)
+        chroma, port = (
+            start_chroma(args.python, work) if "search_tool" in args.only.split(";") else (None, 0)
+        )
         client = Client(args.python, url, work, stand.environment(work))
         try:
-            for name in names:
+            for name in args.only.split(";"):
                 row = run(name, client, work, args.seconds, port)
-                order = lambda row: list(RECIPES).index(row["recipe"])  # noqa: E731
-                replace_rows(RESULTS / "cookbook.csv", [row], ("recipe",), order)
+                replace_rows(
+                    RESULTS / "cookbook.csv",
+                    [row],
+                    ("recipe",),
+                    lambda row: list(RECIPES).index(row["recipe"]),
+                )
             print(f"asked of the stand-ins: {stand.counts}")
         finally:
             for process in (client.process, server, *([chroma] if chroma else [])):

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 
 FACTS = [
@@ -48,7 +47,10 @@ class Stand:
     def __init__(self) -> None:
         from rl.sandbox import Sandbox, SandboxLimits
 
-        self.sandbox, self.counts = Sandbox(workers=1), Counter[str]()
+        self.sandbox, self.counts = (
+            Sandbox(workers=1),
+            {"run_code": 0, "token": 0, "embedContent": 0},
+        )
         stand, limits = self, SandboxLimits(wall_s=20.0)
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -60,7 +62,7 @@ class Stand:
                 stand.counts[kind] += 1
                 if kind == "token":
                     said: dict = {
-                        "access_token": "local",
+                        "access_token": "of-this-machine",
                         "expires_in": 3600,
                         "token_type": "Bearer",
                     }
@@ -95,19 +97,26 @@ class Stand:
             "stderr": ran.stderr,
             "execution_time": ran.wall_s,
         }
-        status = "Success" if ran.returncode == 0 else "Failed"
-        return {"status": status, "message": "", "run_result": result}
+        return {
+            "status": "Success" if ran.returncode == 0 else "Failed",
+            "message": "",
+            "run_result": result,
+        }
 
     def environment(self, work: Path) -> dict[str, str]:
         """Return the environment variables that point clients to this server. Writes the key of a
         fictitious account.
         """
-        command = "openssl genpkey -algorithm RSA -pkeyopt rsa_keygen_bits:2048"
-        private_key = subprocess.check_output(command.split(), text=True, stderr=subprocess.DEVNULL)
+        made = subprocess.run(
+            ["openssl", "genpkey", "-algorithm", "RSA", "-pkeyopt", "rsa_keygen_bits:2048"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         account = {
             "type": "service_account",
             "project_id": "bench",
-            "private_key": private_key,
+            "private_key": made.stdout,
             "private_key_id": "1",
             "client_email": "nobody@localhost",
             "client_id": "1",
@@ -134,8 +143,16 @@ def start_chroma(python: str, work: Path) -> tuple[subprocess.Popen, int]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [str(Path(python).parent / "chroma"), "run", "--path", str(work / "chroma")]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command = [
+        str(Path(python).parent / "chroma"),
+        "run",
+        "--path",
+        str(work / "chroma"),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     with (work / "chroma.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=work)
     for _ in range(120):

@@ -33,18 +33,27 @@ def small_tokenizer(folder: Path, whole: Path, more: Sequence[str] = ()) -> None
     further words of any length.
     """
     folder.mkdir(parents=True)
-    words = json.loads((whole / "vocab.json").read_text())
-    vocab = {token: i for token, i in words.items() if i < WORDS}
+    vocab = {
+        token: i for token, i in json.loads((whole / "vocab.json").read_text()).items() if i < WORDS
+    }
     (folder / "vocab.json").write_text(json.dumps(vocab, ensure_ascii=False))
-    lines = (whole / "merges.txt").read_text().splitlines()[: WORDS - 256 + 1]
-    (folder / "merges.txt").write_text("".join(f"{line}\n" for line in lines if line))
+    lines = (whole / "merges.txt").read_text().splitlines()
+    (folder / "merges.txt").write_text(
+        "\n".join([line for line in lines[: WORDS - 256 + 1] if line]) + "\n"
+    )
     config = json.loads((whole / "tokenizer_config.json").read_text())
     first = min(map(int, config["added_tokens_decoder"]))
     config["added_tokens_decoder"] = {
         str(int(i) - first + WORDS): one for i, one in config["added_tokens_decoder"].items()
     }
     first = max(map(int, config["added_tokens_decoder"])) + 1
-    plain = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word", "special"), False)
+    plain = {
+        "lstrip": False,
+        "normalized": False,
+        "rstrip": False,
+        "single_word": False,
+        "special": False,
+    }
     config["added_tokens_decoder"] |= {
         str(first + i): {"content": word, **plain} for i, word in enumerate(more)
     }
@@ -154,17 +163,25 @@ def lay_out(work: Path, data: Path, problems: int) -> None:
         (work / name).symlink_to(work / ("tokenizer" if name in NAMES else "tools"))
     _tools(work)
     _markets(work / "markets.csv")
-    rows = rows_of(data / "gsm8k" / "train.jsonl")
-    answered = (row for row in rows if row["answer"].split("#### ")[-1] in ANSWERS)
-    short = sorted(answered, key=lambda row: len(row["question"]))
-    splits = {"train": short[:problems], "test": short[problems : problems + 8]}
-    hub_folder(work, "openai/gsm8k", "main", splits)
+    answered = {
+        "train": [
+            row
+            for row in rows_of(data / "gsm8k" / "train.jsonl")
+            if row["answer"].split("#### ")[-1] in ANSWERS
+        ]
+    }
+    short = sorted(answered["train"], key=lambda row: len(row["question"]))
+    hub_folder(
+        work,
+        "openai/gsm8k",
+        "main",
+        {"train": short[:problems], "test": short[problems : problems + 8]},
+    )
     math = rows_of(data / "math" / "MATH_train.jsonl", 64)
     sums = [(f"What is {a} + {b}?", str(a + b)) for a in range(12) for b in range(12)]
-    roles = "user", "assistant"
     chats = [
-        {"messages": [{"role": r, "content": text} for r, text in zip(roles, pair, strict=True)]}
-        for pair in sums
+        {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
+        for asked, said in sums
     ]
     hub_folder(work, "HuggingFaceH4/no_robots", "default", {"train": chats, "test": chats[:16]})
     hub_folder(work, "allenai/tulu-3-sft-mixture", "default", {"train": chats * 10})
@@ -207,8 +224,9 @@ def lay_out(work: Path, data: Path, problems: int) -> None:
         "grader_output_format_instruction": r"\boxed{1}",
     }
     convo = [{"role": "user", "content": "Say hello"}]
-    row = json.dumps({"convo": convo, "rubric_items": [rubric]})
-    (work / "rubric.jsonl").write_text(f"{row}\n" * 8)
+    (work / "rubric.jsonl").write_text(
+        (json.dumps({"convo": convo, "rubric_items": [rubric]}) + "\n") * 8
+    )
     (work / "conversations.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
 
 
@@ -218,22 +236,26 @@ def _tools(work: Path) -> None:
     """
     import pandas
 
-    tasks = []
-    for n in ANSWERS * 4:
-        tests = json.dumps([{"input": "", "output": f"{n}\n", "testtype": "stdin_stdout"}])
-        task = {"problem": f"Print {n}.", "tests": tests, "metadata": "{}", "starter_code": ""}
-        tasks.append(task)
+    tests = {
+        n: json.dumps([{"input": "", "output": f"{n}\n", "testtype": "stdin_stdout"}])
+        for n in ANSWERS
+    }
+    tasks = [
+        {"problem": f"Print {n}.", "tests": tests[n], "metadata": "{}", "starter_code": ""}
+        for n in ANSWERS
+    ] * 4
     for config, split in (("primeintellect", "train"), ("taco", "train"), ("codeforces", "test")):
         hub_folder(work, "agentica-org/DeepCoder-Preview-Dataset", config, {split: tasks})
-    splits = {"train": tasks, "test": tasks[:4]}
-    hub_folder(work, "agentica-org/DeepCoder-Preview-Dataset", "lcbv5", splits)
-    questions = (
-        ("How many legs has a spider?", "8", "nq"),
-        ("How many days has a week?", "7", "hotpotqa"),
+    hub_folder(
+        work, "agentica-org/DeepCoder-Preview-Dataset", "lcbv5", {"train": tasks, "test": tasks[:4]}
     )
     asked = [
-        {"question": question, "golden_answers": [answer], "data_source": source}
-        for question, answer, source in questions
+        {"question": "How many legs has a spider?", "golden_answers": ["8"], "data_source": "nq"},
+        {
+            "question": "How many days has a week?",
+            "golden_answers": ["7"],
+            "data_source": "hotpotqa",
+        },
     ] * 8
     for split in ("train", "test"):
         folder = work / ".cache" / "tinker-cookbook" / "PeterJinGo" / "nq_hotpotqa_train" / split
@@ -246,17 +268,35 @@ def _markets(path: Path) -> None:
     decisions.forecasting splits them.
     """
     columns = (
-        "submission_id event_ticker title snapshot_time close_time market_outcome category markets "
-        "sources"
+        "submission_id",
+        "event_ticker",
+        "title",
+        "snapshot_time",
+        "close_time",
+        "market_outcome",
+        "category",
+        "markets",
+        "sources",
     )
     with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(columns.split())
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
         for i in range(24):
             day, odd = ("2025-10-%02d" if i < 16 else "2025-11-%02d") % (1 + i % 16), i % 2
-            summary = f"{i} is {'odd' if odd else 'even'}."
-            source = {"title": "Parity", "summary": summary, "ranking": 1}
-            begins = (str(i), f"E{i}", f"Will {i} be odd?", f"{day}T00:00:00", f"{day}T12:00:00")
-            cells = (json.dumps(cell) for cell in ({"Odd": odd}, ["Odd"], [source]))
-            outcome, markets, sources = cells
-            writer.writerow([*begins, outcome, "Numbers", markets, sources])
+            source = {
+                "title": "Parity",
+                "summary": f"{i} is {'odd' if odd else 'even'}.",
+                "ranking": 1,
+            }
+            found = (
+                str(i),
+                f"E{i}",
+                f"Will {i} be odd?",
+                f"{day}T00:00:00",
+                f"{day}T12:00:00",
+                json.dumps({"Odd": odd}),
+                "Numbers",
+                json.dumps(["Odd"]),
+                json.dumps([source]),
+            )
+            writer.writerow(dict(zip(columns, found, strict=True)))
