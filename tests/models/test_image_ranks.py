@@ -3,17 +3,13 @@ is one process's.
 """
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
 import torch
 from image_ranks_case import CASES
-from test_distributed import REPO, assert_same_gradients, case_on_ranks
+from test_distributed import assert_same_gradients, case_on_ranks, start_launch
 
 from rl.models import load_model
 
@@ -80,31 +76,12 @@ def rows(folder) -> list[dict]:
 
 
 def start_run(folder, method, config, *more):
-    launch = []
-    if config is not None:
-        launch = [
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            str(REPO / f"accelerate_configs/{config}.yaml"),
-        ]
-        launch += ["--num_processes", "2", "--main_process_port", "0"]
-    asked = [*METHOD[method].split(), *WORDS.split(), "--output-dir", str(folder), *more]
-    words = [sys.executable, *launch, str(REPO / "train.py"), *asked]
-    with (folder.parent / f"{folder.name}.log").open("a") as log:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(
-            words,
-            stdout=log,
-            stderr=log,
-            cwd=folder.parent,
-            env=environment,
-            start_new_session=True,
-        )
+    words = [*METHOD[method].split(), *WORDS.split(), "--output-dir", folder, *more]
+    return start_launch(config, folder.parent, *words, script="train.py")
 
 
-def ended(process, folder) -> None:
-    assert process.wait(280) == 0, (folder.parent / f"{folder.name}.log").read_text()[-3000:]
+def ended(launch) -> None:
+    assert set(launch.wait(280)) == {0}, launch.output()[-3000:]
 
 
 def weights(folder, method) -> dict[str, torch.Tensor]:
@@ -130,21 +107,22 @@ def test_a_run_on_two_ranks_is_that_of_one_process_and_goes_on_after_a_kill(
     middle changes no bit.
     """
     folders = {name: tmp_path / name for name in ("one", "two", "cut")}
-    ended(start_run(folders["one"], method, None), folders["one"])
-    ended(start_run(folders["two"], method, config), folders["two"])
+    ended(start_run(folders["one"], method, None))
+    ended(start_run(folders["two"], method, config))
     for one, two in zip(rows(folders["one"]), rows(folders["two"]), strict=True):
         for key in ("optim/loss", "optim/policy_loss", "optim/grad_norm", "env/all/reward/total"):
             if key in one:
                 assert two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-5), key
-    process = start_run(folders["cut"], method, config)
+    launch = start_run(folders["cut"], method, config)
     deadline = time.monotonic() + 200
     while len(rows(folders["cut"])) < 3 and time.monotonic() < deadline:
-        assert process.poll() is None, "the run ended before it could be killed"
+        assert not launch.poll(), "the run ended before it could be killed"
         time.sleep(0.005)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait(30)
+    for rank in range(2):
+        launch.kill(rank)
+    launch.wait(30)
     assert not (folders["cut"] / "checkpoints" / f"{method}-final").exists()
-    ended(start_run(folders["cut"], method, config, "--resume"), folders["cut"])
+    ended(start_run(folders["cut"], method, config, "--resume"))
     assert rows(folders["cut"]) == rows(folders["two"])
     one, other = weights(folders["two"], method), weights(folders["cut"], method)
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from sampler_models import VOCAB, add_lora, one_thread, tiny_model  # noqa: F401
-from test_distributed import REPO, run, sharded
+from test_distributed import REPO, run_launch
 from test_sampler_split import ALL, on_ranks, split
 from transformers import AutoConfig
 
@@ -390,26 +388,10 @@ def test_a_model_or_launch_that_cannot_be_split_is_refused_before_weights_are_re
 
 REWARD = "def score(prompt, response, meta):\n    return float(sum(map(ord, response)) % 5)\n"
 TRAIN = (
-    "train.py grpo --base-model tiny:addition --dataset addition --steps 2 --batch-size 4 "
+    "grpo --base-model tiny:addition --dataset addition --steps 2 --batch-size 4 "
     "--group-size 4 --max-tokens 4 --eval-every 0 "
 )
 TRAIN += "--learning-rate 1e-2 --rollouts-every 1 --save-every 0 --no-eval-greedy --quiet"
-
-
-def launched(config: str, folder: Path, script: str, words: list[str]) -> None:
-    folder.mkdir(exist_ok=True)
-    launch = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(REPO / f"accelerate_configs/{config}.yaml"),
-    ]
-    launch += ["--num_processes", "2", "--main_process_port", "0"]
-    launch += (
-        ["--deepspeed_config_file", str(sharded("zero3", folder))] if config == "zero3" else []
-    )
-    run([*launch, str(REPO / script), *words], folder, 120)
 
 
 def rollouts(folder: Path, step: int) -> list[dict]:
@@ -429,8 +411,8 @@ def alone(tmp_path_factory) -> Path:
 
 def trained(config: str, folder: Path, tp: int) -> Path:
     (folder / "own.py").write_text(REWARD)
-    script, *words = TRAIN.split()
-    words += [
+    words = [
+        *TRAIN.split(),
         "--reward",
         f"{folder}/own.py:score",
         "--sampler-tp",
@@ -438,7 +420,7 @@ def trained(config: str, folder: Path, tp: int) -> Path:
         "--output-dir",
         str(folder / "run"),
     ]
-    launched(config, folder, script, words)
+    run_launch(config, folder, *words, script="train.py", seconds=120)
     return folder
 
 
@@ -465,10 +447,9 @@ def _asked_again(folder: Path) -> None:
     """
     assert open_weights(str(folder / "run")).stage.settings.sampling.sampler_tp == 2
     words = [str(folder / "run"), "--limit", "6", "--samples", "2", "--trust-run", "--output"]
-    by_itself = [sys.executable, str(REPO / "evaluate.py"), *words, str(folder / "one.json")]
-    done = subprocess.run(by_itself, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    launched("ddp", folder, "evaluate.py", [*words, str(folder / "two.json"), "--sampler-tp", "2"])
+    run_launch(None, folder, *words, folder / "one.json", script="evaluate.py", seconds=120)
+    words += [str(folder / "two.json"), "--sampler-tp", "2"]
+    run_launch("ddp", folder, *words, script="evaluate.py", seconds=120)
     one, two = (json.loads((folder / name).read_text()) for name in ("one.json", "two.json"))
     assert len(one["rows"]) == 12
     shown = [[(row["response"], row["reward"]) for row in found["rows"]] for found in (one, two)]
