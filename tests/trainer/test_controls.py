@@ -50,6 +50,47 @@ def stages_of(*words: str):
     return read_run(list(words), METHODS, REPO / "recipes" / "addition.yaml", RunSettings).stages
 
 
+# command lines, and the settings that the guide gives for them
+GUIDE = {
+    "grpo": {
+        "group_size": 8, "temperature": 0.8, "clip_low": 0.8, "clip_high": 1.2, "entropy_coef": 0.0,
+        "grad_clip_norm": 1.0,
+    },
+    "reinforce": {
+        "entropy_coef": 0.01, "advantage": "running_mean", "loss": "importance_sampling",
+    },
+    "ppo": {
+        "epochs": 4, "clip": 0.2, "value_coef": 0.1, "entropy_coef": 0.01, "target_kl": 0.01,
+        "kl_coef": 0.1,
+    },
+    "dpo": {"beta": 0.1, "reference_free": False},
+    "distill": {"distill_temperature": 2.0, "alpha": 0.5, "group_size": 4},
+    str(REPO / "recipes" / "gsm8k.yaml"): {
+        "base_model": "Qwen/Qwen2.5-0.5B-Instruct", "dataset": "openai/gsm8k", "reward": "gsm8k",
+        "lora_rank": 32, "learning_rate": 4e-5, "batch_size": 128, "group_size": 16,
+        "max_tokens": 256, "temperature": 1.0, "loss": "importance_sampling", "advantage": "mean",
+        "steps": 7473 // 128, "renderer": "chat_template",
+    },
+}  # fmt: skip
+RATES = {
+    "grpo": 1e-6, "grpo --lora-rank 8": 4e-5, "reinforce": 1e-5, "ppo": 1e-6, "dpo": 5e-7,
+    "distill": 2e-5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", GUIDE)
+def test_the_guides_settings(line):
+    (stage,) = stages_of(line)
+    values = flatten_settings(stage.settings)
+    assert {name: values[name] for name in GUIDE[line]} == GUIDE[line]
+
+
+@pytest.mark.parametrize("line", RATES)
+def test_the_guides_learning_rates(line):
+    (stage,) = stages_of(*line.split())
+    assert stage.settings.learning_rate == RATES[line]
+
+
 # ------------------------------------------------------------------------------------------ shaping
 
 
