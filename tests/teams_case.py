@@ -1,11 +1,11 @@
 """What two processes draw, learn and hand over where they hold the sampler together, beside two
 that hold all of it each.
 
-    accelerate launch --config_file ... tests/teams_case.py MODELS OUT
+    accelerate launch --config_file ... tests/teams_case.py MODELS OUT CASE ...
 
 One model after the other in the same processes, with the same seeds: what the first learns the
-second learns as well. MODELS: folders to begin from. OUT/found.json: by "alone", "together" and
-"together, in pages", and "a sum left out".
+second learns as well. MODELS: folders to begin from, of which CASE names some. OUT/found.json: by
+"alone", "together" and "together, in pages", and "a sum left out" of the first case.
 """
 
 import json
@@ -121,7 +121,7 @@ def flow(service: ServiceClient, folder: Path, lora: int) -> dict:
     return found
 
 
-def main(models: Path, out: Path) -> None:
+def main(models: Path, out: Path, cases: list[str]) -> None:
     torch.set_num_threads(1)
     worker_group.TrainingWorker = CaseWorker  # type: ignore[misc]
     result: dict = {}
@@ -130,10 +130,10 @@ def main(models: Path, out: Path) -> None:
     for name, way in ways.items():
         service.output_dir = str(out / name)
         service._driver.submit("hold", *way).result()
-        result[name] = {case: flow(service, models / case, lora) for case, lora in CASES.items()}
+        result[name] = {case: flow(service, models / case, CASES[case]) for case in cases}
         print(name, flush=True)  # where a launch that hangs was
     service._driver.submit("leave_sums_out").result()
-    made = service.create_full_training_client(str(models / "qwen3"))
+    made = service.create_full_training_client(str(models / cases[0]))
     try:
         broken = made.save_weights_and_get_sampling_client()
         assert broken.version == 0  # waits for it, and raises what became of it
@@ -145,4 +145,4 @@ def main(models: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

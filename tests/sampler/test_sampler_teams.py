@@ -7,7 +7,8 @@ Learners are under DDP, ZeRO-3 and FSDP2.
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from sampler_models import tiny_model
 from teams_case import CASES
-from test_distributed import REPO, run, sharded
+from test_distributed import run_launch
 
 from rl.client import ServiceClient
 from rl.distributed import check_tensor_parallel
@@ -46,24 +47,31 @@ def models(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param("ddp", marks=pytest.mark.campaign), "zero3", "fsdp2"]
-)
-def launched(request, models, tmp_path_factory) -> tuple[str, dict[str, Any]]:
-    out = tmp_path_factory.mktemp(request.param)
-    launch = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(REPO / f"accelerate_configs/{request.param}.yaml"),
-    ]
-    launch += ["--num_processes", "2", "--main_process_port", "0"]
-    launch += (
-        ["--deepspeed_config_file", str(sharded("zero3", out))] if request.param == "zero3" else []
-    )
-    run([*launch, str(REPO / "tests" / "teams_case.py"), str(models), str(out)], out, 280)
-    return request.param, json.loads((out / "found.json").read_text())
+# Each family runs under one of the slow launches, and each launch trains adapters and all weights: a
+# launch hands over whole tensors, and a family is how they are cut up.
+LAUNCHES = {
+    "ddp": list(CASES),
+    "zero3": ["gemma", "olmo2", "llama"],
+    "fsdp2": ["qwen3", "qwen2", "granite", "gemma3_text"],
+}
+EACH = [
+    pytest.param(launch, case, marks=[pytest.mark.campaign] * (launch == "ddp"))
+    for launch, cases in LAUNCHES.items()
+    for case in cases
+]
+
+
+@pytest.fixture(scope="module")
+def launched(models, tmp_path_factory) -> Callable[[str], dict[str, Any]]:
+    """What a launch found; each runs once."""
+
+    @cache
+    def launched(launch: str) -> dict[str, Any]:
+        out = tmp_path_factory.mktemp(launch)
+        run_launch(launch, out, models, out, *LAUNCHES[launch], script="tests/teams_case.py")
+        return json.loads((out / "found.json").read_text())
+
+    return launched
 
 
 def same(one: list, other: list) -> None:
@@ -75,9 +83,9 @@ def same(one: list, other: list) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_two_that_hold_it_together_draw_what_each_would_alone(launched, case):
-    _, found = launched
+@pytest.mark.parametrize(("launch", "case"), EACH)
+def test_two_that_hold_it_together_draw_what_each_would_alone(launched, launch, case):
+    found = launched(launch)
     alone, together = found["alone"][case], found["together"][case]
     for name in (*SAME, *(("of the merged folder", "of the base") if CASES[case] else ())):
         same(together[name], alone[name])
@@ -88,18 +96,18 @@ def test_two_that_hold_it_together_draw_what_each_would_alone(launched, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_the_sampler_agrees_with_the_learner(launched, case):
+@pytest.mark.parametrize(("launch", "case"), EACH)
+def test_the_sampler_agrees_with_the_learner(launched, launch, case):
     """By the weights of the last update, and after weights were moved and handed over once more."""
-    _, found = launched
+    found = launched(launch)
     together = found["together"][case]
     assert max(together["off"]) < 2e-5 < 1e-2 < together["moved"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_each_holds_about_half(launched, case):
-    _, found = launched
+@pytest.mark.parametrize(("launch", "case"), EACH)
+def test_each_holds_about_half(launched, launch, case):
+    found = launched(launch)
     whole, halves = found["alone"][case]["held"][0], found["together"][case]["held"]
     assert whole == found["together"][case]["parameters"] and max(
         halves
@@ -107,16 +115,19 @@ def test_each_holds_about_half(launched, case):
 
 
 @pytest.mark.slow
-def test_a_sum_left_out_is_seen(launched):
+@pytest.mark.parametrize(
+    "launch", [pytest.param("ddp", marks=pytest.mark.campaign), "zero3", "fsdp2"]
+)
+def test_a_sum_left_out_is_seen(launched, launch):
     """Under DDP as the sampler is made; under ZeRO-3 and FSDP2, where nobody has the whole model to
     compare with, in the samples.
     """
-    launch, found = launched
+    found = launched(launch)
     if launch == "ddp":
         assert "does not reproduce the logits" in found["a sum left out"]
     else:
         assert [tokens for tokens, *_ in found["a sum left out"]] != [
-            tokens for tokens, *_ in found["alone"]["qwen3"]["drawn 0"]
+            tokens for tokens, *_ in found["alone"][LAUNCHES[launch][0]]["drawn 0"]
         ]
 
 
